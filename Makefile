@@ -1,0 +1,28 @@
+PYTHON ?= python3
+VENV := .venv
+RUN ?= runs/demo
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint setup clean
+
+demo: $(STAMP)
+	$(VENV)/bin/beatrice demo $(RUN)
+
+test: $(STAMP)
+	$(VENV)/bin/python -m pytest -q
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+setup: $(STAMP)
+
+# Torch first and alone: on Linux the CPU build, where it can be had, spares several
+# gigabytes of GPU libraries; `make TORCH=torch==2.13.0` takes the registry's build.
+$(STAMP): pyproject.toml constraints.txt
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info

@@ -1,0 +1,1 @@
+"""Measuring: evaluation rows, tables, figures, the report."""

@@ -1,0 +1,260 @@
+"""The controller's stage: PGIR against never and always retrieving.
+
+Every set is traced once to the full budget and the trace is kept; threshold and
+budget are chosen on the validation traces and used unchanged everywhere else.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.presets import RunConfig
+from benchmarks.results import ResultRow
+from benchmarks.stage import Update
+from extract.judge import exact_match, token_f1
+from extract.pipeline import read_examples
+from extract.records import Example, Passage, read_records
+from extract.rundir import RunDir, write_json_atomic
+from pgir.bridge import ProbedBackbone, ProbedReader
+from pgir.controller import (
+    ControllerConfig,
+    Draft,
+    Policy,
+    Trace,
+    decide,
+    search_policy,
+    trace_questions,
+)
+from pgir.retrieval import Bm25Retriever
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traced:
+    """One set of questions with every draft that any policy could ask for.
+
+    Attributes:
+      vanilla: answers after one retrieval with the question alone.
+    """
+
+    dataset: str
+    split: str
+    examples: tuple[Example, ...]
+    traces: tuple[Trace, ...]
+    vanilla: tuple[str, ...]
+
+
+def controller_config(config: RunConfig) -> ControllerConfig:
+    """Return how far the run's controller searches."""
+    return ControllerConfig(max_budget=config.max_budget)
+
+
+def question_sets(
+    examples: Sequence[Example], limit: int | None
+) -> list[tuple[str, str, tuple[Example, ...]]]:
+    """Return the evaluated sets in file order, validation first."""
+    sets: dict[tuple[str, str], list[Example]] = {}
+    for example in examples:
+        if example.split != "train":
+            sets.setdefault((example.dataset, example.split), []).append(example)
+    return [(d, s, tuple(found[:limit])) for (d, s), found in sets.items()]
+
+
+def _to_file(path: Path, traced: Traced, key: str) -> None:
+    write_json_atomic(
+        path,
+        {
+            "key": key,
+            "traces": [[dataclasses.asdict(d) for d in t] for t in traced.traces],
+            "vanilla": list(traced.vanilla),
+        },
+    )
+
+
+def _from_file(
+    path: Path, key: str
+) -> tuple[tuple[Trace, ...], tuple[str, ...]] | None:
+    """Return kept traces, or None if there are none made from these inputs."""
+    if not path.exists():
+        return None
+    kept = json.loads(path.read_text())
+    if kept["key"] != key:
+        return None
+    traces = tuple(
+        tuple(Draft(**{**d, "passages": tuple(d["passages"])}) for d in trace)
+        for trace in kept["traces"]
+    )
+    return traces, tuple(kept["vanilla"])
+
+
+def trace_set(
+    probed: ProbedBackbone,
+    retriever: Bm25Retriever,
+    passages: Sequence[Passage],
+    examples: Sequence[Example],
+    config: ControllerConfig,
+    on_round: Callable[[int], None],
+) -> tuple[tuple[Trace, ...], tuple[str, ...]]:
+    """Return the traces of a set and its answers after one plain retrieval."""
+    questions = [example.question for example in examples]
+    reader = ProbedReader(probed, questions)
+    traces = trace_questions(questions, reader, retriever, passages, config, on_round)
+    ranking = retriever.search(questions, config.n_passages)
+    contexts = [[passages[p] for p in row] for row in ranking]
+    vanilla = probed.answer(probed.requests("with_context", questions, contexts))
+    return tuple(traces), tuple(answer.text for answer in vanilla)
+
+
+def trace_all(
+    run: RunDir, config: RunConfig, probed: ProbedBackbone, update: Update, key: str
+) -> list[Traced]:
+    """Trace every set; a set that was traced before is read from its file.
+
+    Args:
+      run: holds questions and passages.
+      config: of the run.
+      probed: the backbone with the run's detector.
+      update: told rounds done and to do.
+      key: identity of everything the traces depend on.
+    """
+    controller = controller_config(config)
+    passages = list(read_records(run.passages, Passage))
+    retriever = Bm25Retriever(passages)
+    sets = question_sets(read_examples(run), config.n_control)
+    n_rounds = controller.max_budget + 1
+    traced = []
+    for i, (dataset, split, examples) in enumerate(sets):
+        path = run.control / f"traces-{dataset}-{split}.json"
+        found = _from_file(path, key)
+        if found is None:
+            found = trace_set(
+                probed,
+                retriever,
+                passages,
+                examples,
+                controller,
+                lambda r, i=i: update(i * n_rounds + r + 1, len(sets) * n_rounds),
+            )
+        one = Traced(
+            dataset=dataset,
+            split=split,
+            examples=examples,
+            traces=found[0],
+            vanilla=found[1],
+        )
+        path.parent.mkdir(exist_ok=True)
+        _to_file(path, one, key)
+        traced.append(one)
+    return traced
+
+
+def choose_policy(traced: Sequence[Traced], config: ControllerConfig) -> Policy:
+    """Choose threshold and budget on the validation traces."""
+    validation = next(t for t in traced if t.split == "validation")
+    return search_policy(
+        validation.traces,
+        lambda i, answer: exact_match(answer, validation.examples[i].golds),
+        config,
+    )
+
+
+def _pgir_answers(traced: Traced, policy: Policy) -> tuple[list[str], list[int]]:
+    decisions = [decide(trace, policy) for trace in traced.traces]
+    answers = [
+        trace[decision.round].answer
+        for trace, decision in zip(traced.traces, decisions, strict=True)
+    ]
+    return answers, [decision.n_generations for decision in decisions]
+
+
+def _quality(examples: Sequence[Example], answers: Sequence[str]) -> np.ndarray:
+    """Return exact match and F1 per question, `[2, n_examples]`."""
+    return np.array(
+        [
+            (exact_match(answer, example.golds), token_f1(answer, example.golds))
+            for example, answer in zip(examples, answers, strict=True)
+        ],
+        dtype=np.float64,
+    ).T
+
+
+def _interval(values: np.ndarray, n_resamples: int, seed: int) -> tuple[float, float]:
+    """Return the percentile interval of a mean under resampling of questions."""
+    draws = np.random.default_rng(seed).integers(
+        0, len(values), (n_resamples, len(values))
+    )
+    low, high = np.percentile(values[draws].mean(axis=1), (2.5, 97.5))
+    return float(low), float(high)
+
+
+def control_rows(
+    traced: Sequence[Traced], policy: Policy, config: RunConfig
+) -> list[ResultRow]:
+    """Return exact match, F1 and generations of every controller on every set."""
+    rows = []
+    for one in traced:
+        drafts = [trace[0].answer for trace in one.traces]
+        single = [1] * len(drafts)
+        chosen, n_generations = _pgir_answers(one, policy)
+        for name, answers, cost in (
+            ("no_rag", drafts, single),
+            ("vanilla_rag", list(one.vanilla), single),
+            ("pgir", chosen, n_generations),
+        ):
+            quality = _quality(one.examples, answers)
+            measures = {
+                "em": quality[0],
+                "f1": quality[1],
+                "generations": np.asarray(cost, dtype=np.float64),
+            }
+            for metric, values in measures.items():
+                low, high = _interval(values, config.n_bootstrap, config.seed)
+                rows.append(
+                    ResultRow(
+                        experiment="controller",
+                        detector=name,
+                        setting="both",
+                        dataset=one.dataset,
+                        split=one.split,
+                        metric=metric,
+                        value=float(values.mean()),
+                        ci_low=low,
+                        ci_high=high,
+                        n=len(values),
+                    )
+                )
+    return rows
+
+
+def frontier(
+    traced: Sequence[Traced], policy: Policy, config: ControllerConfig
+) -> list[dict[str, Any]]:
+    """Return quality against cost for every budget at the chosen threshold."""
+    points = []
+    for one in traced:
+        if one.split == "validation":
+            continue
+        for budget in range(1, config.max_budget + 1):
+            answers, cost = _pgir_answers(
+                one, Policy(threshold=policy.threshold, budget=budget)
+            )
+            quality = _quality(one.examples, answers).mean(axis=1)
+            points.append(
+                {
+                    "dataset": one.dataset,
+                    "budget": budget,
+                    "em": float(quality[0]),
+                    "f1": float(quality[1]),
+                    "generations": float(np.mean(cost)),
+                }
+            )
+    return points
+
+
+def inputs_key(*parts: str) -> str:
+    """Return one identity for several."""
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

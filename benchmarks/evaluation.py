@@ -1,0 +1,145 @@
+"""From scores to rows: AUROC and AUPRC of every detector on every set.
+
+A detector's number is the mean over its training seeds. Its interval resamples
+questions, all seeds and both wordings of a context together, so it is the interval
+of the mean that is printed.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from benchmarks.results import ResultRow
+from benchmarks.rows import Rows
+from jaxprobe.metrics import (
+    BootstrapConfig,
+    Metric,
+    auprc,
+    auroc,
+    cluster_weights,
+    weighted_auprc,
+    weighted_auroc,
+)
+
+PointMetric = Callable[[np.ndarray, np.ndarray], Metric]
+Resampled = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+METRICS: dict[str, tuple[PointMetric, Resampled]] = {
+    "auroc": (auroc, weighted_auroc),
+    "auprc": (auprc, weighted_auprc),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Scored:
+    """What one detector says of every row of a setting.
+
+    Attributes:
+      name: as in the rows, such as "champion" or "encoder:HP".
+      scores: `[n_seeds, n_rows]`, higher = more likely correct.
+      labels: `[n_rows]` bool to measure against, or None for the rows' own; only
+        the permuted-label control has others.
+    """
+
+    name: str
+    scores: np.ndarray
+    labels: np.ndarray | None = None
+
+
+def _rows_of(
+    scored: Scored,
+    rows: Rows,
+    column: tuple[str, str],
+    weights: np.ndarray,
+    chosen: np.ndarray,
+) -> list[ResultRow]:
+    """Return one detector's rows on one set: each seed, and their mean."""
+    dataset, split = column
+    labels = (rows.labels if scored.labels is None else scored.labels)[chosen]
+    shared = {
+        "experiment": "detection",
+        "detector": scored.name,
+        "setting": rows.setting,
+        "dataset": dataset,
+        "split": split,
+        "n": len(chosen),
+        "n_failed": rows.n_unlabelled(split, dataset),
+    }
+    found = []
+    for metric, (point, resampled) in METRICS.items():
+        per_seed = [point(scores[chosen], labels) for scores in scored.scores]
+        reason = next((p.reason for p in per_seed if p.reason is not None), None)
+        if reason is not None:
+            found.append(ResultRow(**shared, metric=metric, value=None, reason=reason))
+            continue
+        draws = np.mean(
+            [resampled(s[chosen], labels, weights) for s in scored.scores], axis=0
+        )
+        low, high = np.nanpercentile(draws, (2.5, 97.5))
+        found.append(
+            ResultRow(
+                **shared,
+                metric=metric,
+                value=float(np.mean([p.value for p in per_seed])),
+                ci_low=float(low),
+                ci_high=float(high),
+            )
+        )
+        if len(per_seed) > 1:
+            found += [
+                ResultRow(**shared, metric=metric, value=p.value, seed=str(seed))
+                for seed, p in enumerate(per_seed)
+            ]
+    return found
+
+
+def detection_rows(
+    detectors: list[Scored], rows: Rows, config: BootstrapConfig
+) -> list[ResultRow]:
+    """Return the rows of all detectors of one setting on all evaluated sets.
+
+    Args:
+      detectors: all score the same rows.
+      rows: what the rows are.
+      config: the same resamples serve every detector, so that intervals compare.
+    """
+    found = []
+    for dataset, split in rows.columns():
+        chosen = rows.where(split, dataset)
+        if not len(chosen):
+            continue
+        weights = cluster_weights(rows.ids[chosen], config)
+        for scored in detectors:
+            found += _rows_of(scored, rows, (dataset, split), weights, chosen)
+    return found
+
+
+def permute_by_question(rows: Rows, seed: int) -> np.ndarray:
+    """Return labels dealt out anew among the questions of each set and split.
+
+    Rows of one question stay together: the two wordings of a context are no
+    independent examples. Both the training and the evaluation labels are permuted,
+    so that any AUROC away from one half is a leak in the pipeline.
+
+    Returns:
+      `[n_rows]` bool.
+    """
+    permuted = rows.labels.copy()
+    rng = np.random.default_rng(seed)
+    groups: Mapping[tuple[str, str], None] = dict.fromkeys(
+        zip(rows.datasets, rows.splits, strict=True)
+    )
+    for dataset, split in groups:
+        where = np.flatnonzero((rows.datasets == dataset) & (rows.splits == split))
+        own: dict[str, list[int]] = {}
+        for i in where:
+            own.setdefault(rows.ids[i], []).append(i)
+        by_size: dict[int, list[list[int]]] = {}
+        for members in own.values():
+            by_size.setdefault(len(members), []).append(members)
+        for questions in by_size.values():
+            order = rng.permutation(len(questions))
+            dealt = [rows.labels[questions[j]] for j in order]
+            for members, labels in zip(questions, dealt, strict=True):
+                permuted[members] = labels
+    return permuted

@@ -1,0 +1,112 @@
+"""The two ready-made configurations of a run.
+
+`demo` is the whole system on the embedded microworld, sized for ten minutes on two
+cores; `smoke` is the same path in under a minute, too small to mean anything.
+Widths and epochs are far below the paper's (README, "Departures and decisions").
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from jaxprobe.fusion import FusionConfig
+
+from extract.extraction import ExtractConfig
+from extract.microworld import WorldConfig
+from extract.prompts import TemplateName
+from extract.questions import QuestionConfig
+from jaxprobe.encoder import EncoderConfig
+from jaxprobe.grid import TrainConfig
+
+PresetName = Literal["demo", "smoke"]
+EMBEDDED = "embedded"
+WEIGHTS = Path(__file__).parent.parent / "extract" / "weights"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything the numbers of a run depend on.
+
+    Attributes:
+      model: directory or Hub id of the backbone, or "embedded".
+      seed: of training, selection and bootstrap; the world's own seed is fixed,
+        since the embedded model knows one world.
+      n_threads: of Torch; sums are rounded by it, so it is part of the run.
+      max_new_tokens: longest answer.
+      n_bootstrap: resamples of an interval.
+      max_budget: most retrieval rounds traced.
+      n_control: questions per set given to the controllers; None for all.
+    """
+
+    preset: PresetName
+    model: str
+    seed: int
+    template: TemplateName
+    world: WorldConfig
+    questions: QuestionConfig
+    extract: ExtractConfig
+    encoder: EncoderConfig
+    train: TrainConfig
+    fusion: FusionConfig
+    n_threads: int = 2
+    max_new_tokens: int = 10
+    tokens_per_batch: int = 8192
+    n_sweep: int = 1200
+    n_bootstrap: int = 1000
+    max_budget: int = 4
+    n_control: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the configuration as it stands in the manifest."""
+        return dataclasses.asdict(self)
+
+    @property
+    def model_path(self) -> str:
+        """Return what Transformers loads."""
+        return str(WEIGHTS) if self.model == EMBEDDED else self.model
+
+
+def make_config(
+    preset: PresetName = "demo", model: str = EMBEDDED, seed: int = 0
+) -> RunConfig:
+    """Return a preset's configuration.
+
+    Raises:
+      ValueError: no such preset.
+    """
+    if preset not in get_args(PresetName):
+        raise ValueError(
+            f"preset: expected one of {', '.join(get_args(PresetName))}, "
+            f"found {preset!r}"
+        )
+    shared: dict[str, Any] = {
+        "preset": preset,
+        "model": model,
+        "seed": seed,
+        "template": "short",
+        "world": WorldConfig(),
+        "extract": ExtractConfig(tokens_per_batch=8192),
+    }
+    if preset == "smoke":
+        return RunConfig(
+            **shared,
+            questions=QuestionConfig(n_train=240, n_evaluation=120, n_ood=60),
+            encoder=EncoderConfig(projection=8, hidden=8, n_blocks=1, n_groups=2),
+            train=TrainConfig(
+                learning_rate=3e-3, batch_size=64, max_epochs=3, n_seeds=1
+            ),
+            fusion=FusionConfig(hidden=16, max_epochs=3),
+            n_sweep=200,
+            n_bootstrap=200,
+            max_budget=2,
+            n_control=40,
+        )
+    return RunConfig(
+        **shared,
+        questions=QuestionConfig(),
+        encoder=EncoderConfig(projection=16, hidden=24),
+        train=TrainConfig(
+            learning_rate=1e-3, batch_size=128, max_epochs=12, stop_after=4
+        ),
+        fusion=FusionConfig(hidden=32, max_epochs=20),
+    )

@@ -1,0 +1,248 @@
+"""Every number of an experiment is one row; tables and figures only read rows.
+
+A row either holds a finite value or says why there is none: a number that could
+not be computed (one class only, say) is `null` with its reason, never NaN, 0.5 or
+a missing line.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from extract.records import from_json
+
+N_DECIMALS = 6
+
+# Printed names of what the rows hold, in the order in which tables list them.
+SETTING_LABELS = {
+    "closed_book": "Closed-book",
+    "with_context": "With context",
+    "both": "Both settings",
+}
+SPLIT_LABELS = {"validation": "validation", "test": "test", "ood": "held out"}
+METRIC_LABELS = {"auroc": "AUROC", "auprc": "AUPRC", "em": "EM", "f1": "F1"}
+
+DETECTORS = {
+    "champion": "BEATRICE (selected encoders)",
+    "hidden_only": "Hidden states only",
+    "early_fusion": "One encoder, all families",
+    "late_fusion_singles": "Late fusion, single families",
+    "late_fusion_all": "Late fusion, all encoders",
+    "tfidf": "Text only (TF-IDF)",
+    "perplexity": "Answer perplexity",
+}
+CONTROLLERS = {
+    "no_rag": "Never retrieve",
+    "vanilla_rag": "Always retrieve once",
+    "pgir": "PGIR",
+}
+CONTROLS = {"permuted_labels": "Trained on permuted labels"}
+SPAN_DECISIONS = {
+    "emitting": "From the position that emits the answer",
+    "literal": "Answer tokens only",
+}
+
+RowSetting = Literal["closed_book", "with_context", "both"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResultRow:
+    """One number, with what it was measured on.
+
+    Attributes:
+      experiment: "detection", "controller", "span_decision", ...
+      detector: what was measured, e.g. "champion" or "encoder:HP".
+      setting: "both" where one number needs both passes, as a controller does.
+      metric: "auroc", "auprc" (an incorrect answer is the positive class), "em", ...
+      value: None where it is undefined; then `reason` says why.
+      ci_low: lower end of the 95 % interval, or None if there is none.
+      ci_high: upper end of the 95 % interval, or None if there is none.
+      n: examples the value is computed on.
+      n_failed: examples that should have been there and could not be scored.
+      seed: training seed as a string, or "mean" over the seeds.
+    """
+
+    experiment: str
+    detector: str
+    setting: RowSetting
+    dataset: str
+    split: str
+    metric: str
+    value: float | None
+    ci_low: float | None = None
+    ci_high: float | None = None
+    n: int
+    n_failed: int = 0
+    seed: str = "mean"
+    reason: str | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a row that hides something.
+
+        Raises:
+          ValueError: a number is not finite, an undefined value has no reason, an
+            interval has one end, or a seed or count is not one.
+        """
+        numbers = (self.value, self.ci_low, self.ci_high)
+        if any(x is not None and not math.isfinite(x) for x in numbers):
+            raise ValueError(
+                f"{self.where}: {numbers} is not finite; write an undefined value as "
+                "None with its reason"
+            )
+        if self.value is None and not self.reason:
+            raise ValueError(f"{self.where}: a value of None needs a reason")
+        if (self.ci_low is None) != (self.ci_high is None):
+            raise ValueError(f"{self.where}: an interval needs both ends or neither")
+        if self.n < 0 or self.n_failed < 0:
+            raise ValueError(f"{self.where}: a count cannot be negative")
+        if self.seed != "mean" and not self.seed.isdecimal():
+            raise ValueError(
+                f"{self.where}: seed is {self.seed!r}, expected 'mean' or '0', '1', ..."
+            )
+
+    @property
+    def where(self) -> str:
+        """Name the row in words, for messages."""
+        return " / ".join(
+            (
+                self.experiment,
+                self.detector,
+                self.setting,
+                self.dataset,
+                self.split,
+                self.metric,
+                f"seed {self.seed}",
+            )
+        )
+
+
+FIELDS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(ResultRow))
+
+
+def row_to_json(row: ResultRow) -> str:
+    """Return the row as one line of JSON, floats rounded to six decimals."""
+    fields = dataclasses.asdict(row)
+    for name in ("value", "ci_low", "ci_high"):
+        if fields[name] is not None:
+            fields[name] = round(float(fields[name]), N_DECIMALS)
+    return json.dumps(fields, ensure_ascii=True, allow_nan=False)
+
+
+def write_rows(rows: Iterable[ResultRow]) -> str:
+    """Return the rows as JSON lines."""
+    return "".join(row_to_json(row) + "\n" for row in rows)
+
+
+def read_rows(path: Path) -> Iterator[ResultRow]:
+    """Yield the rows of a JSON-lines file.
+
+    Raises:
+      ValueError: a line is no such row; the message names the file and the line.
+    """
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            where = f"{path}, line {number}"
+            try:
+                yield from_json(ResultRow, line, where)
+            except ValueError as error:
+                message = str(error).removeprefix(f"{where}: ")
+                raise ValueError(f"{where}: {message}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class ResultTable:
+    """Rows that can be looked up by the values of their fields; keeps their order."""
+
+    rows: Sequence[ResultRow]
+
+    def select(self, **fields: Any) -> tuple[ResultRow, ...]:
+        """Return the rows whose fields have these values, in their order.
+
+        Raises:
+          ValueError: a name is no field of a row.
+        """
+        unknown = sorted(set(fields) - set(FIELDS))
+        if unknown:
+            raise ValueError(
+                f"a result row has no field {unknown[0]!r}; it has {', '.join(FIELDS)}"
+            )
+        return tuple(
+            row
+            for row in self.rows
+            if all(getattr(row, name) == wanted for name, wanted in fields.items())
+        )
+
+    def find(self, **fields: Any) -> ResultRow | None:
+        """Return the only row with these values, or None if there is none.
+
+        Raises:
+          LookupError: several rows match.
+        """
+        found = self.select(**fields)
+        if len(found) > 1:
+            raise LookupError(
+                f"{len(found)} rows have {_in_words(fields)}, expected one; the first "
+                f"two are ({found[0].where}) and ({found[1].where})"
+            )
+        return found[0] if found else None
+
+    def row(self, **fields: Any) -> ResultRow:
+        """Return the only row with these values.
+
+        Raises:
+          LookupError: no row matches, or several do.
+        """
+        found = self.find(**fields)
+        if found is None:
+            raise LookupError(
+                f"none of {len(self.rows)} rows has {_in_words(fields)}; compute it "
+                "first, or ask for what is there"
+            )
+        return found
+
+    def value(self, **fields: Any) -> float | None:
+        """Return the value of the only row with these fields; None if undefined.
+
+        Raises:
+          LookupError: no row matches, or several do.
+        """
+        return self.row(**fields).value
+
+
+def _in_words(fields: dict[str, Any]) -> str:
+    """Spell out a query."""
+    return ", ".join(f"{name}={wanted!r}" for name, wanted in fields.items())
+
+
+def controller_rows(rows: Sequence[ResultRow]) -> ResultTable:
+    """Keep the evaluation rows of the retrieval controllers."""
+    found = ResultTable(rows).select(experiment="controller", seed="mean")
+    return ResultTable([row for row in found if row.split in ("test", "ood")])
+
+
+def macro_row(
+    table: ResultTable, detector: str, metric: str, datasets: Sequence[str]
+) -> ResultRow | None:
+    """Return the unweighted mean over datasets as a row without an interval.
+
+    Returns:
+      None if a dataset was not measured; a row without value, with its reason, if one
+      is undefined.
+    """
+    rows = [table.find(detector=detector, metric=metric, dataset=d) for d in datasets]
+    if not rows or None in rows:
+        return None
+    undefined = [row.dataset for row in rows if row.value is None]
+    return dataclasses.replace(
+        rows[0],
+        dataset="macro",
+        value=None if undefined else sum(row.value for row in rows) / len(rows),
+        ci_low=None,
+        ci_high=None,
+        n=sum(row.n for row in rows),
+        n_failed=sum(row.n_failed for row in rows),
+        reason=f"undefined on {', '.join(undefined)}" if undefined else None,
+    )

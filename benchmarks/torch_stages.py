@@ -1,0 +1,104 @@
+"""The stages that need the backbone: world, answer, label, extract."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks.presets import RunConfig
+from benchmarks.stage import Progress, Stage, Update
+from extract import pipeline
+from extract.backbone import Backbone, load_backbone
+from extract.generation import GenerationConfig
+from extract.prompts import TEMPLATES
+from extract.records import SETTINGS, Setting
+from extract.rundir import RunDir
+from extract.signals import SignalReader
+
+
+def open_backbone(config: RunConfig) -> Backbone:
+    """Load the run's backbone with the run's number of threads."""
+    torch.set_num_threads(config.n_threads)
+    return load_backbone(config.model_path)
+
+
+def generation_config(config: RunConfig) -> GenerationConfig:
+    """Return how the run generates."""
+    return GenerationConfig(
+        max_new_tokens=config.max_new_tokens, tokens_per_batch=config.tokens_per_batch
+    )
+
+
+def _world(run: RunDir, config: RunConfig, update: Update, progress: Progress) -> None:
+    pipeline.write_world(run, config.world, config.questions)
+
+
+def _answer(run: RunDir, config: RunConfig, update: Update, progress: Progress) -> None:
+    torn = pipeline.write_answers(
+        run,
+        open_backbone(config),
+        TEMPLATES[config.template],
+        generation_config(config),
+        update,
+    )
+    if torn:
+        progress.note(torn)
+
+
+def _label(run: RunDir, config: RunConfig, update: Update, progress: Progress) -> None:
+    pipeline.write_labels(run)
+
+
+def extract_worker(
+    run: RunDir, config: RunConfig, update: Update, worker: tuple[int, int]
+) -> None:
+    """Do one worker's part of the extraction, both settings."""
+    backbone = open_backbone(config)
+    reader = SignalReader(backbone, config.extract.hidden_layers)
+    fingerprint = {"model": backbone.revision, "dtype": str(backbone.dtype)}
+    for setting in SETTINGS:
+        pipeline.write_features(
+            run, reader, setting, config.extract, fingerprint, update, worker
+        )
+
+
+def _extract(run: RunDir, config: RunConfig, update: Update, progress: Progress):
+    extract_worker(run, config, update, (0, 1))
+
+
+def store_files(run: RunDir, setting: Setting) -> list[Path]:
+    """Return what identifies a store: its index and its commit records.
+
+    Not its arrays, which can be hundreds of gigabytes; the commit records hold their
+    checksums, and `beatrice verify` reads them all.
+    """
+    folder = run.features(setting)
+    return [folder / "index.json", folder / "commits"]
+
+
+def _stores(run: RunDir) -> list[Path]:
+    return [path for setting in SETTINGS for path in store_files(run, setting)]
+
+
+def _files(*names: str) -> Callable[[RunDir], list[Path]]:
+    return lambda run: [getattr(run, name) for name in names]
+
+
+WORLD = Stage(
+    name="world",
+    inputs=_files(),
+    outputs=_files("examples", "passages"),
+    work=_world,
+)
+ANSWER = Stage(
+    name="answer", inputs=_files("examples"), outputs=_files("answers"), work=_answer
+)
+LABEL = Stage(
+    name="label",
+    inputs=_files("examples", "answers"),
+    outputs=_files("labels"),
+    work=_label,
+)
+EXTRACT = Stage(
+    name="extract", inputs=_files("answers"), outputs=_stores, work=_extract
+)

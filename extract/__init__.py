@@ -1,0 +1,1 @@
+"""From questions to signals on disk: records, answers, labels, signals, store."""

@@ -1,0 +1,227 @@
+"""A frozen language model, loaded from a directory or the Hub.
+
+Only safetensors weights are read and no code of a checkpoint is ever run. A
+checkpoint that leaves weights unset is refused: Transformers would fill them with
+random numbers.
+"""
+
+import dataclasses
+import hashlib
+import re
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+
+from extract.layout import Layout, find_layout
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backbone:
+    """A frozen causal language model and what the other rooms ask about it.
+
+    Attributes:
+      model: in evaluation mode, no parameter requires a gradient.
+      tokenizer: or None for a model made in memory.
+      name: the path or Hub id it was loaded from.
+      revision: the Hub's commit hash; else the SHA-256 of its weights and config.
+      n_layers: decoder layers; a resid axis has `n_layers + 1` entries.
+      d_model: width of the residual stream.
+      n_heads: query heads per attention layer.
+      attention_layers: 0-based layers that have an attention matrix; hybrid models
+        (Qwen3.5) have recurrent layers between.
+      max_length: longest sequence in tokens, or None where the model sets no limit.
+    """
+
+    model: Any
+    tokenizer: Any
+    name: str
+    revision: str
+    n_layers: int
+    d_model: int
+    n_heads: int
+    attention_layers: tuple[int, ...]
+    max_length: int | None
+    layout: Layout = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the model computes."""
+        return self.layout.head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the weights and the stream."""
+        return self.layout.head.weight.dtype
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        name: str = "in memory",
+        revision: str | None = None,
+    ) -> "Backbone":
+        """Freeze a model that already exists.
+
+        Args:
+          model: a Transformers causal LM; put in evaluation mode, gradients off.
+          tokenizer: its tokenizer, where text is needed.
+          name: what to call it in messages and manifests.
+          revision: what identifies its weights; None hashes them.
+
+        Raises:
+          ValueError: its residual layout is unknown.
+        """
+        model.eval().requires_grad_(False)
+        layout = find_layout(model)
+        config = model.config.get_text_config()
+        return cls(
+            model=model,
+            tokenizer=tokenizer,
+            name=name,
+            revision=_hash_model(model) if revision is None else revision,
+            n_layers=len(layout.layers),
+            d_model=layout.head.in_features,
+            n_heads=config.num_attention_heads,
+            attention_layers=layout.attention_layers,
+            max_length=getattr(config, "max_position_embeddings", None),
+            layout=layout,
+        )
+
+
+def _hash_model(model: Any) -> str:
+    """Return the SHA-256 of a model in memory: config and every tensor."""
+    digest = hashlib.sha256(model.config.to_json_string().encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _hash_files(directory: Path) -> str:
+    """Return the SHA-256 of a checkpoint's weight and config files."""
+    digest = hashlib.sha256()
+    for path in (directory / "config.json", *sorted(directory.glob("*.safetensors"))):
+        digest.update(path.name.encode())
+        with path.open("rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _check_directory(directory: Path) -> None:
+    """Say in one sentence what a directory lacks to be a checkpoint."""
+    if not directory.is_dir():
+        raise ValueError(
+            f"backbone {str(directory)!r}: expected a model directory, found a file"
+        )
+    if not (directory / "config.json").is_file():
+        raise ValueError(
+            f"backbone {str(directory)!r}: expected a directory written by "
+            "save_pretrained, found no config.json in it"
+        )
+    if not any(directory.glob("*.safetensors")):
+        raise ValueError(
+            f"backbone {str(directory)!r}: expected safetensors weights, found no "
+            "*.safetensors file; save the model with safe serialization"
+        )
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        raise ValueError(
+            f"backbone {str(directory)!r}: expected a tokenizer beside the weights, "
+            f"found none of {', '.join(_TOKENIZER_FILES)}"
+        )
+
+
+def _check_name(name: str) -> None:
+    """Check that a name is a checkpoint directory or could be a Hub id."""
+    path = Path(name).expanduser()
+    if path.exists():
+        _check_directory(path)
+    elif not _HUB_ID.fullmatch(name):
+        raise ValueError(
+            f"backbone {name!r}: no such directory, and not a Hub id of the form "
+            "owner/model"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    """Return the first line of a message, for use inside a sentence."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _load(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Load model and tokenizer; every failure is a ValueError of one sentence."""
+    failures = (OSError, RuntimeError, ValueError, SafetensorError)
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(name)
+        # Read before anything is built: Transformers would pass over it in silence
+        # where it has its own class for the model type.
+        asks_for_code = "auto_map" in config
+        if not asks_for_code:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                name,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except failures as error:
+        raise ValueError(
+            f"backbone {name!r}: could not be loaded: {_first_line(error)}"
+        ) from error
+    if asks_for_code:
+        raise ValueError(
+            f"backbone {name!r}: its config.json has an auto_map, that is, it asks to "
+            "run code from the checkpoint, which is never done; use a model that "
+            "Transformers implements"
+        )
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"backbone {name!r}: its weights lack {len(missing)} tensors of "
+            f"{type(model).__name__}, first {missing[0]!r}; the checkpoint is "
+            "incomplete or of another architecture"
+        )
+    return model, tokenizer
+
+
+def load_backbone(
+    path: str | Path, *, dtype: Dtype = "float32", device: str = "cpu"
+) -> Backbone:
+    """Load a frozen backbone.
+
+    Args:
+      path: a directory written by `save_pretrained`, or a Hub id.
+      dtype: of weights and residual stream; readings are float32 in any case.
+      device: a Torch device, such as "cpu" or "cuda:0".
+
+    Raises:
+      ValueError: nothing usable is there; one sentence says what was expected.
+    """
+    if dtype not in get_args(Dtype):
+        raise ValueError(
+            f"dtype: expected one of {', '.join(get_args(Dtype))}, found {dtype!r}"
+        )
+    name = str(path)
+    _check_name(name)
+    directory = Path(name).expanduser()
+    source = str(directory) if directory.exists() else name
+    model, tokenizer = _load(source, getattr(torch, dtype))
+    if directory.exists():
+        revision = _hash_files(directory)
+    else:
+        revision = model.config._commit_hash
+    return Backbone.from_model(
+        model.to(device), tokenizer, name=name, revision=revision
+    )

@@ -1,0 +1,144 @@
+"""Greedy answers in batches of similar length, with the exact ids kept."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from extract.backbone import Backbone
+from extract.prompts import Prompt
+from extract.records import Answer, Setting, Variant
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationConfig:
+    """How answers are generated; always greedily."""
+
+    max_new_tokens: int = 16
+    tokens_per_batch: int = 16_384  # prompt and answer tokens, padding included
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One answer to be generated."""
+
+    example_id: str
+    setting: Setting
+    variant: Variant
+    prompt: Prompt
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Return what identifies the answer: example, setting, variant."""
+        return (self.example_id, self.setting, self.variant)
+
+
+def plan_batches(
+    lengths: Sequence[int], config: GenerationConfig
+) -> list[tuple[int, ...]]:
+    """Return batches of request indices, by length, within the token budget.
+
+    The plan depends on the lengths alone: a run that was killed makes the same
+    batches again, so that its sums are rounded the same way.
+    """
+    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
+    batches: list[tuple[int, ...]] = []
+    current: list[int] = []
+    for i in order:
+        width = lengths[i] + config.max_new_tokens
+        if current and (len(current) + 1) * width > config.tokens_per_batch:
+            batches.append(tuple(current))
+            current = []
+        current.append(i)
+    if current:
+        batches.append(tuple(current))
+    return batches
+
+
+def _check_window(backbone: Backbone, request: Request, config: GenerationConfig):
+    needed = len(request.prompt.ids) + config.max_new_tokens
+    if backbone.max_length is not None and needed > backbone.max_length:
+        raise ValueError(
+            f"question {request.example_id!r} needs {len(request.prompt.ids)} prompt "
+            f"and {config.max_new_tokens} answer tokens, but {backbone.name} has a "
+            f"window of {backbone.max_length}; give fewer or shorter passages"
+        )
+
+
+def _stop_ids(backbone: Backbone) -> tuple[int, ...]:
+    stop = backbone.model.generation_config.eos_token_id
+    if stop is None:
+        stop = backbone.model.config.get_text_config().eos_token_id
+    if stop is None:
+        raise ValueError(
+            f"{backbone.name} names no end-of-text token, so no answer would ever "
+            "end; add eos_token_id to its generation_config.json"
+        )
+    return tuple(stop) if isinstance(stop, list | tuple) else (stop,)
+
+
+def _left_padded(
+    prompts: Sequence[Sequence[int]], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ids and mask `[n_examples, n_tokens]`; generation appends to the right."""
+    width = max(len(ids) for ids in prompts)
+    padded = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts])
+    mask = torch.tensor(
+        [[0] * (width - len(p)) + [1] * len(p) for p in prompts], dtype=torch.long
+    )
+    return padded.to(device), mask.to(device)
+
+
+@torch.inference_mode()
+def generate(
+    backbone: Backbone, requests: Sequence[Request], config: GenerationConfig
+) -> list[Answer]:
+    """Answer one batch of requests.
+
+    Raises:
+      ValueError: a prompt and its answer do not fit the model's window; nothing is
+        ever cut.
+    """
+    for request in requests:
+        _check_window(backbone, request, config)
+    stops = _stop_ids(backbone)
+    ids, mask = _left_padded([r.prompt.ids for r in requests], backbone.device)
+    written = backbone.model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=config.max_new_tokens,
+        do_sample=False,
+        num_beams=1,
+        eos_token_id=list(stops),
+        pad_token_id=stops[0],
+    )[:, ids.shape[1] :].tolist()
+    return [
+        _answer(backbone, request, tokens, stops)
+        for request, tokens in zip(requests, written, strict=True)
+    ]
+
+
+def _answer(
+    backbone: Backbone, request: Request, tokens: list[int], stops: tuple[int, ...]
+) -> Answer:
+    end = next((i for i, token in enumerate(tokens) if token in stops), None)
+    kept = tokens if end is None else tokens[:end]
+    return Answer(
+        example_id=request.example_id,
+        setting=request.setting,
+        variant=request.variant,
+        text=backbone.tokenizer.decode(kept, skip_special_tokens=True).strip(),
+        prompt_ids=request.prompt.ids,
+        token_ids=tuple(kept),
+        stop_id=None if end is None else tokens[end],
+        context_span=request.prompt.context_span,
+    )
+
+
+def generate_all(
+    backbone: Backbone, requests: Sequence[Request], config: GenerationConfig
+) -> Iterator[list[Answer]]:
+    """Yield the answers of one planned batch after another."""
+    lengths = [len(request.prompt.ids) for request in requests]
+    for batch in plan_batches(lengths, config):
+        yield generate(backbone, [requests[i] for i in batch], config)

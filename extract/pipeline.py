@@ -1,0 +1,189 @@
+"""The Torch half of a run: world, answers, labels, signals, one stage each.
+
+Every stage reads its inputs from the run directory and writes its outputs there.
+Finished rows are never done again: a killed stage continues where it stopped.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from extract.backbone import Backbone
+from extract.extraction import ExtractConfig, ExtractionReport, extract
+from extract.generation import GenerationConfig, Request, generate, plan_batches
+from extract.judge import Judge, exact_match_judge, label_answer
+from extract.microworld import WorldConfig, make_world
+from extract.prompts import PromptTemplate, build_prompt
+from extract.questions import QuestionConfig, make_examples
+from extract.records import (
+    SETTINGS,
+    Answer,
+    Example,
+    Label,
+    Passage,
+    Setting,
+    Variant,
+    read_records,
+    to_json,
+    write_lines,
+)
+from extract.rundir import JsonLines, RunDir, write_text_atomic
+from extract.signals import SignalReader
+
+Progress = Callable[[int, int], None]  # (done, total)
+
+
+def write_world(run: RunDir, world: WorldConfig, questions: QuestionConfig) -> None:
+    """Write the microworld's questions and passages."""
+    made = make_world(world)
+    write_text_atomic(run.examples, write_lines(make_examples(made, questions)))
+    write_text_atomic(run.passages, write_lines(made.passages))
+
+
+def answers_file(run: RunDir) -> Path:
+    """Return the file of all answers."""
+    return run.answers / "answers.jsonl"
+
+
+def read_examples(run: RunDir) -> list[Example]:
+    """Return the run's questions."""
+    return list(read_records(run.examples, Example))
+
+
+def read_answers(run: RunDir, setting: Setting) -> list[Answer]:
+    """Return one setting's answers in the order of the questions.
+
+    The file holds them in the order of generation, which batches by length.
+    """
+    place = {example.id: i for i, example in enumerate(read_examples(run))}
+    answers = [
+        answer
+        for answer in read_records(answers_file(run), Answer)
+        if answer.setting == setting
+    ]
+    return sorted(answers, key=lambda a: (a.variant, place[a.example_id]))
+
+
+def _shown(setting: Setting, example: Example) -> list[tuple[Variant, list[Passage]]]:
+    """Return the variants of one question in one setting, with their passages."""
+    if setting == "closed_book":
+        return [("original", [])]
+    variants: list[tuple[Variant, list[Passage]]] = []
+    if example.passages:
+        variants.append(("original", list(example.passages)))
+    if example.rewritten:
+        variants.append(("rewritten", list(example.rewritten)))
+    return variants
+
+
+def make_requests(
+    examples: Iterable[Example], backbone: Backbone, template: PromptTemplate
+) -> list[Request]:
+    """Return what has to be answered: every setting and variant of every question."""
+    return [
+        Request(
+            example_id=example.id,
+            setting=setting,
+            variant=variant,
+            prompt=build_prompt(
+                backbone.tokenizer, template, example.question, passages
+            ),
+        )
+        for setting in SETTINGS
+        for example in examples
+        for variant, passages in _shown(setting, example)
+    ]
+
+
+def write_answers(
+    run: RunDir,
+    backbone: Backbone,
+    template: PromptTemplate,
+    config: GenerationConfig,
+    progress: Progress,
+) -> str | None:
+    """Answer every question in every setting.
+
+    Batches are planned over all requests, done or not, so that an answer does not
+    depend on when the run was killed; a batch is skipped if all its rows are there.
+
+    Returns:
+      What was set aside of an earlier, killed run, or None.
+    """
+    requests = make_requests(read_examples(run), backbone, template)
+    lines = JsonLines.open(answers_file(run))
+    done = {(row["example_id"], row["setting"], row["variant"]) for row in lines.rows()}
+    n_answered = len(done)
+    for batch in plan_batches([len(r.prompt.ids) for r in requests], config):
+        wanted = [requests[i] for i in batch]
+        missing = {r.key for r in wanted} - done
+        if missing:
+            answers = generate(backbone, wanted, config)
+            lines.append(to_json(a) for a in answers if a.key in missing)
+            n_answered += len(missing)
+            progress(n_answered, len(requests))
+    return lines.torn
+
+
+def write_labels(run: RunDir, judge: Judge = exact_match_judge) -> None:
+    """Label every answer."""
+    examples = {example.id: example for example in read_examples(run)}
+    answers = [a for setting in SETTINGS for a in read_answers(run, setting)]
+    labels = [label_answer(examples[a.example_id], a, judge) for a in answers]
+    write_text_atomic(run.labels, write_lines(labels))
+
+
+def read_labels(run: RunDir) -> dict[tuple[str, str, str], Label]:
+    """Return the labels by example, setting and variant."""
+    return {label.key: label for label in read_records(run.labels, Label)}
+
+
+def write_features(
+    run: RunDir,
+    reader: SignalReader,
+    setting: Setting,
+    config: ExtractConfig,
+    fingerprint: dict[str, str],
+    progress: Progress,
+    worker: tuple[int, int] = (0, 1),
+) -> ExtractionReport:
+    """Read the signals of one setting's answers into its feature store.
+
+    Args:
+      run: holds the answers.
+      reader: of the backbone that gave them.
+      setting: which answers.
+      config: how they are read.
+      fingerprint: model and precision.
+      progress: told ranges done and to do.
+      worker: rank and world size.
+    """
+    rank, world_size = worker
+    return extract(
+        reader,
+        read_answers(run, setting),
+        run.features(setting),
+        config,
+        fingerprint=fingerprint,
+        rank=rank,
+        world_size=world_size,
+        progress=progress,
+    )
+
+
+def count_correct(
+    examples: Sequence[Example], labels: dict[tuple[str, str, str], Label]
+) -> list[dict[str, str | int]]:
+    """Count right answers per dataset, split, setting and variant, in file order."""
+    counts: dict[tuple[str, str, str, str], list[int]] = {}
+    by_id = {example.id: example for example in examples}
+    for label in labels.values():
+        example = by_id[label.example_id]
+        group = (example.dataset, example.split, label.setting, label.variant)
+        tally = counts.setdefault(group, [0, 0])
+        tally[0] += label.label is not None
+        tally[1] += label.label is True
+    names = ("dataset", "split", "setting", "variant")
+    return [
+        {**dict(zip(names, group, strict=True)), "n": n, "n_correct": n_correct}
+        for group, (n, n_correct) in counts.items()
+    ]

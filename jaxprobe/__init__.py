@@ -1,0 +1,1 @@
+"""From signals to a calibrated probability: encoders, grid, fusion, detector."""

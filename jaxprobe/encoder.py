@@ -1,0 +1,312 @@
+"""A combination encoder: some of the signal families in, one logit out.
+
+Paper, section 3.3 and appendix B. One module serves all fifteen subsets: a `[n_families]`
+mask says which families are read, and weights start with the scale that an encoder of
+those families alone would have.
+
+Modules here take a batch of examples, not one: under `vmap` the custom gradient of
+`gated_matmul` would form one weight gradient per example before summing them.
+"""
+
+import dataclasses
+import itertools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxprobe.features import N_FAMILIES, FamilyDims, FamilyTokens
+
+N_TAPS = 3  # kernel size of the convolutions within a block
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderConfig:
+    """Shape of a combination encoder; defaults give the paper's sizes at d=4096."""
+
+    projection: int = 64  # width to which each family is projected
+    hidden: int = 128
+    n_blocks: int = 3
+    n_groups: int = 8  # of the group normalisation
+    dropout: float = 0.1
+    input_noise: float = 0.05  # standard deviation, in units of a standardised channel
+
+    def __post_init__(self):
+        """Refuse widths that do not fit together."""
+        if self.hidden % self.n_groups:
+            raise ValueError(
+                f"hidden width {self.hidden} is not a multiple of {self.n_groups} groups"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
+
+    @property
+    def d_pooled(self) -> int:
+        """Width of the pooled vector handed to the fusion head."""
+        return 2 * self.hidden
+
+
+@jax.custom_vjp
+def gated_matmul(x: jax.Array, weight: jax.Array, gate: jax.Array) -> jax.Array:
+    """`x @ weight` where the gate is open, zeros (and no work) where it is closed.
+
+    Without a batch axis on `gate` this is a real branch, forwards and backwards; under
+    `vmap` over gates it becomes a select with the same value.
+
+    Args:
+      x: `[..., d_in]`.
+      weight: `[d_in, d_out]`.
+      gate: scalar bool.
+
+    Returns:
+      `[..., d_out]`.
+    """
+    return _gated_forward(x, weight, gate)[0]
+
+
+def _gated_forward(x, weight, gate):
+    """Forward rule of `gated_matmul`; the residuals are its own arguments."""
+    out_shape = (*x.shape[:-1], weight.shape[1])
+    y = jax.lax.cond(gate, lambda: x @ weight, lambda: jnp.zeros(out_shape, x.dtype))
+    return y, (x, weight, gate)
+
+
+def _gated_backward(residuals, dy):
+    """Backward rule of `gated_matmul`; an unused `dx` is dead code to the compiler."""
+    x, weight, gate = residuals
+    rows, dy_rows = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+    d_weight = jax.lax.cond(
+        gate, lambda: rows.T @ dy_rows, lambda: jnp.zeros_like(weight)
+    )
+    dx = jax.lax.cond(gate, lambda: dy @ weight.T, lambda: jnp.zeros_like(x))
+    return dx, d_weight, np.zeros((), jax.dtypes.float0)
+
+
+gated_matmul.defvjp(_gated_forward, _gated_backward)
+
+
+def hashed_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Cheap counter-based random bits, for dropout and noise only.
+
+    A keyed multiply-xorshift hash of the element's index (the finaliser of MurmurHash3).
+    It fuses into the loop that uses it, where Threefry's rounds cost more than the
+    convolution they regularise.
+
+    Args:
+      key: JAX PRNG key.
+      shape: of the result.
+
+    Returns:
+      `shape` uint32.
+    """
+    start, step = jax.random.bits(key, (2,), jnp.uint32)
+    index = jax.lax.iota(jnp.uint32, int(np.prod(shape))).reshape(shape)
+    bits = (index + start) * jnp.uint32(0x9E3779B1)
+    bits = ((bits ^ (bits >> 15)) + step) * jnp.uint32(0x85EBCA6B)
+    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
+    return bits ^ (bits >> 16)
+
+
+def hashed_normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Standard normal float32 from `hashed_bits` through the inverse error function."""
+    unit = (hashed_bits(key, shape) >> 8).astype(jnp.float32) * (2.0**-23)
+    return np.float32(np.sqrt(2.0)) * jax.lax.erf_inv(unit - (1.0 - 2.0**-24))
+
+
+def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """Zero elements with probability `rate` and rescale; the identity without a key."""
+    if key is None or rate == 0.0:
+        return x
+    keep = hashed_bits(key, x.shape) >= jnp.uint32(rate * 2**32)
+    return jnp.where(keep, x * (1.0 / (1.0 - rate)), 0.0)
+
+
+def masked_group_norm(
+    x: jax.Array, mask: jax.Array, n_groups: int, scale: jax.Array, bias: jax.Array
+) -> jax.Array:
+    """Group normalisation whose statistics see real tokens only.
+
+    Args:
+      x: `[n_examples, n_span_tokens, d]`, zero on padding.
+      mask: `[n_examples, n_span_tokens, 1]` float32.
+      n_groups: divides `d`.
+      scale: `[d]`.
+      bias: `[d]`.
+
+    Returns:
+      `[n_examples, n_span_tokens, d]`, zero on padding.
+    """
+    n_examples, _, d = x.shape
+    per_group = (n_examples, n_groups, d // n_groups)
+    count = jnp.maximum(mask.sum(axis=1), 1.0) * (d // n_groups)
+    mean = x.sum(axis=1).reshape(per_group).sum(axis=-1) / count
+    square = jnp.square(x).sum(axis=1).reshape(per_group).sum(axis=-1) / count
+    inv_std = jax.lax.rsqrt(jnp.maximum(square - jnp.square(mean), 0.0) + 1e-5)
+    gain = jnp.repeat(inv_std, d // n_groups, axis=-1) * scale[None, :]
+    shift = bias[None, :] - jnp.repeat(mean, d // n_groups, axis=-1) * gain
+    return (x * gain[:, None, :] + shift[:, None, :]) * mask
+
+
+def masked_pool(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """Maximum and mean over the real tokens, side by side; zeros for an empty span.
+
+    Args:
+      x: `[n_examples, n_span_tokens, d]`, zero on padding.
+      mask: `[n_examples, n_span_tokens, 1]` float32.
+
+    Returns:
+      `[n_examples, 2 * d]`.
+    """
+    count = mask.sum(axis=1)
+    highest = jnp.where(mask > 0, x, -jnp.inf).max(axis=1, initial=-1e30)
+    highest = jnp.where(count > 0, highest, 0.0)
+    mean = x.sum(axis=1) / jnp.maximum(count, 1.0)
+    return jnp.concatenate([highest, mean], axis=-1)
+
+
+class MaskedConv(nn.Module):
+    """Convolution of kernel size 3 over tokens, as one matrix product.
+
+    The examples are laid end to end and shifted as one long sequence, which costs no
+    padding: the last position of each is padding, so zero, and parts the neighbours.
+    """
+
+    features: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map `[n_examples, n_span_tokens, d_in]` to `features` channels.
+
+        `x` is zero on padding, and its last position is padding in every example.
+        """
+        d_in = x.shape[-1]
+        init = nn.initializers.lecun_normal()
+        kernel = self.param("kernel", init, (N_TAPS * d_in, self.features))
+        bias = self.param("bias", nn.initializers.zeros, (self.features,))
+        rows = x.reshape(-1, d_in)
+        edge = jnp.zeros((1, d_in), x.dtype)
+        before = jnp.concatenate([edge, rows[:-1]])
+        after = jnp.concatenate([rows[1:], edge])
+        shifted = jnp.concatenate([before, rows, after], axis=-1)
+        return (shifted @ kernel + bias[None]).reshape(*x.shape[:-1], self.features)
+
+
+class MaskedGroupNorm(nn.Module):
+    """Learned scale and bias around `masked_group_norm`."""
+
+    n_groups: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+        """Normalise `[n_examples, n_span_tokens, d]` under `mask`."""
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
+        return masked_group_norm(x, mask, self.n_groups, scale, bias)
+
+
+class SpanCNN(nn.Module):
+    """Width-1 convolution, then residual blocks, then pooling, for one span."""
+
+    config: EncoderConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        projected: list[jax.Array],
+        mask: jax.Array,
+        family_mask: jax.Array,
+        key: jax.Array | None,
+    ) -> jax.Array:
+        """Encode one span.
+
+        Args:
+          projected: per family `[n_examples, n_span_tokens, projection]`, zero where
+            the family is not read.
+          mask: `[n_examples, n_span_tokens]` bool.
+          family_mask: `[n_families]` bool.
+          key: PRNG key of the dropout; None outside training.
+
+        Returns:
+          `[n_examples, 2 * hidden]`.
+        """
+        cfg = self.config
+        mask = jnp.pad(mask, ((0, 0), (0, 1)))  # the parting position of MaskedConv
+        real = mask[..., None].astype(jnp.float32)
+        kernel = self.param("entry_kernel", _entry_init, cfg, family_mask)
+        bias = self.param("entry_bias", nn.initializers.zeros, (cfg.hidden,))
+        x = jnp.concatenate(projected, axis=-1) @ kernel + bias[None, None]
+        x = jnp.pad(x, ((0, 0), (0, 1), (0, 0))) * real
+        for block in range(cfg.n_blocks):
+            block_key = None if key is None else jax.random.fold_in(key, block)
+            y = MaskedConv(cfg.hidden, name=f"conv_{block}_0")(x) * real
+            y = MaskedGroupNorm(cfg.n_groups, name=f"norm_{block}_0")(y, real)
+            y = dropout(nn.gelu(y), cfg.dropout, block_key)
+            y = MaskedConv(cfg.hidden, name=f"conv_{block}_1")(y) * real
+            y = MaskedGroupNorm(cfg.n_groups, name=f"norm_{block}_1")(y, real)
+            x = nn.gelu(x + y)
+        return masked_pool(x, real)
+
+
+def _entry_init(key: jax.Array, config: EncoderConfig, family_mask: jax.Array):
+    """Width-1 kernel `[n_families * projection, hidden]`; fan-in counts the selected.
+
+    Each family draws from its own key, so its rows do not depend on the other families.
+    """
+    shape = (config.projection, config.hidden)
+    draws = jnp.stack(
+        [jax.random.normal(jax.random.fold_in(key, f), shape) for f in range(N_FAMILIES)]
+    )
+    fan_in = config.projection * jnp.maximum(family_mask.sum(), 1).astype(jnp.float32)
+    kernel = draws * family_mask[:, None, None].astype(jnp.float32) / jnp.sqrt(fan_in)
+    return kernel.reshape(-1, config.hidden)
+
+
+class Encoder(nn.Module):
+    """All spans to one logit and one pooled vector (paper, appendix B)."""
+
+    config: EncoderConfig
+    dims: FamilyDims
+
+    @nn.compact
+    def __call__(
+        self,
+        features: FamilyTokens,
+        family_mask: jax.Array,
+        key: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Score a batch of answers.
+
+        Args:
+          features: standardised signals, families apart.
+          family_mask: `[n_families]` bool, the subset that is read.
+          key: PRNG key of dropout; None outside training.
+
+        Returns:
+          logits `[n_examples]`, and pooled vectors `[n_examples, 2 * hidden]`: those of
+          the answer span, which carries nearly all of the signal (paper, appendix D).
+        """
+        cfg = self.config
+        init = nn.initializers.lecun_normal()
+        weights = [
+            self.param(f"projection_{f}", init, (max(size, 1), cfg.projection))
+            for f, size in enumerate(self.dims.sizes)
+        ]
+        biases = self.param(
+            "projection_bias", nn.initializers.zeros, (N_FAMILIES, cfg.projection)
+        )
+        vectors = []
+        for span, mask in enumerate(features.masks):
+            projected = [
+                gated_matmul(tokens, weights[f], family_mask[f])
+                + (biases[f] * family_mask[f].astype(jnp.float32))[None, None]
+                for f, tokens in enumerate(features.tokens[span])
+            ]
+            span_key = None if key is None else jax.random.fold_in(key, span)
+            vectors.append(
+                SpanCNN(cfg, name=f"span_{span}")(projected, mask, family_mask, span_key)
+            )
+        pairs = itertools.combinations(vectors, 2)
+        x = jnp.concatenate([*vectors, *(a - b for a, b in pairs)], axis=-1)
+        x = nn.gelu(nn.LayerNorm(name="mlp_norm")(nn.Dense(cfg.hidden, name="mlp_in")(x)))
+        return nn.Dense(1, name="mlp_out")(x)[:, 0], vectors[-1]

@@ -1,0 +1,190 @@
+"""What an encoder reads: padded token signals per span, and their standardisation.
+
+An example is two spans closed-book (question, answer) and three with context
+(context, question, answer); the answer is always the last one. Every span is padded to
+its own length, and a mask says which positions are real. At each position the four
+signal families lie side by side in one vector, in the order of `FAMILIES`.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+FAMILIES = ("hidden", "prob", "resid", "attn")
+N_FAMILIES = len(FAMILIES)
+
+
+class Features(NamedTuple):
+    """Signals of `n_examples` answers, one entry per span.
+
+    Attributes:
+      tokens: per span `[n_examples, n_span_tokens, d_total]` float32.
+      masks: per span `[n_examples, n_span_tokens]` bool, True on real tokens. A span
+        may be empty (all False) for some examples.
+    """
+
+    tokens: tuple[Any, ...]
+    masks: tuple[Any, ...]
+
+    @property
+    def n_examples(self) -> int:
+        """How many answers there are."""
+        return self.masks[0].shape[0]
+
+    @property
+    def n_spans(self) -> int:
+        """Two closed-book, three with context."""
+        return len(self.masks)
+
+    def take(self, rows: np.ndarray | slice) -> "Features":
+        """Select examples by index, slice or boolean mask."""
+        return Features(
+            tuple(tokens[rows] for tokens in self.tokens),
+            tuple(mask[rows] for mask in self.masks),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FamilyDims:
+    """Channels of each family, in the order in which they lie in a token's vector."""
+
+    hidden: int
+    prob: int
+    resid: int
+    attn: int
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Channels per family, `[n_families]`."""
+        return (self.hidden, self.prob, self.resid, self.attn)
+
+    @property
+    def total(self) -> int:
+        """Channels of a whole token vector, `d_total`."""
+        return sum(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Where each family lies within `d_total`."""
+        stops = np.cumsum(self.sizes).tolist()
+        return tuple(
+            slice(stop - size, stop)
+            for stop, size in zip(stops, self.sizes, strict=True)
+        )
+
+
+class FamilyTokens(NamedTuple):
+    """The same signals with the families apart, as the encoders read them.
+
+    Attributes:
+      tokens: `tokens[span][family]` is `[n_examples, n_span_tokens, d_family]`.
+      masks: per span `[n_examples, n_span_tokens]` bool.
+    """
+
+    tokens: tuple[tuple[Any, ...], ...]
+    masks: tuple[Any, ...]
+
+    @property
+    def n_examples(self) -> int:
+        """How many answers there are."""
+        return self.masks[0].shape[0]
+
+
+class Standardizer(NamedTuple):
+    """Per-channel affine map, fitted on the training tokens of all spans.
+
+    Attributes:
+      mean: `[d_total]` float32.
+      std: `[d_total]` float32; 1 where the channel was constant.
+    """
+
+    mean: Any
+    std: Any
+
+
+def check_features(features: Features, dims: FamilyDims) -> None:
+    """Raise `ValueError` where spans, masks and widths do not fit together."""
+    if features.n_spans not in (2, 3) or len(features.tokens) != features.n_spans:
+        raise ValueError(
+            f"expected 2 spans (closed-book) or 3 (with context), each with a mask; got "
+            f"{len(features.tokens)} spans and {features.n_spans} masks"
+        )
+    for tokens, mask in zip(features.tokens, features.masks, strict=True):
+        if tuple(tokens.shape) != (*mask.shape, dims.total):
+            raise ValueError(
+                f"span tokens have shape {tuple(tokens.shape)}, expected "
+                f"{(*mask.shape, dims.total)} from the mask and {dims}"
+            )
+
+
+def fit_standardizer(features: Features) -> Standardizer:
+    """Mean and standard deviation of every channel over the real training tokens.
+
+    Sums are float64: a residual stream has channels whose mean is a hundred times their
+    spread.
+
+    Raises:
+      ValueError: if no token is real.
+    """
+    n_tokens = sum(int(np.sum(mask)) for mask in features.masks)
+    if n_tokens == 0:
+        raise ValueError("cannot standardise: no span has a real token")
+    d_total = features.tokens[0].shape[-1]
+    mean = np.zeros(d_total)
+    for rows in _real_rows(features):
+        mean += rows.sum(axis=0) / n_tokens
+    variance = np.zeros(d_total)
+    for rows in _real_rows(features):
+        variance += np.square(rows - mean).sum(axis=0) / n_tokens
+    std = np.sqrt(variance)
+    # A constant channel leaves rounding of the mean behind, not exactly zero.
+    constant = std <= 1e-6 * np.maximum(1.0, np.abs(mean))
+    std = np.where(constant, 1.0, std)
+    return Standardizer(mean.astype(np.float32), std.astype(np.float32))
+
+
+def _real_rows(features: Features, n_chunk: int = 512):
+    """Yield the real tokens as `[n_rows, d_total]` float64, a few examples at once."""
+    for tokens, mask in zip(features.tokens, features.masks, strict=True):
+        for start in range(0, mask.shape[0], n_chunk):
+            chunk = slice(start, start + n_chunk)
+            real = np.asarray(mask[chunk])
+            yield np.asarray(tokens[chunk])[real].astype(np.float64)
+
+
+def standardize_span(
+    tokens: jax.Array, mask: jax.Array, standardizer: Standardizer
+) -> jax.Array:
+    """Standardise one span of one example; padding rows become exactly zero.
+
+    Args:
+      tokens: `[n_span_tokens, d_total]`.
+      mask: `[n_span_tokens]` bool.
+      standardizer: fitted on training tokens.
+
+    Returns:
+      `[n_span_tokens, d_total]` float32.
+    """
+    mean, std = jnp.asarray(standardizer.mean), jnp.asarray(standardizer.std)
+    scaled = (tokens.astype(jnp.float32) - mean[None, :]) / std[None, :]
+    return jnp.where(mask[:, None], scaled, 0.0)
+
+
+def split_families(
+    features: Features, dims: FamilyDims, standardizer: Standardizer
+) -> FamilyTokens:
+    """Standardise and lay the families apart, one contiguous array for each.
+
+    Apart, an encoder that does not read a family neither gathers nor multiplies it.
+    """
+    standardized = [
+        jax.vmap(standardize_span, in_axes=(0, 0, None))(tokens, mask, standardizer)
+        for tokens, mask in zip(features.tokens, features.masks, strict=True)
+    ]
+    return FamilyTokens(
+        tuple(tuple(tokens[..., s] for s in dims.slices) for tokens in standardized),
+        tuple(jnp.asarray(mask) for mask in features.masks),
+    )

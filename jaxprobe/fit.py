@@ -1,0 +1,217 @@
+"""One training run, whole inside the compiler: encoders and fusion heads share it.
+
+AdamW, the rate halved after some epochs without a validation gain, training stopped
+after some more, the best weights kept (paper, appendix B). Epochs are a
+`lax.while_loop`, steps a `lax.scan`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Params = Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How an encoder or a fusion head is fitted; defaults are the paper's (app. B)."""
+
+    learning_rate: float = 2e-4
+    weight_decay: float = 0.01
+    batch_size: int = 512
+    max_epochs: int = 60
+    halve_after: int = 4  # epochs without a validation gain before the rate is halved
+    stop_after: int = 10  # epochs without a validation gain before training stops
+    n_seeds: int = 3
+    root_seed: int = 0
+
+    def __post_init__(self):
+        """Refuse counts that train nothing."""
+        for name in ("batch_size", "max_epochs", "halve_after", "stop_after", "n_seeds"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+class FitInfo(NamedTuple):
+    """What a person wants to know of one training run.
+
+    Attributes:
+      valid_auroc: `[max_epochs]`, NaN after the last epoch.
+      train_loss: `[max_epochs]` mean over the epoch's steps, NaN after the last epoch.
+      best_auroc: validation AUROC of the weights that are kept; -1 where undefined.
+      best_epoch: the epoch that gave them, from 0.
+      n_epochs: epochs that were run.
+      learning_rate: at the end, after halvings.
+    """
+
+    valid_auroc: Any
+    train_loss: Any
+    best_auroc: Any
+    best_epoch: Any
+    n_epochs: Any
+    learning_rate: Any
+
+
+class Moments(NamedTuple):
+    """State of AdamW: first and second moments, and the number of steps taken."""
+
+    first: Params
+    second: Params
+    count: jax.Array
+
+
+class FitState(NamedTuple):
+    """What the next epoch needs."""
+
+    params: Params
+    moments: Moments
+    best_params: Params
+    stale: jax.Array  # epochs since the last validation gain
+    epoch: jax.Array
+    info: FitInfo
+
+
+def adamw_step(
+    params: Params, grads: Params, moments: Moments, rate: jax.Array, decay: float
+) -> tuple[Params, Moments]:
+    """One AdamW step (betas 0.9 and 0.999, eps 1e-8, decay decoupled).
+
+    Written out because optax 0.2 raises an integer count to a power, which JAX's strict
+    dtype promotion refuses.
+    """
+    b1, b2 = 0.9, 0.999
+    count = moments.count + 1
+    steps = count.astype(jnp.float32)
+    first = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, moments.first, grads)
+    second = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, moments.second, grads)
+    scale = rate / (1 - b1**steps)
+    correction = 1 / (1 - b2**steps)
+
+    def update(p, m, v):
+        return p - scale * m / (jnp.sqrt(v * correction) + 1e-8) - rate * decay * p
+
+    params = jax.tree.map(update, params, first, second)
+    return params, Moments(first, second, count)
+
+
+def _epoch_batches(key: jax.Array, n_rows: int, batch_size: int):
+    """Shuffle row numbers into `[n_steps, batch_size]`; the excess is marked unreal."""
+    n_steps = -(-n_rows // batch_size)
+    rows = jax.random.permutation(key, n_rows)
+    n_excess = n_steps * batch_size - n_rows
+    rows = jnp.concatenate([rows, jnp.zeros(n_excess, rows.dtype)])
+    real = jnp.arange(n_steps * batch_size) < n_rows
+    shape = (n_steps, batch_size)
+    return rows.reshape(shape), real.reshape(shape).astype(jnp.float32)
+
+
+def _start(params: Params, config: TrainConfig) -> FitState:
+    """State before the first epoch."""
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    empty = jnp.full((config.max_epochs,), jnp.nan, jnp.float32)
+    info = FitInfo(
+        valid_auroc=empty,
+        train_loss=empty,
+        best_auroc=jnp.float32(-1.0),
+        best_epoch=jnp.int32(0),
+        n_epochs=jnp.int32(0),
+        learning_rate=jnp.float32(config.learning_rate),
+    )
+    moments = Moments(zeros, zeros, jnp.int32(0))
+    return FitState(params, moments, params, jnp.int32(0), jnp.int32(0), info)
+
+
+def _end_epoch(
+    state: FitState, loss: jax.Array, auroc: jax.Array, config: TrainConfig
+) -> FitState:
+    """Keep the best weights, halve the rate, count the epoch."""
+    info = state.info
+    better = auroc > info.best_auroc  # False for NaN: the first weights are kept then
+    stale = jnp.where(better, 0, state.stale + 1)
+    halve = (stale > 0) & (stale % config.halve_after == 0)
+    best_params = jax.tree.map(
+        lambda new, old: jnp.where(better, new, old), state.params, state.best_params
+    )
+    info = FitInfo(
+        valid_auroc=info.valid_auroc.at[state.epoch].set(auroc),
+        train_loss=info.train_loss.at[state.epoch].set(loss),
+        best_auroc=jnp.where(better, auroc, info.best_auroc),
+        best_epoch=jnp.where(better, state.epoch, info.best_epoch),
+        n_epochs=state.epoch + 1,
+        learning_rate=info.learning_rate * jnp.where(halve, 0.5, 1.0),
+    )
+    return state._replace(best_params=best_params, stale=stale, info=info)
+
+
+def fit(
+    params: Params,
+    loss: Callable[[Params, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array],
+    validate: Callable[[Params], jax.Array],
+    *,
+    n_rows: int,
+    batch_key: jax.Array,
+    member_key: jax.Array,
+    config: TrainConfig,
+    axes: tuple[str, ...] = (),
+    enabled: jax.Array | bool = True,
+) -> tuple[Params, FitInfo]:
+    """Train one member until validation AUROC stops rising; keep its best weights.
+
+    Args:
+      params: initial weights.
+      loss: of `(params, rows [batch_size], real [batch_size], batch_key, member_key)`.
+      validate: validation AUROC of weights.
+      n_rows: number of training rows.
+      batch_key: decides the batches; equal for the members that share them.
+      member_key: decides dropout.
+      config: the protocol.
+      axes: names of the `vmap` axes around this call. Members that are done wait for
+        the last one, and the epoch number stays common to all, which is what lets
+        members of a seed share one gathered batch.
+      enabled: False trains nothing and returns the initial weights.
+
+    Returns:
+      best weights, and info.
+    """
+
+    def step(carry, batch):
+        params, moments, rate = carry
+        index, rows, real = batch
+        keys = jax.random.fold_in(batch_key, index), jax.random.fold_in(member_key, index)
+        value, grads = jax.value_and_grad(loss)(params, rows, real, *keys)
+        params, moments = adamw_step(params, grads, moments, rate, config.weight_decay)
+        return (params, moments, rate), value
+
+    def active(state):
+        return (state.stale < config.stop_after) & jnp.asarray(enabled)
+
+    def epoch(state):
+        shuffle = jax.random.fold_in(batch_key, state.epoch)
+        rows, real = _epoch_batches(
+            jax.random.fold_in(shuffle, 1), n_rows, config.batch_size
+        )
+        index = state.epoch * rows.shape[0] + jnp.arange(rows.shape[0])
+        carry = (state.params, state.moments, state.info.learning_rate)
+        (params, moments, _), losses = jax.lax.scan(step, carry, (index, rows, real))
+        new = state._replace(params=params, moments=moments)
+        new = _end_epoch(new, losses.mean(), validate(params), config)
+        return new
+
+    def body(state):
+        new = epoch(state)
+        if axes:  # a block waits for its last member; those that are done stand still
+            go_on = active(state)
+            new = jax.tree.map(lambda a, b: jnp.where(go_on, a, b), new, state)
+        return new._replace(epoch=state.epoch + 1)
+
+    def condition(state):
+        running = active(state)
+        if axes:
+            running = jax.lax.pmax(running.astype(jnp.int32), axes) > 0
+        return running & (state.epoch < config.max_epochs)
+
+    state = jax.lax.while_loop(condition, body, _start(params, config))
+    return state.best_params, state.info

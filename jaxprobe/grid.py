@@ -1,0 +1,352 @@
+"""Train every encoder of the grid: members are subset x seed.
+
+A member is trained whole by `fit`. Members lie side by side in blocks by `vmap`; blocks
+follow one another in a Python loop, so that results can be saved and progress shown. On
+a CPU a block is one member: its activations stay in cache, it stops when it is done, and
+the families that it does not read cost nothing. On a GPU a block is the whole grid.
+
+Batches and input noise depend on the seed alone, so the members of a seed share them;
+initial weights and dropout depend on (subset, seed), never on the block.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxprobe.encoder import Encoder, EncoderConfig, hashed_normal
+from jaxprobe.features import FamilyDims, FamilyTokens
+from jaxprobe.fit import FitInfo, Params, TrainConfig, fit
+from jaxprobe.metrics import masked_auroc
+from jaxprobe.subsets import N_SUBSETS, SUBSETS
+
+class Labelled(NamedTuple):
+    """Standardised features with their labels.
+
+    Attributes:
+      features: families apart, `n_examples` rows.
+      labels: `[n_examples]` float32, 1 where the answer is correct.
+      weights: `[n_examples]` float32, at least 0; 0 leaves a row out.
+    """
+
+    features: FamilyTokens
+    labels: jax.Array
+    weights: jax.Array
+
+
+class Member(NamedTuple):
+    """One encoder of the grid."""
+
+    subset: int  # row of SUBSETS
+    seed: int
+
+
+class Block(NamedTuple):
+    """Members that train together: every subset with every seed."""
+
+    subsets: tuple[int, ...]
+    seeds: tuple[int, ...]
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Seed-major, as the leading axis of a trained block."""
+        return tuple(Member(k, s) for s in self.seeds for k in self.subsets)
+
+
+class Trained(NamedTuple):
+    """Trained members; every leaf of `params` and `info` is `[n_members, ...]`."""
+
+    members: tuple[Member, ...]
+    params: Params
+    info: FitInfo
+
+
+class Codes(NamedTuple):
+    """What trained encoders say of some examples.
+
+    Attributes:
+      logits: `[n_members, n_examples]` float32.
+      pooled: `[n_members, n_examples, 2 * hidden]` float32.
+    """
+
+    logits: Any
+    pooled: Any
+
+
+def labelled(
+    features: FamilyTokens, labels: np.ndarray, weights: np.ndarray | None = None
+) -> Labelled:
+    """Put features and boolean labels together; every row must have a label."""
+    labels = np.asarray(labels)
+    if labels.dtype != bool or labels.shape != (features.n_examples,):
+        raise ValueError(
+            f"expected one boolean label for each of {features.n_examples} examples, got "
+            f"{labels.dtype} {labels.shape}; leave rows without a label out beforehand"
+        )
+    if weights is None:
+        weights = np.ones(labels.shape)
+    as_floats = (jnp.asarray(x, jnp.float32) for x in (labels, weights))
+    return Labelled(features, *as_floats)
+
+
+def grid_members(n_seeds: int) -> tuple[Member, ...]:
+    """All subsets x seeds, seed-major: member `s * 15 + k` is subset k of seed s."""
+    return Block(tuple(range(N_SUBSETS)), tuple(range(n_seeds))).members
+
+
+def default_blocks(n_seeds: int) -> tuple[Block, ...]:
+    """The whole grid at once on an accelerator, member by member on a CPU."""
+    if jax.default_backend() != "cpu":
+        return (Block(tuple(range(N_SUBSETS)), tuple(range(n_seeds))),)
+    return tuple(Block((m.subset,), (m.seed,)) for m in grid_members(n_seeds))
+
+
+def member_keys(
+    config: TrainConfig, subset: jax.Array, seed: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Keys of a member: of its batches (seed only), and its own (subset and seed)."""
+    root = jax.random.key(config.root_seed)
+    batch_key = jax.random.fold_in(jax.random.fold_in(root, 0), seed)
+    own = jax.random.fold_in(jax.random.fold_in(root, 1), subset)
+    return batch_key, jax.random.fold_in(own, seed)
+
+
+def gather(
+    features: FamilyTokens,
+    rows: jax.Array,
+    noise: float,
+    key: jax.Array,
+    family_mask: jax.Array | None,
+) -> FamilyTokens:
+    """One batch with Gaussian noise on its inputs.
+
+    Args:
+      features: all training rows.
+      rows: `[batch_size]` row numbers.
+      noise: standard deviation.
+      key: of the noise.
+      family_mask: `[n_families]` bool, families that are worth gathering, the others are
+        zero; None gathers all.
+    """
+
+    def one(tokens, f, array_key):
+        def read():
+            batch = jnp.take(tokens, rows, axis=0)
+            return batch + noise * hashed_normal(array_key, batch.shape)
+
+        if family_mask is None:
+            return read()
+        shape = (rows.shape[0], *tokens.shape[1:])
+        return jax.lax.cond(family_mask[f], read, lambda: jnp.zeros(shape, tokens.dtype))
+
+    masks = tuple(jnp.take(mask, rows, axis=0) for mask in features.masks)
+    tokens = []
+    for s, span in enumerate(features.tokens):
+        span_key = jax.random.fold_in(key, s)
+        noisy = [one(x, f, jax.random.fold_in(span_key, f)) for f, x in enumerate(span)]
+        tokens.append(
+            tuple(jnp.where(masks[s][..., None], x, 0.0) for x in noisy)
+        )
+    return FamilyTokens(tuple(tokens), masks)
+
+
+def in_chunks(
+    apply: Callable[[FamilyTokens], Any], features: FamilyTokens, n_chunk: int
+) -> Any:
+    """Apply to `n_chunk` examples at a time; results are `[n_examples, ...]`."""
+    n_rows = features.n_examples
+    n_chunk = min(n_chunk, n_rows)
+    rows = jnp.minimum(jnp.arange(-(-n_rows // n_chunk) * n_chunk), n_rows - 1)
+
+    def one(rows):
+        return apply(jax.tree.map(lambda x: jnp.take(x, rows, axis=0), features))
+
+    chunks = jax.lax.map(one, rows.reshape(-1, n_chunk))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:n_rows], chunks)
+
+
+def fit_member(
+    family_mask: jax.Array,
+    subset: jax.Array,
+    seed: jax.Array,
+    train: Labelled,
+    valid: Labelled,
+    *,
+    encoder: Encoder,
+    config: TrainConfig,
+    axes: tuple[str, ...] = (),
+) -> tuple[Params, FitInfo]:
+    """Train one encoder; `axes` names the `vmap` axes around it (see `fit`)."""
+    batch_key, member_key = member_keys(config, subset, seed)
+    few = jax.tree.map(lambda x: x[:1], train.features)
+    params = encoder.init(member_key, few, family_mask)
+    noise = encoder.config.input_noise
+
+    def loss(params, rows, real, noise_key, dropout_key):
+        gates = None if axes else family_mask
+        batch = gather(train.features, rows, noise, noise_key, gates)
+        logits, _ = encoder.apply(params, batch, family_mask, dropout_key)
+        weights = train.weights[rows] * real
+        losses = optax.sigmoid_binary_cross_entropy(logits, train.labels[rows])
+        return (losses * weights).sum() / jnp.maximum(weights.sum(), 1e-6)
+
+    def validate(params):
+        logits = in_chunks(
+            lambda batch: encoder.apply(params, batch, family_mask)[0],
+            valid.features,
+            config.batch_size,
+        )
+        return masked_auroc(logits, valid.labels, valid.weights)
+
+    return fit(
+        params,
+        loss,
+        validate,
+        n_rows=train.labels.shape[0],
+        batch_key=batch_key,
+        member_key=member_key,
+        config=config,
+        axes=axes,
+    )
+
+
+@partial(jax.jit, static_argnames=("encoder", "config"))
+def fit_block(
+    family_masks: jax.Array,
+    subsets: jax.Array,
+    seeds: jax.Array,
+    train: Labelled,
+    valid: Labelled,
+    *,
+    encoder: Encoder,
+    config: TrainConfig,
+) -> tuple[Params, FitInfo]:
+    """Train every subset with every seed; leaves are `[n_seeds * n_subsets, ...]`.
+
+    Args:
+      family_masks: `[n_subsets, n_families]` bool.
+      subsets: `[n_subsets]` int32, rows of SUBSETS (they decide the random keys).
+      seeds: `[n_seeds]` int32.
+      train: training rows, on the device.
+      valid: validation rows.
+      encoder: the module.
+      config: the protocol.
+    """
+    single = partial(fit_member, encoder=encoder, config=config)
+    if len(subsets) * len(seeds) == 1:  # no vmap: it would turn branches into selects
+        trained = single(family_masks[0], subsets[0], seeds[0], train, valid)
+        return jax.tree.map(lambda x: x[None], trained)
+    single = partial(single, axes=("subsets", "seeds"))
+    over_subsets = jax.vmap(
+        single, in_axes=(0, 0, None, None, None), axis_name="subsets"
+    )
+    over_seeds = jax.vmap(
+        over_subsets, in_axes=(None, None, 0, None, None), axis_name="seeds"
+    )
+    trained = over_seeds(family_masks, subsets, seeds, train, valid)
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), trained)
+
+
+def fit_blocks(
+    blocks: Sequence[Block],
+    train: Labelled,
+    valid: Labelled,
+    *,
+    encoder: Encoder,
+    config: TrainConfig,
+    n_in_flight: int = 2,
+) -> Iterator[Trained]:
+    """Train blocks and yield each as it is done, in order.
+
+    `n_in_flight` blocks run at once: one member's small operations do not fill two
+    cores. To continue an interrupted run, pass the blocks that are still missing.
+    """
+    waiting: deque[tuple[Block, Any]] = deque()
+    for block in blocks:
+        if len(waiting) >= n_in_flight:
+            yield _finish(*waiting.popleft())
+        subsets, seeds = (jnp.asarray(x, jnp.int32) for x in block)
+        masks = jnp.asarray(SUBSETS[list(block.subsets)])
+        trained = fit_block(
+            masks, subsets, seeds, train, valid, encoder=encoder, config=config
+        )
+        waiting.append((block, trained))
+    while waiting:
+        yield _finish(*waiting.popleft())
+
+
+def _finish(block: Block, trained: tuple[Params, FitInfo]) -> Trained:
+    """Wait for a block and bring it to the host."""
+    return Trained(block.members, *jax.tree.map(np.asarray, jax.device_get(trained)))
+
+
+def join(parts: Sequence[Trained], order: Sequence[Member]) -> Trained:
+    """Put trained blocks together in the order of `order`.
+
+    Raises:
+      ValueError: if a member is missing.
+    """
+    position = {m: i for i, m in enumerate(m for part in parts for m in part.members)}
+    missing = [m for m in order if m not in position]
+    if missing:
+        raise ValueError(f"{len(missing)} members are not trained, first {missing[0]}")
+    rows = np.asarray([position[m] for m in order])
+    stacked = jax.tree.map(
+        lambda *leaves: np.concatenate(leaves)[rows],
+        *[(part.params, part.info) for part in parts],
+    )
+    return Trained(tuple(order), *stacked)
+
+
+def fit_grid(
+    train: Labelled,
+    valid: Labelled,
+    *,
+    dims: FamilyDims,
+    encoder_config: EncoderConfig,
+    config: TrainConfig,
+    progress: Callable[[Trained], None] | None = None,
+) -> Trained:
+    """Train all fifteen subsets with every seed; members are seed-major."""
+    parts = []
+    encoder = Encoder(encoder_config, dims)
+    blocks = default_blocks(config.n_seeds)
+    for part in fit_blocks(blocks, train, valid, encoder=encoder, config=config):
+        parts.append(part)
+        if progress is not None:
+            progress(part)
+    return join(parts, grid_members(config.n_seeds))
+
+
+@partial(jax.jit, static_argnames=("encoder", "n_chunk"))
+def encode_member(
+    params: Params,
+    family_mask: jax.Array,
+    features: FamilyTokens,
+    *,
+    encoder: Encoder,
+    n_chunk: int = 256,
+) -> tuple[jax.Array, jax.Array]:
+    """Logits `[n_examples]` and pooled `[n_examples, 2 * hidden]` of one encoder."""
+    return in_chunks(
+        lambda batch: encoder.apply(params, batch, family_mask), features, n_chunk
+    )
+
+
+def encode(
+    trained: Trained, features: FamilyTokens, *, encoder: Encoder, n_chunk: int = 256
+) -> Codes:
+    """What every trained member says of every example (see `Codes`)."""
+    logits, pooled = [], []
+    for i, member in enumerate(trained.members):
+        params = jax.tree.map(lambda x, i=i: x[i], trained.params)
+        mask = jnp.asarray(SUBSETS[member.subset])
+        out = encode_member(params, mask, features, encoder=encoder, n_chunk=n_chunk)
+        logits.append(out[0])
+        pooled.append(out[1])
+    return Codes(jnp.stack(logits), jnp.stack(pooled))

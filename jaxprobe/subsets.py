@@ -1,0 +1,44 @@
+"""The fifteen non-empty subsets of the four signal families, in one fixed order.
+
+The order is that of a binary counter with the first family as its lowest bit:
+H, P, HP, R, HR, PR, HPR, A, HA, PA, HPA, RA, HRA, PRA, HPRA. Row `i` of `SUBSETS` reads
+family `f` exactly when bit `f` of `i + 1` is set.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from jaxprobe.features import FAMILIES, N_FAMILIES
+
+LETTERS = "HPRA"
+N_SUBSETS = 2**N_FAMILIES - 1
+
+SUBSETS: np.ndarray = (
+    (np.arange(1, N_SUBSETS + 1)[:, None] >> np.arange(N_FAMILIES)[None, :]) & 1
+).astype(bool)
+"""`[15, 4]` bool, True where the subset (row) reads the family (column)."""
+
+
+def subset_name(family_mask: Iterable[bool]) -> str:
+    """Name a subset by its letters, as in "HPA"."""
+    return "".join(
+        letter for letter, on in zip(LETTERS, family_mask, strict=True) if on
+    )
+
+
+SUBSET_NAMES: tuple[str, ...] = tuple(subset_name(row) for row in SUBSETS)
+
+
+def subset_index(name: str) -> int:
+    """Row of a subset given its letters in any order.
+
+    Raises:
+      ValueError: if a letter is unknown, repeated, or there is none.
+    """
+    if not name or len(set(name)) != len(name) or not set(name) <= set(LETTERS):
+        raise ValueError(
+            f"unknown subset {name!r}: expected distinct letters of {LETTERS} for "
+            f"{', '.join(FAMILIES)}"
+        )
+    return sum(1 << LETTERS.index(letter) for letter in name) - 1

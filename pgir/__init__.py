@@ -1,0 +1,1 @@
+"""Acting on the score: retrieval, the controller, and the Torch-JAX bridge."""

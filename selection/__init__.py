@@ -1,0 +1,1 @@
+"""Which signals to read, and what the choice says."""

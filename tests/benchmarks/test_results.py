@@ -1,0 +1,123 @@
+import dataclasses
+import json
+
+import pytest
+
+from benchmarks.results import ResultRow, ResultTable, macro_row, read_rows, write_rows
+
+
+def row(**changes):
+    fields = dict(
+        experiment="detection",
+        detector="champion",
+        setting="closed_book",
+        dataset="microworld",
+        split="test",
+        metric="auroc",
+        value=0.9,
+        ci_low=0.88,
+        ci_high=0.92,
+        n=400,
+        n_failed=0,
+        seed="mean",
+        reason=None,
+    )
+    return ResultRow(**(fields | changes))
+
+
+def test_rows_survive_writing_and_reading(tmp_path):
+    undefined = row(
+        value=None, ci_low=None, ci_high=None, reason="one class only", seed="2"
+    )
+    rows = [row(), undefined, row(detector="[β]", value=1, ci_low=None, ci_high=None)]
+    path = tmp_path / "results.jsonl"
+    path.write_text(write_rows(rows), encoding="utf-8")
+    assert list(read_rows(path)) == rows
+
+
+def test_values_are_rounded_to_six_decimals():
+    line = json.loads(write_rows([row(value=2 / 3, ci_low=0.1, ci_high=8 / 9)]))
+    assert (line["value"], line["ci_low"], line["ci_high"]) == (0.666667, 0.1, 0.888889)
+
+
+def test_an_undefined_value_needs_a_reason():
+    with pytest.raises(ValueError, match="needs a reason"):
+        row(value=None, ci_low=None, ci_high=None)
+
+
+@pytest.mark.parametrize("name", ["value", "ci_low", "ci_high"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_number_that_is_not_finite_is_refused(name, number):
+    with pytest.raises(ValueError, match="not finite"):
+        row(**{name: number})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ci_low": None}, "both ends"),
+        ({"n": -1}, "negative"),
+        ({"seed": "first"}, "'first'"),
+        ({"seed": "-1"}, "'-1'"),
+    ],
+)
+def test_a_row_that_makes_no_sense_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        row(**changes)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"value": 0.9', '"value": NaN', "not finite"),
+        ('"value": 0.9', '"value": null', "needs a reason"),
+        ('"value": 0.9', '"score": 0.9', "unknown field 'score'"),
+        ('"n": 400, ', "", "needs the field 'n'"),
+        ('"closed_book"', '"open_book"', "open_book"),
+    ],
+)
+def test_a_bad_line_is_named_by_file_and_line(tmp_path, old, new, message):
+    path = tmp_path / "results.jsonl"
+    good = write_rows([row()])
+    path.write_text(good + good.replace(old, new), encoding="utf-8")
+    with pytest.raises(ValueError, match=message) as caught:
+        list(read_rows(path))
+    assert str(caught.value).count(f"{path}, line 2") == 1
+
+
+def test_lookup_returns_the_one_value_that_fits():
+    table = ResultTable([row(), row(setting="with_context", value=0.7, ci_low=0.6)])
+    assert table.value(detector="champion", setting="with_context") == 0.7
+
+
+def test_lookup_says_what_is_missing():
+    with pytest.raises(LookupError, match="none of 1 rows has detector='tfidf'"):
+        ResultTable([row()]).value(detector="tfidf")
+
+
+def test_lookup_refuses_to_choose_among_several():
+    table = ResultTable([row(seed="0"), row(seed="1")])
+    with pytest.raises(LookupError, match="2 rows have .*seed 0.*seed 1"):
+        table.value(detector="champion")
+
+
+def test_lookup_by_a_field_that_does_not_exist_is_an_error():
+    with pytest.raises(ValueError, match="no field 'model'"):
+        ResultTable([row()]).select(model="champion")
+
+
+def test_select_keeps_the_order_of_the_rows():
+    rows = [row(seed=str(seed)) for seed in (2, 0, 1)]
+    assert [r.seed for r in ResultTable(rows).select(metric="auroc")] == ["2", "0", "1"]
+
+
+def test_macro_mean_is_undefined_where_one_of_its_parts_is():
+    bare = {"ci_low": None, "ci_high": None}
+    known = row(metric="em", value=0.25, **bare)
+    gone = row(metric="em", value=None, dataset="b", reason="nothing ran", **bare)
+    other = dataclasses.replace(gone, value=0.75, reason=None)
+    names = ("microworld", "b")
+    assert macro_row(ResultTable([known, other]), "champion", "em", names).value == 0.5
+    undefined = macro_row(ResultTable([known, gone]), "champion", "em", names)
+    assert (undefined.value, undefined.reason) == (None, "undefined on b")
+    assert macro_row(ResultTable([known]), "champion", "em", names) is None

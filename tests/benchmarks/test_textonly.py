@@ -1,0 +1,104 @@
+import numpy as np
+import pytest
+from sklearn.metrics import roc_auc_score
+
+from benchmarks.textonly import fit_tfidf, perplexity_score
+
+
+def planted(n, seed):
+    """Texts of random words in which one word of the answer tells the label."""
+    rng = np.random.default_rng(seed)
+    words = [f"word{i}" for i in range(60)]
+    labels = rng.random(n) < 0.5
+    questions = [" ".join(rng.choice(words, 8)) for _ in range(n)]
+    answers = [
+        f"{rng.choice(words)} {'surely' if label else 'perhaps'}" for label in labels
+    ]
+    return questions, answers, labels
+
+
+def test_a_planted_word_is_found():
+    detector = fit_tfidf(*planted(300, seed=0))
+    questions, answers, labels = planted(200, seed=1)
+    p_correct = detector.score(questions, answers)
+    assert roc_auc_score(labels, p_correct) == 1.0
+    assert p_correct.min() >= 0 and p_correct.max() <= 1
+
+
+def test_permuted_labels_give_chance_auroc():
+    questions, answers, labels = planted(300, seed=0)
+    detector = fit_tfidf(
+        questions, answers, np.random.default_rng(2).permutation(labels)
+    )
+    # A fit to permuted labels still leans on the planted word by chance, and then ranks
+    # every test text by it; averaging over permutations is what tends to one half.
+    aurocs = []
+    for seed in range(12):
+        shuffled = np.random.default_rng(seed).permutation(labels)
+        detector = fit_tfidf(questions, answers, shuffled)
+        new_questions, new_answers, new_labels = planted(200, seed=100)
+        aurocs.append(
+            roc_auc_score(new_labels, detector.score(new_questions, new_answers))
+        )
+    assert abs(np.mean(aurocs) - 0.5) < 0.2
+
+
+def test_a_pair_of_words_is_read_as_such():
+    # "not right" and "right not" have the same words; only the pairs differ.
+    answers = ["is not right", "right not is"] * 20
+    detector = fit_tfidf(["why"] * 40, answers, [False, True] * 20)
+    wrong, right = detector.score(["why", "why"], answers[:2])
+    assert wrong < 0.5 < right
+
+
+def test_one_letter_answers_count():
+    detector = fit_tfidf(["which"] * 40, ["a", "b"] * 20, [True, False] * 20)
+    right, wrong = detector.score(["which", "which"], ["a", "b"])
+    assert wrong < 0.5 < right
+
+
+def test_fitting_twice_gives_the_same_scores():
+    questions, answers, labels = planted(80, seed=4)
+    first, second = (fit_tfidf(questions, answers, labels) for _ in range(2))
+    np.testing.assert_array_equal(
+        first.score(questions, answers), second.score(questions, answers)
+    )
+
+
+def test_nothing_to_score_is_no_error():
+    assert fit_tfidf(*planted(20, seed=5)).score([], []).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("answers", "labels", "message"),
+    [
+        (["a"], [True, False], "2 questions and 1 answers"),
+        (["a", "b"], [True], "one per question"),
+        (["a", "b"], [True, True], "one class only"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(answers, labels, message):
+    with pytest.raises(ValueError, match=message):
+        fit_tfidf(["q", "r"], answers, labels)
+
+
+def prob_rows(p):
+    """Rows of the prob family in which only p and the surprisal are filled."""
+    p = np.asarray(p, dtype=np.float32)
+    return np.stack([p, -np.log(p), *[np.full_like(p, 9.0)] * 3], axis=1)
+
+
+def test_perplexity_score_is_minus_the_mean_surprisal_of_the_answer_only():
+    score = perplexity_score(prob_rows([0.001, 0.5, 0.25, 0.001]), (1, 3))
+    assert score == pytest.approx(np.log([0.5, 0.25]).mean())
+
+
+def test_a_likelier_answer_scores_higher():
+    likely, unlikely = prob_rows([0.9, 0.9]), prob_rows([0.9, 0.2])
+    assert perplexity_score(likely, (0, 2)) > perplexity_score(unlikely, (0, 2))
+
+
+@pytest.mark.parametrize("span", [(1, 1), (0, 3), (-1, 1)])
+def test_an_answer_span_outside_the_tokens_is_refused(span):
+    with pytest.raises(ValueError, match="empty or outside"):
+        perplexity_score(prob_rows([0.5, 0.5]), span)

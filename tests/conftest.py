@@ -1,0 +1,13 @@
+import os
+
+# Set before JAX or Torch start: no test needs more than the two cores of the
+# smallest machine, and fixed thread counts keep sums reproducible.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_configure(config):
+    import jax
+
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -1,0 +1,154 @@
+import collections
+
+import pytest
+
+from extract.microworld import WorldConfig, make_world
+from extract.questions import (
+    OOD_DATASETS,
+    QuestionConfig,
+    accepted_answers,
+    make_examples,
+    split_of_subjects,
+)
+from extract.worldmodel import make_tokenizer
+from extract.worldrows import Teacher
+from extract.worldtext import BY_NAME, RELATIONS
+
+SMALL = WorldConfig(n_people=240, n_books=120, n_strangers=60, n_last_names=200)
+QUESTIONS = QuestionConfig(n_train=300, n_evaluation=90, n_ood=60)
+
+
+@pytest.fixture(scope="module")
+def world():
+    return make_world(SMALL)
+
+
+@pytest.fixture(scope="module")
+def examples(world):
+    return make_examples(world, QUESTIONS)
+
+
+def test_same_configuration_makes_the_same_world_and_questions(world, examples):
+    again = make_world(SMALL)
+    assert again == world
+    assert make_examples(again, QUESTIONS) == examples
+
+
+def test_another_seed_makes_another_world(world):
+    other = make_world(WorldConfig(**{**vars_of(SMALL), "seed": 1}))
+    assert other.names["person"] != world.names["person"]
+
+
+def vars_of(config):
+    import dataclasses
+
+    return dataclasses.asdict(config)
+
+
+def test_every_set_has_the_size_that_was_asked_for(examples):
+    sizes = collections.Counter((e.dataset, e.split) for e in examples)
+    assert sizes["microworld", "train"] == 300
+    assert sizes["microworld", "validation"] == sizes["microworld", "test"] == 90
+    assert [sizes[name, "ood"] for name in OOD_DATASETS] == [60] * 3
+    assert len({e.id for e in examples}) == len(examples)
+
+
+def test_a_world_too_small_for_the_questions_is_refused(world):
+    with pytest.raises(ValueError, match="ask for fewer questions"):
+        make_examples(world, QuestionConfig(n_train=100_000))
+
+
+def test_no_subject_is_asked_about_in_two_in_domain_splits(world, examples):
+    splits = split_of_subjects(world)
+    for example in examples:
+        if example.dataset == "microworld":
+            named = [s for s in splits if f" {s}" in example.question]
+            assert {splits[s] for s in named} == {example.split}
+
+
+def test_no_question_text_occurs_in_two_splits(examples):
+    owner = {}
+    for example in examples:
+        assert owner.setdefault(example.question, example.split) == example.split
+
+
+def test_rephrased_wordings_occur_in_no_training_question(examples):
+    trained = [e.question for e in examples if e.split == "train"]
+    assert not any(question.startswith("please") for question in trained)
+
+
+def test_held_out_relations_are_asked_in_training_by_nobody(examples):
+    nouns = {n for r in RELATIONS if r.group == "pursuits" for n in r.nouns}
+    trained = " ".join(e.question for e in examples if e.split == "train").split()
+    assert not nouns & set(trained)
+
+
+def test_an_answer_is_stated_in_its_context_exactly_when_the_mode_says_so(examples):
+    for example in examples:
+        shown = " ".join(p.text for p in example.passages)
+        full = example.golds[0]
+        if example.meta["context"] == "answer":
+            assert full in shown
+            assert any(p.is_supporting for p in example.passages)
+        elif example.meta["n_hops"] == 1 and example.meta["context"] == "conflict":
+            assert not any(p.is_supporting for p in example.passages)
+
+
+def test_a_rewritten_context_has_other_words_for_the_same_claims(examples):
+    for example in examples:
+        if example.rewritten:
+            pairs = list(zip(example.passages, example.rewritten, strict=True))
+            assert all(a.text != b.text for a, b in pairs)
+            assert all(a.title == b.title for a, b in pairs)
+            assert all(a.is_supporting == b.is_supporting for a, b in pairs)
+
+
+def test_objects_are_told_about_equally_often(world):
+    told = collections.Counter()
+    for fact in world.facts.values():
+        if fact.relation == "profession":
+            told[fact.object] += fact.exposures
+    assert max(told.values()) < 3 * min(told.values())
+
+
+def test_held_out_sets_differ_in_how_often_their_facts_were_told(world):
+    median = {}
+    for group in ("in_domain", "pursuits", "places"):
+        exposures = sorted(
+            fact.exposures
+            for fact in world.facts.values()
+            if BY_NAME[fact.relation].group == group
+        )
+        median[group] = exposures[len(exposures) // 2]
+    assert median["places"] < median["in_domain"] < median["pursuits"]
+
+
+def test_a_two_hop_answer_may_name_its_bridge_but_only_the_right_one(world):
+    hop = world.two_hops[0]
+    golds = accepted_answers(hop)
+    assert hop.object in golds
+    assert f"{hop.bridge}, {hop.object}" in golds
+    other = next(h.bridge for h in world.two_hops if h.bridge != hop.bridge)
+    assert f"{other}, {hop.object}" not in golds
+
+
+def test_the_tokenizer_knows_every_word_of_questions_passages_and_rows(world, examples):
+    import random
+
+    tokenizer = make_tokenizer(world)
+    rng = random.Random(0)
+    teacher = Teacher(world)
+    rows = [*teacher.fact_rows(rng, 300), *teacher.reading_rows(rng, 100)]
+    texts = ["".join(text for text, _ in row) for row in rows]
+    texts += [e.question for e in examples]
+    texts += [p.text for p in world.passages]
+    texts += [gold for e in examples for gold in e.golds]
+    ids = tokenizer([t.replace("</s>", " ") for t in texts])["input_ids"]
+    assert not any(tokenizer.unk_token_id in row for row in ids)
+
+
+def test_decoding_gives_the_words_back(world):
+    tokenizer = make_tokenizer(world)
+    text = f"{world.names['company'][0]}, {world.names['city'][0]}"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids) == text

@@ -1,0 +1,443 @@
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from transformers import GraniteConfig, GraniteForCausalLM, OPTConfig, OPTForCausalLM
+
+from extract import parity, probability, residual
+from extract.attention import SpanReading, read_spans
+from extract.backbone import Backbone
+from extract.layout import watch_layers
+from extract.records import Answer
+from extract.signals import Sequence, SignalReader, sequence_of
+from tests.extract import oracle
+from tests.extract.tiny_models import (
+    FAMILIES,
+    VOCAB_SIZE,
+    WINDOW,
+    WRAPPERS,
+    multimodal_wrapper,
+    tiny_model,
+)
+
+FIELDS = ("hidden", "prob", "resid", "attn")
+# float32 states of size 30 carry rounding of 4e-6; the worst seen is 5e-5 (Gemma 4,
+# whose six layers rescale the stream).
+TOLERANCE = 1e-4
+
+
+def make_sequence(seed, n_tokens, *spans):
+    rng = np.random.default_rng(seed)
+    text = rng.integers(3, VOCAB_SIZE, n_tokens + 1)
+    return Sequence(ids=text[:-1], targets=text[1:], spans=np.array(spans))
+
+
+def make_batch():
+    """Uneven lengths; no template tokens; no context; no answer; one-token answer."""
+    return [
+        make_sequence(1, 26, [2, 15], [15, 22], [22, 26]),
+        make_sequence(2, 17, [0, 9], [9, 12], [12, 17]),
+        make_sequence(3, 9, [1, 1], [1, 8], [8, 9]),
+        make_sequence(4, 20, [1, 12], [12, 20], [20, 20]),
+    ]
+
+
+def make_answer(**changes):
+    answer = Answer(
+        example_id="q1",
+        setting="with_context",
+        variant="original",
+        text="",
+        prompt_ids=(1, 7, 9, 11, 13, 15, 17, 19),
+        token_ids=(21, 23, 25),
+        stop_id=2,
+        context_span=(1, 4),
+    )
+    return dataclasses.replace(answer, **changes)
+
+
+def largest_difference(left, right):
+    return max(
+        float(np.abs(getattr(left, field) - getattr(right, field)).max())
+        for field in FIELDS
+    )
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def reader(request):
+    return SignalReader(Backbone.from_model(tiny_model(request.param)))
+
+
+@pytest.fixture(scope="module")
+def llama_reader():
+    return SignalReader(Backbone.from_model(tiny_model("llama")))
+
+
+def run_decoder(backbone, sequences):
+    """Run the reading path on sequences of equal length; return its pieces."""
+    passes, layout = [], backbone.layout
+    ids = torch.from_numpy(np.stack([sequence.ids for sequence in sequences]))
+    spans = torch.from_numpy(np.stack([sequence.spans for sequence in sequences]))
+    reading = SpanReading(spans, ids.shape[1], backbone.attention_layers, 2**20)
+    with (
+        torch.no_grad(),
+        read_spans(layout.decoder, reading),
+        watch_layers(layout, passes.append),
+    ):
+        final = layout.decoder(input_ids=ids, use_cache=False).last_hidden_state
+    return ids, passes, final
+
+
+def test_every_family_agrees_with_the_brute_force_oracle(reader):
+    twin = oracle.eager_copy(reader.backbone.model)
+    # Small odd chunks, so that every seam between chunks is crossed.
+    chunked = SignalReader(
+        reader.backbone,
+        attention_budget=1000,
+        n_tokens_per_chunk=7,
+        n_words_per_block=13,
+    )
+    batch = make_batch()
+    for sequence, signals in zip(batch, chunked.read(batch), strict=True):
+        expected = oracle.oracle_signals(twin, sequence)
+        for field in FIELDS:
+            found = getattr(signals, field)
+            assert found.dtype == np.float32
+            # Asserted apart: a NaN passes through max() unseen.
+            assert np.isfinite(found).all(), field
+            assert found.shape == expected[field].shape, field
+            np.testing.assert_allclose(
+                found, expected[field], rtol=0, atol=TOLERANCE, err_msg=field
+            )
+
+
+def test_shapes_announce_what_is_read(reader):
+    signals = reader.read(make_batch()[:1])[0]
+    for field, shape in reader.shapes.items():
+        assert getattr(signals, field).shape == (26, *shape)
+
+
+def test_contributions_sum_to_the_change_of_the_residual_stream(reader):
+    layout = reader.backbone.layout
+    _, passes, _ = run_decoder(reader.backbone, make_batch()[:1])
+    assert [layer_pass.index for layer_pass in passes] == list(range(len(passes)))
+    for layer_pass, layer in zip(passes, layout.layers, strict=True):
+        out = layer_pass.h_out / layer.scale()
+        total = layer_pass.h_in + layer_pass.att + layer_pass.ffn
+        assert float((total - out).norm() / out.norm()) < 1e-6
+
+
+def test_pushes_sum_to_the_score_of_the_last_state_less_that_of_the_first(reader):
+    sequence = make_batch()[0]
+    backbone = reader.backbone
+    _, passes, _ = run_decoder(backbone, [sequence])
+    norm, head = backbone.layout.final_norm, backbone.layout.head
+    scale = backbone.layout.layers[-1].scale()
+    with torch.no_grad():
+        gain = norm(passes[-1].h_out / scale) - norm(passes[0].h_in)
+        expected = (gain[0] * head.weight[torch.from_numpy(sequence.targets)]).sum(-1)
+    found = reader.read([sequence])[0].resid.reshape(26, -1, 4)[:, :, [1, 3]]
+    np.testing.assert_allclose(found.sum((1, 2)), expected.numpy(), atol=1e-4)
+
+
+def test_logits_of_the_reading_pass_are_the_untouched_models(reader):
+    model = reader.backbone.model
+    ids, _, final = run_decoder(reader.backbone, make_batch()[:1])
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+        found = probability.head_of(model).logits(final[0], 0, VOCAB_SIZE)
+    torch.testing.assert_close(found, expected[0], rtol=0, atol=TOLERANCE)
+
+
+def test_reading_leaves_the_model_as_it_was(reader):
+    model = reader.backbone.model
+    ids = torch.from_numpy(make_batch()[0].ids)[None]
+    name = model.config._attn_implementation
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        reader.read(make_batch())
+        after = model(input_ids=ids).logits
+    assert torch.equal(before, after)
+    assert model.config._attn_implementation == name
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_neither_batch_nor_padding_changes_a_reading(reader):
+    batch = make_batch()
+    together = reader.read(batch)
+    for sequence, signals in zip(batch, together, strict=True):
+        alone = reader.read([sequence])[0]
+        assert largest_difference(alone, signals) < TOLERANCE
+
+
+def test_masses_stay_within_the_budget_of_attention(reader):
+    first, second = reader.read(make_batch())[:2]
+    out_masses = first.attn[22:, :, 1]  # answer tokens, towards context and question
+    assert (out_masses >= 0).all() and (out_masses.sum(1) <= 1 + 1e-6).all()
+    # No template tokens in the second example: the first answer token divides its
+    # whole attention between context, question and itself.
+    assert (second.attn[12, :, 1].sum(0) < 1).all()
+
+
+def test_a_sliding_window_hides_far_spans():
+    reader = SignalReader(Backbone.from_model(tiny_model("mistral_window")))
+    far = make_sequence(5, 40, [1, 10], [10, 30], [30, 40])
+    attn = reader.read([far])[0].attn
+    assert 40 - 10 > WINDOW
+    assert (attn[30:, 0] == 0).all()  # answer to context: out of sight
+    assert (attn[30 : 30 + WINDOW - 1, 1, 1] > 0).all()
+    assert (attn[30 + WINDOW :, 1] == 0).all()
+
+
+def test_tokens_of_no_span_and_empty_partners_read_zero(llama_reader):
+    signals = llama_reader.read(make_batch())
+    assert (signals[0].attn[:2] == 0).all()  # before the context
+    closed_book = signals[2].attn
+    assert (closed_book[1:, 0] == 0).all()  # towards the empty context
+    assert (closed_book[1:, 1, 1] > 0).all()  # between question and answer
+    no_answer = signals[3].attn
+    assert (no_answer[:, 1] == 0).all()
+
+
+def test_shifted_targets_change_probability_and_push_alone(llama_reader):
+    sequence = make_batch()[0]
+    shifted = dataclasses.replace(sequence, targets=sequence.ids)
+    plain, changed = llama_reader.read([sequence, shifted])
+    assert np.abs(plain.prob[:, :2] - changed.prob[:, :2]).mean() > 0.01
+    pushes = [np.s_[:, 1::4], np.s_[:, 3::4]]
+    norms = [np.s_[:, 0::4], np.s_[:, 2::4]]
+    assert all(np.abs(plain.resid[i] - changed.resid[i]).mean() > 0.1 for i in pushes)
+    assert all((plain.resid[i] == changed.resid[i]).all() for i in norms)
+    assert (plain.prob[:, 2:] == changed.prob[:, 2:]).all()
+    assert (plain.hidden == changed.hidden).all()
+    assert (plain.attn == changed.attn).all()
+
+
+def test_moved_spans_change_attention_alone(llama_reader):
+    sequence = make_batch()[0]
+    spans = np.array([[2, 10], [10, 22], [22, 26]])
+    plain, moved = llama_reader.read(
+        [sequence, dataclasses.replace(sequence, spans=spans)]
+    )
+    assert np.abs(plain.attn - moved.attn).mean() > 0.05
+    for field in ("hidden", "prob", "resid"):
+        assert (getattr(plain, field) == getattr(moved, field)).all()
+
+
+def test_a_certain_token_has_no_surprise_and_a_tie_has_no_margin():
+    head = probability.Head(
+        weight=torch.tensor([[90.0], [0.0], [-90.0], [0.0]]), bias=None, softcap=None
+    )
+    found = probability.token_probabilities(
+        torch.tensor([[10.0], [0.0]]),
+        torch.tensor([0, 3]),
+        head,
+        n_tokens_per_chunk=1,
+        n_words_per_block=3,
+    )
+    expected = [[1, 0, 0, 1, 1], [0.25, np.log(4), np.log(4), 0.25, 0]]
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
+    assert not torch.signbit(found).any()
+
+
+def test_chosen_hidden_layers_come_in_the_order_asked():
+    backbone = Backbone.from_model(tiny_model("gpt2"))
+    sequence = make_batch()[0]
+    everything = SignalReader(backbone).read([sequence])[0].hidden
+    chosen = SignalReader(backbone, (3, 0)).read([sequence])[0].hidden
+    assert everything.shape[1] == backbone.n_layers + 1
+    assert (chosen == everything[:, [3, 0]]).all()
+
+
+def test_the_last_hidden_entry_is_not_normed(reader):
+    sequence = make_batch()[0]
+    _, passes, final = run_decoder(reader.backbone, [sequence])
+    last = reader.read([sequence])[0].hidden[:, -1]
+    np.testing.assert_allclose(last, passes[-1].h_out[0].numpy(), atol=TOLERANCE)
+    assert np.abs(last - final[0].numpy()).max() > 0.1
+
+
+def test_only_attention_layers_of_a_hybrid_model_are_read():
+    backbone = Backbone.from_model(tiny_model("qwen3_5"))
+    assert backbone.attention_layers == (3,)
+    assert SignalReader(backbone).shapes["attn"] == (2, 2, 1, 4)
+
+
+@pytest.mark.parametrize("family", list(WRAPPERS))
+def test_a_multimodal_wrapper_reads_as_its_text_model(family):
+    text = SignalReader(Backbone.from_model(tiny_model(family)))
+    wrapper = SignalReader(Backbone.from_model(multimodal_wrapper(family)))
+    batch = make_batch()
+    for left, right in zip(text.read(batch), wrapper.read(batch), strict=True):
+        assert largest_difference(left, right) < TOLERANCE
+
+
+@pytest.mark.parametrize("entries", [(9,), (-1,), (1, 1)])
+def test_impossible_hidden_layers_are_refused(entries):
+    with pytest.raises(ValueError, match="hidden_layers"):
+        SignalReader(Backbone.from_model(tiny_model("gpt2")), entries)
+
+
+def test_a_sequence_longer_than_the_window_is_refused_with_both_lengths(llama_reader):
+    long = make_sequence(6, 129, [1, 100], [100, 120], [120, 129])
+    with pytest.raises(ValueError, match="129 tokens.*at most 128"):
+        llama_reader.read([long])
+
+
+def test_an_empty_batch_reads_nothing(llama_reader):
+    assert llama_reader.read([]) == []
+
+
+SMALL = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def test_a_residual_multiplier_is_refused_as_an_unknown_layout():
+    config = GraniteConfig(**SMALL, intermediate_size=48, residual_multiplier=0.5)
+    with pytest.raises(ValueError, match="unknown residual layout: in layer"):
+        SignalReader(Backbone.from_model(GraniteForCausalLM(config)))
+
+
+def test_a_scaled_logit_is_refused_as_an_unknown_layout():
+    config = GraniteConfig(**SMALL, intermediate_size=48, logits_scaling=4.0)
+    with pytest.raises(ValueError, match="unknown residual layout: the logits"):
+        SignalReader(Backbone.from_model(GraniteForCausalLM(config)))
+
+
+def test_a_block_without_a_known_feed_forward_part_is_refused_by_name():
+    config = OPTConfig(**SMALL, ffn_dim=48, word_embed_proj_dim=32)
+    with pytest.raises(ValueError, match="unknown residual layout.*OPTDecoder"):
+        Backbone.from_model(OPTForCausalLM(config))
+
+
+def break_layers(backbone, change):
+    """Return the backbone with every layer's taps changed."""
+    layers = tuple(map(change, backbone.layout.layers))
+    layout = dataclasses.replace(backbone.layout, layers=layers)
+    return dataclasses.replace(backbone, layout=layout)
+
+
+def without_per_layer_embedding(layer):
+    return dataclasses.replace(layer, ffn=layer.ffn[:1])
+
+
+def before_the_sandwich_norm(layer):
+    return dataclasses.replace(layer, att=layer.mixer)
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("gemma4", without_per_layer_embedding),
+        ("gemma3", before_the_sandwich_norm),
+        ("olmo2", before_the_sandwich_norm),
+    ],
+)
+def test_a_wrong_tap_does_not_pass_the_parity_check(family, change):
+    broken = break_layers(Backbone.from_model(tiny_model(family)), change)
+    with pytest.raises(ValueError, match="contributions miss the change"):
+        SignalReader(broken)
+
+
+def test_a_forgotten_gain_does_not_pass_the_parity_check(reader):
+    backbone = reader.backbone
+    final_norm = residual.measure_final_norm(backbone.layout)
+    flat = dataclasses.replace(final_norm, gain=torch.ones_like(final_norm.gain))
+    with pytest.raises(ValueError, match="summed pushes"):
+        parity.check_parity(backbone, flat, probability.head_of(backbone.model))
+
+
+def test_a_forgotten_softcap_does_not_pass_the_parity_check():
+    backbone = Backbone.from_model(tiny_model("gemma2"))
+    head = dataclasses.replace(probability.head_of(backbone.model), softcap=None)
+    with pytest.raises(ValueError, match="the logits"):
+        parity.check_parity(
+            backbone, residual.measure_final_norm(backbone.layout), head
+        )
+
+
+def test_bfloat16_reads_near_float32():
+    sequence = make_batch()[0]
+    exact = SignalReader(Backbone.from_model(tiny_model("qwen3"))).read([sequence])[0]
+    half = tiny_model("qwen3").to(torch.bfloat16)
+    signals = SignalReader(Backbone.from_model(half)).read([sequence])[0]
+    for field in FIELDS:
+        found, expected = getattr(signals, field), getattr(exact, field)
+        assert found.dtype == np.float32
+        # bf16 keeps 8 bits: each of a dozen roundings moves a state by 0.4 %.
+        error = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+        assert error < 0.1, field
+
+
+def test_an_answer_becomes_a_sequence_with_emitting_spans():
+    sequence = sequence_of(make_answer())
+    assert sequence.ids.tolist() == [1, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25]
+    assert sequence.targets.tolist() == [7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 2]
+    assert sequence.spans.tolist() == [[1, 4], [4, 7], [7, 11]]
+
+
+def test_the_literal_answer_span_holds_the_answer_tokens_alone():
+    sequence = sequence_of(make_answer(), answer_span="literal")
+    assert sequence.spans.tolist() == [[1, 4], [4, 7], [8, 11]]
+
+
+@pytest.mark.parametrize(
+    ("answer_span", "n_answer", "expected"),
+    [
+        ("emitting", 3, [7, 10]),
+        ("emitting", 0, [7, 7]),
+        ("literal", 3, [8, 10]),
+        ("literal", 0, [8, 8]),
+    ],
+)
+def test_a_cut_answer_leaves_out_the_position_whose_token_is_unknown(
+    answer_span, n_answer, expected
+):
+    answer = make_answer(token_ids=(21, 23, 25)[:n_answer], stop_id=None)
+    assert sequence_of(answer, answer_span=answer_span).spans[2].tolist() == expected
+
+
+def test_an_answer_of_nothing_but_the_stop_token_has_one_emitting_position():
+    sequence = sequence_of(make_answer(token_ids=()))
+    assert sequence.spans[2].tolist() == [7, 8]
+    assert sequence.targets[7] == 2
+
+
+def test_a_one_token_answer_has_its_own_probability_in_its_span(llama_reader):
+    sequence = sequence_of(make_answer(token_ids=(21,)))
+    start, stop = sequence.spans[2]
+    found = llama_reader.read([sequence])[0].prob[start:stop, 0]
+    with torch.no_grad():
+        ids = torch.from_numpy(sequence.ids)[None]
+        p = llama_reader.backbone.model(input_ids=ids).logits[0].softmax(-1)
+    expected = [float(p[7, 21]), float(p[8, 2])]  # the token, then the stop token
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_a_closed_book_question_starts_where_the_empty_context_stands():
+    answer = make_answer(context_span=(1, 1))
+    assert sequence_of(answer).spans.tolist() == [[1, 1], [1, 7], [7, 11]]
+
+
+@pytest.mark.parametrize("context_span", [(-1, 2), (3, 2), (1, 8)])
+def test_a_context_outside_the_prompt_is_refused(context_span):
+    with pytest.raises(ValueError, match="expected a context span"):
+        sequence_of(make_answer(context_span=context_span))
+
+
+def test_overlapping_spans_are_refused():
+    with pytest.raises(ValueError, match="ordered context, question, answer"):
+        make_sequence(1, 9, [1, 4], [3, 6], [6, 9])
+
+
+def test_an_unknown_answer_span_is_refused():
+    with pytest.raises(ValueError, match="emitting or literal"):
+        sequence_of(make_answer(), answer_span="whole")

@@ -1,0 +1,304 @@
+import dataclasses
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from extract.store import (
+    Family,
+    StoreSpec,
+    StoreWriter,
+    as_url,
+    create_store,
+    done_ranges,
+    open_store,
+    read_family,
+    read_rows,
+    verify,
+)
+
+FAMILIES = {
+    "hidden": Family(shape=(3, 8), dtype="bfloat16", by_layer=True),
+    "prob": Family(shape=(5,)),
+    "attn": Family(shape=(2, 2, 1, 4)),
+}
+# The fifth example is longer than a shard; several ranges end inside one.
+LENGTHS = np.array([20, 30, 64, 10, 150, 5, 5, 60, 3, 61, 7], dtype=np.int64)
+
+
+def spec_of(lengths=LENGTHS, **changes):
+    spans = np.stack([np.zeros_like(lengths), lengths // 2], -1)
+    spec = StoreSpec(
+        families=FAMILIES,
+        keys=tuple((f"q{i}", "closed_book", "original") for i in range(len(lengths))),
+        lengths=lengths,
+        spans=np.stack([spans] * 3, 1),
+        rows_per_shard=64,
+        hidden_layers=(0, 4, 7),
+        fingerprint={"model": "tiny", "revision": "1"},
+    )
+    return dataclasses.replace(spec, **changes)
+
+
+def signals_of(spec, seed=0):
+    rng = np.random.default_rng(seed)
+    n_rows = int(spec.offsets[-1])
+    return {
+        name: rng.standard_normal((n_rows, *family.shape)).astype(family.numpy_dtype)
+        for name, family in spec.families.items()
+    }
+
+
+def write(store, signals, ranges=None):
+    for range_id in range(store.spec.n_ranges) if ranges is None else ranges:
+        start, stop = store.spec.range_rows(range_id)
+        part = {name: values[start:stop] for name, values in signals.items()}
+        StoreWriter(store).write_range(range_id, part)
+
+
+def filled_store(where):
+    store = create_store(where, spec_of())
+    signals = signals_of(store.spec)
+    write(store, signals)
+    return store, signals
+
+
+def files_under(folder):
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("kind", ["memory", "file", "path with spaces #1"])
+def test_what_is_written_is_read_back(tmp_path, kind):
+    where = f"memory://{tmp_path.name}" if kind == "memory" else tmp_path / kind
+    _, signals = filled_store(where)
+    store = open_store(where)
+    assert store.spec.keys == spec_of().keys
+    np.testing.assert_array_equal(store.spec.spans, spec_of().spans)
+    for name, values in signals.items():
+        read = read_family(store, name)
+        assert read.values.dtype == values.dtype
+        np.testing.assert_array_equal(read.values, values)
+        np.testing.assert_array_equal(read.lengths, LENGTHS)
+        np.testing.assert_array_equal(read.starts, store.spec.offsets[:-1])
+    assert verify(store) == []
+
+
+def test_any_rows_and_examples_equal_the_same_slice_of_everything(tmp_path):
+    store, signals = filled_store(tmp_path)
+    rng = np.random.default_rng(1)
+    n_rows = int(store.spec.offsets[-1])
+    for start, stop in np.sort(rng.integers(0, n_rows + 1, (20, 2))).tolist():
+        np.testing.assert_array_equal(
+            read_rows(store, start, stop, "hidden", layer=4),
+            signals["hidden"][start:stop, 1],
+        )
+    for examples in ([7, 3, 10, 4, 5], slice(2, 6), [], np.arange(11)[::-1]):
+        read = read_family(store, "attn", examples)
+        for i, example in enumerate(np.arange(11)[examples]):
+            start, stop = store.spec.offsets[example : example + 2]
+            np.testing.assert_array_equal(read.example(i), signals["attn"][start:stop])
+        assert len(read.values) == sum(read.lengths)
+
+
+def test_one_layer_is_read_without_the_bytes_of_the_others(tmp_path):
+    store, signals = filled_store(tmp_path)
+    shard = tmp_path / store.shard_keys(0, "hidden")[0]
+    content = bytearray(shard.read_bytes())
+    content[64 * 8 * 2 + 4 + 10] ^= 1  # behind layer 0's chunk and its checksum
+    shard.write_bytes(content)
+    start, stop = store.spec.range_rows(0)
+    for layer, column in ((0, 0), (7, 2)):
+        read = read_rows(store, start, stop, "hidden", layer=layer)
+        np.testing.assert_array_equal(read, signals["hidden"][start:stop, column])
+    with pytest.raises(ValueError, match="damaged"):
+        read_rows(store, start, stop, "hidden", layer=4)
+
+
+def test_ranges_never_share_a_shard_and_cover_every_example():
+    rng = np.random.default_rng(2)
+    for _ in range(50):
+        spec = spec_of(rng.integers(1, 150, rng.integers(1, 30)))
+        shards, edges = spec.range_shards, spec.range_examples
+        assert edges[0] == 0 and edges[-1] == len(spec.keys)
+        assert (np.diff(edges) >= 1).all()
+        for range_id in range(spec.n_ranges):
+            start, stop = spec.range_rows(range_id)
+            room = (shards[range_id + 1] - shards[range_id]) * 64
+            assert stop - start <= room < stop - start + 64
+
+
+def test_zeros_and_rows_equal_to_the_fill_value_survive(tmp_path):
+    store = create_store(tmp_path, spec_of())
+    signals = {name: np.zeros_like(v) for name, v in signals_of(store.spec).items()}
+    signals["prob"][:] = np.nan
+    write(store, signals)
+    assert not read_family(store, "hidden").values.astype(np.float32).any()
+    assert np.isnan(read_family(store, "prob").values).all()
+    assert verify(store) == []
+
+
+def test_a_missing_range_is_refused_never_nan(tmp_path):
+    store = create_store(tmp_path, spec_of())
+    signals = signals_of(store.spec)
+    write(store, signals, ranges=[0, 1, 3])
+    store = open_store(tmp_path)
+    assert done_ranges(store) == {0, 1, 3}
+    with pytest.raises(ValueError, match=r"range 2 \(examples 3 to 3\).*not extracted"):
+        read_family(store, "prob")
+    assert read_family(store, "prob", [0, 1, 2]).values.shape == (114, 5)
+    assert len(verify(store)) == store.spec.n_ranges - 3
+    write(store, signals, ranges=set(range(store.spec.n_ranges)) - {0, 1, 3})
+    assert verify(store) == []
+
+
+def test_written_data_without_its_commit_record_do_not_count(tmp_path):
+    store, _ = filled_store(tmp_path)
+    (tmp_path / store.commit_key(1)).unlink()
+    store = open_store(tmp_path)
+    assert 1 not in done_ranges(store)
+    with pytest.raises(ValueError, match="range 1 .* not extracted yet"):
+        read_family(store, "prob")
+
+
+def damage_flip(content):
+    return content[:100] + bytes([content[100] ^ 16]) + content[101:]
+
+
+def damage_truncate(content):
+    return content[: len(content) // 2]
+
+
+def damage_empty(content):
+    return b""
+
+
+@pytest.mark.parametrize("damage", [damage_flip, damage_truncate, damage_empty, None])
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_a_damaged_shard_is_named_and_can_be_written_again(tmp_path, damage, family):
+    store, signals = filled_store(tmp_path)
+    intact = files_under(tmp_path)
+    key = store.shard_keys(1, family)[0]
+    path = tmp_path / key
+    path.write_bytes(damage(path.read_bytes())) if damage else path.unlink()
+    with pytest.raises(ValueError) as caught:
+        read_family(open_store(tmp_path), family)
+    for words in ("range 1 (examples 2 to 2)", key, "damaged", "extract again"):
+        assert words in str(caught.value)
+    assert verify(store) == [str(caught.value)]
+    write(store, signals, ranges=[1])
+    assert files_under(tmp_path) == intact
+
+
+def test_every_flipped_bit_of_a_shard_is_detected(tmp_path):
+    store, _ = filled_store(tmp_path)
+    path = tmp_path / store.shard_keys(0, "prob")[0]
+    intact = path.read_bytes()
+    start, stop = store.spec.range_rows(0)
+    for bit in np.random.default_rng(3).choice(len(intact) * 8, 150, replace=False):
+        content = bytearray(intact)
+        content[bit // 8] ^= 1 << (bit % 8)
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="range 0 .* damaged"):
+            read_rows(store, start, stop, "prob")
+
+
+def test_a_shard_swapped_with_another_is_found_by_verify(tmp_path):
+    store, _ = filled_store(tmp_path)
+    first, second = (tmp_path / store.shard_keys(r, "prob")[0] for r in (1, 6))
+    shutil.copy(first, second)
+    problems = verify(store)
+    assert len(problems) == 1 and problems[0].startswith("range 6 ")
+
+
+@pytest.mark.parametrize("name", ["index.json", "examples.safetensors"])
+def test_a_damaged_index_is_refused_by_name(tmp_path, name):
+    filled_store(tmp_path)
+    path = tmp_path / name
+    intact = path.read_bytes()
+    for bit in np.random.default_rng(4).choice(len(intact) * 8, 150, replace=False):
+        content = bytearray(intact)
+        content[bit // 8] ^= 1 << (bit % 8)
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=name):
+            open_store(tmp_path)
+    path.unlink()
+    with pytest.raises(ValueError, match=name):
+        open_store(tmp_path)
+
+
+def test_an_unreadable_commit_record_is_a_problem(tmp_path):
+    store, _ = filled_store(tmp_path)
+    (tmp_path / store.commit_key(2)).write_text("{")
+    assert "unreadable commit record" in verify(store)[0]
+
+
+def test_damaged_array_metadata_are_refused(tmp_path):
+    filled_store(tmp_path)
+    path = tmp_path / "prob" / "zarr.json"
+    path.write_text(path.read_text().replace("crc32c", "crc32d", 1))
+    with pytest.raises(ValueError, match="prob does not hold the array"):
+        open_store(tmp_path)
+
+
+def test_the_same_store_is_continued_and_another_one_refused(tmp_path):
+    store, signals = filled_store(tmp_path)
+    before = files_under(tmp_path)
+    again = create_store(tmp_path, spec_of())
+    np.testing.assert_array_equal(read_family(again, "prob").values, signals["prob"])
+    assert files_under(tmp_path) == before
+    with pytest.raises(ValueError, match='its fingerprint.revision is "1", not "2"'):
+        create_store(tmp_path, spec_of(fingerprint={"model": "tiny", "revision": "2"}))
+    with pytest.raises(ValueError, match="rows_per_shard is 64, not 128"):
+        create_store(tmp_path, spec_of(rows_per_shard=128))
+    assert files_under(tmp_path) == before
+
+
+def test_writing_to_s3_is_refused():
+    with pytest.raises(ValueError, match="cannot be written to s3://bucket/run/"):
+        create_store("s3://bucket/run", spec_of())
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"rows_per_shard": 100}, "power of two, not 100"),
+        ({"keys": spec_of().keys[:-1] + spec_of().keys[:1]}, "no key twice.*q0"),
+        ({"lengths": LENGTHS[:-1]}, r"lengths must be int64 \(11,\)"),
+        ({"spans": spec_of().spans + 100}, "spans are .* inside the example"),
+        ({"hidden_layers": (0, 4)}, "has 3 layers, hidden_layers names 2"),
+    ],
+)
+def test_a_spec_that_contradicts_itself_is_refused(changes, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        dataclasses.replace(spec_of(), **changes)
+
+
+def test_wrong_signals_leave_the_store_as_it_was(tmp_path):
+    store, signals = filled_store(tmp_path)
+    before = files_under(tmp_path)
+    short = {name: values[:10] for name, values in signals.items()}
+    with pytest.raises(ValueError, match="range 0 .* needs .*found"):
+        StoreWriter(store).write_range(0, short)
+    assert files_under(tmp_path) == before
+
+
+def test_an_unknown_family_layer_or_row_is_refused(tmp_path):
+    store, _ = filled_store(tmp_path)
+    with pytest.raises(ValueError, match="no family 'resid'; it has hidden, prob"):
+        read_family(store, "resid")
+    with pytest.raises(ValueError, match="layer 1 is not in the store.*0, 4, 7"):
+        read_family(store, "hidden", layer=1)
+    with pytest.raises(ValueError, match="'prob' is not stored by layer"):
+        read_family(store, "prob", layer=0)
+    with pytest.raises(ValueError, match="outside"):
+        read_rows(store, 0, 10_000, "prob")
+
+
+def test_a_path_and_its_url_name_the_same_place(tmp_path):
+    assert as_url(tmp_path) == as_url(f"file://{tmp_path}/")
+    assert as_url(Path("runs")) == f"file://{Path.cwd()}/runs/"
