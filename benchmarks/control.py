@@ -16,10 +16,11 @@ import numpy as np
 from benchmarks.presets import RunConfig
 from benchmarks.results import ResultRow
 from benchmarks.stage import Update
+from extract.atomic import write_json_atomic
 from extract.judge import exact_match, token_f1
 from extract.pipeline import read_examples
 from extract.records import Example, Passage, read_records
-from extract.rundir import RunDir, write_json_atomic
+from extract.rundir import RunDir
 from pgir.bridge import ProbedBackbone, ProbedReader
 from pgir.controller import (
     ControllerConfig,

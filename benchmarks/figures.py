@@ -54,7 +54,6 @@ _STYLE = {
     "legend.labelcolor": INK,
     "lines.linewidth": 1.8,
     "patch.linewidth": 0.8,
-    "savefig.facecolor": "none",
     "svg.fonttype": "none",
     "svg.hashsalt": "beatrice",
     "text.color": INK,
@@ -121,26 +120,24 @@ def reliability(
       calibrated: the same of the calibrated probability.
       setting: for the colour.
     """
+    curves = (
+        ("raw", raw, SOFT[setting], "s"),
+        ("calibrated", calibrated, STRONG[setting], "o"),
+    )
     with _styled():
         figure = Figure(figsize=(6.0, 4.6), layout="constrained")
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3.4, 1))
         top.plot((0, 1), (0, 1), color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
-        colours = {"raw": SOFT[setting], "calibrated": STRONG[setting]}
-        for shift, (label, bins) in enumerate(
-            {"raw": raw, "calibrated": calibrated}.items()
-        ):
+        for place, (label, bins, colour, marker) in enumerate(curves):
             full = [b for b in bins if b["n"] > 0]
             x, y = [b["mean_p"] for b in full], [b["accuracy"] for b in full]
-            colour, marker = colours[label], ("s", "o")[shift]
             top.plot(x, y, color=colour, marker=marker, markersize=5.5, label=label)
-            step = [b["upper"] - b["lower"] for b in bins]
+            steps = [b["upper"] - b["lower"] for b in bins]
+            shifts = [(0.06 + 0.46 * place) * step for step in steps]
             bottom.bar(
-                [
-                    b["lower"] + s * (0.06 + 0.46 * shift)
-                    for b, s in zip(bins, step, strict=True)
-                ],
+                [b["lower"] + shift for b, shift in zip(bins, shifts, strict=True)],
                 [b["n"] for b in bins],
-                width=[0.42 * s for s in step],
+                width=[0.42 * step for step in steps],
                 align="edge",
                 color=colour,
             )
@@ -148,7 +145,6 @@ def reliability(
         top.legend(loc="upper left")
         bottom.set(xlabel="P(correct)", ylabel="answers")
         bottom.yaxis.set_major_locator(MaxNLocator(3, integer=True))
-        bottom.grid(False, axis="x")
     return figure
 
 
@@ -218,7 +214,6 @@ def synergy(auroc: Mapping[str, float], setting: str) -> Figure:
             bars.text(x, auroc[name], value, ha="center", va="bottom", fontsize=8)
         bars.set(ylabel="validation AUROC", ylim=_cropped(list(auroc.values())))
         bars.grid(False, axis="x")
-        bars.tick_params(axis="x", length=0)
         bars.yaxis.set_major_locator(MaxNLocator(6, steps=(1, 2, 5, 10)))
         for y, letter in enumerate(FAMILIES):
             for has, colour in ((False, GRID), (True, INK)):
@@ -244,11 +239,15 @@ def selection_path(rounds: Sequence[Mapping[str, Any]], setting: str) -> Figure:
         figure, axes = _axes()
         seen = [x for r in rounds for x in r["candidates"].values()]
         for n, found in enumerate(rounds, start=1):
+            pools: dict[str, list[float]] = {"closed_book": [], "with_context": []}
             for name, score in found["candidates"].items():
                 is_context = name.startswith("[")
-                colour = SOFT["with_context" if is_context else "closed_book"]
-                x, marker = (n + 0.06, "s") if is_context else (n - 0.06, "o")
-                axes.plot(x, score, marker, color=colour, markersize=4.5)
+                pools["with_context" if is_context else "closed_book"].append(score)
+            for shift, marker, (pool, scores) in zip(
+                (-0.06, 0.06), "os", pools.items(), strict=True
+            ):
+                at = [n + shift] * len(scores)
+                axes.plot(at, scores, marker, color=SOFT[pool], markersize=4.5)
         kept = [(n, r) for n, r in enumerate(rounds, start=1) if r["added"]]
         heights = [r["auroc"] for _, r in kept]
         axes.plot([n for n, _ in kept], heights, color=STRONG[setting], zorder=3)

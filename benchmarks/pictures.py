@@ -88,7 +88,7 @@ def synergy_pictures(rows: Sequence[ResultRow]) -> list[Picture]:
         if not auroc:
             continue
         caption = (
-            "Dots mark what an encoder reads, full colour that it reads hidden states. "
+            "Dots: the families an encoder reads; full colour: hidden states are one. "
             "The axis is cropped."
         )
         have_ci = [row for row in found.values() if row.ci_low is not None]

@@ -9,16 +9,16 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from jaxprobe.fusion import FusionConfig
-
 from extract.extraction import ExtractConfig
 from extract.microworld import WorldConfig
 from extract.prompts import TemplateName
 from extract.questions import QuestionConfig
 from jaxprobe.encoder import EncoderConfig
-from jaxprobe.grid import TrainConfig
+from jaxprobe.fit import TrainConfig
+from jaxprobe.fusion import FusionConfig
 
 PresetName = Literal["demo", "smoke"]
+AnswerSpan = Literal["emitting", "literal"]
 EMBEDDED = "embedded"
 WEIGHTS = Path(__file__).parent.parent / "extract" / "weights"
 
@@ -48,6 +48,8 @@ class RunConfig:
     encoder: EncoderConfig
     train: TrainConfig
     fusion: FusionConfig
+    fusion_train: TrainConfig
+    margin: float = 5e-4  # delta of algorithm 1
     n_threads: int = 2
     max_new_tokens: int = 10
     tokens_per_batch: int = 8192
@@ -67,7 +69,10 @@ class RunConfig:
 
 
 def make_config(
-    preset: PresetName = "demo", model: str = EMBEDDED, seed: int = 0
+    preset: PresetName = "demo",
+    model: str = EMBEDDED,
+    seed: int = 0,
+    answer_span: AnswerSpan = "emitting",
 ) -> RunConfig:
     """Return a preset's configuration.
 
@@ -85,28 +90,71 @@ def make_config(
         "seed": seed,
         "template": "short",
         "world": WorldConfig(),
-        "extract": ExtractConfig(tokens_per_batch=8192),
+        "extract": ExtractConfig(tokens_per_batch=8192, answer_span=answer_span),
     }
-    if preset == "smoke":
-        return RunConfig(
-            **shared,
-            questions=QuestionConfig(n_train=240, n_evaluation=120, n_ood=60),
-            encoder=EncoderConfig(projection=8, hidden=8, n_blocks=1, n_groups=2),
-            train=TrainConfig(
-                learning_rate=3e-3, batch_size=64, max_epochs=3, n_seeds=1
-            ),
-            fusion=FusionConfig(hidden=16, max_epochs=3),
-            n_sweep=200,
-            n_bootstrap=200,
-            max_budget=2,
-            n_control=40,
-        )
-    return RunConfig(
-        **shared,
-        questions=QuestionConfig(),
-        encoder=EncoderConfig(projection=16, hidden=24),
-        train=TrainConfig(
-            learning_rate=1e-3, batch_size=128, max_epochs=12, stop_after=4
+    return RunConfig(**shared, **(_smoke(seed) if preset == "smoke" else _demo(seed)))
+
+
+def _demo(seed: int) -> dict[str, Any]:
+    """Sizes for ten minutes on two cores."""
+    return {
+        "questions": QuestionConfig(),
+        "encoder": EncoderConfig(projection=16, hidden=24),
+        "train": TrainConfig(
+            learning_rate=1e-3,
+            batch_size=128,
+            max_epochs=10,
+            halve_after=2,
+            stop_after=4,
+            root_seed=seed,
         ),
-        fusion=FusionConfig(hidden=32, max_epochs=20),
-    )
+        "fusion": FusionConfig(hidden=32),
+        "fusion_train": TrainConfig(
+            learning_rate=1e-3,
+            batch_size=256,
+            max_epochs=12,
+            halve_after=2,
+            stop_after=4,
+            root_seed=seed,
+        ),
+    }
+
+
+def _smoke(seed: int) -> dict[str, Any]:
+    """Sizes for under a minute; every stage runs, no number means anything."""
+    return {
+        "questions": QuestionConfig(n_train=240, n_evaluation=120, n_ood=60),
+        "encoder": EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2),
+        "train": TrainConfig(
+            learning_rate=3e-3, batch_size=120, max_epochs=2, n_seeds=1, root_seed=seed
+        ),
+        "fusion": FusionConfig(hidden=8),
+        "fusion_train": TrainConfig(
+            learning_rate=3e-3, batch_size=120, max_epochs=2, n_seeds=1, root_seed=seed
+        ),
+        "n_sweep": 200,
+        "n_bootstrap": 200,
+        "max_budget": 2,
+        "n_control": 40,
+    }
+
+
+def config_from_manifest(found: dict[str, Any]) -> RunConfig:
+    """Return the configuration that a manifest holds.
+
+    Raises:
+      ValueError: this version of the program makes another one of the same options.
+    """
+    try:
+        config = make_config(
+            found["preset"],
+            model=found["model"],
+            seed=found["seed"],
+            answer_span=found["extract"]["answer_span"],
+        )
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"the run's manifest lacks {error}; it was made by another version of this "
+            "program, start a new run directory"
+        ) from None
+    return config

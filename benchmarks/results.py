@@ -61,7 +61,7 @@ class ResultRow:
       ci_low: lower end of the 95 % interval, or None if there is none.
       ci_high: upper end of the 95 % interval, or None if there is none.
       n: examples the value is computed on.
-      n_failed: examples that should have been there and could not be scored.
+      n_failed: examples that should have been there and have no label or no score.
       seed: training seed as a string, or "mean" over the seeds.
     """
 
@@ -148,8 +148,9 @@ def read_rows(path: Path) -> Iterator[ResultRow]:
             try:
                 yield from_json(ResultRow, line, where)
             except ValueError as error:
-                message = str(error).removeprefix(f"{where}: ")
-                raise ValueError(f"{where}: {message}") from None
+                # from_json names the line already, the row's own check does not.
+                is_named = str(error).startswith(where)
+                raise error if is_named else ValueError(f"{where}: {error}") from None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,6 +29,7 @@ from benchmarks.results import (
     macro_row,
 )
 
+METRICS = ("auroc", "auprc")  # of a detector, in the order of a cell
 Rank = Literal["best", "second"]
 Place = tuple[str, str, str]  # setting, dataset, split
 
@@ -46,7 +47,7 @@ class Measure:
         row = self.row
         undefined = (str(row.reason),) if row.value is None else ()
         plural = "" if row.n_failed == 1 else "s"
-        failed = f"{row.n_failed} example{plural} could not be scored"
+        failed = f"{row.n_failed} example{plural} left out: no label or no score"
         return undefined + ((failed,) if row.n_failed else ())
 
 
@@ -147,6 +148,22 @@ def _in_headline(detector: str) -> bool:
     return detector not in CONTROLS and not detector.startswith("encoder:")
 
 
+def _detection_rows(
+    rows: Sequence[ResultRow],
+    experiment: str,
+    labels: Mapping[str, str] | None,
+    splits: Sequence[str],
+) -> list[ResultRow]:
+    """Keep the seed means that a table of detectors shows."""
+    is_wanted = _in_headline if labels is None else labels.__contains__
+    found = ResultTable(rows).select(experiment=experiment, seed="mean")
+    return [
+        row
+        for row in found
+        if row.split in splits and row.metric in METRICS and is_wanted(row.detector)
+    ]
+
+
 def _places(rows: Iterable[ResultRow], splits: Sequence[str]) -> list[Place]:
     """Where rows were measured: by setting, then split, then as they came."""
     settings = list(SETTING_LABELS)
@@ -172,13 +189,7 @@ def detection_table(
         single encoders and the permuted-label control.
       splits: which splits become columns, in this order.
     """
-    is_wanted = _in_headline if labels is None else labels.__contains__
-    metrics = ("auroc", "auprc")
-    kept = [
-        row
-        for row in ResultTable(rows).select(experiment=experiment, seed="mean")
-        if row.split in splits and row.metric in metrics and is_wanted(row.detector)
-    ]
+    kept = _detection_rows(rows, experiment, labels, splits)
     table = ResultTable(kept)
     names = DETECTORS if labels is None else labels
     places = _places(kept, splits)
@@ -186,7 +197,7 @@ def detection_table(
     def cell(name: str, place: Place) -> Cell:
         at, dataset, split = place
         where = {"setting": at, "dataset": dataset, "split": split}
-        return _cell(table.find(detector=name, metric=m, **where) for m in metrics)
+        return _cell(table.find(detector=name, metric=m, **where) for m in METRICS)
 
     columns = tuple(
         Column(group=SETTING_LABELS[at], label=dataset, detail=SPLIT_LABELS[split])

@@ -17,14 +17,9 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from extract.records import Answer
-from extract.store import (
-    Family,
-    FeatureStore,
-    StoreSpec,
-    StoreWriter,
-    create_store,
-    done_ranges,
-)
+from extract.store import FeatureStore, done_ranges
+from extract.storespec import Family, StoreSpec
+from extract.storewrite import StoreWriter, create_store
 
 # Names of rank and world size, per launcher, most specific first. In a SLURM batch
 # script outside srun, SLURM_PROCID is 0 and SLURM_NTASKS may be many although one
@@ -214,6 +209,39 @@ def _hash_sequences(sequences: Sequence[TokenSequence]) -> str:
     return digest.hexdigest()
 
 
+def _store_spec(
+    sequences: Sequence[TokenSequence],
+    keys: Sequence[tuple[str, ...]],
+    reader: Reader,
+    config: ExtractConfig,
+    fingerprint: Mapping[str, Any],
+) -> StoreSpec:
+    """Fix the store; see `plan_extraction`."""
+    lengths = np.array([len(item.ids) for item in sequences], dtype=np.int64)
+    families = {
+        name: Family(
+            shape=tuple(shape),
+            dtype=config.dtype if name == "hidden" else "float32",
+            by_layer=name == "hidden",
+        )
+        for name, shape in reader.shapes.items()
+    }
+    return StoreSpec(
+        families=families,
+        keys=tuple(keys),
+        lengths=lengths,
+        spans=np.stack([item.spans for item in sequences]).astype(np.int64),
+        rows_per_shard=config.rows_per_shard or n_rows_of(lengths, families),
+        hidden_layers=tuple(reader.hidden_layers),
+        fingerprint={
+            **fingerprint,
+            "answer_span": config.answer_span,
+            "tokens_per_batch": config.tokens_per_batch,
+            "sequences_sha256": _hash_sequences(sequences),
+        },
+    )
+
+
 def plan_extraction(
     sequences: Sequence[TokenSequence],
     keys: Sequence[tuple[str, ...]],
@@ -236,34 +264,12 @@ def plan_extraction(
             f"the reader keeps layers {list(reader.hidden_layers)}, the config wants "
             f"{list(wanted)}; build the reader with the config's hidden_layers"
         )
-    lengths = np.array([len(item.ids) for item in sequences], dtype=np.int64)
-    families = {
-        name: Family(
-            shape=tuple(shape),
-            dtype=config.dtype if name == "hidden" else "float32",
-            by_layer=name == "hidden",
-        )
-        for name, shape in reader.shapes.items()
-    }
-    spec = StoreSpec(
-        families=families,
-        keys=tuple(keys),
-        lengths=lengths,
-        spans=np.stack([item.spans for item in sequences]).astype(np.int64),
-        rows_per_shard=config.rows_per_shard or n_rows_of(lengths, families),
-        hidden_layers=tuple(reader.hidden_layers),
-        fingerprint={
-            **fingerprint,
-            "answer_span": config.answer_span,
-            "tokens_per_batch": config.tokens_per_batch,
-            "sequences_sha256": _hash_sequences(sequences),
-        },
-    )
+    spec = _store_spec(sequences, keys, reader, config, fingerprint)
     edges = spec.range_examples.tolist()
     return ExtractionPlan(
         spec=spec,
         batches=tuple(
-            _batches(lengths, range(first, last), config.tokens_per_batch)
+            _batches(spec.lengths, range(first, last), config.tokens_per_batch)
             for first, last in zip(edges[:-1], edges[1:], strict=True)
         ),
     )

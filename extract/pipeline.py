@@ -7,9 +7,11 @@ Finished rows are never done again: a killed stage continues where it stopped.
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from extract.atomic import write_text_atomic
 from extract.backbone import Backbone
 from extract.extraction import ExtractConfig, ExtractionReport, extract
 from extract.generation import GenerationConfig, Request, generate, plan_batches
+from extract.jsonlines import JsonLines
 from extract.judge import Judge, exact_match_judge, label_answer
 from extract.microworld import WorldConfig, make_world
 from extract.prompts import PromptTemplate, build_prompt
@@ -26,7 +28,7 @@ from extract.records import (
     to_json,
     write_lines,
 )
-from extract.rundir import JsonLines, RunDir, write_text_atomic
+from extract.rundir import RunDir
 from extract.signals import SignalReader
 
 Progress = Callable[[int, int], None]  # (done, total)

@@ -109,9 +109,15 @@ def hashed_bits(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def hashed_normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Standard normal float32 from `hashed_bits` through the inverse error function."""
-    unit = (hashed_bits(key, shape) >> 8).astype(jnp.float32) * (2.0**-23)
-    return np.float32(np.sqrt(2.0)) * jax.lax.erf_inv(unit - (1.0 - 2.0**-24))
+    """Nearly normal float32 of mean 0 and variance 1: four random bytes, summed.
+
+    As regularising noise it does what an exact normal does (kurtosis 2.7 instead of 3)
+    at a sixth of the cost, which per token was a fifth of a training step.
+    """
+    bits = hashed_bits(key, shape)
+    total = sum(((bits >> shift) & 0xFF for shift in (8, 16, 24)), bits & 0xFF)
+    spread = np.sqrt(4 * (256**2 - 1) / 12)
+    return (total.astype(jnp.float32) - 510.0) * np.float32(1 / spread)
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
@@ -137,14 +143,17 @@ def masked_group_norm(
     Returns:
       `[n_examples, n_span_tokens, d]`, zero on padding.
     """
-    n_examples, _, d = x.shape
-    per_group = (n_examples, n_groups, d // n_groups)
+    d = x.shape[-1]
+    # Groups are summed and spread by small products: a reshape to groups inside the
+    # element-wise loops keeps XLA from vectorising them (3x slower on a CPU).
+    spread = jnp.asarray(np.kron(np.eye(n_groups), np.ones(d // n_groups)), x.dtype)
     count = jnp.maximum(mask.sum(axis=1), 1.0) * (d // n_groups)
-    mean = x.sum(axis=1).reshape(per_group).sum(axis=-1) / count
-    square = jnp.square(x).sum(axis=1).reshape(per_group).sum(axis=-1) / count
+    mean = (x.sum(axis=1) @ spread.T) / count
+    square = (jnp.square(x).sum(axis=1) @ spread.T) / count
     inv_std = jax.lax.rsqrt(jnp.maximum(square - jnp.square(mean), 0.0) + 1e-5)
-    gain = jnp.repeat(inv_std, d // n_groups, axis=-1) * scale[None, :]
-    shift = bias[None, :] - jnp.repeat(mean, d // n_groups, axis=-1) * gain
+    scaled = spread * scale[None, :]
+    gain = inv_std @ scaled
+    shift = bias[None, :] - (mean * inv_std) @ scaled
     return (x * gain[:, None, :] + shift[:, None, :]) * mask
 
 
@@ -165,8 +174,48 @@ def masked_pool(x: jax.Array, mask: jax.Array) -> jax.Array:
     return jnp.concatenate([highest, mean], axis=-1)
 
 
+def materialize(x: jax.Array, flag: jax.Array) -> jax.Array:
+    """`x` itself, kept in memory once."""
+    return jax.lax.cond(flag, lambda: x, lambda: jnp.zeros_like(x))
+
+
+def _shifted(rows: jax.Array) -> jax.Array:
+    """Rows beside their neighbours: `[n_rows, d]` to `[n_rows, 3 * d]`."""
+    edge = jnp.zeros((1, rows.shape[1]), rows.dtype)
+    before = jnp.concatenate([edge, rows[:-1]])
+    after = jnp.concatenate([rows[1:], edge])
+    return jnp.concatenate([before, rows, after], axis=-1)
+
+
+@jax.custom_vjp
+def row_convolution(rows: jax.Array, kernel: jax.Array, flag: jax.Array) -> jax.Array:
+    """Convolution of kernel size 3 over rows, as one matrix product."""
+    return _row_convolution_forward(rows, kernel, flag)[0]
+
+
+def _row_convolution_forward(rows, kernel, flag):
+    rows = materialize(rows, flag)
+    return _shifted(rows) @ kernel.reshape(-1, kernel.shape[-1]), (rows, kernel, flag)
+
+
+def _row_convolution_backward(residuals, dy):
+    rows, kernel, flag = residuals
+    beside = _shifted(materialize(dy, flag))
+    flipped = kernel[::-1].transpose(0, 2, 1)
+    d_rows = beside @ flipped.reshape(-1, kernel.shape[1])
+    d_kernel = (rows.T @ beside).reshape(kernel.shape[1], N_TAPS, -1)
+    return (
+        d_rows,
+        d_kernel[:, ::-1].transpose(1, 0, 2),
+        np.zeros((), jax.dtypes.float0),
+    )
+
+
+row_convolution.defvjp(_row_convolution_forward, _row_convolution_backward)
+
+
 class MaskedConv(nn.Module):
-    """Convolution of kernel size 3 over tokens, as one matrix product.
+    """Convolution of kernel size 3 over tokens.
 
     The examples are laid end to end and shifted as one long sequence, which costs no
     padding: the last position of each is padding, so zero, and parts the neighbours.
@@ -175,21 +224,17 @@ class MaskedConv(nn.Module):
     features: int
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, flag: jax.Array) -> jax.Array:
         """Map `[n_examples, n_span_tokens, d_in]` to `features` channels.
 
         `x` is zero on padding, and its last position is padding in every example.
         """
         d_in = x.shape[-1]
-        init = nn.initializers.lecun_normal()
-        kernel = self.param("kernel", init, (N_TAPS * d_in, self.features))
+        init = nn.initializers.lecun_normal(in_axis=(0, 1))
+        kernel = self.param("kernel", init, (N_TAPS, d_in, self.features))
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
-        rows = x.reshape(-1, d_in)
-        edge = jnp.zeros((1, d_in), x.dtype)
-        before = jnp.concatenate([edge, rows[:-1]])
-        after = jnp.concatenate([rows[1:], edge])
-        shifted = jnp.concatenate([before, rows, after], axis=-1)
-        return (shifted @ kernel + bias[None]).reshape(*x.shape[:-1], self.features)
+        rows = row_convolution(x.reshape(-1, d_in), kernel, flag) + bias[None]
+        return rows.reshape(*x.shape[:-1], self.features)
 
 
 class MaskedGroupNorm(nn.Module):
@@ -231,18 +276,18 @@ class SpanCNN(nn.Module):
           `[n_examples, 2 * hidden]`.
         """
         cfg = self.config
-        mask = jnp.pad(mask, ((0, 0), (0, 1)))  # the parting position of MaskedConv
-        real = mask[..., None].astype(jnp.float32)
+        flag = family_mask.any()
+        real = materialize(mask[..., None].astype(jnp.float32), flag)
         kernel = self.param("entry_kernel", _entry_init, cfg, family_mask)
         bias = self.param("entry_bias", nn.initializers.zeros, (cfg.hidden,))
         x = jnp.concatenate(projected, axis=-1) @ kernel + bias[None, None]
-        x = jnp.pad(x, ((0, 0), (0, 1), (0, 0))) * real
+        x = x * real
         for block in range(cfg.n_blocks):
             block_key = None if key is None else jax.random.fold_in(key, block)
-            y = MaskedConv(cfg.hidden, name=f"conv_{block}_0")(x) * real
+            y = MaskedConv(cfg.hidden, name=f"conv_{block}_0")(x, flag) * real
             y = MaskedGroupNorm(cfg.n_groups, name=f"norm_{block}_0")(y, real)
             y = dropout(nn.gelu(y), cfg.dropout, block_key)
-            y = MaskedConv(cfg.hidden, name=f"conv_{block}_1")(y) * real
+            y = MaskedConv(cfg.hidden, name=f"conv_{block}_1")(y, flag) * real
             y = MaskedGroupNorm(cfg.n_groups, name=f"norm_{block}_1")(y, real)
             x = nn.gelu(x + y)
         return masked_pool(x, real)
@@ -255,7 +300,10 @@ def _entry_init(key: jax.Array, config: EncoderConfig, family_mask: jax.Array):
     """
     shape = (config.projection, config.hidden)
     draws = jnp.stack(
-        [jax.random.normal(jax.random.fold_in(key, f), shape) for f in range(N_FAMILIES)]
+        [
+            jax.random.normal(jax.random.fold_in(key, f), shape)
+            for f in range(N_FAMILIES)
+        ]
     )
     fan_in = config.projection * jnp.maximum(family_mask.sum(), 1).astype(jnp.float32)
     kernel = draws * family_mask[:, None, None].astype(jnp.float32) / jnp.sqrt(fan_in)
@@ -304,9 +352,13 @@ class Encoder(nn.Module):
             ]
             span_key = None if key is None else jax.random.fold_in(key, span)
             vectors.append(
-                SpanCNN(cfg, name=f"span_{span}")(projected, mask, family_mask, span_key)
+                SpanCNN(cfg, name=f"span_{span}")(
+                    projected, mask, family_mask, span_key
+                )
             )
         pairs = itertools.combinations(vectors, 2)
         x = jnp.concatenate([*vectors, *(a - b for a, b in pairs)], axis=-1)
-        x = nn.gelu(nn.LayerNorm(name="mlp_norm")(nn.Dense(cfg.hidden, name="mlp_in")(x)))
+        x = nn.gelu(
+            nn.LayerNorm(name="mlp_norm")(nn.Dense(cfg.hidden, name="mlp_in")(x))
+        )
         return nn.Dense(1, name="mlp_out")(x)[:, 0], vectors[-1]

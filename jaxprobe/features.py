@@ -79,9 +79,12 @@ class FamilyDims:
 class FamilyTokens(NamedTuple):
     """The same signals with the families apart, as the encoders read them.
 
+    Every span has one position more than in `Features`, which is padding in every
+    example: it parts the examples when a convolution takes them end to end.
+
     Attributes:
-      tokens: `tokens[span][family]` is `[n_examples, n_span_tokens, d_family]`.
-      masks: per span `[n_examples, n_span_tokens]` bool.
+      tokens: `tokens[span][family]` is `[n_examples, n_span_tokens + 1, d_family]`.
+      masks: per span `[n_examples, n_span_tokens + 1]` bool, the last one False.
     """
 
     tokens: tuple[tuple[Any, ...], ...]
@@ -180,11 +183,10 @@ def split_families(
 
     Apart, an encoder that does not read a family neither gathers nor multiplies it.
     """
-    standardized = [
-        jax.vmap(standardize_span, in_axes=(0, 0, None))(tokens, mask, standardizer)
-        for tokens, mask in zip(features.tokens, features.masks, strict=True)
-    ]
-    return FamilyTokens(
-        tuple(tuple(tokens[..., s] for s in dims.slices) for tokens in standardized),
-        tuple(jnp.asarray(mask) for mask in features.masks),
-    )
+    tokens, masks = [], []
+    for span, mask in zip(features.tokens, features.masks, strict=True):
+        one = jax.vmap(standardize_span, in_axes=(0, 0, None))(span, mask, standardizer)
+        parted = jnp.pad(one, ((0, 0), (0, 1), (0, 0)))
+        tokens.append(tuple(parted[..., s] for s in dims.slices))
+        masks.append(jnp.pad(jnp.asarray(mask), ((0, 0), (0, 1))))
+    return FamilyTokens(tuple(tokens), tuple(masks))

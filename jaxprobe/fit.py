@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 Params = Any
+Loss = Callable[[Params, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,12 +28,21 @@ class TrainConfig:
     stop_after: int = 10  # epochs without a validation gain before training stops
     n_seeds: int = 3
     root_seed: int = 0
+    n_pieces: int | None = None  # of a batch; None: 128 rows each on a CPU, else one
 
     def __post_init__(self):
         """Refuse counts that train nothing."""
-        for name in ("batch_size", "max_epochs", "halve_after", "stop_after", "n_seeds"):
+        for name in (
+            "batch_size",
+            "max_epochs",
+            "halve_after",
+            "stop_after",
+            "n_seeds",
+        ):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+                raise ValueError(
+                    f"{name} must be at least 1, got {getattr(self, name)}"
+                )
 
 
 class FitInfo(NamedTuple):
@@ -97,15 +107,43 @@ def adamw_step(
     return params, Moments(first, second, count)
 
 
-def _epoch_batches(key: jax.Array, n_rows: int, batch_size: int):
-    """Shuffle row numbers into `[n_steps, batch_size]`; the excess is marked unreal."""
+def _epoch_batches(key: jax.Array, weights: jax.Array, batch_size: int):
+    """Shuffle rows into batches.
+
+    Args:
+      key: of the shuffle.
+      weights: `[n_rows]` row weights.
+      batch_size: rows per batch; the last one may hold fewer.
+
+    Returns:
+      row numbers `[n_steps, batch_size]`, and each row's share of its batch's loss,
+      `[n_steps, batch_size]`, which sum to 1 per batch and are 0 on the excess.
+    """
+    n_rows = weights.shape[0]
     n_steps = -(-n_rows // batch_size)
-    rows = jax.random.permutation(key, n_rows)
     n_excess = n_steps * batch_size - n_rows
-    rows = jnp.concatenate([rows, jnp.zeros(n_excess, rows.dtype)])
-    real = jnp.arange(n_steps * batch_size) < n_rows
-    shape = (n_steps, batch_size)
-    return rows.reshape(shape), real.reshape(shape).astype(jnp.float32)
+    rows = jnp.pad(jax.random.permutation(key, n_rows), (0, n_excess))
+    real = (jnp.arange(n_steps * batch_size) < n_rows).astype(jnp.float32)
+    rows, real = (x.reshape(n_steps, batch_size) for x in (rows, real))
+    shares = weights[rows] * real
+    return rows, shares / jnp.maximum(shares.sum(axis=1, keepdims=True), 1e-6)
+
+
+def _piecewise(loss: Loss, params: Params, rows, shares, keys, n_pieces: int):
+    """Loss and gradient of a batch as the sum over its pieces."""
+    gradient = jax.value_and_grad(loss)
+    if n_pieces == 1:
+        return gradient(params, rows, shares, *keys)
+
+    def add(total, piece):
+        index, rows, shares = piece
+        piece_keys = (jax.random.fold_in(key, index) for key in keys)
+        new = gradient(params, rows, shares, *piece_keys)
+        return jax.tree.map(jnp.add, total, new), None
+
+    zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+    rows, shares = (x.reshape(n_pieces, -1) for x in (rows, shares))
+    return jax.lax.scan(add, zero, (jnp.arange(n_pieces), rows, shares))[0]
 
 
 def _start(params: Params, config: TrainConfig) -> FitState:
@@ -148,10 +186,10 @@ def _end_epoch(
 
 def fit(
     params: Params,
-    loss: Callable[[Params, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array],
+    loss: Loss,
     validate: Callable[[Params], jax.Array],
     *,
-    n_rows: int,
+    weights: jax.Array,
     batch_key: jax.Array,
     member_key: jax.Array,
     config: TrainConfig,
@@ -162,9 +200,10 @@ def fit(
 
     Args:
       params: initial weights.
-      loss: of `(params, rows [batch_size], real [batch_size], batch_key, member_key)`.
+      loss: of `(params, rows, shares, batch_key, member_key)`: the sum of the rows'
+        losses times their shares, both `[n_piece]`.
       validate: validation AUROC of weights.
-      n_rows: number of training rows.
+      weights: `[n_rows]` weights of the training rows, at least 0.
       batch_key: decides the batches; equal for the members that share them.
       member_key: decides dropout.
       config: the protocol.
@@ -179,9 +218,12 @@ def fit(
 
     def step(carry, batch):
         params, moments, rate = carry
-        index, rows, real = batch
-        keys = jax.random.fold_in(batch_key, index), jax.random.fold_in(member_key, index)
-        value, grads = jax.value_and_grad(loss)(params, rows, real, *keys)
+        index, rows, shares = batch
+        keys = (
+            jax.random.fold_in(batch_key, index),
+            jax.random.fold_in(member_key, index),
+        )
+        value, grads = _piecewise(loss, params, rows, shares, keys, config.pieces())
         params, moments = adamw_step(params, grads, moments, rate, config.weight_decay)
         return (params, moments, rate), value
 
@@ -190,12 +232,11 @@ def fit(
 
     def epoch(state):
         shuffle = jax.random.fold_in(batch_key, state.epoch)
-        rows, real = _epoch_batches(
-            jax.random.fold_in(shuffle, 1), n_rows, config.batch_size
-        )
+        key = jax.random.fold_in(shuffle, 1)
+        rows, shares = _epoch_batches(key, weights, config.batch_size)
         index = state.epoch * rows.shape[0] + jnp.arange(rows.shape[0])
         carry = (state.params, state.moments, state.info.learning_rate)
-        (params, moments, _), losses = jax.lax.scan(step, carry, (index, rows, real))
+        (params, moments, _), losses = jax.lax.scan(step, carry, (index, rows, shares))
         new = state._replace(params=params, moments=moments)
         new = _end_epoch(new, losses.mean(), validate(params), config)
         return new

@@ -25,6 +25,7 @@ from jaxprobe.fit import FitInfo, Params, TrainConfig, fit
 from jaxprobe.metrics import masked_auroc
 from jaxprobe.subsets import N_SUBSETS, SUBSETS
 
+
 class Labelled(NamedTuple):
     """Standardised features with their labels.
 
@@ -142,16 +143,16 @@ def gather(
         if family_mask is None:
             return read()
         shape = (rows.shape[0], *tokens.shape[1:])
-        return jax.lax.cond(family_mask[f], read, lambda: jnp.zeros(shape, tokens.dtype))
+        return jax.lax.cond(
+            family_mask[f], read, lambda: jnp.zeros(shape, tokens.dtype)
+        )
 
     masks = tuple(jnp.take(mask, rows, axis=0) for mask in features.masks)
     tokens = []
     for s, span in enumerate(features.tokens):
         span_key = jax.random.fold_in(key, s)
         noisy = [one(x, f, jax.random.fold_in(span_key, f)) for f, x in enumerate(span)]
-        tokens.append(
-            tuple(jnp.where(masks[s][..., None], x, 0.0) for x in noisy)
-        )
+        tokens.append(tuple(jnp.where(masks[s][..., None], x, 0.0) for x in noisy))
     return FamilyTokens(tuple(tokens), masks)
 
 
@@ -187,13 +188,12 @@ def fit_member(
     params = encoder.init(member_key, few, family_mask)
     noise = encoder.config.input_noise
 
-    def loss(params, rows, real, noise_key, dropout_key):
+    def loss(params, rows, shares, noise_key, dropout_key):
         gates = None if axes else family_mask
         batch = gather(train.features, rows, noise, noise_key, gates)
         logits, _ = encoder.apply(params, batch, family_mask, dropout_key)
-        weights = train.weights[rows] * real
         losses = optax.sigmoid_binary_cross_entropy(logits, train.labels[rows])
-        return (losses * weights).sum() / jnp.maximum(weights.sum(), 1e-6)
+        return (losses * shares).sum()
 
     def validate(params):
         logits = in_chunks(
@@ -207,7 +207,7 @@ def fit_member(
         params,
         loss,
         validate,
-        n_rows=train.labels.shape[0],
+        weights=train.weights,
         batch_key=batch_key,
         member_key=member_key,
         config=config,

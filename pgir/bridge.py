@@ -13,7 +13,7 @@ from extract.backbone import Backbone
 from extract.generation import GenerationConfig, Request, generate, plan_batches
 from extract.prompts import PromptTemplate, build_prompt, check_text
 from extract.records import Answer, Passage, Setting
-from extract.signals import AnswerSpan, Signals, SignalReader, sequence_of
+from extract.signals import AnswerSpan, SignalReader, Signals, sequence_of
 from jaxprobe.detector import Detector, Scores
 from jaxprobe.features import Features
 from jaxprobe.reading import SPANS, assemble
@@ -91,7 +91,7 @@ class ProbedBackbone:
         trained_on = detector.facts["revision"]
         if trained_on != backbone.revision:
             raise ValueError(
-                f"the detector was trained on a backbone of revision {trained_on[:12]}, "
+                f"the detector belongs to a backbone of revision {trained_on[:12]}, "
                 f"but {backbone.name} is {backbone.revision[:12]}; load that backbone, "
                 "or train a detector for this one"
             )
@@ -159,10 +159,14 @@ class ProbedBackbone:
 
     def _continuation(self, text: str) -> tuple[int, ...]:
         """Return an answer's ids, without special tokens, as after a prompt's end."""
-        encoded = self.backbone.tokenizer(
-            " " + text.strip(), add_special_tokens=False
-        )
+        encoded = self.backbone.tokenizer(" " + text.strip(), add_special_tokens=False)
         return tuple(encoded["input_ids"])
+
+    def count_unknown(self, text: str) -> tuple[int, int]:
+        """Return how many of a text's tokens stand for unknown words, and all."""
+        ids = self._continuation(text)
+        unknown = self.backbone.tokenizer.unk_token_id
+        return sum(token == unknown for token in ids), len(ids)
 
     def read(self, answers: Sequence[Answer]) -> Reading:
         """Return the signals of answers, one forward pass per batch."""
@@ -194,6 +198,12 @@ class ProbedBackbone:
         return self.detector.score_with_context(
             reading.features("with_context"), closed_book.features("closed_book")
         ).first(len(reading.signals))
+
+    def score_single_pass(self, reading: Reading) -> Scores:
+        """Return the scores of with-context answers from their own pass alone."""
+        return self.detector.score_single_pass(reading.features("with_context")).first(
+            len(reading.signals)
+        )
 
 
 class ProbedReader:

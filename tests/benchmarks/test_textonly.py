@@ -6,41 +6,35 @@ from benchmarks.textonly import fit_tfidf, perplexity_score
 
 
 def planted(n, seed):
-    """Texts of random words in which one word of the answer tells the label."""
+    """Random words, and in the answer one of forty names; twenty of them are right."""
     rng = np.random.default_rng(seed)
-    words = [f"word{i}" for i in range(60)]
-    labels = rng.random(n) < 0.5
-    questions = [" ".join(rng.choice(words, 8)) for _ in range(n)]
-    answers = [
-        f"{rng.choice(words)} {'surely' if label else 'perhaps'}" for label in labels
+    questions = [
+        " ".join(f"word{i}" for i in rng.integers(60, size=8)) for _ in "x" * n
     ]
-    return questions, answers, labels
+    names = rng.integers(40, size=n)
+    return questions, [f"it is name{i}" for i in names], names < 20
 
 
-def test_a_planted_word_is_found():
-    detector = fit_tfidf(*planted(300, seed=0))
-    questions, answers, labels = planted(200, seed=1)
+def test_planted_words_are_found():
+    detector = fit_tfidf(*planted(400, seed=0))
+    questions, answers, labels = planted(300, seed=1)
     p_correct = detector.score(questions, answers)
-    assert roc_auc_score(labels, p_correct) == 1.0
+    assert roc_auc_score(labels, p_correct) > 0.99
     assert p_correct.min() >= 0 and p_correct.max() <= 1
 
 
 def test_permuted_labels_give_chance_auroc():
-    questions, answers, labels = planted(300, seed=0)
-    detector = fit_tfidf(
-        questions, answers, np.random.default_rng(2).permutation(labels)
-    )
-    # A fit to permuted labels still leans on the planted word by chance, and then ranks
-    # every test text by it; averaging over permutations is what tends to one half.
+    questions, answers, labels = planted(400, seed=0)
+    new_questions, new_answers, new_labels = planted(300, seed=1)
     aurocs = []
-    for seed in range(12):
-        shuffled = np.random.default_rng(seed).permutation(labels)
-        detector = fit_tfidf(questions, answers, shuffled)
-        new_questions, new_answers, new_labels = planted(200, seed=100)
-        aurocs.append(
-            roc_auc_score(new_labels, detector.score(new_questions, new_answers))
+    for seed in range(8):
+        permuted = np.random.default_rng(seed).permutation(labels)
+        p_correct = fit_tfidf(questions, answers, permuted).score(
+            new_questions, new_answers
         )
-    assert abs(np.mean(aurocs) - 0.5) < 0.2
+        aurocs.append(roc_auc_score(new_labels, p_correct))
+    # One fit ranks 20 right and 20 wrong names at random: s.d. 0.09, of the mean 0.03.
+    assert abs(np.mean(aurocs) - 0.5) < 0.1
 
 
 def test_a_pair_of_words_is_read_as_such():

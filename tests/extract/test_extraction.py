@@ -19,7 +19,9 @@ from extract.extraction import (
     run_plan,
 )
 from extract.records import Answer
-from extract.store import Family, done_ranges, open_store, read_family, verify
+from extract.store import done_ranges, open_store, read_family
+from extract.storecheck import verify
+from extract.storespec import Family
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = ExtractConfig(tokens_per_batch=96, rows_per_shard=64)

@@ -7,14 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from extract.rundir import (
-    JsonLines,
-    RunDir,
-    read_manifest,
-    sha256_file,
-    write_json_atomic,
-    write_text_atomic,
-)
+from extract.atomic import sha256_file, write_json_atomic, write_text_atomic
+from extract.jsonlines import JsonLines
+from extract.manifest import read_manifest
+from extract.rundir import RunDir
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = {"preset": "demo", "seed": 0, "train": {"n_seeds": 5}}

@@ -5,18 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from extract.store import (
-    Family,
-    StoreSpec,
-    StoreWriter,
-    as_url,
-    create_store,
-    done_ranges,
-    open_store,
-    read_family,
-    read_rows,
-    verify,
-)
+from extract.store import done_ranges, open_store, read_family, read_rows
+from extract.storearrays import as_url
+from extract.storecheck import verify
+from extract.storespec import Family, StoreSpec
+from extract.storewrite import StoreWriter, create_store
 
 FAMILIES = {
     "hidden": Family(shape=(3, 8), dtype="bfloat16", by_layer=True),

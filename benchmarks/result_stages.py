@@ -1,0 +1,350 @@
+"""The stages that say what came out: calibrate, evaluate, control, report."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cases import make_cases
+from benchmarks.control import (
+    choose_policy,
+    control_rows,
+    controller_config,
+    frontier,
+    inputs_key,
+    trace_all,
+)
+from benchmarks.evaluation import Scored, detection_rows
+from benchmarks.jax_stages import (
+    BRANCHES,
+    EVERY_FAMILY,
+    branch_setting,
+    chosen_layer,
+    read_selection,
+    stored,
+)
+from benchmarks.presets import RunConfig
+from benchmarks.results import ResultRow, read_rows, write_rows
+from benchmarks.rows import Rows, load_rows
+from benchmarks.stage import Progress, Stage, Update
+from benchmarks.textonly import fit_tfidf, perplexity_score
+from benchmarks.torch_stages import generation_config, open_backbone
+from extract.atomic import write_json_atomic, write_text_atomic
+from extract.pipeline import read_answers, read_examples
+from extract.prompts import TEMPLATES
+from extract.records import SETTINGS, Passage, Setting, read_records
+from extract.rundir import RunDir
+from extract.store import FeatureStore, read_family
+from jaxprobe import checkpoint
+from jaxprobe.calibration import (
+    Reliability,
+    brier,
+    ece,
+    fit_calibrator,
+    reliability,
+)
+from jaxprobe.detector import Detector, EncoderBank, HeadName, SettingHead
+from jaxprobe.features import FamilyDims, Standardizer
+from jaxprobe.grid import Trained, grid_members
+from jaxprobe.metrics import BootstrapConfig
+from jaxprobe.subsets import N_SUBSETS, SUBSET_NAMES
+from pgir.bridge import ProbedBackbone
+
+N_BINS = 10
+
+
+def _reads(branch: HeadName, members: list[int]) -> tuple[tuple[Setting, str], ...]:
+    """Return (pass, subset) of pool positions; see `jax_stages.branch_codes`."""
+    own = branch_setting(branch)
+    return tuple(
+        (own if i < N_SUBSETS else "closed_book", SUBSET_NAMES[i % N_SUBSETS])
+        for i in members
+    )
+
+
+def _head(run: RunDir, config: RunConfig, branch: HeadName) -> SettingHead:
+    """Return a calibrated head; calibration sees validation rows alone."""
+    tree, story = read_selection(run, branch)
+    _, rows = load_rows(run, branch_setting(branch))
+    where = rows.where("validation")
+    raw = tree["champion"]["scores"].mean(axis=0)
+    return SettingHead(
+        reads=_reads(branch, story["members"]),
+        config=dataclasses.replace(config.fusion, n_slots=story["n_slots"]),
+        params=tree["champion"]["params"],
+        calibrator=fit_calibrator(raw[where], rows.labels[where]),
+    )
+
+
+def _bank(
+    run: RunDir,
+    config: RunConfig,
+    setting: Setting,
+    heads: Mapping[HeadName, SettingHead],
+) -> EncoderBank | None:
+    """Return the encoders of a pass that some head reads, or None."""
+    read = {name for h in heads.values() for where, name in h.reads if where == setting}
+    names = [name for name in SUBSET_NAMES if name in read]
+    if not names:
+        return None
+    tree, facts = checkpoint.restore(run.encoders(setting))
+    members = grid_members(config.train.n_seeds)
+    return EncoderBank.keep(
+        Trained(members, tree["params"], tree["info"]),
+        names,
+        dims=FamilyDims(**facts["dims"]),
+        config=config.encoder,
+        standardizer=Standardizer(**tree["standardizer"]),
+    )
+
+
+def _calibrate(run: RunDir, config: RunConfig, update: Update, progress: Progress):
+    store, _ = load_rows(run, SETTINGS[0])
+    heads = {branch: _head(run, config, branch) for branch in BRANCHES}
+    banks = {setting: _bank(run, config, setting, heads) for setting in SETTINGS}
+    Detector(
+        banks={setting: bank for setting, bank in banks.items() if bank is not None},
+        heads=heads,
+        facts={
+            "revision": str(store.spec.fingerprint["model"]),
+            "layer": str(chosen_layer(run)),
+            "template": config.template,
+            "model": config.model,
+            "answer_span": config.extract.answer_span,
+        },
+    ).save(run.detector)
+
+
+def _text_scores(run: RunDir, rows: Rows) -> np.ndarray:
+    """Return the text-only detector's scores of every row, `[1, n_rows]`."""
+    questions = {example.id: example.question for example in read_examples(run)}
+    answers = {a.key: a.text for a in read_answers(run, rows.setting)}
+    keys = list(zip(rows.ids, rows.variants, strict=True))
+    asked = [questions[example_id] for example_id, _ in keys]
+    said = [answers[example_id, rows.setting, variant] for example_id, variant in keys]
+    where = rows.where("train")
+    detector = fit_tfidf(
+        [asked[i] for i in where], [said[i] for i in where], rows.labels[where]
+    )
+    return detector.score(asked, said)[None]
+
+
+def _perplexity_scores(store: FeatureStore) -> np.ndarray:
+    ragged = read_family(store, "prob")
+    spans = store.spec.spans[:, 2].tolist()
+    return np.array(
+        [[perplexity_score(ragged.example(i), span) for i, span in enumerate(spans)]]
+    )
+
+
+def _detectors(run: RunDir, config: RunConfig, setting: Setting) -> list[Scored]:
+    """Return what every detector says of every row of a setting."""
+    store, rows = load_rows(run, setting)
+    tree, _ = checkpoint.restore(run.encoders(setting))
+    n_seeds = config.train.n_seeds
+    logits = tree["codes"]["logits"].reshape(n_seeds, N_SUBSETS, -1)
+    heads, _ = read_selection(run, setting)
+    control = tree["control"]
+    scored = [
+        Scored(name=name, scores=heads[name]["scores"])
+        for name in ("champion", "late_fusion_singles", "late_fusion_all")
+    ]
+    if setting == "with_context":
+        alone, _ = read_selection(run, "single_pass")
+        name = "without_closed_book"
+        scored.append(Scored(name=name, scores=alone["champion"]["scores"]))
+    return [
+        *scored,
+        Scored(name="hidden_only", scores=logits[:, 0]),
+        Scored(name="early_fusion", scores=logits[:, EVERY_FAMILY]),
+        *(
+            Scored(name=f"encoder:{name}", scores=logits[:, subset])
+            for subset, name in enumerate(SUBSET_NAMES)
+        ),
+        Scored(name="tfidf", scores=_text_scores(run, rows)),
+        Scored(name="perplexity", scores=_perplexity_scores(store)),
+        Scored(
+            name="permuted_labels",
+            scores=control["logits"],
+            labels=np.asarray(control["labels"], dtype=bool),
+        ),
+    ]
+
+
+def _bins(found: Reliability) -> list[dict[str, Any]]:
+    """Return the bins that hold an example, as the report shows them."""
+    return [
+        {
+            "lower": float(found.edges[i]),
+            "upper": float(found.edges[i + 1]),
+            "mean_p": float(found.confidence[i]),
+            "accuracy": float(found.accuracy[i]),
+            "n": int(n),
+        }
+        for i, n in enumerate(found.count)
+        if n
+    ]
+
+
+def _reliability(
+    run: RunDir, setting: Setting
+) -> tuple[dict[str, Any], list[ResultRow]]:
+    """Return the reliability of the champion on the in-domain test set."""
+    _, rows = load_rows(run, setting)
+    tree, _ = read_selection(run, setting)
+    detector = Detector.load(run.detector)
+    where = rows.where("test")
+    raw = tree["champion"]["scores"].mean(axis=0)[where]
+    labels = rows.labels[where]
+    found: dict[str, Any] = {}
+    made = []
+    calibrator = detector.heads[setting].calibrator
+    for name, p_correct in (("raw", raw), ("calibrated", calibrator(raw))):
+        values = {
+            "brier": brier(p_correct, labels),
+            "ece": ece(p_correct, labels, N_BINS),
+        }
+        found[name] = _bins(reliability(p_correct, labels, N_BINS))
+        for metric, value in values.items():
+            found[f"{metric}_{name}"] = value
+            made.append(
+                ResultRow(
+                    experiment="calibration",
+                    detector=f"champion:{name}",
+                    setting=setting,
+                    dataset=str(rows.datasets[where[0]]),
+                    split="test",
+                    metric=metric,
+                    value=value,
+                    n=len(where),
+                )
+            )
+    return found, made
+
+
+def rows_file(run: RunDir, stage: str) -> Path:
+    """Return the rows one stage has made."""
+    return run.path / "rows" / f"{stage}.jsonl"
+
+
+def _publish(run: RunDir, stage: str, rows: list[ResultRow]) -> None:
+    """Write a stage's rows and, from all stages, results.jsonl."""
+    path = rows_file(run, stage)
+    path.parent.mkdir(exist_ok=True)
+    write_text_atomic(path, write_rows(rows))
+    parts = [rows_file(run, name) for name in ("evaluate", "control")]
+    text = "".join(part.read_text() for part in parts if part.exists())
+    write_text_atomic(run.results, text)
+
+
+def _evaluate(run: RunDir, config: RunConfig, update: Update, progress: Progress):
+    bootstrap = BootstrapConfig(n_resamples=config.n_bootstrap, seed=config.seed)
+    found, curves = [], {}
+    for number, setting in enumerate(SETTINGS):
+        _, rows = load_rows(run, setting)
+        found += detection_rows(_detectors(run, config, setting), rows, bootstrap)
+        curves[setting], made = _reliability(run, setting)
+        found += made
+        update(number + 1, len(SETTINGS))
+    write_json_atomic(run.path / "reliability.json", curves)
+    _publish(run, "evaluate", found)
+
+
+def _control(run: RunDir, config: RunConfig, update: Update, progress: Progress):
+    probed = ProbedBackbone(
+        open_backbone(config),
+        Detector.load(run.detector),
+        TEMPLATES[config.template],
+        generation_config(config),
+        answer_span=config.extract.answer_span,
+    )
+    hashes = run.hash_inputs(run.examples, run.passages, run.detector)
+    traced = trace_all(run, config, probed, update, inputs_key(*hashes.values()))
+    search = controller_config(config)
+    policy = choose_policy(traced, search)
+    in_domain = next(t for t in traced if t.split == "test")
+    passages = list(read_records(run.passages, Passage))
+    write_json_atomic(
+        run.control / "control.json",
+        {
+            "tau": policy.threshold,
+            "budget": policy.budget,
+            "cap": search.max_generations,
+            "frontier": frontier(traced, policy, search),
+            "cases": make_cases(probed, passages, in_domain, policy),
+        },
+    )
+    _publish(run, "control", control_rows(traced, policy, config))
+
+
+def pool_name(branch: HeadName, index: int) -> str:
+    """Return the printed name of a pool position: [HP] with context, (HA) without."""
+    ((where, name),) = _reads(branch, [index])
+    return f"({name})" if where == "closed_book" else f"[{name}]"
+
+
+def selection_story(run: RunDir, branch: HeadName) -> dict[str, Any]:
+    """Return how the search went, with printed names."""
+    _, found = read_selection(run, branch)
+
+    def named(candidates: dict[str, float]) -> dict[str, float]:
+        return {pool_name(branch, int(i)): a for i, a in candidates.items()}
+
+    rounds = [
+        {
+            "added": pool_name(branch, r["added"]),
+            "auroc": r["auroc"],
+            "candidates": named(r["candidates"]),
+        }
+        for r in found["rounds"]
+    ]
+    return {
+        "rounds": rounds,
+        "selected": [pool_name(branch, i) for i in found["members"]],
+        "stop": found["stop"],
+    }
+
+
+def read_result_rows(run: RunDir) -> list[ResultRow]:
+    """Return every row of the run."""
+    return list(read_rows(run.results))
+
+
+def read_json(path: Path) -> Any:
+    """Return a JSON file's value."""
+    return json.loads(path.read_text())
+
+
+CALIBRATE = Stage(
+    name="calibrate",
+    inputs=lambda run: [
+        run.labels,
+        run.sweep,
+        run.path / "selection",
+        *(run.encoders(setting) for setting in SETTINGS),
+    ],
+    outputs=lambda run: [run.detector],
+    work=_calibrate,
+)
+EVALUATE = Stage(
+    name="evaluate",
+    inputs=lambda run: [
+        run.labels,
+        run.answers,
+        run.detector,
+        run.path / "selection",
+        *(run.encoders(setting) for setting in SETTINGS),
+        *stored(run),
+    ],
+    outputs=lambda run: [rows_file(run, "evaluate"), run.path / "reliability.json"],
+    work=_evaluate,
+)
+CONTROL = Stage(
+    name="control",
+    inputs=lambda run: [run.examples, run.passages, run.detector],
+    outputs=lambda run: [run.control, rows_file(run, "control")],
+    work=_control,
+)

@@ -1,0 +1,138 @@
+"""All stages of a run by name, and what is shown at the end."""
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.jax_stages import SELECT, SWEEP, TRAIN
+from benchmarks.presets import RunConfig
+from benchmarks.report import ReportData, write_report
+from benchmarks.result_stages import (
+    CALIBRATE,
+    CONTROL,
+    EVALUATE,
+    read_json,
+    read_result_rows,
+    rows_file,
+    selection_story,
+)
+from benchmarks.results import ResultTable, read_rows
+from benchmarks.stage import Progress, Stage, Update
+from benchmarks.tables import as_text, controller_table, detection_table
+from benchmarks.torch_stages import ANSWER, EXTRACT, LABEL, WORLD
+from extract.pipeline import count_correct, read_examples, read_labels
+from extract.records import SETTINGS
+from extract.rundir import RunDir
+
+IN_ORDER = (
+    "world answer label extract sweep train select calibrate evaluate control report"
+).split()
+
+
+def _facts(run: RunDir, config: RunConfig) -> dict[str, str]:
+    examples = read_examples(run)
+    counts = {
+        split: sum(e.split == split for e in examples)
+        for split in ("train", "validation", "test", "ood")
+    }
+    return {
+        "Backbone": config.model,
+        "Preset": config.preset,
+        "Seed": str(config.seed),
+        "Questions": ", ".join(f"{n} {split}" for split, n in counts.items()),
+        "Layer of the hidden states": str(read_json(run.sweep)["layer"]),
+        "Training seeds": str(config.train.n_seeds),
+        "Answer span": config.extract.answer_span,
+    }
+
+
+def _seconds(run: RunDir) -> dict[str, float]:
+    records = {name: run.stage_record(name) for name in IN_ORDER}
+    return {name: r.seconds for name, r in records.items() if r is not None}
+
+
+def report_data(run: RunDir, config: RunConfig) -> ReportData:
+    """Collect what the report shows from the run's files."""
+    control = read_json(run.control / "control.json")
+    return ReportData(
+        facts=_facts(run, config),
+        stage_seconds=_seconds(run),
+        rows=read_result_rows(run),
+        accuracy=count_correct(read_examples(run), read_labels(run)),
+        sweep=read_json(run.sweep)["settings"],
+        selection={setting: selection_story(run, setting) for setting in SETTINGS},
+        reliability=read_json(run.path / "reliability.json"),
+        control={k: control[k] for k in ("tau", "budget", "cap", "frontier")},
+        cases=control["cases"],
+    )
+
+
+def _report(run: RunDir, config: RunConfig, update: Update, progress: Progress) -> None:
+    write_report(report_data(run, config), run.report)
+
+
+REPORT = Stage(
+    name="report",
+    inputs=lambda run: [
+        run.sweep,
+        run.labels,
+        run.path / "selection",
+        run.path / "reliability.json",
+        run.control,
+        rows_file(run, "evaluate"),
+        rows_file(run, "control"),
+    ],
+    outputs=lambda run: [run.report, run.results],
+    work=_report,
+)
+
+STAGES: dict[str, Stage] = {
+    stage.name: stage
+    for stage in (
+        WORLD,
+        ANSWER,
+        LABEL,
+        EXTRACT,
+        SWEEP,
+        TRAIN,
+        SELECT,
+        CALIBRATE,
+        EVALUATE,
+        CONTROL,
+        REPORT,
+    )
+}
+
+
+def summary(path: Path) -> dict[str, Any]:
+    """Return the headline of a finished run: tables as text, numbers as values."""
+    run = RunDir(path)
+    rows = list(read_rows(run.results))
+    table = ResultTable(rows)
+    headline = {
+        f"{setting}/{metric}": table.value(
+            experiment="detection",
+            detector="champion",
+            setting=setting,
+            split="test",
+            metric=metric,
+            seed="mean",
+        )
+        for setting in SETTINGS
+        for metric in ("auroc", "auprc")
+    }
+    for name in ("no_rag", "vanilla_rag", "pgir"):
+        headline[f"{name}/em"] = table.value(
+            experiment="controller", detector=name, split="test", metric="em"
+        )
+    selected = [
+        f"{setting}: {' '.join(selection_story(run, setting)['selected'])}"
+        for setting in SETTINGS
+    ]
+    text = "\n\n".join(
+        (
+            as_text(detection_table(rows)),
+            "Selected encoders\n" + "\n".join(selected),
+            as_text(controller_table(rows)),
+        )
+    )
+    return {"headline": headline, "text": text}

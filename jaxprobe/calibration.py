@@ -1,0 +1,96 @@
+"""From a score to a probability that means what it says.
+
+Isotonic regression on validation scores (the controller section of the paper), kept as
+two arrays; and the measures of how well probabilities are calibrated.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from sklearn.isotonic import IsotonicRegression
+
+
+class Calibrator(NamedTuple):
+    """A non-decreasing piecewise linear map, constant outside its range.
+
+    Attributes:
+      scores: `[n_knots]` float64, increasing.
+      p_correct: `[n_knots]` float64 in [0, 1], non-decreasing.
+    """
+
+    scores: np.ndarray
+    p_correct: np.ndarray
+
+    def __call__(self, scores: np.ndarray) -> np.ndarray:
+        """Calibrated probability of being correct, of the shape of `scores`."""
+        return np.interp(scores, self.scores, self.p_correct)
+
+
+class Reliability(NamedTuple):
+    """Equal-width bins of predicted probability.
+
+    Attributes:
+      edges: `[n_bins + 1]`, from 0 to 1.
+      confidence: `[n_bins]` mean prediction; NaN in an empty bin.
+      accuracy: `[n_bins]` share of correct answers; NaN in an empty bin.
+      count: `[n_bins]` examples.
+    """
+
+    edges: np.ndarray
+    confidence: np.ndarray
+    accuracy: np.ndarray
+    count: np.ndarray
+
+
+def fit_calibrator(
+    scores: np.ndarray, labels: np.ndarray, weights: np.ndarray | None = None
+) -> Calibrator:
+    """Isotonic regression of correctness on scores.
+
+    Args:
+      scores: `[n_examples]`, higher means more likely correct.
+      labels: `[n_examples]` bool.
+      weights: `[n_examples]`, or None for ones.
+
+    Raises:
+      ValueError: if there is no example, or a score is not finite.
+    """
+    scores = np.asarray(scores, np.float64)
+    if not scores.size or not np.isfinite(scores).all():
+        raise ValueError(
+            f"calibration needs finite scores; got {scores.size}, of which "
+            f"{int((~np.isfinite(scores)).sum())} are not finite"
+        )
+    model = IsotonicRegression(y_min=0.0, y_max=1.0, out_of_bounds="clip")
+    model.fit(scores, np.asarray(labels, np.float64), sample_weight=weights)
+    return Calibrator(model.X_thresholds_, model.y_thresholds_)
+
+
+def brier(p_correct: np.ndarray, labels: np.ndarray) -> float:
+    """Mean squared difference of probability and outcome, in [0, 1]; NaN of nothing."""
+    if not len(labels):
+        return float("nan")
+    return float(np.mean(np.square(np.asarray(p_correct) - np.asarray(labels))))
+
+
+def reliability(
+    p_correct: np.ndarray, labels: np.ndarray, n_bins: int = 15
+) -> Reliability:
+    """Mean prediction and accuracy per equal-width bin of predicted probability."""
+    p_correct, labels = np.asarray(p_correct, float), np.asarray(labels, float)
+    edges = np.linspace(0.0, 1.0, n_bins + 1)
+    bins = np.clip(np.searchsorted(edges, p_correct, side="right") - 1, 0, n_bins - 1)
+    count = np.bincount(bins, minlength=n_bins)
+    with np.errstate(invalid="ignore"):
+        confidence = np.bincount(bins, p_correct, n_bins) / count
+        accuracy = np.bincount(bins, labels, n_bins) / count
+    return Reliability(edges, confidence, accuracy, count)
+
+
+def ece(p_correct: np.ndarray, labels: np.ndarray, n_bins: int = 15) -> float:
+    """Expected calibration error over equal-width bins, in [0, 1]; NaN of nothing."""
+    if not len(labels):
+        return float("nan")
+    bins = reliability(p_correct, labels, n_bins)
+    gap = np.abs(bins.confidence - bins.accuracy)
+    return float(np.nansum(gap * bins.count) / bins.count.sum())

@@ -1,0 +1,108 @@
+"""Weights on disk: Orbax, one JSON file, and a manifest of SHA-256 sums.
+
+Orbax marks a checkpoint as complete but does not notice a flipped bit in it, so every
+file's sum is checked before anything is read. Saving is atomic: a checkpoint is either
+there whole or not at all.
+"""
+
+import hashlib
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+MANIFEST = "manifest.json"
+CONFIG = "config.json"
+ARRAYS = "arrays"
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def save(path: Path, tree: Any, config: dict[str, Any]) -> None:
+    """Write a pytree of arrays and its JSON description, replacing what was there.
+
+    Args:
+      path: directory of the checkpoint.
+      tree: nested dicts of arrays.
+      config: JSON values only.
+    """
+    path = Path(path).absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        with ocp.PyTreeCheckpointer() as checkpointer:
+            checkpointer.save(work / ARRAYS, jax.tree.map(np.asarray, tree))
+        (work / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True))
+        sums = {name: file_sha256(work / name) for name in _files(work)}
+        (work / MANIFEST).write_text(json.dumps(sums, indent=1, sort_keys=True))
+        _swap(work, path)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _swap(work: Path, path: Path) -> None:
+    """Move a finished directory into place; an old one steps aside until it is there."""
+    if not path.exists():
+        work.rename(path)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
+    path.rename(aside / path.name)
+    work.rename(path)
+    shutil.rmtree(aside)
+
+
+def _files(path: Path) -> list[str]:
+    """Relative names of all files below a directory, but the manifest."""
+    names = (str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
+    return sorted(name for name in names if name != MANIFEST)
+
+
+def verify(path: Path) -> None:
+    """Check every file against the manifest.
+
+    Raises:
+      ValueError: if a file is missing, added or changed, or there is no checkpoint.
+    """
+    path = Path(path)
+    try:
+        expected = json.loads((path / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"no readable checkpoint manifest in {path}: {error}"
+        ) from None
+    found = _files(path)
+    if odd := sorted(set(expected) ^ set(found)):
+        what = "missing" if odd[0] in expected else "not in the manifest"
+        raise ValueError(f"checkpoint {path} is damaged: {odd[0]} is {what}")
+    for name in found:
+        if file_sha256(path / name) != expected[name]:
+            raise ValueError(
+                f"checkpoint {path} is damaged: {name} does not match its SHA-256; "
+                "copy it again or train anew"
+            )
+
+
+def restore(path: Path) -> tuple[Any, dict[str, Any]]:
+    """Read a checkpoint after checking it: nested dicts of NumPy arrays, and config.
+
+    Raises:
+      ValueError: if the checkpoint is damaged or missing.
+    """
+    path = Path(path).absolute()
+    verify(path)
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        structure = checkpointer.metadata(path / ARRAYS).item_metadata.tree
+        args = jax.tree.map(
+            lambda _: ocp.RestoreArgs(restore_type=np.ndarray), structure
+        )
+        tree = checkpointer.restore(path / ARRAYS, restore_args=args)
+    return tree, json.loads((path / CONFIG).read_text())

@@ -1,0 +1,310 @@
+"""The trained detector: from signals to a calibrated P(answer is correct).
+
+It holds, per pass, the encoders that some head reads, and, per setting, the fusion
+heads of all seeds and a calibrator. The raw score is the mean over seeds of the heads'
+probabilities.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxprobe import checkpoint
+from jaxprobe.calibration import Calibrator
+from jaxprobe.encoder import Encoder, EncoderConfig
+from jaxprobe.features import (
+    FamilyDims,
+    FamilyTokens,
+    Features,
+    Standardizer,
+    check_features,
+    split_families,
+)
+from jaxprobe.fit import Params
+from jaxprobe.fusion import FusionConfig, FusionHead, slots_of
+from jaxprobe.grid import Trained
+from jaxprobe.subsets import SUBSET_NAMES, SUBSETS, subset_index
+
+Setting = Literal["closed_book", "with_context"]
+# `single_pass` reads the with-context pass alone (the paper's ablation "w/o
+# closed-book"), for a caller who has one answer and one forward pass.
+HeadName = Literal["closed_book", "with_context", "single_pass"]
+N_SPANS: Mapping[Setting, int] = {"closed_book": 2, "with_context": 3}
+
+
+class Scores(NamedTuple):
+    """What the detector says of `n_examples` answers.
+
+    Attributes:
+      raw: `[n_examples]` mean over seeds of the fused probability, uncalibrated.
+      p_correct: `[n_examples]` calibrated probability of being correct.
+      encoders: `[n_examples, n_selected]` each selected encoder's own probability, mean
+        over seeds.
+      encoder_names: `n_selected` names, as in "with_context/HPA".
+    """
+
+    raw: np.ndarray
+    p_correct: np.ndarray
+    encoders: np.ndarray
+    encoder_names: tuple[str, ...]
+
+    def first(self, n: int) -> "Scores":
+        """The first `n` examples; the others were padding."""
+        return self._replace(
+            raw=self.raw[:n], p_correct=self.p_correct[:n], encoders=self.encoders[:n]
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderBank:
+    """The encoders kept for one pass.
+
+    Attributes:
+      dims: channels of that pass.
+      config: shape of its encoders.
+      standardizer: fitted on its training tokens.
+      names: subsets, as in "HPA"; one per kept encoder.
+      params: leaves `[n_seeds, n_kept, ...]`.
+    """
+
+    dims: FamilyDims
+    config: EncoderConfig
+    standardizer: Standardizer
+    names: tuple[str, ...]
+    params: Params
+
+    @classmethod
+    def keep(
+        cls,
+        trained: Trained,
+        names: Sequence[str],
+        *,
+        dims: FamilyDims,
+        config: EncoderConfig,
+        standardizer: Standardizer,
+    ) -> "EncoderBank":
+        """Take some subsets, all seeds, out of a trained grid."""
+        seeds = sorted({m.seed for m in trained.members})
+        rows = np.asarray(
+            [
+                [trained.members.index((subset_index(name), seed)) for name in names]
+                for seed in seeds
+            ]
+        )
+        params = jax.tree.map(lambda x: np.asarray(x)[rows], trained.params)
+        return cls(
+            dims=dims,
+            config=config,
+            standardizer=standardizer,
+            names=tuple(SUBSET_NAMES[subset_index(name)] for name in names),
+            params=params,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SettingHead:
+    """The fusion heads of one setting.
+
+    Attributes:
+      reads: the selected encoders in pool order, as (pass, subset name).
+      config: shape of the heads.
+      params: leaves `[n_seeds, ...]`.
+      calibrator: from raw score to probability.
+    """
+
+    reads: tuple[tuple[Setting, str], ...]
+    config: FusionConfig
+    params: Params
+    calibrator: Calibrator
+
+
+@partial(jax.jit, static_argnames=("dims", "encoder"))
+def _encode_bank(
+    params: Params,
+    family_masks: jax.Array,
+    standardizer: Standardizer,
+    features: Features,
+    *,
+    dims: FamilyDims,
+    encoder: Encoder,
+) -> tuple[jax.Array, jax.Array]:
+    """Logits `[n_seeds, n_kept, n_examples]` and pooled vectors `[..., d_pooled]`."""
+    families: FamilyTokens = split_families(features, dims, standardizer)
+    over_kept = jax.vmap(lambda p, mask: encoder.apply(p, families, mask))
+    return jax.vmap(over_kept, in_axes=(0, None))(params, family_masks)
+
+
+@partial(jax.jit, static_argnames=("head",))
+def _fuse(
+    params: Params,
+    pooled: jax.Array,
+    logits: jax.Array,
+    slot_mask: jax.Array,
+    *,
+    head: FusionHead,
+) -> jax.Array:
+    """Probability `[n_examples]`, mean over seeds of the heads'."""
+    apply = jax.vmap(head.apply, in_axes=(0, 0, 0, None))
+    return jax.nn.sigmoid(apply(params, pooled, logits, slot_mask)).mean(axis=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Detector:
+    """Scores answers from their signals, with or without the context's.
+
+    Attributes:
+      banks: encoders per pass.
+      heads: by name; see `HeadName`.
+      facts: what the detector belongs to (backbone, layer, template), JSON values.
+    """
+
+    banks: Mapping[Setting, EncoderBank]
+    heads: Mapping[HeadName, SettingHead]
+    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        """Refuse heads that read encoders which are not there."""
+        for setting, head in self.heads.items():
+            for where, name in head.reads:
+                if where not in self.banks or name not in self.banks[where].names:
+                    raise ValueError(
+                        f"the {setting} head reads encoder {name} of {where}, which "
+                        "the detector does not hold"
+                    )
+
+    def score_closed_book(self, features: Features) -> Scores:
+        """Score answers given without context; features have two spans."""
+        return self._score("closed_book", {"closed_book": features})
+
+    def score_with_context(
+        self, with_context: Features, closed_book: Features | None
+    ) -> Scores:
+        """Score answers given with context.
+
+        Args:
+          with_context: signals of the pass with context, three spans.
+          closed_book: signals of the closed-book pass on the same questions; None only
+            where no selected encoder reads them.
+        """
+        passes: dict[Setting, Features] = {"with_context": with_context}
+        if closed_book is not None:
+            passes["closed_book"] = closed_book
+        return self._score("with_context", passes)
+
+    def score_single_pass(self, with_context: Features) -> Scores:
+        """Score answers given with context from their own forward pass alone."""
+        return self._score("single_pass", {"with_context": with_context})
+
+    def _score(self, setting: HeadName, passes: Mapping[Setting, Features]) -> Scores:
+        """Encode the passes that the setting's head reads, fuse, calibrate."""
+        head = self._head(setting)
+        encoded = {
+            where: self._encode(where, passes) for where in {w for w, _ in head.reads}
+        }
+        logits, pooled = [], []
+        for where, name in head.reads:
+            row = self.banks[where].names.index(name)
+            logits.append(encoded[where][0][:, row])
+            pooled.append(encoded[where][1][:, row])
+        n_empty = head.config.n_slots - len(logits)
+        filled = jnp.stack(logits, axis=1)
+        fill = ((0, 0), (0, n_empty), (0, 0))
+        raw = _fuse(
+            head.params,
+            jnp.pad(jnp.stack(pooled, axis=1), (*fill, (0, 0))),
+            jnp.pad(filled, fill),
+            jnp.asarray(slots_of(tuple(range(len(logits))), head.config.n_slots)[1]),
+            head=FusionHead(head.config),
+        )
+        raw = np.asarray(raw, np.float64)
+        own = np.asarray(jax.nn.sigmoid(filled).mean(axis=0).T, np.float64)
+        names = tuple(f"{where}/{name}" for where, name in head.reads)
+        return Scores(raw, head.calibrator(raw), own, names)
+
+    def _head(self, setting: HeadName) -> SettingHead:
+        """The heads of a setting, or a clear error."""
+        if setting not in self.heads:
+            raise ValueError(
+                f"this detector was not trained for {setting}; it knows "
+                f"{', '.join(self.heads)}"
+            )
+        return self.heads[setting]
+
+    def _encode(self, where: Setting, passes: Mapping[Setting, Features]):
+        """Run the bank of one pass over its features."""
+        if where not in passes:
+            raise ValueError(f"this score needs the signals of the {where} pass too")
+        bank, features = self.banks[where], passes[where]
+        check_features(features, bank.dims)
+        if features.n_spans != N_SPANS[where]:
+            raise ValueError(
+                f"{where} features have {N_SPANS[where]} spans, got {features.n_spans}"
+            )
+        masks = np.stack([SUBSETS[subset_index(name)] for name in bank.names])
+        return _encode_bank(
+            bank.params,
+            jnp.asarray(masks),
+            bank.standardizer,
+            features,
+            dims=bank.dims,
+            encoder=Encoder(bank.config, bank.dims),
+        )
+
+    def save(self, path: Path | str) -> None:
+        """Write the detector to a directory, atomically (see `checkpoint`)."""
+        arrays: dict[str, Any] = {"banks": {}, "heads": {}}
+        config: dict[str, Any] = {"format": 1, "banks": {}, "heads": {}}
+        config["facts"] = dict(self.facts)
+        for where, bank in self.banks.items():
+            arrays["banks"][where] = {
+                "params": bank.params,
+                "standardizer": bank.standardizer._asdict(),
+            }
+            config["banks"][where] = {
+                "dims": dataclasses.asdict(bank.dims),
+                "config": dataclasses.asdict(bank.config),
+                "names": list(bank.names),
+            }
+        for setting, head in self.heads.items():
+            arrays["heads"][setting] = {
+                "params": head.params,
+                "calibrator": head.calibrator._asdict(),
+            }
+            config["heads"][setting] = {
+                "config": dataclasses.asdict(head.config),
+                "reads": [list(read) for read in head.reads],
+            }
+        checkpoint.save(Path(path), arrays, config)
+
+    @classmethod
+    def load(cls, path: Path | str) -> "Detector":
+        """Read a detector; every file is checked against its SHA-256 first."""
+        arrays, config = checkpoint.restore(Path(path))
+        if config.get("format") != 1:
+            raise ValueError(f"{path} is not a detector of format 1: {config}")
+        banks = {
+            where: EncoderBank(
+                dims=FamilyDims(**spec["dims"]),
+                config=EncoderConfig(**spec["config"]),
+                names=tuple(spec["names"]),
+                params=arrays["banks"][where]["params"],
+                standardizer=Standardizer(**arrays["banks"][where]["standardizer"]),
+            )
+            for where, spec in config["banks"].items()
+        }
+        heads = {
+            setting: SettingHead(
+                config=FusionConfig(**spec["config"]),
+                reads=tuple((where, name) for where, name in spec["reads"]),
+                params=arrays["heads"][setting]["params"],
+                calibrator=Calibrator(**arrays["heads"][setting]["calibrator"]),
+            )
+            for setting, spec in config["heads"].items()
+        }
+        return cls(banks=banks, heads=heads, facts=config["facts"])

@@ -1,0 +1,302 @@
+"""The fusion head: what several frozen encoders say, made into one logit.
+
+Paper, section 3.3 and appendix B. A head has a fixed number of slots, of which a set of
+encoders fills the first few in pool order; the rest is masked. So all sets share one
+compiled training run, and the result depends on (set, seed) only, not on the slots.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxprobe.encoder import gated_matmul
+from jaxprobe.fit import FitInfo, Params, TrainConfig, fit
+from jaxprobe.grid import Codes
+from jaxprobe.metrics import masked_auroc
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FusionConfig:
+    """Shape of a fusion head; defaults follow the paper, appendix B."""
+
+    hidden: int = 128
+    encoder_dropout: float = 0.3  # probability that a whole encoder is hidden
+    n_slots: int = 8
+
+    def __post_init__(self):
+        """Refuse a head without slots, or one that hides every encoder."""
+        if self.n_slots < 1 or not 0.0 <= self.encoder_dropout < 1.0:
+            raise ValueError(f"need n_slots >= 1 and 0 <= encoder_dropout < 1: {self}")
+
+
+class PoolCodes(NamedTuple):
+    """What the pool of encoders says of labelled examples, seed by seed.
+
+    Attributes:
+      logits: `[n_seeds, n_pool, n_examples]` float32.
+      pooled: `[n_seeds, n_pool, n_examples, d_pooled]` float32.
+      labels: `[n_examples]` float32, 1 where the answer is correct.
+      weights: `[n_examples]` float32, at least 0.
+    """
+
+    logits: Any
+    pooled: Any
+    labels: Any
+    weights: Any
+
+
+def pool_codes(
+    codes: tuple[Codes, ...],
+    n_seeds: int,
+    labels: np.ndarray,
+    weights: np.ndarray | None = None,
+) -> PoolCodes:
+    """Lay the seed-major grids of one or more passes side by side as one pool.
+
+    Args:
+      codes: one per pass over the same examples, in pool order: with context, then
+        closed-book. Each has `n_seeds * n_encoders` members.
+      n_seeds: of every grid.
+      labels: `[n_examples]` bool.
+      weights: `[n_examples]`, or None for ones.
+    """
+
+    def by_seed(x):
+        return x.reshape(n_seeds, -1, *x.shape[1:])
+
+    labels = jnp.asarray(np.asarray(labels), jnp.float32)
+    return PoolCodes(
+        jnp.concatenate([by_seed(jnp.asarray(c.logits)) for c in codes], axis=1),
+        jnp.concatenate([by_seed(jnp.asarray(c.pooled)) for c in codes], axis=1),
+        labels,
+        jnp.ones_like(labels) if weights is None else jnp.asarray(weights, jnp.float32),
+    )
+
+
+def keep_encoders(
+    key: jax.Array, n_examples: int, slot_mask: jax.Array, rate: float
+) -> jax.Array:
+    """Which encoders an example sees in one training step.
+
+    Each is hidden independently with probability `rate`. Where that would hide all of
+    them, one filled slot, chosen uniformly, stays: a head cannot learn from nothing.
+
+    Args:
+      key: PRNG key.
+      n_examples: in the batch.
+      slot_mask: `[n_slots]` bool, True where a slot is filled.
+      rate: probability of hiding.
+
+    Returns:
+      `[n_examples, n_slots]` bool, False on empty slots.
+    """
+    keys = (jax.random.fold_in(key, slot) for slot in range(slot_mask.shape[0]))
+    # One draw per slot and key, so that empty slots change nothing for the filled ones.
+    draws = jnp.stack([jax.random.uniform(k, (n_examples,)) for k in keys], axis=1)
+    filled = slot_mask[None, :]
+    keep = (draws >= rate) & filled
+    # Given that all draws are below the rate, the largest is equally likely anywhere.
+    last = jnp.argmax(jnp.where(filled, draws, -1.0), axis=1)
+    only = (jnp.arange(slot_mask.shape[0])[None, :] == last[:, None]) & filled
+    return jnp.where(keep.any(axis=1)[:, None], keep, only)
+
+
+class FusionHead(nn.Module):
+    """Two-layer MLP over pooled vectors, scores, and their absolute differences."""
+
+    config: FusionConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        pooled: jax.Array,
+        logits: jax.Array,
+        slot_mask: jax.Array,
+        key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Fuse a batch.
+
+        Hidden encoders are zero and the others are not rescaled: the LayerNorm after
+        the first layer removes the change of scale.
+
+        Args:
+          pooled: `[n_slots, n_examples, d_pooled]`.
+          logits: `[n_slots, n_examples]`, turned into probabilities here.
+          slot_mask: `[n_slots]` bool.
+          key: PRNG key of encoder dropout; None outside training.
+
+        Returns:
+          `[n_examples]` logits.
+        """
+        cfg, (n_slots, n_examples, d_pooled) = self.config, pooled.shape
+        first, second = np.triu_indices(n_slots, 1)
+        kernels = self.param(
+            "kernels", _fusion_kernels, n_slots, d_pooled, cfg.hidden, slot_mask
+        )
+        bias = self.param("bias", nn.initializers.zeros, (cfg.hidden,))
+        keep = jnp.broadcast_to(slot_mask[None, :], (n_examples, n_slots))
+        if key is not None:
+            keep = keep_encoders(key, n_examples, slot_mask, cfg.encoder_dropout)
+        keep = keep.astype(jnp.float32)
+        scores = jax.nn.sigmoid(logits).T
+        both = keep[:, first] * keep[:, second]
+        difference = jnp.abs(scores[:, first] - scores[:, second]) * both
+        x = (scores * keep) @ kernels["score"] + bias[None]
+        x = x + difference @ kernels["difference"]
+        for s in range(n_slots):
+            seen = pooled[s] * keep[:, s, None]
+            x = x + gated_matmul(seen, kernels["pooled"][s], slot_mask[s])
+        x = nn.gelu(nn.LayerNorm(name="norm")(x))
+        return nn.Dense(1, name="out")(x)[:, 0]
+
+
+def _fusion_kernels(
+    key: jax.Array, n_slots: int, d_pooled: int, hidden: int, slot_mask: jax.Array
+) -> dict[str, jax.Array]:
+    """First-layer kernels; fan-in counts filled slots, every slot has its own key."""
+    filled = slot_mask.astype(jnp.float32)
+    n = filled.sum()
+    scale = jax.lax.rsqrt(jnp.maximum(n * (d_pooled + 1) + n * (n - 1) / 2, 1.0))
+    first, second = np.triu_indices(n_slots, 1)
+
+    def draw(kind, numbers, shape):
+        root = jax.random.fold_in(key, kind)
+        keys = jax.vmap(partial(jax.random.fold_in, root))(jnp.asarray(numbers))
+        return jax.vmap(lambda k: jax.random.normal(k, shape) * scale)(keys)
+
+    slots = np.arange(n_slots, dtype=np.int32)
+    pairs = (first * 1024 + second).astype(np.int32)
+    return {
+        "pooled": draw(0, slots, (d_pooled, hidden)) * filled[:, None, None],
+        "score": draw(1, slots, (hidden,)) * filled[:, None],
+        "difference": draw(2, pairs, (hidden,))
+        * (filled[first] * filled[second])[:, None],
+    }
+
+
+def head_key(
+    config: TrainConfig, members: jax.Array, slot_mask: jax.Array, seed: jax.Array
+) -> jax.Array:
+    """Key of a head, from its set and its seed; empty slots do not enter."""
+    key = jax.random.fold_in(jax.random.key(config.root_seed), 2)
+    key = jax.random.fold_in(key, seed)
+    for slot in range(members.shape[0]):
+        data = jax.random.key_data(key)
+        next_data = jax.random.key_data(jax.random.fold_in(key, members[slot]))
+        key = jax.random.wrap_key_data(jnp.where(slot_mask[slot], next_data, data))
+    return key
+
+
+def fit_head(
+    members: jax.Array,
+    slot_mask: jax.Array,
+    seed: jax.Array,
+    train: PoolCodes,
+    valid: PoolCodes,
+    *,
+    head: FusionHead,
+    config: TrainConfig,
+) -> tuple[Params, FitInfo]:
+    """Train one head on one set; it reads the encoders of its own seed.
+
+    Args:
+      members: `[n_slots]` int32 positions in the pool.
+      slot_mask: `[n_slots]` bool; all False trains nothing.
+      seed: scalar int32.
+      train: codes of the training rows.
+      valid: codes of the validation rows.
+      head: the module.
+      config: the protocol.
+    """
+    key = head_key(config, members, slot_mask, seed)
+    train_slots = (train.pooled[seed][members], train.logits[seed][members])
+    valid_slots = (valid.pooled[seed][members], valid.logits[seed][members])
+    params = head.init(key, *(x[:, :1] for x in train_slots), slot_mask)
+
+    def loss(params, rows, shares, _, dropout_key):
+        batch = (jnp.take(x, rows, axis=1) for x in train_slots)
+        logits = head.apply(params, *batch, slot_mask, dropout_key)
+        losses = optax.sigmoid_binary_cross_entropy(logits, train.labels[rows])
+        return (losses * shares).sum()
+
+    def validate(params):
+        logits = head.apply(params, *valid_slots, slot_mask)
+        return masked_auroc(logits, valid.labels, valid.weights)
+
+    return fit(
+        params,
+        loss,
+        validate,
+        weights=train.weights,
+        batch_key=jax.random.fold_in(key, 0),
+        member_key=jax.random.fold_in(key, 1),
+        config=config,
+        enabled=slot_mask.any(),
+    )
+
+
+@partial(jax.jit, static_argnames=("head", "config"))
+def fit_heads(
+    sets: jax.Array,
+    slot_masks: jax.Array,
+    seeds: jax.Array,
+    train: PoolCodes,
+    valid: PoolCodes,
+    *,
+    head: FusionHead,
+    config: TrainConfig,
+) -> tuple[Params, FitInfo]:
+    """Train many heads in one call, one after another on the device.
+
+    Args:
+      sets: `[n_heads, n_slots]` int32 positions in the pool, filled slots first.
+      slot_masks: `[n_heads, n_slots]` bool; a row of False is skipped.
+      seeds: `[n_heads]` int32.
+      train: codes of the training rows.
+      valid: codes of the validation rows.
+      head: the module.
+      config: the protocol.
+
+    Returns:
+      weights and info, leaves `[n_heads, ...]`.
+    """
+
+    def one(args):
+        return fit_head(*args, train, valid, head=head, config=config)
+
+    return jax.lax.map(one, (sets, slot_masks, seeds))
+
+
+@partial(jax.jit, static_argnames=("head",))
+def apply_head(
+    params: Params,
+    members: jax.Array,
+    slot_mask: jax.Array,
+    codes: PoolCodes,
+    seed: jax.Array,
+    *,
+    head: FusionHead,
+) -> jax.Array:
+    """Fused logits `[n_examples]` of one trained head."""
+    return head.apply(
+        params, codes.pooled[seed][members], codes.logits[seed][members], slot_mask
+    )
+
+
+def slots_of(members: tuple[int, ...], n_slots: int) -> tuple[np.ndarray, np.ndarray]:
+    """Fill slots with a set in pool order: positions `[n_slots]`, mask `[n_slots]`.
+
+    Raises:
+      ValueError: if the set does not fit or repeats a member.
+    """
+    if len(members) > n_slots or len(set(members)) != len(members):
+        raise ValueError(f"a head of {n_slots} slots cannot hold the set {members}")
+    slots = np.zeros(n_slots, np.int32)
+    slots[: len(members)] = sorted(members)
+    return slots, np.arange(n_slots) < len(members)

@@ -1,0 +1,224 @@
+"""Which encoders to fuse: greedy forward selection on validation AUROC.
+
+Algorithm 1 of the paper (appendix B). Each round trains a fresh head, per seed, for every
+encoder not yet selected, added to the set; the best addition is kept while it helps by
+more than a margin. All heads of all rounds run through one compiled call.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxprobe.fit import FitInfo, Params, TrainConfig
+from jaxprobe.fusion import (
+    FusionConfig,
+    FusionHead,
+    PoolCodes,
+    apply_head,
+    fit_heads,
+    slots_of,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GreedyConfig:
+    """When greedy selection stops; the paper's margin."""
+
+    margin: float = 5e-4  # of seed-averaged validation AUROC
+    max_encoders: int | None = None  # None: no limit beside the pool
+
+
+class Round(NamedTuple):
+    """One round of the search.
+
+    Attributes:
+      candidates: pool positions tried, in pool order.
+      aurocs: `[n_candidates, n_seeds]` validation AUROC of the set with each candidate.
+      best: pool position of the best candidate.
+      auroc: its seed-averaged validation AUROC.
+      accepted: whether it helped by more than the margin.
+    """
+
+    candidates: tuple[int, ...]
+    aurocs: np.ndarray
+    best: int
+    auroc: float
+    accepted: bool
+
+
+class Selection(NamedTuple):
+    """The selected set and its heads.
+
+    Attributes:
+      members: pool positions in pool order.
+      auroc: seed-averaged validation AUROC of the fused set.
+      path: every round, the last one being that which did not help, if there was one.
+      config: shape of the heads, whose slots may have grown.
+      params: the heads' weights, leaves `[n_seeds, ...]`. A head depends on (set, seed)
+        only, so those of the search are those of the final retraining.
+      info: how they were fitted.
+    """
+
+    members: tuple[int, ...]
+    auroc: float
+    path: tuple[Round, ...]
+    config: FusionConfig
+    params: Params
+    info: FitInfo
+
+
+class Heads(NamedTuple):
+    """Trained heads of several sets; leaves are `[n_sets, n_seeds, ...]`."""
+
+    params: Params
+    info: FitInfo
+
+
+def slots_for(config: FusionConfig, n_members: int) -> FusionConfig:
+    """Double the slots until a set fits: only then is anything compiled anew."""
+    n_slots = config.n_slots
+    while n_slots < n_members:
+        n_slots *= 2
+    return dataclasses.replace(config, n_slots=n_slots)
+
+
+def fit_sets(
+    sets: Sequence[tuple[int, ...]],
+    train: PoolCodes,
+    valid: PoolCodes,
+    *,
+    config: FusionConfig,
+    train_config: TrainConfig,
+    n_calls: int | None = None,
+) -> Heads:
+    """Train a head for every set and seed in one call.
+
+    Args:
+      sets: pool positions; each must fit `config.n_slots`.
+      train: codes of the training rows, `n_seeds` of them.
+      valid: codes of the validation rows.
+      config: shape of the heads.
+      train_config: the protocol.
+      n_calls: sets to pad to, so that calls with fewer sets reuse the executable.
+    """
+    n_seeds = train.logits.shape[0]
+    n_sets = max(n_calls or 0, len(sets))
+    slots, masks = np.zeros((2, n_sets, config.n_slots), np.int32)
+    for i, members in enumerate(sets):
+        slots[i], masks[i] = slots_of(members, config.n_slots)
+    params, info = fit_heads(
+        np.repeat(slots, n_seeds, axis=0),
+        np.repeat(masks.astype(bool), n_seeds, axis=0),
+        np.tile(np.arange(n_seeds, dtype=np.int32), n_sets),
+        train,
+        valid,
+        head=FusionHead(config),
+        config=train_config,
+    )
+
+    def by_set(x):
+        return np.asarray(x).reshape(n_sets, n_seeds, *x.shape[1:])[: len(sets)]
+
+    return Heads(*jax.tree.map(by_set, (params, info)))
+
+
+def select(
+    train: PoolCodes,
+    valid: PoolCodes,
+    *,
+    config: FusionConfig | None = None,
+    train_config: TrainConfig | None = None,
+    greedy: GreedyConfig | None = None,
+    progress: Callable[[Round], None] | None = None,
+) -> Selection:
+    """Select encoders from a pool by greedy forward search.
+
+    Args:
+      train: codes of the training rows over the whole pool (closed-book: 15 encoders;
+        with context: 15 with-context ones, then 15 closed-book ones).
+      valid: codes of the validation rows.
+      config: shape of the heads; slots grow where the set needs more.
+      train_config: protocol of the heads.
+      greedy: margin and limit.
+      progress: called after every round.
+
+    Raises:
+      ValueError: if the validation rows have one class only.
+    """
+    config, greedy = config or FusionConfig(), greedy or GreedyConfig()
+    train_config = train_config or TrainConfig()
+    _check_classes(valid)
+    n_pool = train.logits.shape[1]
+    limit = min(n_pool, greedy.max_encoders or n_pool)
+    chosen: tuple[int, ...] = ()
+    auroc, best_heads, path = 0.5, None, []
+    while len(chosen) < limit:
+        candidates = tuple(c for c in range(n_pool) if c not in chosen)
+        config = slots_for(config, len(chosen) + 1)
+        heads = fit_sets(
+            [tuple(sorted((*chosen, c))) for c in candidates],
+            train,
+            valid,
+            config=config,
+            train_config=train_config,
+            n_calls=n_pool,
+        )
+        means = heads.info.best_auroc.mean(axis=1)
+        top = int(np.argmax(means))
+        accepted = bool(means[top] - auroc > greedy.margin)
+        path.append(
+            Round(
+                candidates,
+                heads.info.best_auroc,
+                candidates[top],
+                float(means[top]),
+                accepted,
+            )
+        )
+        if progress is not None:
+            progress(path[-1])
+        if not accepted:
+            break
+        chosen, auroc = tuple(sorted((*chosen, candidates[top]))), float(means[top])
+        best_heads = (config, *jax.tree.map(lambda x, top=top: x[top], tuple(heads)))
+    if best_heads is None:
+        raise ValueError(
+            "no encoder reaches a validation AUROC above "
+            f"{0.5 + greedy.margin:.4f} (best {path[0].auroc:.4f}): there is no signal "
+            "to select from; check labels, or take more training rows"
+        )
+    return Selection(chosen, auroc, tuple(path), *best_heads)
+
+
+def _check_classes(valid: PoolCodes) -> None:
+    """Selection needs both classes among the validation rows."""
+    used = np.asarray(valid.labels)[np.asarray(valid.weights) > 0]
+    if not used.size or used.min() == used.max():
+        raise ValueError(
+            f"selection needs correct and incorrect validation answers; got {used.size} "
+            "rows of one class"
+        )
+
+
+def fused_probability(
+    selection: Selection, codes: PoolCodes, *, per_seed: bool = False
+) -> np.ndarray:
+    """Probability of being correct, mean over seeds (or `[n_seeds, n_examples]`)."""
+    slots, mask = slots_of(selection.members, selection.config.n_slots)
+    head = FusionHead(selection.config)
+    logits = [
+        apply_head(
+            jax.tree.map(lambda x, s=s: x[s], selection.params),
+            slots,
+            mask,
+            codes,
+            np.int32(s),
+            head=head,
+        )
+        for s in range(codes.logits.shape[0])
+    ]
+    p_correct = np.asarray(jax.nn.sigmoid(np.stack(logits)))
+    return p_correct if per_seed else p_correct.mean(axis=0)

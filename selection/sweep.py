@@ -1,0 +1,133 @@
+"""From which layer to read the hidden state: one small probe per layer.
+
+The layer sweep of the paper (appendix B, "Layer selection"): validation AUROC of the
+hidden-state signal read from each layer. The probe is a logistic regression on the mean
+state over the answer tokens, which ranks layers at a small part of an encoder's cost.
+"""
+
+import dataclasses
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxprobe.fit import TrainConfig, fit
+from jaxprobe.metrics import masked_auroc
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepConfig:
+    """How the probes are fitted; the penalty is AdamW's decay."""
+
+    learning_rate: float = 3e-3
+    weight_decay: float = 0.1
+    batch_size: int = 256
+    max_epochs: int = 30
+    stop_after: int = 6
+    n_seeds: int = 3
+    root_seed: int = 0
+
+    def train_config(self) -> TrainConfig:
+        """The same, as the shared training protocol reads it."""
+        return TrainConfig(**dataclasses.asdict(self))
+
+
+class Sweep(NamedTuple):
+    """The sweep's outcome.
+
+    Attributes:
+      aurocs: `[n_layers + 1, n_seeds]` validation AUROC; entry 0 is the embedding.
+      best_layer: row with the highest seed-averaged AUROC; the earlier one of a tie.
+    """
+
+    aurocs: np.ndarray
+    best_layer: int
+
+
+def sweep_layers(
+    train_hidden: np.ndarray,
+    train_labels: np.ndarray,
+    valid_hidden: np.ndarray,
+    valid_labels: np.ndarray,
+    config: SweepConfig | None = None,
+) -> Sweep:
+    """Fit a probe per layer and seed, all at once.
+
+    Args:
+      train_hidden: `[n_train, n_layers + 1, d_model]` means over the answer tokens.
+      train_labels: `[n_train]` bool.
+      valid_hidden: `[n_valid, n_layers + 1, d_model]`.
+      valid_labels: `[n_valid]` bool.
+      config: the probe.
+
+    Raises:
+      ValueError: if either part has one class only, or the shapes differ.
+    """
+    config = config or SweepConfig()
+    if train_hidden.shape[1:] != valid_hidden.shape[1:]:
+        raise ValueError(
+            f"layers and widths differ: training {train_hidden.shape[1:]}, validation "
+            f"{valid_hidden.shape[1:]}"
+        )
+    for name, labels in (("training", train_labels), ("validation", valid_labels)):
+        if np.all(labels) or not np.any(labels):
+            raise ValueError(f"the {name} labels have one class only: nothing to rank")
+    mean = train_hidden.mean(axis=0, dtype=np.float64)
+    std = train_hidden.std(axis=0, dtype=np.float64)
+    std = np.where(std > 1e-6, std, 1.0)
+
+    def by_layer(hidden):
+        scaled = ((hidden - mean) / std).astype(np.float32)
+        return jnp.asarray(scaled.transpose(1, 0, 2))
+
+    aurocs = _fit_probes(
+        by_layer(train_hidden),
+        jnp.asarray(train_labels, jnp.float32),
+        by_layer(valid_hidden),
+        jnp.asarray(valid_labels, jnp.float32),
+        jnp.arange(config.n_seeds),
+        config=config.train_config(),
+    )
+    aurocs = np.asarray(aurocs)
+    return Sweep(aurocs, int(aurocs.mean(axis=1).argmax()))
+
+
+@partial(jax.jit, static_argnames=("config",))
+def _fit_probes(train, labels, valid, valid_labels, seeds, *, config):
+    """Validation AUROC `[n_layers + 1, n_seeds]` of probes on `[layer, row, d_model]`."""
+
+    def one(train, valid, seed):
+        key = jax.random.fold_in(jax.random.key(config.root_seed), seed)
+
+        def logits(params, rows):
+            return rows @ params["weight"] + params["bias"][None]
+
+        def loss(params, rows, shares, *_):
+            losses = optax.sigmoid_binary_cross_entropy(
+                logits(params, train[rows]), labels[rows]
+            )
+            return (losses * shares).sum()
+
+        def validate(params):
+            weights = jnp.ones_like(valid_labels)
+            return masked_auroc(logits(params, valid), valid_labels, weights)
+
+        start = jax.random.normal(key, (train.shape[-1],)) * 1e-3
+        _, info = fit(
+            {"weight": start, "bias": jnp.zeros(())},
+            loss,
+            validate,
+            weights=jnp.ones_like(labels),
+            batch_key=key,
+            member_key=key,
+            config=config,
+            axes=("layers", "seeds"),
+        )
+        return info.best_auroc
+
+    over_seeds = jax.vmap(one, in_axes=(None, None, 0), axis_name="seeds")
+    over_layers = jax.vmap(over_seeds, in_axes=(0, 0, None), axis_name="layers")
+    return over_layers(train, valid, seeds)

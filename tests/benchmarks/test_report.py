@@ -1,0 +1,164 @@
+import html.parser
+import re
+
+import pytest
+
+from benchmarks.pictures import frontier_curve, synergy_pictures
+from benchmarks.report import missing, render_report, write_report
+from tests.benchmarks.sample import MARKUP, frontier, sample_report, sample_rows
+
+SECTIONS = (
+    "run detection reliability accuracy layers synergy selection controller cases "
+    "checks notes"
+).split()
+EMPTY = dict(
+    facts={},
+    stage_seconds={},
+    rows=[],
+    accuracy=[],
+    sweep={},
+    selection={},
+    reliability={},
+    control={},
+    cases=[],
+)
+
+
+@pytest.fixture(scope="module")
+def page():
+    return render_report(sample_report())
+
+
+class Outline(html.parser.HTMLParser):
+    """Collects tags and checks that each one that opens also closes."""
+
+    VOID = {"meta", "br", "hr", "link", "img"}
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.tags = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def outline(page):
+    parser = Outline()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == []
+    return parser.tags
+
+
+def test_every_tag_that_opens_closes(page):
+    assert len(outline(page)) > 500
+
+
+def test_the_page_asks_for_nothing_from_outside(page):
+    assert "http:" not in page and "https:" not in page and "@import" not in page
+    for tag, attributes in outline(page):
+        assert tag not in {"script", "link", "img", "iframe", "object"}
+        assert "src" not in attributes
+        assert attributes.get("href", "#").startswith("#")
+    assert all(url.startswith("#") for url in re.findall(r"url\(([^)]*)", page))
+
+
+def test_ids_are_unique_so_that_figures_can_share_the_page(page):
+    ids = [a["id"] for _, a in outline(page) if "id" in a]
+    # Matplotlib defines one marker several times inside a figure; the copies are equal.
+    ours = [i for i in ids if not re.search(r"-m[0-9a-f]{10}$", i)]
+    assert len(ours) == len(set(ours))
+
+
+def test_the_same_run_gives_the_same_bytes_again(page, tmp_path):
+    write_report(sample_report(), tmp_path / "new" / "report.html")
+    assert (tmp_path / "new" / "report.html").read_bytes() == page.encode()
+
+
+def test_markup_in_questions_answers_and_facts_is_text(page):
+    assert MARKUP not in page and "<script" not in page
+    assert page.count("&lt;script&gt;alert(&#34;x&#34;)&lt;/script&gt;") >= 2
+    assert "&lt;i&gt;Osk&lt;/i&gt;" in page
+
+
+def test_every_section_is_there_and_filled(page):
+    found = [a["id"] for tag, a in outline(page) if tag == "section"]
+    assert found == SECTIONS
+    assert 'class="empty"' not in page
+
+
+def test_headline_numbers_come_from_the_rows(page):
+    champion = next(
+        r
+        for r in sample_rows()
+        if (r.detector, r.setting, r.split) == ("champion", "with_context", "test")
+    )
+    value = f"{champion.value:.3f}".removeprefix("0")
+    assert f'<dd class="value">{value}</dd>' in page
+
+
+def test_undefined_values_are_shown_with_their_reason(page):
+    assert 'title="AUROC: one class only">n/a</span><sup>1</sup>' in page
+    assert "<li>one class only</li>" in page
+    assert "<li>3 examples left out: no label or no score</li>" in page
+
+
+def test_an_undefined_encoder_is_named_below_its_figure():
+    rows = []
+    for r in sample_rows():
+        if r.detector == "encoder:HP" and r.split == "validation":
+            changes = dict(value=None, ci_low=None, ci_high=None, reason="no seed ran")
+            r = type(r)(**(vars(r) | changes))
+        rows.append(r)
+    for picture in synergy_pictures(rows):
+        assert "HP is undefined: no seed ran." in picture.caption
+
+
+def test_tokens_carry_their_signals(page):
+    assert re.search(
+        r'class="token p\d" title="p 0\.\d{3}, surprisal \d\.\d\d nats, '
+        r'entropy \d\.\d\d nats, margin 0\.\d\d"',
+        page,
+    )
+
+
+def test_tints_follow_the_probability():
+    token = dict(text="x", span="answer", surprisal=1.0, entropy=1.0, margin=0.1)
+    case = dict(question="q", golds=["g"], action="a", verdict="v")
+    draft = dict(
+        setting="closed_book", answer="x", p_correct=0.5, correct=True, passages=[]
+    )
+    draft["tokens"] = [token | {"p": p} for p in (0.0, 0.05, 0.3, 0.79, 1.0)]
+    cases = [case | {"drafts": [draft]}]
+    page = render_report(sample_report(**EMPTY | {"cases": cases}))
+    strip = page[page.index('<span class="strip answer">') :]
+    assert re.findall(r'class="token p(\d)"', strip) == ["0", "1", "2", "3", "4"]
+
+
+def test_an_empty_run_still_makes_a_page_that_says_so():
+    page = render_report(sample_report(**EMPTY))
+    outline(page)
+    assert page.count('class="empty"') == 11
+    assert "Not in this run: BEATRICE" in page
+
+
+def test_what_was_not_run_is_named():
+    rows = [r for r in sample_rows() if r.detector not in ("perplexity", "no_rag")]
+    assert missing(sample_report(rows=rows)) == ["Answer perplexity", "Never retrieve"]
+    assert missing(sample_report()) == []
+
+
+def test_the_frontier_is_a_mean_over_the_same_datasets_at_every_budget():
+    curve, datasets = frontier_curve(list(frontier()))
+    assert [point["budget"] for point in curve] == [0, 1, 2, 3, 4]
+    assert datasets == ["microworld", "pursuits", "places", "rephrased"]
+    with pytest.raises(ValueError, match="budget 4 has 3 entries"):
+        frontier_curve(list(frontier())[:-1])

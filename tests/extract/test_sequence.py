@@ -1,0 +1,92 @@
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from extract.backbone import Backbone
+from extract.records import Answer
+from extract.signals import Sequence, SignalReader, sequence_of
+from tests.extract.tiny_models import tiny_model
+
+
+def make_answer(**changes):
+    answer = Answer(
+        example_id="q1",
+        setting="with_context",
+        variant="original",
+        text="",
+        prompt_ids=(1, 7, 9, 11, 13, 15, 17, 19),
+        token_ids=(21, 23, 25),
+        stop_id=2,
+        context_span=(1, 4),
+    )
+    return dataclasses.replace(answer, **changes)
+
+
+def test_an_answer_becomes_a_sequence_with_emitting_spans():
+    sequence = sequence_of(make_answer())
+    assert sequence.ids.tolist() == [1, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25]
+    assert sequence.targets.tolist() == [7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 2]
+    assert sequence.spans.tolist() == [[1, 4], [4, 7], [7, 11]]
+
+
+def test_the_literal_answer_span_holds_the_answer_tokens_alone():
+    sequence = sequence_of(make_answer(), answer_span="literal")
+    assert sequence.spans.tolist() == [[1, 4], [4, 7], [8, 11]]
+
+
+@pytest.mark.parametrize(
+    ("answer_span", "n_answer", "expected"),
+    [
+        ("emitting", 3, [7, 10]),
+        ("emitting", 0, [7, 7]),
+        ("literal", 3, [8, 10]),
+        ("literal", 0, [8, 8]),
+    ],
+)
+def test_a_cut_answer_leaves_out_the_position_whose_token_is_unknown(
+    answer_span, n_answer, expected
+):
+    answer = make_answer(token_ids=(21, 23, 25)[:n_answer], stop_id=None)
+    assert sequence_of(answer, answer_span=answer_span).spans[2].tolist() == expected
+
+
+def test_an_answer_of_nothing_but_the_stop_token_has_one_emitting_position():
+    sequence = sequence_of(make_answer(token_ids=()))
+    assert sequence.spans[2].tolist() == [7, 8]
+    assert sequence.targets[7] == 2
+
+
+def test_a_one_token_answer_has_its_own_probability_in_its_span():
+    reader = SignalReader(Backbone.from_model(tiny_model("llama")))
+    sequence = sequence_of(make_answer(token_ids=(21,)))
+    start, stop = sequence.spans[2]
+    found = reader.read([sequence])[0].prob[start:stop, 0]
+    with torch.no_grad():
+        ids = torch.from_numpy(sequence.ids)[None]
+        p = reader.backbone.model(input_ids=ids).logits[0].softmax(-1)
+    expected = [float(p[7, 21]), float(p[8, 2])]  # the token, then the stop token
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_a_closed_book_question_starts_where_the_empty_context_stands():
+    answer = make_answer(context_span=(1, 1))
+    assert sequence_of(answer).spans.tolist() == [[1, 1], [1, 7], [7, 11]]
+
+
+@pytest.mark.parametrize("context_span", [(-1, 2), (3, 2), (1, 8)])
+def test_a_context_outside_the_prompt_is_refused(context_span):
+    with pytest.raises(ValueError, match="expected a context span"):
+        sequence_of(make_answer(context_span=context_span))
+
+
+def test_overlapping_spans_are_refused():
+    ids, spans = np.arange(9), np.array([[1, 4], [3, 6], [6, 9]])
+    with pytest.raises(ValueError, match="ordered context, question, answer"):
+        Sequence(ids=ids, targets=ids, spans=spans)
+
+
+def test_an_unknown_answer_span_is_refused():
+    with pytest.raises(ValueError, match="emitting or literal"):
+        sequence_of(make_answer(), answer_span="whole")
