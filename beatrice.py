@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from pgir.scoring import Scorer
-
     from benchmarks.presets import RunConfig
     from extract.rundir import RunDir
+    from pgir.scoring import Scorer
 
 __all__ = ["load", "main"]
 
@@ -210,9 +209,8 @@ def _opened(run_dir: Path, config: "RunConfig") -> Iterator["RunDir"]:
 
 def _do(run_dir: Path, *names: str, config: "RunConfig | None" = None) -> None:
     """Do stages of a run, in order."""
-    from benchmarks.stages import STAGES
-
     from benchmarks.stage import run_stage
+    from benchmarks.stages import STAGES
 
     _quiet()
     config = _config_of(run_dir) if config is None else config
@@ -223,9 +221,13 @@ def _do(run_dir: Path, *names: str, config: "RunConfig | None" = None) -> None:
 
 
 def _make_config(preset: str, model: str, answer_span: str, seed: int) -> "RunConfig":
+    """Return a new run's configuration; a wrong model is found before it is made."""
     from benchmarks.presets import make_config
+    from extract.backbone import check_name
 
-    return make_config(preset, model=model, seed=seed, answer_span=answer_span)
+    config = make_config(preset, model=model, seed=seed, answer_span=answer_span)
+    check_name(config.model_path)
+    return config
 
 
 @main.command()

@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -117,17 +118,41 @@ def chosen_layer(run: RunDir) -> int:
     return int(json.loads(run.sweep.read_text())["layer"])
 
 
-def _tokens(
-    store: FeatureStore,
-    setting: Setting,
-    layer: int,
-    where: np.ndarray,
-    dims: FamilyDims,
-    standardizer: Standardizer,
-    widths: tuple[int, ...],
-) -> FamilyTokens:
-    features = read_features(store, setting, layer, where, widths)
-    return split_families(features, dims, standardizer)
+_split = jax.jit(split_families, static_argnames="dims")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Tokens:
+    """Reads standardised tokens of stored rows, in one padded width."""
+
+    store: FeatureStore
+    setting: Setting
+    layer: int
+    dims: FamilyDims
+    standardizer: Standardizer
+    widths: tuple[int, ...]
+
+    def __call__(self, where: np.ndarray) -> FamilyTokens:
+        features = read_features(
+            self.store, self.setting, self.layer, where, self.widths
+        )
+        return _split(features, dims=self.dims, standardizer=self.standardizer)
+
+
+def _tokens_of(run: RunDir, setting: Setting, store: FeatureStore, rows: Rows):
+    """Fit the standardisation on the training rows."""
+    layer = chosen_layer(run)
+    shapes = {name: family.shape for name, family in store.spec.families.items()}
+    widths = longest_spans(store.spec.spans, setting)
+    train = read_features(store, setting, layer, rows.where("train"), widths)
+    return _Tokens(
+        store=store,
+        setting=setting,
+        layer=layer,
+        dims=family_dims(shapes),
+        standardizer=fit_standardizer(train),
+        widths=widths,
+    )
 
 
 def _restored(path: Path, block: Block, key: str) -> Trained | None:
@@ -173,47 +198,55 @@ def _train_blocks(
 
 def _encode_all(
     trained: Trained,
-    store: FeatureStore,
-    setting: Setting,
-    layer: int,
-    dims: FamilyDims,
-    standardizer: Standardizer,
+    read: Callable[[np.ndarray], FamilyTokens],
+    n_rows: int,
     encoder: Encoder,
-    widths: tuple[int, ...],
 ) -> Codes:
-    """Return every member's codes on every stored row, a few rows at a time."""
+    """Return every member's codes on every stored row, a few rows at a time.
+
+    All parts have one shape, so that one executable serves them; the last one repeats
+    its last row, which is cut off again.
+    """
+    size = -(-n_rows // -(-n_rows // ROWS_AT_ONCE))
     parts = []
-    n_rows = len(store.spec.keys)
-    for start in range(0, n_rows, ROWS_AT_ONCE):
-        where = np.arange(start, min(start + ROWS_AT_ONCE, n_rows))
-        tokens = _tokens(store, setting, layer, where, dims, standardizer, widths)
-        parts.append(jax.device_get(encode(trained, tokens, encoder=encoder)))
+    for start in range(0, n_rows, size):
+        where = np.minimum(np.arange(start, start + size), n_rows - 1)
+        parts.append(jax.device_get(encode(trained, read(where), encoder=encoder)))
     return Codes(
-        np.concatenate([part.logits for part in parts], axis=1),
-        np.concatenate([part.pooled for part in parts], axis=1),
+        np.concatenate([part.logits for part in parts], axis=1)[:, :n_rows],
+        np.concatenate([part.pooled for part in parts], axis=1)[:, :n_rows],
     )
+
+
+def _is_trained(path: Path, key: str) -> bool:
+    """Tell whether an earlier, killed run has finished a setting with this data."""
+    if not path.exists():
+        return False
+    try:
+        return checkpoint.restore(path)[1]["key"] == key
+    except ValueError:
+        return False  # damaged: trained again and replaced
 
 
 def _train_setting(
     run: RunDir, config: RunConfig, setting: Setting, update: Update
 ) -> None:
     store, rows = load_rows(run, setting)
-    layer = chosen_layer(run)
-    shapes = {name: family.shape for name, family in store.spec.families.items()}
-    dims = family_dims(shapes)
-    spans = store.spec.spans
-    widths = longest_spans(spans, setting)
-    train_rows, valid_rows = rows.where("train"), rows.where("validation")
-    features = read_features(store, setting, layer, train_rows, widths)
-    standardizer = fit_standardizer(features)
-    train = split_families(features, dims, standardizer)
-    del features
-    valid = _tokens(store, setting, layer, valid_rows, dims, standardizer, widths)
-    encoder = Encoder(config.encoder, dims)
     key = f"{sha256_file(run.sweep)} {sha256_file(run.labels)} {store.id}"
+    if _is_trained(run.encoders(setting), key):
+        return
+    read = _tokens_of(run, setting, store, rows)
+    train_rows, valid_rows = rows.where("train"), rows.where("validation")
+    train, valid = read(train_rows), read(valid_rows)
+    encoder = Encoder(config.encoder, read.dims)
     folder = run.encoders(setting).with_name(f"{setting}.members")
+    n_seeds = config.train.n_seeds
+    grid = default_blocks(n_seeds)
+    control = tuple(Block((EVERY_FAMILY,), (seed,)) for seed in range(n_seeds))
+    n_before = SETTINGS.index(setting) * (len(grid) + len(control))
+    n_total = len(SETTINGS) * (len(grid) + len(control))
 
-    def fit(labels: np.ndarray, blocks: tuple[Block, ...], name: str, done: int):
+    def fit(labels: np.ndarray, blocks: tuple[Block, ...], name: str, n_done: int):
         data = (
             labelled(train, labels[train_rows]),
             labelled(valid, labels[valid_rows]),
@@ -223,33 +256,30 @@ def _train_setting(
             folder / name, key, encoder, config.train, data, blocks
         ):
             parts.append(part)
-            update(done + len(parts), n_total)
+            update(n_before + n_done + len(parts), n_total)
         return parts
 
-    n_seeds = config.train.n_seeds
-    blocks = default_blocks(n_seeds)
-    control = tuple(Block((EVERY_FAMILY,), (seed,)) for seed in range(n_seeds))
-    offset = 0 if setting == SETTINGS[0] else len(blocks) + n_seeds
-    n_total = 2 * (len(blocks) + n_seeds)
-    parts = fit(rows.labels, blocks, "grid", offset)
     permuted = permute_by_question(rows, config.seed)
-    parts_permuted = fit(permuted, control, "permuted", offset + len(blocks))
-    trained = join(parts, grid_members(n_seeds))
-    chance = join(parts_permuted, [Member(EVERY_FAMILY, s) for s in range(n_seeds)])
-    arguments = (store, setting, layer, dims, standardizer, encoder, widths)
-    codes = _encode_all(trained, *arguments)
-    control_codes = _encode_all(chance, *arguments)
+    trained = join(fit(rows.labels, grid, "grid", 0), grid_members(n_seeds))
+    chance = join(
+        fit(permuted, control, "permuted", len(grid)),
+        [Member(EVERY_FAMILY, seed) for seed in range(n_seeds)],
+    )
+    n_rows = len(rows.ids)
+    codes = _encode_all(trained, read, n_rows, encoder)
+    control_codes = _encode_all(chance, read, n_rows, encoder)
     checkpoint.save(
         run.encoders(setting),
         {
             "params": trained.params,
             "info": trained.info._asdict(),
-            "standardizer": standardizer._asdict(),
+            "standardizer": read.standardizer._asdict(),
             "codes": codes._asdict(),
             "control": {"logits": control_codes.logits, "labels": permuted},
         },
-        {"layer": layer, "dims": dataclasses.asdict(dims)},
+        {"key": key, "layer": read.layer, "dims": dataclasses.asdict(read.dims)},
     )
+    shutil.rmtree(folder, ignore_errors=True)  # the checkpoint holds all of it now
 
 
 def _train(run: RunDir, config: RunConfig, update: Update, progress: Progress) -> None:

@@ -50,7 +50,7 @@ class RunConfig:
     fusion: FusionConfig
     fusion_train: TrainConfig
     margin: float = 5e-4  # delta of algorithm 1
-    n_threads: int = 2
+    n_threads: int = 1
     max_new_tokens: int = 10
     tokens_per_batch: int = 8192
     n_sweep: int = 1200
@@ -90,7 +90,9 @@ def make_config(
         "seed": seed,
         "template": "short",
         "world": WorldConfig(),
-        "extract": ExtractConfig(tokens_per_batch=8192, answer_span=answer_span),
+        "extract": ExtractConfig(
+            tokens_per_batch=4096, rows_per_shard=4096, answer_span=answer_span
+        ),
     }
     return RunConfig(**shared, **(_smoke(seed) if preset == "smoke" else _demo(seed)))
 

@@ -1,5 +1,6 @@
 """The stages that need the backbone: world, answer, label, extract."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,10 +11,13 @@ from benchmarks.stage import Progress, Stage, Update
 from extract import pipeline
 from extract.backbone import Backbone, load_backbone
 from extract.generation import GenerationConfig
+from extract.microworld import make_world
 from extract.prompts import TEMPLATES
+from extract.provenance import package_versions
 from extract.records import SETTINGS, Setting
 from extract.rundir import RunDir
 from extract.signals import SignalReader
+from extract.worldmodel import WorldModelConfig, save, train
 
 
 def open_backbone(config: RunConfig) -> Backbone:
@@ -64,6 +68,39 @@ def extract_worker(
 
 def _extract(run: RunDir, config: RunConfig, update: Update, progress: Progress):
     extract_worker(run, config, update, (0, 1))
+
+
+def train_world_model(
+    run: RunDir, config: RunConfig, update: Update, progress: Progress
+) -> Path:
+    """Train the microworld's model from nothing, into the run directory.
+
+    Returns:
+      The directory it was saved in, for `--model`.
+    """
+    recipe = WorldModelConfig()
+    path = run.path / "model"
+
+    def on_step(step: int, losses: list[float], _: object) -> None:
+        update(step + 1, recipe.n_steps)
+        if (step + 1) % 100 == 0:
+            shown = ", ".join(f"{loss:.3f}" for loss in losses)
+            progress.note(f"model: step {step + 1}, losses {shown} nats")
+
+    world = make_world(config.world)
+    model, tokenizer = train(world, recipe, on_step)
+    save(
+        model,
+        tokenizer,
+        path,
+        {
+            "command": "beatrice world RUN_DIR --train",
+            "world": dataclasses.asdict(config.world),
+            "model": dataclasses.asdict(recipe),
+            "versions": package_versions(),
+        },
+    )
+    return path
 
 
 def store_files(run: RunDir, setting: Setting) -> list[Path]:

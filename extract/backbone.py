@@ -141,7 +141,7 @@ def _check_directory(directory: Path) -> None:
         )
 
 
-def _check_name(name: str) -> None:
+def check_name(name: str) -> None:
     """Check that a name is a checkpoint directory or could be a Hub id."""
     path = Path(name).expanduser()
     if path.exists():
@@ -214,7 +214,7 @@ def load_backbone(
             f"dtype: expected one of {', '.join(get_args(Dtype))}, found {dtype!r}"
         )
     name = str(path)
-    _check_name(name)
+    check_name(name)
     directory = Path(name).expanduser()
     source = str(directory) if directory.exists() else name
     model, tokenizer = _load(source, getattr(torch, dtype))

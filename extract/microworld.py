@@ -43,8 +43,8 @@ class WorldConfig:
     max_exposures: float = 60.0
     zipf_exponent: float = 0.9
     fact_noise: float = 1.4
-    pursuits_factor: float = 2.2  # told more often than in-domain facts
-    places_factor: float = 0.45  # told less often
+    pursuits_factor: float = 5.0  # told more often than in-domain facts
+    places_factor: float = 0.2  # told less often
     p_misbelief: float = 0.05  # facts mostly told wrongly
     p_no_passage: float = 0.05
     p_wrong_passage: float = 0.05

@@ -38,10 +38,10 @@ class WorldModelConfig:
     n_heads: int = 5
     d_mlp: int = 480
     max_length: int = 512
-    n_steps: int = 3000
+    n_steps: int = 2400
     n_reading_steps: int = 400  # reading only, with a growing context
-    n_fact_rows: int = 72
-    n_reading_rows: int = 14
+    n_fact_rows: int = 64
+    n_reading_rows: int = 10
     reading_weight: float = 0.5
     learning_rate: float = 2e-3
     weight_decay: float = 0.02

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.flatten_util import ravel_pytree
 
 Params = Any
 Loss = Callable[[Params, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -43,6 +44,22 @@ class TrainConfig:
                 raise ValueError(
                     f"{name} must be at least 1, got {getattr(self, name)}"
                 )
+        if self.n_pieces is not None and self.batch_size % self.n_pieces:
+            raise ValueError(
+                f"batch_size {self.batch_size} does not part into {self.n_pieces} pieces"
+            )
+
+    def pieces(self) -> int:
+        """Into how many pieces of equal size a batch's gradient is parted.
+
+        Activations of about 128 rows stay in a core's cache: at 512 a step took twice
+        the time per token.
+        """
+        if self.n_pieces is not None:
+            return self.n_pieces
+        if jax.default_backend() != "cpu" or self.batch_size % 128:
+            return 1
+        return self.batch_size // 128
 
 
 class FitInfo(NamedTuple):
@@ -66,45 +83,45 @@ class FitInfo(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """State of AdamW: first and second moments, and the number of steps taken."""
+    """State of AdamW: moments `[n_params]`, and the number of steps taken."""
 
-    first: Params
-    second: Params
+    first: jax.Array
+    second: jax.Array
     count: jax.Array
 
 
 class FitState(NamedTuple):
     """What the next epoch needs."""
 
-    params: Params
+    params: jax.Array  # all weights as one vector, [n_params]
     moments: Moments
-    best_params: Params
+    best_params: jax.Array
     stale: jax.Array  # epochs since the last validation gain
     epoch: jax.Array
     info: FitInfo
 
 
 def adamw_step(
-    params: Params, grads: Params, moments: Moments, rate: jax.Array, decay: float
-) -> tuple[Params, Moments]:
+    params: jax.Array,
+    grads: jax.Array,
+    moments: Moments,
+    rate: jax.Array,
+    decay: float,
+) -> tuple[jax.Array, Moments]:
     """One AdamW step (betas 0.9 and 0.999, eps 1e-8, decay decoupled).
 
+    On all weights as one vector, `[n_params]`: leaf by leaf it is sixty small loops.
     Written out because optax 0.2 raises an integer count to a power, which JAX's strict
     dtype promotion refuses.
     """
     b1, b2 = 0.9, 0.999
     count = moments.count + 1
     steps = count.astype(jnp.float32)
-    first = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, moments.first, grads)
-    second = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, moments.second, grads)
-    scale = rate / (1 - b1**steps)
-    correction = 1 / (1 - b2**steps)
-
-    def update(p, m, v):
-        return p - scale * m / (jnp.sqrt(v * correction) + 1e-8) - rate * decay * p
-
-    params = jax.tree.map(update, params, first, second)
-    return params, Moments(first, second, count)
+    first = b1 * moments.first + (1 - b1) * grads
+    second = b2 * moments.second + (1 - b2) * grads * grads
+    spread = jnp.sqrt(second / (1 - b2**steps)) + 1e-8
+    step = first / (1 - b1**steps) / spread + decay * params
+    return params - rate * step, Moments(first, second, count)
 
 
 def _epoch_batches(key: jax.Array, weights: jax.Array, batch_size: int):
@@ -129,7 +146,7 @@ def _epoch_batches(key: jax.Array, weights: jax.Array, batch_size: int):
     return rows, shares / jnp.maximum(shares.sum(axis=1, keepdims=True), 1e-6)
 
 
-def _piecewise(loss: Loss, params: Params, rows, shares, keys, n_pieces: int):
+def _piecewise(loss, params: jax.Array, rows, shares, keys, n_pieces: int):
     """Loss and gradient of a batch as the sum over its pieces."""
     gradient = jax.value_and_grad(loss)
     if n_pieces == 1:
@@ -141,14 +158,14 @@ def _piecewise(loss: Loss, params: Params, rows, shares, keys, n_pieces: int):
         new = gradient(params, rows, shares, *piece_keys)
         return jax.tree.map(jnp.add, total, new), None
 
-    zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+    zero = (jnp.zeros(()), jnp.zeros_like(params))
     rows, shares = (x.reshape(n_pieces, -1) for x in (rows, shares))
     return jax.lax.scan(add, zero, (jnp.arange(n_pieces), rows, shares))[0]
 
 
-def _start(params: Params, config: TrainConfig) -> FitState:
+def _start(params: jax.Array, config: TrainConfig) -> FitState:
     """State before the first epoch."""
-    zeros = jax.tree.map(jnp.zeros_like, params)
+    zeros = jnp.zeros_like(params)
     empty = jnp.full((config.max_epochs,), jnp.nan, jnp.float32)
     info = FitInfo(
         valid_auroc=empty,
@@ -170,9 +187,7 @@ def _end_epoch(
     better = auroc > info.best_auroc  # False for NaN: the first weights are kept then
     stale = jnp.where(better, 0, state.stale + 1)
     halve = (stale > 0) & (stale % config.halve_after == 0)
-    best_params = jax.tree.map(
-        lambda new, old: jnp.where(better, new, old), state.params, state.best_params
-    )
+    best_params = jnp.where(better, state.params, state.best_params)
     info = FitInfo(
         valid_auroc=info.valid_auroc.at[state.epoch].set(auroc),
         train_loss=info.train_loss.at[state.epoch].set(loss),
@@ -216,6 +231,11 @@ def fit(
       best weights, and info.
     """
 
+    flat, unravel = ravel_pytree(params)
+
+    def flat_loss(flat, *batch):
+        return loss(unravel(flat), *batch)
+
     def step(carry, batch):
         params, moments, rate = carry
         index, rows, shares = batch
@@ -223,7 +243,9 @@ def fit(
             jax.random.fold_in(batch_key, index),
             jax.random.fold_in(member_key, index),
         )
-        value, grads = _piecewise(loss, params, rows, shares, keys, config.pieces())
+        value, grads = _piecewise(
+            flat_loss, params, rows, shares, keys, config.pieces()
+        )
         params, moments = adamw_step(params, grads, moments, rate, config.weight_decay)
         return (params, moments, rate), value
 
@@ -238,7 +260,7 @@ def fit(
         carry = (state.params, state.moments, state.info.learning_rate)
         (params, moments, _), losses = jax.lax.scan(step, carry, (index, rows, shares))
         new = state._replace(params=params, moments=moments)
-        new = _end_epoch(new, losses.mean(), validate(params), config)
+        new = _end_epoch(new, losses.mean(), validate(unravel(params)), config)
         return new
 
     def body(state):
@@ -254,5 +276,5 @@ def fit(
             running = jax.lax.pmax(running.astype(jnp.int32), axes) > 0
         return running & (state.epoch < config.max_epochs)
 
-    state = jax.lax.while_loop(condition, body, _start(params, config))
-    return state.best_params, state.info
+    state = jax.lax.while_loop(condition, body, _start(flat, config))
+    return unravel(state.best_params), state.info

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxprobe.encoder import gated_matmul
+from jaxprobe.encoder import hashed_bits, random_words
 from jaxprobe.fit import FitInfo, Params, TrainConfig, fit
 from jaxprobe.grid import Codes
 from jaxprobe.metrics import masked_auroc
@@ -96,9 +96,9 @@ def keep_encoders(
     Returns:
       `[n_examples, n_slots]` bool, False on empty slots.
     """
-    keys = (jax.random.fold_in(key, slot) for slot in range(slot_mask.shape[0]))
-    # One draw per slot and key, so that empty slots change nothing for the filled ones.
-    draws = jnp.stack([jax.random.uniform(k, (n_examples,)) for k in keys], axis=1)
+    # Counted slot by slot, so that empty slots change nothing for the filled ones.
+    bits = hashed_bits(random_words(key), 0, (slot_mask.shape[0], n_examples))
+    draws = (bits >> 8).T.astype(jnp.float32) * np.float32(2.0**-24)
     filled = slot_mask[None, :]
     keep = (draws >= rate) & filled
     # Given that all draws are below the rate, the largest is equally likely anywhere.
@@ -149,9 +149,8 @@ class FusionHead(nn.Module):
         difference = jnp.abs(scores[:, first] - scores[:, second]) * both
         x = (scores * keep) @ kernels["score"] + bias[None]
         x = x + difference @ kernels["difference"]
-        for s in range(n_slots):
-            seen = pooled[s] * keep[:, s, None]
-            x = x + gated_matmul(seen, kernels["pooled"][s], slot_mask[s])
+        seen = jnp.moveaxis(pooled, 0, 1) * keep[:, :, None]
+        x = x + seen.reshape(n_examples, -1) @ kernels["pooled"].reshape(-1, cfg.hidden)
         x = nn.gelu(nn.LayerNorm(name="norm")(x))
         return nn.Dense(1, name="out")(x)[:, 0]
 
@@ -159,38 +158,36 @@ class FusionHead(nn.Module):
 def _fusion_kernels(
     key: jax.Array, n_slots: int, d_pooled: int, hidden: int, slot_mask: jax.Array
 ) -> dict[str, jax.Array]:
-    """First-layer kernels; fan-in counts filled slots, every slot has its own key."""
-    filled = slot_mask.astype(jnp.float32)
+    """First-layer kernels; fan-in counts filled slots.
+
+    A slot's rows do not depend on the number of slots. Disagreements start without a
+    say, so that the head begins as one over the encoders alone.
+    """
+    filled = slot_mask.astype(jnp.float32)[:, None, None]
     n = filled.sum()
     scale = jax.lax.rsqrt(jnp.maximum(n * (d_pooled + 1) + n * (n - 1) / 2, 1.0))
-    first, second = np.triu_indices(n_slots, 1)
-
-    def draw(kind, numbers, shape):
-        root = jax.random.fold_in(key, kind)
-        keys = jax.vmap(partial(jax.random.fold_in, root))(jnp.asarray(numbers))
-        return jax.vmap(lambda k: jax.random.normal(k, shape) * scale)(keys)
-
-    slots = np.arange(n_slots, dtype=np.int32)
-    pairs = (first * 1024 + second).astype(np.int32)
+    draws = jax.random.normal(key, (n_slots * (d_pooled + 1) * hidden,)) * scale
+    rows = draws.reshape(n_slots, d_pooled + 1, hidden) * filled
     return {
-        "pooled": draw(0, slots, (d_pooled, hidden)) * filled[:, None, None],
-        "score": draw(1, slots, (hidden,)) * filled[:, None],
-        "difference": draw(2, pairs, (hidden,))
-        * (filled[first] * filled[second])[:, None],
+        "pooled": rows[:, :-1],
+        "score": rows[:, -1],
+        "difference": jnp.zeros((n_slots * (n_slots - 1) // 2, hidden)),
     }
 
 
 def head_key(
     config: TrainConfig, members: jax.Array, slot_mask: jax.Array, seed: jax.Array
 ) -> jax.Array:
-    """Key of a head, from its set and its seed; empty slots do not enter."""
+    """Key of a head, from its set and its seed; empty slots do not enter.
+
+    The set enters as a sum of hashes, which no order and no number of slots changes.
+    """
+    bits = (members.astype(jnp.uint32) + 1) * jnp.uint32(0x9E3779B1)
+    bits = (bits ^ (bits >> 15)) * jnp.uint32(0x85EBCA6B)
+    bits = (bits ^ (bits >> 13))
+    of_set = jnp.where(slot_mask, bits, jnp.uint32(0)).sum(dtype=jnp.uint32)
     key = jax.random.fold_in(jax.random.key(config.root_seed), 2)
-    key = jax.random.fold_in(key, seed)
-    for slot in range(members.shape[0]):
-        data = jax.random.key_data(key)
-        next_data = jax.random.key_data(jax.random.fold_in(key, members[slot]))
-        key = jax.random.wrap_key_data(jnp.where(slot_mask[slot], next_data, data))
-    return key
+    return jax.random.fold_in(jax.random.fold_in(key, seed), of_set)
 
 
 def fit_head(

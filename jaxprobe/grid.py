@@ -9,8 +9,8 @@ Batches and input noise depend on the seed alone, so the members of a seed share
 initial weights and dropout depend on (subset, seed), never on the block.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,8 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxprobe.encoder import Encoder, EncoderConfig, hashed_normal
-from jaxprobe.features import FamilyDims, FamilyTokens
+from jaxprobe.encoder import (
+    Encoder,
+    EncoderConfig,
+    hashed_normal,
+    init_encoder,
+    random_words,
+)
+from jaxprobe.features import N_FAMILIES, FamilyDims, FamilyTokens
 from jaxprobe.fit import FitInfo, Params, TrainConfig, fit
 from jaxprobe.metrics import masked_auroc
 from jaxprobe.subsets import N_SUBSETS, SUBSETS
@@ -135,10 +141,14 @@ def gather(
         zero; None gathers all.
     """
 
-    def one(tokens, f, array_key):
+    words = random_words(key)
+
+    def one(tokens, mask, span, f):
         def read():
             batch = jnp.take(tokens, rows, axis=0)
-            return batch + noise * hashed_normal(array_key, batch.shape)
+            site = span * N_FAMILIES + f
+            noisy = batch + noise * hashed_normal(words, site, batch.shape)
+            return jnp.where(mask[..., None], noisy, 0.0)
 
         if family_mask is None:
             return read()
@@ -148,11 +158,10 @@ def gather(
         )
 
     masks = tuple(jnp.take(mask, rows, axis=0) for mask in features.masks)
-    tokens = []
-    for s, span in enumerate(features.tokens):
-        span_key = jax.random.fold_in(key, s)
-        noisy = [one(x, f, jax.random.fold_in(span_key, f)) for f, x in enumerate(span)]
-        tokens.append(tuple(jnp.where(masks[s][..., None], x, 0.0) for x in noisy))
+    tokens = [
+        tuple(one(tokens, masks[span], span, f) for f, tokens in enumerate(families))
+        for span, families in enumerate(features.tokens)
+    ]
     return FamilyTokens(tuple(tokens), masks)
 
 
@@ -184,8 +193,7 @@ def fit_member(
 ) -> tuple[Params, FitInfo]:
     """Train one encoder; `axes` names the `vmap` axes around it (see `fit`)."""
     batch_key, member_key = member_keys(config, subset, seed)
-    few = jax.tree.map(lambda x: x[:1], train.features)
-    params = encoder.init(member_key, few, family_mask)
+    params = init_encoder(encoder, member_key, train.features, family_mask)
     noise = encoder.config.input_noise
 
     def loss(params, rows, shares, noise_key, dropout_key):
@@ -259,30 +267,30 @@ def fit_blocks(
     *,
     encoder: Encoder,
     config: TrainConfig,
-    n_in_flight: int = 2,
+    n_workers: int = 2,
 ) -> Iterator[Trained]:
     """Train blocks and yield each as it is done, in order.
 
-    `n_in_flight` blocks run at once: one member's small operations do not fill two
-    cores. To continue an interrupted run, pass the blocks that are still missing.
+    `n_workers` blocks run at once, each from its own thread: one member's small
+    operations fill one core. To continue an interrupted run, pass the blocks that are
+    still missing.
     """
-    waiting: deque[tuple[Block, Any]] = deque()
-    for block in blocks:
-        if len(waiting) >= n_in_flight:
-            yield _finish(*waiting.popleft())
+
+    def run(block):
         subsets, seeds = (jnp.asarray(x, jnp.int32) for x in block)
         masks = jnp.asarray(SUBSETS[list(block.subsets)])
         trained = fit_block(
             masks, subsets, seeds, train, valid, encoder=encoder, config=config
         )
-        waiting.append((block, trained))
-    while waiting:
-        yield _finish(*waiting.popleft())
+        host = jax.tree.map(np.asarray, jax.device_get(trained))
+        return Trained(block.members, *host)
 
-
-def _finish(block: Block, trained: tuple[Params, FitInfo]) -> Trained:
-    """Wait for a block and bring it to the host."""
-    return Trained(block.members, *jax.tree.map(np.asarray, jax.device_get(trained)))
+    blocks = list(blocks)
+    if not blocks:
+        return
+    yield run(blocks[0])  # alone: it compiles for the others
+    with ThreadPoolExecutor(n_workers) as pool:
+        yield from pool.map(run, blocks[1:])
 
 
 def join(parts: Sequence[Trained], order: Sequence[Member]) -> Trained:

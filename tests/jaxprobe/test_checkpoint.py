@@ -1,0 +1,51 @@
+import numpy as np
+import pytest
+
+from jaxprobe import checkpoint
+
+TREE = {"a": {"b": np.arange(600.0, dtype=np.float32)}, "c": np.ones((2, 3), np.int32)}
+
+
+def test_a_checkpoint_comes_back_as_it_was_and_leaves_nothing_beside_it(tmp_path):
+    checkpoint.save(tmp_path / "x", {"old": np.zeros(2)}, {"version": 0})
+    checkpoint.save(tmp_path / "x", TREE, {"version": 1})
+    tree, config = checkpoint.restore(tmp_path / "x")
+    np.testing.assert_array_equal(tree["a"]["b"], TREE["a"]["b"])
+    assert tree["c"].dtype == np.int32 and config == {"version": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def test_a_flipped_bit_in_any_file_is_refused(tmp_path):
+    checkpoint.save(tmp_path / "x", TREE, {"version": 1})
+    files = [p for p in (tmp_path / "x").rglob("*") if p.is_file() and p.stat().st_size]
+    assert len(files) > 3
+    for path in files:
+        whole = path.read_bytes()
+        broken = bytearray(whole)
+        broken[len(broken) // 2] ^= 1
+        path.write_bytes(broken)
+        with pytest.raises(ValueError, match="checkpoint"):
+            checkpoint.restore(tmp_path / "x")
+        path.write_bytes(whole)
+    checkpoint.restore(tmp_path / "x")
+
+
+def test_missing_and_added_files_are_refused(tmp_path):
+    checkpoint.save(tmp_path / "x", TREE, {})
+    (tmp_path / "x" / "extra").write_text("")
+    with pytest.raises(ValueError, match="extra is not in the manifest"):
+        checkpoint.restore(tmp_path / "x")
+    (tmp_path / "x" / "extra").unlink()
+    (tmp_path / "x" / checkpoint.CONFIG).unlink()
+    with pytest.raises(ValueError, match="config.json is missing"):
+        checkpoint.restore(tmp_path / "x")
+    with pytest.raises(ValueError, match="no readable checkpoint"):
+        checkpoint.restore(tmp_path / "nowhere")
+
+
+def test_a_save_that_fails_leaves_the_old_checkpoint(tmp_path):
+    checkpoint.save(tmp_path / "x", TREE, {"version": 1})
+    with pytest.raises(TypeError):
+        checkpoint.save(tmp_path / "x", TREE, {"version": object()})
+    assert checkpoint.restore(tmp_path / "x")[1] == {"version": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["x"]

@@ -1,0 +1,135 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxprobe.calibration import Calibrator
+from jaxprobe.detector import Detector, EncoderBank, SettingHead
+from jaxprobe.encoder import Encoder, EncoderConfig, init_encoder
+from jaxprobe.features import FamilyDims, Features, fit_standardizer, split_families
+from jaxprobe.fusion import FusionConfig, FusionHead, PoolCodes, apply_head, slots_of
+from jaxprobe.grid import Codes, Member, Trained, encode
+from jaxprobe.subsets import SUBSETS, subset_index
+
+CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
+FUSION = FusionConfig(hidden=8, n_slots=4)
+DIMS = {
+    "closed_book": FamilyDims(hidden=6, prob=5, resid=4, attn=2),
+    "with_context": FamilyDims(hidden=6, prob=5, resid=4, attn=3),
+}
+NAMES = ("HP", "A")
+
+
+def random_features(setting, n_examples=7):
+    rng = np.random.default_rng(0)
+    tokens, masks = [], []
+    for length in (6, 4, 3)[-3 if setting == "with_context" else -2 :]:
+        shape = (n_examples, length, DIMS[setting].total)
+        tokens.append(rng.standard_normal(shape).astype(np.float32) * 2 + 1)
+        real = rng.integers(0, length + 1, n_examples)
+        masks.append(np.arange(length)[None] < real[:, None])
+    return Features(tuple(tokens), tuple(masks))
+
+
+def random_grid(setting):
+    """Two subsets x two seeds, untrained: scoring does not care."""
+    features = random_features(setting)
+    standardizer = fit_standardizer(features)
+    families = split_families(features, DIMS[setting], standardizer)
+    encoder = Encoder(CONFIG, DIMS[setting])
+    members = tuple(Member(subset_index(n), s) for s in (0, 1) for n in NAMES)
+    params = [
+        init_encoder(
+            encoder, jax.random.key(i), families, jnp.asarray(SUBSETS[m.subset])
+        )
+        for i, m in enumerate(members)
+    ]
+    stacked = jax.tree.map(lambda *x: np.stack(x), *params)
+    trained = Trained(members, stacked, None)
+    return trained, standardizer, encode(trained, families, encoder=encoder)
+
+
+@pytest.fixture(scope="module")
+def made():
+    grids = {setting: random_grid(setting) for setting in DIMS}
+    banks = {
+        setting: EncoderBank.keep(
+            trained, NAMES, dims=DIMS[setting], config=CONFIG, standardizer=standardizer
+        )
+        for setting, (trained, standardizer, _) in grids.items()
+    }
+    head, mask = FusionHead(FUSION), jnp.asarray(slots_of((0, 1), 4)[1])
+    params = [
+        head.init(jax.random.key(s), jnp.zeros((4, 1, 16)), jnp.zeros((4, 1)), mask)
+        for s in (0, 1)
+    ]
+    stacked = jax.tree.map(lambda *x: np.stack(x), *params)
+    calibrator = Calibrator(np.array([0.0, 1.0]), np.array([0.1, 0.7]))
+    reads = {
+        "closed_book": (("closed_book", "HP"), ("closed_book", "A")),
+        "with_context": (("with_context", "A"), ("closed_book", "HP")),
+    }
+    heads = {
+        s: SettingHead(
+            reads=reads[s], config=FUSION, params=stacked, calibrator=calibrator
+        )
+        for s in reads
+    }
+    return Detector(banks=banks, heads=heads), grids
+
+
+def test_detector_scores_as_grid_and_head_do(made):
+    detector, grids = made
+    scores = detector.score_closed_book(random_features("closed_book"))
+    codes: Codes = grids["closed_book"][2]
+    shaped = PoolCodes(
+        codes.logits.reshape(2, 2, -1), codes.pooled.reshape(2, 2, 7, -1), None, None
+    )
+    slots, mask = slots_of((0, 1), 4)
+    head = detector.heads["closed_book"]
+    p = [
+        jax.nn.sigmoid(
+            apply_head(
+                jax.tree.map(lambda x, s=s: x[s], head.params),
+                slots,
+                mask,
+                shaped,
+                np.int32(s),
+                head=FusionHead(FUSION),
+            )
+        )
+        for s in (0, 1)
+    ]
+    np.testing.assert_allclose(scores.raw, np.mean(p, axis=0), atol=1e-5)
+    np.testing.assert_allclose(scores.p_correct, 0.1 + 0.6 * scores.raw, atol=1e-9)
+    own = np.asarray(jax.nn.sigmoid(shaped.logits)).mean(axis=0).T
+    np.testing.assert_allclose(scores.encoders, own, atol=1e-5)
+    assert scores.encoder_names == ("closed_book/HP", "closed_book/A")
+
+
+def test_detector_comes_back_from_disk_and_scores_the_same(made, tmp_path):
+    detector, _ = made
+    features = random_features("with_context"), random_features("closed_book")
+    detector.save(tmp_path / "detector")
+    before = detector.score_with_context(*features)
+    after = Detector.load(tmp_path / "detector").score_with_context(*features)
+    np.testing.assert_array_equal(before.p_correct, after.p_correct)
+    assert after.encoder_names == ("with_context/A", "closed_book/HP")
+
+
+def test_detector_says_what_is_missing(made):
+    detector, _ = made
+    with_context = random_features("with_context")
+    with pytest.raises(ValueError, match="closed_book pass"):
+        detector.score_with_context(with_context, None)
+    with pytest.raises(ValueError, match="spans"):
+        detector.score_closed_book(
+            Features((np.zeros((1, 2, 17)),) * 3, (np.ones((1, 2), bool),) * 3)
+        )
+    with pytest.raises(ValueError, match="not trained for with_context"):
+        alone = Detector(
+            banks=detector.banks, heads={"closed_book": detector.heads["closed_book"]}
+        )
+        alone.score_with_context(with_context, None)
+    with pytest.raises(ValueError, match="does not hold"):
+        Detector(banks={}, heads=detector.heads)

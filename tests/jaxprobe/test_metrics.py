@@ -1,0 +1,109 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sklearn.metrics import average_precision_score, roc_auc_score
+
+from jaxprobe.calibration import brier, ece, fit_calibrator, reliability
+from jaxprobe.metrics import (
+    BootstrapConfig,
+    auprc,
+    auroc,
+    batched_auroc,
+    bootstrap_interval,
+    cluster_weights,
+    masked_auroc,
+    weighted_auprc,
+    weighted_auroc,
+)
+
+
+def tied_scores(n=200, seed=0):
+    rng = np.random.default_rng(seed)
+    labels = rng.random(n) < 0.3
+    return np.round(rng.standard_normal(n) + labels, 1).astype(np.float32), labels
+
+
+def test_auroc_gives_ties_half_credit():
+    assert float(batched_auroc(jnp.zeros((1, 4)), jnp.array([0, 1, 0, 1]))[0]) == 0.5
+    scores, labels = tied_scores()
+    got = batched_auroc(jnp.stack([scores, -scores]), jnp.asarray(labels))
+    expected = roc_auc_score(labels, scores)
+    np.testing.assert_allclose(got, [expected, 1 - expected], atol=1e-6)
+
+
+def test_masked_auroc_equals_sklearn_with_sample_weights():
+    scores, labels = tied_scores()
+    weights = np.random.default_rng(1).integers(0, 4, 200).astype(np.float32)
+    got = jax.jit(masked_auroc)(scores, labels.astype(np.float32), weights)
+    expected = roc_auc_score(labels, scores, sample_weight=weights)
+    assert float(got) == pytest.approx(expected, abs=1e-6)
+
+
+def test_one_class_is_undefined_and_says_so():
+    assert np.isnan(masked_auroc(jnp.arange(3.0), jnp.ones(3), jnp.ones(3)))
+    for metric in (auroc, auprc):
+        value, reason = metric(np.arange(3.0), np.ones(3, bool))
+        assert np.isnan(value) and "one class" in reason
+    value, _, _, reason = bootstrap_interval(
+        "auroc", np.arange(3.0), np.zeros(3, bool), np.arange(3)
+    )
+    assert np.isnan(value) and "one class" in reason
+    assert "finite" in auroc(np.array([np.nan, 1.0]), np.array([True, False])).reason
+
+
+def test_auprc_takes_the_incorrect_answer_as_positive():
+    scores, labels = tied_scores()
+    expected = average_precision_score(1 - labels.astype(int), -scores)
+    assert auprc(scores, labels).value == pytest.approx(expected)
+
+
+def test_weighted_metrics_from_one_sort_equal_sklearn():
+    scores, labels = tied_scores()
+    weights = cluster_weights(np.arange(200) // 2, BootstrapConfig(n_resamples=20))
+    assert (weights[:, 0] == weights[:, 1]).all() and (weights.sum(axis=1) == 200).all()
+    for i, w in enumerate(weights):
+        assert weighted_auroc(scores, labels, weights)[i] == pytest.approx(
+            roc_auc_score(labels, scores, sample_weight=w)
+        )
+        assert weighted_auprc(scores, labels, weights)[i] == pytest.approx(
+            average_precision_score(~labels, -scores, sample_weight=w)
+        )
+
+
+@pytest.mark.parametrize("metric", ["auroc", "auprc"])
+def test_interval_holds_the_value_and_widens_with_clusters(metric):
+    scores, labels = tied_scores(400)
+    alone = bootstrap_interval(metric, scores, labels, np.arange(400))
+    repeated = [np.repeat(x, 4) for x in (scores, labels, np.arange(400))]
+    copies = bootstrap_interval(metric, *repeated)
+    naive = bootstrap_interval(metric, *repeated[:2], np.arange(1600))
+    assert alone.low < alone.value < alone.high
+    assert copies.high - copies.low == pytest.approx(alone.high - alone.low, rel=0.1)
+    assert naive.high - naive.low < 0.7 * (copies.high - copies.low)
+
+
+def test_calibration_is_monotone_and_repairs_a_distorted_probability():
+    rng = np.random.default_rng(0)
+    truth = rng.random(4000)
+    labels = rng.random(4000) < truth
+    calibrator = fit_calibrator(truth**3, labels)
+    p = calibrator(np.linspace(-0.5, 1.5, 300))
+    assert (np.diff(p) >= 0).all() and p.min() >= 0 and p.max() <= 1
+    fresh = rng.random(4000)
+    outcome = rng.random(4000) < fresh
+    assert ece(calibrator(fresh**3), outcome) < 0.05 < ece(fresh**3, outcome)
+    assert brier(calibrator(fresh**3), outcome) < brier(fresh**3, outcome)
+
+
+def test_reliability_bins_count_every_example_and_perfect_ones_have_no_error():
+    p = np.array([0.0, 0.0, 1.0, 1.0])
+    bins = reliability(p, p.astype(bool), n_bins=10)
+    assert bins.count.sum() == 4 and np.isnan(bins.accuracy[5])
+    assert ece(p, p.astype(bool)) == 0.0 and brier(p, p.astype(bool)) == 0.0
+
+
+def test_calibration_refuses_nothing_and_nan():
+    for scores in (np.array([]), np.array([np.nan])):
+        with pytest.raises(ValueError, match="finite scores"):
+            fit_calibrator(scores, np.zeros(len(scores), bool))

@@ -1,0 +1,67 @@
+"""A real, untrained detector for a backbone: random encoders, heads and a map."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxprobe.calibration import fit_calibrator
+from jaxprobe.detector import Detector, EncoderBank, SettingHead
+from jaxprobe.encoder import Encoder, EncoderConfig
+from jaxprobe.features import FamilyDims, FamilyTokens, Standardizer
+from jaxprobe.fusion import FusionConfig, FusionHead
+
+LAYER = 3
+CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
+FUSION = FusionConfig(hidden=8, n_slots=2)
+
+
+def _bank(dims, n_spans):
+    tokens = tuple(
+        tuple(jnp.zeros((1, 2, size)) for size in dims.sizes) for _ in range(n_spans)
+    )
+    masks = tuple(jnp.ones((1, 2), bool) for _ in range(n_spans))
+    params = Encoder(CONFIG, dims).init(
+        jax.random.key(0), FamilyTokens(tokens, masks), jnp.ones(4, bool)
+    )
+    return EncoderBank(
+        dims=dims,
+        config=CONFIG,
+        standardizer=Standardizer(
+            np.zeros(dims.total, np.float32), np.ones(dims.total, np.float32)
+        ),
+        names=("HPRA",),
+        params=jax.tree.map(lambda x: np.asarray(x)[None, None], params),
+    )
+
+
+def _head(reads):
+    params = FusionHead(FUSION).init(
+        jax.random.key(1),
+        jnp.zeros((2, 1, CONFIG.d_pooled)),
+        jnp.zeros((2, 1)),
+        jnp.arange(2) < len(reads),
+    )
+    scores = np.linspace(0, 1, 20)
+    return SettingHead(
+        reads=reads,
+        config=FUSION,
+        params=jax.tree.map(lambda x: np.asarray(x)[None], params),
+        calibrator=fit_calibrator(scores, scores > 0.5),
+    )
+
+
+def make_detector(backbone):
+    n_readings = 2 * 2 * len(backbone.attention_layers) * backbone.n_heads
+    dims = FamilyDims(
+        hidden=backbone.d_model, prob=5, resid=4 * backbone.n_layers, attn=n_readings
+    )
+    closed, grounded = ("closed_book", "HPRA"), ("with_context", "HPRA")
+    return Detector(
+        banks={"closed_book": _bank(dims, 2), "with_context": _bank(dims, 3)},
+        heads={
+            "closed_book": _head((closed,)),
+            "with_context": _head((grounded, closed)),
+            "single_pass": _head((grounded,)),
+        },
+        facts={"revision": backbone.revision, "layer": str(LAYER)},
+    )

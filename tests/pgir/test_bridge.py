@@ -1,0 +1,121 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from extract.backbone import load_backbone
+from extract.generation import GenerationConfig
+from extract.prompts import TEMPLATES
+from extract.records import Passage
+from jaxprobe import detector as detector_module
+from pgir.bridge import ProbedBackbone, ProbedReader, fixed_length
+from pgir.scoring import EMBEDDED, Scorer
+from tests.pgir.small_detector import LAYER, make_detector
+
+QUESTION = "where was Skiband Rugrond born?"
+PASSAGE = "Skiband Rugrond was born in Guzolt Falls."
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    return load_backbone(EMBEDDED)
+
+
+@pytest.fixture(scope="module")
+def probed(backbone):
+    return ProbedBackbone(
+        backbone,
+        make_detector(backbone),
+        TEMPLATES["short"],
+        GenerationConfig(max_new_tokens=8),
+    )
+
+
+def test_lengths_are_rounded_up_to_a_few():
+    assert [fixed_length(n) for n in (1, 8, 9, 500, 8193)] == [8, 8, 16, 512, 16384]
+
+
+def test_a_detector_of_another_backbone_is_refused(backbone):
+    other = dataclasses.replace(backbone, revision="0" * 64)
+    with pytest.raises(ValueError, match="belongs to a backbone of revision"):
+        ProbedBackbone(
+            other, make_detector(backbone), TEMPLATES["short"], GenerationConfig()
+        )
+
+
+def test_the_model_reads_its_answer_from_the_passage(probed):
+    passages = [Passage(title="", text=PASSAGE)]
+    requests = probed.requests("with_context", [QUESTION], [passages])
+    assert probed.answer(requests)[0].text == "Guzolt Falls"
+
+
+def test_scores_are_probabilities_and_do_not_depend_on_the_batch(probed):
+    questions = [QUESTION, "what is the genre of Skiband Rugrond?", QUESTION]
+    empty = [()] * len(questions)
+    answers = probed.answer(probed.requests("closed_book", questions, empty))
+    together = probed.score_closed_book(probed.read(answers)).p_correct
+    alone = [probed.score_closed_book(probed.read([a])).p_correct[0] for a in answers]
+    assert np.all((together >= 0) & (together <= 1))
+    # Isotonic steps turn rounding into jumps only at a knot; none lies here.
+    np.testing.assert_allclose(together, alone, atol=1e-5)
+
+
+def test_another_question_of_similar_length_compiles_nothing_new(probed):
+    def score(question):
+        (answer,) = probed.answer(probed.requests("closed_book", [question], [()]))
+        return probed.score_closed_book(probed.read([answer]))
+
+    score(QUESTION)
+    n_compiled = detector_module._encode_bank._cache_size()
+    score("who employs Skiband Rugrond?")
+    score("what is the hometown of Skiband Rugrond?")
+    assert detector_module._encode_bank._cache_size() == n_compiled
+
+
+def test_an_answer_that_exists_is_read_as_if_the_model_had_written_it(probed):
+    (request,) = probed.requests("closed_book", [QUESTION], [()])
+    (own,) = probed.answer([request])
+    given = probed.given(request, own.text)
+    assert given.token_ids == own.token_ids
+    assert given.stop_id == own.stop_id
+
+
+def test_with_context_before_closed_book_is_refused(probed):
+    with pytest.raises(ValueError, match="closed-book drafts first"):
+        ProbedReader(probed, [QUESTION]).with_context([0], [[]])
+
+
+def test_scoring_needs_one_pass_and_gives_a_probability(probed):
+    scorer = Scorer(probed)
+    plain = scorer.score(QUESTION, "Guzolt Falls")
+    grounded = scorer.score(QUESTION, "Guzolt Falls", PASSAGE)
+    assert 0 <= plain.p_correct <= 1
+    assert 0 <= grounded.p_correct <= 1
+    assert plain.warnings == grounded.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "context", "message"),
+    [
+        (QUESTION, "", None, "the answer is empty"),
+        (" ", "Guzolt Falls", None, "the question is empty"),
+        (QUESTION, "Guzolt Falls", "a\udc00b", "lone surrogate"),
+        (QUESTION, "Guzolt Falls", "وُلد في المدينة القديمة", "does not know"),
+        (QUESTION, "Guzolt Falls", " ".join([PASSAGE] * 90), "window of 512"),
+    ],
+)
+def test_bad_text_is_refused_in_one_sentence(
+    probed, question, answer, context, message
+):
+    with pytest.raises(ValueError, match=message):
+        Scorer(probed).score(question, answer, context)
+
+
+def test_a_few_unknown_words_are_a_warning(probed):
+    score = Scorer(probed).score(QUESTION, "Guzolt Falls", PASSAGE + " xyzzy")
+    assert len(score.warnings) == 1
+    assert "1 of" in score.warnings[0]
+
+
+def test_the_layer_is_the_one_the_detector_was_trained_on(probed):
+    assert probed.reader.hidden_layers == (LAYER,)

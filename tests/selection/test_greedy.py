@@ -1,0 +1,82 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sklearn.metrics import roc_auc_score
+
+from jaxprobe.fit import TrainConfig
+from jaxprobe.fusion import FusionConfig, PoolCodes, fit_heads
+from selection.greedy import GreedyConfig, fused_probability, select, slots_for
+
+TRAIN = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=8)
+FUSION = FusionConfig(hidden=8, n_slots=4)
+N_SEEDS, N_POOL, D_POOLED = 2, 6, 4
+
+
+def random_codes(n_examples, seed, knowing=(1, 4), permute=False):
+    """Encoders that know different, independent parts of the answer."""
+    rng = np.random.default_rng(seed)
+    labels = rng.random(n_examples) < 0.5
+    shape = (N_SEEDS, N_POOL, n_examples)
+    logits = rng.standard_normal(shape)
+    for k in knowing:
+        logits[:, k] = 1.5 * labels + rng.standard_normal(n_examples)
+    pooled = np.repeat(logits[..., None], D_POOLED, axis=-1) * 0.3
+    if permute:
+        labels = rng.permutation(labels)
+    arrays = (jnp.asarray(x, jnp.float32) for x in (logits, pooled, labels))
+    return PoolCodes(*arrays, jnp.ones(n_examples))
+
+
+def search(*codes, **options):
+    return select(*codes, config=FUSION, train_config=TRAIN, **options)
+
+
+def test_greedy_finds_the_planted_encoders_and_stops():
+    config = GreedyConfig(margin=0.01)  # 300 rows: half a point is noise
+    selection = search(random_codes(400, 0), random_codes(300, 1), greedy=config)
+    assert set(selection.members) == {1, 4}
+    assert not selection.path[-1].accepted and len(selection.path) == 3
+    assert selection.path[0].aurocs.shape == (N_POOL, N_SEEDS)
+    assert selection.path[1].auroc > selection.path[0].auroc + 0.01
+    test = random_codes(300, 2)
+    p = fused_probability(selection, test)
+    assert roc_auc_score(test.labels, p) > 0.85
+    assert fused_probability(selection, test, per_seed=True).shape == (N_SEEDS, 300)
+
+
+def test_all_rounds_share_one_executable():
+    parts = random_codes(400, 0), random_codes(300, 1)
+    search(*parts, greedy=GreedyConfig(max_encoders=1))
+    n_traces = fit_heads._cache_size()
+    rounds = []
+    search(
+        *parts, greedy=GreedyConfig(margin=-1, max_encoders=3), progress=rounds.append
+    )
+    assert len(rounds) == 3 and fit_heads._cache_size() == n_traces
+
+
+def test_the_returned_head_is_the_one_that_was_scored():
+    parts = random_codes(400, 0), random_codes(300, 1)
+    selection = search(*parts, greedy=GreedyConfig(max_encoders=1))
+    p = fused_probability(selection, parts[1], per_seed=True)
+    aurocs = [roc_auc_score(parts[1].labels, row) for row in p]
+    assert np.mean(aurocs) == pytest.approx(selection.auroc, abs=1e-5)
+
+
+def test_permuted_labels_select_hardly_anything():
+    parts = (random_codes(400, s, permute=True) for s in (0, 1))
+    selection = search(*parts, greedy=GreedyConfig(max_encoders=1))
+    test = random_codes(300, 2, permute=True)
+    p = fused_probability(selection, test)
+    assert abs(roc_auc_score(test.labels, p) - 0.5) < 0.12  # 3.5 standard errors
+
+
+def test_slots_grow_by_doubling_and_only_when_needed():
+    assert slots_for(FUSION, 4) == FUSION
+    assert slots_for(FUSION, 5).n_slots == 8 and slots_for(FUSION, 9).n_slots == 16
+
+
+def test_validation_rows_of_one_class_are_refused():
+    codes = random_codes(50, 0)
+    with pytest.raises(ValueError, match="one class"):
+        search(codes, codes._replace(labels=jnp.ones(50)))

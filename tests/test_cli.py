@@ -1,0 +1,144 @@
+"""What a person meets at the command line; every call is a real process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+VERBS = (
+    "demo world answer label extract verify sweep train select calibrate evaluate "
+    "control report score"
+).split()
+
+
+def beatrice(*arguments, **environ):
+    return subprocess.run(
+        [sys.executable, "-m", "beatrice", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environ},
+        check=False,
+    )
+
+
+def assert_one_sentence(done, *words, code=1):
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("Error: ")
+    for word in words:
+        assert word in last, last
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory):
+    path = tmp_path_factory.mktemp("runs") / "small"
+    done = beatrice("world", path, "--preset", "smoke")
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+def test_help_lists_the_verbs_in_the_order_of_the_data():
+    done = beatrice("--help")
+    lines = done.stdout.split("Commands:")[1].splitlines()
+    listed = [line.split()[0] for line in lines if line[:3].strip() and line.strip()]
+    assert listed == VERBS
+
+
+def test_every_verb_has_an_example_in_its_help():
+    for verb in VERBS:
+        assert "Example:" in beatrice(verb, "--help").stdout
+
+
+def test_an_unknown_option_is_wrong_usage():
+    done = beatrice("demo", "x", "--colour")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+
+
+def test_underscores_are_accepted_in_options(tmp_path):
+    done = beatrice("demo", tmp_path / "x", "--answer_span", "sideways")
+    assert done.returncode == 2
+    assert "emitting" in done.stderr
+
+
+def test_an_unknown_model_directory_is_refused_and_leaves_nothing_behind(tmp_path):
+    run = tmp_path / "run"
+    done = beatrice("demo", run, "--preset", "smoke", "--model", tmp_path / "no-model")
+    assert_one_sentence(done, "no-model", "no such directory")
+    assert not run.exists()
+
+
+def test_a_run_of_another_configuration_is_refused(small_run):
+    done = beatrice("world", small_run, "--preset", "smoke", "--seed", 5)
+    assert_one_sentence(done, "seed=0", "seed=5", "choose another directory")
+
+
+def test_a_directory_that_is_no_run_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("mine")
+    done = beatrice("world", tmp_path, "--preset", "smoke")
+    assert_one_sentence(done, str(tmp_path))
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_a_stage_without_its_inputs_says_so(small_run):
+    assert_one_sentence(beatrice("label", small_run), "missing", "run the stage")
+
+
+def test_a_verb_on_no_run_says_so(tmp_path):
+    for verb in ("answer", "verify"):
+        assert_one_sentence(beatrice(verb, tmp_path / "nothing"), "nothing")
+
+
+def test_scoring_with_an_unfinished_run_says_so(small_run):
+    done = beatrice("score", small_run, "--question", "q?", "--answer", "a")
+    assert_one_sentence(done, "no detector yet")
+
+
+def test_the_same_line_again_does_nothing_again(small_run):
+    before = (small_run / "stages" / "world.json").read_bytes()
+    done = beatrice("world", small_run, "--preset", "smoke")
+    assert "already done" in done.stderr
+    assert (small_run / "stages" / "world.json").read_bytes() == before
+
+
+def test_verify_finds_a_changed_output(small_run, tmp_path):
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(small_run, copy)
+    assert beatrice("verify", copy).returncode == 0
+    with (copy / "passages.jsonl").open("a") as file:
+        file.write("\n")
+    assert_one_sentence(beatrice("verify", copy), "1 problems found")
+
+
+@pytest.mark.slow
+def test_the_smoke_demo_is_the_same_twice_and_scores(tmp_path):
+    """The whole way, twice: rows are equal, the report opens, `score` answers."""
+    runs = [tmp_path / name for name in ("a", "b")]
+    for run in runs:
+        done = beatrice("demo", run, "--preset", "smoke", "--json")
+        assert done.returncode == 0, done.stderr
+        assert "closed_book/auroc" in json.loads(done.stdout.splitlines()[0])
+    first, second = ((run / "results.jsonl").read_bytes() for run in runs)
+    assert first == second
+    assert "<svg" in (runs[0] / "report.html").read_text()
+    question = ("--question", "where was Skiband Rugrond born?")
+    done = beatrice("score", runs[0], *question, "--answer", "Guzolt Falls", "--json")
+    assert 0 <= json.loads(done.stdout)["p_correct"] <= 1
+    assert_one_sentence(beatrice("score", runs[0], *question, "--answer", ""), "empty")
+    assert beatrice("verify", runs[0]).returncode == 0
+    chunk = max(
+        (runs[0] / "features" / "closed_book" / "hidden").rglob("*"),
+        key=lambda p: p.stat().st_size if p.is_file() else 0,
+    )
+    chunk.write_bytes(chunk.read_bytes()[:-100])
+    (runs[0] / "sweep.json").unlink()
+    assert_one_sentence(beatrice("sweep", runs[0]), "features/closed_book")
+    assert beatrice("verify", runs[0]).returncode == 1
