@@ -6,6 +6,7 @@ of `jaxprobe` never loads Torch.
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -139,8 +140,6 @@ def main() -> None:
     Every verb reads its inputs from RUN_DIR and writes its outputs there; the same
     line again continues where it stopped. `demo` runs them all.
     """
-    import os
-
     # Progress of weight loading and the like is Transformers' own; ours is above.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -214,6 +213,8 @@ def _do(run_dir: Path, *names: str, config: "RunConfig | None" = None) -> None:
 
     _quiet()
     config = _config_of(run_dir) if config is None else config
+    if config.xla_flags:
+        os.environ.setdefault("XLA_FLAGS", config.xla_flags)
     progress = _Progress()
     with _opened(run_dir, config) as run:
         for name in names:

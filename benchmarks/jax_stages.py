@@ -51,7 +51,7 @@ from jaxprobe.reading import (
     mean_answer_states,
     read_features,
 )
-from jaxprobe.subsets import subset_index
+from jaxprobe.subsets import N_SUBSETS, subset_index
 from selection.greedy import (
     GreedyConfig,
     Selection,
@@ -293,16 +293,15 @@ def read_codes(run: RunDir, setting: Setting) -> Codes:
     return Codes(**tree["codes"])
 
 
-def branch_codes(run: RunDir, branch: HeadName) -> tuple[tuple[Codes, ...], Rows]:
-    """Return the codes of a branch's pool, pass by pass, and the rows of its setting.
+def setting_codes(run: RunDir, setting: Setting) -> tuple[tuple[Codes, ...], Rows]:
+    """Return the codes of a setting's pool, pass by pass, and its rows.
 
     With context the pool is the with-context encoders, then the closed-book ones
     reading the closed-book pass of the same question.
     """
-    setting = branch_setting(branch)
     _, rows = load_rows(run, setting)
     own = read_codes(run, setting)
-    if branch != "with_context":
+    if setting == "closed_book":
         return (own,), rows
     _, cached_rows = load_rows(run, "closed_book")
     cached = read_codes(run, "closed_book")
@@ -367,29 +366,13 @@ def _story(selection: Selection, margin: float) -> dict[str, Any]:
     }
 
 
-def _select_branch(run: RunDir, config: RunConfig, branch: HeadName) -> None:
-    codes, rows = branch_codes(run, branch)
-    n_seeds = config.train.n_seeds
-    train, valid, everyone = (
-        _pool(codes, rows, where, n_seeds)
-        for where in (
-            rows.where("train"),
-            rows.where("validation"),
-            np.arange(len(rows.ids)),
-        )
-    )
-    champion = select(
-        train,
-        valid,
-        config=config.fusion,
-        train_config=config.fusion_train,
-        greedy=GreedyConfig(margin=config.margin),
-    )
-    found = {"champion": champion}
-    if branch != "single_pass":
-        found["late_fusion_singles"] = _fixed_set(SINGLES, train, valid, config)
-        every = tuple(range(train.logits.shape[1]))
-        found["late_fusion_all"] = _fixed_set(every, train, valid, config)
+def _save_selection(
+    run: RunDir,
+    config: RunConfig,
+    branch: HeadName,
+    found: dict[str, Selection],
+    everyone: PoolCodes,
+) -> None:
     tree = {
         name: {
             "params": one.params,
@@ -397,15 +380,41 @@ def _select_branch(run: RunDir, config: RunConfig, branch: HeadName) -> None:
         }
         for name, one in found.items()
     }
-    checkpoint.save(
-        run.path / "selection" / branch, tree, _story(champion, config.margin)
-    )
+    story = _story(found["champion"], config.margin)
+    checkpoint.save(run.path / "selection" / branch, tree, story)
 
 
 def _select(run: RunDir, config: RunConfig, update: Update, progress: Progress) -> None:
-    for number, branch in enumerate(BRANCHES):
-        _select_branch(run, config, branch)
-        update(number + 1, len(BRANCHES))
+    n_done = 0
+    for setting in SETTINGS:
+        codes, rows = setting_codes(run, setting)
+        train, valid, everyone = (
+            _pool(codes, rows, where, config.train.n_seeds)
+            for where in (
+                rows.where("train"),
+                rows.where("validation"),
+                np.arange(len(rows.ids)),
+            )
+        )
+        # The single pass searches the with-context half of the same pool.
+        branches = [b for b in BRANCHES if branch_setting(b) == setting]
+        for branch in branches:
+            champion = select(
+                train,
+                valid,
+                config=config.fusion,
+                train_config=config.fusion_train,
+                greedy=GreedyConfig(margin=config.margin),
+                n_candidates=N_SUBSETS if branch == "single_pass" else None,
+            )
+            found = {"champion": champion}
+            if branch != "single_pass":
+                every = tuple(range(train.logits.shape[1]))
+                found["late_fusion_singles"] = _fixed_set(SINGLES, train, valid, config)
+                found["late_fusion_all"] = _fixed_set(every, train, valid, config)
+            _save_selection(run, config, branch, found, everyone)
+            n_done += 1
+            update(n_done, len(BRANCHES))
 
 
 def read_selection(

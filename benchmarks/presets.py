@@ -16,6 +16,7 @@ from extract.questions import QuestionConfig
 from jaxprobe.encoder import EncoderConfig
 from jaxprobe.fit import TrainConfig
 from jaxprobe.fusion import FusionConfig
+from jaxprobe.subsets import N_SUBSETS
 
 PresetName = Literal["demo", "smoke"]
 AnswerSpan = Literal["emitting", "literal"]
@@ -36,6 +37,8 @@ class RunConfig:
       n_bootstrap: resamples of an interval.
       max_budget: most retrieval rounds traced.
       n_control: questions per set given to the controllers; None for all.
+      xla_flags: for the compiler; code that runs for seconds need not be optimised
+        for longer than that.
     """
 
     preset: PresetName
@@ -50,13 +53,14 @@ class RunConfig:
     fusion: FusionConfig
     fusion_train: TrainConfig
     margin: float = 5e-4  # delta of algorithm 1
-    n_threads: int = 1
+    n_threads: int = 2
     max_new_tokens: int = 10
     tokens_per_batch: int = 8192
     n_sweep: int = 1200
     n_bootstrap: int = 1000
     max_budget: int = 4
     n_control: int | None = None
+    xla_flags: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """Return the configuration as it stands in the manifest."""
@@ -101,6 +105,7 @@ def _demo(seed: int) -> dict[str, Any]:
     """Sizes for ten minutes on two cores."""
     return {
         "questions": QuestionConfig(),
+        "n_control": 300,
         "encoder": EncoderConfig(projection=16, hidden=24),
         "train": TrainConfig(
             learning_rate=1e-3,
@@ -130,7 +135,8 @@ def _smoke(seed: int) -> dict[str, Any]:
         "train": TrainConfig(
             learning_rate=3e-3, batch_size=120, max_epochs=2, n_seeds=1, root_seed=seed
         ),
-        "fusion": FusionConfig(hidden=8),
+        # Room for the whole pool: every head shares one executable per setting.
+        "fusion": FusionConfig(hidden=8, n_slots=2 * N_SUBSETS),
         "fusion_train": TrainConfig(
             learning_rate=3e-3, batch_size=120, max_epochs=2, n_seeds=1, root_seed=seed
         ),
@@ -138,6 +144,10 @@ def _smoke(seed: int) -> dict[str, Any]:
         "n_bootstrap": 200,
         "max_budget": 2,
         "n_control": 40,
+        "xla_flags": (
+            "--xla_backend_optimization_level=0 "
+            "--xla_llvm_disable_expensive_passes=true"
+        ),
     }
 
 

@@ -57,7 +57,7 @@ N_BINS = 10
 
 
 def _reads(branch: HeadName, members: list[int]) -> tuple[tuple[Setting, str], ...]:
-    """Return (pass, subset) of pool positions; see `jax_stages.branch_codes`."""
+    """Return (pass, subset) of pool positions; see `jax_stages.setting_codes`."""
     own = branch_setting(branch)
     return tuple(
         (own if i < N_SUBSETS else "closed_book", SUBSET_NAMES[i % N_SUBSETS])

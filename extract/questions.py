@@ -33,9 +33,9 @@ OOD_DATASETS = ("pursuits", "places", "rephrased")
 class QuestionConfig:
     """How many questions are asked and how their contexts are made."""
 
-    n_train: int = 3200
-    n_evaluation: int = 640  # validation and test each
-    n_ood: int = 420  # each of the three held-out sets
+    n_train: int = 3000
+    n_evaluation: int = 600  # validation and test each
+    n_ood: int = 400  # each of the three held-out sets
     p_two_hop: float = 0.25
     p_missing: float = 0.14
     p_conflict: float = 0.08

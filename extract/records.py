@@ -6,6 +6,7 @@ renamed column cannot turn into an empty one.
 """
 
 import dataclasses
+import functools
 import json
 import types
 import typing
@@ -125,6 +126,8 @@ def _revive(kind: Any, value: Any, where: str) -> Any:
         if not isinstance(value, list):
             raise ValueError(f"{where}: expected a list, found {type(value).__name__}")
         element = typing.get_args(kind)[0]
+        if element in (int, str) and all(type(item) is element for item in value):
+            return tuple(value)  # token ids: the bulk of every file
         return tuple(_revive(element, item, where) for item in value)
     if origin is Literal:
         if value not in typing.get_args(kind):
@@ -146,12 +149,18 @@ def _revive(kind: Any, value: Any, where: str) -> Any:
     return value
 
 
+@functools.cache
+def _schema(kind: type) -> tuple[dict[str, dataclasses.Field], dict[str, Any]]:
+    """Return a record's fields and their types; resolving them is slow."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    return fields, typing.get_type_hints(kind)
+
+
 def _from_object(kind: type, value: Any, where: str) -> Any:
     """Build one dataclass from a JSON object; names what is wrong."""
     if not isinstance(value, dict):
         raise ValueError(f"{where}: expected an object, found {type(value).__name__}")
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    hints = typing.get_type_hints(kind)
+    fields, hints = _schema(kind)
     unknown = sorted(set(value) - set(fields))
     if unknown:
         raise ValueError(

@@ -132,6 +132,7 @@ def select(
     config: FusionConfig | None = None,
     train_config: TrainConfig | None = None,
     greedy: GreedyConfig | None = None,
+    n_candidates: int | None = None,
     progress: Callable[[Round], None] | None = None,
 ) -> Selection:
     """Select encoders from a pool by greedy forward search.
@@ -143,6 +144,8 @@ def select(
       config: shape of the heads; slots grow where the set needs more.
       train_config: protocol of the heads.
       greedy: margin and limit.
+      n_candidates: search the first so many of the pool only, in the executable of the
+        whole pool; None searches all.
       progress: called after every round.
 
     Raises:
@@ -152,11 +155,12 @@ def select(
     train_config = train_config or TrainConfig()
     _check_classes(valid)
     n_pool = train.logits.shape[1]
-    limit = min(n_pool, greedy.max_encoders or n_pool)
+    n_candidates = n_pool if n_candidates is None else n_candidates
+    limit = min(n_candidates, greedy.max_encoders or n_candidates)
     chosen: tuple[int, ...] = ()
     auroc, best_heads, path = 0.5, None, []
     while len(chosen) < limit:
-        candidates = tuple(c for c in range(n_pool) if c not in chosen)
+        candidates = tuple(c for c in range(n_candidates) if c not in chosen)
         config = slots_for(config, len(chosen) + 1)
         heads = fit_sets(
             [tuple(sorted((*chosen, c))) for c in candidates],

@@ -22,9 +22,9 @@ from jaxprobe.metrics import masked_auroc
 class SweepConfig:
     """How the probes are fitted; the penalty is AdamW's decay."""
 
-    learning_rate: float = 3e-3
+    learning_rate: float = 1e-2
     weight_decay: float = 0.1
-    batch_size: int = 256
+    batch_size: int = 128
     max_epochs: int = 30
     stop_after: int = 6
     n_seeds: int = 3

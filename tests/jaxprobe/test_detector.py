@@ -38,10 +38,9 @@ def random_grid(setting):
     families = split_families(features, DIMS[setting], standardizer)
     encoder = Encoder(CONFIG, DIMS[setting])
     members = tuple(Member(subset_index(n), s) for s in (0, 1) for n in NAMES)
+    init = jax.jit(lambda key, mask: init_encoder(encoder, key, families, mask))
     params = [
-        init_encoder(
-            encoder, jax.random.key(i), families, jnp.asarray(SUBSETS[m.subset])
-        )
+        init(jax.random.key(i), jnp.asarray(SUBSETS[m.subset]))
         for i, m in enumerate(members)
     ]
     stacked = jax.tree.map(lambda *x: np.stack(x), *params)
@@ -59,11 +58,9 @@ def made():
         for setting, (trained, standardizer, _) in grids.items()
     }
     head, mask = FusionHead(FUSION), jnp.asarray(slots_of((0, 1), 4)[1])
-    params = [
-        head.init(jax.random.key(s), jnp.zeros((4, 1, 16)), jnp.zeros((4, 1)), mask)
-        for s in (0, 1)
-    ]
-    stacked = jax.tree.map(lambda *x: np.stack(x), *params)
+    zeros = jnp.zeros((4, 1, 16)), jnp.zeros((4, 1))
+    init = jax.vmap(lambda key: head.init(key, *zeros, mask))
+    stacked = jax.device_get(jax.jit(init)(jax.random.split(jax.random.key(0), 2)))
     calibrator = Calibrator(np.array([0.0, 1.0]), np.array([0.1, 0.7]))
     reads = {
         "closed_book": (("closed_book", "HP"), ("closed_book", "A")),

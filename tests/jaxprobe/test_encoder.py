@@ -26,7 +26,7 @@ from jaxprobe.fusion import FusionConfig, FusionHead
 from jaxprobe.subsets import N_SUBSETS, SUBSET_NAMES, SUBSETS, subset_index
 
 DIMS = FamilyDims(hidden=6, prob=5, resid=4, attn=3)
-CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=2, n_groups=2)
+CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
 LENGTHS = (7, 5, 4)
 
 

@@ -25,6 +25,7 @@ def random_codes(n_examples, seed):
     logits = rng.standard_normal(shape).astype(np.float32)
     logits[:, 2] += 2 * labels
     pooled = rng.standard_normal((*shape, D_POOLED)).astype(np.float32)
+    pooled[..., 0] = logits
     ones = jnp.ones(n_examples)
     return PoolCodes(
         jnp.asarray(logits), jnp.asarray(pooled), jnp.asarray(labels, jnp.float32), ones
@@ -99,7 +100,7 @@ def test_empty_slots_have_no_influence():
     mask = jnp.array([True, True, False])
     pooled = jax.random.normal(jax.random.key(0), (3, 5, 4))
     logits = jax.random.normal(jax.random.key(1), (3, 5))
-    params = head.init(jax.random.key(0), pooled, logits, mask)
+    params = jax.jit(head.init)(jax.random.key(0), pooled, logits, mask)
     params = jax.tree.map(lambda x: x + 0.1, params)
     before = head.apply(params, pooled, logits, mask)
     after = head.apply(params, pooled.at[2].add(9.0), logits.at[2].add(9.0), mask)

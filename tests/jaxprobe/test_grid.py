@@ -64,22 +64,19 @@ def test_members_are_found_where_the_signal_is_planted_and_only_there(parts):
     assert abs(chance - 0.5) < 0.2  # best of three epochs, 110 rows: s.e. 0.06
 
 
-def test_permuted_labels_give_chance_auroc_on_fresh_rows(parts):
+def test_permuted_labels_give_chance_auroc(parts):
     rng = np.random.default_rng(5)
-    shuffled = parts[0]._replace(
-        labels=jnp.asarray(rng.permutation(np.asarray(parts[0].labels)))
-    )
-    part = train([Block((3,), (0,))], (shuffled, parts[0]._replace()))[0]
-    codes = encode(part, parts[1].features, encoder=ENCODER)
-    fresh = parts[1]._replace(
-        labels=jnp.asarray(rng.permutation(np.asarray(parts[1].labels)))
-    )
-    auroc = masked_auroc(codes.logits[0], fresh.labels, fresh.weights)
-    assert abs(float(auroc) - 0.5) < 0.2
+    permuted = [
+        part._replace(labels=jnp.asarray(rng.permutation(np.asarray(part.labels))))
+        for part in parts
+    ]
+    trained = train([Block((3,), (0,))], permuted)[0]
+    # Best of three epochs on 110 rows, standard error 0.06.
+    assert abs(trained.info.best_auroc[0] - 0.5) < 0.2
 
 
 def test_grid_member_equals_solo_fit(parts):
-    names = ("H", "PR", "HPRA")
+    names = ("PR", "HPRA")
     subsets = tuple(subset_index(name) for name in names)
     together = train([Block(subsets, (0, 1))], parts)[0]
     for subset in subsets:
@@ -125,7 +122,7 @@ def test_rows_of_weight_zero_are_as_good_as_absent(parts):
 
 def test_kept_weights_are_those_of_the_best_epoch(parts):
     part = train([Block((3,), (0,))], parts, TRAIN)[0]
-    codes = encode(part, parts[1].features, encoder=ENCODER, n_chunk=37)
+    codes = encode(part, parts[1].features, encoder=ENCODER)
     auroc = masked_auroc(codes.logits[0], parts[1].labels, parts[1].weights)
     assert float(auroc) == pytest.approx(float(part.info.best_auroc[0]), abs=1e-5)
     assert codes.pooled.shape == (1, 110, 2 * CONFIG.hidden)
@@ -134,7 +131,9 @@ def test_kept_weights_are_those_of_the_best_epoch(parts):
 def test_noise_touches_real_tokens_only(parts):
     features = parts[0].features
     rows = jnp.arange(20)
-    noisy = gather(features, rows, 0.5, jax.random.key(0), None)
+    noisy = jax.jit(gather, static_argnums=(2, 4))(
+        features, rows, 0.5, jax.random.key(0), None
+    )
     for span, mask in zip(noisy.tokens, noisy.masks, strict=True):
         assert all(not np.any(np.asarray(x)[~np.asarray(mask)]) for x in span)
     difference = (noisy.tokens[0][0] - features.tokens[0][0][:20])[noisy.masks[0]]

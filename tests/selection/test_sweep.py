@@ -13,7 +13,7 @@ def states(n_examples, seed, layer=2):
 
 
 def test_sweep_finds_the_planted_layer_and_the_others_are_at_chance():
-    config = SweepConfig(max_epochs=10, n_seeds=2)
+    config = SweepConfig(n_seeds=2)
     sweep = sweep_layers(*states(500, 0), *states(400, 1), config)
     assert sweep.best_layer == 2 and sweep.aurocs.shape == (5, 2)
     assert sweep.aurocs[2].min() > 0.8
