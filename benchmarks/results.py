@@ -27,6 +27,7 @@ METRIC_LABELS = {"auroc": "AUROC", "auprc": "AUPRC", "em": "EM", "f1": "F1"}
 
 DETECTORS = {
     "champion": "BEATRICE (selected encoders)",
+    "without_closed_book": "BEATRICE, with-context pass alone",
     "hidden_only": "Hidden states only",
     "early_fusion": "One encoder, all families",
     "late_fusion_singles": "Late fusion, single families",

@@ -50,7 +50,7 @@ def save(path: Path, tree: Any, config: dict[str, Any]) -> None:
 
 
 def _swap(work: Path, path: Path) -> None:
-    """Move a finished directory into place; an old one steps aside until it is there."""
+    """Move a finished directory into place; an old one steps aside first."""
     if not path.exists():
         work.rename(path)
         return

@@ -1,11 +1,10 @@
 """A combination encoder: some of the signal families in, one logit out.
 
-Paper, section 3.3 and appendix B. One module serves all fifteen subsets: a `[n_families]`
-mask says which families are read, and weights start with the scale that an encoder of
-those families alone would have.
+Paper, section 3.3 and appendix B. One module serves all fifteen subsets: a
+`[n_families]` mask says which families are read, and weights start with the scale that
+an encoder of those families alone would have.
 
-Modules here take a batch of examples, not one: under `vmap` the custom gradient of
-`gated_matmul` would form one weight gradient per example before summing them.
+Modules here take a batch of examples, not one; see `jaxprobe.masked` for the reason.
 """
 
 import dataclasses
@@ -17,10 +16,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxprobe.draws import dropout, random_words
 from jaxprobe.features import N_FAMILIES, FamilyDims, FamilyTokens
+from jaxprobe.masked import (
+    N_TAPS,
+    gated_matmul,
+    masked_group_norm,
+    masked_pool,
+    materialize,
+    row_convolution,
+)
 
 Params = Any
-N_TAPS = 3  # kernel size of the convolutions within a block
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +45,7 @@ class EncoderConfig:
         """Refuse widths that do not fit together."""
         if self.hidden % self.n_groups:
             raise ValueError(
-                f"hidden width {self.hidden} is not a multiple of {self.n_groups} groups"
+                f"hidden width {self.hidden} does not part into {self.n_groups} groups"
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
@@ -47,180 +54,6 @@ class EncoderConfig:
     def d_pooled(self) -> int:
         """Width of the pooled vector handed to the fusion head."""
         return 2 * self.hidden
-
-
-@jax.custom_vjp
-def gated_matmul(x: jax.Array, weight: jax.Array, gate: jax.Array) -> jax.Array:
-    """`x @ weight` where the gate is open, zeros (and no work) where it is closed.
-
-    Without a batch axis on `gate` this is a real branch, forwards and backwards; under
-    `vmap` over gates it becomes a select with the same value.
-
-    Args:
-      x: `[..., d_in]`.
-      weight: `[d_in, d_out]`.
-      gate: scalar bool.
-
-    Returns:
-      `[..., d_out]`.
-    """
-    return _gated_forward(x, weight, gate)[0]
-
-
-def _gated_forward(x, weight, gate):
-    """Forward rule of `gated_matmul`; the residuals are its own arguments."""
-    out_shape = (*x.shape[:-1], weight.shape[1])
-    y = jax.lax.cond(gate, lambda: x @ weight, lambda: jnp.zeros(out_shape, x.dtype))
-    return y, (x, weight, gate)
-
-
-def _gated_backward(residuals, dy):
-    """Backward rule of `gated_matmul`; an unused `dx` is dead code to the compiler."""
-    x, weight, gate = residuals
-    rows, dy_rows = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-    d_weight = jax.lax.cond(
-        gate, lambda: rows.T @ dy_rows, lambda: jnp.zeros_like(weight)
-    )
-    dx = jax.lax.cond(gate, lambda: dy @ weight.T, lambda: jnp.zeros_like(x))
-    return dx, d_weight, np.zeros((), jax.dtypes.float0)
-
-
-gated_matmul.defvjp(_gated_forward, _gated_backward)
-
-
-def random_words(key: jax.Array) -> jax.Array:
-    """Two uint32 words that seed the hashed draws of one training step."""
-    return jax.random.bits(key, (2,), jnp.uint32)
-
-
-def hashed_bits(words: jax.Array, site: int, shape: tuple[int, ...]) -> jax.Array:
-    """Cheap counter-based random bits, for dropout and noise only.
-
-    A keyed multiply-xorshift hash of the element's index (the finaliser of
-    MurmurHash3). It fuses into the loop that uses it, where Threefry's rounds cost more
-    than the convolution they regularise.
-
-    Args:
-      words: `[2]` uint32, from `random_words`.
-      site: tells draws of the same step apart.
-      shape: of the result.
-
-    Returns:
-      `shape` uint32.
-    """
-    index = jax.lax.iota(jnp.uint32, int(np.prod(shape))).reshape(shape)
-    start = words[0] + jnp.uint32(site * 0x3C6EF372 % 2**32)
-    step = words[1] ^ jnp.uint32(site * 0x1B873593 % 2**32)
-    bits = (index + start) * jnp.uint32(0x9E3779B1)
-    bits = ((bits ^ (bits >> 15)) + step) * jnp.uint32(0x85EBCA6B)
-    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
-    return bits ^ (bits >> 16)
-
-
-def hashed_normal(words: jax.Array, site: int, shape: tuple[int, ...]) -> jax.Array:
-    """Nearly normal float32 of mean 0 and variance 1: four random bytes, summed.
-
-    As regularising noise it does what an exact normal does (kurtosis 2.7 instead of 3)
-    at a sixth of the cost, which per token was a fifth of a training step.
-    """
-    bits = hashed_bits(words, site, shape)
-    total = sum(((bits >> shift) & 0xFF for shift in (8, 16, 24)), bits & 0xFF)
-    spread = np.sqrt(4 * (256**2 - 1) / 12)
-    return (total.astype(jnp.float32) - 510.0) * np.float32(1 / spread)
-
-
-def dropout(x: jax.Array, rate: float, words: jax.Array | None, site: int) -> jax.Array:
-    """Zero elements with probability `rate` and rescale; the identity without words."""
-    if words is None or rate == 0.0:
-        return x
-    keep = hashed_bits(words, site, x.shape) >= jnp.uint32(rate * 2**32)
-    return jnp.where(keep, x * (1.0 / (1.0 - rate)), 0.0)
-
-
-def masked_group_norm(
-    x: jax.Array, mask: jax.Array, n_groups: int, scale: jax.Array, bias: jax.Array
-) -> jax.Array:
-    """Group normalisation whose statistics see real tokens only.
-
-    Args:
-      x: `[n_examples, n_span_tokens, d]`, zero on padding.
-      mask: `[n_examples, n_span_tokens, 1]` float32.
-      n_groups: divides `d`.
-      scale: `[d]`.
-      bias: `[d]`.
-
-    Returns:
-      `[n_examples, n_span_tokens, d]`, zero on padding.
-    """
-    d = x.shape[-1]
-    # Groups are summed and spread by small products: a reshape to groups inside the
-    # element-wise loops keeps XLA from vectorising them (3x slower on a CPU).
-    spread = jnp.asarray(np.kron(np.eye(n_groups), np.ones(d // n_groups)), x.dtype)
-    count = jnp.maximum(mask.sum(axis=1), 1.0) * (d // n_groups)
-    mean = (x.sum(axis=1) @ spread.T) / count
-    square = (jnp.square(x).sum(axis=1) @ spread.T) / count
-    inv_std = jax.lax.rsqrt(jnp.maximum(square - jnp.square(mean), 0.0) + 1e-5)
-    scaled = spread * scale[None, :]
-    gain = inv_std @ scaled
-    shift = bias[None, :] - (mean * inv_std) @ scaled
-    return (x * gain[:, None, :] + shift[:, None, :]) * mask
-
-
-def masked_pool(x: jax.Array, mask: jax.Array) -> jax.Array:
-    """Maximum and mean over the real tokens, side by side; zeros for an empty span.
-
-    Args:
-      x: `[n_examples, n_span_tokens, d]`, zero on padding.
-      mask: `[n_examples, n_span_tokens, 1]` float32.
-
-    Returns:
-      `[n_examples, 2 * d]`.
-    """
-    count = mask.sum(axis=1)
-    highest = jnp.where(mask > 0, x, -jnp.inf).max(axis=1, initial=-1e30)
-    highest = jnp.where(count > 0, highest, 0.0)
-    mean = x.sum(axis=1) / jnp.maximum(count, 1.0)
-    return jnp.concatenate([highest, mean], axis=-1)
-
-
-def materialize(x: jax.Array, flag: jax.Array) -> jax.Array:
-    """`x` itself, kept in memory once."""
-    return jax.lax.cond(flag, lambda: x, lambda: jnp.zeros_like(x))
-
-
-def _shifted(rows: jax.Array) -> jax.Array:
-    """Rows beside their neighbours: `[n_rows, d]` to `[n_rows, 3 * d]`."""
-    edge = jnp.zeros((1, rows.shape[1]), rows.dtype)
-    before = jnp.concatenate([edge, rows[:-1]])
-    after = jnp.concatenate([rows[1:], edge])
-    return jnp.concatenate([before, rows, after], axis=-1)
-
-
-@jax.custom_vjp
-def row_convolution(rows: jax.Array, kernel: jax.Array, flag: jax.Array) -> jax.Array:
-    """Convolution of kernel size 3 over rows, as one matrix product."""
-    return _row_convolution_forward(rows, kernel, flag)[0]
-
-
-def _row_convolution_forward(rows, kernel, flag):
-    rows = materialize(rows, flag)
-    return _shifted(rows) @ kernel.reshape(-1, kernel.shape[-1]), (rows, kernel, flag)
-
-
-def _row_convolution_backward(residuals, dy):
-    rows, kernel, flag = residuals
-    beside = _shifted(materialize(dy, flag))
-    flipped = kernel[::-1].transpose(0, 2, 1)
-    d_rows = beside @ flipped.reshape(-1, kernel.shape[1])
-    d_kernel = (rows.T @ beside).reshape(kernel.shape[1], N_TAPS, -1)
-    return (
-        d_rows,
-        d_kernel[:, ::-1].transpose(1, 0, 2),
-        np.zeros((), jax.dtypes.float0),
-    )
-
-
-row_convolution.defvjp(_row_convolution_forward, _row_convolution_backward)
 
 
 def weight_deviation(key, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:

@@ -112,8 +112,8 @@ def check_features(features: Features, dims: FamilyDims) -> None:
     """Raise `ValueError` where spans, masks and widths do not fit together."""
     if features.n_spans not in (2, 3) or len(features.tokens) != features.n_spans:
         raise ValueError(
-            f"expected 2 spans (closed-book) or 3 (with context), each with a mask; got "
-            f"{len(features.tokens)} spans and {features.n_spans} masks"
+            f"expected 2 spans (closed-book) or 3 (with context), each with a mask; "
+            f"got {len(features.tokens)} spans and {features.n_spans} masks"
         )
     for tokens, mask in zip(features.tokens, features.masks, strict=True):
         if tuple(tokens.shape) != (*mask.shape, dims.total):

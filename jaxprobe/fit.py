@@ -46,7 +46,7 @@ class TrainConfig:
                 )
         if self.n_pieces is not None and self.batch_size % self.n_pieces:
             raise ValueError(
-                f"batch_size {self.batch_size} does not part into {self.n_pieces} pieces"
+                f"batch_size {self.batch_size} has no {self.n_pieces} equal pieces"
             )
 
     def pieces(self) -> int:
@@ -230,7 +230,6 @@ def fit(
     Returns:
       best weights, and info.
     """
-
     flat, unravel = ravel_pytree(params)
 
     def flat_loss(flat, *batch):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxprobe.encoder import hashed_bits, random_words
+from jaxprobe.draws import hashed_bits, random_words
 from jaxprobe.fit import FitInfo, Params, TrainConfig, fit
 from jaxprobe.grid import Codes
 from jaxprobe.metrics import masked_auroc
@@ -184,7 +184,7 @@ def head_key(
     """
     bits = (members.astype(jnp.uint32) + 1) * jnp.uint32(0x9E3779B1)
     bits = (bits ^ (bits >> 15)) * jnp.uint32(0x85EBCA6B)
-    bits = (bits ^ (bits >> 13))
+    bits = bits ^ (bits >> 13)
     of_set = jnp.where(slot_mask, bits, jnp.uint32(0)).sum(dtype=jnp.uint32)
     key = jax.random.fold_in(jax.random.key(config.root_seed), 2)
     return jax.random.fold_in(jax.random.fold_in(key, seed), of_set)

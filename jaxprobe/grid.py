@@ -2,8 +2,8 @@
 
 A member is trained whole by `fit`. Members lie side by side in blocks by `vmap`; blocks
 follow one another in a Python loop, so that results can be saved and progress shown. On
-a CPU a block is one member: its activations stay in cache, it stops when it is done, and
-the families that it does not read cost nothing. On a GPU a block is the whole grid.
+a CPU a block is one member: its activations stay in cache, it stops when it is done,
+and the families that it does not read cost nothing. On a GPU it is the whole grid.
 
 Batches and input noise depend on the seed alone, so the members of a seed share them;
 initial weights and dropout depend on (subset, seed), never on the block.
@@ -19,13 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxprobe.encoder import (
-    Encoder,
-    EncoderConfig,
-    hashed_normal,
-    init_encoder,
-    random_words,
-)
+from jaxprobe.draws import hashed_normal, random_words
+from jaxprobe.encoder import Encoder, EncoderConfig, init_encoder
 from jaxprobe.features import N_FAMILIES, FamilyDims, FamilyTokens
 from jaxprobe.fit import FitInfo, Params, TrainConfig, fit
 from jaxprobe.metrics import masked_auroc
@@ -92,8 +87,9 @@ def labelled(
     labels = np.asarray(labels)
     if labels.dtype != bool or labels.shape != (features.n_examples,):
         raise ValueError(
-            f"expected one boolean label for each of {features.n_examples} examples, got "
-            f"{labels.dtype} {labels.shape}; leave rows without a label out beforehand"
+            f"expected one boolean label for each of {features.n_examples} "
+            f"examples, got {labels.dtype} {labels.shape}; leave rows without a label "
+            "out beforehand"
         )
     if weights is None:
         weights = np.ones(labels.shape)
@@ -137,10 +133,9 @@ def gather(
       rows: `[batch_size]` row numbers.
       noise: standard deviation.
       key: of the noise.
-      family_mask: `[n_families]` bool, families that are worth gathering, the others are
-        zero; None gathers all.
+      family_mask: `[n_families]` bool, families that are worth gathering; the others
+        are zero. None gathers all.
     """
-
     words = random_words(key)
 
     def one(tokens, mask, span, f):

@@ -1,8 +1,8 @@
 """AUROC within training, and AUROC, AUPRC and their intervals for evaluation.
 
 Scores are oriented: higher means more likely correct. AUROC takes the correct answer as
-the positive class (the sign convention does not matter to it); AUPRC takes the incorrect
-one, ranked by the negated score.
+the positive class (the sign convention does not matter to it); AUPRC takes the
+incorrect one, ranked by the negated score.
 """
 
 import dataclasses
@@ -86,7 +86,7 @@ def _undefined(scores: np.ndarray, labels: np.ndarray) -> str | None:
     """Say why no ranking metric exists for these scores, or None."""
     if scores.shape != labels.shape or scores.ndim != 1:
         raise ValueError(
-            f"scores {scores.shape} and labels {labels.shape} must be equally long vectors"
+            f"scores {scores.shape} and labels {labels.shape} must be equally long"
         )
     if not labels.size:
         return "no labelled example"

@@ -1,8 +1,8 @@
 """Which encoders to fuse: greedy forward selection on validation AUROC.
 
-Algorithm 1 of the paper (appendix B). Each round trains a fresh head, per seed, for every
-encoder not yet selected, added to the set; the best addition is kept while it helps by
-more than a margin. All heads of all rounds run through one compiled call.
+Algorithm 1 of the paper (appendix B). Each round trains a fresh head, per seed, for
+every encoder not yet selected, added to the set; the best addition is kept while it
+helps by more than a margin. All heads of all rounds run through one compiled call.
 """
 
 import dataclasses
@@ -202,8 +202,8 @@ def _check_classes(valid: PoolCodes) -> None:
     used = np.asarray(valid.labels)[np.asarray(valid.weights) > 0]
     if not used.size or used.min() == used.max():
         raise ValueError(
-            f"selection needs correct and incorrect validation answers; got {used.size} "
-            "rows of one class"
+            f"selection needs correct and incorrect validation answers; got "
+            f"{used.size} rows of one class"
         )
 
 

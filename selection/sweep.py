@@ -97,7 +97,7 @@ def sweep_layers(
 
 @partial(jax.jit, static_argnames=("config",))
 def _fit_probes(train, labels, valid, valid_labels, seeds, *, config):
-    """Validation AUROC `[n_layers + 1, n_seeds]` of probes on `[layer, row, d_model]`."""
+    """Validation AUROC `[n_layers + 1, n_seeds]`; rows are `[layer, row, d_model]`."""
 
     def one(train, valid, seed):
         key = jax.random.fold_in(jax.random.key(config.root_seed), seed)

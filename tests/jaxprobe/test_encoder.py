@@ -3,17 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxprobe.encoder import (
-    Encoder,
-    EncoderConfig,
-    dropout,
-    gated_matmul,
-    hashed_bits,
-    hashed_normal,
-    init_encoder,
-    random_words,
-    row_convolution,
-)
+from jaxprobe.draws import dropout, hashed_bits, hashed_normal, random_words
+from jaxprobe.encoder import Encoder, EncoderConfig, init_encoder
 from jaxprobe.features import (
     FamilyDims,
     FamilyTokens,
@@ -23,6 +14,7 @@ from jaxprobe.features import (
     split_families,
 )
 from jaxprobe.fusion import FusionConfig, FusionHead
+from jaxprobe.masked import gated_matmul, row_convolution
 from jaxprobe.subsets import N_SUBSETS, SUBSET_NAMES, SUBSETS, subset_index
 
 DIMS = FamilyDims(hidden=6, prob=5, resid=4, attn=3)

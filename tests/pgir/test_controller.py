@@ -71,7 +71,8 @@ class PlantedReader:
         return [Draft(answer="guess", p_correct=0.1) for _ in questions]
 
     def with_context(self, rows, contexts):
-        self.shown += [(i, tuple(p.title for p in c)) for i, c in zip(rows, contexts)]
+        titles = [tuple(p.title for p in context) for context in contexts]
+        self.shown += list(zip(rows, titles, strict=True))
         found = [any(p.title == self.wanted for p in c) for c in contexts]
         return [("right", 0.9) if f else ("guess", 0.2) for f in found]
 
