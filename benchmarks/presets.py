@@ -105,21 +105,21 @@ def _demo(seed: int) -> dict[str, Any]:
     """Sizes for ten minutes on two cores."""
     return {
         "questions": QuestionConfig(),
-        "n_control": 300,
+        "n_control": 250,
         "encoder": EncoderConfig(projection=16, hidden=16, n_blocks=2, n_groups=4),
         "train": TrainConfig(
             learning_rate=2e-3,
             batch_size=256,
-            max_epochs=8,
+            max_epochs=6,
             halve_after=2,
             stop_after=3,
             root_seed=seed,
         ),
-        "fusion": FusionConfig(hidden=32),
+        "fusion": FusionConfig(hidden=16),
         "fusion_train": TrainConfig(
-            learning_rate=2e-3,
-            batch_size=256,
-            max_epochs=10,
+            learning_rate=3e-3,
+            batch_size=512,
+            max_epochs=8,
             halve_after=2,
             stop_after=3,
             root_seed=seed,

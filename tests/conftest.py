@@ -1,8 +1,10 @@
 import os
 
 # Set before JAX or Torch start: no test needs more than the two cores of the
-# smallest machine, and fixed thread counts keep sums reproducible.
+# smallest machine, and most of a JAX test's time is compilation, which need not
+# optimise code that runs for milliseconds.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 

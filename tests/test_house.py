@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "benchmarks": set(ROOMS),
 }
 # What a JAX room may take from `extract`: words and arrays, never the backbone.
-PLAIN = {"extract.records", "extract.store", "extract.rundir", "extract.atomic"}
+PLAIN = {"extract.records", "extract.store"}
 
 
 def imports_of(path):
