@@ -55,6 +55,10 @@ class RunDir:
     path: Path
     _lock: BinaryIO | None = dataclasses.field(default=None, repr=False, compare=False)
 
+    def __post_init__(self) -> None:
+        """Make the path absolute: stages hand whole paths around."""
+        object.__setattr__(self, "path", Path(self.path).absolute())
+
     @property
     def examples(self) -> Path:
         """Questions, one `Example` per line."""

@@ -222,3 +222,12 @@ def test_a_bad_row_in_the_middle_is_named(tmp_path):
     path.write_text('{"a": 1}\n{"a"\n{"a": 3}\n')
     with pytest.raises(ValueError, match="a.jsonl, line 2: not a JSON object"):
         list(JsonLines.open(path).rows())
+
+
+def test_a_run_given_by_a_relative_path_is_the_run_itself(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with RunDir.open("run", {"seed": 0}) as run:
+        run.examples.write_text("{}\n")
+        run.mark_stage("world", {}, 0.1, [run.examples])
+        assert run.stage_done("world", run.hash_inputs())
+    assert run == RunDir(tmp_path / "run")
