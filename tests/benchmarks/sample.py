@@ -20,6 +20,7 @@ STRENGTH = {
     "early_fusion": 0.895,
     "late_fusion_singles": 0.9,
     "late_fusion_all": 0.905,
+    "without_closed_book": 0.885,
     "tfidf": 0.74,
     "perplexity": 0.84,
     "permuted_labels": 0.5,
