@@ -128,7 +128,7 @@ def _demo(seed: int) -> dict[str, Any]:
 
 
 def _smoke(seed: int) -> dict[str, Any]:
-    """Sizes that aim at a minute (measured: two); every stage runs, no number means anything."""
+    """Sizes that aim at a minute (measured: two); the numbers mean nothing."""
     return {
         "questions": QuestionConfig(n_train=240, n_evaluation=120, n_ood=60),
         "encoder": EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2),
