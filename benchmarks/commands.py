@@ -1,0 +1,204 @@
+"""The verbs that make a run: from its questions to its report."""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from extract.console import Progress, quiet
+
+if TYPE_CHECKING:
+    from benchmarks.presets import RunConfig
+    from extract.rundir import RunDir
+
+RUN_DIR = click.argument("run_dir", type=click.Path(path_type=Path))
+
+
+def _new_run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that make a run what it is."""
+    for option in (
+        click.option(
+            "--seed", default=0, show_default=True, help="Of training and bootstrap."
+        ),
+        click.option(
+            "--answer-span",
+            type=click.Choice(["emitting", "literal"]),
+            default="emitting",
+            show_default=True,
+            help="Positions that emit the answer, or the answer tokens alone.",
+        ),
+        click.option(
+            "--model",
+            default="embedded",
+            show_default=True,
+            help="Backbone: a directory, a Hub id, or the embedded one.",
+        ),
+        click.option(
+            "--preset",
+            type=click.Choice(["demo", "smoke"]),
+            default="demo",
+            show_default=True,
+            help="Sizes: demo takes about 14 minutes on two cores, smoke 2.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def _config_of(run_dir: Path) -> "RunConfig":
+    """Return the configuration a run directory was made with."""
+    from benchmarks.presets import config_from_manifest
+    from extract.manifest import read_manifest
+
+    return config_from_manifest(read_manifest(run_dir)["config"])
+
+
+@contextlib.contextmanager
+def _opened(run_dir: Path, config: "RunConfig") -> Iterator["RunDir"]:
+    """Hold a run directory while stages work in it."""
+    from extract.rundir import RunDir
+
+    with RunDir.open(run_dir, config.as_json()) as run:
+        yield run
+
+
+def _do(run_dir: Path, *names: str, config: "RunConfig | None" = None) -> None:
+    """Do stages of a run, in order."""
+    from benchmarks.stage import run_stage
+    from benchmarks.stages import STAGES
+
+    quiet()
+    config = _config_of(run_dir) if config is None else config
+    if config.xla_flags:
+        os.environ.setdefault("XLA_FLAGS", config.xla_flags)
+    progress = Progress()
+    with _opened(run_dir, config) as run:
+        for name in names:
+            run_stage(STAGES[name], run, config, progress)
+
+
+def _make_config(preset: str, model: str, answer_span: str, seed: int) -> "RunConfig":
+    """Return a new run's configuration; a wrong model is found before it is made."""
+    from benchmarks.presets import make_config
+    from extract.backbone import check_name
+
+    config = make_config(preset, model=model, seed=seed, answer_span=answer_span)
+    check_name(config.model_path)
+    return config
+
+
+@click.command()
+@RUN_DIR
+@_new_run_options
+@click.option("--json", "as_json", is_flag=True, help="Print the headline as JSON.")
+def demo(run_dir: Path, as_json: bool, **options: Any) -> None:
+    """Do everything, from questions to the report.
+
+    Example: beatrice demo runs/demo
+    """
+    from benchmarks.stages import IN_ORDER, summary
+
+    config = _make_config(**options)
+    _do(run_dir, *IN_ORDER, config=config)
+    _show_summary(summary(run_dir), as_json)
+    click.echo(str(run_dir / "report.html"), err=as_json)
+
+
+def _show_summary(found: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(found["headline"]))
+    else:
+        click.echo(found["text"])
+
+
+@click.command()
+@RUN_DIR
+@_new_run_options
+@click.option("--train", is_flag=True, help="Also train the model, into RUN_DIR/model.")
+def world(run_dir: Path, train: bool, **options: Any) -> None:
+    """Make the microworld: questions and passages (and its model, from nothing).
+
+    Example: beatrice world runs/mine --train
+    """
+    config = _make_config(**options)
+    _do(run_dir, "world", config=config)
+    if train:
+        from benchmarks.torch_stages import train_world_model
+
+        progress = Progress()
+        with _opened(run_dir, config) as run, progress.stage("model") as update:
+            click.echo(str(train_world_model(run, config, update, progress)))
+
+
+def _stage_verb(name: str, text: str) -> click.Command:
+    """Return the verb of a stage that takes a run directory and nothing else."""
+
+    @click.command(name=name, help=f"{text}\n\nExample: beatrice {name} runs/demo")
+    @RUN_DIR
+    def verb(run_dir: Path) -> None:
+        _do(run_dir, name)
+
+    return verb
+
+
+answer = _stage_verb("answer", "Answer every question, closed-book and with context.")
+label = _stage_verb("label", "Label the answers by normalised exact match.")
+sweep = _stage_verb("sweep", "Choose the layer of the hidden states on validation.")
+train = _stage_verb("train", "Train all fifteen encoders, every seed, both settings.")
+select = _stage_verb("select", "Select encoders greedily and train the fusion heads.")
+calibrate = _stage_verb(
+    "calibrate", "Fit the isotonic maps on validation and save the detector."
+)
+evaluate = _stage_verb(
+    "evaluate", "Measure every detector on every set, with intervals."
+)
+control = _stage_verb(
+    "control", "Run PGIR and its plain rivals; choose threshold and budget."
+)
+report = _stage_verb("report", "Write report.html from the rows.")
+
+
+@click.command()
+@RUN_DIR
+def extract(run_dir: Path) -> None:
+    """Read the four signal families of every answer into the feature store.
+
+    Under torchrun, SLURM or a Kubernetes indexed job every process does its part.
+
+    Example: torchrun --nproc-per-node 2 -m beatrice extract runs/demo
+    """
+    from extract.extraction import rank_and_world_size
+
+    rank, world_size = rank_and_world_size()
+    if world_size == 1:
+        _do(run_dir, "extract")
+        return
+    from benchmarks.torch_stages import extract_worker
+    from extract.rundir import RunDir
+
+    quiet()
+    config, progress = _config_of(run_dir), Progress()
+    with RunDir.open(run_dir, config.as_json(), exclusive=False) as run:
+        with progress.stage(f"extract {rank}/{world_size}") as update:
+            extract_worker(run, config, update, (rank, world_size))
+
+
+@click.command()
+@RUN_DIR
+def verify(run_dir: Path) -> None:
+    """Read every checksum of a run again: stages, stores, weights.
+
+    Example: beatrice verify runs/demo
+    """
+    from benchmarks.verification import verify_run
+
+    problems = verify_run(run_dir)
+    for problem in problems:
+        click.echo(problem)
+    if problems:
+        raise click.ClickException(f"{len(problems)} problems found in {run_dir}")
+    click.echo(f"{run_dir}: every checksum holds")

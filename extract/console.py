@@ -1,0 +1,75 @@
+"""What a person sees while a verb runs: bars on a terminal, plain lines elsewhere."""
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import click
+
+
+class Progress:
+    """Bars with rates on a terminal, plain lines otherwise, all on stderr."""
+
+    def note(self, text: str) -> None:
+        """Print one line for the person who waits."""
+        click.echo(text, err=True)
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[Callable[[int, int], None]]:
+        """Show one stage; yields what is told (done, total)."""
+        began = time.monotonic()
+        if sys.stderr.isatty():
+            with _bar(name) as update:
+                yield update
+        else:
+            yield _plain_lines(name, began)
+        self.note(f"{name}: done in {time.monotonic() - began:.1f} s")
+
+
+@contextlib.contextmanager
+def _bar(name: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar with done, total, rate and time left."""
+    from rich import console, progress
+
+    with progress.Progress(
+        progress.TextColumn("{task.description:<10}"),
+        progress.BarColumn(),
+        progress.MofNCompleteColumn(),
+        progress.TextColumn("{task.fields[rate]}"),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+        console=console.Console(stderr=True),
+        transient=True,
+    ) as bars:
+        task = bars.add_task(name, total=None, rate="")
+        began = time.monotonic()
+
+        def update(done: int, total: int) -> None:
+            rate = f"{done / max(time.monotonic() - began, 1e-9):.3g}/s"
+            bars.update(task, completed=done, total=total, rate=rate)
+
+        yield update
+
+
+def _plain_lines(name: str, began: float) -> Callable[[int, int], None]:
+    """Return an update that prints a line with the rate every ten seconds."""
+    last = began
+
+    def update(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= 10:
+            last = now
+            rate = done / max(now - began, 1e-9)
+            click.echo(f"{name}: {done} of {total}, {rate:.3g}/s", err=True)
+
+    return update
+
+
+def quiet() -> None:
+    """Silence what other libraries print while they load."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

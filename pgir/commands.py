@@ -1,0 +1,41 @@
+"""The verb for whoever has a question and an answer."""
+
+import json
+from pathlib import Path
+
+import click
+
+from extract.console import quiet
+
+
+@click.command()
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--question", required=True, help="As the model was asked.")
+@click.option("--answer", required=True, help="The answer to be judged.")
+@click.option(
+    "--context", multiple=True, help="A passage the model was shown; repeatable."
+)
+@click.option("--model", default=None, help="Where the backbone lies, if moved.")
+@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
+def score(
+    run_dir: Path,
+    question: str,
+    answer: str,
+    context: tuple[str, ...],
+    model: str | None,
+    as_json: bool,
+) -> None:
+    """Score an answer that exists: one forward pass, P(correct) back.
+
+    Example: beatrice score runs/demo --question "who wrote X?" --answer "Y"
+    """
+    quiet()
+    from pgir.scoring import Scorer
+
+    found = Scorer.load(run_dir, model=model).score(question, answer, context or None)
+    for warning in found.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    if as_json:
+        click.echo(json.dumps(found.as_json()))
+    else:
+        click.echo(f"{found.p_correct:.3f}")
