@@ -146,7 +146,8 @@ def _smoke(seed: int) -> dict[str, Any]:
         "n_control": 40,
         "xla_flags": (
             "--xla_backend_optimization_level=0 "
-            "--xla_llvm_disable_expensive_passes=true"
+            "--xla_llvm_disable_expensive_passes=true "
+            "--xla_cpu_use_fusion_emitters=false"
         ),
     }
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxprobe.draws import dropout, random_words
+from jaxprobe.draws import draw_weights, dropout
 from jaxprobe.features import N_FAMILIES, FamilyDims, FamilyTokens
 from jaxprobe.masked import (
     N_TAPS,
@@ -158,21 +158,20 @@ class Encoder(nn.Module):
         self,
         features: FamilyTokens,
         family_mask: jax.Array,
-        key: jax.Array | None = None,
+        words: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Score a batch of answers.
 
         Args:
           features: standardised signals, families apart.
           family_mask: `[n_families]` bool, the subset that is read.
-          key: PRNG key of dropout; None outside training.
+          words: of dropout's draws; None outside training.
 
         Returns:
           logits `[n_examples]`, and pooled vectors `[n_examples, 2 * hidden]`: those of
           the answer span, which carries nearly all of the signal (paper, appendix D).
         """
         cfg = self.config
-        words = None if key is None else random_words(key)
         weights = [
             self.param(f"projection_{f}", weight_deviation, (size, cfg.projection))
             for f, size in enumerate(self.dims.sizes)
@@ -199,29 +198,17 @@ class Encoder(nn.Module):
 
 
 def init_encoder(
-    encoder: Encoder, key: jax.Array, features: FamilyTokens, family_mask: jax.Array
+    encoder: Encoder, words: jax.Array, features: FamilyTokens, family_mask: jax.Array
 ) -> Params:
-    """Initial weights.
-
-    The module's initialisers give each weight's standard deviation, and one draw gives
-    all weights: some sixty generators took a quarter of the grid's compile time.
+    """Initial weights; the module's initialisers give their standard deviations.
 
     Args:
       encoder: the module.
-      key: PRNG key.
+      words: of the draw, see `jaxprobe.draws`.
       features: any features of the right widths.
       family_mask: `[n_families]` bool.
     """
     few = jax.tree.map(lambda x: x[:1], features)
-    paths, tree = jax.tree.flatten_with_path(encoder.init(key, few, family_mask))
-    is_weight = [not path[-1].key.endswith(("bias", "scale")) for path, _ in paths]
-    sizes = [
-        leaf.size if drawn else 0
-        for (_, leaf), drawn in zip(paths, is_weight, strict=True)
-    ]
-    draws = jnp.split(jax.random.normal(key, (sum(sizes),)), np.cumsum(sizes)[:-1])
-    leaves = [
-        leaf * draw.reshape(leaf.shape) if drawn else leaf
-        for (_, leaf), draw, drawn in zip(paths, draws, is_weight, strict=True)
-    ]
-    return jax.tree.unflatten(tree, leaves)
+    # The key is for Flax only: no initialiser draws from it.
+    deviations = encoder.init(jax.random.key(0), few, family_mask)
+    return draw_weights(deviations, words)

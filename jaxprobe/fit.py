@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
+from jaxprobe.draws import hashed_permutation, mix
+
 Params = Any
 Loss = Callable[[Params, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -124,11 +126,11 @@ def adamw_step(
     return params - rate * step, Moments(first, second, count)
 
 
-def _epoch_batches(key: jax.Array, weights: jax.Array, batch_size: int):
+def _epoch_batches(words: jax.Array, weights: jax.Array, batch_size: int):
     """Shuffle rows into batches.
 
     Args:
-      key: of the shuffle.
+      words: of the shuffle.
       weights: `[n_rows]` row weights.
       batch_size: rows per batch; the last one may hold fewer.
 
@@ -139,23 +141,23 @@ def _epoch_batches(key: jax.Array, weights: jax.Array, batch_size: int):
     n_rows = weights.shape[0]
     n_steps = -(-n_rows // batch_size)
     n_excess = n_steps * batch_size - n_rows
-    rows = jnp.pad(jax.random.permutation(key, n_rows), (0, n_excess))
+    rows = jnp.pad(hashed_permutation(words, n_rows), (0, n_excess))
     real = (jnp.arange(n_steps * batch_size) < n_rows).astype(jnp.float32)
     rows, real = (x.reshape(n_steps, batch_size) for x in (rows, real))
     shares = weights[rows] * real
     return rows, shares / jnp.maximum(shares.sum(axis=1, keepdims=True), 1e-6)
 
 
-def _piecewise(loss, params: jax.Array, rows, shares, keys, n_pieces: int):
+def _piecewise(loss, params: jax.Array, rows, shares, words, n_pieces: int):
     """Loss and gradient of a batch as the sum over its pieces."""
     gradient = jax.value_and_grad(loss)
     if n_pieces == 1:
-        return gradient(params, rows, shares, *keys)
+        return gradient(params, rows, shares, *words)
 
     def add(total, piece):
         index, rows, shares = piece
-        piece_keys = (jax.random.fold_in(key, index) for key in keys)
-        new = gradient(params, rows, shares, *piece_keys)
+        piece_words = (mix(word, index) for word in words)
+        new = gradient(params, rows, shares, *piece_words)
         return jax.tree.map(jnp.add, total, new), None
 
     zero = (jnp.zeros(()), jnp.zeros_like(params))
@@ -205,8 +207,8 @@ def fit(
     validate: Callable[[Params], jax.Array],
     *,
     weights: jax.Array,
-    batch_key: jax.Array,
-    member_key: jax.Array,
+    batch_words: jax.Array,
+    member_words: jax.Array,
     config: TrainConfig,
     axes: tuple[str, ...] = (),
     enabled: jax.Array | bool = True,
@@ -215,12 +217,12 @@ def fit(
 
     Args:
       params: initial weights.
-      loss: of `(params, rows, shares, batch_key, member_key)`: the sum of the rows'
+      loss: of `(params, rows, shares, batch_words, member_words)`: the sum of the rows'
         losses times their shares, both `[n_piece]`.
       validate: validation AUROC of weights.
       weights: `[n_rows]` weights of the training rows, at least 0.
-      batch_key: decides the batches; equal for the members that share them.
-      member_key: decides dropout.
+      batch_words: decides the batches; equal for the members that share them.
+      member_words: decides dropout.
       config: the protocol.
       axes: names of the `vmap` axes around this call. Members that are done wait for
         the last one, and the epoch number stays common to all, which is what lets
@@ -238,12 +240,9 @@ def fit(
     def step(carry, batch):
         params, moments, rate = carry
         index, rows, shares = batch
-        keys = (
-            jax.random.fold_in(batch_key, index),
-            jax.random.fold_in(member_key, index),
-        )
+        words = (mix(batch_words, index), mix(member_words, index))
         value, grads = _piecewise(
-            flat_loss, params, rows, shares, keys, config.pieces()
+            flat_loss, params, rows, shares, words, config.pieces()
         )
         params, moments = adamw_step(params, grads, moments, rate, config.weight_decay)
         return (params, moments, rate), value
@@ -252,9 +251,8 @@ def fit(
         return (state.stale < config.stop_after) & jnp.asarray(enabled)
 
     def epoch(state):
-        shuffle = jax.random.fold_in(batch_key, state.epoch)
-        key = jax.random.fold_in(shuffle, 1)
-        rows, shares = _epoch_batches(key, weights, config.batch_size)
+        shuffle = mix(mix(batch_words, state.epoch), 1)
+        rows, shares = _epoch_batches(shuffle, weights, config.batch_size)
         index = state.epoch * rows.shape[0] + jnp.arange(rows.shape[0])
         carry = (state.params, state.moments, state.info.learning_rate)
         (params, moments, _), losses = jax.lax.scan(step, carry, (index, rows, shares))

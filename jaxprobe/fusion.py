@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxprobe.draws import hashed_bits, random_words
+from jaxprobe.draws import HEADS, draw_weights, hashed_bits, mix, words_of
+from jaxprobe.encoder import weight_deviation
 from jaxprobe.fit import FitInfo, Params, TrainConfig, fit
 from jaxprobe.grid import Codes
 from jaxprobe.metrics import masked_auroc
@@ -80,7 +81,7 @@ def pool_codes(
 
 
 def keep_encoders(
-    key: jax.Array, n_examples: int, slot_mask: jax.Array, rate: float
+    words: jax.Array, n_examples: int, slot_mask: jax.Array, rate: float
 ) -> jax.Array:
     """Which encoders an example sees in one training step.
 
@@ -88,7 +89,7 @@ def keep_encoders(
     them, one filled slot, chosen uniformly, stays: a head cannot learn from nothing.
 
     Args:
-      key: PRNG key.
+      words: of the draw, see `jaxprobe.draws`.
       n_examples: in the batch.
       slot_mask: `[n_slots]` bool, True where a slot is filled.
       rate: probability of hiding.
@@ -97,7 +98,7 @@ def keep_encoders(
       `[n_examples, n_slots]` bool, False on empty slots.
     """
     # Counted slot by slot, so that empty slots change nothing for the filled ones.
-    bits = hashed_bits(random_words(key), 0, (slot_mask.shape[0], n_examples))
+    bits = hashed_bits(words, 0, (slot_mask.shape[0], n_examples))
     draws = (bits >> 8).T.astype(jnp.float32) * np.float32(2.0**-24)
     filled = slot_mask[None, :]
     keep = (draws >= rate) & filled
@@ -118,7 +119,7 @@ class FusionHead(nn.Module):
         pooled: jax.Array,
         logits: jax.Array,
         slot_mask: jax.Array,
-        key: jax.Array | None = None,
+        words: jax.Array | None = None,
     ) -> jax.Array:
         """Fuse a batch.
 
@@ -129,7 +130,7 @@ class FusionHead(nn.Module):
           pooled: `[n_slots, n_examples, d_pooled]`.
           logits: `[n_slots, n_examples]`, turned into probabilities here.
           slot_mask: `[n_slots]` bool.
-          key: PRNG key of encoder dropout; None outside training.
+          words: of encoder dropout's draws; None outside training.
 
         Returns:
           `[n_examples]` logits.
@@ -141,8 +142,8 @@ class FusionHead(nn.Module):
         )
         bias = self.param("bias", nn.initializers.zeros, (cfg.hidden,))
         keep = jnp.broadcast_to(slot_mask[None, :], (n_examples, n_slots))
-        if key is not None:
-            keep = keep_encoders(key, n_examples, slot_mask, cfg.encoder_dropout)
+        if words is not None:
+            keep = keep_encoders(words, n_examples, slot_mask, cfg.encoder_dropout)
         keep = keep.astype(jnp.float32)
         scores = jax.nn.sigmoid(logits).T
         both = keep[:, first] * keep[:, second]
@@ -152,33 +153,45 @@ class FusionHead(nn.Module):
         seen = jnp.moveaxis(pooled, 0, 1) * keep[:, :, None]
         x = x + seen.reshape(n_examples, -1) @ kernels["pooled"].reshape(-1, cfg.hidden)
         x = nn.gelu(nn.LayerNorm(name="norm")(x))
-        return nn.Dense(1, name="out")(x)[:, 0]
+        return nn.Dense(1, kernel_init=weight_deviation, name="out")(x)[:, 0]
 
 
 def _fusion_kernels(
     key: jax.Array, n_slots: int, d_pooled: int, hidden: int, slot_mask: jax.Array
 ) -> dict[str, jax.Array]:
-    """First-layer kernels; fan-in counts filled slots.
+    """Standard deviations of the first layer; fan-in counts filled slots.
 
-    A slot's rows do not depend on the number of slots. Disagreements start without a
+    A slot's draws do not depend on the number of slots. Disagreements start without a
     say, so that the head begins as one over the encoders alone.
     """
     filled = slot_mask.astype(jnp.float32)[:, None, None]
     n = filled.sum()
     scale = jax.lax.rsqrt(jnp.maximum(n * (d_pooled + 1) + n * (n - 1) / 2, 1.0))
-    draws = jax.random.normal(key, (n_slots * (d_pooled + 1) * hidden,)) * scale
-    rows = draws.reshape(n_slots, d_pooled + 1, hidden) * filled
+    rows = jnp.broadcast_to(scale * filled, (n_slots, d_pooled, hidden))
     return {
-        "pooled": rows[:, :-1],
-        "score": rows[:, -1],
+        "pooled": rows,
+        "score": rows[:, 0],
         "difference": jnp.zeros((n_slots * (n_slots - 1) // 2, hidden)),
     }
 
 
-def head_key(
+def init_head(
+    head: FusionHead,
+    words: jax.Array,
+    pooled: jax.Array,
+    logits: jax.Array,
+    slot_mask: jax.Array,
+) -> Params:
+    """Initial weights; the other arguments are those of a call."""
+    # The key is for Flax only: no initialiser draws from it.
+    deviations = head.init(jax.random.key(0), pooled, logits, slot_mask)
+    return draw_weights(deviations, words)
+
+
+def head_words(
     config: TrainConfig, members: jax.Array, slot_mask: jax.Array, seed: jax.Array
 ) -> jax.Array:
-    """Key of a head, from its set and its seed; empty slots do not enter.
+    """Words of a head's draws, from its set and its seed; empty slots do not enter.
 
     The set enters as a sum of hashes, which no order and no number of slots changes.
     """
@@ -186,8 +199,7 @@ def head_key(
     bits = (bits ^ (bits >> 15)) * jnp.uint32(0x85EBCA6B)
     bits = bits ^ (bits >> 13)
     of_set = jnp.where(slot_mask, bits, jnp.uint32(0)).sum(dtype=jnp.uint32)
-    key = jax.random.fold_in(jax.random.key(config.root_seed), 2)
-    return jax.random.fold_in(jax.random.fold_in(key, seed), of_set)
+    return words_of(config.root_seed, HEADS, seed, of_set)
 
 
 def fit_head(
@@ -211,14 +223,14 @@ def fit_head(
       head: the module.
       config: the protocol.
     """
-    key = head_key(config, members, slot_mask, seed)
+    words = head_words(config, members, slot_mask, seed)
     train_slots = (train.pooled[seed][members], train.logits[seed][members])
     valid_slots = (valid.pooled[seed][members], valid.logits[seed][members])
-    params = head.init(key, *(x[:, :1] for x in train_slots), slot_mask)
+    params = init_head(head, words, *(x[:, :1] for x in train_slots), slot_mask)
 
-    def loss(params, rows, shares, _, dropout_key):
+    def loss(params, rows, shares, _, dropout_words):
         batch = (jnp.take(x, rows, axis=1) for x in train_slots)
-        logits = head.apply(params, *batch, slot_mask, dropout_key)
+        logits = head.apply(params, *batch, slot_mask, dropout_words)
         losses = optax.sigmoid_binary_cross_entropy(logits, train.labels[rows])
         return (losses * shares).sum()
 
@@ -231,8 +243,8 @@ def fit_head(
         loss,
         validate,
         weights=train.weights,
-        batch_key=jax.random.fold_in(key, 0),
-        member_key=jax.random.fold_in(key, 1),
+        batch_words=mix(words, 0),
+        member_words=mix(words, 1),
         config=config,
         enabled=slot_mask.any(),
     )

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxprobe.draws import hashed_normal, random_words
+from jaxprobe.draws import BATCHES, MEMBERS, hashed_normal, words_of
 from jaxprobe.encoder import Encoder, EncoderConfig, init_encoder
 from jaxprobe.features import N_FAMILIES, FamilyDims, FamilyTokens
 from jaxprobe.fit import FitInfo, Params, TrainConfig, fit
@@ -109,21 +109,19 @@ def default_blocks(n_seeds: int) -> tuple[Block, ...]:
     return tuple(Block((m.subset,), (m.seed,)) for m in grid_members(n_seeds))
 
 
-def member_keys(
+def member_words(
     config: TrainConfig, subset: jax.Array, seed: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Keys of a member: of its batches (seed only), and its own (subset and seed)."""
-    root = jax.random.key(config.root_seed)
-    batch_key = jax.random.fold_in(jax.random.fold_in(root, 0), seed)
-    own = jax.random.fold_in(jax.random.fold_in(root, 1), subset)
-    return batch_key, jax.random.fold_in(own, seed)
+    """Words of a member's draws: its batches (seed only), its own (subset, seed)."""
+    root = config.root_seed
+    return words_of(root, BATCHES, seed), words_of(root, MEMBERS, seed, subset)
 
 
 def gather(
     features: FamilyTokens,
     rows: jax.Array,
     noise: float,
-    key: jax.Array,
+    words: jax.Array,
     family_mask: jax.Array | None,
 ) -> FamilyTokens:
     """One batch with Gaussian noise on its inputs.
@@ -132,11 +130,10 @@ def gather(
       features: all training rows.
       rows: `[batch_size]` row numbers.
       noise: standard deviation.
-      key: of the noise.
+      words: of the noise.
       family_mask: `[n_families]` bool, families that are worth gathering; the others
         are zero. None gathers all.
     """
-    words = random_words(key)
 
     def one(tokens, mask, span, f):
         def read():
@@ -187,14 +184,14 @@ def fit_member(
     axes: tuple[str, ...] = (),
 ) -> tuple[Params, FitInfo]:
     """Train one encoder; `axes` names the `vmap` axes around it (see `fit`)."""
-    batch_key, member_key = member_keys(config, subset, seed)
-    params = init_encoder(encoder, member_key, train.features, family_mask)
+    batch_words, own_words = member_words(config, subset, seed)
+    params = init_encoder(encoder, own_words, train.features, family_mask)
     noise = encoder.config.input_noise
 
-    def loss(params, rows, shares, noise_key, dropout_key):
+    def loss(params, rows, shares, noise_words, dropout_words):
         gates = None if axes else family_mask
-        batch = gather(train.features, rows, noise, noise_key, gates)
-        logits, _ = encoder.apply(params, batch, family_mask, dropout_key)
+        batch = gather(train.features, rows, noise, noise_words, gates)
+        logits, _ = encoder.apply(params, batch, family_mask, dropout_words)
         losses = optax.sigmoid_binary_cross_entropy(logits, train.labels[rows])
         return (losses * shares).sum()
 
@@ -211,8 +208,8 @@ def fit_member(
         loss,
         validate,
         weights=train.weights,
-        batch_key=batch_key,
-        member_key=member_key,
+        batch_words=batch_words,
+        member_words=own_words,
         config=config,
         axes=axes,
     )

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxprobe.draws import PROBES, exact_normal, mix, words_of
 from jaxprobe.fit import TrainConfig, fit
 from jaxprobe.metrics import masked_auroc
 
@@ -100,7 +101,7 @@ def _fit_probes(train, labels, valid, valid_labels, seeds, *, config):
     """Validation AUROC `[n_layers + 1, n_seeds]`; rows are `[layer, row, d_model]`."""
 
     def one(train, valid, seed):
-        key = jax.random.fold_in(jax.random.key(config.root_seed), seed)
+        words = words_of(config.root_seed, PROBES, seed)
 
         def logits(params, rows):
             return rows @ params["weight"] + params["bias"][None]
@@ -115,14 +116,14 @@ def _fit_probes(train, labels, valid, valid_labels, seeds, *, config):
             weights = jnp.ones_like(valid_labels)
             return masked_auroc(logits(params, valid), valid_labels, weights)
 
-        start = jax.random.normal(key, (train.shape[-1],)) * 1e-3
+        start = exact_normal(words, 0, (train.shape[-1],)) * 1e-3
         _, info = fit(
             {"weight": start, "bias": jnp.zeros(())},
             loss,
             validate,
             weights=jnp.ones_like(labels),
-            batch_key=key,
-            member_key=key,
+            batch_words=mix(words, 0),
+            member_words=mix(words, 1),
             config=config,
             axes=("layers", "seeds"),
         )

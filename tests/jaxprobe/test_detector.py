@@ -5,9 +5,17 @@ import pytest
 
 from jaxprobe.calibration import Calibrator
 from jaxprobe.detector import Detector, EncoderBank, SettingHead
+from jaxprobe.draws import words_of
 from jaxprobe.encoder import Encoder, EncoderConfig, init_encoder
 from jaxprobe.features import FamilyDims, Features, fit_standardizer, split_families
-from jaxprobe.fusion import FusionConfig, FusionHead, PoolCodes, apply_head, slots_of
+from jaxprobe.fusion import (
+    FusionConfig,
+    FusionHead,
+    PoolCodes,
+    apply_head,
+    init_head,
+    slots_of,
+)
 from jaxprobe.grid import Codes, Member, Trained, encode
 from jaxprobe.subsets import SUBSETS, subset_index
 
@@ -38,10 +46,9 @@ def random_grid(setting):
     families = split_families(features, DIMS[setting], standardizer)
     encoder = Encoder(CONFIG, DIMS[setting])
     members = tuple(Member(subset_index(n), s) for s in (0, 1) for n in NAMES)
-    init = jax.jit(lambda key, mask: init_encoder(encoder, key, families, mask))
+    init = jax.jit(lambda words, mask: init_encoder(encoder, words, families, mask))
     params = [
-        init(jax.random.key(i), jnp.asarray(SUBSETS[m.subset]))
-        for i, m in enumerate(members)
+        init(words_of(i), jnp.asarray(SUBSETS[m.subset])) for i, m in enumerate(members)
     ]
     stacked = jax.tree.map(lambda *x: np.stack(x), *params)
     trained = Trained(members, stacked, None)
@@ -59,8 +66,8 @@ def made():
     }
     head, mask = FusionHead(FUSION), jnp.asarray(slots_of((0, 1), 4)[1])
     zeros = jnp.zeros((4, 1, 16)), jnp.zeros((4, 1))
-    init = jax.vmap(lambda key: head.init(key, *zeros, mask))
-    stacked = jax.device_get(jax.jit(init)(jax.random.split(jax.random.key(0), 2)))
+    init = jax.vmap(lambda seed: init_head(head, words_of(seed), *zeros, mask))
+    stacked = jax.device_get(jax.jit(init)(jnp.arange(2)))
     calibrator = Calibrator(np.array([0.0, 1.0]), np.array([0.1, 0.7]))
     reads = {
         "closed_book": (("closed_book", "HP"), ("closed_book", "A")),

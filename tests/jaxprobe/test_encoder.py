@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxprobe.draws import dropout, hashed_bits, hashed_normal, random_words
+from jaxprobe.draws import words_of
 from jaxprobe.encoder import Encoder, EncoderConfig, init_encoder
 from jaxprobe.features import (
     FamilyDims,
@@ -45,14 +45,14 @@ def plain(features, dims=DIMS):
 
 ENCODER = Encoder(CONFIG, DIMS)
 APPLY = jax.jit(ENCODER.apply)
-INIT = jax.jit(lambda key, *args: init_encoder(ENCODER, key, *args))
+INIT = jax.jit(lambda words, *args: init_encoder(ENCODER, words, *args))
 
 
 def weights(name, n_spans=2):
     """Initial weights with biases and scales moved, so that they take part."""
     mask = jnp.asarray(SUBSETS[subset_index(name)])
     families = plain(random_features(n_spans=n_spans))
-    return jax.tree.map(lambda x: x + 0.02, INIT(jax.random.key(3), families, mask))
+    return jax.tree.map(lambda x: x + 0.02, INIT(words_of(3), families, mask))
 
 
 def run(name, features):
@@ -176,9 +176,7 @@ def test_masked_encoder_equals_a_stand_alone_one(name, n_spans):
 def test_initial_scale_counts_only_the_families_that_are_read():
     config = EncoderConfig(projection=64, hidden=64, n_blocks=1)
     families, encoder = plain(random_features()), Encoder(config, DIMS)
-    init = jax.jit(
-        lambda mask: init_encoder(encoder, jax.random.key(0), families, mask)
-    )
+    init = jax.jit(lambda mask: init_encoder(encoder, words_of(0), families, mask))
     for name, n_read in (("H", 1), ("HA", 2), ("HPRA", 4)):
         mask = SUBSETS[subset_index(name)]
         kernel = init(jnp.asarray(mask))["params"]["span_0"]["entry_kernel"]
@@ -225,29 +223,6 @@ def test_row_convolution_equals_jax_and_so_does_its_gradient():
         strict=True,
     ):
         np.testing.assert_allclose(a, b, atol=1e-5)
-
-
-def test_hashed_draws_are_uniform_normal_and_independent_of_site():
-    words = random_words(jax.random.key(0))
-    bits = np.asarray(hashed_bits(words, 0, (100, 400)))
-    unit = bits / 2**32
-    assert unit.mean() == pytest.approx(0.5, abs=0.01)
-    assert unit.var() == pytest.approx(1 / 12, rel=0.02)
-    other = np.asarray(hashed_bits(words, 1, (100, 400))) / 2**32
-    assert abs(np.corrcoef(unit.ravel(), other.ravel())[0, 1]) < 0.02
-    assert abs(np.corrcoef(unit.ravel()[:-1], unit.ravel()[1:])[0, 1]) < 0.02
-    normal = np.asarray(hashed_normal(words, 2, (100, 400)))
-    assert normal.mean() == pytest.approx(0, abs=0.02)
-    assert normal.var() == pytest.approx(1, rel=0.03)
-
-
-def test_dropout_keeps_the_mean_and_is_off_outside_training():
-    x = jnp.ones((200, 100))
-    words = random_words(jax.random.key(1))
-    kept = dropout(x, 0.3, words, 0)
-    assert float((kept == 0).mean()) == pytest.approx(0.3, abs=0.01)
-    assert float(kept.mean()) == pytest.approx(1.0, abs=0.02)
-    np.testing.assert_array_equal(dropout(x, 0.3, None, 0), x)
 
 
 def test_standardised_training_tokens_have_mean_zero_and_deviation_one():

@@ -4,6 +4,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxprobe.draws import words_of
 from jaxprobe.fit import Moments, TrainConfig, adamw_step, fit
 from jaxprobe.metrics import masked_auroc
 
@@ -22,14 +23,14 @@ def logistic(config, seed=0, enabled=True, axes=()):
     def validate(params):
         return masked_auroc(ROWS @ params["w"], LABELS, jnp.ones(150))
 
-    key = jax.random.fold_in(jax.random.key(0), seed)
+    words = words_of(0, seed)
     return fit(
         {"w": jnp.array([-0.1, 0.2, 0.1])},
         loss,
         validate,
         weights=jnp.ones(150),
-        batch_key=key,
-        member_key=key,
+        batch_words=words,
+        member_words=words,
         config=config,
         enabled=enabled,
         axes=axes,

@@ -1,14 +1,18 @@
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxprobe.draws import words_of
 from jaxprobe.fit import TrainConfig
 from jaxprobe.fusion import (
     FusionConfig,
     FusionHead,
     PoolCodes,
     fit_heads,
+    init_head,
     keep_encoders,
     slots_of,
 )
@@ -76,11 +80,11 @@ def test_an_empty_set_trains_nothing():
 
 def test_encoder_dropout_hides_whole_encoders_but_never_all():
     mask = jnp.array([True, True, True, False])
-    keep = np.asarray(keep_encoders(jax.random.key(0), 20000, mask, 0.3))
+    keep = np.asarray(keep_encoders(words_of(0), 20000, mask, 0.3))
     assert not keep[:, 3].any() and keep.any(axis=1).all()
     hidden = 0.3 - 0.3**3 / 3  # all three hidden: one of them, at random, stays
     np.testing.assert_allclose(1 - keep[:, :3].mean(axis=0), hidden, atol=0.015)
-    alone = keep_encoders(jax.random.key(1), 100, jnp.array([True, False]), 0.3)
+    alone = keep_encoders(words_of(1), 100, jnp.array([True, False]), 0.3)
     assert np.asarray(alone)[:, 0].all()
 
 
@@ -88,10 +92,10 @@ def test_dropout_acts_in_training_only():
     head = FusionHead(FusionConfig(hidden=8, n_slots=3))
     pooled, logits = jnp.ones((3, 50, 4)), jnp.ones((3, 50))
     mask = jnp.ones(3, bool)
-    params = head.init(jax.random.key(0), pooled, logits, mask)
+    params = init_head(head, words_of(0), pooled, logits, mask)
     still = head.apply(params, pooled, logits, mask)
     assert np.ptp(still) < 1e-6
-    moved = head.apply(params, pooled, logits, mask, jax.random.key(1))
+    moved = head.apply(params, pooled, logits, mask, words_of(1))
     assert np.ptp(moved) > 1e-3
 
 
@@ -100,7 +104,7 @@ def test_empty_slots_have_no_influence():
     mask = jnp.array([True, True, False])
     pooled = jax.random.normal(jax.random.key(0), (3, 5, 4))
     logits = jax.random.normal(jax.random.key(1), (3, 5))
-    params = jax.jit(head.init)(jax.random.key(0), pooled, logits, mask)
+    params = jax.jit(partial(init_head, head))(words_of(0), pooled, logits, mask)
     params = jax.tree.map(lambda x: x + 0.1, params)
     before = head.apply(params, pooled, logits, mask)
     after = head.apply(params, pooled.at[2].add(9.0), logits.at[2].add(9.0), mask)

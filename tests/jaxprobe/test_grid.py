@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxprobe.draws import words_of
 from jaxprobe.encoder import Encoder, EncoderConfig
 from jaxprobe.features import FamilyDims, Features, fit_standardizer, split_families
 from jaxprobe.fit import TrainConfig
@@ -132,7 +133,7 @@ def test_noise_touches_real_tokens_only(parts):
     features = parts[0].features
     rows = jnp.arange(20)
     noisy = jax.jit(gather, static_argnums=(2, 4))(
-        features, rows, 0.5, jax.random.key(0), None
+        features, rows, 0.5, words_of(0), None
     )
     for span, mask in zip(noisy.tokens, noisy.masks, strict=True):
         assert all(not np.any(np.asarray(x)[~np.asarray(mask)]) for x in span)

@@ -6,9 +6,10 @@ import numpy as np
 
 from jaxprobe.calibration import fit_calibrator
 from jaxprobe.detector import Detector, EncoderBank, SettingHead
-from jaxprobe.encoder import Encoder, EncoderConfig
+from jaxprobe.draws import words_of
+from jaxprobe.encoder import Encoder, EncoderConfig, init_encoder
 from jaxprobe.features import FamilyDims, FamilyTokens, Standardizer
-from jaxprobe.fusion import FusionConfig, FusionHead
+from jaxprobe.fusion import FusionConfig, FusionHead, init_head
 
 LAYER = 3
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
@@ -20,8 +21,11 @@ def _bank(dims, n_spans):
         tuple(jnp.zeros((1, 2, size)) for size in dims.sizes) for _ in range(n_spans)
     )
     masks = tuple(jnp.ones((1, 2), bool) for _ in range(n_spans))
-    params = Encoder(CONFIG, dims).init(
-        jax.random.key(0), FamilyTokens(tokens, masks), jnp.ones(4, bool)
+    params = init_encoder(
+        Encoder(CONFIG, dims),
+        words_of(0),
+        FamilyTokens(tokens, masks),
+        jnp.ones(4, bool),
     )
     return EncoderBank(
         dims=dims,
@@ -35,8 +39,9 @@ def _bank(dims, n_spans):
 
 
 def _head(reads):
-    params = FusionHead(FUSION).init(
-        jax.random.key(1),
+    params = init_head(
+        FusionHead(FUSION),
+        words_of(1),
         jnp.zeros((2, 1, CONFIG.d_pooled)),
         jnp.zeros((2, 1)),
         jnp.arange(2) < len(reads),
