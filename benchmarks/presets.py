@@ -122,6 +122,7 @@ def _demo(seed: int) -> dict[str, Any]:
             max_epochs=8,
             halve_after=2,
             stop_after=3,
+            n_pieces=1,
             root_seed=seed,
         ),
     }

@@ -18,20 +18,15 @@ from benchmarks.control import (
     trace_all,
 )
 from benchmarks.evaluation import Scored, detection_rows
-from benchmarks.jax_stages import (
-    BRANCHES,
-    EVERY_FAMILY,
-    branch_setting,
-    chosen_layer,
-    read_selection,
-    stored,
-)
 from benchmarks.presets import RunConfig
 from benchmarks.results import ResultRow, read_rows, write_rows
 from benchmarks.rows import Rows, load_rows
+from benchmarks.select_stage import BRANCHES, branch_setting, read_selection
 from benchmarks.stage import Progress, Stage, Update
+from benchmarks.sweep_stage import chosen_layer, stored
 from benchmarks.textonly import fit_tfidf, perplexity_score
 from benchmarks.torch_stages import generation_config, open_backbone
+from benchmarks.train_stage import EVERY_FAMILY
 from extract.atomic import write_json_atomic, write_text_atomic
 from extract.pipeline import read_answers, read_examples
 from extract.prompts import TEMPLATES
@@ -57,7 +52,7 @@ N_BINS = 10
 
 
 def _reads(branch: HeadName, members: list[int]) -> tuple[tuple[Setting, str], ...]:
-    """Return (pass, subset) of pool positions; see `jax_stages.setting_codes`."""
+    """Return (pass, subset) of pool positions; see `select_stage.setting_codes`."""
     own = branch_setting(branch)
     return tuple(
         (own if i < N_SUBSETS else "closed_book", SUBSET_NAMES[i % N_SUBSETS])

@@ -5,6 +5,8 @@ changed. Nothing else decides, so the same line typed twice continues the run.
 """
 
 import dataclasses
+import itertools
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -44,6 +46,17 @@ class Stage:
     inputs: Callable[[RunDir], list[Path]]
     outputs: Callable[[RunDir], list[Path]]
     work: Callable[[RunDir, "RunConfig", Update, Progress], None]
+
+
+def counted(update: Update, total: int) -> Callable[[], None]:
+    """Return what several threads call once for each thing they have done."""
+    lock, done = threading.Lock(), itertools.count(1)
+
+    def tick() -> None:
+        with lock:
+            update(next(done), total)
+
+    return tick
 
 
 def run_stage(

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from benchmarks.jax_stages import SELECT, SWEEP, TRAIN
 from benchmarks.presets import RunConfig
 from benchmarks.report import ReportData, write_report
 from benchmarks.result_stages import (
@@ -16,9 +15,12 @@ from benchmarks.result_stages import (
     selection_story,
 )
 from benchmarks.results import ResultTable, read_rows
+from benchmarks.select_stage import SELECT
 from benchmarks.stage import Progress, Stage, Update
+from benchmarks.sweep_stage import SWEEP
 from benchmarks.tables import as_text, controller_table, detection_table
 from benchmarks.torch_stages import ANSWER, EXTRACT, LABEL, WORLD
+from benchmarks.train_stage import TRAIN
 from extract.pipeline import count_correct, read_examples, read_labels
 from extract.records import SETTINGS
 from extract.rundir import RunDir

@@ -27,7 +27,7 @@ from jaxprobe.features import (
     split_families,
 )
 from jaxprobe.fit import Params
-from jaxprobe.fusion import FusionConfig, FusionHead, slots_of
+from jaxprobe.fusion import FusionConfig, FusionHead, slot_rows, slots_of
 from jaxprobe.grid import Trained
 from jaxprobe.subsets import SUBSET_NAMES, SUBSETS, subset_index
 
@@ -150,8 +150,11 @@ def _fuse(
     head: FusionHead,
 ) -> jax.Array:
     """Probability `[n_examples]`, mean over seeds of the heads'."""
-    apply = jax.vmap(head.apply, in_axes=(0, 0, 0, None))
-    return jax.nn.sigmoid(apply(params, pooled, logits, slot_mask)).mean(axis=0)
+
+    def one(params, pooled, logits):
+        return head.apply(params, slot_rows(pooled, logits), slot_mask)
+
+    return jax.nn.sigmoid(jax.vmap(one)(params, pooled, logits)).mean(axis=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -86,8 +86,23 @@ def exact_normal(words: jax.Array, site: int, shape: tuple[int, ...]) -> jax.Arr
 
 
 def hashed_permutation(words: jax.Array, n: int) -> jax.Array:
-    """Permutation of `n` rows, `[n]` int32: their order by a random number each."""
-    return jnp.argsort(hashed_bits(words, 0, (n,))).astype(jnp.int32)
+    """Permutation of `n` rows, `[n]` int32, by a Feistel network.
+
+    The network permutes the next power of two; what it sends beyond `n` is left out.
+    Sorting random numbers instead took as long as the gradients of a fusion head.
+    """
+    n_bits = max(2, int(n - 1).bit_length())
+    low, high = n_bits // 2, n_bits - n_bits // 2
+    index = jax.lax.iota(jnp.uint32, 2**n_bits)
+    left, right = index >> low, index & jnp.uint32(2**low - 1)
+    for turn in range(4):
+        key = mix(words, turn)
+        left ^= _finalize(right + key[0]) >> (32 - high)
+        right ^= _finalize(left + key[1]) >> (32 - low)
+    sent = ((left << low) | right).astype(jnp.int32)
+    real = sent < n
+    place = jnp.where(real, jnp.cumsum(real) - 1, n)
+    return jnp.zeros(n, jnp.int32).at[place].set(sent, mode="drop")
 
 
 def draw_weights(deviations: Any, words: jax.Array) -> Any:

@@ -112,7 +112,7 @@ class SpanCNN(nn.Module):
     @nn.compact
     def __call__(
         self,
-        projected: list[jax.Array],
+        projected: jax.Array,
         mask: jax.Array,
         family_mask: jax.Array,
         words: jax.Array | None,
@@ -120,7 +120,7 @@ class SpanCNN(nn.Module):
         """Encode one span.
 
         Args:
-          projected: per family `[n_examples, n_span_tokens, projection]`, zero where
+          projected: `[n_examples, n_span_tokens, n_families * projection]`, zero where
             the family is not read.
           mask: `[n_examples, n_span_tokens]` bool.
           family_mask: `[n_families]` bool.
@@ -134,7 +134,7 @@ class SpanCNN(nn.Module):
         real = materialize(mask[..., None].astype(jnp.float32), flag)
         kernel = self.param("entry_kernel", _entry_deviation, cfg, family_mask)
         bias = self.param("entry_bias", nn.initializers.zeros, (cfg.hidden,))
-        x = jnp.concatenate(projected, axis=-1) @ kernel + bias[None, None]
+        x = projected @ kernel + bias[None, None]
         x = x * real
         for block in range(cfg.n_blocks):
             site = self.span * cfg.n_blocks + block
@@ -180,15 +180,17 @@ class Encoder(nn.Module):
             "projection_bias", nn.initializers.zeros, (N_FAMILIES, cfg.projection)
         )
         read = family_mask.astype(jnp.float32)
+        projected = [
+            gated_matmul(tokens, weights[f], family_mask[f])
+            for f, tokens in enumerate(features.tokens)
+        ]
+        bias = (biases * read[:, None]).reshape(-1)
+        rows = jnp.concatenate(projected, axis=-1) + bias[None, None]
         vectors = []
         for span, mask in enumerate(features.masks):
-            projected = [
-                gated_matmul(tokens, weights[f], family_mask[f])
-                + (biases[f] * read[f])[None, None]
-                for f, tokens in enumerate(features.tokens[span])
-            ]
             cnn = SpanCNN(cfg, span, name=f"span_{span}")
-            vectors.append(cnn(projected, mask, family_mask, words))
+            tokens = rows[:, features.span_slices[span]]
+            vectors.append(cnn(tokens, mask, family_mask, words))
         pairs = itertools.combinations(vectors, 2)
         x = jnp.concatenate([*vectors, *(a - b for a, b in pairs)], axis=-1)
         x = nn.Dense(cfg.hidden, kernel_init=weight_deviation, name="mlp_in")(x)

@@ -79,21 +79,32 @@ class FamilyDims:
 class FamilyTokens(NamedTuple):
     """The same signals with the families apart, as the encoders read them.
 
-    Every span has one position more than in `Features`, which is padding in every
-    example: it parts the examples when a convolution takes them end to end.
+    The spans lie one after another, so that a family is gathered and projected in one
+    piece. Every span has one position more than in `Features`, which is padding in
+    every example: it parts the examples when a convolution takes them end to end.
 
     Attributes:
-      tokens: `tokens[span][family]` is `[n_examples, n_span_tokens + 1, d_family]`.
+      tokens: per family `[n_examples, n_tokens, d_family]`, where `n_tokens` is the
+        sum of the spans' widths.
       masks: per span `[n_examples, n_span_tokens + 1]` bool, the last one False.
     """
 
-    tokens: tuple[tuple[Any, ...], ...]
+    tokens: tuple[Any, ...]
     masks: tuple[Any, ...]
 
     @property
     def n_examples(self) -> int:
         """How many answers there are."""
         return self.masks[0].shape[0]
+
+    @property
+    def span_slices(self) -> tuple[slice, ...]:
+        """Where each span lies among the `n_tokens` positions."""
+        stops = np.cumsum([mask.shape[1] for mask in self.masks]).tolist()
+        return tuple(
+            slice(stop - mask.shape[1], stop)
+            for stop, mask in zip(stops, self.masks, strict=True)
+        )
 
 
 class Standardizer(NamedTuple):
@@ -183,10 +194,11 @@ def split_families(
 
     Apart, an encoder that does not read a family neither gathers nor multiplies it.
     """
-    tokens, masks = [], []
+    standardized = jax.vmap(standardize_span, in_axes=(0, 0, None))
+    spans, masks = [], []
     for span, mask in zip(features.tokens, features.masks, strict=True):
-        one = jax.vmap(standardize_span, in_axes=(0, 0, None))(span, mask, standardizer)
-        parted = jnp.pad(one, ((0, 0), (0, 1), (0, 0)))
-        tokens.append(tuple(parted[..., s] for s in dims.slices))
+        one = standardized(span, mask, standardizer)
+        spans.append(jnp.pad(one, ((0, 0), (0, 1), (0, 0))))
         masks.append(jnp.pad(jnp.asarray(mask), ((0, 0), (0, 1))))
-    return FamilyTokens(tuple(tokens), tuple(masks))
+    tokens = jnp.concatenate(spans, axis=1)
+    return FamilyTokens(tuple(tokens[..., s] for s in dims.slices), tuple(masks))

@@ -28,7 +28,7 @@ class FusionConfig:
 
     hidden: int = 128
     encoder_dropout: float = 0.3  # probability that a whole encoder is hidden
-    n_slots: int = 8
+    n_slots: int = 4
 
     def __post_init__(self):
         """Refuse a head without slots, or one that hides every encoder."""
@@ -108,6 +108,46 @@ def keep_encoders(
     return jnp.where(keep.any(axis=1)[:, None], keep, only)
 
 
+def slot_rows(pooled: jax.Array, logits: jax.Array) -> jax.Array:
+    """What the encoders in the slots say of each example, as one row.
+
+    Laid out once per head, so that a training step gathers whole rows.
+
+    Args:
+      pooled: `[n_slots, n_examples, d_pooled]`.
+      logits: `[n_slots, n_examples]`, turned into probabilities here.
+
+    Returns:
+      `[n_examples, d_row]`: slot by slot the pooled vector and the probability, then
+      the absolute differences of the probabilities of each pair of slots.
+    """
+    n_slots, n_examples, _ = pooled.shape
+    first, second = np.triu_indices(n_slots, 1)
+    scores = jax.nn.sigmoid(logits)
+    said = jnp.concatenate([pooled, scores[..., None]], axis=-1)
+    said = jnp.moveaxis(said, 0, 1).reshape(n_examples, -1)
+    return jnp.concatenate([said, jnp.abs(scores[first] - scores[second]).T], axis=-1)
+
+
+def row_mask(keep: jax.Array, d_pooled: int) -> jax.Array:
+    """Which entries of `slot_rows` an example sees; a pair needs both its slots.
+
+    Args:
+      keep: `[n_examples, n_slots]` float32, 1 where a slot is seen.
+      d_pooled: width of a pooled vector.
+
+    Returns:
+      `[n_examples, d_row]` float32.
+    """
+    n_examples, n_slots = keep.shape
+    pairs = np.zeros((n_slots, n_slots * (n_slots - 1) // 2), np.float32)
+    for slots in np.triu_indices(n_slots, 1):
+        pairs[slots, np.arange(pairs.shape[1])] = 1.0
+    both = jnp.maximum(keep @ pairs - 1.0, 0.0)
+    wide = jnp.broadcast_to(keep[:, :, None], (*keep.shape, d_pooled + 1))
+    return jnp.concatenate([wide.reshape(n_examples, -1), both], axis=-1)
+
+
 class FusionHead(nn.Module):
     """Two-layer MLP over pooled vectors, scores, and their absolute differences."""
 
@@ -115,11 +155,7 @@ class FusionHead(nn.Module):
 
     @nn.compact
     def __call__(
-        self,
-        pooled: jax.Array,
-        logits: jax.Array,
-        slot_mask: jax.Array,
-        words: jax.Array | None = None,
+        self, rows: jax.Array, slot_mask: jax.Array, words: jax.Array | None = None
     ) -> jax.Array:
         """Fuse a batch.
 
@@ -127,64 +163,49 @@ class FusionHead(nn.Module):
         the first layer removes the change of scale.
 
         Args:
-          pooled: `[n_slots, n_examples, d_pooled]`.
-          logits: `[n_slots, n_examples]`, turned into probabilities here.
+          rows: `[n_examples, d_row]`, see `slot_rows`.
           slot_mask: `[n_slots]` bool.
           words: of encoder dropout's draws; None outside training.
 
         Returns:
           `[n_examples]` logits.
         """
-        cfg, (n_slots, n_examples, d_pooled) = self.config, pooled.shape
-        first, second = np.triu_indices(n_slots, 1)
-        kernels = self.param(
-            "kernels", _fusion_kernels, n_slots, d_pooled, cfg.hidden, slot_mask
-        )
+        cfg, n_examples, n_slots = self.config, rows.shape[0], slot_mask.shape[0]
+        d_pooled = (rows.shape[1] - n_slots * (n_slots - 1) // 2) // n_slots - 1
+        kernel = self.param("kernel", _row_deviation, cfg.hidden, d_pooled, slot_mask)
         bias = self.param("bias", nn.initializers.zeros, (cfg.hidden,))
         keep = jnp.broadcast_to(slot_mask[None, :], (n_examples, n_slots))
         if words is not None:
             keep = keep_encoders(words, n_examples, slot_mask, cfg.encoder_dropout)
-        keep = keep.astype(jnp.float32)
-        scores = jax.nn.sigmoid(logits).T
-        both = keep[:, first] * keep[:, second]
-        difference = jnp.abs(scores[:, first] - scores[:, second]) * both
-        x = (scores * keep) @ kernels["score"] + bias[None]
-        x = x + difference @ kernels["difference"]
-        seen = jnp.moveaxis(pooled, 0, 1) * keep[:, :, None]
-        x = x + seen.reshape(n_examples, -1) @ kernels["pooled"].reshape(-1, cfg.hidden)
+        seen = rows * row_mask(keep.astype(jnp.float32), d_pooled)
+        x = seen @ kernel + bias[None]
         x = nn.gelu(nn.LayerNorm(name="norm")(x))
         return nn.Dense(1, kernel_init=weight_deviation, name="out")(x)[:, 0]
 
 
-def _fusion_kernels(
-    key: jax.Array, n_slots: int, d_pooled: int, hidden: int, slot_mask: jax.Array
-) -> dict[str, jax.Array]:
-    """Standard deviations of the first layer; fan-in counts filled slots.
+def _row_deviation(
+    key: jax.Array, hidden: int, d_pooled: int, slot_mask: jax.Array
+) -> jax.Array:
+    """Standard deviations of the first layer, `[d_row, hidden]`; see `slot_rows`.
 
-    A slot's draws do not depend on the number of slots. Disagreements start without a
-    say, so that the head begins as one over the encoders alone.
+    Fan-in counts filled slots, and a slot's draws do not depend on the number of slots.
+    Disagreements start without a say, so that the head begins as one over the encoders
+    alone.
     """
-    filled = slot_mask.astype(jnp.float32)[:, None, None]
-    n = filled.sum()
+    n_slots = slot_mask.shape[0]
+    filled = jnp.repeat(slot_mask.astype(jnp.float32), d_pooled + 1)
+    n = slot_mask.astype(jnp.float32).sum()
     scale = jax.lax.rsqrt(jnp.maximum(n * (d_pooled + 1) + n * (n - 1) / 2, 1.0))
-    rows = jnp.broadcast_to(scale * filled, (n_slots, d_pooled, hidden))
-    return {
-        "pooled": rows,
-        "score": rows[:, 0],
-        "difference": jnp.zeros((n_slots * (n_slots - 1) // 2, hidden)),
-    }
+    deviation = jnp.pad(filled * scale, (0, n_slots * (n_slots - 1) // 2))
+    return jnp.broadcast_to(deviation[:, None], (deviation.shape[0], hidden))
 
 
 def init_head(
-    head: FusionHead,
-    words: jax.Array,
-    pooled: jax.Array,
-    logits: jax.Array,
-    slot_mask: jax.Array,
+    head: FusionHead, words: jax.Array, rows: jax.Array, slot_mask: jax.Array
 ) -> Params:
     """Initial weights; the other arguments are those of a call."""
     # The key is for Flax only: no initialiser draws from it.
-    deviations = head.init(jax.random.key(0), pooled, logits, slot_mask)
+    deviations = head.init(jax.random.key(0), rows[:1], slot_mask)
     return draw_weights(deviations, words)
 
 
@@ -200,6 +221,11 @@ def head_words(
     bits = bits ^ (bits >> 13)
     of_set = jnp.where(slot_mask, bits, jnp.uint32(0)).sum(dtype=jnp.uint32)
     return words_of(config.root_seed, HEADS, seed, of_set)
+
+
+def rows_of(codes: PoolCodes, members: jax.Array, seed: jax.Array) -> jax.Array:
+    """Rows of a set's slots for one seed, `[n_examples, d_row]`."""
+    return slot_rows(codes.pooled[seed, members], codes.logits[seed, members])
 
 
 def fit_head(
@@ -224,18 +250,17 @@ def fit_head(
       config: the protocol.
     """
     words = head_words(config, members, slot_mask, seed)
-    train_slots = (train.pooled[seed][members], train.logits[seed][members])
-    valid_slots = (valid.pooled[seed][members], valid.logits[seed][members])
-    params = init_head(head, words, *(x[:, :1] for x in train_slots), slot_mask)
+    train_rows, valid_rows = (rows_of(part, members, seed) for part in (train, valid))
+    params = init_head(head, words, train_rows, slot_mask)
 
     def loss(params, rows, shares, _, dropout_words):
-        batch = (jnp.take(x, rows, axis=1) for x in train_slots)
-        logits = head.apply(params, *batch, slot_mask, dropout_words)
+        batch = jnp.take(train_rows, rows, axis=0)
+        logits = head.apply(params, batch, slot_mask, dropout_words)
         losses = optax.sigmoid_binary_cross_entropy(logits, train.labels[rows])
         return (losses * shares).sum()
 
     def validate(params):
-        logits = head.apply(params, *valid_slots, slot_mask)
+        logits = head.apply(params, valid_rows, slot_mask)
         return masked_auroc(logits, valid.labels, valid.weights)
 
     return fit(
@@ -293,9 +318,7 @@ def apply_head(
     head: FusionHead,
 ) -> jax.Array:
     """Fused logits `[n_examples]` of one trained head."""
-    return head.apply(
-        params, codes.pooled[seed][members], codes.logits[seed][members], slot_mask
-    )
+    return head.apply(params, rows_of(codes, members, seed), slot_mask)
 
 
 def slots_of(members: tuple[int, ...], n_slots: int) -> tuple[np.ndarray, np.ndarray]:

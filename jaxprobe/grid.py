@@ -21,7 +21,7 @@ import optax
 
 from jaxprobe.draws import BATCHES, MEMBERS, hashed_normal, words_of
 from jaxprobe.encoder import Encoder, EncoderConfig, init_encoder
-from jaxprobe.features import N_FAMILIES, FamilyDims, FamilyTokens
+from jaxprobe.features import FamilyDims, FamilyTokens
 from jaxprobe.fit import FitInfo, Params, TrainConfig, fit
 from jaxprobe.metrics import masked_auroc
 from jaxprobe.subsets import N_SUBSETS, SUBSETS
@@ -134,13 +134,14 @@ def gather(
       family_mask: `[n_families]` bool, families that are worth gathering; the others
         are zero. None gathers all.
     """
+    masks = tuple(jnp.take(mask, rows, axis=0) for mask in features.masks)
+    real = jnp.concatenate(masks, axis=1)[..., None]
 
-    def one(tokens, mask, span, f):
+    def one(tokens, f):
         def read():
             batch = jnp.take(tokens, rows, axis=0)
-            site = span * N_FAMILIES + f
-            noisy = batch + noise * hashed_normal(words, site, batch.shape)
-            return jnp.where(mask[..., None], noisy, 0.0)
+            noisy = batch + noise * hashed_normal(words, f, batch.shape)
+            return jnp.where(real, noisy, 0.0)
 
         if family_mask is None:
             return read()
@@ -149,12 +150,8 @@ def gather(
             family_mask[f], read, lambda: jnp.zeros(shape, tokens.dtype)
         )
 
-    masks = tuple(jnp.take(mask, rows, axis=0) for mask in features.masks)
-    tokens = [
-        tuple(one(tokens, masks[span], span, f) for f, tokens in enumerate(families))
-        for span, families in enumerate(features.tokens)
-    ]
-    return FamilyTokens(tuple(tokens), masks)
+    tokens = tuple(one(tokens, f) for f, tokens in enumerate(features.tokens))
+    return FamilyTokens(tokens, masks)
 
 
 def in_chunks(

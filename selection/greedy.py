@@ -6,6 +6,7 @@ helps by more than a margin. All heads of all rounds run through one compiled ca
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -109,20 +110,42 @@ def fit_sets(
     slots, masks = np.zeros((2, n_sets, config.n_slots), np.int32)
     for i, members in enumerate(sets):
         slots[i], masks[i] = slots_of(members, config.n_slots)
-    params, info = fit_heads(
+    heads = (
         np.repeat(slots, n_seeds, axis=0),
         np.repeat(masks.astype(bool), n_seeds, axis=0),
         np.tile(np.arange(n_seeds, dtype=np.int32), n_sets),
-        train,
-        valid,
-        head=FusionHead(config),
-        config=train_config,
+    )
+    head = FusionHead(config)
+    # Dispatch is asynchronous, so that on a CPU the parts run side by side: a head's
+    # operations are too small to share the cores among themselves.
+    parts = [
+        fit_heads(*part, train, valid, head=head, config=train_config)
+        for part in _parts(heads)
+    ]
+    n_heads = n_sets * n_seeds
+    params, info = jax.tree.map(
+        lambda *x: np.concatenate(x)[:n_heads], *jax.device_get(parts)
     )
 
     def by_set(x):
-        return np.asarray(x).reshape(n_sets, n_seeds, *x.shape[1:])[: len(sets)]
+        return x.reshape(n_sets, n_seeds, *x.shape[1:])[: len(sets)]
 
     return Heads(*jax.tree.map(by_set, (params, info)))
+
+
+def _parts(heads: tuple[np.ndarray, ...]) -> list[tuple[np.ndarray, ...]]:
+    """Part the heads of a call into equal parts, one per core on a CPU."""
+    n_heads = len(heads[0])
+    n_parts = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
+    size = -(-n_heads // min(n_parts, n_heads))
+    rows = np.minimum(np.arange(-(-n_heads // size) * size), n_heads - 1)
+    parts = []
+    for start in range(0, len(rows), size):
+        where = rows[start : start + size]
+        slots, masks, seeds = (x[where] for x in heads)
+        filler = np.arange(start, start + size) >= n_heads
+        parts.append((slots, masks & ~filler[:, None], seeds))
+    return parts
 
 
 def select(

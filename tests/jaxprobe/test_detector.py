@@ -14,6 +14,7 @@ from jaxprobe.fusion import (
     PoolCodes,
     apply_head,
     init_head,
+    slot_rows,
     slots_of,
 )
 from jaxprobe.grid import Codes, Member, Trained, encode
@@ -65,8 +66,8 @@ def made():
         for setting, (trained, standardizer, _) in grids.items()
     }
     head, mask = FusionHead(FUSION), jnp.asarray(slots_of((0, 1), 4)[1])
-    zeros = jnp.zeros((4, 1, 16)), jnp.zeros((4, 1))
-    init = jax.vmap(lambda seed: init_head(head, words_of(seed), *zeros, mask))
+    rows = slot_rows(jnp.zeros((4, 1, 16)), jnp.zeros((4, 1)))
+    init = jax.vmap(lambda seed: init_head(head, words_of(seed), rows, mask))
     stacked = jax.device_get(jax.jit(init)(jnp.arange(2)))
     calibrator = Calibrator(np.array([0.0, 1.0]), np.array([0.1, 0.7]))
     reads = {

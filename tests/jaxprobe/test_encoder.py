@@ -236,19 +236,18 @@ def test_standardised_training_tokens_have_mean_zero_and_deviation_one():
     standardizer = fit_standardizer(features)
     assert standardizer.std[2] == 1.0
     families = split_families(features, DIMS, standardizer)
-    real = np.concatenate(
-        [np.asarray(t[0])[np.asarray(m)] for t, m in zip(*families, strict=True)]
-    )
+    mask = np.concatenate(families.masks, axis=1)
+    real = np.asarray(families.tokens[0])[mask]
     np.testing.assert_allclose(real.mean(axis=0), 0, atol=1e-4)
     np.testing.assert_allclose(real[:, [0, 1, 3]].std(axis=0), 1, atol=1e-3)
-    assert all(not np.any(np.asarray(t[0])[~m]) for t, m in zip(*families, strict=True))
+    assert not any(np.any(np.asarray(tokens)[~mask]) for tokens in families.tokens)
 
 
 def count(name, n_spans, dims):
     """Parameters of an encoder, counting only the families that it reads."""
     encoder, mask = Encoder(EncoderConfig(), dims), SUBSETS[subset_index(name)]
-    one = tuple(jnp.zeros((1, 3, size)) for size in dims.sizes)
-    features = (tuple([one] * n_spans), tuple([jnp.ones((1, 3), bool)] * n_spans))
+    tokens = tuple(jnp.zeros((1, 3 * n_spans, size)) for size in dims.sizes)
+    features = (tokens, tuple([jnp.ones((1, 3), bool)] * n_spans))
     shapes = jax.eval_shape(
         encoder.init, jax.random.key(0), FamilyTokens(*features), jnp.asarray(mask)
     )

@@ -14,6 +14,8 @@ from jaxprobe.fusion import (
     fit_heads,
     init_head,
     keep_encoders,
+    row_mask,
+    slot_rows,
     slots_of,
 )
 
@@ -90,12 +92,11 @@ def test_encoder_dropout_hides_whole_encoders_but_never_all():
 
 def test_dropout_acts_in_training_only():
     head = FusionHead(FusionConfig(hidden=8, n_slots=3))
-    pooled, logits = jnp.ones((3, 50, 4)), jnp.ones((3, 50))
-    mask = jnp.ones(3, bool)
-    params = init_head(head, words_of(0), pooled, logits, mask)
-    still = head.apply(params, pooled, logits, mask)
+    rows, mask = slot_rows(jnp.ones((3, 50, 4)), jnp.ones((3, 50))), jnp.ones(3, bool)
+    params = init_head(head, words_of(0), rows, mask)
+    still = head.apply(params, rows, mask)
     assert np.ptp(still) < 1e-6
-    moved = head.apply(params, pooled, logits, mask, words_of(1))
+    moved = head.apply(params, rows, mask, words_of(1))
     assert np.ptp(moved) > 1e-3
 
 
@@ -104,11 +105,30 @@ def test_empty_slots_have_no_influence():
     mask = jnp.array([True, True, False])
     pooled = jax.random.normal(jax.random.key(0), (3, 5, 4))
     logits = jax.random.normal(jax.random.key(1), (3, 5))
-    params = jax.jit(partial(init_head, head))(words_of(0), pooled, logits, mask)
+    rows, other = (
+        slot_rows(pooled.at[2].add(moved), logits.at[2].add(moved))
+        for moved in (0.0, 9.0)
+    )
+    params = jax.jit(partial(init_head, head))(words_of(0), rows, mask)
     params = jax.tree.map(lambda x: x + 0.1, params)
-    before = head.apply(params, pooled, logits, mask)
-    after = head.apply(params, pooled.at[2].add(9.0), logits.at[2].add(9.0), mask)
-    np.testing.assert_array_equal(before, after)
+    np.testing.assert_array_equal(
+        head.apply(params, rows, mask), head.apply(params, other, mask)
+    )
+    assert not np.array_equal(rows, other)
+
+
+def test_a_pair_is_seen_only_with_both_its_slots():
+    keep = jnp.array([[1.0, 1.0, 0.0], [0.0, 1.0, 1.0], [0.0, 0.0, 1.0]])
+    seen = np.asarray(row_mask(keep, d_pooled=1))
+    np.testing.assert_array_equal(seen[:, :6], np.repeat(keep, 2, axis=1))
+    # Pairs in order: 0 and 1, 0 and 2, 1 and 2.
+    np.testing.assert_array_equal(seen[:, 6:], [[1, 0, 0], [0, 0, 1], [0, 0, 0]])
+    rows = np.asarray(slot_rows(jnp.zeros((3, 1, 1)), jnp.array([[0.0], [2.0], [4.0]])))
+    p = 1 / (1 + np.exp(-np.array([0.0, 2.0, 4.0])))
+    np.testing.assert_allclose(
+        rows[0], [0, p[0], 0, p[1], 0, p[2], p[1] - p[0], p[2] - p[0], p[2] - p[1]],
+        rtol=1e-6,
+    )  # fmt: skip
 
 
 def test_sets_that_do_not_fit_are_refused():

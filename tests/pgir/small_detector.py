@@ -9,7 +9,7 @@ from jaxprobe.detector import Detector, EncoderBank, SettingHead
 from jaxprobe.draws import words_of
 from jaxprobe.encoder import Encoder, EncoderConfig, init_encoder
 from jaxprobe.features import FamilyDims, FamilyTokens, Standardizer
-from jaxprobe.fusion import FusionConfig, FusionHead, init_head
+from jaxprobe.fusion import FusionConfig, FusionHead, init_head, slot_rows
 
 LAYER = 3
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
@@ -17,9 +17,7 @@ FUSION = FusionConfig(hidden=8, n_slots=2)
 
 
 def _bank(dims, n_spans):
-    tokens = tuple(
-        tuple(jnp.zeros((1, 2, size)) for size in dims.sizes) for _ in range(n_spans)
-    )
+    tokens = tuple(jnp.zeros((1, 2 * n_spans, size)) for size in dims.sizes)
     masks = tuple(jnp.ones((1, 2), bool) for _ in range(n_spans))
     params = init_encoder(
         Encoder(CONFIG, dims),
@@ -42,8 +40,7 @@ def _head(reads):
     params = init_head(
         FusionHead(FUSION),
         words_of(1),
-        jnp.zeros((2, 1, CONFIG.d_pooled)),
-        jnp.zeros((2, 1)),
+        slot_rows(jnp.zeros((2, 1, CONFIG.d_pooled)), jnp.zeros((2, 1))),
         jnp.arange(2) < len(reads),
     )
     scores = np.linspace(0, 1, 20)
