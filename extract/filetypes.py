@@ -228,6 +228,7 @@ def _kind_of_objects(text: bytes) -> FileType:
 
 _STRING = rb'"(?:[^"\\]++|\\.)*+"'
 _KEY = re.compile(rb"[\s,{]*+(" + _STRING + rb")\s*+:\s*+", re.S)
+_TO_BRACKET = re.compile(rb"(?:[^{}\[\]\"]++|" + _STRING + rb")*+[{}\[\]]", re.S)
 _SCALAR = re.compile(rb"(?:" + _STRING + rb"|[^\s,{}\[\]\"]++)", re.S)
 
 
@@ -241,15 +242,25 @@ def list_key_of(text: bytes) -> str | None:
     while key := _KEY.match(text, at):
         name = key[1][1:-1].decode("utf-8", "replace")
         at = key.end()
-        if text[at : at + 1] == b"[":
-            inner = text[at + 1 : at + 4096].lstrip()
-            is_list = name in LIST_KEYS and inner[:1] in (b"{", b"]", b"")
-            return name if is_list else None
-        scalar = _SCALAR.match(text, at)
-        if scalar is None:
-            return None
-        at = scalar.end()
+        inner = text[at + 1 : at + 4096].lstrip()[:1]
+        if text[at : at + 1] == b"[" and name in LIST_KEYS and inner in b"{]":
+            return name
+        at = _behind_value(text, at)
     return None
+
+
+def _behind_value(text: bytes, at: int) -> int:
+    """Return the position behind the JSON value at `at`; the end if it is cut off."""
+    if text[at : at + 1] not in (b"{", b"["):
+        scalar = _SCALAR.match(text, at)
+        return scalar.end() if scalar else len(text)
+    depth = 0
+    while found := _TO_BRACKET.match(text, at):
+        at = found.end()
+        depth += 1 if text[at - 1] in b"{[" else -1
+        if depth == 0:
+            return at
+    return len(text)
 
 
 def _kind_of_table(text: bytes, name: str) -> FileType:

@@ -9,7 +9,6 @@ guess is also twice as fast as ijson's C backend, and counting braces half as fa
 """
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -17,11 +16,15 @@ from typing import Any
 import orjson
 
 from extract.filetypes import Readable
+from extract.jsonparse import parse_object
 
 CHUNK = 1 << 20
 MAX_RECORD = 32 << 20  # bytes; the largest published records (NQ pages) are below 5 MB
 _GUESS_WITHIN = 4 << 20  # bytes searched for a guessed boundary
 _GUESSES = 3
+_RESUME_TRIES = 64  # boundaries looked at behind a damaged record
+_RESUME_ENDS = 16  # ends tried for each
+_N_KEYS = 3
 
 _STRING = rb'"(?:[^"\\]++|\\.)*+"'
 _TO_BRACE = re.compile(rb'(?:[^{}"]++|' + _STRING + rb")*+[{}]", re.S)
@@ -30,16 +33,6 @@ _A_STRING = re.compile(_STRING, re.S)
 _A_SCALAR = re.compile(rb"[^\s,\[\]{}\"]++(?=[\s,\]])")
 _BETWEEN = re.compile(rb'\}\s*+,\s*+\{\s*+"[^"\\]*+"\s*+:')
 _SPACE = re.compile(rb"\s*+")
-
-KINDS = {
-    dict: "an object",
-    list: "a list",
-    str: "text",
-    bool: "true or false",
-    int: "a number",
-    float: "a number",
-    type(None): "null",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,38 +46,6 @@ class Value:
     offset: int
     object: dict[str, Any] | None
     problem: str | None = None
-
-
-def parse_object(raw: bytes | memoryview) -> tuple[dict[str, Any] | None, str | None]:
-    """Parse one JSON object; returns it, or None and what is wrong."""
-    try:
-        value = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        value, problem = _parse_slowly(bytes(raw), error)
-        if problem is not None:
-            return None, problem
-    if not isinstance(value, dict):
-        return None, f"expected a JSON object, found {KINDS[type(value)]}"
-    return value, None
-
-
-def _parse_slowly(raw: bytes, error: orjson.JSONDecodeError) -> tuple[Any, str | None]:
-    """Say why text is no JSON; accept the NaN and Infinity that Python writes."""
-    try:
-        text = raw.decode()
-    except UnicodeDecodeError as wrong:
-        return None, (
-            f"not UTF-8: byte 0x{raw[wrong.start]:02x} at position {wrong.start} "
-            "of the record"
-        )
-    if "NaN" in text or "Infinity" in text:
-        try:
-            value = json.loads(text)
-            orjson.dumps(value)  # refuses lone surrogates, which json lets through
-            return value, None
-        except (ValueError, TypeError, RecursionError):
-            pass
-    return None, f"not valid JSON ({error.msg}, at character {error.pos})"
 
 
 class Window:
@@ -126,6 +87,7 @@ class ArrayScanner:
         """Begin where `walk` is told; `name` is for messages."""
         self._window, self._name, self._in_array = window, name, in_array
         self._between = b""
+        self._first_keys: list[str] = []
         self.end = 0  # after the walk: behind the closing bracket, in the window
         self.n_values = 0
 
@@ -194,14 +156,21 @@ class ArrayScanner:
         at = offset - window.start
         if end is None:
             return self._unfinished(at)
+        if end - at > MAX_RECORD:
+            return Value(offset, None, f"longer than {MAX_RECORD >> 20} MiB"), end
         value, problem = parse_object(memoryview(window.bytes)[at:end])
-        if problem is not None and not self._is_boundary(end):
-            hit = self._resume(at)
-            end = hit + 1 if 0 <= hit < end else end
-        elif value is not None:
-            found = _BETWEEN.match(window.bytes, end - 1)
-            self._between = found[0] if found else self._between
-        return Value(offset, value, problem), end
+        if problem is not None:
+            hit = self._resume(at, end - 1)
+            return Value(offset, None, problem), end if hit is None else hit
+        self._learn(value or {}, end)
+        return Value(offset, value), end
+
+    def _learn(self, value: dict[str, Any], end: int) -> None:
+        """Remember what stands between two records, and how a record begins."""
+        found = _BETWEEN.match(self._window.bytes, end - 1)
+        if found:
+            self._between = found[0]
+            self._first_keys = list(value)[:_N_KEYS]
 
     def _guess(self, at: int) -> tuple[dict[str, Any], int] | None:
         """Return the object that ends where the next one is guessed to begin."""
@@ -252,23 +221,45 @@ class ArrayScanner:
             if depth == 0:
                 return here
 
-    def _is_boundary(self, end: int) -> bool:
-        """Tell whether what follows `end` is what stands between records."""
-        rest = self._window.bytes[end - 1 : end + 256]
-        return bool(_BETWEEN.match(rest)) or rest[1:].lstrip()[:1] in (b"]", b"")
+    def _resume(self, at: int, stop: int) -> int | None:
+        """Return the position behind a damaged record, if a whole one follows it.
 
-    def _resume(self, at: int) -> int:
-        """Return where the record behind a damaged one is guessed to begin, or -1."""
-        return self._window.bytes.find(self._between, at) if self._between else -1
+        A quote too many hides where a record ends; the next one is recognised by the
+        keys that it begins with, which objects inside a record do not share.
+
+        Args:
+          at: where the damaged record begins.
+          stop: where counting says that it ends.
+        """
+        text, between = self._window.bytes, self._between
+        hits = [] if not between else [text.find(between, at)]
+        while hits and hits[-1] >= 0 and len(hits) < _RESUME_TRIES:
+            hits.append(text.find(between, hits[-1] + 1))
+        ends = [hit for hit in hits if hit >= 0] + [_last_brace(text)]
+        for i, hit in enumerate(ends[:-1]):
+            begin = text.index(b"{", hit)
+            if hit < stop and any(
+                self._is_record(begin, end)
+                for end in ends[i + 1 : i + 1 + _RESUME_ENDS]
+            ):
+                return hit + 1
+        return None
+
+    def _is_record(self, begin: int, end: int) -> bool:
+        """Tell whether a slice is an object that begins like the records before."""
+        if end < begin:
+            return False
+        value, _ = parse_object(memoryview(self._window.bytes)[begin : end + 1])
+        return value is not None and list(value)[:_N_KEYS] == self._first_keys
 
     def _unfinished(self, at: int) -> tuple[Value, int]:
         """Refuse a record whose end is not found, if another begins behind it."""
         window = self._window
         size = len(window.bytes) - at
-        hit = self._resume(at)
-        if hit >= 0:
+        hit = self._resume(at, len(window.bytes))
+        if hit is not None:
             problem = "not valid JSON (a quote or a brace is left open)"
-            return Value(window.start + at, None, problem), hit + 1
+            return Value(window.start + at, None, problem), hit
         what = (
             f"is longer than {MAX_RECORD >> 20} MiB"
             if size > MAX_RECORD
@@ -278,3 +269,9 @@ class ArrayScanner:
             f"{self._name}: record {self.n_values + 1}, which begins at byte "
             f"{window.start + at}, {what}; fetch the file again"
         )
+
+
+def _last_brace(text: bytes) -> int:
+    """Return where the last object of an array ends, if the array ends here."""
+    rest = text.rstrip()
+    return rest.removesuffix(b"]").rstrip().rfind(b"}") if rest.endswith(b"]") else -1

@@ -17,13 +17,13 @@ from typing import IO, Any
 import orjson
 
 from extract.filetypes import COLUMNS, FileType, Readable, open_bytes
+from extract.jsonparse import parse_object
 from extract.jsonscan import (
     CHUNK,
     MAX_RECORD,
     ArrayScanner,
     Value,
     Window,
-    parse_object,
 )
 
 # The one known table without a header is DPR's: question, list of answers.
@@ -228,8 +228,8 @@ def _row_problem(cells: list[str], names: list[str]) -> str | None:
     """Say what is wrong with a row, if anything."""
     if len(cells) != len(names) and tuple(names) == HEADERLESS:
         return (
-            f"{len(cells)} columns and no header with a known name, where DPR's "
-            "question files have 2 (question, list of answers)"
+            "expected two columns (question, list of answers), or a header with known "
+            f"names, found {len(cells)}"
         )
     if len(cells) != len(names):
         return f"expected {len(names)} columns, found {len(cells)}"

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 
 from extract.datasets.question import Record
-from extract.jsonscan import KINDS
+from extract.jsonparse import KINDS
 
 _LITERAL_CHARACTERS = 1 << 20  # of a list written as text; the longest known is 20 kB
 # A Python list of texts without quotes or backslashes inside: nearly all of DPR's rows,

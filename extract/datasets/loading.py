@@ -124,7 +124,7 @@ class DatasetFile:
         if question.id is None:
             digest = hashlib.sha256(question.question.encode()).hexdigest()[:24]
             changes |= {"id": f"q{digest}", "has_made_id": True}
-        if not all(passage.text for passage in question.passages):
+        if "" in [passage.text for passage in question.passages]:
             kept = tuple(passage for passage in question.passages if passage.text)
             n_empty = len(question.passages) - len(kept)
             meta = {**question.meta, "n_empty_passages": n_empty}
@@ -195,9 +195,10 @@ def _sample(path: Path, file_type: FileType) -> tuple[list[RawRecord], Format]:
     known = choose_format(values)
     if known is None:
         keys = ", ".join(repr(key) for key in list(values[0])[:8])
+        what = f"with the fields {keys}" if keys else "without any field"
         raise ValueError(
-            f"{path}: records with the fields {keys or 'none'} are of no known layout "
-            "of questions"
+            f"{path}: records {what} are of no known layout of questions; save them "
+            'as FlashRAG does, {"id", "question", "golden_answers"} on each line'
         )
     return sample, known
 
@@ -213,7 +214,9 @@ def _dataset_of(
         return named.most_common(1)[0][0], "records"
     if file.format.dataset is not None:
         return file.format.dataset, "records"
-    if (style := dataset_of_style(questions)) is not None:
+    # Layouts of nobody in particular are not guessed at: any set may be written so.
+    style = None if file.format.is_weak else dataset_of_style(questions)
+    if style is not None:
         return style, "style of the questions"
     for part in (file.path.name, file.path.parent.name):
         if (name := dataset_named(part)) is not None:

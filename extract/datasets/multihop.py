@@ -22,11 +22,12 @@ _TWOWIKI_KEYS = {"evidences", "evidence", "entity_ids", "evidences_id", "answer_
 
 def is_twowiki(record: Record) -> bool:
     """Tell 2WikiMultihopQA from HotpotQA, whose records are nearly the same."""
-    if _TWOWIKI_KEYS & record.keys() or record.get("type") in _TWOWIKI_TYPES:
+    if not _TWOWIKI_KEYS.isdisjoint(record) or record.get("type") in _TWOWIKI_TYPES:
         return True
+    if "level" in record:
+        return False
     name = record.get("_id", record.get("id"))
-    is_long = isinstance(name, str) and re.fullmatch(r"[0-9a-f]{32}", name) is not None
-    return is_long and "level" not in record
+    return isinstance(name, str) and re.fullmatch(r"[0-9a-f]{32}", name) is not None
 
 
 def _has_paragraphs(record: Record) -> bool:

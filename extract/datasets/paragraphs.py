@@ -28,6 +28,10 @@ def _pairs(value: Any, name: str, second: tuple[str, ...]) -> Sequence[Sequence[
         return list(zip(*columns, strict=True))
     if not isinstance(value, list):
         raise ValueError(f"{name!r}: expected a list, found {kind_of(value)}")
+    if {type(item) for item in value} == {list} and {len(item) for item in value} == {
+        2
+    }:
+        return value  # nearly every record; told faster than item by item
     for i, item in enumerate(value):
         if not isinstance(item, list) or len(item) != 2:
             raise ValueError(

@@ -59,6 +59,7 @@ class SourceReport:
     refusals: list[Refusal] = dataclasses.field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
+        """Return what the manifest says of the file."""
         listed = self.refusals[:MAX_LISTED]
         return {
             "dataset": self.source.dataset,
