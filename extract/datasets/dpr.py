@@ -33,8 +33,8 @@ def unquote(question: str) -> str:
 def read_qa_row(record: Record) -> Question:
     """Read one row of `{nq,trivia}-*.qa.csv`: a question and a Python list."""
     question = text(record, HEADERLESS[0])
-    value = record[HEADERLESS[1]]
-    if not value.lstrip().startswith("["):
+    value = text(record, HEADERLESS[1])
+    if not value.startswith("["):
         raise ValueError(
             f"expected a list of answers in the second column, found {value[:40]!r}"
         )

@@ -16,7 +16,9 @@ from extract.datasets.passages import body_of
 from extract.datasets.question import Format, Question, Record
 from extract.records import Passage
 
-_TWOWIKI_TYPES = {"compositional", "inference", "bridge_comparison"}
+# Tuples: a damaged record may have a list here, which no set can be asked about.
+_TWOWIKI_TYPES = ("compositional", "inference", "bridge_comparison")
+_HOTPOT_TYPES = ("bridge", "comparison")
 _TWOWIKI_KEYS = {"evidences", "evidence", "entity_ids", "evidences_id", "answer_id"}
 
 
@@ -160,7 +162,7 @@ WEAK_FORMATS = (
         fits=lambda r: (
             {"question", "answer"} <= r.keys()
             and not {"context", "paragraphs", "ctxs"} & r.keys()
-            and r.get("type") in {"bridge", "comparison", *_TWOWIKI_TYPES}
+            and r.get("type") in (*_HOTPOT_TYPES, *_TWOWIKI_TYPES)
         ),
         read=read_hotpot_words,
         is_weak=True,

@@ -46,7 +46,7 @@ def dataset_of_style(questions: Sequence[Question]) -> DatasetName | None:
     """Tell NQ from TriviaQA by how they ask and accept, or return None.
 
     NQ's questions are search queries in lower case without a question mark; TriviaQA's
-    are sentences with long lists of aliases (median 7 in DPR's development set, against
+    are sentences with long lists of aliases (median 8 in DPR's development set, against
     1 in NQ's).
     """
     if not questions:

@@ -105,7 +105,7 @@ def read_example(record: Record) -> Question:
         id=name.removeprefix(f"{dataset}-") if name else None,
         dataset=dataset,
         question=text(record, "question"),
-        golds=any_answers({"golds": record["golds"]}),
+        golds=any_answers({"golds": record.get("golds")}),
         passages=passages,
     )
 
@@ -169,6 +169,10 @@ def read_lm_eval(
     )
 
 
+def _list_of(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 def read_kilt(record: Record) -> Question:
     """Read one line of KILT: the pages are named, their text is not in the file."""
     if "input" not in record:
@@ -184,7 +188,7 @@ def read_kilt(record: Record) -> Question:
     pages = [
         page["title"]
         for output in found
-        for page in output.get("provenance") or []
+        for page in _list_of(output.get("provenance"))
         if isinstance(page, dict) and isinstance(page.get("title"), str)
     ]
     name = identity(record, "id")

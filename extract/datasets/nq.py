@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from extract.datasets.fields import (
-    answers,
+    any_answers,
     distinct,
     identity,
     kind_of,
@@ -23,7 +23,7 @@ def read_open(record: Record) -> Question:
         id=identity(record, "id", "example_id"),
         dataset="nq",
         question=text(record, "question"),
-        golds=answers(record["answer"], "answer"),
+        golds=any_answers(record),
     )
 
 

@@ -3,6 +3,7 @@
 Evidence lies in files of its own; `extract.datasets.evidence` reads it.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -87,7 +88,11 @@ def _columns(holder: Any, body: str) -> Iterator[Passage]:
         rows = [(row.get("title"), row.get(body)) for row in holder
                 if isinstance(row, dict)]  # fmt: skip
     elif isinstance(holder, dict):
-        rows = zip(holder.get("title") or [], holder.get(body) or [], strict=False)
+        pages, titles = holder.get(body), holder.get("title")
+        if not isinstance(pages, list):
+            return
+        titles = titles if isinstance(titles, list) else []
+        rows = itertools.zip_longest(titles, pages)
     else:
         return
     for title, page in rows:
@@ -107,14 +112,6 @@ def read_hub(record: Record) -> Question:
             *_columns(record.get("entity_pages"), "wiki_context"),
             *_columns(record.get("search_results"), "search_context"),
         ),
-    )
-
-
-def is_unfiltered(record: Record) -> bool:
-    """Tell the unfiltered release, whose entity pages carry link probabilities."""
-    pages = record.get("EntityPages")
-    return isinstance(pages, list) and any(
-        isinstance(page, dict) and "LinkProbability" in page for page in pages
     )
 
 
