@@ -122,7 +122,8 @@ def data(out_dir: Path | None, **options: Any) -> None:
     --inspect --json prints one object: dataset, dataset_from (what told it), format,
     container, records, loaded, with_passages, with_gold_passages, refused, refusals
     (record, at, reason; the first 1000), reasons (counts), ok, and error, the sentence
-    for which the whole file is refused, or null. It is printed for a refused file too.
+    for which the whole file is refused, or null. It is printed for a refused file too;
+    records is null where the file was not read through, as for passages.
 
     Exit codes: 0 every record can be used (or, with --skip-bad, some can); 1 the file
     or one of its records is refused; 2 wrong usage.
@@ -178,8 +179,8 @@ def _inspect(path: Path, options: Mapping[str, Any]) -> None:
 
 def _show(report: Mapping[str, Any]) -> None:
     """Print a report for a person."""
-    if report["format"] is None:
-        return  # nothing is known but the sentence that follows
+    if report["records"] is None:
+        return  # the sentence that follows says what is known
     packed = "gzip, " if report["gzipped"] else ""
     source = f" (told by: {report['dataset_from']})" if report["dataset_from"] else ""
     lines = [

@@ -8,8 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from extract.atomic import sha256_file
-from extract.datasets.loading import DatasetFile, Loaded, Refusal, open_dataset
+from extract.datasets.loading import (
+    DatasetFile,
+    FileRefused,
+    Loaded,
+    Refusal,
+    open_dataset,
+)
 from extract.datasets.naming import DATASETS
+from extract.filetypes import FileType
 from extract.judge import normalise
 
 MAX_LISTED = 1000  # refusals kept one by one; all are counted
@@ -113,15 +120,21 @@ def inspect_file(
     """
     report: dict[str, Any] = {"file": str(path)}
     tally, file, error = Tally(), None, None
+    known: dict[str, Any] = {}
     try:
         file = open_dataset(path, dataset=dataset, evidence=evidence)
         for found in file.read():
             tally.add(found)
+    except FileRefused as refused:
+        error = " ".join(str(refused).split())
+        known = _container(refused.type) | {"format": refused.format}
     except (ValueError, OSError) as problem:
         error = " ".join(str(problem).split())
     if path.is_file():
         report |= {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-    report |= _identity(file, tally) | _counts(tally)
+    report |= _identity(file, tally) | known | _counts(tally)
+    if file is None:
+        report["records"] = None  # not counted: what they are was enough
     if error is None and not tally.loaded:
         first = tally.refusals[0]
         error = (
@@ -144,13 +157,20 @@ def _identity(file: DatasetFile | None, tally: Tally) -> dict[str, Any]:
         "dataset": file.dataset,
         "dataset_from": file.dataset_from,
         "format": name,
-        "container": file.type.container,
-        "gzipped": file.type.is_gzipped,
-        "bom": file.type.has_bom,
+        **_container(file.type),
         "published_split": file.envelope.get("Split"),
         "known_dataset": file.dataset in DATASETS,
         "datasets": dict(tally.datasets),
         "formats": dict(tally.formats),
+    }
+
+
+def _container(file_type: FileType) -> dict[str, Any]:
+    """Say how a file holds its records."""
+    return {
+        "container": file_type.container,
+        "gzipped": file_type.is_gzipped,
+        "bom": file_type.has_bom,
     }
 
 

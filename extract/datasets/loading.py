@@ -46,6 +46,20 @@ class Refusal:
     reason: str
 
 
+class FileRefused(ValueError):
+    """A file whose container was recognised, and which holds no questions.
+
+    Attributes:
+      type: how it holds its records.
+      format: the layout that they are of, or None if it is not known.
+    """
+
+    def __init__(self, message: str, file_type: FileType, known: str | None) -> None:
+        """Say why, and what is known all the same."""
+        super().__init__(message)
+        self.type, self.format = file_type, known
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DatasetFile:
     """A recognised file.
@@ -152,9 +166,12 @@ def open_dataset(
         holds instead.
     """
     file_type = recognise(path)
-    records, known = _sample(path, file_type)
+    try:
+        records, known = _sample(path, file_type)
+    except ValueError as error:
+        raise FileRefused(str(error), file_type, None) from None
     if known.read is None:
-        raise ValueError(f"{path} {known.refusal}")
+        raise FileRefused(f"{path} {known.refusal}", file_type, known.name)
     file = DatasetFile(
         path=path,
         type=file_type,

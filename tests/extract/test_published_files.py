@@ -170,7 +170,11 @@ def test_passages_are_no_questions(record, tmp_path):
         pub.write_array(tmp_path / "a.json", [record] * 3),
         pub.write_table(tmp_path / "a.tsv", [record] * 3),
     ):
-        assert "holds passages" in inspect_file(path)["error"]
+        report = inspect_file(path)
+        assert "holds passages" in report["error"]
+        assert report["format"].startswith("passages")
+        assert report["container"] in ("json array", "table")
+        assert report["records"] is None
 
 
 def test_a_line_too_long_to_be_a_record_is_refused_alone(tmp_path, monkeypatch):
