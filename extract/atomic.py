@@ -3,12 +3,14 @@
 A file written here is the old one or the new one, never half of either.
 """
 
+import contextlib
 import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 
 def sync_folder(folder: Path) -> None:
@@ -42,6 +44,26 @@ def write_text_atomic(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     name = write_temporary(path, text.encode())
     try:
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+    sync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def write_stream_atomic(path: Path) -> Iterator[BinaryIO]:
+    """Yield a stream whose content replaces a file in one step when the block ends.
+
+    For content that does not fit in memory; an error inside leaves the old file.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    name = write_temporary(path, b"")
+    try:
+        with open(name, "wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
         os.replace(name, path)
     except BaseException:
         os.unlink(name)

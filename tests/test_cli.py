@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 VERBS = (
-    "demo world answer label extract verify sweep train select calibrate evaluate "
+    "demo data world answer label extract verify sweep train select calibrate evaluate "
     "control report score"
 ).split()
 

@@ -1,0 +1,284 @@
+"""From published files to one folder of examples with fixed splits.
+
+Files are read twice, so that memory holds ids and the drawn questions of one set, not
+a file: once to draw, once to write what was drawn.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from extract.atomic import sha256_file, write_json_atomic, write_stream_atomic
+from extract.datasets.loading import Refusal
+from extract.datasets.pools import (
+    BuildConfig,
+    Context,
+    Source,
+    SourceReport,
+    is_usable,
+    open_source,
+    read_pools,
+)
+from extract.datasets.question import Question
+from extract.records import Passage, Split, to_json
+from extract.splits import (
+    Candidate,
+    Draw,
+    Role,
+    draw_splits,
+    questions_digest,
+    read_splits,
+    seal,
+    text_key,
+)
+
+
+def _shown(question: Question, context: Context) -> tuple[Passage, ...]:
+    """Return the passages that become an example's context."""
+    if context == "none":
+        return ()
+    if context == "all":
+        return question.passages
+    return tuple(p for p in question.passages if p.is_supporting)
+
+
+class _Chosen:
+    """Collects the drawn questions of one set and writes them in the draw's order."""
+
+    def __init__(
+        self, dataset: str, splits: Mapping[Split, Mapping[str, Sequence[str]]]
+    ) -> None:
+        self.dataset = dataset
+        self.order = {
+            name: split
+            for split, sets in splits.items()
+            for name in sets.get(dataset, ())
+        }
+        self.lines: dict[str, str] = {}
+        self.keys: dict[str, bytes] = {}
+        self.passages: dict[str, list[str]] = {}
+
+    def add(self, question: Question, context: Context) -> None:
+        """Keep a question if it was drawn and is new."""
+        name = str(question.id)
+        if name not in self.order or name in self.lines:
+            return
+        example = question.as_example(self.order[name], _shown(question, context))
+        self.lines[name] = to_json(example)
+        self.keys[name] = text_key(question.question)
+        self.passages[name] = [
+            to_json(Passage(title=passage.title, text=passage.text))
+            for passage in question.passages
+        ]
+
+    def check_complete(self) -> None:
+        """Raise if a drawn question was not found."""
+        missing = [name for name in self.order if name not in self.lines]
+        if missing:
+            raise ValueError(
+                f"{self.dataset}: {len(missing)} questions of the splits are not in "
+                f"the files given (or cannot be used), the first is {missing[0]!r}; "
+                "give the files that the splits were drawn from"
+            )
+
+
+def _write_examples(
+    folder: Path,
+    sources: Sequence[Source],
+    splits: Mapping[Split, Mapping[str, Sequence[str]]],
+    config: BuildConfig,
+) -> dict[str, dict[str, str]]:
+    """Write examples and passages; returns digests of the questions of each split."""
+    digests: dict[str, dict[str, str]] = {}
+    seen: set[bytes] = set()
+    with (
+        write_stream_atomic(folder / "examples.jsonl") as examples,
+        write_stream_atomic(folder / "passages.jsonl") as passages,
+    ):
+        for dataset in dict.fromkeys(source.dataset for source in sources):
+            chosen = _Chosen(dataset, splits)
+            for source in (s for s in sources if s.dataset == dataset):
+                for found in open_source(source, config).read():
+                    if isinstance(found, Refusal) or not is_usable(
+                        found, config.context
+                    ):
+                        continue  # counted when the file was read to draw
+                    chosen.add(found.question, config.context)
+            chosen.check_complete()
+            for split, sets in splits.items():
+                names = sets.get(dataset, ())
+                examples.write("".join(chosen.lines[n] + "\n" for n in names).encode())
+                for name in names:
+                    new = _unseen(chosen.passages[name], seen)
+                    passages.write("".join(line + "\n" for line in new).encode())
+                rows = ((name, chosen.keys[name]) for name in names)
+                digests.setdefault(split, {})[dataset] = questions_digest(rows)
+    return digests
+
+
+def _unseen(lines: Sequence[str], seen: set[bytes]) -> Iterator[str]:
+    """Yield the passages that no earlier question brought."""
+    for line in lines:
+        key = hashlib.blake2b(line.encode(), digest_size=16).digest()
+        if key not in seen:
+            seen.add(key)
+            yield line
+
+
+def build_examples(
+    folder: Path,
+    sources: Sequence[Source],
+    config: BuildConfig,
+    *,
+    fixed: Path | None = None,
+    note: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Write `examples.jsonl`, `passages.jsonl` and `splits.json` into a folder.
+
+    Args:
+      folder: created if absent; refused if it holds anything else.
+      sources: at least one file.
+      config: what is built.
+      fixed: a manifest whose splits are used instead of drawing.
+      note: told of each file when it was read.
+
+    Returns:
+      The manifest, as in `splits.json`.
+
+    Raises:
+      ValueError: a file is refused or too small, or does not fit the fixed splits.
+    """
+    asked = _asked(sources, config, fixed)
+    if (folder / "splits.json").exists():
+        return _continue(folder, asked)
+    if folder.exists() and any(not p.name.startswith(".") for p in folder.iterdir()):
+        raise ValueError(
+            f"{folder} is not empty and has no splits.json; choose another directory"
+        )
+    pools, reports = read_pools(sources, config, note)
+    drawn = _drawn(pools, config, fixed)
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        digests = _write_examples(folder, sources, drawn.splits, config)
+        if fixed is not None:
+            _check_texts(fixed, digests)
+    except BaseException:
+        for name in ("examples.jsonl", "passages.jsonl"):
+            (folder / name).unlink(missing_ok=True)
+        if is_new:
+            folder.rmdir()
+        raise
+    manifest = seal(_manifest(folder, asked, reports, drawn, digests))
+    write_json_atomic(folder / "splits.json", manifest)
+    return manifest
+
+
+def _asked(
+    sources: Sequence[Source], config: BuildConfig, fixed: Path | None
+) -> dict[str, Any]:
+    """Return what a folder's content depends on, as JSON values."""
+    splits = dataclasses.asdict(config.splits) | {
+        "n_held_out": dict(sorted(config.splits.n_held_out.items()))
+    }
+    return {
+        "splits": splits if fixed is None else {"fixed": read_splits(fixed)["sha256"]},
+        "context": config.context,
+        "skip_bad": config.skip_bad,
+        "sources": sorted(
+            [source.dataset, source.role, sha256_file(source.path)]
+            for source in sources
+            if source.path.is_file()
+        ),
+    }
+
+
+def _continue(folder: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest of a folder that is finished, if it is what is asked for."""
+    manifest = check_folder(folder)
+    if manifest["config"] != asked:
+        differ = ", ".join(
+            key for key in asked if manifest["config"].get(key) != asked[key]
+        )
+        raise ValueError(
+            f"{folder} was built with other {differ}; choose another directory"
+        )
+    return manifest
+
+
+def _drawn(
+    pools: Mapping[tuple[str, Role], Mapping[str, Candidate]],
+    config: BuildConfig,
+    fixed: Path | None,
+) -> Draw:
+    """Draw, or take the splits of a manifest for the sets that were given."""
+    if fixed is None:
+        listed = {key: list(pool.values()) for key, pool in pools.items()}
+        return draw_splits(listed, config.splits)
+    given = {dataset for dataset, _ in pools}
+    held = read_splits(fixed)["splits"]
+    absent = given - {dataset for sets in held.values() for dataset in sets}
+    if absent:
+        raise ValueError(f"{fixed} has no splits of {', '.join(sorted(absent))}")
+    return Draw(
+        {s: {d: n for d, n in sets.items() if d in given} for s, sets in held.items()},
+        [],
+        [],
+    )
+
+
+def _check_texts(fixed: Path, digests: Mapping[str, Mapping[str, str]]) -> None:
+    """Raise if the ids of fixed splits now stand for other questions."""
+    held = read_splits(fixed)["questions_sha256"]
+    for split, sets in digests.items():
+        for dataset, digest in sets.items():
+            if held.get(split, {}).get(dataset, digest) != digest:
+                raise ValueError(
+                    f"{fixed}: the questions of {dataset} in {split} are not those the "
+                    "splits were drawn from, though their ids are; give those files"
+                )
+
+
+def _manifest(
+    folder: Path,
+    asked: Mapping[str, Any],
+    reports: Sequence[SourceReport],
+    drawn: Draw,
+    digests: Mapping[str, Mapping[str, str]],
+) -> dict[str, Any]:
+    """Return what is written down about a folder."""
+    files = ("examples.jsonl", "passages.jsonl")
+    return {
+        "format": "beatrice-splits",
+        "version": 1,
+        "config": asked,
+        "sources": [report.as_json() for report in reports],
+        "splits": drawn.splits,
+        "sizes": {s: {d: len(n) for d, n in sets.items()}
+                  for s, sets in drawn.splits.items()},
+        "questions_sha256": digests,
+        "files": {name: sha256_file(folder / name) for name in files},
+        "passed_over": [dataclasses.asdict(one) for one in drawn.conflicts],
+        "repeated_within_a_split": [list(one) for one in drawn.repeated],
+    }  # fmt: skip
+
+
+def check_folder(folder: Path) -> dict[str, Any]:
+    """Return the manifest of a folder whose files are those it names.
+
+    Raises:
+      ValueError: the manifest or a file was changed.
+    """
+    manifest = read_splits(folder / "splits.json")
+    for name, expected in manifest["files"].items():
+        path = folder / name
+        found = sha256_file(path) if path.is_file() else "missing"
+        if found != expected:
+            raise ValueError(
+                f"{path} is not the file that splits.json names (SHA-256 "
+                f"{expected[:12]}…, found {found[:12]}…); restore it, or build again "
+                "in another directory"
+            )
+    return manifest

@@ -1,0 +1,183 @@
+"""Values out of a raw record, or the reason why they cannot be had."""
+
+import ast
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import orjson
+
+from extract.datasets.question import Record
+from extract.jsonparse import KINDS
+
+_LITERAL_CHARACTERS = 1 << 20  # of a list written as text; the longest known is 20 kB
+# A Python list of texts without quotes or backslashes inside: most of DPR's rows,
+# which are read nearly twice as fast as by the parser of the language alone.
+_ENTRY = re.compile(r"'([^'\\\n]*)'")
+_PLAIN_LIST = re.compile(r"\['[^'\\\n]*'(?:, '[^'\\\n]*')*+\]")
+_IN_ORDER = ("answers", "answer", "golden_answers", "ground_truth", "short_answers",
+             "possible_answers", "gold_answers", "golds", "reference")  # fmt: skip
+
+
+def kind_of(value: Any) -> str:
+    """Return a value's kind in words."""
+    return KINDS.get(type(value), type(value).__name__)
+
+
+def text(record: Record, key: str, *, within: str = "") -> str:
+    """Return a text that must be there and not empty, without outer white space.
+
+    Args:
+      record: an object.
+      key: the field.
+      within: where the object lies, for the message ("context[3].").
+
+    Raises:
+      ValueError: it is missing, null, of another type, or empty.
+    """
+    if key not in record:
+        raise ValueError(f"no {within + key!r}")
+    value = record[key]
+    if value is None:
+        raise ValueError(f"{within + key!r} is null")
+    if not isinstance(value, str):
+        raise ValueError(f"{within + key!r}: expected text, found {kind_of(value)}")
+    value = value.strip()
+    if not value:
+        raise ValueError(f"{within + key!r} is empty")
+    return value
+
+
+def listed(record: Record, key: str, *, within: str = "") -> Sequence[Any]:
+    """Return a list that must be there; it may be empty.
+
+    Raises:
+      ValueError: it is missing, null or no list.
+    """
+    if key not in record:
+        raise ValueError(f"no {within + key!r}")
+    value = record[key]
+    if not isinstance(value, list):
+        what = "null" if value is None else kind_of(value)
+        raise ValueError(f"{within + key!r}: expected a list, found {what}")
+    return value
+
+
+def objects(record: Record, key: str, *, within: str = "") -> Sequence[Record]:
+    """Return a list of objects.
+
+    Raises:
+      ValueError: it is no list, or not of objects.
+    """
+    items = listed(record, key, within=within)
+    for i, item in enumerate(items):
+        if not isinstance(item, dict):
+            raise ValueError(
+                f"{f'{within}{key}[{i}]'!r}: expected an object, found {kind_of(item)}"
+            )
+    return items
+
+
+def identity(record: Record, *keys: str) -> str | None:
+    """Return the first id that is there as text; ids may be whole numbers.
+
+    Raises:
+      ValueError: an id is there and is neither text nor a whole number.
+    """
+    for key in keys:
+        value = record.get(key)
+        if value is None or value == "":
+            continue
+        if isinstance(value, bool) or not isinstance(value, str | int):
+            raise ValueError(f"{key!r}: expected an id, found {kind_of(value)}")
+        return str(value).strip() or None
+    return None
+
+
+def unfold(value: Any, name: str) -> Any:
+    """Return a value that was written as text: JSON, or a Python literal.
+
+    Args:
+      value: text that starts like a list or an object is parsed, anything else is
+        returned as it is.
+      name: for the message.
+
+    Raises:
+      ValueError: it starts like one and is none.
+    """
+    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
+        return value
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError:
+        pass
+    if _PLAIN_LIST.fullmatch(value):
+        return _ENTRY.findall(value)
+    if len(value) > _LITERAL_CHARACTERS:
+        raise ValueError(f"{name!r}: a list written as text of {len(value)} characters")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of "\ " and the like inside a string
+            return ast.literal_eval(value.strip())
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        raise ValueError(
+            f"{name!r}: expected a list as JSON or as a Python literal, found "
+            f"{value[:40]!r}"
+        ) from None
+
+
+def distinct(texts: Iterable[str]) -> tuple[str, ...]:
+    """Return texts in order, stripped, without empty and repeated ones."""
+    stripped = (text.strip() for text in texts)
+    return tuple(dict.fromkeys(text for text in stripped if text))
+
+
+def answers(value: Any, name: str) -> tuple[str, ...]:
+    """Return the accepted answers in a field's value.
+
+    Args:
+      value: one text, or a list of texts; repetitions and empty entries are left
+        out, since an empty answer accepts everything.
+      name: of the field, for the message.
+
+    Raises:
+      ValueError: null, of another type, or without any word.
+    """
+    if value is None:
+        raise ValueError(f"{name!r} is null: there is no answer")
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list | tuple):
+        raise ValueError(
+            f"{name!r}: expected text or a list of texts, found {kind_of(value)}"
+        )
+    for i, item in enumerate(items):
+        if not isinstance(item, str):
+            raise ValueError(
+                f"{f'{name}[{i}]'!r}: expected text, found {kind_of(item)}"
+            )
+    found = distinct(items)
+    if not found:
+        what = "is an empty list" if not items else "holds no word"
+        raise ValueError(f"{name!r} {what}: there is no answer")
+    return found
+
+
+def any_answers(record: Record) -> tuple[str, ...]:
+    """Return the accepted answers under whichever of their names is there.
+
+    Raises:
+      ValueError: none is, or it is no answer.
+    """
+    name = next((name for name in _IN_ORDER if name in record), None)
+    if name is None:
+        raise ValueError("no answer field (a test set without answers?)")
+    value = record[name]
+    if isinstance(value, str) and re.match(r"\s*\[\s*(['\"\]])", value):
+        value = unfold(value, name)
+    return answers(value, name)
+
+
+def has_answers(record: Record) -> bool:
+    """Tell whether any known name of an answer field is there."""
+    return any(name in record for name in _IN_ORDER)

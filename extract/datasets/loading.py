@@ -1,0 +1,241 @@
+"""A file of questions: recognised by its content, read record by record.
+
+Nothing is dropped in silence: a record comes out as a question or as a refusal with
+its number and the reason.
+"""
+
+import collections
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from extract.datasets.evidence import attach, find_evidence
+from extract.datasets.formats import choose_format, recognise_record
+from extract.datasets.naming import dataset_named, dataset_of_style
+from extract.datasets.question import Format, Question, Record
+from extract.filetypes import FileType, recognise
+from extract.streams import RawRecord, RecordStream
+
+N_SAMPLE = 64  # records from which a file's layout and question set are told
+DatasetSource = Literal["given", "records", "style of the questions", "file name"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A record that is a question.
+
+    Attributes:
+      number: of the record in the file, from 1.
+      at: where it lies, in words.
+    """
+
+    number: int
+    at: str
+    question: Question
+    format: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """A record that is none, and why."""
+
+    number: int
+    at: str
+    reason: str
+
+
+class FileRefused(ValueError):
+    """A file whose container was recognised, and which holds no questions.
+
+    Attributes:
+      type: how it holds its records.
+      format: the layout that they are of, or None if it is not known.
+    """
+
+    def __init__(self, message: str, file_type: FileType, known: str | None) -> None:
+        """Say why, and what is known all the same."""
+        super().__init__(message)
+        self.type, self.format = file_type, known
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DatasetFile:
+    """A recognised file.
+
+    Attributes:
+      dataset: question set of most records, or None where nothing tells.
+      dataset_from: what told it.
+      evidence: TriviaQA's folder of pages, if there is one.
+      envelope: what an object around the records says, after they were read.
+    """
+
+    path: Path
+    type: FileType
+    format: Format
+    dataset: str | None
+    dataset_from: DatasetSource | None
+    evidence: Path | None
+    envelope: dict[str, object] = dataclasses.field(default_factory=dict)
+
+    def read(self) -> Iterator[Loaded | Refusal]:
+        """Yield every record, in file order.
+
+        Raises:
+          ValueError: the file turns out to be cut off or damaged.
+        """
+        seen: dict[int, int] = {}
+        stream = RecordStream(self.path, self.type)
+        for raw in stream:
+            found = self._read_one(raw)
+            if isinstance(found, Loaded):
+                question = found.question
+                first = seen.setdefault(_id_key(question), raw.number)
+                if first != raw.number and not question.has_made_id:
+                    reason = f"the id {question.id!r} is that of record {first} already"
+                    found = Refusal(raw.number, raw.at, reason)
+            yield found
+        self.envelope.update(stream.envelope)
+
+    def _read_one(self, raw: RawRecord) -> Loaded | Refusal:
+        """Turn one raw record into a question or a refusal."""
+        if raw.value is None:
+            return Refusal(raw.number, raw.at, raw.problem or "no record")
+        known = self.format
+        if not known.fits(raw.value):
+            known = self._other_format(raw.value)
+        if known.read is None:
+            return Refusal(raw.number, raw.at, f"is of another kind ({known.name})")
+        try:
+            question = known.read(raw.value)
+            if question.documents or known.dataset == "triviaqa":
+                question = attach(question, self.evidence)
+        except ValueError as error:
+            return Refusal(raw.number, raw.at, str(error))
+        return Loaded(raw.number, raw.at, self._completed(question), known.name)
+
+    def _other_format(self, record: Record) -> Format:
+        """Return the layout of a record that is not of the file's.
+
+        One that says less than the file's (a question and an answer, where others have
+        their paragraphs) is a damaged record: the file's own reader says what it lacks.
+        """
+        other = recognise_record(record)
+        if other is None or (other.is_weak and not self.format.is_weak):
+            return self.format
+        return other
+
+    def _completed(self, question: Question) -> Question:
+        """Add what the record does not say, and leave out passages without a word.
+
+        An id that is missing is made of the question's text, so that it does not
+        depend on the order of the file.
+        """
+        changes: dict[str, Any] = {}
+        if question.dataset is None or self.dataset_from == "given":
+            changes["dataset"] = self.dataset
+        if question.id is None:
+            digest = hashlib.sha256(question.question.encode()).hexdigest()[:24]
+            changes |= {"id": f"q{digest}", "has_made_id": True}
+        if "" in [passage.text for passage in question.passages]:
+            kept = tuple(passage for passage in question.passages if passage.text)
+            n_empty = len(question.passages) - len(kept)
+            meta = {**question.meta, "n_empty_passages": n_empty}
+            changes |= {"passages": kept, "meta": meta}
+        return dataclasses.replace(question, **changes) if changes else question
+
+
+def _id_key(question: Question) -> int:
+    """Return a short stand-in for a question's id."""
+    return hash((question.dataset, question.id))
+
+
+def open_dataset(
+    path: Path, *, dataset: str | None = None, evidence: Path | None = None
+) -> DatasetFile:
+    """Recognise a file of questions.
+
+    Args:
+      path: the file; its name does not matter where its content tells.
+      dataset: its question set, if known; refused where the records say otherwise.
+      evidence: TriviaQA's folder of pages; looked for beside the file if None.
+
+    Raises:
+      ValueError: it holds no questions in any known layout; the message says what it
+        holds instead.
+    """
+    file_type = recognise(path)
+    try:
+        records, known = _sample(path, file_type)
+    except ValueError as error:
+        raise FileRefused(str(error), file_type, None) from None
+    if known.read is None:
+        raise FileRefused(f"{path} {known.refusal}", file_type, known.name)
+    file = DatasetFile(
+        path=path,
+        type=file_type,
+        format=known,
+        dataset=None,
+        dataset_from=None,
+        evidence=evidence or find_evidence(path),
+    )
+    name, source = _dataset_of(file, records)
+    if dataset is not None:
+        if source == "records" and name != dataset:
+            raise ValueError(
+                f"{path} holds {name}, not {dataset}; give it under its own name"
+            )
+        name, source = dataset, "given"
+    return dataclasses.replace(file, dataset=name, dataset_from=source)
+
+
+def _sample(path: Path, file_type: FileType) -> tuple[list[RawRecord], Format]:
+    """Return the first records and their layout."""
+    sample: list[RawRecord] = []
+    try:
+        for raw in RecordStream(path, file_type):
+            sample.append(raw)
+            if len(sample) == N_SAMPLE:
+                break
+    except ValueError:
+        if not any(raw.value is not None for raw in sample):
+            raise  # otherwise what was read tells what the file is
+    if not sample:
+        raise ValueError(f"{path} holds no records")
+    values = [raw.value for raw in sample if raw.value is not None]
+    if not values:
+        raise ValueError(
+            f"{path}: none of the first {len(sample)} records can be read; record "
+            f"{sample[0].number} ({sample[0].at}): {sample[0].problem}"
+        )
+    known = choose_format(values)
+    if known is None:
+        keys = ", ".join(repr(key) for key in list(values[0])[:8])
+        what = f"with the fields {keys}" if keys else "without any field"
+        raise ValueError(
+            f"{path}: records {what} are of no known layout of questions; save them "
+            'as FlashRAG does, {"id", "question", "golden_answers"} on each line'
+        )
+    return sample, known
+
+
+def _dataset_of(
+    file: DatasetFile, sample: list[RawRecord]
+) -> tuple[str | None, DatasetSource | None]:
+    """Return the question set and what told it."""
+    found = [file._read_one(raw) for raw in sample]
+    questions = [one.question for one in found if isinstance(one, Loaded)]
+    named = collections.Counter(q.dataset for q in questions if q.dataset)
+    if named:
+        return named.most_common(1)[0][0], "records"
+    if file.format.dataset is not None:
+        return file.format.dataset, "records"
+    # Layouts of nobody in particular are not guessed at: any set may be written so.
+    style = None if file.format.is_weak else dataset_of_style(questions)
+    if style is not None:
+        return style, "style of the questions"
+    for part in (file.path.name, file.path.parent.name):
+        if (name := dataset_named(part)) is not None:
+            return name, "file name"
+    return None, None

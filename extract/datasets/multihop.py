@@ -1,0 +1,170 @@
+"""HotpotQA, 2WikiMultihopQA and MuSiQue: records with their gold paragraphs."""
+
+import re
+from typing import Any
+
+from extract.datasets.fields import (
+    answers,
+    identity,
+    kind_of,
+    listed,
+    objects,
+    text,
+)
+from extract.datasets.paragraphs import read_context, supporting_titles
+from extract.datasets.passages import body_of
+from extract.datasets.question import Format, Question, Record
+from extract.records import Passage
+
+# Tuples: a damaged record may have a list here, which no set can be asked about.
+_TWOWIKI_TYPES = ("compositional", "inference", "bridge_comparison")
+_HOTPOT_TYPES = ("bridge", "comparison")
+_TWOWIKI_KEYS = {"evidences", "evidence", "entity_ids", "evidences_id", "answer_id"}
+
+
+def is_twowiki(record: Record) -> bool:
+    """Tell 2WikiMultihopQA from HotpotQA, whose records are nearly the same."""
+    if not _TWOWIKI_KEYS.isdisjoint(record) or record.get("type") in _TWOWIKI_TYPES:
+        return True
+    if "level" in record:
+        return False
+    name = record.get("_id", record.get("id"))
+    return isinstance(name, str) and re.fullmatch(r"[0-9a-f]{32}", name) is not None
+
+
+def _has_paragraphs(record: Record) -> bool:
+    """Tell whether a context is made of titled sentences rather than of plain text."""
+    context = record.get("context")
+    if isinstance(context, str) and context.lstrip()[:1] not in ("[", "{"):
+        return False
+    if isinstance(context, list) and context and isinstance(context[0], dict):
+        return False
+    return "question" in record and (
+        "supporting_facts" in record or ("context" in record and "_id" in record)
+    )
+
+
+def read_titled(record: Record) -> Question:
+    """Read one record of HotpotQA or 2WikiMultihopQA, in any of its layouts."""
+    gold = text(record, "question"), answers(_required(record, "answer"), "answer")
+    titles = supporting_titles(_required(record, "supporting_facts"))
+    passages = read_context(_required(record, "context"), titles)
+    meta: dict[str, Any] = {
+        key: record[key]
+        for key in ("type", "level")
+        if isinstance(record.get(key), str)
+    }
+    missing = set(titles) - {p.title for p in passages if p.is_supporting}
+    if missing:  # fullwiki: what was retrieved need not hold the gold paragraphs
+        meta["missing_titles"] = sorted(missing)
+    return Question(
+        id=identity(record, "_id", "id"),
+        dataset="2wikimultihopqa" if is_twowiki(record) else "hotpotqa",
+        question=gold[0],
+        golds=gold[1],
+        passages=passages,
+        meta=meta,
+    )
+
+
+def _required(record: Record, key: str) -> Any:
+    """Return a field that must be there."""
+    if key not in record:
+        why = " (a test set without answers?)" if key == "answer" else ""
+        raise ValueError(f"no {key!r}{why}")
+    return record[key]
+
+
+def read_musique(record: Record) -> Question:
+    """Read one record of MuSiQue.
+
+    Only `is_supporting` marks gold paragraphs: distractors share their titles.
+    """
+    if record.get("answerable") is False:
+        raise ValueError(
+            "unanswerable on purpose (MuSiQue-Full): its paragraphs do not hold the "
+            "answer; use the file musique_ans, or leave such records out"
+        )
+    question = text(record, "question")
+    aliases = listed(record, "answer_aliases") if "answer_aliases" in record else []
+    main = answers(_required(record, "answer"), "answer")
+    golds = answers([*main, *aliases], "answer_aliases")
+    passages = []
+    for i, paragraph in enumerate(objects(record, "paragraphs")):
+        within = f"paragraphs[{i}]."
+        mark = paragraph.get("is_supporting")
+        if not isinstance(mark, bool):
+            what = "nothing" if mark is None else kind_of(mark)
+            raise ValueError(
+                f"'{within}is_supporting': expected true or false, found {what}"
+            )
+        title = paragraph.get("title")
+        if not isinstance(title, str):
+            raise ValueError(f"'{within}title': expected text, found {kind_of(title)}")
+        body = body_of(paragraph, within)
+        passages.append(Passage(title=title, text=body, is_supporting=mark))
+    if not passages:
+        raise ValueError("'paragraphs' is an empty list")
+    name = identity(record, "id")
+    meta = {"hops": name.split("__")[0]} if name and "__" in name else {}
+    return Question(
+        id=name,
+        dataset="musique",
+        question=question,
+        golds=golds,
+        passages=tuple(passages),
+        meta=meta,
+    )
+
+
+def _fits_musique(record: Record) -> bool:
+    paragraphs = record.get("paragraphs")
+    first = paragraphs[0] if isinstance(paragraphs, list) and paragraphs else None
+    return "question_decomposition" in record or (
+        isinstance(first, dict) and "paragraph_text" in first
+    )
+
+
+def read_hotpot_words(record: Record) -> Question:
+    """Read a copy of HotpotQA that kept question and answer only."""
+    return Question(
+        id=identity(record, "_id", "id"),
+        dataset="2wikimultihopqa" if is_twowiki(record) else "hotpotqa",
+        question=text(record, "question"),
+        golds=answers(_required(record, "answer"), "answer"),
+        meta={"type": record["type"]},
+    )
+
+
+FORMATS = (
+    Format(
+        name="MuSiQue",
+        dataset="musique",
+        fits=_fits_musique,
+        read=read_musique,
+    ),
+    Format(
+        name="2WikiMultihopQA",
+        dataset="2wikimultihopqa",
+        fits=lambda r: _has_paragraphs(r) and is_twowiki(r),
+        read=read_titled,
+    ),
+    Format(
+        name="HotpotQA",
+        dataset="hotpotqa",
+        fits=_has_paragraphs,
+        read=read_titled,
+    ),
+)
+WEAK_FORMATS = (
+    Format(
+        name="HotpotQA, questions and answers only",
+        fits=lambda r: (
+            {"question", "answer"} <= r.keys()
+            and not {"context", "paragraphs", "ctxs"} & r.keys()
+            and r.get("type") in (*_HOTPOT_TYPES, *_TWOWIKI_TYPES)
+        ),
+        read=read_hotpot_words,
+        is_weak=True,
+    ),
+)

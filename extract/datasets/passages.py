@@ -1,0 +1,72 @@
+"""Passages that are objects with a title and a text, under their several names."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from extract.datasets.fields import kind_of, objects, text
+from extract.datasets.question import Record
+from extract.records import Passage
+
+_TEXTS = ("text", "paragraph_text", "contents", "content")
+_MARKS = ("is_supporting", "isgold")
+
+
+def body_of(item: Record, within: str) -> str:
+    """Return the text of a passage; it may be empty, and is then left out later."""
+    name = next((name for name in _TEXTS if name in item), _TEXTS[0])
+    if item.get(name) == "":
+        return ""
+    return text(item, name, within=within)
+
+
+def title_of(item: Record, within: str) -> str:
+    """Return the title of a passage; it may be empty, never of another type."""
+    title = item.get("title", "")
+    if title is None:
+        return ""
+    if not isinstance(title, str):
+        raise ValueError(f"'{within}title': expected text, found {kind_of(title)}")
+    return title.strip()
+
+
+def is_marked(item: Record, within: str) -> bool:
+    """Return whether the file marks a passage as gold."""
+    for name in _MARKS:
+        if name in item:
+            mark: Any = item[name]
+            if not isinstance(mark, bool):
+                raise ValueError(
+                    f"'{within}{name}': expected true or false, found {kind_of(mark)}"
+                )
+            return mark
+    return False
+
+
+def titled_passages(
+    record: Record, key: str, *, is_supporting: bool | None = None
+) -> tuple[Passage, ...]:
+    """Return the passages of one field.
+
+    Args:
+      record: an object.
+      key: a list of objects with `title` and a text.
+      is_supporting: the same for all; None believes the file's own marks.
+
+    Raises:
+      ValueError: it is no such list.
+    """
+    return tuple(
+        Passage(
+            title=title_of(item, f"{key}[{i}]."),
+            text=body_of(item, f"{key}[{i}]."),
+            is_supporting=is_marked(item, f"{key}[{i}].")
+            if is_supporting is None
+            else is_supporting,
+        )
+        for i, item in enumerate(objects(record, key))
+    )
+
+
+def is_list_of_objects(value: Any) -> bool:
+    """Tell whether a value is a list whose first entry is an object."""
+    return isinstance(value, Sequence) and bool(value) and isinstance(value[0], dict)

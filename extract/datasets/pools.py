@@ -1,0 +1,160 @@
+"""What may be drawn from each file, and what each file gave."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from extract.atomic import sha256_file
+from extract.datasets.loading import DatasetFile, Loaded, Refusal, open_dataset
+from extract.datasets.question import Question
+from extract.splits import Candidate, Role, SplitConfig, text_key
+
+Context = Literal["supporting", "all", "none"]
+MAX_LISTED = 1000  # refusals named one by one in the manifest; all are counted
+_WANTED = {
+    "supporting": "a supporting passage",
+    "all": "a passage",
+    "none": "an answer",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """One file and what it is for."""
+
+    dataset: str
+    role: Role
+    path: Path
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BuildConfig:
+    """What is built.
+
+    Attributes:
+      context: passages of an example: the supporting ones, as in the paper, all that
+        came with it, or none. With `supporting`, questions without one are left out.
+      skip_bad: leave refused records out and list them, instead of stopping.
+      evidence: TriviaQA's folder of pages, if it is not beside the file.
+    """
+
+    splits: SplitConfig
+    context: Context = "supporting"
+    skip_bad: bool = False
+    evidence: Path | None = None
+
+
+@dataclasses.dataclass
+class SourceReport:
+    """What one file gave."""
+
+    source: Source
+    format: str
+    sha256: str
+    records: int = 0
+    usable: int = 0
+    left_out: int = 0
+    repeated: int = 0
+    refusals: list[Refusal] = dataclasses.field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what the manifest says of the file."""
+        listed = self.refusals[:MAX_LISTED]
+        return {
+            "dataset": self.source.dataset,
+            "role": self.source.role,
+            "file": self.source.path.name,
+            "sha256": self.sha256,
+            "format": self.format,
+            "records": self.records,
+            "usable": self.usable,
+            "without_passages": self.left_out,
+            "repeated": self.repeated,
+            "refused": len(self.refusals),
+            "refusals": [dataclasses.asdict(refusal) for refusal in listed],
+        }
+
+
+def _accepted(
+    file: DatasetFile, report: SourceReport, config: BuildConfig
+) -> Iterator[Question]:
+    """Yield the questions of a file that can be used; count the others."""
+    for found in file.read():
+        report.records += 1
+        if isinstance(found, Refusal):
+            if not config.skip_bad:
+                raise ValueError(
+                    f"{file.path}, record {found.number} ({found.at}): {found.reason}; "
+                    "--skip-bad leaves such records out and lists them"
+                )
+            report.refusals.append(found)
+        elif is_usable(found, config.context):
+            report.usable += 1
+            yield found.question
+        else:
+            report.left_out += 1
+
+
+def is_usable(found: Loaded, context: Context) -> bool:
+    """Tell whether a question has the passages that are asked for."""
+    passages = found.question.passages
+    if context == "supporting":
+        return any(passage.is_supporting for passage in passages)
+    return context == "none" or bool(passages)
+
+
+def open_source(source: Source, config: BuildConfig) -> DatasetFile:
+    """Recognise a file; it must be of the set it was given for."""
+    return open_dataset(source.path, dataset=source.dataset, evidence=config.evidence)
+
+
+def _read_pool(
+    source: Source, config: BuildConfig, pool: dict[str, Candidate], others: set[str]
+) -> SourceReport:
+    """Add what may be drawn from one file to a pool; returns what the file gave.
+
+    Args:
+      source: the file.
+      config: what counts as usable.
+      pool: by id; grows.
+      others: ids that came from other files of the same set and role.
+    """
+    file = open_source(source, config)
+    report = SourceReport(source, file.format.name, sha256_file(source.path))
+    for question in _accepted(file, report, config):
+        name = str(question.id)
+        if question.has_made_id and name in pool:
+            report.repeated += 1  # the same text again: the first one stands for both
+            continue
+        if name in others:
+            raise ValueError(
+                f"{source.path} has the id {name!r}, as another {source.role} file of "
+                f"{source.dataset} does; give one of the two files"
+            )
+        pool[name] = Candidate(name, text_key(question.question))
+    if not report.usable:
+        raise ValueError(
+            f"{source.path}: none of {report.records} records has "
+            f"{_WANTED[config.context]}; give a file that has, or another --context"
+        )
+    return report
+
+
+def read_pools(
+    sources: Sequence[Source], config: BuildConfig, note: Callable[[str], None]
+) -> tuple[dict[tuple[str, Role], dict[str, Candidate]], list[SourceReport]]:
+    """Read every file once; returns what may be drawn, and what each file gave."""
+    pools: dict[tuple[str, Role], dict[str, Candidate]] = {}
+    reports = []
+    for source in sources:
+        pool = pools.setdefault((source.dataset, source.role), {})
+        report = _read_pool(source, config, pool, set(pool))
+        reports.append(report)
+        note(
+            f"{source.dataset} {source.role}: {report.usable} of {report.records} "
+            f"records can be used ({len(report.refusals)} refused, "
+            f"{report.left_out} without {_WANTED[config.context]}, {report.repeated} "
+            "repeated)"
+        )
+    return pools, reports

@@ -1,0 +1,297 @@
+"""The records of a file one after another, numbered, whatever the container.
+
+Memory is flat in the file's size: arrays are scanned in chunks, lines and table rows
+are read one by one, Parquet in small batches. What is no record is passed on with its
+number and the reason; only a file that is cut off or damaged as a whole ends reading.
+"""
+
+import contextlib
+import csv
+import dataclasses
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import orjson
+
+from extract.filetypes import COLUMNS, FileType, Readable, open_bytes
+from extract.jsonparse import parse_object
+from extract.jsonscan import (
+    CHUNK,
+    MAX_RECORD,
+    ArrayScanner,
+    Value,
+    Window,
+)
+
+# The one known table without a header is DPR's: question, list of answers.
+HEADERLESS = ("column 1", "column 2")
+_PARQUET_ROWS = 64  # per batch: HotpotQA rows are 6 kB, DPR rows 100 kB
+
+
+@dataclasses.dataclass(frozen=True)
+class RawRecord:
+    """One record as it lies in the file, or what is wrong with it.
+
+    Attributes:
+      number: from 1, in file order; refused ones count.
+      at: where it lies, in words.
+      value: its fields, or None if it is no record.
+      problem: why it is none.
+    """
+
+    number: int
+    at: str
+    value: dict[str, Any] | None
+    problem: str | None = None
+
+
+class RecordStream:
+    """The records of one file; iterate over it once.
+
+    Attributes:
+      envelope: after the last record, what a `json object` says beside its list.
+    """
+
+    def __init__(self, path: Path, file_type: FileType) -> None:
+        """Name the file; nothing is opened yet."""
+        self._path, self._type = path, file_type
+        self.envelope: dict[str, Any] = {}
+
+    def __iter__(self) -> Iterator[RawRecord]:
+        """Yield the records.
+
+        Raises:
+          ValueError: the file is cut off or damaged.
+        """
+        if self._type.container == "parquet":
+            yield from _parquet_rows(self._path, self._type.is_gzipped)
+            return
+        stream = open_bytes(self._path, self._type.is_gzipped)
+        with contextlib.closing(stream):
+            if self._type.has_bom:
+                stream.read(3)
+            if self._type.container == "json lines":
+                yield from _json_lines(stream, self._path)
+            elif self._type.container == "table":
+                yield from _table_rows(stream, self._path, self._type.delimiter or "\t")
+            else:
+                values = self._values(stream)
+                for number, value in enumerate(values, start=1):
+                    at = f"byte {value.offset}"
+                    yield RawRecord(number, at, value.object, value.problem)
+
+    def _values(self, stream: Readable) -> Iterator[Value]:
+        """Yield the values of JSON that is not one value a line."""
+        window = Window(stream)
+        at = window.skip_space(0)
+        if self._type.container == "json values":
+            yield from ArrayScanner(window, str(self._path), in_array=False).walk(at)
+            return
+        before = b""
+        if self._type.container == "json object":
+            at = _list_start(window, self._type.list_key or "")
+            before = window.bytes[:at]
+        else:
+            at += 1
+        scanner = ArrayScanner(window, str(self._path))
+        yield from scanner.walk(at)
+        rest = _rest(window, scanner.end)
+        if self._type.container == "json object":
+            self.envelope = self._read_envelope(before, rest)
+        elif rest.strip():
+            raise ValueError(
+                f"{self._path}: other text follows the end of the JSON array "
+                f"({rest.strip()[:20]!r}); the file is no valid JSON"
+            )
+
+    def _read_envelope(self, before: bytes, after: bytes) -> dict[str, Any]:
+        """Parse what stands around the list."""
+        try:
+            around = orjson.loads(before + b"]" + after)
+        except orjson.JSONDecodeError:
+            raise ValueError(
+                f"{self._path}: the JSON object around the list of records is cut off "
+                "or no valid JSON; fetch the file again"
+            ) from None
+        return {k: v for k, v in around.items() if k != self._type.list_key}
+
+
+def _list_start(window: Window, key: str) -> int:
+    """Return the position behind the bracket that opens the list named `key`."""
+    opening = re.compile(b'"' + re.escape(key.encode()) + rb'"\s*+:\s*+\[')
+    while (found := opening.search(window.bytes)) is None:
+        if not window.advance(0):
+            raise ValueError(f"the list {key!r} is not in the file any more")
+    return found.end()
+
+
+def _rest(window: Window, at: int) -> bytes:
+    """Return what follows the list; it is short in every known format."""
+    rest = window.bytes[at:]
+    while len(rest) <= CHUNK and window.advance(len(window.bytes)):
+        rest += window.bytes
+    return rest
+
+
+def _lines(stream: Readable) -> Iterator[tuple[int, bytes, bool]]:
+    """Yield (number, line without its end, whether it is too long to be kept).
+
+    Only line feeds end a line: U+0085 and U+2028 occur inside published strings.
+    """
+    number, parts, size = 1, [], 0
+    while chunk := stream.read(CHUNK):
+        *whole, last = chunk.split(b"\n")
+        for part in whole:
+            line = b"".join((*parts, part)) if parts else part
+            yield number, line, size + len(part) > MAX_RECORD
+            number, parts, size = number + 1, [], 0
+        size += len(last)
+        if size <= MAX_RECORD:
+            parts.append(last)
+    if size:
+        yield number, b"".join(parts), size > MAX_RECORD
+
+
+def _json_lines(stream: Readable, path: Path) -> Iterator[RawRecord]:
+    """Yield one record a line; blank lines are none."""
+    n_records = 0
+    for number, line, is_long in _lines(stream):
+        if not is_long and not line.strip():
+            continue
+        n_records += 1
+        at = f"line {number}"
+        if is_long:
+            problem = f"the line is longer than {MAX_RECORD >> 20} MiB"
+            yield RawRecord(n_records, at, None, problem)
+        else:
+            yield RawRecord(n_records, at, *parse_object(line))
+
+
+class _Rows:
+    """Feeds lines to a CSV reader and remembers which were read."""
+
+    def __init__(self, stream: Readable, path: Path) -> None:
+        self._lines, self._path = _lines(stream), path
+        self.number = 0
+        self.size = 0  # bytes since the last row
+
+    def __iter__(self) -> Iterator[str]:
+        for number, line, is_long in self._lines:
+            self.size += len(line)
+            if is_long or self.size > MAX_RECORD:
+                raise ValueError(
+                    f"{self._path}, line {number}: a row of more than "
+                    f"{MAX_RECORD >> 20} MiB, perhaps for a quote that is left open; "
+                    "the file is no table of questions"
+                )
+            self.number = number
+            yield line.decode("utf-8", "surrogateescape") + "\n"
+
+
+def _table_rows(stream: Readable, path: Path, delimiter: str) -> Iterator[RawRecord]:
+    """Yield one record a row, under the header's names or `column 1`, `column 2`.
+
+    Quoting is CSV's: cells of PopQA and of DPR's question files hold doubled quotes.
+    """
+    csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD))
+    rows = _Rows(stream, path)
+    reader = csv.reader(iter(rows), delimiter=delimiter, strict=True)
+    names: list[str] | None = None
+    n_records = 0
+    while True:
+        first, rows.size = rows.number + 1, 0
+        try:
+            cells, problem = next(reader, None), None
+        except csv.Error as error:
+            cells, problem = [], f"the row is no valid CSV ({error})"
+        if cells is None:
+            return
+        if not cells and problem is None:
+            continue  # a blank line
+        if names is None and problem is None:
+            lowered = {cell.strip().lower() for cell in cells}
+            names = list(HEADERLESS)
+            if lowered & COLUMNS:
+                names = [cell.strip() for cell in cells]
+                continue
+        n_records += 1
+        at = f"line {first}" if rows.number <= first else f"lines {first}-{rows.number}"
+        problem = problem or _row_problem(cells, names or [])
+        value = dict(zip(names or [], cells, strict=True)) if problem is None else None
+        yield RawRecord(n_records, at, value, problem)
+
+
+def _row_problem(cells: list[str], names: list[str]) -> str | None:
+    """Say what is wrong with a row, if anything."""
+    if len(cells) != len(names) and tuple(names) == HEADERLESS:
+        return (
+            "expected two columns (question, list of answers), or a header with known "
+            f"names, found {len(cells)}"
+        )
+    if len(cells) != len(names):
+        return f"expected {len(names)} columns, found {len(cells)}"
+    for name, cell in zip(names, cells, strict=True):
+        try:
+            cell.encode()
+        except UnicodeEncodeError as error:
+            byte = ord(cell[error.start]) - 0xDC00
+            return f"not UTF-8: byte 0x{byte:02x} in the column {name!r}"
+    return None
+
+
+def _unpacked(path: Path, folder: str) -> Path:
+    """Unpack gzip beside other temporary files: Parquet is read from its end."""
+    target = Path(folder) / "unpacked.parquet"
+    source = open_bytes(path, True)
+    with contextlib.closing(source), target.open("wb") as out:
+        while chunk := source.read(CHUNK):
+            out.write(chunk)
+    return target
+
+
+def _parquet_rows(path: Path, is_gzipped: bool) -> Iterator[RawRecord]:
+    """Yield one record a row, a few rows at a time."""
+    with contextlib.ExitStack() as stack:
+        source = path
+        if is_gzipped:
+            folder = stack.enter_context(tempfile.TemporaryDirectory())
+            source = _unpacked(path, folder)
+        yield from _rows_of(stack.enter_context(source.open("rb")), path)
+
+
+def _rows_of(stream: IO[bytes], path: Path) -> Iterator[RawRecord]:
+    """Yield the rows of a Parquet file; `path` is for messages."""
+    import pyarrow
+    from pyarrow import parquet
+
+    number = 0
+    try:
+        # Neither threads nor a buffer for the whole row group: memory stays flat.
+        file = parquet.ParquetFile(stream, pre_buffer=False, buffer_size=CHUNK)
+        for batch in file.iter_batches(_PARQUET_ROWS, use_threads=False):
+            for row, problem in _batch_rows(batch):
+                number += 1
+                yield RawRecord(number, f"row {number}", row, problem)
+    except (pyarrow.ArrowException, OSError) as error:
+        detail = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"{path}: the Parquet file is cut off or damaged after {number} rows "
+            f"({detail}); fetch it again"
+        ) from None
+
+
+def _batch_rows(batch: Any) -> Iterator[tuple[dict[str, Any] | None, str | None]]:
+    """Yield the rows of one batch; a row that is no UTF-8 spoils no other."""
+    try:
+        yield from ((row, None) for row in batch.to_pylist())
+        return
+    except UnicodeDecodeError:
+        pass
+    for i in range(batch.num_rows):
+        try:
+            yield batch.slice(i, 1).to_pylist()[0], None
+        except UnicodeDecodeError as error:
+            yield None, f"not UTF-8: byte 0x{error.object[error.start]:02x}"
