@@ -20,8 +20,10 @@ __all__ = ["load", "main"]
 VERBS = {
     "demo": "benchmarks",
     "world": "benchmarks",
+    "rewrite": "benchmarks",
     "answer": "benchmarks",
     "label": "benchmarks",
+    "sample": "benchmarks",
     "extract": "benchmarks",
     "verify": "benchmarks",
     "sweep": "benchmarks",

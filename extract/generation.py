@@ -74,12 +74,21 @@ def stop_ids(backbone: Backbone) -> tuple[int, ...]:
     stop = backbone.model.generation_config.eos_token_id
     if stop is None:
         stop = backbone.model.config.get_text_config().eos_token_id
+    return stop_ids_of(stop, backbone.name)
+
+
+def stop_ids_of(stop: int | Sequence[int] | None, name: str) -> tuple[int, ...]:
+    """Return a checkpoint's `eos_token_id` as ids.
+
+    Raises:
+      ValueError: there is none.
+    """
     if stop is None:
         raise ValueError(
-            f"{backbone.name} names no end-of-text token, so no answer would ever "
+            f"{name} names no end-of-text token, so no answer would ever "
             "end; add eos_token_id to its generation_config.json"
         )
-    return tuple(stop) if isinstance(stop, list | tuple) else (stop,)
+    return (stop,) if isinstance(stop, int) else tuple(stop)
 
 
 def left_padded(
