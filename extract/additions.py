@@ -25,6 +25,14 @@ _NUMBER_WORDS = {
     )
 }
 
+_PRONOUN = "one"  # seldom a number: "one of the sons"
+
+# Letters with a stroke and ligatures, which no normal form takes apart.
+_PLAIN = str.maketrans(
+    {"\u0142": "l", "\u00f8": "o", "\u0111": "d", "\u0131": "i"}
+    | {"\u00e6": "ae", "\u0153": "oe", "\u00fe": "th", "\u00f0": "d"}
+)
+
 # What may open a sentence without being a name.
 _OPENERS = frozenset(
     "a according additionally after all also although among an and another as at "
@@ -44,7 +52,8 @@ class Additions:
     """What a rewrite adds.
 
     Attributes:
-      numbers: as written in the rewrite, not in the source in any notation known here.
+      numbers: as written in the rewrite, in digits or words up to twenty; not in the
+        source in either notation.
       entities: runs of capitalised words that the source does not have, in any case,
         close together and in this order.
       from_question: those of both that the question has; a rewriter that was shown
@@ -64,7 +73,8 @@ class Additions:
 def _fold(text: str) -> str:
     """Return the text without case, accents and compatibility forms."""
     split = unicodedata.normalize("NFKD", text)
-    return "".join(c for c in split if not unicodedata.combining(c)).casefold()
+    bare = "".join(c for c in split if not unicodedata.combining(c))
+    return bare.casefold().translate(_PLAIN)
 
 
 def _words(text: str) -> list[str]:
@@ -136,7 +146,7 @@ def find_additions(rewrite: str, source: str, question: str = "") -> Additions:
     numbers = [
         (value, text)
         for value, text in _numbers(rewrite).items()
-        if value not in there and text.casefold() not in _NUMBER_WORDS
+        if value not in there and text.casefold() != _PRONOUN
     ]
     source_words, question_words = _words(source), _words(question)
     entities = [

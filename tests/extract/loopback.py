@@ -69,7 +69,7 @@ class Loopback:
     def choice(self, found, body, is_chat):
         choice = {"index": 0, "finish_reason": found.finish}
         stop = () if found.stop_id is None else (found.stop_id,)
-        written = [*found.token_ids, *stop]
+        written = [*(found.token_ids or ()), *stop]
         if body.get("return_token_ids"):
             choice["token_ids"] = written
         if is_chat:
@@ -78,17 +78,18 @@ class Loopback:
                 choice["logprobs"] = {
                     "content": [
                         {"token": "", "logprob": p, "bytes": None, "top_logprobs": []}
-                        for p in found.log_probs
+                        for p in found.log_probs or ()
                     ]
                 }
         else:
             choice["text"] = f" {found.text}"
             if body.get("logprobs"):
                 choice["logprobs"] = {"token_logprobs": found.log_probs}
+        n_prompt, n_new = found.n_prompt_tokens or 0, found.n_new_tokens or 0
         usage = {
-            "prompt_tokens": found.n_prompt_tokens,
-            "completion_tokens": found.n_new_tokens,
-            "total_tokens": found.n_prompt_tokens + found.n_new_tokens,
+            "prompt_tokens": n_prompt,
+            "completion_tokens": n_new,
+            "total_tokens": n_prompt + n_new,
         }
         return {
             "id": "x",
