@@ -46,6 +46,11 @@ def claim_answers(run: RunDir, identity: Mapping[str, Any]) -> None:
                 "this folder to answer again"
             )
         return
+    if (run.answers / "answers.jsonl").exists() and wanted["backend"] == "served":
+        raise ValueError(
+            f"{run.answers} holds answers of an earlier version, which did not say who "
+            "answered; start another run directory to answer by a server"
+        )
     write_json_atomic(path, wanted)
 
 

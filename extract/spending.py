@@ -2,7 +2,8 @@
 
 Before a request is sent, the most it can cost is set aside; afterwards what it did
 cost is booked instead. So requests that run at the same time cannot cross the cap
-together.
+together. Only what the server reports is known: a request that timed out counts as
+free, though a provider may charge for it.
 """
 
 import dataclasses

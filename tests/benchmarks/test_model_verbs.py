@@ -5,6 +5,10 @@ import dataclasses
 import io
 import json
 import re
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -21,6 +25,8 @@ from extract.rundir import RunDir
 from extract.sampling import Sample
 from tests.extract.loopback import served
 from tests.extract.scripted import ScriptedGenerator, fair_verdict, fields_of
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +86,9 @@ def test_a_served_backbone_gives_the_answers_of_the_local_one(
         file.write(write_lines([dataclasses.replace(examples[0], id="new")]))
     done = beatrice("answer", other.path, code=1)
     assert "holds answers with backend='served'" in done.stderr
+    (other.path / "answers" / "backend.json").unlink()
+    done = beatrice("answer", other.path, "--server", "http://x/v1", code=1)
+    assert "did not say who answered" in done.stderr
 
 
 def test_a_server_without_token_ids_cannot_answer(run_dir, backbone):
@@ -252,3 +261,40 @@ def test_a_users_mistake_is_one_sentence(run_dir, arguments, words, code):
     done = beatrice(verb, run_dir, *options, code=code)
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_labelling_that_is_killed_again_and_again_ends_as_one_that_was_not(run_dir):
+    """Real kills of a real process, at every fifth reply; no reply is lost."""
+    beatrice("answer", run_dir)
+    replies = run_dir / "replies" / "judge.jsonl"
+    n_kills, n_before = 0, 0
+    with served(ScriptedGenerator(fair_verdict)) as server:
+        command = [sys.executable, "-m", "beatrice", "label", str(run_dir)]
+        command += ["--judge", "big", "--server", server.url, "--concurrency", "2"]
+        server.pause = 0.03
+        for _ in range(4):
+            process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+            while process.poll() is None and n_lines(replies) < n_before + 5:
+                time.sleep(0.005)
+            n_kills += process.poll() is None
+            process.kill()
+            process.wait()
+            assert n_lines(replies) >= n_before
+            n_before = n_lines(replies)
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        n_asked = len(server.requests)
+        killed = (run_dir / "labels.jsonl").read_bytes()
+        replies.unlink()
+        (run_dir / "labels.jsonl").unlink()
+        server.pause = 0.0
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        n_whole = len(server.requests) - n_asked
+    assert n_kills >= 3
+    assert (run_dir / "labels.jsonl").read_bytes() == killed
+    # Asked twice at most: what was under way at a kill, two requests each.
+    assert n_whole <= n_asked <= n_whole + 2 * n_kills
+
+
+def n_lines(path):
+    return path.read_bytes().count(b"\n") if path.exists() else 0
