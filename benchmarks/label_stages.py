@@ -131,14 +131,19 @@ def _labelled(run: RunDir) -> list[LabelledAnswer]:
     return join_labels(read_examples(run), _all_answers(run), labels)
 
 
+def labelled_by(run: RunDir) -> str:
+    """Say in words how the run's labels came about."""
+    record = run.stage_record("label")
+    is_judged = record is not None and "judge" in record.inputs
+    return "judge consensus" if is_judged else "normalised exact match"
+
+
 def audit_labels(run: RunDir, *, n_sample: int, seed: int) -> dict[str, Any]:
     """Write what is known about the labels' quality into `audit/`, and return it."""
     rows = _labelled(run)
     listed = disagreements(rows)
-    record = run.stage_record("label")
-    is_judged = record is not None and "judge" in record.inputs
     found = {
-        "labels_by": "judge consensus" if is_judged else "normalised exact match",
+        "labels_by": labelled_by(run),
         "exact_match": against_exact_match(rows, seed=seed),
         "judges": between_judges(rows, seed=seed),
         "n_disagreements": len(listed),
