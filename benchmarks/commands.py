@@ -1,21 +1,36 @@
 """The verbs that make a run: from its questions to its report."""
 
-import contextlib
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from benchmarks.modelcommands import answer, label, rewrite, sample
+from benchmarks.opening import RUN_DIR, config_of, do, opened
 from extract.console import Progress, quiet
+
+__all__ = [
+    "answer",
+    "calibrate",
+    "control",
+    "demo",
+    "evaluate",
+    "extract",
+    "label",
+    "report",
+    "rewrite",
+    "sample",
+    "select",
+    "sweep",
+    "train",
+    "verify",
+    "world",
+]
 
 if TYPE_CHECKING:
     from benchmarks.presets import RunConfig
-    from extract.rundir import RunDir
-
-RUN_DIR = click.argument("run_dir", type=click.Path(path_type=Path))
 
 
 def _new_run_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -49,38 +64,6 @@ def _new_run_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _config_of(run_dir: Path) -> "RunConfig":
-    """Return the configuration a run directory was made with."""
-    from benchmarks.presets import config_from_manifest
-    from extract.manifest import read_manifest
-
-    return config_from_manifest(read_manifest(run_dir)["config"])
-
-
-@contextlib.contextmanager
-def _opened(run_dir: Path, config: "RunConfig") -> Iterator["RunDir"]:
-    """Hold a run directory while stages work in it."""
-    from extract.rundir import RunDir
-
-    with RunDir.open(run_dir, config.as_json()) as run:
-        yield run
-
-
-def _do(run_dir: Path, *names: str, config: "RunConfig | None" = None) -> None:
-    """Do stages of a run, in order."""
-    from benchmarks.stage import run_stage
-    from benchmarks.stages import STAGES
-
-    quiet()
-    config = _config_of(run_dir) if config is None else config
-    if config.xla_flags:
-        os.environ.setdefault("XLA_FLAGS", config.xla_flags)
-    progress = Progress()
-    with _opened(run_dir, config) as run:
-        for name in names:
-            run_stage(STAGES[name], run, config, progress)
-
-
 def _make_config(preset: str, model: str, answer_span: str, seed: int) -> "RunConfig":
     """Return a new run's configuration; a wrong model is found before it is made."""
     from benchmarks.presets import make_config
@@ -100,10 +83,9 @@ def demo(run_dir: Path, as_json: bool, **options: Any) -> None:
 
     Example: beatrice demo runs/demo
     """
-    from benchmarks.stages import IN_ORDER, summary
+    do(run_dir, config=_make_config(**options))
+    from benchmarks.stages import summary
 
-    config = _make_config(**options)
-    _do(run_dir, *IN_ORDER, config=config)
     _show_summary(summary(run_dir), as_json)
     click.echo(str(run_dir / "report.html"), err=as_json)
 
@@ -125,12 +107,12 @@ def world(run_dir: Path, train: bool, **options: Any) -> None:
     Example: beatrice world runs/mine --train
     """
     config = _make_config(**options)
-    _do(run_dir, "world", config=config)
+    do(run_dir, "world", config=config)
     if train:
         from benchmarks.torch_stages import train_world_model
 
         progress = Progress()
-        with _opened(run_dir, config) as run, progress.stage("model") as update:
+        with opened(run_dir, config) as run, progress.stage("model") as update:
             click.echo(str(train_world_model(run, config, update, progress)))
 
 
@@ -140,13 +122,11 @@ def _stage_verb(name: str, text: str) -> click.Command:
     @click.command(name=name, help=f"{text}\n\nExample: beatrice {name} runs/demo")
     @RUN_DIR
     def verb(run_dir: Path) -> None:
-        _do(run_dir, name)
+        do(run_dir, name)
 
     return verb
 
 
-answer = _stage_verb("answer", "Answer every question, closed-book and with context.")
-label = _stage_verb("label", "Label the answers by normalised exact match.")
 sweep = _stage_verb("sweep", "Choose the layer of the hidden states on validation.")
 train = _stage_verb("train", "Train all fifteen encoders, every seed, both settings.")
 select = _stage_verb("select", "Select encoders greedily and train the fusion heads.")
@@ -175,13 +155,13 @@ def extract(run_dir: Path) -> None:
 
     rank, world_size = rank_and_world_size()
     if world_size == 1:
-        _do(run_dir, "extract")
+        do(run_dir, "extract")
         return
     from benchmarks.torch_stages import extract_worker
     from extract.rundir import RunDir
 
     quiet()
-    config, progress = _config_of(run_dir), Progress()
+    config, progress = config_of(run_dir), Progress()
     with RunDir.open(run_dir, config.as_json(), exclusive=False) as run:
         with progress.stage(f"extract {rank}/{world_size}") as update:
             extract_worker(run, config, update, (rank, world_size))

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from benchmarks.label_stages import labelled_by
 from benchmarks.presets import RunConfig
 from benchmarks.report import ReportData, write_report
 from benchmarks.result_stages import (
@@ -41,6 +42,7 @@ def _facts(run: RunDir, config: RunConfig) -> dict[str, str]:
         "Preset": config.preset,
         "Seed": str(config.seed),
         "Questions": ", ".join(f"{n} {split}" for split, n in counts.items()),
+        "Labels by": labelled_by(run),
         "Layer of the hidden states": str(read_json(run.sweep)["layer"]),
         "Training seeds": str(config.train.n_seeds),
         "Answer span": config.extract.answer_span,

@@ -6,16 +6,19 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.label_stages import question_files
 from benchmarks.presets import RunConfig
 from benchmarks.stage import Progress, Stage, Update
 from extract import pipeline
 from extract.backbone import Backbone, load_backbone
 from extract.generation import GenerationConfig
+from extract.localgenerator import TransformersGenerator
 from extract.microworld import make_world
 from extract.prompts import TEMPLATES
 from extract.provenance import package_versions
 from extract.records import SETTINGS, Setting
 from extract.rundir import RunDir
+from extract.servedanswers import claim_answers
 from extract.signals import SignalReader
 from extract.worldmodel import WorldModelConfig, save, train
 
@@ -38,9 +41,15 @@ def _world(run: RunDir, config: RunConfig, update: Update, progress: Progress) -
 
 
 def _answer(run: RunDir, config: RunConfig, update: Update, progress: Progress) -> None:
+    backbone = open_backbone(config)
+    claim_answers(
+        run,
+        TransformersGenerator(backbone=backbone).identity
+        | {"template": config.template, "max_new_tokens": config.max_new_tokens},
+    )
     torn = pipeline.write_answers(
         run,
-        open_backbone(config),
+        backbone,
         TEMPLATES[config.template],
         generation_config(config),
         update,
@@ -50,6 +59,12 @@ def _answer(run: RunDir, config: RunConfig, update: Update, progress: Progress) 
 
 
 def _label(run: RunDir, config: RunConfig, update: Update, progress: Progress) -> None:
+    record = run.stage_record("label")
+    if record is not None and "judge" in record.inputs:
+        progress.note(
+            "label: exact match replaces the judges' labels; their replies stay in "
+            f"{run.replies('judge')}"
+        )
     pipeline.write_labels(run)
 
 
@@ -128,7 +143,7 @@ WORLD = Stage(
     work=_world,
 )
 ANSWER = Stage(
-    name="answer", inputs=_files("examples"), outputs=_files("answers"), work=_answer
+    name="answer", inputs=question_files, outputs=_files("answers"), work=_answer
 )
 LABEL = Stage(
     name="label",

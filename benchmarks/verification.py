@@ -12,9 +12,8 @@ from jaxprobe import checkpoint
 
 
 def _stage_problems(run: RunDir) -> list[str]:
-    gaps = [
-        run.stage_gap(name) for name in IN_ORDER if run.stage_record(name) is not None
-    ]
+    names = (*IN_ORDER, "rewrite", "sample")
+    gaps = [run.stage_gap(n) for n in names if run.stage_record(n) is not None]
     return [gap for gap in gaps if gap is not None]
 
 

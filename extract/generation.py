@@ -65,19 +65,33 @@ def _check_window(backbone: Backbone, request: Request, config: GenerationConfig
         )
 
 
-def _stop_ids(backbone: Backbone) -> tuple[int, ...]:
+def stop_ids(backbone: Backbone) -> tuple[int, ...]:
+    """Return the tokens that end a text.
+
+    Raises:
+      ValueError: the model names none.
+    """
     stop = backbone.model.generation_config.eos_token_id
     if stop is None:
         stop = backbone.model.config.get_text_config().eos_token_id
+    return stop_ids_of(stop, backbone.name)
+
+
+def stop_ids_of(stop: int | Sequence[int] | None, name: str) -> tuple[int, ...]:
+    """Return a checkpoint's `eos_token_id` as ids.
+
+    Raises:
+      ValueError: there is none.
+    """
     if stop is None:
         raise ValueError(
-            f"{backbone.name} names no end-of-text token, so no answer would ever "
+            f"{name} names no end-of-text token, so no answer would ever "
             "end; add eos_token_id to its generation_config.json"
         )
-    return tuple(stop) if isinstance(stop, list | tuple) else (stop,)
+    return (stop,) if isinstance(stop, int) else tuple(stop)
 
 
-def _left_padded(
+def left_padded(
     prompts: Sequence[Sequence[int]], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids and mask `[n_examples, n_tokens]`; generation appends to the right."""
@@ -101,14 +115,15 @@ def generate(
     """
     for request in requests:
         _check_window(backbone, request, config)
-    stops = _stop_ids(backbone)
-    ids, mask = _left_padded([r.prompt.ids for r in requests], backbone.device)
+    stops = stop_ids(backbone)
+    ids, mask = left_padded([r.prompt.ids for r in requests], backbone.device)
     written = backbone.model.generate(
         input_ids=ids,
         attention_mask=mask,
         max_new_tokens=config.max_new_tokens,
         do_sample=False,
         num_beams=1,
+        repetition_penalty=1.0,  # some checkpoints bring another as their default
         eos_token_id=list(stops),
         pad_token_id=stops[0],
     )[:, ids.shape[1] :].tolist()

@@ -1,6 +1,8 @@
 """From an answer to a label: verdicts, and how they become one.
 
-A judge returns one verdict per rubric; the label is their unanimous vote, or None.
+A judge returns one verdict per rubric; the label is their unanimous vote, or None. The
+paper drops what the rubrics disagree on (appendix A) except on its set with real
+retrieval, where the majority decides and every question is kept.
 Exact match is a judge with one rubric, which knows no paraphrase: it suits sets
 whose golds list every accepted wording.
 """
@@ -9,11 +11,12 @@ import collections
 import re
 import string
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 from extract.records import Answer, Example, Label
+from extract.verdicts import Verdict
 
-Verdict = Literal["correct", "incorrect", "unparsable"]
+Vote = Literal["unanimous", "majority"]
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation, " "))
@@ -53,26 +56,52 @@ def exact_match_judge(example: Example, answer: str) -> tuple[Verdict, ...]:
     return ("correct" if exact_match(answer, example.golds) else "incorrect",)
 
 
-def consensus(verdicts: Sequence[Verdict]) -> tuple[bool | None, str]:
-    """Return the unanimous label or None, and the reason in words.
+def consensus(
+    verdicts: Sequence[Verdict], vote: Vote = "unanimous"
+) -> tuple[bool | None, str]:
+    """Return the label that the verdicts agree on or None, and the reason in words.
+
+    Args:
+      verdicts: one per rubric.
+      vote: "unanimous", or "majority": more than half of all verdicts, an unparsable
+        one included in the count.
 
     Raises:
-      ValueError: no verdict.
+      ValueError: no verdict, or no such vote.
     """
+    if vote not in get_args(Vote):
+        raise ValueError(
+            f"vote: expected one of {', '.join(get_args(Vote))}, found {vote!r}"
+        )
     if not verdicts:
         raise ValueError("a label needs at least one verdict, found none")
-    if "unparsable" in verdicts:
-        return None, f"{verdicts.count('unparsable')} verdicts were unparsable"
+    n, n_unparsable = len(verdicts), verdicts.count("unparsable")
+    if vote == "majority":
+        return _majority(verdicts)
+    if n_unparsable:
+        return None, f"{n_unparsable} verdicts were unparsable"
     if len(set(verdicts)) > 1:
-        n_correct = verdicts.count("correct")
-        return None, f"judges disagree: {n_correct} of {len(verdicts)} say correct"
-    return verdicts[0] == "correct", f"unanimous of {len(verdicts)}"
+        return None, f"judges disagree: {verdicts.count('correct')} of {n} say correct"
+    return verdicts[0] == "correct", f"unanimous of {n}"
 
 
-def label_answer(example: Example, answer: Answer, judge: Judge) -> Label:
+def _majority(verdicts: Sequence[Verdict]) -> tuple[bool | None, str]:
+    n = len(verdicts)
+    for label, word in ((True, "correct"), (False, "incorrect")):
+        if 2 * verdicts.count(word) > n:
+            return label, f"majority: {verdicts.count(word)} of {n} say {word}"
+    return None, (
+        f"no majority: {verdicts.count('correct')} of {n} say correct, "
+        f"{verdicts.count('unparsable')} verdicts were unparsable"
+    )
+
+
+def label_answer(
+    example: Example, answer: Answer, judge: Judge, vote: Vote = "unanimous"
+) -> Label:
     """Return the label of one answer."""
     verdicts = judge(example, answer.text)
-    label, reason = consensus(verdicts)
+    label, reason = consensus(verdicts, vote)
     return Label(
         example_id=answer.example_id,
         setting=answer.setting,

@@ -28,7 +28,9 @@ from extract.records import (
     to_json,
     write_lines,
 )
+from extract.rewrite import Rewrite, with_rewrites
 from extract.rundir import RunDir
+from extract.servedanswers import Words
 from extract.signals import SignalReader
 
 Progress = Callable[[int, int], None]  # (done, total)
@@ -47,8 +49,12 @@ def answers_file(run: RunDir) -> Path:
 
 
 def read_examples(run: RunDir) -> list[Example]:
-    """Return the run's questions."""
-    return list(read_records(run.examples, Example))
+    """Return the run's questions, with the contexts that were rewritten for it."""
+    examples = list(read_records(run.examples, Example))
+    if not run.rewrites.exists():
+        return examples
+    found = read_records(run.rewrites, Rewrite)
+    return with_rewrites(examples, {rewrite.example_id: rewrite for rewrite in found})
 
 
 def read_answers(run: RunDir, setting: Setting) -> list[Answer]:
@@ -78,7 +84,9 @@ def _shown(setting: Setting, example: Example) -> list[tuple[Variant, list[Passa
 
 
 def make_requests(
-    examples: Iterable[Example], backbone: Backbone, template: PromptTemplate
+    examples: Iterable[Example],
+    backbone: Backbone | Words,
+    template: PromptTemplate,
 ) -> list[Request]:
     """Return what has to be answered: every setting and variant of every question."""
     return [

@@ -10,6 +10,7 @@ _PACKAGES = (
     "jax",
     "jaxlib",
     "numpy",
+    "openai",
     "optax",
     "orbax-checkpoint",
     "safetensors",

@@ -75,6 +75,25 @@ class RunDir:
         return self.path / "answers"
 
     @property
+    def rewrites(self) -> Path:
+        """Rewritten contexts, one `Rewrite` per line; absent where none was asked."""
+        return self.path / "rewrites.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """Folder of drawn answers."""
+        return self.path / "samples"
+
+    def replies(self, role: str) -> Path:
+        """Every text a model wrote in one role, by key: judge, rewrite or sample."""
+        return self.path / "replies" / f"{role}.jsonl"
+
+    @property
+    def audit(self) -> Path:
+        """Folder of what is known about the labels' quality."""
+        return self.path / "audit"
+
+    @property
     def labels(self) -> Path:
         """Verdicts, one `Label` per line."""
         return self.path / "labels.jsonl"

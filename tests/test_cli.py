@@ -10,8 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 VERBS = (
-    "demo data world answer label extract verify sweep train select calibrate evaluate "
-    "control report score"
+    "demo data world rewrite answer label sample extract verify sweep train select "
+    "calibrate evaluate control report score"
 ).split()
 
 

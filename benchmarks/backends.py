@@ -1,0 +1,168 @@
+"""The options that say which model generates, and the backend they stand for."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from extract.generator import Generator
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackendOptions:
+    """Where a model runs and how it is asked, as given on the command line.
+
+    Attributes:
+      server: URL up to /v1, or None for Transformers on this machine.
+      revision: of the weights behind the server's name; part of every key.
+      max_cost: spending cap in the currency of the prices, or None.
+    """
+
+    server: str | None
+    dialect: str
+    revision: str
+    concurrency: int
+    retries: int
+    timeout: float
+    price_prompt: float
+    price_new: float
+    max_cost: float | None
+    device: str = "cpu"
+    dtype: str = "float32"
+    batch_tokens: int = 16_384
+
+
+_SERVER = (
+    click.option("--server", help="OpenAI-compatible server, up to /v1."),
+    click.option(
+        "--dialect",
+        type=click.Choice(["vllm", "openai"]),
+        default="vllm",
+        show_default=True,
+        help="vllm: exact token ids, top-k. openai: standard fields only.",
+    ),
+    click.option(
+        "--revision",
+        default="unstated",
+        show_default=True,
+        help="Of the weights behind the server's model name; no server tells.",
+    ),
+    click.option(
+        "--concurrency",
+        default=16,
+        show_default=True,
+        type=click.IntRange(min=1),
+        help="Most requests under way.",
+    ),
+    click.option(
+        "--retries",
+        default=5,
+        show_default=True,
+        type=click.IntRange(min=0),
+        help="Of a request that failed, with back-off.",
+    ),
+    click.option(
+        "--timeout", default=600.0, show_default=True, help="Of a request, seconds."
+    ),
+    click.option(
+        "--price-prompt", default=0.0, help="Per million prompt tokens, for --max-cost."
+    ),
+    click.option(
+        "--price-new", default=0.0, help="Per million generated tokens, likewise."
+    ),
+    click.option("--max-cost", type=float, help="Stop before more than this is spent."),
+)
+_LOCAL = (
+    click.option(
+        "--device", default="cpu", show_default=True, help="Without --server: Torch's."
+    ),
+    click.option(
+        "--dtype",
+        type=click.Choice(["float32", "bfloat16", "float16"]),
+        default="float32",
+        show_default=True,
+        help="Without --server: of the weights.",
+    ),
+    click.option(
+        "--batch-tokens",
+        default=16_384,
+        show_default=True,
+        type=click.IntRange(min=1),
+        help="Without --server: tokens per batch, padding included.",
+    ),
+)
+
+
+def server_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of a server to a command."""
+    for option in reversed(_SERVER):
+        command = option(command)
+    return command
+
+
+def backend_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of a server, and of Transformers where there is none."""
+    for option in reversed(_SERVER + _LOCAL):
+        command = option(command)
+    return command
+
+
+def take_options(given: dict[str, Any]) -> BackendOptions:
+    """Take the backend's options out of a command's.
+
+    Raises:
+      click.UsageError: a spending cap without a server that costs something.
+    """
+    names = [field.name for field in dataclasses.fields(BackendOptions)]
+    options = BackendOptions(**{n: given.pop(n) for n in names if n in given})
+    if options.max_cost is not None and options.server is None:
+        raise click.UsageError("--max-cost is for a server; give --server too")
+    return options
+
+
+@contextlib.contextmanager
+def open_generator(
+    model: str,
+    options: BackendOptions,
+    *,
+    stop_ids: Sequence[int] = (),
+    log_probs: bool = False,
+) -> Iterator["Generator"]:
+    """Open the backend of a model.
+
+    Args:
+      model: a directory or Hub id, or the name that the server gives it.
+      options: where it runs.
+      stop_ids: of the model, where token ids are wanted from a server.
+      log_probs: ask a server for them; on this machine they cost nothing.
+    """
+    if options.server is None:
+        from extract.backbone import load_backbone
+        from extract.localgenerator import TransformersGenerator
+
+        backbone = load_backbone(model, dtype=options.dtype, device=options.device)
+        yield TransformersGenerator(
+            backbone=backbone, tokens_per_batch=options.batch_tokens
+        )
+        return
+    from extract.served import ServedGenerator, ServerConfig
+    from extract.spending import Prices
+
+    config = ServerConfig(
+        url=options.server,
+        model=model,
+        revision=options.revision,
+        dialect=options.dialect,
+        log_probs=log_probs,
+        n_concurrent=options.concurrency,
+        n_retries=options.retries,
+        timeout=options.timeout,
+        prices=Prices(
+            prompt=options.price_prompt, new=options.price_new, cap=options.max_cost
+        ),
+    )
+    with ServedGenerator(config, stop_ids) as generator:
+        yield generator

@@ -1,0 +1,252 @@
+"""The verbs that let a model write: answers, rewrites, samples, and verdicts."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from benchmarks.backends import (
+    backend_options,
+    open_generator,
+    server_options,
+    take_options,
+)
+from benchmarks.opening import RUN_DIR, config_of, do, opened
+from extract.console import Progress, quiet
+
+if TYPE_CHECKING:
+    from benchmarks.backends import BackendOptions
+
+
+@click.command()
+@RUN_DIR
+@click.option("--model", required=True, help="Rewriter: directory, Hub id, or name.")
+@click.option(
+    "--max-tokens",
+    default=1024,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Longest rewritten context; a longer one counts as failed.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the counts as JSON.")
+@backend_options
+def rewrite(
+    run_dir: Path, model: str, max_tokens: int, as_json: bool, **options: Any
+) -> None:
+    """Put every in-domain context into other words, with the paper's prompt.
+
+    Before `answer`, which then also answers on the rewritten contexts. What a rewrite
+    adds beyond its source is flagged and counted.
+
+    Example: beatrice rewrite runs/mine --model Qwen/Qwen3.5-27B --server
+    http://localhost:8000/v1
+    """
+    from benchmarks.label_stages import rewrite_run
+    from extract.rewrite import RewriteConfig
+
+    config, backend = config_of(run_dir), take_options(options)
+    rewriting = RewriteConfig(max_new_tokens=max_tokens, seed=config.seed)
+    quiet()
+    with opened(run_dir, config) as run, open_generator(model, backend) as generator:
+        counts = rewrite_run(run, generator, rewriting, Progress())
+    click.echo(json.dumps(counts) if as_json else _in_lines(counts))
+    click.echo(str(run_dir / "rewrites.jsonl"), err=as_json)
+
+
+def _in_lines(counts: dict[str, int]) -> str:
+    return "\n".join(f"{name:<30}{n:>8}" for name, n in counts.items())
+
+
+@click.command()
+@RUN_DIR
+@click.option("--served-model", help="What the server calls the run's backbone.")
+@server_options
+def answer(run_dir: Path, served_model: str | None, **options: Any) -> None:
+    """Answer every question, closed-book and with context.
+
+    On this machine, or by a vLLM server that holds the run's backbone.
+
+    Example: beatrice answer runs/demo
+    """
+    backend = take_options(options)
+    if backend.server is None:
+        do(run_dir, "answer")
+        return
+    from benchmarks.label_stages import answer_by_server, load_words
+
+    config = config_of(run_dir)
+    quiet()
+    words, stop_ids = load_words(config)
+    with (
+        opened(run_dir, config) as run,
+        open_generator(
+            served_model or config.model_path, backend, stop_ids=stop_ids
+        ) as generator,
+    ):
+        answer_by_server(run, config, generator, words, Progress())
+
+
+@click.command()
+@RUN_DIR
+@click.option(
+    "--n-samples",
+    default=10,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Drawn answers per question, setting and variant.",
+)
+@click.option("--temperature", default=1.0, show_default=True)
+@click.option("--top-p", default=0.9, show_default=True)
+@click.option(
+    "--top-k", default=50, show_default=True, help="0 keeps all; a server needs vllm."
+)
+@click.option(
+    "--split",
+    "splits",
+    multiple=True,
+    type=click.Choice(["train", "validation", "test", "ood"]),
+    default=["validation", "test", "ood"],
+    show_default=True,
+    help="May be given several times.",
+)
+@click.option("--served-model", help="What the server calls the run's backbone.")
+@backend_options
+def sample(
+    run_dir: Path,
+    n_samples: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    splits: tuple[str, ...],
+    served_model: str | None,
+    **options: Any,
+) -> None:
+    """Draw several answers per question, for the sampling baselines.
+
+    Example: beatrice sample runs/demo --n-samples 10 --split test
+    """
+    from benchmarks.label_stages import draw_run, load_words
+    from extract.generator import SamplingConfig
+    from extract.sampling import DrawConfig
+
+    config, backend = config_of(run_dir), take_options(options)
+    sampling = SamplingConfig(
+        max_new_tokens=config.max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k or None,
+        seed=config.seed,
+    )
+    draws = DrawConfig(n_samples=n_samples, sampling=sampling)
+    quiet()
+    words, stop_ids = load_words(config)
+    with (
+        opened(run_dir, config) as run,
+        open_generator(
+            served_model or config.model_path,
+            backend,
+            stop_ids=stop_ids,
+            log_probs=True,
+        ) as generator,
+    ):
+        as_text = backend.server is not None and backend.dialect == "openai"
+        path = draw_run(
+            run, config, generator, words, draws, splits, Progress(), as_text=as_text
+        )
+    click.echo(str(path))
+
+
+@click.command()
+@RUN_DIR
+@click.option(
+    "--judge",
+    help="Judge by three rubrics: directory, Hub id, or a server's model name. "
+    "Without it, labels are normalised exact match.",
+)
+@click.option(
+    "--vote",
+    type=click.Choice(["unanimous", "majority"]),
+    default="unanimous",
+    show_default=True,
+    help="unanimous drops what the rubrics disagree on; majority is for the set "
+    "with real retrieval.",
+)
+@click.option("--audit", is_flag=True, help="Say how far the labels can be trusted.")
+@click.option(
+    "--sample",
+    "n_sample",
+    default=100,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="With --audit: answers for a person to judge blind.",
+)
+@click.option(
+    "--annotations",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="With --audit: that sample, its column 'human' filled in.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the audit as JSON.")
+@backend_options
+def label(
+    run_dir: Path,
+    judge: str | None,
+    vote: str,
+    audit: bool,
+    n_sample: int,
+    annotations: Path | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Label the answers, by exact match or by judges; audit the labels.
+
+    With --audit and no --judge the labels that are there are audited.
+
+    Example: beatrice label runs/demo --audit
+    """
+    backend = take_options(options)
+    if annotations is not None and not audit:
+        raise click.UsageError("--annotations is read by --audit; give both")
+    if judge is not None:
+        _judge(run_dir, judge, vote, backend)
+    elif vote != "unanimous":
+        raise click.UsageError("--vote is among judges; give --judge too")
+    elif not audit:
+        Progress().note(
+            "label: by normalised exact match, without a judge: a right answer in "
+            "words that no gold lists counts as wrong"
+        )
+        do(run_dir, "label")
+    if audit:
+        _audit(run_dir, n_sample, annotations, as_json)
+
+
+def _judge(run_dir: Path, judge: str, vote: str, backend: "BackendOptions") -> None:
+    """Label by the consensus of the rubrics."""
+    from benchmarks.label_stages import label_by_judges
+    from extract.consensus import ConsensusConfig
+
+    config = config_of(run_dir)
+    quiet()
+    with opened(run_dir, config) as run, open_generator(judge, backend) as generator:
+        judging = ConsensusConfig(vote=vote, seed=config.seed)
+        label_by_judges(run, generator, judging, Progress())
+
+
+def _audit(
+    run_dir: Path, n_sample: int, annotations: Path | None, as_json: bool
+) -> None:
+    """Audit the labels, and compare a person's with them."""
+    from benchmarks.audit_text import audit_as_json, audit_as_text
+    from benchmarks.label_stages import audit_labels, compare_annotations
+
+    config = config_of(run_dir)
+    with opened(run_dir, config) as run:
+        human = (
+            None
+            if annotations is None
+            else compare_annotations(run, annotations, seed=config.seed)
+        )
+        found = audit_labels(run, n_sample=n_sample, seed=config.seed)
+    show = audit_as_json if as_json else audit_as_text
+    click.echo(show(found, human))

@@ -1,0 +1,49 @@
+"""How a verb opens its run directory, and does stages in it."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from extract.console import Progress, quiet
+
+if TYPE_CHECKING:
+    from benchmarks.presets import RunConfig
+    from extract.rundir import RunDir
+
+RUN_DIR = click.argument("run_dir", type=click.Path(path_type=Path))
+
+
+def config_of(run_dir: Path) -> "RunConfig":
+    """Return the configuration a run directory was made with."""
+    from benchmarks.presets import config_from_manifest
+    from extract.manifest import read_manifest
+
+    return config_from_manifest(read_manifest(run_dir)["config"])
+
+
+@contextlib.contextmanager
+def opened(run_dir: Path, config: "RunConfig") -> Iterator["RunDir"]:
+    """Hold a run directory while stages work in it."""
+    from extract.rundir import RunDir
+
+    with RunDir.open(run_dir, config.as_json()) as run:
+        yield run
+
+
+def do(run_dir: Path, *names: str, config: "RunConfig | None" = None) -> None:
+    """Do stages of a run, in order; None does all of them."""
+    config = config_of(run_dir) if config is None else config
+    if config.xla_flags:  # read when JAX starts, which importing the stages may do
+        os.environ.setdefault("XLA_FLAGS", config.xla_flags)
+    from benchmarks.stage import run_stage
+    from benchmarks.stages import STAGES
+
+    quiet()
+    progress = Progress()
+    with opened(run_dir, config) as run:
+        for name in names or STAGES:
+            run_stage(STAGES[name], run, config, progress)

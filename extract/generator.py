@@ -1,0 +1,180 @@
+"""The role that every backend plays: prompts in, texts out, with what they are from.
+
+`TransformersGenerator` computes on this machine, `ServedGenerator` asks a server; who
+judges, rewrites or samples cannot tell them apart.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+Finish = Literal["stop", "length"]
+
+SCHEMA_VERSION = 1  # of keys and of stored replies; raise it when either changes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How text is generated.
+
+    Attributes:
+      max_new_tokens: longest text, the stop token included.
+      temperature: divides the logits; 0 is greedy, and then nothing below matters.
+      top_p: keep the most probable tokens up to this mass.
+      top_k: keep at most this many tokens; None keeps all.
+      seed: of the draws.
+    """
+
+    max_new_tokens: int = 16
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what no backend can do.
+
+        Raises:
+          ValueError: a value is out of its range.
+        """
+        for name, holds, range_ in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            (
+                "temperature",
+                math.isfinite(self.temperature) and self.temperature >= 0,
+                "a finite number of at least 0",
+            ),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "None or at least 1"),
+        ):
+            if not holds:
+                raise ValueError(
+                    f"{name}: expected {range_}, found {getattr(self, name)!r}"
+                )
+
+    @property
+    def is_greedy(self) -> bool:
+        """Return whether nothing is drawn."""
+        return self.temperature == 0
+
+    def as_key(self) -> dict[str, Any]:
+        """Return what changes a text; a greedy one does not depend on the draws."""
+        if self.is_greedy:
+            return {"max_new_tokens": self.max_new_tokens, "temperature": 0.0}
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GeneratorPrompt:
+    """One text to be continued, or one message to be replied to.
+
+    Attributes:
+      text: the prompt; for a chat, the user's message.
+      ids: the exact ids of a prompt that is continued, where they matter; special
+        tokens included.
+      is_chat: wrap the text in the model's chat template.
+      sample: sets draws of the same prompt apart.
+    """
+
+    text: str
+    ids: tuple[int, ...] | None = None
+    is_chat: bool = False
+    sample: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse ids that no chat template can be put around.
+
+        Raises:
+          ValueError: both were given.
+        """
+        if self.is_chat and self.ids is not None:
+            raise ValueError("a chat message is given as text, not as token ids")
+
+    def as_key(self, config: SamplingConfig) -> dict[str, Any]:
+        """Return what changes a reply to this prompt."""
+        key: dict[str, Any] = {"is_chat": self.is_chat}
+        key |= {"text": self.text} if self.ids is None else {"ids": list(self.ids)}
+        return key if config.is_greedy else key | {"sample": self.sample}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generated:
+    """One generated text.
+
+    Attributes:
+      text: without special tokens and surrounding white space.
+      token_ids: the ids written, without the stop token; None if the backend does not
+        tell.
+      stop_id: the stop token, or None if there was none or the backend does not tell.
+      log_probs: in nats, one per id and one more for the stop token if it was written;
+        of the model itself, before temperature, top-p and top-k. None if the backend
+        does not tell.
+      finish: "length" if the text was cut at its limit.
+      n_prompt_tokens: as the model counts, or None if the backend does not tell.
+      n_new_tokens: likewise.
+    """
+
+    text: str
+    token_ids: tuple[int, ...] | None
+    stop_id: int | None
+    log_probs: tuple[float, ...] | None
+    finish: Finish
+    n_prompt_tokens: int | None
+    n_new_tokens: int | None
+
+
+class Generator(Protocol):
+    """Generates texts; the order of the results is the backend's own."""
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        """Return everything about the backend that changes a text; JSON values."""
+
+    def stream(
+        self,
+        prompts: Sequence[GeneratorPrompt],
+        config: SamplingConfig,
+        done: Collection[int] = (),
+    ) -> Iterator[tuple[int, Generated]]:
+        """Yield (index of the prompt, text) as soon as each exists.
+
+        Args:
+          prompts: all of them, also those that are done: batches are planned over all,
+            so that a text does not depend on when an earlier run was killed.
+          config: how.
+          done: indices that need not be generated again. One of them may be yielded
+            nevertheless.
+        """
+
+
+def reply_key(
+    identity: Mapping[str, Any], prompt: GeneratorPrompt, config: SamplingConfig
+) -> str:
+    """Return the SHA-256 of everything that changes a text.
+
+    That is the schema version, the backend's identity (model revision, tokenizer and
+    chat template, dtype; see `Generator.identity`), the prompt as the model reads it
+    (so the judge's words and its attempt too), and the sampling parameters.
+    """
+    content = {
+        "schema": SCHEMA_VERSION,
+        "backend": dict(identity),
+        "prompt": prompt.as_key(config),
+        "sampling": config.as_key(),
+    }
+    canonical = json.dumps(content, sort_keys=True, ensure_ascii=True, allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def draw_seed(prompt: GeneratorPrompt, config: SamplingConfig) -> int:
+    """Return the seed of one prompt's draws, in [0, 2**31).
+
+    A function of the prompt, its sample number and the seed alone: neither the batch
+    nor what was done before changes a draw.
+    """
+    canonical = json.dumps([config.seed, prompt.as_key(config)], sort_keys=True)
+    digest = hashlib.sha256(canonical.encode()).digest()
+    return int.from_bytes(digest[:4]) >> 1

@@ -1,0 +1,140 @@
+"""The smallest server that speaks OpenAI's protocol, around a backend on this machine.
+
+It takes what vLLM takes beyond the protocol (prompts as ids, `return_token_ids`) and
+can fail on purpose.
+"""
+
+import contextlib
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from extract.generator import GeneratorPrompt, SamplingConfig
+
+
+class Loopback:
+    """What the server was asked, and how it shall fail."""
+
+    def __init__(self, generator):
+        self.generator = generator
+        self.failures = []  # status codes of the next replies
+        self.requests = []
+        self.is_vllm = True
+        self.pause = 0.0  # seconds a request takes at least
+        self.n_at_once = 0
+        self.most_at_once = 0
+        self.url = None
+        self._model_lock = threading.Lock()
+        self._count_lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def counted(self):
+        with self._count_lock:
+            self.n_at_once += 1
+            self.most_at_once = max(self.most_at_once, self.n_at_once)
+        try:
+            yield
+        finally:
+            with self._count_lock:
+                self.n_at_once -= 1
+
+    def reply(self, path, body):
+        """Return (status, JSON) of one request."""
+        self.requests.append((path, body))
+        if self.failures:
+            status = self.failures.pop(0)
+            return status, {"error": {"message": f"planned failure {status}"}}
+        if not self.is_vllm and ({"top_k", "min_p", "return_token_ids"} & body.keys()):
+            return 422, {"error": {"message": "Unexpected fields in the request"}}
+        is_chat = path.endswith("/chat/completions")
+        text = body["messages"][-1]["content"] if is_chat else body["prompt"]
+        ids = tuple(text) if isinstance(text, list) else None
+        prompt = GeneratorPrompt(
+            text="" if ids else text,
+            ids=ids,
+            is_chat=is_chat,
+            sample=body.get("seed", 0),
+        )
+        config = SamplingConfig(
+            max_new_tokens=body["max_tokens"],
+            temperature=body["temperature"],
+            top_p=body.get("top_p", 1.0),
+            top_k=body.get("top_k") or None,
+        )
+        with self._model_lock:
+            ((_, found),) = self.generator.stream([prompt], config)
+        return 200, self.choice(found, body, is_chat)
+
+    def choice(self, found, body, is_chat):
+        choice = {"index": 0, "finish_reason": found.finish}
+        stop = () if found.stop_id is None else (found.stop_id,)
+        written = [*(found.token_ids or ()), *stop]
+        if body.get("return_token_ids"):
+            choice["token_ids"] = written
+        if is_chat:
+            choice["message"] = {"role": "assistant", "content": found.text}
+            if body.get("logprobs"):
+                choice["logprobs"] = {
+                    "content": [
+                        {"token": "", "logprob": p, "bytes": None, "top_logprobs": []}
+                        for p in found.log_probs or ()
+                    ]
+                }
+        else:
+            choice["text"] = f" {found.text}"
+            if body.get("logprobs"):
+                choice["logprobs"] = {"token_logprobs": found.log_probs}
+        n_prompt, n_new = found.n_prompt_tokens or 0, found.n_new_tokens or 0
+        usage = {
+            "prompt_tokens": n_prompt,
+            "completion_tokens": n_new,
+            "total_tokens": n_prompt + n_new,
+        }
+        return {
+            "id": "x",
+            "created": 0,
+            "model": body["model"],
+            "object": "chat.completion" if is_chat else "text_completion",
+            "choices": [choice],
+            "usage": usage,
+        }
+
+
+def _handler(loopback):
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with loopback.counted():
+                time.sleep(loopback.pause)
+                status, found = loopback.reply(self.path, body)
+            content = json.dumps(found).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *arguments):
+            """Keep the test output clean."""
+
+    return Handler
+
+
+@contextlib.contextmanager
+def served(generator):
+    """Serve a backend on a free port of this machine."""
+    loopback = Loopback(generator)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(loopback))
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    loopback.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+    try:
+        yield loopback
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

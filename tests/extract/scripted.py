@@ -1,0 +1,67 @@
+"""Judges made of a few rules, which play the backend's role in tests."""
+
+import re
+
+from extract.generator import Generated
+from extract.judge import exact_match
+
+MARKER = re.compile(r"that carry the marker (\S+)\. What stands")
+
+
+def fields_of(prompt, marker=None):
+    """Read a judge prompt as its fences say: names to texts, in order.
+
+    A list, so that a field that was smuggled in shows as one too many.
+    """
+    if marker is None:
+        marker = MARKER.search(prompt).group(1)
+    fields, name, lines = [], None, []
+    for line in prompt.split("\n"):
+        begin = re.fullmatch(rf"\[begin (.*) {re.escape(marker)}\]", line)
+        end = re.fullmatch(rf"\[end (.*) {re.escape(marker)}\]", line)
+        if name is None and begin:
+            name, lines = begin.group(1), []
+        elif name is not None and end and end.group(1) == name:
+            fields.append((name, "\n".join(lines)))
+            name = None
+        elif name is not None:
+            lines.append(line)
+    return fields
+
+
+def fair_verdict(prompt, marker=None):
+    """Judge what the fences hold by exact match; the last field of a name counts."""
+    fields = dict(fields_of(prompt, marker))
+    golds = fields["gold answer(s)"].split("\n")
+    return "Correct" if exact_match(fields["model answer"], golds) else "Incorrect"
+
+
+class ScriptedGenerator:
+    """Replies by a rule over the prompt's text; counts what it was asked."""
+
+    def __init__(self, rule, name="scripted"):
+        self.rule = rule
+        self.name = name
+        self.asked = []
+
+    @property
+    def identity(self):
+        return {"backend": self.name}
+
+    def stream(self, prompts, config, done=()):
+        for i, prompt in enumerate(prompts):
+            if i not in done:
+                self.asked.append(prompt.text)
+                yield i, said(self.rule(prompt.text))
+
+
+def said(text, finish="stop"):
+    return Generated(
+        text=text,
+        token_ids=None,
+        stop_id=None,
+        log_probs=None,
+        finish=finish,
+        n_prompt_tokens=None,
+        n_new_tokens=None,
+    )

@@ -1,0 +1,470 @@
+import contextlib
+import dataclasses
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+import torch
+
+from benchmarks.presets import WEIGHTS, make_config
+from extract.backbone import load_backbone
+from extract.generation import GenerationConfig, generate_all
+from extract.generator import GeneratorPrompt, SamplingConfig, reply_key
+from extract.localgenerator import TransformersGenerator
+from extract.microworld import make_world
+from extract.pipeline import make_requests
+from extract.prompts import TEMPLATES
+from extract.questions import QuestionConfig, make_examples
+from extract.replies import Replies
+from extract.served import ServedGenerator, ServerConfig
+from extract.spending import Account, Prices, SpendingCapReached
+from tests.extract.loopback import served
+
+GREEDY = SamplingConfig(max_new_tokens=10)
+
+
+@pytest.fixture(scope="module")
+def local():
+    return TransformersGenerator(backbone=load_backbone(WEIGHTS))
+
+
+@pytest.fixture(scope="module")
+def requests(local):
+    config = make_config("smoke")
+    examples = list(make_examples(make_world(config.world), config.questions))
+    return make_requests(examples, local.backbone, TEMPLATES["short"])
+
+
+@pytest.fixture
+def server(local):
+    with served(local) as loopback:
+        yield loopback
+
+
+@pytest.fixture
+def client(server):
+    """Return a function that makes clients of the server."""
+    made = []
+
+    def make(stop=(2,), **config):
+        fields = {"url": server.url, "model": "microworld", "n_retries": 0} | config
+        made.append(ServedGenerator(ServerConfig(**fields), stop))
+        return made[-1]
+
+    yield make
+    for generator in made:
+        generator.close()
+
+
+def prompts_of(requests, n=None, **fields):
+    return [
+        GeneratorPrompt(text=r.example_id, ids=r.prompt.ids, **fields)
+        for r in requests[:n]
+    ]
+
+
+def texts(generator, prompts, config=GREEDY):
+    found = dict(generator.stream(prompts, config))
+    return [found[i] for i in range(len(prompts))]
+
+
+def test_the_local_backend_writes_what_the_answer_stage_writes(local, requests):
+    chosen = requests[:12] + requests[-12:]
+    answers = {
+        a.key: a
+        for batch in generate_all(
+            local.backbone, chosen, GenerationConfig(max_new_tokens=10)
+        )
+        for a in batch
+    }
+    for request, found in zip(chosen, texts(local, prompts_of(chosen)), strict=True):
+        answer = answers[request.key]
+        assert (found.text, found.token_ids) == (answer.text, answer.token_ids)
+        assert found.stop_id == answer.stop_id
+
+
+def test_log_probs_are_those_of_a_plain_forward_pass(local, requests):
+    for prompt, found in zip(
+        prompts_of(requests, 6), texts(local, prompts_of(requests, 6)), strict=True
+    ):
+        written = [*found.token_ids, found.stop_id]
+        ids = torch.tensor([[*prompt.ids, *written]])
+        with torch.inference_mode():
+            logits = local.backbone.model(ids).logits[0].log_softmax(-1)
+        start = len(prompt.ids) - 1
+        expected = [logits[start + i, token].item() for i, token in enumerate(written)]
+        # Padding and the cache change the order of float32 sums.
+        assert found.log_probs == pytest.approx(expected, abs=2e-4)
+
+
+def test_served_greedy_texts_ids_and_log_probs_are_the_local_ones(
+    local, client, requests
+):
+    prompts = prompts_of(requests, 10)
+    here = texts(local, prompts)
+    there = texts(client(log_probs=True), prompts)
+    for a, b in zip(here, there, strict=True):
+        assert (a.text, a.token_ids, a.stop_id) == (b.text, b.token_ids, b.stop_id)
+        assert a.finish == b.finish == "stop"
+        assert a.log_probs == pytest.approx(b.log_probs, abs=2e-4)
+        assert (a.n_prompt_tokens, a.n_new_tokens) == (
+            b.n_prompt_tokens,
+            b.n_new_tokens,
+        )
+
+
+def test_a_chat_message_is_answered_and_thinking_is_off(client, server, local):
+    prompt = GeneratorPrompt(text="Question: who? Answer:", is_chat=True)
+    (found,) = texts(client(log_probs=True), [prompt])
+    ((_, here),) = local.stream([prompt], GREEDY)
+    assert found.text == here.text
+    assert found.log_probs == pytest.approx(here.log_probs, abs=2e-4)
+    path, body = server.requests[0]
+    assert path == "/v1/chat/completions"
+    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    assert body["temperature"] == 0
+
+
+def test_a_plain_server_gets_text_and_standard_fields_only(client, server, local):
+    server.is_vllm = False
+    prompt = GeneratorPrompt(text="Question: who? Answer:")
+    (found,) = texts(client(dialect="openai"), [prompt])
+    ((_, here),) = local.stream([prompt], GREEDY)
+    assert found.text == here.text
+    assert (found.token_ids, found.log_probs, found.stop_id) == (None, None, None)
+    with pytest.raises(ValueError, match="422.*dialect 'openai'"):
+        texts(client(), [prompt])
+    sampling = SamplingConfig(temperature=1.0, top_k=5)
+    with pytest.raises(ValueError, match="top_k is no field"):
+        texts(client(dialect="openai"), [prompt], sampling)
+
+
+@pytest.mark.parametrize("status", [429, 500, 503, 408])
+def test_a_failure_of_the_server_is_tried_again(client, server, status):
+    server.failures = [status, status]
+    prompt = GeneratorPrompt(text="Question: who? Answer:")
+    (found,) = texts(client(n_retries=2), [prompt])
+    assert found.text
+    assert len(server.requests) == 3
+
+
+def test_a_failure_that_stays_is_one_sentence_and_keeps_what_was_answered(
+    client, server, requests, tmp_path
+):
+    server.failures = []
+    prompts = prompts_of(requests, 6)
+    replies = Replies.open(tmp_path / "r.jsonl")
+    generator = client(n_concurrent=1)
+    replies.generate(generator, prompts[:3], GREEDY)
+    server.failures = [500]
+    with pytest.raises(ValueError, match="status 500: .*planned failure 500"):
+        replies.generate(generator, prompts, GREEDY)
+    again = Replies.open(tmp_path / "r.jsonl")
+    assert len(again.found) == 3
+    again.generate(generator, prompts, GREEDY)
+    assert (again.n_reused, again.n_new) == (3, 3)
+
+
+def test_a_server_that_is_not_there_is_one_sentence(client):
+    with pytest.raises(ValueError, match="is it running"):
+        texts(client(url="http://127.0.0.1:1/v1"), [GeneratorPrompt(text="x")])
+
+
+def test_a_reply_of_another_protocol_is_one_sentence(client, server):
+    server.choice = lambda found, body, is_chat: {"hello": "world"}
+    with pytest.raises(ValueError, match="0 choices, expected 1"):
+        texts(client(), [GeneratorPrompt(text="Question: who? Answer:")])
+
+
+def test_a_text_that_was_filtered_is_no_answer(client, server):
+    whole = server.choice
+
+    def filtered(found, body, is_chat):
+        reply = whole(found, body, is_chat)
+        reply["choices"][0]["finish_reason"] = "content_filter"
+        return reply
+
+    server.choice = filtered
+    with pytest.raises(ValueError, match="content_filter"):
+        texts(client(), [GeneratorPrompt(text="Question: who? Answer:")])
+
+
+def test_requests_overlap_up_to_the_bound_and_not_beyond(client, server, requests):
+    server.pause = 0.05
+    texts(client(n_concurrent=3), prompts_of(requests, 9))
+    assert server.most_at_once == 3
+
+
+def test_what_is_done_is_not_asked_for(client, server, requests):
+    prompts = prompts_of(requests, 4)
+    found = dict(client().stream(prompts, GREEDY, done={0, 2}))
+    assert sorted(found) == [1, 3]
+    assert len(server.requests) == 2
+
+
+def test_a_listener_that_leaves_stops_the_requests(client, server, requests):
+    server.pause = 0.02
+    stream = client(n_concurrent=2).stream(prompts_of(requests, 30), GREEDY)
+    next(stream)
+    stream.close()
+    n_sent = len(server.requests)
+    time.sleep(0.1)
+    assert n_sent == len(server.requests) <= 4
+
+
+def test_the_spending_cap_stops_before_it_is_crossed_and_a_higher_one_continues(
+    client, server, requests, tmp_path
+):
+    prompts = prompts_of(requests, 20)
+    prices = Prices(prompt=1e6, new=1e6, cap=120.0)  # one unit per token
+    replies = Replies.open(tmp_path / "r.jsonl")
+    capped = client(prices=prices, n_concurrent=4)
+    with pytest.raises(SpendingCapReached, match="spending cap of 120"):
+        replies.generate(capped, prompts, GREEDY)
+    n_tokens = sum(r.n_prompt_tokens + r.n_new_tokens for r in replies.found.values())
+    assert 0 < n_tokens <= 120
+    assert capped.account.spent == pytest.approx(n_tokens)
+    n_before = len(replies.found)
+    richer = client(prices=dataclasses.replace(prices, cap=10_000.0))
+    again = Replies.open(tmp_path / "r.jsonl")
+    assert len(again.generate(richer, prompts, GREEDY)) == 20
+    assert again.n_reused == n_before
+    assert again.n_new == 20 - n_before
+
+
+def test_a_reservation_that_is_given_back_can_be_spent():
+    account = Account(Prices(new=1e6, cap=10.0))
+    held = account.reserve(0, 6)
+    with pytest.raises(SpendingCapReached):
+        account.reserve(0, 6)
+    account.release(held)
+    account.book(account.reserve(0, 6), 0, 2)
+    assert account.spent == 2.0
+    account.reserve(0, 8)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Prices(cap=1.0), "needs prices"),
+        (lambda: Prices(new=-1.0), "at least 0"),
+        (lambda: ServerConfig(url="localhost", model="m"), "http://localhost"),
+        (lambda: ServerConfig(url="http://x", model="m", dialect="x"), "vllm, openai"),
+        (lambda: ServerConfig(url="http://x", model="m", n_concurrent=0), "at least 1"),
+        (lambda: SamplingConfig(temperature=-1), "temperature"),
+        (lambda: SamplingConfig(temperature=float("nan")), "temperature"),
+        (lambda: SamplingConfig(top_p=0), "top_p"),
+        (lambda: SamplingConfig(top_k=0), "top_k"),
+        (lambda: SamplingConfig(max_new_tokens=0), "max_new_tokens"),
+        (lambda: GeneratorPrompt(text="x", ids=(1,), is_chat=True), "given as text"),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_a_draw_depends_on_neither_its_batch_nor_the_order(local, requests):
+    config = SamplingConfig(max_new_tokens=8, temperature=1.0, top_p=0.95, seed=3)
+    prompts = [
+        dataclasses.replace(prompt, sample=k)
+        for prompt in prompts_of(requests, 5)
+        for k in range(4)
+    ]
+    together = texts(local, prompts, config)
+    alone = [texts(local, [prompt], config)[0] for prompt in reversed(prompts)]
+    assert [a.token_ids for a in together] == [b.token_ids for b in reversed(alone)]
+    assert (
+        len({a.token_ids for a in together[:4]}) > 1
+        or len({a.token_ids for a in together}) > 5
+    )
+
+
+def test_draws_have_the_models_own_frequencies(local, requests):
+    """Gumbel noise draws from the softmax: the first token of 2000 samples."""
+    prompt = prompts_of(requests, 1)[0]
+    n, temperature = 2000, 1.7
+    config = SamplingConfig(max_new_tokens=1, temperature=temperature, top_k=5)
+    prompts = [dataclasses.replace(prompt, sample=k) for k in range(n)]
+    drawn = texts(local, prompts, config)
+    with torch.inference_mode():
+        logits = local.backbone.model(torch.tensor([prompt.ids])).logits[0, -1]
+    values, tokens = (logits / temperature).topk(5)
+    p = values.softmax(-1)
+    first = [f.token_ids[0] if f.token_ids else f.stop_id for f in drawn]
+    assert set(first) <= set(tokens.tolist())
+    for token, expected in zip(tokens.tolist(), p.tolist(), strict=True):
+        # Four standard errors of a frequency.
+        error = 4 * (expected * (1 - expected) / n) ** 0.5 + 1e-9
+        assert first.count(token) / n == pytest.approx(expected, abs=error)
+    raw = logits.log_softmax(-1)
+    assert drawn[0].log_probs[0] == pytest.approx(raw[first[0]].item(), abs=2e-4)
+
+
+def test_greedy_is_the_limit_of_low_temperature(local, requests):
+    prompts = prompts_of(requests, 8)
+    cold = SamplingConfig(max_new_tokens=10, temperature=1e-4)
+    assert [f.text for f in texts(local, prompts)] == [
+        f.text for f in texts(local, prompts, cold)
+    ]
+
+
+def test_sampling_parameters_reach_the_server_with_a_seed_per_draw(
+    client, server, requests
+):
+    config = SamplingConfig(
+        max_new_tokens=4, temperature=0.7, top_p=0.9, top_k=7, seed=1
+    )
+    (prompt,) = prompts_of(requests, 1)
+    texts(client(), [dataclasses.replace(prompt, sample=k) for k in range(3)], config)
+    bodies = [body for _, body in server.requests]
+    assert {b["temperature"] for b in bodies} == {0.7}
+    assert {(b["top_p"], b["top_k"]) for b in bodies} == {(0.9, 7)}
+    assert len({b["seed"] for b in bodies}) == 3
+
+
+def test_everything_that_changes_a_text_changes_its_key():
+    identity = {"backend": "b", "revision": "r", "dtype": "float32"}
+    prompt = GeneratorPrompt(text="p")
+    config = SamplingConfig(temperature=1.0)
+    keys = [reply_key(identity, prompt, config)]
+    for name in identity:
+        keys.append(reply_key(identity | {name: "other"}, prompt, config))
+    for fields in ({"text": "q"}, {"ids": (1,)}, {"is_chat": True}, {"sample": 1}):
+        keys.append(reply_key(identity, dataclasses.replace(prompt, **fields), config))
+    for fields in (
+        {"max_new_tokens": 3},
+        {"temperature": 0.5},
+        {"top_p": 0.5},
+        {"top_k": 5},
+        {"seed": 1},
+    ):
+        keys.append(reply_key(identity, prompt, dataclasses.replace(config, **fields)))
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_greedy_text_does_not_depend_on_the_draws():
+    a, b = SamplingConfig(seed=1, top_p=0.5), SamplingConfig(seed=2)
+    assert reply_key({}, GeneratorPrompt(text="p"), a) == reply_key(
+        {}, GeneratorPrompt(text="p", sample=4), b
+    )
+
+
+def test_a_backends_identity_names_model_tokenizer_template_and_dtype(local):
+    identity = local.identity
+    assert len(identity["revision"]) == len(identity["tokenizer"]) == 64
+    assert identity["dtype"] == "float32"
+    assert identity["chat_template"] is None
+    other = load_backbone(WEIGHTS, dtype="bfloat16")
+    assert TransformersGenerator(backbone=other).identity != identity
+    other.tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    assert TransformersGenerator(backbone=other).identity["chat_template"] is not None
+
+
+def test_a_chat_template_is_put_around_a_message_and_a_long_prompt_is_refused():
+    backbone = load_backbone(WEIGHTS)
+    backbone.tokenizer.chat_template = (
+        "{{ bos_token }}Question: {{ messages[0]['content'] }}"
+        "{% if add_generation_prompt %} Answer:{% endif %}"
+    )
+    generator = TransformersGenerator(backbone=backbone)
+    chat = generator.prompt_ids(GeneratorPrompt(text="who?", is_chat=True))
+    assert chat == generator.prompt_ids(GeneratorPrompt(text="Question: who? Answer:"))
+    with pytest.raises(ValueError, match="window of 512"):
+        list(generator.stream([GeneratorPrompt(text="who? " * 600)], GREEDY))
+
+
+def five_hundred(local):
+    config = make_config("smoke")
+    world = make_world(config.world)
+    wanted = QuestionConfig(n_train=1, n_evaluation=260, n_ood=100)
+    examples = [e for e in make_examples(world, wanted) if e.split != "train"][:500]
+    requests = make_requests(examples, local.backbone, TEMPLATES["short"])
+    assert len(examples) == 500
+    return requests
+
+
+def same_texts(local, generator, requests):
+    """Return how many greedy texts are the same here and there."""
+    tokenizer = local.backbone.tokenizer
+    prompts = [
+        GeneratorPrompt(
+            text=tokenizer.decode(r.prompt.ids, skip_special_tokens=True),
+            ids=r.prompt.ids,
+        )
+        for r in requests
+    ]
+    assert all(tuple(tokenizer(p.text)["input_ids"]) == p.ids for p in prompts), (
+        "a server that takes text reads other ids"
+    )
+    here, there = (texts(backend, prompts) for backend in (local, generator))
+    return sum(a.text == b.text for a, b in zip(here, there, strict=True))
+
+
+@pytest.mark.slow
+def test_five_hundred_questions_are_answered_alike_here_and_over_loopback(
+    local, client
+):
+    requests = five_hundred(local)
+    n_same = same_texts(local, client(n_concurrent=4), requests)
+    print(f"{n_same} of {len(requests)} greedy texts are identical")
+    assert n_same == len(requests) >= 500
+
+
+@contextlib.contextmanager
+def transformers_serve():
+    """Start `transformers serve` on a free port; yield its URL."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    code = "from transformers.cli.transformers import main; main()"
+    options = f"--device cpu --dtype float32 --host 127.0.0.1 --port {port}".split()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "serve", str(WEIGHTS), *options],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_until_healthy(f"http://127.0.0.1:{port}/health", process)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def wait_until_healthy(url, process):
+    for _ in range(600):
+        assert process.poll() is None, "the server ended before it was ready"
+        try:
+            with urllib.request.urlopen(url) as reply:
+                assert reply.status == 200
+                return
+        except OSError:
+            time.sleep(0.5)
+    raise AssertionError("the server was not ready in five minutes")
+
+
+@pytest.mark.slow
+def test_five_hundred_questions_are_answered_alike_by_transformers_serve(local):
+    """A server that this project did not write; needs transformers[serving]."""
+    for name in ("fastapi", "uvicorn", "accelerate"):
+        pytest.importorskip(name, reason="pip install 'transformers[serving]'")
+    requests = five_hundred(local)
+    with (
+        transformers_serve() as url,
+        ServedGenerator(
+            ServerConfig(
+                url=url,
+                model=str(WEIGHTS),
+                dialect="openai",
+                n_concurrent=1,
+                n_retries=8,
+            )
+        ) as generator,
+    ):
+        n_same = same_texts(local, generator, requests)
+    print(f"{n_same} of {len(requests)} greedy texts are identical")
+    assert n_same == len(requests) >= 500
