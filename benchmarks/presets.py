@@ -106,6 +106,8 @@ def _demo(seed: int) -> dict[str, Any]:
     return {
         "questions": QuestionConfig(),
         "n_control": 250,
+        # Compiles in two thirds of the time; the step takes as long (measured).
+        "xla_flags": "--xla_cpu_use_fusion_emitters=false",
         "encoder": EncoderConfig(projection=16, hidden=16, n_blocks=2, n_groups=4),
         "train": TrainConfig(
             learning_rate=2e-3,
@@ -146,9 +148,7 @@ def _smoke(seed: int) -> dict[str, Any]:
         "max_budget": 2,
         "n_control": 40,
         "xla_flags": (
-            "--xla_backend_optimization_level=0 "
-            "--xla_llvm_disable_expensive_passes=true "
-            "--xla_cpu_use_fusion_emitters=false"
+            "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=1"
         ),
     }
 
