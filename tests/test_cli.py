@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 VERBS = (
     "demo world answer label extract verify sweep train select calibrate evaluate "
-    "control report score"
+    "control report score bench"
 ).split()
 
 
