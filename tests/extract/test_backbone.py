@@ -5,8 +5,8 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.tiny_models import VOCAB_SIZE, tiny_model
 from extract.backbone import Backbone, load_backbone
-from tests.extract.tiny_models import VOCAB_SIZE, tiny_model
 
 
 def save_tokenizer(path):
