@@ -16,6 +16,8 @@ import torch
 # Below this mass float32 terms are subnormal: they have few digits on a CPU and are
 # flushed to zero on some devices, so the entropy would be noise.
 _ZERO_MASS = 1e-30
+# A logit this far from zero costs one millionth of a nat in float32.
+_FARTHEST = 16.0
 _HIDDEN = -1e30  # finite, so that zero weight times its log is zero and not NaN
 
 
@@ -39,26 +41,50 @@ class AttentionCall:
     scaling: float
     softcap: float | None
 
-    def logits(self, start: int, stop: int) -> torch.Tensor:
+    def logits(
+        self,
+        start: int,
+        stop: int,
+        keys: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Return the attention logits of the rows `[start, stop)`, in float32.
 
         Keys from `stop` on are invisible to all these rows and left out.
 
+        Args:
+          start: first row.
+          stop: row behind the last.
+          keys: `self.key` in float32, for who calls often.
+          out: a flat buffer to write to; None makes a new tensor.
+
         Returns:
-          `[n_examples, n_heads, stop - start, stop]`; the largest of a row is zero,
-          invisible keys are hugely negative.
+          `[n_examples, n_heads, stop - start, stop]`; invisible keys are hugely
+          negative, the largest of a row is near zero.
         """
         n_examples, n_heads, _, d_head = self.query.shape
         n_kv_heads = self.key.shape[1]
         query = self.query[:, :, start:stop].float() * self.scaling
         query = query.reshape(n_examples, n_kv_heads, -1, d_head)
         # Upcast before the product: logits rounded to bf16 move weights by percents.
-        logits = query @ self.key[:, :, :stop].float().mT
+        keys = (self.key.float() if keys is None else keys)[:, :, :stop].mT
+        if out is not None:
+            out = out[: query.shape[2] * query.shape[1] * n_examples * stop]
+            out = out.view(n_examples, n_kv_heads, -1, stop)
+        logits = torch.matmul(query, keys, out=out)
         logits = logits.view(n_examples, n_heads, stop - start, stop)
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        logits.masked_fill_(~self.visible(start, stop), _HIDDEN)
-        return logits.sub_(logits.amax(-1, keepdim=True))
+        self._hide(logits, start, stop)
+        return _centred(logits)
+
+    def _hide(self, logits: torch.Tensor, start: int, stop: int) -> None:
+        """Overwrite the logits of invisible keys."""
+        if self.mask is None:  # every row sees all keys before the first row
+            hidden = self.visible(start, stop)[..., start:].logical_not()
+            logits[..., start:].masked_fill_(hidden, _HIDDEN)
+        else:
+            logits.masked_fill_(~self.visible(start, stop), _HIDDEN)
 
     def visible(self, start: int, stop: int) -> torch.Tensor:
         """Return the bool mask `[n_examples | 1, 1, stop - start, stop]`."""
@@ -66,6 +92,16 @@ class AttentionCall:
             return self.mask[:, :, start:stop, :stop]
         positions = torch.arange(stop, device=self.query.device)
         return (positions <= positions[start:, None])[None, None]
+
+
+def _centred(logits: torch.Tensor) -> torch.Tensor:
+    """Subtract each row's largest, if that is needed by one."""
+    largest = logits.amax(-1, keepdim=True)
+    # A pass over all weights, saved where exponentials are exact without it. On a
+    # GPU the pass is nothing and the question would wait for the device.
+    if not logits.is_cuda and bool((largest.abs() <= _FARTHEST).all()):
+        return logits
+    return logits.sub_(largest)
 
 
 def _entropy_and_mass(mass: torch.Tensor, plogp: torch.Tensor) -> torch.Tensor:
@@ -86,9 +122,12 @@ def row_chunks(
 
 
 def _chunk_sums(
-    logits: torch.Tensor, is_key: torch.Tensor, is_row: torch.Tensor
+    logits: torch.Tensor,
+    weights: torch.Tensor,
+    is_key: torch.Tensor,
+    is_row: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum a and a log a of one chunk of rows; overwrites the logits.
+    """Sum a and a log a of one chunk of rows; overwrites logits and weights.
 
     With z the sum of e = exp(logit) over a row, a is e / z and a log a is
     (e logit - e log z) / z: everything follows from sums of e and of e logit, one
@@ -96,6 +135,7 @@ def _chunk_sums(
 
     Args:
       logits: `[n_examples, n_heads, n_rows, n_keys]`.
+      weights: a flat buffer at least as large.
       is_key: `[n_examples, 1, 3, n_keys]`: in context, in question, one.
       is_row: `[n_examples, 1, 2, n_rows]`: in question, in answer.
 
@@ -103,7 +143,8 @@ def _chunk_sums(
       `[2 (a, a log a), n_examples, n_heads, 2, n_rows]` over keys, and the same with
       `n_keys` over rows.
     """
-    weights = logits.exp()
+    weights = weights[: logits.numel()].view(logits.shape)
+    torch.exp(logits, out=weights)
     weighted = logits.mul_(weights)
     # The skinny operand comes first: the other order is six times slower on a CPU.
     sums = is_key @ weights.mT
@@ -135,9 +176,17 @@ def _span_sums(
     is_key = members[:, None].float()
     is_key[:, :, 2] = 1.0
     is_row = members[:, None, 1:].float()
-    for start, stop in row_chunks(rows, n_examples * n_heads * n_tokens, budget):
+    keys = call.key.float()
+    per_row = n_examples * n_heads * n_tokens
+    size = max(1, min(budget // per_row, rows[1] - rows[0])) * per_row
+    # Reused by every chunk: fresh pages cost more than the sums on a CPU.
+    buffers = torch.empty((2, size), device=keys.device)
+    for start, stop in row_chunks(rows, per_row, budget):
         row_sums, key_sums = _chunk_sums(
-            call.logits(start, stop), is_key[..., :stop], is_row[..., start:stop]
+            call.logits(start, stop, keys, buffers[0]),
+            buffers[1],
+            is_key[..., :stop],
+            is_row[..., start:stop],
         )
         by_row[..., start:stop] = row_sums
         by_key[..., :stop] += key_sums
