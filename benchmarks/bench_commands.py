@@ -11,6 +11,7 @@ import click
 # Subcommand -> "module:command", in the order of the help.
 BENCHES = {
     "oracle": "benchmarks.bench_extraction:oracle",
+    "extract": "benchmarks.bench_extraction:extract",
 }
 
 

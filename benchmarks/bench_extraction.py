@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Iterable
 
 import click
 
@@ -32,3 +33,64 @@ def oracle(as_json: bool) -> None:
     else:
         click.echo(exactness.table(rows))
     exactness.require(rows)
+
+
+_HEAD = (
+    "device",
+    "dtype",
+    "tokens",
+    "vocabulary",
+    "bare s",
+    "reading s",
+    "time ratio",
+    "bare MiB",
+    "reading MiB",
+    "memory ratio",
+)
+
+
+def _row(cells: Iterable[object]) -> str:
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+@click.command()
+@click.option("--pairs", default=5, show_default=True, help="Runs of each per row.")
+@click.option("--threads", default=2, show_default=True, help="Of Torch on the CPU.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="Of the CPU rows; GPU rows are bfloat16.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print rows as JSON lines.")
+def extract(pairs: int, threads: int, dtype: str, as_json: bool) -> None:
+    """Time a full reading beside the bare forward with logits; print the table.
+
+    Llama-shaped, d=512, 8 layers, fp32 readings, every hidden layer kept. Both take
+    turns on the same batch; peak memory is above the loaded model.
+
+    Example: beatrice bench extract --pairs 7
+    """
+    import torch
+
+    from benchmarks.extract_cost import configs, measure_cost
+
+    quiet()
+    torch.set_num_threads(threads)
+    rows, progress = [], Progress()
+    every = configs(dtype, has_gpu=torch.cuda.is_available())
+    with progress.stage("extract") as update:
+        for done, config in enumerate(every, start=1):
+            rows.append(measure_cost(config, pairs, threads))
+            update(done, len(every))
+    if as_json:
+        for row in rows:
+            click.echo(json.dumps(dataclasses.asdict(row)))
+        return
+    click.echo(_row(_HEAD))
+    click.echo(_row(["---"] * len(_HEAD)))
+    for row in rows:
+        click.echo(_row(row.cells()))
+    if not torch.cuda.is_available():
+        click.echo(_row(["GPU", "bfloat16", *["not measured"] * (len(_HEAD) - 2)]))

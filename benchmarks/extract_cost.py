@@ -7,7 +7,11 @@ what the loaded model and the libraries hold.
 """
 
 import dataclasses
+import json
+import resource
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +26,7 @@ from extract.signals import Sequence, SignalReader
 
 Mode = Literal["bare", "read"]
 
+_MIB = 2**20
 _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 
@@ -107,12 +112,15 @@ def make_sequences(config: CostConfig) -> list[Sequence]:
 class Bench:
     """One model and one batch, ready to run."""
 
-    def __init__(self, config: CostConfig) -> None:
-        """Build model, reader and batch; the reader keeps every hidden layer."""
+    def __init__(self, config: CostConfig, reader: SignalReader | None = None) -> None:
+        """Build batch, and model and reader; the reader keeps every hidden layer."""
+        if reader is None:
+            reader = SignalReader(
+                Backbone.from_model(make_model(config), revision="random")
+            )
         self.config = config
-        self.model = make_model(config)
-        self.backbone = Backbone.from_model(self.model, revision="random")
-        self.reader = SignalReader(self.backbone)
+        self.reader = reader
+        self.model = reader.backbone.model
         self.sequences = make_sequences(config)
         ids = np.stack([sequence.ids for sequence in self.sequences])
         self.ids = torch.from_numpy(ids).to(config.device)
@@ -154,3 +162,119 @@ def alternate(runs: list[Callable[[], None]], n_rounds: int) -> list[tuple[float
             times.append(time.perf_counter() - began)
         rounds.append(tuple(times))
     return rounds[1:]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+    """One row of the table: seconds and MiB of both.
+
+    Attributes:
+      config: the batch and its model.
+      times: medians.
+      bare_mib: peak above the model of the bare forward.
+      read_mib: peak above the model of the full reading.
+    """
+
+    config: CostConfig
+    times: Times
+    bare_mib: float
+    read_mib: float
+
+    def cells(self) -> list[str]:
+        """Return the cells of the row in the order of the heading."""
+        config, times = self.config, self.times
+        return [
+            config.device,
+            config.dtype,
+            f"{config.n_examples} x {config.n_tokens}",
+            str(config.vocab_size),
+            f"{times.bare:.2f}",
+            f"{times.read:.2f}",
+            f"{times.ratio:.2f}",
+            f"{self.bare_mib:.0f}",
+            f"{self.read_mib:.0f}",
+            f"{self.read_mib / self.bare_mib:.2f}",
+        ]
+
+
+def configs(dtype: str, *, has_gpu: bool) -> list[CostConfig]:
+    """Return what is measured: both lengths, both vocabularies, each device."""
+    devices = [("cpu", dtype)] + [("cuda", "bfloat16")] * has_gpu
+    return [
+        CostConfig(**length, vocab_size=n_words, device=device, dtype=kind)
+        for device, kind in devices
+        for n_words in VOCAB_SIZES
+        for length in LENGTHS
+    ]
+
+
+def measure_cost(config: CostConfig, n_pairs: int, n_threads: int) -> Cost:
+    """Measure times here and both peaks in processes of their own."""
+    times = Bench(config).time(n_pairs)
+    return Cost(
+        config=config,
+        times=times,
+        bare_mib=measure_peak(config, "bare", n_threads),
+        read_mib=measure_peak(config, "read", n_threads),
+    )
+
+
+def _resident(field: str) -> int:
+    """Return a field of the process's status in bytes (Linux)."""
+    line = next(x for x in _STATUS.read_text().splitlines() if x.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def peak_above(run: Callable[[], None], device: str) -> float:
+    """Return the peak of one run above what is held before it, in MiB.
+
+    On a GPU of the allocator; else of the process, which must not have held more
+    before on systems where the high-water mark cannot be reset.
+    """
+    if device != "cpu":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        run()
+        return (torch.cuda.max_memory_allocated() - held) / _MIB
+    if _CLEAR_REFS.exists():
+        _CLEAR_REFS.write_text("5")  # resets VmHWM
+        held = _resident("VmRSS")
+        run()
+        return (_resident("VmHWM") - held) / _MIB
+    unit = 1 if sys.platform == "darwin" else 1024
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    run()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return (peak - held) * unit / _MIB
+
+
+def measure_peak(config: CostConfig, mode: Mode, n_threads: int) -> float:
+    """Return the peak memory above the model in MiB, in a process of its own."""
+    job = json.dumps([dataclasses.asdict(config), mode, n_threads])
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.extract_cost", job],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise ValueError(f"the process that measures {mode} memory failed: {last}")
+    return float(done.stdout.strip().splitlines()[-1])
+
+
+def _main(job: str) -> None:
+    """Measure one peak; what `measure_peak` runs."""
+    config, mode, n_threads = json.loads(job)
+    torch.set_num_threads(n_threads)
+    # The libraries' own buffers are allocated by a run on a short batch.
+    short = {**config, "n_tokens": 32, "n_examples": 1, "n_read": 12}
+    bench = Bench(CostConfig(**config))
+    warm = Bench(CostConfig(**short), bench.reader)
+    getattr(warm, mode)()
+    sys.stdout.write(f"{peak_above(getattr(bench, mode), config['device'])}\n")
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

@@ -11,7 +11,9 @@ import torch
 
 N_SCALARS = 5  # p(v), -log p(v), entropy, top p, margin
 
-_N_COLUMNS = 256
+_N_COLUMNS = 64
+# Exponentials alive at once on a CPU: half of the second-level cache of two cores.
+_N_CACHED = 2**19
 # A logit this far from the shift costs two millionths of a nat in float32, and
 # exp(30) is far from overflow.
 _FARTHEST = 30.0
@@ -108,12 +110,12 @@ class _OnlineSoftmax:
         self.weighted = torch.zeros(n_tokens, device=device)
         self.target_logit = torch.full((n_tokens,), -torch.inf, device=device)
 
-    def add(self, logits: torch.Tensor, start: int, weights: torch.Tensor) -> None:
+    def add(self, logits: torch.Tensor, start: int, buffer: torch.Tensor) -> None:
         """Add the logits of the words `[start, start + width)`.
 
-        Overwrites the logits and `weights`, a buffer of their shape.
+        Overwrites the logits and `buffer`, which is flat and holds at least a row.
         """
-        width = logits.shape[1]
+        n_tokens, width = logits.shape
         local = self.targets - start
         found = logits.gather(1, local.clamp(0, width - 1)[:, None])[:, 0]
         is_here = (local >= 0) & (local < width)
@@ -121,11 +123,19 @@ class _OnlineSoftmax:
         best = torch.cat([self.top, _candidates(logits)], dim=1)
         self.top = best.topk(2, dim=1).values
         self._follow(self.top[:, 0])
+        # A few rows at a time, so that they stay in the cache for all four passes.
+        n_rows = max(1, len(buffer) // width)
+        for row in range(0, n_tokens, n_rows):
+            self._add_rows(logits, slice(row, row + n_rows), buffer)
+
+    def _add_rows(self, block: torch.Tensor, rows: slice, buffer: torch.Tensor) -> None:
+        """Add exponentials, and exponentials times logits, of some rows of a block."""
+        logits = block[rows]
         if self.is_shifted:
-            logits.sub_(self.shift[:, None])
-        torch.exp(logits, out=weights)
-        self.total += weights.sum(1)
-        self.weighted += weights.mul_(logits).sum(1)
+            logits.sub_(self.shift[rows, None])
+        weights = torch.exp(logits, out=buffer[: logits.numel()].view(logits.shape))
+        self.total[rows] += weights.sum(1)
+        self.weighted[rows] += weights.mul_(logits).sum(1)
 
     def _follow(self, largest: torch.Tensor) -> None:
         """Move the shift to the largest logits if one is too far from it."""
@@ -174,9 +184,11 @@ def token_probabilities(
       probability, margin between the two largest probabilities.
     """
     vocab_size = head.weight.shape[0]
-    size = (min(n_tokens_per_chunk, len(states)), min(n_words_per_block, vocab_size))
+    n_most = min(n_tokens_per_chunk, len(states)), min(n_words_per_block, vocab_size)
     # Reused by every block: fresh pages cost more than the sums on a CPU.
-    buffers = states.new_empty((2, size[0] * size[1]), dtype=torch.float32)
+    block = states.new_empty(n_most[0] * n_most[1], dtype=torch.float32)
+    n_cached = block.numel() if states.is_cuda else max(n_most[1], _N_CACHED)
+    buffer = states.new_empty(n_cached, dtype=torch.float32)
     chunks = []
     for start in range(0, len(states), n_tokens_per_chunk):
         rows = slice(start, start + n_tokens_per_chunk)
@@ -184,10 +196,8 @@ def token_probabilities(
         for word in range(0, vocab_size, n_words_per_block):
             stop = min(word + n_words_per_block, vocab_size)
             shape = (len(sums.targets), stop - word)
-            logits, weights = (
-                buffer[: shape[0] * shape[1]].view(shape) for buffer in buffers
-            )
+            logits = block[: shape[0] * shape[1]].view(shape)
             head.logits(states[rows], word, stop, out=logits)
-            sums.add(logits, word, weights)
+            sums.add(logits, word, buffer)
         chunks.append(sums.scalars())
     return torch.cat(chunks)
