@@ -146,7 +146,8 @@ class _OnlineSoftmax:
         if is_near:
             return
         step = self.shift - largest
-        rescale = step.exp()
+        # Before the first block there is nothing to move, by however much.
+        rescale = step.exp().masked_fill_(self.total == 0, 0.0)
         self.weighted = rescale * (self.weighted + step * self.total)
         self.total = rescale * self.total
         self.shift, self.is_shifted = largest, True
