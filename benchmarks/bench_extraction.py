@@ -63,8 +63,18 @@ def _row(cells: Iterable[object]) -> str:
     show_default=True,
     help="Of the CPU rows; GPU rows are bfloat16.",
 )
+@click.option(
+    "--vocabulary",
+    type=int,
+    multiple=True,
+    default=(32000, 248320),
+    show_default=True,
+    help="Words of the model; may be given twice.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print rows as JSON lines.")
-def extract(pairs: int, threads: int, dtype: str, as_json: bool) -> None:
+def extract(
+    pairs: int, threads: int, dtype: str, vocabulary: tuple[int, ...], as_json: bool
+) -> None:
     """Time a full reading beside the bare forward with logits; print the table.
 
     Llama-shaped, d=512, 8 layers, fp32 readings, every hidden layer kept. Both take
@@ -78,19 +88,17 @@ def extract(pairs: int, threads: int, dtype: str, as_json: bool) -> None:
 
     quiet()
     torch.set_num_threads(threads)
-    rows, progress = [], Progress()
-    every = configs(dtype, has_gpu=torch.cuda.is_available())
-    with progress.stage("extract") as update:
+    has_gpu = torch.cuda.is_available()
+    every = configs(dtype, vocabulary, has_gpu=has_gpu)
+    if not as_json:
+        click.echo(_row(_HEAD))
+        click.echo(_row(["---"] * len(_HEAD)))
+    with Progress().stage("extract") as update:
         for done, config in enumerate(every, start=1):
-            rows.append(measure_cost(config, pairs, threads))
+            row = measure_cost(config, pairs, threads)
+            # At once: a run that is stopped has shown what it measured.
+            shown = json.dumps(dataclasses.asdict(row)) if as_json else row.cells()
+            click.echo(shown if as_json else _row(shown))
             update(done, len(every))
-    if as_json:
-        for row in rows:
-            click.echo(json.dumps(dataclasses.asdict(row)))
-        return
-    click.echo(_row(_HEAD))
-    click.echo(_row(["---"] * len(_HEAD)))
-    for row in rows:
-        click.echo(_row(row.cells()))
-    if not torch.cuda.is_available():
+    if not (has_gpu or as_json):
         click.echo(_row(["GPU", "bfloat16", *["not measured"] * (len(_HEAD) - 2)]))

@@ -61,7 +61,6 @@ LENGTHS = (
     {"n_tokens": 512, "n_examples": 4, "n_read": 192},
     {"n_tokens": 2048, "n_examples": 1, "n_read": 576},
 )
-VOCAB_SIZES = (32000, 248320)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,13 +196,15 @@ class Cost:
         ]
 
 
-def configs(dtype: str, *, has_gpu: bool) -> list[CostConfig]:
-    """Return what is measured: both lengths, both vocabularies, each device."""
+def configs(
+    dtype: str, vocab_sizes: tuple[int, ...], *, has_gpu: bool
+) -> list[CostConfig]:
+    """Return what is measured: both lengths, each vocabulary, each device."""
     devices = [("cpu", dtype)] + [("cuda", "bfloat16")] * has_gpu
     return [
         CostConfig(**length, vocab_size=n_words, device=device, dtype=kind)
         for device, kind in devices
-        for n_words in VOCAB_SIZES
+        for n_words in vocab_sizes
         for length in LENGTHS
     ]
 

@@ -56,8 +56,11 @@ def test_a_process_that_fails_says_why():
 
 
 def test_without_a_gpu_no_gpu_row_is_planned():
-    assert {config.device for config in configs("float32", has_gpu=False)} == {"cpu"}
-    with_gpu = configs("float32", has_gpu=True)
+    without = configs("float32", (97,), has_gpu=False)
+    assert {config.device for config in without} == {"cpu"}
+        "cpu"
+    }
+    with_gpu = configs("float32", (97,), has_gpu=True)
     assert {(c.device, c.dtype) for c in with_gpu} == {
         ("cpu", "float32"),
         ("cuda", "bfloat16"),
