@@ -58,8 +58,6 @@ def test_a_process_that_fails_says_why():
 def test_without_a_gpu_no_gpu_row_is_planned():
     without = configs("float32", (97,), has_gpu=False)
     assert {config.device for config in without} == {"cpu"}
-        "cpu"
-    }
     with_gpu = configs("float32", (97,), has_gpu=True)
     assert {(c.device, c.dtype) for c in with_gpu} == {
         ("cpu", "float32"),
