@@ -239,7 +239,9 @@ def _read_rows(
     is_key = members[:, None].float()
     is_key[:, :, 2] = 1.0
     is_row = members[:, None, 1:].float()
-    keys = call.key.float()
+    # Heads lie apart in memory; a product per chunk would gather them every time.
+    keys = call.key.float().contiguous()
+    value = None if value is None else value.contiguous()
     per_row = n_examples * n_heads * n_tokens
     size = max(1, min(budget // per_row, rows[1] - rows[0])) * per_row
     # Reused by every chunk: fresh pages cost more than the sums on a CPU.
