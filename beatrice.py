@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["load", "main"]
 
-# Which room a verb lives in; in the order of the data, which is that of the help.
+# Where a verb lives, in the order of the data, which is that of the help: a room, for
+# its `commands` module, or a module.
 VERBS = {
     "demo": "benchmarks",
     "data": "extract",
@@ -35,6 +36,7 @@ VERBS = {
     "control": "benchmarks",
     "report": "benchmarks",
     "score": "pgir",
+    "bench": "benchmarks.bench_commands",
 }
 
 
@@ -65,11 +67,12 @@ class _Verbs(click.Group):
         return list(VERBS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """Load a verb from its room's `commands`, which import nothing heavy."""
+        """Load a verb from its module, which imports nothing heavy."""
         if name not in VERBS:
             return None
-        room = importlib.import_module(f"{VERBS[name]}.commands")
-        return getattr(room, name.replace("-", "_"))
+        home = VERBS[name]
+        module = importlib.import_module(home if "." in home else f"{home}.commands")
+        return getattr(module, name.replace("-", "_"))
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a verb; an expected failure becomes one sentence and exit code 1."""

@@ -6,7 +6,8 @@ causality would survive, sliding windows would not. While a reading is active th
 function computes, from the queries and keys it is handed (past norms and rotary
 embedding), the attention weights of question and answer rows in bounded chunks,
 reduces them over spans (`extract.spansums`), and then returns the model's ordinary
-attention output.
+attention output. In float32 on a CPU the rows that were read are attended with the
+weights at hand, the others by the fused kernel, which saves what the reading costs.
 """
 
 import contextlib
@@ -24,6 +25,9 @@ from extract.spansums import AttentionCall, row_chunks, span_readings
 NAME = "span_readings"
 
 _UNSUPPORTED = ("s_aux", "position_bias")
+
+# Weights alive at once where the fused kernel cannot be used.
+_SOFTCAP_BUDGET = 2**20
 
 _active: contextvars.ContextVar["SpanReading | None"] = contextvars.ContextVar(
     "span_reading", default=None
@@ -55,18 +59,23 @@ class SpanReading:
         self.budget = budget
         self.layers: dict[int, torch.Tensor | None] = dict.fromkeys(attention_layers)
         later = self.members[:, 1:].any(dim=(0, 1)).nonzero()
-        # Only question and answer rows look back at a span.
-        self.rows = (int(later[0]), int(later[-1]) + 1) if len(later) else (0, 0)
+        # Only question and answer rows look back at a span. They are mostly the last.
+        self.rows = (int(later[0]), n_tokens) if len(later) else (n_tokens, n_tokens)
 
-    def read(self, layer: int, call: AttentionCall) -> None:
-        """Read one layer."""
+    def read(
+        self, layer: int, call: AttentionCall, value: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Read one layer; given values, return the attention output of `self.rows`."""
         if layer not in self.layers or self.layers[layer] is not None:
             raise ValueError(
                 f"unknown residual layout: layer {layer} attended "
                 f"{'twice' if layer in self.layers else 'unexpectedly'}; expected "
                 f"each of the layers {tuple(self.layers)} once"
             )
-        self.layers[layer] = span_readings(call, self.members, self.rows, self.budget)
+        self.layers[layer], attended = span_readings(
+            call, self.members, self.rows, self.budget, value
+        )
+        return attended
 
     def readings(self) -> torch.Tensor:
         """Return `[n_examples, n_tokens, 2, 2, n_attention_layers, n_heads]`."""
@@ -109,7 +118,6 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Read, then attend as the model would have; Transformers' signature."""
-    reading = _active.get()
     unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
     if unsupported or not getattr(module, "is_causal", True):
         raise ValueError(
@@ -118,14 +126,38 @@ def _attend(
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(query, key, attention_mask, scale, softcap)
-    if reading is not None:
-        reading.read(module.layer_idx, call)
-    if softcap is not None:
-        budget = 2**20 if reading is None else reading.budget
-        return _softcapped_attention(call, value, budget), None
+    reading, n_tokens = _active.get(), query.shape[2]
+    if reading is None:
+        return _plain_attention(module, call, value, n_tokens, kwargs), None
+    # In half precision, and on a GPU, the fused kernel's own rounding is the model's.
+    is_shared = query.dtype == torch.float32 and not query.is_cuda
+    attended = reading.read(module.layer_idx, call, value if is_shared else None)
+    n_fused = reading.rows[0] if is_shared else n_tokens
+    if n_fused == 0:
+        return attended, None
+    fused = _plain_attention(module, call, value, n_fused, kwargs)
+    return (torch.cat([fused, attended], dim=1) if is_shared else fused), None
+
+
+def _plain_attention(
+    module: torch.nn.Module,
+    call: AttentionCall,
+    value: torch.Tensor,
+    n_rows: int,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    """Attend as the model would have, for the first `n_rows` tokens.
+
+    Returns:
+      `[n_examples, n_rows, n_heads, d_head]`.
+    """
+    call = call.first(n_rows)
+    value = value[:, :, :n_rows]
+    if call.softcap is not None:
+        return _softcapped_attention(call, value, _SOFTCAP_BUDGET)
     return sdpa_attention_forward(
-        module, query, key, value, attention_mask, scaling=scaling, **kwargs
-    )
+        module, call.query, call.key, value, call.mask, scaling=call.scaling, **kwargs
+    )[0]
 
 
 AttentionInterface.register(NAME, _attend)

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from extract.layout import Layout, find_layout
 
@@ -159,32 +160,49 @@ def _first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def _remote_code(config: dict[str, Any], tokenizer: dict[str, Any]) -> str | None:
+    """Return what a checkpoint asks to run, for a message, or None.
+
+    Read before anything is built: Transformers would pass over it in silence where
+    it has its own class for the model type.
+    """
+    found = {"config.json": config, "tokenizer_config.json": tokenizer}
+    for file, content in found.items():
+        if "auto_map" in content:
+            asked = content["auto_map"]
+            names = asked.values() if isinstance(asked, dict) else [asked]
+            return f"{file} asks for {', '.join(map(str, names))}"
+    return None
+
+
 def _load(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """Load model and tokenizer; every failure is a ValueError of one sentence."""
     failures = (OSError, RuntimeError, ValueError, SafetensorError)
     try:
         config, _ = PreTrainedConfig.get_config_dict(name)
-        # Read before anything is built: Transformers would pass over it in silence
-        # where it has its own class for the model type.
-        asks_for_code = "auto_map" in config
-        if not asks_for_code:
+        # One commit for all files, even if the repository moves on meanwhile.
+        commit = config.get("_commit_hash")
+        asked = _remote_code(config, get_tokenizer_config(name, revision=commit))
+        if asked is None:
             model, report = AutoModelForCausalLM.from_pretrained(
                 name,
                 dtype=dtype,
+                revision=commit,
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(
+                name, revision=commit, trust_remote_code=False
+            )
     except failures as error:
         raise ValueError(
             f"backbone {name!r}: could not be loaded: {_first_line(error)}"
         ) from error
-    if asks_for_code:
+    if asked is not None:
         raise ValueError(
-            f"backbone {name!r}: its config.json has an auto_map, that is, it asks to "
-            "run code from the checkpoint, which is never done; use a model that "
-            "Transformers implements"
+            f"backbone {name!r}: its {asked} (auto_map), that is, code from the "
+            "checkpoint, which is never run; use a model that Transformers implements"
         )
     missing = sorted(report["missing_keys"])
     if missing:

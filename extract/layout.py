@@ -183,6 +183,12 @@ class _LayerWatch:
     def _after_ffn(self, module: Any, inputs: Any, output: Any) -> None:
         # Summed in fp32: the second addition exists only in Gemma 4, whose own sum
         # is in the stream's dtype.
+        if self.att is None:
+            # Exchanged taps would satisfy every sum.
+            raise ValueError(
+                f"unknown residual layout: layer {self.index} called its feed-forward "
+                "part before its token mixer"
+            )
         part = _tensor(output)
         self.ffn = part if self.ffn is None else self.ffn.float() + part.float()
 

@@ -173,8 +173,8 @@ class SignalReader:
         hidden_layers: tuple[int, ...] | None = None,
         *,
         attention_budget: int = 2**20,
-        n_tokens_per_chunk: int = 128,
-        n_words_per_block: int = 2**13,
+        n_tokens_per_chunk: int = 1024,
+        n_words_per_block: int = 2**12,
     ) -> None:
         """Check the backbone and prepare to read it.
 

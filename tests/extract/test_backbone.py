@@ -5,8 +5,8 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.tiny_models import VOCAB_SIZE, tiny_model
 from extract.backbone import Backbone, load_backbone
-from tests.extract.tiny_models import VOCAB_SIZE, tiny_model
 
 
 def save_tokenizer(path):
@@ -101,9 +101,17 @@ def test_a_missing_part_is_named(checkpoint, pattern, message):
     expect_refusal(checkpoint, message)
 
 
-def test_code_from_the_checkpoint_is_refused(checkpoint):
+def test_code_from_the_checkpoint_is_refused_by_name(checkpoint):
     edit_config(checkpoint, auto_map={"AutoModelForCausalLM": "evil.Model"})
-    expect_refusal(checkpoint, "auto_map")
+    expect_refusal(checkpoint, f"{checkpoint}.*config.json asks for evil.Model")
+
+
+def test_code_of_the_tokenizer_is_refused_by_name(checkpoint):
+    path = checkpoint / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    config["auto_map"] = {"AutoTokenizer": ["evil.Tokenizer", None]}
+    path.write_text(json.dumps(config))
+    expect_refusal(checkpoint, "tokenizer_config.json asks for .*evil.Tokenizer")
 
 
 def test_damaged_weights_are_refused(checkpoint):

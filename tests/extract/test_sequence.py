@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.tiny_models import tiny_model
 from extract.backbone import Backbone
 from extract.records import Answer
 from extract.signals import Sequence, SignalReader, sequence_of
-from tests.extract.tiny_models import tiny_model
 
 
 def make_answer(**changes):

@@ -1,0 +1,110 @@
+"""The sums behind the readings, where exponentials would overflow or vanish."""
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.oracle import attention_reading, exact_map
+from extract.probability import Head, token_probabilities
+from extract.spansums import AttentionCall, span_readings
+
+N_TOKENS = 24
+SPANS = [(2, 12), (12, 19), (19, 24)]
+
+
+def make_call(spread, mask=None):
+    generator = torch.Generator().manual_seed(3)
+    query = spread * torch.randn(1, 4, N_TOKENS, 8, generator=generator)
+    key = torch.randn(1, 2, N_TOKENS, 8, generator=generator)
+    return AttentionCall(query, key, mask, 8**-0.5, None)
+
+
+def members():
+    positions = torch.arange(N_TOKENS)
+    inside = [(positions >= start) & (positions < stop) for start, stop in SPANS]
+    return torch.stack(inside)[None]
+
+
+# Spread 40 gives logits of size 100: shifts are needed, and far keys underflow.
+@pytest.mark.parametrize("spread", [1.0, 40.0])
+@pytest.mark.parametrize("budget", [100, 2**20])
+@pytest.mark.parametrize("is_windowed", [False, True])
+def test_readings_and_output_agree_with_the_exact_map(spread, budget, is_windowed):
+    positions = torch.arange(N_TOKENS)
+    distance = positions[:, None] - positions
+    window = ((distance >= 0) & (distance < 8))[None, None]
+    call = make_call(spread, window if is_windowed else None)
+    value = torch.randn(1, 2, N_TOKENS, 8, generator=torch.Generator().manual_seed(4))
+    found, attended = span_readings(call, members(), (12, N_TOKENS), budget, value)
+    exact = exact_map(call.query, call.key, call.mask, call.scaling, None)
+    for position in range(N_TOKENS):
+        for head in range(4):
+            expected = attention_reading(exact[head].numpy(), SPANS, position)
+            # By convention a mass too small for float32 to hold its parts is none.
+            expected = [pair if pair[1] >= 1e-30 else (0.0, 0.0) for pair in expected]
+            reading = found[0, position, :, :, head].numpy()
+            np.testing.assert_allclose(reading, expected, rtol=0, atol=2e-5)
+    values = value[0].double().repeat_interleave(2, dim=0)
+    expected = (exact @ values)[:, 12:].transpose(0, 1)
+    torch.testing.assert_close(attended[0].double(), expected, rtol=0, atol=2e-5)
+
+
+def test_no_row_to_read_attends_to_nothing_and_reads_zero():
+    call = make_call(1.0)
+    value = torch.randn(1, 2, N_TOKENS, 8)
+    none = torch.zeros(1, 3, N_TOKENS, dtype=torch.bool)
+    found, attended = span_readings(call, none, (N_TOKENS, N_TOKENS), 2**20, value)
+    assert attended.shape == (1, 0, 4, 8)
+    assert (found == 0).all()
+
+
+# Logits of every size in one vocabulary, so that the shift has to move between blocks.
+@pytest.mark.parametrize("offset", [-500.0, 0.0, 500.0])
+@pytest.mark.parametrize("spread", [1.0, 200.0])
+def test_probabilities_do_not_depend_on_where_logits_lie(offset, spread):
+    generator = torch.Generator().manual_seed(5)
+    weight = spread * torch.randn(301, 6, generator=generator)
+    bias = torch.full((301,), offset)
+    states = torch.randn(9, 6, generator=generator)
+    targets = torch.arange(9) * 33
+    found = token_probabilities(
+        states,
+        targets,
+        Head(weight=weight, bias=bias, softcap=None),
+        n_tokens_per_chunk=4,
+        n_words_per_block=67,
+    )
+    logits = states @ weight.T + bias
+    for row, target, scalars in zip(logits, targets, found, strict=True):
+        p = torch.softmax(row.double(), 0)
+        top = p.topk(2).values
+        expected = [
+            float(p[target]),
+            float(-torch.log_softmax(row.double(), 0)[target]),
+            float(-(p * torch.log_softmax(row.double(), 0)).sum()),
+            float(top[0]),
+            float(top[0] - top[1]),
+        ]
+        # float32 logits of size 1000 carry rounding of 6e-5.
+        np.testing.assert_allclose(scalars, expected, rtol=1e-5, atol=5e-4)
+
+
+@pytest.mark.parametrize("n_words_per_block", [2, 3, 64, 65, 129, 500])
+def test_the_two_best_words_are_found_wherever_they_are(n_words_per_block):
+    n_words = 200
+    pairs = [(0, 1), (0, 64), (63, 128), (5, 199), (198, 199), (70, 71)]
+    logits = torch.zeros(2 * len(pairs), n_words)
+    for row, (first, second) in enumerate(pairs):
+        logits[2 * row, first], logits[2 * row, second] = 3.0, 2.0
+        logits[2 * row + 1, first] = logits[2 * row + 1, second] = 3.0
+    found = token_probabilities(
+        torch.eye(len(logits)),
+        torch.zeros(len(logits), dtype=torch.long),
+        Head(weight=logits.T.contiguous(), bias=None, softcap=None),
+        n_tokens_per_chunk=5,
+        n_words_per_block=n_words_per_block,
+    )
+    p = logits.softmax(1).topk(2, dim=1).values
+    np.testing.assert_allclose(found[:, 3], p[:, 0], rtol=1e-5)
+    np.testing.assert_allclose(found[:, 4], p[:, 0] - p[:, 1], rtol=0, atol=1e-7)
+    assert (found[1::2, 4] == 0).all()
