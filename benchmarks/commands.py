@@ -151,7 +151,7 @@ def extract(run_dir: Path) -> None:
 
     Example: torchrun --nproc-per-node 2 -m beatrice extract runs/demo
     """
-    from extract.extraction import rank_and_world_size
+    from extract.ranks import rank_and_world_size
 
     rank, world_size = rank_and_world_size()
     if world_size == 1:

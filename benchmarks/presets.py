@@ -6,11 +6,11 @@ Widths and epochs are far below the paper's (README, "Departures and decisions")
 """
 
 import dataclasses
-from pathlib import Path
 from typing import Any, Literal, get_args
 
-from extract.extraction import ExtractConfig
+from extract.embedded import EMBEDDED, model_path
 from extract.microworld import WorldConfig
+from extract.plan import ExtractConfig
 from extract.prompts import TemplateName
 from extract.questions import QuestionConfig
 from jaxprobe.encoder import EncoderConfig
@@ -20,8 +20,6 @@ from jaxprobe.subsets import N_SUBSETS
 
 PresetName = Literal["demo", "smoke"]
 AnswerSpan = Literal["emitting", "literal"]
-EMBEDDED = "embedded"
-WEIGHTS = Path(__file__).parent.parent / "extract" / "weights"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +67,7 @@ class RunConfig:
     @property
     def model_path(self) -> str:
         """Return what Transformers loads."""
-        return str(WEIGHTS) if self.model == EMBEDDED else self.model
+        return model_path(self.model)
 
 
 def make_config(

@@ -9,11 +9,12 @@ from pathlib import Path
 
 from extract.atomic import write_text_atomic
 from extract.backbone import Backbone
-from extract.extraction import ExtractConfig, ExtractionReport, extract
+from extract.extraction import ExtractionReport, extract
 from extract.generation import GenerationConfig, Request, generate, plan_batches
 from extract.jsonlines import JsonLines
 from extract.judge import Judge, exact_match_judge, label_answer
 from extract.microworld import WorldConfig, make_world
+from extract.plan import ExtractConfig
 from extract.prompts import PromptTemplate, build_prompt
 from extract.questions import QuestionConfig, make_examples
 from extract.records import (

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from extract.backbone import load_backbone
+from extract.embedded import model_path
 from extract.generation import GenerationConfig
 from extract.manifest import read_manifest
 from extract.prompts import TEMPLATES
@@ -13,8 +14,6 @@ from extract.records import Passage
 from extract.rundir import RunDir
 from jaxprobe.detector import Detector
 from pgir.bridge import ProbedBackbone
-
-EMBEDDED = Path(__file__).parent.parent / "extract" / "weights"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +65,7 @@ class Scorer:
         detector = Detector.load(run.detector)
         name = model or detector.facts["model"]
         probed = ProbedBackbone(
-            load_backbone(EMBEDDED if name == "embedded" else name),
+            load_backbone(model_path(name)),
             detector,
             TEMPLATES[detector.facts["template"]],
             GenerationConfig(max_new_tokens=config["max_new_tokens"]),

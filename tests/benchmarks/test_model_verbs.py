@@ -14,8 +14,9 @@ import pytest
 from click.testing import CliRunner
 
 from beatrice import main
-from benchmarks.presets import WEIGHTS, make_config
+from benchmarks.presets import make_config
 from extract.backbone import load_backbone
+from extract.embedded import WEIGHTS
 from extract.localgenerator import TransformersGenerator
 from extract.microworld import make_world
 from extract.pipeline import read_examples

@@ -3,8 +3,8 @@ import dataclasses
 import pytest
 from transformers import AutoTokenizer
 
-from benchmarks.presets import WEIGHTS
 from extract.consensus import ConsensusConfig, judge_answers
+from extract.embedded import WEIGHTS
 from extract.fences import defuse, fence, marker_for
 from extract.judge import consensus
 from extract.records import Answer, Example

@@ -10,14 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from extract.extraction import (
-    ExtractConfig,
-    extract,
-    n_rows_of,
-    plan_extraction,
-    rank_and_world_size,
-    run_plan,
-)
+from extract.extraction import extract, run_plan
+from extract.plan import ExtractConfig, n_rows_of, plan_extraction
+from extract.ranks import rank_and_world_size
 from extract.records import Answer
 from extract.store import done_ranges, open_store, read_family
 from extract.storecheck import verify

@@ -9,8 +9,9 @@ import urllib.request
 import pytest
 import torch
 
-from benchmarks.presets import WEIGHTS, make_config
+from benchmarks.presets import make_config
 from extract.backbone import load_backbone
+from extract.embedded import WEIGHTS
 from extract.generation import GenerationConfig, generate_all
 from extract.generator import GeneratorPrompt, SamplingConfig, reply_key
 from extract.localgenerator import TransformersGenerator

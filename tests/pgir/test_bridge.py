@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 
 from extract.backbone import load_backbone
+from extract.embedded import WEIGHTS
 from extract.generation import GenerationConfig
 from extract.prompts import TEMPLATES
 from extract.records import Passage
 from jaxprobe import detector as detector_module
 from pgir.bridge import ProbedBackbone, ProbedReader, fixed_length
-from pgir.scoring import EMBEDDED, Scorer
+from pgir.scoring import Scorer
 from tests.pgir.small_detector import LAYER, make_detector
 
 QUESTION = "where was Skiband Rugrond born?"
@@ -18,7 +19,7 @@ PASSAGE = "Skiband Rugrond was born in Guzolt Falls."
 
 @pytest.fixture(scope="module")
 def backbone():
-    return load_backbone(EMBEDDED)
+    return load_backbone(WEIGHTS)
 
 
 @pytest.fixture(scope="module")

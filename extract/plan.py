@@ -1,0 +1,205 @@
+"""What an extraction reads together and where it goes, fixed from the answers alone.
+
+Rank, world size and what was done before only choose which ranges are done here, so
+the bytes of a store depend on neither.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from extract.storespec import Family, StoreSpec
+
+_SHARD_BYTES = 128 << 20
+_FEWEST_ROWS = 256
+_WANTED_RANGES = 64
+
+
+class TokenSequence(Protocol):
+    """What is read of one answer, see `extract.signals.Sequence`."""
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Return `[n_tokens]` int64."""
+
+    @property
+    def targets(self) -> np.ndarray:
+        """Return `[n_tokens]` int64."""
+
+    @property
+    def spans(self) -> np.ndarray:
+        """Return `[3, 2]` int64."""
+
+
+class Reader(Protocol):
+    """What reads signals, see `extract.signals.SignalReader`."""
+
+    hidden_layers: tuple[int, ...]
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of one token's reading, per family."""
+
+    def read(self, sequences: list[Any]) -> list[Any]:
+        """Return one object per sequence, with `[n_tokens, …]` for each family."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExtractConfig:
+    """How answers are read.
+
+    Attributes:
+      hidden_layers: entries of the resid axis to keep (0 is the embedding); None
+        keeps what the reader was built with.
+      dtype: how `hidden` is stored; the other families are float32. bfloat16 keeps
+        the range of the residual stream, float16 overflows at 65504.
+      answer_span: see `extract.signals.sequence_of`.
+      tokens_per_batch: most tokens of a batch, padding included; a longer sequence
+        is a batch of its own.
+      rows_per_shard: tokens per file, a power of two; None chooses by `n_rows_of`.
+    """
+
+    hidden_layers: tuple[int, ...] | None = None
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    answer_span: Literal["emitting", "literal"] = "emitting"
+    tokens_per_batch: int = 16384
+    rows_per_shard: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields that nobody else checks."""
+        if self.tokens_per_batch < 1:
+            raise ValueError(
+                f"tokens_per_batch must be at least 1, found {self.tokens_per_batch}"
+            )
+        if self.answer_span not in ("emitting", "literal"):
+            raise ValueError(
+                f"answer_span is emitting or literal, not {self.answer_span!r}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ExtractionPlan:
+    """What is read together and where it goes.
+
+    Attributes:
+      spec: the store.
+      batches: per range, batches of example indices; each example once.
+    """
+
+    spec: StoreSpec
+    batches: tuple[tuple[tuple[int, ...], ...], ...]
+
+    def ranges_of(self, rank: int, world_size: int) -> list[int]:
+        """Return the ranges one worker does, in order."""
+        if not 0 <= rank < world_size:
+            raise ValueError(
+                f"rank {rank} is not below the world size {world_size}; ranks count "
+                "from 0"
+            )
+        return list(range(rank, self.spec.n_ranges, world_size))
+
+
+def n_rows_of(lengths: np.ndarray, families: Mapping[str, Family]) -> int:
+    """Choose the rows of a shard: a power of two, from the answers alone.
+
+    As many as fit in 128 MiB of the widest family, but few enough for 64 ranges, so
+    that workers share the load and an interruption costs little; at least 256.
+    """
+    widest = max(family.row_bytes for family in families.values())
+    most = max(1, min(_SHARD_BYTES // widest, int(lengths.sum()) // _WANTED_RANGES))
+    return max(_FEWEST_ROWS, 1 << (most.bit_length() - 1))
+
+
+def _batches(
+    lengths: np.ndarray, examples: range, tokens_per_batch: int
+) -> tuple[tuple[int, ...], ...]:
+    """Group one range's examples by length, padding included in the budget."""
+    order = sorted(examples, key=lambda example: (-lengths[example], example))
+    batches: list[list[int]] = []
+    for example in order:
+        # The first of a batch is its longest, so it sets the padded width.
+        is_full = not batches or (
+            (len(batches[-1]) + 1) * lengths[batches[-1][0]] > tokens_per_batch
+        )
+        if is_full:
+            batches.append([])
+        batches[-1].append(example)
+    return tuple(map(tuple, batches))
+
+
+def _hash_sequences(sequences: Sequence[TokenSequence]) -> str:
+    """Hash what the model reads, so that a store never mixes two sets of answers."""
+    digest = hashlib.sha256()
+    for item in sequences:
+        for part in (item.ids, item.targets, item.spans):
+            digest.update(np.ascontiguousarray(part, dtype="<i8").data)
+    return digest.hexdigest()
+
+
+def _store_spec(
+    sequences: Sequence[TokenSequence],
+    keys: Sequence[tuple[str, ...]],
+    reader: Reader,
+    config: ExtractConfig,
+    fingerprint: Mapping[str, Any],
+) -> StoreSpec:
+    """Fix the store; see `plan_extraction`."""
+    lengths = np.array([len(item.ids) for item in sequences], dtype=np.int64)
+    families = {
+        name: Family(
+            shape=tuple(shape),
+            dtype=config.dtype if name == "hidden" else "float32",
+            by_layer=name == "hidden",
+        )
+        for name, shape in reader.shapes.items()
+    }
+    return StoreSpec(
+        families=families,
+        keys=tuple(keys),
+        lengths=lengths,
+        spans=np.stack([item.spans for item in sequences]).astype(np.int64),
+        rows_per_shard=config.rows_per_shard or n_rows_of(lengths, families),
+        hidden_layers=tuple(reader.hidden_layers),
+        fingerprint={
+            **fingerprint,
+            "answer_span": config.answer_span,
+            "tokens_per_batch": config.tokens_per_batch,
+            "sequences_sha256": _hash_sequences(sequences),
+        },
+    )
+
+
+def plan_extraction(
+    sequences: Sequence[TokenSequence],
+    keys: Sequence[tuple[str, ...]],
+    reader: Reader,
+    config: ExtractConfig,
+    fingerprint: Mapping[str, Any],
+) -> ExtractionPlan:
+    """Fix the store, its ranges and the batches.
+
+    Args:
+      sequences: one per answer.
+      keys: one per answer, unique.
+      reader: says what it reads; nothing is read here.
+      config: how the answers are read.
+      fingerprint: what the values depend on beside the answers and `config`.
+    """
+    wanted = config.hidden_layers
+    if wanted is not None and tuple(wanted) != tuple(reader.hidden_layers):
+        raise ValueError(
+            f"the reader keeps layers {list(reader.hidden_layers)}, the config wants "
+            f"{list(wanted)}; build the reader with the config's hidden_layers"
+        )
+    spec = _store_spec(sequences, keys, reader, config, fingerprint)
+    edges = spec.range_examples.tolist()
+    return ExtractionPlan(
+        spec=spec,
+        batches=tuple(
+            _batches(spec.lengths, range(first, last), config.tokens_per_batch)
+            for first, last in zip(edges[:-1], edges[1:], strict=True)
+        ),
+    )
