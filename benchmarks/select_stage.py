@@ -1,7 +1,6 @@
 """The stage that chooses encoders and trains the fusion heads."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from benchmarks.presets import RunConfig
 from benchmarks.rows import Rows, load_rows, partners
-from benchmarks.stage import Progress, Stage, Update, counted
+from benchmarks.stage import Progress, Stage, Update, side_by_side
 from benchmarks.train_stage import encoder_folders, read_codes
 from extract.records import SETTINGS, Setting
 from extract.rundir import RunDir
@@ -163,9 +162,7 @@ def _select_setting(
 
 def _select(run: RunDir, config: RunConfig, update: Update, progress: Progress) -> None:
     # Both settings at once, for the same reason as in training.
-    tick = counted(update, len(BRANCHES))
-    with ThreadPoolExecutor(len(SETTINGS)) as pool:
-        list(pool.map(partial(_select_setting, run, config, tick=tick), SETTINGS))
+    side_by_side(partial(_select_setting, run, config), SETTINGS, update, len(BRANCHES))
 
 
 def read_selection(

@@ -8,16 +8,18 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from extract.rundir import RunDir
 
 if TYPE_CHECKING:
     from benchmarks.presets import RunConfig
 
+Item = TypeVar("Item")
 Update = Callable[[int, int], None]  # (done, total)
 
 
@@ -48,15 +50,40 @@ class Stage:
     work: Callable[[RunDir, "RunConfig", Update, Progress], None]
 
 
-def counted(update: Update, total: int) -> Callable[[], None]:
-    """Return what several threads call once for each thing they have done."""
-    lock, done = threading.Lock(), itertools.count(1)
+def side_by_side(
+    work: Callable[[Item, Callable[[], None]], None],
+    items: Sequence[Item],
+    update: Update,
+    total: int,
+) -> None:
+    """Do work on every item at once, each in a thread of its own.
+
+    Args:
+      work: of an item and of what it calls once for each thing it has done.
+      items: what is worked on.
+      update: told how many things are done, of all items.
+      total: how many things there are.
+
+    Raises:
+      Whatever `work` raises. The other items, and all of them when the person at the
+      keyboard stops the run, end at the next thing that they have done.
+    """
+    lock, done, stop = threading.Lock(), itertools.count(1), threading.Event()
 
     def tick() -> None:
+        if stop.is_set():
+            raise CancelledError("another part of the stage has stopped")
         with lock:
             update(next(done), total)
 
-    return tick
+    with ThreadPoolExecutor(len(items)) as pool:
+        parts = [pool.submit(work, item, tick) for item in items]
+        try:
+            for part in as_completed(parts):
+                part.result()
+        except BaseException:
+            stop.set()
+            raise
 
 
 def run_stage(

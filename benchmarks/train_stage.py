@@ -3,7 +3,6 @@
 import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import numpy as np
 from benchmarks.evaluation import permute_by_question
 from benchmarks.presets import RunConfig
 from benchmarks.rows import Rows, load_rows
-from benchmarks.stage import Progress, Stage, Update, counted
+from benchmarks.stage import Progress, Stage, Update, side_by_side
 from benchmarks.sweep_stage import chosen_layer, stored
 from extract.atomic import sha256_file
 from extract.records import SETTINGS, Setting
@@ -220,10 +219,8 @@ def _train(run: RunDir, config: RunConfig, update: Update, progress: Progress) -
     # Both settings at once: each compiles its own step on one core for as long as the
     # other does, and a member's operations already share the cores among themselves.
     n_each = len(default_blocks(config.train.n_seeds)) + config.train.n_seeds
-    tick = counted(update, n_each * len(SETTINGS))
-    with ThreadPoolExecutor(len(SETTINGS)) as pool:
-        work = partial(_train_setting, run, config, tick=tick)
-        list(pool.map(work, SETTINGS))
+    work = partial(_train_setting, run, config)
+    side_by_side(work, SETTINGS, update, n_each * len(SETTINGS))
 
 
 def read_codes(run: RunDir, setting: Setting) -> Codes:
