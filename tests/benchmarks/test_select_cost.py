@@ -52,9 +52,10 @@ def test_the_torch_head_learns_what_can_be_learned_and_nothing_else():
         said = rows_of_set(pooled, logits + np.float32(skill) * labels)
         y = torch.from_numpy(labels.astype(np.float32))
         train, valid = (said[:600], y[:600]), (said[600:], labels[600:])
-        config = TrainConfig(learning_rate=1e-2, max_epochs=5, batch_size=100)
+        config = TrainConfig(learning_rate=3e-2, max_epochs=20, batch_size=100)
         aurocs.append(fit_head(train, valid, 2, SHAPE, config)[0])
-    assert 0.4 < aurocs[0] < 0.6 < 0.9 < aurocs[1]
+    # The best of up to 20 epochs on 300 rows (deviation 0.033) lies above a half.
+    assert 0.4 < aurocs[0] < 0.65 < 0.9 < aurocs[1]
 
 
 def test_the_benchmark_measures_both_sides():
