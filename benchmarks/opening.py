@@ -37,7 +37,7 @@ def opened(run_dir: Path, config: "RunConfig") -> Iterator["RunDir"]:
 def do(run_dir: Path, *names: str, config: "RunConfig | None" = None) -> None:
     """Do stages of a run, in order; None does all of them."""
     config = config_of(run_dir) if config is None else config
-    if config.xla_flags:  # read when JAX starts, which importing the stages may do
+    if config.xla_flags:  # read once, when JAX starts
         os.environ.setdefault("XLA_FLAGS", config.xla_flags)
     from benchmarks.stage import run_stage
     from benchmarks.stages import STAGES

@@ -120,11 +120,7 @@ def _train_blocks(
         else:
             yield found
     trained = fit_blocks(
-        [block for _, block in missing],
-        *data,
-        encoder=encoder,
-        config=config,
-        n_workers=1,
+        [block for _, block in missing], *data, encoder=encoder, config=config
     )
     for (path, _), part in zip(missing, trained, strict=True):
         _kept(path, part, key)

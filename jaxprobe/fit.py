@@ -103,6 +103,13 @@ class FitState(NamedTuple):
     info: FitInfo
 
 
+class Words(NamedTuple):
+    """Words of a run's draws: its batches, and what is the member's own."""
+
+    batch: jax.Array
+    member: jax.Array
+
+
 def adamw_step(
     params: jax.Array,
     grads: jax.Array,
@@ -201,6 +208,27 @@ def _end_epoch(
     return state._replace(best_params=best_params, stale=stale, info=info)
 
 
+def _epoch(
+    state: FitState, loss: Loss, weights: jax.Array, words: Words, config: TrainConfig
+) -> tuple[FitState, jax.Array]:
+    """Take the steps of one epoch; also the mean of its losses."""
+    shuffle = mix(mix(words.batch, state.epoch), 1)
+    rows, shares = _epoch_batches(shuffle, weights, config.batch_size)
+
+    def step(carry, batch):
+        params, moments = carry
+        index, rows, shares = batch
+        own = (mix(words.batch, index), mix(words.member, index))
+        value, grads = _piecewise(loss, params, rows, shares, own, config.pieces())
+        rate = state.info.learning_rate
+        return adamw_step(params, grads, moments, rate, config.weight_decay), value
+
+    index = state.epoch * rows.shape[0] + jnp.arange(rows.shape[0])
+    start = (state.params, state.moments)
+    (params, moments), losses = jax.lax.scan(step, start, (index, rows, shares))
+    return state._replace(params=params, moments=moments), losses.mean()
+
+
 def fit(
     params: Params,
     loss: Loss,
@@ -233,35 +261,17 @@ def fit(
       best weights, and info.
     """
     flat, unravel = ravel_pytree(params)
+    words = Words(batch_words, member_words)
 
     def flat_loss(flat, *batch):
         return loss(unravel(flat), *batch)
 
-    def step(carry, batch):
-        params, moments, rate = carry
-        index, rows, shares = batch
-        words = (mix(batch_words, index), mix(member_words, index))
-        value, grads = _piecewise(
-            flat_loss, params, rows, shares, words, config.pieces()
-        )
-        params, moments = adamw_step(params, grads, moments, rate, config.weight_decay)
-        return (params, moments, rate), value
-
     def active(state):
         return (state.stale < config.stop_after) & jnp.asarray(enabled)
 
-    def epoch(state):
-        shuffle = mix(mix(batch_words, state.epoch), 1)
-        rows, shares = _epoch_batches(shuffle, weights, config.batch_size)
-        index = state.epoch * rows.shape[0] + jnp.arange(rows.shape[0])
-        carry = (state.params, state.moments, state.info.learning_rate)
-        (params, moments, _), losses = jax.lax.scan(step, carry, (index, rows, shares))
-        new = state._replace(params=params, moments=moments)
-        new = _end_epoch(new, losses.mean(), validate(unravel(params)), config)
-        return new
-
     def body(state):
-        new = epoch(state)
+        new, mean_loss = _epoch(state, flat_loss, weights, words, config)
+        new = _end_epoch(new, mean_loss, validate(unravel(new.params)), config)
         if axes:  # a block waits for its last member; those that are done stand still
             go_on = active(state)
             new = jax.tree.map(lambda a, b: jnp.where(go_on, a, b), new, state)

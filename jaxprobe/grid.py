@@ -10,7 +10,6 @@ initial weights and dropout depend on (subset, seed), never on the block.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,8 +19,8 @@ import numpy as np
 import optax
 
 from jaxprobe.draws import BATCHES, MEMBERS, hashed_normal, words_of
-from jaxprobe.encoder import Encoder, EncoderConfig, init_encoder
-from jaxprobe.features import FamilyDims, FamilyTokens
+from jaxprobe.encoder import Encoder, init_encoder
+from jaxprobe.features import FamilyTokens
 from jaxprobe.fit import FitInfo, Params, TrainConfig, fit
 from jaxprobe.metrics import masked_auroc
 from jaxprobe.subsets import N_SUBSETS, SUBSETS
@@ -256,30 +255,19 @@ def fit_blocks(
     *,
     encoder: Encoder,
     config: TrainConfig,
-    n_workers: int = 2,
 ) -> Iterator[Trained]:
     """Train blocks and yield each as it is done, in order.
 
-    `n_workers` blocks run at once, each from its own thread: one member's small
-    operations fill one core. To continue an interrupted run, pass the blocks that are
-    still missing.
+    To continue an interrupted run, pass the blocks that are still missing.
     """
-
-    def run(block):
+    for block in blocks:
         subsets, seeds = (jnp.asarray(x, jnp.int32) for x in block)
         masks = jnp.asarray(SUBSETS[list(block.subsets)])
         trained = fit_block(
             masks, subsets, seeds, train, valid, encoder=encoder, config=config
         )
         host = jax.tree.map(np.asarray, jax.device_get(trained))
-        return Trained(block.members, *host)
-
-    blocks = list(blocks)
-    if not blocks:
-        return
-    yield run(blocks[0])  # alone: it compiles for the others
-    with ThreadPoolExecutor(n_workers) as pool:
-        yield from pool.map(run, blocks[1:])
+        yield Trained(block.members, *host)
 
 
 def join(parts: Sequence[Trained], order: Sequence[Member]) -> Trained:
@@ -298,26 +286,6 @@ def join(parts: Sequence[Trained], order: Sequence[Member]) -> Trained:
         *[(part.params, part.info) for part in parts],
     )
     return Trained(tuple(order), *stacked)
-
-
-def fit_grid(
-    train: Labelled,
-    valid: Labelled,
-    *,
-    dims: FamilyDims,
-    encoder_config: EncoderConfig,
-    config: TrainConfig,
-    progress: Callable[[Trained], None] | None = None,
-) -> Trained:
-    """Train all fifteen subsets with every seed; members are seed-major."""
-    parts = []
-    encoder = Encoder(encoder_config, dims)
-    blocks = default_blocks(config.n_seeds)
-    for part in fit_blocks(blocks, train, valid, encoder=encoder, config=config):
-        parts.append(part)
-        if progress is not None:
-            progress(part)
-    return join(parts, grid_members(config.n_seeds))
 
 
 @partial(jax.jit, static_argnames=("encoder", "n_chunk"))

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-import bm25s
 import numpy as np
 
 from extract.records import Passage
@@ -30,6 +29,8 @@ class Bm25Retriever:
         """Index the corpus."""
         if not passages:
             raise ValueError("retrieval needs at least one passage, found none")
+        import bm25s  # runs a JAX function when imported, which fixes JAX's options
+
         self._n = len(passages)
         self._index = bm25s.BM25(method="lucene")
         texts = [f"{passage.title} {passage.text}" for passage in passages]
@@ -47,6 +48,8 @@ class Bm25Retriever:
 
 
 def _words(texts: Sequence[str]) -> list[list[str]]:
+    import bm25s
+
     return bm25s.tokenize(
         list(texts), stopwords=None, return_ids=False, show_progress=False
     )

@@ -289,60 +289,6 @@ def test_a_passage_without_text_is_left_out_and_counted(tmp_path):
     assert inspect_file(path)["empty_passages"] == 1
 
 
-WRONG = {
-    "no answer": ({"answer": ...}, "no 'answer'"),
-    "a null answer": ({"answer": None}, "'answer' is null"),
-    "a number as answer": ({"answer": 5}, "found a number"),
-    "an empty answer": ({"answer": " "}, "holds no word"),
-    "a list with a number": ({"answer": ["a", 5]}, "'answer[1]'"),
-    "no question": ({"question": ...}, "no 'question'"),
-    "an empty question": ({"question": ""}, "'question' is empty"),
-    "no context": ({"context": ...}, "no 'context'"),
-    "a null context": ({"context": None}, "'context' is null"),
-    "an empty context": ({"context": []}, "holds no paragraph"),
-    "a context of text": ({"context": "words"}, "found text"),
-    "a title that is a number": ({"context": [[1, ["a"]]]}, "found a number"),
-    "sentences that are text": ({"context": [["t", "a"]]}, "found text and text"),
-    "a sentence that is a number": ({"context": [["t", ["a", 5]]]}, "another type"),
-    "a triple": ({"context": [["t", ["a"], 1]]}, "expected a pair"),
-    "uneven columns": (
-        {"context": {"title": ["a"], "sentences": []}},
-        "1 titles but 0 sentences",
-    ),
-    "no facts": ({"supporting_facts": ...}, "no 'supporting_facts'"),
-    "facts without a number": ({"supporting_facts": [["t"]]}, "expected a pair"),
-    "a fact on a number": ({"supporting_facts": [[1, 2]]}, "expected a title"),
-    "an id that is a list": ({"_id": [1]}, "expected an id"),
-}
-
-
-@pytest.mark.parametrize("position", [0, 2])
-@pytest.mark.parametrize("name", WRONG)
-def test_a_malformed_record_is_refused_by_number_and_reason(name, position, tmp_path):
-    changes, words = WRONG[name]
-    records = [pub.hotpot(i) for i in range(4)]
-    records[position] = {
-        key: value
-        for key, value in (records[position] | changes).items()
-        if value is not ...
-    }
-    for path in (
-        pub.write_array(tmp_path / "a.json", records),
-        pub.write_lines(tmp_path / "a.jsonl", records),
-    ):
-        found = read(path)
-        refused = [one for one in found if isinstance(one, Refusal)]
-        assert [one.number for one in refused] == [position + 1]
-        assert words in refused[0].reason
-        assert len(found) == 4
-
-
-def test_a_second_record_of_the_same_id_is_refused(tmp_path):
-    records = [pub.hotpot(1), pub.hotpot(2), pub.hotpot(1)]
-    found = read(pub.write_array(tmp_path / "a.json", records))
-    assert "that of record 1" in found[2].reason
-
-
 def test_a_repeated_question_without_ids_is_kept_and_counted(tmp_path):
     records = [{"question": "who is it", "answer": ["a"]}] * 2
     report = inspect_file(pub.write_lines(tmp_path / "nq", records))

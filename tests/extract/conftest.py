@@ -1,0 +1,24 @@
+"""The shipped model as a backend, and what it is asked."""
+
+import pytest
+
+from benchmarks.presets import make_config
+from extract.backbone import load_backbone
+from extract.embedded import WEIGHTS
+from extract.localgenerator import TransformersGenerator
+from extract.microworld import make_world
+from extract.pipeline import make_requests
+from extract.prompts import TEMPLATES
+from extract.questions import make_examples
+
+
+@pytest.fixture(scope="module")
+def local():
+    return TransformersGenerator(backbone=load_backbone(WEIGHTS))
+
+
+@pytest.fixture(scope="module")
+def requests(local):
+    config = make_config("smoke")
+    examples = list(make_examples(make_world(config.world), config.questions))
+    return make_requests(examples, local.backbone, TEMPLATES["short"])
