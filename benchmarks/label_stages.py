@@ -3,13 +3,11 @@
 import dataclasses
 import hashlib
 import json
-import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks.presets import RunConfig
-from benchmarks.stage import Progress, Update
+from benchmarks.stage import Progress, Update, once
 from extract.annotation import (
     HumanAgreement,
     draw_sample,
@@ -47,24 +45,6 @@ from extract.servedanswers import Words, append_answers, claim_answers
 def _sha(content: Any) -> str:
     canonical = json.dumps(content, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def _once(
-    run: RunDir,
-    name: str,
-    inputs: Mapping[str, str],
-    outputs: list[Path],
-    progress: Progress,
-    work: Callable[[Update], None],
-) -> None:
-    """Do a stage whose model is part of its inputs, unless it is done."""
-    if run.stage_done(name, inputs):
-        progress.note(f"{name}: already done")
-        return
-    began = time.monotonic()
-    with progress.stage(name) as update:
-        work(update)
-    run.mark_stage(name, inputs, time.monotonic() - began, outputs)
 
 
 def _open_replies(run: RunDir, role: str, progress: Progress) -> Replies:
@@ -122,7 +102,7 @@ def label_by_judges(
         )
 
     inputs = run.hash_inputs(run.examples, run.answers) | {"judge": _sha(identity)}
-    _once(run, "label", inputs, [run.labels, summary], progress, work)
+    once(run, "label", inputs, [run.labels, summary], progress, work)
 
 
 def _labelled(run: RunDir) -> list[LabelledAnswer]:
@@ -191,7 +171,7 @@ def rewrite_run(
         write_json_atomic(summary, identity | {"counts": counts})
 
     inputs = run.hash_inputs(run.examples) | {"rewriter": _sha(identity)}
-    _once(run, "rewrite", inputs, [run.rewrites, summary], progress, work)
+    once(run, "rewrite", inputs, [run.rewrites, summary], progress, work)
     return json.loads(summary.read_text(encoding="utf-8"))["counts"]
 
 
@@ -246,7 +226,7 @@ def answer_by_server(
         )
 
     inputs = run.hash_inputs(*question_files(run)) | {"server": _sha(identity)}
-    _once(run, "answer", inputs, [run.answers], progress, work)
+    once(run, "answer", inputs, [run.answers], progress, work)
 
 
 def question_files(run: RunDir) -> list[Path]:
@@ -297,5 +277,5 @@ def draw_run(
         write_json_atomic(run.samples / "config.json", identity)
 
     inputs = run.hash_inputs(*question_files(run)) | {"sampler": _sha(identity)}
-    _once(run, "sample", inputs, [run.samples], progress, work)
+    once(run, "sample", inputs, [run.samples], progress, work)
     return path

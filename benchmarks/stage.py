@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -86,6 +86,33 @@ def side_by_side(
             raise
 
 
+def once(
+    run: RunDir,
+    name: str,
+    inputs: Mapping[str, str],
+    outputs: list[Path],
+    progress: Progress,
+    work: Callable[[Update], None],
+) -> None:
+    """Do a stage, and record it, unless it is done with these inputs.
+
+    Args:
+      run: of the stage.
+      name: as on the command line.
+      inputs: hashes, by name, of all that the outputs depend on.
+      outputs: what it writes.
+      progress: shows it.
+      work: does it.
+    """
+    if run.stage_done(name, inputs):
+        progress.note(f"{name}: already done")
+        return
+    began = time.monotonic()
+    with progress.stage(name) as update:
+        work(update)
+    run.mark_stage(name, inputs, time.monotonic() - began, outputs)
+
+
 def run_stage(
     stage: Stage, run: RunDir, config: "RunConfig", progress: Progress
 ) -> None:
@@ -94,11 +121,9 @@ def run_stage(
     Raises:
       ValueError: an input is missing; the message says which stage writes it.
     """
-    inputs = run.hash_inputs(*stage.inputs(run))
-    if run.stage_done(stage.name, inputs):
-        progress.note(f"{stage.name}: already done")
-        return
-    began = time.monotonic()
-    with progress.stage(stage.name) as update:
+
+    def work(update: Update) -> None:
         stage.work(run, config, update, progress)
-    run.mark_stage(stage.name, inputs, time.monotonic() - began, stage.outputs(run))
+
+    inputs = run.hash_inputs(*stage.inputs(run))
+    once(run, stage.name, inputs, stage.outputs(run), progress, work)
