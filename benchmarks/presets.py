@@ -104,8 +104,6 @@ def _demo(seed: int) -> dict[str, Any]:
     return {
         "questions": QuestionConfig(),
         "n_control": 250,
-        # Compiles in two thirds of the time; the step takes as long (measured).
-        "xla_flags": "--xla_cpu_use_fusion_emitters=false",
         "encoder": EncoderConfig(projection=16, hidden=16, n_blocks=2, n_groups=4),
         "train": TrainConfig(
             learning_rate=2e-3,

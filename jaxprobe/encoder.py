@@ -4,7 +4,8 @@ Paper, section 3.3 and appendix B. One module serves all fifteen subsets: a
 `[n_families]` mask says which families are read, and weights start with the scale that
 an encoder of those families alone would have.
 
-Modules here take a batch of examples, not one; see `jaxprobe.masked` for the reason.
+Modules here take a batch of examples, not one, and have it innermost; see
+`jaxprobe.masked` for the reason.
 """
 
 import dataclasses
@@ -20,12 +21,13 @@ from jaxprobe.draws import draw_weights, dropout
 from jaxprobe.features import N_FAMILIES, FamilyDims, FamilyTokens
 from jaxprobe.masked import (
     N_TAPS,
-    gated_matmul,
+    channel_product,
     masked_group_norm,
     masked_pool,
     materialize,
-    row_convolution,
+    token_convolution,
 )
+from jaxprobe.projection import Draw, project
 
 Params = Any
 
@@ -57,37 +59,46 @@ class EncoderConfig:
 
 
 def weight_deviation(key, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
-    """Standard deviation of a weight at the start, `1 / sqrt(fan-in)`; no draw yet."""
-    return jnp.full(shape, np.prod(shape[:-1]) ** -0.5, dtype)
+    """Standard deviation of a weight at the start, `1 / sqrt(fan-in)`; no draw yet.
+
+    Every weight of an encoder is `[d_out, ...]`.
+    """
+    return jnp.full(shape, np.prod(shape[1:]) ** -0.5, dtype)
 
 
 def _entry_deviation(key: jax.Array, config: EncoderConfig, family_mask: jax.Array):
-    """The same for `[n_families * projection, hidden]`; 0 for families not read."""
+    """The same for `[hidden, n_families * projection]`; 0 for families not read."""
     read = jnp.repeat(family_mask.astype(jnp.float32), config.projection)
     deviation = read * jax.lax.rsqrt(jnp.maximum(read.sum(), 1.0))
-    return jnp.broadcast_to(deviation[:, None], (read.shape[0], config.hidden))
+    return jnp.broadcast_to(deviation[None], (config.hidden, read.shape[0]))
+
+
+class ChannelMap(nn.Module):
+    """Affine map of the channels, `[d_in, n_examples]` to `features` of them."""
+
+    features: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Map every example's vector."""
+        shape = (self.features, x.shape[0])
+        kernel = self.param("kernel", weight_deviation, shape)
+        bias = self.param("bias", nn.initializers.zeros, (self.features,))
+        return channel_product(kernel, x) + bias[:, None]
 
 
 class MaskedConv(nn.Module):
-    """Convolution of kernel size 3 over tokens.
-
-    The examples are laid end to end and shifted as one long sequence, which costs no
-    padding: the last position of each is padding, so zero, and parts the neighbours.
-    """
+    """Convolution of kernel size 3 over tokens."""
 
     features: int
 
     @nn.compact
     def __call__(self, x: jax.Array, flag: jax.Array) -> jax.Array:
-        """Map `[n_examples, n_span_tokens, d_in]` to `features` channels.
-
-        `x` is zero on padding, and its last position is padding in every example.
-        """
-        d_in = x.shape[-1]
-        kernel = self.param("kernel", weight_deviation, (N_TAPS, d_in, self.features))
+        """Map `[d_in, n_span_tokens, n_examples]`, zero on padding, to `features`."""
+        shape = (self.features, N_TAPS, x.shape[0])
+        kernel = self.param("kernel", weight_deviation, shape)
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
-        rows = row_convolution(x.reshape(-1, d_in), kernel, flag) + bias[None]
-        return rows.reshape(*x.shape[:-1], self.features)
+        return token_convolution(x, kernel, flag) + bias[:, None, None]
 
 
 class MaskedGroupNorm(nn.Module):
@@ -97,9 +108,9 @@ class MaskedGroupNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
-        """Normalise `[n_examples, n_span_tokens, d]` under `mask`."""
-        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
+        """Normalise `[d, n_span_tokens, n_examples]` under `mask`."""
+        scale = self.param("scale", nn.initializers.ones, (x.shape[0],))
+        bias = self.param("bias", nn.initializers.zeros, (x.shape[0],))
         return masked_group_norm(x, mask, self.n_groups, scale, bias)
 
 
@@ -120,28 +131,26 @@ class SpanCNN(nn.Module):
         """Encode one span.
 
         Args:
-          projected: `[n_examples, n_span_tokens, n_families * projection]`, zero where
-            the family is not read.
-          mask: `[n_examples, n_span_tokens]` bool.
+          projected: `[n_families * projection, n_span_tokens, n_examples]`.
+          mask: `[n_span_tokens, n_examples]` bool.
           family_mask: `[n_families]` bool.
           words: seed of the dropout; None outside training.
 
         Returns:
-          `[n_examples, 2 * hidden]`.
+          `[2 * hidden, n_examples]`.
         """
         cfg = self.config
         flag = family_mask.any()
-        real = materialize(mask[..., None].astype(jnp.float32), flag)
+        real = materialize(mask.astype(jnp.float32), flag)
         kernel = self.param("entry_kernel", _entry_deviation, cfg, family_mask)
         bias = self.param("entry_bias", nn.initializers.zeros, (cfg.hidden,))
-        x = projected @ kernel + bias[None, None]
-        x = x * real
+        x = (channel_product(kernel, projected) + bias[:, None, None]) * real[None]
         for block in range(cfg.n_blocks):
             site = self.span * cfg.n_blocks + block
-            y = MaskedConv(cfg.hidden, name=f"conv_{block}_0")(x, flag) * real
+            y = MaskedConv(cfg.hidden, name=f"conv_{block}_0")(x, flag) * real[None]
             y = MaskedGroupNorm(cfg.n_groups, name=f"norm_{block}_0")(y, real)
             y = dropout(nn.gelu(y), cfg.dropout, words, site)
-            y = MaskedConv(cfg.hidden, name=f"conv_{block}_1")(y, flag) * real
+            y = MaskedConv(cfg.hidden, name=f"conv_{block}_1")(y, flag) * real[None]
             y = MaskedGroupNorm(cfg.n_groups, name=f"norm_{block}_1")(y, real)
             x = nn.gelu(x + y)
         return masked_pool(x, real)
@@ -158,45 +167,60 @@ class Encoder(nn.Module):
         self,
         features: FamilyTokens,
         family_mask: jax.Array,
-        words: jax.Array | None = None,
+        draw: Draw | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Score a batch of answers.
+        """Score answers.
 
         Args:
           features: standardised signals, families apart.
           family_mask: `[n_families]` bool, the subset that is read.
-          words: of dropout's draws; None outside training.
+          draw: a batch of training, whose rows alone are scored; None for all examples
+            without noise and dropout.
 
         Returns:
           logits `[n_examples]`, and pooled vectors `[n_examples, 2 * hidden]`: those of
           the answer span, which carries nearly all of the signal (paper, appendix D).
         """
+        rows = self._projected(features, family_mask, draw)
+        if draw is None:
+            masks, dropout_words = features.masks, None
+        else:
+            masks = tuple(jnp.take(mask, draw.rows, axis=1) for mask in features.masks)
+            dropout_words = draw.dropout
+        vectors = []
+        for span, mask in enumerate(masks):
+            cnn = SpanCNN(self.config, span, name=f"span_{span}")
+            tokens = rows[:, features.span_slices[span]]
+            vectors.append(cnn(tokens, mask, family_mask, dropout_words))
+        pairs = itertools.combinations(vectors, 2)
+        x = jnp.concatenate([*vectors, *(a - b for a, b in pairs)])
+        x = ChannelMap(self.config.hidden, name="mlp_in")(x)
+        norm = nn.LayerNorm(reduction_axes=0, feature_axes=0, name="mlp_norm")
+        x = ChannelMap(1, name="mlp_out")(nn.gelu(norm(x)))
+        return x[0], vectors[-1].T
+
+    def _projected(self, features, family_mask, draw):
+        """All families, `[n_families * projection, n_tokens, n_examples]`."""
         cfg = self.config
         weights = [
-            self.param(f"projection_{f}", weight_deviation, (size, cfg.projection))
+            self.param(f"projection_{f}", weight_deviation, (cfg.projection, size))
             for f, size in enumerate(self.dims.sizes)
         ]
-        biases = self.param(
-            "projection_bias", nn.initializers.zeros, (N_FAMILIES, cfg.projection)
-        )
-        read = family_mask.astype(jnp.float32)
-        projected = [
-            gated_matmul(tokens, weights[f], family_mask[f])
+        shape = (N_FAMILIES, cfg.projection)
+        biases = self.param("projection_bias", nn.initializers.zeros, shape)
+        bias = (biases * family_mask.astype(jnp.float32)[:, None]).reshape(-1)
+        families = [
+            project(
+                weights[f],
+                tokens,
+                family_mask[f],
+                draw,
+                deviation=cfg.input_noise,
+                site=f,
+            )
             for f, tokens in enumerate(features.tokens)
         ]
-        bias = (biases * read[:, None]).reshape(-1)
-        rows = jnp.concatenate(projected, axis=-1) + bias[None, None]
-        vectors = []
-        for span, mask in enumerate(features.masks):
-            cnn = SpanCNN(cfg, span, name=f"span_{span}")
-            tokens = rows[:, features.span_slices[span]]
-            vectors.append(cnn(tokens, mask, family_mask, words))
-        pairs = itertools.combinations(vectors, 2)
-        x = jnp.concatenate([*vectors, *(a - b for a, b in pairs)], axis=-1)
-        x = nn.Dense(cfg.hidden, kernel_init=weight_deviation, name="mlp_in")(x)
-        x = nn.gelu(nn.LayerNorm(name="mlp_norm")(x))
-        x = nn.Dense(1, kernel_init=weight_deviation, name="mlp_out")(x)
-        return x[:, 0], vectors[-1]
+        return jnp.concatenate(families) + bias[:, None, None]
 
 
 def init_encoder(
@@ -210,7 +234,7 @@ def init_encoder(
       features: any features of the right widths.
       family_mask: `[n_families]` bool.
     """
-    few = jax.tree.map(lambda x: x[:1], features)
+    few = jax.tree.map(lambda x: x[:, :1], features)
     # The key is for Flax only: no initialiser draws from it.
     deviations = encoder.init(jax.random.key(0), few, family_mask)
     return draw_weights(deviations, words)

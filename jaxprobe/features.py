@@ -80,13 +80,12 @@ class FamilyTokens(NamedTuple):
     """The same signals with the families apart, as the encoders read them.
 
     The spans lie one after another, so that a family is gathered and projected in one
-    piece. Every span has one position more than in `Features`, which is padding in
-    every example: it parts the examples when a convolution takes them end to end.
+    piece; tokens come before examples (see `jaxprobe.masked` for the reason).
 
     Attributes:
-      tokens: per family `[n_examples, n_tokens, d_family]`, where `n_tokens` is the
-        sum of the spans' widths.
-      masks: per span `[n_examples, n_span_tokens + 1]` bool, the last one False.
+      tokens: per family `[n_tokens, n_examples, d_family]` float32, where `n_tokens` is
+        the sum of the spans' widths.
+      masks: per span `[n_span_tokens, n_examples]` bool.
     """
 
     tokens: tuple[Any, ...]
@@ -95,16 +94,20 @@ class FamilyTokens(NamedTuple):
     @property
     def n_examples(self) -> int:
         """How many answers there are."""
-        return self.masks[0].shape[0]
+        return self.masks[0].shape[1]
 
     @property
     def span_slices(self) -> tuple[slice, ...]:
         """Where each span lies among the `n_tokens` positions."""
-        stops = np.cumsum([mask.shape[1] for mask in self.masks]).tolist()
+        stops = np.cumsum([mask.shape[0] for mask in self.masks]).tolist()
         return tuple(
-            slice(stop - mask.shape[1], stop)
+            slice(stop - mask.shape[0], stop)
             for stop, mask in zip(stops, self.masks, strict=True)
         )
+
+    def take(self, rows: jax.Array) -> "FamilyTokens":
+        """Select examples by index, `[n_rows]`."""
+        return jax.tree.map(lambda x: jnp.take(x, rows, axis=1), self)
 
 
 class Standardizer(NamedTuple):
@@ -195,10 +198,12 @@ def split_families(
     Apart, an encoder that does not read a family neither gathers nor multiplies it.
     """
     standardized = jax.vmap(standardize_span, in_axes=(0, 0, None))
-    spans, masks = [], []
-    for span, mask in zip(features.tokens, features.masks, strict=True):
-        one = standardized(span, mask, standardizer)
-        spans.append(jnp.pad(one, ((0, 0), (0, 1), (0, 0))))
-        masks.append(jnp.pad(jnp.asarray(mask), ((0, 0), (0, 1))))
-    tokens = jnp.concatenate(spans, axis=1)
-    return FamilyTokens(tuple(tokens[..., s] for s in dims.slices), tuple(masks))
+    spans = [
+        standardized(span, mask, standardizer).transpose(1, 0, 2)
+        for span, mask in zip(features.tokens, features.masks, strict=True)
+    ]
+    tokens = jnp.concatenate(spans)
+    return FamilyTokens(
+        tuple(tokens[..., s] for s in dims.slices),
+        tuple(jnp.asarray(mask).T for mask in features.masks),
+    )

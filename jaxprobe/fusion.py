@@ -16,7 +16,6 @@ import numpy as np
 import optax
 
 from jaxprobe.draws import HEADS, draw_weights, hashed_bits, mix, words_of
-from jaxprobe.encoder import weight_deviation
 from jaxprobe.fit import FitInfo, Params, TrainConfig, fit
 from jaxprobe.grid import Codes
 from jaxprobe.metrics import masked_auroc
@@ -180,7 +179,12 @@ class FusionHead(nn.Module):
         seen = rows * row_mask(keep.astype(jnp.float32), d_pooled)
         x = seen @ kernel + bias[None]
         x = nn.gelu(nn.LayerNorm(name="norm")(x))
-        return nn.Dense(1, kernel_init=weight_deviation, name="out")(x)[:, 0]
+        return nn.Dense(1, kernel_init=_out_deviation, name="out")(x)[:, 0]
+
+
+def _out_deviation(key, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
+    """Standard deviation of the last layer's weights, `[d_in, 1]`."""
+    return jnp.full(shape, shape[0] ** -0.5, dtype)
 
 
 def _row_deviation(

@@ -18,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxprobe.draws import BATCHES, MEMBERS, hashed_normal, words_of
+from jaxprobe.draws import BATCHES, MEMBERS, words_of
 from jaxprobe.encoder import Encoder, init_encoder
 from jaxprobe.features import FamilyTokens
 from jaxprobe.fit import FitInfo, Params, TrainConfig, fit
 from jaxprobe.metrics import masked_auroc
+from jaxprobe.projection import Draw
 from jaxprobe.subsets import N_SUBSETS, SUBSETS
 
 
@@ -116,43 +117,6 @@ def member_words(
     return words_of(root, BATCHES, seed), words_of(root, MEMBERS, seed, subset)
 
 
-def gather(
-    features: FamilyTokens,
-    rows: jax.Array,
-    noise: float,
-    words: jax.Array,
-    family_mask: jax.Array | None,
-) -> FamilyTokens:
-    """One batch with Gaussian noise on its inputs.
-
-    Args:
-      features: all training rows.
-      rows: `[batch_size]` row numbers.
-      noise: standard deviation.
-      words: of the noise.
-      family_mask: `[n_families]` bool, families that are worth gathering; the others
-        are zero. None gathers all.
-    """
-    masks = tuple(jnp.take(mask, rows, axis=0) for mask in features.masks)
-    real = jnp.concatenate(masks, axis=1)[..., None]
-
-    def one(tokens, f):
-        def read():
-            batch = jnp.take(tokens, rows, axis=0)
-            noisy = batch + noise * hashed_normal(words, f, batch.shape)
-            return jnp.where(real, noisy, 0.0)
-
-        if family_mask is None:
-            return read()
-        shape = (rows.shape[0], *tokens.shape[1:])
-        return jax.lax.cond(
-            family_mask[f], read, lambda: jnp.zeros(shape, tokens.dtype)
-        )
-
-    tokens = tuple(one(tokens, f) for f, tokens in enumerate(features.tokens))
-    return FamilyTokens(tokens, masks)
-
-
 def in_chunks(
     apply: Callable[[FamilyTokens], Any], features: FamilyTokens, n_chunk: int
 ) -> Any:
@@ -162,7 +126,7 @@ def in_chunks(
     rows = jnp.minimum(jnp.arange(-(-n_rows // n_chunk) * n_chunk), n_rows - 1)
 
     def one(rows):
-        return apply(jax.tree.map(lambda x: jnp.take(x, rows, axis=0), features))
+        return apply(features.take(rows))
 
     chunks = jax.lax.map(one, rows.reshape(-1, n_chunk))
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:n_rows], chunks)
@@ -182,12 +146,10 @@ def fit_member(
     """Train one encoder; `axes` names the `vmap` axes around it (see `fit`)."""
     batch_words, own_words = member_words(config, subset, seed)
     params = init_encoder(encoder, own_words, train.features, family_mask)
-    noise = encoder.config.input_noise
 
     def loss(params, rows, shares, noise_words, dropout_words):
-        gates = None if axes else family_mask
-        batch = gather(train.features, rows, noise, noise_words, gates)
-        logits, _ = encoder.apply(params, batch, family_mask, dropout_words)
+        draw = Draw(rows, noise_words, dropout_words)
+        logits, _ = encoder.apply(params, train.features, family_mask, draw)
         losses = optax.sigmoid_binary_cross_entropy(logits, train.labels[rows])
         return (losses * shares).sum()
 

@@ -14,7 +14,7 @@ from jaxprobe.features import (
     split_families,
 )
 from jaxprobe.fusion import FusionConfig, FusionHead, slot_rows
-from jaxprobe.masked import gated_matmul, row_convolution
+from jaxprobe.masked import token_convolution
 from jaxprobe.subsets import N_SUBSETS, SUBSET_NAMES, SUBSETS, subset_index
 
 DIMS = FamilyDims(hidden=6, prob=5, resid=4, attn=3)
@@ -127,16 +127,16 @@ def naive(params, features, families):
 
     def conv(x, weights):
         wide = np.pad(x, ((1, 1), (0, 0)))
-        taps = (wide[k : k + len(x)] @ weights["kernel"][k] for k in range(3))
+        taps = (wide[k : k + len(x)] @ weights["kernel"][:, k].T for k in range(3))
         return sum(taps) + weights["bias"]
 
     def span_vector(x, cnn):
         d = CONFIG.projection
         h = cnn["entry_bias"]
         for f in families:
-            projected = x[:, DIMS.slices[f]] @ p[f"projection_{f}"]
+            projected = x[:, DIMS.slices[f]] @ p[f"projection_{f}"].T
             projected = projected + p["projection_bias"][f]
-            h = h + projected @ cnn["entry_kernel"][f * d : (f + 1) * d]
+            h = h + projected @ cnn["entry_kernel"][:, f * d : (f + 1) * d].T
         for b in range(CONFIG.n_blocks):
             y = gelu(group_norm(conv(h, cnn[f"conv_{b}_0"]), cnn[f"norm_{b}_0"]))
             y = group_norm(conv(y, cnn[f"conv_{b}_1"]), cnn[f"norm_{b}_1"])
@@ -154,13 +154,11 @@ def naive(params, features, families):
             for a in range(len(vectors))
             for b in range(a + 1, len(vectors))
         ]
-        x = (
-            np.concatenate(vectors + pairs) @ p["mlp_in"]["kernel"]
-            + p["mlp_in"]["bias"]
-        )
+        x = p["mlp_in"]["kernel"] @ np.concatenate(vectors + pairs)
+        x = x + p["mlp_in"]["bias"]
         x = (x - x.mean()) / np.sqrt(x.var() + 1e-6)
         x = gelu(x * p["mlp_norm"]["scale"] + p["mlp_norm"]["bias"])
-        logits.append(x @ p["mlp_out"]["kernel"][:, 0] + p["mlp_out"]["bias"][0])
+        logits.append(p["mlp_out"]["kernel"][0] @ x + p["mlp_out"]["bias"][0])
     return np.asarray(logits)
 
 
@@ -181,36 +179,21 @@ def test_initial_scale_counts_only_the_families_that_are_read():
         mask = SUBSETS[subset_index(name)]
         kernel = init(jnp.asarray(mask))["params"]["span_0"]["entry_kernel"]
         read = np.repeat(mask, 64)
-        assert np.all(kernel[~read] == 0)
-        assert np.std(kernel[read]) == pytest.approx((64 * n_read) ** -0.5, rel=0.05)
+        assert np.all(kernel[:, ~read] == 0)
+        assert np.std(kernel[:, read]) == pytest.approx((64 * n_read) ** -0.5, rel=0.05)
 
 
-def test_gated_matmul_has_the_gradient_of_the_plain_product():
-    x, w = jax.random.normal(jax.random.key(0), (2, 5, 3)), jnp.ones((3, 4))
-
-    def through(matmul):
-        return jax.grad(lambda x, w: jnp.sin(matmul(x, w)).sum(), argnums=(0, 1))(x, w)
-
-    opened = through(lambda x, w: gated_matmul(x, w, jnp.array(True)))
-    for a, b in zip(opened, through(jnp.matmul), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-    closed = through(lambda x, w: gated_matmul(x, w, jnp.array(False)))
-    assert not any(np.any(g) for g in closed)
-
-
-def test_row_convolution_equals_jax_and_so_does_its_gradient():
-    x = jax.random.normal(jax.random.key(0), (9, 3))
-    kernel = jax.random.normal(jax.random.key(1), (3, 3, 4))
+def test_token_convolution_equals_jax_and_so_does_its_gradient():
+    x = jax.random.normal(jax.random.key(0), (3, 9, 5))
+    kernel = jax.random.normal(jax.random.key(1), (4, 3, 3))
 
     def reference(x, kernel):
-        layout = ("NWC", "WIO", "NWC")
-        same = jax.lax.conv_general_dilated(
-            x[None], kernel, (1,), [(1, 1)], dimension_numbers=layout
+        return jax.lax.conv_general_dilated(
+            x, kernel, (1,), [(1, 1)], dimension_numbers=("CWN", "OWI", "CWN")
         )
-        return same[0]
 
     def ours(x, kernel):
-        return row_convolution(x, kernel, jnp.array(True))
+        return token_convolution(x, kernel, jnp.array(True))
 
     np.testing.assert_allclose(ours(x, kernel), reference(x, kernel), atol=1e-5)
     for a, b in zip(
@@ -236,7 +219,7 @@ def test_standardised_training_tokens_have_mean_zero_and_deviation_one():
     standardizer = fit_standardizer(features)
     assert standardizer.std[2] == 1.0
     families = split_families(features, DIMS, standardizer)
-    mask = np.concatenate(families.masks, axis=1)
+    mask = np.concatenate(families.masks)
     real = np.asarray(families.tokens[0])[mask]
     np.testing.assert_allclose(real.mean(axis=0), 0, atol=1e-4)
     np.testing.assert_allclose(real[:, [0, 1, 3]].std(axis=0), 1, atol=1e-3)
@@ -246,8 +229,8 @@ def test_standardised_training_tokens_have_mean_zero_and_deviation_one():
 def count(name, n_spans, dims):
     """Parameters of an encoder, counting only the families that it reads."""
     encoder, mask = Encoder(EncoderConfig(), dims), SUBSETS[subset_index(name)]
-    tokens = tuple(jnp.zeros((1, 3 * n_spans, size)) for size in dims.sizes)
-    features = (tokens, tuple([jnp.ones((1, 3), bool)] * n_spans))
+    tokens = tuple(jnp.zeros((3 * n_spans, 1, size)) for size in dims.sizes)
+    features = (tokens, tuple([jnp.ones((3, 1), bool)] * n_spans))
     shapes = jax.eval_shape(
         encoder.init, jax.random.key(0), FamilyTokens(*features), jnp.asarray(mask)
     )

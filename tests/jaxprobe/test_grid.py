@@ -1,10 +1,12 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxprobe.draws import words_of
-from jaxprobe.encoder import Encoder, EncoderConfig
+from jaxprobe.encoder import Encoder, EncoderConfig, init_encoder
 from jaxprobe.features import FamilyDims, Features, fit_standardizer, split_families
 from jaxprobe.fit import TrainConfig
 from jaxprobe.grid import (
@@ -14,13 +16,13 @@ from jaxprobe.grid import (
     encode,
     fit_block,
     fit_blocks,
-    gather,
     grid_members,
     join,
     labelled,
 )
 from jaxprobe.metrics import masked_auroc
-from jaxprobe.subsets import subset_index
+from jaxprobe.projection import Draw
+from jaxprobe.subsets import SUBSETS, subset_index
 
 DIMS = FamilyDims(hidden=6, prob=5, resid=4, attn=3)
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
@@ -129,16 +131,29 @@ def test_kept_weights_are_those_of_the_best_epoch(parts):
     assert codes.pooled.shape == (1, 110, 2 * CONFIG.hidden)
 
 
-def test_noise_touches_real_tokens_only(parts):
-    features = parts[0].features
-    rows = jnp.arange(20)
-    noisy = jax.jit(gather, static_argnums=(2, 4))(
-        features, rows, 0.5, words_of(0), None
+def test_noise_on_padding_is_never_seen(parts):
+    train_rows = parts[0]
+    few = train_rows.features.take(jnp.arange(20))
+    wide = few._replace(
+        tokens=tuple(jnp.pad(x, ((0, 3), (0, 0), (0, 0))) for x in few.tokens),
+        masks=(*few.masks[:-1], jnp.pad(few.masks[-1], ((0, 3), (0, 0)))),
     )
-    real = np.concatenate(noisy.masks, axis=1)
-    assert all(not np.any(np.asarray(x)[~real]) for x in noisy.tokens)
-    difference = (noisy.tokens[0] - features.tokens[0][:20])[real]
-    assert float(difference.std()) == pytest.approx(0.5, rel=0.1)
+    quiet = Encoder(CONFIG, DIMS)
+    loud = Encoder(dataclasses.replace(CONFIG, input_noise=30.0), DIMS)
+    mask = jnp.asarray(SUBSETS[subset_index("HPRA")])
+    hidden = jax.tree.map(jnp.zeros_like, few.masks)
+    params = init_encoder(quiet, words_of(0), few, mask)
+    draw = Draw(jnp.arange(20), words_of(1), words_of(2))
+    without_dropout = [
+        Encoder(dataclasses.replace(e.config, dropout=0.0), DIMS) for e in (quiet, loud)
+    ]
+    # All tokens padded: neither noise nor tokens may come through.
+    blank = few._replace(masks=hidden)
+    calm, storm = (e.apply(params, blank, mask, draw)[0] for e in without_dropout)
+    np.testing.assert_array_equal(calm, storm)
+    # Real tokens: the same noise must matter.
+    calm, storm = (e.apply(params, wide, mask, draw)[0] for e in without_dropout)
+    assert np.abs(calm - storm).max() > 0.05
 
 
 def test_labels_must_be_boolean_and_complete(parts):

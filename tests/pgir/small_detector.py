@@ -17,8 +17,8 @@ FUSION = FusionConfig(hidden=8, n_slots=2)
 
 
 def _bank(dims, n_spans):
-    tokens = tuple(jnp.zeros((1, 2 * n_spans, size)) for size in dims.sizes)
-    masks = tuple(jnp.ones((1, 2), bool) for _ in range(n_spans))
+    tokens = tuple(jnp.zeros((2 * n_spans, 1, size)) for size in dims.sizes)
+    masks = tuple(jnp.ones((2, 1), bool) for _ in range(n_spans))
     params = init_encoder(
         Encoder(CONFIG, dims),
         words_of(0),

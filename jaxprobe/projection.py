@@ -1,0 +1,130 @@
+"""What an encoder does with a family's tokens: gather a batch, add noise, project it.
+
+None of the three is done for a family that is not read.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxprobe.draws import hashed_normal
+
+
+class Draw(NamedTuple):
+    """What training draws for one batch.
+
+    Attributes:
+      rows: `[batch_size]` int32, rows of the features that form the batch.
+      noise: words of the input noise.
+      dropout: words of the dropout.
+    """
+
+    rows: jax.Array
+    noise: jax.Array
+    dropout: jax.Array
+
+
+def project(
+    weight: jax.Array,
+    tokens: jax.Array,
+    gate: jax.Array,
+    draw: Draw | None,
+    *,
+    deviation: float,
+    site: int,
+) -> jax.Array:
+    """Project a family's tokens, or zeros (and no work) where the gate is closed.
+
+    Without a batch axis on `gate` this is a real branch, forwards and backwards; under
+    `vmap` over gates it becomes a select with the same value.
+
+    Args:
+      weight: `[d_projection, d_family]`.
+      tokens: `[n_tokens, n_examples, d_family]`.
+      gate: scalar bool.
+      draw: None outside training: all examples, no noise.
+      deviation: standard deviation of the noise on each input channel.
+      site: tells families apart in the noise.
+
+    Returns:
+      `[d_projection, n_tokens, batch_size]`. Padding carries noise; mask it.
+    """
+    if draw is None:
+        return _gated(lambda: _product(weight, tokens), gate)
+    before = weight.shape[1] <= weight.shape[0]
+
+    def gather():
+        batch = jnp.take(tokens, draw.rows, axis=1, mode="clip")
+        if not before or deviation == 0.0:
+            return batch
+        return batch + deviation * hashed_normal(draw.noise, site, batch.shape)
+
+    batch = _gated(gather, gate)
+    behind = 0.0 if before else deviation
+    return _gated_product(behind, site, weight, batch, gate, draw.noise)
+
+
+def _gated(compute: Callable[[], jax.Array], gate: jax.Array) -> jax.Array:
+    """`compute()` where the gate is open, zeros elsewhere."""
+    shapes = jax.eval_shape(compute)
+    return jax.lax.cond(gate, compute, lambda: jnp.zeros(shapes.shape, shapes.dtype))
+
+
+def _product(weight: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Contract the channels: `[n_tokens, n, d_family]` to `[d_projection, ...]`."""
+    rows = tokens.reshape(-1, tokens.shape[-1])
+    y = jax.lax.dot_general(weight, rows, (((1,), (1,)), ((), ())))
+    return y.reshape(-1, *tokens.shape[:2])
+
+
+def _noisy_product(deviation, site, weight, batch, words) -> jax.Array:
+    """`_product` of what would have Gaussian noise on every input channel.
+
+    Noise `n` on the input adds `Wn` to the projection, which is Gaussian of covariance
+    `deviation**2 * WW'`. Drawn here, with the Cholesky factor of that covariance, it
+    takes `d_projection` draws a token instead of `d_family` (64 instead of 4096 at the
+    paper's widths). The distribution is the same, and so is the expected gradient,
+    since the factor is differentiated too.
+    """
+    y = _product(weight, batch)
+    if deviation == 0.0:
+        return y
+    noise = hashed_normal(words, site, (y.shape[0], y.size // y.shape[0]))
+    return y + (deviation * noise_factor(weight) @ noise).reshape(y.shape)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gated_product(deviation, site, weight, batch, gate, words):
+    """`_noisy_product` behind a gate; only `weight` has a gradient."""
+    return _gated(lambda: _noisy_product(deviation, site, weight, batch, words), gate)
+
+
+def _gated_product_forward(deviation, site, weight, batch, gate, words):
+    """Forward rule of `_gated_product`; the residuals are its own arguments."""
+    y = _gated_product(deviation, site, weight, batch, gate, words)
+    return y, (weight, batch, gate, words)
+
+
+def _gated_product_backward(deviation, site, residuals, dy):
+    """Backward rule of `_gated_product`, a branch as well."""
+    weight, batch, gate, words = residuals
+
+    def pull():
+        product = partial(_noisy_product, deviation, site, batch=batch, words=words)
+        return jax.vjp(product, weight)[1](dy)[0]
+
+    return _gated(pull, gate), None, None, None
+
+
+_gated_product.defvjp(_gated_product_forward, _gated_product_backward)
+
+
+def noise_factor(weight: jax.Array) -> jax.Array:
+    """Lower triangular `L` with `L L' = WW'`, `[d_projection, d_projection]`."""
+    gram = weight @ weight.T
+    # Rounding may leave a projection that has died slightly indefinite.
+    ridge = 1e-6 * jnp.trace(gram) / gram.shape[0] + 1e-12
+    return jnp.linalg.cholesky(gram + ridge * jnp.eye(gram.shape[0], dtype=gram.dtype))
