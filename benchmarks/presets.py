@@ -129,20 +129,20 @@ def _demo(seed: int) -> dict[str, Any]:
 def _smoke(seed: int) -> dict[str, Any]:
     """Sizes that aim at a minute (measured: two); the numbers mean nothing."""
     return {
-        "questions": QuestionConfig(n_train=240, n_evaluation=120, n_ood=60),
+        "questions": QuestionConfig(n_train=160, n_evaluation=60, n_ood=40),
         "encoder": EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2),
         "train": TrainConfig(
-            learning_rate=3e-3, batch_size=120, max_epochs=2, n_seeds=1, root_seed=seed
+            learning_rate=3e-3, batch_size=80, max_epochs=2, n_seeds=1, root_seed=seed
         ),
         # Room for the whole pool: every head shares one executable per setting.
         "fusion": FusionConfig(hidden=8, n_slots=2 * N_SUBSETS),
         "fusion_train": TrainConfig(
-            learning_rate=3e-3, batch_size=120, max_epochs=2, n_seeds=1, root_seed=seed
+            learning_rate=3e-3, batch_size=80, max_epochs=2, n_seeds=1, root_seed=seed
         ),
         "n_sweep": 200,
         "n_bootstrap": 200,
         "max_budget": 2,
-        "n_control": 40,
+        "n_control": 20,
         "xla_flags": (
             "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=1"
         ),
