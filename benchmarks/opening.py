@@ -34,11 +34,29 @@ def opened(run_dir: Path, config: "RunConfig") -> Iterator["RunDir"]:
         yield run
 
 
+def _set_compiler(flags: str) -> None:
+    """Say how JAX compiles, before it compiles anything.
+
+    Compiled code is kept in the user's cache directory (`JAX_COMPILATION_CACHE_DIR`
+    names another, `JAX_ENABLE_COMPILATION_CACHE=false` keeps nothing): a run that is
+    resumed, and the next of the same sizes, compile little.
+    """
+    import jax
+
+    if flags:  # read from the environment when the first array is made
+        os.environ.setdefault("XLA_FLAGS", flags)
+    if jax.config.jax_compilation_cache_dir is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update(
+            "jax_compilation_cache_dir", str(cache / "beatrice" / "compiled")
+        )
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
 def do(run_dir: Path, *names: str, config: "RunConfig | None" = None) -> None:
     """Do stages of a run, in order; None does all of them."""
     config = config_of(run_dir) if config is None else config
-    if config.xla_flags:  # read once, when JAX starts
-        os.environ.setdefault("XLA_FLAGS", config.xla_flags)
+    _set_compiler(config.xla_flags)
     from benchmarks.stage import run_stage
     from benchmarks.stages import STAGES
 

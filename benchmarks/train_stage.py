@@ -64,10 +64,19 @@ class _Tokens:
     widths: tuple[int, ...]
 
     def __call__(self, where: np.ndarray) -> FamilyTokens:
-        features = read_features(
-            self.store, self.setting, self.layer, where, self.widths
-        )
-        return _split(features, dims=self.dims, standardizer=self.standardizer)
+        """Read any number of rows, some at a time: one executable serves them all."""
+        parts = []
+        for start in range(0, len(where), ROWS_AT_ONCE):
+            part = where[start : start + ROWS_AT_ONCE]
+            full = np.pad(part, (0, ROWS_AT_ONCE - len(part)), mode="edge")
+            features = read_features(
+                self.store, self.setting, self.layer, full, self.widths
+            )
+            tokens = _split(features, dims=self.dims, standardizer=self.standardizer)
+            real = slice(len(part))
+            parts.append(jax.tree.map(lambda x, r=real: np.asarray(x)[:, r], tokens))
+        joined = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *parts)
+        return jax.device_put(joined)
 
 
 def _tokens_of(run: RunDir, setting: Setting, store: FeatureStore, rows: Rows):

@@ -52,9 +52,12 @@ def project(
     Returns:
       `[d_projection, n_tokens, batch_size]`. Padding carries noise; mask it.
     """
+    d_projection, d_family = weight.shape
+    n_tokens, n_examples, _ = tokens.shape
     if draw is None:
-        return _gated(lambda: _product(weight, tokens), gate)
-    before = weight.shape[1] <= weight.shape[0]
+        shape = (d_projection, n_tokens, n_examples)
+        return _gated(lambda: _product(weight, tokens), gate, shape)
+    before = d_family <= d_projection
 
     def gather():
         batch = jnp.take(tokens, draw.rows, axis=1, mode="clip")
@@ -62,15 +65,16 @@ def project(
             return batch
         return batch + deviation * hashed_normal(draw.noise, site, batch.shape)
 
-    batch = _gated(gather, gate)
+    batch = _gated(gather, gate, (n_tokens, len(draw.rows), d_family))
     behind = 0.0 if before else deviation
     return _gated_product(behind, site, weight, batch, gate, draw.noise)
 
 
-def _gated(compute: Callable[[], jax.Array], gate: jax.Array) -> jax.Array:
-    """`compute()` where the gate is open, zeros elsewhere."""
-    shapes = jax.eval_shape(compute)
-    return jax.lax.cond(gate, compute, lambda: jnp.zeros(shapes.shape, shapes.dtype))
+def _gated(
+    compute: Callable[[], jax.Array], gate: jax.Array, shape: tuple[int, ...]
+) -> jax.Array:
+    """`compute()` where the gate is open, zeros of the same shape elsewhere."""
+    return jax.lax.cond(gate, compute, lambda: jnp.zeros(shape, jnp.float32))
 
 
 def _product(weight: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -99,7 +103,9 @@ def _noisy_product(deviation, site, weight, batch, words) -> jax.Array:
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gated_product(deviation, site, weight, batch, gate, words):
     """`_noisy_product` behind a gate; only `weight` has a gradient."""
-    return _gated(lambda: _noisy_product(deviation, site, weight, batch, words), gate)
+    shape = (weight.shape[0], *batch.shape[:2])
+    product = partial(_noisy_product, deviation, site, weight, batch, words)
+    return _gated(product, gate, shape)
 
 
 def _gated_product_forward(deviation, site, weight, batch, gate, words):
@@ -116,7 +122,7 @@ def _gated_product_backward(deviation, site, residuals, dy):
         product = partial(_noisy_product, deviation, site, batch=batch, words=words)
         return jax.vjp(product, weight)[1](dy)[0]
 
-    return _gated(pull, gate), None, None, None
+    return _gated(pull, gate, weight.shape), None, None, None
 
 
 _gated_product.defvjp(_gated_product_forward, _gated_product_backward)
