@@ -12,6 +12,7 @@ import click
 BENCHES = {
     "oracle": "benchmarks.bench_extraction:oracle",
     "extract": "benchmarks.bench_extraction:extract",
+    "train": "benchmarks.bench_training:train",
     "select": "benchmarks.bench_selection:select",
 }
 
