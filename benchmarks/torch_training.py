@@ -61,10 +61,11 @@ class Setting:
     def words(self, *, stacked: bool) -> str:
         """Describe it for the table."""
         how = {"product": "shifted product", "conv1d": "conv1d", "conv2d": "conv2d"}
+        where = {"inputs": "at inputs", "projected": "behind projection"}
         parts = [
             f"{self.n_processes} x {self.n_threads} threads",
             how[self.convolution],
-            f"noise {'behind projection' if self.noise == 'projected' else 'at inputs'}",
+            f"noise {where[self.noise]}",
             "compiled" if self.compiled else "eager",
         ]
         return ", ".join(parts + [f"block: {self.block}"] * stacked)
