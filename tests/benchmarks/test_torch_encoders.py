@@ -1,3 +1,5 @@
+import functools
+
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
@@ -28,8 +30,9 @@ def flat(tree):
     return flax.traverse_util.flatten_dict(jax.device_get(tree)["params"], sep="/")
 
 
+@functools.cache
 def in_jax(name):
-    """Weights with biases and scales moved so that they take part; logits; gradients"""
+    """Weights, with biases and scales moved to take part; logits; gradients."""
     dims = WORK.dims
     identity = Standardizer(
         np.zeros(dims.total, np.float32), np.ones(dims.total, np.float32)
