@@ -12,23 +12,22 @@ import dataclasses
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.torch_training import Setting
 from benchmarks.train_fleet import Fleet, started
 from benchmarks.train_grid import Grid
-from benchmarks.train_work import Losses, Member, Workload
-from jaxprobe.subsets import subset_index
+from benchmarks.train_search import Note, settings
+from benchmarks.train_work import Losses, Workload
 
 KINDS = ("grid", "loop", "vmap", "alone")
 # Of losses near 0.7 after a few steps: fp32 sums in another order, and Adam's division
 # makes a small difference of a small gradient a difference of a whole step.
 TOLERANCE = 1e-3
-Note = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,99 +136,6 @@ def check_losses(fleets: Sequence[Fleet], size: CheckSize) -> dict[str, float]:
     return require_same_losses(found)
 
 
-def trial_members(workload: Workload) -> list[Member]:
-    """Return encoders of middling cost on which settings are tried."""
-    names = ("HPR", "HRA")
-    return [
-        (subset_index(name), seed) for name in names for seed in range(workload.n_seeds)
-    ]
-
-
-class Search:
-    """Looks for PyTorch's fastest setting, one choice after another."""
-
-    def __init__(self, workload: Workload, folder: Path, note: Note) -> None:
-        """Time settings of these encoders; `folder` holds their weights."""
-        self._workload = workload
-        self._folder = folder
-        self._note = note
-
-    def rate(self, kind: str, setting: Setting) -> float:
-        """Return GFLOP/s of one setting, the better of two short turns."""
-        work = self._workload
-        grid = kind == "vmap" and setting.block == "grid"
-        members = work.members if grid else trial_members(work)
-        with started(kind, work, members, self._folder, setting) as fleet:
-            fleet.prepare()
-            seconds = min(fleet.turn() for _ in range(2))
-            found = fleet.flops() / seconds / 1e9
-        self._note(f"{kind}: {setting.words(stacked=kind == 'vmap')}: {found:.0f}")
-        return found
-
-    def best(self, kind: str, start: Setting, choices: Sequence[dict]) -> Setting:
-        """Return the fastest: each choice in turn is taken if it is faster.
-
-        Args:
-          kind: "loop" or "vmap".
-          start: the first setting.
-          choices: changes to try, in order, on the best setting so far.
-        """
-        best, rate = start, self.rate(kind, start)
-        for change in choices:
-            new = dataclasses.replace(best, **change)
-            found = self.rate(kind, new) if new != best else 0.0
-            if found > rate:
-                best, rate = new, found
-        return best
-
-
-LOOP_CHOICES = (
-    {"compiled": True},
-    {"convolution": "conv1d"},
-    {"convolution": "conv2d"},
-    {"n_processes": 1, "n_threads": 2},
-    {"compiled": False},
-    {"noise": "projected"},
-)
-VMAP_CHOICES = (
-    {"block": "grid"},
-    {"compiled": True},
-    {"n_processes": 1, "n_threads": 2},
-    {"noise": "projected"},
-)
-FIRST = Setting(n_processes=2, n_threads=1, convolution="product")
-
-
-def grid_fits(workload: Workload, limit: int = 8 << 30) -> bool:
-    """Tell whether one vmap over the grid keeps its activations below `limit` bytes.
-
-    A block keeps some ten arrays of the hidden width for its backward pass.
-    """
-    config = workload.encoder
-    n_positions = len(workload.members) * workload.batch_size * workload.n_tokens
-    return 4 * n_positions * config.hidden * 10 * config.n_blocks <= limit
-
-
-def settings(
-    workload: Workload, folder: Path, note: Note, *, search: bool
-) -> dict[str, Setting]:
-    """Return PyTorch's setting for the loop and for vmap."""
-    if not search:
-        return {"loop": FIRST, "vmap": FIRST}
-    finder = Search(workload, folder, note)
-    grid = grid_fits(workload)
-    choices = [
-        change
-        for change in VMAP_CHOICES
-        # Compiling is tried for one gradient, not for one per subset.
-        if grid or not {"block", "compiled"} & set(change)
-    ]
-    return {
-        "loop": finder.best("loop", FIRST, LOOP_CHOICES),
-        "vmap": finder.best("vmap", FIRST, choices),
-    }
-
-
 def measure(
     workload: Workload,
     *,
@@ -291,24 +197,37 @@ def measure(
             rounds.append((seconds, peak))
         peaks = {fleet.kind: fleet.peak_mib() for fleet in fleets}
         flops, n_steps = fleets[0].flops(), workload.n_steps * len(workload.members)
-    rows = []
-    for kind in KINDS:
-        times = [seconds[kind] for seconds, _ in rounds]
-        setting = chosen.get(kind)
-        rows.append(
-            Measured(
-                kind=kind,
-                setting=setting.words(stacked=kind == "vmap") if setting else "",
-                steps_per_second=n_steps / statistics.median(times),
-                gflops=flops / statistics.median(times) / 1e9,
-                peak_share=statistics.median(
-                    flops / seconds[kind] / 1e9 / peak for seconds, peak in rounds
-                ),
-                ratio=statistics.median(
-                    seconds[kind] / seconds["grid"] for seconds, _ in rounds
-                ),
-                peak_mib=peaks[kind],
-                loss_difference=differences[kind],
-            )
+    rows = [
+        _measured(
+            kind,
+            [(seconds[kind], seconds["grid"], peak) for seconds, peak in rounds],
+            (n_steps, flops),
+            setting=chosen[kind].words(stacked=kind == "vmap")
+            if kind in chosen
+            else "",
+            peak_mib=peaks[kind],
+            loss_difference=differences[kind],
         )
+        for kind in KINDS
+    ]
     return rows, statistics.median(peak for _, peak in rounds)
+
+
+def _measured(
+    kind: str,
+    rounds: Sequence[tuple[float, float, float]],
+    work: tuple[int, int],
+    **rest: Any,
+) -> Measured:
+    """Reduce rounds of (own seconds, the grid's, GFLOP/s of products) to medians."""
+    n_steps, flops = work
+    seconds = statistics.median(own for own, _, _ in rounds)
+    shares = [flops / own / 1e9 / peak for own, _, peak in rounds]
+    return Measured(
+        kind=kind,
+        steps_per_second=n_steps / seconds,
+        gflops=flops / seconds / 1e9,
+        peak_share=statistics.median(shares),
+        ratio=statistics.median(own / grid for own, grid, _ in rounds),
+        **rest,
+    )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.memory import MIB
-from benchmarks.torch_training import Setting, blocks_of
+from benchmarks.torch_setting import Setting, blocks_of
 from benchmarks.train_work import Losses, Member, Workload, in_parts, turn_flops
 from benchmarks.train_worker import Kind
 

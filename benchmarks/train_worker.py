@@ -37,7 +37,8 @@ def contestant(job: dict[str, Any], workload: Workload) -> Contestant:
         from benchmarks.train_grid import Grid
 
         return Grid(workload, members, at_once=2 if job["kind"] == "grid" else 1)
-    from benchmarks.torch_training import Setting, TorchContestant
+    from benchmarks.torch_setting import Setting
+    from benchmarks.torch_training import TorchContestant
 
     return TorchContestant(
         workload,

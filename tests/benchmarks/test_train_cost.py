@@ -4,7 +4,8 @@ import pytest
 from safetensors.numpy import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.torch_training import Loop, Setting, Stacked, TorchData, train
+from benchmarks.torch_setting import Setting
+from benchmarks.torch_training import Loop, Stacked, TorchData, train
 from benchmarks.train_cost import (
     KINDS,
     CheckSize,
