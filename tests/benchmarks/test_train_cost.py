@@ -5,7 +5,13 @@ from safetensors.numpy import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.torch_setting import Setting
-from benchmarks.torch_training import Loop, Stacked, TorchData, train
+from benchmarks.torch_training import (
+    Loop,
+    Stacked,
+    TorchContestant,
+    TorchData,
+    train,
+)
 from benchmarks.train_cost import (
     KINDS,
     CheckSize,
@@ -157,6 +163,27 @@ def test_a_contestant_that_fails_says_why(tmp_path):
             fleet.prepare()
 
 
+def test_the_grid_and_pytorch_take_the_same_steps(folder):
+    work = TOY.quiet()
+    members = [(subset_index("HA"), 0), (subset_index("HPRA"), 0)]
+    found = {"grid": Grid(TOY, members, at_once=2).losses(work, 3, n_pieces=2)}
+    for name, stacked in (("loop", False), ("vmap", True)):
+        torch_side = TorchContestant(TOY, Setting(), members, folder, stacked=stacked)
+        found[name] = torch_side.losses(work, 3, n_pieces=2)
+    differences = require_same_losses(found)
+    assert max(differences.values()) < 1e-5
+    # The same from other weights is not.
+    torch_side.folder = folder / "others"
+    torch_side.folder.mkdir()
+    Grid(TOY, [(s, 1) for s, _ in members], at_once=1).save_weights(torch_side.folder)
+    for subset, _ in members:
+        other = weights_file(torch_side.folder, (subset, 1))
+        other.rename(weights_file(torch_side.folder, (subset, 0)))
+    with pytest.raises(ValueError, match="'vmap' differ"):
+        require_same_losses({**found, "vmap": torch_side.losses(work, 3, n_pieces=2)})
+
+
+@pytest.mark.slow
 def test_the_benchmark_compares_and_times_all_four():
     notes = []
     rows, peak = measure(TOY, n_rounds=1, check=CHECK, search=False, note=notes.append)
