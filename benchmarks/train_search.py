@@ -42,8 +42,17 @@ class Search:
             fleet.prepare()
             seconds = min(fleet.turn() for _ in range(2))
             found = fleet.flops() / seconds / 1e9
-        self._note(f"{kind}: {setting.words(stacked=kind == 'vmap')}: {found:.0f}")
+        words = setting.words(stacked=kind == "vmap")
+        self._note(f"{kind}: {words}: {found:.1f} GFLOP/s")
         return found
+
+    def rate_or_none(self, kind: str, setting: Setting) -> float | None:
+        """The same, or None for a setting that does not run here; it is told why."""
+        try:
+            return self.rate(kind, setting)
+        except ValueError as error:
+            self._note(f"{kind}: {setting.words(stacked=False)}: {error}")
+            return None
 
     def best(self, kind: str, start: Setting, choices: Sequence[dict]) -> Setting:
         """Return the fastest: each choice in turn is taken if it is faster.
@@ -56,8 +65,8 @@ class Search:
         best, rate = start, self.rate(kind, start)
         for change in choices:
             new = dataclasses.replace(best, **change)
-            found = self.rate(kind, new) if new != best else 0.0
-            if found > rate:
+            found = self.rate_or_none(kind, new) if new != best else None
+            if found is not None and found > rate:
                 best, rate = new, found
         return best
 
