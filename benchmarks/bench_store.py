@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,11 +42,13 @@ def store(examples: int, epochs: int, as_json: bool) -> None:
 
     Example: beatrice bench store --examples 65536
     """
+    from benchmarks.presets import make_config
     from benchmarks.store_cost import make_store, measure_in_process
 
     if examples < 1024 or epochs < 1:
         raise click.UsageError("--examples must be at least 1024, --epochs at least 1")
     quiet()
+    os.environ.setdefault("XLA_FLAGS", make_config("demo").xla_flags)  # of what it runs
     note = Progress().note
     once = microworld(examples, epochs)
     twice = dataclasses.replace(once, n_train=2 * examples, n_valid=2 * once.n_valid)
