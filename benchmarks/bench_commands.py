@@ -12,6 +12,8 @@ import click
 BENCHES = {
     "oracle": "benchmarks.bench_extraction:oracle",
     "extract": "benchmarks.bench_extraction:extract",
+    "train": "benchmarks.bench_training:train",
+    "store": "benchmarks.bench_store:store",
     "select": "benchmarks.bench_selection:select",
 }
 

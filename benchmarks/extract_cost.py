@@ -8,27 +8,22 @@ what the loaded model and the libraries hold.
 
 import dataclasses
 import json
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.memory import MIB, held_bytes, peak_bytes, reset_peak
 from extract.backbone import Backbone
 from extract.signals import Sequence, SignalReader
 
 Mode = Literal["bare", "read"]
-
-_MIB = 2**20
-_STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -220,12 +215,6 @@ def measure_cost(config: CostConfig, n_pairs: int, n_threads: int) -> Cost:
     )
 
 
-def _resident(field: str) -> int:
-    """Return a field of the process's status in bytes (Linux)."""
-    line = next(x for x in _STATUS.read_text().splitlines() if x.startswith(field))
-    return int(line.split()[1]) * 1024
-
-
 def peak_above(run: Callable[[], None], device: str) -> float:
     """Return the peak of one run above what is held before it, in MiB.
 
@@ -237,17 +226,11 @@ def peak_above(run: Callable[[], None], device: str) -> float:
         torch.cuda.reset_peak_memory_stats()
         held = torch.cuda.memory_allocated()
         run()
-        return (torch.cuda.max_memory_allocated() - held) / _MIB
-    if _CLEAR_REFS.exists():
-        _CLEAR_REFS.write_text("5")  # resets VmHWM
-        held = _resident("VmRSS")
-        run()
-        return (_resident("VmHWM") - held) / _MIB
-    unit = 1 if sys.platform == "darwin" else 1024
-    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return (torch.cuda.max_memory_allocated() - held) / MIB
+    reset_peak()
+    held = held_bytes()
     run()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return (peak - held) * unit / _MIB
+    return (peak_bytes() - held) / MIB
 
 
 def measure_peak(config: CostConfig, mode: Mode, n_threads: int) -> float:

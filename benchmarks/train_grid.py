@@ -1,0 +1,122 @@
+"""The training grid as a contestant of `beatrice bench train`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save_file
+
+from benchmarks.stage import side_by_side
+from benchmarks.train_work import (
+    Losses,
+    Member,
+    Workload,
+    in_parts,
+    made_up_features,
+    weights_file,
+)
+from jaxprobe.encoder import Encoder, init_encoder
+from jaxprobe.features import Standardizer, split_families
+from jaxprobe.fit import TrainConfig
+from jaxprobe.grid import Block, Labelled, fit_blocks, labelled, member_words
+from jaxprobe.subsets import SUBSETS
+
+N_VALID = 16  # examples behind an epoch, so few that validation costs nothing
+
+
+def labelled_of(workload: Workload, n_examples: int, seed: int) -> Labelled:
+    """Return made-up data as the grid trains on it."""
+    dims = workload.dims
+    identity = Standardizer(
+        np.zeros(dims.total, np.float32), np.ones(dims.total, np.float32)
+    )
+    features, labels = made_up_features(workload, n_examples, seed)
+    return labelled(split_families(features, dims, identity), labels)
+
+
+class Grid:
+    """Members trained by `jaxprobe.grid`, each a block, as on a CPU in a run."""
+
+    def __init__(self, workload: Workload, members: Sequence[Member], at_once: int):
+        """Train `at_once` members side by side, as a run trains its two settings."""
+        self.workload = workload
+        groups = in_parts(workload, [[member] for member in members], at_once)
+        self.parts = [part for part in groups if part]
+
+    def save_weights(self, folder: Path) -> None:
+        """Write every member's initial weights, see `weights_file`."""
+        encoder = Encoder(self.workload.encoder, self.workload.dims)
+        features = labelled_of(self.workload, 1, seed=0).features
+        start = jax.jit(
+            lambda words, mask: init_encoder(encoder, words, features, mask)
+        )
+        protocol = TrainConfig()
+        for subset, seed in (member for part in self.parts for member in part):
+            words = member_words(protocol, jnp.int32(subset), jnp.int32(seed))[1]
+            params = jax.device_get(start(words, jnp.asarray(SUBSETS[subset])))
+            arrays = flax.traverse_util.flatten_dict(params["params"], sep="/")
+            arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+            save_file(arrays, weights_file(folder, (subset, seed)))
+
+    def _fit(
+        self,
+        parts: Sequence[Sequence[Member]],
+        workload: Workload,
+        data: tuple[Labelled, Labelled],
+        config: TrainConfig,
+    ) -> Losses:
+        encoder = Encoder(workload.encoder, workload.dims)
+        found: Losses = {}
+
+        def work(part, tick):
+            blocks = [Block((subset,), (seed,)) for subset, seed in part]
+            trained = fit_blocks(blocks, *data, encoder=encoder, config=config)
+            for member, one in zip(part, trained, strict=True):
+                found[member] = one.info.train_loss[0].tolist()
+                tick()
+
+        n_members = sum(map(len, parts))
+        side_by_side(work, parts, lambda done, total: None, n_members)
+        return found
+
+    def losses(self, workload: Workload, n_steps: int, n_pieces: int) -> Losses:
+        """Return the losses of steps on one batch: every epoch is one step."""
+        config = TrainConfig(
+            learning_rate=workload.learning_rate,
+            weight_decay=workload.weight_decay,
+            batch_size=workload.batch_size,
+            max_epochs=n_steps,
+            halve_after=n_steps + 1,
+            stop_after=n_steps + 1,
+            n_pieces=n_pieces,
+        )
+        data = labelled_of(workload, workload.batch_size, seed=1)
+        self._compile(workload, (data, data), config)
+        return self._fit(self.parts, workload, (data, data), config)
+
+    def _compile(self, *run: Any) -> None:
+        """Train one member, so that those side by side do not each compile."""
+        self._fit([self.parts[0][:1]], *run)
+
+    def prepare(self) -> None:
+        """Make the data and compile; the same executable serves every member."""
+        work = self.workload
+        self._config = TrainConfig(
+            learning_rate=work.learning_rate,
+            weight_decay=work.weight_decay,
+            batch_size=work.batch_size,
+            max_epochs=1,
+        )
+        self._data = (
+            labelled_of(work, work.n_examples, seed=2),
+            labelled_of(work, N_VALID, seed=3),
+        )
+        self._compile(work, self._data, self._config)
+
+    def turn(self) -> None:
+        """Train every member for one epoch of `n_steps` batches."""
+        self._fit(self.parts, self.workload, self._data, self._config)
