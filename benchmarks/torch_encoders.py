@@ -56,6 +56,7 @@ def weights_of(
       encoder: whose weights are wanted.
     """
     read, width = list(encoder.families), encoder.config.projection
+    arrays = {name: _outputs_last(name, np.asarray(x)) for name, x in arrays.items()}
     found = {
         name: np.asarray(x)
         for name, x in arrays.items()
@@ -72,6 +73,13 @@ def weights_of(
         if "/conv_" in name and name.endswith("kernel"):
             found[name] = _laid_out(x, encoder.convolution)
     return {name: np.array(x, order="K") for name, x in found.items()}
+
+
+def _outputs_last(name: str, x: np.ndarray) -> np.ndarray:
+    """`[d_out, ...]`, as `jaxprobe` keeps weights, with the outputs behind."""
+    is_weight = name.endswith("kernel") or name.startswith("projection_")
+    is_weight &= not name.endswith("bias")
+    return np.ascontiguousarray(np.moveaxis(x, 0, -1)) if is_weight else x
 
 
 def _laid_out(kernel: np.ndarray, convolution: Convolution) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import flax.traverse_util
 import jax
@@ -10,12 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from benchmarks.stage import side_by_side
 from benchmarks.train_work import (
     Losses,
     Member,
     Workload,
-    in_parts,
     made_up_features,
     weights_file,
 )
@@ -42,10 +39,10 @@ class Grid:
     """Members trained by `jaxprobe.grid`, each a block, as on a CPU in a run."""
 
     def __init__(self, workload: Workload, members: Sequence[Member], at_once: int):
-        """Train `at_once` members side by side, as a run trains its two settings."""
+        """Train `at_once` members side by side, as a run does on its cores."""
         self.workload = workload
-        groups = in_parts(workload, [[member] for member in members], at_once)
-        self.parts = [part for part in groups if part]
+        self.members = tuple(members)
+        self.at_once = at_once
 
     def save_weights(self, folder: Path) -> None:
         """Write every member's initial weights, see `weights_file`."""
@@ -55,7 +52,7 @@ class Grid:
             lambda words, mask: init_encoder(encoder, words, features, mask)
         )
         protocol = TrainConfig()
-        for subset, seed in (member for part in self.parts for member in part):
+        for subset, seed in self.members:
             words = member_words(protocol, jnp.int32(subset), jnp.int32(seed))[1]
             params = jax.device_get(start(words, jnp.asarray(SUBSETS[subset])))
             arrays = flax.traverse_util.flatten_dict(params["params"], sep="/")
@@ -64,24 +61,22 @@ class Grid:
 
     def _fit(
         self,
-        parts: Sequence[Sequence[Member]],
+        members: Sequence[Member],
         workload: Workload,
         data: tuple[Labelled, Labelled],
         config: TrainConfig,
     ) -> Losses:
-        encoder = Encoder(workload.encoder, workload.dims)
-        found: Losses = {}
-
-        def work(part, tick):
-            blocks = [Block((subset,), (seed,)) for subset, seed in part]
-            trained = fit_blocks(blocks, *data, encoder=encoder, config=config)
-            for member, one in zip(part, trained, strict=True):
-                found[member] = one.info.train_loss[0].tolist()
-                tick()
-
-        n_members = sum(map(len, parts))
-        side_by_side(work, parts, lambda done, total: None, n_members)
-        return found
+        trained = fit_blocks(
+            [Block((subset,), (seed,)) for subset, seed in members],
+            *data,
+            encoder=Encoder(workload.encoder, workload.dims),
+            config=config,
+            n_threads=self.at_once,
+        )
+        return {
+            member: one.info.train_loss[0].tolist()
+            for member, one in zip(members, trained, strict=True)
+        }
 
     def losses(self, workload: Workload, n_steps: int, n_pieces: int) -> Losses:
         """Return the losses of steps on one batch: every epoch is one step."""
@@ -95,12 +90,7 @@ class Grid:
             n_pieces=n_pieces,
         )
         data = labelled_of(workload, workload.batch_size, seed=1)
-        self._compile(workload, (data, data), config)
-        return self._fit(self.parts, workload, (data, data), config)
-
-    def _compile(self, *run: Any) -> None:
-        """Train one member, so that those side by side do not each compile."""
-        self._fit([self.parts[0][:1]], *run)
+        return self._fit(self.members, workload, (data, data), config)
 
     def prepare(self) -> None:
         """Make the data and compile; the same executable serves every member."""
@@ -115,8 +105,8 @@ class Grid:
             labelled_of(work, work.n_examples, seed=2),
             labelled_of(work, N_VALID, seed=3),
         )
-        self._compile(work, self._data, self._config)
+        self._fit(self.members[:1], work, self._data, self._config)
 
     def turn(self) -> None:
         """Train every member for one epoch of `n_steps` batches."""
-        self._fit(self.parts, self.workload, self._data, self._config)
+        self._fit(self.members, self.workload, self._data, self._config)

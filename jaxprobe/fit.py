@@ -172,7 +172,7 @@ def _piecewise(loss, params: jax.Array, rows, shares, words, n_pieces: int):
     return jax.lax.scan(add, zero, (jnp.arange(n_pieces), rows, shares))[0]
 
 
-def _start(params: jax.Array, config: TrainConfig) -> FitState:
+def start_fit(params: jax.Array, config: TrainConfig) -> FitState:
     """State before the first epoch."""
     zeros = jnp.zeros_like(params)
     empty = jnp.full((config.max_epochs,), jnp.nan, jnp.float32)
@@ -188,7 +188,7 @@ def _start(params: jax.Array, config: TrainConfig) -> FitState:
     return FitState(params, moments, params, jnp.int32(0), jnp.int32(0), info)
 
 
-def _end_epoch(
+def end_epoch(
     state: FitState, loss: jax.Array, auroc: jax.Array, config: TrainConfig
 ) -> FitState:
     """Keep the best weights, halve the rate, count the epoch."""
@@ -208,7 +208,7 @@ def _end_epoch(
     return state._replace(best_params=best_params, stale=stale, info=info)
 
 
-def _epoch(
+def run_epoch(
     state: FitState, loss: Loss, weights: jax.Array, words: Words, config: TrainConfig
 ) -> tuple[FitState, jax.Array]:
     """Take the steps of one epoch; also the mean of its losses."""
@@ -270,8 +270,8 @@ def fit(
         return (state.stale < config.stop_after) & jnp.asarray(enabled)
 
     def body(state):
-        new, mean_loss = _epoch(state, flat_loss, weights, words, config)
-        new = _end_epoch(new, mean_loss, validate(unravel(new.params)), config)
+        new, mean_loss = run_epoch(state, flat_loss, weights, words, config)
+        new = end_epoch(new, mean_loss, validate(unravel(new.params)), config)
         if axes:  # a block waits for its last member; those that are done stand still
             go_on = active(state)
             new = jax.tree.map(lambda a, b: jnp.where(go_on, a, b), new, state)
@@ -283,5 +283,5 @@ def fit(
             running = jax.lax.pmax(running.astype(jnp.int32), axes) > 0
         return running & (state.epoch < config.max_epochs)
 
-    state = jax.lax.while_loop(condition, body, _start(flat, config))
+    state = jax.lax.while_loop(condition, body, start_fit(flat, config))
     return unravel(state.best_params), state.info

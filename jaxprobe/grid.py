@@ -219,12 +219,13 @@ def fit_blocks(
     *,
     encoder: Encoder,
     config: TrainConfig,
+    n_threads: int | None = None,
 ) -> Iterator[Trained]:
     """Train blocks and yield each as it is done, in order.
 
     To continue an interrupted run, pass the blocks that are still missing. On a CPU as
-    many blocks run at once as there are cores, each in a thread of its own: one alone
-    keeps all cores awake for little more than one core's work.
+    many blocks run at once as there are cores (or `n_threads`), each in a thread of its
+    own: one alone keeps all cores awake for little more than one core's work.
     """
 
     def one(block: Block) -> Trained:
@@ -237,7 +238,8 @@ def fit_blocks(
 
     for block in blocks[:1]:  # alone: the others use what it compiles
         yield one(block)
-    n_threads = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
+    if n_threads is None:
+        n_threads = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
     with ThreadPoolExecutor(n_threads) as pool:
         yield from pool.map(one, blocks[1:])
 

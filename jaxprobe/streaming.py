@@ -28,20 +28,20 @@ from jaxprobe.fit import (
     Params,
     TrainConfig,
     Words,
-    _end_epoch,
-    _epoch,
-    _start,
+    end_epoch,
+    run_epoch,
+    start_fit,
 )
 from jaxprobe.grid import (
     Labelled,
     Member,
     Trained,
-    gather,
     in_chunks,
     labelled,
     member_words,
 )
 from jaxprobe.metrics import masked_auroc
+from jaxprobe.projection import Draw
 from jaxprobe.subsets import SUBSETS
 
 Read = Callable[[np.ndarray], FamilyTokens]
@@ -59,7 +59,7 @@ def _begin(
     """State of one encoder before its first step."""
     own = member_words(config, member[0], member[1])[1]
     params = init_encoder(encoder, own, features, family_mask)
-    return _start(ravel_pytree(params)[0], config)
+    return start_fit(ravel_pytree(params)[0], config)
 
 
 def _unravel(
@@ -99,19 +99,18 @@ def _take_group(
     Returns:
       The state, and the mean loss of the steps.
     """
-    noise = encoder.config.input_noise
 
     def loss(flat, rows, shares, noise_words, dropout_words):
         params = _unravel(flat, encoder, train.features, family_mask)
-        batch = gather(train.features, rows, noise, noise_words, family_mask)
-        logits, _ = encoder.apply(params, batch, family_mask, dropout_words)
+        draw = Draw(rows, noise_words, dropout_words)
+        logits, _ = encoder.apply(params, train.features, family_mask, draw)
         losses = optax.sigmoid_binary_cross_entropy(logits, train.labels[rows])
         return (losses * shares).sum()
 
     words = Words(*member_words(config, member[0], member[1]))
     # Shuffle and draws of a group are those of an epoch with the group's number.
     numbered = state._replace(epoch=group)
-    new, value = _epoch(numbered, loss, train.weights, words, config)
+    new, value = run_epoch(numbered, loss, train.weights, words, config)
     return new._replace(epoch=state.epoch), value
 
 
@@ -127,7 +126,7 @@ def _logits(flat, family_mask, features, *, encoder, n_chunk):
 def _close(state, loss, logits, labels, config):
     """End an epoch, as `fit` does."""
     auroc = masked_auroc(logits, labels, jnp.ones_like(labels))
-    state = _end_epoch(state, loss, auroc, config)
+    state = end_epoch(state, loss, auroc, config)
     return state._replace(epoch=state.epoch + 1)
 
 
