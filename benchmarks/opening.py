@@ -35,15 +35,23 @@ def opened(run_dir: Path, config: "RunConfig") -> Iterator["RunDir"]:
 
 
 def do(run_dir: Path, *names: str, config: "RunConfig | None" = None) -> None:
-    """Do stages of a run, in order; None does all of them."""
+    """Do stages of a run, in order; without names, all that a run always has."""
     config = config_of(run_dir) if config is None else config
     if config.xla_flags:  # read once, when JAX starts
         os.environ.setdefault("XLA_FLAGS", config.xla_flags)
     from benchmarks.stage import run_stage
-    from benchmarks.stages import STAGES
+    from benchmarks.stages import ON_REQUEST, STAGES
 
     quiet()
     progress = Progress()
     with opened(run_dir, config) as run:
         for name in names or STAGES:
-            run_stage(STAGES[name], run, config, progress)
+            run_stage({**STAGES, **ON_REQUEST}[name], run, config, progress)
+
+
+def do_on_request(run_dir: Path, stage: str, extra: str, asked: bool) -> None:
+    """Do a stage and, if asked, the one beside it; an existing report is renewed."""
+    names = [stage, extra] if asked else [stage]
+    if asked and (run_dir / "report.html").exists():
+        names.append("report")
+    do(run_dir, *names)

@@ -3,20 +3,19 @@
 from pathlib import Path
 from typing import Any
 
+from benchmarks.exhaustive_stage import EXHAUSTIVE
 from benchmarks.label_stages import labelled_by
 from benchmarks.presets import RunConfig
+from benchmarks.publishing import read_result_rows, rows_file
 from benchmarks.report import ReportData, write_report
 from benchmarks.result_stages import (
     CALIBRATE,
     CONTROL,
     EVALUATE,
     read_json,
-    read_result_rows,
-    rows_file,
-    selection_story,
 )
 from benchmarks.results import ResultTable, read_rows
-from benchmarks.select_stage import SELECT
+from benchmarks.select_stage import SELECT, selection_story
 from benchmarks.stage import Progress, Stage, Update
 from benchmarks.sweep_stage import SWEEP
 from benchmarks.tables import as_text, controller_table, detection_table
@@ -105,6 +104,9 @@ STAGES: dict[str, Stage] = {
         REPORT,
     )
 }
+
+ON_REQUEST: dict[str, Stage] = {stage.name: stage for stage in (EXHAUSTIVE,)}
+"""What a run does only where it is asked for."""
 
 
 def summary(path: Path) -> dict[str, Any]:
