@@ -29,6 +29,7 @@ from selection.greedy import (
 
 SINGLES = tuple(subset_index(letter) for letter in "HPRA")
 BRANCHES: tuple[HeadName, ...] = ("closed_book", "with_context", "single_pass")
+CodesOf = Callable[[RunDir, Setting], Codes]
 
 
 def branch_setting(branch: HeadName) -> Setting:
@@ -45,18 +46,25 @@ def reads(branch: HeadName, members: list[int]) -> tuple[tuple[Setting, str], ..
     )
 
 
-def setting_codes(run: RunDir, setting: Setting) -> tuple[tuple[Codes, ...], Rows]:
+def setting_codes(
+    run: RunDir, setting: Setting, codes_of: CodesOf = read_codes
+) -> tuple[tuple[Codes, ...], Rows]:
     """Return the codes of a setting's pool, pass by pass, and its rows.
 
     With context the pool is the with-context encoders, then the closed-book ones
     reading the closed-book pass of the same question.
+
+    Args:
+      run: with trained encoders.
+      setting: whose answers are scored.
+      codes_of: gives the codes of a pass; the run's own encoders unless said otherwise.
     """
     _, rows = load_rows(run, setting)
-    own = read_codes(run, setting)
+    own = codes_of(run, setting)
     if setting == "closed_book":
         return (own,), rows
     _, cached_rows = load_rows(run, "closed_book")
-    cached = read_codes(run, "closed_book")
+    cached = codes_of(run, "closed_book")
     return (own, _at(cached, partners(rows, cached_rows))), rows
 
 
@@ -71,10 +79,10 @@ def _pool(
 
 
 def pools(
-    run: RunDir, config: RunConfig, setting: Setting
+    run: RunDir, config: RunConfig, setting: Setting, codes_of: CodesOf = read_codes
 ) -> tuple[tuple[PoolCodes, PoolCodes, PoolCodes], Rows]:
     """Return a setting's pool on the training, the validation and all rows."""
-    codes, rows = setting_codes(run, setting)
+    codes, rows = setting_codes(run, setting, codes_of)
     train, valid, everyone = (
         _pool(codes, rows, where, config.train.n_seeds)
         for where in (

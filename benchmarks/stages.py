@@ -3,10 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from benchmarks.exhaustive_stage import EXHAUSTIVE
+from benchmarks.ablate_stage import ABLATE, ablation_story
+from benchmarks.exhaustive_stage import EXHAUSTIVE, ranking_story
 from benchmarks.label_stages import labelled_by
 from benchmarks.presets import RunConfig
-from benchmarks.publishing import read_result_rows, rows_file
+from benchmarks.publishing import asked_for, read_result_rows, rows_file
 from benchmarks.report import ReportData, write_report
 from benchmarks.result_stages import (
     CALIBRATE,
@@ -49,13 +50,17 @@ def _facts(run: RunDir, config: RunConfig) -> dict[str, str]:
 
 
 def _seconds(run: RunDir) -> dict[str, float]:
-    records = {name: run.stage_record(name) for name in IN_ORDER}
+    names = (*IN_ORDER, *asked_for(run))
+    records = {name: run.stage_record(name) for name in names}
     return {name: r.seconds for name, r in records.items() if r is not None}
 
 
 def report_data(run: RunDir, config: RunConfig) -> ReportData:
     """Collect what the report shows from the run's files."""
     control = read_json(run.control / "control.json")
+    asked = asked_for(run)
+    ranked = SETTINGS if "exhaustive" in asked else ()
+    ranking = {setting: ranking_story(run, setting) for setting in ranked}
     return ReportData(
         facts=_facts(run, config),
         stage_seconds=_seconds(run),
@@ -66,6 +71,8 @@ def report_data(run: RunDir, config: RunConfig) -> ReportData:
         reliability=read_json(run.path / "reliability.json"),
         control={k: control[k] for k in ("tau", "budget", "cap", "frontier")},
         cases=control["cases"],
+        ranking=ranking,
+        ablations=ablation_story(run) if "ablate" in asked else {},
     )
 
 
@@ -83,6 +90,7 @@ REPORT = Stage(
         run.control,
         rows_file(run, "evaluate"),
         rows_file(run, "control"),
+        *(rows_file(run, name) for name in asked_for(run)),
     ],
     outputs=lambda run: [run.report, run.results],
     work=_report,
@@ -105,7 +113,7 @@ STAGES: dict[str, Stage] = {
     )
 }
 
-ON_REQUEST: dict[str, Stage] = {stage.name: stage for stage in (EXHAUSTIVE,)}
+ON_REQUEST: dict[str, Stage] = {stage.name: stage for stage in (EXHAUSTIVE, ABLATE)}
 """What a run does only where it is asked for."""
 
 

@@ -53,7 +53,7 @@ _split = jax.jit(split_families, static_argnames="dims")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _Tokens:
+class Tokens:
     """Reads standardised tokens of stored rows, in one padded width."""
 
     store: FeatureStore
@@ -64,19 +64,20 @@ class _Tokens:
     widths: tuple[int, ...]
 
     def __call__(self, where: np.ndarray) -> FamilyTokens:
+        """Read rows `[n]` of the store."""
         features = read_features(
             self.store, self.setting, self.layer, where, self.widths
         )
         return _split(features, dims=self.dims, standardizer=self.standardizer)
 
 
-def _tokens_of(run: RunDir, setting: Setting, store: FeatureStore, rows: Rows):
+def tokens_of(run: RunDir, setting: Setting, store: FeatureStore, rows: Rows) -> Tokens:
     """Fit the standardisation on the training rows."""
     layer = chosen_layer(run)
     shapes = {name: family.shape for name, family in store.spec.families.items()}
     widths = longest_spans(store.spec.spans, setting)
     train = read_features(store, setting, layer, rows.where("train"), widths)
-    return _Tokens(
+    return Tokens(
         store=store,
         setting=setting,
         layer=layer,
@@ -102,7 +103,7 @@ def _kept(path: Path, trained: Trained, key: str) -> None:
     keep(path, {**arrays, **info}, key)
 
 
-def _train_blocks(
+def train_blocks(
     folder: Path,
     key: str,
     encoder: Encoder,
@@ -127,7 +128,7 @@ def _train_blocks(
         yield part
 
 
-def _encode_all(
+def encode_all(
     trained: Trained,
     read: Callable[[np.ndarray], FamilyTokens],
     n_rows: int,
@@ -166,7 +167,7 @@ def _train_setting(
     key = f"{sha256_file(run.sweep)} {sha256_file(run.labels)} {store.id}"
     if _is_trained(run.encoders(setting), key):
         return
-    read = _tokens_of(run, setting, store, rows)
+    read = tokens_of(run, setting, store, rows)
     train_rows, valid_rows = rows.where("train"), rows.where("validation")
     train, valid = read(train_rows), read(valid_rows)
     encoder = Encoder(config.encoder, read.dims)
@@ -181,7 +182,7 @@ def _train_setting(
             labelled(valid, labels[valid_rows]),
         )
         parts = []
-        for part in _train_blocks(
+        for part in train_blocks(
             folder / name, key, encoder, config.train, data, blocks
         ):
             parts.append(part)
@@ -195,8 +196,8 @@ def _train_setting(
         [Member(EVERY_FAMILY, seed) for seed in range(n_seeds)],
     )
     n_rows = len(rows.ids)
-    codes = _encode_all(trained, read, n_rows, encoder)
-    control_codes = _encode_all(chance, read, n_rows, encoder)
+    codes = encode_all(trained, read, n_rows, encoder)
+    control_codes = encode_all(chance, read, n_rows, encoder)
     checkpoint.save(
         run.encoders(setting),
         {

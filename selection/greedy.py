@@ -32,6 +32,10 @@ class GreedyConfig:
     max_encoders: int | None = None  # None: no limit beside the pool
 
 
+class NoSignalError(ValueError):
+    """No encoder of the pool ranks validation answers better than chance."""
+
+
 class Round(NamedTuple):
     """One round of the search.
 
@@ -172,8 +176,9 @@ def select(
       progress: called after every round.
 
     Raises:
-      ValueError: if the validation rows have one class only, no candidate helps, or
-        one is not in the pool.
+      NoSignalError: if no candidate is better than chance.
+      ValueError: if the validation rows have one class only, or a candidate is not in
+        the pool.
     """
     config, greedy = config or FusionConfig(), greedy or GreedyConfig()
     train_config = train_config or TrainConfig()
@@ -213,7 +218,7 @@ def select(
         chosen, auroc = tuple(sorted((*chosen, left[top]))), float(means[top])
         best_heads = (config, *jax.tree.map(lambda x, top=top: x[top], tuple(heads)))
     if best_heads is None:
-        raise ValueError(
+        raise NoSignalError(
             "no encoder reaches a validation AUROC above "
             f"{0.5 + greedy.margin:.4f} (best {path[0].auroc:.4f}): there is no signal "
             "to select from; check labels, or take more training rows"
