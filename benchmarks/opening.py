@@ -50,8 +50,21 @@ def do(run_dir: Path, *names: str, config: "RunConfig | None" = None) -> None:
 
 
 def do_on_request(run_dir: Path, stage: str, extra: str, asked: bool) -> None:
-    """Do a stage and, if asked, the one beside it; an existing report is renewed."""
-    names = [stage, extra] if asked else [stage]
-    if asked and (run_dir / "report.html").exists():
-        names.append("report")
-    do(run_dir, *names)
+    """Do a stage and, if asked, the one beside it.
+
+    A report that is there is made anew, so that it shows what was asked for, unless
+    some stage that it rests on must be done again first.
+    """
+    do(run_dir, *((stage, extra) if asked else (stage,)))
+    if not asked or not (run_dir / "report.html").exists():
+        return
+    from benchmarks.stages import STAGES
+    from extract.rundir import RunDir
+
+    run = RunDir(run_dir)
+    gaps = (run.stage_gap(name) for name in STAGES if name != "report")
+    gap = next((gap for gap in gaps if gap is not None), None)
+    if gap is None:
+        do(run_dir, "report")
+    else:
+        Progress().note(f"report: left as it was, since {gap}")
