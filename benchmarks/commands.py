@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from benchmarks.modelcommands import answer, label, rewrite, sample
-from benchmarks.opening import RUN_DIR, config_of, do, opened
+from benchmarks.opening import RUN_DIR, config_of, do, do_on_request, opened
 from extract.console import Progress, quiet
 
 __all__ = [
@@ -129,17 +129,43 @@ def _stage_verb(name: str, text: str) -> click.Command:
 
 sweep = _stage_verb("sweep", "Choose the layer of the hidden states on validation.")
 train = _stage_verb("train", "Train all fifteen encoders, every seed, both settings.")
-select = _stage_verb("select", "Select encoders greedily and train the fusion heads.")
 calibrate = _stage_verb(
     "calibrate", "Fit the isotonic maps on validation and save the detector."
-)
-evaluate = _stage_verb(
-    "evaluate", "Measure every detector on every set, with intervals."
 )
 control = _stage_verb(
     "control", "Run PGIR and its plain rivals; choose threshold and budget."
 )
 report = _stage_verb("report", "Write report.html from the rows.")
+
+
+@click.command()
+@RUN_DIR
+@click.option(
+    "--exhaustive",
+    is_flag=True,
+    help="Also rank every set of three encoders; a killed ranking continues.",
+)
+def select(run_dir: Path, exhaustive: bool) -> None:
+    """Select encoders greedily and train the fusion heads.
+
+    Example: beatrice select runs/demo --exhaustive
+    """
+    do_on_request(run_dir, "select", "exhaustive", exhaustive)
+
+
+@click.command()
+@RUN_DIR
+@click.option(
+    "--ablations",
+    is_flag=True,
+    help="Also retrain without each token span and select without each signal family.",
+)
+def evaluate(run_dir: Path, ablations: bool) -> None:
+    """Measure every detector on every set, with intervals.
+
+    Example: beatrice evaluate runs/demo --ablations
+    """
+    do_on_request(run_dir, "evaluate", "ablate", ablations)
 
 
 @click.command()

@@ -55,12 +55,13 @@ def _rows_of(
     column: tuple[str, str],
     weights: np.ndarray,
     chosen: np.ndarray,
+    experiment: str,
 ) -> list[ResultRow]:
     """Return one detector's rows on one set: each seed, and their mean."""
     dataset, split = column
     labels = (rows.labels if scored.labels is None else scored.labels)[chosen]
     shared = {
-        "experiment": "detection",
+        "experiment": experiment,
         "detector": scored.name,
         "setting": rows.setting,
         "dataset": dataset,
@@ -97,7 +98,10 @@ def _rows_of(
 
 
 def detection_rows(
-    detectors: list[Scored], rows: Rows, config: BootstrapConfig
+    detectors: list[Scored],
+    rows: Rows,
+    config: BootstrapConfig,
+    experiment: str = "detection",
 ) -> list[ResultRow]:
     """Return the rows of all detectors of one setting on all evaluated sets.
 
@@ -105,6 +109,7 @@ def detection_rows(
       detectors: all score the same rows.
       rows: what the rows are.
       config: the same resamples serve every detector, so that intervals compare.
+      experiment: name of the rows.
     """
     found = []
     for dataset, split in rows.columns():
@@ -119,7 +124,7 @@ def detection_rows(
             weights: np.ndarray = weights,
             chosen: np.ndarray = chosen,
         ) -> list[ResultRow]:
-            return _rows_of(scored, rows, column, weights, chosen)
+            return _rows_of(scored, rows, column, weights, chosen, experiment)
 
         # NumPy's sums over resamples leave the interpreter free for another detector.
         with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -62,7 +62,7 @@ _STYLE = {
 }
 
 
-def _styled() -> Any:
+def styled() -> Any:
     """Apply the house style to what is drawn inside this context, and nothing else."""
     defaults = {k: v for k, v in matplotlib.rcParamsDefault.items() if k != "backend"}
     return matplotlib.rc_context({**defaults, **_STYLE})
@@ -85,7 +85,7 @@ def to_svg(figure: Figure, name: str, description: str) -> str:
       description: what a screen reader says instead.
     """
     buffer = io.StringIO()
-    with _styled():
+    with styled():
         nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
         FigureCanvasSVG(figure).print_svg(buffer, metadata=nothing)
     svg = buffer.getvalue()
@@ -124,7 +124,7 @@ def reliability(
         ("raw", raw, SOFT[setting], "s"),
         ("calibrated", calibrated, STRONG[setting], "o"),
     )
-    with _styled():
+    with styled():
         figure = Figure(figsize=(6.0, 4.6), layout="constrained")
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3.4, 1))
         top.plot((0, 1), (0, 1), color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
@@ -155,7 +155,7 @@ def layer_sweep(sweep: Mapping[str, Mapping[str, Any]]) -> Figure:
       sweep: per setting `{"layers": [...], "auroc": [[per seed] per layer], "best"}`; a
         seed whose AUROC is undefined is None.
     """
-    with _styled():
+    with styled():
         figure, axes = _axes()
         for setting, found in sweep.items():
             strong, soft = STRONG[setting], SOFT[setting]
@@ -204,7 +204,7 @@ def synergy(auroc: Mapping[str, float], setting: str) -> Figure:
     """
     order = sorted(auroc, key=lambda name: (-auroc[name], len(name), name))
     places = range(len(order))
-    with _styled():
+    with styled():
         figure = Figure(figsize=(6.0, 4.2), layout="constrained")
         bars, dots = figure.subplots(2, 1, sharex=True, height_ratios=(2.6, 1))
         colours = [(STRONG if "H" in name else SOFT)[setting] for name in order]
@@ -235,7 +235,7 @@ def selection_path(rounds: Sequence[Mapping[str, Any]], setting: str) -> Figure:
       setting: for the colour of the path. Candidates are squares where they read the
         with-context pass ("[HP]") and circles where they read the closed-book one.
     """
-    with _styled():
+    with styled():
         figure, axes = _axes()
         seen = [x for r in rounds for x in r["candidates"].values()]
         for n, found in enumerate(rounds, start=1):
@@ -276,7 +276,7 @@ def frontier(
       budget: the budget B that was chosen, marked with a ring.
     """
     points = sorted(curve, key=lambda point: point["budget"])
-    with _styled():
+    with styled():
         figure, axes = _axes()
         colour = STRONG["closed_book"]
         x, y = [p["generations"] for p in points], [p[metric] for p in points]

@@ -54,14 +54,35 @@ def _set_compiler(flags: str) -> None:
 
 
 def do(run_dir: Path, *names: str, config: "RunConfig | None" = None) -> None:
-    """Do stages of a run, in order; None does all of them."""
+    """Do stages of a run, in order; without names, all that a run always has."""
     config = config_of(run_dir) if config is None else config
     _set_compiler(config.xla_flags)
     from benchmarks.stage import run_stage
-    from benchmarks.stages import STAGES
+    from benchmarks.stages import ON_REQUEST, STAGES
 
     quiet()
     progress = Progress()
     with opened(run_dir, config) as run:
         for name in names or STAGES:
-            run_stage(STAGES[name], run, config, progress)
+            run_stage({**STAGES, **ON_REQUEST}[name], run, config, progress)
+
+
+def do_on_request(run_dir: Path, stage: str, extra: str, asked: bool) -> None:
+    """Do a stage and, if asked, the one beside it.
+
+    A report that is there is made anew, so that it shows what was asked for, unless
+    some stage that it rests on must be done again first.
+    """
+    do(run_dir, *((stage, extra) if asked else (stage,)))
+    if not asked or not (run_dir / "report.html").exists():
+        return
+    from benchmarks.stages import STAGES
+    from extract.rundir import RunDir
+
+    run = RunDir(run_dir)
+    gaps = (run.stage_gap(name) for name in STAGES if name != "report")
+    gap = next((gap for gap in gaps if gap is not None), None)
+    if gap is None:
+        do(run_dir, "report")
+    else:
+        Progress().note(f"report: left as it was, since {gap}")

@@ -31,7 +31,7 @@ class Picture:
     caption: str
 
 
-def _picture(figure: Figure, name: str, title: str, caption: str) -> Picture:
+def picture(figure: Figure, name: str, title: str, caption: str) -> Picture:
     """Wrap a figure; its SVG is ours, so it goes in unescaped."""
     svg = Markup(figures.to_svg(figure, name, f"{title}. {caption}"))
     return Picture(title=title, svg=svg, caption=caption)
@@ -40,7 +40,7 @@ def _picture(figure: Figure, name: str, title: str, caption: str) -> Picture:
 def reliability_pictures(reliability: PerSetting) -> list[Picture]:
     """One reliability plot per setting."""
     return [
-        _picture(
+        picture(
             figures.reliability(found["raw"], found["calibrated"], setting),
             f"reliability-{setting}",
             SETTING_LABELS[setting],
@@ -59,7 +59,7 @@ def sweep_pictures(sweep: PerSetting) -> list[Picture]:
         return []
     caption = "Pale points are seeds, the line is their mean, the ring the best layer."
     figure = figures.layer_sweep(sweep)
-    return [_picture(figure, "sweep", "Hidden states, layer by layer", caption)]
+    return [picture(figure, "sweep", "Hidden states, layer by layer", caption)]
 
 
 def _encoder_rows(rows: Sequence[ResultRow], setting: str) -> dict[str, ResultRow]:
@@ -101,14 +101,14 @@ def synergy_pictures(rows: Sequence[ResultRow]) -> list[Picture]:
                 caption += f" {name} is undefined: {row.reason}."
         figure = figures.synergy(auroc, setting)
         title = SETTING_LABELS[setting]
-        pictures.append(_picture(figure, f"synergy-{setting}", title, caption))
+        pictures.append(picture(figure, f"synergy-{setting}", title, caption))
     return pictures
 
 
 def selection_pictures(selection: PerSetting) -> list[Picture]:
     """One picture of the greedy search per setting."""
     return [
-        _picture(
+        picture(
             figures.selection_path(found["rounds"], setting),
             f"selection-{setting}",
             SETTING_LABELS[setting],
@@ -169,5 +169,5 @@ def frontier_pictures(
         figure = figures.frontier(curve, rivals, metric, control["budget"])
         caption = f"Mean over {', '.join(datasets)}. The ring marks the chosen budget."
         title = f"{METRIC_LABELS[metric]} against cost"
-        pictures.append(_picture(figure, f"frontier-{metric}", title, caption))
+        pictures.append(picture(figure, f"frontier-{metric}", title, caption))
     return pictures

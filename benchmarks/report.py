@@ -7,6 +7,13 @@ from typing import Any
 
 import jinja2
 
+from benchmarks.ablation_tables import (
+    exhaustive_table,
+    family_table,
+    feature_table,
+    set_names,
+    span_table,
+)
 from benchmarks.pictures import (
     frontier_pictures,
     reliability_pictures,
@@ -14,6 +21,7 @@ from benchmarks.pictures import (
     sweep_pictures,
     synergy_pictures,
 )
+from benchmarks.rankfigure import ranking_pictures
 from benchmarks.results import (
     CONTROLLERS,
     CONTROLS,
@@ -59,6 +67,8 @@ class ReportData:
         p_correct, correct, passages, tokens}`; a token `{text, span, p, surprisal,
         entropy, margin}`, the span one of context, question, answer, the numbers those
         of the position that emits this token.
+      ranking: per setting what `exhaustive_stage.ranking_story` returns.
+      ablations: per setting and variant the names of the encoders it reads.
     """
 
     facts: dict[str, str]
@@ -70,6 +80,10 @@ class ReportData:
     reliability: Mapping[str, Mapping[str, Any]]
     control: Mapping[str, Any]
     cases: Sequence[Mapping[str, Any]]
+    ranking: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    ablations: Mapping[str, Mapping[str, Sequence[str]]] = dataclasses.field(
+        default_factory=dict
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -189,6 +203,12 @@ def render_report(data: ReportData) -> str:
             selection=selection_pictures(data.selection),
             frontier=frontier_pictures(data.control, data.rows),
             missing=missing(data),
+            features=feature_table(data.rows),
+            families=family_table(data.rows),
+            dropped=span_table(data.rows),
+            exhaustive=exhaustive_table(data.rows),
+            set_names=set_names(data.selection, data.ablations),
+            ranking=ranking_pictures(data.ranking),
             setting_labels=SETTING_LABELS,
             metric_labels=METRIC_LABELS,
             p_steps=P_STEPS,

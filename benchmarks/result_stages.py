@@ -19,15 +19,16 @@ from benchmarks.control import (
 )
 from benchmarks.evaluation import Scored, detection_rows
 from benchmarks.presets import RunConfig
-from benchmarks.results import ResultRow, read_rows, write_rows
+from benchmarks.publishing import publish, rows_file
+from benchmarks.results import ResultRow
 from benchmarks.rows import Rows, load_rows
-from benchmarks.select_stage import BRANCHES, branch_setting, read_selection
+from benchmarks.select_stage import BRANCHES, branch_setting, read_selection, reads
 from benchmarks.stage import Progress, Stage, Update
 from benchmarks.sweep_stage import chosen_layer, stored
 from benchmarks.textonly import fit_tfidf, perplexity_score
 from benchmarks.torch_stages import generation_config, open_backbone
 from benchmarks.train_stage import EVERY_FAMILY
-from extract.atomic import write_json_atomic, write_text_atomic
+from extract.atomic import write_json_atomic
 from extract.pipeline import read_answers, read_examples
 from extract.prompts import TEMPLATES
 from extract.records import SETTINGS, Passage, Setting, read_records
@@ -51,15 +52,6 @@ from pgir.bridge import ProbedBackbone
 N_BINS = 10
 
 
-def _reads(branch: HeadName, members: list[int]) -> tuple[tuple[Setting, str], ...]:
-    """Return (pass, subset) of pool positions; see `select_stage.setting_codes`."""
-    own = branch_setting(branch)
-    return tuple(
-        (own if i < N_SUBSETS else "closed_book", SUBSET_NAMES[i % N_SUBSETS])
-        for i in members
-    )
-
-
 def _head(run: RunDir, config: RunConfig, branch: HeadName) -> SettingHead:
     """Return a calibrated head; calibration sees validation rows alone."""
     tree, story = read_selection(run, branch)
@@ -67,7 +59,7 @@ def _head(run: RunDir, config: RunConfig, branch: HeadName) -> SettingHead:
     where = rows.where("validation")
     raw = tree["champion"]["scores"].mean(axis=0)
     return SettingHead(
-        reads=_reads(branch, story["members"]),
+        reads=reads(branch, story["members"]),
         config=dataclasses.replace(config.fusion, n_slots=story["n_slots"]),
         params=tree["champion"]["params"],
         calibrator=fit_calibrator(raw[where], rows.labels[where]),
@@ -220,21 +212,6 @@ def _reliability(
     return found, made
 
 
-def rows_file(run: RunDir, stage: str) -> Path:
-    """Return the rows one stage has made."""
-    return run.path / "rows" / f"{stage}.jsonl"
-
-
-def _publish(run: RunDir, stage: str, rows: list[ResultRow]) -> None:
-    """Write a stage's rows and, from all stages, results.jsonl."""
-    path = rows_file(run, stage)
-    path.parent.mkdir(exist_ok=True)
-    write_text_atomic(path, write_rows(rows))
-    parts = [rows_file(run, name) for name in ("evaluate", "control")]
-    text = "".join(part.read_text() for part in parts if part.exists())
-    write_text_atomic(run.results, text)
-
-
 def _evaluate(run: RunDir, config: RunConfig, update: Update, progress: Progress):
     bootstrap = BootstrapConfig(n_resamples=config.n_bootstrap, seed=config.seed)
     found, curves = [], {}
@@ -245,7 +222,7 @@ def _evaluate(run: RunDir, config: RunConfig, update: Update, progress: Progress
         found += made
         update(number + 1, len(SETTINGS))
     write_json_atomic(run.path / "reliability.json", curves)
-    _publish(run, "evaluate", found)
+    publish(run, "evaluate", found, progress)
 
 
 def _control(run: RunDir, config: RunConfig, update: Update, progress: Progress):
@@ -272,40 +249,7 @@ def _control(run: RunDir, config: RunConfig, update: Update, progress: Progress)
             "cases": make_cases(probed, passages, in_domain, policy),
         },
     )
-    _publish(run, "control", control_rows(traced, policy, config))
-
-
-def pool_name(branch: HeadName, index: int) -> str:
-    """Return the printed name of a pool position: [HP] with context, (HA) without."""
-    ((where, name),) = _reads(branch, [index])
-    return f"({name})" if where == "closed_book" else f"[{name}]"
-
-
-def selection_story(run: RunDir, branch: HeadName) -> dict[str, Any]:
-    """Return how the search went, with printed names."""
-    _, found = read_selection(run, branch)
-
-    def named(candidates: dict[str, float]) -> dict[str, float]:
-        return {pool_name(branch, int(i)): a for i, a in candidates.items()}
-
-    rounds = [
-        {
-            "added": pool_name(branch, r["added"]),
-            "auroc": r["auroc"],
-            "candidates": named(r["candidates"]),
-        }
-        for r in found["rounds"]
-    ]
-    return {
-        "rounds": rounds,
-        "selected": [pool_name(branch, i) for i in found["members"]],
-        "stop": found["stop"],
-    }
-
-
-def read_result_rows(run: RunDir) -> list[ResultRow]:
-    """Return every row of the run."""
-    return list(read_rows(run.results))
+    publish(run, "control", control_rows(traced, policy, config), progress)
 
 
 def read_json(path: Path) -> Any:

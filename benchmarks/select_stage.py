@@ -17,7 +17,7 @@ from jaxprobe import checkpoint
 from jaxprobe.detector import HeadName
 from jaxprobe.fusion import PoolCodes, pool_codes
 from jaxprobe.grid import Codes
-from jaxprobe.subsets import N_SUBSETS, subset_index
+from jaxprobe.subsets import N_SUBSETS, SUBSET_NAMES, subset_index
 from selection.greedy import (
     GreedyConfig,
     Selection,
@@ -29,6 +29,7 @@ from selection.greedy import (
 
 SINGLES = tuple(subset_index(letter) for letter in "HPRA")
 BRANCHES: tuple[HeadName, ...] = ("closed_book", "with_context", "single_pass")
+CodesOf = Callable[[RunDir, Setting], Codes]
 
 
 def branch_setting(branch: HeadName) -> Setting:
@@ -36,18 +37,34 @@ def branch_setting(branch: HeadName) -> Setting:
     return "closed_book" if branch == "closed_book" else "with_context"
 
 
-def setting_codes(run: RunDir, setting: Setting) -> tuple[tuple[Codes, ...], Rows]:
+def reads(branch: HeadName, members: list[int]) -> tuple[tuple[Setting, str], ...]:
+    """Return (pass, subset) of pool positions; see `setting_codes`."""
+    own = branch_setting(branch)
+    return tuple(
+        (own if i < N_SUBSETS else "closed_book", SUBSET_NAMES[i % N_SUBSETS])
+        for i in members
+    )
+
+
+def setting_codes(
+    run: RunDir, setting: Setting, codes_of: CodesOf = read_codes
+) -> tuple[tuple[Codes, ...], Rows]:
     """Return the codes of a setting's pool, pass by pass, and its rows.
 
     With context the pool is the with-context encoders, then the closed-book ones
     reading the closed-book pass of the same question.
+
+    Args:
+      run: with trained encoders.
+      setting: whose answers are scored.
+      codes_of: gives the codes of a pass; the run's own encoders unless said otherwise.
     """
     _, rows = load_rows(run, setting)
-    own = read_codes(run, setting)
+    own = codes_of(run, setting)
     if setting == "closed_book":
         return (own,), rows
     _, cached_rows = load_rows(run, "closed_book")
-    cached = read_codes(run, "closed_book")
+    cached = codes_of(run, "closed_book")
     return (own, _at(cached, partners(rows, cached_rows))), rows
 
 
@@ -61,7 +78,23 @@ def _pool(
     return pool_codes(tuple(_at(c, where) for c in codes), n_seeds, rows.labels[where])
 
 
-def _fixed_set(
+def pools(
+    run: RunDir, config: RunConfig, setting: Setting, codes_of: CodesOf = read_codes
+) -> tuple[tuple[PoolCodes, PoolCodes, PoolCodes], Rows]:
+    """Return a setting's pool on the training, the validation and all rows."""
+    codes, rows = setting_codes(run, setting, codes_of)
+    train, valid, everyone = (
+        _pool(codes, rows, where, config.train.n_seeds)
+        for where in (
+            rows.where("train"),
+            rows.where("validation"),
+            np.arange(len(rows.ids)),
+        )
+    )
+    return (train, valid, everyone), rows
+
+
+def fixed_set(
     members: tuple[int, ...], train: PoolCodes, valid: PoolCodes, config: RunConfig
 ) -> Selection:
     """Train the heads of a given set, in the search's shapes if they fit."""
@@ -131,15 +164,7 @@ def _select_setting(
     run: RunDir, config: RunConfig, setting: Setting, tick: Callable[[], None]
 ) -> None:
     """Select in a setting, for every branch that scores its answers."""
-    codes, rows = setting_codes(run, setting)
-    train, valid, everyone = (
-        _pool(codes, rows, where, config.train.n_seeds)
-        for where in (
-            rows.where("train"),
-            rows.where("validation"),
-            np.arange(len(rows.ids)),
-        )
-    )
+    (train, valid, everyone), _ = pools(run, config, setting)
     # The single pass searches the with-context half of the same pool.
     branches = [b for b in BRANCHES if branch_setting(b) == setting]
     for branch in branches:
@@ -149,13 +174,13 @@ def _select_setting(
             config=config.fusion,
             train_config=config.fusion_train,
             greedy=GreedyConfig(margin=config.margin),
-            n_candidates=N_SUBSETS if branch == "single_pass" else None,
+            candidates=range(N_SUBSETS) if branch == "single_pass" else None,
         )
         found = {"champion": champion}
         if branch != "single_pass":
             every = tuple(range(train.logits.shape[1]))
-            found["late_fusion_singles"] = _fixed_set(SINGLES, train, valid, config)
-            found["late_fusion_all"] = _fixed_set(every, train, valid, config)
+            found["late_fusion_singles"] = fixed_set(SINGLES, train, valid, config)
+            found["late_fusion_all"] = fixed_set(every, train, valid, config)
         _save_selection(run, config, branch, found, everyone)
         tick()
 
@@ -170,6 +195,34 @@ def read_selection(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a branch's heads and scores, and how the search went."""
     return checkpoint.restore(run.path / "selection" / branch)
+
+
+def pool_name(branch: HeadName, index: int) -> str:
+    """Return the printed name of a pool position: [HP] with context, (HA) without."""
+    ((where, name),) = reads(branch, [index])
+    return f"({name})" if where == "closed_book" else f"[{name}]"
+
+
+def selection_story(run: RunDir, branch: HeadName) -> dict[str, Any]:
+    """Return how the search went, with printed names."""
+    _, found = read_selection(run, branch)
+
+    def named(candidates: dict[str, float]) -> dict[str, float]:
+        return {pool_name(branch, int(i)): a for i, a in candidates.items()}
+
+    rounds = [
+        {
+            "added": pool_name(branch, r["added"]),
+            "auroc": r["auroc"],
+            "candidates": named(r["candidates"]),
+        }
+        for r in found["rounds"]
+    ]
+    return {
+        "rounds": rounds,
+        "selected": [pool_name(branch, i) for i in found["members"]],
+        "stop": found["stop"],
+    }
 
 
 SELECT = Stage(

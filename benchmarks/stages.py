@@ -3,20 +3,20 @@
 from pathlib import Path
 from typing import Any
 
+from benchmarks.ablate_stage import ABLATE, ablation_story
+from benchmarks.exhaustive_stage import EXHAUSTIVE, ranking_story
 from benchmarks.label_stages import labelled_by
 from benchmarks.presets import RunConfig
+from benchmarks.publishing import asked_for, read_result_rows, rows_file
 from benchmarks.report import ReportData, write_report
 from benchmarks.result_stages import (
     CALIBRATE,
     CONTROL,
     EVALUATE,
     read_json,
-    read_result_rows,
-    rows_file,
-    selection_story,
 )
 from benchmarks.results import ResultTable, read_rows
-from benchmarks.select_stage import SELECT
+from benchmarks.select_stage import SELECT, selection_story
 from benchmarks.stage import Progress, Stage, Update
 from benchmarks.sweep_stage import SWEEP
 from benchmarks.tables import as_text, controller_table, detection_table
@@ -50,13 +50,17 @@ def _facts(run: RunDir, config: RunConfig) -> dict[str, str]:
 
 
 def _seconds(run: RunDir) -> dict[str, float]:
-    records = {name: run.stage_record(name) for name in IN_ORDER}
+    names = (*IN_ORDER, *asked_for(run))
+    records = {name: run.stage_record(name) for name in names}
     return {name: r.seconds for name, r in records.items() if r is not None}
 
 
 def report_data(run: RunDir, config: RunConfig) -> ReportData:
     """Collect what the report shows from the run's files."""
     control = read_json(run.control / "control.json")
+    asked = asked_for(run)
+    ranked = SETTINGS if "exhaustive" in asked else ()
+    ranking = {setting: ranking_story(run, setting) for setting in ranked}
     return ReportData(
         facts=_facts(run, config),
         stage_seconds=_seconds(run),
@@ -67,6 +71,8 @@ def report_data(run: RunDir, config: RunConfig) -> ReportData:
         reliability=read_json(run.path / "reliability.json"),
         control={k: control[k] for k in ("tau", "budget", "cap", "frontier")},
         cases=control["cases"],
+        ranking=ranking,
+        ablations=ablation_story(run) if "ablate" in asked else {},
     )
 
 
@@ -84,6 +90,7 @@ REPORT = Stage(
         run.control,
         rows_file(run, "evaluate"),
         rows_file(run, "control"),
+        *(rows_file(run, name) for name in asked_for(run)),
     ],
     outputs=lambda run: [run.report, run.results],
     work=_report,
@@ -105,6 +112,9 @@ STAGES: dict[str, Stage] = {
         REPORT,
     )
 }
+
+ON_REQUEST: dict[str, Stage] = {stage.name: stage for stage in (EXHAUSTIVE, ABLATE)}
+"""What a run does only where it is asked for."""
 
 
 def summary(path: Path) -> dict[str, Any]:

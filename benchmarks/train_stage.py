@@ -53,7 +53,7 @@ _split = jax.jit(split_families, static_argnames="dims")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class _Tokens:
+class Tokens:
     """Reads standardised tokens of stored rows, in one padded width."""
 
     store: FeatureStore
@@ -64,7 +64,7 @@ class _Tokens:
     widths: tuple[int, ...]
 
     def __call__(self, where: np.ndarray) -> FamilyTokens:
-        """Read any number of rows, some at a time: one executable serves them all."""
+        """Read rows `[n]` of the store, some at a time: one executable serves all."""
         parts = []
         for start in range(0, len(where), ROWS_AT_ONCE):
             part = where[start : start + ROWS_AT_ONCE]
@@ -79,13 +79,13 @@ class _Tokens:
         return jax.device_put(joined)
 
 
-def _tokens_of(run: RunDir, setting: Setting, store: FeatureStore, rows: Rows):
+def tokens_of(run: RunDir, setting: Setting, store: FeatureStore, rows: Rows) -> Tokens:
     """Fit the standardisation on the training rows."""
     layer = chosen_layer(run)
     shapes = {name: family.shape for name, family in store.spec.families.items()}
     widths = longest_spans(store.spec.spans, setting)
     train = read_features(store, setting, layer, rows.where("train"), widths)
-    return _Tokens(
+    return Tokens(
         store=store,
         setting=setting,
         layer=layer,
@@ -111,7 +111,7 @@ def _kept(path: Path, trained: Trained, key: str) -> None:
     keep(path, {**arrays, **info}, key)
 
 
-def _train_blocks(
+def train_blocks(
     folder: Path,
     key: str,
     encoder: Encoder,
@@ -136,7 +136,7 @@ def _train_blocks(
         yield part
 
 
-def _encode_all(
+def encode_all(
     trained: Trained,
     read: Callable[[np.ndarray], FamilyTokens],
     n_rows: int,
@@ -175,7 +175,7 @@ def _train_setting(
     key = f"{sha256_file(run.sweep)} {sha256_file(run.labels)} {store.id}"
     if _is_trained(run.encoders(setting), key):
         return
-    read = _tokens_of(run, setting, store, rows)
+    read = tokens_of(run, setting, store, rows)
     train_rows, valid_rows = rows.where("train"), rows.where("validation")
     train, valid = read(train_rows), read(valid_rows)
     encoder = Encoder(config.encoder, read.dims)
@@ -190,7 +190,7 @@ def _train_setting(
             labelled(valid, labels[valid_rows]),
         )
         parts = []
-        for part in _train_blocks(
+        for part in train_blocks(
             folder / name, key, encoder, config.train, data, blocks
         ):
             parts.append(part)
@@ -204,8 +204,8 @@ def _train_setting(
         [Member(EVERY_FAMILY, seed) for seed in range(n_seeds)],
     )
     n_rows = len(rows.ids)
-    codes = _encode_all(trained, read, n_rows, encoder)
-    control_codes = _encode_all(chance, read, n_rows, encoder)
+    codes = encode_all(trained, read, n_rows, encoder)
+    control_codes = encode_all(chance, read, n_rows, encoder)
     checkpoint.save(
         run.encoders(setting),
         {

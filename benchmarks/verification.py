@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from benchmarks.publishing import ON_REQUEST
 from benchmarks.stages import IN_ORDER
 from extract.manifest import read_manifest
 from extract.records import SETTINGS
@@ -12,7 +13,7 @@ from jaxprobe import checkpoint
 
 
 def _stage_problems(run: RunDir) -> list[str]:
-    names = (*IN_ORDER, "rewrite", "sample")
+    names = (*IN_ORDER, *ON_REQUEST, "rewrite", "sample")
     gaps = [run.stage_gap(n) for n in names if run.stage_record(n) is not None]
     return [gap for gap in gaps if gap is not None]
 

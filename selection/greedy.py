@@ -32,6 +32,10 @@ class GreedyConfig:
     max_encoders: int | None = None  # None: no limit beside the pool
 
 
+class NoSignalError(ValueError):
+    """No encoder of the pool ranks validation answers better than chance."""
+
+
 class Round(NamedTuple):
     """One round of the search.
 
@@ -155,7 +159,7 @@ def select(
     config: FusionConfig | None = None,
     train_config: TrainConfig | None = None,
     greedy: GreedyConfig | None = None,
-    n_candidates: int | None = None,
+    candidates: Sequence[int] | None = None,
     progress: Callable[[Round], None] | None = None,
 ) -> Selection:
     """Select encoders from a pool by greedy forward search.
@@ -167,26 +171,28 @@ def select(
       config: shape of the heads; slots grow where the set needs more.
       train_config: protocol of the heads.
       greedy: margin and limit.
-      n_candidates: search the first so many of the pool only, in the executable of the
-        whole pool; None searches all.
+      candidates: pool positions to search, in the executable of the whole pool; None
+        searches all.
       progress: called after every round.
 
     Raises:
-      ValueError: if the validation rows have one class only.
+      NoSignalError: if no candidate is better than chance.
+      ValueError: if the validation rows have one class only, or a candidate is not in
+        the pool.
     """
     config, greedy = config or FusionConfig(), greedy or GreedyConfig()
     train_config = train_config or TrainConfig()
-    _check_classes(valid)
+    check_classes(valid)
     n_pool = train.logits.shape[1]
-    n_candidates = n_pool if n_candidates is None else n_candidates
-    limit = min(n_candidates, greedy.max_encoders or n_candidates)
+    searched = _searched(candidates, n_pool)
+    limit = min(len(searched), greedy.max_encoders or n_pool)
     chosen: tuple[int, ...] = ()
     auroc, best_heads, path = 0.5, None, []
     while len(chosen) < limit:
-        candidates = tuple(c for c in range(n_candidates) if c not in chosen)
+        left = tuple(c for c in searched if c not in chosen)
         config = slots_for(config, len(chosen) + 1)
         heads = fit_sets(
-            [tuple(sorted((*chosen, c))) for c in candidates],
+            [tuple(sorted((*chosen, c))) for c in left],
             train,
             valid,
             config=config,
@@ -198,9 +204,9 @@ def select(
         accepted = bool(means[top] - auroc > greedy.margin)
         path.append(
             Round(
-                candidates,
+                left,
                 heads.info.best_auroc,
-                candidates[top],
+                left[top],
                 float(means[top]),
                 accepted,
             )
@@ -209,10 +215,10 @@ def select(
             progress(path[-1])
         if not accepted:
             break
-        chosen, auroc = tuple(sorted((*chosen, candidates[top]))), float(means[top])
+        chosen, auroc = tuple(sorted((*chosen, left[top]))), float(means[top])
         best_heads = (config, *jax.tree.map(lambda x, top=top: x[top], tuple(heads)))
     if best_heads is None:
-        raise ValueError(
+        raise NoSignalError(
             "no encoder reaches a validation AUROC above "
             f"{0.5 + greedy.margin:.4f} (best {path[0].auroc:.4f}): there is no signal "
             "to select from; check labels, or take more training rows"
@@ -220,7 +226,17 @@ def select(
     return Selection(chosen, auroc, tuple(path), *best_heads)
 
 
-def _check_classes(valid: PoolCodes) -> None:
+def _searched(candidates: Sequence[int] | None, n_pool: int) -> tuple[int, ...]:
+    """Return the pool positions to search, in pool order."""
+    found = tuple(range(n_pool) if candidates is None else sorted(set(candidates)))
+    if not found or found[0] < 0 or found[-1] >= n_pool:
+        raise ValueError(
+            f"candidates are positions in a pool of {n_pool} encoders, found {found}"
+        )
+    return found
+
+
+def check_classes(valid: PoolCodes) -> None:
     """Selection needs both classes among the validation rows."""
     used = np.asarray(valid.labels)[np.asarray(valid.weights) > 0]
     if not used.size or used.min() == used.max():

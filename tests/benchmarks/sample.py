@@ -5,6 +5,7 @@ import zlib
 
 from benchmarks.report import ReportData
 from benchmarks.results import ResultRow
+from tests.benchmarks.ablation_sample import ablation_rows, ablations, rankings
 
 SETTINGS = ("closed_book", "with_context")
 PLACES = (
@@ -263,6 +264,7 @@ def frontier():
 def sample_rows():
     """The rows, one of them undefined and one with failed examples."""
     rows = [*detection_rows(), *controller_rows(), *span_rows()]
+    rows += ablation_rows(row, PLACES)
     gone = row(
         "tfidf", "with_context", PLACES[3], "auroc", None, reason="one class only"
     )
@@ -299,5 +301,7 @@ def sample_report(**changes):
         reliability=reliability(),
         control={"tau": 0.6, "budget": 3, "cap": 4.0, "frontier": list(frontier())},
         cases=cases(),
+        ranking=rankings(),
+        ablations=ablations(),
     )
     return ReportData(**(fields | changes))

@@ -8,8 +8,8 @@ from benchmarks.report import missing, render_report, write_report
 from tests.benchmarks.sample import MARKUP, frontier, sample_report, sample_rows
 
 SECTIONS = (
-    "run detection reliability accuracy layers synergy selection controller cases "
-    "checks notes"
+    "run detection reliability accuracy layers synergy selection exhaustive ablations "
+    "controller cases checks notes"
 ).split()
 EMPTY = dict(
     facts={},
@@ -21,6 +21,8 @@ EMPTY = dict(
     reliability={},
     control={},
     cases=[],
+    ranking={},
+    ablations={},
 )
 
 
@@ -146,7 +148,7 @@ def test_tints_follow_the_probability():
 def test_an_empty_run_still_makes_a_page_that_says_so():
     page = render_report(sample_report(**EMPTY))
     outline(page)
-    assert page.count('class="empty"') == 11
+    assert page.count('class="empty"') == 16
     assert "Not in this run: BEATRICE" in page
 
 

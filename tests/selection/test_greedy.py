@@ -80,3 +80,16 @@ def test_validation_rows_of_one_class_are_refused():
     codes = random_codes(50, 0)
     with pytest.raises(ValueError, match="one class"):
         search(codes, codes._replace(labels=jnp.ones(50)))
+
+
+def test_only_the_candidates_are_searched_and_nothing_is_compiled_anew():
+    parts = random_codes(400, 0), random_codes(300, 1)
+    limit = GreedyConfig(max_encoders=1)
+    assert search(*parts, greedy=limit).members[0] in (1, 4)
+    n_traces = fit_heads._cache_size()
+    left = search(*parts, greedy=GreedyConfig(margin=0.01), candidates=[4, 0, 2])
+    assert left.members == (4,) and left.path[0].candidates == (0, 2, 4)
+    assert fit_heads._cache_size() == n_traces
+    for wrong in ([], [N_POOL], [-1, 2]):
+        with pytest.raises(ValueError, match="positions in a pool of 6"):
+            search(*parts, candidates=wrong)

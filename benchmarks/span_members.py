@@ -1,0 +1,159 @@
+"""The champion's encoders trained anew with one token span left out."""
+
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from benchmarks.presets import RunConfig
+from benchmarks.rows import load_rows
+from benchmarks.select_stage import CodesOf, read_selection, reads
+from benchmarks.train_stage import encode_all, read_codes, tokens_of, train_blocks
+from extract.records import SETTINGS, Setting
+from extract.rundir import RunDir
+from jaxprobe.detector import HeadName
+from jaxprobe.encoder import Encoder
+from jaxprobe.grid import Block, Codes, Member, join, labelled
+from jaxprobe.keepsake import keep, recall
+from jaxprobe.spans import all_but, keep_spans
+from jaxprobe.subsets import N_SUBSETS, SUBSET_NAMES
+
+SPANS: dict[Setting, tuple[str, ...]] = {
+    "closed_book": ("question", "answer"),
+    "with_context": ("context", "question", "answer"),
+}
+CHAMPIONS: tuple[HeadName, ...] = ("closed_book", "with_context")
+
+
+def subsets_read(run: RunDir) -> dict[Setting, tuple[int, ...]]:
+    """Return the encoders of each pass that a champion reads, as rows of SUBSETS."""
+    read = [
+        pair
+        for branch in CHAMPIONS
+        for pair in reads(branch, read_selection(run, branch)[1]["members"])
+    ]
+    return {
+        setting: tuple(sorted({SUBSET_NAMES.index(n) for s, n in read if s == setting}))
+        for setting in SETTINGS
+    }
+
+
+def blocks_of(subsets: Sequence[int], n_seeds: int) -> tuple[Block, ...]:
+    """Return the blocks of some subsets, as those of the grid (`default_blocks`)."""
+    seeds = tuple(range(n_seeds))
+    if jax.default_backend() != "cpu":
+        return (Block(tuple(subsets), seeds),)
+    return tuple(Block((k,), (s,)) for s in seeds for k in subsets)
+
+
+def codes_file(folder: Path, setting: Setting, span: str) -> Path:
+    """Return where the codes of a pass without a span lie."""
+    return folder / f"{setting}.without_{span}.safetensors"
+
+
+def train_without_spans(
+    run: RunDir,
+    config: RunConfig,
+    folder: Path,
+    key: str,
+    setting: Setting,
+    subsets: tuple[int, ...],
+    tick: Callable[[], None],
+) -> None:
+    """Train the encoders of a pass, once without each of its spans.
+
+    Every member has the weights, batches and noise it began with in the grid: what
+    differs is the span. Finished members and finished spans are not trained again.
+
+    Args:
+      run: with a trained grid.
+      config: the run's.
+      folder: of the results, and of the members meanwhile.
+      key: identity of all that the members depend on.
+      setting: the pass.
+      subsets: rows of SUBSETS.
+      tick: called after every block.
+    """
+    blocks = blocks_of(subsets, config.train.n_seeds)
+    left = [
+        span
+        for span in SPANS[setting]
+        if not recall(codes_file(folder, setting, span), key)
+    ]
+    for _ in range(len(blocks) * (len(SPANS[setting]) - len(left))):
+        tick()
+    if not left or not subsets:
+        return
+    store, rows = load_rows(run, setting)
+    read = tokens_of(run, setting, store, rows)
+    encoder = Encoder(config.encoder, read.dims)
+    parts = [
+        labelled(read(where), rows.labels[where])
+        for where in (rows.where("train"), rows.where("validation"))
+    ]
+    order = [Member(k, s) for s in range(config.train.n_seeds) for k in subsets]
+    for span in left:
+        mask = all_but(SPANS[setting].index(span), len(SPANS[setting]))
+        data = tuple(p._replace(features=keep_spans(p.features, mask)) for p in parts)
+        members = folder / f"{setting}.without_{span}.members"
+        trained = []
+        for part in train_blocks(members, key, encoder, config.train, data, blocks):
+            trained.append(part)
+            tick()
+        codes = encode_all(
+            join(trained, order),
+            lambda where, mask=mask: keep_spans(read(where), mask),
+            len(rows.ids),
+            encoder,
+        )
+        keep(codes_file(folder, setting, span), codes._asdict(), key)
+        shutil.rmtree(members, ignore_errors=True)
+
+
+def codes_without(
+    folder: Path, key: str, span: str, subsets: dict[Setting, tuple[int, ...]]
+) -> CodesOf:
+    """Return what reads a run's codes, those of the champions' encoders without a span.
+
+    The other encoders keep their codes; no head reads them. So the pool keeps its
+    shape, and a head its place in the pool, its draws and its executable.
+
+    Args:
+      folder: of the codes.
+      key: identity of what they were made from.
+      span: which one was left out.
+      subsets: the encoders that were trained without it, pass by pass.
+    """
+
+    def codes_of(run: RunDir, setting: Setting) -> Codes:
+        codes = read_codes(run, setting)
+        if span not in SPANS[setting] or not subsets[setting]:
+            return codes
+        path = codes_file(folder, setting, span)
+        found = recall(path, key)
+        if found is None:
+            raise ValueError(f"{path} is missing or damaged; run the same line again")
+        return replaced(codes, Codes(**found), subsets[setting])
+
+    return codes_of
+
+
+def replaced(codes: Codes, by: Codes, subsets: tuple[int, ...]) -> Codes:
+    """Put the codes of some encoders in the place of the grid's.
+
+    Args:
+      codes: of the grid, `[n_seeds * 15, ...]`, seed-major.
+      by: of the subsets, `[n_seeds * n_subsets, ...]`, seed-major.
+      subsets: rows of SUBSETS.
+    """
+    n_seeds = len(codes.logits) // N_SUBSETS
+    at = [s * N_SUBSETS + k for s in range(n_seeds) for k in subsets]
+
+    def put(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+        whole = np.array(old)
+        whole[at] = new
+        return whole
+
+    return Codes(put(codes.logits, by.logits), put(codes.pooled, by.pooled))

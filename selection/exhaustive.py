@@ -1,0 +1,212 @@
+"""Every set of a given size, ranked: how good is what the greedy search found?
+
+The paper enumerates all three-encoder sets of a pool (section 4.3): 455 closed-book and
+4,060 with context, each with a head per seed. Calls are as large as a round of the
+greedy search, so that all of them run through the executable the search has compiled.
+Each call's AUROCs are kept on disk, so that a killed enumeration continues.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import math
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxprobe.fit import TrainConfig
+from jaxprobe.fusion import FusionConfig, PoolCodes
+from jaxprobe.keepsake import keep, recall
+from selection.greedy import check_classes, fit_sets, slots_for
+
+SET_SIZE = 3  # of the paper's enumeration
+
+
+class Ranking(NamedTuple):
+    """What every set of a pool reaches on validation.
+
+    Attributes:
+      sets: `[n_sets, set_size]` int32 pool positions, ascending in a set; the sets in
+        lexicographic order.
+      aurocs: `[n_sets, n_seeds]` float32 validation AUROC.
+    """
+
+    sets: np.ndarray
+    aurocs: np.ndarray
+
+    @property
+    def means(self) -> np.ndarray:
+        """Mean over seeds, `[n_sets]` float64."""
+        return self.aurocs.mean(axis=1, dtype=np.float64)
+
+    @property
+    def order(self) -> np.ndarray:
+        """Rows best to worst, `[n_sets]`; the earlier one of a tie first."""
+        return np.argsort(-self.means, kind="stable")
+
+    def row_of(self, members: tuple[int, ...]) -> int:
+        """Return the row of a set.
+
+        Raises:
+          ValueError: no such set was ranked.
+        """
+        is_size = len(members) == self.sets.shape[1]
+        wanted = np.sort(members)[None, :] if is_size else -1
+        found = np.flatnonzero((self.sets == wanted).all(axis=1))
+        if not len(found):
+            raise ValueError(
+                f"the set {tuple(members)} is not among the {len(self.sets)} ranked "
+                f"sets of {self.sets.shape[1]} encoders"
+            )
+        return int(found[0])
+
+    def rank_of(self, members: tuple[int, ...]) -> int:
+        """Return a set's rank, from 1: one more than the number of better sets."""
+        means = self.means
+        return 1 + int((means > means[self.row_of(members)]).sum())
+
+    def gap_of(self, members: tuple[int, ...]) -> float:
+        """Return how far a set's seed-averaged AUROC is below the best set's."""
+        means = self.means
+        return float(means.max() - means[self.row_of(members)])
+
+
+def all_sets(n_pool: int, set_size: int) -> np.ndarray:
+    """Return every set of pool positions, `[n_sets, set_size]` int32.
+
+    Raises:
+      ValueError: the pool is smaller than a set.
+    """
+    if not 1 <= set_size <= n_pool:
+        raise ValueError(
+            f"a pool of {n_pool} encoders has no sets of {set_size}; ask for a size "
+            f"from 1 to {n_pool}"
+        )
+    return np.array(list(itertools.combinations(range(n_pool), set_size)), np.int32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Enumeration:
+    """All sets of one size of one pool, and where finished calls are kept.
+
+    Attributes:
+      train: codes of the training rows.
+      valid: codes of the validation rows.
+      config: shape of the heads.
+      train_config: protocol of the heads.
+      folder: of the pieces, one file per call.
+      set_size: encoders of a set.
+    """
+
+    train: PoolCodes
+    valid: PoolCodes
+    config: FusionConfig
+    train_config: TrainConfig
+    folder: Path
+    set_size: int = SET_SIZE
+
+    def __post_init__(self) -> None:
+        """Refuse validation rows on which nothing can be ranked.
+
+        Raises:
+          ValueError: they have one class only.
+        """
+        check_classes(self.valid)
+
+    @property
+    def n_seeds(self) -> int:
+        """Heads per set."""
+        return self.train.logits.shape[0]
+
+    @property
+    def n_pool(self) -> int:
+        """Encoders of the pool, and sets of a call."""
+        return self.train.logits.shape[1]
+
+    @cached_property
+    def sets(self) -> np.ndarray:
+        """All sets, `[n_sets, set_size]`."""
+        return all_sets(self.n_pool, self.set_size)
+
+    @cached_property
+    def key(self) -> str:
+        """SHA-256 of everything a head depends on."""
+        digest = hashlib.sha256(
+            f"{self.config} {self.train_config} {self.set_size}".encode()
+        )
+        for value in (*self.train, *self.valid):
+            array = np.ascontiguousarray(value)
+            digest.update(f"{array.dtype.str} {array.shape}".encode())
+            digest.update(array.data)
+        return digest.hexdigest()
+
+    def _pieces(self) -> list[tuple[Path, np.ndarray]]:
+        """File and sets of every call."""
+        width = len(str(math.comb(self.n_pool, self.set_size)))
+        return [
+            (
+                self.folder / f"{start:0{width}}.safetensors",
+                self.sets[start : start + self.n_pool],
+            )
+            for start in range(0, len(self.sets), self.n_pool)
+        ]
+
+    def _recalled(self, path: Path, sets: np.ndarray) -> np.ndarray | None:
+        """Return a finished call's AUROCs, `[n_sets, n_seeds]`."""
+        found = recall(path, self.key)
+        if found is None or not np.array_equal(found["sets"], sets):
+            return None
+        return found["aurocs"]
+
+    def n_missing(self) -> int:
+        """Return how many heads have not been trained yet."""
+        missing = (s for p, s in self._pieces() if self._recalled(p, s) is None)
+        return sum(map(len, missing)) * self.n_seeds
+
+    def run(self, tick: Callable[[int], None] | None = None) -> Ranking:
+        """Train every head that is missing, and rank all sets.
+
+        Args:
+          tick: told after every call how many heads it has trained.
+        """
+        shape = slots_for(self.config, self.set_size)
+        parts = []
+        for path, sets in self._pieces():
+            aurocs = self._recalled(path, sets)
+            if aurocs is None:
+                heads = fit_sets(
+                    [tuple(map(int, members)) for members in sets],
+                    self.train,
+                    self.valid,
+                    config=shape,
+                    train_config=self.train_config,
+                    n_calls=self.n_pool,
+                )
+                aurocs = np.asarray(heads.info.best_auroc)
+                keep(path, {"sets": sets, "aurocs": aurocs}, self.key)
+                if tick is not None:
+                    tick(aurocs.size)
+            parts.append(aurocs)
+        return Ranking(self.sets, np.concatenate(parts))
+
+
+def carried(ranking: Ranking, traits: np.ndarray, n_bins: int) -> np.ndarray:
+    """How many encoders of a set carry a trait, along the ranking, best to worst.
+
+    The ribbon of the paper's figure of all combinations: a local mean, here over equal
+    parts of the ranking.
+
+    Args:
+      ranking: of all sets.
+      traits: `[n_traits, n_pool]` bool, such as "reads hidden states with context".
+      n_bins: parts of the ranking.
+
+    Returns:
+      `[n_traits, n_bins]` mean number of encoders, from 0 to the size of a set.
+    """
+    counts = traits[:, ranking.sets[ranking.order]].sum(axis=2)
+    parts = np.array_split(counts, min(n_bins, counts.shape[1]), axis=1)
+    return np.stack([part.mean(axis=1) for part in parts], axis=1)

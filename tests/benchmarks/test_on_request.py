@@ -1,0 +1,122 @@
+"""What a run does only where it is asked for: rankings and ablations."""
+
+import numpy as np
+import pytest
+
+from benchmarks.ablate_stage import candidates_without, undefined_rows, variants
+from benchmarks.exhaustive_stage import _rank_rows, traits
+from benchmarks.publishing import publish, read_result_rows, rows_file
+from benchmarks.rows import Rows
+from benchmarks.span_members import blocks_of, replaced
+from extract.rundir import RunDir
+from jaxprobe.features import FAMILIES
+from jaxprobe.grid import Codes, Member
+from jaxprobe.subsets import N_SUBSETS, SUBSET_NAMES, subset_index
+from selection.exhaustive import Ranking, all_sets
+from tests.benchmarks.sample import PLACES, row
+
+
+def some_rows():
+    n = 4
+    return Rows(
+        setting="with_context",
+        ids=np.array(["a", "b", "c", "d"]),
+        datasets=np.array(["microworld"] * n),
+        splits=np.array(["validation", "validation", "test", "test"]),
+        variants=np.array(["original"] * n),
+        labels=np.array([True, False, True, False]),
+        is_labelled=np.array([True, True, True, False]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "n_pool"), [("closed_book", 15), ("with_context", 30)]
+)
+def test_without_a_family_only_the_encoders_that_do_not_read_it_are_left(
+    setting, n_pool
+):
+    for family, letter in zip(FAMILIES, "HPRA", strict=True):
+        left = candidates_without(setting, n_pool, family)
+        assert len(left) == n_pool // 15 * 7  # 2^3 - 1 subsets of the other three
+        assert all(letter not in SUBSET_NAMES[i % N_SUBSETS] for i in left)
+
+
+def test_the_variants_are_four_families_and_the_settings_spans():
+    spans = ["without_question_span", "without_answer_span"]
+    families = ["without_hidden", "without_prob", "without_resid", "without_attn"]
+    assert variants("closed_book") == families + spans
+    assert variants("with_context") == [*families, "without_context_span", *spans]
+
+
+def test_the_codes_of_retrained_encoders_take_the_place_of_the_old_ones():
+    grid = np.arange(2 * N_SUBSETS, dtype=np.float32)
+    codes = Codes(np.repeat(grid[:, None], 3, 1), np.zeros((30, 3, 4)))
+    subsets = (subset_index("P"), subset_index("HA"))
+    new = Codes(-np.ones((4, 3)) * np.arange(1, 5)[:, None], np.ones((4, 3, 4)))
+    found = replaced(codes, new, subsets)
+    at = [1, 8, 16, 23]  # P and HA of seed 0, then of seed 1
+    np.testing.assert_array_equal(found.logits[at][:, 0], [-1, -2, -3, -4])
+    others = np.setdiff1d(np.arange(30), at)
+    np.testing.assert_array_equal(found.logits[others], codes.logits[others])
+    np.testing.assert_array_equal(found.pooled.any(axis=(1, 2)).nonzero()[0], at)
+    assert not codes.pooled.any()  # what was given is left as it was
+
+
+def test_blocks_hold_every_subset_with_every_seed_once():
+    members = [m for block in blocks_of((4, 1), 2) for m in block.members]
+    assert members == [Member(4, 0), Member(1, 0), Member(4, 1), Member(1, 1)]
+
+
+def test_a_search_that_found_nothing_is_null_with_its_reason():
+    found = undefined_rows("without_prob", some_rows())
+    assert [(r.split, r.metric, r.n, r.n_failed) for r in found] == [
+        ("validation", "auroc", 2, 0),
+        ("validation", "auprc", 2, 0),
+        ("test", "auroc", 1, 1),
+        ("test", "auprc", 1, 1),
+    ]
+    assert all(r.value is None and "better than chance" in r.reason for r in found)
+
+
+def test_greedys_place_is_three_rows():
+    aurocs = np.array([[0.5], [0.75], [0.875], [0.625]], np.float32)
+    ranking = Ranking(all_sets(4, 3), aurocs)
+    found = {r.metric: r.value for r in _rank_rows(ranking, (0, 1, 3), some_rows())}
+    assert found == {"rank": 2, "n_sets": 4, "auroc_gap": 0.125}
+
+
+def test_traits_part_the_pool_by_family_and_pass():
+    found = traits("with_context", 30)
+    assert list(found)[:2] == ["H:closed_book", "H:with_context"]
+    assert {int(t.sum()) for t in found.values()} == {8}  # subsets that hold a family
+    assert not (found["P:closed_book"] & found["P:with_context"]).any()
+    assert list(traits("closed_book", 15)) == [f"{x}:closed_book" for x in "HPRA"]
+
+
+class Notes(list):
+    """A progress that keeps its lines."""
+
+    note = list.append
+
+
+def test_rows_asked_for_are_published_until_they_are_out_of_date(tmp_path):
+    with RunDir.open(tmp_path / "run", {"seed": 0}) as run:
+        run.labels.write_text("one")
+        notes = Notes()
+        ours = row("champion", "closed_book", PLACES[1], "auroc", 0.9)
+        asked = row(
+            "without_hidden", "closed_book", PLACES[1], "auroc", 0.8,
+            experiment="ablation",
+        )  # fmt: skip
+        publish(run, "evaluate", [ours], notes)
+        publish(run, "ablate", [asked], notes)
+        inputs = run.hash_inputs(run.labels)
+        run.mark_stage("ablate", inputs, 1.0, [rows_file(run, "ablate")])
+        publish(run, "evaluate", [ours], notes)
+        assert read_result_rows(run) == [ours, asked] and not notes
+        run.labels.write_text("two")
+        publish(run, "evaluate", [ours], notes)
+        assert read_result_rows(run) == [ours]
+        assert "out of date" in notes[0] and "--ablations" in notes[0]
+        publish(run, "ablate", [asked], notes)
+        assert read_result_rows(run) == [ours, asked]

@@ -1,0 +1,184 @@
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import rankdata, spearmanr
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import roc_auc_score
+
+from jaxprobe.fit import TrainConfig
+from jaxprobe.fusion import FusionConfig, PoolCodes, fit_heads
+from selection.exhaustive import Enumeration, Ranking, all_sets, carried
+from selection.greedy import GreedyConfig, fit_sets, select
+from tests.selection.test_greedy import random_codes
+
+TRAIN = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=8)
+FUSION = FusionConfig(hidden=8, n_slots=4)
+KNOWING = (0, 2, 5)
+CODES = random_codes(600, 0, KNOWING), random_codes(500, 1, KNOWING)
+
+
+def enumeration(folder, **changes):
+    train, valid = CODES
+    fields = dict(train=train, valid=valid, config=FUSION, train_config=TRAIN)
+    return Enumeration(**(fields | {"folder": folder} | changes))
+
+
+@pytest.fixture(scope="module")
+def ranking(tmp_path_factory):
+    return enumeration(tmp_path_factory.mktemp("pieces")).run()
+
+
+def brute_force():
+    """Another program: scikit-learn on the encoders' scores, set by set, seed by seed.
+
+    In the planted codes everything an encoder knows is in its score.
+    """
+    train, valid = CODES
+    found = {}
+    for members in itertools.combinations(range(6), 3):
+        aurocs = []
+        for seed in range(2):
+            rows, valid_rows = (
+                np.asarray(part.logits)[seed, list(members)].T for part in CODES
+            )
+            model = LogisticRegression().fit(rows, np.asarray(train.labels))
+            scores = model.decision_function(valid_rows)
+            aurocs.append(roc_auc_score(np.asarray(valid.labels), scores))
+        found[members] = np.mean(aurocs)
+    return found
+
+
+def test_the_best_set_is_that_of_a_brute_force_by_another_program(ranking):
+    theirs = brute_force()
+    ours = dict(zip(map(tuple, ranking.sets.tolist()), ranking.means, strict=True))
+    assert ours.keys() == theirs.keys()
+    assert max(ours, key=ours.get) == max(theirs, key=theirs.get) == KNOWING
+    both = [(ours[s], theirs[s]) for s in ours]
+    assert spearmanr(both).statistic > 0.8  # 10 of 20 sets tie but for noise
+    assert max(abs(a - b) for a, b in both) < 0.06  # 500 rows: s.e. 0.02
+
+
+def test_every_auroc_is_that_of_the_head_trained_for_its_set_alone(ranking):
+    for row in (0, 7, 19):
+        members = tuple(ranking.sets[row].tolist())
+        alone = fit_sets([members], *CODES, config=FUSION, train_config=TRAIN)
+        np.testing.assert_allclose(
+            ranking.aurocs[row],
+            alone.info.best_auroc[0],
+            atol=2e-3,  # sums
+        )
+
+
+def test_the_numbers_of_sets_are_the_papers():
+    assert len(all_sets(15, 3)) == 455 and len(all_sets(30, 3)) == 4060
+    assert (455 + 4060) * 3 == 13545
+    assert len({tuple(s) for s in all_sets(7, 3)}) == math.comb(7, 3)
+    with pytest.raises(ValueError, match="no sets of 4"):
+        all_sets(3, 4)
+
+
+def test_greedy_and_the_enumeration_share_one_executable_per_setting(tmp_path):
+    for number, n_rows in enumerate((320, 360)):  # two settings: two shapes
+        train, valid = random_codes(n_rows, 3), random_codes(200, 4)
+        shape = dict(config=FUSION, train_config=TRAIN)
+        before = fit_heads._cache_size()
+        select(train, valid, greedy=GreedyConfig(max_encoders=2), **shape)
+        assert fit_heads._cache_size() == before + 1
+        folder = tmp_path / str(number)
+        Enumeration(train=train, valid=valid, folder=folder, **shape).run()
+        assert fit_heads._cache_size() == before + 1
+
+
+def test_what_greedy_scored_is_what_the_enumeration_scores(ranking):
+    found = select(
+        *CODES,
+        config=FUSION,
+        train_config=TRAIN,
+        greedy=GreedyConfig(margin=-1.0, max_encoders=3),
+    )
+    assert found.members == KNOWING
+    assert ranking.rank_of(found.members) == 1 and ranking.gap_of(found.members) == 0
+    assert ranking.means[ranking.row_of(found.members)] == pytest.approx(
+        found.auroc, abs=1e-6
+    )
+    third = found.path[-1]
+    for candidate, aurocs in zip(third.candidates, third.aurocs, strict=True):
+        two = set(found.members) - {third.best}
+        row = ranking.row_of(tuple(two | {candidate}))
+        np.testing.assert_array_equal(ranking.aurocs[row], aurocs)
+
+
+def test_a_rank_counts_the_better_sets_and_ties_share_it():
+    aurocs = np.array(
+        [[0.625, 0.875], [0.75, 0.75], [0.875, 0.875], [0.5, 0.5]], np.float32
+    )
+    ranking = Ranking(all_sets(4, 3), aurocs)
+    theirs = rankdata(-aurocs.mean(axis=1), method="min")
+    sets = [tuple(s) for s in ranking.sets.tolist()]
+    assert [ranking.rank_of(s) for s in sets] == theirs.tolist() == [2, 2, 1, 4]
+    assert ranking.order.tolist() == [2, 0, 1, 3]
+    assert ranking.gap_of(sets[3]) == 0.375
+    assert ranking.rank_of(sets[1][::-1]) == 2
+    for wrong in ((0, 1), (0, 1, 9)):
+        with pytest.raises(ValueError, match="not among the 4 ranked"):
+            ranking.rank_of(wrong)
+
+
+class Stopped(Exception):
+    """The run was killed here."""
+
+
+def test_a_killed_enumeration_continues_behind_its_last_call(tmp_path, ranking):
+    calls = []
+
+    def stop_at_the_second(n_heads):
+        calls.append(n_heads)
+        if len(calls) == 2:
+            raise Stopped
+
+    search = enumeration(tmp_path)
+    assert search.n_missing() == 20 * 2
+    with pytest.raises(Stopped):
+        search.run(stop_at_the_second)
+    again = enumeration(tmp_path)
+    assert calls == [12, 12] and again.n_missing() == 16
+    rest = []
+    found = again.run(rest.append)
+    assert rest == [12, 4] and again.n_missing() == 0
+    np.testing.assert_array_equal(found.aurocs, ranking.aurocs)
+    assert enumeration(tmp_path).run(pytest.fail).aurocs.shape == (20, 2)
+
+
+def test_a_damaged_or_foreign_piece_is_trained_again(tmp_path, ranking):
+    search = enumeration(tmp_path)
+    search.run()
+    piece = sorted(tmp_path.iterdir())[1]
+    whole = bytearray(piece.read_bytes())
+    whole[-3] ^= 0x10
+    piece.write_bytes(whole)
+    assert enumeration(tmp_path).n_missing() == 12
+    np.testing.assert_array_equal(enumeration(tmp_path).run().aurocs, ranking.aurocs)
+    other = dataclasses.replace(TRAIN, max_epochs=7)
+    assert enumeration(tmp_path, train_config=other).n_missing() == 40
+    flipped = CODES[1]._replace(labels=1 - CODES[1].labels)
+    assert enumeration(tmp_path, valid=flipped).n_missing() == 40
+
+
+def test_validation_rows_of_one_class_are_refused(tmp_path):
+    one = PoolCodes(*CODES[1])._replace(labels=np.ones(500, np.float32))
+    with pytest.raises(ValueError, match="one class"):
+        enumeration(tmp_path, valid=one)
+
+
+def test_the_ribbon_counts_what_the_sets_carry():
+    sets = all_sets(4, 3)  # 012, 013, 023, 123
+    aurocs = np.array([[0.1], [0.4], [0.3], [0.2]], np.float32)
+    traits = np.array([[False, False, False, True], [True, True, False, False]])
+    found = carried(Ranking(sets, aurocs), traits, n_bins=4)
+    np.testing.assert_array_equal(found, [[1, 1, 1, 0], [2, 1, 1, 2]])
+    halves = carried(Ranking(sets, aurocs), traits, n_bins=2)
+    np.testing.assert_array_equal(halves, [[1, 0.5], [1.5, 1.5]])
+    assert carried(Ranking(sets, aurocs), traits, n_bins=60).shape == (2, 4)
