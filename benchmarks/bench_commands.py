@@ -13,6 +13,8 @@ BENCHES = {
     "oracle": "benchmarks.bench_extraction:oracle",
     "extract": "benchmarks.bench_extraction:extract",
     "select": "benchmarks.bench_selection:select",
+    "resume": "benchmarks.bench_resume:resume",
+    "precision": "benchmarks.bench_precision:precision",
 }
 
 

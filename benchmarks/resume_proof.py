@@ -1,0 +1,274 @@
+"""Extraction killed at random moments, beside one that nobody interrupts.
+
+Both do what `beatrice extract` does, each time in a process of its own, on the same
+answers. The kills are SIGKILL, spread over the whole extraction: each comes a random
+while after a random number of ranges is committed, also during the start of a process.
+Processes are forked from a server that has imported the libraries and done nothing
+else, since starting one from nothing takes longer than what lies between two kills.
+"""
+
+import dataclasses
+import multiprocessing
+import random
+import shutil
+import time
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from benchmarks.presets import PresetName, RunConfig, make_config
+from benchmarks.torch_stages import extract_worker, open_backbone
+from extract.atomic import sha256_file, write_text_atomic
+from extract.keeping import Kept
+from extract.pipeline import answers_file, make_requests, write_world
+from extract.prompts import TEMPLATES
+from extract.records import SETTINGS, Answer, Example, read_records, write_lines
+from extract.rundir import RunDir
+from extract.store import done_ranges, open_store
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload([__name__])
+_POLL_S = 0.02
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResumeConfig:
+    """What is extracted, and how often it is killed.
+
+    Attributes:
+      n_examples: questions, the first of the preset's; every setting and wording of
+        each is one sequence.
+      n_kills: SIGKILLs.
+      seed: of their moments.
+      preset: of the run.
+      kept: what is kept of the signals.
+      n_threads: of Torch.
+    """
+
+    n_examples: int = 5000
+    n_kills: int = 20
+    seed: int = 0
+    preset: PresetName = "demo"
+    kept: Kept = Kept()
+    n_threads: int = 1
+
+    def run_config(self) -> RunConfig:
+        """Return the configuration of both runs."""
+        made = make_config(self.preset, kept=self.kept)
+        return dataclasses.replace(made, n_threads=self.n_threads)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResumeProof:
+    """What came of it.
+
+    Attributes:
+      n_sequences: stored sequences.
+      n_ranges: ranges of both settings.
+      n_kills: processes that were killed.
+      n_torn: kills that left files of a range that was not committed.
+      n_before: ranges committed at each kill.
+      n_files: files compared.
+      n_bytes: their bytes.
+      differing: files that differ, or that one side lacks.
+      whole_seconds: wall time of the uninterrupted process.
+      killed_seconds: wall time of all processes of the killed run.
+    """
+
+    n_sequences: int
+    n_ranges: int
+    n_kills: int
+    n_torn: int
+    n_before: tuple[int, ...]
+    n_files: int
+    n_bytes: int
+    differing: tuple[str, ...]
+    whole_seconds: float
+    killed_seconds: float
+
+
+def prove(
+    folder: Path, config: ResumeConfig, progress: Callable[[int, int], None]
+) -> ResumeProof:
+    """Extract twice, once killed again and again, and compare every file.
+
+    Args:
+      folder: an empty directory; two runs are left in it.
+      config: how much and how often.
+      progress: told kills done and to do.
+
+    Raises:
+      ValueError: the preset has fewer questions, or a process fails by itself.
+    """
+    whole = _make_run(folder / "whole", config)
+    killed = RunDir(folder / "killed")
+    shutil.copytree(whole.path, killed.path, ignore=shutil.ignore_patterns("lock"))
+    _import_first()
+    began = time.monotonic()
+    _finish(whole, config)
+    whole_seconds = time.monotonic() - began
+    stores = [open_store(whole.features(setting)) for setting in SETTINGS]
+    n_ranges = sum(store.spec.n_ranges for store in stores)
+    began = time.monotonic()
+    n_before, n_torn = _kill_again_and_again(
+        killed, config, n_ranges, whole_seconds, progress
+    )
+    _finish(killed, config)
+    n_files, n_bytes, differing = compare(whole.path, killed.path)
+    return ResumeProof(
+        n_sequences=sum(len(store.spec.keys) for store in stores),
+        n_ranges=n_ranges,
+        n_kills=len(n_before),
+        n_torn=n_torn,
+        n_before=tuple(n_before),
+        n_files=n_files,
+        n_bytes=n_bytes,
+        differing=differing,
+        whole_seconds=whole_seconds,
+        killed_seconds=time.monotonic() - began,
+    )
+
+
+def _make_run(path: Path, config: ResumeConfig) -> RunDir:
+    """Make a run with questions and answers; the answers are the gold ones.
+
+    What is extracted need not be what the model would say, and this takes seconds.
+    """
+    made = config.run_config()
+    with RunDir.open(path, made.as_json()) as run:
+        write_world(run, made.world, made.questions)
+        examples = list(read_records(run.examples, Example))
+        if not 0 < config.n_examples <= len(examples):
+            raise ValueError(
+                f"the {config.preset} preset has {len(examples)} questions, expected 1 "
+                f"to that many, found {config.n_examples}"
+            )
+        examples = examples[: config.n_examples]
+        write_text_atomic(run.examples, write_lines(examples))
+        backbone = open_backbone(made)
+        gold = {example.id: example.golds[0] for example in examples}
+        answers = []
+        for request in make_requests(examples, backbone, TEMPLATES[made.template]):
+            text = gold[request.example_id]
+            ids = backbone.tokenizer(" " + text, add_special_tokens=False)["input_ids"]
+            answers.append(
+                Answer(
+                    example_id=request.example_id,
+                    setting=request.setting,
+                    variant=request.variant,
+                    text=text,
+                    prompt_ids=request.prompt.ids,
+                    token_ids=tuple(ids),
+                    stop_id=backbone.tokenizer.eos_token_id,
+                    context_span=request.prompt.context_span,
+                )
+            )
+        write_text_atomic(answers_file(run), write_lines(answers))
+    return run
+
+
+def _extract(path: Path, config: RunConfig) -> None:
+    """Do what `beatrice extract` does; what each process runs."""
+    with RunDir.open(path, config.as_json()) as run:
+        extract_worker(run, config, lambda done, total: None, (0, 1))
+
+
+def _import_first() -> None:
+    """Wait until the server has its imports, which are no part of an extraction."""
+    process = _FORKS.Process(target=time.monotonic)
+    process.start()
+    process.join()
+
+
+def _start(run: RunDir, config: ResumeConfig) -> BaseProcess:
+    """Start the extraction in a process of its own."""
+    process = _FORKS.Process(target=_extract, args=(run.path, config.run_config()))
+    process.start()
+    return process
+
+
+def _finish(run: RunDir, config: ResumeConfig) -> None:
+    """Let an extraction run to its end."""
+    process = _start(run, config)
+    process.join()
+    if process.exitcode:
+        raise ValueError(
+            f"the extraction of {run.path} failed by itself with exit code "
+            f"{process.exitcode}; its message is above"
+        )
+
+
+def _n_committed(run: RunDir) -> int:
+    """Count the commit records of both settings."""
+    return sum(1 for _ in (run.path / "features").glob("*/commits/*/*.json"))
+
+
+def _kill_again_and_again(
+    run: RunDir,
+    config: ResumeConfig,
+    n_ranges: int,
+    whole_seconds: float,
+    progress: Callable[[int, int], None],
+) -> tuple[list[int], int]:
+    """Start and kill; return the ranges committed at each kill, and torn kills."""
+    rng = random.Random(config.seed)
+    range_seconds = whole_seconds / n_ranges
+    # Not among the last, which are over before the kill.
+    last = max(1, n_ranges * 9 // 10)
+    targets = sorted(rng.randrange(last) for _ in range(config.n_kills))
+    n_before, n_torn = [], 0
+    for number, target in enumerate(targets):
+        process = _start(run, config)
+        if _n_committed(run) >= target:
+            # Already there: somewhere between its start and its first ranges.
+            time.sleep(rng.uniform(0.0, 4 * range_seconds))
+        while _n_committed(run) < target and process.is_alive():
+            time.sleep(_POLL_S)
+        time.sleep(rng.uniform(0.0, 2 * range_seconds))
+        if not process.is_alive():
+            break  # it was faster than the kill
+        process.kill()
+        process.join()
+        n_before.append(_n_committed(run))
+        n_torn += any(_is_torn(run.features(setting)) for setting in SETTINGS)
+        progress(number + 1, config.n_kills)
+    return n_before, n_torn
+
+
+def _is_torn(features: Path) -> bool:
+    """Tell whether a store has files of a range that is not committed."""
+    if not (features / "index.json").exists():
+        return features.exists()
+    store = open_store(features)
+    done = done_ranges(store)
+    return any(
+        (features / key).exists()
+        for range_id in range(store.spec.n_ranges)
+        if range_id not in done
+        for name in store.spec.families
+        for key in store.shard_keys(range_id, name)
+    )
+
+
+def compare(whole: Path, killed: Path) -> tuple[int, int, tuple[str, ...]]:
+    """Return how many files and bytes of two runs' features there are, and which differ.
+
+    Args:
+      whole: a run; the bytes are its own.
+      killed: the other.
+    """
+    sides = [_hashes(path / "features") for path in (whole, killed)]
+    names = sorted(sides[0].keys() | sides[1].keys())
+    differing = [name for name in names if sides[0].get(name) != sides[1].get(name)]
+    n_bytes = sum(size for _, size in sides[0].values())
+    return len(names), n_bytes, tuple(differing)
+
+
+def _hashes(folder: Path) -> dict[str, tuple[str, int]]:
+    """Return SHA-256 and size of every file by its name."""
+    return {
+        path.relative_to(folder).as_posix(): (sha256_file(path), path.stat().st_size)
+        for path in folder.rglob("*")
+        # A killed writer's temporary, which TensorStore replaces or ignores.
+        if path.is_file() and path.suffix != ".__lock"
+    }
