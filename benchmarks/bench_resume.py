@@ -18,7 +18,7 @@ from extract.console import Progress, quiet
     default=5000,
     show_default=True,
     type=click.IntRange(min=1),
-    help="Microworld questions; each wording of each setting is a sequence.",
+    help="Of the store: a question in one setting and wording is one.",
 )
 @click.option(
     "--kills",
@@ -54,10 +54,9 @@ def resume(examples: int, kills: int, seed: int, as_json: bool, **options: Any) 
         click.echo(json.dumps(dataclasses.asdict(found)))
     else:
         click.echo(
-            f"{found.n_sequences} sequences of {examples} questions in "
-            f"{found.n_ranges} ranges; {found.n_kills} kills, {found.n_torn} of them "
-            f"with a range half written; {found.n_files} files, {found.n_bytes} bytes, "
-            f"{len(found.differing)} files differ; "
+            f"{found.n_examples} examples in {found.n_ranges} ranges; {found.n_kills} "
+            f"kills, {found.n_torn} of them with a range half written; {found.n_files} "
+            f"files, {found.n_bytes} bytes, {len(found.differing)} files differ; "
             f"{found.whole_seconds:.0f} s uninterrupted, {found.killed_seconds:.0f} s "
             "killed"
         )

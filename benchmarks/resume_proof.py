@@ -36,8 +36,7 @@ class ResumeConfig:
     """What is extracted, and how often it is killed.
 
     Attributes:
-      n_examples: questions, the first of the preset's; every setting and wording of
-        each is one sequence.
+      n_examples: stored examples: every setting and wording of a question is one.
       n_kills: SIGKILLs.
       seed: of their moments.
       preset: of the run.
@@ -63,7 +62,7 @@ class ResumeProof:
     """What came of it.
 
     Attributes:
-      n_sequences: stored sequences.
+      n_examples: stored examples.
       n_ranges: ranges of both settings.
       n_kills: processes that were killed.
       n_torn: kills that left files of a range that was not committed.
@@ -75,7 +74,7 @@ class ResumeProof:
       killed_seconds: wall time of all processes of the killed run.
     """
 
-    n_sequences: int
+    n_examples: int
     n_ranges: int
     n_kills: int
     n_torn: int
@@ -98,7 +97,7 @@ def prove(
       progress: told kills done and to do.
 
     Raises:
-      ValueError: the preset has fewer questions, or a process fails by itself.
+      ValueError: the preset has fewer examples, or a process fails by itself.
     """
     whole = _make_run(folder / "whole", config)
     killed = RunDir(folder / "killed")
@@ -111,12 +110,12 @@ def prove(
     n_ranges = sum(store.spec.n_ranges for store in stores)
     began = time.monotonic()
     n_before, n_torn = _kill_again_and_again(
-        killed, config, n_ranges, whole_seconds, progress
+        killed, config, n_ranges, whole_seconds / n_ranges, progress
     )
     _finish(killed, config)
     n_files, n_bytes, differing = compare(whole.path, killed.path)
     return ResumeProof(
-        n_sequences=sum(len(store.spec.keys) for store in stores),
+        n_examples=sum(len(store.spec.keys) for store in stores),
         n_ranges=n_ranges,
         n_kills=len(n_before),
         n_torn=n_torn,
@@ -137,34 +136,37 @@ def _make_run(path: Path, config: ResumeConfig) -> RunDir:
     made = config.run_config()
     with RunDir.open(path, made.as_json()) as run:
         write_world(run, made.world, made.questions)
-        examples = list(read_records(run.examples, Example))
-        if not 0 < config.n_examples <= len(examples):
-            raise ValueError(
-                f"the {config.preset} preset has {len(examples)} questions, expected 1 "
-                f"to that many, found {config.n_examples}"
-            )
-        examples = examples[: config.n_examples]
-        write_text_atomic(run.examples, write_lines(examples))
-        backbone = open_backbone(made)
-        gold = {example.id: example.golds[0] for example in examples}
-        answers = []
-        for request in make_requests(examples, backbone, TEMPLATES[made.template]):
-            text = gold[request.example_id]
-            ids = backbone.tokenizer(" " + text, add_special_tokens=False)["input_ids"]
-            answers.append(
-                Answer(
-                    example_id=request.example_id,
-                    setting=request.setting,
-                    variant=request.variant,
-                    text=text,
-                    prompt_ids=request.prompt.ids,
-                    token_ids=tuple(ids),
-                    stop_id=backbone.tokenizer.eos_token_id,
-                    context_span=request.prompt.context_span,
-                )
-            )
+        answers = _gold_answers(run, made, config.n_examples)
         write_text_atomic(answers_file(run), write_lines(answers))
     return run
+
+
+def _gold_answers(run: RunDir, made: RunConfig, n_examples: int) -> list[Answer]:
+    """Return the gold answers to the first questions, in every setting and wording."""
+    backbone, answers = open_backbone(made), list[Answer]()
+    tokenizer = backbone.tokenizer
+    for example in read_records(run.examples, Example):
+        gold = example.golds[0]
+        ids = tokenizer(" " + gold, add_special_tokens=False)["input_ids"]
+        answers += (
+            Answer(
+                example_id=request.example_id,
+                setting=request.setting,
+                variant=request.variant,
+                text=gold,
+                prompt_ids=request.prompt.ids,
+                token_ids=tuple(ids),
+                stop_id=tokenizer.eos_token_id,
+                context_span=request.prompt.context_span,
+            )
+            for request in make_requests([example], backbone, TEMPLATES[made.template])
+        )
+        if len(answers) >= n_examples:
+            return answers[:n_examples]
+    raise ValueError(
+        f"the {made.preset} preset has {len(answers)} examples to extract, expected at "
+        f"least {n_examples}; ask for fewer"
+    )
 
 
 def _extract(path: Path, config: RunConfig) -> None:
@@ -207,24 +209,27 @@ def _kill_again_and_again(
     run: RunDir,
     config: ResumeConfig,
     n_ranges: int,
-    whole_seconds: float,
+    pace: float,
     progress: Callable[[int, int], None],
 ) -> tuple[list[int], int]:
-    """Start and kill; return the ranges committed at each kill, and torn kills."""
+    """Start and kill; return the ranges committed at each kill, and torn kills.
+
+    `pace` is the seconds a range took without kills.
+    """
     rng = random.Random(config.seed)
-    range_seconds = whole_seconds / n_ranges
     # Not among the last, which are over before the kill.
     last = max(1, n_ranges * 9 // 10)
     targets = sorted(rng.randrange(last) for _ in range(config.n_kills))
     n_before, n_torn = [], 0
     for number, target in enumerate(targets):
-        process = _start(run, config)
-        if _n_committed(run) >= target:
-            # Already there: somewhere between its start and its first ranges.
-            time.sleep(rng.uniform(0.0, 4 * range_seconds))
+        process, began = _start(run, config), time.monotonic()
+        n_first = _n_committed(run)
         while _n_committed(run) < target and process.is_alive():
             time.sleep(_POLL_S)
-        time.sleep(rng.uniform(0.0, 2 * range_seconds))
+        if n_first < target:  # the machine may be busier or idler than it was
+            pace = (time.monotonic() - began) / (_n_committed(run) - n_first or 1)
+        # A target that is met already means a kill between the start and a range.
+        time.sleep(rng.uniform(0.0, pace if n_first < target else 2 * pace))
         if not process.is_alive():
             break  # it was faster than the kill
         process.kill()
@@ -251,7 +256,7 @@ def _is_torn(features: Path) -> bool:
 
 
 def compare(whole: Path, killed: Path) -> tuple[int, int, tuple[str, ...]]:
-    """Return how many files and bytes of two runs' features there are, and which differ.
+    """Return how many files and bytes two runs' features have, and which differ.
 
     Args:
       whole: a run; the bytes are its own.

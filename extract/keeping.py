@@ -130,8 +130,8 @@ def stored_bytes(
     """Return the bytes that a choice takes, per family.
 
     These are the values alone. A store adds a checksum per chunk and a list of chunks
-    per file, and rounds a range up to whole chunks; a test holds it to
-    one percent where chunks are full.
+    per file, and rounds a range up to whole chunks: less than one percent where the
+    chunks are full.
 
     Args:
       shapes: as `model_shapes` gives them; layers that are not kept are left out.
