@@ -141,7 +141,7 @@ def stored_bytes(
     """
     layers, width = shapes["hidden"]
     if kept.hidden_layers is not None:
-        if any(layer >= layers for layer in kept.hidden_layers):
+        if any(not 0 <= layer < layers for layer in kept.hidden_layers):
             raise ValueError(
                 f"hidden_layers: expected entries of 0 (embedding) to {layers - 1}, "
                 f"found {list(kept.hidden_layers)}"
