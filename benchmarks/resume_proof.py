@@ -3,21 +3,19 @@
 Both do what `beatrice extract` does, each time in a process of its own, on the same
 answers. The kills are SIGKILL, spread over the whole extraction: each comes a random
 while after a random number of ranges is committed, also during the start of a process.
-Processes are forked from a server that has imported the libraries and done nothing
-else, since starting one from nothing takes longer than what lies between two kills.
 """
 
 import dataclasses
-import multiprocessing
+import math
 import random
 import shutil
 import time
 from collections.abc import Callable
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from benchmarks.presets import PresetName, RunConfig, make_config
-from benchmarks.torch_stages import extract_worker, open_backbone
+from benchmarks.resume_worker import Death, live, n_committed
+from benchmarks.torch_stages import open_backbone
 from extract.atomic import sha256_file, write_text_atomic
 from extract.keeping import Kept
 from extract.pipeline import answers_file, make_requests, write_world
@@ -25,10 +23,6 @@ from extract.prompts import TEMPLATES
 from extract.records import SETTINGS, Answer, Example, read_records, write_lines
 from extract.rundir import RunDir
 from extract.store import done_ranges, open_store
-
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload([__name__])
-_POLL_S = 0.02
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,17 +96,21 @@ def prove(
     whole = _make_run(folder / "whole", config)
     killed = RunDir(folder / "killed")
     shutil.copytree(whole.path, killed.path, ignore=shutil.ignore_patterns("lock"))
-    _import_first()
     began = time.monotonic()
-    _finish(whole, config)
+    spent = live(whole, config.run_config())
     whole_seconds = time.monotonic() - began
     stores = [open_store(whole.features(setting)) for setting in SETTINGS]
     n_ranges = sum(store.spec.n_ranges for store in stores)
+    if n_ranges < 2:
+        raise ValueError(
+            f"{config.n_examples} examples are one range, which is too few to be "
+            "killed between; ask for more"
+        )
     began = time.monotonic()
     n_before, n_torn = _kill_again_and_again(
-        killed, config, n_ranges, whole_seconds / n_ranges, progress
+        killed, config, n_ranges, spent / n_ranges, progress
     )
-    _finish(killed, config)
+    live(killed, config.run_config())
     n_files, n_bytes, differing = compare(whole.path, killed.path)
     return ResumeProof(
         n_examples=sum(len(store.spec.keys) for store in stores),
@@ -169,42 +167,6 @@ def _gold_answers(run: RunDir, made: RunConfig, n_examples: int) -> list[Answer]
     )
 
 
-def _extract(path: Path, config: RunConfig) -> None:
-    """Do what `beatrice extract` does; what each process runs."""
-    with RunDir.open(path, config.as_json()) as run:
-        extract_worker(run, config, lambda done, total: None, (0, 1))
-
-
-def _import_first() -> None:
-    """Wait until the server has its imports, which are no part of an extraction."""
-    process = _FORKS.Process(target=time.monotonic)
-    process.start()
-    process.join()
-
-
-def _start(run: RunDir, config: ResumeConfig) -> BaseProcess:
-    """Start the extraction in a process of its own."""
-    process = _FORKS.Process(target=_extract, args=(run.path, config.run_config()))
-    process.start()
-    return process
-
-
-def _finish(run: RunDir, config: ResumeConfig) -> None:
-    """Let an extraction run to its end."""
-    process = _start(run, config)
-    process.join()
-    if process.exitcode:
-        raise ValueError(
-            f"the extraction of {run.path} failed by itself with exit code "
-            f"{process.exitcode}; its message is above"
-        )
-
-
-def _n_committed(run: RunDir) -> int:
-    """Count the commit records of both settings."""
-    return sum(1 for _ in (run.path / "features").glob("*/commits/*/*.json"))
-
-
 def _kill_again_and_again(
     run: RunDir,
     config: ResumeConfig,
@@ -214,27 +176,19 @@ def _kill_again_and_again(
 ) -> tuple[list[int], int]:
     """Start and kill; return the ranges committed at each kill, and torn kills.
 
-    `pace` is the seconds a range took without kills.
+    `pace` is the CPU seconds of a range.
     """
     rng = random.Random(config.seed)
     # Not among the last, which are over before the kill.
-    last = max(1, n_ranges * 9 // 10)
-    targets = sorted(rng.randrange(last) for _ in range(config.n_kills))
+    targets = sorted(rng.randrange(n_ranges * 9 // 10) for _ in range(config.n_kills))
     n_before, n_torn = [], 0
     for number, target in enumerate(targets):
-        process, began = _start(run, config), time.monotonic()
-        n_first = _n_committed(run)
-        while _n_committed(run) < target and process.is_alive():
-            time.sleep(_POLL_S)
-        if n_first < target:  # the machine may be busier or idler than it was
-            pace = (time.monotonic() - began) / (_n_committed(run) - n_first or 1)
         # A target that is met already means a kill between the start and a range.
-        time.sleep(rng.uniform(0.0, pace if n_first < target else 2 * pace))
-        if not process.is_alive():
+        longest = 2 * pace * (1 + (n_committed(run) >= target))
+        death = Death(n_committed=target, seconds=rng.uniform(0.0, longest))
+        if not math.isnan(live(run, config.run_config(), death)):
             break  # it was faster than the kill
-        process.kill()
-        process.join()
-        n_before.append(_n_committed(run))
+        n_before.append(n_committed(run))
         n_torn += any(_is_torn(run.features(setting)) for setting in SETTINGS)
         progress(number + 1, config.n_kills)
     return n_before, n_torn
