@@ -15,6 +15,8 @@ BENCHES = {
     "train": "benchmarks.bench_training:train",
     "store": "benchmarks.bench_store:store",
     "select": "benchmarks.bench_selection:select",
+    "resume": "benchmarks.bench_resume:resume",
+    "precision": "benchmarks.bench_precision:precision",
 }
 
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from benchmarks.keepoptions import keep_as_asked, keep_options, take_kept
 from benchmarks.modelcommands import answer, label, rewrite, sample
-from benchmarks.opening import RUN_DIR, config_of, do, do_on_request, opened
+from benchmarks.opening import RUN_DIR, do, do_on_request, opened
 from extract.console import Progress, quiet
 
 __all__ = [
@@ -61,15 +62,16 @@ def _new_run_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
     ):
         command = option(command)
-    return command
+    return keep_options(command)
 
 
-def _make_config(preset: str, model: str, answer_span: str, seed: int) -> "RunConfig":
+def _make_config(**options: Any) -> "RunConfig":
     """Return a new run's configuration; a wrong model is found before it is made."""
     from benchmarks.presets import make_config
     from extract.backbone import check_name
+    from extract.keeping import Kept
 
-    config = make_config(preset, model=model, seed=seed, answer_span=answer_span)
+    config = make_config(kept=Kept(**take_kept(options)), **options)
     check_name(config.model_path)
     return config
 
@@ -170,24 +172,28 @@ def evaluate(run_dir: Path, ablations: bool) -> None:
 
 @click.command()
 @RUN_DIR
-def extract(run_dir: Path) -> None:
+@keep_options
+def extract(run_dir: Path, **options: Any) -> None:
     """Read the four signal families of every answer into the feature store.
 
-    Under torchrun, SLURM or a Kubernetes indexed job every process does its part.
+    What is kept may be chosen here as long as nothing is extracted; by default it is
+    what the run was made with. Under torchrun, SLURM or a Kubernetes indexed job
+    every process does its part.
 
     Example: torchrun --nproc-per-node 2 -m beatrice extract runs/demo
     """
     from extract.ranks import rank_and_world_size
 
     rank, world_size = rank_and_world_size()
+    config = keep_as_asked(run_dir, take_kept(options), exclusive=world_size == 1)
     if world_size == 1:
-        do(run_dir, "extract")
+        do(run_dir, "extract", config=config)
         return
     from benchmarks.torch_stages import extract_worker
     from extract.rundir import RunDir
 
     quiet()
-    config, progress = config_of(run_dir), Progress()
+    progress = Progress()
     with RunDir.open(run_dir, config.as_json(), exclusive=False) as run:
         with progress.stage(f"extract {rank}/{world_size}") as update:
             extract_worker(run, config, update, (rank, world_size))

@@ -9,6 +9,7 @@ import dataclasses
 from typing import Any, Literal, get_args
 
 from extract.embedded import EMBEDDED, model_path
+from extract.keeping import Kept, kept_of
 from extract.microworld import WorldConfig
 from extract.plan import ExtractConfig
 from extract.prompts import TemplateName
@@ -75,8 +76,16 @@ def make_config(
     model: str = EMBEDDED,
     seed: int = 0,
     answer_span: AnswerSpan = "emitting",
+    kept: Kept | None = None,
 ) -> RunConfig:
     """Return a preset's configuration.
+
+    Args:
+      preset: sizes.
+      model: directory or Hub id of the backbone, or "embedded".
+      seed: of training, selection and bootstrap.
+      answer_span: see `extract.signals.sequence_of`.
+      kept: what is kept of the answers' signals; None takes the defaults.
 
     Raises:
       ValueError: no such preset.
@@ -93,7 +102,10 @@ def make_config(
         "template": "short",
         "world": WorldConfig(),
         "extract": ExtractConfig(
-            tokens_per_batch=4096, rows_per_shard=4096, answer_span=answer_span
+            **dataclasses.asdict(kept or Kept()),
+            tokens_per_batch=4096,
+            rows_per_shard=4096,
+            answer_span=answer_span,
         ),
     }
     return RunConfig(**shared, **(_smoke(seed) if preset == "smoke" else _demo(seed)))
@@ -165,6 +177,7 @@ def config_from_manifest(found: dict[str, Any]) -> RunConfig:
             model=found["model"],
             seed=found["seed"],
             answer_span=found["extract"]["answer_span"],
+            kept=kept_of(found["extract"]),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(

@@ -101,6 +101,8 @@ def _calibrate(run: RunDir, config: RunConfig, update: Update, progress: Progres
             "template": config.template,
             "model": config.model,
             "answer_span": config.extract.answer_span,
+            "dtype": store.spec.families["hidden"].dtype,
+            "scalars": store.spec.families["prob"].dtype,
         },
     ).save(run.detector)
 

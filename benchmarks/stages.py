@@ -46,6 +46,7 @@ def _facts(run: RunDir, config: RunConfig) -> dict[str, str]:
         "Layer of the hidden states": str(read_json(run.sweep)["layer"]),
         "Training seeds": str(config.train.n_seeds),
         "Answer span": config.extract.answer_span,
+        "Kept": config.extract.in_words(),
     }
 
 

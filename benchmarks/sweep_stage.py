@@ -54,6 +54,10 @@ def _sweep(run: RunDir, config: RunConfig, update: Update, progress: Progress) -
     # One layer serves both settings, as in the paper: the best of their mean.
     mean = np.mean([np.mean(f["auroc"], axis=1) for f in found.values()], axis=0)
     best = found[SETTINGS[0]]["layers"][int(np.argmax(mean))]
+    if len(layers) == 1:
+        progress.note(
+            f"sweep: the store keeps layer {best} alone, so there is nothing to choose"
+        )
     write_json_atomic(run.sweep, {"layer": best, "settings": found})
 
 

@@ -26,7 +26,6 @@ from jaxprobe.features import (
     FamilyDims,
     FamilyTokens,
     Standardizer,
-    fit_standardizer,
     split_families,
 )
 from jaxprobe.fit import FitInfo, TrainConfig
@@ -43,7 +42,12 @@ from jaxprobe.grid import (
     labelled,
 )
 from jaxprobe.keepsake import keep, recall
-from jaxprobe.reading import family_dims, longest_spans, read_features
+from jaxprobe.reading import (
+    family_dims,
+    fit_reading,
+    longest_spans,
+    read_features,
+)
 from jaxprobe.subsets import subset_index
 
 ROWS_AT_ONCE = 1024  # examples standardised and encoded together, to bound memory
@@ -82,15 +86,15 @@ class Tokens:
 def tokens_of(run: RunDir, setting: Setting, store: FeatureStore, rows: Rows) -> Tokens:
     """Fit the standardisation on the training rows."""
     layer = chosen_layer(run)
-    shapes = {name: family.shape for name, family in store.spec.families.items()}
+    dims = family_dims(store)
     widths = longest_spans(store.spec.spans, setting)
     train = read_features(store, setting, layer, rows.where("train"), widths)
     return Tokens(
         store=store,
         setting=setting,
         layer=layer,
-        dims=family_dims(shapes),
-        standardizer=fit_standardizer(train),
+        dims=dims,
+        standardizer=fit_reading(train, dims),
         widths=widths,
     )
 

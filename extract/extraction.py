@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from extract.family import scale_name
 from extract.plan import (
     ExtractConfig,
     ExtractionPlan,
@@ -16,8 +17,10 @@ from extract.plan import (
     TokenSequence,
     plan_extraction,
 )
+from extract.precision import Encoded, encode
 from extract.records import Answer
 from extract.store import FeatureStore, done_ranges
+from extract.storespec import StoreSpec
 from extract.storewrite import StoreWriter, create_store
 
 
@@ -40,12 +43,64 @@ class ExtractionReport:
     seconds: float
 
 
-def _is_finite(values: np.ndarray) -> bool:
-    """Tell whether nothing is NaN or infinite (`np.isfinite` is slow on bfloat16)."""
-    if values.dtype.itemsize == 2:
-        exponent = 0x7C00 if values.dtype == np.float16 else 0x7F80
-        return bool(((values.view(np.uint16) & exponent) != exponent).all())
-    return bool(np.isfinite(values).all())
+@dataclasses.dataclass
+class _Losses:
+    """What the stored type cannot hold, counted over one family of one range."""
+
+    n_invalid: int = 0
+    n_overflowed: int = 0
+    answers: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
+
+    def add(self, encoded: Encoded, key: tuple[str, ...]) -> None:
+        """Count those of one answer."""
+        self.n_invalid += encoded.n_invalid
+        self.n_overflowed += encoded.n_overflowed
+        if encoded.n_invalid or encoded.n_overflowed:
+            self.answers.append(key)
+
+    def refuse(self, name: str, dtype: str, where: str) -> None:
+        """Raise if there are any."""
+        if not self.answers:
+            return
+        raise ValueError(
+            f"family {name!r} of answer {self.answers[0]} (and {len(self.answers) - 1} "
+            f"more in {where}) has values that {dtype} cannot hold or that are not "
+            f"numbers: {self.n_overflowed} overflow, {self.n_invalid} were NaN or "
+            "infinite when read; nothing of this range is stored; use a wider "
+            "dtype (bf16, fp32), or leave these answers out"
+        )
+
+
+class _RangeRows:
+    """One family of one range, as it is stored, filled answer by answer."""
+
+    def __init__(self, spec: StoreSpec, name: str, range_id: int) -> None:
+        """Make room for the family, and for its scales if it is int8."""
+        self._spec, self._name = spec, name
+        self._start, stop = spec.range_rows(range_id, name)
+        names = [name, scale_name(name)]
+        self.arrays = {
+            part: np.empty(
+                (stop - self._start, *spec.families[part].shape),
+                spec.families[part].numpy_dtype,
+            )
+            for part in names[: 1 + (spec.families[name].dtype == "int8")]
+        }
+        self.losses = _Losses()
+
+    def put(self, example: int, reading: np.ndarray) -> None:
+        """Keep of an answer's reading `[n_tokens, …]` what the family keeps."""
+        offsets = self._spec.family_offsets(self._name)[example : example + 2]
+        token = int(self._spec.first_tokens(self._name)[example])
+        first, last = (offsets - self._start).tolist()
+        encoded = encode(
+            reading[token : token + last - first],
+            self._spec.families[self._name].dtype,
+        )
+        self.arrays[self._name][first:last] = encoded.codes
+        if encoded.scales is not None:
+            self.arrays[scale_name(self._name)][first:last] = encoded.scales
+        self.losses.add(encoded, self._spec.keys[example])
 
 
 def _read_range(
@@ -56,25 +111,15 @@ def _read_range(
 ) -> dict[str, np.ndarray]:
     """Read one range; returns `[n_rows, …]` per family in the stored type."""
     spec = plan.spec
-    start, stop = spec.range_rows(range_id)
-    rows = {
-        name: np.empty((stop - start, *family.shape), family.numpy_dtype)
-        for name, family in spec.families.items()
-    }
+    rows = {name: _RangeRows(spec, name, range_id) for name in reader.shapes}
     for batch in plan.batches[range_id]:
         readings = reader.read([sequences[example] for example in batch])
         for example, reading in zip(batch, readings, strict=True):
-            first, last = (spec.offsets[example : example + 2] - start).tolist()
-            for name, values in rows.items():
-                with np.errstate(over="ignore"):  # found below, with the answer's name
-                    values[first:last] = getattr(reading, name)
-                if not _is_finite(values[first:last]):
-                    raise ValueError(
-                        f"family {name!r} of answer {spec.keys[example]} has values "
-                        f"that {values.dtype} cannot hold or that are not numbers; "
-                        "read with a wider dtype, or leave this answer out"
-                    )
-    return rows
+            for name, kept in rows.items():
+                kept.put(example, getattr(reading, name))
+    for name, kept in rows.items():
+        kept.losses.refuse(name, spec.families[name].dtype, f"range {range_id}")
+    return {part: a for kept in rows.values() for part, a in kept.arrays.items()}
 
 
 def _write_ranges(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from extract.atomic import sync_folder, write_temporary
+from extract.atomic import sync_folder, write_json_atomic, write_temporary
 from extract.provenance import package_versions, utc_now
 
 
@@ -66,6 +66,17 @@ def agree_on_manifest(path: Path, config: Mapping[str, Any]) -> None:
             f"{path} holds a run with {here}; you asked for {there}; "
             "choose another directory, or repeat that run's options"
         )
+
+
+def amend_manifest(path: Path, config: Mapping[str, Any]) -> None:
+    """Replace the configuration of a run directory in one step.
+
+    The caller has seen that nothing in the directory depends on what changes. Workers
+    that do this at once write the same bytes.
+    """
+    manifest = read_manifest(path)
+    manifest["config"] = json.loads(json.dumps(config, allow_nan=False))
+    write_json_atomic(manifest_file(path), manifest)
 
 
 def refuse_foreign(path: Path) -> None:

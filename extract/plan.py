@@ -11,7 +11,9 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from extract.storespec import Family, StoreSpec
+from extract.family import Family
+from extract.keeping import Kept, kept_families
+from extract.storespec import StoreSpec
 
 _SHARD_BYTES = 128 << 20
 _FEWEST_ROWS = 256
@@ -48,28 +50,23 @@ class Reader(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExtractConfig:
-    """How answers are read.
+class ExtractConfig(Kept):
+    """How answers are read, and what is kept of them.
 
     Attributes:
-      hidden_layers: entries of the resid axis to keep (0 is the embedding); None
-        keeps what the reader was built with.
-      dtype: how `hidden` is stored; the other families are float32. bfloat16 keeps
-        the range of the residual stream, float16 overflows at 65504.
       answer_span: see `extract.signals.sequence_of`.
       tokens_per_batch: most tokens of a batch, padding included; a longer sequence
         is a batch of its own.
       rows_per_shard: tokens per file, a power of two; None chooses by `n_rows_of`.
     """
 
-    hidden_layers: tuple[int, ...] | None = None
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     answer_span: Literal["emitting", "literal"] = "emitting"
     tokens_per_batch: int = 16384
     rows_per_shard: int | None = None
 
     def __post_init__(self) -> None:
         """Check the fields that nobody else checks."""
+        super().__post_init__()
         if self.tokens_per_batch < 1:
             raise ValueError(
                 f"tokens_per_batch must be at least 1, found {self.tokens_per_batch}"
@@ -102,14 +99,28 @@ class ExtractionPlan:
         return list(range(rank, self.spec.n_ranges, world_size))
 
 
-def n_rows_of(lengths: np.ndarray, families: Mapping[str, Family]) -> int:
+def n_rows_of(
+    lengths: np.ndarray, families: Mapping[str, Family], n_answer: int | None = None
+) -> int:
     """Choose the rows of a shard: a power of two, from the answers alone.
 
     As many as fit in 128 MiB of the widest family, but few enough for 64 ranges, so
     that workers share the load and an interruption costs little; at least 256.
+
+    Args:
+      lengths: `[n_examples]` tokens.
+      families: what is stored.
+      n_answer: tokens of all answer spans; None counts a family of the answer span
+        as if it kept every token.
     """
-    widest = max(family.row_bytes for family in families.values())
-    most = max(1, min(_SHARD_BYTES // widest, int(lengths.sum()) // _WANTED_RANGES))
+    n_tokens = int(lengths.sum())
+    n_kept = {"all": n_tokens, "answer": n_tokens if n_answer is None else n_answer}
+    # Bytes per token of an example, whether or not that token has a row.
+    widest = max(
+        family.row_bytes * n_kept[family.spans] // n_tokens
+        for family in families.values()
+    )
+    most = max(1, min(_SHARD_BYTES // max(1, widest), n_tokens // _WANTED_RANGES))
     return max(_FEWEST_ROWS, 1 << (most.bit_length() - 1))
 
 
@@ -148,20 +159,16 @@ def _store_spec(
 ) -> StoreSpec:
     """Fix the store; see `plan_extraction`."""
     lengths = np.array([len(item.ids) for item in sequences], dtype=np.int64)
-    families = {
-        name: Family(
-            shape=tuple(shape),
-            dtype=config.dtype if name == "hidden" else "float32",
-            by_layer=name == "hidden",
-        )
-        for name, shape in reader.shapes.items()
-    }
+    spans = np.stack([item.spans for item in sequences]).astype(np.int64)
+    n_answer = int((spans[:, 2, 1] - spans[:, 2, 0]).sum())
+    families = kept_families(reader.shapes, config)
+    rows = config.rows_per_shard or n_rows_of(lengths, families, n_answer)
     return StoreSpec(
         families=families,
         keys=tuple(keys),
         lengths=lengths,
-        spans=np.stack([item.spans for item in sequences]).astype(np.int64),
-        rows_per_shard=config.rows_per_shard or n_rows_of(lengths, families),
+        spans=spans,
+        rows_per_shard=rows,
         hidden_layers=tuple(reader.hidden_layers),
         fingerprint={
             **fingerprint,

@@ -13,13 +13,16 @@ Glossary of axes (repeated in the README):
 
 Families: `hidden [n_rows, n_layers_kept, d_model]`, `prob [n_rows, 5]`,
 `resid [n_rows, 4·n_layers]`, `attn [n_rows, 2, 2, n_attention_layers, n_heads]`.
+`hidden` may keep the answer span alone, and may be int8: then `hidden_scale
+[n_rows, n_layers_kept]` lies beside it, and reading `hidden` gives float32.
 
 Ranges. Consecutive examples form a *range* as long as their tokens fit in
 `rows_per_shard` rows, and every range starts at a shard boundary; an example that
 is longer has a range of several shards to itself. So workers that own different
 ranges never share a file, and the bytes do not depend on who wrote them. The rest
-of a range's last shard is never written and takes no room. Readers never see this:
-`read_rows` counts tokens of all examples end to end, without gaps.
+of a range's last shard is never written and takes no room, and so is what a family
+of the answer span alone does not fill. Readers never see this: `read_rows` counts a
+family's rows over all examples end to end, without gaps.
 
 A range is done when its commit record exists, which is written after the data.
 What is absent or damaged raises; it is never NaN, zero, or left out.
@@ -35,6 +38,8 @@ from pathlib import Path
 import numpy as np
 import tensorstore as ts
 
+from extract.family import scale_name
+from extract.precision import decode
 from extract.storearrays import as_url, cause_of, open_arrays, open_kvstore
 from extract.storespec import StoreSpec, parse_index, parse_spec
 
@@ -82,15 +87,18 @@ class Ragged:
     Attributes:
       values: `[n_rows, …]`; example i is `values[starts[i]:starts[i] + lengths[i]]`.
       starts: `[n_examples]` int64.
-      lengths: `[n_examples]` int64.
+      lengths: `[n_examples]` int64, rows of each example.
+      first_tokens: `[n_examples]` int64, the token of each example that its first row
+        is of; 0 where every token has a row.
     """
 
     values: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
+    first_tokens: np.ndarray
 
     def example(self, i: int) -> np.ndarray:
-        """Return example i as `[n_tokens, …]`, without a copy."""
+        """Return the rows of example i, without a copy."""
         return self.values[self.starts[i] : self.starts[i] + self.lengths[i]]
 
 
@@ -144,7 +152,7 @@ def _family_array(
 def _read_blocks(
     store: FeatureStore, name: str, layer: int | None, blocks: Sequence[tuple[int, int]]
 ) -> np.ndarray:
-    """Read token-row blocks `[start, stop)` into one array, in the order given."""
+    """Read row blocks `[start, stop)`, in this order, as they are stored."""
     array, shape = _family_array(store, name, layer)
     n_rows = sum(stop - start for start, stop in blocks)
     values = np.empty((n_rows, *shape), store.spec.families[name].numpy_dtype)
@@ -152,7 +160,7 @@ def _read_blocks(
     pending: list[tuple[int, ts.WriteFutures]] = []
     row = in_flight = 0
     for start, stop in blocks:
-        for range_id, stored, n in store.spec.segments(start, stop):
+        for range_id, stored, n in store.spec.segments(start, stop, name):
             _require_committed(store, range_id)
             copy = target[row : row + n].write(array[stored : stored + n])
             pending.append((range_id, copy))
@@ -189,10 +197,29 @@ def _finish(
     pending.clear()
 
 
+def read_stored(store: FeatureStore, start: int, stop: int, name: str) -> np.ndarray:
+    """Read a family's rows `[start, stop)` as they are stored, int8 codes included.
+
+    Raises:
+      ValueError: a range is not extracted or damaged; the message names its files.
+    """
+    return _read_blocks(store, name, None, [(start, stop)])
+
+
+def _read_values(
+    store: FeatureStore, name: str, layer: int | None, blocks: Sequence[tuple[int, int]]
+) -> np.ndarray:
+    """Read row blocks as numbers: int8 codes are multiplied by their scales."""
+    values = _read_blocks(store, name, layer, blocks)
+    if store.spec.families[name].dtype != "int8":
+        return values
+    return decode(values, _read_blocks(store, scale_name(name), layer, blocks))
+
+
 def read_rows(
     store: FeatureStore, start: int, stop: int, family: str, layer: int | None = None
 ) -> np.ndarray:
-    """Read token rows `[start, stop)`, counted over all examples end to end.
+    """Read a family's rows `[start, stop)`, counted over all examples end to end.
 
     Args:
       store: the store.
@@ -202,16 +229,28 @@ def read_rows(
       layer: number of one model layer of a family stored by layer, or None for all.
 
     Returns:
-      `[stop - start, …]` in the family's type; the layer axis is gone if `layer` is
-      given.
+      `[stop - start, …]` in the family's type, float32 of an int8 family; the layer
+      axis is gone if `layer` is given.
 
     Raises:
       ValueError: a range is not extracted or damaged; the message names its files.
     """
-    n_rows = int(store.spec.offsets[-1])
+    _family_array(store, family, layer)
+    n_rows = int(store.spec.family_offsets(family)[-1])
     if not 0 <= start <= stop <= n_rows:
         raise ValueError(f"rows [{start}, {stop}) are outside [0, {n_rows})")
-    return _read_blocks(store, family, layer, [(start, stop)])
+    return _read_values(store, family, layer, [(start, stop)])
+
+
+def _joined(starts: np.ndarray, lengths: np.ndarray) -> list[tuple[int, int]]:
+    """Return row blocks; neighbours become one, which is read in one go."""
+    blocks: list[tuple[int, int]] = []
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        if blocks and blocks[-1][1] == start:
+            blocks[-1] = (blocks[-1][0], start + length)
+        else:
+            blocks.append((start, start + length))
+    return blocks
 
 
 def read_family(
@@ -219,6 +258,7 @@ def read_family(
     family: str,
     examples: Sequence[int] | np.ndarray | slice | None = None,
     layer: int | None = None,
+    span: int | None = None,
 ) -> Ragged:
     """Read one family of several examples into one contiguous array.
 
@@ -227,21 +267,33 @@ def read_family(
       family: name of the family.
       examples: indices in any order, a slice, or None for all.
       layer: as in `read_rows`.
+      span: 0, 1 or 2 for the rows of the context, question or answer alone; None for
+        all that the family keeps.
 
     Raises:
-      ValueError: a range is not extracted or damaged; the message names its files.
+      ValueError: a range is not extracted or damaged (the message names its files),
+        or the family does not keep that span.
     """
+    _family_array(store, family, layer)
     spec = store.spec
     every = np.arange(len(spec.keys))
     chosen = every if examples is None else every[examples]
-    lengths = spec.lengths[chosen]
-    blocks: list[tuple[int, int]] = []
-    for start, length in zip(
-        spec.offsets[chosen].tolist(), lengths.tolist(), strict=True
-    ):
-        if blocks and blocks[-1][1] == start:  # neighbours are read in one go
-            blocks[-1] = (blocks[-1][0], start + length)
-        else:
-            blocks.append((start, start + length))
-    values = _read_blocks(store, family, layer, blocks)
-    return Ragged(values=values, starts=np.cumsum(lengths) - lengths, lengths=lengths)
+    offsets, first_tokens = spec.family_offsets(family), spec.first_tokens(family)
+    starts, lengths = offsets[chosen], (offsets[1:] - offsets[:-1])[chosen]
+    first = first_tokens[chosen]
+    if span is not None:
+        if span != 2 and spec.families[family].spans == "answer":
+            raise ValueError(
+                f"{store.url} keeps {family!r} of the answer span alone; extract again "
+                "with --hidden-spans all"
+            )
+        bounds = spec.spans[chosen, span]
+        starts, lengths = starts + bounds[:, 0] - first, bounds[:, 1] - bounds[:, 0]
+        first = bounds[:, 0]
+    values = _read_values(store, family, layer, _joined(starts, lengths))
+    return Ragged(
+        values=values,
+        starts=np.cumsum(lengths) - lengths,
+        lengths=lengths,
+        first_tokens=first,
+    )

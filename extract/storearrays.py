@@ -45,7 +45,7 @@ def _array_spec(url: str, spec: StoreSpec, name: str) -> dict[str, Any]:
         "metadata": {
             "shape": [int(spec.range_shards[-1]) * rows, *family.shape],
             "data_type": family.dtype,
-            "fill_value": "NaN",
+            "fill_value": 0 if family.dtype == "int8" else "NaN",
             "chunk_grid": {
                 "name": "regular",
                 "configuration": {"chunk_shape": [rows, *family.shape]},

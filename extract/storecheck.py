@@ -2,7 +2,7 @@
 
 import json
 
-from extract.store import FeatureStore, done_ranges, read_rows
+from extract.store import FeatureStore, done_ranges, read_stored
 from extract.storearrays import open_kvstore
 from extract.storewrite import checksums
 
@@ -36,7 +36,8 @@ def _verify_range(store: FeatureStore, range_id: int) -> list[str]:
         return [f"{store.describe(range_id)} has an unreadable commit record {key}"]
     problems = []
     for name in store.spec.families:
-        values = read_rows(store, *store.spec.range_rows(range_id), name)
+        rows = store.spec.range_rows(range_id, name)
+        values = read_stored(store, *rows, name)
         if checksums({name: values})[name] != wanted.get(name):
             files = ", ".join(store.shard_keys(range_id, name))
             problems.append(

@@ -13,60 +13,10 @@ from typing import Any
 
 import numpy as np
 import safetensors.numpy
-import tensorstore as ts
+
+from extract.family import Family, scale_family, scale_name
 
 FORMAT_VERSION = 1
-# A chunk of at most this size is the unit of a read. With 1 MiB writing cost more
-# (250 against 325 MiB per CPU second) and reading a layer cost the same.
-_CHUNK_BYTES = 1 << 18
-_DTYPES = ("bfloat16", "float16", "float32")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Family:
-    """Shape of one family of signals at one token.
-
-    Attributes:
-      shape: the axes behind the row axis.
-      dtype: `bfloat16`, `float16` or `float32`.
-      by_layer: True where the first axis is kept layers that are read one at a
-        time; such a family is chunked so that the others are not touched.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str = "float32"
-    by_layer: bool = False
-
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        if self.dtype not in _DTYPES:
-            raise ValueError(
-                f"a family's dtype is one of {', '.join(_DTYPES)}, not {self.dtype!r}"
-            )
-        if not self.shape or min(self.shape) < 1:
-            raise ValueError(
-                f"a family needs at least one channel per token, found shape "
-                f"{self.shape}; leave an empty family out"
-            )
-
-    @property
-    def numpy_dtype(self) -> np.dtype:
-        """NumPy's type of this family's values."""
-        return np.dtype(getattr(ts, self.dtype).numpy_dtype)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one token."""
-        return int(np.prod(self.shape)) * self.numpy_dtype.itemsize
-
-    def chunk_shape(self, rows_per_shard: int) -> list[int]:
-        """Shape of the unit of a read; its rows divide `rows_per_shard`."""
-        inner = [1, *self.shape[1:]] if self.by_layer else list(self.shape)
-        row_bytes = int(np.prod(inner)) * self.numpy_dtype.itemsize
-        rows = rows_per_shard
-        while rows > 1 and rows * row_bytes > _CHUNK_BYTES:
-            rows //= 2
-        return [rows, *inner]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -120,6 +70,16 @@ class StoreSpec:
                     f"family {name!r} has {family.shape[0]} layers, hidden_layers "
                     f"names {len(self.hidden_layers)}"
                 )
+            self._check_scales(name, family)
+
+    def _check_scales(self, name: str, family: Family) -> None:
+        """Check that an int8 family has its scales beside it."""
+        wanted = scale_family(family) if family.dtype == "int8" else None
+        if wanted is not None and self.families.get(scale_name(name)) != wanted:
+            raise ValueError(
+                f"the int8 family {name!r} needs its scales beside it: a family "
+                f"{scale_name(name)!r} that is {wanted}"
+            )
 
     def _check_spans(self) -> None:
         """Check that spans are inside their examples."""
@@ -156,24 +116,44 @@ class StoreSpec:
         """`[n_examples + 1]` int64: example i owns the token rows from i to i + 1."""
         return np.concatenate([[0], np.cumsum(self.lengths)])
 
+    @functools.cached_property
+    def _answer_offsets(self) -> np.ndarray:
+        """The same as `offsets` for a family that keeps the answer span alone."""
+        lengths = self.spans[:, 2, 1] - self.spans[:, 2, 0]
+        return np.concatenate([[0], np.cumsum(lengths)])
+
+    def family_offsets(self, name: str) -> np.ndarray:
+        """`[n_examples + 1]` int64: example i owns a family's rows from i to i + 1."""
+        is_all = self.families[name].spans == "all"
+        return self.offsets if is_all else self._answer_offsets
+
+    def first_tokens(self, name: str) -> np.ndarray:
+        """`[n_examples]` int64: the token of each example that its first row is of."""
+        is_all = self.families[name].spans == "all"
+        return np.zeros_like(self.lengths) if is_all else self.spans[:, 2, 0]
+
     @property
     def n_ranges(self) -> int:
         """Number of ranges."""
         return len(self.range_examples) - 1
 
-    def range_rows(self, range_id: int) -> tuple[int, int]:
-        """Token rows `[start, stop)` of one range, counted over all examples."""
+    def range_rows(self, range_id: int, name: str | None = None) -> tuple[int, int]:
+        """Rows `[start, stop)` of one range, of a family or (None) of all tokens."""
+        offsets = self.offsets if name is None else self.family_offsets(name)
         first, last = self.range_examples[range_id : range_id + 2]
-        return int(self.offsets[first]), int(self.offsets[last])
+        return int(offsets[first]), int(offsets[last])
 
-    def segments(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Cut token rows at range edges: (range, stored row, number of rows)."""
-        edges = self.offsets[self.range_examples]
+    def segments(
+        self, start: int, stop: int, name: str
+    ) -> Iterator[tuple[int, int, int]]:
+        """Cut a family's rows at range edges: (range, stored row, number of rows)."""
+        edges = self.family_offsets(name)[self.range_examples]
         range_id = int(np.searchsorted(edges, start, side="right")) - 1
         while start < stop:
             shard_row = int(self.range_shards[range_id]) * self.rows_per_shard
             n_rows = min(stop, int(edges[range_id + 1])) - start
-            yield range_id, shard_row + start - int(edges[range_id]), n_rows
+            if n_rows:  # a range may keep no answer token at all
+                yield range_id, shard_row + start - int(edges[range_id]), n_rows
             start, range_id = start + n_rows, range_id + 1
 
     def layer_index(self, name: str, layer: int) -> int:
@@ -196,7 +176,7 @@ class StoreSpec:
         index = {
             "format": "beatrice-features",
             "version": FORMAT_VERSION,
-            "families": {n: dataclasses.asdict(f) for n, f in self.families.items()},
+            "families": {n: f.as_json() for n, f in self.families.items()},
             "keys": self.keys,
             "rows_per_shard": self.rows_per_shard,
             "hidden_layers": self.hidden_layers,

@@ -105,6 +105,7 @@ class StoreWriter:
         futures = [
             store.arrays[name][first : first + len(values)].write(values)
             for name, values in signals.items()
+            if len(values)  # a range may keep no answer token at all
         ]
         record = {"range": range_id, "crc32": checksums(signals)}
         for future in futures:
@@ -117,11 +118,10 @@ def _check_signals(
     store: FeatureStore, range_id: int, signals: Mapping[str, np.ndarray]
 ) -> None:
     """Check names, shapes and types against the spec."""
-    start, stop = store.spec.range_rows(range_id)
-    wanted = {
-        name: ((stop - start, *family.shape), family.numpy_dtype)
-        for name, family in store.spec.families.items()
-    }
+    wanted = {}
+    for name, family in store.spec.families.items():
+        start, stop = store.spec.range_rows(range_id, name)
+        wanted[name] = ((stop - start, *family.shape), family.numpy_dtype)
     found = {name: (value.shape, value.dtype) for name, value in signals.items()}
     if found != wanted:
         raise ValueError(f"{store.describe(range_id)} needs {wanted}, found {found}")

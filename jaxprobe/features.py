@@ -7,7 +7,7 @@ signal families lie side by side in one vector, in the order of `FAMILIES`.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,12 +49,17 @@ class Features(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FamilyDims:
-    """Channels of each family, in the order in which they lie in a token's vector."""
+    """Channels of each family, in the order in which they lie in a token's vector.
+
+    Attributes:
+      hidden_spans: spans whose hidden states are read, all or the answer's alone.
+    """
 
     hidden: int
     prob: int
     resid: int
     attn: int
+    hidden_spans: Literal["all", "answer"] = "all"
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -196,12 +201,19 @@ def split_families(
     """Standardise and lay the families apart, one contiguous array for each.
 
     Apart, an encoder that does not read a family neither gathers nor multiplies it.
+    Hidden states of a span that is not read are exactly zero, whatever was given: a
+    store that kept the answer span alone and a live pass, which has them all, come to
+    the same. No further mask is needed, since a span either has them in every example
+    or in none, and each span has a convolution of its own: zeros there tell nothing.
     """
     standardized = jax.vmap(standardize_span, in_axes=(0, 0, None))
-    spans = [
-        standardized(span, mask, standardizer).transpose(1, 0, 2)
-        for span, mask in zip(features.tokens, features.masks, strict=True)
-    ]
+    spans = []
+    n_before = features.n_spans - 1 if dims.hidden_spans == "answer" else 0
+    for span, mask in zip(features.tokens, features.masks, strict=True):
+        one = standardized(span, mask, standardizer)
+        if len(spans) < n_before:
+            one = one.at[..., dims.slices[0]].set(0.0)
+        spans.append(one.transpose(1, 0, 2))
     tokens = jnp.concatenate(spans)
     return FamilyTokens(
         tuple(tokens[..., s] for s in dims.slices),

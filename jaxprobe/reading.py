@@ -9,24 +9,45 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from extract.records import Setting
-from extract.store import FeatureStore, read_family
-from jaxprobe.features import FAMILIES, FamilyDims, Features
+from extract.store import FeatureStore, Ragged, read_family
+from jaxprobe.features import (
+    FAMILIES,
+    FamilyDims,
+    Features,
+    Standardizer,
+    fit_standardizer,
+)
 
+ANSWER = 2  # of the stored spans
 SPANS: dict[Setting, tuple[int, ...]] = {
     "closed_book": (1, 2),
     "with_context": (0, 1, 2),
 }
 
 
-def family_dims(shapes: Mapping[str, tuple[int, ...]]) -> FamilyDims:
-    """Return the channels of each family; of `hidden`, those of one layer.
+def family_dims(store: FeatureStore) -> FamilyDims:
+    """Return what an encoder reads of a store; of `hidden`, one layer."""
+    families = store.spec.families
+    shapes = {name: families[name].shape for name in FAMILIES}
+    shapes["hidden"] = shapes["hidden"][1:]
+    sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
+    return FamilyDims(**sizes, hidden_spans=families["hidden"].spans)
 
-    Args:
-      shapes: family to the axes behind the row axis, as in the store.
+
+def fit_reading(features: Features, dims: FamilyDims) -> Standardizer:
+    """Fit the standardisation of what is read.
+
+    Hidden states that a store keeps of the answer span alone are fitted on that span:
+    the zeros that stand for the others would shrink the mean and widen the spread.
     """
-    hidden = {"hidden": shapes["hidden"][1:]}
-    sizes = {name: int(np.prod({**shapes, **hidden}[name])) for name in FAMILIES}
-    return FamilyDims(**sizes)
+    found = fit_standardizer(features)
+    if dims.hidden_spans == "all":
+        return found
+    answer = fit_standardizer(Features(features.tokens[-1:], features.masks[-1:]))
+    hidden = dims.slices[0]
+    mean, std = found.mean.copy(), found.std.copy()
+    mean[hidden], std[hidden] = answer.mean[hidden], answer.std[hidden]
+    return Standardizer(mean, std)
 
 
 def pad_span(
@@ -118,34 +139,57 @@ def read_features(
     Raises:
       ValueError: a range is not extracted or damaged.
     """
-    families = {}
-    for name in FAMILIES:
-        ragged = read_family(
+    families = {
+        name: read_family(
             store, name, examples, layer=layer if name == "hidden" else None
         )
-        families[name] = ragged.values
+        for name in FAMILIES
+    }
+    every = families["prob"]
     spans = store.spec.spans if examples is None else store.spec.spans[examples]
-    return assemble(families, ragged.starts, spans, setting, n_tokens)
+    rows = {name: ragged.values for name, ragged in families.items()}
+    if store.spec.families["hidden"].spans == "answer":
+        rows["hidden"] = _spread(families["hidden"], every)
+    return assemble(rows, every.starts, spans, setting, n_tokens)
+
+
+def _spread(kept: Ragged, every: Ragged) -> np.ndarray:
+    """Return kept rows at the tokens they are of, among zeros.
+
+    The zeros stand for states that nobody kept. An encoder never sees them: what it
+    reads of those spans is zero after standardisation, see `split_families`.
+    """
+    spread = np.zeros((len(every.values), *kept.values.shape[1:]), kept.values.dtype)
+    within = np.arange(len(kept.values)) - np.repeat(kept.starts, kept.lengths)
+    first = np.repeat(every.starts + kept.first_tokens, kept.lengths)
+    spread[first + within] = kept.values
+    return spread
 
 
 def mean_answer_states(
-    store: FeatureStore, examples: np.ndarray | None = None, layer: int = 0
+    store: FeatureStore, examples: np.ndarray, layer: int, n_chunk: int = 1024
 ) -> np.ndarray:
     """Return the mean hidden state over the answer span, for the layer sweep.
 
+    Only rows of answer spans are read, once, a few examples at a time.
+
     Args:
       store: an extracted setting.
-      examples: `[n]` indices into the store, or None for all.
+      examples: `[n_examples]` indices into the store.
       layer: entry of the resid axis (0 is the embedding).
+      n_chunk: examples whose rows are in memory together.
 
     Returns:
-      `[n_examples, d_model]` float32.
+      `[n_examples, d_model]` float32; zeros where the span is empty.
     """
-    ragged = read_family(store, "hidden", examples, layer=layer)
-    spans = store.spec.spans if examples is None else store.spec.spans[examples]
-    bounds = ragged.starts[:, None] + spans[:, 2]
-    total = np.cumsum(ragged.values.astype(np.float64), axis=0)
-    total = np.concatenate([np.zeros((1, total.shape[1])), total])
-    lengths = np.maximum(1, bounds[:, 1] - bounds[:, 0])
-    sums = total[bounds[:, 1]] - total[bounds[:, 0]]
-    return (sums / lengths[:, None]).astype(np.float32)
+    d_model = store.spec.families["hidden"].shape[1]
+    means = np.zeros((len(examples), d_model), np.float32)
+    for start in range(0, len(examples), n_chunk):
+        chunk = examples[start : start + n_chunk]
+        ragged = read_family(store, "hidden", chunk, layer=layer, span=ANSWER)
+        some = np.flatnonzero(ragged.lengths)  # `reduceat` has no empty sums
+        if len(some):
+            rows = ragged.values.astype(np.float64)
+            sums = np.add.reduceat(rows, ragged.starts[some], axis=0)
+            means[start + some] = sums / ragged.lengths[some, None]
+    return means

@@ -11,11 +11,12 @@ import numpy as np
 
 from extract.backbone import Backbone
 from extract.generation import GenerationConfig, Request, generate, plan_batches
+from extract.precision import as_written
 from extract.prompts import PromptTemplate, build_prompt, check_text
 from extract.records import Answer, Passage, Setting
 from extract.signals import AnswerSpan, SignalReader, Signals, sequence_of
 from jaxprobe.detector import Detector, Scores
-from jaxprobe.features import Features
+from jaxprobe.features import FAMILIES, Features
 from jaxprobe.reading import SPANS, assemble
 from pgir.controller import Draft
 
@@ -178,9 +179,24 @@ class ProbedBackbone:
             ):
                 signals[i] = one
         return Reading(
-            [one for one in signals if one is not None],
+            [self._as_trained(one) for one in signals if one is not None],
             np.stack([s.spans for s in sequences]),
         )
+
+    def _as_trained(self, signals: Signals) -> Signals:
+        """Round signals as the store that the detector was trained on does.
+
+        So a score is that of the evaluation, also where the store keeps 8 bits.
+        """
+        facts = self.detector.facts
+        kinds = dict.fromkeys(FAMILIES, facts.get("scalars", "float32"))
+        kinds["hidden"] = facts.get("dtype", "float32")
+        rounded = {
+            name: as_written(getattr(signals, name), kind)
+            for name, kind in kinds.items()
+            if kind != "float32"
+        }
+        return dataclasses.replace(signals, **rounded)
 
     def score_closed_book(self, reading: Reading) -> Scores:
         """Return the detector's scores of closed-book answers, `[n]` each."""

@@ -5,10 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from extract.family import Family
 from extract.store import done_ranges, open_store, read_family, read_rows
 from extract.storearrays import as_url
 from extract.storecheck import verify
-from extract.storespec import Family, StoreSpec
+from extract.storespec import StoreSpec
 from extract.storewrite import StoreWriter, create_store
 
 FAMILIES = {

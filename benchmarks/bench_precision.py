@@ -1,0 +1,61 @@
+"""`beatrice bench precision`: what 8 bits, or the answer span alone, cost in AUROC."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+import click
+
+from benchmarks.opening import RUN_DIR, config_of
+from extract.console import Progress, quiet
+
+_HEAD = (
+    "setting",
+    "encoder",
+    "hidden",
+    "spans",
+    "others",
+    "bytes per answer",
+    "AUROC validation",
+    "AUROC test",
+    "test, against fp32 [95 %]",
+    "std over seeds",
+)
+
+
+@click.command()
+@RUN_DIR
+@click.option(
+    "--encoders",
+    default="H",
+    show_default=True,
+    help="Families that are read together, such as H,HPRA.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print rows as JSON lines.")
+def precision(run_dir: Path, encoders: str, as_json: bool) -> None:
+    """Train encoders on the hidden states as each --dtype would store them.
+
+    RUN_DIR is a finished run; it is only read. Its answers are read again in fp32.
+
+    Example: beatrice bench precision runs/demo --encoders H,HPRA
+    """
+    config = config_of(run_dir)
+    if config.xla_flags:  # read once, when JAX starts
+        os.environ.setdefault("XLA_FLAGS", config.xla_flags)
+    from benchmarks.precision_cost import measure
+    from extract.rundir import RunDir
+    from jaxprobe.subsets import subset_index
+
+    names = [name.strip() for name in encoders.split(",")]
+    for name in names:
+        subset_index(name)  # a wrong one is found before anything runs
+    quiet()
+    with Progress().stage("precision") as update:
+        rows = measure(RunDir(run_dir), config, names, update)
+    if as_json:
+        for row in rows:
+            click.echo(json.dumps(dataclasses.asdict(row)))
+        return
+    for cells in (_HEAD, ["---"] * len(_HEAD), *(row.cells() for row in rows)):
+        click.echo("| " + " | ".join(cells) + " |")

@@ -1,0 +1,150 @@
+"""From a store to what the encoders read, with every token or the answer's alone."""
+
+import numpy as np
+import pytest
+
+from extract.family import Family
+from extract.store import read_family
+from extract.storespec import StoreSpec
+from extract.storewrite import StoreWriter, create_store
+from jaxprobe.features import FamilyDims, fit_standardizer, split_families
+from jaxprobe.reading import (
+    family_dims,
+    fit_reading,
+    mean_answer_states,
+    read_features,
+)
+
+N, LAYERS, D = 12, (1, 3), 6
+
+
+def spans_and_lengths():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(6, 14, N)
+    cuts = np.sort(rng.integers(1, lengths[:, None] - 1, (N, 2)), axis=1)
+    spans = np.stack(
+        [
+            np.stack([np.ones_like(lengths), cuts[:, 0]], -1),
+            cuts,
+            np.stack([cuts[:, 1], lengths], -1),
+        ],
+        axis=1,
+    )
+    spans[4, 2] = lengths[4]  # an example with an empty answer
+    return spans.astype(np.int64), lengths.astype(np.int64)
+
+
+@pytest.fixture(scope="module", params=["closed_book", "with_context"])
+def setting(request):
+    return request.param
+
+
+def stored(hidden_spans):
+    """The same signals with the hidden states of all tokens, or of the answers."""
+    spans, lengths = spans_and_lengths()
+    families = {
+        "hidden": Family(
+            shape=(len(LAYERS), D), by_layer=True, spans=hidden_spans, dtype="float32"
+        ),
+        "prob": Family(shape=(5,)),
+        "resid": Family(shape=(4,)),
+        "attn": Family(shape=(2, 2, 1, 1)),
+    }
+    spec = StoreSpec(
+        families=families,
+        keys=tuple((f"q{i}",) for i in range(N)),
+        lengths=lengths,
+        spans=spans,
+        rows_per_shard=32,
+        hidden_layers=LAYERS,
+        fingerprint={},
+    )
+    rng = np.random.default_rng(1)
+    every = {
+        name: rng.standard_normal((lengths.sum(), *f.shape)).astype(np.float32) + 3
+        for name, f in families.items()
+    }
+    place = np.concatenate([np.arange(n) for n in lengths])
+    bounds = np.repeat(spans[:, 2], lengths, axis=0)
+    if hidden_spans == "answer":
+        is_answer = (place >= bounds[:, 0]) & (place < bounds[:, 1])
+        every["hidden"] = every["hidden"][is_answer]
+    store = create_store(f"memory://reading-{hidden_spans}", spec)
+    for range_id in range(spec.n_ranges):
+        part = {}
+        for name in families:
+            start, stop = spec.range_rows(range_id, name)
+            part[name] = every[name][start:stop]
+        StoreWriter(store).write_range(range_id, part)
+    return store
+
+
+def split_of(store, features):
+    dims = family_dims(store)
+    return split_families(features, dims, fit_reading(features, dims))
+
+
+def test_a_store_of_answers_reads_as_the_whole_one_without_the_other_states(setting):
+    whole, answers = (
+        split_of(store, read_features(store, setting, 3))
+        for store in (stored("all"), stored("answer"))
+    )
+    for one, other in zip(whole.tokens[1:], answers.tokens[1:], strict=True):
+        np.testing.assert_array_equal(one, other)
+    hidden = np.asarray(answers.tokens[0])
+    last = answers.span_slices[-1]
+    assert not hidden[:, : last.start].any()
+    assert hidden[:, last].any() and np.asarray(whole.tokens[0])[:, 0].any()
+
+
+def test_a_live_pass_with_every_state_reads_as_the_store_of_answers(setting):
+    answers = stored("answer")
+    kept = read_features(answers, setting, 3)
+    live = read_features(stored("all"), setting, 3)  # a model has all of them
+    dims = family_dims(answers)
+    standardizer = fit_reading(kept, dims)
+    for one, other in zip(
+        split_families(kept, dims, standardizer).tokens,
+        split_families(live, dims, standardizer).tokens,
+        strict=True,
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_kept_states_are_standardised_by_the_answers_alone(setting):
+    answers = stored("answer")
+    tokens = np.asarray(split_of(answers, read_features(answers, setting, 1)).tokens[0])
+    spans, _ = spans_and_lengths()
+    n_answer = (spans[:, 2, 1] - spans[:, 2, 0]).sum()
+    real = tokens[np.abs(tokens).sum(-1) > 0]
+    assert len(real) == n_answer
+    np.testing.assert_allclose(real.mean(axis=0), 0, atol=1e-5)
+    np.testing.assert_allclose(real.std(axis=0), 1, atol=1e-5)
+
+
+def test_with_every_state_the_standardisation_is_over_all_spans(setting):
+    whole = stored("all")
+    features = read_features(whole, setting, 1)
+    one, other = fit_reading(features, family_dims(whole)), fit_standardizer(features)
+    np.testing.assert_array_equal(one.mean, other.mean)
+    np.testing.assert_array_equal(one.std, other.std)
+
+
+def test_dims_of_an_older_checkpoint_read_every_state():
+    assert FamilyDims(hidden=1, prob=1, resid=1, attn=1).hidden_spans == "all"
+
+
+def test_answer_means_are_those_of_a_loop_over_examples_in_any_chunks():
+    spans, _ = spans_and_lengths()
+    order = np.array([5, 0, 11, 4, 7, 3])
+    for kind in ("all", "answer"):
+        store = stored(kind)
+        ragged = read_family(store, "hidden")
+        wanted = np.zeros((len(order), D))
+        for i, example in enumerate(order):
+            start, stop = spans[example, 2] - ragged.first_tokens[example]
+            if stop > start:
+                wanted[i] = ragged.example(example)[start:stop, 1].mean(axis=0)
+        for n_chunk in (1, 4, 100):
+            found = mean_answer_states(store, order, 3, n_chunk)
+            np.testing.assert_allclose(found, wanted, rtol=1e-5)

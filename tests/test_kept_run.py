@@ -1,0 +1,83 @@
+"""A whole run on one layer of the answers' states in 8 bits, up to the score."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import beatrice
+from benchmarks.rows import load_rows
+from benchmarks.select_stage import read_selection
+from extract.pipeline import read_answers, read_examples
+from extract.rundir import RunDir
+
+ROOT = Path(__file__).parent.parent
+CHOICE = "--hidden-layers 4 --hidden-spans answer --dtype int8 --scalars bf16".split()
+
+
+def call(*words):
+    done = subprocess.run(
+        [sys.executable, "-m", "beatrice", *map(str, words)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    path = tmp_path_factory.mktemp("kept") / "run"
+    done = call("demo", path, "--preset", "smoke", *CHOICE)
+    assert "the store keeps layer 4 alone" in done.stderr
+    return path
+
+
+@pytest.mark.slow
+def test_one_layer_is_what_the_sweep_finds_and_everything_verifies(run):
+    sweep = json.loads((run / "sweep.json").read_text())
+    assert sweep["layer"] == 4
+    assert [found["layers"] for found in sweep["settings"].values()] == [[4], [4]]
+    assert "int8" in (run / "report.html").read_text()
+    call("verify", run)
+
+
+@pytest.mark.slow
+def test_a_live_score_is_that_of_the_evaluation(run):
+    directory = RunDir(run)
+    _, rows = load_rows(directory, "closed_book")
+    tree, _ = read_selection(directory, "closed_book")
+    stored = tree["champion"]["scores"].mean(axis=0)
+    questions = {e.id: e.question for e in read_examples(directory)}
+    answers = {a.example_id: a for a in read_answers(directory, "closed_book")}
+    scorer = beatrice.load(run)
+    chosen = [
+        i for i in rows.where("test") if answers[rows.ids[i]].stop_id is not None
+    ][:20]
+    live = [
+        scorer.score(questions[rows.ids[i]], answers[rows.ids[i]].text).raw
+        for i in chosen
+    ]
+    # The batch decides the last bit of a sum, which may be one step of 127.
+    np.testing.assert_allclose(live, stored[chosen], atol=2e-3)
+    assert np.ptp(live) > 0.01
+
+
+@pytest.mark.slow
+def test_precision_is_measured_against_itself_first(run):
+    done = call("bench", "precision", run, "--json")
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 10
+    for row in rows:
+        assert 0 <= row["auroc"]["test"] <= 1
+        if row["dtype"] == "float32":
+            assert row["difference"] == row["low"] == row["high"] == 0
+        else:
+            assert row["low"] <= row["high"]
