@@ -29,7 +29,6 @@ from benchmarks.torch_stages import generation_config, open_backbone
 from benchmarks.train_stage import EVERY_FAMILY
 from extract.atomic import write_json_atomic, write_text_atomic
 from extract.pipeline import read_answers, read_examples
-from extract.prompts import TEMPLATES
 from extract.records import SETTINGS, Passage, Setting, read_records
 from extract.rundir import RunDir
 from extract.store import FeatureStore, read_family
@@ -106,7 +105,9 @@ def _calibrate(run: RunDir, config: RunConfig, update: Update, progress: Progres
         facts={
             "revision": str(store.spec.fingerprint["model"]),
             "layer": str(chosen_layer(run)),
-            "template": config.template,
+            "template": config.prompt.template,
+            "chat": "yes" if config.prompt.chat else "no",
+            "model_dtype": config.model_dtype,
             "model": config.model,
             "answer_span": config.extract.answer_span,
         },
@@ -252,7 +253,7 @@ def _control(run: RunDir, config: RunConfig, update: Update, progress: Progress)
     probed = ProbedBackbone(
         open_backbone(config),
         Detector.load(run.detector),
-        TEMPLATES[config.template],
+        config.prompt.words(),
         generation_config(config),
         answer_span=config.extract.answer_span,
     )

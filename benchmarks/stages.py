@@ -50,7 +50,7 @@ def _facts(run: RunDir, config: RunConfig) -> dict[str, str]:
 
 
 def _seconds(run: RunDir) -> dict[str, float]:
-    records = {name: run.stage_record(name) for name in IN_ORDER}
+    records = {name: run.stage_record(name) for name in ("data", *IN_ORDER)}
     return {name: r.seconds for name, r in records.items() if r is not None}
 
 

@@ -12,7 +12,7 @@ from jaxprobe import checkpoint
 
 
 def _stage_problems(run: RunDir) -> list[str]:
-    names = (*IN_ORDER, "rewrite", "sample")
+    names = ("data", *IN_ORDER, "rewrite", "sample")
     gaps = [run.stage_gap(n) for n in names if run.stage_record(n) is not None]
     return [gap for gap in gaps if gap is not None]
 

@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from extract.backbone import Backbone
+from extract.chat import render_message
 from extract.generation import (
     GenerationConfig,
     left_padded,
@@ -133,14 +134,11 @@ class TransformersGenerator:
         tokenizer = self.backbone.tokenizer
         if not prompt.is_chat or tokenizer.chat_template is None:
             return tuple(tokenizer(prompt.text)["input_ids"])
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt.text}],
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=self.enable_thinking,
+        rendered = render_message(
+            tokenizer, prompt.text, enable_thinking=self.enable_thinking
         )
         # The template writes its own special tokens.
-        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return tuple(tokenizer(rendered.text, add_special_tokens=False)["input_ids"])
 
     def stream(
         self,
