@@ -36,6 +36,7 @@ VERBS = {
     "control": "benchmarks",
     "report": "benchmarks",
     "score": "pgir",
+    "doctor": "benchmarks.doctorcommand",
     "bench": "benchmarks.bench_commands",
 }
 

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from benchmarks.modelcommands import answer, label, rewrite, sample
+from benchmarks.dryrun import dry_run_option, dry_run_stage
+from benchmarks.modelcommands import answer, label, rewrite
 from benchmarks.opening import RUN_DIR, config_of, do, opened
+from benchmarks.samplecommand import sample
 from extract.console import Progress, quiet
 
 __all__ = [
@@ -101,12 +103,18 @@ def _show_summary(found: dict[str, Any], as_json: bool) -> None:
 @RUN_DIR
 @_new_run_options
 @click.option("--train", is_flag=True, help="Also train the model, into RUN_DIR/model.")
-def world(run_dir: Path, train: bool, **options: Any) -> None:
+@dry_run_option
+def world(run_dir: Path, train: bool, dry_run: bool, **options: Any) -> None:
     """Make the microworld: questions and passages (and its model, from nothing).
 
     Example: beatrice world runs/mine --train
     """
     config = _make_config(**options)
+    if dry_run:
+        from benchmarks.forecast_stages import forecast_world
+
+        click.echo(forecast_world(config).as_text())
+        return
     do(run_dir, "world", config=config)
     if train:
         from benchmarks.torch_stages import train_world_model
@@ -121,8 +129,9 @@ def _stage_verb(name: str, text: str) -> click.Command:
 
     @click.command(name=name, help=f"{text}\n\nExample: beatrice {name} runs/demo")
     @RUN_DIR
-    def verb(run_dir: Path) -> None:
-        do(run_dir, name)
+    @dry_run_option
+    def verb(run_dir: Path, dry_run: bool) -> None:
+        dry_run_stage(run_dir, name) if dry_run else do(run_dir, name)
 
     return verb
 
@@ -144,7 +153,8 @@ report = _stage_verb("report", "Write report.html from the rows.")
 
 @click.command()
 @RUN_DIR
-def extract(run_dir: Path) -> None:
+@dry_run_option
+def extract(run_dir: Path, dry_run: bool) -> None:
     """Read the four signal families of every answer into the feature store.
 
     Under torchrun, SLURM or a Kubernetes indexed job every process does its part.
@@ -153,6 +163,9 @@ def extract(run_dir: Path) -> None:
     """
     from extract.ranks import rank_and_world_size
 
+    if dry_run:
+        dry_run_stage(run_dir, "extract")
+        return
     rank, world_size = rank_and_world_size()
     if world_size == 1:
         do(run_dir, "extract")

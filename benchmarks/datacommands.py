@@ -16,6 +16,7 @@ from benchmarks.data_options import (
     sources_of,
     take_files,
 )
+from benchmarks.dryrun import dry_run_option
 
 
 @click.command()
@@ -45,6 +46,7 @@ from benchmarks.data_options import (
 @click.option(
     "--check", is_flag=True, help="Compare the files in RUN_DIR with its splits.json."
 )
+@dry_run_option
 @question_options
 @asking_options
 def data(run_dir: Path | None, **options: Any) -> None:
@@ -84,6 +86,11 @@ def data(run_dir: Path | None, **options: Any) -> None:
         _check(Path(run_dir or "."), options["as_json"])
     elif not files:
         raise click.UsageError("give files with --train, --dev or --held-out")
+    elif options["dry_run"]:
+        from benchmarks.forecast_data import forecast_data
+
+        found = forecast_data(sources_of(files), build_config(options))
+        click.echo(found.as_text())
     else:
         _make_run(Path(run_dir or "."), files, options)
 

@@ -124,6 +124,15 @@ class TransformersGenerator:
             "dtype": str(self.backbone.dtype).removeprefix("torch."),
         }
 
+    @property
+    def max_length(self) -> int | None:
+        """Return the backbone's window in tokens."""
+        return self.backbone.max_length
+
+    def count_tokens(self, prompt: GeneratorPrompt) -> int:
+        """Return how many tokens the model reads."""
+        return len(self.prompt_ids(prompt))
+
     def prompt_ids(self, prompt: GeneratorPrompt) -> tuple[int, ...]:
         """Return the ids the model reads.
 
