@@ -119,11 +119,16 @@ def kept_forecast(run: RunDir, stage: str) -> Forecast | None:
 class Watch:
     """Times a stage, and says after its first rows how long all will take."""
 
-    def __init__(self, update: Callable[[int, int], None]) -> None:
-        """Wrap what is told (done, total)."""
+    def __init__(
+        self,
+        update: Callable[[int, int], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Wrap what is told (done, total); the clock is in seconds."""
         self._update = update
+        self._clock = clock
         self._first: int | None = None
-        self._began = time.monotonic()
+        self._began = clock()
         self.promised: float | None = None
 
     def __call__(self, done: int, total: int) -> None:
@@ -132,7 +137,7 @@ class Watch:
             self._first = 0 if done == 1 else done
         n_new = done - self._first
         if self.promised is None and n_new >= N_PROBED:
-            elapsed = time.monotonic() - self._began
+            elapsed = self._clock() - self._began
             self.promised = elapsed * (total - self._first) / n_new
         self._update(done, total)
 

@@ -19,6 +19,7 @@ from benchmarks.control import (
 )
 from benchmarks.evaluation import Scored, detection_rows
 from benchmarks.presets import RunConfig
+from benchmarks.prompt_rows import prompt_rows
 from benchmarks.results import ResultRow, read_rows, write_rows
 from benchmarks.rows import Rows, load_rows
 from benchmarks.select_stage import BRANCHES, branch_setting, read_selection
@@ -245,6 +246,8 @@ def _evaluate(run: RunDir, config: RunConfig, update: Update, progress: Progress
         curves[setting], made = _reliability(run, setting)
         found += made
         update(number + 1, len(SETTINGS))
+    if config.prompt.overlong != "refuse":
+        found += prompt_rows(run)
     write_json_atomic(run.path / "reliability.json", curves)
     _publish(run, "evaluate", found)
 
