@@ -9,7 +9,7 @@ import click
 
 from extract.console import Progress
 
-_HEAD = "MB", "records", "refused", "s", "records/s", "MB/s", "peak MiB"
+_HEAD = "MB", "records", "refused", "s", "CPU s", "records/s", "MB/s", "peak MiB"
 _SMALLER = 10  # the other row's file, to show whether memory grows with size
 
 

@@ -80,6 +80,11 @@ def options(tmp_path):
     )
 
 
+def rows(path):
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
 def records(run):
     examples = {e.id: e for e in read_records(run / "examples.jsonl", Example)}
     answers = list(read_records(run / "answers" / "answers.jsonl", Answer))
@@ -90,16 +95,10 @@ def records(run):
 def check_rows(run):
     """Every question is answered once in each setting and variant, and judged."""
     examples, answers, labels = records(run)
-    rewritten = {
-        row["example_id"]
-        for row in map(json.loads, (run / "rewrites.jsonl").open())
-        if row["text"] is not None
-    }
-    left_out = run / "answers" / "left_out.jsonl"
-    absent = {
-        (row["example_id"], row["variant"])
-        for row in (map(json.loads, left_out.open()) if left_out.exists() else ())
-    }
+    rewrites = rows(run / "rewrites.jsonl")
+    rewritten = {row["example_id"] for row in rewrites if row["text"] is not None}
+    left_out = rows(run / "answers" / "left_out.jsonl")
+    absent = {(row["example_id"], row["variant"]) for row in left_out}
     wanted = {(e, "closed_book", "original") for e in examples}
     wanted |= {
         (e, "with_context", v)
