@@ -1,7 +1,7 @@
 """A run of published questions goes the whole way, to the rows of the results.
 
-The files are in HotpotQA's form and ask what the embedded model knows, so that there are
-right and wrong answers to tell apart.
+The files are in HotpotQA's form and ask what the embedded model knows, so that there
+are right and wrong answers to tell apart.
 """
 
 import json
