@@ -91,6 +91,8 @@ class Rehearsal:
         """Return what these texts would need, after doing ten of them."""
         sizes = [_size(prompt) for prompt in prompts]
         probed = [prompts[i] for i in spread(sizes, N_PROBED)]
+        # One first, untimed: a first call allocates and compiles what later ones use.
+        list(self._generator.stream(probed[:1], config))
         began = time.monotonic()
         found = [reply for _, reply in self._generator.stream(probed, config)]
         seconds = time.monotonic() - began
@@ -109,7 +111,8 @@ class Rehearsal:
             * (_BYTES_PER_ROW + most_new * (_BYTES_PER_ID + _BYTES_PER_LOG_PROB + 6)),
             seconds=self._load_seconds + seconds * work,
             basis=(
-                f"time from {len(probed)} rows in {seconds:.2f} s, scaled by the "
+                f"time from {len(probed)} rows in {seconds:.2f} s (after one to warm "
+                "up), scaled by the "
                 f"length of the prompts, and {self._load_seconds:.1f} s of loading; "
                 f"{how}"
             ),
