@@ -212,7 +212,7 @@ def _reliability(
                     experiment="calibration",
                     detector=f"champion:{name}",
                     setting=setting,
-                    dataset=str(rows.datasets[where[0]]),
+                    dataset="+".join(dict.fromkeys(map(str, rows.datasets[where]))),
                     split="test",
                     metric=metric,
                     value=value,

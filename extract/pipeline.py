@@ -85,6 +85,8 @@ def ask_run(
     asked = ask(read_examples(run), speaker, asking, max_new_tokens)
     if asked.left_out:
         write_text_atomic(left_out_file(run), asked.left_out_lines())
+    else:
+        left_out_file(run).unlink(missing_ok=True)
     return asked
 
 
