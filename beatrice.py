@@ -20,7 +20,7 @@ __all__ = ["load", "main"]
 # its `commands` module, or a module.
 VERBS = {
     "demo": "benchmarks",
-    "data": "extract",
+    "data": "benchmarks.datacommands",
     "world": "benchmarks",
     "rewrite": "benchmarks",
     "answer": "benchmarks",
@@ -36,6 +36,7 @@ VERBS = {
     "control": "benchmarks",
     "report": "benchmarks",
     "score": "pgir",
+    "doctor": "benchmarks.doctorcommand",
     "bench": "benchmarks.bench_commands",
 }
 

@@ -141,9 +141,12 @@ def open_generator(
     """
     if options.server is None:
         from extract.backbone import load_backbone
+        from extract.embedded import model_path
         from extract.localgenerator import TransformersGenerator
 
-        backbone = load_backbone(model, dtype=options.dtype, device=options.device)
+        backbone = load_backbone(
+            model_path(model), dtype=options.dtype, device=options.device
+        )
         yield TransformersGenerator(
             backbone=backbone, tokens_per_batch=options.batch_tokens
         )

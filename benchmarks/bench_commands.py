@@ -10,6 +10,7 @@ import click
 
 # Subcommand -> "module:command", in the order of the help.
 BENCHES = {
+    "data": "benchmarks.bench_data:data",
     "oracle": "benchmarks.bench_extraction:oracle",
     "extract": "benchmarks.bench_extraction:extract",
     "train": "benchmarks.bench_training:train",

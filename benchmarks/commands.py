@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from benchmarks.keepoptions import keep_as_asked, keep_options, take_kept
-from benchmarks.modelcommands import answer, label, rewrite, sample
+from benchmarks.dryrun import dry_run_option, dry_run_stage
+from benchmarks.keepoptions import as_asked, keep_as_asked, keep_options, take_kept
+from benchmarks.modelcommands import answer, label, rewrite
 from benchmarks.opening import RUN_DIR, do, do_on_request, opened
+from benchmarks.samplecommand import sample
 from extract.console import Progress, quiet
 
 __all__ = [
@@ -103,12 +105,18 @@ def _show_summary(found: dict[str, Any], as_json: bool) -> None:
 @RUN_DIR
 @_new_run_options
 @click.option("--train", is_flag=True, help="Also train the model, into RUN_DIR/model.")
-def world(run_dir: Path, train: bool, **options: Any) -> None:
+@dry_run_option
+def world(run_dir: Path, train: bool, dry_run: bool, **options: Any) -> None:
     """Make the microworld: questions and passages (and its model, from nothing).
 
     Example: beatrice world runs/mine --train
     """
     config = _make_config(**options)
+    if dry_run:
+        from benchmarks.forecast_stages import forecast_world
+
+        click.echo(forecast_world(config).as_text())
+        return
     do(run_dir, "world", config=config)
     if train:
         from benchmarks.torch_stages import train_world_model
@@ -123,8 +131,9 @@ def _stage_verb(name: str, text: str) -> click.Command:
 
     @click.command(name=name, help=f"{text}\n\nExample: beatrice {name} runs/demo")
     @RUN_DIR
-    def verb(run_dir: Path) -> None:
-        do(run_dir, name)
+    @dry_run_option
+    def verb(run_dir: Path, dry_run: bool) -> None:
+        dry_run_stage(run_dir, name) if dry_run else do(run_dir, name)
 
     return verb
 
@@ -147,11 +156,15 @@ report = _stage_verb("report", "Write report.html from the rows.")
     is_flag=True,
     help="Also rank every set of three encoders; a killed ranking continues.",
 )
-def select(run_dir: Path, exhaustive: bool) -> None:
+@dry_run_option
+def select(run_dir: Path, exhaustive: bool, dry_run: bool) -> None:
     """Select encoders greedily and train the fusion heads.
 
     Example: beatrice select runs/demo --exhaustive
     """
+    if dry_run:
+        dry_run_stage(run_dir, "exhaustive" if exhaustive else "select")
+        return
     do_on_request(run_dir, "select", "exhaustive", exhaustive)
 
 
@@ -162,18 +175,23 @@ def select(run_dir: Path, exhaustive: bool) -> None:
     is_flag=True,
     help="Also retrain without each token span and select without each signal family.",
 )
-def evaluate(run_dir: Path, ablations: bool) -> None:
+@dry_run_option
+def evaluate(run_dir: Path, ablations: bool, dry_run: bool) -> None:
     """Measure every detector on every set, with intervals.
 
     Example: beatrice evaluate runs/demo --ablations
     """
+    if dry_run:
+        dry_run_stage(run_dir, "ablate" if ablations else "evaluate")
+        return
     do_on_request(run_dir, "evaluate", "ablate", ablations)
 
 
 @click.command()
 @RUN_DIR
 @keep_options
-def extract(run_dir: Path, **options: Any) -> None:
+@dry_run_option
+def extract(run_dir: Path, dry_run: bool, **options: Any) -> None:
     """Read the four signal families of every answer into the feature store.
 
     What is kept may be chosen here as long as nothing is extracted; by default it is
@@ -184,8 +202,12 @@ def extract(run_dir: Path, **options: Any) -> None:
     """
     from extract.ranks import rank_and_world_size
 
+    kept = take_kept(options)
+    if dry_run:
+        dry_run_stage(run_dir, "extract", as_asked(run_dir, kept))
+        return
     rank, world_size = rank_and_world_size()
-    config = keep_as_asked(run_dir, take_kept(options), exclusive=world_size == 1)
+    config = keep_as_asked(run_dir, kept, exclusive=world_size == 1)
     if world_size == 1:
         do(run_dir, "extract", config=config)
         return

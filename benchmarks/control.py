@@ -154,11 +154,12 @@ def trace_all(
 
 
 def choose_policy(traced: Sequence[Traced], config: ControllerConfig) -> Policy:
-    """Choose threshold and budget on the validation traces."""
-    validation = next(t for t in traced if t.split == "validation")
+    """Choose threshold and budget on the validation traces of all sets together."""
+    validation = [one for one in traced if one.split == "validation"]
+    examples = [example for one in validation for example in one.examples]
     return search_policy(
-        validation.traces,
-        lambda i, answer: exact_match(answer, validation.examples[i].golds),
+        tuple(trace for one in validation for trace in one.traces),
+        lambda i, answer: exact_match(answer, examples[i].golds),
         config,
     )
 

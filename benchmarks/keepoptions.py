@@ -83,6 +83,13 @@ def take_kept(options: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
+def as_asked(run_dir: Path, given: dict[str, Any]) -> "RunConfig":
+    """Return a run's configuration with these fields of `Kept` changed."""
+    config = config_of(run_dir)
+    extract = dataclasses.replace(config.extract, **given)
+    return dataclasses.replace(config, extract=extract)
+
+
 def keep_as_asked(
     run_dir: Path, given: dict[str, Any], *, exclusive: bool = True
 ) -> "RunConfig":
@@ -106,10 +113,7 @@ def keep_as_asked(
     from extract.manifest import amend_manifest
     from extract.rundir import RunDir
 
-    config = config_of(run_dir)
-    asked = dataclasses.replace(
-        config, extract=dataclasses.replace(config.extract, **given)
-    )
+    config, asked = config_of(run_dir), as_asked(run_dir, given)
     if asked == config:
         return config
     with RunDir.open(run_dir, config.as_json(), exclusive=exclusive) as run:

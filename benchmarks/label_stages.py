@@ -14,6 +14,8 @@ from extract.annotation import (
     read_annotations,
     write_sample,
 )
+from extract.answerrows import open_answers
+from extract.asking import ask
 from extract.atomic import write_json_atomic, write_text_atomic
 from extract.audit import (
     LabelledAnswer,
@@ -23,16 +25,14 @@ from extract.audit import (
     join_labels,
 )
 from extract.consensus import ConsensusConfig, judge_answers
-from extract.generation import Request, stop_ids_of
+from extract.generation import stop_ids_of
 from extract.generator import SCHEMA_VERSION, Generator, SamplingConfig
-from extract.jsonlines import JsonLines
 from extract.pipeline import (
     answers_file,
-    make_requests,
+    ask_run,
     read_answers,
     read_examples,
 )
-from extract.prompts import TEMPLATES
 from extract.records import SETTINGS, Answer, Example, Label, read_records, write_lines
 from extract.replies import Replies
 from extract.rewrite import RewriteConfig, count_rewrites, rewrite_contexts
@@ -177,7 +177,7 @@ def rewrite_run(
 
 def load_words(config: RunConfig) -> tuple[Words, tuple[int, ...]]:
     """Load a backbone's tokenizer and stop tokens, without its weights."""
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
     from transformers import GenerationConfig as Defaults
 
     from extract.backbone import check_name
@@ -187,15 +187,15 @@ def load_words(config: RunConfig) -> tuple[Words, tuple[int, ...]]:
         config.model_path, trust_remote_code=False
     )
     defaults = Defaults.from_pretrained(config.model_path)
-    return Words(tokenizer), stop_ids_of(defaults.eos_token_id, config.model)
+    shape = AutoConfig.from_pretrained(config.model_path, trust_remote_code=False)
+    window = getattr(shape.get_text_config(), "max_position_embeddings", None)
+    words = Words(tokenizer, max_length=window, name=config.model)
+    return words, stop_ids_of(defaults.eos_token_id, config.model)
 
 
-def _requests(
-    run: RunDir, config: RunConfig, words: Words, splits: tuple[str, ...] = ()
-) -> list[Request]:
-    run.hash_inputs(run.examples)  # says what is missing
-    examples = [e for e in read_examples(run) if not splits or e.split in splits]
-    return make_requests(examples, words, TEMPLATES[config.template])
+def asking_identity(config: RunConfig) -> dict[str, Any]:
+    """Return what changes the prompts and the length of the answers."""
+    return dataclasses.asdict(config.prompt) | {"max_new_tokens": config.max_new_tokens}
 
 
 def answer_by_server(
@@ -206,19 +206,19 @@ def answer_by_server(
     progress: Progress,
 ) -> None:
     """Answer every question by asking a server, with the exact token ids."""
-    identity = dict(generator.identity) | {
-        "template": config.template,
-        "max_new_tokens": config.max_new_tokens,
-    }
+    identity = dict(generator.identity) | asking_identity(config)
 
     def work(update: Update) -> None:
         claim_answers(run, identity)
-        lines = JsonLines.open(answers_file(run))
-        if lines.torn:
-            progress.note(lines.torn)
+        asked = ask_run(run, words, config.prompt, config.max_new_tokens)
+        if asked.note:
+            progress.note(f"answer: {asked.note}")
+        rows = open_answers(answers_file(run), asked.requests)
+        for note in rows.notes:
+            progress.note(note)
         append_answers(
-            lines,
-            _requests(run, config, words),
+            rows,
+            asked.requests,
             generator,
             words.tokenizer,
             SamplingConfig(max_new_tokens=config.max_new_tokens),
@@ -249,7 +249,7 @@ def draw_run(
     identity = {
         "schema": SCHEMA_VERSION,
         "backend": dict(generator.identity),
-        "template": config.template,
+        "prompt": dataclasses.asdict(config.prompt),
         "splits": list(splits),
         "draws": dataclasses.asdict(draws),
     }
@@ -257,8 +257,12 @@ def draw_run(
 
     def work(update: Update) -> None:
         replies = _open_replies(run, "sample", progress)
+        examples = [e for e in read_examples(run) if e.split in splits]
+        asked = ask(examples, words, config.prompt, draws.sampling.max_new_tokens)
+        if asked.note:
+            progress.note(f"sample: {asked.note}")
         samples = draw_answers(
-            _requests(run, config, words, splits),
+            asked.requests,
             generator,
             words.tokenizer,
             replies,

@@ -1,4 +1,4 @@
-"""The verbs that let a model write: answers, rewrites, samples, and verdicts."""
+"""The verbs that let a model write: answers, rewrites, and verdicts."""
 
 import json
 from pathlib import Path
@@ -11,6 +11,12 @@ from benchmarks.backends import (
     open_generator,
     server_options,
     take_options,
+)
+from benchmarks.dryrun import (
+    dry_run_option,
+    dry_run_stage,
+    rehearsing,
+    show_forecast,
 )
 from benchmarks.opening import RUN_DIR, config_of, do, opened
 from extract.console import Progress, quiet
@@ -29,10 +35,25 @@ if TYPE_CHECKING:
     type=click.IntRange(min=1),
     help="Longest rewritten context; a longer one counts as failed.",
 )
+@click.option(
+    "--overlong",
+    type=click.Choice(["refuse", "skip"]),
+    default="refuse",
+    show_default=True,
+    help="Without --server: contexts beyond the rewriter's window stop the stage, or "
+    "count as failed.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the counts as JSON.")
+@dry_run_option
 @backend_options
 def rewrite(
-    run_dir: Path, model: str, max_tokens: int, as_json: bool, **options: Any
+    run_dir: Path,
+    model: str,
+    max_tokens: int,
+    overlong: str,
+    as_json: bool,
+    dry_run: bool,
+    **options: Any,
 ) -> None:
     """Put every in-domain context into other words, with the paper's prompt.
 
@@ -46,12 +67,17 @@ def rewrite(
     from extract.rewrite import RewriteConfig
 
     config, backend = config_of(run_dir), take_options(options)
-    rewriting = RewriteConfig(max_new_tokens=max_tokens, seed=config.seed)
+    rewriting = RewriteConfig(
+        max_new_tokens=max_tokens, seed=config.seed, skip_overlong=overlong == "skip"
+    )
     quiet()
-    with opened(run_dir, config) as run, open_generator(model, backend) as generator:
+    with (
+        opened(run_dir, config) as run,
+        rehearsing(run, "rewrite", model, backend, dry_run=dry_run) as generator,
+    ):
         counts = rewrite_run(run, generator, rewriting, Progress())
-    click.echo(json.dumps(counts) if as_json else _in_lines(counts))
-    click.echo(str(run_dir / "rewrites.jsonl"), err=as_json)
+        click.echo(json.dumps(counts) if as_json else _in_lines(counts))
+        click.echo(str(run_dir / "rewrites.jsonl"), err=as_json)
 
 
 def _in_lines(counts: dict[str, int]) -> str:
@@ -61,8 +87,11 @@ def _in_lines(counts: dict[str, int]) -> str:
 @click.command()
 @RUN_DIR
 @click.option("--served-model", help="What the server calls the run's backbone.")
+@dry_run_option
 @server_options
-def answer(run_dir: Path, served_model: str | None, **options: Any) -> None:
+def answer(
+    run_dir: Path, served_model: str | None, dry_run: bool, **options: Any
+) -> None:
     """Answer every question, closed-book and with context.
 
     On this machine, or by a vLLM server that holds the run's backbone.
@@ -71,7 +100,7 @@ def answer(run_dir: Path, served_model: str | None, **options: Any) -> None:
     """
     backend = take_options(options)
     if backend.server is None:
-        do(run_dir, "answer")
+        dry_run_stage(run_dir, "answer") if dry_run else do(run_dir, "answer")
         return
     from benchmarks.label_stages import answer_by_server, load_words
 
@@ -84,77 +113,12 @@ def answer(run_dir: Path, served_model: str | None, **options: Any) -> None:
             served_model or config.model_path, backend, stop_ids=stop_ids
         ) as generator,
     ):
+        if dry_run:
+            from benchmarks.forecast_stages import forecast_answers
+
+            show_forecast(run, forecast_answers(run, config, generator, words))
+            return
         answer_by_server(run, config, generator, words, Progress())
-
-
-@click.command()
-@RUN_DIR
-@click.option(
-    "--n-samples",
-    default=10,
-    show_default=True,
-    type=click.IntRange(min=1),
-    help="Drawn answers per question, setting and variant.",
-)
-@click.option("--temperature", default=1.0, show_default=True)
-@click.option("--top-p", default=0.9, show_default=True)
-@click.option(
-    "--top-k", default=50, show_default=True, help="0 keeps all; a server needs vllm."
-)
-@click.option(
-    "--split",
-    "splits",
-    multiple=True,
-    type=click.Choice(["train", "validation", "test", "ood"]),
-    default=["validation", "test", "ood"],
-    show_default=True,
-    help="May be given several times.",
-)
-@click.option("--served-model", help="What the server calls the run's backbone.")
-@backend_options
-def sample(
-    run_dir: Path,
-    n_samples: int,
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    splits: tuple[str, ...],
-    served_model: str | None,
-    **options: Any,
-) -> None:
-    """Draw several answers per question, for the sampling baselines.
-
-    Example: beatrice sample runs/demo --n-samples 10 --split test
-    """
-    from benchmarks.label_stages import draw_run, load_words
-    from extract.generator import SamplingConfig
-    from extract.sampling import DrawConfig
-
-    config, backend = config_of(run_dir), take_options(options)
-    sampling = SamplingConfig(
-        max_new_tokens=config.max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k or None,
-        seed=config.seed,
-    )
-    draws = DrawConfig(n_samples=n_samples, sampling=sampling)
-    quiet()
-    words, stop_ids = load_words(config)
-    with (
-        opened(run_dir, config) as run,
-        open_generator(
-            served_model or config.model_path,
-            backend,
-            stop_ids=stop_ids,
-            log_probs=True,
-        ) as generator,
-    ):
-        as_text = backend.server is not None and backend.dialect == "openai"
-        path = draw_run(
-            run, config, generator, words, draws, splits, Progress(), as_text=as_text
-        )
-    click.echo(str(path))
 
 
 @click.command()
@@ -187,6 +151,7 @@ def sample(
     help="With --audit: that sample, its column 'human' filled in.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the audit as JSON.")
+@dry_run_option
 @backend_options
 def label(
     run_dir: Path,
@@ -196,6 +161,7 @@ def label(
     n_sample: int,
     annotations: Path | None,
     as_json: bool,
+    dry_run: bool,
     **options: Any,
 ) -> None:
     """Label the answers, by exact match or by judges; audit the labels.
@@ -207,10 +173,14 @@ def label(
     backend = take_options(options)
     if annotations is not None and not audit:
         raise click.UsageError("--annotations is read by --audit; give both")
+    if dry_run and audit:
+        raise click.UsageError("--audit asks no model; leave --dry-run out")
     if judge is not None:
-        _judge(run_dir, judge, vote, backend)
+        _judge(run_dir, judge, vote, backend, dry_run)
     elif vote != "unanimous":
         raise click.UsageError("--vote is among judges; give --judge too")
+    elif dry_run:
+        dry_run_stage(run_dir, "label")
     elif not audit:
         Progress().note(
             "label: by normalised exact match, without a judge: a right answer in "
@@ -221,14 +191,19 @@ def label(
         _audit(run_dir, n_sample, annotations, as_json)
 
 
-def _judge(run_dir: Path, judge: str, vote: str, backend: "BackendOptions") -> None:
+def _judge(
+    run_dir: Path, judge: str, vote: str, backend: "BackendOptions", dry_run: bool
+) -> None:
     """Label by the consensus of the rubrics."""
     from benchmarks.label_stages import label_by_judges
     from extract.consensus import ConsensusConfig
 
     config = config_of(run_dir)
     quiet()
-    with opened(run_dir, config) as run, open_generator(judge, backend) as generator:
+    with (
+        opened(run_dir, config) as run,
+        rehearsing(run, "label", judge, backend, dry_run=dry_run) as generator,
+    ):
         judging = ConsensusConfig(vote=vote, seed=config.seed)
         label_by_judges(run, generator, judging, Progress())
 

@@ -1,26 +1,31 @@
-"""The two ready-made configurations of a run.
+"""The three ready-made configurations of a run.
 
 `demo` is the whole system on the embedded microworld, meant for ten minutes on two
-cores; `smoke` is the same path at toy size, too small to mean anything.
-Widths and epochs are far below the paper's (README, "Departures and decisions").
+cores; `smoke` is the same path at toy size, too small to mean anything. Their widths
+and epochs are far below the paper's (README, "Departures and decisions"); `paper` has
+the paper's, for published questions and a GPU.
 """
 
 import dataclasses
 from typing import Any, Literal, get_args
 
+from benchmarks.published import from_manifest
+from extract.asking import AskConfig
+from extract.datasets.dataconfig import DataConfig
 from extract.embedded import EMBEDDED, model_path
 from extract.keeping import Kept, kept_of
 from extract.microworld import WorldConfig
 from extract.plan import ExtractConfig
-from extract.prompts import TemplateName
 from extract.questions import QuestionConfig
 from jaxprobe.encoder import EncoderConfig
 from jaxprobe.fit import TrainConfig
 from jaxprobe.fusion import FusionConfig
 from jaxprobe.subsets import N_SUBSETS
 
-PresetName = Literal["demo", "smoke"]
+PresetName = Literal["demo", "smoke", "paper"]
 AnswerSpan = Literal["emitting", "literal"]
+ModelDtype = Literal["float32", "bfloat16", "float16"]
+Device = Literal["cpu", "cuda"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +36,12 @@ class RunConfig:
       model: directory or Hub id of the backbone, or "embedded".
       seed: of training, selection and bootstrap; the world's own seed is fixed,
         since the embedded model knows one world.
+      prompt: how the questions are put.
+      world: what the questions are about, or None where they are published ones.
+      questions: likewise, how many are made.
+      data: which published questions are asked, or None in the microworld.
+      model_dtype: of the backbone's weights where it is loaded here.
+      device: likewise; under torchrun, "cuda" is each process's own GPU.
       n_threads: of Torch; sums are rounded by it, so it is part of the run.
       max_new_tokens: longest answer.
       n_bootstrap: resamples of an interval.
@@ -43,9 +54,9 @@ class RunConfig:
     preset: PresetName
     model: str
     seed: int
-    template: TemplateName
-    world: WorldConfig
-    questions: QuestionConfig
+    prompt: AskConfig
+    world: WorldConfig | None
+    questions: QuestionConfig | None
     extract: ExtractConfig
     encoder: EncoderConfig
     train: TrainConfig
@@ -60,6 +71,9 @@ class RunConfig:
     max_budget: int = 4
     n_control: int | None = None
     xla_flags: str = ""
+    data: DataConfig | None = None
+    model_dtype: ModelDtype = "float32"
+    device: Device = "cpu"
 
     def as_json(self) -> dict[str, Any]:
         """Return the configuration as it stands in the manifest."""
@@ -99,7 +113,7 @@ def make_config(
         "preset": preset,
         "model": model,
         "seed": seed,
-        "template": "short",
+        "prompt": AskConfig(),
         "world": WorldConfig(),
         "extract": ExtractConfig(
             **dataclasses.asdict(kept or Kept()),
@@ -108,7 +122,23 @@ def make_config(
             answer_span=answer_span,
         ),
     }
-    return RunConfig(**shared, **(_smoke(seed) if preset == "smoke" else _demo(seed)))
+    sizes = {"demo": _demo, "smoke": _smoke, "paper": _paper}[preset](seed)
+    if preset == "paper":
+        shared["extract"] = ExtractConfig(answer_span=answer_span)
+    return RunConfig(**(shared | sizes))
+
+
+def _paper(seed: int) -> dict[str, Any]:
+    """The paper's sizes: widths of section 3, training of appendix B."""
+    return {
+        "questions": QuestionConfig(),
+        "encoder": EncoderConfig(),
+        "train": TrainConfig(root_seed=seed),
+        "fusion": FusionConfig(),
+        "fusion_train": TrainConfig(root_seed=seed),
+        "max_new_tokens": 32,
+        "tokens_per_batch": 16_384,
+    }
 
 
 def _demo(seed: int) -> dict[str, Any]:
@@ -179,9 +209,9 @@ def config_from_manifest(found: dict[str, Any]) -> RunConfig:
             answer_span=found["extract"]["answer_span"],
             kept=kept_of(found["extract"]),
         )
+        return from_manifest(config, found)
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"the run's manifest lacks {error}; it was made by another version of this "
             "program, start a new run directory"
         ) from None
-    return config

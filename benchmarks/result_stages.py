@@ -19,6 +19,7 @@ from benchmarks.control import (
 )
 from benchmarks.evaluation import Scored, detection_rows
 from benchmarks.presets import RunConfig
+from benchmarks.prompt_rows import prompt_rows
 from benchmarks.publishing import publish, rows_file
 from benchmarks.results import ResultRow
 from benchmarks.rows import Rows, load_rows
@@ -30,7 +31,6 @@ from benchmarks.torch_stages import generation_config, open_backbone
 from benchmarks.train_stage import EVERY_FAMILY
 from extract.atomic import write_json_atomic
 from extract.pipeline import read_answers, read_examples
-from extract.prompts import TEMPLATES
 from extract.records import SETTINGS, Passage, Setting, read_records
 from extract.rundir import RunDir
 from extract.store import FeatureStore, read_family
@@ -98,7 +98,9 @@ def _calibrate(run: RunDir, config: RunConfig, update: Update, progress: Progres
         facts={
             "revision": str(store.spec.fingerprint["model"]),
             "layer": str(chosen_layer(run)),
-            "template": config.template,
+            "template": config.prompt.template,
+            "chat": "yes" if config.prompt.chat else "no",
+            "model_dtype": config.model_dtype,
             "model": config.model,
             "answer_span": config.extract.answer_span,
             "dtype": store.spec.families["hidden"].dtype,
@@ -204,7 +206,7 @@ def _reliability(
                     experiment="calibration",
                     detector=f"champion:{name}",
                     setting=setting,
-                    dataset=str(rows.datasets[where[0]]),
+                    dataset="+".join(dict.fromkeys(map(str, rows.datasets[where]))),
                     split="test",
                     metric=metric,
                     value=value,
@@ -223,6 +225,8 @@ def _evaluate(run: RunDir, config: RunConfig, update: Update, progress: Progress
         curves[setting], made = _reliability(run, setting)
         found += made
         update(number + 1, len(SETTINGS))
+    if config.prompt.overlong != "refuse":
+        found += prompt_rows(run)
     write_json_atomic(run.path / "reliability.json", curves)
     publish(run, "evaluate", found, progress)
 
@@ -231,7 +235,7 @@ def _control(run: RunDir, config: RunConfig, update: Update, progress: Progress)
     probed = ProbedBackbone(
         open_backbone(config),
         Detector.load(run.detector),
-        TEMPLATES[config.template],
+        config.prompt.words(),
         generation_config(config),
         answer_span=config.extract.answer_span,
     )

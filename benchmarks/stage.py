@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from benchmarks.forecast import Watch, compare, kept_forecast
+from benchmarks.tallies import count_stage
 from extract.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -107,10 +109,16 @@ def once(
     if run.stage_done(name, inputs):
         progress.note(f"{name}: already done")
         return
+    before = count_stage(run, name, outputs)
     began = time.monotonic()
     with progress.stage(name) as update:
-        work(update)
-    run.mark_stage(name, inputs, time.monotonic() - began, outputs)
+        watch = Watch(update)
+        work(watch)
+    seconds = time.monotonic() - began
+    run.mark_stage(name, inputs, seconds, outputs)
+    done = count_stage(run, name, outputs).since(before)
+    forecast = kept_forecast(run, name)
+    progress.note(compare(name, forecast, watch.promised, done, seconds))
 
 
 def run_stage(

@@ -51,7 +51,7 @@ def _facts(run: RunDir, config: RunConfig) -> dict[str, str]:
 
 
 def _seconds(run: RunDir) -> dict[str, float]:
-    names = (*IN_ORDER, *asked_for(run))
+    names = ("data", *IN_ORDER, *asked_for(run))
     records = {name: run.stage_record(name) for name in names}
     return {name: r.seconds for name, r in records.items() if r is not None}
 

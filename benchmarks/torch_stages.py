@@ -1,12 +1,13 @@
 """The stages that need the backbone: world, answer, label, extract."""
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from benchmarks.label_stages import question_files
+from benchmarks.label_stages import asking_identity, question_files
 from benchmarks.presets import RunConfig
 from benchmarks.stage import Progress, Stage, Update
 from extract import pipeline
@@ -14,7 +15,6 @@ from extract.backbone import Backbone, load_backbone
 from extract.generation import GenerationConfig
 from extract.localgenerator import TransformersGenerator
 from extract.microworld import make_world
-from extract.prompts import TEMPLATES
 from extract.provenance import package_versions
 from extract.records import SETTINGS, Setting
 from extract.rundir import RunDir
@@ -26,7 +26,10 @@ from extract.worldmodel import WorldModelConfig, save, train
 def open_backbone(config: RunConfig) -> Backbone:
     """Load the run's backbone with the run's number of threads."""
     torch.set_num_threads(config.n_threads)
-    return load_backbone(config.model_path)
+    device = config.device
+    if device == "cuda":  # one process per GPU, as torchrun counts them
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    return load_backbone(config.model_path, dtype=config.model_dtype, device=device)
 
 
 def generation_config(config: RunConfig) -> GenerationConfig:
@@ -37,6 +40,8 @@ def generation_config(config: RunConfig) -> GenerationConfig:
 
 
 def _world(run: RunDir, config: RunConfig, update: Update, progress: Progress) -> None:
+    if config.world is None or config.questions is None:
+        raise ValueError(f"{run.path} asks published questions, not the microworld's")
     pipeline.write_world(run, config.world, config.questions)
 
 
@@ -44,18 +49,16 @@ def _answer(run: RunDir, config: RunConfig, update: Update, progress: Progress) 
     backbone = open_backbone(config)
     claim_answers(
         run,
-        TransformersGenerator(backbone=backbone).identity
-        | {"template": config.template, "max_new_tokens": config.max_new_tokens},
+        TransformersGenerator(backbone=backbone).identity | asking_identity(config),
     )
-    torn = pipeline.write_answers(
-        run,
-        backbone,
-        TEMPLATES[config.template],
-        generation_config(config),
-        update,
+    asked = pipeline.ask_run(run, backbone, config.prompt, config.max_new_tokens)
+    if asked.note:
+        progress.note(f"answer: {asked.note}")
+    notes = pipeline.write_answers(
+        run, backbone, asked.requests, generation_config(config), update
     )
-    if torn:
-        progress.note(torn)
+    for note in notes:
+        progress.note(note)
 
 
 def _label(run: RunDir, config: RunConfig, update: Update, progress: Progress) -> None:

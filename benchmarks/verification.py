@@ -13,7 +13,7 @@ from jaxprobe import checkpoint
 
 
 def _stage_problems(run: RunDir) -> list[str]:
-    names = (*IN_ORDER, *ON_REQUEST, "rewrite", "sample")
+    names = ("data", *IN_ORDER, *ON_REQUEST, "rewrite", "sample")
     gaps = [run.stage_gap(n) for n in names if run.stage_record(n) is not None]
     return [gap for gap in gaps if gap is not None]
 

@@ -20,12 +20,17 @@ class GenerationConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One answer to be generated."""
+    """One answer to be generated.
+
+    Attributes:
+      dropped: places of the passages that are not in the prompt, see `Answer`.
+    """
 
     example_id: str
     setting: Setting
     variant: Variant
     prompt: Prompt
+    dropped: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -147,6 +152,7 @@ def _answer(
         token_ids=tuple(kept),
         stop_id=None if end is None else tokens[end],
         context_span=request.prompt.context_span,
+        dropped=request.dropped,
     )
 
 

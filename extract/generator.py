@@ -133,6 +133,13 @@ class Generator(Protocol):
     def identity(self) -> Mapping[str, Any]:
         """Return everything about the backend that changes a text; JSON values."""
 
+    @property
+    def max_length(self) -> int | None:
+        """Return the model's window in tokens, or None if it is not known here."""
+
+    def count_tokens(self, prompt: GeneratorPrompt) -> int | None:
+        """Return how many tokens the model reads, or None if only a server knows."""
+
     def stream(
         self,
         prompts: Sequence[GeneratorPrompt],

@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from extract.backbone import Backbone
+from extract.chat import render_message
 from extract.generation import (
     GenerationConfig,
     left_padded,
@@ -123,6 +124,15 @@ class TransformersGenerator:
             "dtype": str(self.backbone.dtype).removeprefix("torch."),
         }
 
+    @property
+    def max_length(self) -> int | None:
+        """Return the backbone's window in tokens."""
+        return self.backbone.max_length
+
+    def count_tokens(self, prompt: GeneratorPrompt) -> int:
+        """Return how many tokens the model reads."""
+        return len(self.prompt_ids(prompt))
+
     def prompt_ids(self, prompt: GeneratorPrompt) -> tuple[int, ...]:
         """Return the ids the model reads.
 
@@ -133,14 +143,11 @@ class TransformersGenerator:
         tokenizer = self.backbone.tokenizer
         if not prompt.is_chat or tokenizer.chat_template is None:
             return tuple(tokenizer(prompt.text)["input_ids"])
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt.text}],
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=self.enable_thinking,
+        rendered = render_message(
+            tokenizer, prompt.text, enable_thinking=self.enable_thinking
         )
         # The template writes its own special tokens.
-        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+        return tuple(tokenizer(rendered.text, add_special_tokens=False)["input_ids"])
 
     def stream(
         self,

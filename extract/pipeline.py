@@ -4,34 +4,31 @@ Every stage reads its inputs from the run directory and writes its outputs there
 Finished rows are never done again: a killed stage continues where it stopped.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from extract.answerrows import open_answers
+from extract.asking import AskConfig, Asked, Speaker, ask
 from extract.atomic import write_text_atomic
 from extract.backbone import Backbone
 from extract.extraction import ExtractionReport, extract
 from extract.generation import GenerationConfig, Request, generate, plan_batches
-from extract.jsonlines import JsonLines
 from extract.judge import Judge, exact_match_judge, label_answer
 from extract.microworld import WorldConfig, make_world
 from extract.plan import ExtractConfig
-from extract.prompts import PromptTemplate, build_prompt
 from extract.questions import QuestionConfig, make_examples
 from extract.records import (
     SETTINGS,
     Answer,
     Example,
     Label,
-    Passage,
     Setting,
-    Variant,
     read_records,
     to_json,
     write_lines,
 )
 from extract.rewrite import Rewrite, with_rewrites
 from extract.rundir import RunDir
-from extract.servedanswers import Words
 from extract.signals import SignalReader
 
 Progress = Callable[[int, int], None]  # (done, total)
@@ -72,67 +69,54 @@ def read_answers(run: RunDir, setting: Setting) -> list[Answer]:
     return sorted(answers, key=lambda a: (a.variant, place[a.example_id]))
 
 
-def _shown(setting: Setting, example: Example) -> list[tuple[Variant, list[Passage]]]:
-    """Return the variants of one question in one setting, with their passages."""
-    if setting == "closed_book":
-        return [("original", [])]
-    variants: list[tuple[Variant, list[Passage]]] = []
-    if example.passages:
-        variants.append(("original", list(example.passages)))
-    if example.rewritten:
-        variants.append(("rewritten", list(example.rewritten)))
-    return variants
+def left_out_file(run: RunDir) -> Path:
+    """Return the list of what was not asked; absent where everything was."""
+    return run.answers / "left_out.jsonl"
 
 
-def make_requests(
-    examples: Iterable[Example],
-    backbone: Backbone | Words,
-    template: PromptTemplate,
-) -> list[Request]:
-    """Return what has to be answered: every setting and variant of every question."""
-    return [
-        Request(
-            example_id=example.id,
-            setting=setting,
-            variant=variant,
-            prompt=build_prompt(
-                backbone.tokenizer, template, example.question, passages
-            ),
-        )
-        for setting in SETTINGS
-        for example in examples
-        for variant, passages in _shown(setting, example)
-    ]
+def ask_run(
+    run: RunDir, speaker: Speaker, asking: AskConfig, max_new_tokens: int
+) -> Asked:
+    """Return what the run asks; what it does not ask is written down.
+
+    Raises:
+      ValueError: a prompt does not fit, see `extract.asking.ask`.
+    """
+    asked = ask(read_examples(run), speaker, asking, max_new_tokens)
+    if asked.left_out:
+        write_text_atomic(left_out_file(run), asked.left_out_lines())
+    else:
+        left_out_file(run).unlink(missing_ok=True)
+    return asked
 
 
 def write_answers(
     run: RunDir,
     backbone: Backbone,
-    template: PromptTemplate,
+    requests: Sequence[Request],
     config: GenerationConfig,
     progress: Progress,
-) -> str | None:
+) -> tuple[str, ...]:
     """Answer every question in every setting.
 
     Batches are planned over all requests, done or not, so that an answer does not
     depend on when the run was killed; a batch is skipped if all its rows are there.
 
     Returns:
-      What was set aside of an earlier, killed run, or None.
+      What was set aside of an earlier run, in words.
     """
-    requests = make_requests(read_examples(run), backbone, template)
-    lines = JsonLines.open(answers_file(run))
-    done = {(row["example_id"], row["setting"], row["variant"]) for row in lines.rows()}
-    n_answered = len(done)
+    rows = open_answers(answers_file(run), requests)
+    done, n_answered = rows.done, len(rows.done)
+    progress(n_answered, len(requests))
     for batch in plan_batches([len(r.prompt.ids) for r in requests], config):
         wanted = [requests[i] for i in batch]
         missing = {r.key for r in wanted} - done
         if missing:
             answers = generate(backbone, wanted, config)
-            lines.append(to_json(a) for a in answers if a.key in missing)
+            rows.lines.append(to_json(a) for a in answers if a.key in missing)
             n_answered += len(missing)
             progress(n_answered, len(requests))
-    return lines.torn
+    return rows.notes
 
 
 def write_labels(run: RunDir, judge: Judge = exact_match_judge) -> None:

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from extract.chat import render_message
 from extract.records import Passage
 
 TemplateName = Literal["short", "paper"]
@@ -21,11 +22,13 @@ class PromptTemplate:
       closed_book: holds `{question}`.
       with_context: holds `{context}` once, before `{question}`.
       between: separates passages.
+      chat: send the words as a user's message through the tokenizer's chat template.
     """
 
     closed_book: str
     with_context: str
     between: str
+    chat: bool = False
 
 
 TEMPLATES: dict[TemplateName, PromptTemplate] = {
@@ -59,7 +62,7 @@ class Prompt:
     Attributes:
       ids: special tokens included.
       context_span: `[start, stop)`; equal numbers, after the leading special
-        tokens, where there is no context.
+        tokens and a chat's header, where there is no context.
       n_unknown: tokens that stand for text the tokenizer has no word for.
     """
 
@@ -97,10 +100,15 @@ def _render(
 
 
 def _token_span(
-    offsets: Sequence[tuple[int, int]], characters: tuple[int, int]
+    offsets: Sequence[tuple[int, int]], characters: tuple[int, int], begin: int
 ) -> tuple[int, int]:
-    """Return the tokens that overlap a range of characters."""
-    n_leading = next((i for i, (a, b) in enumerate(offsets) if b > a), len(offsets))
+    """Return the tokens that overlap a range of characters.
+
+    An empty range gives the empty span at the first token behind character `begin`.
+    """
+    n_leading = next(
+        (i for i, (a, b) in enumerate(offsets) if b > a and b > begin), len(offsets)
+    )
     inside = [
         i for i, (a, b) in enumerate(offsets)
         if b > a and a < characters[1] and b > characters[0]
@@ -123,7 +131,8 @@ def build_prompt(
       passages: the context; none means closed-book.
 
     Raises:
-      ValueError: a text is empty or no text, or the tokenizer has no offsets.
+      ValueError: a text is empty or no text, the tokenizer has no offsets, or a chat
+        is asked for and its template is missing or hides where the message lies.
     """
     check_text(question, "the question")
     for number, passage in enumerate(passages, start=1):
@@ -135,11 +144,22 @@ def build_prompt(
         )
     context = template.between.join(p.text for p in passages) if passages else None
     text, characters = _render(template, question, context)
-    encoded = tokenizer(text, return_offsets_mapping=True)
+    begin = 0
+    if template.chat:
+        rendered = render_message(tokenizer, text)
+        text, begin = rendered.text, rendered.start
+        if context is not None:
+            start, stop = (max(0, c - rendered.n_trimmed) for c in characters)
+            characters = (start + begin, stop + begin)
+    encoded = tokenizer(
+        text,
+        return_offsets_mapping=True,
+        add_special_tokens=not template.chat,  # the template writes its own
+    )
     ids = tuple(encoded["input_ids"])
     return Prompt(
         ids=ids,
-        context_span=_token_span(encoded["offset_mapping"], characters),
+        context_span=_token_span(encoded["offset_mapping"], characters, begin),
         n_unknown=sum(token == tokenizer.unk_token_id for token in ids)
         if tokenizer.unk_token_id is not None
         else 0,

@@ -69,6 +69,8 @@ class Answer:
         length limit.
       context_span: `[start, stop)` of the passages inside `prompt_ids`; equal
         numbers where there is no context.
+      dropped: places (from 0) of the passages that were left out of the context
+        because the prompt would not have fitted the model's window.
     """
 
     example_id: str
@@ -79,6 +81,7 @@ class Answer:
     token_ids: tuple[int, ...]
     stop_id: int | None
     context_span: tuple[int, int]
+    dropped: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple[str, str, str]:

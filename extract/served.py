@@ -131,6 +131,14 @@ class ServedGenerator:
             "log_probs": self.config.log_probs,
         }
 
+    @property
+    def max_length(self) -> None:
+        """Return None: a server refuses what does not fit."""
+
+    def count_tokens(self, prompt: GeneratorPrompt) -> int | None:
+        """Return how many ids a prompt has, or None: a server splits its text."""
+        return None if prompt.ids is None else len(prompt.ids)
+
     def stream(
         self,
         prompts: Sequence[GeneratorPrompt],

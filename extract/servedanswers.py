@@ -5,10 +5,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from extract.answerrows import AnswerRows
 from extract.atomic import write_json_atomic
 from extract.generation import Request
 from extract.generator import Generated, Generator, SamplingConfig
-from extract.jsonlines import JsonLines
 from extract.records import Answer, to_json
 from extract.replies import Progress
 from extract.rundir import RunDir
@@ -17,9 +17,16 @@ from extract.sampling import request_prompt
 
 @dataclasses.dataclass(frozen=True)
 class Words:
-    """A tokenizer alone, where requests are made and a server does the rest."""
+    """A tokenizer alone, where requests are made and a server does the rest.
+
+    Attributes:
+      max_length: the model's window in tokens, or None where it sets no limit.
+      name: of the model, for messages.
+    """
 
     tokenizer: Any
+    max_length: int | None = None
+    name: str = "the model"
 
 
 def claim_answers(run: RunDir, identity: Mapping[str, Any]) -> None:
@@ -75,11 +82,12 @@ def served_answer(request: Request, found: Generated) -> Answer:
         token_ids=found.token_ids,
         stop_id=found.stop_id,
         context_span=request.prompt.context_span,
+        dropped=request.dropped,
     )
 
 
 def append_answers(
-    lines: JsonLines,
+    rows: AnswerRows,
     requests: Sequence[Request],
     generator: Generator,
     tokenizer: Any,
@@ -87,11 +95,11 @@ def append_answers(
     progress: Progress = lambda done, total: None,
 ) -> None:
     """Answer what has no row yet; each row is appended when it exists."""
-    rows = {(r["example_id"], r["setting"], r["variant"]) for r in lines.rows()}
-    done = {i for i, request in enumerate(requests) if request.key in rows}
+    done = {i for i, request in enumerate(requests) if request.key in rows.done}
     prompts = [request_prompt(tokenizer, request) for request in requests]
     n_done = len(done)
+    progress(n_done, len(requests))
     for i, found in generator.stream(prompts, config, done):
-        lines.append([to_json(served_answer(requests[i], found))])
+        rows.lines.append([to_json(served_answer(requests[i], found))])
         n_done += 1
         progress(n_done, len(requests))

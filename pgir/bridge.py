@@ -160,7 +160,10 @@ class ProbedBackbone:
 
     def _continuation(self, text: str) -> tuple[int, ...]:
         """Return an answer's ids, without special tokens, as after a prompt's end."""
-        encoded = self.backbone.tokenizer(" " + text.strip(), add_special_tokens=False)
+        space = "" if self._template.chat else " "  # a chat's reply begins a line
+        encoded = self.backbone.tokenizer(
+            space + text.strip(), add_special_tokens=False
+        )
         return tuple(encoded["input_ids"])
 
     def count_unknown(self, text: str) -> tuple[int, int]:

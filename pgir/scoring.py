@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from extract.asking import AskConfig
 from extract.backbone import load_backbone
 from extract.embedded import model_path
 from extract.generation import GenerationConfig
 from extract.manifest import read_manifest
-from extract.prompts import TEMPLATES
 from extract.records import Passage
 from extract.rundir import RunDir
 from jaxprobe.detector import Detector
@@ -64,10 +64,16 @@ class Scorer:
             )
         detector = Detector.load(run.detector)
         name = model or detector.facts["model"]
+        asking = AskConfig(
+            template=detector.facts["template"],
+            chat=detector.facts.get("chat", "no") == "yes",
+        )
         probed = ProbedBackbone(
-            load_backbone(model_path(name)),
+            load_backbone(
+                model_path(name), dtype=detector.facts.get("model_dtype", "float32")
+            ),
             detector,
-            TEMPLATES[detector.facts["template"]],
+            asking.words(),
             GenerationConfig(max_new_tokens=config["max_new_tokens"]),
             answer_span=detector.facts["answer_span"],
         )

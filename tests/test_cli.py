@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 VERBS = (
     "demo data world rewrite answer label sample extract verify sweep train select "
-    "calibrate evaluate control report score bench"
+    "calibrate evaluate control report score doctor bench"
 ).split()
 
 

@@ -54,7 +54,7 @@ def loaded_by(statement):
         ("import extract.datasets, extract.datasets.building, extract.splits", "jax"),
         ("import extract.datasets, extract.datasets.building, extract.splits", "torch"),
         ("import extract.datasets", "pyarrow"),
-        ("import extract.commands", "orjson"),
+        ("import benchmarks.datacommands", "orjson"),
         ("import jaxprobe, jaxprobe.detector, jaxprobe.reading", "torch"),
         ("import selection.greedy, selection.sweep", "torch"),
         ("import beatrice", "torch"),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from extract.atomic import sha256_file, write_json_atomic, write_stream_atomic
+from extract.datasets.dataconfig import data_config
 from extract.datasets.loading import Refusal
 from extract.datasets.pools import (
     BuildConfig,
@@ -33,6 +34,14 @@ from extract.splits import (
     seal,
     text_key,
 )
+
+
+def _has_other_things(folder: Path) -> bool:
+    """Tell whether a folder holds what is neither ours nor a run's that was killed."""
+    names = {p.name for p in folder.iterdir() if not p.name.startswith(".")}
+    if "manifest.json" in names:
+        names -= {"manifest.json", "lock", "examples.jsonl", "passages.jsonl"}
+    return bool(names)
 
 
 def _shown(question: Question, context: Context) -> tuple[Passage, ...]:
@@ -150,10 +159,10 @@ def build_examples(
     Raises:
       ValueError: a file is refused or too small, or does not fit the fixed splits.
     """
-    asked = _asked(sources, config, fixed)
+    asked = data_config(sources, config, fixed).as_json()
     if (folder / "splits.json").exists():
         return _continue(folder, asked)
-    if folder.exists() and any(not p.name.startswith(".") for p in folder.iterdir()):
+    if folder.exists() and _has_other_things(folder):
         raise ValueError(
             f"{folder} is not empty and has no splits.json; choose another directory"
         )
@@ -174,25 +183,6 @@ def build_examples(
     manifest = seal(_manifest(folder, asked, reports, drawn, digests))
     write_json_atomic(folder / "splits.json", manifest)
     return manifest
-
-
-def _asked(
-    sources: Sequence[Source], config: BuildConfig, fixed: Path | None
-) -> dict[str, Any]:
-    """Return what a folder's content depends on, as JSON values."""
-    splits = dataclasses.asdict(config.splits) | {
-        "n_held_out": dict(sorted(config.splits.n_held_out.items()))
-    }
-    return {
-        "splits": splits if fixed is None else {"fixed": read_splits(fixed)["sha256"]},
-        "context": config.context,
-        "skip_bad": config.skip_bad,
-        "sources": sorted(
-            [source.dataset, source.role, sha256_file(source.path)]
-            for source in sources
-            if source.path.is_file()
-        ),
-    }
 
 
 def _continue(folder: Path, asked: Mapping[str, Any]) -> dict[str, Any]:

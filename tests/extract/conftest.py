@@ -3,12 +3,11 @@
 import pytest
 
 from benchmarks.presets import make_config
+from extract.asking import AskConfig, ask
 from extract.backbone import load_backbone
 from extract.embedded import WEIGHTS
 from extract.localgenerator import TransformersGenerator
 from extract.microworld import make_world
-from extract.pipeline import make_requests
-from extract.prompts import TEMPLATES
 from extract.questions import make_examples
 
 
@@ -21,4 +20,4 @@ def local():
 def requests(local):
     config = make_config("smoke")
     examples = list(make_examples(make_world(config.world), config.questions))
-    return make_requests(examples, local.backbone, TEMPLATES["short"])
+    return ask(examples, local.backbone, AskConfig(), 10).requests

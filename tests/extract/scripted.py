@@ -48,6 +48,11 @@ class ScriptedGenerator:
     def identity(self):
         return {"backend": self.name}
 
+    max_length = None
+
+    def count_tokens(self, prompt):
+        return None if prompt.ids is None else len(prompt.ids)
+
     def stream(self, prompts, config, done=()):
         for i, prompt in enumerate(prompts):
             if i not in done:

@@ -164,6 +164,7 @@ def test_flags_are_counted_and_flagged_rewrites_kept(tmp_path):
     assert count_rewrites(found) == {
         "n": 4,
         "n_failed": 1,
+        "n_overlong": 0,
         "n_flagged": 2,
         "n_with_added_number": 1,
         "n_with_added_entity": 1,
@@ -187,3 +188,30 @@ def test_a_second_run_rewrites_nothing_again(tmp_path):
     first, _ = made(tmp_path, lambda prompt: "Curie won.", [example()])
     again, generator = made(tmp_path, lambda prompt: "other", [example()])
     assert (again, generator.asked) == (first, [])
+
+
+def test_a_context_beyond_the_window_is_skipped_only_if_asked_and_then_counted(
+    tmp_path,
+):
+    class Small(ScriptedGenerator):
+        max_length = 300
+
+        def count_tokens(self, prompt):
+            return len(prompt.text.split())
+
+    long = example("T: " + "word " * 300, name="long")
+    examples = [example(name="a", question="a?"), long, example(name="b")]
+
+    def rewrites(name, *, skip):
+        judge = Small(lambda prompt: "Curie won.")
+        replies = Replies.open(tmp_path / name)
+        config = RewriteConfig(max_new_tokens=50, skip_overlong=skip)
+        return rewrite_contexts(examples, judge, replies, config), judge.asked
+
+    found, asked = rewrites("skip", skip=True)
+    assert [r.example_id for r in found] == ["a", "long", "b"]
+    assert [r.text for r in found] == ["Curie won.", None, "Curie won."]
+    counts = count_rewrites(found)
+    assert (counts["n_overlong"], counts["n_failed"], len(asked)) == (1, 1, 2)
+    _, asked = rewrites("all", skip=False)
+    assert len(asked) == 3  # and a real backend refuses

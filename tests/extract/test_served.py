@@ -9,11 +9,10 @@ import urllib.request
 import pytest
 
 from benchmarks.presets import make_config
+from extract.asking import AskConfig, ask
 from extract.embedded import WEIGHTS
 from extract.generator import GeneratorPrompt, SamplingConfig
 from extract.microworld import make_world
-from extract.pipeline import make_requests
-from extract.prompts import TEMPLATES
 from extract.questions import QuestionConfig, make_examples
 from extract.replies import Replies
 from extract.served import ServedGenerator, ServerConfig
@@ -229,7 +228,7 @@ def five_hundred(local):
     world = make_world(config.world)
     wanted = QuestionConfig(n_train=1, n_evaluation=260, n_ood=100)
     examples = [e for e in make_examples(world, wanted) if e.split != "train"][:500]
-    requests = make_requests(examples, local.backbone, TEMPLATES["short"])
+    requests = ask(examples, local.backbone, AskConfig(), 10).requests
     assert len(examples) == 500
     return requests
 

@@ -1,0 +1,49 @@
+"""What is there of a stage, counted in its files."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from benchmarks.forecast import Tally
+from extract.jsonlines import JsonLines
+from extract.rundir import RunDir
+
+_REPLIES = {"rewrite": "rewrite", "label": "judge", "sample": "sample"}
+
+
+def disk_bytes(paths: Iterable[Path]) -> int:
+    """Return the bytes of files, and of all files below folders."""
+    total = 0
+    for path in paths:
+        files = path.rglob("*") if path.is_dir() else (path,)
+        total += sum(file.stat().st_size for file in files if file.is_file())
+    return total
+
+
+def count_stage(run: RunDir, stage: str, outputs: Iterable[Path]) -> Tally:
+    """Return what is there of a stage.
+
+    Args:
+      run: of the stage.
+      stage: as on the command line.
+      outputs: what it writes.
+    """
+    n_rows = n_prompt = n_new = 0
+    paths = list(outputs)
+    if stage == "answer":
+        for row in JsonLines(run.answers / "answers.jsonl").whole_rows():
+            n_rows += 1
+            n_prompt += len(row["prompt_ids"])
+            n_new += len(row["token_ids"]) + (row["stop_id"] is not None)
+    elif stage in _REPLIES:
+        replies = run.replies(_REPLIES[stage])
+        paths.append(replies)
+        for row in JsonLines(replies).whole_rows():
+            n_rows += 1
+            n_prompt += row["n_prompt_tokens"] or 0
+            n_new += row["n_new_tokens"] or 0
+    return Tally(
+        n_rows=n_rows,
+        n_prompt_tokens=n_prompt,
+        n_new_tokens=n_new,
+        disk_bytes=disk_bytes(paths),
+    )

@@ -1,0 +1,274 @@
+"""Published questions through the stages: data, rewrite, answer, label; also killed.
+
+The embedded model plays generator and judge. What it says of the real world is
+nonsense; that every row is there, once, and the same after any kill is what counts.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from beatrice import main
+from extract.records import Answer, Example, Label, read_records
+from tests.extract import published as pub
+
+ROOT = Path(__file__).parent.parent
+# Where a verb's rows appear while it works; a kill is timed by them.
+GROWS = {
+    "data": "examples.jsonl",
+    "rewrite": "replies/rewrite.jsonl",
+    "answer": "answers/answers.jsonl",
+    "label": "replies/judge.jsonl",
+}
+COMPARED = (
+    "examples.jsonl",
+    "passages.jsonl",
+    "splits.json",
+    "rewrites.jsonl",
+    "labels.jsonl",
+    *GROWS.values(),
+)
+
+
+def chain(run, *data_options, overlong=("--overlong", "skip")):
+    """Return the lines of the four stages."""
+    return {
+        "data": ["data", run, "--preset", "smoke", *data_options],
+        "rewrite": ["rewrite", run, "--model", "embedded", "--max-tokens", 24]
+        + list(overlong),
+        "answer": ["answer", run],
+        "label": ["label", run, "--judge", "embedded"],
+    }
+
+
+def beatrice(*arguments, code=0):
+    done = CliRunner().invoke(main, [str(a) for a in arguments])
+    assert done.exit_code == code, (done.output, done.exception)
+    return done
+
+
+def popqa(number):
+    """A row with the paragraphs that the copies of HippoRAG's form carry."""
+    return pub.popqa(number) | {
+        "paragraphs": [
+            {
+                "title": f"Person {number}",
+                "text": "She was a politician.",
+                "is_supporting": True,
+            },
+            {"title": "Other", "text": "He sang.", "is_supporting": False},
+        ]
+    }
+
+
+@pytest.fixture
+def options(tmp_path):
+    """Small files of two sets, and the options that read them."""
+    hotpot = pub.write_array(tmp_path / "h.json", [pub.hotpot(i) for i in range(4)])
+    held = pub.write_array(tmp_path / "p.json", [popqa(i) for i in range(3)])
+    return (
+        *("--dev", f"hotpotqa={hotpot}", "--held-out", f"popqa={held}"),
+        *("--n-evaluation", 2, "--n-held-out", "popqa=3"),
+    )
+
+
+def rows(path):
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def records(run):
+    examples = {e.id: e for e in read_records(run / "examples.jsonl", Example)}
+    answers = list(read_records(run / "answers" / "answers.jsonl", Answer))
+    labels = list(read_records(run / "labels.jsonl", Label))
+    return examples, answers, labels
+
+
+def check_rows(run):
+    """Every question is answered once in each setting and variant, and judged."""
+    examples, answers, labels = records(run)
+    rewrites = rows(run / "rewrites.jsonl")
+    rewritten = {row["example_id"] for row in rewrites if row["text"] is not None}
+    left_out = rows(run / "answers" / "left_out.jsonl")
+    absent = {(row["example_id"], row["variant"]) for row in left_out}
+    wanted = {(e, "closed_book", "original") for e in examples}
+    wanted |= {
+        (e, "with_context", v)
+        for e, v in [(e, "original") for e in examples]
+        + [(e, "rewritten") for e in rewritten]
+        if (e, v) not in absent
+    }
+    keys = [answer.key for answer in answers]
+    assert len(keys) == len(set(keys))
+    assert set(keys) == wanted == {label.key for label in labels}
+    return examples, answers, labels
+
+
+def test_the_chain_asks_published_questions_in_the_papers_words(tmp_path, options):
+    run = tmp_path / "run"
+    lines = chain(run, *options)
+    for line in lines.values():
+        beatrice(*line)
+    examples, answers, labels = check_rows(run)
+    assert {e.dataset for e in examples.values()} == {"hotpotqa", "popqa"}
+    assert {e.split for e in examples.values()} == {"validation", "test", "ood"}
+    assert all(len(label.verdicts) == 3 for label in labels)
+    from extract.asking import AskConfig
+    from extract.backbone import load_backbone
+    from extract.embedded import WEIGHTS
+    from extract.prompts import build_prompt
+
+    tokenizer = load_backbone(WEIGHTS).tokenizer
+    words = AskConfig(template="paper").words()
+    for answer in answers:
+        if answer.variant == "original":
+            example = examples[answer.example_id]
+            shown = example.passages if answer.setting == "with_context" else ()
+            prompt = build_prompt(tokenizer, words, example.question, shown)
+            assert answer.prompt_ids == prompt.ids
+            assert answer.context_span == prompt.context_span
+    assert "already done" in beatrice(*lines["data"]).stderr
+    assert "already done" in beatrice(*lines["answer"]).stderr
+    assert "every checksum holds" in beatrice("verify", run).stdout
+    # The torn end of a kill, and no record of the stages: the same bytes again.
+    before = {name: (run / name).read_bytes() for name in COMPARED}
+    for name in ("answers/answers.jsonl", "replies/judge.jsonl"):
+        (run / name).write_bytes(before[name][: len(before[name]) * 3 // 5])
+    for name in ("rewrite", "answer", "label"):
+        (run / "stages" / f"{name}.json").unlink()
+        done = beatrice(*lines[name])
+        assert ("was unfinished" in done.stderr) == (name != "rewrite")
+    assert {name: (run / name).read_bytes() for name in COMPARED} == before
+
+
+def test_answers_to_contexts_that_were_rewritten_again_are_given_again(
+    tmp_path, options
+):
+    run = tmp_path / "run"
+    lines = chain(run, *options)
+    for name in ("data", "rewrite", "answer"):
+        beatrice(*lines[name])
+    before = {a.key: a for a in records_of_answers(run)}
+    lines["rewrite"][lines["rewrite"].index(24)] = 12  # shorter: other contexts
+    beatrice(*lines["rewrite"])
+    said = beatrice(*lines["answer"]).stderr
+    after = {a.key: a for a in records_of_answers(run)}
+    changed = {k for k in before if before[k] != after.get(k)}
+    assert all(variant == "rewritten" for _, _, variant in changed)
+    assert ("no longer asked" in said) == bool(changed)
+
+
+def records_of_answers(run):
+    return list(read_records(run / "answers" / "answers.jsonl", Answer))
+
+
+def test_a_file_that_is_refused_leaves_no_run_behind(tmp_path, options):
+    bad = [pub.hotpot(i) for i in range(30)]
+    del bad[7]["answer"]
+    path = pub.write_array(tmp_path / "bad.json", bad)
+    run = tmp_path / "run"
+    done = beatrice("data", run, "--train", f"hotpotqa={path}", code=1)
+    assert "record 8" in done.stderr
+    assert not run.exists()
+    done = beatrice("data", run, "--train", f"hotpotqa={tmp_path / 'no'}", code=1)
+    assert "no such file" in done.stderr
+    assert not run.exists()
+    done = beatrice("data", run, *options, "--model", tmp_path / "none", code=1)
+    assert not run.exists()
+
+
+def test_a_run_of_other_questions_or_other_words_is_refused(tmp_path, options):
+    run = tmp_path / "run"
+    line = chain(run, *options)["data"]
+    beatrice(*line)
+    done = beatrice(*line, "--template", "short", code=1)
+    assert "template='paper'" in done.stderr
+    done = beatrice(*line, "--n-train", 9, code=1)
+    assert "n_train=9" in done.stderr
+    done = beatrice("world", run, "--preset", "smoke", code=1)
+    assert "choose another directory" in done.stderr
+
+
+def start(line):
+    return subprocess.Popen(
+        [sys.executable, "-m", "beatrice", *map(str, line)],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(line):
+    process = start(line)
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors
+
+
+def n_bytes(path):
+    return path.stat().st_size if path.exists() else 0
+
+
+def kill_at_random(line, watched, rng, *, most_rows):
+    """Kill a verb soon after some of its rows appeared; False if it was faster."""
+    process, seen = start(line), n_bytes(watched)
+    n_wanted = rng.randint(0, most_rows)  # appearances; 0 kills at any time before
+    if n_wanted == 0:
+        time.sleep(rng.uniform(0.0, 4.0))
+    while n_wanted > 0 and process.poll() is None:
+        if n_bytes(watched) != seen:
+            seen, n_wanted = n_bytes(watched), n_wanted - 1
+        time.sleep(0.001)
+    time.sleep(rng.uniform(0.0, 0.05))
+    is_alive = process.poll() is None
+    if is_alive:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    return is_alive
+
+
+def real_sets(folder):
+    """Return options for 200 HotpotQA and 200 PopQA records of the samples."""
+    hotpot = folder / "hotpotqa" / "hotpot_dev_distractor_v1.sample200.json"
+    held = folder / "popqa" / "neuropath.popqa.1000.with_paragraphs.json"
+    for path in (hotpot, held):
+        if not path.is_file():
+            pytest.skip(f"no {path.name} among the samples")
+    return (
+        *("--dev", f"hotpotqa={hotpot}", "--held-out", f"popqa={held}"),
+        *("--n-evaluation", 100, "--n-held-out", "popqa=200"),
+        *("--overlong", "drop-passages"),
+    )
+
+
+@pytest.mark.slow
+def test_400_real_questions_killed_again_and_again_end_as_a_run_that_was_not(tmp_path):
+    options = real_sets(pub.samples())
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    rng = random.Random(int(os.environ.get("BEATRICE_KILL_SEED", "0")))
+    n_killed = dict.fromkeys(GROWS, 0)
+    for verb, line in chain(killed, *options).items():
+        for _ in range(1 if verb == "data" else 3):
+            n_killed[verb] += kill_at_random(
+                line, killed / GROWS[verb], rng, most_rows=12
+            )
+        finish(line)
+    for line in chain(whole, *options).values():
+        finish(line)
+    print(f"\nkilled: {n_killed}")
+    assert sum(n_killed.values()) >= 5, n_killed
+    for name in COMPARED:
+        assert (killed / name).read_bytes() == (whole / name).read_bytes(), name
+    examples, answers, labels = check_rows(killed)
+    assert len(examples) == 400
+    n_cut = sum(bool(answer.dropped) for answer in answers)
+    print(f"{len(answers)} answers, {n_cut} to cut contexts, {len(labels)} labels")

@@ -1,0 +1,79 @@
+"""A run of published questions goes the whole way, to the rows of the results.
+
+The files are in HotpotQA's form and ask what the embedded model knows, so that there
+are right and wrong answers to tell apart.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.presets import make_config
+from extract.microworld import make_world
+from extract.questions import make_examples
+
+ROOT = Path(__file__).parent.parent
+
+
+def hotpot_form(example):
+    """Return a microworld question as HotpotQA publishes one."""
+    titles = [f"{p.title} {i}" for i, p in enumerate(example.passages)]
+    return {
+        "_id": example.id,
+        "question": example.question,
+        "answer": example.golds[0],
+        "supporting_facts": [[title, 0] for title in titles],
+        "context": [
+            [title, [passage.text]]
+            for title, passage in zip(titles, example.passages, strict=True)
+        ],
+        "type": "bridge",
+        "level": "hard",
+    }
+
+
+def beatrice(*arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", "beatrice", *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.slow
+def test_a_run_of_published_questions_goes_to_the_rows_of_the_results(tmp_path):
+    config = make_config("smoke")
+    files = {"train": [], "dev": []}
+    for example in make_examples(make_world(config.world), config.questions):
+        if example.split != "ood":
+            role = "train" if example.split == "train" else "dev"
+            files[role].append(hotpot_form(example))
+    for role, records in files.items():
+        (tmp_path / role).write_text(json.dumps(records))
+    run = tmp_path / "run"
+    n_evaluation = len(files["dev"]) // 3
+    beatrice(
+        *("data", run, "--preset", "smoke", "--template", "short"),
+        *("--train", f"hotpotqa={tmp_path / 'train'}", "--n-train", 200),
+        *("--dev", f"hotpotqa={tmp_path / 'dev'}", "--n-evaluation", n_evaluation),
+        *("--overlong", "drop-passages", "--max-new-tokens", 10),
+    )
+    for verb in "answer label extract sweep train select calibrate evaluate".split():
+        said = beatrice(verb, run).stderr
+        assert "actual" in said or "took" in said
+    rows = [json.loads(x) for x in (run / "results.jsonl").read_text().splitlines()]
+    measured = [
+        r for r in rows if r["detector"] == "champion" and r["metric"] == "auroc"
+    ]
+    assert {r["setting"] for r in measured} == {"closed_book", "with_context"}
+    assert {r["dataset"] for r in rows} == {"hotpotqa"}
+    cut = [row for row in rows if row["experiment"] == "prompts"]
+    assert cut and all(row["value"] == 0 for row in cut)
+    assert "every checksum holds" in beatrice("verify", run).stdout
