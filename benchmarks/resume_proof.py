@@ -16,10 +16,10 @@ from pathlib import Path
 from benchmarks.presets import PresetName, RunConfig, make_config
 from benchmarks.resume_worker import Death, live, n_committed
 from benchmarks.torch_stages import open_backbone
+from extract.asking import ask
 from extract.atomic import sha256_file, write_text_atomic
 from extract.keeping import Kept
-from extract.pipeline import answers_file, make_requests, write_world
-from extract.prompts import TEMPLATES
+from extract.pipeline import answers_file, write_world
 from extract.records import SETTINGS, Answer, Example, read_records, write_lines
 from extract.rundir import RunDir
 from extract.store import done_ranges, open_store
@@ -157,7 +157,9 @@ def _gold_answers(run: RunDir, made: RunConfig, n_examples: int) -> list[Answer]
                 stop_id=tokenizer.eos_token_id,
                 context_span=request.prompt.context_span,
             )
-            for request in make_requests([example], backbone, TEMPLATES[made.template])
+            for request in ask(
+                [example], backbone, made.prompt, made.max_new_tokens
+            ).requests
         )
         if len(answers) >= n_examples:
             return answers[:n_examples]
