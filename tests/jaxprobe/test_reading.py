@@ -93,8 +93,8 @@ def test_a_store_of_answers_reads_as_the_whole_one_without_the_other_states(sett
         np.testing.assert_array_equal(one, other)
     hidden = np.asarray(answers.tokens[0])
     last = answers.span_slices[-1]
-    assert not hidden[:, : last.start].any()
-    assert hidden[:, last].any() and np.asarray(whole.tokens[0])[:, 0].any()
+    assert not hidden[: last.start].any()
+    assert hidden[last].any() and np.asarray(whole.tokens[0])[0].any()
 
 
 def test_a_live_pass_with_every_state_reads_as_the_store_of_answers(setting):

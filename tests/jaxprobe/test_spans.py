@@ -35,7 +35,7 @@ def best(trained):
 
 
 def test_without_the_span_of_the_signal_nothing_is_found(plain):
-    assert best(train([BLOCK], without(plain, QUESTION))[0]) > 0.9
+    assert best(train([BLOCK], without(plain, QUESTION))[0]) > 0.8
     chance = best(train([BLOCK], without(plain, ANSWER))[0])
     assert abs(chance - 0.5) < 0.2  # best of three epochs, 110 rows: s.e. 0.06
 
@@ -74,7 +74,7 @@ def test_what_is_left_out_has_no_influence(plain):
     features = valid_part.features
     answer = features.span_slices[ANSWER]
     moved = features._replace(
-        tokens=tuple(jnp.asarray(t).at[:, answer].add(7.0) for t in features.tokens)
+        tokens=tuple(jnp.asarray(t).at[answer].add(7.0) for t in features.tokens)
     )
     here, there = (encode(trained, f, encoder=ENCODER) for f in (features, moved))
     np.testing.assert_array_equal(here.logits, there.logits)
