@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
@@ -51,11 +52,17 @@ def precision(run_dir: Path, encoders: str, as_json: bool) -> None:
     for name in names:
         subset_index(name)  # a wrong one is found before anything runs
     quiet()
+    if not as_json:
+        _echo_row(_HEAD)
+        _echo_row(["---"] * len(_HEAD))
     with Progress().stage("precision") as update:
-        rows = measure(RunDir(run_dir), config, names, update)
-    if as_json:
-        for row in rows:
-            click.echo(json.dumps(dataclasses.asdict(row)))
-        return
-    for cells in (_HEAD, ["---"] * len(_HEAD), *(row.cells() for row in rows)):
-        click.echo("| " + " | ".join(cells) + " |")
+        for row in measure(RunDir(run_dir), config, names, update):
+            # At once: a run that is stopped has shown what it measured.
+            if as_json:
+                click.echo(json.dumps(dataclasses.asdict(row)))
+            else:
+                _echo_row(row.cells())
+
+
+def _echo_row(cells: Iterable[str]) -> None:
+    click.echo("| " + " | ".join(cells) + " |")

@@ -7,7 +7,8 @@ the same questions and seeds, and its interval resamples questions.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import jax
@@ -114,8 +115,8 @@ def measure(
     encoders: Sequence[str],
     progress: Callable[[int, int], None],
     choices: Sequence[Kept] = CHOICES,
-) -> list[PrecisionCost]:
-    """Train every encoder on every choice; the run is only read.
+) -> Iterator[PrecisionCost]:
+    """Train every encoder on every choice, and yield each row; the run is only read.
 
     Args:
       run: swept, so that it has a layer.
@@ -128,7 +129,7 @@ def measure(
       ValueError: the run is not swept, or a type cannot hold its hidden states.
     """
     reader = SignalReader(open_backbone(config), (chosen_layer(run),))
-    found, total = [], len(SETTINGS) * len(encoders) * len(choices)
+    done, total = itertools.count(1), len(SETTINGS) * len(encoders) * len(choices)
     for setting in SETTINGS:
         data = _read(run, config, setting, reader)
         for name in encoders:
