@@ -135,13 +135,10 @@ def measure(
         for name in encoders:
             reference: np.ndarray | None = None
             for kept in choices:
-                logits = _trained_logits(
-                    data, config, setting, subset_index(name), kept
-                )
+                logits = _trained_logits(data, config, name, kept)
                 reference = logits if reference is None else reference
-                found.append(_row(data, config, setting, name, kept, logits, reference))
-                progress(len(found), total)
-    return found
+                yield _row(data, config, name, kept, logits, reference)
+                progress(next(done), total)
 
 
 def _read(

@@ -191,12 +191,12 @@ def _kill_again_and_again(
         if not math.isnan(live(run, config.run_config(), death)):
             break  # it was faster than the kill
         n_before.append(n_committed(run))
-        n_torn += any(_is_torn(run.features(setting)) for setting in SETTINGS)
+        n_torn += any(is_torn(run.features(setting)) for setting in SETTINGS)
         progress(number + 1, config.n_kills)
     return n_before, n_torn
 
 
-def _is_torn(features: Path) -> bool:
+def is_torn(features: Path) -> bool:
     """Tell whether a store has files of a range that is not committed."""
     if not (features / "index.json").exists():
         return features.exists()

@@ -2,10 +2,14 @@
 
 import shutil
 
+import numpy as np
 import pytest
 
-from benchmarks.resume_proof import ResumeConfig, compare, prove
+from benchmarks.resume_proof import ResumeConfig, compare, is_torn, prove
+from extract.family import Family
 from extract.keeping import Kept
+from extract.storespec import StoreSpec
+from extract.storewrite import StoreWriter, create_store
 
 
 def test_a_changed_a_missing_and_a_new_file_are_seen(tmp_path):
@@ -21,6 +25,24 @@ def test_a_changed_a_missing_and_a_new_file_are_seen(tmp_path):
     (two / "features" / "b" / "d").unlink()
     (two / "features" / "e").write_bytes(b"")
     assert compare(one, two) == (4, 7, ("a", "b/d", "e"))
+
+
+def test_files_of_a_range_without_its_record_are_seen(tmp_path):
+    spec = StoreSpec(
+        families={"prob": Family(shape=(5,))},
+        keys=(("a",), ("b",)),
+        lengths=np.array([60, 60]),
+        spans=np.zeros((2, 3, 2), np.int64),
+        rows_per_shard=64,
+        hidden_layers=(),
+        fingerprint={},
+    )
+    assert not is_torn(tmp_path / "store")  # nothing yet
+    store = create_store(tmp_path / "store", spec)
+    StoreWriter(store).write_range(0, {"prob": np.zeros((60, 5), np.float32)})
+    assert not is_torn(tmp_path / "store")
+    (tmp_path / "store" / store.commit_key(0)).unlink()
+    assert is_torn(tmp_path / "store")
 
 
 @pytest.mark.slow
