@@ -102,7 +102,7 @@ def _select_without(
             config=config.fusion,
             train_config=config.fusion_train,
             greedy=GreedyConfig(margin=config.margin),
-            candidates=candidates_without(setting, train.logits.shape[1], family),
+            candidates=candidates_without(setting, train.n_pool, family),
         )
     except NoSignalError:
         return None

@@ -1,6 +1,6 @@
 """The controller's stage: PGIR against never and always retrieving.
 
-Every set is traced once to the full budget and the trace is kept; threshold and
+Every question is traced once to the full budget and the trace is kept; threshold and
 budget are chosen on the validation traces and used unchanged everywhere else.
 """
 
@@ -32,6 +32,8 @@ from pgir.controller import (
     trace_questions,
 )
 from pgir.retrieval import Bm25Retriever
+
+GROUP_SIZE = 200  # questions; fewer of them leave batches half empty
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,7 +94,7 @@ def _from_file(
     return traces, tuple(kept["vanilla"])
 
 
-def trace_set(
+def trace_sets(
     probed: ProbedBackbone,
     retriever: Bm25Retriever,
     passages: Sequence[Passage],
@@ -100,7 +102,7 @@ def trace_set(
     config: ControllerConfig,
     on_round: Callable[[int], None],
 ) -> tuple[tuple[Trace, ...], tuple[str, ...]]:
-    """Return the traces of a set and its answers after one plain retrieval."""
+    """Return the questions' traces and their answers after one plain retrieval."""
     questions = [example.question for example in examples]
     reader = ProbedReader(probed, questions)
     traces = trace_questions(questions, reader, retriever, passages, config, on_round)
@@ -110,10 +112,25 @@ def trace_set(
     return tuple(traces), tuple(answer.text for answer in vanilla)
 
 
+def _groups(
+    sets: Sequence[tuple[str, str, tuple[Example, ...]]],
+) -> list[list[tuple[str, str, tuple[Example, ...]]]]:
+    """Put sets together until a group has questions enough to fill batches.
+
+    Groups depend on the sets alone, so a run that was killed makes them again.
+    """
+    groups: list[list[tuple[str, str, tuple[Example, ...]]]] = [[]]
+    for one in sets:
+        if sum(len(examples) for _, _, examples in groups[-1]) >= GROUP_SIZE:
+            groups.append([])
+        groups[-1].append(one)
+    return groups
+
+
 def trace_all(
     run: RunDir, config: RunConfig, probed: ProbedBackbone, update: Update, key: str
 ) -> list[Traced]:
-    """Trace every set; a set that was traced before is read from its file.
+    """Trace every set; what was traced before is read from its file.
 
     Args:
       run: holds questions and passages.
@@ -125,31 +142,39 @@ def trace_all(
     controller = controller_config(config)
     passages = list(read_records(run.passages, Passage))
     retriever = Bm25Retriever(passages)
-    sets = question_sets(read_examples(run), config.n_control)
+    groups = _groups(question_sets(read_examples(run), config.n_control))
     n_rounds = controller.max_budget + 1
-    traced = []
-    for i, (dataset, split, examples) in enumerate(sets):
-        path = run.control / f"traces-{dataset}-{split}.json"
-        found = _from_file(path, key)
-        if found is None:
-            found = trace_set(
+    traced: list[Traced] = []
+    for i, group in enumerate(groups):
+        paths = [run.control / f"traces-{d}-{s}.json" for d, s, _ in group]
+        kept = [_from_file(path, key) for path in paths]
+        if None in kept:
+            traces, vanilla = trace_sets(
                 probed,
                 retriever,
                 passages,
-                examples,
+                [example for _, _, examples in group for example in examples],
                 controller,
-                lambda r, i=i: update(i * n_rounds + r + 1, len(sets) * n_rounds),
+                lambda r, i=i: update(i * n_rounds + r + 1, len(groups) * n_rounds),
             )
-        one = Traced(
-            dataset=dataset,
-            split=split,
-            examples=examples,
-            traces=found[0],
-            vanilla=found[1],
-        )
-        path.parent.mkdir(exist_ok=True)
-        _to_file(path, one, key)
-        traced.append(one)
+            stops = np.cumsum([len(examples) for _, _, examples in group])
+            starts = [0, *stops[:-1]]
+            kept = [
+                (traces[a:b], vanilla[a:b]) for a, b in zip(starts, stops, strict=True)
+            ]
+        for (dataset, split, examples), path, (own, plain) in zip(
+            group, paths, kept, strict=True
+        ):
+            one = Traced(
+                dataset=dataset,
+                split=split,
+                examples=examples,
+                traces=own,
+                vanilla=plain,
+            )
+            path.parent.mkdir(exist_ok=True)
+            _to_file(path, one, key)
+            traced.append(one)
     return traced
 
 

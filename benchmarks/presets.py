@@ -174,7 +174,7 @@ def _demo(seed: int) -> dict[str, Any]:
 def _smoke(seed: int) -> dict[str, Any]:
     """Sizes that aim at a minute (measured: two); the numbers mean nothing."""
     return {
-        "questions": QuestionConfig(n_train=160, n_evaluation=60, n_ood=40),
+        "questions": QuestionConfig(n_train=160, n_evaluation=50, n_ood=30),
         "encoder": EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2),
         "train": TrainConfig(
             learning_rate=3e-3, batch_size=80, max_epochs=2, n_seeds=1, root_seed=seed
@@ -187,7 +187,7 @@ def _smoke(seed: int) -> dict[str, Any]:
         "n_sweep": 200,
         "n_bootstrap": 200,
         "max_budget": 2,
-        "n_control": 20,
+        "n_control": 15,
         "xla_flags": (
             "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=1 "
             "--xla_cpu_multi_thread_eigen=false"

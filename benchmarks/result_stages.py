@@ -46,6 +46,7 @@ from jaxprobe.detector import Detector, EncoderBank, HeadName, SettingHead
 from jaxprobe.features import FamilyDims, Standardizer
 from jaxprobe.grid import Trained, grid_members
 from jaxprobe.metrics import BootstrapConfig
+from jaxprobe.reading import longest_spans
 from jaxprobe.subsets import N_SUBSETS, SUBSET_NAMES
 from pgir.bridge import ProbedBackbone
 
@@ -78,6 +79,7 @@ def _bank(
     if not names:
         return None
     tree, facts = checkpoint.restore(run.encoders(setting))
+    store, _ = load_rows(run, setting)
     members = grid_members(config.train.n_seeds)
     return EncoderBank.keep(
         Trained(members, tree["params"], tree["info"]),
@@ -85,6 +87,7 @@ def _bank(
         dims=FamilyDims(**facts["dims"]),
         config=config.encoder,
         standardizer=Standardizer(**tree["standardizer"]),
+        lengths=longest_spans(store.spec.spans, setting),
     )
 
 

@@ -19,7 +19,7 @@ import torch
 from benchmarks.torch_heads import apply_head, fit_head, rows_of_set
 from jaxprobe import fusion
 from jaxprobe.fit import TrainConfig
-from jaxprobe.fusion import FusionConfig, PoolCodes
+from jaxprobe.fusion import FusionConfig, PoolCodes, say
 from selection.greedy import Heads, fit_sets
 
 TOLERANCE = 1e-4  # of logits, fp32, sums in another order
@@ -51,36 +51,30 @@ def made_up_codes(config: SelectCost, n_examples: int, seed: int) -> PoolCodes:
     pooled = rng.standard_normal((*shape, config.d_pooled))
     pooled[..., 0] += logits
     return PoolCodes(
-        jnp.asarray(logits, jnp.float32),
-        jnp.asarray(pooled, jnp.float32),
+        say(jnp.asarray(pooled, jnp.float32), jnp.asarray(logits, jnp.float32)),
         jnp.asarray(labels, jnp.float32),
         jnp.ones(n_examples, jnp.float32),
     )
 
 
 def _rows(codes: PoolCodes, members: tuple[int, ...], seed: int) -> torch.Tensor:
-    where = np.asarray(members)
-    return rows_of_set(
-        np.asarray(codes.pooled[seed])[where], np.asarray(codes.logits[seed])[where]
-    )
+    return rows_of_set(np.asarray(codes.said[seed])[np.asarray(members)])
 
 
 def _torch_weights(params: Any, n_members: int, n_slots: int) -> dict:
     """Return a head's weights without those of the empty slots."""
     tree = params["params"]
-    n_pairs = n_slots * (n_slots - 1) // 2
-    d_said = (tree["kernel"].shape[0] - n_pairs) // n_slots
-    first, second = np.triu_indices(n_slots, 1)
-    filled = n_slots * d_said + np.flatnonzero(second < n_members)
+    d_said = tree["kernel"].shape[0] // n_slots
+    _, second = np.triu_indices(n_slots, 1)
     kernel = np.concatenate(
-        [tree["kernel"][: n_members * d_said], tree["kernel"][filled]]
+        [tree["kernel"][: n_members * d_said], tree["gaps"][second < n_members]]
     )
     arrays = {
         "kernel": kernel,
         "bias": tree["bias"],
         "norm_scale": tree["norm"]["scale"],
         "norm_bias": tree["norm"]["bias"],
-        "out_kernel": tree["out"]["kernel"],
+        "out_kernel": tree["out"]["kernel"].T,
         "out_bias": tree["out"]["bias"],
     }
     return {name: torch.from_numpy(np.array(x)) for name, x in arrays.items()}

@@ -105,7 +105,7 @@ def fixed_set(
         valid,
         config=shape,
         train_config=config.fusion_train,
-        n_calls=train.logits.shape[1],
+        n_calls=train.n_pool,
     )
     params, info = jax.tree.map(lambda x: x[0], tuple(heads))
     return Selection(members, float(info.best_auroc.mean()), (), shape, params, info)
@@ -178,7 +178,7 @@ def _select_setting(
         )
         found = {"champion": champion}
         if branch != "single_pass":
-            every = tuple(range(train.logits.shape[1]))
+            every = tuple(range(train.n_pool))
             found["late_fusion_singles"] = fixed_set(SINGLES, train, valid, config)
             found["late_fusion_all"] = fixed_set(every, train, valid, config)
         _save_selection(run, config, branch, found, everyone)

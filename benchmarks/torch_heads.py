@@ -17,18 +17,20 @@ from jaxprobe.fusion import FusionConfig
 EPSILON = 1e-6  # Flax's LayerNorm
 
 
-def rows_of_set(pooled: np.ndarray, logits: np.ndarray) -> torch.Tensor:
-    """Return what a set's encoders say, laid out as in `jaxprobe.fusion.slot_rows`.
+def rows_of_set(said: np.ndarray) -> torch.Tensor:
+    """Return what a set's encoders say as rows, and how far each two are apart.
 
     Args:
-      pooled: `[n_members, n_examples, d_pooled]`.
-      logits: `[n_members, n_examples]`.
+      said: `[n_members, d_said, n_examples]`, see `jaxprobe.fusion.say`.
+
+    Returns:
+      `[n_examples, n_members * d_said + n_pairs]`.
     """
-    scores = torch.sigmoid(torch.from_numpy(logits.copy()))
-    said = torch.cat([torch.from_numpy(pooled.copy()), scores[..., None]], dim=-1)
-    pairs = itertools.combinations(range(len(logits)), 2)
+    slots = torch.from_numpy(np.ascontiguousarray(said.swapaxes(1, 2)))
+    scores = slots[..., -1]
+    pairs = itertools.combinations(range(len(scores)), 2)
     differences = [(scores[a] - scores[b]).abs()[:, None] for a, b in pairs]
-    return torch.cat([*said, *differences], dim=1).contiguous()
+    return torch.cat([*slots, *differences], dim=1).contiguous()
 
 
 def apply_head(weights: dict[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:

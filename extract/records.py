@@ -10,9 +10,11 @@ import functools
 import json
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+
+import orjson
 
 Setting = Literal["closed_book", "with_context"]
 Variant = Literal["original", "rewritten"]
@@ -187,6 +189,64 @@ def _from_object(kind: type, value: Any, where: str) -> Any:
     )
 
 
+class _NotSo(Exception):
+    """A value is not what its annotation says."""
+
+
+@functools.cache
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    """Return what `_revive` does for one type, without a word on what is wrong.
+
+    Files hold tens of thousands of records and are read by every stage: this is four
+    times as fast, and `_revive` explains what this refuses.
+    """
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return _object_reader(kind)
+    if origin is tuple:
+        return _tuple_reader(args[0])
+    if origin is Literal:
+        return lambda value: _only(value, value in args)
+    if origin in (types.UnionType, typing.Union):
+        inner = _reader(next(k for k in args if k is not type(None)))
+        return lambda value: None if value is None else inner(value)
+    expected = origin if origin is not None else kind
+    return lambda value: _only(value, type(value) is expected)
+
+
+def _only(value: Any, is_so: bool) -> Any:
+    if not is_so:
+        raise _NotSo
+    return value
+
+
+def _tuple_reader(element: Any) -> Callable[[Any], tuple]:
+    if element in (int, str):
+        kinds = {element}
+        return lambda value: tuple(
+            _only(value, type(value) is list and set(map(type, value)) <= kinds)
+        )
+    inner = _reader(element)
+    return lambda value: tuple(map(inner, _only(value, type(value) is list)))
+
+
+def _object_reader(kind: type) -> Callable[[Any], Any]:
+    fields, hints = _schema(kind)
+    readers = {name: _reader(hints[name]) for name in fields}
+    required = {
+        name
+        for name, field in fields.items()
+        if field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
+    }
+
+    def read(value: Any) -> Any:
+        _only(value, type(value) is dict and required <= value.keys() <= fields.keys())
+        return kind(**{name: readers[name](item) for name, item in value.items()})
+
+    return read
+
+
 def from_json(kind: type[RecordT], line: str, where: str) -> RecordT:
     """Parse one line.
 
@@ -198,6 +258,10 @@ def from_json(kind: type[RecordT], line: str, where: str) -> RecordT:
     Raises:
       ValueError: the line is not such a record; the message says where and why.
     """
+    try:
+        return _reader(kind)(orjson.loads(line))
+    except (orjson.JSONDecodeError, _NotSo):
+        pass  # it is wrong, or something that the slower way knows and this does not
     try:
         value = json.loads(line)
     except json.JSONDecodeError as error:

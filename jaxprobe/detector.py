@@ -27,7 +27,7 @@ from jaxprobe.features import (
     split_families,
 )
 from jaxprobe.fit import Params
-from jaxprobe.fusion import FusionConfig, FusionHead, slot_rows, slots_of
+from jaxprobe.fusion import FusionConfig, FusionHead, say, slots_of
 from jaxprobe.grid import Trained
 from jaxprobe.subsets import SUBSET_NAMES, SUBSETS, subset_index
 
@@ -71,6 +71,8 @@ class EncoderBank:
       standardizer: fitted on its training tokens.
       names: subsets, as in "HPA"; one per kept encoder.
       params: leaves `[n_seeds, n_kept, ...]`.
+      lengths: of the longest spans in training; whoever pads to them compiles once.
+        Empty where unknown.
     """
 
     dims: FamilyDims
@@ -78,6 +80,7 @@ class EncoderBank:
     standardizer: Standardizer
     names: tuple[str, ...]
     params: Params
+    lengths: tuple[int, ...] = ()
 
     @classmethod
     def keep(
@@ -88,6 +91,7 @@ class EncoderBank:
         dims: FamilyDims,
         config: EncoderConfig,
         standardizer: Standardizer,
+        lengths: Sequence[int] = (),
     ) -> "EncoderBank":
         """Take some subsets, all seeds, out of a trained grid."""
         seeds = sorted({m.seed for m in trained.members})
@@ -104,6 +108,7 @@ class EncoderBank:
             standardizer=standardizer,
             names=tuple(SUBSET_NAMES[subset_index(name)] for name in names),
             params=params,
+            lengths=tuple(lengths),
         )
 
 
@@ -152,7 +157,7 @@ def _fuse(
     """Probability `[n_examples]`, mean over seeds of the heads'."""
 
     def one(params, pooled, logits):
-        return head.apply(params, slot_rows(pooled, logits), slot_mask)
+        return head.apply(params, say(pooled, logits), slot_mask)
 
     return jax.nn.sigmoid(jax.vmap(one)(params, pooled, logits)).mean(axis=0)
 
@@ -262,7 +267,7 @@ class Detector:
     def save(self, path: Path | str) -> None:
         """Write the detector to a directory, atomically (see `checkpoint`)."""
         arrays: dict[str, Any] = {"banks": {}, "heads": {}}
-        config: dict[str, Any] = {"format": 1, "banks": {}, "heads": {}}
+        config: dict[str, Any] = {"format": 2, "banks": {}, "heads": {}}
         config["facts"] = dict(self.facts)
         for where, bank in self.banks.items():
             arrays["banks"][where] = {
@@ -273,6 +278,7 @@ class Detector:
                 "dims": dataclasses.asdict(bank.dims),
                 "config": dataclasses.asdict(bank.config),
                 "names": list(bank.names),
+                "lengths": list(bank.lengths),
             }
         for setting, head in self.heads.items():
             arrays["heads"][setting] = {
@@ -289,13 +295,14 @@ class Detector:
     def load(cls, path: Path | str) -> "Detector":
         """Read a detector; every file is checked against its SHA-256 first."""
         arrays, config = checkpoint.restore(Path(path))
-        if config.get("format") != 1:
-            raise ValueError(f"{path} is not a detector of format 1: {config}")
+        if config.get("format") != 2:
+            raise ValueError(f"{path} is not a detector of format 2: {config}")
         banks = {
             where: EncoderBank(
                 dims=FamilyDims(**spec["dims"]),
                 config=EncoderConfig(**spec["config"]),
                 names=tuple(spec["names"]),
+                lengths=tuple(spec["lengths"]),
                 params=arrays["banks"][where]["params"],
                 standardizer=Standardizer(**arrays["banks"][where]["standardizer"]),
             )

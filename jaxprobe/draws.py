@@ -109,8 +109,8 @@ def draw_weights(deviations: Any, words: jax.Array) -> Any:
     """Initial weights from their standard deviations.
 
     Args:
-      deviations: tree whose leaves named `bias` and `scale` are initial values already,
-        and whose other leaves are standard deviations.
+      deviations: tree whose leaves named `bias`, `scale` or `gaps` are initial values
+        already, and whose other leaves are standard deviations.
       words: of the draw.
 
     Returns:
@@ -119,7 +119,7 @@ def draw_weights(deviations: Any, words: jax.Array) -> Any:
     paths, tree = jax.tree.flatten_with_path(deviations)
     leaves = [
         leaf
-        if path[-1].key.endswith(("bias", "scale"))
+        if path[-1].key.endswith(("bias", "scale", "gaps"))
         else leaf * exact_normal(words, site, leaf.shape)
         for site, (path, leaf) in enumerate(paths)
     ]

@@ -16,7 +16,7 @@ from jax.flatten_util import ravel_pytree
 from jaxprobe.draws import hashed_permutation, mix
 
 Params = Any
-Loss = Callable[[Params, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+Loss = Callable[..., jax.Array]  # of weights, the arrays of a batch, and `Words`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,11 +133,14 @@ def adamw_step(
     return params - rate * step, Moments(first, second, count)
 
 
-def _epoch_batches(words: jax.Array, weights: jax.Array, batch_size: int):
-    """Shuffle rows into batches.
+def epoch_batches(
+    words: jax.Array, epoch: jax.Array, weights: jax.Array, batch_size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Shuffle rows into the batches of an epoch.
 
     Args:
-      words: of the shuffle.
+      words: of the run's batches.
+      epoch: its number.
       weights: `[n_rows]` row weights.
       batch_size: rows per batch; the last one may hold fewer.
 
@@ -148,28 +151,29 @@ def _epoch_batches(words: jax.Array, weights: jax.Array, batch_size: int):
     n_rows = weights.shape[0]
     n_steps = -(-n_rows // batch_size)
     n_excess = n_steps * batch_size - n_rows
-    rows = jnp.pad(hashed_permutation(words, n_rows), (0, n_excess))
+    shuffle = mix(mix(words, epoch), 1)
+    rows = jnp.pad(hashed_permutation(shuffle, n_rows), (0, n_excess))
     real = (jnp.arange(n_steps * batch_size) < n_rows).astype(jnp.float32)
     rows, real = (x.reshape(n_steps, batch_size) for x in (rows, real))
     shares = weights[rows] * real
     return rows, shares / jnp.maximum(shares.sum(axis=1, keepdims=True), 1e-6)
 
 
-def _piecewise(loss, params: jax.Array, rows, shares, words, n_pieces: int):
+def _piecewise(loss, params: jax.Array, batch, words, n_pieces: int):
     """Loss and gradient of a batch as the sum over its pieces."""
     gradient = jax.value_and_grad(loss)
     if n_pieces == 1:
-        return gradient(params, rows, shares, *words)
+        return gradient(params, *batch, *words)
 
     def add(total, piece):
-        index, rows, shares = piece
+        index, *arrays = piece
         piece_words = (mix(word, index) for word in words)
-        new = gradient(params, rows, shares, *piece_words)
+        new = gradient(params, *arrays, *piece_words)
         return jax.tree.map(jnp.add, total, new), None
 
     zero = (jnp.zeros(()), jnp.zeros_like(params))
-    rows, shares = (x.reshape(n_pieces, -1) for x in (rows, shares))
-    return jax.lax.scan(add, zero, (jnp.arange(n_pieces), rows, shares))[0]
+    parts = (x.reshape(n_pieces, -1, *x.shape[1:]) for x in batch)
+    return jax.lax.scan(add, zero, (jnp.arange(n_pieces), *parts))[0]
 
 
 def start_fit(params: jax.Array, config: TrainConfig) -> FitState:
@@ -209,23 +213,35 @@ def end_epoch(
 
 
 def run_epoch(
-    state: FitState, loss: Loss, weights: jax.Array, words: Words, config: TrainConfig
+    state: FitState,
+    loss: Loss,
+    batches: tuple[jax.Array, ...],
+    words: Words,
+    config: TrainConfig,
 ) -> tuple[FitState, jax.Array]:
-    """Take the steps of one epoch; also the mean of its losses."""
-    shuffle = mix(mix(words.batch, state.epoch), 1)
-    rows, shares = _epoch_batches(shuffle, weights, config.batch_size)
+    """Take the steps of one epoch; also the mean of its losses.
+
+    Args:
+      state: before it.
+      loss: of weights, the arrays of a batch, and the words of a step.
+      batches: arrays `[n_steps, ...]`, and `[n_steps, n_rows, ...]` where a batch is
+        taken in pieces.
+      words: of the run's draws.
+      config: the protocol.
+    """
 
     def step(carry, batch):
         params, moments = carry
-        index, rows, shares = batch
+        index, *arrays = batch
         own = (mix(words.batch, index), mix(words.member, index))
-        value, grads = _piecewise(loss, params, rows, shares, own, config.pieces())
+        value, grads = _piecewise(loss, params, arrays, own, config.pieces())
         rate = state.info.learning_rate
         return adamw_step(params, grads, moments, rate, config.weight_decay), value
 
-    index = state.epoch * rows.shape[0] + jnp.arange(rows.shape[0])
+    n_steps = batches[0].shape[0]
+    index = state.epoch * n_steps + jnp.arange(n_steps)
     start = (state.params, state.moments)
-    (params, moments), losses = jax.lax.scan(step, start, (index, rows, shares))
+    (params, moments), losses = jax.lax.scan(step, start, (index, *batches))
     return state._replace(params=params, moments=moments), losses.mean()
 
 
@@ -270,7 +286,8 @@ def fit(
         return (state.stale < config.stop_after) & jnp.asarray(enabled)
 
     def body(state):
-        new, mean_loss = run_epoch(state, flat_loss, weights, words, config)
+        batches = epoch_batches(batch_words, state.epoch, weights, config.batch_size)
+        new, mean_loss = run_epoch(state, flat_loss, batches, words, config)
         new = end_epoch(new, mean_loss, validate(unravel(new.params)), config)
         if axes:  # a block waits for its last member; those that are done stand still
             go_on = active(state)

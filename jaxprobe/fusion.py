@@ -3,6 +3,8 @@
 Paper, section 3.3 and appendix B. A head has a fixed number of slots, of which a set of
 encoders fills the first few in pool order; the rest is masked. So all sets share one
 compiled training run, and the result depends on (set, seed) only, not on the slots.
+
+Arrays are `[d, n_examples]`, examples innermost, as in the encoders.
 """
 
 import dataclasses
@@ -13,12 +15,12 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
-from jaxprobe.draws import HEADS, draw_weights, hashed_bits, mix, words_of
-from jaxprobe.fit import FitInfo, Params, TrainConfig, fit
+from jaxprobe.draws import draw_weights, hashed_bits
+from jaxprobe.encoder import ChannelMap
+from jaxprobe.fit import Params
 from jaxprobe.grid import Codes
-from jaxprobe.metrics import masked_auroc
+from jaxprobe.masked import materialize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,16 +41,38 @@ class PoolCodes(NamedTuple):
     """What the pool of encoders says of labelled examples, seed by seed.
 
     Attributes:
-      logits: `[n_seeds, n_pool, n_examples]` float32.
-      pooled: `[n_seeds, n_pool, n_examples, d_pooled]` float32.
+      said: `[n_seeds, n_pool, d_pooled + 1, n_examples]` float32, see `say`.
       labels: `[n_examples]` float32, 1 where the answer is correct.
       weights: `[n_examples]` float32, at least 0.
     """
 
-    logits: Any
-    pooled: Any
+    said: Any
     labels: Any
     weights: Any
+
+    @property
+    def n_seeds(self) -> int:
+        """Training seeds."""
+        return self.said.shape[0]
+
+    @property
+    def n_pool(self) -> int:
+        """Encoders."""
+        return self.said.shape[1]
+
+
+def say(pooled: jax.Array, logits: jax.Array) -> jax.Array:
+    """What encoders hand to a head.
+
+    Args:
+      pooled: `[..., n_examples, d_pooled]`.
+      logits: `[..., n_examples]`.
+
+    Returns:
+      `[..., d_pooled + 1, n_examples]`: the pooled vector, and the probability.
+    """
+    p_correct = jax.nn.sigmoid(logits)[..., None, :]
+    return jnp.concatenate([jnp.swapaxes(pooled, -1, -2), p_correct], axis=-2)
 
 
 def pool_codes(
@@ -66,14 +90,11 @@ def pool_codes(
       labels: `[n_examples]` bool.
       weights: `[n_examples]`, or None for ones.
     """
-
-    def by_seed(x):
-        return x.reshape(n_seeds, -1, *x.shape[1:])
-
+    grids = [say(jnp.asarray(c.pooled), jnp.asarray(c.logits)) for c in codes]
+    by_seed = [grid.reshape(n_seeds, -1, *grid.shape[1:]) for grid in grids]
     labels = jnp.asarray(np.asarray(labels), jnp.float32)
     return PoolCodes(
-        jnp.concatenate([by_seed(jnp.asarray(c.logits)) for c in codes], axis=1),
-        jnp.concatenate([by_seed(jnp.asarray(c.pooled)) for c in codes], axis=1),
+        jnp.concatenate(by_seed, axis=1),
         labels,
         jnp.ones_like(labels) if weights is None else jnp.asarray(weights, jnp.float32),
     )
@@ -94,57 +115,17 @@ def keep_encoders(
       rate: probability of hiding.
 
     Returns:
-      `[n_examples, n_slots]` bool, False on empty slots.
+      `[n_slots, n_examples]` bool, False on empty slots.
     """
     # Counted slot by slot, so that empty slots change nothing for the filled ones.
     bits = hashed_bits(words, 0, (slot_mask.shape[0], n_examples))
-    draws = (bits >> 8).T.astype(jnp.float32) * np.float32(2.0**-24)
-    filled = slot_mask[None, :]
+    draws = (bits >> 8).astype(jnp.float32) * np.float32(2.0**-24)
+    filled = slot_mask[:, None]
     keep = (draws >= rate) & filled
     # Given that all draws are below the rate, the largest is equally likely anywhere.
-    last = jnp.argmax(jnp.where(filled, draws, -1.0), axis=1)
-    only = (jnp.arange(slot_mask.shape[0])[None, :] == last[:, None]) & filled
-    return jnp.where(keep.any(axis=1)[:, None], keep, only)
-
-
-def slot_rows(pooled: jax.Array, logits: jax.Array) -> jax.Array:
-    """What the encoders in the slots say of each example, as one row.
-
-    Laid out once per head, so that a training step gathers whole rows.
-
-    Args:
-      pooled: `[n_slots, n_examples, d_pooled]`.
-      logits: `[n_slots, n_examples]`, turned into probabilities here.
-
-    Returns:
-      `[n_examples, d_row]`: slot by slot the pooled vector and the probability, then
-      the absolute differences of the probabilities of each pair of slots.
-    """
-    n_slots, n_examples, _ = pooled.shape
-    first, second = np.triu_indices(n_slots, 1)
-    scores = jax.nn.sigmoid(logits)
-    said = jnp.concatenate([pooled, scores[..., None]], axis=-1)
-    said = jnp.moveaxis(said, 0, 1).reshape(n_examples, -1)
-    return jnp.concatenate([said, jnp.abs(scores[first] - scores[second]).T], axis=-1)
-
-
-def row_mask(keep: jax.Array, d_pooled: int) -> jax.Array:
-    """Which entries of `slot_rows` an example sees; a pair needs both its slots.
-
-    Args:
-      keep: `[n_examples, n_slots]` float32, 1 where a slot is seen.
-      d_pooled: width of a pooled vector.
-
-    Returns:
-      `[n_examples, d_row]` float32.
-    """
-    n_examples, n_slots = keep.shape
-    pairs = np.zeros((n_slots, n_slots * (n_slots - 1) // 2), np.float32)
-    for slots in np.triu_indices(n_slots, 1):
-        pairs[slots, np.arange(pairs.shape[1])] = 1.0
-    both = jnp.maximum(keep @ pairs - 1.0, 0.0)
-    wide = jnp.broadcast_to(keep[:, :, None], (*keep.shape, d_pooled + 1))
-    return jnp.concatenate([wide.reshape(n_examples, -1), both], axis=-1)
+    last = jnp.argmax(jnp.where(filled, draws, -1.0), axis=0)
+    only = (jnp.arange(slot_mask.shape[0])[:, None] == last[None]) & filled
+    return jnp.where(keep.any(axis=0)[None], keep, only)
 
 
 class FusionHead(nn.Module):
@@ -154,161 +135,61 @@ class FusionHead(nn.Module):
 
     @nn.compact
     def __call__(
-        self, rows: jax.Array, slot_mask: jax.Array, words: jax.Array | None = None
+        self, said: jax.Array, slot_mask: jax.Array, words: jax.Array | None = None
     ) -> jax.Array:
         """Fuse a batch.
 
         Hidden encoders are zero and the others are not rescaled: the LayerNorm after
-        the first layer removes the change of scale.
+        the first layer removes the change of scale. A difference needs both its slots.
 
         Args:
-          rows: `[n_examples, d_row]`, see `slot_rows`.
+          said: `[n_slots, d_pooled + 1, n_examples]`, see `say`.
           slot_mask: `[n_slots]` bool.
           words: of encoder dropout's draws; None outside training.
 
         Returns:
           `[n_examples]` logits.
         """
-        cfg, n_examples, n_slots = self.config, rows.shape[0], slot_mask.shape[0]
-        d_pooled = (rows.shape[1] - n_slots * (n_slots - 1) // 2) // n_slots - 1
-        kernel = self.param("kernel", _row_deviation, cfg.hidden, d_pooled, slot_mask)
+        cfg, (n_slots, d_said, n_examples) = self.config, said.shape
+        first, second = np.triu_indices(n_slots, 1)
+        kernel = self.param("kernel", _said_deviation, cfg.hidden, d_said, slot_mask)
+        # Disagreements start without a say: the head begins as one over the encoders.
+        gap_kernel = self.param("gaps", nn.initializers.zeros, (len(first), cfg.hidden))
         bias = self.param("bias", nn.initializers.zeros, (cfg.hidden,))
-        keep = jnp.broadcast_to(slot_mask[None, :], (n_examples, n_slots))
+        keep = jnp.broadcast_to(slot_mask[:, None], (n_slots, n_examples))
         if words is not None:
             keep = keep_encoders(words, n_examples, slot_mask, cfg.encoder_dropout)
-        seen = rows * row_mask(keep.astype(jnp.float32), d_pooled)
-        x = seen @ kernel + bias[None]
-        x = nn.gelu(nn.LayerNorm(name="norm")(x))
-        return nn.Dense(1, kernel_init=_out_deviation, name="out")(x)[:, 0]
+        # Once per slot, not again for each of its channels.
+        keep = materialize(keep.astype(jnp.float32), slot_mask.any())
+        scores = said[:, -1]
+        gaps = jnp.abs(scores[first] - scores[second]) * keep[first] * keep[second]
+        seen = (said * keep[:, None]).reshape(n_slots * d_said, n_examples)
+        x = kernel.T @ seen + gap_kernel.T @ gaps + bias[:, None]
+        norm = nn.LayerNorm(reduction_axes=0, feature_axes=0, name="norm")
+        return ChannelMap(1, name="out")(nn.gelu(norm(x)))[0]
 
 
-def _out_deviation(key, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
-    """Standard deviation of the last layer's weights, `[d_in, 1]`."""
-    return jnp.full(shape, shape[0] ** -0.5, dtype)
-
-
-def _row_deviation(
-    key: jax.Array, hidden: int, d_pooled: int, slot_mask: jax.Array
+def _said_deviation(
+    key: jax.Array, hidden: int, d_said: int, slot_mask: jax.Array
 ) -> jax.Array:
-    """Standard deviations of the first layer, `[d_row, hidden]`; see `slot_rows`.
+    """Standard deviations of the first layer, `[n_slots * d_said, hidden]`.
 
-    Fan-in counts filled slots, and a slot's draws do not depend on the number of slots.
-    Disagreements start without a say, so that the head begins as one over the encoders
-    alone.
+    Fan-in counts filled slots and their pairs. With slots first, a slot's draws do not
+    depend on their number.
     """
-    n_slots = slot_mask.shape[0]
-    filled = jnp.repeat(slot_mask.astype(jnp.float32), d_pooled + 1)
+    filled = jnp.repeat(slot_mask.astype(jnp.float32), d_said)
     n = slot_mask.astype(jnp.float32).sum()
-    scale = jax.lax.rsqrt(jnp.maximum(n * (d_pooled + 1) + n * (n - 1) / 2, 1.0))
-    deviation = jnp.pad(filled * scale, (0, n_slots * (n_slots - 1) // 2))
-    return jnp.broadcast_to(deviation[:, None], (deviation.shape[0], hidden))
+    scale = jax.lax.rsqrt(jnp.maximum(n * d_said + n * (n - 1) / 2, 1.0))
+    return jnp.broadcast_to((filled * scale)[:, None], (filled.shape[0], hidden))
 
 
 def init_head(
-    head: FusionHead, words: jax.Array, rows: jax.Array, slot_mask: jax.Array
+    head: FusionHead, words: jax.Array, said: jax.Array, slot_mask: jax.Array
 ) -> Params:
     """Initial weights; the other arguments are those of a call."""
     # The key is for Flax only: no initialiser draws from it.
-    deviations = head.init(jax.random.key(0), rows[:1], slot_mask)
+    deviations = head.init(jax.random.key(0), said[..., :1], slot_mask)
     return draw_weights(deviations, words)
-
-
-def head_words(
-    config: TrainConfig, members: jax.Array, slot_mask: jax.Array, seed: jax.Array
-) -> jax.Array:
-    """Words of a head's draws, from its set and its seed; empty slots do not enter.
-
-    The set enters as a sum of hashes, which no order and no number of slots changes.
-    """
-    bits = (members.astype(jnp.uint32) + 1) * jnp.uint32(0x9E3779B1)
-    bits = (bits ^ (bits >> 15)) * jnp.uint32(0x85EBCA6B)
-    bits = bits ^ (bits >> 13)
-    of_set = jnp.where(slot_mask, bits, jnp.uint32(0)).sum(dtype=jnp.uint32)
-    return words_of(config.root_seed, HEADS, seed, of_set)
-
-
-def rows_of(codes: PoolCodes, members: jax.Array, seed: jax.Array) -> jax.Array:
-    """Rows of a set's slots for one seed, `[n_examples, d_row]`."""
-    return slot_rows(codes.pooled[seed, members], codes.logits[seed, members])
-
-
-def fit_head(
-    members: jax.Array,
-    slot_mask: jax.Array,
-    seed: jax.Array,
-    train: PoolCodes,
-    valid: PoolCodes,
-    *,
-    head: FusionHead,
-    config: TrainConfig,
-) -> tuple[Params, FitInfo]:
-    """Train one head on one set; it reads the encoders of its own seed.
-
-    Args:
-      members: `[n_slots]` int32 positions in the pool.
-      slot_mask: `[n_slots]` bool; all False trains nothing.
-      seed: scalar int32.
-      train: codes of the training rows.
-      valid: codes of the validation rows.
-      head: the module.
-      config: the protocol.
-    """
-    words = head_words(config, members, slot_mask, seed)
-    train_rows, valid_rows = (rows_of(part, members, seed) for part in (train, valid))
-    params = init_head(head, words, train_rows, slot_mask)
-
-    def loss(params, rows, shares, _, dropout_words):
-        batch = jnp.take(train_rows, rows, axis=0)
-        logits = head.apply(params, batch, slot_mask, dropout_words)
-        losses = optax.sigmoid_binary_cross_entropy(logits, train.labels[rows])
-        return (losses * shares).sum()
-
-    def validate(params):
-        logits = head.apply(params, valid_rows, slot_mask)
-        return masked_auroc(logits, valid.labels, valid.weights)
-
-    return fit(
-        params,
-        loss,
-        validate,
-        weights=train.weights,
-        batch_words=mix(words, 0),
-        member_words=mix(words, 1),
-        config=config,
-        enabled=slot_mask.any(),
-    )
-
-
-@partial(jax.jit, static_argnames=("head", "config"))
-def fit_heads(
-    sets: jax.Array,
-    slot_masks: jax.Array,
-    seeds: jax.Array,
-    train: PoolCodes,
-    valid: PoolCodes,
-    *,
-    head: FusionHead,
-    config: TrainConfig,
-) -> tuple[Params, FitInfo]:
-    """Train many heads in one call, one after another on the device.
-
-    Args:
-      sets: `[n_heads, n_slots]` int32 positions in the pool, filled slots first.
-      slot_masks: `[n_heads, n_slots]` bool; a row of False is skipped.
-      seeds: `[n_heads]` int32.
-      train: codes of the training rows.
-      valid: codes of the validation rows.
-      head: the module.
-      config: the protocol.
-
-    Returns:
-      weights and info, leaves `[n_heads, ...]`.
-    """
-
-    def one(args):
-        return fit_head(*args, train, valid, head=head, config=config)
-
-    return jax.lax.map(one, (sets, slot_masks, seeds))
 
 
 @partial(jax.jit, static_argnames=("head",))
@@ -322,7 +203,7 @@ def apply_head(
     head: FusionHead,
 ) -> jax.Array:
     """Fused logits `[n_examples]` of one trained head."""
-    return head.apply(params, rows_of(codes, members, seed), slot_mask)
+    return head.apply(params, codes.said[seed, members], slot_mask)
 
 
 def slots_of(members: tuple[int, ...], n_slots: int) -> tuple[np.ndarray, np.ndarray]:

@@ -7,6 +7,7 @@ incorrect one, ranked by the negated score.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -15,6 +16,8 @@ import numpy as np
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 MetricName = Literal["auroc", "auprc"]
+_BLOCK = 256  # resamples at a time
+_PAIRWISE = 2048  # scores up to which every two are compared
 
 
 def masked_auroc(scores: jax.Array, labels: jax.Array, weights: jax.Array) -> jax.Array:
@@ -40,6 +43,17 @@ def masked_auroc(scores: jax.Array, labels: jax.Array, weights: jax.Array) -> ja
     upto = jax.lax.cummin(jnp.where(stops, total, jnp.inf), reverse=True)
     credit = jnp.sum(positive * 0.5 * (below + upto))
     return credit / (positive.sum() * negative.sum())
+
+
+def _pairwise_auroc(
+    scores: jax.Array, labels: jax.Array, weights: jax.Array
+) -> jax.Array:
+    """The same by comparing every two: for few scores faster than a compiled sort."""
+    positive, negative = weights * labels, weights * (1.0 - labels)
+    below = (scores[:, None] < scores[None]).astype(jnp.float32)
+    upto = (scores[:, None] <= scores[None]).astype(jnp.float32)
+    beaten = (negative[:, None] * 0.5 * (below + upto)).sum(axis=0)
+    return (positive * beaten).sum() / (positive.sum() * negative.sum())
 
 
 def batched_auroc(scores: jax.Array, labels: jax.Array) -> jax.Array:
@@ -115,9 +129,25 @@ def auprc(scores: np.ndarray, labels: np.ndarray) -> Metric:
     return Metric(float(average_precision_score(~labels, -np.asarray(scores))))
 
 
-def _group_stops(ordered: np.ndarray) -> np.ndarray:
-    """Index of the last element of every run of equal values."""
-    return np.flatnonzero(np.append(ordered[1:] != ordered[:-1], True))
+def _ordered(scores: np.ndarray, where: np.ndarray) -> np.ndarray:
+    """Return the places `where` by rising score."""
+    return where[np.argsort(scores[where], kind="stable")]
+
+
+def _running(weights: np.ndarray) -> np.ndarray:
+    """Return the totals before each row and after the last, `[n_rows + 1, n]`."""
+    totals = np.zeros((len(weights) + 1, weights.shape[1]), weights.dtype)
+    np.cumsum(weights, axis=0, out=totals[1:])
+    return totals
+
+
+def _by_block(
+    metric: Callable[[np.ndarray], np.ndarray], weights: np.ndarray
+) -> np.ndarray:
+    """Apply a metric to blocks of resamples, so that running totals stay in cache."""
+    starts = range(0, weights.shape[1], _BLOCK)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.concatenate([metric(weights[:, i : i + _BLOCK]) for i in starts])
 
 
 def weighted_auroc(
@@ -128,37 +158,47 @@ def weighted_auroc(
     Args:
       scores: `[n_examples]`.
       labels: `[n_examples]` bool.
-      weights: `[n_resamples, n_examples]`, at least 0.
+      weights: `[n_examples, n_resamples]`, at least 0.
 
     Returns:
       `[n_resamples]` float64; NaN where a resample lacks a class.
     """
-    order = np.argsort(scores, kind="stable")
-    stops = _group_stops(np.asarray(scores)[order])
-    ordered, positive = weights[:, order], labels[order]
-    false = np.cumsum(ordered * ~positive, axis=1)[:, stops]
-    true = np.diff(np.cumsum(ordered * positive, axis=1)[:, stops], axis=1, prepend=0.0)
-    below = np.concatenate([np.zeros_like(false[:, :1]), false[:, :-1]], axis=1)
-    credit = (true * 0.5 * (below + false)).sum(axis=1)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        return credit / (true.sum(axis=1) * false[:, -1])
+    right, wrong = (_ordered(scores, np.flatnonzero(x)) for x in (labels, ~labels))
+    # How many wrong answers score below each right one, and how many at most as much.
+    below = np.searchsorted(scores[wrong], scores[right], "left")
+    upto = np.searchsorted(scores[wrong], scores[right], "right")
+    has_ties = bool((below != upto).any())
+
+    def metric(block: np.ndarray) -> np.ndarray:
+        of_right, beaten = block[right], _running(block[wrong])
+        credit = np.einsum("er,er->r", of_right, beaten[below])
+        if has_ties:
+            credit = 0.5 * (credit + np.einsum("er,er->r", of_right, beaten[upto]))
+        return credit / (of_right.sum(axis=0) * beaten[-1])
+
+    return _by_block(metric, weights)
 
 
 def weighted_auprc(
     scores: np.ndarray, labels: np.ndarray, weights: np.ndarray
 ) -> np.ndarray:
     """Average precision of the incorrect answers under many weightings; see above."""
-    order = np.argsort(scores, kind="stable")  # lowest score: most likely incorrect
-    stops = _group_stops(np.asarray(scores)[order])
-    ordered, wrong = weights[:, order], ~labels[order]
-    found = np.cumsum(ordered * wrong, axis=1)[:, stops]
-    flagged = np.cumsum(ordered, axis=1)[:, stops]
-    gained = np.diff(found, axis=1, prepend=0.0)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        precision = np.where(flagged > 0, found / flagged, 0.0)
-        value = (precision * gained).sum(axis=1) / found[:, -1]
-    # As for AUROC, a resample without a correct answer says nothing about ranking.
-    return np.where(flagged[:, -1] > found[:, -1], value, np.nan)
+    right, wrong = (_ordered(scores, np.flatnonzero(x)) for x in (labels, ~labels))
+    # What is flagged with each wrong answer: all that score at most as much.
+    wrong_upto = np.searchsorted(scores[wrong], scores[wrong], "right")
+    right_upto = np.searchsorted(scores[right], scores[wrong], "right")
+
+    def metric(block: np.ndarray) -> np.ndarray:
+        of_wrong, of_right = _running(block[wrong]), _running(block[right])
+        found = of_wrong[wrong_upto]
+        flagged = of_right[right_upto]
+        flagged += found
+        precision = np.divide(found, flagged, out=flagged, where=flagged > 0)
+        value = np.einsum("er,er->r", precision, block[wrong]) / of_wrong[-1]
+        # As for AUROC, a resample without a right answer says nothing about ranking.
+        return np.where(of_right[-1] > 0, value, np.nan)
+
+    return _by_block(metric, weights)
 
 
 def cluster_weights(clusters: np.ndarray, config: BootstrapConfig) -> np.ndarray:
@@ -170,14 +210,14 @@ def cluster_weights(clusters: np.ndarray, config: BootstrapConfig) -> np.ndarray
       config: number of resamples and seed.
 
     Returns:
-      `[n_resamples, n_examples]` float64 counts.
+      `[n_examples, n_resamples]` float64 counts.
     """
     _, cluster = np.unique(np.asarray(clusters), return_inverse=True)
     n_clusters = int(cluster.max()) + 1
     rng = np.random.default_rng(config.seed)
     even = np.full(n_clusters, 1.0 / n_clusters)
     counts = rng.multinomial(n_clusters, even, size=config.n_resamples)
-    return counts[:, cluster].astype(np.float64)
+    return counts.T[cluster].astype(np.float64)
 
 
 def bootstrap_interval(

@@ -29,6 +29,7 @@ from jaxprobe.fit import (
     TrainConfig,
     Words,
     end_epoch,
+    epoch_batches,
     run_epoch,
     start_fit,
 )
@@ -110,7 +111,8 @@ def _take_group(
     words = Words(*member_words(config, member[0], member[1]))
     # Shuffle and draws of a group are those of an epoch with the group's number.
     numbered = state._replace(epoch=group)
-    new, value = run_epoch(numbered, loss, train.weights, words, config)
+    batches = epoch_batches(words.batch, group, train.weights, config.batch_size)
+    new, value = run_epoch(numbered, loss, batches, words, config)
     return new._replace(epoch=state.epoch), value
 
 

@@ -20,8 +20,8 @@ from jaxprobe.features import FAMILIES, Features
 from jaxprobe.reading import SPANS, assemble
 from pgir.controller import Draft
 
-# Padded span lengths: each rounded up to one of these, so a new question rarely
-# means a new compilation.
+# Padded lengths of spans longer than any in training: each rounded up to one of these,
+# so a new question rarely means a new compilation.
 LENGTHS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 ROWS = (1, 8, 64, 256)  # padded numbers of examples, likewise
 
@@ -41,10 +41,14 @@ class Reading:
     signals: list[Signals]
     spans: np.ndarray  # [n_examples, 3, 2]
 
-    def features(self, setting: Setting) -> Features:
+    def features(self, setting: Setting, usual: Sequence[int] = ()) -> Features:
         """Return the padded spans, examples padded by empty ones to a fixed number.
 
         The first `len(signals)` examples are real.
+
+        Args:
+          setting: which spans.
+          usual: lengths to pad each span to where that is enough.
         """
         lengths = [len(s.prob) for s in self.signals]
         starts = np.cumsum([0, *lengths[:-1]])
@@ -54,14 +58,21 @@ class Reading:
             "resid": np.concatenate([s.resid for s in self.signals]),
             "attn": np.concatenate([s.attn for s in self.signals]),
         }
-        widths = (self.spans[:, :, 1] - self.spans[:, :, 0]).max(axis=0)
+        spans = SPANS[setting]
+        usual = usual or LENGTHS[:1] * len(spans)
+        widths = np.diff(self.spans)[..., 0].max(axis=0)
         n_extra = fixed_length(len(starts), ROWS) - len(starts)
         return assemble(
             rows,
             np.concatenate([starts, np.zeros(n_extra, dtype=np.int64)]),
             np.concatenate([self.spans, np.zeros((n_extra, 3, 2), dtype=np.int64)]),
             setting,
-            [fixed_length(int(widths[s])) for s in SPANS[setting]],
+            [
+                fixed_length(int(widths[s]), (first, *LENGTHS))
+                for s, first in zip(
+                    spans, usual or LENGTHS[:1] * len(spans), strict=True
+                )
+            ],
         )
 
 
@@ -201,11 +212,15 @@ class ProbedBackbone:
         }
         return dataclasses.replace(signals, **rounded)
 
+    def _features(self, reading: Reading, setting: Setting) -> Features:
+        """Return a reading's spans, padded as in training where that is enough."""
+        bank = self.detector.banks.get(setting)
+        return reading.features(setting, bank.lengths if bank else ())
+
     def score_closed_book(self, reading: Reading) -> Scores:
         """Return the detector's scores of closed-book answers, `[n]` each."""
-        return self.detector.score_closed_book(reading.features("closed_book")).first(
-            len(reading.signals)
-        )
+        features = self._features(reading, "closed_book")
+        return self.detector.score_closed_book(features).first(len(reading.signals))
 
     def score_with_context(self, reading: Reading, closed_book: Reading) -> Scores:
         """Return the scores of with-context answers, `[n]` each.
@@ -215,14 +230,14 @@ class ProbedBackbone:
           closed_book: of the closed-book answers to the same questions.
         """
         return self.detector.score_with_context(
-            reading.features("with_context"), closed_book.features("closed_book")
+            self._features(reading, "with_context"),
+            self._features(closed_book, "closed_book"),
         ).first(len(reading.signals))
 
     def score_single_pass(self, reading: Reading) -> Scores:
         """Return the scores of with-context answers from their own pass alone."""
-        return self.detector.score_single_pass(reading.features("with_context")).first(
-            len(reading.signals)
-        )
+        features = self._features(reading, "with_context")
+        return self.detector.score_single_pass(features).first(len(reading.signals))
 
 
 class ProbedReader:

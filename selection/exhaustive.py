@@ -119,12 +119,12 @@ class Enumeration:
     @property
     def n_seeds(self) -> int:
         """Heads per set."""
-        return self.train.logits.shape[0]
+        return self.train.n_seeds
 
     @property
     def n_pool(self) -> int:
         """Encoders of the pool, and sets of a call."""
-        return self.train.logits.shape[1]
+        return self.train.n_pool
 
     @cached_property
     def sets(self) -> np.ndarray:

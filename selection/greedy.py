@@ -19,9 +19,9 @@ from jaxprobe.fusion import (
     FusionHead,
     PoolCodes,
     apply_head,
-    fit_heads,
     slots_of,
 )
+from jaxprobe.heads import fit_heads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,47 +109,37 @@ def fit_sets(
       train_config: the protocol.
       n_calls: sets to pad to, so that calls with fewer sets reuse the executable.
     """
-    n_seeds = train.logits.shape[0]
     n_sets = max(n_calls or 0, len(sets))
-    slots, masks = np.zeros((2, n_sets, config.n_slots), np.int32)
+    slots = np.zeros((n_sets, config.n_slots), np.int32)
+    masks = np.zeros((n_sets, config.n_slots), bool)
     for i, members in enumerate(sets):
         slots[i], masks[i] = slots_of(members, config.n_slots)
-    heads = (
-        np.repeat(slots, n_seeds, axis=0),
-        np.repeat(masks.astype(bool), n_seeds, axis=0),
-        np.tile(np.arange(n_seeds, dtype=np.int32), n_sets),
-    )
     head = FusionHead(config)
     # Dispatch is asynchronous, so that on a CPU the parts run side by side: a head's
     # operations are too small to share the cores among themselves.
     parts = [
         fit_heads(*part, train, valid, head=head, config=train_config)
-        for part in _parts(heads)
+        for part in _parts(slots, masks)
     ]
-    n_heads = n_sets * n_seeds
-    params, info = jax.tree.map(
-        lambda *x: np.concatenate(x)[:n_heads], *jax.device_get(parts)
+    return Heads(
+        *jax.tree.map(lambda *x: np.concatenate(x)[: len(sets)], *jax.device_get(parts))
     )
 
-    def by_set(x):
-        return x.reshape(n_sets, n_seeds, *x.shape[1:])[: len(sets)]
 
-    return Heads(*jax.tree.map(by_set, (params, info)))
+def _parts(slots: np.ndarray, masks: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Part the sets of a call into equal parts, one per core on a CPU.
 
-
-def _parts(heads: tuple[np.ndarray, ...]) -> list[tuple[np.ndarray, ...]]:
-    """Part the heads of a call into equal parts, one per core on a CPU."""
-    n_heads = len(heads[0])
+    Sets are dealt in order, so a call of fewer sets than it is padded to leaves whole
+    parts empty: the real ones come first in every part's share.
+    """
     n_parts = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
-    size = -(-n_heads // min(n_parts, n_heads))
-    rows = np.minimum(np.arange(-(-n_heads // size) * size), n_heads - 1)
-    parts = []
-    for start in range(0, len(rows), size):
-        where = rows[start : start + size]
-        slots, masks, seeds = (x[where] for x in heads)
-        filler = np.arange(start, start + size) >= n_heads
-        parts.append((slots, masks & ~filler[:, None], seeds))
-    return parts
+    size = -(-len(slots) // min(n_parts, len(slots)))
+    n_excess = -len(slots) % size
+    slots, masks = (np.pad(x, ((0, n_excess), (0, 0))) for x in (slots, masks))
+    return [
+        (slots[start : start + size], masks[start : start + size])
+        for start in range(0, len(slots), size)
+    ]
 
 
 def select(
@@ -183,7 +173,7 @@ def select(
     config, greedy = config or FusionConfig(), greedy or GreedyConfig()
     train_config = train_config or TrainConfig()
     check_classes(valid)
-    n_pool = train.logits.shape[1]
+    n_pool = train.n_pool
     searched = _searched(candidates, n_pool)
     limit = min(len(searched), greedy.max_encoders or n_pool)
     chosen: tuple[int, ...] = ()
@@ -261,7 +251,7 @@ def fused_probability(
             np.int32(s),
             head=head,
         )
-        for s in range(codes.logits.shape[0])
+        for s in range(codes.n_seeds)
     ]
     p_correct = np.asarray(jax.nn.sigmoid(np.stack(logits)))
     return p_correct if per_seed else p_correct.mean(axis=0)

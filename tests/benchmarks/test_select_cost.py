@@ -12,7 +12,7 @@ from benchmarks.select_cost import (
 )
 from benchmarks.torch_heads import fit_head, rows_of_set
 from jaxprobe.fit import TrainConfig
-from jaxprobe.fusion import FusionConfig
+from jaxprobe.fusion import FusionConfig, say
 from selection.greedy import fit_sets
 
 SMALL = SelectCost(
@@ -23,7 +23,7 @@ SMALL = SelectCost(
     d_pooled=4,
     hidden=8,
     n_members=2,
-    n_epochs=2,
+    n_epochs=30,
     n_torch=2,
     n_turns=1,
 )
@@ -49,7 +49,7 @@ def test_the_torch_head_learns_what_can_be_learned_and_nothing_else():
     pooled = rng.standard_normal((2, 900, 3)).astype(np.float32)
     aurocs = []
     for skill in (0.0, 2.0):
-        said = rows_of_set(pooled, logits + np.float32(skill) * labels)
+        said = rows_of_set(np.asarray(say(pooled, logits + np.float32(skill) * labels)))
         y = torch.from_numpy(labels.astype(np.float32))
         train, valid = (said[:600], y[:600]), (said[600:], labels[600:])
         config = TrainConfig(learning_rate=3e-2, max_epochs=20, batch_size=100)

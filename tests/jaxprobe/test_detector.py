@@ -14,7 +14,7 @@ from jaxprobe.fusion import (
     PoolCodes,
     apply_head,
     init_head,
-    slot_rows,
+    say,
     slots_of,
 )
 from jaxprobe.grid import Codes, Member, Trained, encode
@@ -66,8 +66,8 @@ def made():
         for setting, (trained, standardizer, _) in grids.items()
     }
     head, mask = FusionHead(FUSION), jnp.asarray(slots_of((0, 1), 4)[1])
-    rows = slot_rows(jnp.zeros((4, 1, 16)), jnp.zeros((4, 1)))
-    init = jax.vmap(lambda seed: init_head(head, words_of(seed), rows, mask))
+    said = say(jnp.zeros((4, 1, 16)), jnp.zeros((4, 1)))
+    init = jax.vmap(lambda seed: init_head(head, words_of(seed), said, mask))
     stacked = jax.device_get(jax.jit(init)(jnp.arange(2)))
     calibrator = Calibrator(np.array([0.0, 1.0]), np.array([0.1, 0.7]))
     reads = {
@@ -87,9 +87,8 @@ def test_detector_scores_as_grid_and_head_do(made):
     detector, grids = made
     scores = detector.score_closed_book(random_features("closed_book"))
     codes: Codes = grids["closed_book"][2]
-    shaped = PoolCodes(
-        codes.logits.reshape(2, 2, -1), codes.pooled.reshape(2, 2, 7, -1), None, None
-    )
+    logits = codes.logits.reshape(2, 2, -1)
+    shaped = PoolCodes(say(codes.pooled.reshape(2, 2, 7, -1), logits), None, None)
     slots, mask = slots_of((0, 1), 4)
     head = detector.heads["closed_book"]
     p = [
@@ -107,7 +106,7 @@ def test_detector_scores_as_grid_and_head_do(made):
     ]
     np.testing.assert_allclose(scores.raw, np.mean(p, axis=0), atol=1e-5)
     np.testing.assert_allclose(scores.p_correct, 0.1 + 0.6 * scores.raw, atol=1e-9)
-    own = np.asarray(jax.nn.sigmoid(shaped.logits)).mean(axis=0).T
+    own = np.asarray(jax.nn.sigmoid(logits)).mean(axis=0).T
     np.testing.assert_allclose(scores.encoders, own, atol=1e-5)
     assert scores.encoder_names == ("closed_book/HP", "closed_book/A")
 

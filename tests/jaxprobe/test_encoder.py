@@ -13,7 +13,7 @@ from jaxprobe.features import (
     fit_standardizer,
     split_families,
 )
-from jaxprobe.fusion import FusionConfig, FusionHead, slot_rows
+from jaxprobe.fusion import FusionConfig, FusionHead, say
 from jaxprobe.masked import token_convolution
 from jaxprobe.subsets import N_SUBSETS, SUBSET_NAMES, SUBSETS, subset_index
 
@@ -247,7 +247,7 @@ def test_champions_have_the_sizes_of_the_paper():
     shapes = jax.eval_shape(
         head.init,
         jax.random.key(0),
-        slot_rows(jnp.zeros((3, 1, 256)), jnp.zeros((3, 1))),
+        say(jnp.zeros((3, 1, 256)), jnp.zeros((3, 1))),
         jnp.ones(3, bool),
     )
     n_head = sum(x.size for x in jax.tree.leaves(shapes))

@@ -61,8 +61,8 @@ def test_auprc_takes_the_incorrect_answer_as_positive():
 def test_weighted_metrics_from_one_sort_equal_sklearn():
     scores, labels = tied_scores()
     weights = cluster_weights(np.arange(200) // 2, BootstrapConfig(n_resamples=20))
-    assert (weights[:, 0] == weights[:, 1]).all() and (weights.sum(axis=1) == 200).all()
-    for i, w in enumerate(weights):
+    assert (weights[0] == weights[1]).all() and (weights.sum(axis=0) == 200).all()
+    for i, w in enumerate(weights.T):
         assert weighted_auroc(scores, labels, weights)[i] == pytest.approx(
             roc_auc_score(labels, scores, sample_weight=w)
         )

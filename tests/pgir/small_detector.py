@@ -9,7 +9,7 @@ from jaxprobe.detector import Detector, EncoderBank, SettingHead
 from jaxprobe.draws import words_of
 from jaxprobe.encoder import Encoder, EncoderConfig, init_encoder
 from jaxprobe.features import FamilyDims, FamilyTokens, Standardizer
-from jaxprobe.fusion import FusionConfig, FusionHead, init_head, slot_rows
+from jaxprobe.fusion import FusionConfig, FusionHead, init_head, say
 
 LAYER = 3
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
@@ -40,7 +40,7 @@ def _head(reads):
     params = init_head(
         FusionHead(FUSION),
         words_of(1),
-        slot_rows(jnp.zeros((2, 1, CONFIG.d_pooled)), jnp.zeros((2, 1))),
+        say(jnp.zeros((2, 1, CONFIG.d_pooled)), jnp.zeros((2, 1))),
         jnp.arange(2) < len(reads),
     )
     scores = np.linspace(0, 1, 20)

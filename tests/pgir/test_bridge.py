@@ -73,6 +73,17 @@ def test_another_question_of_similar_length_compiles_nothing_new(probed):
     assert detector_module._encode_bank._cache_size() == n_compiled
 
 
+def test_spans_are_padded_as_in_training_and_further_only_where_they_are_longer(probed):
+    (answer,) = probed.answer(probed.requests("closed_book", [QUESTION], [()]))
+    reading = probed.read([answer])
+    question, words = np.diff(reading.spans)[0, 1:, 0]
+    usual = reading.features("closed_book", (question + 5, words))
+    assert [len(mask[0]) for mask in usual.masks] == [question + 5, words]
+    longer = reading.features("closed_book", (question - 1, words + 3))
+    assert len(longer.masks[0][0]) == fixed_length(question)
+    assert len(longer.masks[1][0]) == words + 3
+
+
 def test_an_answer_that_exists_is_read_as_if_the_model_had_written_it(probed):
     (request,) = probed.requests("closed_book", [QUESTION], [()])
     (own,) = probed.answer([request])

@@ -9,7 +9,8 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
 from jaxprobe.fit import TrainConfig
-from jaxprobe.fusion import FusionConfig, PoolCodes, fit_heads
+from jaxprobe.fusion import FusionConfig, PoolCodes
+from jaxprobe.heads import fit_heads
 from selection.exhaustive import Enumeration, Ranking, all_sets, carried
 from selection.greedy import GreedyConfig, fit_sets, select
 from tests.selection.test_greedy import random_codes
@@ -42,7 +43,7 @@ def brute_force():
         aurocs = []
         for seed in range(2):
             rows, valid_rows = (
-                np.asarray(part.logits)[seed, list(members)].T for part in CODES
+                np.asarray(part.said)[seed, list(members), -1].T for part in CODES
             )
             model = LogisticRegression().fit(rows, np.asarray(train.labels))
             scores = model.decision_function(valid_rows)

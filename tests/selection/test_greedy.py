@@ -4,7 +4,8 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 from jaxprobe.fit import TrainConfig
-from jaxprobe.fusion import FusionConfig, PoolCodes, fit_heads
+from jaxprobe.fusion import FusionConfig, PoolCodes, say
+from jaxprobe.heads import fit_heads
 from selection.greedy import GreedyConfig, fused_probability, select, slots_for
 
 TRAIN = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=8)
@@ -23,8 +24,10 @@ def random_codes(n_examples, seed, knowing=(1, 4), permute=False):
     pooled = np.repeat(logits[..., None], D_POOLED, axis=-1) * 0.3
     if permute:
         labels = rng.permutation(labels)
-    arrays = (jnp.asarray(x, jnp.float32) for x in (logits, pooled, labels))
-    return PoolCodes(*arrays, jnp.ones(n_examples))
+    pooled, logits, labels = (
+        jnp.asarray(x, jnp.float32) for x in (pooled, logits, labels)
+    )
+    return PoolCodes(say(pooled, logits), labels, jnp.ones(n_examples))
 
 
 def search(*codes, **options):

@@ -1,0 +1,177 @@
+"""Train fusion heads: every set of a call, with every seed of the pool.
+
+Heads are small, so what counts is what surrounds their products. The heads of a seed
+take the same batches, as its encoders do: an epoch shuffles the whole pool once, and
+each head then reads contiguous slices instead of gathering rows of its own. Epochs are
+taken in step by all heads; one that is done is skipped.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.flatten_util import ravel_pytree
+
+from jaxprobe.draws import HEADS, mix, words_of
+from jaxprobe.fit import (
+    FitInfo,
+    FitState,
+    Params,
+    TrainConfig,
+    Words,
+    end_epoch,
+    epoch_batches,
+    run_epoch,
+    start_fit,
+)
+from jaxprobe.fusion import FusionHead, PoolCodes, init_head
+from jaxprobe.metrics import masked_auroc
+
+
+class _Set(NamedTuple):
+    """What is fused: `[n_slots]` pool positions, and which slots they fill."""
+
+    members: Any
+    slot_mask: Any
+
+
+def _set_number(one: _Set) -> jax.Array:
+    """A set's number among draws: a sum of hashes, which no order of slots changes."""
+    bits = (one.members.astype(jnp.uint32) + 1) * jnp.uint32(0x9E3779B1)
+    bits = (bits ^ (bits >> 15)) * jnp.uint32(0x85EBCA6B)
+    bits = bits ^ (bits >> 13)
+    return jnp.where(one.slot_mask, bits, jnp.uint32(0)).sum(dtype=jnp.uint32)
+
+
+def _batch_words(config: TrainConfig, seed: jax.Array) -> jax.Array:
+    """Words of a seed's batches, which all its heads share."""
+    return mix(words_of(config.root_seed, HEADS, seed), 0)
+
+
+def _own_words(config: TrainConfig, seed: jax.Array, one: _Set) -> jax.Array:
+    """Words of a head's own draws; no order and no number of slots changes them."""
+    return mix(mix(words_of(config.root_seed, HEADS, seed), 1), _set_number(one))
+
+
+def _shuffled(
+    said: jax.Array, train: PoolCodes, words: jax.Array, epoch: jax.Array, size: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One epoch's batches of the whole pool.
+
+    Args:
+      said: `[n_pool, d_said, n_examples]`.
+      train: whose labels and weights are dealt with it.
+      words: of the batches.
+      epoch: its number.
+      size: of a batch.
+
+    Returns:
+      what is said `[n_pool, n_steps, d_said, size]`; labels and shares
+      `[n_steps, size]`.
+    """
+    rows, shares = epoch_batches(words, epoch, train.weights, size)
+    dealt = jnp.take(said, rows.reshape(-1), axis=2, mode="clip")
+    dealt = dealt.reshape(*said.shape[:2], *rows.shape)
+    return jnp.swapaxes(dealt, 1, 2), train.labels[rows], shares
+
+
+def _fit_seed(
+    sets: _Set,
+    seed: jax.Array,
+    train: PoolCodes,
+    valid: PoolCodes,
+    *,
+    head: FusionHead,
+    config: TrainConfig,
+) -> tuple[Params, FitInfo]:
+    """Train every set's head with one seed; leaves are `[n_sets, ...]`."""
+    said, valid_said = train.said[seed], valid.said[seed]
+    shared = _batch_words(config, seed)
+    whole = dataclasses.replace(config, n_pieces=1)
+
+    def initial(one: _Set) -> Params:
+        words = mix(_own_words(config, seed, one), 0)
+        return init_head(head, words, said[one.members], one.slot_mask)
+
+    shape = jax.eval_shape(initial, jax.tree.map(lambda x: x[0], sets))
+    _, unravel = ravel_pytree(jax.tree.map(jnp.zeros_like, shape))
+
+    def start(one: _Set) -> FitState:
+        return start_fit(ravel_pytree(initial(one))[0], config)
+
+    def active(state: FitState, one: _Set) -> jax.Array:
+        return (state.stale < config.stop_after) & one.slot_mask.any()
+
+    def advance(state: FitState, one: _Set, batches) -> FitState:
+        pool, labels, shares = batches
+        own = pool[one.members]
+
+        def loss(flat, step, labels, shares, _, dropout_words):
+            said = jax.lax.dynamic_index_in_dim(own, step, axis=1, keepdims=False)
+            logits = head.apply(unravel(flat), said, one.slot_mask, dropout_words)
+            losses = optax.sigmoid_binary_cross_entropy(logits, labels)
+            return (losses * shares).sum()
+
+        words = Words(shared, mix(_own_words(config, seed, one), 1))
+        steps = jnp.arange(len(labels))
+        state, mean_loss = run_epoch(state, loss, (steps, labels, shares), words, whole)
+        logits = head.apply(
+            unravel(state.params), valid_said[one.members], one.slot_mask
+        )
+        auroc = masked_auroc(logits, valid.labels, valid.weights)
+        return end_epoch(state, mean_loss, auroc, config)
+
+    def epoch(carry):
+        number, states = carry
+        batches = _shuffled(said, train, shared, number, config.batch_size)
+
+        def one_head(args):
+            state, one = args
+            return jax.lax.cond(
+                active(state, one), lambda: advance(state, one, batches), lambda: state
+            )
+
+        states = jax.lax.map(one_head, (states, sets))
+        return number + 1, states._replace(epoch=states.epoch + 1)
+
+    def go_on(carry):
+        number, states = carry
+        return jax.vmap(active)(states, sets).any() & (number < config.max_epochs)
+
+    states = jax.lax.map(start, sets)
+    _, states = jax.lax.while_loop(go_on, epoch, (jnp.int32(0), states))
+    return jax.vmap(unravel)(states.best_params), states.info
+
+
+@partial(jax.jit, static_argnames=("head", "config"))
+def fit_heads(
+    sets: jax.Array,
+    slot_masks: jax.Array,
+    train: PoolCodes,
+    valid: PoolCodes,
+    *,
+    head: FusionHead,
+    config: TrainConfig,
+) -> tuple[Params, FitInfo]:
+    """Train a head for every set and every seed; a head reads its own seed's encoders.
+
+    Args:
+      sets: `[n_sets, n_slots]` int32 positions in the pool, filled slots first.
+      slot_masks: `[n_sets, n_slots]` bool; a row of False trains nothing.
+      train: codes of the training rows.
+      valid: codes of the validation rows.
+      head: the module.
+      config: the protocol; a batch is taken whole.
+
+    Returns:
+      weights and info, leaves `[n_sets, n_seeds, ...]`.
+    """
+    one_seed = partial(_fit_seed, head=head, config=config)
+    trained = jax.lax.map(
+        lambda seed: one_seed(_Set(sets, slot_masks), seed, train, valid),
+        jnp.arange(train.n_seeds),
+    )
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), trained)
