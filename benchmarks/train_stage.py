@@ -21,6 +21,7 @@ from extract.records import SETTINGS, Setting
 from extract.rundir import RunDir
 from extract.store import FeatureStore
 from jaxprobe import checkpoint
+from jaxprobe.devices import fit_everywhere
 from jaxprobe.encoder import Encoder
 from jaxprobe.features import (
     FamilyDims,
@@ -36,7 +37,6 @@ from jaxprobe.grid import (
     Trained,
     default_blocks,
     encode,
-    fit_blocks,
     grid_members,
     join,
     labelled,
@@ -132,7 +132,7 @@ def train_blocks(
             missing.append((path, block))
         else:
             yield found
-    trained = fit_blocks(
+    trained = fit_everywhere(
         [block for _, block in missing], *data, encoder=encoder, config=config
     )
     for (path, _), part in zip(missing, trained, strict=True):

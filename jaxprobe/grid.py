@@ -105,8 +105,8 @@ def grid_members(n_seeds: int) -> tuple[Member, ...]:
 
 
 def default_blocks(n_seeds: int) -> tuple[Block, ...]:
-    """The whole grid at once on an accelerator, member by member on a CPU."""
-    if jax.default_backend() != "cpu":
+    """The whole grid at once on accelerators, member by member on a CPU."""
+    if jax.default_backend() != "cpu" or jax.device_count() > 1:
         return (Block(tuple(range(N_SUBSETS)), tuple(range(n_seeds))),)
     return tuple(Block((m.subset,), (m.seed,)) for m in grid_members(n_seeds))
 

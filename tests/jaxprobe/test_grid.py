@@ -44,8 +44,7 @@ def planted(n_examples, seed, family=2, strength=2.0):
     return Features(tuple(tokens), tuple(masks)), labels
 
 
-@pytest.fixture(scope="module")
-def parts():
+def planted_parts():
     """Training and validation rows with a planted residual-stream signal."""
     features, labels = planted(230, seed=0)
     valid_features, valid_labels = planted(110, seed=1)
@@ -54,6 +53,11 @@ def parts():
         labelled(split_families(features, DIMS, standardizer), labels),
         labelled(split_families(valid_features, DIMS, standardizer), valid_labels),
     )
+
+
+@pytest.fixture(scope="module")
+def parts():
+    return planted_parts()
 
 
 def train(blocks, parts, config=TRAIN):

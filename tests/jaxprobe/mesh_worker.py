@@ -1,0 +1,36 @@
+"""One process of a training over several devices: `OUT [COORDINATOR N_HOSTS HOST]`."""
+
+import sys
+
+import jax
+import numpy as np
+
+
+def main(out, coordinator=None, n_hosts="1", host="0"):
+    if coordinator is not None:
+        jax.distributed.initialize(coordinator, int(n_hosts), int(host))
+    from jaxprobe.devices import fit_on_mesh, member_mesh
+    from jaxprobe.grid import Block
+    from tests.jaxprobe.test_grid import ENCODER, TRAIN, planted_parts
+
+    trained = fit_on_mesh(
+        Block((0, 3, 7, 11, 14), (0, 1)),
+        *planted_parts(),
+        encoder=ENCODER,
+        config=TRAIN,
+        mesh=member_mesh(),
+    )
+    leaves = {f"w{i}": x for i, x in enumerate(jax.tree.leaves(trained.params))}
+    np.savez(
+        out,
+        n_devices=jax.device_count(),
+        n_local=jax.local_device_count(),
+        members=np.asarray(trained.members),
+        valid_auroc=trained.info.valid_auroc,
+        n_epochs=trained.info.n_epochs,
+        **leaves,
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

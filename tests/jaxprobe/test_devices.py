@@ -1,0 +1,78 @@
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxprobe.devices import fit_everywhere
+from jaxprobe.grid import Block, fit_blocks
+from tests.jaxprobe.test_grid import ENCODER, TRAIN, planted_parts
+
+ROOT = Path(__file__).parents[2]
+BLOCK = Block((0, 3, 7, 11, 14), (0, 1))  # five subsets: they come out even nowhere
+
+
+@pytest.fixture(scope="module")
+def alone():
+    (trained,) = fit_blocks([BLOCK], *planted_parts(), encoder=ENCODER, config=TRAIN)
+    return trained
+
+
+def start(out, n_devices, *hosts):
+    flags = f"--xla_force_host_platform_device_count={n_devices}"
+    environment = {**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "tests.jaxprobe.mesh_worker", str(out), *hosts]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+    )
+
+
+def finished(worker):
+    _, errors = worker.communicate(timeout=300)
+    assert worker.returncode == 0, errors[-2000:]
+
+
+def check_same(found, trained):
+    np.testing.assert_array_equal(found["members"], np.asarray(trained.members))
+    np.testing.assert_array_equal(found["n_epochs"], trained.info.n_epochs)
+    np.testing.assert_allclose(
+        found["valid_auroc"], trained.info.valid_auroc, atol=2e-3
+    )
+    for i, leaf in enumerate(jax.tree.leaves(trained.params)):
+        np.testing.assert_allclose(found[f"w{i}"], leaf, atol=2e-3)  # sums
+
+
+def test_eight_devices_train_what_one_does(alone, tmp_path):
+    finished(start(tmp_path / "out.npz", 8))
+    with np.load(tmp_path / "out.npz") as found:
+        assert found["n_devices"] == 8
+        check_same(found, alone)
+
+
+@pytest.mark.slow
+def test_two_hosts_train_what_one_does_and_both_have_all_of_it(alone, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    paths = [tmp_path / f"{host}.npz" for host in range(2)]
+    workers = [
+        start(path, 2, address, "2", str(host)) for host, path in enumerate(paths)
+    ]
+    for worker in workers:
+        finished(worker)
+    for path in paths:
+        with np.load(path) as found:
+            assert (found["n_devices"], found["n_local"]) == (4, 2)
+            check_same(found, alone)
+
+
+def test_one_device_trains_blocks_one_by_one():
+    blocks = [Block((0,), (0,)), Block((3,), (1,))]
+    trained = list(
+        fit_everywhere(blocks, *planted_parts(), encoder=ENCODER, config=TRAIN)
+    )
+    assert [t.members for t in trained] == [block.members for block in blocks]
