@@ -15,6 +15,7 @@ BENCHES = {
     "extract": "benchmarks.bench_extraction:extract",
     "train": "benchmarks.bench_training:train",
     "store": "benchmarks.bench_store:store",
+    "scaling": "benchmarks.bench_scaling:scaling",
     "select": "benchmarks.bench_selection:select",
     "resume": "benchmarks.bench_resume:resume",
     "precision": "benchmarks.bench_precision:precision",

@@ -34,7 +34,7 @@ def opened(run_dir: Path, config: "RunConfig") -> Iterator["RunDir"]:
         yield run
 
 
-def _set_compiler(flags: str) -> None:
+def set_compiler(flags: str) -> None:
     """Say how JAX compiles, before it compiles anything.
 
     Compiled code is kept in the user's cache directory (`JAX_COMPILATION_CACHE_DIR`
@@ -56,7 +56,7 @@ def _set_compiler(flags: str) -> None:
 def do(run_dir: Path, *names: str, config: "RunConfig | None" = None) -> None:
     """Do stages of a run, in order; without names, all that a run always has."""
     config = config_of(run_dir) if config is None else config
-    _set_compiler(config.xla_flags)
+    set_compiler(config.xla_flags)
     from benchmarks.stage import run_stage
     from benchmarks.stages import ON_REQUEST, STAGES
 
