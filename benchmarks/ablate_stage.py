@@ -38,11 +38,10 @@ from benchmarks.train_stage import encoder_folders
 from extract.atomic import write_json_atomic
 from extract.records import SETTINGS, Setting
 from extract.rundir import RunDir
-from jaxprobe.features import FAMILIES
 from jaxprobe.fusion import PoolCodes
 from jaxprobe.keepsake import keep, recall
 from jaxprobe.metrics import BootstrapConfig
-from jaxprobe.subsets import LETTERS
+from jaxprobe.subsets import FAMILIES, LETTERS
 from selection.greedy import (
     GreedyConfig,
     NoSignalError,

@@ -70,8 +70,8 @@ def _new_run_options(command: Callable[..., None]) -> Callable[..., None]:
 def _make_config(**options: Any) -> "RunConfig":
     """Return a new run's configuration; a wrong model is found before it is made."""
     from benchmarks.presets import make_config
-    from extract.backbone import check_name
     from extract.keeping import Kept
+    from extract.modelname import check_name
 
     config = make_config(kept=Kept(**take_kept(options)), **options)
     check_name(config.model_path)

@@ -140,9 +140,9 @@ def _make_run(
     from benchmarks.data_stage import make_data_run
     from benchmarks.presets import make_config
     from benchmarks.published import with_questions
-    from extract.backbone import check_name
     from extract.console import Progress
     from extract.datasets.dataconfig import data_config
+    from extract.modelname import check_name
 
     sources, build = sources_of(files), build_config(options)
     fixed: Path | None = options["splits"]

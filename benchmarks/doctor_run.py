@@ -49,8 +49,8 @@ def _shape(name: str) -> tuple[Shape, Any]:
 
 def look_at_model(name: str) -> Iterator[Finding]:
     """Look at a backbone's config and tokenizer; its weights are not loaded."""
-    from extract.backbone import check_name
     from extract.chat import render_message
+    from extract.modelname import check_name
 
     path = model_path(name)
     try:

@@ -11,12 +11,12 @@ from benchmarks.presets import RunConfig
 from benchmarks.rehearsal import Rehearsal, spread
 from benchmarks.tallies import disk_bytes
 from extract.asking import Speaker, ask
-from extract.generation import GenerationConfig, plan_batches
 from extract.generator import Generator, SamplingConfig
 from extract.jsonlines import JsonLines
 from extract.judge import exact_match_judge, label_answer
 from extract.pipeline import answers_file, read_answers, read_examples
 from extract.records import SETTINGS, to_json
+from extract.requests import GenerationConfig, plan_batches
 from extract.rundir import RunDir
 from extract.sampling import request_prompt
 from extract.storespec import Family

@@ -180,7 +180,7 @@ def load_words(config: RunConfig) -> tuple[Words, tuple[int, ...]]:
     from transformers import AutoConfig, AutoTokenizer
     from transformers import GenerationConfig as Defaults
 
-    from extract.backbone import check_name
+    from extract.modelname import check_name
 
     check_name(config.model_path)
     tokenizer = AutoTokenizer.from_pretrained(

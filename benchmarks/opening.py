@@ -56,13 +56,14 @@ def set_compiler(flags: str) -> None:
 def do(run_dir: Path, *names: str, config: "RunConfig | None" = None) -> None:
     """Do stages of a run, in order; without names, all that a run always has."""
     config = config_of(run_dir) if config is None else config
-    set_compiler(config.xla_flags)
-    from benchmarks.stage import run_stage
-    from benchmarks.stages import ON_REQUEST, STAGES
-
     quiet()
     progress = Progress()
     with opened(run_dir, config) as run:
+        # Here, not above: a directory that is no run is refused at once.
+        set_compiler(config.xla_flags)
+        from benchmarks.stage import run_stage
+        from benchmarks.stages import ON_REQUEST, STAGES
+
         for name in names or STAGES:
             run_stage({**STAGES, **ON_REQUEST}[name], run, config, progress)
 

@@ -28,11 +28,11 @@ from extract.rundir import RunDir
 from extract.signals import SignalReader
 from extract.store import FeatureStore, open_store, read_family
 from jaxprobe.encoder import Encoder
-from jaxprobe.features import FAMILIES, FamilyTokens, split_families
+from jaxprobe.features import FamilyTokens, split_families
 from jaxprobe.grid import Block, encode, fit_blocks, labelled
 from jaxprobe.metrics import BootstrapConfig, auroc, cluster_weights, weighted_auroc
 from jaxprobe.reading import assemble, family_dims, fit_reading, longest_spans
-from jaxprobe.subsets import subset_index
+from jaxprobe.subsets import FAMILIES, subset_index
 
 SPLITS = ("train", "validation", "test")
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int8": "int8"}

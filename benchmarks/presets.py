@@ -17,9 +17,7 @@ from extract.keeping import Kept, kept_of
 from extract.microworld import WorldConfig
 from extract.plan import ExtractConfig
 from extract.questions import QuestionConfig
-from jaxprobe.encoder import EncoderConfig
-from jaxprobe.fit import TrainConfig
-from jaxprobe.fusion import FusionConfig
+from jaxprobe.config import EncoderConfig, FusionConfig, TrainConfig
 from jaxprobe.subsets import N_SUBSETS
 
 PresetName = Literal["demo", "smoke", "paper"]

@@ -18,8 +18,8 @@ import torch
 
 from benchmarks.torch_heads import apply_head, fit_head, rows_of_set
 from jaxprobe import fusion
-from jaxprobe.fit import TrainConfig
-from jaxprobe.fusion import FusionConfig, PoolCodes, say
+from jaxprobe.config import FusionConfig, TrainConfig
+from jaxprobe.fusion import PoolCodes, say
 from selection.greedy import Heads, fit_sets
 
 TOLERANCE = 1e-4  # of logits, fp32, sums in another order

@@ -24,13 +24,13 @@ from extract.store import FeatureStore, open_store, read_family
 from extract.storespec import Family, StoreSpec
 from extract.storewrite import StoreWriter, create_store
 from jaxprobe.chunks import StreamConfig, epoch_groups, prefetched, standardizer_of
+from jaxprobe.config import TrainConfig
 from jaxprobe.encoder import Encoder
-from jaxprobe.features import FAMILIES, split_families
-from jaxprobe.fit import TrainConfig
+from jaxprobe.features import split_families
 from jaxprobe.grid import Block, Member, Trained, fit_blocks, labelled
 from jaxprobe.reading import read_features
 from jaxprobe.streaming import Streamed, fit_streamed
-from jaxprobe.subsets import subset_index
+from jaxprobe.subsets import FAMILIES, subset_index
 
 Mode = Literal["streamed", "resident", "reading"]
 SUBSETS_TRAINED = ("H", "P", "HP", "RA", "HPRA")

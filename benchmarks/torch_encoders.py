@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn.functional import conv1d, conv2d, dropout, gelu, layer_norm, pad
 
-from jaxprobe.encoder import EncoderConfig
+from jaxprobe.config import EncoderConfig
 
 Weights = dict[str, torch.Tensor]
 Convolution = Literal["conv1d", "conv2d", "product"]

@@ -11,8 +11,7 @@ import torch
 from sklearn.metrics import roc_auc_score
 from torch.nn.functional import binary_cross_entropy_with_logits, gelu, layer_norm
 
-from jaxprobe.fit import TrainConfig
-from jaxprobe.fusion import FusionConfig
+from jaxprobe.config import FusionConfig, TrainConfig
 
 EPSILON = 1e-6  # Flax's LayerNorm
 

@@ -12,11 +12,11 @@ from benchmarks.presets import RunConfig
 from benchmarks.stage import Progress, Stage, Update
 from extract import pipeline
 from extract.backbone import Backbone, load_backbone
-from extract.generation import GenerationConfig
 from extract.localgenerator import TransformersGenerator
 from extract.microworld import make_world
 from extract.provenance import package_versions
 from extract.records import SETTINGS, Setting
+from extract.requests import GenerationConfig
 from extract.rundir import RunDir
 from extract.servedanswers import claim_answers
 from extract.signals import SignalReader

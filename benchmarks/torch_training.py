@@ -32,7 +32,7 @@ from benchmarks.train_work import (
     made_up_features,
     weights_file,
 )
-from jaxprobe.features import N_FAMILIES
+from jaxprobe.subsets import N_FAMILIES
 
 Arrays = Mapping[str, np.ndarray]
 

@@ -16,9 +16,9 @@ from benchmarks.train_work import (
     made_up_features,
     weights_file,
 )
+from jaxprobe.config import TrainConfig
 from jaxprobe.encoder import Encoder, init_encoder
 from jaxprobe.features import Standardizer, split_families
-from jaxprobe.fit import TrainConfig
 from jaxprobe.grid import Block, Labelled, fit_blocks, labelled, member_words
 from jaxprobe.subsets import SUBSETS
 

@@ -21,6 +21,7 @@ from extract.records import SETTINGS, Setting
 from extract.rundir import RunDir
 from extract.store import FeatureStore
 from jaxprobe import checkpoint
+from jaxprobe.config import TrainConfig
 from jaxprobe.devices import fit_everywhere
 from jaxprobe.encoder import Encoder
 from jaxprobe.features import (
@@ -29,7 +30,7 @@ from jaxprobe.features import (
     Standardizer,
     split_families,
 )
-from jaxprobe.fit import FitInfo, TrainConfig
+from jaxprobe.fit import FitInfo
 from jaxprobe.grid import (
     Block,
     Codes,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxprobe.encoder import EncoderConfig
+from jaxprobe.config import EncoderConfig
 from jaxprobe.features import FamilyDims, Features
 from jaxprobe.subsets import N_SUBSETS, SUBSETS
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from extract.atomic import write_text_atomic
-from extract.generation import Request
 from extract.jsonlines import JsonLines
+from extract.requests import Request
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol, get_args
 
-from extract.generation import Request
 from extract.prompts import (
     TEMPLATES,
     Prompt,
@@ -20,6 +19,7 @@ from extract.prompts import (
     build_prompt,
 )
 from extract.records import SETTINGS, Example, Passage, Setting, Variant
+from extract.requests import Request
 
 Overlong = Literal["refuse", "drop-passages"]
 

@@ -7,7 +7,6 @@ random numbers.
 
 import dataclasses
 import hashlib
-import re
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -17,11 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from extract.layout import Layout, find_layout
+from extract.modelname import check_name
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,41 +114,6 @@ def _hash_files(directory: Path) -> str:
         with path.open("rb") as content:
             digest.update(hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()
-
-
-def _check_directory(directory: Path) -> None:
-    """Say in one sentence what a directory lacks to be a checkpoint."""
-    if not directory.is_dir():
-        raise ValueError(
-            f"backbone {str(directory)!r}: expected a model directory, found a file"
-        )
-    if not (directory / "config.json").is_file():
-        raise ValueError(
-            f"backbone {str(directory)!r}: expected a directory written by "
-            "save_pretrained, found no config.json in it"
-        )
-    if not any(directory.glob("*.safetensors")):
-        raise ValueError(
-            f"backbone {str(directory)!r}: expected safetensors weights, found no "
-            "*.safetensors file; save the model with safe serialization"
-        )
-    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
-        raise ValueError(
-            f"backbone {str(directory)!r}: expected a tokenizer beside the weights, "
-            f"found none of {', '.join(_TOKENIZER_FILES)}"
-        )
-
-
-def check_name(name: str) -> None:
-    """Check that a name is a checkpoint directory or could be a Hub id."""
-    path = Path(name).expanduser()
-    if path.exists():
-        _check_directory(path)
-    elif not _HUB_ID.fullmatch(name):
-        raise ValueError(
-            f"backbone {name!r}: no such directory, and not a Hub id of the form "
-            "owner/model"
-        )
 
 
 def _first_line(error: Exception) -> str:

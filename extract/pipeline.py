@@ -12,7 +12,7 @@ from extract.asking import AskConfig, Asked, Speaker, ask
 from extract.atomic import write_text_atomic
 from extract.backbone import Backbone
 from extract.extraction import ExtractionReport, extract
-from extract.generation import GenerationConfig, Request, generate, plan_batches
+from extract.generation import generate
 from extract.judge import Judge, exact_match_judge, label_answer
 from extract.microworld import WorldConfig, make_world
 from extract.plan import ExtractConfig
@@ -27,6 +27,7 @@ from extract.records import (
     to_json,
     write_lines,
 )
+from extract.requests import GenerationConfig, Request, plan_batches
 from extract.rewrite import Rewrite, with_rewrites
 from extract.rundir import RunDir
 from extract.signals import SignalReader

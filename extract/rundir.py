@@ -120,6 +120,19 @@ class RunDir:
         """Folder of the calibrated detector."""
         return self.path / "detector"
 
+    def finished_detector(self) -> Path:
+        """Return where the detector lies.
+
+        Raises:
+          ValueError: the run has none yet.
+        """
+        if not self.detector.is_dir():
+            raise ValueError(
+                f"{self.path} has no detector yet; finish the run with `beatrice "
+                "demo`, or its verbs up to calibrate"
+            )
+        return self.detector
+
     @property
     def control(self) -> Path:
         """Folder of the retrieval controllers."""

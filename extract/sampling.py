@@ -8,10 +8,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from extract.generation import Request
 from extract.generator import Finish, Generator, GeneratorPrompt, SamplingConfig
 from extract.records import Setting, Variant
 from extract.replies import Progress, Replies
+from extract.requests import Request
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

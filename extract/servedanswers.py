@@ -7,10 +7,10 @@ from typing import Any
 
 from extract.answerrows import AnswerRows
 from extract.atomic import write_json_atomic
-from extract.generation import Request
 from extract.generator import Generated, Generator, SamplingConfig
 from extract.records import Answer, to_json
 from extract.replies import Progress
+from extract.requests import Request
 from extract.rundir import RunDir
 from extract.sampling import request_prompt
 

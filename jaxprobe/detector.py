@@ -17,7 +17,8 @@ import numpy as np
 
 from jaxprobe import checkpoint
 from jaxprobe.calibration import Calibrator
-from jaxprobe.encoder import Encoder, EncoderConfig
+from jaxprobe.config import EncoderConfig, FusionConfig
+from jaxprobe.encoder import Encoder
 from jaxprobe.features import (
     FamilyDims,
     FamilyTokens,
@@ -27,7 +28,7 @@ from jaxprobe.features import (
     split_families,
 )
 from jaxprobe.fit import Params
-from jaxprobe.fusion import FusionConfig, FusionHead, say, slots_of
+from jaxprobe.fusion import FusionHead, say, slots_of
 from jaxprobe.grid import Trained
 from jaxprobe.subsets import SUBSET_NAMES, SUBSETS, subset_index
 

@@ -16,8 +16,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxprobe.config import TrainConfig
 from jaxprobe.encoder import Encoder
-from jaxprobe.fit import FitInfo, Params, TrainConfig
+from jaxprobe.fit import FitInfo, Params
 from jaxprobe.grid import Block, Labelled, Trained, fit_block, fit_blocks
 from jaxprobe.subsets import SUBSETS
 

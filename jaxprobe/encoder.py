@@ -8,7 +8,6 @@ Modules here take a batch of examples, not one, and have it innermost; see
 `jaxprobe.masked` for the reason.
 """
 
-import dataclasses
 import itertools
 from typing import Any
 
@@ -17,8 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxprobe.config import EncoderConfig
 from jaxprobe.draws import draw_weights, dropout
-from jaxprobe.features import N_FAMILIES, FamilyDims, FamilyTokens
+from jaxprobe.features import FamilyDims, FamilyTokens
 from jaxprobe.masked import (
     N_TAPS,
     channel_product,
@@ -28,34 +28,9 @@ from jaxprobe.masked import (
     token_convolution,
 )
 from jaxprobe.projection import Draw, project
+from jaxprobe.subsets import N_FAMILIES
 
 Params = Any
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EncoderConfig:
-    """Shape of a combination encoder; defaults give the paper's sizes at d=4096."""
-
-    projection: int = 64  # width to which each family is projected
-    hidden: int = 128
-    n_blocks: int = 3
-    n_groups: int = 8  # of the group normalisation
-    dropout: float = 0.1
-    input_noise: float = 0.05  # standard deviation, in units of a standardised channel
-
-    def __post_init__(self):
-        """Refuse widths that do not fit together."""
-        if self.hidden % self.n_groups:
-            raise ValueError(
-                f"hidden width {self.hidden} does not part into {self.n_groups} groups"
-            )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
-
-    @property
-    def d_pooled(self) -> int:
-        """Width of the pooled vector handed to the fusion head."""
-        return 2 * self.hidden
 
 
 def weight_deviation(key, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:

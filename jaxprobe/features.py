@@ -13,9 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-FAMILIES = ("hidden", "prob", "resid", "attn")
-N_FAMILIES = len(FAMILIES)
-
 
 class Features(NamedTuple):
     """Signals of `n_examples` answers, one entry per span.

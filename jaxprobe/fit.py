@@ -5,7 +5,6 @@ after some more, the best weights kept (paper, appendix B). Epochs are a
 `lax.while_loop`, steps a `lax.scan`.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,55 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
+from jaxprobe.config import TrainConfig
 from jaxprobe.draws import hashed_permutation, mix
 
 Params = Any
 Loss = Callable[..., jax.Array]  # of weights, the arrays of a batch, and `Words`
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """How an encoder or a fusion head is fitted; defaults are the paper's (app. B)."""
-
-    learning_rate: float = 2e-4
-    weight_decay: float = 0.01
-    batch_size: int = 512
-    max_epochs: int = 60
-    halve_after: int = 4  # epochs without a validation gain before the rate is halved
-    stop_after: int = 10  # epochs without a validation gain before training stops
-    n_seeds: int = 3
-    root_seed: int = 0
-    n_pieces: int | None = None  # of a batch; None: 128 rows each on a CPU, else one
-
-    def __post_init__(self):
-        """Refuse counts that train nothing."""
-        for name in (
-            "batch_size",
-            "max_epochs",
-            "halve_after",
-            "stop_after",
-            "n_seeds",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} must be at least 1, got {getattr(self, name)}"
-                )
-        if self.n_pieces is not None and self.batch_size % self.n_pieces:
-            raise ValueError(
-                f"batch_size {self.batch_size} has no {self.n_pieces} equal pieces"
-            )
-
-    def pieces(self) -> int:
-        """Into how many pieces of equal size a batch's gradient is parted.
-
-        Activations of about 128 rows stay in a core's cache: at 512 a step took twice
-        the time per token.
-        """
-        if self.n_pieces is not None:
-            return self.n_pieces
-        if jax.default_backend() != "cpu" or self.batch_size % 128:
-            return 1
-        return self.batch_size // 128
 
 
 class FitInfo(NamedTuple):

@@ -7,7 +7,6 @@ compiled training run, and the result depends on (set, seed) only, not on the sl
 Arrays are `[d, n_examples]`, examples innermost, as in the encoders.
 """
 
-import dataclasses
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,25 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxprobe.config import FusionConfig
 from jaxprobe.draws import draw_weights, hashed_bits
 from jaxprobe.encoder import ChannelMap
 from jaxprobe.fit import Params
 from jaxprobe.grid import Codes
 from jaxprobe.masked import materialize
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FusionConfig:
-    """Shape of a fusion head; defaults follow the paper, appendix B."""
-
-    hidden: int = 128
-    encoder_dropout: float = 0.3  # probability that a whole encoder is hidden
-    n_slots: int = 4
-
-    def __post_init__(self):
-        """Refuse a head without slots, or one that hides every encoder."""
-        if self.n_slots < 1 or not 0.0 <= self.encoder_dropout < 1.0:
-            raise ValueError(f"need n_slots >= 1 and 0 <= encoder_dropout < 1: {self}")
 
 
 class PoolCodes(NamedTuple):

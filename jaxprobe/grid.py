@@ -20,10 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxprobe.config import TrainConfig
 from jaxprobe.draws import BATCHES, MEMBERS, words_of
 from jaxprobe.encoder import Encoder, init_encoder
 from jaxprobe.features import FamilyTokens
-from jaxprobe.fit import FitInfo, Params, TrainConfig, fit
+from jaxprobe.fit import FitInfo, Params, fit
 from jaxprobe.metrics import masked_auroc
 from jaxprobe.projection import Draw
 from jaxprobe.subsets import N_SUBSETS, SUBSETS

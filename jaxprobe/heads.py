@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import optax
 from jax.flatten_util import ravel_pytree
 
+from jaxprobe.config import TrainConfig
 from jaxprobe.draws import HEADS, mix, words_of
 from jaxprobe.fit import (
     FitInfo,
     FitState,
     Params,
-    TrainConfig,
     Words,
     end_epoch,
     epoch_batches,

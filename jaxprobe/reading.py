@@ -10,13 +10,8 @@ import numpy as np
 
 from extract.records import Setting
 from extract.store import FeatureStore, Ragged, read_family
-from jaxprobe.features import (
-    FAMILIES,
-    FamilyDims,
-    Features,
-    Standardizer,
-    fit_standardizer,
-)
+from jaxprobe.features import FamilyDims, Features, Standardizer, fit_standardizer
+from jaxprobe.subsets import FAMILIES
 
 ANSWER = 2  # of the stored spans
 SPANS: dict[Setting, tuple[int, ...]] = {

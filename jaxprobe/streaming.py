@@ -20,13 +20,13 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from jaxprobe.chunks import Group, StreamConfig, epoch_groups, prefetched
+from jaxprobe.config import TrainConfig
 from jaxprobe.draws import words_of
 from jaxprobe.encoder import Encoder, init_encoder
 from jaxprobe.features import FamilyTokens
 from jaxprobe.fit import (
     FitState,
     Params,
-    TrainConfig,
     Words,
     end_epoch,
     epoch_batches,

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jaxprobe.features import FAMILIES, N_FAMILIES
-
+FAMILIES = ("hidden", "prob", "resid", "attn")
+N_FAMILIES = len(FAMILIES)
 LETTERS = "HPRA"
 N_SUBSETS = 2**N_FAMILIES - 1
 

@@ -10,14 +10,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from extract.backbone import Backbone
-from extract.generation import GenerationConfig, Request, generate, plan_batches
+from extract.generation import generate
 from extract.precision import as_written
 from extract.prompts import PromptTemplate, build_prompt, check_text
 from extract.records import Answer, Passage, Setting
+from extract.requests import GenerationConfig, Request, plan_batches
 from extract.signals import AnswerSpan, SignalReader, Signals, sequence_of
 from jaxprobe.detector import Detector, Scores
-from jaxprobe.features import FAMILIES, Features
+from jaxprobe.features import Features
 from jaxprobe.reading import SPANS, assemble
+from jaxprobe.subsets import FAMILIES
 from pgir.controller import Draft
 
 # Padded lengths of spans longer than any in training: each rounded up to one of these,

@@ -30,6 +30,11 @@ def score(
     Example: beatrice score runs/demo --question "who wrote X?" --answer "Y"
     """
     quiet()
+    from extract.manifest import read_manifest
+    from extract.rundir import RunDir
+
+    read_manifest(run_dir)  # what is no run, or not finished, is refused at once
+    RunDir(run_dir).finished_detector()
     from pgir.scoring import Scorer
 
     found = Scorer.load(run_dir, model=model).score(question, answer, context or None)

@@ -8,9 +8,9 @@ from typing import Any
 from extract.asking import AskConfig
 from extract.backbone import load_backbone
 from extract.embedded import model_path
-from extract.generation import GenerationConfig
 from extract.manifest import read_manifest
 from extract.records import Passage
+from extract.requests import GenerationConfig
 from extract.rundir import RunDir
 from jaxprobe.detector import Detector
 from pgir.bridge import ProbedBackbone
@@ -57,12 +57,7 @@ class Scorer:
         """
         run = RunDir(path)
         config = read_manifest(path)["config"]
-        if not run.detector.is_dir():
-            raise ValueError(
-                f"{path} has no detector yet; finish the run with `beatrice demo`, or "
-                "its verbs up to calibrate"
-            )
-        detector = Detector.load(run.detector)
+        detector = Detector.load(run.finished_detector())
         name = model or detector.facts["model"]
         asking = AskConfig(
             template=detector.facts["template"],

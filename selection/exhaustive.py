@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxprobe.fit import TrainConfig
-from jaxprobe.fusion import FusionConfig, PoolCodes
+from jaxprobe.config import FusionConfig, TrainConfig
+from jaxprobe.fusion import PoolCodes
 from jaxprobe.keepsake import keep, recall
 from selection.greedy import check_classes, fit_sets, slots_for
 

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from jaxprobe.fit import FitInfo, Params, TrainConfig
+from jaxprobe.config import FusionConfig, TrainConfig
+from jaxprobe.fit import FitInfo, Params
 from jaxprobe.fusion import (
-    FusionConfig,
     FusionHead,
     PoolCodes,
     apply_head,

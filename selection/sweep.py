@@ -14,8 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxprobe.config import TrainConfig
 from jaxprobe.draws import PROBES, exact_normal, mix, words_of
-from jaxprobe.fit import TrainConfig, fit
+from jaxprobe.fit import fit
 from jaxprobe.metrics import masked_auroc
 
 

@@ -9,9 +9,8 @@ from benchmarks.publishing import publish, read_result_rows, rows_file
 from benchmarks.rows import Rows
 from benchmarks.span_members import blocks_of, replaced
 from extract.rundir import RunDir
-from jaxprobe.features import FAMILIES
 from jaxprobe.grid import Codes, Member
-from jaxprobe.subsets import N_SUBSETS, SUBSET_NAMES, subset_index
+from jaxprobe.subsets import FAMILIES, N_SUBSETS, SUBSET_NAMES, subset_index
 from selection.exhaustive import Ranking, all_sets
 from tests.benchmarks.sample import PLACES, row
 

@@ -11,8 +11,8 @@ from benchmarks.select_cost import (
     measure,
 )
 from benchmarks.torch_heads import fit_head, rows_of_set
-from jaxprobe.fit import TrainConfig
-from jaxprobe.fusion import FusionConfig, say
+from jaxprobe.config import FusionConfig, TrainConfig
+from jaxprobe.fusion import say
 from selection.greedy import fit_sets
 
 SMALL = SelectCost(

@@ -10,8 +10,9 @@ import torch
 
 from benchmarks.torch_encoders import TorchEncoder, apply_encoder, project, weights_of
 from benchmarks.train_work import Workload, families_of, made_up_features
+from jaxprobe.config import EncoderConfig
 from jaxprobe.draws import words_of
-from jaxprobe.encoder import Encoder, EncoderConfig, init_encoder
+from jaxprobe.encoder import Encoder, init_encoder
 from jaxprobe.features import FamilyDims, Standardizer, split_families
 from jaxprobe.subsets import SUBSETS, subset_index
 

@@ -28,7 +28,7 @@ from benchmarks.train_work import (
     turn_flops,
     weights_file,
 )
-from jaxprobe.encoder import EncoderConfig
+from jaxprobe.config import EncoderConfig
 from jaxprobe.features import FamilyDims
 from jaxprobe.subsets import subset_index
 

@@ -5,9 +5,10 @@ import torch
 
 from extract.backbone import load_backbone
 from extract.embedded import WEIGHTS
-from extract.generation import GenerationConfig, generate_all
+from extract.generation import generate_all
 from extract.generator import GeneratorPrompt, SamplingConfig, reply_key
 from extract.localgenerator import TransformersGenerator
+from extract.requests import GenerationConfig
 from tests.extract.generating import GREEDY, prompts_of, texts
 
 

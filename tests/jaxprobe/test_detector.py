@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from jaxprobe.calibration import Calibrator
+from jaxprobe.config import EncoderConfig, FusionConfig
 from jaxprobe.detector import Detector, EncoderBank, SettingHead
 from jaxprobe.draws import words_of
-from jaxprobe.encoder import Encoder, EncoderConfig, init_encoder
+from jaxprobe.encoder import Encoder, init_encoder
 from jaxprobe.features import FamilyDims, Features, fit_standardizer, split_families
 from jaxprobe.fusion import (
-    FusionConfig,
     FusionHead,
     PoolCodes,
     apply_head,

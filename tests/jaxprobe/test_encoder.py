@@ -3,8 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxprobe.config import EncoderConfig, FusionConfig
 from jaxprobe.draws import words_of
-from jaxprobe.encoder import Encoder, EncoderConfig, init_encoder
+from jaxprobe.encoder import Encoder, init_encoder
 from jaxprobe.features import (
     FamilyDims,
     FamilyTokens,
@@ -13,7 +14,7 @@ from jaxprobe.features import (
     fit_standardizer,
     split_families,
 )
-from jaxprobe.fusion import FusionConfig, FusionHead, say
+from jaxprobe.fusion import FusionHead, say
 from jaxprobe.masked import token_convolution
 from jaxprobe.subsets import N_SUBSETS, SUBSET_NAMES, SUBSETS, subset_index
 

@@ -4,8 +4,9 @@ import numpy as np
 import optax
 import pytest
 
+from jaxprobe.config import TrainConfig
 from jaxprobe.draws import words_of
-from jaxprobe.fit import Moments, TrainConfig, adamw_step, fit
+from jaxprobe.fit import Moments, adamw_step, fit
 from jaxprobe.metrics import masked_auroc
 
 RNG = np.random.default_rng(0)

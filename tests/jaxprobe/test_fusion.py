@@ -5,10 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxprobe.config import FusionConfig, TrainConfig
 from jaxprobe.draws import words_of
-from jaxprobe.fit import TrainConfig
 from jaxprobe.fusion import (
-    FusionConfig,
     FusionHead,
     PoolCodes,
     init_head,

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxprobe.config import EncoderConfig, TrainConfig
 from jaxprobe.draws import words_of
-from jaxprobe.encoder import Encoder, EncoderConfig, init_encoder
+from jaxprobe.encoder import Encoder, init_encoder
 from jaxprobe.features import FamilyDims, Features, fit_standardizer, split_families
-from jaxprobe.fit import TrainConfig
 from jaxprobe.grid import (
     Block,
     Member,

@@ -11,7 +11,8 @@ from jaxprobe.chunks import (
     prefetched,
     standardizer_of,
 )
-from jaxprobe.encoder import Encoder, EncoderConfig
+from jaxprobe.config import EncoderConfig, TrainConfig
+from jaxprobe.encoder import Encoder
 from jaxprobe.features import (
     FamilyDims,
     Features,
@@ -19,7 +20,6 @@ from jaxprobe.features import (
     fit_standardizer,
     split_families,
 )
-from jaxprobe.fit import TrainConfig
 from jaxprobe.grid import Block, Member, fit_blocks, labelled
 from jaxprobe.streaming import Streamed, fit_streamed
 from jaxprobe.subsets import subset_index

@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxprobe.calibration import fit_calibrator
+from jaxprobe.config import EncoderConfig, FusionConfig
 from jaxprobe.detector import Detector, EncoderBank, SettingHead
 from jaxprobe.draws import words_of
-from jaxprobe.encoder import Encoder, EncoderConfig, init_encoder
+from jaxprobe.encoder import Encoder, init_encoder
 from jaxprobe.features import FamilyDims, FamilyTokens, Standardizer
-from jaxprobe.fusion import FusionConfig, FusionHead, init_head, say
+from jaxprobe.fusion import FusionHead, init_head, say
 
 LAYER = 3
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)

@@ -5,9 +5,9 @@ import pytest
 
 from extract.backbone import load_backbone
 from extract.embedded import WEIGHTS
-from extract.generation import GenerationConfig
 from extract.prompts import TEMPLATES
 from extract.records import Passage
+from extract.requests import GenerationConfig
 from jaxprobe import detector as detector_module
 from pgir.bridge import ProbedBackbone, ProbedReader, fixed_length
 from pgir.scoring import Scorer

@@ -8,8 +8,8 @@ from scipy.stats import rankdata, spearmanr
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
-from jaxprobe.fit import TrainConfig
-from jaxprobe.fusion import FusionConfig, PoolCodes
+from jaxprobe.config import FusionConfig, TrainConfig
+from jaxprobe.fusion import PoolCodes
 from jaxprobe.heads import fit_heads
 from selection.exhaustive import Enumeration, Ranking, all_sets, carried
 from selection.greedy import GreedyConfig, fit_sets, select

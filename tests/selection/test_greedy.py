@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from jaxprobe.fit import TrainConfig
-from jaxprobe.fusion import FusionConfig, PoolCodes, say
+from jaxprobe.config import FusionConfig, TrainConfig
+from jaxprobe.fusion import PoolCodes, say
 from jaxprobe.heads import fit_heads
 from selection.greedy import GreedyConfig, fused_probability, select, slots_for
 
