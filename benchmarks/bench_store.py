@@ -19,7 +19,7 @@ def microworld(n_train: int, n_epochs: int) -> "StoreCost":
     """Return the demo's encoders and widths, an eighth as many validated on."""
     from benchmarks.bench_training import microworld as workload
     from benchmarks.store_cost import StoreCost
-    from jaxprobe.chunks import StreamConfig
+    from jaxprobe.config import StreamConfig
 
     return StoreCost(
         work=workload(1),

@@ -50,6 +50,12 @@ def _new_run_options(command: Callable[..., None]) -> Callable[..., None]:
             help="Positions that emit the answer, or the answer tokens alone.",
         ),
         click.option(
+            "--streamed",
+            "is_streamed",
+            is_flag=True,
+            help="Train from the store in groups, not in memory.",
+        ),
+        click.option(
             "--model",
             default="embedded",
             show_default=True,

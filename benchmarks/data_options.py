@@ -128,6 +128,12 @@ _ASKING = (
         help="Positions that emit the answer, or the answer tokens alone.",
     ),
     click.option(
+        "--streamed",
+        "is_streamed",
+        is_flag=True,
+        help="Train from the store in groups, not in memory.",
+    ),
+    click.option(
         "--template",
         type=click.Choice(["paper", "short"]),
         default="paper",

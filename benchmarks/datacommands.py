@@ -151,6 +151,7 @@ def _make_run(
         model=options["model"],
         seed=options["seed"],
         answer_span=options["answer_span"],
+        is_streamed=options["is_streamed"],
     )
     check_name(config.model_path)
     config = with_questions(

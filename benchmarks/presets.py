@@ -17,7 +17,7 @@ from extract.keeping import Kept, kept_of
 from extract.microworld import WorldConfig
 from extract.plan import ExtractConfig
 from extract.questions import QuestionConfig
-from jaxprobe.config import EncoderConfig, FusionConfig, TrainConfig
+from jaxprobe.config import EncoderConfig, FusionConfig, StreamConfig, TrainConfig
 from jaxprobe.subsets import N_SUBSETS
 
 PresetName = Literal["demo", "smoke", "paper"]
@@ -45,6 +45,8 @@ class RunConfig:
       n_bootstrap: resamples of an interval.
       max_budget: most retrieval rounds traced.
       n_control: questions per set given to the controllers; None for all.
+      stream: how encoders read a store that is larger than memory, or None where all
+        of it is held; batches are then mixed within groups, which changes results.
       xla_flags: for the compiler; code that runs for seconds need not be optimised
         for longer than that.
     """
@@ -72,6 +74,7 @@ class RunConfig:
     data: DataConfig | None = None
     model_dtype: ModelDtype = "float32"
     device: Device = "cpu"
+    stream: StreamConfig | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the configuration as it stands in the manifest."""
@@ -89,6 +92,7 @@ def make_config(
     seed: int = 0,
     answer_span: AnswerSpan = "emitting",
     kept: Kept | None = None,
+    is_streamed: bool = False,
 ) -> RunConfig:
     """Return a preset's configuration.
 
@@ -98,6 +102,7 @@ def make_config(
       seed: of training, selection and bootstrap.
       answer_span: see `extract.signals.sequence_of`.
       kept: what is kept of the answers' signals; None takes the defaults.
+      is_streamed: whether encoders read the store in groups of chunks.
 
     Raises:
       ValueError: no such preset.
@@ -113,6 +118,7 @@ def make_config(
         "seed": seed,
         "prompt": AskConfig(),
         "world": WorldConfig(),
+        "stream": StreamConfig() if is_streamed else None,
         "extract": ExtractConfig(
             **dataclasses.asdict(kept or Kept()),
             tokens_per_batch=4096,
@@ -206,6 +212,7 @@ def config_from_manifest(found: dict[str, Any]) -> RunConfig:
             seed=found["seed"],
             answer_span=found["extract"]["answer_span"],
             kept=kept_of(found["extract"]),
+            is_streamed=found["stream"] is not None,
         )
         return from_manifest(config, found)
     except (KeyError, TypeError) as error:

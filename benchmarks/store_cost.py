@@ -23,8 +23,8 @@ from benchmarks.train_work import Workload
 from extract.store import FeatureStore, open_store, read_family
 from extract.storespec import Family, StoreSpec
 from extract.storewrite import StoreWriter, create_store
-from jaxprobe.chunks import StreamConfig, epoch_groups, prefetched, standardizer_of
-from jaxprobe.config import TrainConfig
+from jaxprobe.chunks import epoch_groups, prefetched, standardizer_of
+from jaxprobe.config import StreamConfig, TrainConfig
 from jaxprobe.encoder import Encoder
 from jaxprobe.features import split_families
 from jaxprobe.grid import Block, Member, Trained, fit_blocks, labelled

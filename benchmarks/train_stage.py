@@ -2,7 +2,7 @@
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,13 @@ from extract.records import SETTINGS, Setting
 from extract.rundir import RunDir
 from extract.store import FeatureStore
 from jaxprobe import checkpoint
-from jaxprobe.config import TrainConfig
+from jaxprobe.config import StreamConfig, TrainConfig
 from jaxprobe.devices import fit_everywhere
 from jaxprobe.encoder import Encoder
 from jaxprobe.features import (
     FamilyDims,
     FamilyTokens,
+    Features,
     Standardizer,
     split_families,
 )
@@ -46,9 +47,11 @@ from jaxprobe.keepsake import keep, recall
 from jaxprobe.reading import (
     family_dims,
     fit_reading,
+    fit_reading_of,
     longest_spans,
     read_features,
 )
+from jaxprobe.streaming import Streamed, fit_streamed
 from jaxprobe.subsets import subset_index
 
 ROWS_AT_ONCE = 1024  # examples standardised and encoded together, to bound memory
@@ -84,18 +87,34 @@ class Tokens:
         return jax.device_put(joined)
 
 
-def tokens_of(run: RunDir, setting: Setting, store: FeatureStore, rows: Rows) -> Tokens:
-    """Fit the standardisation on the training rows."""
+def tokens_of(
+    run: RunDir,
+    setting: Setting,
+    store: FeatureStore,
+    rows: Rows,
+    stream: StreamConfig | None = None,
+) -> Tokens:
+    """Fit the standardisation on the training rows, some at a time if streamed."""
     layer = chosen_layer(run)
     dims = family_dims(store)
     widths = longest_spans(store.spec.spans, setting)
-    train = read_features(store, setting, layer, rows.where("train"), widths)
+    where = rows.where("train")
+
+    def features(some: np.ndarray) -> Features:
+        return read_features(store, setting, layer, some, widths)
+
+    if stream is None:
+        standardizer = fit_reading(features(where), dims)
+    else:
+        starts = range(0, len(where), ROWS_AT_ONCE)
+        parts = [where[start : start + ROWS_AT_ONCE] for start in starts]
+        standardizer = fit_reading_of(lambda: map(features, parts), dims)
     return Tokens(
         store=store,
         setting=setting,
         layer=layer,
         dims=dims,
-        standardizer=fit_reading(train, dims),
+        standardizer=standardizer,
         widths=widths,
     )
 
@@ -141,6 +160,23 @@ def train_blocks(
         yield part
 
 
+def _fit_streamed(
+    read: Tokens,
+    where: tuple[np.ndarray, np.ndarray],
+    labels: Sequence[np.ndarray],
+    blocks: tuple[Block, ...],
+    encoder: Encoder,
+    config: RunConfig,
+) -> Iterator[Trained]:
+    """Train all members of all blocks in one pass over the store per epoch."""
+    train, valid = (
+        Streamed(where=w, labels=y, read=read, config=config.stream)
+        for w, y in zip(where, labels, strict=True)
+    )
+    members = [member for block in blocks for member in block.members]
+    yield fit_streamed(members, train, valid, encoder=encoder, config=config.train)
+
+
 def encode_all(
     trained: Trained,
     read: Callable[[np.ndarray], FamilyTokens],
@@ -180,24 +216,29 @@ def _train_setting(
     key = f"{sha256_file(run.sweep)} {sha256_file(run.labels)} {store.id}"
     if _is_trained(run.encoders(setting), key):
         return
-    read = tokens_of(run, setting, store, rows)
+    read = tokens_of(run, setting, store, rows, config.stream)
     train_rows, valid_rows = rows.where("train"), rows.where("validation")
-    train, valid = read(train_rows), read(valid_rows)
     encoder = Encoder(config.encoder, read.dims)
     folder = run.encoders(setting).with_name(f"{setting}.members")
     n_seeds = config.train.n_seeds
     grid = default_blocks(n_seeds)
     control = tuple(Block((EVERY_FAMILY,), (seed,)) for seed in range(n_seeds))
+    # A store that memory cannot hold is not read here, but while encoders train.
+    held = None if config.stream else (read(train_rows), read(valid_rows))
 
     def fit(labels: np.ndarray, blocks: tuple[Block, ...], name: str):
-        data = (
-            labelled(train, labels[train_rows]),
-            labelled(valid, labels[valid_rows]),
-        )
+        sides = [labels[train_rows], labels[valid_rows]]
+        if held is None:
+            trained = _fit_streamed(
+                read, (train_rows, valid_rows), sides, blocks, encoder, config
+            )
+        else:
+            data = tuple(map(labelled, held, sides))
+            trained = train_blocks(
+                folder / name, key, encoder, config.train, data, blocks
+            )
         parts = []
-        for part in train_blocks(
-            folder / name, key, encoder, config.train, data, blocks
-        ):
+        for part in trained:
             parts.append(part)
             tick()
         return parts
@@ -226,10 +267,15 @@ def _train_setting(
 
 
 def _train(run: RunDir, config: RunConfig, update: Update, progress: Progress) -> None:
+    work = partial(_train_setting, run, config)
+    if config.stream is not None:  # one after the other: memory holds one's groups
+        for number, setting in enumerate(SETTINGS):
+            work(setting, lambda: None)
+            update(number + 1, len(SETTINGS))
+        return
     # Both settings at once: each compiles its own step on one core for as long as the
     # other does, and a member's operations already share the cores among themselves.
     n_each = len(default_blocks(config.train.n_seeds)) + config.train.n_seeds
-    work = partial(_train_setting, run, config)
     side_by_side(work, SETTINGS, update, n_each * len(SETTINGS))
 
 

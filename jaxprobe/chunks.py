@@ -4,35 +4,14 @@ Examples that lie together on disk are read together, as a *chunk*; some chunks 
 over the store are mixed into a *group*, which is what is in memory together.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxprobe.config import StreamConfig
 from jaxprobe.features import Features, Standardizer
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StreamConfig:
-    """How a store is parted; memory is that of two groups.
-
-    Attributes:
-      n_chunk: neighbours that are read together; more of them read faster.
-      n_mixed: chunks that make a group; more of them shuffle better.
-    """
-
-    n_chunk: int = 64
-    n_mixed: int = 32
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that read nothing."""
-        if min(self.n_chunk, self.n_mixed) < 1:
-            raise ValueError(
-                f"n_chunk and n_mixed must be at least 1, got {self.n_chunk} and "
-                f"{self.n_mixed}"
-            )
 
 
 class Group(NamedTuple):

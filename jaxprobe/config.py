@@ -1,4 +1,4 @@
-"""Sizes and protocol of encoders and heads: plain values, without JAX."""
+"""Sizes and protocol of encoders and heads, as plain values: no JAX is loaded."""
 
 import dataclasses
 
@@ -88,3 +88,24 @@ class FusionConfig:
         """Refuse a head without slots, or one that hides every encoder."""
         if self.n_slots < 1 or not 0.0 <= self.encoder_dropout < 1.0:
             raise ValueError(f"need n_slots >= 1 and 0 <= encoder_dropout < 1: {self}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StreamConfig:
+    """How a store is parted; memory is that of two groups.
+
+    Attributes:
+      n_chunk: neighbours that are read together; more of them read faster.
+      n_mixed: chunks that make a group; more of them shuffle better.
+    """
+
+    n_chunk: int = 64
+    n_mixed: int = 32
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that read nothing."""
+        if min(self.n_chunk, self.n_mixed) < 1:
+            raise ValueError(
+                f"n_chunk and n_mixed must be at least 1, got {self.n_chunk} and "
+                f"{self.n_mixed}"
+            )

@@ -4,12 +4,13 @@ Signals lie on disk as ragged rows; an encoder reads every span padded to one le
 Closed-book there are two spans, with context three; the answer is the last.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from extract.records import Setting
 from extract.store import FeatureStore, Ragged, read_family
+from jaxprobe.chunks import standardizer_of
 from jaxprobe.features import FamilyDims, Features, Standardizer, fit_standardizer
 from jaxprobe.subsets import FAMILIES
 
@@ -35,12 +36,39 @@ def fit_reading(features: Features, dims: FamilyDims) -> Standardizer:
     Hidden states that a store keeps of the answer span alone are fitted on that span:
     the zeros that stand for the others would shrink the mean and widen the spread.
     """
-    found = fit_standardizer(features)
+    whole = fit_standardizer(features)
     if dims.hidden_spans == "all":
-        return found
-    answer = fit_standardizer(Features(features.tokens[-1:], features.masks[-1:]))
+        return whole
+    return _with_answers(whole, fit_standardizer(_answers(features)), dims)
+
+
+def fit_reading_of(
+    parts: Callable[[], Iterator[Features]], dims: FamilyDims
+) -> Standardizer:
+    """Fit the same on examples that memory cannot hold together.
+
+    Args:
+      parts: yields the examples, some at a time; asked twice where hidden states are
+        kept of the answer span alone.
+      dims: of the store.
+    """
+    whole = standardizer_of(parts())
+    if dims.hidden_spans == "all":
+        return whole
+    return _with_answers(whole, standardizer_of(map(_answers, parts())), dims)
+
+
+def _answers(features: Features) -> Features:
+    """Return the answer span alone."""
+    return Features(features.tokens[-1:], features.masks[-1:])
+
+
+def _with_answers(
+    whole: Standardizer, answer: Standardizer, dims: FamilyDims
+) -> Standardizer:
+    """Return `whole` with the hidden states of `answer`."""
     hidden = dims.slices[0]
-    mean, std = found.mean.copy(), found.std.copy()
+    mean, std = whole.mean.copy(), whole.std.copy()
     mean[hidden], std[hidden] = answer.mean[hidden], answer.std[hidden]
     return Standardizer(mean, std)
 

@@ -19,8 +19,8 @@ import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
-from jaxprobe.chunks import Group, StreamConfig, epoch_groups, prefetched
-from jaxprobe.config import TrainConfig
+from jaxprobe.chunks import Group, epoch_groups, prefetched
+from jaxprobe.config import StreamConfig, TrainConfig
 from jaxprobe.draws import words_of
 from jaxprobe.encoder import Encoder, init_encoder
 from jaxprobe.features import FamilyTokens

@@ -8,8 +8,7 @@ from benchmarks.store_cost import (
 )
 from benchmarks.train_work import Workload
 from extract.store import open_store
-from jaxprobe.chunks import StreamConfig
-from jaxprobe.config import EncoderConfig
+from jaxprobe.config import EncoderConfig, StreamConfig
 from jaxprobe.features import FamilyDims
 from jaxprobe.reading import read_features
 

@@ -1,4 +1,5 @@
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -146,17 +147,18 @@ def test_noise_on_padding_is_never_seen(parts):
     loud = Encoder(dataclasses.replace(CONFIG, input_noise=30.0), DIMS)
     mask = jnp.asarray(SUBSETS[subset_index("HPRA")])
     hidden = jax.tree.map(jnp.zeros_like, few.masks)
-    params = init_encoder(quiet, words_of(0), few, mask)
+    params = jax.jit(partial(init_encoder, quiet))(words_of(0), few, mask)
     draw = Draw(jnp.arange(20), words_of(1), words_of(2))
     without_dropout = [
-        Encoder(dataclasses.replace(e.config, dropout=0.0), DIMS) for e in (quiet, loud)
+        jax.jit(Encoder(dataclasses.replace(e.config, dropout=0.0), DIMS).apply)
+        for e in (quiet, loud)
     ]
     # All tokens padded: neither noise nor tokens may come through.
     blank = few._replace(masks=hidden)
-    calm, storm = (e.apply(params, blank, mask, draw)[0] for e in without_dropout)
+    calm, storm = (apply(params, blank, mask, draw)[0] for apply in without_dropout)
     np.testing.assert_array_equal(calm, storm)
     # Real tokens: the same noise must matter.
-    calm, storm = (e.apply(params, wide, mask, draw)[0] for e in without_dropout)
+    calm, storm = (apply(params, wide, mask, draw)[0] for apply in without_dropout)
     assert np.abs(calm - storm).max() > 0.05
 
 

@@ -11,6 +11,7 @@ from jaxprobe.features import FamilyDims, fit_standardizer, split_families
 from jaxprobe.reading import (
     family_dims,
     fit_reading,
+    fit_reading_of,
     mean_answer_states,
     read_features,
 )
@@ -148,3 +149,19 @@ def test_answer_means_are_those_of_a_loop_over_examples_in_any_chunks():
         for n_chunk in (1, 4, 100):
             found = mean_answer_states(store, order, 3, n_chunk)
             np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kept", ["all", "answer"])
+def test_examples_a_few_at_a_time_are_standardised_as_all_at_once(setting, kept):
+    store = stored(kept)
+    features, dims = read_features(store, setting, 1), family_dims(store)
+    parts = [np.arange(5), np.arange(5, 6), np.arange(6, N)]
+    widths = [mask.shape[1] for mask in features.masks]
+
+    def read(where):
+        return read_features(store, setting, 1, where, widths)
+
+    one = fit_reading(features, dims)
+    other = fit_reading_of(lambda: map(read, parts), dims)
+    np.testing.assert_allclose(one.mean, other.mean, atol=1e-5)
+    np.testing.assert_allclose(one.std, other.std, rtol=1e-5)

@@ -5,13 +5,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxprobe.chunks import (
-    StreamConfig,
-    epoch_groups,
-    prefetched,
-    standardizer_of,
-)
-from jaxprobe.config import EncoderConfig, TrainConfig
+from jaxprobe.chunks import epoch_groups, prefetched, standardizer_of
+from jaxprobe.config import EncoderConfig, StreamConfig, TrainConfig
 from jaxprobe.encoder import Encoder
 from jaxprobe.features import (
     FamilyDims,

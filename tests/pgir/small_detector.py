@@ -1,5 +1,7 @@
 """A real, untrained detector for a backbone: random encoders, heads and a map."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,8 +22,7 @@ FUSION = FusionConfig(hidden=8, n_slots=2)
 def _bank(dims, n_spans):
     tokens = tuple(jnp.zeros((2 * n_spans, 1, size)) for size in dims.sizes)
     masks = tuple(jnp.ones((2, 1), bool) for _ in range(n_spans))
-    params = init_encoder(
-        Encoder(CONFIG, dims),
+    params = jax.jit(partial(init_encoder, Encoder(CONFIG, dims)))(
         words_of(0),
         FamilyTokens(tokens, masks),
         jnp.ones(4, bool),
@@ -38,8 +39,7 @@ def _bank(dims, n_spans):
 
 
 def _head(reads):
-    params = init_head(
-        FusionHead(FUSION),
+    params = jax.jit(partial(init_head, FusionHead(FUSION)))(
         words_of(1),
         say(jnp.zeros((2, 1, CONFIG.d_pooled)), jnp.zeros((2, 1))),
         jnp.arange(2) < len(reads),
