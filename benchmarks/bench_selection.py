@@ -34,6 +34,10 @@ def select(widths: str, as_json: bool) -> None:
 
     Example: beatrice bench select --widths paper
     """
+    from benchmarks.opening import set_compiler
+    from benchmarks.presets import make_config
+
+    set_compiler(make_config("demo").xla_flags)  # as a run does
     from benchmarks.select_cost import SelectCost, measure
 
     found = measure(SelectCost(**WIDTHS[widths]))

@@ -8,7 +8,8 @@ helps by more than a margin. All heads of all rounds run through one compiled ca
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -115,15 +116,17 @@ def fit_sets(
     for i, members in enumerate(sets):
         slots[i], masks[i] = slots_of(members, config.n_slots)
     head = FusionHead(config)
-    # Dispatch is asynchronous, so that on a CPU the parts run side by side: a head's
-    # operations are too small to share the cores among themselves.
-    parts = [
-        fit_heads(*part, train, valid, head=head, config=train_config)
-        for part in _parts(slots, masks)
-    ]
-    return Heads(
-        *jax.tree.map(lambda *x: np.concatenate(x)[: len(sets)], *jax.device_get(parts))
-    )
+
+    def train_part(part: tuple[np.ndarray, np.ndarray]) -> Any:
+        return jax.device_get(
+            fit_heads(*part, train, valid, head=head, config=train_config)
+        )
+
+    # On a CPU a core for each part: a head's operations are too small to share cores.
+    parts = _parts(slots, masks)
+    with ThreadPoolExecutor(len(parts)) as pool:
+        trained = list(pool.map(train_part, parts))
+    return Heads(*jax.tree.map(lambda *x: np.concatenate(x)[: len(sets)], *trained))
 
 
 def _parts(slots: np.ndarray, masks: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
