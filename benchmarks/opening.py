@@ -50,16 +50,17 @@ def set_compiler(flags: str) -> None:
         jax.config.update(
             "jax_compilation_cache_dir", str(cache / "beatrice" / "compiled")
         )
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        # All of it: a short run compiles a hundred small pieces of 50 ms each.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def do(run_dir: Path, *names: str, config: "RunConfig | None" = None) -> None:
     """Do stages of a run, in order; without names, all that a run always has."""
     config = config_of(run_dir) if config is None else config
-    quiet()
     progress = Progress()
     with opened(run_dir, config) as run:
         # Here, not above: a directory that is no run is refused at once.
+        quiet()
         set_compiler(config.xla_flags)
         from benchmarks.stage import run_stage
         from benchmarks.stages import ON_REQUEST, STAGES

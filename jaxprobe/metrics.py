@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from sklearn.metrics import average_precision_score, roc_auc_score
 
 MetricName = Literal["auroc", "auprc"]
 _BLOCK = 256  # resamples at a time
@@ -115,18 +114,20 @@ def _undefined(scores: np.ndarray, labels: np.ndarray) -> str | None:
 
 def auroc(scores: np.ndarray, labels: np.ndarray) -> Metric:
     """Area under the ROC curve, `[n_examples]` scores against boolean labels."""
-    labels = np.asarray(labels).astype(bool)
-    if reason := _undefined(np.asarray(scores), labels):
-        return Metric(math.nan, reason)
-    return Metric(float(roc_auc_score(labels, scores)))
+    return _point(weighted_auroc, scores, labels)
 
 
 def auprc(scores: np.ndarray, labels: np.ndarray) -> Metric:
     """Average precision of finding the incorrect answers by their low scores."""
-    labels = np.asarray(labels).astype(bool)
-    if reason := _undefined(np.asarray(scores), labels):
+    return _point(weighted_auprc, scores, labels)
+
+
+def _point(metric, scores: np.ndarray, labels: np.ndarray) -> Metric:
+    """One value of a metric, every example counted once, as its intervals count."""
+    scores, labels = np.asarray(scores), np.asarray(labels).astype(bool)
+    if reason := _undefined(scores, labels):
         return Metric(math.nan, reason)
-    return Metric(float(average_precision_score(~labels, -np.asarray(scores))))
+    return Metric(float(metric(scores, labels, np.ones((len(labels), 1)))[0]))
 
 
 def _ordered(scores: np.ndarray, where: np.ndarray) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Finding passages: BM25 over the words of title and text."""
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -31,6 +32,8 @@ class Bm25Retriever:
             raise ValueError("retrieval needs at least one passage, found none")
         import bm25s  # runs a JAX function when imported, which fixes JAX's options
 
+        # It asks its logger for everything when imported, and says it to our users.
+        logging.getLogger("bm25s").setLevel(logging.WARNING)
         self._n = len(passages)
         self._index = bm25s.BM25(method="lucene")
         texts = [f"{passage.title} {passage.text}" for passage in passages]
