@@ -27,18 +27,19 @@ from benchmarks.select_stage import (
 )
 from benchmarks.span_members import (
     SPANS,
-    blocks_of,
     codes_without,
     subsets_read,
     train_without_spans,
 )
 from benchmarks.stage import Progress, Stage, Update, side_by_side
 from benchmarks.sweep_stage import stored
+from benchmarks.train_sides import settings_at_once
 from benchmarks.train_stage import encoder_folders
 from extract.atomic import write_json_atomic
 from extract.records import SETTINGS, Setting
 from extract.rundir import RunDir
 from jaxprobe.fusion import PoolCodes
+from jaxprobe.grid import default_blocks
 from jaxprobe.keepsake import keep, recall
 from jaxprobe.metrics import BootstrapConfig
 from jaxprobe.subsets import FAMILIES, LETTERS
@@ -188,7 +189,8 @@ def _inputs(run: RunDir) -> list[Path]:
 def _ablate(run: RunDir, config: RunConfig, update: Update, progress: Progress) -> None:
     key = " ".join(run.hash_inputs(*_inputs(run)).values())
     read = subsets_read(run)
-    n_blocks = {s: len(blocks_of(read[s], config.train.n_seeds)) for s in SETTINGS}
+    n_seeds = config.train.n_seeds
+    n_blocks = {s: len(default_blocks(n_seeds, read[s])) for s in SETTINGS}
     n_trained = sum(n_blocks[s] * len(SPANS[s]) for s in SETTINGS)
     n_variants = sum(len(variants(setting)) for setting in SETTINGS)
     n_all = n_trained + n_variants
@@ -201,7 +203,8 @@ def _ablate(run: RunDir, config: RunConfig, update: Update, progress: Progress) 
         _vary(run, config, key, setting, tick)
 
     # The with-context heads need the closed-book encoders, so training comes first.
-    side_by_side(train, SETTINGS, update, n_all)
+    at_once = settings_at_once(config)
+    side_by_side(train, SETTINGS, update, n_all, at_once=at_once)
     side_by_side(
         vary, SETTINGS, lambda done, total: update(n_trained + done, total), n_all
     )

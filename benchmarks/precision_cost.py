@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
-import jax
 import numpy as np
 
 from benchmarks.presets import RunConfig
@@ -22,7 +21,7 @@ from extract.extraction import extract
 from extract.family import Spans
 from extract.keeping import Kept, kept_families
 from extract.pipeline import read_answers
-from extract.precision import as_written
+from extract.precision import SHORT_NAMES, as_written
 from extract.records import SETTINGS, Setting
 from extract.rundir import RunDir
 from extract.signals import SignalReader
@@ -35,7 +34,7 @@ from jaxprobe.reading import assemble, family_dims, fit_reading, longest_spans
 from jaxprobe.subsets import FAMILIES, subset_index
 
 SPLITS = ("train", "validation", "test")
-_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "int8": "int8"}
+_SHORT = {dtype: short for short, dtype in SHORT_NAMES.items()}
 # The first is what the others are compared with.
 CHOICES = (
     Kept(dtype="float32"),
@@ -44,7 +43,6 @@ CHOICES = (
     Kept(dtype="int8"),
     Kept(dtype="bfloat16", hidden_spans="answer", scalars="bfloat16"),
 )
-_split = jax.jit(split_families, static_argnames="dims")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,8 +175,7 @@ def _tokens(data: _Data, kept: Kept) -> dict[str, FamilyTokens]:
     split = {name: features(where) for name, where in data.where.items()}
     standardizer = fit_reading(split["train"], dims)
     return {
-        name: _split(one, dims=dims, standardizer=standardizer)
-        for name, one in split.items()
+        name: split_families(one, dims, standardizer) for name, one in split.items()
     }
 
 

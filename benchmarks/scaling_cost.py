@@ -62,7 +62,7 @@ def variants(work: Workload) -> Iterator[tuple[str, int, Workload]]:
 def measure(
     work: Workload, n_rounds: int, at_once: int, update: Callable[[int, int], None]
 ) -> list[Point]:
-    """Time every variant; what is compiled is compiled before.
+    """Time every variant once; what is compiled is compiled before.
 
     Args:
       work: the plain workload.
@@ -71,19 +71,25 @@ def measure(
       update: told how many are done, of how many.
     """
     found, cases = [], list(variants(work))
+    seconds: dict[Workload, float] = {}  # the plain one is on every axis
     for number, (axis, size, case) in enumerate(cases):
-        grid = Grid(case, case.members, at_once)
-        grid.prepare()
-        seconds = []
-        for _ in range(n_rounds):
-            began = time.perf_counter()
-            grid.turn()
-            seconds.append(time.perf_counter() - began)
-        middle = statistics.median(seconds)
-        gflops = turn_flops(case, case.members) / middle / 1e9
-        found.append(Point(axis=axis, size=size, seconds=middle, gflops=gflops))
+        if case not in seconds:
+            seconds[case] = _seconds(Grid(case, case.members, at_once), n_rounds)
+        gflops = turn_flops(case, case.members) / seconds[case] / 1e9
+        found.append(Point(axis=axis, size=size, seconds=seconds[case], gflops=gflops))
         update(number + 1, len(cases))
     return found
+
+
+def _seconds(grid: Grid, n_rounds: int) -> float:
+    """Return the median time of an epoch of every member."""
+    grid.prepare()
+    seconds = []
+    for _ in range(n_rounds):
+        began = time.perf_counter()
+        grid.turn()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
 
 
 def exponents(points: list[Point]) -> Mapping[str, float]:

@@ -1,23 +1,23 @@
 """The champion's encoders trained anew with one token span left out."""
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from benchmarks.presets import RunConfig
 from benchmarks.rows import load_rows
 from benchmarks.select_stage import CodesOf, read_selection, reads
-from benchmarks.train_stage import encode_all, read_codes, tokens_of, train_blocks
+from benchmarks.train_sides import encode_all, fit_sides, sides_of, tokens_of
+from benchmarks.train_stage import read_codes
 from extract.records import SETTINGS, Setting
 from extract.rundir import RunDir
 from jaxprobe.detector import HeadName
 from jaxprobe.encoder import Encoder
-from jaxprobe.grid import Block, Codes, Member, join, labelled
+from jaxprobe.grid import Block, Codes, default_blocks, join
 from jaxprobe.keepsake import keep, recall
-from jaxprobe.spans import all_but, keep_spans
+from jaxprobe.spans import all_but
 from jaxprobe.subsets import N_SUBSETS, SUBSET_NAMES
 
 SPANS: dict[Setting, tuple[str, ...]] = {
@@ -38,14 +38,6 @@ def subsets_read(run: RunDir) -> dict[Setting, tuple[int, ...]]:
         setting: tuple(sorted({SUBSET_NAMES.index(n) for s, n in read if s == setting}))
         for setting in SETTINGS
     }
-
-
-def blocks_of(subsets: Sequence[int], n_seeds: int) -> tuple[Block, ...]:
-    """Return the blocks of some subsets, as those of the grid (`default_blocks`)."""
-    seeds = tuple(range(n_seeds))
-    if jax.default_backend() != "cpu":
-        return (Block(tuple(subsets), seeds),)
-    return tuple(Block((k,), (s,)) for s in seeds for k in subsets)
 
 
 def codes_file(folder: Path, setting: Setting, span: str) -> Path:
@@ -76,7 +68,7 @@ def train_without_spans(
       subsets: rows of SUBSETS.
       tick: called after every block.
     """
-    blocks = blocks_of(subsets, config.train.n_seeds)
+    blocks = default_blocks(config.train.n_seeds, subsets)
     left = [
         span
         for span in SPANS[setting]
@@ -87,27 +79,25 @@ def train_without_spans(
     if not left or not subsets:
         return
     store, rows = load_rows(run, setting)
-    read = tokens_of(run, setting, store, rows)
+    read = tokens_of(run, setting, store, rows, config.stream)
+    sides = sides_of(read, rows, config.stream)
     encoder = Encoder(config.encoder, read.dims)
-    parts = [
-        labelled(read(where), rows.labels[where])
-        for where in (rows.where("train"), rows.where("validation"))
-    ]
-    order = [Member(k, s) for s in range(config.train.n_seeds) for k in subsets]
+    order = Block(subsets, tuple(range(config.train.n_seeds))).members
     for span in left:
         mask = all_but(SPANS[setting].index(span), len(SPANS[setting]))
-        data = tuple(p._replace(features=keep_spans(p.features, mask)) for p in parts)
+        without = sides.with_spans(mask)
         members = folder / f"{setting}.without_{span}.members"
-        trained = []
-        for part in train_blocks(members, key, encoder, config.train, data, blocks):
-            trained.append(part)
-            tick()
-        codes = encode_all(
-            join(trained, order),
-            lambda where, mask=mask: keep_spans(read(where), mask),
-            len(rows.ids),
-            encoder,
+        trained = fit_sides(
+            without,
+            rows.labels,
+            blocks,
+            encoder=encoder,
+            config=config.train,
+            folder=members,
+            key=key,
+            tick=tick,
         )
+        codes = encode_all(join(trained, order), without.read, len(rows.ids), encoder)
         keep(codes_file(folder, setting, span), codes._asdict(), key)
         shutil.rmtree(members, ignore_errors=True)
 

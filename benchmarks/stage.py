@@ -57,14 +57,17 @@ def side_by_side(
     items: Sequence[Item],
     update: Update,
     total: int,
+    *,
+    at_once: int | None = None,
 ) -> None:
-    """Do work on every item at once, each in a thread of its own.
+    """Do work on several items at once, each in a thread of its own.
 
     Args:
       work: of an item and of what it calls once for each thing it has done.
       items: what is worked on.
       update: told how many things are done, of all items.
       total: how many things there are.
+      at_once: items worked on side by side; None takes all.
 
     Raises:
       Whatever `work` raises. The other items, and all of them when the person at the
@@ -78,8 +81,12 @@ def side_by_side(
         with lock:
             update(next(done), total)
 
-    with ThreadPoolExecutor(len(items)) as pool:
-        parts = [pool.submit(work, item, tick) for item in items]
+    def one(item: Item) -> None:
+        if not stop.is_set():
+            work(item, tick)
+
+    with ThreadPoolExecutor(at_once or len(items)) as pool:
+        parts = [pool.submit(one, item) for item in items]
         try:
             for part in as_completed(parts):
                 part.result()

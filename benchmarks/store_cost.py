@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import jax
 import numpy as np
 
 from benchmarks.memory import MIB, held_bytes, peak_bytes, reset_peak
@@ -34,7 +33,6 @@ from jaxprobe.subsets import FAMILIES, subset_index
 
 Mode = Literal["streamed", "resident", "reading"]
 SUBSETS_TRAINED = ("H", "P", "HP", "RA", "HPRA")
-_split = jax.jit(split_families, static_argnames="dims")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,7 +140,7 @@ def _sides(store: FeatureStore, config: StoreCost) -> tuple[Streamed, Streamed]:
     standardizer = standardizer_of(parts)
 
     def read(where: np.ndarray):
-        return _split(raw(where), dims=work.dims, standardizer=standardizer)
+        return split_families(raw(where), work.dims, standardizer)
 
     both = [
         Streamed(where=w, labels=labels[w], read=read, config=config.stream)

@@ -12,7 +12,7 @@ import dataclasses
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -184,17 +184,7 @@ def measure(
         ]
         note("losses")
         differences = check_losses(fleets, check)
-        for fleet in fleets:
-            note(f"{fleet.kind}: compiles")
-            fleet.prepare()
-        rounds = []
-        for i in range(n_rounds):
-            note(f"round {i + 1} of {n_rounds}")
-            peak = product_gflops()
-            # Another one begins in each round.
-            order = [*fleets[i % 4 :], *fleets[: i % 4]]
-            seconds = {fleet.kind: fleet.turn() for fleet in order}
-            rounds.append((seconds, peak))
+        rounds = list(_take_turns(fleets, n_rounds, note))
         peaks = {fleet.kind: fleet.peak_mib() for fleet in fleets}
         flops, n_steps = fleets[0].flops(), workload.n_steps * len(workload.members)
     rows = [
@@ -211,6 +201,21 @@ def measure(
         for kind in KINDS
     ]
     return rows, statistics.median(peak for _, peak in rounds)
+
+
+def _take_turns(
+    fleets: Sequence[Fleet], n_rounds: int, note: Note
+) -> Iterator[tuple[dict[str, float], float]]:
+    """Yield each round's seconds by contestant, and its rate of products in GFLOP/s."""
+    for fleet in fleets:
+        note(f"{fleet.kind}: compiles")
+        fleet.prepare()
+    for i in range(n_rounds):
+        note(f"round {i + 1} of {n_rounds}")
+        peak = product_gflops()
+        first = i % len(fleets)  # another one begins in each round
+        order = [*fleets[first:], *fleets[:first]]
+        yield {fleet.kind: fleet.turn() for fleet in order}, peak
 
 
 def _measured(

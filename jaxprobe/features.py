@@ -7,6 +7,7 @@ signal families lie side by side in one vector, in the order of `FAMILIES`.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -192,6 +193,7 @@ def standardize_span(
     return jnp.where(mask[:, None], scaled, 0.0)
 
 
+@partial(jax.jit, static_argnames="dims")
 def split_families(
     features: Features, dims: FamilyDims, standardizer: Standardizer
 ) -> FamilyTokens:

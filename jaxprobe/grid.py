@@ -105,11 +105,19 @@ def grid_members(n_seeds: int) -> tuple[Member, ...]:
     return Block(tuple(range(N_SUBSETS)), tuple(range(n_seeds))).members
 
 
-def default_blocks(n_seeds: int) -> tuple[Block, ...]:
-    """The whole grid at once on accelerators, member by member on a CPU."""
+def default_blocks(
+    n_seeds: int, subsets: Sequence[int] = range(N_SUBSETS)
+) -> tuple[Block, ...]:
+    """Everything at once on accelerators, member by member on a CPU.
+
+    Args:
+      n_seeds: of every subset.
+      subsets: rows of SUBSETS; the whole grid unless given.
+    """
+    whole = Block(tuple(subsets), tuple(range(n_seeds)))
     if jax.default_backend() != "cpu" or jax.device_count() > 1:
-        return (Block(tuple(range(N_SUBSETS)), tuple(range(n_seeds))),)
-    return tuple(Block((m.subset,), (m.seed,)) for m in grid_members(n_seeds))
+        return (whole,) if whole.members else ()
+    return tuple(Block((m.subset,), (m.seed,)) for m in whole.members)
 
 
 def member_words(

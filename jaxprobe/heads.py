@@ -110,6 +110,7 @@ def _fit_seed(
         own = pool[one.members]
 
         def loss(flat, step, labels, shares, _, dropout_words):
+            # By number: what a scan runs over has its steps first, another copy.
             said = jax.lax.dynamic_index_in_dim(own, step, axis=1, keepdims=False)
             logits = head.apply(unravel(flat), said, one.slot_mask, dropout_words)
             losses = optax.sigmoid_binary_cross_entropy(logits, labels)

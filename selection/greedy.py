@@ -184,31 +184,19 @@ def select(
     while len(chosen) < limit:
         left = tuple(c for c in searched if c not in chosen)
         config = slots_for(config, len(chosen) + 1)
-        heads = fit_sets(
-            [tuple(sorted((*chosen, c))) for c in left],
-            train,
-            valid,
-            config=config,
-            train_config=train_config,
-            n_calls=n_pool,
-        )
-        means = heads.info.best_auroc.mean(axis=1)
-        top = int(np.argmax(means))
-        accepted = bool(means[top] - auroc > greedy.margin)
-        path.append(
-            Round(
-                left,
-                heads.info.best_auroc,
-                left[top],
-                float(means[top]),
-                accepted,
-            )
-        )
+        sets = [tuple(sorted((*chosen, c))) for c in left]
+        fixed = {"config": config, "train_config": train_config, "n_calls": n_pool}
+        heads = fit_sets(sets, train, valid, **fixed)
+        aurocs = heads.info.best_auroc
+        top = int(np.argmax(aurocs.mean(axis=1)))
+        mean = float(aurocs[top].mean())
+        accepted = mean - auroc > greedy.margin
+        path.append(Round(left, aurocs, left[top], mean, accepted))
         if progress is not None:
             progress(path[-1])
         if not accepted:
             break
-        chosen, auroc = tuple(sorted((*chosen, left[top]))), float(means[top])
+        chosen, auroc = sets[top], mean
         best_heads = (config, *jax.tree.map(lambda x, top=top: x[top], tuple(heads)))
     if best_heads is None:
         raise NoSignalError(

@@ -1,5 +1,6 @@
 """What is kept is chosen on the command line, recorded in the run, and not changed."""
 
+import dataclasses
 import json
 
 import click
@@ -9,7 +10,7 @@ from click.testing import CliRunner
 from benchmarks.keepoptions import keep_as_asked, keep_options, take_kept
 from benchmarks.opening import config_of
 from benchmarks.presets import config_from_manifest, make_config
-from extract.keeping import Kept
+from extract.keeping import Kept, kept_of
 from extract.manifest import read_manifest
 from extract.precision import SHORT_NAMES
 from extract.rundir import RunDir
@@ -99,7 +100,9 @@ def test_a_run_that_is_in_use_is_left_as_it_is(tmp_path):
     assert (run / "manifest.json").read_bytes() == before
 
 
-def test_a_configuration_survives_the_manifest():
+@pytest.mark.parametrize("preset", ["smoke", "demo", "paper"])
+def test_a_configuration_survives_the_manifest(preset):
     kept = Kept(hidden_layers=(1, 5), dtype="float16", scalars="bfloat16")
-    config = make_config("smoke", kept=kept)
+    config = make_config(preset, kept=kept)
+    assert kept_of(dataclasses.asdict(config.extract)) == kept
     assert config_from_manifest(json.loads(json.dumps(config.as_json()))) == config

@@ -1,10 +1,6 @@
 """A whole run on one layer of the answers' states in 8 bits, up to the score."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,22 +10,9 @@ from benchmarks.rows import load_rows
 from benchmarks.select_stage import read_selection
 from extract.pipeline import read_answers, read_examples
 from extract.rundir import RunDir
+from tests.process import call
 
-ROOT = Path(__file__).parent.parent
 CHOICE = "--hidden-layers 4 --hidden-spans answer --dtype int8 --scalars bf16".split()
-
-
-def call(*words):
-    done = subprocess.run(
-        [sys.executable, "-m", "beatrice", *map(str, words)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        env=os.environ,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done
 
 
 @pytest.fixture(scope="module")

@@ -5,17 +5,13 @@ are right and wrong answers to tell apart.
 """
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from benchmarks.presets import make_config
 from extract.microworld import make_world
 from extract.questions import make_examples
-
-ROOT = Path(__file__).parent.parent
+from tests.process import call
 
 
 def hotpot_form(example):
@@ -35,18 +31,6 @@ def hotpot_form(example):
     }
 
 
-def beatrice(*arguments):
-    done = subprocess.run(
-        [sys.executable, "-m", "beatrice", *map(str, arguments)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done
-
-
 @pytest.mark.slow
 def test_a_run_of_published_questions_goes_to_the_rows_of_the_results(tmp_path):
     config = make_config("smoke")
@@ -59,14 +43,14 @@ def test_a_run_of_published_questions_goes_to_the_rows_of_the_results(tmp_path):
         (tmp_path / role).write_text(json.dumps(records))
     run = tmp_path / "run"
     n_evaluation = len(files["dev"]) // 3
-    beatrice(
+    call(
         *("data", run, "--preset", "smoke", "--template", "short"),
         *("--train", f"hotpotqa={tmp_path / 'train'}", "--n-train", 200),
         *("--dev", f"hotpotqa={tmp_path / 'dev'}", "--n-evaluation", n_evaluation),
         *("--overlong", "drop-passages", "--max-new-tokens", 10),
     )
     for verb in "answer label extract sweep train select calibrate evaluate".split():
-        said = beatrice(verb, run).stderr
+        said = call(verb, run).stderr
         assert "actual" in said or "took" in said
     rows = [json.loads(x) for x in (run / "results.jsonl").read_text().splitlines()]
     measured = [
@@ -76,4 +60,4 @@ def test_a_run_of_published_questions_goes_to_the_rows_of_the_results(tmp_path):
     assert {r["dataset"] for r in rows} == {"hotpotqa"}
     cut = [row for row in rows if row["experiment"] == "prompts"]
     assert cut and all(row["value"] == 0 for row in cut)
-    assert "every checksum holds" in beatrice("verify", run).stdout
+    assert "every checksum holds" in call("verify", run).stdout

@@ -7,9 +7,9 @@ from benchmarks.ablate_stage import candidates_without, undefined_rows, variants
 from benchmarks.exhaustive_stage import _rank_rows, traits
 from benchmarks.publishing import publish, read_result_rows, rows_file
 from benchmarks.rows import Rows
-from benchmarks.span_members import blocks_of, replaced
+from benchmarks.span_members import replaced
 from extract.rundir import RunDir
-from jaxprobe.grid import Codes, Member
+from jaxprobe.grid import Codes, Member, default_blocks
 from jaxprobe.subsets import FAMILIES, N_SUBSETS, SUBSET_NAMES, subset_index
 from selection.exhaustive import Ranking, all_sets
 from tests.benchmarks.sample import PLACES, row
@@ -62,7 +62,7 @@ def test_the_codes_of_retrained_encoders_take_the_place_of_the_old_ones():
 
 
 def test_blocks_hold_every_subset_with_every_seed_once():
-    members = [m for block in blocks_of((4, 1), 2) for m in block.members]
+    members = [m for block in default_blocks(2, (4, 1)) for m in block.members]
     assert members == [Member(4, 0), Member(1, 0), Member(4, 1), Member(1, 1)]
 
 

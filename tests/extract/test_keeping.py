@@ -20,21 +20,9 @@ from extract.precision import as_written
 from extract.store import done_ranges, open_store, read_family, read_rows
 from extract.storecheck import verify
 from extract.storespec import StoreSpec
+from tests.extract.test_extraction import Reading, TokenIds
 
 QWEN_9B = model_shapes(d_model=4096, n_layers=32, n_attention_layers=8, n_heads=16)
-
-
-@dataclasses.dataclass(frozen=True)
-class TokenIds:
-    ids: np.ndarray
-    targets: np.ndarray
-    spans: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class Reading:
-    hidden: np.ndarray
-    prob: np.ndarray
 
 
 class WaveReader:

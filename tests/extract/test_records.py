@@ -7,6 +7,9 @@ from extract.records import (
     Example,
     Label,
     Passage,
+    _from_object,
+    _NotSo,
+    _reader,
     from_json,
     read_records,
     to_json,
@@ -74,6 +77,26 @@ def test_a_bad_line_is_named_with_file_and_number(tmp_path, line, complaint):
     with pytest.raises(ValueError, match=complaint) as caught:
         list(read_records(path, Label))
     assert f"{path}, line 2" in str(caught.value)
+
+
+WRONG = [None, True, 1, 1.5, "x", [], ["x"], [1, "x"], [[]], {}, {"x": 1}]
+
+
+@pytest.mark.parametrize("record", [EXAMPLE, ANSWER, LABEL])
+def test_the_fast_reader_takes_what_the_explaining_one_takes(record):
+    kind, whole = type(record), json.loads(to_json(record))
+    outcomes = set()
+    for changed in whole, *({**whole, n: x} for n in whole for x in WRONG):
+        try:
+            explained = _from_object(kind, changed, "here")
+        except ValueError:
+            with pytest.raises(_NotSo):
+                _reader(kind)(changed)
+            outcomes.add("refused")
+        else:
+            assert _reader(kind)(changed) == explained
+            outcomes.add("taken")
+    assert outcomes == {"refused", "taken"}
 
 
 def test_a_bad_field_of_a_passage_is_named_with_its_place():
