@@ -158,7 +158,8 @@ def _fuse(
     """Probability `[n_examples]`, mean over seeds of the heads'."""
 
     def one(params, pooled, logits):
-        return head.apply(params, say(pooled, logits), slot_mask)
+        slots = jnp.arange(len(slot_mask))
+        return head.apply(params, say(pooled, logits), slots, slot_mask)
 
     return jax.nn.sigmoid(jax.vmap(one)(params, pooled, logits)).mean(axis=0)
 

@@ -40,19 +40,19 @@ class FitInfo(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """State of AdamW: moments `[n_params]`, and the number of steps taken."""
+    """State of AdamW: moments, shaped as the weights, and the number of steps taken."""
 
-    first: jax.Array
-    second: jax.Array
+    first: Params
+    second: Params
     count: jax.Array
 
 
 class FitState(NamedTuple):
     """What the next epoch needs."""
 
-    params: jax.Array  # all weights as one vector, [n_params]
+    params: Params
     moments: Moments
-    best_params: jax.Array
+    best_params: Params
     stale: jax.Array  # epochs since the last validation gain
     epoch: jax.Array
     info: FitInfo
@@ -66,26 +66,34 @@ class Words(NamedTuple):
 
 
 def adamw_step(
-    params: jax.Array,
-    grads: jax.Array,
+    params: Params,
+    grads: Params,
     moments: Moments,
     rate: jax.Array,
     decay: float,
-) -> tuple[jax.Array, Moments]:
+) -> tuple[Params, Moments]:
     """One AdamW step (betas 0.9 and 0.999, eps 1e-8, decay decoupled).
 
-    On all weights as one vector, `[n_params]`: leaf by leaf it is sixty small loops.
+    Give it few leaves: those of an encoder as one vector, else it is sixty small loops.
     Written out because optax 0.2 raises an integer count to a power, which JAX's strict
     dtype promotion refuses.
     """
     b1, b2 = 0.9, 0.999
     count = moments.count + 1
     steps = count.astype(jnp.float32)
-    first = b1 * moments.first + (1 - b1) * grads
-    second = b2 * moments.second + (1 - b2) * grads * grads
-    spread = jnp.sqrt(second / (1 - b2**steps)) + 1e-8
-    step = first / (1 - b1**steps) / spread + decay * params
-    return params - rate * step, Moments(first, second, count)
+    first_share, second_share = 1 - b1**steps, 1 - b2**steps
+
+    def one(x, g, first, second):
+        first = b1 * first + (1 - b1) * g
+        second = b2 * second + (1 - b2) * g * g
+        spread = jnp.sqrt(second / second_share) + 1e-8
+        step = first / first_share / spread + decay * x
+        return x - rate * step, first, second
+
+    stepped = jax.tree.map(one, params, grads, moments.first, moments.second)
+    kinds = jax.tree.structure(params), jax.tree.structure((0, 0, 0))
+    params, first, second = jax.tree.transpose(*kinds, stepped)
+    return params, Moments(first, second, count)
 
 
 def epoch_batches(
@@ -114,7 +122,7 @@ def epoch_batches(
     return rows, shares / jnp.maximum(shares.sum(axis=1, keepdims=True), 1e-6)
 
 
-def _piecewise(loss, params: jax.Array, batch, words, n_pieces: int):
+def _piecewise(loss, params: Params, batch, words, n_pieces: int):
     """Loss and gradient of a batch as the sum over its pieces."""
     gradient = jax.value_and_grad(loss)
     if n_pieces == 1:
@@ -126,14 +134,14 @@ def _piecewise(loss, params: jax.Array, batch, words, n_pieces: int):
         new = gradient(params, *arrays, *piece_words)
         return jax.tree.map(jnp.add, total, new), None
 
-    zero = (jnp.zeros(()), jnp.zeros_like(params))
+    zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
     parts = (x.reshape(n_pieces, -1, *x.shape[1:]) for x in batch)
     return jax.lax.scan(add, zero, (jnp.arange(n_pieces), *parts))[0]
 
 
-def start_fit(params: jax.Array, config: TrainConfig) -> FitState:
+def start_fit(params: Params, config: TrainConfig) -> FitState:
     """State before the first epoch."""
-    zeros = jnp.zeros_like(params)
+    zeros = jax.tree.map(jnp.zeros_like, params)
     empty = jnp.full((config.max_epochs,), jnp.nan, jnp.float32)
     info = FitInfo(
         valid_auroc=empty,
@@ -155,7 +163,9 @@ def end_epoch(
     better = auroc > info.best_auroc  # False for NaN: the first weights are kept then
     stale = jnp.where(better, 0, state.stale + 1)
     halve = (stale > 0) & (stale % config.halve_after == 0)
-    best_params = jnp.where(better, state.params, state.best_params)
+    best_params = jax.tree.map(
+        lambda new, old: jnp.where(better, new, old), state.params, state.best_params
+    )
     info = FitInfo(
         valid_auroc=info.valid_auroc.at[state.epoch].set(auroc),
         train_loss=info.train_loss.at[state.epoch].set(loss),

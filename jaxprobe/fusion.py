@@ -21,6 +21,7 @@ from jaxprobe.encoder import ChannelMap
 from jaxprobe.fit import Params
 from jaxprobe.grid import Codes
 from jaxprobe.masked import materialize
+from jaxprobe.slots import slot_products
 
 
 class PoolCodes(NamedTuple):
@@ -121,7 +122,12 @@ class FusionHead(nn.Module):
 
     @nn.compact
     def __call__(
-        self, said: jax.Array, slot_mask: jax.Array, words: jax.Array | None = None
+        self,
+        pool: jax.Array,
+        members: jax.Array,
+        slot_mask: jax.Array,
+        examples: tuple[jax.Array | int, int] | None = None,
+        words: jax.Array | None = None,
     ) -> jax.Array:
         """Fuse a batch.
 
@@ -129,14 +135,17 @@ class FusionHead(nn.Module):
         the first layer removes the change of scale. A difference needs both its slots.
 
         Args:
-          said: `[n_slots, d_pooled + 1, n_examples]`, see `say`.
-          slot_mask: `[n_slots]` bool.
+          pool: `[n_pool, d_pooled + 1, n_all]`, see `say`.
+          members: `[n_slots]` int32 positions in the pool.
+          slot_mask: `[n_slots]` bool, True on the filled slots, which come first.
+          examples: the first one, and how many from there; None takes all.
           words: of encoder dropout's draws; None outside training.
 
         Returns:
           `[n_examples]` logits.
         """
-        cfg, (n_slots, d_said, n_examples) = self.config, said.shape
+        cfg, n_slots, d_said = self.config, len(members), pool.shape[1]
+        start, n_examples = (0, pool.shape[2]) if examples is None else examples
         first, second = np.triu_indices(n_slots, 1)
         kernel = self.param("kernel", _said_deviation, cfg.hidden, d_said, slot_mask)
         # Disagreements start without a say: the head begins as one over the encoders.
@@ -147,10 +156,18 @@ class FusionHead(nn.Module):
             keep = keep_encoders(words, n_examples, slot_mask, cfg.encoder_dropout)
         # Once per slot, not again for each of its channels.
         keep = materialize(keep.astype(jnp.float32), slot_mask.any())
-        scores = said[:, -1]
+        scores = jax.lax.dynamic_slice_in_dim(pool[:, -1], start, n_examples, axis=1)
+        scores = scores[members]
         gaps = jnp.abs(scores[first] - scores[second]) * keep[first] * keep[second]
-        seen = (said * keep[:, None]).reshape(n_slots * d_said, n_examples)
-        x = kernel.T @ seen + gap_kernel.T @ gaps + bias[:, None]
+        x = slot_products(
+            kernel.reshape(n_slots, d_said, cfg.hidden),
+            pool,
+            members,
+            jnp.int32(start),
+            keep,
+            slot_mask.sum(dtype=jnp.int32),
+        )
+        x = x + gap_kernel.T @ gaps + bias[:, None]
         norm = nn.LayerNorm(reduction_axes=0, feature_axes=0, name="norm")
         return ChannelMap(1, name="out")(nn.gelu(norm(x)))[0]
 
@@ -170,11 +187,12 @@ def _said_deviation(
 
 
 def init_head(
-    head: FusionHead, words: jax.Array, said: jax.Array, slot_mask: jax.Array
+    head: FusionHead, words: jax.Array, pool: jax.Array, slot_mask: jax.Array
 ) -> Params:
-    """Initial weights; the other arguments are those of a call."""
+    """Initial weights for a pool of this width and a set of this size."""
     # The key is for Flax only: no initialiser draws from it.
-    deviations = head.init(jax.random.key(0), said[..., :1], slot_mask)
+    members = jnp.zeros(slot_mask.shape, jnp.int32)
+    deviations = head.init(jax.random.key(0), pool[..., :1], members, slot_mask)
     return draw_weights(deviations, words)
 
 
@@ -189,7 +207,7 @@ def apply_head(
     head: FusionHead,
 ) -> jax.Array:
     """Fused logits `[n_examples]` of one trained head."""
-    return head.apply(params, codes.said[seed, members], slot_mask)
+    return head.apply(params, codes.said[seed], members, slot_mask)
 
 
 def slots_of(members: tuple[int, ...], n_slots: int) -> tuple[np.ndarray, np.ndarray]:

@@ -7,6 +7,7 @@ taken in step by all heads; one that is done is skipped.
 """
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -59,7 +60,7 @@ def _own_words(config: TrainConfig, seed: jax.Array, one: _Set) -> jax.Array:
 def _shuffled(
     said: jax.Array, train: PoolCodes, words: jax.Array, epoch: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One epoch's batches of the whole pool.
+    """One epoch's order of the whole pool.
 
     Args:
       said: `[n_pool, d_said, n_examples]`.
@@ -69,13 +70,35 @@ def _shuffled(
       size: of a batch.
 
     Returns:
-      what is said `[n_pool, n_steps, d_said, size]`; labels and shares
-      `[n_steps, size]`.
+      what is said `[n_pool, d_said, n_steps * size]`, batch after batch; labels and
+      shares `[n_steps, size]`.
     """
     rows, shares = epoch_batches(words, epoch, train.weights, size)
-    dealt = jnp.take(said, rows.reshape(-1), axis=2, mode="clip")
-    dealt = dealt.reshape(*said.shape[:2], *rows.shape)
-    return jnp.swapaxes(dealt, 1, 2), train.labels[rows], shares
+    order = rows.reshape(-1)
+
+    def deal(channel: jax.Array) -> jax.Array:
+        # Told that no row is out of bounds: checking takes as long as reading.
+        return channel.at[order].get(mode="promise_in_bounds")
+
+    # A channel at a time: XLA would transpose the whole pool to gather from it at once.
+    dealt = jax.lax.map(deal, said.reshape(-1, said.shape[2]))
+    return dealt.reshape(*said.shape[:2], -1), train.labels[rows], shares
+
+
+def _parted(params: Params) -> tuple[Params, Callable[[Params], Params]]:
+    """Return a head's weights as two leaves, and what puts them together again.
+
+    Its kernel is nearly all of it, and is not copied into a vector with the rest.
+    """
+    rest = dict(params["params"])
+    kernel = rest.pop("kernel")
+    flat, unravel = ravel_pytree(rest)
+
+    def whole(parts: Params) -> Params:
+        kernel, flat = parts
+        return {"params": {"kernel": kernel, **unravel(flat)}}
+
+    return (kernel, flat), whole
 
 
 def _fit_seed(
@@ -94,34 +117,32 @@ def _fit_seed(
 
     def initial(one: _Set) -> Params:
         words = mix(_own_words(config, seed, one), 0)
-        return init_head(head, words, said[one.members], one.slot_mask)
+        return init_head(head, words, said, one.slot_mask)
 
     shape = jax.eval_shape(initial, jax.tree.map(lambda x: x[0], sets))
-    _, unravel = ravel_pytree(jax.tree.map(jnp.zeros_like, shape))
+    _, whole_of = _parted(jax.tree.map(jnp.zeros_like, shape))
 
     def start(one: _Set) -> FitState:
-        return start_fit(ravel_pytree(initial(one))[0], config)
+        return start_fit(_parted(initial(one))[0], config)
 
     def active(state: FitState, one: _Set) -> jax.Array:
         return (state.stale < config.stop_after) & one.slot_mask.any()
 
     def advance(state: FitState, one: _Set, batches) -> FitState:
         pool, labels, shares = batches
-        own = pool[one.members]
 
-        def loss(flat, step, labels, shares, _, dropout_words):
-            # By number: what a scan runs over has its steps first, another copy.
-            said = jax.lax.dynamic_index_in_dim(own, step, axis=1, keepdims=False)
-            logits = head.apply(unravel(flat), said, one.slot_mask, dropout_words)
+        def loss(parts, start, labels, shares, _, dropout_words):
+            batch = (start, config.batch_size)
+            logits = head.apply(whole_of(parts), pool, *one, batch, dropout_words)
             losses = optax.sigmoid_binary_cross_entropy(logits, labels)
             return (losses * shares).sum()
 
         words = Words(shared, mix(_own_words(config, seed, one), 1))
-        steps = jnp.arange(len(labels))
-        state, mean_loss = run_epoch(state, loss, (steps, labels, shares), words, whole)
-        logits = head.apply(
-            unravel(state.params), valid_said[one.members], one.slot_mask
+        starts = jnp.arange(len(labels)) * config.batch_size
+        state, mean_loss = run_epoch(
+            state, loss, (starts, labels, shares), words, whole
         )
+        logits = head.apply(whole_of(state.params), valid_said, *one)
         auroc = masked_auroc(logits, valid.labels, valid.weights)
         return end_epoch(state, mean_loss, auroc, config)
 
@@ -144,7 +165,7 @@ def _fit_seed(
 
     states = jax.lax.map(start, sets)
     _, states = jax.lax.while_loop(go_on, epoch, (jnp.int32(0), states))
-    return jax.vmap(unravel)(states.best_params), states.info
+    return jax.vmap(whole_of)(states.best_params), states.info
 
 
 @partial(jax.jit, static_argnames=("head", "config"))

@@ -126,23 +126,24 @@ def fit_sets(
     parts = _parts(slots, masks)
     with ThreadPoolExecutor(len(parts)) as pool:
         trained = list(pool.map(train_part, parts))
-    return Heads(*jax.tree.map(lambda *x: np.concatenate(x)[: len(sets)], *trained))
+
+    def gather(*parts: np.ndarray) -> np.ndarray:
+        return np.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])[: len(sets)]
+
+    return Heads(*jax.tree.map(gather, *trained))
 
 
 def _parts(slots: np.ndarray, masks: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     """Part the sets of a call into equal parts, one per core on a CPU.
 
-    Sets are dealt in order, so a call of fewer sets than it is padded to leaves whole
-    parts empty: the real ones come first in every part's share.
+    Sets are dealt out in turn: a call of fewer sets than it is padded to has its empty
+    ones at the end, and no part should have them all.
     """
     n_parts = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
-    size = -(-len(slots) // min(n_parts, len(slots)))
-    n_excess = -len(slots) % size
+    n_parts = min(n_parts, len(slots))
+    n_excess = -len(slots) % n_parts
     slots, masks = (np.pad(x, ((0, n_excess), (0, 0))) for x in (slots, masks))
-    return [
-        (slots[start : start + size], masks[start : start + size])
-        for start in range(0, len(slots), size)
-    ]
+    return [(slots[i::n_parts], masks[i::n_parts]) for i in range(n_parts)]
 
 
 def select(

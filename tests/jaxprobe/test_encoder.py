@@ -249,6 +249,7 @@ def test_champions_have_the_sizes_of_the_paper():
         head.init,
         jax.random.key(0),
         say(jnp.zeros((3, 1, 256)), jnp.zeros((3, 1))),
+        jnp.arange(3),
         jnp.ones(3, bool),
     )
     n_head = sum(x.size for x in jax.tree.leaves(shapes))

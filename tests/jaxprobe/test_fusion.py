@@ -35,6 +35,7 @@ def random_codes(n_examples, seed):
     return PoolCodes(said, jnp.asarray(labels, jnp.float32), ones)
 
 
+SLOTS = jnp.arange(3)
 CODES = random_codes(200, 0), random_codes(100, 1)
 
 
@@ -101,8 +102,8 @@ def test_dropout_acts_in_training_only():
     said, mask = say(jnp.ones((3, 50, 4)), jnp.ones((3, 50))), jnp.ones(3, bool)
     params = jax.jit(partial(init_head, head))(words_of(0), said, mask)
     apply = jax.jit(head.apply)
-    assert np.ptp(apply(params, said, mask)) < 1e-6
-    moved = apply(params, said, mask, words_of(1))
+    assert np.ptp(apply(params, said, SLOTS, mask)) < 1e-6
+    moved = apply(params, said, SLOTS, mask, None, words_of(1))
     assert np.ptp(moved) > 1e-3
 
 
@@ -117,7 +118,7 @@ def test_empty_slots_have_no_influence():
     params = jax.jit(partial(init_head, head))(words_of(0), said, mask)
     params = jax.tree.map(lambda x: x + 0.1, params)
     np.testing.assert_array_equal(
-        head.apply(params, said, mask), head.apply(params, other, mask)
+        head.apply(params, said, SLOTS, mask), head.apply(params, other, SLOTS, mask)
     )
     assert not np.array_equal(said, other)
 
@@ -140,7 +141,7 @@ def test_a_head_sees_how_far_each_two_of_its_slots_are_apart_and_no_others():
         gaps = own["gaps"].at[pair, 0].set(5.0)
         apart = said.at[:, -1].set(jnp.asarray(scores)[:, None])
         logits = [
-            head.apply({"params": {**own, "gaps": g}}, apart, mask)
+            head.apply({"params": {**own, "gaps": g}}, apart, SLOTS, mask)
             for g in (own["gaps"], gaps)
         ]
         return float(jnp.abs(logits[0] - logits[1]).max())
