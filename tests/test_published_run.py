@@ -42,10 +42,10 @@ def test_a_run_of_published_questions_goes_to_the_rows_of_the_results(tmp_path):
     for role, records in files.items():
         (tmp_path / role).write_text(json.dumps(records))
     run = tmp_path / "run"
-    n_evaluation = len(files["dev"]) // 3
+    n_train, n_evaluation = len(files["train"]), len(files["dev"]) // 3
     call(
         *("data", run, "--preset", "smoke", "--template", "short"),
-        *("--train", f"hotpotqa={tmp_path / 'train'}", "--n-train", 200),
+        *("--train", f"hotpotqa={tmp_path / 'train'}", "--n-train", n_train),
         *("--dev", f"hotpotqa={tmp_path / 'dev'}", "--n-evaluation", n_evaluation),
         *("--overlong", "drop-passages", "--max-new-tokens", 10),
     )
