@@ -219,7 +219,7 @@ def _ablate(run: RunDir, config: RunConfig, update: Update, progress: Progress) 
 
 def _story(run: RunDir, key: str) -> dict[str, dict[str, list[str]]]:
     """Return the printed names of every variant's encoders, setting by setting."""
-    return {
+    story = {
         setting: {
             name: [
                 pool_name(setting, i)
@@ -229,6 +229,11 @@ def _story(run: RunDir, key: str) -> dict[str, dict[str, list[str]]]:
         }
         for setting in SETTINGS
     }
+    alone = read_selection(run, "single_pass")[1]["members"]  # a row of `evaluate`
+    story["with_context"]["without_closed_book"] = [
+        pool_name("single_pass", i) for i in alone
+    ]
+    return story
 
 
 def ablation_story(run: RunDir) -> dict[str, dict[str, list[str]]]:

@@ -105,14 +105,14 @@ def set_names(
     """Spell which encoders each variant reads: its label, and a text per setting."""
     if not ablations:
         return []
-    labels = {**FAMILY_VARIANTS, "without_closed_book": FEATURES["without_closed_book"]}
+    alone = "without_closed_book"
+    labels = {alone: FEATURES[alone], **FAMILY_VARIANTS}
 
     def spelled(name: str, setting: str) -> str:
         if name == "champion":
             return " ".join(selection[setting]["selected"])
-        if name == "without_closed_book":
-            alone = selection.get("single_pass", {}).get("selected", ())
-            return " ".join(alone) if setting == "with_context" else "–"
+        if name not in ablations[setting]:
+            return "–"  # there is nothing of the kind to take away
         return " ".join(ablations[setting][name]) or "none: no better than chance"
 
     return [

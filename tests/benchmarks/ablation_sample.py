@@ -54,7 +54,7 @@ def rankings():
 def ablations():
     """Per setting and variant the encoders that are read."""
     names = [*FAMILY_VARIANTS, *SPAN_VARIANTS]
-    return {
+    made = {
         setting: {
             name: ["(PR)", "(A)"]
             for name in names
@@ -62,3 +62,5 @@ def ablations():
         }
         for setting in SETTINGS
     }
+    made["with_context"]["without_closed_book"] = ["[PR]", "[A]"]
+    return made
