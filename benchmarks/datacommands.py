@@ -137,9 +137,9 @@ def _make_run(
     run_dir: Path, files: list[tuple[str, str, Path]], options: dict[str, Any]
 ) -> None:
     """Draw the splits and make the run directory."""
+    from benchmarks.configurations import with_questions
     from benchmarks.data_stage import make_data_run
     from benchmarks.presets import make_config
-    from benchmarks.published import with_questions
     from extract.console import Progress
     from extract.datasets.dataconfig import data_config
     from extract.modelname import check_name

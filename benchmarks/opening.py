@@ -19,7 +19,7 @@ RUN_DIR = click.argument("run_dir", type=click.Path(path_type=Path))
 
 def config_of(run_dir: Path) -> "RunConfig":
     """Return the configuration a run directory was made with."""
-    from benchmarks.presets import config_from_manifest
+    from benchmarks.configurations import config_from_manifest
     from extract.manifest import read_manifest
 
     return config_from_manifest(read_manifest(run_dir)["config"])

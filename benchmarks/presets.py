@@ -9,11 +9,10 @@ the paper's, for published questions and a GPU.
 import dataclasses
 from typing import Any, Literal, get_args
 
-from benchmarks.published import from_manifest
 from extract.asking import AskConfig
 from extract.datasets.dataconfig import DataConfig
 from extract.embedded import EMBEDDED, model_path
-from extract.keeping import Kept, kept_of
+from extract.keeping import Kept
 from extract.microworld import WorldConfig
 from extract.plan import ExtractConfig
 from extract.questions import QuestionConfig
@@ -196,26 +195,3 @@ def _smoke(seed: int) -> dict[str, Any]:
             "--xla_cpu_multi_thread_eigen=false"
         ),
     }
-
-
-def config_from_manifest(found: dict[str, Any]) -> RunConfig:
-    """Return the configuration that a manifest holds.
-
-    Raises:
-      ValueError: this version of the program makes another one of the same options.
-    """
-    try:
-        config = make_config(
-            found["preset"],
-            model=found["model"],
-            seed=found["seed"],
-            answer_span=found["extract"]["answer_span"],
-            kept=kept_of(found["extract"]),
-            is_streamed=found["stream"] is not None,
-        )
-        return from_manifest(config, found)
-    except (KeyError, TypeError) as error:
-        raise ValueError(
-            f"the run's manifest lacks {error}; it was made by another version of this "
-            "program, start a new run directory"
-        ) from None
