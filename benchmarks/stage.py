@@ -82,14 +82,20 @@ def side_by_side(
             update(next(done), total)
 
     def one(item: Item) -> None:
-        if not stop.is_set():
+        if stop.is_set():
+            return
+        try:
             work(item, tick)
+        except BaseException:
+            stop.set()  # here, before another item takes this thread
+            raise
 
     with ThreadPoolExecutor(at_once or len(items)) as pool:
         parts = [pool.submit(one, item) for item in items]
         try:
             for part in as_completed(parts):
-                part.result()
+                if not isinstance(part.exception(), CancelledError):
+                    part.result()
         except BaseException:
             stop.set()
             raise

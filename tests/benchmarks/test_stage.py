@@ -35,3 +35,25 @@ def test_a_part_that_fails_stops_the_others_and_is_what_is_raised():
     with pytest.raises(ValueError, match="damaged"):
         side_by_side(work, ("good", "bad"), lambda *_: None, 1)
     assert ended == ["good"]
+
+
+def test_one_at_a_time_none_begins_before_the_last_has_ended():
+    now, most, began = set(), [], []
+
+    def work(item, tick):
+        began.append(item)
+        now.add(item)
+        most.append(len(now))
+        tick()
+        now.remove(item)
+
+    side_by_side(work, "abc", lambda *_: None, 3, at_once=1)
+    assert began == ["a", "b", "c"] and most == [1, 1, 1]
+
+    def fail(item, tick):
+        began.append(item)
+        raise ValueError("this part is damaged")
+
+    with pytest.raises(ValueError, match="damaged"):
+        side_by_side(fail, "xyz", lambda *_: None, 3, at_once=1)
+    assert began[3:] == ["x"]
