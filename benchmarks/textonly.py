@@ -80,20 +80,22 @@ def perplexity_score(prob_rows: np.ndarray, answer_span: tuple[int, int]) -> flo
     """Return minus the mean surprisal of the answer, in nats; at most 0.
 
     This is the logarithm of the inverse perplexity, so higher means more likely
-    correct.
+    correct. An answer without a token has an empty literal span; it is read where it
+    was given, at the last prompt token, which emitted the end.
 
     Args:
       prob_rows: `[n_tokens, 5]`, the prob family of one example, any float dtype.
-      answer_span: absolute `[start, stop)` into those rows; at least one token.
+      answer_span: absolute `[start, stop)` into those rows.
 
     Raises:
-      ValueError: the span is empty or not inside the rows.
+      ValueError: the span is not inside the rows.
     """
     start, stop = answer_span
-    if not 0 <= start < stop <= len(prob_rows):
+    if not 0 <= start <= stop <= len(prob_rows) or stop == 0:
         raise ValueError(
-            f"answer span [{start}, {stop}) is empty or outside the {len(prob_rows)} "
-            "tokens of this example"
+            f"answer span [{start}, {stop}) is outside the {len(prob_rows)} tokens of "
+            "this example"
         )
+    start = min(start, stop - 1)
     surprisal = np.asarray(prob_rows[start:stop, SURPRISAL], dtype=np.float64)
     return -float(surprisal.mean())

@@ -87,12 +87,17 @@ def test_perplexity_score_is_minus_the_mean_surprisal_of_the_answer_only():
     assert score == pytest.approx(np.log([0.5, 0.25]).mean())
 
 
+def test_an_answer_without_a_token_is_read_where_its_end_was_emitted():
+    score = perplexity_score(prob_rows([0.001, 0.5, 0.25]), (3, 3))
+    assert score == pytest.approx(np.log(0.25))
+
+
 def test_a_likelier_answer_scores_higher():
     likely, unlikely = prob_rows([0.9, 0.9]), prob_rows([0.9, 0.2])
     assert perplexity_score(likely, (0, 2)) > perplexity_score(unlikely, (0, 2))
 
 
-@pytest.mark.parametrize("span", [(1, 1), (0, 3), (-1, 1)])
+@pytest.mark.parametrize("span", [(0, 0), (0, 3), (-1, 1), (2, 1)])
 def test_an_answer_span_outside_the_tokens_is_refused(span):
-    with pytest.raises(ValueError, match="empty or outside"):
+    with pytest.raises(ValueError, match="outside the 2 tokens"):
         perplexity_score(prob_rows([0.5, 0.5]), span)
