@@ -10,6 +10,7 @@ initial weights and dropout depend on (subset, seed), never on the block.
 """
 
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -28,6 +29,8 @@ from jaxprobe.fit import FitInfo, Params, fit
 from jaxprobe.metrics import masked_auroc
 from jaxprobe.projection import Draw
 from jaxprobe.subsets import N_SUBSETS, SUBSETS
+
+_CORES = threading.BoundedSemaphore(os.cpu_count() or 1)
 
 
 class Labelled(NamedTuple):
@@ -234,10 +237,16 @@ def fit_blocks(
 
     To continue an interrupted run, pass the blocks that are still missing. On a CPU as
     many blocks run at once as there are cores (or `n_threads`), each in a thread of its
-    own: one alone keeps all cores awake for little more than one core's work.
+    own: one alone keeps all cores awake for little more than one core's work. Calls
+    that train side by side share the cores: twice as many blocks as cores, in one
+    another's caches, took an eighth longer.
     """
 
     def one(block: Block) -> Trained:
+        with _CORES:
+            return alone(block)
+
+    def alone(block: Block) -> Trained:
         subsets, seeds = (jnp.asarray(x, jnp.int32) for x in block)
         masks = jnp.asarray(SUBSETS[list(block.subsets)])
         trained = fit_block(
