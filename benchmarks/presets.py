@@ -144,7 +144,7 @@ def _paper(seed: int) -> dict[str, Any]:
 
 
 def _demo(seed: int) -> dict[str, Any]:
-    """Sizes that aim at ten minutes on two cores; measured: nine and a half."""
+    """Sizes that aim at ten minutes on two cores; measured: nine."""
     return {
         "questions": QuestionConfig(),
         "n_control": 250,
