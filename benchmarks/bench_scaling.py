@@ -26,13 +26,13 @@ def scaling(rounds: int, steps: int, figure: Path | None, as_json: bool) -> None
     """
     from benchmarks.bench_training import machine, microworld
     from benchmarks.opening import set_compiler
-    from benchmarks.presets import make_config
+    from benchmarks.presets import WHOLE_OPERATIONS
 
     if min(rounds, steps) < 1:
         raise click.UsageError("--rounds and --steps must be at least 1")
     if figure is not None and figure.suffix != ".svg":
         raise click.UsageError(f"--figure is written as SVG, found {figure.name!r}")
-    set_compiler(make_config("demo").xla_flags)
+    set_compiler(WHOLE_OPERATIONS)
     from benchmarks.scaling_cost import exponents, measure
 
     quiet()

@@ -35,9 +35,9 @@ def select(widths: str, as_json: bool) -> None:
     Example: beatrice bench select --widths paper
     """
     from benchmarks.opening import set_compiler
-    from benchmarks.presets import make_config
+    from benchmarks.presets import WHOLE_OPERATIONS
 
-    set_compiler(make_config("demo").xla_flags)  # as a run does
+    set_compiler(WHOLE_OPERATIONS)  # as a run does
     from benchmarks.select_cost import SelectCost, measure
 
     found = measure(SelectCost(**WIDTHS[widths]))

@@ -42,13 +42,13 @@ def store(examples: int, epochs: int, as_json: bool) -> None:
 
     Example: beatrice bench store --examples 65536
     """
-    from benchmarks.presets import make_config
+    from benchmarks.presets import WHOLE_OPERATIONS
     from benchmarks.store_cost import make_store, measure_in_process
 
     if examples < 1024 or epochs < 1:
         raise click.UsageError("--examples must be at least 1024, --epochs at least 1")
     quiet()
-    os.environ.setdefault("XLA_FLAGS", make_config("demo").xla_flags)  # of what it runs
+    os.environ.setdefault("XLA_FLAGS", WHOLE_OPERATIONS)  # of what it runs
     note = Progress().note
     once = microworld(examples, epochs)
     twice = dataclasses.replace(once, n_train=2 * examples, n_valid=2 * once.n_valid)

@@ -102,7 +102,7 @@ def train(
 
     Example: beatrice bench train --paper
     """
-    from benchmarks.presets import make_config
+    from benchmarks.presets import WHOLE_OPERATIONS
     from benchmarks.train_cost import measure
 
     if min(rounds, seeds, 1 if steps is None else steps) < 1:
@@ -114,7 +114,7 @@ def train(
     rows, peak = measure(
         work,
         n_rounds=rounds,
-        xla_flags=make_config("demo").xla_flags,
+        xla_flags=WHOLE_OPERATIONS,
         search=search,
         note=progress.note,
     )

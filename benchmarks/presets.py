@@ -23,6 +23,9 @@ PresetName = Literal["demo", "smoke", "paper"]
 AnswerSpan = Literal["emitting", "literal"]
 ModelDtype = Literal["float32", "bfloat16", "float16"]
 Device = Literal["cpu", "cuda"]
+# Cores are shared among operations; sharing each one as well costs a third of a
+# training step (measured).
+WHOLE_OPERATIONS = "--xla_cpu_multi_thread_eigen=false"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,9 +151,7 @@ def _demo(seed: int) -> dict[str, Any]:
     return {
         "questions": QuestionConfig(),
         "n_control": 250,
-        # Cores are shared among operations; sharing each one as well costs a third of
-        # a training step (measured).
-        "xla_flags": "--xla_cpu_multi_thread_eigen=false",
+        "xla_flags": WHOLE_OPERATIONS,
         "encoder": EncoderConfig(projection=16, hidden=16, n_blocks=2, n_groups=4),
         "train": TrainConfig(
             learning_rate=2e-3,
@@ -192,6 +193,6 @@ def _smoke(seed: int) -> dict[str, Any]:
         "n_control": 8,
         "xla_flags": (
             "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=1 "
-            "--xla_cpu_multi_thread_eigen=false"
+            + WHOLE_OPERATIONS
         ),
     }

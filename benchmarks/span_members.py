@@ -9,7 +9,8 @@ import numpy as np
 from benchmarks.presets import RunConfig
 from benchmarks.rows import load_rows
 from benchmarks.select_stage import CodesOf, read_selection, reads
-from benchmarks.train_sides import encode_all, fit_sides, sides_of, tokens_of
+from benchmarks.sides import sides_of, tokens_of
+from benchmarks.train_sides import encode_all, fit_sides
 from benchmarks.train_stage import read_codes
 from extract.records import SETTINGS, Setting
 from extract.rundir import RunDir

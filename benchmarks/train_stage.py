@@ -11,15 +11,10 @@ import numpy as np
 from benchmarks.evaluation import permute_by_question
 from benchmarks.presets import RunConfig
 from benchmarks.rows import load_rows
+from benchmarks.sides import sides_of, tokens_of
 from benchmarks.stage import Progress, Stage, Update, side_by_side
 from benchmarks.sweep_stage import stored
-from benchmarks.train_sides import (
-    encode_all,
-    fit_sides,
-    settings_at_once,
-    sides_of,
-    tokens_of,
-)
+from benchmarks.train_sides import encode_all, fit_sides, settings_at_once
 from extract.atomic import sha256_file
 from extract.records import SETTINGS, Setting
 from extract.rundir import RunDir

@@ -122,7 +122,11 @@ def auprc(scores: np.ndarray, labels: np.ndarray) -> Metric:
     return _point(weighted_auprc, scores, labels)
 
 
-def _point(metric, scores: np.ndarray, labels: np.ndarray) -> Metric:
+def _point(
+    metric: Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray],
+    scores: np.ndarray,
+    labels: np.ndarray,
+) -> Metric:
     """One value of a metric, every example counted once, as its intervals count."""
     scores, labels = np.asarray(scores), np.asarray(labels).astype(bool)
     if reason := _undefined(scores, labels):
