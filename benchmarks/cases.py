@@ -49,7 +49,8 @@ KINDS: tuple[tuple[str, str, int, Match], ...] = (
 
 def _tokens(probed: ProbedBackbone, answer: Answer, signals: Signals) -> list[dict]:
     """Return the tokens of a sequence; each shows how probable it was."""
-    spans = sequence_of(answer).spans
+    # Whose text a token is, whichever positions the run reads as the answer.
+    spans = sequence_of(answer, answer_span="emitting").spans
     ids = [*answer.prompt_ids, *answer.token_ids]
     rows = []
     for place, token in enumerate(ids):

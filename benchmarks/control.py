@@ -1,4 +1,4 @@
-"""The controller's stage: PGIR against never and always retrieving.
+"""Tracing questions for the controllers, and choosing PGIR's policy.
 
 Every question is traced once to the full budget and the trace is kept; threshold and
 budget are chosen on the validation traces and used unchanged everywhere else.
@@ -9,15 +9,13 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from benchmarks.presets import RunConfig
-from benchmarks.results import ResultRow
 from benchmarks.stage import Update
 from extract.atomic import write_json_atomic
-from extract.judge import exact_match, token_f1
+from extract.judge import exact_match
 from extract.pipeline import read_examples
 from extract.records import Example, Passage, read_records
 from extract.rundir import RunDir
@@ -27,7 +25,6 @@ from pgir.controller import (
     Draft,
     Policy,
     Trace,
-    decide,
     search_policy,
     trace_questions,
 )
@@ -187,99 +184,6 @@ def choose_policy(traced: Sequence[Traced], config: ControllerConfig) -> Policy:
         lambda i, answer: exact_match(answer, examples[i].golds),
         config,
     )
-
-
-def _pgir_answers(traced: Traced, policy: Policy) -> tuple[list[str], list[int]]:
-    decisions = [decide(trace, policy) for trace in traced.traces]
-    answers = [
-        trace[decision.round].answer
-        for trace, decision in zip(traced.traces, decisions, strict=True)
-    ]
-    return answers, [decision.n_generations for decision in decisions]
-
-
-def _quality(examples: Sequence[Example], answers: Sequence[str]) -> np.ndarray:
-    """Return exact match and F1 per question, `[2, n_examples]`."""
-    return np.array(
-        [
-            (exact_match(answer, example.golds), token_f1(answer, example.golds))
-            for example, answer in zip(examples, answers, strict=True)
-        ],
-        dtype=np.float64,
-    ).T
-
-
-def _interval(values: np.ndarray, n_resamples: int, seed: int) -> tuple[float, float]:
-    """Return the percentile interval of a mean under resampling of questions."""
-    draws = np.random.default_rng(seed).integers(
-        0, len(values), (n_resamples, len(values))
-    )
-    low, high = np.percentile(values[draws].mean(axis=1), (2.5, 97.5))
-    return float(low), float(high)
-
-
-def control_rows(
-    traced: Sequence[Traced], policy: Policy, config: RunConfig
-) -> list[ResultRow]:
-    """Return exact match, F1 and generations of every controller on every set."""
-    rows = []
-    for one in traced:
-        drafts = [trace[0].answer for trace in one.traces]
-        single = [1] * len(drafts)
-        chosen, n_generations = _pgir_answers(one, policy)
-        for name, answers, cost in (
-            ("no_rag", drafts, single),
-            ("vanilla_rag", list(one.vanilla), single),
-            ("pgir", chosen, n_generations),
-        ):
-            quality = _quality(one.examples, answers)
-            measures = {
-                "em": quality[0],
-                "f1": quality[1],
-                "generations": np.asarray(cost, dtype=np.float64),
-            }
-            for metric, values in measures.items():
-                low, high = _interval(values, config.n_bootstrap, config.seed)
-                rows.append(
-                    ResultRow(
-                        experiment="controller",
-                        detector=name,
-                        setting="both",
-                        dataset=one.dataset,
-                        split=one.split,
-                        metric=metric,
-                        value=float(values.mean()),
-                        ci_low=low,
-                        ci_high=high,
-                        n=len(values),
-                    )
-                )
-    return rows
-
-
-def frontier(
-    traced: Sequence[Traced], policy: Policy, config: ControllerConfig
-) -> list[dict[str, Any]]:
-    """Return quality against cost for every budget at the chosen threshold."""
-    points = []
-    for one in traced:
-        if one.split == "validation":
-            continue
-        for budget in range(1, config.max_budget + 1):
-            answers, cost = _pgir_answers(
-                one, Policy(threshold=policy.threshold, budget=budget)
-            )
-            quality = _quality(one.examples, answers).mean(axis=1)
-            points.append(
-                {
-                    "dataset": one.dataset,
-                    "budget": budget,
-                    "em": float(quality[0]),
-                    "f1": float(quality[1]),
-                    "generations": float(np.mean(cost)),
-                }
-            )
-    return points
 
 
 def inputs_key(*parts: str) -> str:

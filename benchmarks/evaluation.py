@@ -21,6 +21,7 @@ from jaxprobe.metrics import (
     auprc,
     auroc,
     cluster_weights,
+    interval_of,
     weighted_auprc,
     weighted_auroc,
 )
@@ -79,14 +80,14 @@ def _rows_of(
         draws = np.mean(
             [resampled(s[chosen], labels, weights) for s in scored.scores], axis=0
         )
-        low, high = np.nanpercentile(draws, (2.5, 97.5))
+        low, high = interval_of(draws)
         found.append(
             ResultRow(
                 **shared,
                 metric=metric,
                 value=float(np.mean([p.value for p in per_seed])),
-                ci_low=float(low),
-                ci_high=float(high),
+                ci_low=low,
+                ci_high=high,
             )
         )
         if len(per_seed) > 1:
@@ -136,8 +137,9 @@ def permute_by_question(rows: Rows, seed: int) -> np.ndarray:
     """Return labels dealt out anew among the questions of each set and split.
 
     Rows of one question stay together: the two wordings of a context are no
-    independent examples. Both the training and the evaluation labels are permuted,
-    so that any AUROC away from one half is a leak in the pipeline.
+    independent examples. Rows without a label keep none, and deal none out. Both the
+    training and the evaluation labels are permuted, so that any AUROC away from one
+    half is a leak in the pipeline.
 
     Returns:
       `[n_rows]` bool.
@@ -148,7 +150,7 @@ def permute_by_question(rows: Rows, seed: int) -> np.ndarray:
         zip(rows.datasets, rows.splits, strict=True)
     )
     for dataset, split in groups:
-        where = np.flatnonzero((rows.datasets == dataset) & (rows.splits == split))
+        where = rows.where(split, dataset)
         own: dict[str, list[int]] = {}
         for i in where:
             own.setdefault(rows.ids[i], []).append(i)

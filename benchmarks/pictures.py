@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from benchmarks import figures
 from benchmarks.results import (
+    BOUNDS,
     CONTROLLERS,
     METRIC_LABELS,
     SETTING_LABELS,
@@ -159,7 +160,7 @@ def frontier_pictures(
     for metric in ("em", "f1"):
         rivals = {}
         for name in dict.fromkeys(row.detector for row in table.rows):
-            if name == "pgir":
+            if name == "pgir" or name in BOUNDS:
                 continue
             score = macro_row(table, name, metric, datasets)
             cost = macro_row(table, name, "generations", datasets)

@@ -29,7 +29,13 @@ from extract.store import FeatureStore, open_store, read_family
 from jaxprobe.encoder import Encoder
 from jaxprobe.features import FamilyTokens, split_families
 from jaxprobe.grid import Block, encode, fit_blocks, labelled
-from jaxprobe.metrics import BootstrapConfig, auroc, cluster_weights, weighted_auroc
+from jaxprobe.metrics import (
+    BootstrapConfig,
+    auroc,
+    cluster_weights,
+    interval_of,
+    weighted_auroc,
+)
 from jaxprobe.reading import assemble, family_dims, fit_reading, longest_spans
 from jaxprobe.subsets import FAMILIES, subset_index
 
@@ -229,7 +235,7 @@ def _row(
         np.mean([weighted_auroc(one[test], labels, weights) for one in side], axis=0)
         for side in (logits, reference)
     ]
-    low, high = np.nanpercentile(draws[0] - draws[1], (2.5, 97.5))
+    low, high = interval_of(draws[0] - draws[1])
     before = np.mean([auroc(one[test], labels).value for one in reference])
     return PrecisionCost(
         setting=data.rows.setting,
@@ -241,8 +247,8 @@ def _row(
         auroc={split: float(np.mean(values)) for split, values in seeds.items()},
         seed_std=float(np.std(seeds["test"])),
         difference=float(np.mean(seeds["test"]) - before),
-        low=float(low),
-        high=float(high),
+        low=low,
+        high=high,
         n=len(test),
     )
 

@@ -23,6 +23,7 @@ from benchmarks.pictures import (
 )
 from benchmarks.rankfigure import ranking_pictures
 from benchmarks.results import (
+    BOUNDS,
     CONTROLLERS,
     CONTROLS,
     DETECTORS,
@@ -156,7 +157,10 @@ def accuracy_grid(data: ReportData) -> dict[str, Any]:
 
 def missing(data: ReportData) -> list[str]:
     """Name the detectors and controllers that a full run has and this one lacks."""
-    expected = {"detection": {**DETECTORS, **CONTROLS}, "controller": CONTROLLERS}
+    expected = {
+        "detection": {**DETECTORS, **CONTROLS},
+        "controller": {**CONTROLLERS, **BOUNDS},
+    }
     return [
         label
         for experiment, labels in expected.items()

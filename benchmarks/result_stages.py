@@ -11,12 +11,11 @@ import numpy as np
 from benchmarks.cases import make_cases
 from benchmarks.control import (
     choose_policy,
-    control_rows,
     controller_config,
-    frontier,
     inputs_key,
     trace_all,
 )
+from benchmarks.controllers import control_rows, frontier
 from benchmarks.evaluation import Scored, detection_rows
 from benchmarks.presets import RunConfig
 from benchmarks.prompt_rows import prompt_rows
@@ -26,12 +25,13 @@ from benchmarks.rows import Rows, load_rows
 from benchmarks.select_stage import BRANCHES, branch_setting, read_selection, reads
 from benchmarks.stage import Progress, Stage, Update
 from benchmarks.sweep_stage import chosen_layer, stored
-from benchmarks.textonly import fit_tfidf, perplexity_score
+from benchmarks.textonly import fit_tfidf, joined_text, perplexity_score
 from benchmarks.torch_stages import generation_config, open_backbone
 from benchmarks.train_stage import EVERY_FAMILY
+from extract.asking import shown
 from extract.atomic import write_json_atomic
 from extract.pipeline import read_answers, read_examples
-from extract.records import SETTINGS, Passage, Setting, read_records
+from extract.records import SETTINGS, Answer, Example, Passage, Setting, read_records
 from extract.rundir import RunDir
 from extract.store import FeatureStore, read_family
 from jaxprobe import checkpoint
@@ -112,18 +112,24 @@ def _calibrate(run: RunDir, config: RunConfig, update: Update, progress: Progres
     ).save(run.detector)
 
 
+def _text(example: Example, answer: Answer) -> str:
+    """Return question, answer, and the passages that the model was shown."""
+    passages = dict(shown(answer.setting, example))[answer.variant]
+    kept = [p.text for i, p in enumerate(passages) if i not in answer.dropped]
+    return joined_text(example.question, answer.text, kept)
+
+
 def _text_scores(run: RunDir, rows: Rows) -> np.ndarray:
     """Return the text-only detector's scores of every row, `[1, n_rows]`."""
-    questions = {example.id: example.question for example in read_examples(run)}
-    answers = {a.key: a.text for a in read_answers(run, rows.setting)}
-    keys = list(zip(rows.ids, rows.variants, strict=True))
-    asked = [questions[example_id] for example_id, _ in keys]
-    said = [answers[example_id, rows.setting, variant] for example_id, variant in keys]
+    examples = {example.id: example for example in read_examples(run)}
+    answers = {a.key: a for a in read_answers(run, rows.setting)}
+    texts = [
+        _text(examples[example_id], answers[example_id, rows.setting, variant])
+        for example_id, variant in zip(rows.ids, rows.variants, strict=True)
+    ]
     where = rows.where("train")
-    detector = fit_tfidf(
-        [asked[i] for i in where], [said[i] for i in where], rows.labels[where]
-    )
-    return detector.score(asked, said)[None]
+    detector = fit_tfidf([texts[i] for i in where], rows.labels[where])
+    return detector.score(texts)[None]
 
 
 def _perplexity_scores(store: FeatureStore) -> np.ndarray:

@@ -38,8 +38,11 @@ DETECTORS = {
 CONTROLLERS = {
     "no_rag": "Never retrieve",
     "vanilla_rag": "Always retrieve once",
+    "draft_rag": "Always retrieve once, draft in the query",
     "pgir": "PGIR",
 }
+# Not a controller: what the drafts of PGIR would give to one that knows the answers.
+BOUNDS = {"perfect_judge": "PGIR's drafts, judged without error"}
 CONTROLS = {"permuted_labels": "Trained on permuted labels"}
 SPAN_DECISIONS = {
     "emitting": "From the position that emits the answer",

@@ -15,7 +15,7 @@ from benchmarks.result_stages import (
     EVALUATE,
     read_json,
 )
-from benchmarks.results import ResultTable, read_rows
+from benchmarks.results import CONTROLLERS, ResultTable, read_rows
 from benchmarks.select_stage import SELECT, selection_story
 from benchmarks.stage import Progress, Stage, Update
 from benchmarks.sweep_stage import SWEEP
@@ -135,7 +135,7 @@ def summary(path: Path) -> dict[str, Any]:
         for setting in SETTINGS
         for metric in ("auroc", "auprc")
     }
-    for name in ("no_rag", "vanilla_rag", "pgir"):
+    for name in CONTROLLERS:
         headline[f"{name}/em"] = table.value(
             experiment="controller", detector=name, split="test", metric="em"
         )

@@ -18,6 +18,7 @@ import rich.table
 import rich.text
 
 from benchmarks.results import (
+    BOUNDS,
     CONTROLLERS,
     CONTROLS,
     DETECTORS,
@@ -213,7 +214,10 @@ def detection_table(
 
 
 def controller_table(rows: Sequence[ResultRow]) -> Table:
-    """Lay out controllers against datasets, EM / F1, with macro means and cost."""
+    """Lay out controllers against datasets, EM / F1, with macro means and cost.
+
+    What bounds them stands below, and takes no rank away.
+    """
     table = controller_rows(rows)
     places = {r.dataset: r.split for r in table.rows}
     datasets = sorted(places, key=lambda name: ("test", "ood").index(places[name]))
@@ -229,18 +233,22 @@ def controller_table(rows: Sequence[ResultRow]) -> Table:
             _cell([macro_row(table, name, "generations", datasets)]),
         )
 
-    names = _ordered((row.detector for row in table.rows), CONTROLLERS)
-    lines = tuple(
-        Line(label=CONTROLLERS.get(n, n), cells=cells(n), is_ours=n == "pgir")
+    labels = {**CONTROLLERS, **BOUNDS}
+    names = _ordered((row.detector for row in table.rows), labels)
+    lines = {
+        n: Line(label=labels.get(n, n), cells=cells(n), is_ours=n == "pgir")
         for n in names
-    )
+    }
     group = "Exact match / F1"
     columns = [
         Column(group=group, label=d, detail=SPLIT_LABELS[places[d]]) for d in datasets
     ]
     columns.append(Column(group=group, label="macro", detail="mean"))
     columns.append(Column(group="Cost", label="generations", detail="per question"))
-    return _ranked(Table(corner="Controller", columns=tuple(columns), lines=lines))
+    rivals = tuple(line for name, line in lines.items() if name not in BOUNDS)
+    bounds = tuple(line for name, line in lines.items() if name in BOUNDS)
+    ranked = _ranked(Table(corner="Controller", columns=tuple(columns), lines=rivals))
+    return dataclasses.replace(ranked, lines=ranked.lines + bounds)
 
 
 def _cell_text(cell: Cell, notes: Sequence[str]) -> str:

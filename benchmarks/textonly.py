@@ -1,7 +1,8 @@
 """Two detectors that need no internals: the words alone, and the answer's likelihood.
 
 How far surface text goes is the question of the paper's appendix "How Far Surface
-Text Alone Goes"; the linear rung of its ladder is here. Scores are oriented as
+Text Alone Goes"; the linear rung of its ladder is here. A text is the question, the
+answer and, with context, the passages as the model saw them. Scores are oriented as
 everywhere: higher means more likely correct.
 """
 
@@ -15,14 +16,9 @@ from sklearn.linear_model import LogisticRegression
 SURPRISAL = 1  # column of a prob row: p(v), -log p(v), entropy, top p, margin
 
 
-def _texts(questions: Sequence[str], answers: Sequence[str]) -> list[str]:
-    """One text per example, the answer on its own line after the question."""
-    if len(questions) != len(answers):
-        raise ValueError(
-            f"{len(questions)} questions and {len(answers)} answers; expected one "
-            "answer per question"
-        )
-    return [f"{q}\n{a}" for q, a in zip(questions, answers, strict=True)]
+def joined_text(question: str, answer: str, passages: Sequence[str] = ()) -> str:
+    """Return what the detector reads of one answer: a line for each part."""
+    return "\n".join((question, answer, *passages))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,35 +28,31 @@ class TextDetector:
     vectorizer: TfidfVectorizer
     regression: LogisticRegression
 
-    def score(self, questions: Sequence[str], answers: Sequence[str]) -> np.ndarray:
+    def score(self, texts: Sequence[str]) -> np.ndarray:
         """Return P(answer is correct), `[n_examples]` float64 in [0, 1].
 
         Words that the training texts did not have count for nothing.
         """
-        if not questions and not answers:
+        if not texts:
             return np.zeros(0)
-        features = self.vectorizer.transform(_texts(questions, answers))
+        features = self.vectorizer.transform(texts)
         return self.regression.predict_proba(features)[:, 1]
 
 
-def fit_tfidf(
-    questions: Sequence[str], answers: Sequence[str], labels: Sequence[bool]
-) -> TextDetector:
-    """Fit the text-only detector on question and answer.
+def fit_tfidf(texts: Sequence[str], labels: Sequence[bool]) -> TextDetector:
+    """Fit the text-only detector.
 
     Args:
-      questions: `n_examples` strings.
-      answers: `n_examples` strings, the model's own answers; may be empty strings.
+      texts: `n_examples` strings, see `joined_text`.
       labels: `n_examples`, True where the answer is correct.
 
     Raises:
       ValueError: the lengths differ, or only one class is there.
     """
-    texts = _texts(questions, answers)
     is_correct = np.asarray(labels, dtype=bool)
     if is_correct.shape != (len(texts),):
         raise ValueError(
-            f"labels have shape {is_correct.shape}, expected one per question "
+            f"labels have shape {is_correct.shape}, expected one per text "
             f"({len(texts)})"
         )
     if is_correct.all() or not is_correct.any():

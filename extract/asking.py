@@ -124,7 +124,7 @@ class Asked:
         )
 
 
-def _shown(setting: Setting, example: Example) -> list[tuple[Variant, list[Passage]]]:
+def shown(setting: Setting, example: Example) -> list[tuple[Variant, list[Passage]]]:
     """Return the variants of one question in one setting, with their passages."""
     if setting == "closed_book":
         return [("original", [])]
@@ -172,7 +172,7 @@ def ask(
     may_cut = config.overlong == "drop-passages"
     for setting in SETTINGS:
         for example in examples:
-            for variant, passages in _shown(setting, example):
+            for variant, passages in shown(setting, example):
 
                 def build(kept: Sequence[Passage], example: Example = example):
                     return _prompt(speaker, template, example, kept)

@@ -74,7 +74,9 @@ def controller_rows():
     scores = {
         "no_rag": ("closed_book", 0.34, 1.0),
         "vanilla_rag": ("with_context", 0.52, 1.0),
+        "draft_rag": ("both", 0.55, 2.0),
         "pgir": ("both", 0.58, 2.4),
+        "perfect_judge": ("both", 0.66, 2.2),
     }
     for detector, (setting, em, cost) in scores.items():
         for place in PLACES[1:]:

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from benchmarks.textonly import fit_tfidf, perplexity_score
+from benchmarks.textonly import fit_tfidf, joined_text, perplexity_score
 
 
 def planted(n, seed):
@@ -12,26 +12,28 @@ def planted(n, seed):
         " ".join(f"word{i}" for i in rng.integers(60, size=8)) for _ in "x" * n
     ]
     names = rng.integers(40, size=n)
-    return questions, [f"it is name{i}" for i in names], names < 20
+    texts = [
+        joined_text(question, f"it is name{i}")
+        for question, i in zip(questions, names, strict=True)
+    ]
+    return texts, names < 20
 
 
 def test_planted_words_are_found():
     detector = fit_tfidf(*planted(400, seed=0))
-    questions, answers, labels = planted(300, seed=1)
-    p_correct = detector.score(questions, answers)
+    texts, labels = planted(300, seed=1)
+    p_correct = detector.score(texts)
     assert roc_auc_score(labels, p_correct) > 0.99
     assert p_correct.min() >= 0 and p_correct.max() <= 1
 
 
 def test_permuted_labels_give_chance_auroc():
-    questions, answers, labels = planted(400, seed=0)
-    new_questions, new_answers, new_labels = planted(300, seed=1)
+    texts, labels = planted(400, seed=0)
+    new_texts, new_labels = planted(300, seed=1)
     aurocs = []
     for seed in range(8):
         permuted = np.random.default_rng(seed).permutation(labels)
-        p_correct = fit_tfidf(questions, answers, permuted).score(
-            new_questions, new_answers
-        )
+        p_correct = fit_tfidf(texts, permuted).score(new_texts)
         aurocs.append(roc_auc_score(new_labels, p_correct))
     # One fit ranks 20 right and 20 wrong names at random: s.d. 0.09, of the mean 0.03.
     assert abs(np.mean(aurocs) - 0.5) < 0.1
@@ -39,41 +41,46 @@ def test_permuted_labels_give_chance_auroc():
 
 def test_a_pair_of_words_is_read_as_such():
     # "not right" and "right not" have the same words; only the pairs differ.
-    answers = ["is not right", "right not is"] * 20
-    detector = fit_tfidf(["why"] * 40, answers, [False, True] * 20)
-    wrong, right = detector.score(["why", "why"], answers[:2])
+    texts = ["is not right", "right not is"] * 20
+    wrong, right = fit_tfidf(texts, [False, True] * 20).score(texts[:2])
     assert wrong < 0.5 < right
 
 
 def test_one_letter_answers_count():
-    detector = fit_tfidf(["which"] * 40, ["a", "b"] * 20, [True, False] * 20)
-    right, wrong = detector.score(["which", "which"], ["a", "b"])
+    texts = [joined_text("which", answer) for answer in "ab"]
+    right, wrong = fit_tfidf(texts * 20, [True, False] * 20).score(texts)
     assert wrong < 0.5 < right
 
 
+def test_passages_are_read_too():
+    said = ["it is known", "nobody knows"]
+    texts = [joined_text("who", "Ada", ["a page", passage]) for passage in said]
+    known, unknown = fit_tfidf(texts * 20, [True, False] * 20).score(texts)
+    assert unknown < 0.5 < known
+    without = joined_text("who", "Ada")
+    assert without in texts[0] and "page" not in without
+
+
 def test_fitting_twice_gives_the_same_scores():
-    questions, answers, labels = planted(80, seed=4)
-    first, second = (fit_tfidf(questions, answers, labels) for _ in range(2))
-    np.testing.assert_array_equal(
-        first.score(questions, answers), second.score(questions, answers)
-    )
+    texts, labels = planted(80, seed=4)
+    first, second = (fit_tfidf(texts, labels) for _ in range(2))
+    np.testing.assert_array_equal(first.score(texts), second.score(texts))
 
 
 def test_nothing_to_score_is_no_error():
-    assert fit_tfidf(*planted(20, seed=5)).score([], []).shape == (0,)
+    assert fit_tfidf(*planted(20, seed=5)).score([]).shape == (0,)
 
 
 @pytest.mark.parametrize(
-    ("answers", "labels", "message"),
+    ("texts", "labels", "message"),
     [
-        (["a"], [True, False], "2 questions and 1 answers"),
-        (["a", "b"], [True], "one per question"),
+        (["a"], [True, False], "one per text"),
         (["a", "b"], [True, True], "one class only"),
     ],
 )
-def test_what_cannot_be_fitted_is_refused(answers, labels, message):
+def test_what_cannot_be_fitted_is_refused(texts, labels, message):
     with pytest.raises(ValueError, match=message):
-        fit_tfidf(["q", "r"], answers, labels)
+        fit_tfidf(texts, labels)
 
 
 def prob_rows(p):

@@ -9,9 +9,8 @@ from jaxprobe.metrics import (
     BootstrapConfig,
     auprc,
     auroc,
-    batched_auroc,
-    bootstrap_interval,
     cluster_weights,
+    interval_of,
     masked_auroc,
     weighted_auprc,
     weighted_auroc,
@@ -25,11 +24,12 @@ def tied_scores(n=200, seed=0):
 
 
 def test_auroc_gives_ties_half_credit():
-    assert float(batched_auroc(jnp.zeros((1, 4)), jnp.array([0, 1, 0, 1]))[0]) == 0.5
+    assert auroc(np.zeros(4), np.array([0, 1, 0, 1], bool)).value == 0.5
+    assert masked_auroc(jnp.zeros(4), jnp.array([0.0, 1, 0, 1]), jnp.ones(4)) == 0.5
     scores, labels = tied_scores()
-    got = batched_auroc(jnp.stack([scores, -scores]), jnp.asarray(labels))
     expected = roc_auc_score(labels, scores)
-    np.testing.assert_allclose(got, [expected, 1 - expected], atol=1e-6)
+    for sign, value in ((1, expected), (-1, 1 - expected)):
+        assert auroc(sign * scores, labels).value == pytest.approx(value)
 
 
 def test_masked_auroc_equals_sklearn_with_sample_weights():
@@ -45,11 +45,14 @@ def test_one_class_is_undefined_and_says_so():
     for metric in (auroc, auprc):
         value, reason = metric(np.arange(3.0), np.ones(3, bool))
         assert np.isnan(value) and "one class" in reason
-    value, _, _, reason = bootstrap_interval(
-        "auroc", np.arange(3.0), np.zeros(3, bool), np.arange(3)
-    )
-    assert np.isnan(value) and "one class" in reason
     assert "finite" in auroc(np.array([np.nan, 1.0]), np.array([True, False])).reason
+
+
+def test_a_score_that_is_not_a_number_is_no_tie():
+    scores = jnp.array([jnp.nan, 0.0, 1.0, jnp.nan])
+    labels = jnp.array([0.0, 0.0, 1.0, 1.0])
+    assert np.isnan(masked_auroc(scores, labels, jnp.ones(4)))
+    assert masked_auroc(scores, labels, jnp.array([0.0, 1, 1, 0])) == 1.0
 
 
 def test_auprc_takes_the_incorrect_answer_as_positive():
@@ -71,16 +74,26 @@ def test_weighted_metrics_from_one_sort_equal_sklearn():
         )
 
 
-@pytest.mark.parametrize("metric", ["auroc", "auprc"])
-def test_interval_holds_the_value_and_widens_with_clusters(metric):
+@pytest.mark.parametrize(
+    ("point", "resampled"), [(auroc, weighted_auroc), (auprc, weighted_auprc)]
+)
+def test_interval_holds_the_value_and_widens_with_clusters(point, resampled):
+    def interval(scores, labels, clusters):
+        weights = cluster_weights(clusters, BootstrapConfig())
+        return interval_of(resampled(scores, labels, weights))
+
     scores, labels = tied_scores(400)
-    alone = bootstrap_interval(metric, scores, labels, np.arange(400))
-    repeated = [np.repeat(x, 4) for x in (scores, labels, np.arange(400))]
-    copies = bootstrap_interval(metric, *repeated)
-    naive = bootstrap_interval(metric, *repeated[:2], np.arange(1600))
-    assert alone.low < alone.value < alone.high
-    assert copies.high - copies.low == pytest.approx(alone.high - alone.low, rel=0.1)
-    assert naive.high - naive.low < 0.7 * (copies.high - copies.low)
+    low, high = interval(scores, labels, np.arange(400))
+    assert low < point(scores, labels).value < high
+    repeated = [np.repeat(x, 4) for x in (scores, labels)]
+    copies = np.subtract(*interval(*repeated, np.repeat(np.arange(400), 4)))
+    naive = np.subtract(*interval(*repeated, np.arange(1600)))
+    assert copies == pytest.approx(low - high, rel=0.1)
+    assert abs(naive) < 0.7 * abs(copies)
+
+
+def test_an_interval_leaves_undefined_resamples_out():
+    assert interval_of(np.array([0.5, np.nan, 0.5])) == (0.5, 0.5)
 
 
 def test_calibration_is_monotone_and_repairs_a_distorted_probability():

@@ -1,0 +1,85 @@
+import dataclasses
+
+import pytest
+
+from benchmarks.control import Traced
+from benchmarks.controllers import control_rows, frontier
+from benchmarks.presets import make_config
+from extract.records import Example
+from pgir.controller import ControllerConfig, Draft, Policy
+
+POLICY = Policy(threshold=0.5, budget=2)
+
+
+def trace(*drafts):
+    return tuple(Draft(answer=answer, p_correct=p) for answer, p in drafts)
+
+
+def traced():
+    """Four questions, "yes" always right; the plain retrieval helps one of them."""
+    traces = (
+        trace(("yes", 0.9)),  # kept; the ranking was used up
+        trace(("no", 0.2), ("yes", 0.7), ("no", 0.1)),  # asked again, and trusted
+        trace(("no", 0.8), ("yes", 0.9), ("yes", 0.9)),  # trusted, and wrong
+        trace(("no", 0.1), ("no", 0.3), ("yes", 0.2), ("yes", 0.9)),  # the wrong kept
+    )
+    examples = tuple(
+        Example(
+            id=f"q{i}",
+            dataset="world",
+            split="test",
+            question=f"question {i}?",
+            golds=("yes",),
+            passages=(),
+            rewritten=(),
+            meta={},
+        )
+        for i in range(len(traces))
+    )
+    return Traced(
+        dataset="world",
+        split="test",
+        examples=examples,
+        traces=traces,
+        vanilla=("no", "no", "yes", "no"),
+    )
+
+
+def measured(metric):
+    config = dataclasses.replace(make_config("smoke"), n_bootstrap=20)
+    rows = control_rows([traced()], POLICY, config)
+    return {row.detector: row for row in rows if row.metric == metric}
+
+
+def test_the_query_is_told_apart_from_the_judgement():
+    em = {name: row.value for name, row in measured("em").items()}
+    assert em == {
+        "no_rag": 0.25,
+        "vanilla_rag": 0.25,
+        "draft_rag": 0.75,  # round one of every trace, or all there is
+        "pgir": 0.5,
+        "perfect_judge": 1.0,
+    }
+
+
+def test_every_answer_that_was_generated_is_paid_for():
+    cost = {name: row.value for name, row in measured("generations").items()}
+    assert cost == {
+        "no_rag": 1.0,
+        "vanilla_rag": 1.0,
+        "draft_rag": (1 + 2 + 2 + 2) / 4,
+        "pgir": (1 + 2 + 1 + 3) / 4,
+        "perfect_judge": (1 + 2 + 2 + 3) / 4,
+    }
+
+
+def test_intervals_hold_the_mean():
+    for row in measured("em").values():
+        assert row.ci_low <= row.value <= row.ci_high
+
+
+def test_a_larger_budget_never_asks_less():
+    points = frontier([traced()], POLICY, ControllerConfig(max_budget=3))
+    assert [point["budget"] for point in points] == [1, 2, 3]
+    costs = [point["generations"] for point in points]
+    assert costs == sorted(costs) and costs[-1] == pytest.approx(8 / 4)
