@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from extract.console import Progress
+from extract.console import Progress, table_head, table_row
 
 _HEAD = "MB", "records", "refused", "s", "CPU s", "records/s", "MB/s", "peak MiB"
 _SMALLER = 10  # the other row's file, to show whether memory grows with size
@@ -37,7 +37,7 @@ def data(megabytes: int, folder: Path | None, as_json: bool) -> None:
     from benchmarks.data_cost import measure_file, write_hotpot
 
     if not as_json:
-        click.echo("| " + " | ".join(_HEAD) + " |\n|" + " --- |" * len(_HEAD))
+        click.echo(table_head(_HEAD))
     sizes = (megabytes * 1_000_000 // _SMALLER, megabytes * 1_000_000)
     with Progress().stage("data") as update:
         for done, n_bytes in enumerate(sizes, start=1):
@@ -45,6 +45,6 @@ def data(megabytes: int, folder: Path | None, as_json: bool) -> None:
                 path = Path(place) / "hotpot_made_up.json"
                 write_hotpot(path, n_bytes)
                 cost = measure_file(path)
-            row = "| " + " | ".join(cost.cells()) + " |"
+            row = table_row(cost.cells())
             click.echo(json.dumps(dataclasses.asdict(cost)) if as_json else row)
             update(done, len(sizes))

@@ -2,14 +2,12 @@
 
 import dataclasses
 import json
-import os
-from collections.abc import Iterable
 from pathlib import Path
 
 import click
 
-from benchmarks.opening import RUN_DIR, config_of
-from extract.console import Progress, quiet
+from benchmarks.opening import RUN_DIR, config_of, set_compiler
+from extract.console import Progress, quiet, table_head, table_row
 
 _HEAD = (
     "setting",
@@ -42,8 +40,7 @@ def precision(run_dir: Path, encoders: str, as_json: bool) -> None:
     Example: beatrice bench precision runs/demo --encoders H,HPRA
     """
     config = config_of(run_dir)
-    if config.xla_flags:  # read once, when JAX starts
-        os.environ.setdefault("XLA_FLAGS", config.xla_flags)
+    set_compiler(config.xla_flags)
     from benchmarks.precision_cost import measure
     from extract.rundir import RunDir
     from jaxprobe.subsets import subset_index
@@ -53,16 +50,11 @@ def precision(run_dir: Path, encoders: str, as_json: bool) -> None:
         subset_index(name)  # a wrong one is found before anything runs
     quiet()
     if not as_json:
-        _echo_row(_HEAD)
-        _echo_row(["---"] * len(_HEAD))
+        click.echo(table_head(_HEAD))
     with Progress().stage("precision") as update:
         for row in measure(RunDir(run_dir), config, names, update):
             # At once: a run that is stopped has shown what it measured.
             if as_json:
                 click.echo(json.dumps(dataclasses.asdict(row)))
             else:
-                _echo_row(row.cells())
-
-
-def _echo_row(cells: Iterable[str]) -> None:
-    click.echo("| " + " | ".join(cells) + " |")
+                click.echo(table_row(row.cells()))

@@ -2,12 +2,11 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
 
-from extract.console import Progress, quiet
+from extract.console import Progress, quiet, table_head, table_row
 
 if TYPE_CHECKING:
     from benchmarks.train_cost import Measured
@@ -28,10 +27,6 @@ _HEAD = (
     "peak MiB",
     "largest loss difference",
 )
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
 
 
 def _cells(row: "Measured") -> list[str]:
@@ -122,11 +117,10 @@ def train(
         for row in rows:
             click.echo(json.dumps({**dataclasses.asdict(row), "peak_gflops": peak}))
         return
-    click.echo(_row(_HEAD))
-    click.echo(_row(["---"] * len(_HEAD)))
+    click.echo(table_head(_HEAD))
     for row in rows:
-        click.echo(_row(_cells(row)))
-    click.echo(_row(["GPU, all four", *["not measured"] * (len(_HEAD) - 1)]))
+        click.echo(table_row(_cells(row)))
+    click.echo(table_row(["GPU, all four", *["not measured"] * (len(_HEAD) - 1)]))
     click.echo(
         f"\n{machine()}; fp32 peak {peak:.0f} GFLOP/s (products of 2048 x 2048, the "
         f"median over rounds); {len(work.members)} encoders, {work.n_tokens} positions "

@@ -14,16 +14,18 @@ from benchmarks.train_sides import encode_all, fit_sides
 from benchmarks.train_stage import read_codes
 from extract.records import SETTINGS, Setting
 from extract.rundir import RunDir
+from jaxprobe import reading
 from jaxprobe.detector import HeadName
 from jaxprobe.encoder import Encoder
 from jaxprobe.grid import Block, Codes, default_blocks, join
 from jaxprobe.keepsake import keep, recall
+from jaxprobe.reading import SPAN_NAMES
 from jaxprobe.spans import all_but
 from jaxprobe.subsets import N_SUBSETS, SUBSET_NAMES
 
 SPANS: dict[Setting, tuple[str, ...]] = {
-    "closed_book": ("question", "answer"),
-    "with_context": ("context", "question", "answer"),
+    setting: tuple(SPAN_NAMES[span] for span in read)
+    for setting, read in reading.SPANS.items()
 }
 CHAMPIONS: tuple[HeadName, ...] = ("closed_book", "with_context")
 

@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import click
 
@@ -65,6 +65,16 @@ def _plain_lines(name: str, began: float) -> Callable[[int, int], None]:
             click.echo(f"{name}: {done} of {total}, {rate:.3g}/s", err=True)
 
     return update
+
+
+def table_row(cells: Iterable[object]) -> str:
+    """Return a row of a Markdown table."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def table_head(names: Sequence[str]) -> str:
+    """Return the two lines above a Markdown table's rows."""
+    return f"{table_row(names)}\n{table_row(['---'] * len(names))}"
 
 
 def quiet() -> None:

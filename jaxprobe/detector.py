@@ -30,13 +30,13 @@ from jaxprobe.features import (
 from jaxprobe.fit import Params
 from jaxprobe.fusion import FusionHead, say, slots_of
 from jaxprobe.grid import Trained
+from jaxprobe.reading import SPANS
 from jaxprobe.subsets import SUBSET_NAMES, SUBSETS, subset_index
 
 Setting = Literal["closed_book", "with_context"]
 # `single_pass` reads the with-context pass alone (the paper's ablation "w/o
 # closed-book"), for a caller who has one answer and one forward pass.
 HeadName = Literal["closed_book", "with_context", "single_pass"]
-N_SPANS: Mapping[Setting, int] = {"closed_book": 2, "with_context": 3}
 
 
 class Scores(NamedTuple):
@@ -252,9 +252,10 @@ class Detector:
             raise ValueError(f"this score needs the signals of the {where} pass too")
         bank, features = self.banks[where], passes[where]
         check_features(features, bank.dims)
-        if features.n_spans != N_SPANS[where]:
+        n_spans = len(SPANS[where])
+        if features.n_spans != n_spans:
             raise ValueError(
-                f"{where} features have {N_SPANS[where]} spans, got {features.n_spans}"
+                f"{where} features have {n_spans} spans, got {features.n_spans}"
             )
         masks = np.stack([SUBSETS[subset_index(name)] for name in bank.names])
         return _encode_bank(

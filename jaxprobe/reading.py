@@ -14,7 +14,8 @@ from jaxprobe.chunks import standardizer_of
 from jaxprobe.features import FamilyDims, Features, Standardizer, fit_standardizer
 from jaxprobe.subsets import FAMILIES
 
-ANSWER = 2  # of the stored spans
+SPAN_NAMES = ("context", "question", "answer")  # as they are stored
+ANSWER = 2
 SPANS: dict[Setting, tuple[int, ...]] = {
     "closed_book": (1, 2),
     "with_context": (0, 1, 2),

@@ -71,9 +71,7 @@ class Reading:
             setting,
             [
                 fixed_length(int(widths[s]), (first, *LENGTHS))
-                for s, first in zip(
-                    spans, usual or LENGTHS[:1] * len(spans), strict=True
-                )
+                for s, first in zip(spans, usual, strict=True)
             ],
         )
 
