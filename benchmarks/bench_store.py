@@ -23,7 +23,8 @@ def microworld(n_train: int, n_epochs: int) -> "StoreCost":
 
     return StoreCost(
         work=workload(1),
-        stream=StreamConfig(),
+        # Short sequences: a chunk of fewer rows reads much that it does not want.
+        stream=StreamConfig(n_chunk=128),
         n_train=n_train,
         n_valid=n_train // 8,
         n_epochs=n_epochs,
