@@ -21,7 +21,10 @@ from extract.console import Progress, quiet
     help="Drawn answers per question, setting and variant.",
 )
 @click.option(
-    "--temperature", default=1.0, show_default=True, type=click.FloatRange(min=0)
+    "--temperature",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
 )
 @click.option(
     "--top-p",
