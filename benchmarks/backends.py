@@ -35,6 +35,7 @@ class BackendOptions:
     batch_tokens: int = 16_384
 
 
+_SCHEMES = ("http://", "https://")
 _SERVER = (
     click.option("--server", help="OpenAI-compatible server, up to /v1."),
     click.option(
@@ -65,15 +66,29 @@ _SERVER = (
         help="Of a request that failed, with back-off.",
     ),
     click.option(
-        "--timeout", default=600.0, show_default=True, help="Of a request, seconds."
+        "--timeout",
+        default=600.0,
+        show_default=True,
+        type=click.FloatRange(min=0, min_open=True),
+        help="Of a request, seconds.",
     ),
     click.option(
-        "--price-prompt", default=0.0, help="Per million prompt tokens, for --max-cost."
+        "--price-prompt",
+        default=0.0,
+        type=click.FloatRange(min=0),
+        help="Per million prompt tokens, for --max-cost.",
     ),
     click.option(
-        "--price-new", default=0.0, help="Per million generated tokens, likewise."
+        "--price-new",
+        default=0.0,
+        type=click.FloatRange(min=0),
+        help="Per million generated tokens, likewise.",
     ),
-    click.option("--max-cost", type=float, help="Stop before more than this is spent."),
+    click.option(
+        "--max-cost",
+        type=click.FloatRange(min=0),
+        help="Stop before more than this is spent.",
+    ),
 )
 _LOCAL = (
     click.option(
@@ -110,16 +125,30 @@ def backend_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def take_options(given: dict[str, Any]) -> BackendOptions:
+def take_options(
+    given: dict[str, Any], served_model: str | None = None
+) -> BackendOptions:
     """Take the backend's options out of a command's.
 
+    Args:
+      given: the command's options; the backend's are taken out.
+      served_model: what the server calls the model, if that is given.
+
     Raises:
-      click.UsageError: a spending cap without a server that costs something.
+      click.UsageError: a server's option without a server, or no URL.
     """
     names = [field.name for field in dataclasses.fields(BackendOptions)]
     options = BackendOptions(**{n: given.pop(n) for n in names if n in given})
     if options.max_cost is not None and options.server is None:
         raise click.UsageError("--max-cost is for a server; give --server too")
+    if served_model is not None and options.server is None:
+        raise click.UsageError("--served-model is for a server; give --server too")
+    if options.server is not None and not options.server.startswith(_SCHEMES):
+        raise click.BadParameter(
+            f"expected a URL such as http://localhost:8000/v1, found "
+            f"{options.server!r}",
+            param_hint="--server",
+        )
     return options
 
 

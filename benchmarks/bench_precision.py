@@ -47,7 +47,10 @@ def precision(run_dir: Path, encoders: str, as_json: bool) -> None:
 
     names = [name.strip() for name in encoders.split(",")]
     for name in names:
-        subset_index(name)  # a wrong one is found before anything runs
+        try:
+            subset_index(name)  # a wrong one is found before anything runs
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint="--encoders") from None
     quiet()
     if not as_json:
         click.echo(table_head(_HEAD))

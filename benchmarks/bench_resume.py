@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from benchmarks.keepoptions import keep_options, take_kept
+from benchmarks.opening import SEED
 from extract.console import Progress, quiet
 
 
@@ -27,7 +28,7 @@ from extract.console import Progress, quiet
     type=click.IntRange(min=1),
     help="SIGKILLs at random moments.",
 )
-@click.option("--seed", default=0, show_default=True, help="Of the moments.")
+@click.option("--seed", default=0, show_default=True, type=SEED, help="Of the moments.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @keep_options
 def resume(examples: int, kills: int, seed: int, as_json: bool, **options: Any) -> None:

@@ -10,7 +10,7 @@ import click
 from benchmarks.dryrun import dry_run_option, dry_run_stage
 from benchmarks.keepoptions import as_asked, keep_as_asked, keep_options, take_kept
 from benchmarks.modelcommands import answer, label, rewrite
-from benchmarks.opening import RUN_DIR, do, do_on_request, opened
+from benchmarks.opening import RUN_DIR, SEED, do, do_on_request, opened
 from benchmarks.samplecommand import sample
 from extract.console import Progress, quiet
 
@@ -34,13 +34,18 @@ __all__ = [
 
 if TYPE_CHECKING:
     from benchmarks.presets import RunConfig
+    from extract.ranks import Worker
 
 
 def _new_run_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options that make a run what it is."""
     for option in (
         click.option(
-            "--seed", default=0, show_default=True, help="Of training and bootstrap."
+            "--seed",
+            default=0,
+            show_default=True,
+            type=SEED,
+            help="Of training and bootstrap.",
         ),
         click.option(
             "--answer-span",
@@ -75,12 +80,12 @@ def _new_run_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _make_config(**options: Any) -> "RunConfig":
     """Return a new run's configuration; a wrong model is found before it is made."""
+    from benchmarks.modelchoice import check_choices
     from benchmarks.presets import make_config
     from extract.keeping import Kept
-    from extract.modelname import check_name
 
     config = make_config(kept=Kept(**take_kept(options)), **options)
-    check_name(config.model_path)
+    check_choices(config)
     return config
 
 
@@ -206,25 +211,42 @@ def extract(run_dir: Path, dry_run: bool, **options: Any) -> None:
 
     Example: torchrun --nproc-per-node 2 -m beatrice extract runs/demo
     """
-    from extract.ranks import rank_and_world_size
+    from extract.ranks import find_worker
 
     kept = take_kept(options)
+    if "hidden_layers" in kept:
+        from benchmarks.modelchoice import check_choices
+
+        check_choices(as_asked(run_dir, kept))
     if dry_run:
         dry_run_stage(run_dir, "extract", as_asked(run_dir, kept))
         return
-    rank, world_size = rank_and_world_size()
-    config = keep_as_asked(run_dir, kept, exclusive=world_size == 1)
-    if world_size == 1:
+    worker = find_worker()
+    config = keep_as_asked(run_dir, kept, exclusive=worker.world_size == 1)
+    if worker.world_size == 1:
         do(run_dir, "extract", config=config)
-        return
+    else:
+        _extract_part(run_dir, config, worker)
+
+
+def _extract_part(run_dir: Path, config: "RunConfig", worker: "Worker") -> None:
+    """Do one worker's part, and say what is left to the others."""
     from benchmarks.torch_stages import extract_worker
     from extract.rundir import RunDir
 
     quiet()
-    progress = Progress()
+    progress, part = Progress(), (worker.rank, worker.world_size)
+    name = f"extract {worker.rank}/{worker.world_size}"
     with RunDir.open(run_dir, config.as_json(), exclusive=False) as run:
-        with progress.stage(f"extract {rank}/{world_size}") as update:
-            extract_worker(run, config, update, (rank, world_size))
+        with progress.stage(name) as update:
+            n_left = extract_worker(run, config, update, part)
+    progress.note(
+        f"{name}: {n_left} ranges are left to the other workers (this is worker "
+        f"{worker.rank} of {worker.world_size}, as {worker.said_by} says; unset that "
+        "to extract alone)"
+        if n_left
+        else f"{name}: every range is there, of all workers"
+    )
 
 
 @click.command()

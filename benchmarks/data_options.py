@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from benchmarks.opening import SEED
+
 if TYPE_CHECKING:
     from extract.asking import AskConfig
     from extract.datasets.pools import BuildConfig, Source
@@ -62,13 +64,21 @@ _QUESTIONS = (
         "--seed",
         default=0,
         show_default=True,
+        type=SEED,
         help="Of the splits, of training and bootstrap.",
     ),
-    click.option("--n-train", default=10_000, show_default=True, help="Of each set."),
+    click.option(
+        "--n-train",
+        default=10_000,
+        show_default=True,
+        type=click.IntRange(min=1),
+        help="Of each set.",
+    ),
     click.option(
         "--n-evaluation",
         default=500,
         show_default=True,
+        type=click.IntRange(min=1),
         help="Validation and test each, of each set.",
     ),
     click.option(

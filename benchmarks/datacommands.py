@@ -17,10 +17,11 @@ from benchmarks.data_options import (
     take_files,
 )
 from benchmarks.dryrun import dry_run_option
+from extract.runpath import RunPath
 
 
 @click.command()
-@click.argument("run_dir", required=False, type=click.Path(path_type=Path))
+@click.argument("run_dir", required=False, type=RunPath())
 @click.option(
     "--inspect",
     metavar="FILE",
@@ -139,10 +140,10 @@ def _make_run(
     """Draw the splits and make the run directory."""
     from benchmarks.configurations import with_questions
     from benchmarks.data_stage import make_data_run
+    from benchmarks.modelchoice import check_choices
     from benchmarks.presets import make_config
     from extract.console import Progress
     from extract.datasets.dataconfig import data_config
-    from extract.modelname import check_name
 
     sources, build = sources_of(files), build_config(options)
     fixed: Path | None = options["splits"]
@@ -153,7 +154,7 @@ def _make_run(
         answer_span=options["answer_span"],
         is_streamed=options["is_streamed"],
     )
-    check_name(config.model_path)
+    check_choices(config)
     config = with_questions(
         config,
         data_config(sources, build, fixed),

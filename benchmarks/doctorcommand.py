@@ -6,9 +6,11 @@ from pathlib import Path
 
 import click
 
+from extract.runpath import RunPath
+
 
 @click.command()
-@click.argument("run_dir", required=False, type=click.Path(path_type=Path))
+@click.argument("run_dir", required=False, type=RunPath())
 @click.option("--model", help="Also look at a backbone: directory, Hub id, embedded.")
 @click.option("--server", help="Also ask an OpenAI-compatible server, up to /v1.")
 @click.option("--json", "as_json", is_flag=True, help="Print findings as JSON lines.")

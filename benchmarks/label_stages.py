@@ -177,19 +177,16 @@ def rewrite_run(
 
 def load_words(config: RunConfig) -> tuple[Words, tuple[int, ...]]:
     """Load a backbone's tokenizer and stop tokens, without its weights."""
-    from transformers import AutoConfig, AutoTokenizer
     from transformers import GenerationConfig as Defaults
 
-    from extract.modelname import check_name
+    from extract.checkpoint import load_outline
+    from extract.window import window_of
 
-    check_name(config.model_path)
-    tokenizer = AutoTokenizer.from_pretrained(
-        config.model_path, trust_remote_code=False
-    )
+    found = load_outline(config.model_path)
     defaults = Defaults.from_pretrained(config.model_path)
-    shape = AutoConfig.from_pretrained(config.model_path, trust_remote_code=False)
-    window = getattr(shape.get_text_config(), "max_position_embeddings", None)
-    words = Words(tokenizer, max_length=window, name=config.model)
+    words = Words(
+        found.tokenizer, max_length=window_of(found.config), name=config.model
+    )
     return words, stop_ids_of(defaults.eos_token_id, config.model)
 
 

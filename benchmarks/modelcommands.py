@@ -18,6 +18,7 @@ from benchmarks.dryrun import (
     rehearsing,
     show_forecast,
 )
+from benchmarks.modelchoice import check_local_model
 from benchmarks.opening import RUN_DIR, config_of, do, opened
 from extract.console import Progress, quiet
 
@@ -63,10 +64,12 @@ def rewrite(
     Example: beatrice rewrite runs/mine --model Qwen/Qwen3.5-27B --server
     http://localhost:8000/v1
     """
+    backend = take_options(options)
+    check_local_model(model, backend, "--model")
     from benchmarks.label_stages import rewrite_run
     from extract.rewrite import RewriteConfig
 
-    config, backend = config_of(run_dir), take_options(options)
+    config = config_of(run_dir)
     rewriting = RewriteConfig(
         max_new_tokens=max_tokens, seed=config.seed, skip_overlong=overlong == "skip"
     )
@@ -98,7 +101,7 @@ def answer(
 
     Example: beatrice answer runs/demo
     """
-    backend = take_options(options)
+    backend = take_options(options, served_model)
     if backend.server is None:
         dry_run_stage(run_dir, "answer") if dry_run else do(run_dir, "answer")
         return
@@ -171,6 +174,7 @@ def label(
     Example: beatrice label runs/demo --audit
     """
     backend = take_options(options)
+    _refuse_ignored(judge, backend, audit)
     if annotations is not None and not audit:
         raise click.UsageError("--annotations is read by --audit; give both")
     if dry_run and audit:
@@ -191,10 +195,20 @@ def label(
         _audit(run_dir, n_sample, annotations, as_json)
 
 
+def _refuse_ignored(judge: str | None, backend: "BackendOptions", audit: bool) -> None:
+    """Refuse options that would change nothing."""
+    source = click.get_current_context().get_parameter_source("n_sample")
+    if source is not click.core.ParameterSource.DEFAULT and not audit:
+        raise click.UsageError("--sample is drawn by --audit; give both")
+    if backend.server is not None and judge is None:
+        raise click.UsageError("--server is for a judge; give --judge too")
+
+
 def _judge(
     run_dir: Path, judge: str, vote: str, backend: "BackendOptions", dry_run: bool
 ) -> None:
     """Label by the consensus of the rubrics."""
+    check_local_model(judge, backend, "--judge")
     from benchmarks.label_stages import label_by_judges
     from extract.consensus import ConsensusConfig
 

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 import click
 
 from extract.console import Progress, quiet
+from extract.runpath import RunPath
 
 if TYPE_CHECKING:
     from benchmarks.presets import RunConfig
     from extract.rundir import RunDir
 
-RUN_DIR = click.argument("run_dir", type=click.Path(path_type=Path))
+RUN_DIR = click.argument("run_dir", type=RunPath())
+SEED = click.IntRange(0, 2**31 - 1)  # what every generator of draws takes
 
 
 def config_of(run_dir: Path) -> "RunConfig":

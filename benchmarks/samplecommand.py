@@ -20,10 +20,24 @@ from extract.console import Progress, quiet
     type=click.IntRange(min=1),
     help="Drawn answers per question, setting and variant.",
 )
-@click.option("--temperature", default=1.0, show_default=True)
-@click.option("--top-p", default=0.9, show_default=True)
 @click.option(
-    "--top-k", default=50, show_default=True, help="0 keeps all; a server needs vllm."
+    "--temperature",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(min=0, min_open=True),
+)
+@click.option(
+    "--top-p",
+    default=0.9,
+    show_default=True,
+    type=click.FloatRange(0, 1, min_open=True),
+)
+@click.option(
+    "--top-k",
+    default=50,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="0 keeps all; a server needs vllm.",
 )
 @click.option(
     "--split",
@@ -52,11 +66,12 @@ def sample(
 
     Example: beatrice sample runs/demo --n-samples 10 --split test
     """
+    backend = take_options(options, served_model)
     from benchmarks.label_stages import draw_run, load_words
     from extract.generator import SamplingConfig
     from extract.sampling import DrawConfig
 
-    config, backend = config_of(run_dir), take_options(options)
+    config = config_of(run_dir)
     sampling = SamplingConfig(
         max_new_tokens=config.max_new_tokens,
         temperature=temperature,

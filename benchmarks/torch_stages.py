@@ -1,7 +1,6 @@
 """The stages that need the backbone: world, answer, label, extract."""
 
 import dataclasses
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,10 +10,12 @@ from benchmarks.label_stages import asking_identity, question_files
 from benchmarks.presets import RunConfig
 from benchmarks.stage import Progress, Stage, Update
 from extract import pipeline
+from extract.answered import require_answering_model
 from extract.backbone import Backbone, load_backbone
 from extract.localgenerator import TransformersGenerator
 from extract.microworld import make_world
 from extract.provenance import package_versions
+from extract.ranks import local_rank
 from extract.records import SETTINGS, Setting
 from extract.requests import GenerationConfig
 from extract.rundir import RunDir
@@ -27,8 +28,9 @@ def open_backbone(config: RunConfig) -> Backbone:
     """Load the run's backbone with the run's number of threads."""
     torch.set_num_threads(config.n_threads)
     device = config.device
-    if device == "cuda":  # one process per GPU, as torchrun counts them
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    if device == "cuda":  # one process per GPU, as the launcher counts them
+        # A launcher may show each process its own GPU alone, which is then number 0.
+        device = f"cuda:{local_rank() % max(1, torch.cuda.device_count())}"
     return load_backbone(config.model_path, dtype=config.model_dtype, device=device)
 
 
@@ -73,15 +75,26 @@ def _label(run: RunDir, config: RunConfig, update: Update, progress: Progress) -
 
 def extract_worker(
     run: RunDir, config: RunConfig, update: Update, worker: tuple[int, int]
-) -> None:
-    """Do one worker's part of the extraction, both settings."""
+) -> int:
+    """Do one worker's part of the extraction, both settings.
+
+    Returns:
+      How many ranges are not there yet, of any worker.
+
+    Raises:
+      ValueError: other weights gave the answers, see `require_answering_model`.
+    """
     backbone = open_backbone(config)
+    require_answering_model(run, backbone)
     reader = SignalReader(backbone, config.extract.hidden_layers)
     fingerprint = {"model": backbone.revision, "dtype": str(backbone.dtype)}
-    for setting in SETTINGS:
+    reports = [
         pipeline.write_features(
             run, reader, setting, config.extract, fingerprint, update, worker
         )
+        for setting in SETTINGS
+    ]
+    return sum(report.n_missing for report in reports)
 
 
 def _extract(run: RunDir, config: RunConfig, update: Update, progress: Progress):

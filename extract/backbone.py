@@ -1,8 +1,8 @@
 """A frozen language model, loaded from a directory or the Hub.
 
 Only safetensors weights are read and no code of a checkpoint is ever run. A
-checkpoint that leaves weights unset is refused: Transformers would fill them with
-random numbers.
+checkpoint that leaves weights unset is refused (Transformers would fill them with
+random numbers), and so is one that holds weights its config has no place for.
 """
 
 import dataclasses
@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
-from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
+from extract.checkpoint import load_checkpoint
 from extract.layout import Layout, find_layout
 from extract.modelname import check_name
+from extract.window import window_of
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -35,7 +34,8 @@ class Backbone:
       n_heads: query heads per attention layer.
       attention_layers: 0-based layers that have an attention matrix; hybrid models
         (Qwen3.5) have recurrent layers between.
-      max_length: longest sequence in tokens, or None where the model sets no limit.
+      max_length: longest sequence in tokens, see `extract.window`, or None where the
+        model sets no limit.
     """
 
     model: Any
@@ -91,7 +91,7 @@ class Backbone:
             d_model=layout.head.in_features,
             n_heads=config.num_attention_heads,
             attention_layers=layout.attention_layers,
-            max_length=getattr(config, "max_position_embeddings", None),
+            max_length=window_of(config),
             layout=layout,
         )
 
@@ -116,66 +116,6 @@ def _hash_files(directory: Path) -> str:
     return digest.hexdigest()
 
 
-def _first_line(error: Exception) -> str:
-    """Return the first line of a message, for use inside a sentence."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
-
-
-def _remote_code(config: dict[str, Any], tokenizer: dict[str, Any]) -> str | None:
-    """Return what a checkpoint asks to run, for a message, or None.
-
-    Read before anything is built: Transformers would pass over it in silence where
-    it has its own class for the model type.
-    """
-    found = {"config.json": config, "tokenizer_config.json": tokenizer}
-    for file, content in found.items():
-        if "auto_map" in content:
-            asked = content["auto_map"]
-            names = asked.values() if isinstance(asked, dict) else [asked]
-            return f"{file} asks for {', '.join(map(str, names))}"
-    return None
-
-
-def _load(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Load model and tokenizer; every failure is a ValueError of one sentence."""
-    failures = (OSError, RuntimeError, ValueError, SafetensorError)
-    try:
-        config, _ = PreTrainedConfig.get_config_dict(name)
-        # One commit for all files, even if the repository moves on meanwhile.
-        commit = config.get("_commit_hash")
-        asked = _remote_code(config, get_tokenizer_config(name, revision=commit))
-        if asked is None:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                name,
-                dtype=dtype,
-                revision=commit,
-                use_safetensors=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
-            tokenizer = AutoTokenizer.from_pretrained(
-                name, revision=commit, trust_remote_code=False
-            )
-    except failures as error:
-        raise ValueError(
-            f"backbone {name!r}: could not be loaded: {_first_line(error)}"
-        ) from error
-    if asked is not None:
-        raise ValueError(
-            f"backbone {name!r}: its {asked} (auto_map), that is, code from the "
-            "checkpoint, which is never run; use a model that Transformers implements"
-        )
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ValueError(
-            f"backbone {name!r}: its weights lack {len(missing)} tensors of "
-            f"{type(model).__name__}, first {missing[0]!r}; the checkpoint is "
-            "incomplete or of another architecture"
-        )
-    return model, tokenizer
-
-
 def load_backbone(
     path: str | Path, *, dtype: Dtype = "float32", device: str = "cpu"
 ) -> Backbone:
@@ -197,7 +137,7 @@ def load_backbone(
     check_name(name)
     directory = Path(name).expanduser()
     source = str(directory) if directory.exists() else name
-    model, tokenizer = _load(source, getattr(torch, dtype))
+    model, tokenizer = load_checkpoint(source, getattr(torch, dtype))
     if directory.exists():
         revision = _hash_files(directory)
     else:

@@ -22,11 +22,13 @@ class Rendered:
       text: special tokens included, as text.
       start: first character of the message in it.
       n_trimmed: characters the template cut off the message's beginning.
+      n_cut: characters it cut off both ends.
     """
 
     text: str
     start: int
     n_trimmed: int
+    n_cut: int
 
 
 def _apply(tokenizer: Any, message: str, enable_thinking: bool) -> str:
@@ -73,7 +75,8 @@ def render_message(
         _check_closed(parts[1])
     n_trimmed = len(message) - len(message.lstrip())
     is_cut = n_trimmed > 0 and kept in (message.strip(), message.lstrip())
-    return Rendered(text, len(parts[0]), n_trimmed if is_cut else 0)
+    n_cut = len(message) - len(kept)
+    return Rendered(text, len(parts[0]), n_trimmed if is_cut else 0, n_cut)
 
 
 def _check_closed(cue: str) -> None:

@@ -48,7 +48,7 @@ class Kept:
     def in_words(self) -> str:
         """Say what is kept in a few words."""
         layers = self.hidden_layers
-        which = "every layer" if layers is None else f"layers {_listed(layers)}"
+        which = "every layer" if layers is None else _listed(layers)
         where = "all spans" if self.hidden_spans == "all" else "the answer span"
         return (
             f"hidden states of {which} on {where} as {self.dtype}, the rest as "
@@ -57,7 +57,8 @@ class Kept:
 
 
 def _listed(layers: tuple[int, ...]) -> str:
-    return ", ".join(map(str, layers))
+    word = "layer" if len(layers) == 1 else "layers"
+    return f"{word} {', '.join(map(str, layers))}"
 
 
 def parse_layers(text: str) -> tuple[int, ...] | None:

@@ -9,6 +9,25 @@ from typing import Any
 from extract.atomic import sync_folder, write_json_atomic, write_temporary
 from extract.provenance import package_versions, utc_now
 
+_LENGTH = "max_new_tokens"  # chosen for published questions, else the preset's
+# What options of the command line set, in the order in which a person thinks of them.
+_CHOICES = (
+    "preset",
+    "model",
+    "seed",
+    "data",
+    "prompt",
+    "model_dtype",
+    "device",
+    "extract.hidden_layers",
+    "extract.hidden_spans",
+    "extract.dtype",
+    "extract.scalars",
+    "extract.answer_span",
+    "stream",
+    _LENGTH,
+)
+
 
 def manifest_file(path: Path) -> Path:
     """Path of the manifest; a folder without it is no run directory."""
@@ -107,15 +126,36 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def _telling(differ: list[str]) -> list[str]:
+    """Return the entries that say what differs, those that a person chose first.
+
+    A preset sets dozens of sizes, and a seed those of the stages: where these differ,
+    what follows from them says nothing more.
+    """
+    chosen = [
+        key
+        for name in _CHOICES
+        for key in differ
+        if key == name or key.startswith(f"{name}.")
+    ]
+    if "preset" in chosen:
+        return [key for key in chosen if key != _LENGTH]
+    follows = (".root_seed",) if "seed" in chosen else ()
+    others = [key for key in differ if key not in chosen]
+    return chosen + [key for key in others if not key.endswith(follows)]
+
+
 def _differences(held: Any, asked: Any) -> tuple[str, str]:
     """Spell out, for both sides, the entries that differ."""
     sides = _flat(held), _flat(asked)
     both = list(dict.fromkeys([*sides[0], *sides[1]]))
-    differ = [
-        key
-        for key in both
-        if any(key not in side for side in sides) or sides[0][key] != sides[1][key]
-    ]
+    differ = _telling(
+        [
+            key
+            for key in both
+            if any(key not in side for side in sides) or sides[0][key] != sides[1][key]
+        ]
+    )
     first, second = (
         ", ".join(f"{k}={side[k]!r}" if k in side else f"no {k}" for k in differ)
         for side in sides

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from extract.chat import render_message
+from extract.plaintext import encode_text, refuse_control_tokens
 from extract.records import Passage
 
 TemplateName = Literal["short", "paper"]
@@ -132,7 +133,8 @@ def build_prompt(
 
     Raises:
       ValueError: a text is empty or no text, the tokenizer has no offsets, or a chat
-        is asked for and its template is missing or hides where the message lies.
+        is asked for and its template is missing or hides where the message lies, or
+        a control token stands in a text of a chat.
     """
     check_text(question, "the question")
     for number, passage in enumerate(passages, start=1):
@@ -147,15 +149,16 @@ def build_prompt(
     begin = 0
     if template.chat:
         rendered = render_message(tokenizer, text)
-        text, begin = rendered.text, rendered.start
+        begin, end = rendered.start, rendered.start + len(text) - rendered.n_cut
+        text = rendered.text
         if context is not None:
             start, stop = (max(0, c - rendered.n_trimmed) for c in characters)
             characters = (start + begin, stop + begin)
-    encoded = tokenizer(
-        text,
-        return_offsets_mapping=True,
-        add_special_tokens=not template.chat,  # the template writes its own
-    )
+        # The template writes its own special tokens, as text.
+        encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
+        refuse_control_tokens(tokenizer, text, encoded, (begin, end))
+    else:
+        encoded = encode_text(tokenizer, text, add_special_tokens=True)
     ids = tuple(encoded["input_ids"])
     return Prompt(
         ids=ids,

@@ -20,6 +20,7 @@ from extract.lock import take_lock
 from extract.manifest import agree_on_manifest, manifest_file, refuse_foreign
 from extract.provenance import package_versions, utc_now
 from extract.records import SETTINGS, Setting
+from extract.writers import who_writes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -281,9 +282,7 @@ class RunDir:
         hashes = {self._relative(path): sha256_tree(self.path / path) for path in paths}
         for path, sha in hashes.items():
             if sha is None:
-                raise ValueError(
-                    f"{self.path / path} is missing; run the stage that writes it first"
-                )
+                raise ValueError(f"{self.path / path} is missing; {who_writes(path)}")
         return {path: str(sha) for path, sha in hashes.items()}
 
     def _rehash(

@@ -130,8 +130,19 @@ def done_ranges(store: FeatureStore) -> frozenset[int]:
     folder = f"commits/{store.id}/"
     span = ts.KvStore.KeyRange(folder, folder + "\x7f")
     keys = open_kvstore(store.url).list(span).result()
-    store.seen.update(int(Path(key.decode()).stem) for key in keys)
+    store.seen.update(_range_of(store.url, key.decode()) for key in keys)
     return frozenset(store.seen)
+
+
+def _range_of(url: str, key: str) -> int:
+    """Return the range whose commit record lies at a key."""
+    number, dot, ending = key.rpartition("/")[2].partition(".")
+    if not (number.isascii() and number.isdigit() and dot + ending == ".json"):
+        raise ValueError(
+            f"{url}{key} is no commit record, and the folder must hold nothing else "
+            "(a stage is done again when it changes); delete that file"
+        )
+    return int(number)
 
 
 def _family_array(

@@ -11,6 +11,7 @@ import numpy as np
 
 from extract.backbone import Backbone
 from extract.generation import generate
+from extract.plaintext import encode_text
 from extract.precision import as_written
 from extract.prompts import PromptTemplate, build_prompt, check_text
 from extract.records import Answer, Passage, Setting
@@ -172,8 +173,8 @@ class ProbedBackbone:
     def _continuation(self, text: str) -> tuple[int, ...]:
         """Return an answer's ids, without special tokens, as after a prompt's end."""
         space = "" if self._template.chat else " "  # a chat's reply begins a line
-        encoded = self.backbone.tokenizer(
-            space + text.strip(), add_special_tokens=False
+        encoded = encode_text(
+            self.backbone.tokenizer, space + text.strip(), add_special_tokens=False
         )
         return tuple(encoded["input_ids"])
 

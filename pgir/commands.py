@@ -6,10 +6,11 @@ from pathlib import Path
 import click
 
 from extract.console import quiet
+from extract.runpath import RunPath
 
 
 @click.command()
-@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.argument("run_dir", type=RunPath())
 @click.option("--question", required=True, help="As the model was asked.")
 @click.option("--answer", required=True, help="The answer to be judged.")
 @click.option(

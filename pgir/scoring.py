@@ -16,6 +16,27 @@ from jaxprobe.detector import Detector
 from pgir.bridge import ProbedBackbone
 
 
+def _check_arguments(question: Any, answer: Any, context: Any) -> None:
+    """Refuse arguments that are no text, by name.
+
+    Raises:
+      ValueError: says what was expected and what came.
+    """
+    parts = [("question", question), ("answer", answer)]
+    if isinstance(context, (list, tuple)):
+        parts += [(f"context[{i}]", text) for i, text in enumerate(context)]
+    elif context is not None and not isinstance(context, str):
+        raise ValueError(
+            "context: expected a text (str), a list of texts, or None for "
+            f"closed-book, found {type(context).__name__}"
+        )
+    for name, text in parts:
+        if not isinstance(text, str):
+            raise ValueError(
+                f"{name}: expected a text (str), found {type(text).__name__}"
+            )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Score:
     """What the detector says of one answer.
@@ -88,9 +109,10 @@ class Scorer:
           context: the passages the model was shown, or None for closed-book.
 
         Raises:
-          ValueError: a text is empty or no text, is longer than the model's window, or
-            holds mostly words that the model has no token for.
+          ValueError: an argument is no text, a text is empty, is longer than the
+            model's window, or holds mostly words that the model has no token for.
         """
+        _check_arguments(question, answer, context)
         texts = [context] if isinstance(context, str) else list(context or ())
         passages = [Passage(title="", text=text) for text in texts]
         setting = "with_context" if passages else "closed_book"

@@ -2,11 +2,16 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from beatrice import main
+from extract.embedded import WEIGHTS
 
 ROOT = Path(__file__).parent.parent
 VERBS = (
@@ -67,16 +72,79 @@ def test_underscores_are_accepted_in_options(tmp_path):
     assert "emitting" in done.stderr
 
 
-def test_an_unknown_model_directory_is_refused_and_leaves_nothing_behind(tmp_path):
+def called(*words):
+    """Call the program within this process, which spares its start."""
+    return CliRunner().invoke(main, [str(word) for word in words])
+
+
+WRONG_USAGE = [
+    ("demo RUN --preset smoke --model /no/model", "no such directory"),
+    ("data RUN --train nq=x.json --n-train -5", "--n-train"),
+    ("data RUN --train nq=x.json --n-evaluation 0", "--n-evaluation"),
+    ("world RUN --seed -1", "--seed"),
+    ("world RUN --seed 2147483648", "--seed"),
+    ("world RUN --hidden-layers 99", "layers 0 (the embedding) to 6, not 99"),
+    ("world gs://bucket/run", "folder on this machine, found 'gs://bucket/run'"),
+    ("extract s3://bucket/run", "folder on this machine"),
+    ("score file:///run --question q --answer a", "folder on this machine"),
+    ("doctor gs://bucket/run", "folder on this machine"),
+    ("sample RUN --top-p 2", "--top-p"),
+    ("sample RUN --temperature -1", "--temperature"),
+    ("sample RUN --top-k -5", "--top-k"),
+    ("sample RUN --served-model x", "--served-model is for a server"),
+    ("answer RUN --served-model x", "--served-model is for a server"),
+    ("answer RUN --server not-a-url", "expected a URL"),
+    ("label RUN --server not-a-url --judge x", "expected a URL"),
+    ("label RUN --server http://x/v1", "--server is for a judge"),
+    ("label RUN --sample 5", "--sample is drawn by --audit"),
+    ("rewrite RUN --model /no/model", "--model"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), WRONG_USAGE)
+def test_wrong_usage_is_told_at_once_and_leaves_nothing_behind(
+    tmp_path, words, message
+):
     run = tmp_path / "run"
-    done = beatrice("demo", run, "--preset", "smoke", "--model", tmp_path / "no-model")
-    assert_one_sentence(done, "no-model", "no such directory")
+    done = called(*(str(run) if word == "RUN" else word for word in words.split()))
+    assert done.exit_code == 2, (done.output, done.exception)
+    assert message in done.output
+    assert not run.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("extract RUN --hidden-layers 99", "layers 0 (the embedding) to 6, not 99"),
+        ("bench precision RUN --encoders Z", "--encoders"),
+        ("label RUN --judge /no/model", "--judge"),
+    ],
+)
+def test_wrong_usage_of_a_run_is_told_at_once(small_run, words, message):
+    done = called(*(small_run if word == "RUN" else word for word in words.split()))
+    assert done.exit_code == 2, (done.output, done.exception)
+    assert message in done.output
+
+
+def test_a_model_whose_config_cannot_be_used_is_one_sentence(tmp_path):
+    model, run = tmp_path / "model", tmp_path / "run"
+    shutil.copytree(WEIGHTS, model)
+    content = json.loads((model / "config.json").read_text())
+    content["hidden_act"] = "no-such"
+    (model / "config.json").write_text(json.dumps(content))
+    done = beatrice("world", run, "--preset", "smoke", "--model", model)
+    assert_one_sentence(done, str(model), "could not be loaded", "no-such")
     assert not run.exists()
 
 
 def test_a_run_of_another_configuration_is_refused(small_run):
     done = beatrice("world", small_run, "--preset", "smoke", "--seed", 5)
-    assert_one_sentence(done, "seed=0", "seed=5", "choose another directory")
+    assert_one_sentence(done, "seed=0;", "seed=5;", "choose another directory")
+
+
+def test_another_preset_is_told_before_and_without_what_follows_from_it(small_run):
+    done = beatrice("world", small_run, "--preset", "demo")
+    assert_one_sentence(done, "a run with preset='smoke';", "for preset='demo';")
 
 
 def test_a_directory_that_is_no_run_is_refused_and_left_alone(tmp_path):
@@ -87,7 +155,9 @@ def test_a_directory_that_is_no_run_is_refused_and_left_alone(tmp_path):
 
 
 def test_a_stage_without_its_inputs_says_so(small_run):
-    assert_one_sentence(beatrice("label", small_run), "missing", "run the stage")
+    assert_one_sentence(
+        beatrice("label", small_run), "missing", "run `beatrice answer`"
+    )
 
 
 def test_a_verb_on_no_run_says_so(tmp_path):
@@ -108,8 +178,6 @@ def test_the_same_line_again_does_nothing_again(small_run):
 
 
 def test_verify_finds_a_changed_output(small_run, tmp_path):
-    import shutil
-
     copy = tmp_path / "copy"
     shutil.copytree(small_run, copy)
     assert beatrice("verify", copy).returncode == 0

@@ -1,10 +1,19 @@
 """The doctor: what it finds of machine, model, server and run."""
 
 import json
+import shutil
 
 from click.testing import CliRunner
 
 from beatrice import main
+from benchmarks.doctor_store import outline_shapes
+from benchmarks.presets import make_config
+from benchmarks.tiny_models import tiny_model
+from extract.checkpoint import load_outline
+from extract.embedded import WEIGHTS
+from extract.keeping import Kept, as_size
+from extract.rundir import RunDir
+from tests.extract.test_backbone import save_tokenizer
 
 
 def doctor(*arguments, code=0):
@@ -23,6 +32,59 @@ def test_a_machine_that_runs_the_tests_has_no_problem(tmp_path):
     assert "6 layers, width 160, 5 heads, window 512" in found["model"]["text"]
     assert "no chat template" in found["tokenizer"]["text"]
     assert "no run directory" in found["run"]["text"]
+
+
+def test_every_choice_of_what_is_kept_has_its_bytes():
+    rows = doctor("--model", "embedded")["kept"]["text"].splitlines()
+    assert [row.split()[0] for row in rows[2:]] == ["bf16", "fp16", "fp32", "int8"]
+    # 7 entries of 160 numbers; 5 + 4 * 6 scalars and 2 * 2 * 6 * 5 of attention.
+    others = 4 * (5 + 24 + 120)
+    n_tokens, n_answer = 10_000 * 400, 10_000 * 60
+    for row, n_bytes, scale in zip(rows[2:], (2, 2, 4, 1), (0, 0, 0, 4), strict=True):
+        entry = 160 * n_bytes + scale
+        expected = [
+            n_tokens * others + n_rows * n_entries * entry
+            for n_entries in (7, 1)
+            for n_rows in (n_tokens, n_answer)
+        ]
+        assert row.split()[1:] == " ".join(map(as_size, expected)).split()
+
+
+def test_only_layers_that_have_attention_are_counted(tmp_path):
+    model = tmp_path / "model"
+    tiny_model("qwen3_5").save_pretrained(model)
+    save_tokenizer(model)
+    found = doctor("--model", model)
+    assert "4 layers" in found["model"]["text"]
+    assert "1 layers have attention" in found["model"]["text"]
+    shapes = outline_shapes(load_outline(str(model)))
+    assert shapes["attn"] == (2, 2, 1, 4)
+
+
+def test_a_model_that_asks_for_code_is_a_problem(tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(WEIGHTS, model)
+    content = json.loads((model / "config.json").read_text())
+    for asked, status in (({}, "ok"), ({"AutoConfig": "evil.Config"}, "problem")):
+        content["auto_map"] = asked
+        (model / "config.json").write_text(json.dumps(content))
+        found = doctor("--model", model, code=int(status == "problem"))
+        assert found["model"]["status"] == status
+    assert "evil.Config" in found["model"]["text"]
+
+
+def test_an_answered_run_is_measured_by_what_it_keeps(tmp_path):
+    config = make_config("smoke", kept=Kept(hidden_layers=(2,), hidden_spans="answer"))
+    row = {"prompt_ids": [1, 2, 3], "token_ids": [4, 5], "stop_id": 2}
+    with RunDir.open(tmp_path / "run", config.as_json()) as run:
+        run.answers.mkdir()
+        lines = [json.dumps(row), json.dumps({**row, "stop_id": None})]
+        (run.answers / "answers.jsonl").write_text("\n".join(lines) + "\n")
+    text = doctor(run.path)["features"]["text"]
+    assert "10 tokens, 5 of them in answer spans" in text  # the second was cut
+    assert "layer 2 on the answer span as bfloat16" in text
+    needed = 10 * 4 * (5 + 24 + 120) + 5 * 160 * 2
+    assert f"take {as_size(needed)};" in text
 
 
 def test_a_model_that_is_not_there_is_a_problem(tmp_path):

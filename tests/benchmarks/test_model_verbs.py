@@ -245,7 +245,7 @@ def test_samples_come_from_a_server_with_and_without_token_ids(run_dir, backbone
         (("label", "--annotations", __file__), "give both", 2),
         (("label", "--vote", "majority"), "give --judge too", 2),
         (("label", "--judge", "m", "--max-cost", 1), "give --server too", 2),
-        (("label", "--judge", "m", "--server", "localhost"), "http://localhost", 1),
+        (("label", "--judge", "m", "--server", "localhost"), "http://localhost", 2),
         (
             ("label", "--judge", "m", "--server", "http://x/v1", "--max-cost", 1),
             "needs prices",
@@ -253,8 +253,8 @@ def test_samples_come_from_a_server_with_and_without_token_ids(run_dir, backbone
         ),
         (("label", "--audit"), "is missing", 1),
         (("rewrite",), "--model", 2),
-        (("sample", "--temperature", 0), "expected above 0", 1),
-        (("sample", "--top-p", 2), "top_p", 1),
+        (("sample", "--temperature", 0), "range x>0", 2),
+        (("sample", "--top-p", 2), "--top-p", 2),
     ],
 )
 def test_a_users_mistake_is_one_sentence(run_dir, arguments, words, code):

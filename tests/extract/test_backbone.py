@@ -114,6 +114,11 @@ def test_code_of_the_tokenizer_is_refused_by_name(checkpoint):
     expect_refusal(checkpoint, "tokenizer_config.json asks for .*evil.Tokenizer")
 
 
+def test_an_empty_request_for_code_asks_for_nothing(checkpoint):
+    edit_config(checkpoint, auto_map={})
+    load_backbone(checkpoint)
+
+
 def test_damaged_weights_are_refused(checkpoint):
     (checkpoint / "model.safetensors").write_bytes(b"not a tensor")
     expect_refusal(checkpoint, "could not be loaded")

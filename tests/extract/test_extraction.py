@@ -13,7 +13,6 @@ import pytest
 from extract.extraction import extract, run_plan
 from extract.family import Family
 from extract.plan import ExtractConfig, n_rows_of, plan_extraction
-from extract.ranks import rank_and_world_size
 from extract.records import Answer
 from extract.store import done_ranges, open_store, read_family
 from extract.storecheck import verify
@@ -281,35 +280,6 @@ def test_answers_are_read_in_their_order(tmp_path):
     assert store.spec.lengths.tolist() == [9 + 2 * i for i in range(5)]
     assert store.spec.spans[2].tolist() == [[1, 4], [4, 10], [10, 13]]
     assert store.spec.fingerprint["model"] == "ids"
-
-
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({}, (0, 1)),
-        ({"RANK": "3", "WORLD_SIZE": "8", "SLURM_PROCID": "0"}, (3, 8)),
-        ({"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"}, (2, 4)),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, (0, 1)),  # a batch script
-        (
-            {
-                "SLURM_ARRAY_TASK_ID": "5",
-                "SLURM_ARRAY_TASK_COUNT": "4",
-                "SLURM_ARRAY_TASK_MIN": "2",
-            },
-            (3, 4),
-        ),
-        ({"JOB_COMPLETION_INDEX": "1", "JOB_COMPLETIONS": "3"}, (1, 3)),
-    ],
-)
-def test_the_launcher_says_who_this_worker_is(environ, expected):
-    assert rank_and_world_size(environ) == expected
-
-
-def test_half_a_launcher_is_refused():
-    with pytest.raises(ValueError, match="RANK=1 is set without WORLD_SIZE"):
-        rank_and_world_size({"RANK": "1"})
-    with pytest.raises(ValueError, match="rank 4.*gives 4 workers"):
-        rank_and_world_size({"RANK": "4", "WORLD_SIZE": "4"})
 
 
 if __name__ == "__main__":

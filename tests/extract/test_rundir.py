@@ -169,8 +169,37 @@ def test_a_damaged_stage_record_means_the_stage_is_done_again(tmp_path):
 def test_a_stage_cannot_be_marked_before_its_files_exist(tmp_path):
     with pytest.raises(ValueError, match="wrote sweep.json, which is not in"):
         RunDir(tmp_path).mark_stage("sweep", {}, 0.1, outputs=["sweep.json"])
-    with pytest.raises(ValueError, match="labels.jsonl is missing"):
-        RunDir(tmp_path).hash_inputs("labels.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("path", "verb"),
+    [
+        ("labels.jsonl", "label"),
+        ("answers", "answer"),
+        ("examples.jsonl", "world` or `beatrice data"),
+        ("features/closed_book/index.json", "extract"),
+        ("rows/ablate.jsonl", "evaluate --ablations"),
+        ("rows/evaluate.jsonl", "evaluate"),
+    ],
+)
+def test_a_missing_input_names_the_verb_that_writes_it(tmp_path, path, verb):
+    with pytest.raises(ValueError, match=f"{path} is missing; run `beatrice {verb}`"):
+        RunDir(tmp_path).hash_inputs(path)
+
+
+def test_what_follows_from_a_preset_or_a_seed_is_not_listed_as_different(tmp_path):
+    """The same entries are listed where nobody chose anything else."""
+    sizes = {"width": 4, "root_seed": 0}
+    RunDir.open(tmp_path, {"seed": 0, "preset": "smoke", "train": sizes}).close()
+    for asked, told in (
+        ({"preset": "demo", "seed": 1}, "preset='demo', seed=1"),
+        ({"seed": 1}, "seed=1, train.width=8"),
+        ({}, "train.width=8, train.root_seed=1"),
+    ):
+        other = {"preset": "smoke", "seed": 0, **asked}
+        other["train"] = {"width": 8, "root_seed": 1}
+        with pytest.raises(ValueError, match=f"you asked for {told}; choose another"):
+            RunDir.open(tmp_path, other)
 
 
 def test_an_unknown_setting_has_no_path(tmp_path):

@@ -225,10 +225,23 @@ def test_a_damaged_index_is_refused_by_name(tmp_path, name):
         open_store(tmp_path)
 
 
-def test_an_unreadable_commit_record_is_a_problem(tmp_path):
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"crc32": []}'])
+def test_an_unreadable_commit_record_is_a_problem(tmp_path, content):
     store, _ = filled_store(tmp_path)
-    (tmp_path / store.commit_key(2)).write_text("{")
-    assert "unreadable commit record" in verify(store)[0]
+    (tmp_path / store.commit_key(2)).write_text(content)
+    (problem,) = verify(store)
+    assert "unreadable commit record" in problem
+
+
+@pytest.mark.parametrize("name", [".DS_Store", "000001.json.bak", "notes.json"])
+def test_a_stray_file_among_the_commit_records_is_named(tmp_path, name):
+    store, _ = filled_store(tmp_path)
+    stray = (tmp_path / store.commit_key(0)).parent / name
+    stray.write_text("")
+    with pytest.raises(ValueError, match=f"{name} is no commit record.*delete"):
+        done_ranges(store)
+    stray.unlink()
+    assert len(done_ranges(store)) == store.spec.n_ranges
 
 
 def test_damaged_array_metadata_are_refused(tmp_path):

@@ -114,6 +114,15 @@ def test_scoring_needs_one_pass_and_gives_a_probability(probed):
         (QUESTION, "Guzolt Falls", "a\udc00b", "lone surrogate"),
         (QUESTION, "Guzolt Falls", "وُلد في المدينة القديمة", "does not know"),
         (QUESTION, "Guzolt Falls", " ".join([PASSAGE] * 90), "window of 512"),
+        (QUESTION, None, None, r"answer: expected a text \(str\), found NoneType"),
+        (b"where?", "Guzolt Falls", None, "question: .* found bytes"),
+        (7, "Guzolt Falls", None, "question: .* found int"),
+        (QUESTION, "Guzolt Falls", [None], r"context\[0\]: .* found NoneType"),
+        (QUESTION, "Guzolt Falls", [PASSAGE, 3], r"context\[1\]: .* found int"),
+        (QUESTION, "Guzolt Falls", 5, "context: .* list of texts, or None .* int"),
+        (QUESTION, "Guzolt Falls", b"a", "context: .* list of texts, or None .* bytes"),
+        (QUESTION, "Guzolt </s> Falls", None, "the text holds '</s>'"),
+        (QUESTION, "Guzolt Falls", "a </s> <s> b", "the text holds '</s>'"),
     ],
 )
 def test_bad_text_is_refused_in_one_sentence(

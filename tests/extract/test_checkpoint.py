@@ -1,0 +1,133 @@
+"""What a checkpoint's files may hold, and the sentence for what they may not."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from benchmarks.tiny_models import VOCAB_SIZE, tiny_model
+from extract.backbone import load_backbone
+from extract.checkpoint import load_outline
+
+
+def save_words(path, n_words, **special):
+    words = {f"w{i}": i for i in range(n_words)}
+    made = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=made, **special).save_pretrained(path)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    path = tmp_path / "model"
+    tiny_model("llama").save_pretrained(path)
+    save_words(path, VOCAB_SIZE)
+    return path
+
+
+def edit(path, file="config.json", **changes):
+    content = json.loads((path / file).read_text())
+    (path / file).write_text(json.dumps({**content, **changes}))
+
+
+def refused(load, path, *words):
+    with pytest.raises(ValueError, match=f"^backbone '{path}'") as caught:
+        load(path)
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+WRONG_CONFIGS = [
+    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "optimum"),
+    ({"quantization_config": {"quant_method": "fp8"}}, "accelerate"),
+    (
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+        "accelerate",
+    ),
+    ({"quantization_config": {"quant_method": "no-such"}}, "quantised by 'no-such'"),
+    ({"_attn_implementation": "flash_attention_2"}, "FlashAttention2"),
+    ({"rope_scaling": {"rope_type": "no-such"}}, "KeyError: 'no-such'"),
+    ({"hidden_act": "no-such"}, "KeyError: 'no-such'"),
+    ({"dtype": "no-such"}, "no-such"),
+    ({"num_attention_heads": "four"}, "'num_attention_heads' expected int"),
+    ({"num_attention_heads": 0}, "ZeroDivisionError"),
+]
+
+
+@pytest.mark.parametrize(("changes", "word"), WRONG_CONFIGS)
+def test_a_config_that_cannot_be_used_is_one_sentence(checkpoint, changes, word):
+    load_backbone(checkpoint)  # as it was, it can
+    edit(checkpoint, **changes)
+    refused(load_backbone, str(checkpoint), word)
+    refused(lambda path: load_outline(path, to_run=True), str(checkpoint), word)
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_a_config_that_is_a_list_is_one_sentence(checkpoint, file):
+    (checkpoint / file).write_text("[]")
+    refused(load_backbone, str(checkpoint), "could not be loaded")
+    refused(load_outline, str(checkpoint), "could not be loaded")
+
+
+def test_an_outline_describes_the_model_without_its_weights(checkpoint):
+    outline = load_outline(str(checkpoint))
+    assert outline.config.num_hidden_layers == 3
+    assert {p.device.type for p in outline.model.parameters()} == {"meta"}
+    assert outline.tokenizer.convert_tokens_to_ids("w5") == 5
+
+
+def test_an_outline_refuses_code_as_loading_does(checkpoint):
+    edit(checkpoint, auto_map={"AutoModelForCausalLM": "evil.Model"})
+    refused(load_backbone, str(checkpoint), "config.json asks for evil.Model")
+    refused(load_outline, str(checkpoint), "config.json asks for evil.Model")
+
+
+def add_tensor(path, name):
+    tensors = load_file(path / "model.safetensors")
+    tensors[name] = torch.zeros(3)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_weights_of_more_layers_than_the_config_has_are_refused(checkpoint):
+    edit(checkpoint, num_hidden_layers=2)
+    refused(load_backbone, str(checkpoint), "9 tensors", "model.layers.2.")
+
+
+def test_weights_of_another_width_are_refused_by_name(checkpoint):
+    edit(checkpoint, intermediate_size=40)
+    refused(load_backbone, str(checkpoint), "down_proj", "[32, 48]", "[32, 40]")
+
+
+def test_a_tensor_without_a_place_is_refused_by_name(checkpoint):
+    add_tensor(checkpoint, "adapter.weight")
+    refused(load_backbone, str(checkpoint), "adapter.weight")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+        "model.visual.blocks.0.weight",
+        "vision_tower.encoder.weight",
+        "mtp.layers.0.weight",
+    ],
+)
+def test_what_a_text_model_leaves_out_is_no_reason_to_refuse(checkpoint, name):
+    add_tensor(checkpoint, name)
+    load_backbone(checkpoint)
+
+
+def test_a_tokenizer_of_more_words_than_the_model_is_refused_with_numbers(checkpoint):
+    save_words(checkpoint, 80)
+    words = ("ids up to 79", "61 tokens (0 to 60)")
+    refused(load_backbone, str(checkpoint), *words)
+    refused(load_outline, str(checkpoint), *words)
+
+
+def test_a_word_for_padding_beyond_the_embedding_is_accepted(checkpoint):
+    save_words(checkpoint, VOCAB_SIZE, pad_token="[PAD]")
+    backbone = load_backbone(checkpoint)
+    assert backbone.tokenizer.pad_token_id == VOCAB_SIZE

@@ -1,0 +1,64 @@
+"""A run whose backbone changes under it, on the command line."""
+
+import json
+import shutil
+
+import pytest
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from beatrice import main
+from benchmarks.presets import make_config
+from extract.embedded import WEIGHTS
+from extract.microworld import make_world
+from extract.questions import QuestionConfig, make_examples
+from extract.records import write_lines
+from extract.rundir import RunDir
+
+
+def beatrice(*arguments, code=0, **environ):
+    done = CliRunner().invoke(main, [str(a) for a in arguments], env=environ)
+    assert done.exit_code == code, (done.output, done.exception)
+    return done.output
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """An answered run of a few questions, on a backbone of its own."""
+    model = tmp_path / "model"
+    shutil.copytree(WEIGHTS, model)
+    config = make_config("smoke", model=str(model))
+    questions = QuestionConfig(n_train=4, n_evaluation=4, n_ood=2)
+    with RunDir.open(tmp_path / "run", config.as_json()) as run:
+        examples = make_examples(make_world(config.world), questions)
+        run.examples.write_text(write_lines(examples))
+    beatrice("answer", run.path)
+    return run.path
+
+
+def halve_weights(path):
+    tensors = load_file(path / "model.safetensors")
+    changed = {k: t * 0.5 if "down_proj" in k else t for k, t in tensors.items()}
+    save_file(changed, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_weights_changed_between_answer_and_extract_are_refused(run_dir):
+    model = run_dir.parent / "model"
+    answered = json.loads((run_dir / "answers" / "backend.json").read_text())
+    halve_weights(model)
+    said = beatrice("extract", run_dir, code=1)
+    assert f"answered by revision {answered['revision'][:12]}" in said
+    assert str(model) in said and "delete" in said
+    assert not (run_dir / "features").exists()
+    shutil.copy(WEIGHTS / "model.safetensors", model)
+    beatrice("extract", run_dir)
+
+
+def test_a_worker_says_what_is_left_to_the_others(run_dir):
+    # So few answers are one range per setting, which is worker 0's.
+    second = {"RANK": "1", "WORLD_SIZE": "2"}
+    said = beatrice("extract", run_dir, **second)
+    assert "2 ranges are left to the other workers" in said
+    assert "worker 1 of 2, as RANK=1 WORLD_SIZE=2 says" in said
+    said = beatrice("extract", run_dir, **second | {"RANK": "0"})
+    assert "every range is there" in said
