@@ -152,6 +152,13 @@ def read_tevatron(record: Record) -> Question:
     )
 
 
+def _fits_gold_info(record: Record) -> bool:
+    """Tell gold passages from SQuAD's rows, which have a title and a context too."""
+    if "question_tokens" in record:
+        return "context" in record and has_answers(record)
+    return {"question", "context", "title", "short_answers"} <= record.keys()
+
+
 def _tag(record: Record) -> str | None:
     """Return the question set that a record names in its field `dataset`."""
     return dataset_named(record.get("dataset"))
@@ -178,7 +185,7 @@ FORMATS = (
     ),
     Format(
         name="DPR gold passages (gold_info)",
-        fits=lambda r: {"question_tokens", "context"} <= r.keys() and has_answers(r),
+        fits=_fits_gold_info,
         read=read_gold_info,
     ),
 )

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from extract.datasets.evidence import attach, find_evidence
 from extract.datasets.formats import choose_format, recognise_record
 from extract.datasets.naming import dataset_named, dataset_of_style
+from extract.datasets.passages import check_all_read
 from extract.datasets.question import Format, Question, Record
 from extract.filetypes import FileType, recognise
 from extract.streams import RawRecord, RecordStream
@@ -109,6 +110,7 @@ class DatasetFile:
             return Refusal(raw.number, raw.at, f"is of another kind ({known.name})")
         try:
             question = known.read(raw.value)
+            check_all_read(raw.value, question)
             if question.documents or known.dataset == "triviaqa":
                 question = attach(question, self.evidence)
         except ValueError as error:

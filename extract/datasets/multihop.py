@@ -11,8 +11,8 @@ from extract.datasets.fields import (
     objects,
     text,
 )
-from extract.datasets.paragraphs import read_context, supporting_titles
-from extract.datasets.passages import body_of
+from extract.datasets.paragraphs import is_titled, read_context, supporting_titles
+from extract.datasets.passages import body_of, is_list_of_objects
 from extract.datasets.question import Format, Question, Record
 from extract.records import Passage
 
@@ -33,15 +33,21 @@ def is_twowiki(record: Record) -> bool:
 
 
 def _has_paragraphs(record: Record) -> bool:
-    """Tell whether a context is made of titled sentences rather than of plain text."""
+    """Tell whether a record has, or ought to have, paragraphs of titled sentences.
+
+    What lacks the facts, or has them beside another kind of context, is refused by the
+    reader: taken for a plain question it would lose its passages in silence.
+    """
+    if "question" not in record:
+        return False
+    if "supporting_facts" in record:
+        return True
     context = record.get("context")
+    if "context" not in record or is_titled(context):
+        return "context" in record
     if isinstance(context, str) and context.lstrip()[:1] not in ("[", "{"):
         return False
-    if isinstance(context, list) and context and isinstance(context[0], dict):
-        return False
-    return "question" in record and (
-        "supporting_facts" in record or ("context" in record and "_id" in record)
-    )
+    return "_id" in record and not is_list_of_objects(context)
 
 
 def read_titled(record: Record) -> Question:

@@ -8,7 +8,7 @@ from extract.datasets.fields import any_answers, identity, kind_of, text, unfold
 from extract.datasets.multihop import is_twowiki
 from extract.datasets.naming import dataset_named, dataset_of_id
 from extract.datasets.paragraphs import read_context, supporting_titles
-from extract.datasets.passages import titled_passages
+from extract.datasets.passages import any_passages, check_all_read, titled_passages
 from extract.datasets.question import Format, Question, Record
 from extract.records import Passage
 
@@ -67,11 +67,15 @@ def read_flashrag(record: Record) -> Question:
     kept: dict[str, Any] = {}
     if "context" in record:
         passages = titled_passages(record, "context")
-    elif meta.get("context") and meta.get("supporting_facts") is not None:
-        titles = supporting_titles(meta["supporting_facts"])
+    elif meta.get("context"):
+        # Without the facts the paragraphs are read, and none of them is gold.
+        facts = meta.get("supporting_facts")
+        titles = [] if facts is None else supporting_titles(facts)
         passages = read_context(meta["context"], titles)
     elif titles := _gold_titles(meta):
         kept["supporting_titles"] = titles
+    else:
+        passages = any_passages(record) or any_passages(meta)
     for key in ("type", "level", "prop", "subj", "s_wiki_title", "s_pop"):
         if isinstance(meta.get(key), str | int):
             kept[key] = meta[key]
@@ -93,6 +97,7 @@ def read_plain(record: Record) -> Question:
         dataset=dataset_named(record.get("dataset")),
         question=question_of(record),
         golds=any_answers(record),
+        passages=any_passages(record),
     )
 
 
@@ -142,15 +147,17 @@ def read_lm_eval(
         raise ValueError(f"'doc': expected an object, found {kind_of(document)}")
     try:
         read = read_document(document)
+        if read is None:
+            read = Question(
+                id=identity(document, "id", "question_id"),
+                dataset=None,
+                question=question_of(document),
+                golds=_target(record),
+                passages=any_passages(document),
+            )
+        check_all_read(document, read)
     except ValueError as error:
         raise ValueError(f"in 'doc': {error}") from None
-    if read is None:
-        read = Question(
-            id=identity(document, "id", "question_id"),
-            dataset=None,
-            question=question_of(document),
-            golds=_target(record),
-        )
     response = _response(record)
     if response is None:
         raise ValueError("no response in 'filtered_resps' or 'resps'")

@@ -1,7 +1,7 @@
 """PopQA: the published table, its hub copy, and the copies that carry paragraphs."""
 
 from extract.datasets.fields import any_answers, identity, text
-from extract.datasets.passages import titled_passages
+from extract.datasets.passages import any_passages, titled_passages
 from extract.datasets.question import Format, Question, Record
 
 _KEPT = ("subj", "prop", "obj", "s_wiki_title", "o_wiki_title", "s_pop", "o_pop")
@@ -17,7 +17,8 @@ def read_popqa(record: Record) -> Question:
     if "possible_answers" not in record:
         raise ValueError("no 'possible_answers'")
     golds = any_answers({"possible_answers": record["possible_answers"]})
-    passages = titled_passages(record, "paragraphs") if "paragraphs" in record else ()
+    found = "paragraphs" in record
+    passages = titled_passages(record, "paragraphs") if found else any_passages(record)
     return Question(
         id=identity(record, "id"),
         dataset="popqa",
