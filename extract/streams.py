@@ -220,6 +220,8 @@ def _table_rows(stream: Readable, path: Path, delimiter: str) -> Iterator[RawRec
         n_records += 1
         at = f"line {first}" if rows.number <= first else f"lines {first}-{rows.number}"
         problem = problem or _row_problem(cells, names or [])
+        if problem is None and [cell.strip() for cell in cells] == names:
+            problem = "the row of column names again"
         value = dict(zip(names or [], cells, strict=True)) if problem is None else None
         yield RawRecord(n_records, at, value, problem)
 

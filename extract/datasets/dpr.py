@@ -34,11 +34,11 @@ def read_qa_row(record: Record) -> Question:
     """Read one row of `{nq,trivia}-*.qa.csv`: a question and a Python list."""
     question = text(record, HEADERLESS[0])
     value = text(record, HEADERLESS[1])
-    if not value.startswith("["):
+    found = unfold(value, HEADERLESS[1])
+    if not isinstance(found, list):
         raise ValueError(
             f"expected a list of answers in the second column, found {value[:40]!r}"
         )
-    found = unfold(value, HEADERLESS[1])
     return Question(
         id=None,
         dataset=None,

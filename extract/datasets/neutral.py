@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from extract.datasets.dpr import unquote
-from extract.datasets.fields import any_answers, identity, kind_of, text, unfold
+from extract.datasets.fields import any_answers, field_answers, identity, kind_of, text
 from extract.datasets.multihop import is_twowiki
 from extract.datasets.naming import dataset_named, dataset_of_id
 from extract.datasets.paragraphs import read_context, supporting_titles
@@ -130,7 +130,7 @@ def _target(record: Record) -> tuple[str, ...]:
     """Return the accepted answers that a log compared with."""
     if record.get("target") is None:
         raise ValueError("neither 'doc' nor 'target' holds an answer")
-    return any_answers({"reference": unfold(record["target"], "target")})
+    return field_answers(record["target"], "target")
 
 
 def read_lm_eval(
@@ -147,17 +147,18 @@ def read_lm_eval(
         raise ValueError(f"'doc': expected an object, found {kind_of(document)}")
     try:
         read = read_document(document)
-        if read is None:
-            read = Question(
-                id=identity(document, "id", "question_id"),
-                dataset=None,
-                question=question_of(document),
-                golds=_target(record),
-                passages=any_passages(document),
-            )
-        check_all_read(document, read)
+        passages = () if read is not None else any_passages(document)
     except ValueError as error:
         raise ValueError(f"in 'doc': {error}") from None
+    if read is None:
+        read = Question(
+            id=identity(document, "id", "question_id"),
+            dataset=None,
+            question=question_of(document),
+            golds=_target(record),
+            passages=passages,
+        )
+    check_all_read(document, read, within="in 'doc': ")
     response = _response(record)
     if response is None:
         raise ValueError("no response in 'filtered_resps' or 'resps'")

@@ -85,8 +85,13 @@ def any_passages(record: Record) -> tuple[Passage, ...]:
     return ()
 
 
-def check_all_read(record: Record, question: Question) -> None:
+def check_all_read(record: Record, question: Question, *, within: str = "") -> None:
     """Refuse a record whose passages no reader understood: they would be lost.
+
+    Args:
+      record: that was read.
+      question: what it became.
+      within: begins the message, where the record lies inside another.
 
     Raises:
       ValueError: the question has none, and the record holds some.
@@ -96,9 +101,9 @@ def check_all_read(record: Record, question: Question) -> None:
     for name in _HOLDERS:
         if record.get(name):
             raise ValueError(
-                f"{name!r}: expected passages as a list of objects with 'title' and "
-                f"'text', found {_kind_of_passages(record[name])}; convert them, or "
-                "take the field out to read the question without passages"
+                f"{within}{name!r}: expected passages as a list of objects with "
+                f"'title' and 'text', found {_kind_of_passages(record[name])}; convert "
+                "them, or take the field out to read the question without passages"
             )
 
 
