@@ -285,15 +285,34 @@ def _rows_of(stream: IO[bytes], path: Path) -> Iterator[RawRecord]:
         ) from None
 
 
+def _without_times(batch: Any) -> Any:
+    """Return a batch with its dates and times as bare numbers.
+
+    No layout has one. Python holds fewer dates than Parquet, and times in a zone need
+    a table of zones, which must not cost a record its question.
+    """
+    import pyarrow
+
+    widths = {32: pyarrow.int32(), 64: pyarrow.int64()}
+    for i, field in enumerate(batch.schema):
+        if pyarrow.types.is_temporal(field.type) and field.type.bit_width in widths:
+            bare = batch.column(i).view(widths[field.type.bit_width])
+            batch = batch.set_column(i, field.name, bare)
+    return batch
+
+
 def _batch_rows(batch: Any) -> Iterator[tuple[dict[str, Any] | None, str | None]]:
-    """Yield the rows of one batch; a row that is no UTF-8 spoils no other."""
+    """Yield the rows of one batch; a row that Python cannot hold spoils no other."""
+    batch = _without_times(batch)
     try:
         yield from ((row, None) for row in batch.to_pylist())
         return
-    except UnicodeDecodeError:
+    except (ValueError, OverflowError):  # UnicodeDecodeError is one
         pass
     for i in range(batch.num_rows):
         try:
             yield batch.slice(i, 1).to_pylist()[0], None
         except UnicodeDecodeError as error:
             yield None, f"not UTF-8: byte 0x{error.object[error.start]:02x}"
+        except (ValueError, OverflowError) as error:
+            yield None, f"a value that cannot be read ({error})"

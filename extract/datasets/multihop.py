@@ -81,12 +81,28 @@ def _required(record: Record, key: str) -> Any:
     return record[key]
 
 
+def _is_answerable(mark: Any) -> bool:
+    """Return a mark as true or false; copies write it as text or as a number.
+
+    Raises:
+      ValueError: it is neither.
+    """
+    if mark is None or isinstance(mark, bool):
+        return mark is not False  # MuSiQue-Ans has no need of the mark
+    found = {"true": True, "1": True, "false": False, "0": False}.get(
+        str(mark).strip().lower()
+    )
+    if found is None:
+        raise ValueError(f"'answerable': expected true or false, found {mark!r}")
+    return found
+
+
 def read_musique(record: Record) -> Question:
     """Read one record of MuSiQue.
 
     Only `is_supporting` marks gold paragraphs: distractors share their titles.
     """
-    if record.get("answerable") is False:
+    if not _is_answerable(record.get("answerable")):
         raise ValueError(
             "unanswerable on purpose (MuSiQue-Full): its paragraphs do not hold the "
             "answer; use the file musique_ans, or leave such records out"

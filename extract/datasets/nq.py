@@ -56,7 +56,9 @@ def read_simplified(record: Record) -> Question:
     """
     question = text(record, "question_text")
     # One space is one boundary: token numbers count the empty tokens between two.
-    tokens = text(record, "document_text").split(" ")
+    # At its beginning as well, so the document is not stripped.
+    text(record, "document_text")
+    tokens = record["document_text"].split(" ")
     long_answers, short, notes = [], [], objects(record, "annotations")
     for i, note in enumerate(notes):
         within = f"annotations[{i}]."
