@@ -9,6 +9,7 @@ import csv
 import dataclasses
 import re
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal, Protocol
 
@@ -247,6 +248,13 @@ def list_key_of(text: bytes) -> str | None:
             return name
         at = _behind_value(text, at)
     return None
+
+
+def top_keys(text: bytes, at: int) -> Iterator[str]:
+    """Yield the keys of the object at `at`, as far as it can be followed."""
+    while key := _KEY.match(text, at):
+        yield key[1][1:-1].decode("utf-8", "replace")
+        at = _behind_value(text, key.end())
 
 
 def _behind_value(text: bytes, at: int) -> int:

@@ -5,6 +5,7 @@ are read one by one, Parquet in small batches. What is no record is passed on wi
 number and the reason; only a file that is cut off or damaged as a whole ends reading.
 """
 
+import collections
 import contextlib
 import csv
 import dataclasses
@@ -171,24 +172,50 @@ def _json_lines(stream: Readable, path: Path) -> Iterator[RawRecord]:
 
 
 class _Rows:
-    """Feeds lines to a CSV reader and remembers which were read."""
+    """Feeds lines to a CSV reader, and takes those back that a bad row swallowed."""
 
     def __init__(self, stream: Readable, path: Path) -> None:
         self._lines, self._path = _lines(stream), path
-        self.number = 0
-        self.size = 0  # bytes since the last row
+        self._again: collections.deque[tuple[int, str]] = collections.deque()
+        self._row: list[tuple[int, str]] = []
+        self._size = 0  # bytes since the last row
+
+    def begin(self) -> None:
+        """Forget the lines of the last row."""
+        self._row, self._size = [], 0
+
+    def give_back(self) -> None:
+        """Have all lines of this row but its first read again."""
+        self._again.extendleft(reversed(self._row[1:]))
+        del self._row[1:]
+
+    def place(self) -> str:
+        """Return in words where the row lies."""
+        first, last = self._row[0][0], self._row[-1][0]
+        return f"line {first}" if first == last else f"lines {first}-{last}"
+
+    def is_spread(self) -> bool:
+        """Tell whether the row took more than one line."""
+        return len(self._row) > 1
 
     def __iter__(self) -> Iterator[str]:
-        for number, line, is_long in self._lines:
-            self.size += len(line)
-            if is_long or self.size > MAX_RECORD:
-                raise ValueError(
-                    f"{self._path}, line {number}: a row of more than "
-                    f"{MAX_RECORD >> 20} MiB, perhaps for a quote that is left open; "
-                    "the file is no table of questions"
-                )
-            self.number = number
-            yield line.decode("utf-8", "surrogateescape") + "\n"
+        return self
+
+    def __next__(self) -> str:
+        number, line = self._again.popleft() if self._again else self._next_line()
+        self._row.append((number, line))
+        return line + "\n"
+
+    def _next_line(self) -> tuple[int, str]:
+        number, line, is_long = next(self._lines)
+        self._size += len(line)
+        if is_long or self._size > MAX_RECORD:
+            raise ValueError(
+                f"{self._path}, line {number}: a row of more than "
+                f"{MAX_RECORD >> 20} MiB, perhaps for a quote that is left open; "
+                "the file is no table of questions"
+            )
+        return number, line.decode("utf-8", "surrogateescape")
 
 
 def _table_rows(stream: Readable, path: Path, delimiter: str) -> Iterator[RawRecord]:
@@ -198,11 +225,11 @@ def _table_rows(stream: Readable, path: Path, delimiter: str) -> Iterator[RawRec
     """
     csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD))
     rows = _Rows(stream, path)
-    reader = csv.reader(iter(rows), delimiter=delimiter, strict=True)
+    reader = csv.reader(rows, delimiter=delimiter, strict=True)
     names: list[str] | None = None
     n_records = 0
     while True:
-        first, rows.size = rows.number + 1, 0
+        rows.begin()
         try:
             cells, problem = next(reader, None), None
         except csv.Error as error:
@@ -218,12 +245,17 @@ def _table_rows(stream: Readable, path: Path, delimiter: str) -> Iterator[RawRec
                 names = [cell.strip() for cell in cells]
                 continue
         n_records += 1
-        at = f"line {first}" if rows.number <= first else f"lines {first}-{rows.number}"
+        if rows.is_spread() and (problem or len(cells) != len(names or HEADERLESS)):
+            # A quote left open takes the rows behind it in, to the end of the file.
+            rows.give_back()
+            problem = (problem or "the row has another number of columns") + (
+                ": a quote is left open on this line"
+            )
         problem = problem or _row_problem(cells, names or [])
         if problem is None and [cell.strip() for cell in cells] == names:
             problem = "the row of column names again"
         value = dict(zip(names or [], cells, strict=True)) if problem is None else None
-        yield RawRecord(n_records, at, value, problem)
+        yield RawRecord(n_records, rows.place(), value, problem)
 
 
 def _row_problem(cells: list[str], names: list[str]) -> str | None:
