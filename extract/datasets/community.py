@@ -3,7 +3,7 @@
 from typing import Any
 
 from extract.datasets.fields import any_answers, identity, listed, objects, text
-from extract.datasets.naming import dataset_named
+from extract.datasets.naming import dataset_named, dataset_tagged
 from extract.datasets.passages import is_list_of_objects, titled_passages
 from extract.datasets.question import Format, Question, Record
 
@@ -40,7 +40,7 @@ def read_ircot(record: Record) -> Question:
     name = identity(record, "question_id")
     return Question(
         id=name,
-        dataset=dataset_named(record.get("dataset")) or dataset_named(name),
+        dataset=dataset_tagged(record) or dataset_named(name),
         question=text(record, "question_text"),
         golds=any_answers({"answers": found}),
         passages=titled_passages(record, "contexts"),

@@ -13,14 +13,17 @@ from typing import Any, Literal
 
 from extract.datasets.evidence import attach, find_evidence
 from extract.datasets.formats import choose_format, recognise_record
-from extract.datasets.naming import dataset_named, dataset_of_style
+from extract.datasets.naming import dataset_named, dataset_of_style, is_foreign
 from extract.datasets.passages import check_all_read
 from extract.datasets.question import Format, Question, Record
 from extract.filetypes import FileType, recognise
 from extract.streams import RawRecord, RecordStream
 
 N_SAMPLE = 64  # records from which a file's layout and question set are told
-DatasetSource = Literal["given", "records", "style of the questions", "file name"]
+# A layout tells less than marks in the records: others may have written so too.
+DatasetSource = Literal[
+    "given", "records", "layout", "style of the questions", "file name"
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,15 +232,22 @@ def _dataset_of(
     found = [file._read_one(raw) for raw in sample]
     questions = [one.question for one in found if isinstance(one, Loaded)]
     named = collections.Counter(q.dataset for q in questions if q.dataset)
+    known = file.format.dataset
     if named:
+        most = max(named.values())
+        if named.get(known or "") == most:
+            return known, "records"  # where two sets have as many, as the format is
         return named.most_common(1)[0][0], "records"
-    if file.format.dataset is not None:
-        return file.format.dataset, "records"
-    # Layouts of nobody in particular are not guessed at: any set may be written so.
-    style = None if file.format.is_weak else dataset_of_style(questions)
-    if style is not None:
-        return style, "style of the questions"
+    if known is not None and not file.format.is_weak:
+        return known, "records"
+    # A name goes before a guess: short lists of aliases are PopQA's as well.
     for part in (file.path.name, file.path.parent.name):
         if (name := dataset_named(part)) is not None:
             return name, "file name"
-    return None, None
+    if is_foreign(file.path.name):
+        return None, None
+    if known is not None:
+        return known, "layout"
+    # Layouts of nobody in particular are not guessed at: any set may be written so.
+    style = None if file.format.is_weak else dataset_of_style(questions)
+    return style, "style of the questions" if style is not None else None

@@ -6,8 +6,8 @@ from typing import Any
 from extract.datasets.dpr import unquote
 from extract.datasets.fields import any_answers, field_answers, identity, kind_of, text
 from extract.datasets.multihop import is_twowiki
-from extract.datasets.naming import dataset_named, dataset_of_id
-from extract.datasets.paragraphs import read_context, supporting_titles
+from extract.datasets.naming import dataset_marked, dataset_of_id
+from extract.datasets.paragraphs import is_titled, read_context, supporting_titles
 from extract.datasets.passages import any_passages, check_all_read, titled_passages
 from extract.datasets.question import Format, Question, Record
 from extract.records import Passage
@@ -34,15 +34,13 @@ def _metadata(record: Record) -> dict[str, Any]:
 
 def _source(meta: Record) -> str | None:
     """Return the question set that a FlashRAG record was made of, or None."""
-    if "s_wiki_title" in meta or {"prop", "subj"} <= meta.keys():
-        return "popqa"
     if "question_decomposition" in meta:
         return "musique"
-    if "supporting_facts" in meta:
-        context = meta.get("context")
+    context = meta.get("context")
+    if "supporting_facts" in meta or is_titled(context):
         has_content = isinstance(context, dict) and "content" in context
         return "2wikimultihopqa" if has_content or is_twowiki(meta) else "hotpotqa"
-    return dataset_named(meta.get("dataset"))
+    return dataset_marked(meta)
 
 
 def _gold_titles(meta: Record) -> list[str]:
@@ -81,7 +79,7 @@ def read_flashrag(record: Record) -> Question:
             kept[key] = meta[key]
     return Question(
         id=identity(record, "id"),
-        dataset=_source(meta),
+        dataset=_source(meta) or dataset_marked(record),
         question=question,
         golds=golds,
         passages=passages,
@@ -94,7 +92,7 @@ def read_plain(record: Record) -> Question:
     name = identity(record, "id", "_id", "question_id", "qid")
     return Question(
         id=name,
-        dataset=dataset_named(record.get("dataset")),
+        dataset=dataset_marked(record),
         question=question_of(record),
         golds=any_answers(record),
         passages=any_passages(record),
