@@ -17,10 +17,10 @@ from typing import Any
 
 import orjson
 
-from extract.filetypes import Readable, top_keys
+from extract.jsonhead import top_keys
 from extract.jsonparse import parse_object
+from extract.window import CHUNK, Window
 
-CHUNK = 1 << 20
 MAX_RECORD = 32 << 20  # bytes; the largest published records (NQ pages) are below 5 MB
 _GUESS_WITHIN = 4 << 20  # bytes searched for a guessed boundary
 _GUESSES = 3
@@ -35,7 +35,6 @@ _A_STRING = re.compile(_STRING, re.S)
 _A_SCALAR = re.compile(rb"[^\s,\[\]{}\"]++(?=[\s,\]])")
 _BETWEEN = re.compile(rb'\}\s*+,\s*+\{\s*+"[^"\\]*+"\s*+:')
 _FIRST_KEY = re.compile(rb"\{\s*+(" + _STRING + rb")\s*+:")
-_SPACE = re.compile(rb"\s*+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,38 +48,6 @@ class Value:
     offset: int
     object: dict[str, Any] | None
     problem: str | None = None
-
-
-class Window:
-    """The part of a file that is looked at, and where it lies in the file."""
-
-    def __init__(self, stream: Readable) -> None:
-        """Begin before the first byte."""
-        self._stream = stream
-        self.bytes = b""
-        self.start = 0  # offset of bytes[0] in the file
-        self.is_last = False
-
-    def advance(self, keep: int, size: int = CHUNK) -> bool:
-        """Forget what lies before `keep` and read on; False at the end.
-
-        Positions in `bytes` shrink by `keep`.
-        """
-        more = b"" if self.is_last else self._stream.read(size)
-        self.bytes = self.bytes[keep:] + more
-        self.start += keep
-        self.is_last = not more
-        return bool(more)
-
-    def skip_space(self, at: int) -> int:
-        """Return the position of the next byte that is no space; may be the end."""
-        while True:
-            at = _SPACE.match(self.bytes, at).end()
-            if at < len(self.bytes):
-                return at
-            if not self.advance(at):
-                return 0
-            at = 0
 
 
 class ArrayScanner:

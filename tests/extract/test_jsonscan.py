@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extract.jsonscan import ArrayScanner, Window
+from extract.jsonscan import ArrayScanner
+from extract.window import Window
 from tests.extract.published import hotpot, musique
 
 
