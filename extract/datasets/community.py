@@ -54,6 +54,15 @@ FORMATS = (
         read=read_retrievalqa,
     ),
     Format(
+        name="MuSiQue as its authors made it",
+        dataset="musique",
+        fits=lambda r: {"question_text", "answer_text", "contexts"} <= r.keys(),
+        refusal=(
+            "is MuSiQue in the layout of its authors' own programs (question_text, "
+            "answer_text, contexts); give the published musique_ans_v1.0_*.jsonl"
+        ),
+    ),
+    Format(
         name="IRCoT / Adaptive-RAG",
         fits=lambda r: (
             "question_text" in r and bool({"answers_objects", "contexts"} & r.keys())

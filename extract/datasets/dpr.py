@@ -116,7 +116,9 @@ def read_contexts(record: Record) -> Question:
 
 def read_gold_info(record: Record) -> Question:
     """Read one record of `nq-*_gold_info.json`: the question and its gold passage."""
-    body = record.get("context")
+    if "context" not in record:
+        raise ValueError("no 'context'")
+    body = record["context"]
     if not isinstance(body, str):
         raise ValueError(f"'context': expected text, found {kind_of(body)}")
     title = record.get("title")

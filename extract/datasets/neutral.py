@@ -4,7 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 from extract.datasets.dpr import unquote
-from extract.datasets.fields import any_answers, field_answers, identity, kind_of, text
+from extract.datasets.fields import (
+    answers,
+    any_answers,
+    field_answers,
+    identity,
+    kind_of,
+    text,
+)
 from extract.datasets.multihop import is_twowiki
 from extract.datasets.naming import dataset_marked, dataset_of_id
 from extract.datasets.paragraphs import is_titled, read_context, supporting_titles
@@ -202,7 +209,7 @@ def read_kilt(record: Record) -> Question:
         id=name,
         dataset=dataset_of_id(name),
         question=text(record, "input"),
-        golds=any_answers({"answers": golds}),
+        golds=answers(golds, "output[].answer"),
         meta={"supporting_titles": list(dict.fromkeys(pages))},
     )
 
@@ -220,7 +227,11 @@ FORMATS = (
     ),
     Format(
         name="KILT",
-        fits=lambda r: "output" in r and bool({"input", "id"} & r.keys()),
+        fits=lambda r: (
+            bool({"input", "id"} & r.keys())
+            and "output" in r
+            and not isinstance(r["output"], str)  # as instructions have (Alpaca)
+        ),
         read=read_kilt,
     ),
 )
