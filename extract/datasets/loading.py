@@ -279,14 +279,24 @@ def _dataset_of(
         return named.most_common(1)[0][0], "records"
     if known is not None and not file.format.is_weak:
         return known, "records"
+    guess, source = _guessed(file, questions)
     # A name goes before a guess: short lists of aliases are PopQA's as well.
     for part in (file.path.name, file.path.parent.name):
-        if (name := dataset_named(part)) is not None:
+        if (name := dataset_named(part)) not in (None, guess):
             return name, "file name"
+        if name is not None:
+            break
+    return guess, source
+
+
+def _guessed(
+    file: DatasetFile, questions: list[Question]
+) -> tuple[str | None, DatasetSource | None]:
+    """Return what a layout or a manner of asking suggests, and which of the two."""
     if is_foreign(file.path.name):
         return None, None
-    if known is not None:
-        return known, "layout"
+    if file.format.dataset is not None:
+        return file.format.dataset, "layout"
     # Layouts of nobody in particular are not guessed at: any set may be written so.
     style = None if file.format.is_weak else dataset_of_style(questions)
-    return style, "style of the questions" if style is not None else None
+    return style, None if style is None else "style of the questions"

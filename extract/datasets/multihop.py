@@ -30,13 +30,13 @@ def is_twowiki(record: Record) -> bool:
     third party may have added to HotpotQA tell only where nothing else does.
     """
     kind = record.get("type")
-    if kind in _TWOWIKI_TYPES:
-        return True
+    if kind == "bridge" or kind in _TWOWIKI_TYPES:
+        return kind != "bridge"
     name = record.get("_id", record.get("id"))
     by_id = dataset_of_id(name) if isinstance(name, str) else None
     if by_id in ("hotpotqa", "2wikimultihopqa"):
         return by_id == "2wikimultihopqa"
-    if kind == "bridge" or record.get("level") in _LEVELS:
+    if record.get("level") in _LEVELS:
         return False
     return not _TWOWIKI_KEYS.isdisjoint(record)
 

@@ -42,6 +42,7 @@ FACTS = {"context": pub.hotpot_columns(0)["context"], "type": "bridge"}
 # For each file: its records, its name, the set, and what told it.
 SETS = {
     "answer lists": (lists(), "a.jsonl", "nq", "layout"),
+    "answer lists of the same name": (lists(), "nq-open.jsonl", "nq", "layout"),
     "answer lists of a name": (lists(), "popqa.jsonl", "popqa", "file name"),
     "lists that say TriviaQA": (lists(dataset="trivia"), "a", "triviaqa", "records"),
     "lists that say PopQA": (lists(dataset="popqa"), "nq", "popqa", "records"),
