@@ -1,6 +1,6 @@
 """The options that say which published files are read, and how they are asked."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from extract.datasets.pools import BuildConfig, Source
 
 SETS = ("hotpotqa", "musique", "2wikimultihopqa", "popqa", "nq", "triviaqa")
+_CONTEXTS = ("supporting", "all", "none")
 _ROLES = ("train", "dev", "held-out")
 Command = Callable[..., None]
 
@@ -44,6 +45,41 @@ class _Named(click.ParamType):
         if not rest.isascii() or not rest.isdigit() or int(rest) < 1:
             self.fail(f"expected a whole number above 0, found {rest!r}", param, ctx)
         return name, int(rest)
+
+
+class _Context(click.ParamType):
+    """`CONTEXT` of all sets, or `NAME=CONTEXT` of one."""
+
+    name = "context"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str | None, str]:
+        """Return the set, or None for all, and the context."""
+        if isinstance(value, tuple):
+            return value
+        name, equals, context = str(value).rpartition("=")
+        if context not in _CONTEXTS or (equals and name not in SETS):
+            self.fail(
+                f"expected {', '.join(_CONTEXTS)}, or NAME= and one of them with a "
+                f"name of {', '.join(SETS)}, found {value!r}",
+                param,
+                ctx,
+            )
+        return name or None, context
+
+
+def _contexts(given: Sequence[tuple[str | None, str]]) -> dict[str | None, str]:
+    """Return the context of each set that was named, and of None for the others."""
+    found: dict[str | None, str] = {None: "supporting"}
+    for i, (name, context) in enumerate(given):
+        if name in [other for other, _ in given[:i]]:
+            raise click.UsageError(
+                f"--context {f'{name}=' if name else ''}{context}: another one was "
+                f"given for {name or 'all sets'} before; give one"
+            )
+        found[name] = context
+    return found
 
 
 def _files(role: str, text: str) -> Any:
@@ -90,10 +126,12 @@ _QUESTIONS = (
     ),
     click.option(
         "--context",
-        type=click.Choice(["supporting", "all", "none"]),
-        default="supporting",
-        show_default=True,
-        help="Passages of an example; questions without are left out, and counted.",
+        multiple=True,
+        type=_Context(),
+        metavar="[NAME=]CONTEXT",
+        help="Passages of an example: supporting (the default), all or none; questions "
+        "without are left out, and counted. With NAME= of one set alone: with none, "
+        "its questions are asked closed-book only.",
     ),
     click.option(
         "--splits",
@@ -215,9 +253,12 @@ def build_config(options: dict[str, Any]) -> "BuildConfig":
         n_evaluation=options["n_evaluation"],
         n_held_out=HELD_OUT_SIZES | dict(options["n_held_out"]),
     )
+    contexts = _contexts(options["context"])
+    common = contexts.pop(None)
     return BuildConfig(
         splits=splits,
-        context=options["context"],
+        context=common,
+        contexts=contexts,
         skip_bad=options["skip_bad"],
         evidence=options["evidence"],
     )

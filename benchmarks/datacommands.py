@@ -60,9 +60,10 @@ def data(run_dir: Path | None, **options: Any) -> None:
 
     --inspect --json prints one object: dataset, dataset_from (what told it), format,
     container, records, loaded, with_passages, with_gold_passages, refused, refusals
-    (record, at, reason; the first 1000), reasons (counts), ok, and error, the sentence
-    for which the whole file is refused, or null. It is printed for a refused file too;
-    records is null where the file was not read through, as for passages.
+    (record, at, reason; the first 1000), refusals_not_listed, reasons (counts), ok, and
+    error, the sentence for which the whole file is refused, or null. It is printed for
+    a refused file too; records is null where the file was not read through, as for
+    passages.
 
     Exit codes: 0 every record can be used (or, with --skip-bad, some can); 1 the file
     or one of its records is refused; 2 wrong usage.

@@ -30,7 +30,7 @@ def forecast_data(sources: Sequence[Source], build: BuildConfig) -> Forecast:
         found = list(itertools.islice(file.read(), N_PROBED))
         took = time.monotonic() - began - opened
         rows = [one.question for one in found if isinstance(one, Loaded)
-                and is_usable(one, build.context)]  # fmt: skip
+                and is_usable(one, build.context_of(source.dataset))]  # fmt: skip
         lines = [to_json(q.as_example("train", q.passages)) for q in rows]
         size = sum(build.splits.sizes(source.dataset, source.role).values())
         mean = sum(map(len, lines)) / max(1, len(lines))

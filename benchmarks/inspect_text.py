@@ -34,6 +34,13 @@ def inspection_as_text(report: Mapping[str, Any]) -> str:
     lines += [f"  record {r['record']} ({r['at']}): {r['reason']}" for r in shown]
     if report["refused"] > len(shown):
         n_more = report["refused"] - len(shown)
-        lines.append(f"  and {n_more} more; --json lists the first 1000")
+        lines.append(
+            f"  and {n_more} more; --json lists the first 1000 of all"
+            + (
+                f", {left} are counted only"
+                if (left := report["refusals_not_listed"])
+                else ""
+            )
+        )
     # A file's name may hold what no terminal can show.
     return "\n".join(lines).encode("utf-8", "backslashreplace").decode()

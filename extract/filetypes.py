@@ -14,12 +14,12 @@ from typing import BinaryIO, Literal, Protocol
 
 import orjson
 
+from extract.jsonhead import behind_value, list_key_of
+
 Container = Literal[
     "json array", "json object", "json lines", "json values", "table", "parquet"
 ]
 HEAD = 1 << 20  # bytes looked at; the first record of every known format fits
-# A list under one of these names, in an object around it, is the list of records.
-LIST_KEYS = ("Data", "data", "rows", "examples", "questions", "instances")
 # A first row with one of these names in it is a header.
 COLUMNS = {"question", "query", "possible_answers", "text", "title", "contents"}
 
@@ -29,6 +29,8 @@ _FOREIGN = (
     (b"\xfd7zXZ\x00", "xz data; unpack it first"),
     (b"\x28\xb5\x2f\xfd", "Zstandard data; unpack it first"),
     (b"ARROW1", "an Arrow IPC file; save it as Parquet"),
+    (b"\xff\xfe\0\0", "UTF-32 text; save it as UTF-8"),
+    (b"\0\0\xfe\xff", "UTF-32 text; save it as UTF-8"),
     (b"\xff\xfe", "UTF-16 text; save it as UTF-8"),
     (b"\xfe\xff", "UTF-16 text; save it as UTF-8"),
     (b"\x1f\x8b", "gzip inside gzip; unpack it once"),
@@ -179,6 +181,9 @@ def recognise(path: Path) -> FileType:
     return dataclasses.replace(kind, is_gzipped=is_gzipped, has_bom=has_bom)
 
 
+_PYTHON = re.compile(rb"\[\s*\{\s*'")  # single quotes around the first key
+
+
 def _kind_of_text(text: bytes, name: str) -> FileType:
     """Tell the kinds of text apart; `name` begins the message of a refusal."""
     for magic, what in _FOREIGN:
@@ -191,16 +196,28 @@ def _kind_of_text(text: bytes, name: str) -> FileType:
         raise ValueError(f"{name} is a tar archive; unpack it first")
     if b"\0" in text:
         raise ValueError(f"{name} is binary, of no known kind")
-    if start.startswith(b"["):
+    if _PYTHON.match(start):
+        raise ValueError(
+            f"{name} is a list in Python's notation, not JSON; save it with json.dumps"
+        )
+    if start.startswith(b"[") and not _is_row(text):
         return FileType(container="json array")
     if start.startswith(b"{"):
         return _kind_of_objects(start)
+    if start.startswith(b"["):
+        return FileType(container="table", delimiter="\t")
     if start.startswith(b"<"):
         raise ValueError(
             f"{name} is an HTML or XML page, as a failed download leaves; "
             "fetch it again"
         )
     return _kind_of_table(start, name)
+
+
+def _is_row(text: bytes) -> bool:
+    """Tell a first row without its first cell from an array that is indented."""
+    is_tabbed = text.lstrip(b" \r\n").startswith(b"\t")
+    return is_tabbed and text.lstrip()[1:2] in (b"'", b'"')
 
 
 def _is_object(line: bytes) -> bool:
@@ -221,46 +238,9 @@ def _kind_of_objects(text: bytes) -> FileType:
     # A first line that is damaged does not change what the others are.
     if _is_object(first) or (len(first) > 2 and second[:1] == b"{"):
         return FileType(container="json lines")
-    if not rest and len(text) >= HEAD - 8:
-        return FileType(container="json lines")  # one line, longer than the head
+    if not rest and len(text) >= HEAD - 8 and behind_value(text, 0) == len(text):
+        return FileType(container="json lines")  # one record, longer than the head
     return FileType(container="json values")
-
-
-_STRING = rb'"(?:[^"\\]++|\\.)*+"'
-_KEY = re.compile(rb"[\s,{]*+(" + _STRING + rb")\s*+:\s*+", re.S)
-_TO_BRACKET = re.compile(rb"(?:[^{}\[\]\"]++|" + _STRING + rb")*+[{}\[\]]", re.S)
-_SCALAR = re.compile(rb"(?:" + _STRING + rb"|[^\s,{}\[\]\"]++)", re.S)
-
-
-def list_key_of(text: bytes) -> str | None:
-    """Return the name of the list of objects that the first object is around.
-
-    Args:
-      text: begins with `{`; may end anywhere.
-    """
-    at = 0
-    while key := _KEY.match(text, at):
-        name = key[1][1:-1].decode("utf-8", "replace")
-        at = key.end()
-        inner = text[at + 1 : at + 4096].lstrip()[:1]
-        if text[at : at + 1] == b"[" and name in LIST_KEYS and inner in b"{]":
-            return name
-        at = _behind_value(text, at)
-    return None
-
-
-def _behind_value(text: bytes, at: int) -> int:
-    """Return the position behind the JSON value at `at`; the end if it is cut off."""
-    if text[at : at + 1] not in (b"{", b"["):
-        scalar = _SCALAR.match(text, at)
-        return scalar.end() if scalar else len(text)
-    depth = 0
-    while found := _TO_BRACKET.match(text, at):
-        at = found.end()
-        depth += 1 if text[at - 1] in b"{[" else -1
-        if depth == 0:
-            return at
-    return len(text)
 
 
 def _kind_of_table(text: bytes, name: str) -> FileType:

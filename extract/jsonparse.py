@@ -1,10 +1,12 @@
 """One JSON object out of bytes, or the reason in words why it is none."""
 
 import json
+import re
 from typing import Any
 
 import orjson
 
+_PYTHON = re.compile(r"\s*\{\s*'")  # single quotes around the first key
 KINDS = {
     dict: "an object",
     list: "a list",
@@ -45,4 +47,6 @@ def _parse_slowly(raw: bytes, error: orjson.JSONDecodeError) -> tuple[Any, str |
             return value, None
         except (ValueError, TypeError, RecursionError):
             pass
+    if _PYTHON.match(text):
+        return None, "not valid JSON (Python's notation; save it with json.dumps)"
     return None, f"not valid JSON ({error.msg}, at character {error.pos})"

@@ -9,6 +9,7 @@ and one core: 31,400 records/s by guessing with orjson, 14,700 by ijson's C back
 8,900 by counting braces.
 """
 
+import bisect
 import dataclasses
 import re
 from collections.abc import Iterator
@@ -16,10 +17,10 @@ from typing import Any
 
 import orjson
 
-from extract.filetypes import Readable
+from extract.bytewindow import CHUNK, Window
+from extract.jsonhead import top_keys
 from extract.jsonparse import parse_object
 
-CHUNK = 1 << 20
 MAX_RECORD = 32 << 20  # bytes; the largest published records (NQ pages) are below 5 MB
 _GUESS_WITHIN = 4 << 20  # bytes searched for a guessed boundary
 _GUESSES = 3
@@ -33,7 +34,7 @@ _TO_BRACKET = re.compile(rb'(?:[^\[\]"]++|' + _STRING + rb")*+[\[\]]", re.S)
 _A_STRING = re.compile(_STRING, re.S)
 _A_SCALAR = re.compile(rb"[^\s,\[\]{}\"]++(?=[\s,\]])")
 _BETWEEN = re.compile(rb'\}\s*+,\s*+\{\s*+"[^"\\]*+"\s*+:')
-_SPACE = re.compile(rb"\s*+")
+_FIRST_KEY = re.compile(rb"\{\s*+(" + _STRING + rb")\s*+:")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,38 +48,6 @@ class Value:
     offset: int
     object: dict[str, Any] | None
     problem: str | None = None
-
-
-class Window:
-    """The part of a file that is looked at, and where it lies in the file."""
-
-    def __init__(self, stream: Readable) -> None:
-        """Begin before the first byte."""
-        self._stream = stream
-        self.bytes = b""
-        self.start = 0  # offset of bytes[0] in the file
-        self.is_last = False
-
-    def advance(self, keep: int, size: int = CHUNK) -> bool:
-        """Forget what lies before `keep` and read on; False at the end.
-
-        Positions in `bytes` shrink by `keep`.
-        """
-        more = b"" if self.is_last else self._stream.read(size)
-        self.bytes = self.bytes[keep:] + more
-        self.start += keep
-        self.is_last = not more
-        return bool(more)
-
-    def skip_space(self, at: int) -> int:
-        """Return the position of the next byte that is no space; may be the end."""
-        while True:
-            at = _SPACE.match(self.bytes, at).end()
-            if at < len(self.bytes):
-                return at
-            if not self.advance(at):
-                return 0
-            at = 0
 
 
 class ArrayScanner:
@@ -225,25 +194,49 @@ class ArrayScanner:
     def _resume(self, at: int, stop: int) -> int | None:
         """Return the position behind a damaged record, if a whole one follows it.
 
-        A quote too many hides where a record ends; the next one is recognised by the
-        keys that it begins with, which objects inside a record do not share.
+        A quote too many or a brace too few hides where a record ends; the next one is
+        recognised by the keys that it begins with, which objects inside a record do
+        not share. Its opening is looked for without the brace that should stand before.
 
         Args:
           at: where the damaged record begins.
           stop: where counting says that it ends.
         """
-        text, between = self._window.bytes, self._between
-        hits = [] if not between else [text.find(between, at)]
-        while hits and hits[-1] >= 0 and len(hits) < _RESUME_TRIES:
-            hits.append(text.find(between, hits[-1] + 1))
-        ends = [hit for hit in hits if hit >= 0] + [_last_brace(text)]
-        for i, hit in enumerate(ends[:-1]):
+        text, opening = self._window.bytes, self._between[1:]
+        if not opening:
+            return self._resume_unlearned(at, stop)
+        hits = [text.find(opening, at)]
+        while hits[-1] >= 0 and len(hits) < _RESUME_TRIES:
+            hits.append(text.find(opening, hits[-1] + 1))
+        hits = [hit for hit in hits if hit >= 0]
+        ends = [*(hit - 1 for hit in hits if text[hit - 1] == 0x7D), _last_brace(text)]
+        for hit in hits:
+            if hit > stop:
+                return None
             begin = text.index(b"{", hit)
-            if hit < stop and any(
-                self._is_record(begin, end)
-                for end in ends[i + 1 : i + 1 + _RESUME_ENDS]
-            ):
-                return hit + 1
+            first = bisect.bisect(ends[:-1], begin)
+            tried = ends[first : first + _RESUME_ENDS]
+            if any(self._is_record(begin, end) for end in tried):
+                return hit
+        return None
+
+    def _resume_unlearned(self, at: int, stop: int) -> int | None:
+        """Do the same where no record was read yet: ask for the damaged one's keys."""
+        text = self._window.bytes
+        keys = set(top_keys(text, at))
+        first = _FIRST_KEY.match(text, at)
+        if first is None:
+            return None
+        opening = re.compile(rb",\s*+(?=\{\s*+" + re.escape(first[1]) + rb"\s*+:)")
+        for _, found in zip(
+            range(_RESUME_TRIES), opening.finditer(text, at, stop), strict=False
+        ):
+            end = _balanced(text, found.end())
+            if end is None:
+                continue
+            value, _ = parse_object(memoryview(text)[found.end() : end])
+            if value is not None and keys <= value.keys():
+                return found.start()
         return None
 
     def _is_record(self, begin: int, end: int) -> bool:
@@ -270,6 +263,17 @@ class ArrayScanner:
             f"{self._name}: record {self.n_values + 1}, which begins at byte "
             f"{window.start + at}, {what}; fetch the file again"
         )
+
+
+def _balanced(text: bytes, at: int) -> int | None:
+    """Return the position behind the object at `at` by counting, or None."""
+    depth = 0
+    while found := _TO_BRACE.match(text, at):
+        at = found.end()
+        depth += 1 if text[at - 1] == 0x7B else -1
+        if depth == 0:
+            return at
+    return None
 
 
 def _last_brace(text: bytes) -> int:

@@ -5,30 +5,25 @@ are read one by one, Parquet in small batches. What is no record is passed on wi
 number and the reason; only a file that is cut off or damaged as a whole ends reading.
 """
 
+import collections
 import contextlib
 import csv
 import dataclasses
 import re
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import orjson
 
+from extract.bytewindow import CHUNK, Window
 from extract.filetypes import COLUMNS, FileType, Readable, open_bytes
 from extract.jsonparse import parse_object
-from extract.jsonscan import (
-    CHUNK,
-    MAX_RECORD,
-    ArrayScanner,
-    Value,
-    Window,
-)
+from extract.jsonscan import MAX_RECORD, ArrayScanner, Value
+from extract.parquetrows import parquet_rows
 
 # The one known table without a header is DPR's: question, list of answers.
 HEADERLESS = ("column 1", "column 2")
-_PARQUET_ROWS = 64  # per batch: HotpotQA rows are 6 kB, DPR rows 100 kB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +62,9 @@ class RecordStream:
           ValueError: the file is cut off or damaged.
         """
         if self._type.container == "parquet":
-            yield from _parquet_rows(self._path, self._type.is_gzipped)
+            rows = parquet_rows(self._path, self._type.is_gzipped)
+            for number, (row, problem) in enumerate(rows, start=1):
+                yield RawRecord(number, f"row {number}", row, problem)
             return
         stream = open_bytes(self._path, self._type.is_gzipped)
         with contextlib.closing(stream):
@@ -171,24 +168,50 @@ def _json_lines(stream: Readable, path: Path) -> Iterator[RawRecord]:
 
 
 class _Rows:
-    """Feeds lines to a CSV reader and remembers which were read."""
+    """Feeds lines to a CSV reader, and takes those back that a bad row swallowed."""
 
     def __init__(self, stream: Readable, path: Path) -> None:
         self._lines, self._path = _lines(stream), path
-        self.number = 0
-        self.size = 0  # bytes since the last row
+        self._again: collections.deque[tuple[int, str]] = collections.deque()
+        self._row: list[tuple[int, str]] = []
+        self._size = 0  # bytes since the last row
+
+    def begin(self) -> None:
+        """Forget the lines of the last row."""
+        self._row, self._size = [], 0
+
+    def give_back(self) -> None:
+        """Have all lines of this row but its first read again."""
+        self._again.extendleft(reversed(self._row[1:]))
+        del self._row[1:]
+
+    def place(self) -> str:
+        """Return in words where the row lies."""
+        first, last = self._row[0][0], self._row[-1][0]
+        return f"line {first}" if first == last else f"lines {first}-{last}"
+
+    def is_spread(self) -> bool:
+        """Tell whether the row took more than one line."""
+        return len(self._row) > 1
 
     def __iter__(self) -> Iterator[str]:
-        for number, line, is_long in self._lines:
-            self.size += len(line)
-            if is_long or self.size > MAX_RECORD:
-                raise ValueError(
-                    f"{self._path}, line {number}: a row of more than "
-                    f"{MAX_RECORD >> 20} MiB, perhaps for a quote that is left open; "
-                    "the file is no table of questions"
-                )
-            self.number = number
-            yield line.decode("utf-8", "surrogateescape") + "\n"
+        return self
+
+    def __next__(self) -> str:
+        number, line = self._again.popleft() if self._again else self._next_line()
+        self._row.append((number, line))
+        return line + "\n"
+
+    def _next_line(self) -> tuple[int, str]:
+        number, line, is_long = next(self._lines)
+        self._size += len(line)
+        if is_long or self._size > MAX_RECORD:
+            raise ValueError(
+                f"{self._path}, line {number}: a row of more than "
+                f"{MAX_RECORD >> 20} MiB, perhaps for a quote that is left open; "
+                "the file is no table of questions"
+            )
+        return number, line.decode("utf-8", "surrogateescape")
 
 
 def _table_rows(stream: Readable, path: Path, delimiter: str) -> Iterator[RawRecord]:
@@ -198,11 +221,11 @@ def _table_rows(stream: Readable, path: Path, delimiter: str) -> Iterator[RawRec
     """
     csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD))
     rows = _Rows(stream, path)
-    reader = csv.reader(iter(rows), delimiter=delimiter, strict=True)
+    reader = csv.reader(rows, delimiter=delimiter, strict=True)
     names: list[str] | None = None
     n_records = 0
     while True:
-        first, rows.size = rows.number + 1, 0
+        rows.begin()
         try:
             cells, problem = next(reader, None), None
         except csv.Error as error:
@@ -218,10 +241,17 @@ def _table_rows(stream: Readable, path: Path, delimiter: str) -> Iterator[RawRec
                 names = [cell.strip() for cell in cells]
                 continue
         n_records += 1
-        at = f"line {first}" if rows.number <= first else f"lines {first}-{rows.number}"
+        if rows.is_spread() and (problem or len(cells) != len(names or HEADERLESS)):
+            # A quote left open takes the rows behind it in, to the end of the file.
+            rows.give_back()
+            problem = (problem or "the row has another number of columns") + (
+                ": a quote is left open on this line"
+            )
         problem = problem or _row_problem(cells, names or [])
+        if problem is None and [cell.strip() for cell in cells] == names:
+            problem = "the row of column names again"
         value = dict(zip(names or [], cells, strict=True)) if problem is None else None
-        yield RawRecord(n_records, at, value, problem)
+        yield RawRecord(n_records, rows.place(), value, problem)
 
 
 def _row_problem(cells: list[str], names: list[str]) -> str | None:
@@ -240,58 +270,3 @@ def _row_problem(cells: list[str], names: list[str]) -> str | None:
             byte = ord(cell[error.start]) - 0xDC00
             return f"not UTF-8: byte 0x{byte:02x} in the column {name!r}"
     return None
-
-
-def _unpacked(path: Path, folder: str) -> Path:
-    """Unpack gzip beside other temporary files: Parquet is read from its end."""
-    target = Path(folder) / "unpacked.parquet"
-    source = open_bytes(path, True)
-    with contextlib.closing(source), target.open("wb") as out:
-        while chunk := source.read(CHUNK):
-            out.write(chunk)
-    return target
-
-
-def _parquet_rows(path: Path, is_gzipped: bool) -> Iterator[RawRecord]:
-    """Yield one record a row, a few rows at a time."""
-    with contextlib.ExitStack() as stack:
-        source = path
-        if is_gzipped:
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            source = _unpacked(path, folder)
-        yield from _rows_of(stack.enter_context(source.open("rb")), path)
-
-
-def _rows_of(stream: IO[bytes], path: Path) -> Iterator[RawRecord]:
-    """Yield the rows of a Parquet file; `path` is for messages."""
-    import pyarrow
-    from pyarrow import parquet
-
-    number = 0
-    try:
-        # Neither threads nor a buffer for the whole row group: memory stays flat.
-        file = parquet.ParquetFile(stream, pre_buffer=False, buffer_size=CHUNK)
-        for batch in file.iter_batches(_PARQUET_ROWS, use_threads=False):
-            for row, problem in _batch_rows(batch):
-                number += 1
-                yield RawRecord(number, f"row {number}", row, problem)
-    except (pyarrow.ArrowException, OSError) as error:
-        detail = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"{path}: the Parquet file is cut off or damaged after {number} rows "
-            f"({detail}); fetch it again"
-        ) from None
-
-
-def _batch_rows(batch: Any) -> Iterator[tuple[dict[str, Any] | None, str | None]]:
-    """Yield the rows of one batch; a row that is no UTF-8 spoils no other."""
-    try:
-        yield from ((row, None) for row in batch.to_pylist())
-        return
-    except UnicodeDecodeError:
-        pass
-    for i in range(batch.num_rows):
-        try:
-            yield batch.slice(i, 1).to_pylist()[0], None
-        except UnicodeDecodeError as error:
-            yield None, f"not UTF-8: byte 0x{error.object[error.start]:02x}"

@@ -100,3 +100,19 @@ def test_a_file_name_that_is_no_utf8_is_shown(tmp_path):
     for options in ((), ("--json",)):
         done = beatrice("data", "--inspect", path, *options)
         assert done.returncode == 0, done.stderr
+
+
+def test_one_set_may_have_a_context_of_its_own(hotpot, tmp_path):
+    table = pub.write_table(tmp_path / "p.tsv", [pub.popqa(i) for i in range(20)])
+    command = ["data", tmp_path / "run", "--dev", f"hotpotqa={hotpot}"]
+    command += ["--held-out", f"popqa={table}", "--n-held-out", "popqa=5"]
+    command += ["--n-evaluation", "5", "--context", "supporting"]
+    assert_one_sentence(beatrice(*command), "--context popqa=none")
+    twice = beatrice(*command, "--context", "all")
+    assert twice.returncode == 2
+    assert "another one was given" in twice.stderr
+    done = beatrice(*command, "--context", "popqa=none", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "closed-book only" in done.stderr
+    sources = json.loads(done.stdout)["sources"]
+    assert [s["context"] for s in sources] == ["supporting", "none"]

@@ -108,13 +108,12 @@ def _write_examples(
     ):
         for dataset in dict.fromkeys(source.dataset for source in sources):
             chosen = _Chosen(dataset, splits)
+            context = config.context_of(dataset)
             for source in (s for s in sources if s.dataset == dataset):
                 for found in open_source(source, config).read():
-                    if isinstance(found, Refusal) or not is_usable(
-                        found, config.context
-                    ):
+                    if isinstance(found, Refusal) or not is_usable(found, context):
                         continue  # counted when the file was read to draw
-                    chosen.add(found.question, config.context)
+                    chosen.add(found.question, context)
             chosen.check_complete()
             for split, sets in splits.items():
                 names = sets.get(dataset, ())

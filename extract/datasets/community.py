@@ -3,7 +3,7 @@
 from typing import Any
 
 from extract.datasets.fields import any_answers, identity, listed, objects, text
-from extract.datasets.naming import dataset_named
+from extract.datasets.naming import dataset_named, dataset_tagged
 from extract.datasets.passages import is_list_of_objects, titled_passages
 from extract.datasets.question import Format, Question, Record
 
@@ -40,7 +40,7 @@ def read_ircot(record: Record) -> Question:
     name = identity(record, "question_id")
     return Question(
         id=name,
-        dataset=dataset_named(record.get("dataset")) or dataset_named(name),
+        dataset=dataset_tagged(record) or dataset_named(name),
         question=text(record, "question_text"),
         golds=any_answers({"answers": found}),
         passages=titled_passages(record, "contexts"),
@@ -52,6 +52,15 @@ FORMATS = (
         name="RetrievalQA",
         fits=lambda r: {"data_source", "ground_truth"} <= r.keys(),
         read=read_retrievalqa,
+    ),
+    Format(
+        name="MuSiQue as its authors made it",
+        dataset="musique",
+        fits=lambda r: {"question_text", "answer_text", "contexts"} <= r.keys(),
+        refusal=(
+            "is MuSiQue in the layout of its authors' own programs (question_text, "
+            "answer_text, contexts); give the published musique_ans_v1.0_*.jsonl"
+        ),
     ),
     Format(
         name="IRCoT / Adaptive-RAG",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from extract.atomic import sha256_file
-from extract.datasets.pools import BuildConfig, Context, Source
+from extract.datasets.pools import BuildConfig, Source
 from extract.splits import SplitConfig, read_splits
 
 
@@ -18,14 +18,15 @@ class DataConfig:
     Attributes:
       splits: how they were drawn, or None where the splits were given.
       fixed: SHA-256 of the manifest that the splits were taken from, or None.
-      context: which passages an example has.
+      context: which passages an example has: "supporting", or with the sets that
+        differ, "supporting popqa=none".
       skip_bad: whether refused records were left out.
       sources: (set, role, SHA-256) of each file, sorted.
     """
 
     splits: SplitConfig | None
     fixed: str | None
-    context: Context
+    context: str
     skip_bad: bool
     sources: tuple[tuple[str, str, str], ...]
 
@@ -62,15 +63,21 @@ def data_config(
       fixed: a manifest whose splits are used, or None.
 
     Raises:
-      ValueError: a file is missing, or the manifest is none.
+      ValueError: a file is missing, the manifest is none, or a set has a context of
+        its own and no file.
     """
+    for dataset in sorted(config.contexts.keys() - {s.dataset for s in sources}):
+        raise ValueError(
+            f"--context {dataset}={config.contexts[dataset]}: no file of {dataset} is "
+            "given; leave it out, or give one"
+        )
     for source in sources:
         if not source.path.is_file():
             raise ValueError(f"{source.path}: no such file")
     return DataConfig(
         splits=config.splits if fixed is None else None,
         fixed=None if fixed is None else read_splits(fixed)["sha256"],
-        context=config.context,
+        context=config.contexts_as_text(),
         skip_bad=config.skip_bad,
         sources=tuple(
             sorted((s.dataset, s.role, sha256_file(s.path)) for s in sources)

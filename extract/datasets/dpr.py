@@ -14,7 +14,7 @@ from extract.datasets.fields import (
     text,
     unfold,
 )
-from extract.datasets.naming import dataset_named
+from extract.datasets.naming import dataset_marked, dataset_tagged
 from extract.datasets.passages import titled_passages
 from extract.datasets.question import Format, Question, Record
 from extract.records import Passage
@@ -34,11 +34,11 @@ def read_qa_row(record: Record) -> Question:
     """Read one row of `{nq,trivia}-*.qa.csv`: a question and a Python list."""
     question = text(record, HEADERLESS[0])
     value = text(record, HEADERLESS[1])
-    if not value.startswith("["):
+    found = unfold(value, HEADERLESS[1])
+    if not isinstance(found, list):
         raise ValueError(
             f"expected a list of answers in the second column, found {value[:40]!r}"
         )
-    found = unfold(value, HEADERLESS[1])
     return Question(
         id=None,
         dataset=None,
@@ -81,11 +81,13 @@ def read_biencoder(record: Record) -> Question:
         if record.get(key)
         for passage in titled_passages(record, key, is_supporting=False)
     )
-    name = record.get("dataset")
-    dataset = None
-    if isinstance(name, str):
-        dataset = {"nq": "nq", "trivia": "triviaqa"}.get(name.split("_")[0])
-    elif items and isinstance(items[0], dict) and "passage_id" in items[0]:
+    dataset = dataset_tagged(record)
+    if (
+        record.get("dataset") is None
+        and items
+        and isinstance(items[0], dict)
+        and "passage_id" in items[0]
+    ):
         dataset = "nq"
     return Question(
         id=identity(record, "question_id", "id"),
@@ -105,7 +107,7 @@ def read_contexts(record: Record) -> Question:
     gold = record.get("nq_annotated_gold")
     return Question(
         id=identity(record, "id", "question_id", "q_id"),
-        dataset="nq" if gold is not None else _tag(record),
+        dataset="nq" if gold is not None else dataset_marked(record),
         question=unquote(text(record, "question")),
         golds=any_answers(record),
         passages=titled_passages(record, "ctxs"),
@@ -114,7 +116,9 @@ def read_contexts(record: Record) -> Question:
 
 def read_gold_info(record: Record) -> Question:
     """Read one record of `nq-*_gold_info.json`: the question and its gold passage."""
-    body = record.get("context")
+    if "context" not in record:
+        raise ValueError("no 'context'")
+    body = record["context"]
     if not isinstance(body, str):
         raise ValueError(f"'context': expected text, found {kind_of(body)}")
     title = record.get("title")
@@ -123,7 +127,7 @@ def read_gold_info(record: Record) -> Question:
     )
     return Question(
         id=identity(record, "example_id", "id"),
-        dataset=_tag(record) or "nq",
+        dataset=dataset_tagged(record) or "nq",
         question=text(record, "question"),
         golds=any_answers(record),
         passages=(passage,) if body.strip() else (),
@@ -135,7 +139,7 @@ def read_tevatron(record: Record) -> Question:
     golds = any_answers(record)
     return Question(
         id=identity(record, "query_id"),
-        dataset=None,
+        dataset=dataset_tagged(record),
         question=unquote(text(record, "query")),
         golds=golds,
         passages=(
@@ -152,9 +156,11 @@ def read_tevatron(record: Record) -> Question:
     )
 
 
-def _tag(record: Record) -> str | None:
-    """Return the question set that a record names in its field `dataset`."""
-    return dataset_named(record.get("dataset"))
+def _fits_gold_info(record: Record) -> bool:
+    """Tell gold passages from SQuAD's rows, which have a title and a context too."""
+    if "question_tokens" in record:
+        return "context" in record and has_answers(record)
+    return {"question", "context", "title", "short_answers"} <= record.keys()
 
 
 FORMATS = (
@@ -178,7 +184,7 @@ FORMATS = (
     ),
     Format(
         name="DPR gold passages (gold_info)",
-        fits=lambda r: {"question_tokens", "context"} <= r.keys() and has_answers(r),
+        fits=_fits_gold_info,
         read=read_gold_info,
     ),
 )

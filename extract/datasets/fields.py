@@ -16,6 +16,13 @@ _LITERAL_CHARACTERS = 1 << 20  # of a list written as text; the longest known is
 # which are read nearly twice as fast as by the parser of the language alone.
 _ENTRY = re.compile(r"'([^'\\\n]*)'")
 _PLAIN_LIST = re.compile(r"\['[^'\\\n]*'(?:, '[^'\\\n]*')*+\]")
+_A_STRING = re.compile(r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+\"""", re.S)
+_NOTHING_BETWEEN = re.compile(r"\s*[uUrRbBfF]{0,2}")
+_OPENS_A_LIST = re.compile(r"""[\[{]\s*['"\]}]""")
+_OPENS_A_TUPLE = re.compile(r"""\(\s*['"]""")
+_PRINTED = re.compile(r"(array|Index|Series)\(\[")
+_MISSING = ("null", "NULL", "nan", "NaN", "None", "<NA>")  # as tables and logs write it
+_SINGULAR = ("answer", "reference", "target")  # names under which a plain text is usual
 _IN_ORDER = ("answers", "answer", "golden_answers", "ground_truth", "short_answers",
              "possible_answers", "gold_answers", "golds", "reference")  # fmt: skip
 
@@ -99,14 +106,17 @@ def unfold(value: Any, name: str) -> Any:
     """Return a value that was written as text: JSON, or a Python literal.
 
     Args:
-      value: text that starts like a list or an object is parsed, anything else is
-        returned as it is.
+      value: text that starts like a list or an object is parsed, also where it was
+        encoded twice; anything else is returned as it is.
       name: for the message.
 
     Raises:
       ValueError: it starts like one and is none.
     """
-    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
+    begin = value.lstrip()[:1] if isinstance(value, str) else ""
+    if begin == '"':
+        return _unfold_twice(value, name)
+    if begin not in ("[", "{"):
         return value
     try:
         return orjson.loads(value)
@@ -116,10 +126,35 @@ def unfold(value: Any, name: str) -> Any:
         return _ENTRY.findall(value)
     if len(value) > _LITERAL_CHARACTERS:
         raise ValueError(f"{name!r}: a list written as text of {len(value)} characters")
+    return _literal(value.strip(), name)
+
+
+def _unfold_twice(value: str, name: str) -> Any:
+    """Return what JSON inside a JSON text holds; other text as it is."""
+    try:
+        inner = orjson.loads(value)
+    except orjson.JSONDecodeError:
+        return value
+    return unfold(inner, name) if inner.lstrip()[:1] in ("[", "{", '"') else value
+
+
+def _literal(value: str, name: str) -> Any:
+    """Return a Python literal, where it cannot mean anything else.
+
+    Python joins two texts without a comma between; NumPy prints its arrays so.
+    """
+    end = None
+    for found in _A_STRING.finditer(value):
+        if end is not None and _NOTHING_BETWEEN.fullmatch(value, end, found.start()):
+            raise ValueError(
+                f"{name!r}: two texts without a comma between them, as NumPy prints an "
+                f"array; save the list as JSON, found {value[:40]!r}"
+            )
+        end = found.end()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of "\ " and the like inside a string
-            return ast.literal_eval(value.strip())
+            return ast.literal_eval(value)
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         raise ValueError(
             f"{name!r}: expected a list as JSON or as a Python literal, found "
@@ -172,10 +207,52 @@ def any_answers(record: Record) -> tuple[str, ...]:
     name = next((name for name in _IN_ORDER if name in record), None)
     if name is None:
         raise ValueError("no answer field (a test set without answers?)")
-    value = record[name]
-    if isinstance(value, str) and re.match(r"\s*\[\s*(['\"\]])", value):
-        value = unfold(value, name)
-    return answers(value, name)
+    return field_answers(record[name], name)
+
+
+def field_answers(value: Any, name: str) -> tuple[str, ...]:
+    """Return the accepted answers in a field that may hold a list written as text.
+
+    Raises:
+      ValueError: as `answers`; or the text stands for a missing value, or for a list
+        that cannot be told.
+    """
+    return answers(_answers_of_text(value, name), name)
+
+
+def _answers_of_text(value: Any, name: str) -> Any:
+    """Return the list that a text holds; a plain answer as it is.
+
+    Under a singular name a text may begin with a bracket ("[Chorus] hey").
+    """
+    text = value.strip() if isinstance(value, str) else ""
+    if text in _MISSING:
+        raise ValueError(
+            f"{name!r}: expected an answer, found {text!r}, the sign of a missing value"
+        )
+    if _PRINTED.match(text):
+        raise ValueError(
+            f"{name!r}: expected a list as JSON, found {text[:40]!r}, as Python prints "
+            "an array; save it with tolist()"
+        )
+    if "|" in text and name not in _SINGULAR and text[0] != "[":
+        raise ValueError(
+            f"{name!r}: expected a list, found {text[:40]!r}; whether the bars part "
+            "several answers cannot be told, save the list as JSON"
+        )
+    if text[:1] not in ("[", "{", "(", '"'):
+        return value
+    must_be_list = text[0] in "[{" and (
+        name not in _SINGULAR or _OPENS_A_LIST.match(text) is not None
+    )
+    try:
+        is_tuple = _OPENS_A_TUPLE.match(text) is not None
+        found = _literal(text, name) if is_tuple else unfold(text, name)
+    except ValueError:
+        if must_be_list:
+            raise
+        return value
+    return value if isinstance(found, str) else found
 
 
 def has_answers(record: Record) -> bool:

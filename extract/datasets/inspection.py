@@ -25,6 +25,11 @@ _TWICE_ENCODED = re.compile(
     "[ÂÃ][\u0080-\u00bf€‚ƒ„…†‡ˆ‰Š‹ŒŽ‘’“”•–—˜™š›œžŸ]|â[\u0080€][\u0080-\u00bf™œž“”¢¦]"
 )
 
+# A value in a reason, in Python's quotes of either kind.
+_A_VALUE = re.compile(
+    r"(found|the id|the filter|records,|its 'dataset' is|the evidence file) "
+    r"""b?(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""
+)
 _LONG_WORD = re.compile(r"\w{4}")  # no article: spares normalising most answers
 
 
@@ -101,7 +106,7 @@ def _has_no_word(gold: str) -> bool:
 
 def _kind_of_reason(reason: str) -> str:
     """Return a reason without the numbers and values in it, to count alike ones."""
-    return re.sub(r"\d+", "N", re.sub(r"found '.*", "found another", reason))
+    return re.sub(r"\d+", "N", _A_VALUE.sub(r"\1 …", reason))
 
 
 def inspect_file(

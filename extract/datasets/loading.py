@@ -13,13 +13,18 @@ from typing import Any, Literal
 
 from extract.datasets.evidence import attach, find_evidence
 from extract.datasets.formats import choose_format, recognise_record
-from extract.datasets.naming import dataset_named, dataset_of_style
+from extract.datasets.naming import dataset_named, dataset_of_style, is_foreign
+from extract.datasets.passages import check_all_read
 from extract.datasets.question import Format, Question, Record
 from extract.filetypes import FileType, recognise
 from extract.streams import RawRecord, RecordStream
 
 N_SAMPLE = 64  # records from which a file's layout and question set are told
-DatasetSource = Literal["given", "records", "style of the questions", "file name"]
+N_SEARCHED = 4096  # records read for one of a known layout, where the first are not
+# A layout tells less than marks in the records: others may have written so too.
+DatasetSource = Literal[
+    "given", "records", "layout", "style of the questions", "file name"
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,15 +91,15 @@ class DatasetFile:
           ValueError: the file turns out to be cut off or damaged.
         """
         seen: dict[int, int] = {}
+        filters: list[Any] = []
         stream = RecordStream(self.path, self.type)
         for raw in stream:
             found = self._read_one(raw)
             if isinstance(found, Loaded):
-                question = found.question
-                first = seen.setdefault(_id_key(question), raw.number)
-                if first != raw.number and not question.has_made_id:
-                    reason = f"the id {question.id!r} is that of record {first} already"
-                    found = Refusal(raw.number, raw.at, reason)
+                reason = _other_filter(found.question, filters) or _taken_id(
+                    found.question, raw.number, seen
+                )
+                found = Refusal(raw.number, raw.at, reason) if reason else found
             yield found
         self.envelope.update(stream.envelope)
 
@@ -109,6 +114,7 @@ class DatasetFile:
             return Refusal(raw.number, raw.at, f"is of another kind ({known.name})")
         try:
             question = known.read(raw.value)
+            check_all_read(raw.value, question)
             if question.documents or known.dataset == "triviaqa":
                 question = attach(question, self.evidence)
         except ValueError as error:
@@ -144,6 +150,31 @@ class DatasetFile:
             meta = {**question.meta, "n_empty_passages": n_empty}
             changes |= {"passages": kept, "meta": meta}
         return dataclasses.replace(question, **changes) if changes else question
+
+
+def _taken_id(question: Question, number: int, seen: dict[int, int]) -> str | None:
+    """Say that another record of the file has the id; `seen` grows."""
+    first = seen.setdefault(_id_key(question), number)
+    if first == number or question.has_made_id:
+        return None
+    return f"the id {question.id!r} is that of record {first} already"
+
+
+def _other_filter(question: Question, filters: list[Any]) -> str | None:
+    """Say that a log's record went through another filter than its first.
+
+    A log with two filters has every question twice, with two answers of the model.
+    """
+    name = question.meta.get("filter")
+    if name is None or not filters:
+        filters += [] if name is None else [name]
+        return None
+    if name == filters[0]:
+        return None
+    return (
+        f"the same questions again through the filter {name!r}: only the first "
+        f"filter's records, {filters[0]!r}, are read"
+    )
 
 
 def _id_key(question: Question) -> int:
@@ -191,12 +222,20 @@ def open_dataset(
 
 
 def _sample(path: Path, file_type: FileType) -> tuple[list[RawRecord], Format]:
-    """Return the first records and their layout."""
+    """Return the first records and their layout.
+
+    Where none of them is of a known one, more are read: a damaged beginning does not
+    make a file of questions another kind of file.
+    """
     sample: list[RawRecord] = []
+    n_read = n_known = 0
     try:
         for raw in RecordStream(path, file_type):
-            sample.append(raw)
-            if len(sample) == N_SAMPLE:
+            is_known = _format_of([raw]) is not None
+            n_read, n_known = n_read + 1, n_known + is_known
+            if is_known or n_read <= N_SAMPLE:  # a thousand unknown ones may be large
+                sample.append(raw)
+            if n_read == N_SEARCHED or (n_known and n_read % N_SAMPLE == 0):
                 break
     except ValueError:
         if not any(raw.value is not None for raw in sample):
@@ -206,10 +245,10 @@ def _sample(path: Path, file_type: FileType) -> tuple[list[RawRecord], Format]:
     values = [raw.value for raw in sample if raw.value is not None]
     if not values:
         raise ValueError(
-            f"{path}: none of the first {len(sample)} records can be read; record "
+            f"{path}: none of the first {n_read} records can be read; record "
             f"{sample[0].number} ({sample[0].at}): {sample[0].problem}"
         )
-    known = choose_format(values)
+    known = _format_of(sample)
     if known is None:
         keys = ", ".join(repr(key) for key in list(values[0])[:8])
         what = f"with the fields {keys}" if keys else "without any field"
@@ -220,6 +259,11 @@ def _sample(path: Path, file_type: FileType) -> tuple[list[RawRecord], Format]:
     return sample, known
 
 
+def _format_of(sample: list[RawRecord]) -> Format | None:
+    """Return the layout of the records that could be read."""
+    return choose_format([raw.value for raw in sample if raw.value is not None])
+
+
 def _dataset_of(
     file: DatasetFile, sample: list[RawRecord]
 ) -> tuple[str | None, DatasetSource | None]:
@@ -227,15 +271,32 @@ def _dataset_of(
     found = [file._read_one(raw) for raw in sample]
     questions = [one.question for one in found if isinstance(one, Loaded)]
     named = collections.Counter(q.dataset for q in questions if q.dataset)
+    known = file.format.dataset
     if named:
+        most = max(named.values())
+        if named.get(known or "") == most:
+            return known, "records"  # where two sets have as many, as the format is
         return named.most_common(1)[0][0], "records"
+    if known is not None and not file.format.is_weak:
+        return known, "records"
+    guess, source = _guessed(file, questions)
+    # A name goes before a guess: short lists of aliases are PopQA's as well.
+    for part in (file.path.name, file.path.parent.name):
+        if (name := dataset_named(part)) not in (None, guess):
+            return name, "file name"
+        if name is not None:
+            break
+    return guess, source
+
+
+def _guessed(
+    file: DatasetFile, questions: list[Question]
+) -> tuple[str | None, DatasetSource | None]:
+    """Return what a layout or a manner of asking suggests, and which of the two."""
+    if is_foreign(file.path.name):
+        return None, None
     if file.format.dataset is not None:
-        return file.format.dataset, "records"
+        return file.format.dataset, "layout"
     # Layouts of nobody in particular are not guessed at: any set may be written so.
     style = None if file.format.is_weak else dataset_of_style(questions)
-    if style is not None:
-        return style, "style of the questions"
-    for part in (file.path.name, file.path.parent.name):
-        if (name := dataset_named(part)) is not None:
-            return name, "file name"
-    return None, None
+    return style, None if style is None else "style of the questions"

@@ -1,6 +1,5 @@
 """HotpotQA, 2WikiMultihopQA and MuSiQue: records with their gold paragraphs."""
 
-import re
 from typing import Any
 
 from extract.datasets.fields import (
@@ -11,37 +10,53 @@ from extract.datasets.fields import (
     objects,
     text,
 )
-from extract.datasets.paragraphs import read_context, supporting_titles
-from extract.datasets.passages import body_of
+from extract.datasets.naming import dataset_of_id
+from extract.datasets.paragraphs import is_titled, read_context, supporting_titles
+from extract.datasets.passages import body_of, is_list_of_objects
 from extract.datasets.question import Format, Question, Record
 from extract.records import Passage
 
 # Tuples: a damaged record may have a list here, which no set can be asked about.
 _TWOWIKI_TYPES = ("compositional", "inference", "bridge_comparison")
 _HOTPOT_TYPES = ("bridge", "comparison")
+_LEVELS = ("easy", "medium", "hard")
 _TWOWIKI_KEYS = {"evidences", "evidence", "entity_ids", "evidences_id", "answer_id"}
 
 
 def is_twowiki(record: Record) -> bool:
-    """Tell 2WikiMultihopQA from HotpotQA, whose records are nearly the same."""
-    if not _TWOWIKI_KEYS.isdisjoint(record) or record.get("type") in _TWOWIKI_TYPES:
-        return True
-    if "level" in record:
-        return False
+    """Tell 2WikiMultihopQA from HotpotQA, whose records are nearly the same.
+
+    What the sets write themselves goes first: a type, an id, a level. Keys that a
+    third party may have added to HotpotQA tell only where nothing else does.
+    """
+    kind = record.get("type")
+    if kind == "bridge" or kind in _TWOWIKI_TYPES:
+        return kind != "bridge"
     name = record.get("_id", record.get("id"))
-    return isinstance(name, str) and re.fullmatch(r"[0-9a-f]{32}", name) is not None
+    by_id = dataset_of_id(name) if isinstance(name, str) else None
+    if by_id in ("hotpotqa", "2wikimultihopqa"):
+        return by_id == "2wikimultihopqa"
+    if record.get("level") in _LEVELS:
+        return False
+    return not _TWOWIKI_KEYS.isdisjoint(record)
 
 
 def _has_paragraphs(record: Record) -> bool:
-    """Tell whether a context is made of titled sentences rather than of plain text."""
+    """Tell whether a record has, or ought to have, paragraphs of titled sentences.
+
+    What lacks the facts, or has them beside another kind of context, is refused by the
+    reader: taken for a plain question it would lose its passages in silence.
+    """
+    if "question" not in record:
+        return False
+    if "supporting_facts" in record:
+        return True
     context = record.get("context")
+    if "context" not in record or is_titled(context):
+        return "context" in record
     if isinstance(context, str) and context.lstrip()[:1] not in ("[", "{"):
         return False
-    if isinstance(context, list) and context and isinstance(context[0], dict):
-        return False
-    return "question" in record and (
-        "supporting_facts" in record or ("context" in record and "_id" in record)
-    )
+    return "_id" in record and not is_list_of_objects(context)
 
 
 def read_titled(record: Record) -> Question:
@@ -75,12 +90,28 @@ def _required(record: Record, key: str) -> Any:
     return record[key]
 
 
+def _is_answerable(mark: Any) -> bool:
+    """Return a mark as true or false; copies write it as text or as a number.
+
+    Raises:
+      ValueError: it is neither.
+    """
+    if mark is None or isinstance(mark, bool):
+        return mark is not False  # MuSiQue-Ans has no need of the mark
+    found = {"true": True, "1": True, "false": False, "0": False}.get(
+        str(mark).strip().lower()
+    )
+    if found is None:
+        raise ValueError(f"'answerable': expected true or false, found {mark!r}")
+    return found
+
+
 def read_musique(record: Record) -> Question:
     """Read one record of MuSiQue.
 
     Only `is_supporting` marks gold paragraphs: distractors share their titles.
     """
-    if record.get("answerable") is False:
+    if not _is_answerable(record.get("answerable")):
         raise ValueError(
             "unanswerable on purpose (MuSiQue-Full): its paragraphs do not hold the "
             "answer; use the file musique_ans, or leave such records out"

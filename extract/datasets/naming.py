@@ -1,7 +1,7 @@
 """Which of the six question sets a name, an id or a manner of asking belongs to."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from extract.datasets.question import Question
@@ -28,12 +28,60 @@ _IDS: tuple[tuple[str, DatasetName], ...] = (
 )
 
 
+# Question sets that are published in the same layouts, and are none of the six.
+_FOREIGN = re.compile(
+    r"squad|web[-_ ]?q|curated|(?<![a-z])trec|ms[-_ ]?marco|boolq|newsqa|searchqa|"
+    r"quasar|quac|coqa|narrativeqa|bamboogle|strategyqa|eli5|asqa|gsm8k|truthfulqa|"
+    r"mmlu|fever|wizard|(?<![a-z])(drop|arc|race|zsre|trex|t-rex)(?![a-z])"
+)
+
+
 def dataset_named(name: Any) -> DatasetName | None:
     """Return the question set that a name means, or None."""
     if not isinstance(name, str):
         return None
     found = (known for pattern, known in _NAMES if re.search(pattern, name.lower()))
     return next(found, None)
+
+
+def is_foreign(name: Any) -> bool:
+    """Tell whether a name is that of a known question set which is none of the six."""
+    if not isinstance(name, str) or dataset_named(name) is not None:
+        return False
+    return _FOREIGN.search(name.lower()) is not None
+
+
+def dataset_tagged(record: Mapping[str, Any]) -> DatasetName | None:
+    """Return the question set that a record's field `dataset` means, or None.
+
+    Raises:
+      ValueError: it means a known set that is none of the six.
+    """
+    name = record.get("dataset")
+    if is_foreign(name):
+        raise ValueError(
+            f"its 'dataset' is {name!r}, which is none of the six question sets"
+        )
+    return dataset_named(name)
+
+
+def dataset_marked(record: Mapping[str, Any]) -> DatasetName | None:
+    """Return the question set that a plain record's own marks mean, or None.
+
+    Ids of hexadecimal digits mark none: SQuAD's are as HotpotQA's, and any checksum is
+    as 2WikiMultihopQA's.
+
+    Raises:
+      ValueError: they mean a known set that is none of the six.
+    """
+    tagged = dataset_tagged(record)
+    if tagged is not None:
+        return tagged
+    if "s_wiki_title" in record or {"prop", "subj"} <= record.keys():
+        return "popqa"
+    names = (record.get(key) for key in ("id", "_id", "question_id", "qid"))
+    found = dataset_of_id(next((n for n in names if isinstance(n, str)), None))
+    return None if found in ("hotpotqa", "2wikimultihopqa") else found
 
 
 def dataset_of_id(name: str | None) -> DatasetName | None:

@@ -4,11 +4,18 @@ from collections.abc import Callable
 from typing import Any
 
 from extract.datasets.dpr import unquote
-from extract.datasets.fields import any_answers, identity, kind_of, text, unfold
+from extract.datasets.fields import (
+    answers,
+    any_answers,
+    field_answers,
+    identity,
+    kind_of,
+    text,
+)
 from extract.datasets.multihop import is_twowiki
-from extract.datasets.naming import dataset_named, dataset_of_id
-from extract.datasets.paragraphs import read_context, supporting_titles
-from extract.datasets.passages import titled_passages
+from extract.datasets.naming import dataset_marked, dataset_of_id
+from extract.datasets.paragraphs import is_titled, read_context, supporting_titles
+from extract.datasets.passages import any_passages, check_all_read, titled_passages
 from extract.datasets.question import Format, Question, Record
 from extract.records import Passage
 
@@ -34,15 +41,13 @@ def _metadata(record: Record) -> dict[str, Any]:
 
 def _source(meta: Record) -> str | None:
     """Return the question set that a FlashRAG record was made of, or None."""
-    if "s_wiki_title" in meta or {"prop", "subj"} <= meta.keys():
-        return "popqa"
     if "question_decomposition" in meta:
         return "musique"
-    if "supporting_facts" in meta:
-        context = meta.get("context")
+    context = meta.get("context")
+    if "supporting_facts" in meta or is_titled(context):
         has_content = isinstance(context, dict) and "content" in context
         return "2wikimultihopqa" if has_content or is_twowiki(meta) else "hotpotqa"
-    return dataset_named(meta.get("dataset"))
+    return dataset_marked(meta)
 
 
 def _gold_titles(meta: Record) -> list[str]:
@@ -67,17 +72,21 @@ def read_flashrag(record: Record) -> Question:
     kept: dict[str, Any] = {}
     if "context" in record:
         passages = titled_passages(record, "context")
-    elif meta.get("context") and meta.get("supporting_facts") is not None:
-        titles = supporting_titles(meta["supporting_facts"])
+    elif meta.get("context"):
+        # Without the facts the paragraphs are read, and none of them is gold.
+        facts = meta.get("supporting_facts")
+        titles = [] if facts is None else supporting_titles(facts)
         passages = read_context(meta["context"], titles)
     elif titles := _gold_titles(meta):
         kept["supporting_titles"] = titles
+    else:
+        passages = any_passages(record) or any_passages(meta)
     for key in ("type", "level", "prop", "subj", "s_wiki_title", "s_pop"):
         if isinstance(meta.get(key), str | int):
             kept[key] = meta[key]
     return Question(
         id=identity(record, "id"),
-        dataset=_source(meta),
+        dataset=_source(meta) or dataset_marked(record),
         question=question,
         golds=golds,
         passages=passages,
@@ -90,9 +99,10 @@ def read_plain(record: Record) -> Question:
     name = identity(record, "id", "_id", "question_id", "qid")
     return Question(
         id=name,
-        dataset=dataset_named(record.get("dataset")),
+        dataset=dataset_marked(record),
         question=question_of(record),
         golds=any_answers(record),
+        passages=any_passages(record),
     )
 
 
@@ -125,7 +135,7 @@ def _target(record: Record) -> tuple[str, ...]:
     """Return the accepted answers that a log compared with."""
     if record.get("target") is None:
         raise ValueError("neither 'doc' nor 'target' holds an answer")
-    return any_answers({"reference": unfold(record["target"], "target")})
+    return field_answers(record["target"], "target")
 
 
 def read_lm_eval(
@@ -142,6 +152,7 @@ def read_lm_eval(
         raise ValueError(f"'doc': expected an object, found {kind_of(document)}")
     try:
         read = read_document(document)
+        passages = () if read is not None else any_passages(document)
     except ValueError as error:
         raise ValueError(f"in 'doc': {error}") from None
     if read is None:
@@ -150,7 +161,9 @@ def read_lm_eval(
             dataset=None,
             question=question_of(document),
             golds=_target(record),
+            passages=passages,
         )
+    check_all_read(document, read, within="in 'doc': ")
     response = _response(record)
     if response is None:
         raise ValueError("no response in 'filtered_resps' or 'resps'")
@@ -196,7 +209,7 @@ def read_kilt(record: Record) -> Question:
         id=name,
         dataset=dataset_of_id(name),
         question=text(record, "input"),
-        golds=any_answers({"answers": golds}),
+        golds=answers(golds, "output[].answer"),
         meta={"supporting_titles": list(dict.fromkeys(pages))},
     )
 
@@ -214,7 +227,11 @@ FORMATS = (
     ),
     Format(
         name="KILT",
-        fits=lambda r: "output" in r and bool({"input", "id"} & r.keys()),
+        fits=lambda r: (
+            bool({"input", "id"} & r.keys())
+            and "output" in r
+            and not isinstance(r["output"], str)  # as instructions have (Alpaca)
+        ),
         read=read_kilt,
     ),
 )

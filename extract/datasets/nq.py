@@ -11,17 +11,38 @@ from extract.datasets.fields import (
     objects,
     text,
 )
+from extract.datasets.naming import dataset_named, dataset_of_id, dataset_tagged
 from extract.datasets.question import Format, Question, Record
 from extract.records import Passage
 
+_PARAGRAPHS = {"context", "ctxs", "paragraphs", "supporting_facts"}
 _TAG = re.compile(r"^<[^>]+>$")
 
 
+def _fits_open(record: Record) -> bool:
+    """Tell NQ-open's lines from those of others with a mark of their own.
+
+    An id of hexadecimal digits is one: NQ-open has no ids, EfficientQA neither.
+    """
+    if not isinstance(record.get("answer"), list) or "question" not in record:
+        return False
+    if _PARAGRAPHS & record.keys():
+        return False
+    if dataset_named(record.get("dataset")) not in (None, "nq"):
+        return False
+    name = record.get("_id", record.get("id"))
+    marked = dataset_of_id(name) if isinstance(name, str) else None
+    return marked in (None, "nq") and not {"prop", "subj"} <= record.keys()
+
+
 def read_open(record: Record) -> Question:
-    """Read one line of NQ-open: `answer` is a list under a singular name."""
+    """Read one line of NQ-open: `answer` is a list under a singular name.
+
+    The layout is so plain that a file's name may say otherwise, so the set stays open.
+    """
     return Question(
         id=identity(record, "id", "example_id"),
-        dataset="nq",
+        dataset=dataset_tagged(record),
         question=text(record, "question"),
         golds=any_answers(record),
     )
@@ -56,7 +77,9 @@ def read_simplified(record: Record) -> Question:
     """
     question = text(record, "question_text")
     # One space is one boundary: token numbers count the empty tokens between two.
-    tokens = text(record, "document_text").split(" ")
+    # At its beginning as well, so the document is not stripped.
+    text(record, "document_text")
+    tokens = record["document_text"].split(" ")
     long_answers, short, notes = [], [], objects(record, "annotations")
     for i, note in enumerate(notes):
         within = f"annotations[{i}]."
@@ -117,11 +140,7 @@ FORMATS = (
     Format(
         name="NQ-open",
         dataset="nq",
-        fits=lambda r: (
-            isinstance(r.get("answer"), list)
-            and "question" in r
-            and not {"context", "ctxs", "paragraphs", "supporting_facts"} & r.keys()
-        ),
+        fits=_fits_open,
         read=read_open,
         is_weak=True,
     ),

@@ -1,7 +1,8 @@
 """Contexts of titled sentences with supporting facts: HotpotQA and 2WikiMultihopQA.
 
-Three layouts hold the same: lists of pairs (the official files), an object of lists
-(hub copies) and either of them written as JSON text (some Parquet copies).
+Four layouts hold the same: lists of pairs (the official files), an object of lists
+(hub copies), a list of objects (Parquet's structs, 2Wiki's `title` and `content`), and
+any of them written as JSON text (some Parquet copies).
 """
 
 from collections.abc import Sequence
@@ -10,9 +11,39 @@ from typing import Any
 from extract.datasets.fields import kind_of, unfold
 from extract.records import Passage
 
+_BODIES = ("sentences", "content", "text", "paragraph_text", "contents")
+
+
+def is_titled(value: Any) -> bool:
+    """Tell whether a context is of titled sentences, in one of their layouts."""
+    if isinstance(value, list) and value:
+        first = value[0]
+        if isinstance(first, list):
+            is_pair = len(first) == 2 and isinstance(first[1], list)
+            return is_pair and isinstance(first[0], str)
+        value = first
+    return isinstance(value, dict) and (
+        "title" in value and bool({"sentences", "content"} & value.keys())
+    )
+
+
+def _object_pairs(items: Sequence[Any], name: str, second: tuple[str, ...]) -> Any:
+    """Return the pairs of a list of objects; a text stands for its one sentence."""
+    pairs = []
+    for i, item in enumerate(items):
+        key = next((key for key in second if key in item), None)
+        if "title" not in item or key is None:
+            raise ValueError(
+                f"{f'{name}[{i}]'!r}: expected an object with 'title' and {second[0]!r}"
+            )
+        inner = item[key]
+        is_text = second is _BODIES and isinstance(inner, str)
+        pairs.append((item["title"], [inner] if is_text else inner))
+    return pairs
+
 
 def _pairs(value: Any, name: str, second: tuple[str, ...]) -> Sequence[Sequence[Any]]:
-    """Return the pairs of a list of pairs or of an object of two lists."""
+    """Return the pairs of a list of pairs, of objects, or of an object of two lists."""
     value = unfold(value, name)
     if value is None:
         raise ValueError(f"{name!r} is null")
@@ -32,6 +63,8 @@ def _pairs(value: Any, name: str, second: tuple[str, ...]) -> Sequence[Sequence[
         2
     }:
         return value  # nearly every record; told faster than item by item
+    if {type(item) for item in value} == {dict}:
+        return _object_pairs(value, name, second)
     for i, item in enumerate(value):
         if not isinstance(item, list) or len(item) != 2:
             raise ValueError(
@@ -70,7 +103,7 @@ def read_context(value: Any, gold_titles: Sequence[str]) -> tuple[Passage, ...]:
     """Return the paragraphs; those under a gold title are supporting."""
     gold = set(gold_titles)
     passages = []
-    pairs = _pairs(value, "context", ("sentences", "content"))
+    pairs = _pairs(value, "context", _BODIES)
     for i, (title, sentences) in enumerate(pairs):
         if not (isinstance(title, str) and isinstance(sentences, list)):
             raise ValueError(

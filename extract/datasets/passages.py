@@ -3,12 +3,15 @@
 from collections.abc import Sequence
 from typing import Any
 
-from extract.datasets.fields import kind_of, objects, text
-from extract.datasets.question import Record
+from extract.datasets.fields import kind_of, objects, text, unfold
+from extract.datasets.question import Question, Record
 from extract.records import Passage
 
 _TEXTS = ("text", "paragraph_text", "contents", "content")
 _MARKS = ("is_supporting", "isgold")
+# Names under which a record keeps passages, whoever wrote it.
+_HOLDERS = ("paragraphs", "ctxs", "context", "contexts", "passages", "documents",
+            "positive_ctxs", "positive_passages")  # fmt: skip
 
 
 def body_of(item: Record, within: str) -> str:
@@ -65,6 +68,50 @@ def titled_passages(
         )
         for i, item in enumerate(objects(record, key))
     )
+
+
+def any_passages(record: Record) -> tuple[Passage, ...]:
+    """Return the passages under whichever of their names holds titles and texts.
+
+    Raises:
+      ValueError: one of them is damaged.
+    """
+    for name in _HOLDERS:
+        found = record.get(name)
+        if isinstance(found, str) and found.lstrip()[:1] == "[":
+            found = unfold(found, name)
+        if is_list_of_objects(found) and any(key in found[0] for key in _TEXTS):
+            return titled_passages({name: found}, name)
+    return ()
+
+
+def check_all_read(record: Record, question: Question, *, within: str = "") -> None:
+    """Refuse a record whose passages no reader understood: they would be lost.
+
+    Args:
+      record: that was read.
+      question: what it became.
+      within: begins the message, where the record lies inside another.
+
+    Raises:
+      ValueError: the question has none, and the record holds some.
+    """
+    if question.passages or question.documents:
+        return
+    for name in _HOLDERS:
+        if record.get(name):
+            raise ValueError(
+                f"{within}{name!r}: expected passages as a list of objects with "
+                f"'title' and 'text', found {_kind_of_passages(record[name])}; convert "
+                "them, or take the field out to read the question without passages"
+            )
+
+
+def _kind_of_passages(value: Any) -> str:
+    """Return in words what stands where passages should."""
+    if isinstance(value, list):
+        return f"a list that begins with {kind_of(value[0])}"
+    return kind_of(value)
 
 
 def is_list_of_objects(value: Any) -> bool:

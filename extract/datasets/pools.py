@@ -1,13 +1,12 @@
 """What may be drawn from each file, and what each file gave."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from extract.atomic import sha256_file
 from extract.datasets.loading import DatasetFile, Loaded, Refusal, open_dataset
-from extract.datasets.question import Question
 from extract.splits import Candidate, Role, SplitConfig, text_key
 
 Context = Literal["supporting", "all", "none"]
@@ -34,15 +33,31 @@ class BuildConfig:
 
     Attributes:
       context: passages of an example: the supporting ones, as in the paper, all that
-        came with it, or none. With `supporting`, questions without one are left out.
+        came with it, or none. With `supporting`, questions without one are left out;
+        with `none`, questions are asked closed-book only.
+      contexts: the same for sets that differ from the others.
       skip_bad: leave refused records out and list them, instead of stopping.
       evidence: TriviaQA's folder of pages, if it is not beside the file.
     """
 
     splits: SplitConfig
     context: Context = "supporting"
+    contexts: Mapping[str, Context] = dataclasses.field(default_factory=dict)
     skip_bad: bool = False
     evidence: Path | None = None
+
+    def context_of(self, dataset: str) -> Context:
+        """Return which passages the examples of one set have."""
+        return self.contexts.get(dataset, self.context)
+
+    def contexts_as_text(self) -> str:
+        """Return what a manifest says: "supporting popqa=none"."""
+        others = (
+            f"{dataset}={context}"
+            for dataset, context in sorted(self.contexts.items())
+            if context != self.context
+        )
+        return " ".join((self.context, *others))
 
 
 @dataclasses.dataclass
@@ -52,10 +67,11 @@ class SourceReport:
     source: Source
     format: str
     sha256: str
+    context: Context
     records: int = 0
     usable: int = 0
     left_out: int = 0
-    repeated: int = 0
+    repeats: list[Refusal] = dataclasses.field(default_factory=list)
     refusals: list[Refusal] = dataclasses.field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -69,16 +85,19 @@ class SourceReport:
             "format": self.format,
             "records": self.records,
             "usable": self.usable,
+            "context": self.context,
             "without_passages": self.left_out,
-            "repeated": self.repeated,
+            "repeated": len(self.repeats),
+            "repeats": [dataclasses.asdict(one) for one in self.repeats[:MAX_LISTED]],
             "refused": len(self.refusals),
             "refusals": [dataclasses.asdict(refusal) for refusal in listed],
+            "refusals_not_listed": len(self.refusals) - len(listed),
         }
 
 
 def _accepted(
     file: DatasetFile, report: SourceReport, config: BuildConfig
-) -> Iterator[Question]:
+) -> Iterator[Loaded]:
     """Yield the questions of a file that can be used; count the others."""
     for found in file.read():
         report.records += 1
@@ -89,9 +108,9 @@ def _accepted(
                     "--skip-bad leaves such records out and lists them"
                 )
             report.refusals.append(found)
-        elif is_usable(found, config.context):
+        elif is_usable(found, report.context):
             report.usable += 1
-            yield found.question
+            yield found
         else:
             report.left_out += 1
 
@@ -121,22 +140,30 @@ def _read_pool(
       others: ids that came from other files of the same set and role.
     """
     file = open_source(source, config)
-    report = SourceReport(source, file.format.name, sha256_file(source.path))
-    for question in _accepted(file, report, config):
-        name = str(question.id)
+    context = config.context_of(source.dataset)
+    report = SourceReport(source, file.format.name, sha256_file(source.path), context)
+    first: dict[str, int] = {}
+    for found in _accepted(file, report, config):
+        question, name = found.question, str(found.question.id)
         if question.has_made_id and name in pool:
-            report.repeated += 1  # the same text again: the first one stands for both
+            # The same text again: the first one stands for both.
+            where = f"record {first[name]}" if name in first else "another file"
+            reason = f"the question of {where} again, without an id of its own"
+            report.repeats.append(Refusal(found.number, found.at, reason))
             continue
         if name in others:
             raise ValueError(
                 f"{source.path} has the id {name!r}, as another {source.role} file of "
                 f"{source.dataset} does; give one of the two files"
             )
+        if question.has_made_id:
+            first[name] = found.number
         pool[name] = Candidate(name, text_key(question.question))
     if not report.usable:
         raise ValueError(
             f"{source.path}: none of {report.records} records has "
-            f"{_WANTED[config.context]}; give a file that has, or another --context"
+            f"{_WANTED[context]}; give a file that has, or "
+            f"--context {source.dataset}=none to ask them closed-book only"
         )
     return report
 
@@ -151,10 +178,11 @@ def read_pools(
         pool = pools.setdefault((source.dataset, source.role), {})
         report = _read_pool(source, config, pool, set(pool))
         reports.append(report)
+        context = report.context
         note(
             f"{source.dataset} {source.role}: {report.usable} of {report.records} "
             f"records can be used ({len(report.refusals)} refused, "
-            f"{report.left_out} without {_WANTED[config.context]}, {report.repeated} "
-            "repeated)"
+            f"{report.left_out} without {_WANTED[context]}, {len(report.repeats)} "
+            f"repeated){'' if context != 'none' else '; closed-book only'}"
         )
     return pools, reports

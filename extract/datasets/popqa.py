@@ -1,10 +1,29 @@
 """PopQA: the published table, its hub copy, and the copies that carry paragraphs."""
 
-from extract.datasets.fields import any_answers, identity, text
-from extract.datasets.passages import titled_passages
+import decimal
+import math
+from typing import Any
+
+from extract.datasets.fields import any_answers, identity, kind_of, text
+from extract.datasets.passages import any_passages, titled_passages
 from extract.datasets.question import Format, Question, Record
 
 _KEPT = ("subj", "prop", "obj", "s_wiki_title", "o_wiki_title", "s_pop", "o_pop")
+
+
+def _plain(value: Any, name: str) -> str | int | float | None:
+    """Return a cell as a JSON value: Parquet has decimals, pandas NaN for none.
+
+    Raises:
+      ValueError: it is neither text nor a number.
+    """
+    if isinstance(value, decimal.Decimal):
+        value = float(value) if value % 1 else int(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise ValueError(f"{name!r}: expected text or a number, found {kind_of(value)}")
 
 
 def read_popqa(record: Record) -> Question:
@@ -17,14 +36,15 @@ def read_popqa(record: Record) -> Question:
     if "possible_answers" not in record:
         raise ValueError("no 'possible_answers'")
     golds = any_answers({"possible_answers": record["possible_answers"]})
-    passages = titled_passages(record, "paragraphs") if "paragraphs" in record else ()
+    found = "paragraphs" in record
+    passages = titled_passages(record, "paragraphs") if found else any_passages(record)
     return Question(
         id=identity(record, "id"),
         dataset="popqa",
         question=question,
         golds=golds,
         passages=passages,
-        meta={key: record[key] for key in _KEPT if key in record},
+        meta={key: _plain(record[key], key) for key in _KEPT if key in record},
     )
 
 

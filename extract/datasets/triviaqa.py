@@ -12,36 +12,39 @@ from extract.datasets.question import Document, Format, Question, Record
 from extract.records import Passage
 
 
-def _alias_golds(answer: Any, names: tuple[str, ...]) -> tuple[str, ...]:
+def _alias_golds(
+    answer: Any, names: tuple[str, ...], field: str = "Answer"
+) -> tuple[str, ...]:
     """Return the canonical answer and its aliases.
 
     Args:
       answer: an object.
+      field: its name, for the message.
       names: of its value, its aliases, its human answers, its normalised aliases;
         the last are used only where there are no others.
     """
     if not isinstance(answer, dict):
-        raise ValueError(f"'Answer': expected an object, found {kind_of(answer)}")
+        raise ValueError(f"{field!r}: expected an object, found {kind_of(answer)}")
     value, *lists = names
     found: list[str] = []
     if value in answer and answer[value] is not None:
         if not isinstance(answer[value], str):
             raise ValueError(
-                f"'Answer.{value}': expected text, found {kind_of(answer[value])}"
+                f"'{field}.{value}': expected text, found {kind_of(answer[value])}"
             )
         found.append(answer[value])
     for i, name in enumerate(lists):
         if answer.get(name) is None or (i == len(lists) - 1 and any(found)):
             continue
-        for j, alias in enumerate(listed(answer, name, within="Answer.")):
+        for j, alias in enumerate(listed(answer, name, within=f"{field}.")):
             if not isinstance(alias, str):
                 raise ValueError(
-                    f"'Answer.{name}[{j}]': expected text, found {kind_of(alias)}"
+                    f"'{field}.{name}[{j}]': expected text, found {kind_of(alias)}"
                 )
             found.append(alias)
     golds = distinct(found)
     if not golds or golds == ("<unk>",):  # the hub's mark of a hidden answer
-        raise ValueError("'Answer' holds no word: there is no answer")
+        raise ValueError(f"{field!r} holds no word: there is no answer")
     return golds
 
 
@@ -102,12 +105,14 @@ def _columns(holder: Any, body: str) -> Iterator[Passage]:
 
 def read_hub(record: Record) -> Question:
     """Read one row of the hub copy: snake case, lists side by side."""
+    if record.get("answer") is None:
+        raise ValueError("no 'answer' (a test set without answers?)")
     names = ("value", "aliases", "human_answers", "normalized_aliases")
     return Question(
         id=text(record, "question_id"),
         dataset="triviaqa",
         question=text(record, "question"),
-        golds=_alias_golds(unfold(record.get("answer"), "answer"), names),
+        golds=_alias_golds(unfold(record["answer"], "answer"), names, "answer"),
         passages=(
             *_columns(record.get("entity_pages"), "wiki_context"),
             *_columns(record.get("search_results"), "search_context"),

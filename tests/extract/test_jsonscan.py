@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extract.jsonscan import ArrayScanner, Window
+from extract.bytewindow import Window
+from extract.jsonscan import ArrayScanner
 from tests.extract.published import hotpot, musique
 
 
@@ -85,6 +86,27 @@ def test_a_damaged_record_is_refused_alone(make, spoil):
     found = walk(damaged(make, spoil))
     assert [v.object for v in found] == [None if i == 3 else make(i) for i in range(8)]
     assert found[3].problem.startswith("not valid JSON")
+
+
+@pytest.mark.parametrize(
+    ("make", "n_braces"),
+    # Two braces: the last object inside a record is left open as well.
+    [(hotpot, 1), (musique, 1), (musique, 2)],
+)
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("position", [0, 1, 4, 6])
+def test_a_record_without_its_brace_takes_no_other_with_it(
+    make, indent, position, n_braces
+):
+    lines = [json.dumps(make(i), indent=indent) for i in range(8)]
+    for _ in range(n_braces):
+        cut = lines[position].rindex("}")
+        lines[position] = lines[position][:cut] + lines[position][cut + 1 :]
+    found = walk(("[" + ", ".join(lines) + "]").encode())
+    assert [v.object for v in found] == [
+        None if i == position else make(i) for i in range(8)
+    ]
+    assert "left open" in found[position].problem
 
 
 def test_a_byte_that_is_no_utf8_spoils_one_record():

@@ -186,9 +186,23 @@ def test_a_line_too_long_to_be_a_record_is_refused_alone(tmp_path, monkeypatch):
     assert "longer than 32 MiB" in report["refusals"][0]["reason"]
 
 
-def test_a_quote_left_open_swallows_no_row_in_silence(tmp_path):
+@pytest.mark.parametrize("end", ["", 'who is q\t["q\'s"]\r\n'])
+def test_a_quote_left_open_swallows_no_other_row(end, tmp_path):
     path = tmp_path / "a.csv"
-    path.write_text("who is x\t['a']\r\n\"who is y\t['b']\r\nwho is z\t['c']\r\n")
+    rows = "".join(f"who is {i}\t['{i}']\r\n" for i in range(20))
+    path.write_text(f"who is x\t['a']\r\n\"who is y\t['b']\r\n{rows}{end}")
     report = inspect_file(path)
-    assert (report["records"], report["loaded"]) == (2, 1)
-    assert report["refusals"][0]["at"] == "lines 2-3"
+    n_loaded = 22 if end else 21
+    assert (report["records"], report["loaded"]) == (n_loaded + 1, n_loaded)
+    (refusal,) = report["refusals"]
+    assert (refusal["record"], refusal["at"]) == (2, "line 2")
+    assert "a quote is left open" in refusal["reason"]
+
+
+def test_a_cell_of_several_lines_is_one_row(tmp_path):
+    rows = [pub.popqa(0) | {"obj": "two\nlines"}, pub.popqa(1)]
+    report = inspect_file(pub.write_table(tmp_path / "popqa.tsv", rows))
+    assert (report["records"], report["loaded"]) == (2, 2)
+    rows[0]["possible_answers"] = ""
+    report = inspect_file(pub.write_table(tmp_path / "popqa.tsv", rows))
+    assert [one["at"] for one in report["refusals"]] == ["lines 2-3"]

@@ -248,6 +248,46 @@ def test_a_set_without_gold_passages_needs_another_context(sources, tmp_path):
     }
 
 
+def test_one_set_may_do_without_passages_where_the_others_have_theirs(
+    sources, tmp_path
+):
+    path = pub.write_table(tmp_path / "p.tsv", [pub.popqa(i) for i in range(20)])
+    mixed = [one for one in sources if one.dataset != "popqa"]
+    mixed.append(Source(dataset="popqa", role="held-out", path=path))
+    with pytest.raises(ValueError, match="--context popqa=none to ask them closed"):
+        build_examples(tmp_path / "out", mixed, BuildConfig(splits=small()))
+    config = BuildConfig(splits=small(), contexts={"popqa": "none"})
+    notes = []
+    manifest = build_examples(tmp_path / "out", mixed, config, note=notes.append)
+    assert manifest["config"]["context"] == "supporting popqa=none"
+    assert [s["context"] for s in manifest["sources"]][-2:] == ["supporting", "none"]
+    assert [note.endswith("closed-book only") for note in notes][-2:] == [False, True]
+    lines = (tmp_path / "out" / "examples.jsonl").read_text().splitlines()
+    for example in map(json.loads, lines):
+        assert bool(example["passages"]) == (example["dataset"] != "popqa")
+    same = BuildConfig(
+        splits=small(), contexts={s.dataset: "supporting" for s in mixed}
+    )
+    assert same.contexts_as_text() == "supporting"  # as a run of before has it
+    odd = BuildConfig(splits=small(), contexts={"nq": "none"})
+    with pytest.raises(ValueError, match="no file of nq is given"):
+        build_examples(tmp_path / "other", mixed, odd)
+
+
+def test_a_repeated_text_without_an_id_is_listed(tmp_path):
+    records = [{"question": f"who is {i % 12}", "answer": ["a"]} for i in range(14)]
+    path = pub.write_lines(tmp_path / "nq", records)
+    source = [Source(dataset="nq", role="held-out", path=path)]
+    config = BuildConfig(splits=small(n_held_out={"nq": 10}), context="none")
+    (report,) = build_examples(tmp_path / "out", source, config)["sources"]
+    assert (report["repeated"], report["refusals_not_listed"]) == (2, 0)
+    assert [(one["number"], one["at"]) for one in report["repeats"]] == [
+        (13, "line 13"),
+        (14, "line 14"),
+    ]
+    assert "record 2 again" in report["repeats"][1]["reason"]
+
+
 def test_a_finished_folder_is_not_built_again_nor_over(sources, tmp_path):
     out = tmp_path / "out"
     first = build_examples(out, sources, BuildConfig(splits=small()))
