@@ -17,6 +17,7 @@ import torch
 from extract import residual
 from extract.attention import SpanReading, read_spans
 from extract.backbone import Backbone
+from extract.budgets import budget_for
 from extract.layout import LayerPass, watch_layers
 from extract.probability import Head
 
@@ -87,8 +88,13 @@ def _read(
     layout = backbone.layout
     scores = residual.Scores(final_norm, layout.head, ids.roll(-1, dims=1))
     sums = _Sums(scores, [layer.scale() for layer in layout.layers])
-    spans = torch.tensor([_SPANS] * len(ids), device=ids.device)
-    reading = SpanReading(spans, ids.shape[1], backbone.attention_layers, 2**20)
+    reading = SpanReading(
+        torch.tensor([_SPANS] * len(ids)),
+        ids.shape[1],
+        backbone.attention_layers,
+        budget_for(ids.device).n_attention_weights,
+        ids.device,
+    )
     with (
         read_spans(layout.decoder, reading),
         watch_layers(layout, sums.on_layer),
