@@ -76,7 +76,11 @@ def extract_worker(
 ) -> None:
     """Do one worker's part of the extraction, both settings."""
     backbone = open_backbone(config)
-    reader = SignalReader(backbone, config.extract.hidden_layers)
+    reader = SignalReader(
+        backbone,
+        config.extract.hidden_layers,
+        hidden_spans=config.extract.hidden_spans,
+    )
     fingerprint = {"model": backbone.revision, "dtype": str(backbone.dtype)}
     for setting in SETTINGS:
         pipeline.write_features(
