@@ -115,7 +115,7 @@ class _RangeRows:
         self.losses.add(encoded, self._spec.keys[example])
 
 
-def _readings(
+def read_batches(
     reader: Reader,
     sequences: Sequence[TokenSequence],
     batches: Sequence[Sequence[int]],
@@ -158,7 +158,7 @@ def _read_unit(
     needed = [
         batch for batch in unit.batches if any(range_of[i] in rows for i in batch)
     ]
-    for example, reading in _readings(reader, sequences, needed):
+    for example, reading in read_batches(reader, sequences, needed):
         for name, kept in rows.get(range_of[example], {}).items():
             kept.put(example, getattr(reading, name))
     for range_id, families in rows.items():
