@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Iterable
+from typing import Any
 
 import click
 
@@ -54,8 +55,20 @@ def _row(cells: Iterable[object]) -> str:
 
 
 @click.command()
-@click.option("--pairs", default=5, show_default=True, help="Runs of each per row.")
-@click.option("--threads", default=2, show_default=True, help="Of Torch on the CPU.")
+@click.option(
+    "--pairs",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="Runs of each per row.",
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="Of Torch on the CPU.",
+)
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16"]),
@@ -75,30 +88,76 @@ def _row(cells: Iterable[object]) -> str:
 def extract(
     pairs: int, threads: int, dtype: str, vocabulary: tuple[int, ...], as_json: bool
 ) -> None:
-    """Time a full reading beside the bare forward with logits; print the table.
+    """Time a full reading beside the bare forward with logits; print the tables.
 
     Llama-shaped, d=512, 8 layers, fp32 readings, every hidden layer kept. Both take
-    turns on the same batch; peak memory is above the loaded model.
+    turns on the same batch; peak memory is above the loaded model. Then extraction
+    into a store beside its own reading, on the same batches; and on a GPU both, and a
+    profile, for Qwen3.5-9B and Gemma 4 E4B at full size with random weights.
 
     Example: beatrice bench extract --pairs 7
     """
     import torch
 
     from benchmarks.extract_cost import configs, measure_cost
+    from benchmarks.full_models import FULL_MODELS
+    from benchmarks.gpu_cost import GPU_HEAD, measure_gpu
+    from benchmarks.loop_cost import LOOP_HEAD, measure_embedded
 
     quiet()
     torch.set_num_threads(threads)
     has_gpu = torch.cuda.is_available()
     every = configs(dtype, vocabulary, has_gpu=has_gpu)
-    if not as_json:
-        click.echo(_row(_HEAD))
-        click.echo(_row(["---"] * len(_HEAD)))
+    full = [model.name for model in FULL_MODELS]
+    table = _Table(as_json)
+    table.head(_HEAD)
+    # Rows at once: a run that is stopped has shown what it measured.
     with Progress().stage("extract") as update:
         for done, config in enumerate(every, start=1):
-            row = measure_cost(config, pairs, threads)
-            # At once: a run that is stopped has shown what it measured.
-            shown = json.dumps(dataclasses.asdict(row)) if as_json else row.cells()
-            click.echo(shown if as_json else _row(shown))
-            update(done, len(every))
-    if not (has_gpu or as_json):
-        click.echo(_row(["GPU", "bfloat16", *["not measured"] * (len(_HEAD) - 2)]))
+            table.row(measure_cost(config, pairs, threads))
+            update(done, len(every) + 1)
+        if not has_gpu:
+            table.not_measured(["GPU", "bfloat16"], _HEAD)
+        table.head(LOOP_HEAD)
+        table.row(measure_embedded(pairs))
+        update(len(every) + 1, len(every) + 1)
+    found = [measure_gpu(model, pairs) for model in FULL_MODELS] if has_gpu else []
+    for cost in found:
+        table.row(cost.loop)
+    table.head(GPU_HEAD)
+    for cost in found:
+        table.row(cost)
+    for name in full[len(found) :]:
+        table.not_measured([name], GPU_HEAD)
+    for cost in found:
+        table.text(f"{cost.model}\n{cost.profile}")
+
+
+class _Table:
+    """Prints rows under headings, or as JSON lines."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self._is_first = True
+
+    def head(self, cells: Iterable[str]) -> None:
+        """Begin a table."""
+        cells = list(cells)
+        if not self._is_first:
+            self.text("")
+        self._is_first = False
+        self.text(f"{_row(cells)}\n{_row(['---'] * len(cells))}")
+
+    def row(self, found: Any) -> None:
+        """Print one measurement."""
+        as_json = json.dumps(dataclasses.asdict(found)) if self._as_json else None
+        click.echo(as_json or _row(found.cells()))
+
+    def not_measured(self, first: list[str], head: Iterable[str]) -> None:
+        """Say what this machine could not measure."""
+        self.text(_row([*first, *["not measured"] * (len(list(head)) - len(first))]))
+
+    def text(self, text: str) -> None:
+        """Print what is for people alone."""
+        if not self._as_json:
+            click.echo(text)

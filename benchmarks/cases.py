@@ -5,8 +5,9 @@ from typing import Any
 
 from benchmarks.control import Traced
 from extract.judge import exact_match
+from extract.pending import Signals
 from extract.records import Answer, Passage
-from extract.signals import Signals, sequence_of
+from extract.signals import sequence_of
 from pgir.bridge import ProbedBackbone
 from pgir.controller import Decision, Policy, decide
 

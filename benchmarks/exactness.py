@@ -20,6 +20,7 @@ from benchmarks import oracle
 from benchmarks.tiny_models import FAMILIES, N_TEXT_IDS, tiny_model
 from benchmarks.tiny_wrappers import WRAPPERS, multimodal_wrapper
 from extract.backbone import Backbone
+from extract.budgets import ReadingBudget
 from extract.signals import Sequence, SignalReader
 
 SIGNALS = ("hidden", "prob", "resid", "attn")
@@ -75,9 +76,9 @@ def chunked_reader(model: PreTrainedModel) -> SignalReader:
     """Return a reader with chunks so small that every seam is crossed."""
     return SignalReader(
         Backbone.from_model(model),
-        attention_budget=1000,
-        n_tokens_per_chunk=7,
-        n_words_per_block=13,
+        budget=ReadingBudget(
+            n_attention_weights=1000, n_tokens_per_chunk=7, n_words_per_block=13
+        ),
     )
 
 

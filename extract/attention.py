@@ -21,12 +21,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from extract.spansums import AttentionCall, row_chunks, span_readings
+from extract.transfer import to_device
 
 NAME = "span_readings"
 
 _UNSUPPORTED = ("s_aux", "position_bias")
 
-# Weights alive at once where the fused kernel cannot be used.
+# Weights alive at once where the fused kernel cannot be used and nothing is read.
 _SOFTCAP_BUDGET = 2**20
 
 _active: contextvars.ContextVar["SpanReading | None"] = contextvars.ContextVar(
@@ -43,22 +44,25 @@ class SpanReading:
         n_tokens: int,
         attention_layers: tuple[int, ...],
         budget: int,
+        device: torch.device,
     ) -> None:
         """Begin a reading.
 
         Args:
-          spans: `[n_examples, 3, 2]` int64, absolute and half-open, context <
-            question < answer.
+          spans: `[n_examples, 3, 2]` int64 on the host, absolute and half-open,
+            context < question < answer.
           n_tokens: length of the padded batch.
           attention_layers: layers that have an attention matrix, in order.
           budget: most attention weights alive at once; bounds the chunk of rows.
+          device: where the model computes.
         """
-        positions = torch.arange(n_tokens, device=spans.device)
+        positions = torch.arange(n_tokens)
         starts, stops = spans[:, :, :1], spans[:, :, 1:]
-        self.members = (positions >= starts) & (positions < stops)
+        members = (positions >= starts) & (positions < stops)
+        self.members = to_device(members, device)
         self.budget = budget
         self.layers: dict[int, torch.Tensor | None] = dict.fromkeys(attention_layers)
-        later = self.members[:, 1:].any(dim=(0, 1)).nonzero()
+        later = members[:, 1:].any(dim=(0, 1)).nonzero()
         # Only question and answer rows look back at a span. They are mostly the last.
         self.rows = (int(later[0]), n_tokens) if len(later) else (n_tokens, n_tokens)
 
@@ -128,14 +132,15 @@ def _attend(
     call = AttentionCall(query, key, attention_mask, scale, softcap)
     reading, n_tokens = _active.get(), query.shape[2]
     if reading is None:
-        return _plain_attention(module, call, value, n_tokens, kwargs), None
+        plain = _plain_attention(module, call, value, n_tokens, _SOFTCAP_BUDGET, kwargs)
+        return plain, None
     # In half precision, and on a GPU, the fused kernel's own rounding is the model's.
     is_shared = query.dtype == torch.float32 and not query.is_cuda
     attended = reading.read(module.layer_idx, call, value if is_shared else None)
     n_fused = reading.rows[0] if is_shared else n_tokens
     if n_fused == 0:
         return attended, None
-    fused = _plain_attention(module, call, value, n_fused, kwargs)
+    fused = _plain_attention(module, call, value, n_fused, reading.budget, kwargs)
     return (torch.cat([fused, attended], dim=1) if is_shared else fused), None
 
 
@@ -144,6 +149,7 @@ def _plain_attention(
     call: AttentionCall,
     value: torch.Tensor,
     n_rows: int,
+    budget: int,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
     """Attend as the model would have, for the first `n_rows` tokens.
@@ -154,7 +160,7 @@ def _plain_attention(
     call = call.first(n_rows)
     value = value[:, :, :n_rows]
     if call.softcap is not None:
-        return _softcapped_attention(call, value, _SOFTCAP_BUDGET)
+        return _softcapped_attention(call, value, budget)
     return sdpa_attention_forward(
         module, call.query, call.key, value, call.mask, scaling=call.scaling, **kwargs
     )[0]

@@ -1,9 +1,15 @@
-"""The extraction stage: from answers to a feature store, range by range."""
+"""The extraction stage: from answers to a feature store, unit by unit.
+
+A unit is read in batches of similar lengths and written range by range, each with a
+commit record of its own. A unit that was interrupted is read again, but only the
+batches that its missing ranges need; the batches are the plan's, so that what comes
+out does not depend on what was there.
+"""
 
 import concurrent.futures
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +19,7 @@ from extract.family import scale_name
 from extract.plan import (
     ExtractConfig,
     ExtractionPlan,
+    PendingReading,
     Reader,
     TokenSequence,
     plan_extraction,
@@ -22,6 +29,7 @@ from extract.records import Answer
 from extract.store import FeatureStore, done_ranges
 from extract.storespec import StoreSpec
 from extract.storewrite import StoreWriter, create_store
+from extract.units import Unit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +40,7 @@ class ExtractionReport:
       n_written: ranges written by this worker now.
       n_skipped: ranges of this worker that were there before.
       n_missing: ranges of any worker that are not there yet.
-      n_tokens: tokens read by this worker now.
+      n_tokens: tokens of the ranges written now.
       seconds: wall time.
     """
 
@@ -89,60 +97,111 @@ class _RangeRows:
         self.losses = _Losses()
 
     def put(self, example: int, reading: np.ndarray) -> None:
-        """Keep of an answer's reading `[n_tokens, …]` what the family keeps."""
+        """Keep of an answer's reading what the family keeps.
+
+        Args:
+          example: which answer.
+          reading: `[n_tokens, …]`, or no more than the rows that are kept.
+        """
         offsets = self._spec.family_offsets(self._name)[example : example + 2]
-        token = int(self._spec.first_tokens(self._name)[example])
         first, last = (offsets - self._start).tolist()
-        encoded = encode(
-            reading[token : token + last - first],
-            self._spec.families[self._name].dtype,
-        )
+        if len(reading) > last - first:
+            token = int(self._spec.first_tokens(self._name)[example])
+            reading = reading[token : token + last - first]
+        encoded = encode(reading, self._spec.families[self._name].dtype)
         self.arrays[self._name][first:last] = encoded.codes
         if encoded.scales is not None:
             self.arrays[scale_name(self._name)][first:last] = encoded.scales
         self.losses.add(encoded, self._spec.keys[example])
 
 
-def _read_range(
+def read_batches(
+    reader: Reader,
+    sequences: Sequence[TokenSequence],
+    batches: Sequence[Sequence[int]],
+) -> Iterator[tuple[int, Any]]:
+    """Read batch after batch; yields each example and what was read of it.
+
+    The next batch is begun before one is taken from the device: there the copies of
+    one and the work of the other overlap, and meanwhile the caller keeps what it got.
+    """
+    before: tuple[Sequence[int], PendingReading] | None = None
+    for batch in batches:
+        begun = reader.start([sequences[example] for example in batch])
+        if before is not None:
+            yield from zip(before[0], before[1].result(), strict=True)
+        before = (batch, begun)
+    if before is not None:
+        yield from zip(before[0], before[1].result(), strict=True)
+
+
+def _read_unit(
     reader: Reader,
     sequences: Sequence[TokenSequence],
     plan: ExtractionPlan,
-    range_id: int,
-) -> dict[str, np.ndarray]:
-    """Read one range; returns `[n_rows, …]` per family in the stored type."""
+    unit: Unit,
+    missing: Sequence[int],
+) -> dict[int, dict[str, np.ndarray]]:
+    """Read the missing ranges of one unit.
+
+    Returns:
+      For each missing range `[n_rows, …]` per family, in the stored type.
+    """
     spec = plan.spec
-    rows = {name: _RangeRows(spec, name, range_id) for name in reader.shapes}
-    for batch in plan.batches[range_id]:
-        readings = reader.read([sequences[example] for example in batch])
-        for example, reading in zip(batch, readings, strict=True):
-            for name, kept in rows.items():
-                kept.put(example, getattr(reading, name))
-    for name, kept in rows.items():
-        kept.losses.refuse(name, spec.families[name].dtype, f"range {range_id}")
-    return {part: a for kept in rows.values() for part, a in kept.arrays.items()}
+    rows = {
+        range_id: {name: _RangeRows(spec, name, range_id) for name in reader.shapes}
+        for range_id in missing
+    }
+    first, last = spec.range_examples[[unit.ranges.start, unit.ranges.stop]].tolist()
+    lookup = np.searchsorted(spec.range_examples, np.arange(first, last), "right") - 1
+    range_of = dict(zip(range(first, last), lookup.tolist(), strict=True))
+    needed = [
+        batch for batch in unit.batches if any(range_of[i] in rows for i in batch)
+    ]
+    for example, reading in read_batches(reader, sequences, needed):
+        for name, kept in rows.get(range_of[example], {}).items():
+            kept.put(example, getattr(reading, name))
+    for range_id, families in rows.items():
+        for name, kept in families.items():
+            dtype = spec.families[name].dtype
+            kept.losses.refuse(name, dtype, f"range {range_id}")
+    return {
+        range_id: {
+            part: array
+            for kept in families.values()
+            for part, array in kept.arrays.items()
+        }
+        for range_id, families in rows.items()
+    }
 
 
-def _write_ranges(
-    read: Callable[[int], dict[str, np.ndarray]],
+def _write_unit(writer: StoreWriter, rows: dict[int, dict[str, np.ndarray]]) -> None:
+    """Write ranges in order, letting go of each as soon as it is written."""
+    for range_id in sorted(rows):
+        writer.write_range(range_id, rows.pop(range_id))
+
+
+def _write_units(
+    read: Callable[[Unit, Sequence[int]], dict[int, dict[str, np.ndarray]]],
     store: FeatureStore,
-    ranges: Sequence[int],
-    progress: Callable[[int, int], None] | None,
+    todo: Sequence[tuple[Unit, Sequence[int]]],
+    progress: Callable[[int, int], None],
 ) -> None:
-    """Write each range while the next one is read; at most two are in memory."""
+    """Write each unit while the next one is read; at most two are in memory."""
     writer = StoreWriter(store)
+    counts = np.cumsum([len(missing) for _, missing in todo]).tolist()
+    pending: concurrent.futures.Future[None] | None = None
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:
-        pending: concurrent.futures.Future[None] | None = None
-        for count, range_id in enumerate(ranges):
-            rows = read(range_id)
+        for number, (unit, missing) in enumerate(todo):
+            rows = read(unit, missing)
             if pending is not None:
                 pending.result()
-                if progress is not None:
-                    progress(count, len(ranges))
-            pending = pool.submit(writer.write_range, range_id, rows)
+                progress(counts[number - 1], counts[-1])
+            pending = pool.submit(_write_unit, writer, rows)
+            del rows  # the writer's alone, which lets go of it range by range
         if pending is not None:
             pending.result()
-            if progress is not None:
-                progress(len(ranges), len(ranges))
+            progress(counts[-1], counts[-1])
 
 
 def run_plan(
@@ -155,22 +214,30 @@ def run_plan(
     world_size: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> ExtractionReport:
-    """Do, or continue, one worker's part of a plan; see `extract`."""
+    """Do, or continue, one worker's part of a plan; see `extract`.
+
+    Held in host memory at most: the rows of two units as they are stored, one being
+    read and one being written (`extract.units.tokens_per_unit`: at most 8 GiB each, or
+    one range where that is larger, which is at least one example), and the readings
+    of two batches.
+    """
     began = time.perf_counter()
-    mine = plan.ranges_of(rank, world_size)
+    mine = plan.units_of(rank, world_size)
     store = create_store(url, plan.spec)
-    before = done_ranges(store)
-    todo = [range_id for range_id in mine if range_id not in before]
-    _write_ranges(
-        lambda range_id: _read_range(reader, sequences, plan, range_id),
+    done = done_ranges(store)
+    found = [(unit, [r for r in unit.ranges if r not in done]) for unit in mine]
+    todo = [(unit, missing) for unit, missing in found if missing]
+    _write_units(
+        lambda unit, missing: _read_unit(reader, sequences, plan, unit, missing),
         store,
         todo,
-        progress,
+        progress or (lambda done, total: None),
     )
-    edges = [plan.spec.range_rows(range_id) for range_id in todo]
+    written = [range_id for _, missing in todo for range_id in missing]
+    edges = [plan.spec.range_rows(range_id) for range_id in written]
     return ExtractionReport(
-        n_written=len(todo),
-        n_skipped=len(mine) - len(todo),
+        n_written=len(written),
+        n_skipped=sum(len(unit.ranges) for unit in mine) - len(written),
         n_missing=plan.spec.n_ranges - len(done_ranges(store)),
         n_tokens=sum(stop - start for start, stop in edges),
         seconds=time.perf_counter() - began,
@@ -200,7 +267,7 @@ def extract(
       config: how the answers are read.
       fingerprint: what the values depend on beside the answers and `config`: model,
         revision, precision; JSON values.
-      rank: which worker this is; it does the ranges `rank::world_size`.
+      rank: which worker this is; it does the units `rank::world_size`.
       world_size: number of workers, see `rank_and_world_size`.
       progress: called with (ranges done now, ranges to do now).
 

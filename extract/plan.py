@@ -1,6 +1,6 @@
 """What an extraction reads together and where it goes, fixed from the answers alone.
 
-Rank, world size and what was done before only choose which ranges are done here, so
+Rank, world size and what was done before only choose which units are done here, so
 the bytes of a store depend on neither.
 """
 
@@ -11,9 +11,16 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from extract.family import Family
+from extract.family import Family, Spans
 from extract.keeping import Kept, kept_families
 from extract.storespec import StoreSpec
+from extract.units import (
+    Unit,
+    bytes_per_token,
+    make_units,
+    tokens_per_unit,
+    unit_edges,
+)
 
 _SHARD_BYTES = 128 << 20
 _FEWEST_ROWS = 256
@@ -36,17 +43,25 @@ class TokenSequence(Protocol):
         """Return `[3, 2]` int64."""
 
 
+class PendingReading(Protocol):
+    """A batch that is being read."""
+
+    def result(self) -> list[Any]:
+        """Return one object per sequence, with `[n_tokens, …]` for each family."""
+
+
 class Reader(Protocol):
     """What reads signals, see `extract.signals.SignalReader`."""
 
     hidden_layers: tuple[int, ...]
+    hidden_spans: Spans
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of one token's reading, per family."""
 
-    def read(self, sequences: list[Any]) -> list[Any]:
-        """Return one object per sequence, with `[n_tokens, …]` for each family."""
+    def start(self, sequences: list[Any]) -> PendingReading:
+        """Begin to read a batch."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,20 +98,20 @@ class ExtractionPlan:
 
     Attributes:
       spec: the store.
-      batches: per range, batches of example indices; each example once.
+      units: in the order of their ranges; every range is in one.
     """
 
     spec: StoreSpec
-    batches: tuple[tuple[tuple[int, ...], ...], ...]
+    units: tuple[Unit, ...]
 
-    def ranges_of(self, rank: int, world_size: int) -> list[int]:
-        """Return the ranges one worker does, in order."""
+    def units_of(self, rank: int, world_size: int) -> tuple[Unit, ...]:
+        """Return the units one worker does, in order."""
         if not 0 <= rank < world_size:
             raise ValueError(
                 f"rank {rank} is not below the world size {world_size}; ranks count "
                 "from 0"
             )
-        return list(range(rank, self.spec.n_ranges, world_size))
+        return self.units[rank::world_size]
 
 
 def n_rows_of(
@@ -114,31 +129,9 @@ def n_rows_of(
         as if it kept every token.
     """
     n_tokens = int(lengths.sum())
-    n_kept = {"all": n_tokens, "answer": n_tokens if n_answer is None else n_answer}
-    # Bytes per token of an example, whether or not that token has a row.
-    widest = max(
-        family.row_bytes * n_kept[family.spans] // n_tokens
-        for family in families.values()
-    )
+    widest = max(bytes_per_token(families, n_tokens, n_answer))
     most = max(1, min(_SHARD_BYTES // max(1, widest), n_tokens // _WANTED_RANGES))
     return max(_FEWEST_ROWS, 1 << (most.bit_length() - 1))
-
-
-def _batches(
-    lengths: np.ndarray, examples: range, tokens_per_batch: int
-) -> tuple[tuple[int, ...], ...]:
-    """Group one range's examples by length, padding included in the budget."""
-    order = sorted(examples, key=lambda example: (-lengths[example], example))
-    batches: list[list[int]] = []
-    for example in order:
-        # The first of a batch is its longest, so it sets the padded width.
-        is_full = not batches or (
-            (len(batches[-1]) + 1) * lengths[batches[-1][0]] > tokens_per_batch
-        )
-        if is_full:
-            batches.append([])
-        batches[-1].append(example)
-    return tuple(map(tuple, batches))
 
 
 def _hash_sequences(sequences: Sequence[TokenSequence]) -> str:
@@ -156,14 +149,14 @@ def _store_spec(
     reader: Reader,
     config: ExtractConfig,
     fingerprint: Mapping[str, Any],
-) -> StoreSpec:
-    """Fix the store; see `plan_extraction`."""
+) -> tuple[StoreSpec, list[int]]:
+    """Fix the store, and the edges of its units; see `plan_extraction`."""
     lengths = np.array([len(item.ids) for item in sequences], dtype=np.int64)
     spans = np.stack([item.spans for item in sequences]).astype(np.int64)
     n_answer = int((spans[:, 2, 1] - spans[:, 2, 0]).sum())
     families = kept_families(reader.shapes, config)
     rows = config.rows_per_shard or n_rows_of(lengths, families, n_answer)
-    return StoreSpec(
+    spec = StoreSpec(
         families=families,
         keys=tuple(keys),
         lengths=lengths,
@@ -177,6 +170,30 @@ def _store_spec(
             "sequences_sha256": _hash_sequences(sequences),
         },
     )
+    per_unit = tokens_per_unit(lengths, families, config.tokens_per_batch, n_answer)
+    edges = unit_edges(spec, per_unit)
+    if len(edges) <= spec.n_ranges:
+        # Which examples share a batch moves values by rounding. Where every unit is
+        # one range nothing is said: such a store is as it was before there were units.
+        said = {**spec.fingerprint, "tokens_per_unit": per_unit}
+        spec = dataclasses.replace(spec, fingerprint=said)
+    return spec, edges
+
+
+def _check_reader(reader: Reader, config: ExtractConfig) -> None:
+    """Raise if the reader does not read what the config keeps."""
+    wanted = config.hidden_layers
+    if wanted is not None and tuple(wanted) != tuple(reader.hidden_layers):
+        raise ValueError(
+            f"the reader keeps layers {list(reader.hidden_layers)}, the config wants "
+            f"{list(wanted)}; build the reader with the config's hidden_layers"
+        )
+    if reader.hidden_spans not in ("all", config.hidden_spans):
+        raise ValueError(
+            f"the reader keeps hidden states of the {reader.hidden_spans} span, the "
+            f"config wants {config.hidden_spans}; build the reader with the config's "
+            "hidden_spans"
+        )
 
 
 def plan_extraction(
@@ -195,18 +212,7 @@ def plan_extraction(
       config: how the answers are read.
       fingerprint: what the values depend on beside the answers and `config`.
     """
-    wanted = config.hidden_layers
-    if wanted is not None and tuple(wanted) != tuple(reader.hidden_layers):
-        raise ValueError(
-            f"the reader keeps layers {list(reader.hidden_layers)}, the config wants "
-            f"{list(wanted)}; build the reader with the config's hidden_layers"
-        )
-    spec = _store_spec(sequences, keys, reader, config, fingerprint)
-    edges = spec.range_examples.tolist()
-    return ExtractionPlan(
-        spec=spec,
-        batches=tuple(
-            _batches(spec.lengths, range(first, last), config.tokens_per_batch)
-            for first, last in zip(edges[:-1], edges[1:], strict=True)
-        ),
-    )
+    _check_reader(reader, config)
+    spec, edges = _store_spec(sequences, keys, reader, config, fingerprint)
+    units = make_units(spec, edges, config.tokens_per_batch)
+    return ExtractionPlan(spec=spec, units=units)

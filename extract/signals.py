@@ -8,7 +8,7 @@ survives it.
 
 import contextlib
 import dataclasses
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -16,12 +16,22 @@ import torch
 from extract import probability, residual
 from extract.attention import SpanReading, read_spans
 from extract.backbone import Backbone
-from extract.layout import LayerPass, watch_layers
+from extract.budgets import ReadingBudget, budget_for
+from extract.family import Spans
+from extract.layout import watch_layers
 from extract.parity import check_parity
+from extract.pending import (
+    Family,
+    PendingSignals,
+    Rows,
+    Signals,
+    StreamReading,
+    pad_batch,
+)
 from extract.records import Answer
+from extract.transfer import host_copies
 
 AnswerSpan = Literal["emitting", "literal"]
-Family = Literal["hidden", "prob", "resid", "attn"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,26 +67,6 @@ class Sequence:
                 "spans must be half-open and ordered context, question, answer within "
                 f"{n_tokens} tokens, found {self.spans.tolist()}"
             )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Signals:
-    """The four families of one example; a row for every token of the sequence.
-
-    Attributes:
-      hidden: `[n_tokens, n_layers_kept, d_model]` float32, un-normed residual states.
-      prob: `[n_tokens, 5]` float32: p(v), -log p(v) and entropy in nats, top p,
-        margin.
-      resid: `[n_tokens, 4 * n_layers]` float32: per layer attention norm, attention
-        push, feed-forward norm, feed-forward push.
-      attn: `[n_tokens, 2, 2, n_attention_layers, n_heads]` float32: per partner span
-        (the other two, ordered) entropy in nats and mass.
-    """
-
-    hidden: np.ndarray
-    prob: np.ndarray
-    resid: np.ndarray
-    attn: np.ndarray
 
 
 def _answer_start_stop(answer: Answer, answer_span: AnswerSpan) -> tuple[int, int]:
@@ -121,45 +111,6 @@ def sequence_of(answer: Answer, *, answer_span: AnswerSpan = "emitting") -> Sequ
     )
 
 
-def _pad_batch(rows: list[np.ndarray], device: torch.device) -> torch.Tensor:
-    """Stack to `[n_examples, n_tokens]`, repeating each last id to the right."""
-    n_tokens = max(len(row) for row in rows)
-    # A repeated id, not a pad token: Transformers warns about pad ids without a mask.
-    padded = [np.pad(row, (0, n_tokens - len(row)), mode="edge") for row in rows]
-    return torch.from_numpy(np.stack(padded)).to(device)
-
-
-class _StreamReading:
-    """Hidden states and contribution scalars, filled as the layers run."""
-
-    def __init__(
-        self,
-        lengths: list[int],
-        hidden_layers: tuple[int, ...],
-        d_model: int,
-        scores: residual.Scores,
-    ) -> None:
-        self.slots = {entry: slot for slot, entry in enumerate(hidden_layers)}
-        shape = (len(hidden_layers), d_model)
-        self.hidden = [np.empty((n, *shape), dtype=np.float32) for n in lengths]
-        self.resid: list[torch.Tensor] = []
-        self.scores = scores
-
-    def on_layer(self, layer_pass: LayerPass) -> None:
-        """Read one layer."""
-        if layer_pass.index == 0:
-            self._keep(0, layer_pass.h_in)
-        self._keep(layer_pass.index + 1, layer_pass.h_out)
-        self.resid.append(residual.contribution_scalars(layer_pass, self.scores))
-
-    def _keep(self, entry: int, states: torch.Tensor) -> None:
-        """Copy one entry of the resid axis if it is wanted."""
-        if entry in self.slots:
-            rows = states.float().cpu().numpy()
-            for example, kept in enumerate(self.hidden):
-                kept[:, self.slots[entry]] = rows[example, : len(kept)]
-
-
 class SignalReader:
     """Reads signals from one backbone.
 
@@ -172,9 +123,8 @@ class SignalReader:
         backbone: Backbone,
         hidden_layers: tuple[int, ...] | None = None,
         *,
-        attention_budget: int = 2**20,
-        n_tokens_per_chunk: int = 1024,
-        n_words_per_block: int = 2**12,
+        hidden_spans: Spans = "all",
+        budget: ReadingBudget | None = None,
     ) -> None:
         """Check the backbone and prepare to read it.
 
@@ -182,9 +132,9 @@ class SignalReader:
           backbone: the frozen model.
           hidden_layers: entries of the resid axis to keep, out of `n_layers + 1`: 0 is
             the embedding, l the output of layer l, un-normed. None keeps all.
-          attention_budget: most attention weights alive at once.
-          n_tokens_per_chunk: tokens whose logits are alive at once.
-          n_words_per_block: vocabulary entries whose logits are alive at once.
+          hidden_spans: tokens whose hidden states are read; the other families are
+            read for all.
+          budget: sizes of chunks; None chooses by the backbone's device.
 
         Raises:
           ValueError: an entry out of range, or "unknown residual layout".
@@ -199,13 +149,16 @@ class SignalReader:
             )
         if len(set(hidden_layers)) < len(hidden_layers):
             raise ValueError(f"hidden_layers: found one twice, {list(hidden_layers)}")
+        if hidden_spans not in get_args(Spans):
+            raise ValueError(
+                f"hidden_spans: expected one of {', '.join(get_args(Spans))}, found "
+                f"{hidden_spans!r}"
+            )
         self.backbone = backbone
         self.hidden_layers = tuple(hidden_layers)
-        self._attention_budget = attention_budget
-        self._head_sizes = {
-            "n_tokens_per_chunk": n_tokens_per_chunk,
-            "n_words_per_block": n_words_per_block,
-        }
+        self.hidden_spans = hidden_spans
+        self._budget = budget or budget_for(backbone.device)
+        self._copies = host_copies(backbone.device)
         self._final_norm = residual.measure_final_norm(backbone.layout)
         self._head = probability.head_of(backbone.model)
         check_parity(backbone, self._final_norm, self._head)
@@ -231,7 +184,6 @@ class SignalReader:
                 f"reads at most {window}; shorten the context or use another backbone"
             )
 
-    @torch.no_grad()
     def read(self, sequences: list[Sequence]) -> list[Signals]:
         """Read all families of a batch in one forward of the decoder.
 
@@ -242,51 +194,57 @@ class SignalReader:
           One `Signals` each, in order; what is read of an example does not depend on
           its batch, up to rounding.
         """
-        if not sequences:
-            return []
+        return list(self.start(sequences).result()) if sequences else []
+
+    def _rows_of(self, sequences: list[Sequence], spans: Spans) -> Rows:
+        """Return the tokens of those spans."""
+        lengths = [len(sequence.ids) for sequence in sequences]
+        if spans == "all":
+            edges = [(0, length) for length in lengths]
+        else:
+            edges = [tuple(sequence.spans[2].tolist()) for sequence in sequences]
+        return Rows(edges, max(lengths), self.backbone.device)
+
+    @torch.no_grad()
+    def start(self, sequences: list[Sequence]) -> PendingSignals:
+        """Begin to read a batch of at least one sequence, see `read`.
+
+        On a GPU this returns when the work is queued. The next batch may be started
+        before this one's result is taken.
+        """
         self._check_lengths(sequences)
         device, layout = self.backbone.device, self.backbone.layout
-        lengths = [len(sequence.ids) for sequence in sequences]
-        ids = _pad_batch([sequence.ids for sequence in sequences], device)
-        targets = _pad_batch([sequence.targets for sequence in sequences], device)
-        spans = torch.from_numpy(np.stack([item.spans for item in sequences]))
+        ids = pad_batch([sequence.ids for sequence in sequences], device)
+        targets = pad_batch([sequence.targets for sequence in sequences], device)
+        rows = self._rows_of(sequences, "all")
+        hidden_rows = self._rows_of(sequences, self.hidden_spans)
+        copies, budget = self._copies(), self._budget
         scores = residual.Scores(self._final_norm, layout.head, targets)
-        d_model = self.backbone.d_model
-        stream = _StreamReading(lengths, self.hidden_layers, d_model, scores)
+        stream = StreamReading(self.hidden_layers, hidden_rows, scores, copies)
         attention = SpanReading(
-            spans.to(device),
+            torch.from_numpy(np.stack([item.spans for item in sequences])),
             ids.shape[1],
             self.backbone.attention_layers,
-            self._attention_budget,
+            budget.n_attention_weights,
+            device,
         )
         with contextlib.ExitStack() as stack:
             stack.enter_context(read_spans(layout.decoder, attention))
             stack.enter_context(watch_layers(layout, stream.on_layer))
             final = layout.decoder(input_ids=ids, use_cache=False).last_hidden_state
-        is_token = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]
-        is_token = is_token.to(device)
         prob = probability.token_probabilities(
-            final[is_token], targets[is_token], self._head, **self._head_sizes
+            rows.of(final),
+            rows.of(targets),
+            self._head,
+            n_tokens_per_chunk=budget.n_tokens_per_chunk,
+            n_words_per_block=budget.n_words_per_block,
         )
-        return _split(lengths, stream, prob, attention.readings())
-
-
-def _split(
-    lengths: list[int],
-    stream: _StreamReading,
-    prob: torch.Tensor,
-    attn: torch.Tensor,
-) -> list[Signals]:
-    """Cut the batch's readings into examples without padding."""
-    resid = torch.cat(stream.resid, dim=-1).cpu().numpy()
-    attn_rows = attn.cpu().numpy()
-    prob_rows = np.split(prob.cpu().numpy(), np.cumsum(lengths)[:-1])
-    return [
-        Signals(
-            hidden=stream.hidden[example],
-            prob=prob_rows[example],
-            resid=resid[example, :length].copy(),
-            attn=attn_rows[example, :length].copy(),
+        resid = rows.of(torch.cat(stream.resid, dim=-1))
+        scalars = {"prob": prob, "resid": resid, "attn": rows.of(attention.readings())}
+        return PendingSignals(
+            hidden=stream.hidden,
+            scalars={name: copies.take(values) for name, values in scalars.items()},
+            hidden_rows=hidden_rows.slices(),
+            rows=rows.slices(),
+            copies=copies,
         )
-        for example, length in enumerate(lengths)
-    ]

@@ -11,12 +11,13 @@ import numpy as np
 
 from extract.backbone import Backbone
 from extract.generation import generate
+from extract.pending import Signals
 from extract.plaintext import encode_text
 from extract.precision import as_written
 from extract.prompts import PromptTemplate, build_prompt, check_text
 from extract.records import Answer, Passage, Setting
 from extract.requests import GenerationConfig, Request, plan_batches
-from extract.signals import AnswerSpan, SignalReader, Signals, sequence_of
+from extract.signals import AnswerSpan, SignalReader, sequence_of
 from jaxprobe.detector import Detector, Scores
 from jaxprobe.features import Features
 from jaxprobe.reading import SPANS, assemble

@@ -20,7 +20,7 @@ from extract.precision import as_written
 from extract.store import done_ranges, open_store, read_family, read_rows
 from extract.storecheck import verify
 from extract.storespec import StoreSpec
-from tests.extract.test_extraction import Reading, TokenIds
+from tests.extract.test_extraction import Begun, Reading, TokenIds
 
 QWEN_9B = model_shapes(d_model=4096, n_layers=32, n_attention_layers=8, n_heads=16)
 
@@ -29,11 +29,15 @@ class WaveReader:
     """A reader without a model: sines and cosines of the running id sum."""
 
     hidden_layers = (2, 5)
+    hidden_spans = "all"
     shapes = {"hidden": (2, 16), "prob": (5,)}
     scale = 1.0
 
     def read(self, sequences):
         return [self.read_one(item.ids) for item in sequences]
+
+    def start(self, sequences):
+        return Begun(self.read(sequences))
 
     def read_one(self, ids):
         sums = np.cumsum(ids).astype(np.float32)[:, None]

@@ -1,7 +1,17 @@
 import pytest
-from transformers import GraniteConfig, GraniteForCausalLM, OPTConfig, OPTForCausalLM
+import torch
+from transformers import (
+    GraniteConfig,
+    GraniteForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
+from transformers.masking_utils import AttentionMaskInterface
 
 from benchmarks.tiny_models import VOCAB_SIZE
+from extract import attention
 from extract.backbone import Backbone
 from extract.signals import SignalReader
 
@@ -32,3 +42,41 @@ def test_a_block_without_a_known_feed_forward_part_is_refused_by_name():
     config = OPTConfig(**SMALL, ffn_dim=48, word_embed_proj_dim=32)
     with pytest.raises(ValueError, match="unknown residual layout.*OPTDecoder"):
         Backbone.from_model(OPTForCausalLM(config))
+
+
+def windowed(window):
+    """A Mistral that sees so many tokens, with room for more."""
+    torch.manual_seed(0)
+    config = MistralConfig(
+        **SMALL,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        sliding_window=window,
+        initializer_range=0.3,
+    )
+    return Backbone.from_model(MistralForCausalLM(config))
+
+
+@pytest.mark.parametrize(
+    ("window", "dtype"),
+    [
+        (8, torch.float32),
+        (16, torch.float32),
+        (1024, torch.float32),
+        (16, torch.bfloat16),
+        (100, torch.bfloat16),
+    ],
+)
+def test_a_window_lost_with_the_mask_function_is_refused(window, dtype, monkeypatch):
+    backbone = windowed(window)
+    backbone.model.to(dtype)
+    SignalReader(backbone)
+    # Transformers then hands over no mask at all, without a word.
+    monkeypatch.delitem(AttentionMaskInterface._global_mapping, attention.NAME)
+    with pytest.raises(ValueError, match="unknown residual layout: the logits"):
+        SignalReader(backbone)
+
+
+def test_a_window_too_long_to_be_crossed_is_not_checked(monkeypatch):
+    monkeypatch.delitem(AttentionMaskInterface._global_mapping, attention.NAME)
+    SignalReader(windowed(2000))

@@ -40,7 +40,8 @@ def run_decoder(backbone, sequences):
     passes, layout = [], backbone.layout
     ids = torch.from_numpy(np.stack([sequence.ids for sequence in sequences]))
     spans = torch.from_numpy(np.stack([sequence.spans for sequence in sequences]))
-    reading = SpanReading(spans, ids.shape[1], backbone.attention_layers, 2**20)
+    layers = backbone.attention_layers
+    reading = SpanReading(spans, ids.shape[1], layers, 2**20, backbone.device)
     with (
         torch.no_grad(),
         read_spans(layout.decoder, reading),
