@@ -140,13 +140,15 @@ def open_generator(
       log_probs: ask a server for them; on this machine they cost nothing.
     """
     if options.server is None:
+        import torch
+
         from extract.backbone import load_backbone
         from extract.embedded import model_path
         from extract.localgenerator import TransformersGenerator
+        from extract.owndevice import own_device
 
-        backbone = load_backbone(
-            model_path(model), dtype=options.dtype, device=options.device
-        )
+        device = own_device(options.device, torch.cuda.device_count())
+        backbone = load_backbone(model_path(model), dtype=options.dtype, device=device)
         yield TransformersGenerator(
             backbone=backbone, tokens_per_batch=options.batch_tokens
         )

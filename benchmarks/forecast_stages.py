@@ -10,9 +10,9 @@ from benchmarks.modelmemory import generation_bytes, reading_bytes
 from benchmarks.presets import RunConfig
 from benchmarks.rehearsal import Rehearsal, spread
 from benchmarks.tallies import disk_bytes
+from extract.answerrows import answered
 from extract.asking import Speaker, ask
 from extract.generator import Generator, SamplingConfig
-from extract.jsonlines import JsonLines
 from extract.judge import exact_match_judge, label_answer
 from extract.pipeline import answers_file, read_answers, read_examples
 from extract.records import SETTINGS, to_json
@@ -37,10 +37,7 @@ def forecast_answers(
     """Return what answering needs; ten prompts of all lengths are answered."""
     run.hash_inputs(run.examples)  # says what is missing
     asked = ask(read_examples(run), speaker, config.prompt, config.max_new_tokens)
-    there = {
-        (row["example_id"], row["setting"], row["variant"])
-        for row in JsonLines(answers_file(run)).whole_rows()
-    }
+    there = answered(answers_file(run), run.answer_parts, asked.requests)
     todo = [request for request in asked.requests if request.key not in there]
     prompts = [request_prompt(speaker.tokenizer, request) for request in todo]
     found = Rehearsal(

@@ -213,7 +213,7 @@ def answer_by_server(
         asked = ask_run(run, words, config.prompt, config.max_new_tokens)
         if asked.note:
             progress.note(f"answer: {asked.note}")
-        rows = open_answers(answers_file(run), asked.requests)
+        rows = open_answers(answers_file(run), asked.requests, run.answer_parts)
         for note in rows.notes:
             progress.note(note)
         append_answers(

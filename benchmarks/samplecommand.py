@@ -7,7 +7,7 @@ import click
 
 from benchmarks.backends import backend_options, take_options
 from benchmarks.dryrun import dry_run_option, rehearsing
-from benchmarks.opening import RUN_DIR, config_of, opened
+from benchmarks.opening import RUN_DIR, alone, config_of, opened
 from extract.console import Progress, quiet
 
 
@@ -56,6 +56,7 @@ def sample(
     from extract.generator import SamplingConfig
     from extract.sampling import DrawConfig
 
+    alone("sample")
     config, backend = config_of(run_dir), take_options(options)
     sampling = SamplingConfig(
         max_new_tokens=config.max_new_tokens,

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.forecast import Tally
+from extract.answerrows import part_files
 from extract.jsonlines import JsonLines
 from extract.rundir import RunDir
 
@@ -30,10 +31,13 @@ def count_stage(run: RunDir, stage: str, outputs: Iterable[Path]) -> Tally:
     n_rows = n_prompt = n_new = 0
     paths = list(outputs)
     if stage == "answer":
-        for row in JsonLines(run.answers / "answers.jsonl").whole_rows():
-            n_rows += 1
-            n_prompt += len(row["prompt_ids"])
-            n_new += len(row["token_ids"]) + (row["stop_id"] is not None)
+        parts = part_files(run.answer_parts)
+        paths += parts
+        for file in (run.answers / "answers.jsonl", *parts):
+            for row in JsonLines(file).whole_rows():
+                n_rows += 1
+                n_prompt += len(row["prompt_ids"])
+                n_new += len(row["token_ids"]) + (row["stop_id"] is not None)
     elif stage in _REPLIES:
         replies = run.replies(_REPLIES[stage])
         paths.append(replies)

@@ -1,7 +1,6 @@
 """The stages that need the backbone: world, answer, label, extract."""
 
 import dataclasses
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,9 +13,10 @@ from extract import pipeline
 from extract.backbone import Backbone, load_backbone
 from extract.localgenerator import TransformersGenerator
 from extract.microworld import make_world
+from extract.owndevice import own_device
 from extract.provenance import package_versions
 from extract.records import SETTINGS, Setting
-from extract.requests import GenerationConfig
+from extract.requests import GenerationConfig, Request
 from extract.rundir import RunDir
 from extract.servedanswers import claim_answers
 from extract.signals import SignalReader
@@ -26,9 +26,7 @@ from extract.worldmodel import WorldModelConfig, save, train
 def open_backbone(config: RunConfig) -> Backbone:
     """Load the run's backbone with the run's number of threads."""
     torch.set_num_threads(config.n_threads)
-    device = config.device
-    if device == "cuda":  # one process per GPU, as torchrun counts them
-        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    device = own_device(config.device, torch.cuda.device_count())
     return load_backbone(config.model_path, dtype=config.model_dtype, device=device)
 
 
@@ -45,7 +43,10 @@ def _world(run: RunDir, config: RunConfig, update: Update, progress: Progress) -
     pipeline.write_world(run, config.world, config.questions)
 
 
-def _answer(run: RunDir, config: RunConfig, update: Update, progress: Progress) -> None:
+def ask_backbone(
+    run: RunDir, config: RunConfig, progress: Progress
+) -> tuple[Backbone, list[Request]]:
+    """Load the run's backbone as the one that answers; return what it is asked."""
     backbone = open_backbone(config)
     claim_answers(
         run,
@@ -54,10 +55,13 @@ def _answer(run: RunDir, config: RunConfig, update: Update, progress: Progress) 
     asked = pipeline.ask_run(run, backbone, config.prompt, config.max_new_tokens)
     if asked.note:
         progress.note(f"answer: {asked.note}")
-    notes = pipeline.write_answers(
-        run, backbone, asked.requests, generation_config(config), update
-    )
-    for note in notes:
+    return backbone, asked.requests
+
+
+def _answer(run: RunDir, config: RunConfig, update: Update, progress: Progress) -> None:
+    backbone, requests = ask_backbone(run, config, progress)
+    how = generation_config(config)
+    for note in pipeline.write_answers(run, backbone, requests, how, update):
         progress.note(note)
 
 

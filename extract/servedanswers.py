@@ -100,6 +100,7 @@ def append_answers(
     n_done = len(done)
     progress(n_done, len(requests))
     for i, found in generator.stream(prompts, config, done):
-        rows.lines.append([to_json(served_answer(requests[i], found))])
+        answer = served_answer(requests[i], found)
+        rows.append({answer.key: to_json(answer)})
         n_done += 1
         progress(n_done, len(requests))

@@ -1,0 +1,24 @@
+"""Which accelerator is this process's own, as whoever launched it says."""
+
+import os
+from collections.abc import Mapping
+
+# Ranks on one machine, per launcher. A Kubernetes job gives each pod its own devices.
+_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
+
+
+def own_device(
+    device: str, n_visible: int, environ: Mapping[str, str] = os.environ
+) -> str:
+    """Return Torch's name of the device; `cuda` alone is each process's own GPU.
+
+    Args:
+      device: as asked for; one with a number, or no GPU, stays as it is.
+      n_visible: GPUs that this process sees. A launcher that shows each process one
+        GPU only calls it 0, whatever the process's rank.
+      environ: of the process.
+    """
+    if device != "cuda":
+        return device
+    found = (environ[name] for name in _LOCAL_RANKS if name in environ)
+    return f"cuda:{int(next(found, '0')) % max(1, n_visible)}"
