@@ -195,7 +195,10 @@ def load_words(config: RunConfig) -> tuple[Words, tuple[int, ...]]:
 
 def asking_identity(config: RunConfig) -> dict[str, Any]:
     """Return what changes the prompts and the length of the answers."""
-    return dataclasses.asdict(config.prompt) | {"max_new_tokens": config.max_new_tokens}
+    return dataclasses.asdict(config.prompt) | {
+        "schema": SCHEMA_VERSION,
+        "max_new_tokens": config.max_new_tokens,
+    }
 
 
 def answer_by_server(

@@ -112,6 +112,7 @@ def answer(
         return
     alone("answer --server")
     from benchmarks.label_stages import answer_by_server, load_words
+    from benchmarks.tallies import paid_tokens
 
     config = config_of(run_dir)
     quiet()
@@ -119,7 +120,11 @@ def answer(
     with (
         opened(run_dir, config) as run,
         open_generator(
-            served_model or config.model_path, backend, stop_ids=stop_ids
+            served_model or config.model_path,
+            backend,
+            stop_ids=stop_ids,
+            tokenizer=words.tokenizer,
+            earlier=paid_tokens(run, "answer"),
         ) as generator,
     ):
         if dry_run:

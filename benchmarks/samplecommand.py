@@ -78,6 +78,7 @@ def sample(
             dry_run=dry_run,
             stop_ids=stop_ids,
             log_probs=True,
+            tokenizer=words.tokenizer,
         ) as generator,
     ):
         as_text = backend.server is not None and backend.dialect == "openai"

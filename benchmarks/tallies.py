@@ -51,3 +51,13 @@ def count_stage(run: RunDir, stage: str, outputs: Iterable[Path]) -> Tally:
         n_new_tokens=n_new,
         disk_bytes=disk_bytes(paths),
     )
+
+
+def paid_tokens(run: RunDir, stage: str) -> tuple[int, int]:
+    """Return prompt and new tokens of the texts that are there of a stage.
+
+    All of them, whichever backend wrote them: a cap errs on the side of the purse.
+    What a server did not count is not known.
+    """
+    found = count_stage(run, stage, [])
+    return found.n_prompt_tokens, found.n_new_tokens

@@ -25,7 +25,9 @@ def make_run(path):
     config = make_config("smoke")
     wanted = QuestionConfig(n_train=10, n_evaluation=5, n_ood=2)
     made = make_examples(make_world(config.world), wanted)
-    long = [dataclasses.replace(e, passages=e.passages * 14, rewritten=()) for e in made]
+    long = [
+        dataclasses.replace(e, passages=e.passages * 14, rewritten=()) for e in made
+    ]
     with RunDir.open(path, config.as_json()) as run:
         run.examples.write_text(write_lines(long))
     return path
