@@ -6,6 +6,7 @@ from pathlib import Path
 from benchmarks.forecast import Tally
 from extract.answerrows import part_files
 from extract.jsonlines import JsonLines
+from extract.records import SETTINGS
 from extract.rundir import RunDir
 
 _REPLIES = {"rewrite": "rewrite", "label": "judge", "sample": "sample"}
@@ -30,6 +31,8 @@ def count_stage(run: RunDir, stage: str, outputs: Iterable[Path]) -> Tally:
     """
     n_rows = n_prompt = n_new = 0
     paths = list(outputs)
+    if stage == "extract":  # its outputs name what identifies a store, not its arrays
+        paths = [run.features(setting) for setting in SETTINGS]
     if stage == "answer":
         parts = part_files(run.answer_parts)
         paths += parts
@@ -47,6 +50,7 @@ def count_stage(run: RunDir, stage: str, outputs: Iterable[Path]) -> Tally:
             n_new += row["n_new_tokens"] or 0
     return Tally(
         n_rows=n_rows,
+        n_requests=n_rows,  # a row is a text that some model was asked for
         n_prompt_tokens=n_prompt,
         n_new_tokens=n_new,
         disk_bytes=disk_bytes(paths),
