@@ -18,7 +18,9 @@ class BackendOptions:
     Attributes:
       server: URL up to /v1, or None for Transformers on this machine.
       revision: of the weights behind the server's name; part of every key.
+      served_dtype: of the same; likewise.
       max_cost: spending cap in the currency of the prices, or None.
+      dtype: of weights loaded here; None for the device's default.
     """
 
     server: str | None
@@ -30,8 +32,9 @@ class BackendOptions:
     price_prompt: float
     price_new: float
     max_cost: float | None
+    served_dtype: str = "unstated"
     device: str = "cpu"
-    dtype: str = "float32"
+    dtype: str | None = None
     batch_tokens: int = 16_384
 
 
@@ -43,13 +46,21 @@ _SERVER = (
         type=click.Choice(["vllm", "openai"]),
         default="vllm",
         show_default=True,
-        help="vllm: exact token ids, top-k. openai: standard fields only.",
+        help="vllm: exact token ids, top-k, thinking off. openai: standard fields "
+        "only, with which thinking cannot be switched off.",
     ),
     click.option(
         "--revision",
         default="unstated",
         show_default=True,
-        help="Of the weights behind the server's model name; no server tells.",
+        help="Of the weights, tokenizer and chat template behind the server's model "
+        "name; no server tells.",
+    ),
+    click.option(
+        "--served-dtype",
+        default="unstated",
+        show_default=True,
+        help="Of the server's weights, such as bfloat16; no server tells.",
     ),
     click.option(
         "--concurrency",
@@ -87,7 +98,8 @@ _SERVER = (
     click.option(
         "--max-cost",
         type=click.FloatRange(min=0),
-        help="Stop before more than this is spent.",
+        help="Stop before more than this is spent on the stage, at these prices and "
+        "with the texts that earlier processes kept.",
     ),
 )
 _LOCAL = (
@@ -97,9 +109,8 @@ _LOCAL = (
     click.option(
         "--dtype",
         type=click.Choice(["float32", "bfloat16", "float16"]),
-        default="float32",
-        show_default=True,
-        help="Without --server: of the weights.",
+        help="Without --server: of the weights. Default: bfloat16 on cuda, else "
+        "float32.",
     ),
     click.option(
         "--batch-tokens",
@@ -159,6 +170,8 @@ def open_generator(
     *,
     stop_ids: Sequence[int] = (),
     log_probs: bool = False,
+    tokenizer: Any = None,
+    earlier: tuple[int, int] = (0, 0),
 ) -> Iterator["Generator"]:
     """Open the backend of a model.
 
@@ -167,27 +180,36 @@ def open_generator(
       options: where it runs.
       stop_ids: of the model, where token ids are wanted from a server.
       log_probs: ask a server for them; on this machine they cost nothing.
+      tokenizer: of the model that a server holds, where it is known here.
+      earlier: prompt and new tokens that count towards the spending cap already.
     """
     if options.server is None:
+        import torch
+
         from extract.backbone import load_backbone
         from extract.embedded import model_path
         from extract.localgenerator import TransformersGenerator
+        from extract.owndevice import default_dtype, own_device
 
-        backbone = load_backbone(
-            model_path(model), dtype=options.dtype, device=options.device
-        )
+        device = own_device(options.device, torch.cuda.device_count())
+        dtype = options.dtype or default_dtype(options.device)
+        backbone = load_backbone(model_path(model), dtype=dtype, device=device)
         yield TransformersGenerator(
             backbone=backbone, tokens_per_batch=options.batch_tokens
         )
         return
-    from extract.served import ServedGenerator, ServerConfig
+    from extract.served import ServedGenerator
+    from extract.serverconfig import ServerConfig
     from extract.spending import Prices
+    from extract.wordidentity import words_identity
 
     config = ServerConfig(
         url=options.server,
         model=model,
         revision=options.revision,
         dialect=options.dialect,
+        dtype=options.served_dtype,
+        **words_identity(tokenizer),
         log_probs=log_probs,
         n_concurrent=options.concurrency,
         n_retries=options.retries,
@@ -196,5 +218,5 @@ def open_generator(
             prompt=options.price_prompt, new=options.price_new, cap=options.max_cost
         ),
     )
-    with ServedGenerator(config, stop_ids) as generator:
+    with ServedGenerator(config, stop_ids, earlier) as generator:
         yield generator

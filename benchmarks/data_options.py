@@ -150,9 +150,8 @@ _ASKING = (
     click.option(
         "--model-dtype",
         type=click.Choice(["float32", "bfloat16", "float16"]),
-        default="float32",
-        show_default=True,
-        help="Of the backbone's weights, where it is loaded here.",
+        help="Of the backbone's weights, where it is loaded here. Default: bfloat16 "
+        "with --device cuda, else float32.",
     ),
     click.option(
         "--device",

@@ -72,7 +72,7 @@ def data(run_dir: Path | None, **options: Any) -> None:
 
     Example: beatrice data runs/paper --train hotpotqa=hotpot_train_v1.1.json --dev
     hotpotqa=hotpot_dev_distractor_v1.json --held-out nq=nq-open-oracle.jsonl.gz
-    --model Qwen/Qwen3.5-9B --model-dtype bfloat16 --device cuda --chat
+    --model Qwen/Qwen3.5-9B --device cuda --chat
     """
     files = take_files(options)
     inspected: Path | None = options["inspect"]
@@ -145,6 +145,7 @@ def _make_run(
     from benchmarks.presets import make_config
     from extract.console import Progress
     from extract.datasets.dataconfig import data_config
+    from extract.owndevice import default_dtype
 
     sources, build = sources_of(files), build_config(options)
     fixed: Path | None = options["splits"]
@@ -160,7 +161,7 @@ def _make_run(
         config,
         data_config(sources, build, fixed),
         prompt=ask_config(options),
-        model_dtype=options["model_dtype"],
+        model_dtype=options["model_dtype"] or default_dtype(options["device"]),
         device=options["device"],
         max_new_tokens=options["max_new_tokens"] or config.max_new_tokens,
     )

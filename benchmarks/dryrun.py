@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from benchmarks.backends import BackendOptions, open_generator
-from benchmarks.opening import config_of, opened
+from benchmarks.opening import config_of, opened, set_compiler
 
 if TYPE_CHECKING:
     from benchmarks.forecast import Forecast
@@ -42,11 +42,19 @@ def rehearsing(
     dry_run: bool,
     stop_ids: Sequence[int] = (),
     log_probs: bool = False,
+    tokenizer: Any = None,
 ) -> Iterator["Generator"]:
     """Open a stage's backend; in a dry run one that ends the block with a forecast."""
+    from benchmarks.tallies import paid_tokens
+
     began = time.monotonic()
     with open_generator(
-        model, backend, stop_ids=stop_ids, log_probs=log_probs
+        model,
+        backend,
+        stop_ids=stop_ids,
+        log_probs=log_probs,
+        tokenizer=tokenizer,
+        earlier=paid_tokens(run, stage),
     ) as generator:
         if not dry_run:
             yield generator
@@ -91,6 +99,7 @@ def dry_run_stage(run_dir: Path, name: str, config: "RunConfig | None" = None) -
     quiet()
     made_with = config_of(run_dir)
     config = made_with if config is None else config
+    set_compiler(config.xla_flags)
     with opened(run_dir, made_with) as run:
         stage = {**STAGES, **ON_REQUEST}[name]
         inputs = stage.inputs(run)

@@ -28,6 +28,7 @@ class Forecast:
       n_new_tokens: that it writes, at most.
       gpu_bytes: weights, caches and logits of the largest batch, on the device that
         the model is loaded on (ordinary memory without a GPU).
+      memory_bytes: of what a stage without such a model holds at once.
       disk_bytes: of what it writes, at most.
       seconds: of wall time, loading included.
       basis: what the time rests on, or why there is none.
@@ -39,6 +40,7 @@ class Forecast:
     n_prompt_tokens: int | None = None
     n_new_tokens: int | None = None
     gpu_bytes: int | None = None
+    memory_bytes: int | None = None
     disk_bytes: int | None = None
     seconds: float | None = None
     basis: str
@@ -58,6 +60,7 @@ class Tally:
     """What is there of a stage: counted before and after, the difference was done."""
 
     n_rows: int = 0
+    n_requests: int = 0
     n_prompt_tokens: int = 0
     n_new_tokens: int = 0
     disk_bytes: int = 0
@@ -90,6 +93,7 @@ _SHOWN: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("n_prompt_tokens", "prompt tokens", lambda n: f"{n:,}"),
     ("n_new_tokens", "new tokens, at most", lambda n: f"{n:,}"),
     ("gpu_bytes", "memory of the model", bytes_in_words),
+    ("memory_bytes", "memory", bytes_in_words),
     ("disk_bytes", "disk", bytes_in_words),
     ("seconds", "time", seconds_in_words),
 )
@@ -152,6 +156,7 @@ def compare(
     """Return one line: what a stage took, beside what was predicted."""
     took = {
         "n_rows": (done.n_rows, "rows"),
+        "n_requests": (done.n_requests, "requests"),
         "n_prompt_tokens": (done.n_prompt_tokens, "prompt tokens"),
         "n_new_tokens": (done.n_new_tokens, "new tokens"),
         "disk_bytes": (done.disk_bytes, "disk"),

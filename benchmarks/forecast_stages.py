@@ -10,10 +10,11 @@ from benchmarks.modelmemory import generation_bytes, reading_bytes
 from benchmarks.presets import RunConfig
 from benchmarks.rehearsal import Rehearsal, spread
 from benchmarks.tallies import disk_bytes
+from extract.answerrows import answered
 from extract.asking import Speaker, ask
 from extract.generator import Generator, SamplingConfig
-from extract.jsonlines import JsonLines
 from extract.judge import exact_match_judge, label_answer
+from extract.keeping import stored_bytes
 from extract.pipeline import answers_file, read_answers, read_examples
 from extract.records import SETTINGS, to_json
 from extract.requests import GenerationConfig, plan_batches
@@ -37,10 +38,7 @@ def forecast_answers(
     """Return what answering needs; ten prompts of all lengths are answered."""
     run.hash_inputs(run.examples)  # says what is missing
     asked = ask(read_examples(run), speaker, config.prompt, config.max_new_tokens)
-    there = {
-        (row["example_id"], row["setting"], row["variant"])
-        for row in JsonLines(answers_file(run)).whole_rows()
-    }
+    there = answered(answers_file(run), run.answer_parts, asked.requests)
     todo = [request for request in asked.requests if request.key not in there]
     prompts = [request_prompt(speaker.tokenizer, request) for request in todo]
     found = Rehearsal(
@@ -99,21 +97,21 @@ def forecast_extract(run: RunDir, config: RunConfig) -> Forecast:
         reader.read([probed[i] for i in batch])
     seconds = time.monotonic() - began
     work = sum(lengths) / max(1, sum(len(s.ids) for s in probed))
-    families = {
-        name: Family(
-            shape=tuple(shape),
-            dtype=config.extract.dtype if name == "hidden" else "float32",
-        )
-        for name, shape in reader.shapes.items()
-    }
-    row_bytes = sum(family.row_bytes for family in families.values())
     kept = sum(Family(shape=tuple(s)).row_bytes for s in reader.shapes.values())
+    n_answer = int(sum(s.spans[2, 1] - s.spans[2, 0] for s in sequences))
+    every_layer = (backbone.n_layers + 1, backbone.d_model)
+    stored = stored_bytes(
+        {**reader.shapes, "hidden": every_layer},
+        config.extract,
+        n_tokens=sum(lengths),
+        n_answer=n_answer,
+    )
     return Forecast(
         stage="extract",
         n_rows=sum(lengths),
         n_prompt_tokens=sum(lengths),
         gpu_bytes=reading_bytes(backbone, budget, kept),
-        disk_bytes=sum(lengths) * row_bytes,
+        disk_bytes=sum(stored.values()),
         seconds=loaded + seconds * work,
         basis=(
             f"rows are tokens of {len(answers)} answers; time from {len(probed)} "
@@ -176,17 +174,44 @@ def forecast_arrays(run: RunDir, name: str, inputs: list[Path]) -> Forecast:
             n_rows += len(open_store(folder).spec.keys)
     return Forecast(
         stage=name,
-        n_rows=n_rows,
         basis=(
-            f"reads {n_rows} answers' signals ({n_bytes:,} bytes on disk); no model is "
-            "asked; the time of training depends on early stopping, which ten rows "
-            "cannot tell, so none is given"
+            f"reads {n_rows} answers' signals ({n_bytes:,} bytes on disk) or what was "
+            "made of them; no model is asked, and no time is given: beside training "
+            "it is short"
         ),
     )
+
+
+def _train(run: RunDir, config: RunConfig) -> Forecast:
+    from benchmarks.forecast_training import forecast_train
+
+    return forecast_train(run, config)
+
+
+def _select(run: RunDir, config: RunConfig) -> Forecast:
+    from benchmarks.forecast_training import forecast_select
+
+    return forecast_select(run, config)
+
+
+def _evaluate(run: RunDir, config: RunConfig) -> Forecast:
+    from benchmarks.forecast_results import forecast_evaluate
+
+    return forecast_evaluate(run, config)
+
+
+def _control(run: RunDir, config: RunConfig) -> Forecast:
+    from benchmarks.forecast_results import forecast_control
+
+    return forecast_control(run, config)
 
 
 FORECASTS: dict[str, Callable[[RunDir, RunConfig], Forecast]] = {
     "answer": forecast_local_answers,
     "label": forecast_exact_labels,
     "extract": forecast_extract,
+    "train": _train,
+    "select": _select,
+    "evaluate": _evaluate,
+    "control": _control,
 }

@@ -192,7 +192,10 @@ def load_words(config: RunConfig) -> tuple[Words, tuple[int, ...]]:
 
 def asking_identity(config: RunConfig) -> dict[str, Any]:
     """Return what changes the prompts and the length of the answers."""
-    return dataclasses.asdict(config.prompt) | {"max_new_tokens": config.max_new_tokens}
+    return dataclasses.asdict(config.prompt) | {
+        "schema": SCHEMA_VERSION,
+        "max_new_tokens": config.max_new_tokens,
+    }
 
 
 def answer_by_server(
@@ -210,7 +213,7 @@ def answer_by_server(
         asked = ask_run(run, words, config.prompt, config.max_new_tokens)
         if asked.note:
             progress.note(f"answer: {asked.note}")
-        rows = open_answers(answers_file(run), asked.requests)
+        rows = open_answers(answers_file(run), asked.requests, run.answer_parts)
         for note in rows.notes:
             progress.note(note)
         append_answers(

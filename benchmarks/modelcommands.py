@@ -19,7 +19,7 @@ from benchmarks.dryrun import (
     show_forecast,
 )
 from benchmarks.modelchoice import check_local_model
-from benchmarks.opening import RUN_DIR, config_of, do, opened
+from benchmarks.opening import RUN_DIR, alone, config_of, do, opened
 from extract.console import Progress, quiet
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def rewrite(
     from benchmarks.label_stages import rewrite_run
     from extract.rewrite import RewriteConfig
 
+    alone("rewrite")
     config = config_of(run_dir)
     rewriting = RewriteConfig(
         max_new_tokens=max_tokens, seed=config.seed, skip_overlong=overlong == "skip"
@@ -97,15 +98,24 @@ def answer(
 ) -> None:
     """Answer every question, closed-book and with context.
 
-    On this machine, or by a vLLM server that holds the run's backbone.
+    On this machine, or by a vLLM server that holds the run's backbone. On this
+    machine under torchrun, SLURM or a Kubernetes indexed job every process does its
+    part, and the answers are those of one process.
 
     Example: beatrice answer runs/demo
+
+    Example: torchrun --nproc-per-node 8 -m beatrice answer runs/paper
     """
     backend = take_options(options, served_model)
     if backend.server is None:
-        dry_run_stage(run_dir, "answer") if dry_run else do(run_dir, "answer")
+        if dry_run:
+            dry_run_stage(run_dir, "answer")
+        else:
+            _answer_here(run_dir)
         return
+    alone("answer --server")
     from benchmarks.label_stages import answer_by_server, load_words
+    from benchmarks.tallies import paid_tokens
 
     config = config_of(run_dir)
     quiet()
@@ -113,7 +123,11 @@ def answer(
     with (
         opened(run_dir, config) as run,
         open_generator(
-            served_model or config.model_path, backend, stop_ids=stop_ids
+            served_model or config.model_path,
+            backend,
+            stop_ids=stop_ids,
+            tokenizer=words.tokenizer,
+            earlier=paid_tokens(run, "answer"),
         ) as generator,
     ):
         if dry_run:
@@ -122,6 +136,20 @@ def answer(
             show_forecast(run, forecast_answers(run, config, generator, words))
             return
         answer_by_server(run, config, generator, words, Progress())
+
+
+def _answer_here(run_dir: Path) -> None:
+    """Answer on this machine: all of it, or a worker's part."""
+    from extract.ranks import rank_and_world_size
+
+    worker = rank_and_world_size()
+    if worker[1] == 1:
+        do(run_dir, "answer")
+        return
+    from benchmarks.answer_workers import answer_part
+
+    quiet()
+    answer_part(run_dir, config_of(run_dir), worker, Progress())
 
 
 @click.command()
@@ -212,6 +240,7 @@ def _judge(
     from benchmarks.label_stages import label_by_judges
     from extract.consensus import ConsensusConfig
 
+    alone("label --judge")
     config = config_of(run_dir)
     quiet()
     with (

@@ -27,6 +27,24 @@ def config_of(run_dir: Path) -> "RunConfig":
     return config_from_manifest(read_manifest(run_dir)["config"])
 
 
+def alone(verb: str) -> None:
+    """Refuse to be one of several workers of a launcher.
+
+    Raises:
+      click.UsageError: there are several.
+    """
+    from extract.ranks import rank_and_world_size
+
+    _, world_size = rank_and_world_size()
+    if world_size > 1:
+        raise click.UsageError(
+            f"{verb} is one process's work, and {world_size} were launched; only "
+            "`answer` on this machine and `extract` are shared among workers, so start "
+            "this verb once (with --server, --concurrency says how many requests are "
+            "under way)"
+        )
+
+
 @contextlib.contextmanager
 def opened(run_dir: Path, config: "RunConfig") -> Iterator["RunDir"]:
     """Hold a run directory while stages work in it."""

@@ -140,7 +140,7 @@ def _perplexity_scores(store: FeatureStore) -> np.ndarray:
     )
 
 
-def _detectors(run: RunDir, config: RunConfig, setting: Setting) -> list[Scored]:
+def detectors_of(run: RunDir, config: RunConfig, setting: Setting) -> list[Scored]:
     """Return what every detector says of every row of a setting."""
     store, rows = load_rows(run, setting)
     tree, _ = checkpoint.restore(run.encoders(setting))
@@ -230,7 +230,7 @@ def _evaluate(run: RunDir, config: RunConfig, update: Update, progress: Progress
     found, curves = [], {}
     for number, setting in enumerate(SETTINGS):
         _, rows = load_rows(run, setting)
-        found += detection_rows(_detectors(run, config, setting), rows, bootstrap)
+        found += detection_rows(detectors_of(run, config, setting), rows, bootstrap)
         curves[setting], made = _reliability(run, setting)
         found += made
         update(number + 1, len(SETTINGS))

@@ -7,7 +7,7 @@ import click
 
 from benchmarks.backends import backend_options, take_options
 from benchmarks.dryrun import dry_run_option, rehearsing
-from benchmarks.opening import RUN_DIR, config_of, opened
+from benchmarks.opening import RUN_DIR, alone, config_of, opened
 from extract.console import Progress, quiet
 
 
@@ -71,6 +71,7 @@ def sample(
     from extract.generator import SamplingConfig
     from extract.sampling import DrawConfig
 
+    alone("sample")
     config = config_of(run_dir)
     sampling = SamplingConfig(
         max_new_tokens=config.max_new_tokens,
@@ -92,6 +93,7 @@ def sample(
             dry_run=dry_run,
             stop_ids=stop_ids,
             log_probs=True,
+            tokenizer=words.tokenizer,
         ) as generator,
     ):
         as_text = backend.server is not None and backend.dialect == "openai"

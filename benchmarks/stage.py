@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from benchmarks.forecast import Watch, compare, kept_forecast
+from benchmarks.forecast import Tally, Watch, compare, kept_forecast
 from benchmarks.tallies import count_stage
 from extract.rundir import RunDir
 
@@ -108,6 +108,7 @@ def once(
     outputs: list[Path],
     progress: Progress,
     work: Callable[[Update], None],
+    since: tuple[float, Tally] | None = None,
 ) -> None:
     """Do a stage, and record it, unless it is done with these inputs.
 
@@ -118,12 +119,13 @@ def once(
       outputs: what it writes.
       progress: shows it.
       work: does it.
+      since: when it began (by `time.monotonic`) and what was there then, if part of
+        it was done before this call.
     """
     if run.stage_done(name, inputs):
         progress.note(f"{name}: already done")
         return
-    before = count_stage(run, name, outputs)
-    began = time.monotonic()
+    began, before = since or (time.monotonic(), count_stage(run, name, outputs))
     with progress.stage(name) as update:
         watch = Watch(update)
         work(watch)

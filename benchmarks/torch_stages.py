@@ -14,10 +14,10 @@ from extract.answered import require_answering_model
 from extract.backbone import Backbone, load_backbone
 from extract.localgenerator import TransformersGenerator
 from extract.microworld import make_world
+from extract.owndevice import own_device
 from extract.provenance import package_versions
-from extract.ranks import local_rank
 from extract.records import SETTINGS, Setting
-from extract.requests import GenerationConfig
+from extract.requests import GenerationConfig, Request
 from extract.rundir import RunDir
 from extract.servedanswers import claim_answers
 from extract.signals import SignalReader
@@ -27,10 +27,7 @@ from extract.worldmodel import WorldModelConfig, save, train
 def open_backbone(config: RunConfig) -> Backbone:
     """Load the run's backbone with the run's number of threads."""
     torch.set_num_threads(config.n_threads)
-    device = config.device
-    if device == "cuda":  # one process per GPU, as the launcher counts them
-        # A launcher may show each process its own GPU alone, which is then number 0.
-        device = f"cuda:{local_rank() % max(1, torch.cuda.device_count())}"
+    device = own_device(config.device, torch.cuda.device_count())
     return load_backbone(config.model_path, dtype=config.model_dtype, device=device)
 
 
@@ -47,7 +44,10 @@ def _world(run: RunDir, config: RunConfig, update: Update, progress: Progress) -
     pipeline.write_world(run, config.world, config.questions)
 
 
-def _answer(run: RunDir, config: RunConfig, update: Update, progress: Progress) -> None:
+def ask_backbone(
+    run: RunDir, config: RunConfig, progress: Progress
+) -> tuple[Backbone, list[Request]]:
+    """Load the run's backbone as the one that answers; return what it is asked."""
     backbone = open_backbone(config)
     claim_answers(
         run,
@@ -56,10 +56,13 @@ def _answer(run: RunDir, config: RunConfig, update: Update, progress: Progress) 
     asked = pipeline.ask_run(run, backbone, config.prompt, config.max_new_tokens)
     if asked.note:
         progress.note(f"answer: {asked.note}")
-    notes = pipeline.write_answers(
-        run, backbone, asked.requests, generation_config(config), update
-    )
-    for note in notes:
+    return backbone, asked.requests
+
+
+def _answer(run: RunDir, config: RunConfig, update: Update, progress: Progress) -> None:
+    backbone, requests = ask_backbone(run, config, progress)
+    how = generation_config(config)
+    for note in pipeline.write_answers(run, backbone, requests, how, update):
         progress.note(note)
 
 

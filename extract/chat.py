@@ -31,14 +31,21 @@ class Rendered:
     n_cut: int
 
 
+def template_fields(enable_thinking: bool) -> dict[str, Any]:
+    """Return what templates are told beside the message, here and by a server."""
+    return {
+        "enable_thinking": enable_thinking,  # Qwen, Gemma
+        "thinking": enable_thinking,  # Granite, DeepSeek
+        "date_string": _DATE,
+    }
+
+
 def _apply(tokenizer: Any, message: str, enable_thinking: bool) -> str:
     return tokenizer.apply_chat_template(
         [{"role": "user", "content": message}],
         tokenize=False,
         add_generation_prompt=True,
-        enable_thinking=enable_thinking,  # Qwen, Gemma
-        thinking=enable_thinking,  # Granite, DeepSeek
-        date_string=_DATE,
+        **template_fields(enable_thinking),
     )
 
 

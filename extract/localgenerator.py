@@ -1,7 +1,6 @@
 """The backend on this machine: Transformers, in batches of similar length."""
 
 import dataclasses
-import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -28,6 +27,7 @@ from extract.generator import (
     SamplingConfig,
     draw_seed,
 )
+from extract.wordidentity import words_identity
 
 
 class _LogProbs(LogitsProcessor):
@@ -84,19 +84,6 @@ class _GumbelNoise(LogitsProcessor):
         return scores - torch.log(-torch.log(uniform.clamp_min(tiny)))
 
 
-def tokenizer_sha(tokenizer: Any) -> str:
-    """Return the SHA-256 of a fast tokenizer: vocabulary, rules and added tokens."""
-    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
-
-
-def chat_template_sha(tokenizer: Any) -> str | None:
-    """Return the SHA-256 of the chat template, or None if there is none."""
-    template = getattr(tokenizer, "chat_template", None)
-    if template is None:
-        return None
-    return hashlib.sha256(str(template).encode()).hexdigest()
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformersGenerator:
     """Generates with a backbone that is loaded here.
@@ -117,8 +104,7 @@ class TransformersGenerator:
         return {
             "backend": "transformers",
             "revision": self.backbone.revision,
-            "tokenizer": tokenizer_sha(self.backbone.tokenizer),
-            "chat_template": chat_template_sha(self.backbone.tokenizer),
+            **words_identity(self.backbone.tokenizer),
             "enable_thinking": self.enable_thinking,
             "stop_ids": list(stop_ids(self.backbone)),
             "dtype": str(self.backbone.dtype).removeprefix("torch."),

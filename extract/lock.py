@@ -1,4 +1,4 @@
-"""One process holds a directory at a time."""
+"""One process holds a directory at a time, or several workers share it."""
 
 import fcntl
 import json
@@ -10,6 +10,10 @@ from typing import Any, BinaryIO
 from extract.provenance import utc_now
 
 
+class InUse(ValueError):
+    """A live process holds the directory."""
+
+
 def _boot_id() -> str:
     """Identify the running kernel, which containers on one machine share."""
     try:
@@ -18,17 +22,26 @@ def _boot_id() -> str:
         return ""
 
 
-def take_lock(path: Path) -> BinaryIO:
+def take_lock(path: Path, *, shared: bool = False) -> BinaryIO:
     """Hold the lock file; closing what is returned lets go.
 
     The kernel's lock ends with its owner, so a dead owner on this machine is no
     obstacle. It may not reach across machines (network file systems), therefore the
     file also says who holds it, and an owner on another machine is believed.
+
+    Args:
+      path: the file.
+      shared: hold it beside others that share it, against those that do not. Who
+        shares says nothing in the file.
+
+    Raises:
+      InUse: another live process holds it.
     """
     here = {"host": socket.gethostname(), "boot": _boot_id()}
     stream = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b", 0)
     try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+        fcntl.flock(stream, kind | fcntl.LOCK_NB)
         is_held = False
     except BlockingIOError:
         is_held = True
@@ -38,11 +51,16 @@ def take_lock(path: Path) -> BinaryIO:
     if is_held or is_away:
         stream.close()
         do = f"if that process is gone, delete {path}" if is_away else "wait or end it"
-        raise ValueError(
-            f"{path.parent} is in use by process {owner.get('pid', 'unknown')} on "
-            f"{owner.get('host', here['host'])} since {owner.get('started', '?')}; {do}"
+        who = (
+            f"process {owner.get('pid', 'unknown')} on "
+            f"{owner.get('host', here['host'])} since {owner.get('started', '?')}"
+            if owner
+            else "workers that a launcher started, or a process that just began"
         )
+        raise InUse(f"{path.parent} is in use by {who}; {do}")
     stream.truncate(0)
+    if shared:
+        return stream
     mine = {"pid": os.getpid(), **here, "started": utc_now()}
     stream.write(json.dumps(mine).encode() + b"\n")
     os.fsync(stream.fileno())

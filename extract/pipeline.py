@@ -4,15 +4,18 @@ Every stage reads its inputs from the run directory and writes its outputs there
 Finished rows are never done again: a killed stage continues where it stopped.
 """
 
+import os
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from extract.answerrows import open_answers
+from extract.answerrows import AnswerRows, answered, open_answers
 from extract.asking import AskConfig, Asked, Speaker, ask
 from extract.atomic import write_text_atomic
 from extract.backbone import Backbone
 from extract.extraction import ExtractionReport, extract
 from extract.generation import generate
+from extract.jsonlines import JsonLines
 from extract.judge import Judge, exact_match_judge, label_answer
 from extract.microworld import WorldConfig, make_world
 from extract.plan import ExtractConfig
@@ -102,22 +105,90 @@ def write_answers(
 
     Batches are planned over all requests, done or not, so that an answer does not
     depend on when the run was killed; a batch is skipped if all its rows are there.
+    The rows end in the order of the plan, whoever wrote them.
 
     Returns:
       What was set aside of an earlier run, in words.
     """
-    rows = open_answers(answers_file(run), requests)
-    done, n_answered = rows.done, len(rows.done)
-    progress(n_answered, len(requests))
-    for batch in plan_batches([len(r.prompt.ids) for r in requests], config):
-        wanted = [requests[i] for i in batch]
-        missing = {r.key for r in wanted} - done
-        if missing:
-            answers = generate(backbone, wanted, config)
-            rows.lines.append(to_json(a) for a in answers if a.key in missing)
-            n_answered += len(missing)
-            progress(n_answered, len(requests))
+    rows = open_answers(answers_file(run), requests, run.answer_parts)
+    batches = _planned(requests, config)
+    _answer_batches(backbone, batches, config, rows, progress)
+    rows.arrange([request.key for batch in batches for request in batch])
     return rows.notes
+
+
+def write_answer_part(
+    run: RunDir,
+    backbone: Backbone,
+    requests: Sequence[Request],
+    config: GenerationConfig,
+    progress: Progress,
+    worker: tuple[int, int],
+) -> int:
+    """Do one worker's batches of the plan, into a file of this process alone.
+
+    The plan does not depend on the number of workers, so neither does an answer. What
+    another process of any rank has answered is not answered again.
+
+    Args:
+      run: shared with the other workers.
+      backbone: answers.
+      requests: all of them.
+      config: how.
+      progress: told rows of this worker, done and to do.
+      worker: rank and world size; the worker does the batches `rank::world_size`.
+
+    Returns:
+      How many answers nobody has written yet.
+    """
+    rank, world_size = worker
+    done = answered(answers_file(run), run.answer_parts, requests)
+    process = f"{socket.gethostname()}.{os.getpid()}"
+    name = f"{rank}-of-{world_size}@{process}.jsonl"
+    lines = JsonLines.open(run.answer_parts / name)
+    mine = _planned(requests, config)[rank::world_size]
+    rows = AnswerRows(lines, dict.fromkeys(done), ())
+    _answer_batches(backbone, mine, config, rows, progress)
+    there = answered(answers_file(run), run.answer_parts, requests)
+    return len({request.key for request in requests} - there)
+
+
+def gather_answers(
+    run: RunDir, requests: Sequence[Request], config: GenerationConfig
+) -> tuple[str, ...]:
+    """Put what workers have answered together; returns what was set aside."""
+    rows = open_answers(answers_file(run), requests, run.answer_parts)
+    batches = _planned(requests, config)
+    rows.arrange([request.key for batch in batches for request in batch])
+    return rows.notes
+
+
+def _planned(
+    requests: Sequence[Request], config: GenerationConfig
+) -> list[list[Request]]:
+    """Return which requests are answered together."""
+    lengths = [len(request.prompt.ids) for request in requests]
+    return [[requests[i] for i in batch] for batch in plan_batches(lengths, config)]
+
+
+def _answer_batches(
+    backbone: Backbone,
+    batches: Sequence[Sequence[Request]],
+    config: GenerationConfig,
+    rows: AnswerRows,
+    progress: Progress,
+) -> None:
+    """Answer, batch by batch, what has no row yet."""
+    keys = {request.key for batch in batches for request in batch}
+    n_answered = len(keys & rows.done.keys())
+    progress(n_answered, len(keys))
+    for batch in batches:
+        missing = {request.key for request in batch} - rows.done.keys()
+        if missing:
+            answers = generate(backbone, batch, config)
+            rows.append({a.key: to_json(a) for a in answers if a.key in missing})
+            n_answered += len(missing)
+            progress(n_answered, len(keys))
 
 
 def write_labels(run: RunDir, judge: Judge = exact_match_judge) -> None:

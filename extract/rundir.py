@@ -76,6 +76,11 @@ class RunDir:
         return self.path / "answers"
 
     @property
+    def answer_parts(self) -> Path:
+        """Folder of what workers have answered and nobody has put together yet."""
+        return self.path / "parts" / "answer"
+
+    @property
     def rewrites(self) -> Path:
         """Rewritten contexts, one `Rewrite` per line; absent where none was asked."""
         return self.path / "rewrites.jsonl"
@@ -169,16 +174,17 @@ class RunDir:
           path: the directory; created if absent, taken if empty.
           config: what the run's numbers depend on; JSON values.
           exclusive: hold the directory alone. False for the workers of one stage
-            that a launcher starts together (each writes files of its own).
+            that a launcher starts together (each writes files of its own): they
+            share it, and keep others out.
 
         Raises:
-          ValueError: the path is something else, holds another configuration, or
-            another live process holds it.
+          InUse: another live process holds it.
+          ValueError: the path is something else, or holds another configuration.
         """
         path = Path(path)
         refuse_foreign(path)
         path.mkdir(parents=True, exist_ok=True)
-        lock = take_lock(path / "lock") if exclusive else None
+        lock = take_lock(path / "lock", shared=not exclusive)
         run = cls(path, lock)
         try:
             agree_on_manifest(path, config)

@@ -1,18 +1,20 @@
 """The backend behind a server that speaks OpenAI's protocol, such as vLLM.
 
-The `openai` client does the talking: it repeats a request that failed for the server's
-reasons (no connection, time-out, 408, 409, 429, 5xx) with exponential back-off.
+The `openai` client does the talking. A request that failed for the server's reasons is
+sent again here, not by the client: each attempt may cost, and is booked.
 """
 
-import dataclasses
+import itertools
 import os
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self
 
 import openai
 
+from extract.backoff import is_passing, may_have_cost, seconds_before_retry
+from extract.chat import template_fields
 from extract.generator import (
     Generated,
     GeneratorPrompt,
@@ -20,86 +22,38 @@ from extract.generator import (
     draw_seed,
 )
 from extract.servedreply import only_choice, read_choice
-from extract.spending import Account, Prices
-
-Dialect = Literal["vllm", "openai"]
+from extract.serverconfig import ServerConfig
+from extract.spending import Account
 
 _KEY_VARIABLE = "OPENAI_API_KEY"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ServerConfig:
-    """Which server, and how it is asked.
-
-    Attributes:
-      url: up to and including `/v1`.
-      model: the name the server gives its model.
-      revision: what identifies the weights behind that name. No server tells, so who
-        runs it has to; it is part of every key.
-      dialect: "vllm" sends and receives exact token ids, and knows top_k; "openai"
-        keeps to the fields that every such server has.
-      log_probs: ask for log-probabilities.
-      enable_thinking: handed to the chat template, "vllm" only.
-      n_concurrent: most requests under way at a time.
-      n_retries: of one request.
-      timeout: of one request, seconds.
-      prices: for the spending cap.
-    """
-
-    url: str
-    model: str
-    revision: str = "unstated"
-    dialect: Dialect = "vllm"
-    log_probs: bool = False
-    enable_thinking: bool = False
-    n_concurrent: int = 16
-    n_retries: int = 5
-    timeout: float = 600.0
-    prices: Prices = Prices()
-
-    def __post_init__(self) -> None:
-        """Refuse what cannot work.
-
-        Raises:
-          ValueError: a value is out of its range.
-        """
-        if self.dialect not in get_args(Dialect):
-            raise ValueError(
-                f"dialect: expected one of {', '.join(get_args(Dialect))}, "
-                f"found {self.dialect!r}"
-            )
-        if not self.url.startswith(("http://", "https://")):
-            raise ValueError(
-                f"server: expected a URL such as http://localhost:8000/v1, "
-                f"found {self.url!r}"
-            )
-        if self.n_concurrent < 1 or self.n_retries < 0 or not self.timeout > 0:
-            raise ValueError(
-                "server: expected at least 1 request at a time, 0 or more retries and "
-                f"a positive time-out, found {self.n_concurrent}, {self.n_retries} "
-                f"and {self.timeout:g}"
-            )
 
 
 class ServedGenerator:
     """Generates by asking a server."""
 
-    def __init__(self, config: ServerConfig, stop_ids: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        config: ServerConfig,
+        stop_ids: Sequence[int] = (),
+        earlier: tuple[int, int] = (0, 0),
+    ) -> None:
         """Prepare a client; nothing is sent yet.
 
         Args:
           config: which server.
           stop_ids: the model's stop tokens, where they are known: a server may give
             the one that ended a text among its ids.
+          earlier: prompt and new tokens that other processes have paid for, and that
+            count towards the cap.
         """
         self.config = config
-        self.account = Account(config.prices)
+        self.account = Account(config.prices, config.prices.cost(*earlier))
         self._stop_ids = frozenset(stop_ids)
         self._client = openai.OpenAI(
             base_url=config.url,
             # Local servers need none, but the client insists on some.
             api_key=os.environ.get(_KEY_VARIABLE) or "none",
-            max_retries=config.n_retries,
+            max_retries=0,  # repeated here, see `_ask`
             timeout=config.timeout,
         )
 
@@ -119,14 +73,17 @@ class ServedGenerator:
     def identity(self) -> dict[str, Any]:
         """Return what changes a text, as far as a server lets it be known.
 
-        Tokenizer, chat template and dtype are the server's own; `revision` stands for
-        them too.
+        What was not said of the server is "unstated" or None; `revision` stands for
+        that too.
         """
         return {
             "backend": "served",
             "model": self.config.model,
             "revision": self.config.revision,
             "dialect": self.config.dialect,
+            "dtype": self.config.dtype,
+            "tokenizer": self.config.tokenizer,
+            "chat_template": self.config.chat_template,
             "enable_thinking": self.config.enable_thinking,
             "log_probs": self.config.log_probs,
         }
@@ -189,9 +146,22 @@ class ServedGenerator:
         config: SamplingConfig,
         gave_up: threading.Event,
     ) -> Generated:
-        """Send one request and book what it cost."""
-        if gave_up.is_set():
-            raise ValueError("the request was not sent: nobody waits for it any more")
+        """Send one request, again if it fails in passing, until it is answered."""
+        for attempt in itertools.count():
+            if gave_up.is_set():
+                raise ValueError(
+                    "the request was not sent: nobody waits for it any more"
+                )
+            try:
+                return self._attempt(prompt, config)
+            except openai.OpenAIError as error:
+                if attempt == self.config.n_retries or not is_passing(error):
+                    raise ValueError(self._in_words(error)) from error
+                gave_up.wait(seconds_before_retry(error, attempt))
+        raise AssertionError("a count has no end")
+
+    def _attempt(self, prompt: GeneratorPrompt, config: SamplingConfig) -> Generated:
+        """Send one request once, and book what it cost, or may have cost."""
         # A token is at least one byte, but the server's chat template adds some.
         most = (
             len(prompt.ids)
@@ -199,23 +169,23 @@ class ServedGenerator:
             else len(prompt.text.encode()) + (1024 if prompt.is_chat else 16)
         )
         reserved = self.account.reserve(most, config.max_new_tokens)
+        ask = self._chat if prompt.is_chat else self._continue
         try:
-            found = (
-                self._chat(prompt, config)
-                if prompt.is_chat
-                else self._continue(prompt, config)
-            )
+            found = ask(prompt, config)
         except openai.OpenAIError as error:
-            self.account.release(reserved)
-            raise ValueError(self._in_words(error)) from error
+            if may_have_cost(error):
+                self.account.book(reserved, most, config.max_new_tokens)
+            else:
+                self.account.release(reserved)
+            raise
         except (AttributeError, TypeError) as error:
-            self.account.release(reserved)
+            self.account.book(reserved, most, config.max_new_tokens)
             raise ValueError(
                 f"server {self.config.url}: its reply is not of OpenAI's protocol "
                 f"({error})"
             ) from error
-        except BaseException:
-            self.account.release(reserved)
+        except BaseException:  # a reply came, and was no answer
+            self.account.book(reserved, most, config.max_new_tokens)
             raise
         n_prompt = most if found.n_prompt_tokens is None else found.n_prompt_tokens
         n_new = (
@@ -280,9 +250,9 @@ class ServedGenerator:
         if self.config.log_probs:
             fields["logprobs"] = True
         if self.config.dialect == "vllm":
-            fields["extra_body"]["chat_template_kwargs"] = {
-                "enable_thinking": self.config.enable_thinking
-            }
+            fields["extra_body"]["chat_template_kwargs"] = template_fields(
+                self.config.enable_thinking
+            )
         reply = self._client.chat.completions.create(
             messages=[{"role": "user", "content": prompt.text}], **fields
         )

@@ -39,7 +39,8 @@ def claim_answers(run: RunDir, identity: Mapping[str, Any]) -> None:
     # Through JSON, so that tuples and lists compare alike.
     wanted = json.loads(json.dumps(dict(identity)))
     if path.exists():
-        found = json.loads(path.read_text(encoding="utf-8"))
+        # Before the file named a schema there was one only.
+        found = {"schema": 1, **json.loads(path.read_text(encoding="utf-8"))}
         differing = [
             name
             for name in sorted(found.keys() | wanted.keys())
@@ -100,6 +101,7 @@ def append_answers(
     n_done = len(done)
     progress(n_done, len(requests))
     for i, found in generator.stream(prompts, config, done):
-        rows.lines.append([to_json(served_answer(requests[i], found))])
+        answer = served_answer(requests[i], found)
+        rows.append({answer.key: to_json(answer)})
         n_done += 1
         progress(n_done, len(requests))

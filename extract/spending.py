@@ -2,8 +2,8 @@
 
 Before a request is sent, the most it can cost is set aside; afterwards what it did
 cost is booked instead. So requests that run at the same time cannot cross the cap
-together. Only what the server reports is known: a request that timed out counts as
-free, though a provider may charge for it.
+together. An attempt that was sent and brought no answer counts as the most it can have
+cost, unless the server refused it: a provider may charge for what timed out.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ class Prices:
     Attributes:
       prompt: per million prompt tokens, in any currency.
       new: per million generated tokens, in the same one.
-      cap: the most this run of the program may spend; None for no cap.
+      cap: the most that may be spent, by earlier processes too; None for no cap.
     """
 
     prompt: float = 0.0
@@ -58,16 +58,16 @@ class Prices:
 class Account:
     """What has been spent, and what may still be; safe to share between threads."""
 
-    def __init__(self, prices: Prices) -> None:
-        """Start with nothing spent."""
+    def __init__(self, prices: Prices, earlier: float = 0.0) -> None:
+        """Start with what earlier processes have spent."""
         self._prices = prices
         self._lock = threading.Lock()
-        self._spent = 0.0
+        self._spent = earlier
         self._reserved = 0.0
 
     @property
     def spent(self) -> float:
-        """Return what finished requests cost."""
+        """Return what finished requests cost, those of earlier processes included."""
         return self._spent
 
     def reserve(self, n_prompt: int, n_new: int) -> float:
@@ -82,9 +82,10 @@ class Account:
             if cap is not None and self._spent + self._reserved + most > cap:
                 raise SpendingCapReached(
                     f"the spending cap of {cap:g} is reached: {self._spent:.6g} is "
-                    f"spent, {self._reserved:.6g} is under way and the next request "
-                    f"may cost {most:.6g}; what was answered is kept, so the same "
-                    "line with a higher cap continues"
+                    "spent (by earlier processes too), "
+                    f"{self._reserved:.6g} is under way and the next request may cost "
+                    f"{most:.6g}; what was answered is kept, so the same line with a "
+                    "higher cap continues"
                 )
             self._reserved += most
         return most
@@ -96,6 +97,6 @@ class Account:
             self._spent += self._prices.cost(n_prompt, n_new)
 
     def release(self, reserved: float) -> None:
-        """Give back a reservation of a request that was never answered."""
+        """Give back a reservation of a request that surely cost nothing."""
         with self._lock:
             self._reserved -= reserved

@@ -131,7 +131,7 @@ def test_a_dry_run_counts_what_the_real_one_then_takes_and_changes_nothing(run):
         assert "already done" in beatrice(*line, "--dry-run").stderr
     exact = beatrice("label", run, "--dry-run").stdout
     assert "by exact match, no requests" in exact
-    assert "cannot tell" in beatrice("sweep", run, "--dry-run", code=0).stdout
+    assert "no time is given" in beatrice("sweep", run, "--dry-run", code=0).stdout
     dry = beatrice("world", run / "none", "--preset", "smoke", "--dry-run").stdout
     assert "rows" in dry
     assert not (run / "none").exists()

@@ -25,7 +25,12 @@ from extract.records import Answer, read_records, write_lines
 from extract.rundir import RunDir
 from extract.sampling import Sample
 from tests.extract.loopback import served
-from tests.extract.scripted import ScriptedGenerator, fair_verdict, fields_of
+from tests.extract.scripted import (
+    ScriptedGenerator,
+    fair_verdict,
+    fields_of,
+    said,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -193,6 +198,31 @@ def test_rewrites_are_answered_beside_the_original_contexts(run_dir):
     assert [a for a in after if a.variant == "original"] == before
     assert len(added) == counts["n"]
     assert beatrice("verify", run_dir)
+
+
+def test_a_cap_is_not_spent_again_by_the_process_that_continues(run_dir):
+    beatrice("answer", run_dir)
+    replies = run_dir / "replies" / "judge.jsonl"
+    prices = ("--price-new", 1e6, "--max-cost", 40)  # one unit per new token
+
+    def wordy(prompt):
+        return dataclasses.replace(said(fair_verdict(prompt)), n_new_tokens=2)
+
+    judge = ScriptedGenerator(fair_verdict)
+    judge.stream = lambda prompts, config, done=(): (
+        (i, wordy(prompt.text)) for i, prompt in enumerate(prompts) if i not in done
+    )
+    with served(judge) as server:
+        options = ("--judge", "big", "--server", server.url, *prices)
+        done = beatrice("label", run_dir, *options, code=1)
+        assert "spending cap of 40" in done.stderr
+        n_kept = n_lines(replies)
+        assert n_kept > 1
+        beatrice("label", run_dir, *options, code=1)
+        assert n_lines(replies) * 2 <= 40
+        replies.rename(run_dir / "elsewhere.jsonl")
+        beatrice("label", run_dir, *options, code=1)
+        assert n_lines(replies) > 1  # control: without what was kept, the cap is whole
 
 
 def test_drawn_answers_are_the_same_twice_and_carry_log_probs(run_dir):

@@ -9,6 +9,7 @@ import pytest
 
 from extract.atomic import sha256_file, write_json_atomic, write_text_atomic
 from extract.jsonlines import JsonLines
+from extract.lock import InUse
 from extract.manifest import read_manifest
 from extract.rundir import RunDir
 
@@ -106,10 +107,21 @@ def test_a_second_live_process_is_refused_and_a_dead_one_is_no_obstacle(tmp_path
     try:
         with pytest.raises(ValueError, match=f"in use by process {owner.pid} on "):
             RunDir.open(tmp_path, CONFIG)
-        RunDir.open(tmp_path, CONFIG, exclusive=False).close()  # a worker of a stage
+        with pytest.raises(InUse, match=f"in use by process {owner.pid} on "):
+            RunDir.open(tmp_path, CONFIG, exclusive=False)  # a worker of a stage
     finally:
         end(owner)
     assert json.loads((tmp_path / "lock").read_text())["pid"] == owner.pid
+    RunDir.open(tmp_path, CONFIG).close()
+
+
+def test_workers_share_a_directory_and_keep_others_out(tmp_path):
+    one = RunDir.open(tmp_path, CONFIG, exclusive=False)
+    other = RunDir.open(tmp_path, CONFIG, exclusive=False)
+    one.close()
+    with pytest.raises(InUse, match="in use by workers that a launcher started"):
+        RunDir.open(tmp_path, CONFIG)
+    other.close()
     RunDir.open(tmp_path, CONFIG).close()
 
 

@@ -10,12 +10,14 @@ import pytest
 
 from benchmarks.presets import make_config
 from extract.asking import AskConfig, ask
+from extract.chat import template_fields
 from extract.embedded import WEIGHTS
-from extract.generator import GeneratorPrompt, SamplingConfig
+from extract.generator import GeneratorPrompt, SamplingConfig, reply_key
 from extract.microworld import make_world
 from extract.questions import QuestionConfig, make_examples
 from extract.replies import Replies
-from extract.served import ServedGenerator, ServerConfig
+from extract.served import ServedGenerator
+from extract.serverconfig import ServerConfig
 from extract.spending import Account, Prices, SpendingCapReached
 from tests.extract.generating import GREEDY, prompts_of, texts
 from tests.extract.loopback import served
@@ -66,7 +68,10 @@ def test_a_chat_message_is_answered_and_thinking_is_off(client, server, local):
     assert found.log_probs == pytest.approx(here.log_probs, abs=2e-4)
     path, body = server.requests[0]
     assert path == "/v1/chat/completions"
-    assert body["chat_template_kwargs"] == {"enable_thinking": False}
+    # By every name that the local chat template is told it by.
+    assert body["chat_template_kwargs"] == template_fields(False)
+    assert body["chat_template_kwargs"]["thinking"] is False
+    assert body["chat_template_kwargs"]["enable_thinking"] is False
     assert body["temperature"] == 0
 
 
@@ -91,6 +96,34 @@ def test_a_failure_of_the_server_is_tried_again(client, server, status):
     (found,) = texts(client(n_retries=2), [prompt])
     assert found.text
     assert len(server.requests) == 3
+
+
+def one_unit_per_token(**fields):
+    return Prices(prompt=1e6, new=1e6, **fields)
+
+
+def test_an_attempt_that_timed_out_counts_as_the_most_it_can_have_cost(client, server):
+    prompt = GeneratorPrompt(text="x", ids=(3, 4, 5))
+    server.pause = 0.4
+    slow = client(prices=one_unit_per_token(), n_retries=1, timeout=0.1)
+    with pytest.raises(ValueError, match="no answer after 1 retries"):
+        texts(slow, [prompt])
+    time.sleep(1.0)  # the server notes a request when it is done with it
+    assert len(server.requests) == 2  # and no more: the client does not repeat itself
+    assert slow.account.spent == 2 * (3 + GREEDY.max_new_tokens)
+
+
+def test_what_a_server_refuses_or_never_gets_costs_nothing(client, server):
+    prompt = GeneratorPrompt(text="x", ids=(3, 4, 5))
+    server.failures = [429, 400]
+    refused = client(prices=one_unit_per_token(), n_retries=3)
+    with pytest.raises(ValueError, match="status 400"):
+        texts(refused, [prompt])
+    assert len(server.requests) == 2  # 400 does not pass
+    absent = client(prices=one_unit_per_token(), url="http://127.0.0.1:1/v1")
+    with pytest.raises(ValueError, match="is it running"):
+        texts(absent, [prompt])
+    assert refused.account.spent == absent.account.spent == 0
 
 
 def test_a_failure_that_stays_is_one_sentence_and_keeps_what_was_answered(
@@ -177,6 +210,19 @@ def test_the_spending_cap_stops_before_it_is_crossed_and_a_higher_one_continues(
     assert again.n_new == 20 - n_before
 
 
+def test_what_earlier_processes_spent_counts_towards_the_cap(server):
+    config = ServerConfig(
+        url=server.url, model="m", prices=one_unit_per_token(cap=100.0)
+    )
+    prompt = GeneratorPrompt(text="x", ids=(3, 4, 5))
+    with ServedGenerator(config, (2,), earlier=(40, 50)) as generator:
+        with pytest.raises(SpendingCapReached, match="90 is spent .by earlier"):
+            texts(generator, [prompt])
+    assert server.requests == []
+    with ServedGenerator(config, (2,), earlier=(40, 40)) as generator:
+        assert texts(generator, [prompt])
+
+
 def test_a_reservation_that_is_given_back_can_be_spent():
     account = Account(Prices(new=1e6, cap=10.0))
     held = account.reserve(0, 6)
@@ -186,6 +232,26 @@ def test_a_reservation_that_is_given_back_can_be_spent():
     account.book(account.reserve(0, 6), 0, 2)
     assert account.spent == 2.0
     account.reserve(0, 8)
+
+
+def test_everything_known_of_a_server_is_in_its_keys():
+    config = ServerConfig(url="http://x/v1", model="m")
+    changed = {
+        "model": "n",
+        "revision": "r",
+        "dtype": "bfloat16",
+        "tokenizer": "t",
+        "chat_template": "c",
+        "dialect": "openai",
+        "enable_thinking": True,
+        "log_probs": True,
+    }
+    prompt = GeneratorPrompt(text="p")
+    keys = []
+    for fields in ({}, *({name: value} for name, value in changed.items())):
+        with ServedGenerator(dataclasses.replace(config, **fields)) as generator:
+            keys.append(reply_key(generator.identity, prompt, GREEDY))
+    assert len(set(keys)) == len(keys)
 
 
 @pytest.mark.parametrize(
