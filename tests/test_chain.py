@@ -181,7 +181,7 @@ def test_a_file_that_is_refused_leaves_no_run_behind(tmp_path, options):
     done = beatrice("data", run, "--train", f"hotpotqa={tmp_path / 'no'}", code=1)
     assert "no such file" in done.stderr
     assert not run.exists()
-    done = beatrice("data", run, *options, "--model", tmp_path / "none", code=1)
+    done = beatrice("data", run, *options, "--model", tmp_path / "none", code=2)
     assert not run.exists()
 
 

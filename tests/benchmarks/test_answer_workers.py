@@ -1,6 +1,7 @@
 """Workers that answer together write what one process writes alone."""
 
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
@@ -20,16 +21,19 @@ from extract.rundir import RunDir
 ROOT = Path(__file__).parents[2]
 
 
-def make_run(path):
-    """Make a run whose contexts are long, so that few questions fill batches."""
-    config = make_config("smoke")
+@functools.cache
+def long_questions():
+    """Return questions with long contexts, of which a few fill batches, as lines."""
     wanted = QuestionConfig(n_train=10, n_evaluation=5, n_ood=2)
-    made = make_examples(make_world(config.world), wanted)
-    long = [
-        dataclasses.replace(e, passages=e.passages * 14, rewritten=()) for e in made
-    ]
-    with RunDir.open(path, config.as_json()) as run:
-        run.examples.write_text(write_lines(long))
+    made = make_examples(make_world(make_config("smoke").world), wanted)
+    return write_lines(
+        [dataclasses.replace(e, passages=e.passages * 14, rewritten=()) for e in made]
+    )
+
+
+def make_run(path):
+    with RunDir.open(path, make_config("smoke").as_json()) as run:
+        run.examples.write_text(long_questions())
     return path
 
 
