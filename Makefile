@@ -9,7 +9,7 @@ demo: $(STAMP)
 	$(VENV)/bin/beatrice demo $(RUN)
 
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest -q
+	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
