@@ -71,7 +71,7 @@ def _new_run_options(command: Callable[..., None]) -> Callable[..., None]:
             type=click.Choice(["demo", "smoke"]),
             default="demo",
             show_default=True,
-            help="Sizes: demo takes nine minutes on two cores, smoke one.",
+            help="Sizes: demo takes ten minutes on two cores, smoke one.",
         ),
     ):
         command = option(command)

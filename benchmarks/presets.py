@@ -147,7 +147,7 @@ def _paper(seed: int) -> dict[str, Any]:
 
 
 def _demo(seed: int) -> dict[str, Any]:
-    """Sizes that aim at ten minutes on two cores; measured: nine."""
+    """Sizes that aim at ten minutes on two cores; measured: nine to ten."""
     return {
         "questions": QuestionConfig(),
         "n_control": 250,
