@@ -135,6 +135,6 @@ def measure_gpu(
         ratio=times.ratio,
         flops=flops_per_token(backbone.model) * budget / times.read,
         peak=peak(device, dtype),
-        loop=Loop(backbone, work).measure(full.name, max(1, n_pairs // 2)),
+        loop=Loop(reader, work).measure(full.name, max(1, n_pairs // 2)),
         profile=profile_of(bench.read),
     )

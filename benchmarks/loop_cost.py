@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.extract_cost import alternate
-from extract.backbone import Backbone, load_backbone
+from extract.backbone import load_backbone
 from extract.embedded import EMBEDDED, model_path
 from extract.extraction import read_batches, run_plan
 from extract.plan import ExtractConfig, ExtractionPlan, plan_extraction
@@ -115,17 +115,14 @@ def make_sequences(config: LoopConfig, n_words: int) -> list[Sequence]:
 class Loop:
     """A reader and a plan, ready to run with and without the store."""
 
-    def __init__(self, backbone: Backbone, config: LoopConfig) -> None:
-        """Build reader, sequences and plan."""
-        kept = config.extract
-        self.reader = SignalReader(
-            backbone, kept.hidden_layers, hidden_spans=kept.hidden_spans
-        )
-        n_words = backbone.model.get_input_embeddings().num_embeddings
+    def __init__(self, reader: SignalReader, config: LoopConfig) -> None:
+        """Build sequences and plan; the reader reads what `config.extract` keeps."""
+        self.reader = reader
+        n_words = reader.backbone.model.get_input_embeddings().num_embeddings
         self.sequences = make_sequences(config, n_words)
         keys = [(str(i),) for i in range(config.n_examples)]
         self.plan: ExtractionPlan = plan_extraction(
-            self.sequences, keys, self.reader, kept, {}
+            self.sequences, keys, reader, config.extract, {}
         )
         self.batches = [batch for unit in self.plan.units for batch in unit.batches]
 
@@ -159,5 +156,10 @@ class Loop:
 
 def measure_embedded(n_rounds: int, config: LoopConfig = DEMO_LIKE) -> LoopCost:
     """Measure the embedded model on the CPU."""
-    backbone = load_backbone(model_path(EMBEDDED))
-    return Loop(backbone, config).measure(EMBEDDED, n_rounds)
+    kept = config.extract
+    reader = SignalReader(
+        load_backbone(model_path(EMBEDDED)),
+        kept.hidden_layers,
+        hidden_spans=kept.hidden_spans,
+    )
+    return Loop(reader, config).measure(EMBEDDED, n_rounds)
