@@ -156,10 +156,6 @@ class Loop:
 
 def measure_embedded(n_rounds: int, config: LoopConfig = DEMO_LIKE) -> LoopCost:
     """Measure the embedded model on the CPU."""
-    kept = config.extract
-    reader = SignalReader(
-        load_backbone(model_path(EMBEDDED)),
-        kept.hidden_layers,
-        hidden_spans=kept.hidden_spans,
-    )
+    backbone = load_backbone(model_path(EMBEDDED))
+    reader = SignalReader.for_kept(backbone, config.extract)
     return Loop(reader, config).measure(EMBEDDED, n_rounds)

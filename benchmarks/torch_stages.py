@@ -89,11 +89,7 @@ def extract_worker(
     """
     backbone = open_backbone(config)
     require_answering_model(run, backbone)
-    reader = SignalReader(
-        backbone,
-        config.extract.hidden_layers,
-        hidden_spans=config.extract.hidden_spans,
-    )
+    reader = SignalReader.for_kept(backbone, config.extract)
     fingerprint = {"model": backbone.revision, "dtype": str(backbone.dtype)}
     reports = [
         pipeline.write_features(

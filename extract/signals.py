@@ -8,7 +8,7 @@ survives it.
 
 import contextlib
 import dataclasses
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from extract.attention import SpanReading, read_spans
 from extract.backbone import Backbone
 from extract.budgets import ReadingBudget, budget_for
 from extract.family import Spans
+from extract.keeping import Kept
 from extract.layout import watch_layers
 from extract.parity import check_parity
 from extract.pending import (
@@ -162,6 +163,11 @@ class SignalReader:
         self._final_norm = residual.measure_final_norm(backbone.layout)
         self._head = probability.head_of(backbone.model)
         check_parity(backbone, self._final_norm, self._head)
+
+    @classmethod
+    def for_kept(cls, backbone: Backbone, kept: Kept) -> Self:
+        """Return a reader of the hidden states that are kept, and of no others."""
+        return cls(backbone, kept.hidden_layers, hidden_spans=kept.hidden_spans)
 
     @property
     def shapes(self) -> dict[Family, tuple[int, ...]]:
