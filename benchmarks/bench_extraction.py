@@ -2,12 +2,12 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import click
 
-from extract.console import Progress, quiet
+from extract.console import Progress, quiet, table_head, table_row
 
 
 @click.command()
@@ -48,10 +48,6 @@ _HEAD = (
     "reading MiB",
     "memory ratio",
 )
-
-
-def _row(cells: Iterable[object]) -> str:
-    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 @click.command()
@@ -140,22 +136,21 @@ class _Table:
         self._as_json = as_json
         self._is_first = True
 
-    def head(self, cells: Iterable[str]) -> None:
+    def head(self, names: Sequence[str]) -> None:
         """Begin a table."""
-        cells = list(cells)
         if not self._is_first:
             self.text("")
         self._is_first = False
-        self.text(f"{_row(cells)}\n{_row(['---'] * len(cells))}")
+        self.text(table_head(names))
 
     def row(self, found: Any) -> None:
         """Print one measurement."""
         as_json = json.dumps(dataclasses.asdict(found)) if self._as_json else None
-        click.echo(as_json or _row(found.cells()))
+        click.echo(as_json or table_row(found.cells()))
 
-    def not_measured(self, first: list[str], head: Iterable[str]) -> None:
+    def not_measured(self, first: list[str], head: Sequence[str]) -> None:
         """Say what this machine could not measure."""
-        self.text(_row([*first, *["not measured"] * (len(list(head)) - len(first))]))
+        self.text(table_row([*first, *["not measured"] * (len(head) - len(first))]))
 
     def text(self, text: str) -> None:
         """Print what is for people alone."""
