@@ -281,12 +281,8 @@ def _dataset_of(
         return known, "records"
     guess, source = _guessed(file, questions)
     # A name goes before a guess: short lists of aliases are PopQA's as well.
-    for part in (file.path.name, file.path.parent.name):
-        if (name := dataset_named(part)) not in (None, guess):
-            return name, "file name"
-        if name is not None:
-            break
-    return guess, source
+    name = dataset_named(file.path.name) or dataset_named(file.path.parent.name)
+    return (guess, source) if name in (None, guess) else (name, "file name")
 
 
 def _guessed(
