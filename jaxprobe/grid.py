@@ -238,8 +238,8 @@ def fit_blocks(
     To continue an interrupted run, pass the blocks that are still missing. On a CPU as
     many blocks run at once as there are cores (or `n_threads`), each in a thread of its
     own: one alone keeps all cores awake for little more than one core's work. Calls
-    that train side by side share the cores: with twice as many blocks as cores, in one
-    another's caches, the demo's training took 291 s instead of 247.
+    that train side by side share the cores: with twice as many blocks as cores, each in
+    the others' caches, training takes longer.
     """
 
     def one(block: Block) -> Trained:
