@@ -35,6 +35,7 @@ from extract.records import SETTINGS, Answer, Example, Passage, Setting, read_re
 from extract.rundir import RunDir
 from extract.store import FeatureStore, read_family
 from jaxprobe import checkpoint
+from jaxprobe.bank import EncoderBank
 from jaxprobe.calibration import (
     Reliability,
     brier,
@@ -42,7 +43,7 @@ from jaxprobe.calibration import (
     fit_calibrator,
     reliability,
 )
-from jaxprobe.detector import Detector, EncoderBank, HeadName, SettingHead
+from jaxprobe.detector import Detector, HeadName, SettingHead
 from jaxprobe.features import FamilyDims, Standardizer
 from jaxprobe.grid import Trained, grid_members
 from jaxprobe.metrics import BootstrapConfig

@@ -3,10 +3,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxprobe.bank import EncoderBank
 from jaxprobe.calibration import Calibrator
 from jaxprobe.codes import Codes, encode
 from jaxprobe.config import EncoderConfig, FusionConfig
-from jaxprobe.detector import Detector, EncoderBank, SettingHead
+from jaxprobe.detector import Detector, SettingHead
 from jaxprobe.draws import words_of
 from jaxprobe.encoder import Encoder, init_encoder
 from jaxprobe.features import FamilyDims, Features, fit_standardizer, split_families
