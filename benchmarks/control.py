@@ -14,11 +14,13 @@ import numpy as np
 
 from benchmarks.presets import RunConfig
 from benchmarks.stage import Update
+from benchmarks.torch_stages import generation_config, open_backbone
 from extract.atomic import write_json_atomic
 from extract.judge import exact_match
 from extract.pipeline import read_examples
 from extract.records import Example, Passage, read_records
 from extract.rundir import RunDir
+from jaxprobe.detector import Detector
 from pgir.bridge import ProbedBackbone, ProbedReader
 from pgir.controller import (
     ControllerConfig,
@@ -46,6 +48,17 @@ class Traced:
     examples: tuple[Example, ...]
     traces: tuple[Trace, ...]
     vanilla: tuple[str, ...]
+
+
+def open_probed(run: RunDir, config: RunConfig) -> ProbedBackbone:
+    """Load the run's backbone together with its detector."""
+    return ProbedBackbone(
+        open_backbone(config),
+        Detector.load(run.detector),
+        config.prompt.words(),
+        generation_config(config),
+        answer_span=config.extract.answer_span,
+    )
 
 
 def controller_config(config: RunConfig) -> ControllerConfig:

@@ -1,32 +1,38 @@
 """What the doctor finds of a model, and of a run directory."""
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.doctor import Finding
 from extract.embedded import model_path
 from extract.rundir import RunDir
 
 if TYPE_CHECKING:
+    from benchmarks.doctor_store import Shapes
     from benchmarks.presets import RunConfig
 
 
-def look_at_model(name: str) -> Iterator[Finding]:
-    """Look at a backbone's config and tokenizer; its weights are not loaded."""
+def look_at_model(name: str) -> Generator[Finding, None, "Shapes | None"]:
+    """Look at a backbone's config and tokenizer; its weights are not loaded.
+
+    Returns:
+      The shapes of its readings, or None where its config or layout cannot be used.
+    """
     from benchmarks.doctor_store import outline_shapes, typical_sizes
-    from extract.chat import render_message
-    from extract.checkpoint import load_outline
+    from extract.checkpoint import check_unpacking, load_outline
     from extract.window import window_of
 
+    path, shapes = model_path(name), None
     try:
-        outline = load_outline(model_path(name), to_run=True)
+        outline = load_outline(path)
         shapes = outline_shapes(outline)
+        check_unpacking(path, outline)
     except (ValueError, OSError) as error:
         said = " ".join(str(error).split())[:300]
         text = f"{name} cannot be used: {said}"
         yield Finding(about="model", status="problem", text=text)
-        return
+        return shapes
     window = window_of(outline.config)
     reads = "no limit" if window is None else f"{window} tokens"
     n_layers, n_read = shapes["resid"][0] // 4, shapes["attn"][2]
@@ -38,17 +44,23 @@ def look_at_model(name: str) -> Iterator[Finding]:
         + ("" if n_read == n_layers else f"; {n_read} layers have attention"),
     )
     yield Finding(about="kept", status="ok", text=typical_sizes(shapes))
-    tokenizer = outline.tokenizer
+    yield _look_at_tokenizer(outline.tokenizer)
+    return shapes
+
+
+def _look_at_tokenizer(tokenizer: Any) -> Finding:
+    """Say whether a tokenizer can be used, and for chats as well."""
+    from extract.chat import render_message
+
     if not getattr(tokenizer, "is_fast", False):
         text = f"{type(tokenizer).__name__} has no offsets; a fast one is needed"
-        yield Finding(about="tokenizer", status="problem", text=text)
-        return
+        return Finding(about="tokenizer", status="problem", text=text)
     try:
         render_message(tokenizer, "a question")
         text = "has a chat template, which switches thinking off; --chat can be used"
     except ValueError as error:
         text = f"plain prompts only: {error}"
-    yield Finding(about="tokenizer", status="ok", text=text)
+    return Finding(about="tokenizer", status="ok", text=text)
 
 
 def look_at_run(path: Path) -> Iterator[Finding]:
@@ -75,26 +87,27 @@ def look_at_run(path: Path) -> Iterator[Finding]:
         text=f"{path}: done are {', '.join(done) or 'no stages'}"
         + "".join(f"; {gap}" for gap in gaps),
     )
-    yield from look_at_model(config.model)
-    yield from _look_at_store(run, config)
+    shapes = yield from look_at_model(config.model)
+    if shapes is not None:
+        yield from _look_at_store(run, config, shapes)
 
 
-def _look_at_store(run: RunDir, config: "RunConfig") -> Iterator[Finding]:
+def _look_at_store(
+    run: RunDir, config: "RunConfig", shapes: "Shapes"
+) -> Iterator[Finding]:
     """Compare what extraction will write with the free disk."""
     import shutil
 
-    from benchmarks.doctor_store import count_tokens, outline_shapes, sizes_of_choices
-    from extract.checkpoint import load_outline
+    from benchmarks.doctor_store import count_tokens, sizes_of_choices
     from extract.keeping import as_size, stored_bytes
 
     counts = count_tokens(run, config.extract.answer_span)
     if counts is None or run.stage_done("extract"):
         return
     try:
-        shapes = outline_shapes(load_outline(config.model_path))
         needed = sum(stored_bytes(shapes, config.extract, **counts).values())
-    except (ValueError, OSError):
-        return  # what is wrong with the model is said above
+    except ValueError:
+        return  # a layer is kept that the model does not have: extraction says so
     free = shutil.disk_usage(run.path).free
     fits = needed < free
     yield Finding(

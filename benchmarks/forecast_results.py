@@ -2,7 +2,12 @@
 
 import time
 
-from benchmarks.control import controller_config, question_sets, trace_sets
+from benchmarks.control import (
+    controller_config,
+    open_probed,
+    question_sets,
+    trace_sets,
+)
 from benchmarks.evaluation import detection_rows
 from benchmarks.forecast import N_PROBED, Forecast
 from benchmarks.modelmemory import generation_bytes
@@ -10,13 +15,10 @@ from benchmarks.presets import RunConfig
 from benchmarks.rehearsal import spread
 from benchmarks.result_stages import CONTROL, EVALUATE, detectors_of
 from benchmarks.rows import load_rows
-from benchmarks.torch_stages import generation_config, open_backbone
 from extract.pipeline import read_examples
 from extract.records import SETTINGS, Passage, read_records
 from extract.rundir import RunDir
-from jaxprobe.detector import Detector
 from jaxprobe.metrics import BootstrapConfig
-from pgir.bridge import ProbedBackbone
 from pgir.retrieval import Bm25Retriever
 
 _SHARE = 20  # the probe takes one in so many resamples
@@ -57,14 +59,7 @@ def forecast_control(run: RunDir, config: RunConfig) -> Forecast:
     """Return what the controllers take; ten questions are traced to the full budget."""
     run.hash_inputs(*CONTROL.inputs(run))
     began = time.monotonic()
-    backbone = open_backbone(config)
-    probed = ProbedBackbone(
-        backbone,
-        Detector.load(run.detector),
-        config.prompt.words(),
-        generation_config(config),
-        answer_span=config.extract.answer_span,
-    )
+    probed = open_probed(run, config)
     passages = list(read_records(run.passages, Passage))
     retriever = Bm25Retriever(passages)
     loaded = time.monotonic() - began
@@ -82,7 +77,7 @@ def forecast_control(run: RunDir, config: RunConfig) -> Forecast:
     return Forecast(
         stage="control",
         n_requests=round((drafts + len(some)) * share),
-        gpu_bytes=generation_bytes(backbone, config.tokens_per_batch),
+        gpu_bytes=generation_bytes(probed.backbone, config.tokens_per_batch),
         seconds=loaded + max(0.0, took[0] - took[1]) + took[1] * share,
         basis=(
             f"{len(asked)} questions to a budget of {how.max_budget} retrievals; time "

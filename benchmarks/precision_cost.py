@@ -26,9 +26,10 @@ from extract.records import SETTINGS, Setting
 from extract.rundir import RunDir
 from extract.signals import SignalReader
 from extract.store import FeatureStore, open_store, read_family
+from jaxprobe.codes import encode
 from jaxprobe.encoder import Encoder
 from jaxprobe.features import FamilyTokens, split_families
-from jaxprobe.grid import Block, encode, fit_blocks, labelled
+from jaxprobe.grid import Block, fit_blocks, labelled
 from jaxprobe.metrics import (
     BootstrapConfig,
     auroc,

@@ -13,6 +13,7 @@ from benchmarks.control import (
     choose_policy,
     controller_config,
     inputs_key,
+    open_probed,
     trace_all,
 )
 from benchmarks.controllers import control_rows, frontier
@@ -26,7 +27,6 @@ from benchmarks.select_stage import BRANCHES, branch_setting, read_selection, re
 from benchmarks.stage import Progress, Stage, Update
 from benchmarks.sweep_stage import chosen_layer, stored
 from benchmarks.textonly import fit_tfidf, joined_text, perplexity_score
-from benchmarks.torch_stages import generation_config, open_backbone
 from benchmarks.train_stage import EVERY_FAMILY
 from extract.asking import shown
 from extract.atomic import write_json_atomic
@@ -35,6 +35,7 @@ from extract.records import SETTINGS, Answer, Example, Passage, Setting, read_re
 from extract.rundir import RunDir
 from extract.store import FeatureStore, read_family
 from jaxprobe import checkpoint
+from jaxprobe.bank import EncoderBank
 from jaxprobe.calibration import (
     Reliability,
     brier,
@@ -42,13 +43,12 @@ from jaxprobe.calibration import (
     fit_calibrator,
     reliability,
 )
-from jaxprobe.detector import Detector, EncoderBank, HeadName, SettingHead
+from jaxprobe.detector import Detector, HeadName, SettingHead
 from jaxprobe.features import FamilyDims, Standardizer
 from jaxprobe.grid import Trained, grid_members
 from jaxprobe.metrics import BootstrapConfig
 from jaxprobe.reading import longest_spans
 from jaxprobe.subsets import N_SUBSETS, SUBSET_NAMES
-from pgir.bridge import ProbedBackbone
 
 N_BINS = 10
 
@@ -241,13 +241,7 @@ def _evaluate(run: RunDir, config: RunConfig, update: Update, progress: Progress
 
 
 def _control(run: RunDir, config: RunConfig, update: Update, progress: Progress):
-    probed = ProbedBackbone(
-        open_backbone(config),
-        Detector.load(run.detector),
-        config.prompt.words(),
-        generation_config(config),
-        answer_span=config.extract.answer_span,
-    )
+    probed = open_probed(run, config)
     hashes = run.hash_inputs(run.examples, run.passages, run.detector)
     traced = trace_all(run, config, probed, update, inputs_key(*hashes.values()))
     search = controller_config(config)

@@ -14,9 +14,9 @@ from benchmarks.train_stage import encoder_folders, read_codes
 from extract.records import SETTINGS, Setting
 from extract.rundir import RunDir
 from jaxprobe import checkpoint
+from jaxprobe.codes import Codes
 from jaxprobe.detector import HeadName
 from jaxprobe.fusion import PoolCodes, pool_codes
-from jaxprobe.grid import Codes
 from jaxprobe.subsets import N_SUBSETS, SUBSET_NAMES, subset_index
 from selection.greedy import (
     GreedyConfig,

@@ -15,9 +15,10 @@ from benchmarks.train_stage import read_codes
 from extract.records import SETTINGS, Setting
 from extract.rundir import RunDir
 from jaxprobe import reading
+from jaxprobe.codes import Codes
 from jaxprobe.detector import HeadName
 from jaxprobe.encoder import Encoder
-from jaxprobe.grid import Block, Codes, default_blocks, join
+from jaxprobe.grid import Block, default_blocks, join
 from jaxprobe.keepsake import keep, recall
 from jaxprobe.reading import SPAN_NAMES
 from jaxprobe.spans import all_but

@@ -19,7 +19,8 @@ from benchmarks.results import CONTROLLERS, ResultTable, read_rows
 from benchmarks.select_stage import SELECT, selection_story
 from benchmarks.stage import Progress, Stage, Update
 from benchmarks.sweep_stage import SWEEP
-from benchmarks.tables import as_text, controller_table, detection_table
+from benchmarks.tables import controller_table, detection_table
+from benchmarks.tabletext import as_text
 from benchmarks.torch_stages import ANSWER, EXTRACT, LABEL, WORLD
 from benchmarks.train_stage import TRAIN
 from extract.pipeline import count_correct, read_examples, read_labels

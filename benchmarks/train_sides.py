@@ -12,11 +12,12 @@ import numpy as np
 from benchmarks.presets import RunConfig
 from benchmarks.sides import ROWS_AT_ONCE, Read, Sides
 from extract.records import SETTINGS
+from jaxprobe.codes import Codes, encode
 from jaxprobe.config import TrainConfig
 from jaxprobe.devices import fit_everywhere
 from jaxprobe.encoder import Encoder
 from jaxprobe.fit import FitInfo
-from jaxprobe.grid import Block, Codes, Trained, encode, labelled
+from jaxprobe.grid import Block, Trained, labelled
 from jaxprobe.keepsake import keep, recall
 from jaxprobe.streaming import Streamed, fit_streamed
 

@@ -19,10 +19,10 @@ from extract.atomic import sha256_file
 from extract.records import SETTINGS, Setting
 from extract.rundir import RunDir
 from jaxprobe import checkpoint
+from jaxprobe.codes import Codes
 from jaxprobe.encoder import Encoder
 from jaxprobe.grid import (
     Block,
-    Codes,
     Member,
     Trained,
     default_blocks,

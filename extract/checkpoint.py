@@ -183,19 +183,20 @@ class Outline:
     Attributes:
       model: on the device "meta": shapes, but no numbers.
       config: of the text model.
+      packing: how its weights are quantised, or None.
     """
 
     model: Any
     config: Any
     tokenizer: Any
+    packing: Any | None
 
 
-def load_outline(name: str, *, to_run: bool = False) -> Outline:
+def load_outline(name: str) -> Outline:
     """Load what a checkpoint is, but not its weights; seconds, however large it is.
 
     Args:
       name: a directory or Hub id.
-      to_run: also look whether this machine has what quantised weights need.
 
     Raises:
       ValueError: it could not be loaded, or would be refused if it were, as far as
@@ -207,13 +208,22 @@ def load_outline(name: str, *, to_run: bool = False) -> Outline:
         config = AutoConfig.from_pretrained(
             name, revision=commit, trust_remote_code=False
         )
-        packed = getattr(config, "quantization_config", None)
-        if packed is not None and to_run:
-            AutoHfQuantizer.from_config(packed).validate_environment()
+        packing = getattr(config, "quantization_config", None)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=commit, trust_remote_code=False
         )
     _check_words(name, model, tokenizer)
-    return Outline(model, model.config.get_text_config(), tokenizer)
+    return Outline(model, model.config.get_text_config(), tokenizer, packing)
+
+
+def check_unpacking(name: str, outline: Outline) -> None:
+    """Look whether this machine has what a checkpoint's quantised weights need.
+
+    Raises:
+      ValueError: it has not.
+    """
+    if outline.packing is not None:
+        with _loading(name):
+            AutoHfQuantizer.from_config(outline.packing).validate_environment()

@@ -11,9 +11,10 @@ read of one.
 The batch has one row of 7 tokens and one of 11; where the model's smallest window or
 chunk of attention is at most 1024 tokens, the longer row is three tokens longer than
 that, since a mask that was not handed over shows nowhere else. Not covered is what
-changes further out: larger windows (Mistral's 4096), the second window where a model
-has two, and rotary embeddings that switch at a length (Phi-3's at 4096). In half
-precision three keys too many of several hundred can be within the rounding allowed.
+changes further out: larger windows (Mistral's 4096), and the second window where a
+model has two. Where rotary embeddings switch at a length (Phi-3's at 4096) nothing
+need be: `extract.window` ends what is read there. In half precision three keys too
+many of several hundred can be within the rounding allowed.
 """
 
 import copy

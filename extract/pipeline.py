@@ -113,8 +113,7 @@ def write_answers(
     rows = open_answers(answers_file(run), requests, run.answer_parts)
     batches = _planned(requests, config)
     _answer_batches(backbone, batches, config, rows, progress)
-    rows.arrange([request.key for batch in batches for request in batch])
-    return rows.notes
+    return _arranged(rows, batches)
 
 
 def write_answer_part(
@@ -158,7 +157,13 @@ def gather_answers(
 ) -> tuple[str, ...]:
     """Put what workers have answered together; returns what was set aside."""
     rows = open_answers(answers_file(run), requests, run.answer_parts)
-    batches = _planned(requests, config)
+    return _arranged(rows, _planned(requests, config))
+
+
+def _arranged(
+    rows: AnswerRows, batches: Sequence[Sequence[Request]]
+) -> tuple[str, ...]:
+    """Put the rows into the order of the plan; returns what was set aside."""
     rows.arrange([request.key for batch in batches for request in batch])
     return rows.notes
 

@@ -10,39 +10,17 @@ it. Three promises:
 """
 
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from extract.atomic import sha256_tree, write_json_atomic
+from extract.atomic import sha256_tree
 from extract.lock import take_lock
 from extract.manifest import agree_on_manifest, manifest_file, refuse_foreign
 from extract.provenance import package_versions, utc_now
 from extract.records import SETTINGS, Setting
+from extract.stagerecord import StageRecord
 from extract.writers import who_writes
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StageRecord:
-    """What a finished stage leaves behind.
-
-    Attributes:
-      inputs: SHA-256 (or another identity) of what it read, by name. A name that is
-        a path in the run directory is hashed again when the stage is asked about.
-      outputs: SHA-256 of the files and folders it wrote, by path in the run
-        directory.
-      seconds: wall time.
-      finished: UTC.
-      versions: of Python and packages, as they were then.
-    """
-
-    stage: str
-    inputs: dict[str, str]
-    outputs: dict[str, str]
-    seconds: float
-    finished: str
-    versions: dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,18 +217,12 @@ class RunDir:
             finished=utc_now(),
             versions=package_versions(),
         )
-        write_json_atomic(self._stage_file(name), dataclasses.asdict(record))
+        record.write(self._stage_file(name))
         return record
 
     def stage_record(self, name: str) -> StageRecord | None:
         """Return what a stage left behind, or None if it is not finished."""
-        path = self._stage_file(name)
-        if not path.exists():
-            return None
-        try:
-            return StageRecord(**json.loads(path.read_text()))
-        except (ValueError, TypeError):
-            return None  # of an older program or damaged: the stage is done again
+        return StageRecord.read(self._stage_file(name))
 
     def stage_gap(
         self, name: str, inputs: Mapping[str, str] | None = None

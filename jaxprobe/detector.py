@@ -6,7 +6,7 @@ probabilities.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,22 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxprobe import checkpoint
+from jaxprobe.bank import EncoderBank, encode_bank
 from jaxprobe.calibration import Calibrator
 from jaxprobe.config import EncoderConfig, FusionConfig
 from jaxprobe.encoder import Encoder
-from jaxprobe.features import (
-    FamilyDims,
-    FamilyTokens,
-    Features,
-    Standardizer,
-    check_features,
-    split_families,
-)
+from jaxprobe.features import FamilyDims, Features, Standardizer, check_features
 from jaxprobe.fit import Params
 from jaxprobe.fusion import FusionHead, say, slots_of
-from jaxprobe.grid import Trained
 from jaxprobe.reading import SPANS
-from jaxprobe.subsets import SUBSET_NAMES, SUBSETS, subset_index
+from jaxprobe.subsets import SUBSETS, subset_index
 
 Setting = Literal["closed_book", "with_context"]
 # `single_pass` reads the with-context pass alone (the paper's ablation "w/o
@@ -63,57 +56,6 @@ class Scores(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EncoderBank:
-    """The encoders kept for one pass.
-
-    Attributes:
-      dims: channels of that pass.
-      config: shape of its encoders.
-      standardizer: fitted on its training tokens.
-      names: subsets, as in "HPA"; one per kept encoder.
-      params: leaves `[n_seeds, n_kept, ...]`.
-      lengths: of the longest spans in training; whoever pads to them compiles once.
-        Empty where unknown.
-    """
-
-    dims: FamilyDims
-    config: EncoderConfig
-    standardizer: Standardizer
-    names: tuple[str, ...]
-    params: Params
-    lengths: tuple[int, ...] = ()
-
-    @classmethod
-    def keep(
-        cls,
-        trained: Trained,
-        names: Sequence[str],
-        *,
-        dims: FamilyDims,
-        config: EncoderConfig,
-        standardizer: Standardizer,
-        lengths: Sequence[int] = (),
-    ) -> "EncoderBank":
-        """Take some subsets, all seeds, out of a trained grid."""
-        seeds = sorted({m.seed for m in trained.members})
-        rows = np.asarray(
-            [
-                [trained.members.index((subset_index(name), seed)) for name in names]
-                for seed in seeds
-            ]
-        )
-        params = jax.tree.map(lambda x: np.asarray(x)[rows], trained.params)
-        return cls(
-            dims=dims,
-            config=config,
-            standardizer=standardizer,
-            names=tuple(SUBSET_NAMES[subset_index(name)] for name in names),
-            params=params,
-            lengths=tuple(lengths),
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class SettingHead:
     """The fusion heads of one setting.
 
@@ -128,22 +70,6 @@ class SettingHead:
     config: FusionConfig
     params: Params
     calibrator: Calibrator
-
-
-@partial(jax.jit, static_argnames=("dims", "encoder"))
-def _encode_bank(
-    params: Params,
-    family_masks: jax.Array,
-    standardizer: Standardizer,
-    features: Features,
-    *,
-    dims: FamilyDims,
-    encoder: Encoder,
-) -> tuple[jax.Array, jax.Array]:
-    """Logits `[n_seeds, n_kept, n_examples]` and pooled vectors `[..., d_pooled]`."""
-    families: FamilyTokens = split_families(features, dims, standardizer)
-    over_kept = jax.vmap(lambda p, mask: encoder.apply(p, families, mask))
-    return jax.vmap(over_kept, in_axes=(0, None))(params, family_masks)
 
 
 @partial(jax.jit, static_argnames=("head",))
@@ -258,7 +184,7 @@ class Detector:
                 f"{where} features have {n_spans} spans, got {features.n_spans}"
             )
         masks = np.stack([SUBSETS[subset_index(name)] for name in bank.names])
-        return _encode_bank(
+        return encode_bank(
             bank.params,
             jnp.asarray(masks),
             bank.standardizer,

@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxprobe.codes import Codes
 from jaxprobe.config import FusionConfig
 from jaxprobe.draws import draw_weights, hashed_bits
 from jaxprobe.encoder import ChannelMap
 from jaxprobe.fit import Params
-from jaxprobe.grid import Codes
 from jaxprobe.masked import materialize
 from jaxprobe.slots import slot_products
 

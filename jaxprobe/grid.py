@@ -74,18 +74,6 @@ class Trained(NamedTuple):
     info: FitInfo
 
 
-class Codes(NamedTuple):
-    """What trained encoders say of some examples.
-
-    Attributes:
-      logits: `[n_members, n_examples]` float32.
-      pooled: `[n_members, n_examples, 2 * hidden]` float32.
-    """
-
-    logits: Any
-    pooled: Any
-
-
 def labelled(
     features: FamilyTokens, labels: np.ndarray, weights: np.ndarray | None = None
 ) -> Labelled:
@@ -238,8 +226,8 @@ def fit_blocks(
     To continue an interrupted run, pass the blocks that are still missing. On a CPU as
     many blocks run at once as there are cores (or `n_threads`), each in a thread of its
     own: one alone keeps all cores awake for little more than one core's work. Calls
-    that train side by side share the cores: with twice as many blocks as cores, in one
-    another's caches, the demo's training took 291 s instead of 247.
+    that train side by side share the cores: with twice as many blocks as cores, each in
+    the others' caches, training takes longer.
     """
 
     def one(block: Block) -> Trained:
@@ -278,32 +266,3 @@ def join(parts: Sequence[Trained], order: Sequence[Member]) -> Trained:
         *[(part.params, part.info) for part in parts],
     )
     return Trained(tuple(order), *stacked)
-
-
-@partial(jax.jit, static_argnames=("encoder", "n_chunk"))
-def encode_member(
-    params: Params,
-    family_mask: jax.Array,
-    features: FamilyTokens,
-    *,
-    encoder: Encoder,
-    n_chunk: int = 256,
-) -> tuple[jax.Array, jax.Array]:
-    """Logits `[n_examples]` and pooled `[n_examples, 2 * hidden]` of one encoder."""
-    return in_chunks(
-        lambda batch: encoder.apply(params, batch, family_mask), features, n_chunk
-    )
-
-
-def encode(
-    trained: Trained, features: FamilyTokens, *, encoder: Encoder, n_chunk: int = 256
-) -> Codes:
-    """What every trained member says of every example (see `Codes`)."""
-    logits, pooled = [], []
-    for i, member in enumerate(trained.members):
-        params = jax.tree.map(lambda x, i=i: x[i], trained.params)
-        mask = jnp.asarray(SUBSETS[member.subset])
-        out = encode_member(params, mask, features, encoder=encoder, n_chunk=n_chunk)
-        logits.append(out[0])
-        pooled.append(out[1])
-    return Codes(jnp.stack(logits), jnp.stack(pooled))

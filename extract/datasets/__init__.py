@@ -1,6 +1,7 @@
 """Question sets in the formats in which they are published."""
 
-from extract.datasets.loading import DatasetFile, Loaded, Refusal, open_dataset
+from extract.datasets.loading import DatasetFile, Loaded, Refusal
+from extract.datasets.opening import open_dataset
 from extract.datasets.question import Question
 
 __all__ = ["DatasetFile", "Loaded", "Question", "Refusal", "open_dataset"]

@@ -8,14 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from extract.atomic import sha256_file
-from extract.datasets.loading import (
-    DatasetFile,
-    FileRefused,
-    Loaded,
-    Refusal,
-    open_dataset,
-)
+from extract.datasets.loading import DatasetFile, Loaded, Refusal
 from extract.datasets.naming import DATASETS
+from extract.datasets.opening import FileRefused, open_dataset
 from extract.filetypes import FileType
 from extract.judge import normalise
 

@@ -51,12 +51,13 @@ def _has_paragraphs(record: Record) -> bool:
         return False
     if "supporting_facts" in record:
         return True
-    context = record.get("context")
-    if "context" not in record or is_titled(context):
-        return "context" in record
-    if isinstance(context, str) and context.lstrip()[:1] not in ("[", "{"):
+    if "context" not in record:
         return False
-    return "_id" in record and not is_list_of_objects(context)
+    context = record["context"]
+    if is_titled(context):
+        return True
+    is_prose = isinstance(context, str) and context.lstrip()[:1] not in ("[", "{")
+    return "_id" in record and not is_prose and not is_list_of_objects(context)
 
 
 def read_titled(record: Record) -> Question:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from extract.atomic import sha256_file
-from extract.datasets.loading import DatasetFile, Loaded, Refusal, open_dataset
+from extract.datasets.loading import DatasetFile, Loaded, Refusal
+from extract.datasets.opening import open_dataset
 from extract.splits import Candidate, Role, SplitConfig, text_key
 
 Context = Literal["supporting", "all", "none"]

@@ -9,7 +9,8 @@ from benchmarks.publishing import publish, read_result_rows, rows_file
 from benchmarks.rows import Rows
 from benchmarks.span_members import replaced
 from extract.rundir import RunDir
-from jaxprobe.grid import Codes, Member, default_blocks
+from jaxprobe.codes import Codes
+from jaxprobe.grid import Member, default_blocks
 from jaxprobe.subsets import FAMILIES, N_SUBSETS, SUBSET_NAMES, subset_index
 from selection.exhaustive import Ranking, all_sets
 from tests.benchmarks.sample import PLACES, row

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks.tiny_models import VOCAB_SIZE, tiny_model
 from extract.backbone import load_backbone
-from extract.checkpoint import load_outline
+from extract.checkpoint import check_unpacking, load_outline
 
 
 def save_words(path, n_words, **special):
@@ -62,7 +62,9 @@ def test_a_config_that_cannot_be_used_is_one_sentence(checkpoint, changes, word)
     load_backbone(checkpoint)  # as it was, it can
     edit(checkpoint, **changes)
     refused(load_backbone, str(checkpoint), word)
-    refused(lambda path: load_outline(path, to_run=True), str(checkpoint), word)
+    refused(
+        lambda path: check_unpacking(path, load_outline(path)), str(checkpoint), word
+    )
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])

@@ -3,9 +3,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxprobe.bank import EncoderBank
 from jaxprobe.calibration import Calibrator
+from jaxprobe.codes import Codes, encode
 from jaxprobe.config import EncoderConfig, FusionConfig
-from jaxprobe.detector import Detector, EncoderBank, SettingHead
+from jaxprobe.detector import Detector, SettingHead
 from jaxprobe.draws import words_of
 from jaxprobe.encoder import Encoder, init_encoder
 from jaxprobe.features import FamilyDims, Features, fit_standardizer, split_families
@@ -17,7 +19,7 @@ from jaxprobe.fusion import (
     say,
     slots_of,
 )
-from jaxprobe.grid import Codes, Member, Trained, encode
+from jaxprobe.grid import Member, Trained
 from jaxprobe.subsets import SUBSETS, subset_index
 
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxprobe.codes import encode
 from jaxprobe.config import EncoderConfig, TrainConfig
 from jaxprobe.draws import words_of
 from jaxprobe.encoder import Encoder, init_encoder
@@ -14,7 +15,6 @@ from jaxprobe.grid import (
     Block,
     Member,
     default_blocks,
-    encode,
     fit_block,
     fit_blocks,
     grid_members,

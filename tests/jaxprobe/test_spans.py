@@ -2,8 +2,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxprobe.codes import encode
 from jaxprobe.features import Features, fit_standardizer, split_families
-from jaxprobe.grid import Block, encode, fit_block, labelled
+from jaxprobe.grid import Block, fit_block, labelled
 from jaxprobe.spans import all_but, keep_spans
 from jaxprobe.subsets import subset_index
 from tests.jaxprobe.test_grid import CONFIG, DIMS, ENCODER, TRAIN, planted, train

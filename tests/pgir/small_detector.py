@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxprobe.bank import EncoderBank
 from jaxprobe.calibration import fit_calibrator
 from jaxprobe.config import EncoderConfig, FusionConfig
-from jaxprobe.detector import Detector, EncoderBank, SettingHead
+from jaxprobe.detector import Detector, SettingHead
 from jaxprobe.draws import words_of
 from jaxprobe.encoder import Encoder, init_encoder
 from jaxprobe.features import FamilyDims, FamilyTokens, Standardizer
