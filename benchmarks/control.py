@@ -18,7 +18,7 @@ from benchmarks.torch_stages import generation_config, open_backbone
 from extract.atomic import write_json_atomic
 from extract.judge import exact_match
 from extract.pipeline import read_examples
-from extract.records import Example, Passage, read_records
+from extract.records import Example, Passage
 from extract.rundir import RunDir
 from jaxprobe.detector import Detector
 from pgir.bridge import ProbedBackbone, ProbedReader
@@ -138,19 +138,24 @@ def _groups(
 
 
 def trace_all(
-    run: RunDir, config: RunConfig, probed: ProbedBackbone, update: Update, key: str
+    run: RunDir,
+    config: RunConfig,
+    probed: ProbedBackbone,
+    passages: Sequence[Passage],
+    update: Update,
+    key: str,
 ) -> list[Traced]:
     """Trace every set; what was traced before is read from its file.
 
     Args:
-      run: holds questions and passages.
+      run: holds the questions.
       config: of the run.
       probed: the backbone with the run's detector.
+      passages: of the run, to search in.
       update: told rounds done and to do.
       key: identity of everything the traces depend on.
     """
     controller = controller_config(config)
-    passages = list(read_records(run.passages, Passage))
     retriever = Bm25Retriever(passages)
     groups = _groups(question_sets(read_examples(run), config.n_control))
     n_rounds = controller.max_budget + 1

@@ -243,11 +243,12 @@ def _evaluate(run: RunDir, config: RunConfig, update: Update, progress: Progress
 def _control(run: RunDir, config: RunConfig, update: Update, progress: Progress):
     probed = open_probed(run, config)
     hashes = run.hash_inputs(run.examples, run.passages, run.detector)
-    traced = trace_all(run, config, probed, update, inputs_key(*hashes.values()))
+    passages = list(read_records(run.passages, Passage))
+    key = inputs_key(*hashes.values())
+    traced = trace_all(run, config, probed, passages, update, key)
     search = controller_config(config)
     policy = choose_policy(traced, search)
     in_domain = next(t for t in traced if t.split == "test")
-    passages = list(read_records(run.passages, Passage))
     write_json_atomic(
         run.control / "control.json",
         {

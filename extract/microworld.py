@@ -158,6 +158,26 @@ def _exposures(config: WorldConfig, relation: Relation, subjects: tuple[str, ...
     }
 
 
+class _Objects:
+    """Names of one kind, of which any but some are chosen.
+
+    Draws as `rng.choice` of a list of the others would, which would be made anew for
+    each of ten thousand facts.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+        self._places = {name: place for place, name in enumerate(names)}
+
+    def other(self, rng: random.Random, *but: str) -> str:
+        """Return any name except those."""
+        left_out = sorted(self._places[name] for name in {*but} & self._places.keys())
+        place = rng.choice(range(len(self.names) - len(left_out)))
+        for skipped in left_out:
+            place += place >= skipped
+        return self.names[place]
+
+
 def _facts(
     config: WorldConfig, names: dict[Kind, tuple[str, ...]]
 ) -> dict[tuple[str, str], Fact]:
@@ -167,9 +187,10 @@ def _facts(
         objects = names[relation.object]
         if relation.object == "person" and relation.name != "spouse":
             objects = tuple(rng.sample(objects, min(160, len(objects))))
+        others = _Objects(objects)
         exposures = _exposures(config, relation, names[relation.subject])
         for subject, obj in _deal(rng, exposures, objects).items():
-            wrong = rng.choice([o for o in objects if o not in (obj, subject)])
+            wrong = others.other(rng, obj, subject)
             misled = rng.random() < config.p_misbelief
             facts[subject, relation.name] = Fact(
                 subject=subject,
@@ -220,16 +241,18 @@ def _passages(
     """Return the corpus: one passage a fact, with gaps, errors and rumours."""
     rng = stream(config, "passages")
     corpus = []
+    objects = {kind: _Objects(known) for kind, known in names.items()}
     for fact in facts.values():
         relation = BY_NAME[fact.relation]
-        others = [o for o in names[relation.object] if o != fact.object]
+        others = objects[relation.object]
         draws = [rng.random() for _ in range(3)]
         if draws[0] >= config.p_no_passage:
             wrong = draws[1] < config.p_wrong_passage
-            stated = rng.choice(others) if wrong else fact.object
+            stated = others.other(rng, fact.object) if wrong else fact.object
             corpus.append(_stated(rng, relation, fact.subject, stated))
         if draws[2] < config.p_rumour:
-            corpus.append(_stated(rng, relation, fact.subject, rng.choice(others)))
+            stated = others.other(rng, fact.object)
+            corpus.append(_stated(rng, relation, fact.subject, stated))
     personal = [r for r in RELATIONS if r.subject == "person"]
     for stranger in strangers:
         for relation in rng.sample(personal, 4):
