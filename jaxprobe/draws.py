@@ -82,6 +82,9 @@ def exact_normal(words: jax.Array, site: int, shape: tuple[int, ...]) -> jax.Arr
     """
     bits = hashed_bits(words, site, shape) >> 8
     uniform = (bits.astype(jnp.float32) + 0.5) * np.float32(2.0**-24)
+    # The largest of the 2**24 values rounds to one, whose normal is infinite: of a
+    # hundred million weights, six.
+    uniform = jnp.minimum(uniform, np.float32(1.0 - 2.0**-24))
     return np.float32(np.sqrt(2.0)) * jax.lax.erf_inv(2.0 * uniform - 1.0)
 
 

@@ -63,6 +63,14 @@ def test_initial_weights_are_normal_and_rows_ignore_how_many_follow():
     np.testing.assert_allclose(drawn[:10], fewer, rtol=1e-6)
 
 
+def test_the_largest_bits_do_not_make_an_infinite_weight():
+    words, place = words_of(109), 40718  # found by search: one word in 2**24
+    bits = np.asarray(hashed_bits(words, 0, (50_000,)))
+    assert bits[place] >> 8 == 2**24 - 1
+    drawn = np.asarray(exact_normal(words, 0, (50_000,)))
+    assert np.isfinite(drawn).all() and drawn.argmax() == place
+
+
 def test_permutations_hold_every_row_once_and_put_it_anywhere():
     shuffle = jax.jit(jax.vmap(lambda step: hashed_permutation(words_of(step), 8)))
     orders = np.asarray(shuffle(jnp.arange(8000)))
