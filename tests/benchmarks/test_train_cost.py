@@ -143,13 +143,14 @@ def test_equal_losses_pass_and_their_difference_is_told():
     assert found["grid"] == 0.0 and found["loop"] == pytest.approx(1e-5)
 
 
-def test_losses_that_differ_fail_the_benchmark():
-    def off(by):
-        return lambda losses: {**losses, (0, 0): [losses[0, 0][0], by]}
+def test_losses_that_differ_fail_the_benchmark_whichever_member_they_are_of():
+    def off(by, member=(0, 0)):
+        return lambda losses: {**losses, member: [losses[member][0], by]}
 
     for wrong in (0.61, float("nan")):
-        with pytest.raises(ValueError, match="'loop' differ.*compare two things"):
-            require_same_losses(losses_of(off(wrong)))
+        for member in ((0, 0), (1, 0)):
+            with pytest.raises(ValueError, match="'loop' differ.*compare two things"):
+                require_same_losses(losses_of(off(wrong, member)))
     with pytest.raises(ValueError, match="cannot be compared"):
         require_same_losses(losses_of(lambda losses: {(0, 0): losses[0, 0]}))
     still = {"grid": {(0, 0): [0.7, 0.7]}, "loop": {(0, 0): [0.7, 0.7]}}
