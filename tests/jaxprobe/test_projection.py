@@ -7,6 +7,7 @@ from jaxprobe.draws import words_of
 from jaxprobe.projection import Draw, noise_factor, project
 
 WIDE, NARROW = (3, 7), (7, 3)  # [d_projection, d_family]: noise behind, noise before
+WIDEST = (3, 2048)  # written the other way round
 OPEN, CLOSED = jnp.array(True), jnp.array(False)
 
 
@@ -26,9 +27,9 @@ def run(weight, tokens, gate, draw, deviation):
     return project(weight, tokens, gate, draw, deviation=deviation, site=1)
 
 
-@pytest.mark.parametrize("shape", [WIDE, NARROW])
+@pytest.mark.parametrize("shape", [WIDE, NARROW, WIDEST])
 def test_without_noise_it_is_the_product_of_the_rows_drawn(shape):
-    weight, tokens = weight_of(shape), tokens_of(shape)
+    weight, tokens = weight_of(shape) * shape[1] ** -0.5, tokens_of(shape)
     expected = jnp.einsum("pd,tnd->ptn", weight, tokens)
     whole = run(weight, tokens, OPEN, None, 0.5)
     batch = run(weight, tokens, OPEN, draw_of(0), 0.0)
@@ -105,3 +106,17 @@ def test_gradient_equals_that_of_the_plain_product():
     rows = draw_of(0, tuple(range(6)))
     ours = jax.grad(lambda w: jnp.sin(run(w, tokens, OPEN, rows, 0.0)).sum())
     np.testing.assert_allclose(ours(weight), plain(weight), atol=1e-4)
+
+
+def test_the_gradient_of_the_widest_family_is_that_of_the_plain_product():
+    weight, tokens = weight_of(WIDEST), tokens_of(WIDEST)
+    draw, pull = draw_of(0), jax.random.normal(jax.random.key(2), (3, 5, 3))
+
+    def plain(weight):
+        return (jnp.einsum("pd,tnd->ptn", weight, tokens[:, draw.rows]) * pull).sum()
+
+    def ours(weight):
+        return (run(weight, tokens, OPEN, draw, 0.0) * pull).sum()
+
+    expected = jax.grad(plain)(weight)
+    np.testing.assert_allclose(jax.grad(ours)(weight), expected, atol=1e-4)
