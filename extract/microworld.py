@@ -166,16 +166,16 @@ class _Objects:
     """
 
     def __init__(self, names: tuple[str, ...]) -> None:
-        self.names = names
+        self._names = names
         self._places = {name: place for place, name in enumerate(names)}
 
     def other(self, rng: random.Random, *but: str) -> str:
         """Return any name except those."""
         left_out = sorted(self._places[name] for name in {*but} & self._places.keys())
-        place = rng.choice(range(len(self.names) - len(left_out)))
+        place = rng.choice(range(len(self._names) - len(left_out)))
         for skipped in left_out:
             place += place >= skipped
-        return self.names[place]
+        return self._names[place]
 
 
 def _facts(

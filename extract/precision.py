@@ -32,7 +32,8 @@ class Encoded:
     """Values as they are written.
 
     Attributes:
-      codes: of the shape that was given, in the type that was asked.
+      codes: of the shape that was given, in the type that was asked; the given array
+        itself where it has that type.
       scales: float32, without the last axis; None unless the type is int8.
       n_invalid: values that were no finite numbers to begin with.
       n_overflowed: finite values that the type turned into infinities.
@@ -113,7 +114,7 @@ def _n_not_finite(values: np.ndarray) -> int:
     if values.dtype.itemsize == 2:
         exponent = 0x7C00 if values.dtype == np.float16 else 0x7F80
         magnitudes = values.view(np.uint16) & 0x7FFF
-        # As a rule there are none, and a maximum takes a third of what counting does.
+        # As a rule there are none, and a maximum is cheaper than a count.
         if magnitudes.max(initial=0) < exponent:
             return 0
         return int((magnitudes >= exponent).sum())

@@ -100,39 +100,19 @@ def _gated(
 def _product(weight: jax.Array, tokens: jax.Array) -> jax.Array:
     """Contract the channels: `[n_tokens, n, d_family]` to `[d_projection, ...]`."""
     rows = tokens.reshape(-1, tokens.shape[-1])
-    y = _turned_product(weight, rows) if rows.shape[1] >= _WIDE else weight @ rows.T
+    if rows.shape[1] < _WIDE:
+        y = _contract(weight, rows)
+    else:
+        # With the few channels as columns: the rows are hundreds of megabytes, and a
+        # CPU's library reads them half as fast when they are the columns. Without the
+        # barrier, which gradients have as well, XLA would turn the product back.
+        y = jax.lax.optimization_barrier(_contract(rows, weight)).T
     return y.reshape(-1, *tokens.shape[:2])
 
 
-@jax.custom_vjp
-def _turned_product(weight: jax.Array, rows: jax.Array) -> jax.Array:
-    """`weight @ rows.T` as products that have the few channels as columns.
-
-    The rows are hundreds of megabytes, and a CPU's library reads them half as fast when
-    they are the columns. XLA puts a transpose into the product beside it, unless there
-    is a barrier between them.
-    """
-    return jax.lax.optimization_barrier(_contract(rows, weight, 1)).T
-
-
-def _turned_product_forward(weight, rows):
-    """Forward rule of `_turned_product`."""
-    return _turned_product(weight, rows), (weight, rows)
-
-
-def _turned_product_backward(residuals, dy):
-    """Backward rule of `_turned_product`."""
-    weight, rows = residuals
-    turned = jax.lax.optimization_barrier(dy.T)
-    return _contract(turned, rows, 0), turned @ weight
-
-
-_turned_product.defvjp(_turned_product_forward, _turned_product_backward)
-
-
-def _contract(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-    """Product of two matrices over the same axis of both."""
-    return jax.lax.dot_general(a, b, (((axis,), (axis,)), ((), ())))
+def _contract(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Product of two matrices over the last axis of both."""
+    return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())))
 
 
 def _noisy_product(deviation, site, weight, batch, words) -> jax.Array:
