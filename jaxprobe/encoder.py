@@ -156,12 +156,12 @@ class Encoder(nn.Module):
           logits `[n_examples]`, and pooled vectors `[n_examples, 2 * hidden]`: those of
           the answer span, which carries nearly all of the signal (paper, appendix D).
         """
-        rows = self._projected(features, family_mask, draw)
         if draw is None:
             masks, dropout_words = features.masks, None
         else:
             masks = tuple(jnp.take(mask, draw.rows, axis=1) for mask in features.masks)
             dropout_words = draw.dropout
+        rows = self._projected(features, jnp.concatenate(masks), family_mask, draw)
         vectors = []
         for span, mask in enumerate(masks):
             cnn = SpanCNN(self.config, span, name=f"span_{span}")
@@ -174,7 +174,7 @@ class Encoder(nn.Module):
         x = ChannelMap(1, name="mlp_out")(nn.gelu(norm(x)))
         return x[0], vectors[-1].T
 
-    def _projected(self, features, family_mask, draw):
+    def _projected(self, features, real, family_mask, draw):
         """All families, `[n_families * projection, n_tokens, n_examples]`."""
         cfg = self.config
         weights = [
@@ -188,6 +188,7 @@ class Encoder(nn.Module):
             project(
                 weights[f],
                 tokens,
+                real,
                 family_mask[f],
                 draw,
                 deviation=cfg.input_noise,

@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxprobe.draws import hashed_normal
+from jaxprobe.wide import wide_product
 
-# Channels from which a product with all tokens is limited by reading them.
+# Channels from which a batch is too large to be copied before it is projected.
 _WIDE = 1024
 
 
@@ -33,6 +34,7 @@ class Draw(NamedTuple):
 def project(
     weight: jax.Array,
     tokens: jax.Array,
+    real: jax.Array,
     gate: jax.Array,
     draw: Draw | None,
     *,
@@ -47,6 +49,7 @@ def project(
     Args:
       weight: `[d_projection, d_family]`.
       tokens: `[n_tokens, n_examples, d_family]`.
+      real: `[n_tokens, batch_size]` bool, the batch's mask.
       gate: scalar bool.
       draw: None outside training: all examples, no noise.
       deviation: standard deviation of the noise on each input channel.
@@ -57,6 +60,13 @@ def project(
     """
     d_projection, d_family = weight.shape
     n_tokens, n_examples, _ = tokens.shape
+    if d_family >= _WIDE:
+        rows = jnp.arange(n_examples) if draw is None else draw.rows
+        y = wide_product(weight, tokens, rows, real, gate)
+        if draw is None or deviation == 0.0:
+            return y
+        noise = partial(_projected_noise, deviation, site, weight, y.shape, draw.noise)
+        return y + _gated(noise, gate, y.shape)
     if draw is None:
         shape = (d_projection, n_tokens, n_examples)
         return _gated(lambda: _product(weight, tokens), gate, shape)
@@ -99,24 +109,12 @@ def _gated(
 
 def _product(weight: jax.Array, tokens: jax.Array) -> jax.Array:
     """Contract the channels: `[n_tokens, n, d_family]` to `[d_projection, ...]`."""
-    rows = tokens.reshape(-1, tokens.shape[-1])
-    if rows.shape[1] < _WIDE:
-        y = _contract(weight, rows)
-    else:
-        # With the few channels as columns: the rows are hundreds of megabytes, and a
-        # CPU's library reads them half as fast when they are the columns. Without the
-        # barrier, which gradients have as well, XLA would turn the product back.
-        y = jax.lax.optimization_barrier(_contract(rows, weight)).T
+    y = weight @ tokens.reshape(-1, tokens.shape[-1]).T
     return y.reshape(-1, *tokens.shape[:2])
 
 
-def _contract(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Product of two matrices over the last axis of both."""
-    return jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())))
-
-
-def _noisy_product(deviation, site, weight, batch, words) -> jax.Array:
-    """`_product` of what would have Gaussian noise on every input channel.
+def _projected_noise(deviation, site, weight, shape, words) -> jax.Array:
+    """What Gaussian noise on every input channel adds to a product of that shape.
 
     Noise `n` on the input adds `Wn` to the projection, which is Gaussian of covariance
     `deviation**2 * WW'`. Drawn here, with the Cholesky factor of that covariance, it
@@ -124,11 +122,16 @@ def _noisy_product(deviation, site, weight, batch, words) -> jax.Array:
     paper's widths). The distribution is the same, and so is the expected gradient,
     since the factor is differentiated too.
     """
+    noise = hashed_normal(words, site, (shape[0], shape[1] * shape[2]))
+    return (deviation * noise_factor(weight) @ noise).reshape(shape)
+
+
+def _noisy_product(deviation, site, weight, batch, words) -> jax.Array:
+    """`_product` of what would have Gaussian noise on every input channel."""
     y = _product(weight, batch)
     if deviation == 0.0:
         return y
-    noise = hashed_normal(words, site, (y.shape[0], y.size // y.shape[0]))
-    return y + (deviation * noise_factor(weight) @ noise).reshape(y.shape)
+    return y + _projected_noise(deviation, site, weight, y.shape, words)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -3,11 +3,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxprobe import wide
 from jaxprobe.draws import words_of
 from jaxprobe.projection import Draw, noise_factor, project
 
 WIDE, NARROW = (3, 7), (7, 3)  # [d_projection, d_family]: noise behind, noise before
-WIDEST = (3, 2048)  # written the other way round
+WIDEST = (3, 2048)  # a few tokens at a time
 OPEN, CLOSED = jnp.array(True), jnp.array(False)
 
 
@@ -23,8 +24,11 @@ def draw_of(seed, rows=(4, 0, 2)):
     return Draw(jnp.asarray(rows), words_of(seed), words_of(seed, 1))
 
 
-def run(weight, tokens, gate, draw, deviation):
-    return project(weight, tokens, gate, draw, deviation=deviation, site=1)
+def run(weight, tokens, gate, draw, deviation, real=None):
+    if real is None:
+        n_batch = tokens.shape[1] if draw is None else len(draw.rows)
+        real = jnp.ones((tokens.shape[0], n_batch), bool)
+    return project(weight, tokens, real, gate, draw, deviation=deviation, site=1)
 
 
 @pytest.mark.parametrize("shape", [WIDE, NARROW, WIDEST])
@@ -37,7 +41,7 @@ def test_without_noise_it_is_the_product_of_the_rows_drawn(shape):
     np.testing.assert_allclose(batch, expected[:, :, [4, 0, 2]], atol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [WIDE, NARROW])
+@pytest.mark.parametrize("shape", [WIDE, NARROW, WIDEST])
 def test_a_closed_gate_gives_zeros_and_no_gradient(shape):
     weight, tokens = weight_of(shape), tokens_of(shape)
 
@@ -49,7 +53,7 @@ def test_a_closed_gate_gives_zeros_and_no_gradient(shape):
     assert np.any(jax.grad(total)(weight, OPEN))
 
 
-@pytest.mark.parametrize("shape", [WIDE, NARROW])
+@pytest.mark.parametrize("shape", [WIDE, NARROW, WIDEST])
 def test_gates_under_vmap_are_the_same_as_alone(shape):
     weight, tokens = weight_of(shape), tokens_of(shape)
 
@@ -57,11 +61,11 @@ def test_gates_under_vmap_are_the_same_as_alone(shape):
         return run(weight, tokens, gate, draw_of(0), 0.5)
 
     both = jax.vmap(total)(jnp.array([True, False]))
-    np.testing.assert_allclose(both[0], total(OPEN), atol=1e-5)
+    np.testing.assert_allclose(both[0], total(OPEN), rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(both[1], total(CLOSED))
 
 
-@pytest.mark.parametrize("shape", [WIDE, NARROW])
+@pytest.mark.parametrize("shape", [WIDE, NARROW, WIDEST])
 def test_projected_noise_has_the_covariance_of_noise_on_the_inputs(shape):
     weight, tokens = weight_of(shape), tokens_of(shape, n_examples=400)
     rows = jnp.arange(400)
@@ -78,7 +82,7 @@ def test_projected_noise_has_the_covariance_of_noise_on_the_inputs(shape):
     assert np.abs(drawn.mean(axis=1) / np.sqrt(np.diag(expected))).max() < 0.03
 
 
-@pytest.mark.parametrize("shape", [WIDE, NARROW])
+@pytest.mark.parametrize("shape", [WIDE, NARROW, WIDEST])
 def test_expected_gradient_is_that_of_noise_on_the_inputs(shape):
     weight = weight_of(shape)
     tokens = jnp.zeros((1, 20_000, shape[1]))
@@ -108,15 +112,39 @@ def test_gradient_equals_that_of_the_plain_product():
     np.testing.assert_allclose(ours(weight), plain(weight), atol=1e-4)
 
 
-def test_the_gradient_of_the_widest_family_is_that_of_the_plain_product():
-    weight, tokens = weight_of(WIDEST), tokens_of(WIDEST)
-    draw, pull = draw_of(0), jax.random.normal(jax.random.key(2), (3, 5, 3))
+def masked_product(weight, tokens, real, rows):
+    y = jnp.einsum("pd,tnd->ptn", weight, tokens[:, rows])
+    return jnp.where(real, y, 0.0)
 
-    def plain(weight):
-        return (jnp.einsum("pd,tnd->ptn", weight, tokens[:, draw.rows]) * pull).sum()
+
+@pytest.mark.parametrize("share", [0.0, 0.6, 1.0])
+def test_of_the_widest_family_real_tokens_alone_are_projected(share):
+    weight, tokens = weight_of(WIDEST) * 2048**-0.5, tokens_of(WIDEST, n_examples=90)
+    draw = draw_of(0, tuple(range(10, 90)))  # 400 positions: several chunks
+    real = jax.random.bernoulli(jax.random.key(3), share, (5, 80))
+    pull = jax.random.normal(jax.random.key(2), (3, 5, 80))
+    hostile = tokens.at[:, 10:].set(jnp.where(real[..., None], tokens[:, 10:], jnp.nan))
 
     def ours(weight):
-        return (run(weight, tokens, OPEN, draw, 0.0) * pull).sum()
+        y = run(weight, hostile, OPEN, draw, 0.0, real)
+        return (y * pull).sum(), y
 
-    expected = jax.grad(plain)(weight)
-    np.testing.assert_allclose(jax.grad(ours)(weight), expected, atol=1e-4)
+    def plain(weight):
+        y = masked_product(weight, tokens, real, draw.rows)
+        return (y * pull).sum(), y
+
+    found, expected = (jax.grad(f, has_aux=True)(weight) for f in (ours, plain))
+    np.testing.assert_allclose(found[0], expected[0], atol=1e-4)
+    np.testing.assert_allclose(found[1], expected[1], atol=1e-5)
+
+
+def test_an_accelerator_projects_the_widest_family_to_the_same():
+    weight, tokens = weight_of(WIDEST) * 2048**-0.5, tokens_of(WIDEST, n_examples=90)
+    rows = jnp.arange(10, 90)
+    real = jax.random.bernoulli(jax.random.key(3), 0.6, (5, 80))
+    dy = jax.random.normal(jax.random.key(2), (3, 5, 80))
+    given = weight, tokens, rows, real, OPEN
+    np.testing.assert_allclose(wide.at_once(*given), wide.by_chunks(*given), atol=1e-5)
+    np.testing.assert_allclose(
+        wide.pull_at_once(dy, *given), wide.pull_by_chunks(dy, *given), atol=1e-4
+    )
