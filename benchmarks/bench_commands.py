@@ -19,6 +19,7 @@ BENCHES = {
     "select": "benchmarks.bench_selection:select",
     "resume": "benchmarks.bench_resume:resume",
     "precision": "benchmarks.bench_precision:precision",
+    "mixed": "benchmarks.bench_mixed:mixed",
 }
 
 

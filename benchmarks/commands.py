@@ -61,6 +61,12 @@ def _new_run_options(command: Callable[..., None]) -> Callable[..., None]:
             help="Train from the store in groups, not in memory.",
         ),
         click.option(
+            "--mixed",
+            "is_mixed",
+            is_flag=True,
+            help="Round the operands of the encoders' products to bfloat16.",
+        ),
+        click.option(
             "--model",
             default="embedded",
             show_default=True,

@@ -181,6 +181,12 @@ _ASKING = (
         help="Train from the store in groups, not in memory.",
     ),
     click.option(
+        "--mixed",
+        "is_mixed",
+        is_flag=True,
+        help="Round the operands of the encoders' products to bfloat16.",
+    ),
+    click.option(
         "--template",
         type=click.Choice(["paper", "short"]),
         default="paper",

@@ -155,6 +155,7 @@ def _make_run(
         seed=options["seed"],
         answer_span=options["answer_span"],
         is_streamed=options["is_streamed"],
+        is_mixed=options["is_mixed"],
     )
     check_choices(config)
     config = with_questions(

@@ -16,7 +16,13 @@ from extract.keeping import Kept
 from extract.microworld import WorldConfig
 from extract.plan import ExtractConfig
 from extract.questions import QuestionConfig
-from jaxprobe.config import EncoderConfig, FusionConfig, StreamConfig, TrainConfig
+from jaxprobe.config import (
+    EncoderConfig,
+    FusionConfig,
+    Products,
+    StreamConfig,
+    TrainConfig,
+)
 from jaxprobe.subsets import N_SUBSETS
 
 PresetName = Literal["demo", "smoke", "paper"]
@@ -95,6 +101,7 @@ def make_config(
     answer_span: AnswerSpan = "emitting",
     kept: Kept | None = None,
     is_streamed: bool = False,
+    is_mixed: bool = False,
 ) -> RunConfig:
     """Return a preset's configuration.
 
@@ -105,6 +112,7 @@ def make_config(
       answer_span: see `extract.signals.sequence_of`.
       kept: what is kept of the answers' signals; None takes the defaults.
       is_streamed: whether encoders read the store in groups of chunks.
+      is_mixed: whether encoders round the operands of their products to bfloat16.
 
     Raises:
       ValueError: no such preset.
@@ -130,7 +138,14 @@ def make_config(
         ),
     }
     sizes = {"demo": _demo, "smoke": _smoke, "paper": _paper}[preset](seed)
-    return RunConfig(**(shared | sizes))
+    config = RunConfig(**(shared | sizes))
+    return with_products(config, "bfloat16") if is_mixed else config
+
+
+def with_products(config: RunConfig, products: Products) -> RunConfig:
+    """Return the same with encoders in single or mixed precision."""
+    encoder = dataclasses.replace(config.encoder, products=products)
+    return dataclasses.replace(config, encoder=encoder)
 
 
 def _paper(seed: int) -> dict[str, Any]:

@@ -1,6 +1,9 @@
 """Sizes and protocol of encoders and heads, as plain values: no JAX is loaded."""
 
 import dataclasses
+from typing import Literal, get_args
+
+Products = Literal["float32", "bfloat16"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -13,6 +16,7 @@ class EncoderConfig:
     n_groups: int = 8  # of the group normalisation
     dropout: float = 0.1
     input_noise: float = 0.05  # standard deviation, in units of a standardised channel
+    products: Products = "float32"  # operands of matrix products; bfloat16: mixed
 
     def __post_init__(self):
         """Refuse widths that do not fit together."""
@@ -22,6 +26,11 @@ class EncoderConfig:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
+        if self.products not in get_args(Products):
+            raise ValueError(
+                f"products: expected {' or '.join(get_args(Products))}, "
+                f"got {self.products!r}"
+            )
 
     @property
     def d_pooled(self) -> int:

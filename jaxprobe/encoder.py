@@ -9,6 +9,7 @@ Modules here take a batch of examples, not one, and have it innermost; see
 """
 
 import itertools
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxprobe.config import EncoderConfig
+from jaxprobe.config import EncoderConfig, Products
 from jaxprobe.draws import draw_weights, dropout
 from jaxprobe.features import FamilyDims, FamilyTokens
 from jaxprobe.masked import (
@@ -52,6 +53,7 @@ class ChannelMap(nn.Module):
     """Affine map of the channels, `[d_in, n_examples]` to `features` of them."""
 
     features: int
+    products: Products
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -59,13 +61,14 @@ class ChannelMap(nn.Module):
         shape = (self.features, x.shape[0])
         kernel = self.param("kernel", weight_deviation, shape)
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
-        return channel_product(kernel, x) + bias[:, None]
+        return channel_product(kernel, x, self.products) + bias[:, None]
 
 
 class MaskedConv(nn.Module):
     """Convolution of kernel size 3 over tokens."""
 
     features: int
+    products: Products
 
     @nn.compact
     def __call__(self, x: jax.Array, flag: jax.Array) -> jax.Array:
@@ -73,7 +76,8 @@ class MaskedConv(nn.Module):
         shape = (self.features, N_TAPS, x.shape[0])
         kernel = self.param("kernel", weight_deviation, shape)
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
-        return token_convolution(x, kernel, flag) + bias[:, None, None]
+        y = token_convolution(x, kernel, flag, self.products)
+        return y + bias[:, None, None]
 
 
 class MaskedGroupNorm(nn.Module):
@@ -119,13 +123,15 @@ class SpanCNN(nn.Module):
         real = materialize(mask.astype(jnp.float32), flag)
         kernel = self.param("entry_kernel", _entry_deviation, cfg, family_mask)
         bias = self.param("entry_bias", nn.initializers.zeros, (cfg.hidden,))
-        x = (channel_product(kernel, projected) + bias[:, None, None]) * real[None]
+        x = channel_product(kernel, projected, cfg.products)
+        x = (x + bias[:, None, None]) * real[None]
+        conv = partial(MaskedConv, cfg.hidden, cfg.products)
         for block in range(cfg.n_blocks):
             site = self.span * cfg.n_blocks + block
-            y = MaskedConv(cfg.hidden, name=f"conv_{block}_0")(x, flag) * real[None]
+            y = conv(name=f"conv_{block}_0")(x, flag) * real[None]
             y = MaskedGroupNorm(cfg.n_groups, name=f"norm_{block}_0")(y, real)
             y = dropout(nn.gelu(y), cfg.dropout, words, site)
-            y = MaskedConv(cfg.hidden, name=f"conv_{block}_1")(y, flag) * real[None]
+            y = conv(name=f"conv_{block}_1")(y, flag) * real[None]
             y = MaskedGroupNorm(cfg.n_groups, name=f"norm_{block}_1")(y, real)
             x = nn.gelu(x + y)
         return masked_pool(x, real)
@@ -169,9 +175,10 @@ class Encoder(nn.Module):
             vectors.append(cnn(tokens, mask, family_mask, dropout_words))
         pairs = itertools.combinations(vectors, 2)
         x = jnp.concatenate([*vectors, *(a - b for a, b in pairs)])
-        x = ChannelMap(self.config.hidden, name="mlp_in")(x)
+        products = self.config.products
+        x = ChannelMap(self.config.hidden, products, name="mlp_in")(x)
         norm = nn.LayerNorm(reduction_axes=0, feature_axes=0, name="mlp_norm")
-        x = ChannelMap(1, name="mlp_out")(nn.gelu(norm(x)))
+        x = ChannelMap(1, products, name="mlp_out")(nn.gelu(norm(x)))
         return x[0], vectors[-1].T
 
     def _projected(self, features, real, family_mask, draw):
@@ -193,6 +200,7 @@ class Encoder(nn.Module):
                 draw,
                 deviation=cfg.input_noise,
                 site=f,
+                products=cfg.products,
             )
             for f, tokens in enumerate(features.tokens)
         ]

@@ -169,7 +169,7 @@ class FusionHead(nn.Module):
         )
         x = x + gap_kernel.T @ gaps + bias[:, None]
         norm = nn.LayerNorm(reduction_axes=0, feature_axes=0, name="norm")
-        return ChannelMap(1, name="out")(nn.gelu(norm(x)))[0]
+        return ChannelMap(1, "float32", name="out")(nn.gelu(norm(x)))[0]
 
 
 def _said_deviation(

@@ -6,16 +6,21 @@ element-wise loop runs over examples without a branch, and no convolution can ca
 example into the next. With channels innermost a training step took three times as long.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxprobe.config import Products
+from jaxprobe.products import product
+
 N_TAPS = 3  # kernel size of the convolutions within a block
 
 
-def channel_product(weight: jax.Array, x: jax.Array) -> jax.Array:
+def channel_product(weight: jax.Array, x: jax.Array, products: Products) -> jax.Array:
     """Map channels: `[d_out, d_in]` and `[d_in, ...]` to `[d_out, ...]`."""
-    y = weight @ x.reshape(x.shape[0], -1)
+    y = product(weight, x.reshape(x.shape[0], -1), products)
     return y.reshape(-1, *x.shape[1:])
 
 
@@ -41,8 +46,10 @@ def _beside(x: jax.Array) -> jax.Array:
     return jnp.concatenate([before, x, after]).reshape(N_TAPS * x.shape[0], -1)
 
 
-@jax.custom_vjp
-def token_convolution(x: jax.Array, kernel: jax.Array, flag: jax.Array) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def token_convolution(
+    x: jax.Array, kernel: jax.Array, flag: jax.Array, products: Products
+) -> jax.Array:
     """Convolution of kernel size 3 over tokens, as one matrix product.
 
     Its gradients are one product each as well: autodiff would pad and add instead.
@@ -51,29 +58,30 @@ def token_convolution(x: jax.Array, kernel: jax.Array, flag: jax.Array) -> jax.A
       x: `[d_in, n_span_tokens, n_examples]`, zero on padding.
       kernel: `[d_out, 3, d_in]`.
       flag: see `materialize`.
+      products: see `jaxprobe.products`.
 
     Returns:
       `[d_out, n_span_tokens, n_examples]`.
     """
-    return _token_convolution_forward(x, kernel, flag)[0]
+    return _token_convolution_forward(x, kernel, flag, products)[0]
 
 
-def _token_convolution_forward(x, kernel, flag):
+def _token_convolution_forward(x, kernel, flag, products):
     """Forward rule of `token_convolution`."""
     x = materialize(x, flag)
-    y = kernel.reshape(kernel.shape[0], -1) @ _beside(x)
-    return y.reshape(-1, *x.shape[1:]), (x, kernel, flag)
+    y = product(kernel.reshape(kernel.shape[0], -1), _beside(x), products)
+    return y.reshape(-1, *x.shape[1:]), (x.astype(products), kernel, flag)
 
 
-def _token_convolution_backward(residuals, dy):
+def _token_convolution_backward(products, residuals, dy):
     """Backward rule: the same convolution of `dy` with the kernel flipped."""
     x, kernel, flag = residuals
     d_out, _, d_in = kernel.shape
     beside = _beside(materialize(dy, flag))
     flipped = kernel[:, ::-1].transpose(2, 1, 0).reshape(d_in, -1)
-    d_x = (flipped @ beside).reshape(x.shape)
-    d_kernel = (beside @ x.reshape(d_in, -1).T).reshape(N_TAPS, d_out, d_in)
-    d_kernel = d_kernel[::-1].transpose(1, 0, 2)
+    d_x = product(flipped, beside, products).reshape(x.shape)
+    d_kernel = product(beside, x.reshape(d_in, -1).T, products)
+    d_kernel = d_kernel.reshape(N_TAPS, d_out, d_in)[::-1].transpose(1, 0, 2)
     return d_x, d_kernel, np.zeros((), jax.dtypes.float0)
 
 

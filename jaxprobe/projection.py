@@ -10,7 +10,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxprobe.config import Products
 from jaxprobe.draws import hashed_normal
+from jaxprobe.products import product
 from jaxprobe.wide import wide_product
 
 # Channels from which a batch is too large to be copied before it is projected.
@@ -40,6 +42,7 @@ def project(
     *,
     deviation: float,
     site: int,
+    products: Products,
 ) -> jax.Array:
     """Project a family's tokens, or zeros (and no work) where the gate is closed.
 
@@ -54,6 +57,7 @@ def project(
       draw: None outside training: all examples, no noise.
       deviation: standard deviation of the noise on each input channel.
       site: tells families apart in the noise.
+      products: see `jaxprobe.products`; the noise is not rounded.
 
     Returns:
       `[d_projection, n_tokens, batch_size]`. Padding carries noise; mask it.
@@ -62,14 +66,14 @@ def project(
     n_tokens, n_examples, _ = tokens.shape
     if d_family >= _WIDE:
         rows = jnp.arange(n_examples) if draw is None else draw.rows
-        y = wide_product(weight, tokens, rows, real, gate)
+        y = wide_product(products, weight, tokens, rows, real, gate)
         if draw is None or deviation == 0.0:
             return y
         noise = partial(_projected_noise, deviation, site, weight, y.shape, draw.noise)
         return y + _gated(noise, gate, y.shape)
     if draw is None:
         shape = (d_projection, n_tokens, n_examples)
-        return _gated(lambda: _product(weight, tokens), gate, shape)
+        return _gated(lambda: _product(weight, tokens, products), gate, shape)
     before = d_family <= d_projection
 
     def gather():
@@ -80,7 +84,8 @@ def project(
 
     batch = _gated(gather, gate, (n_tokens, len(draw.rows), d_family))
     behind = 0.0 if before else deviation
-    return _gated_product(behind, site, weight, batch, gate, draw.noise)
+    fixed = behind, site, products
+    return _gated_product(*fixed, weight, batch, gate, draw.noise)
 
 
 def _take_examples(tokens: jax.Array, rows: jax.Array) -> jax.Array:
@@ -107,9 +112,9 @@ def _gated(
     return jax.lax.cond(gate, compute, lambda: jnp.zeros(shape, jnp.float32))
 
 
-def _product(weight: jax.Array, tokens: jax.Array) -> jax.Array:
+def _product(weight: jax.Array, tokens: jax.Array, products: Products) -> jax.Array:
     """Contract the channels: `[n_tokens, n, d_family]` to `[d_projection, ...]`."""
-    y = weight @ tokens.reshape(-1, tokens.shape[-1]).T
+    y = product(weight, tokens.reshape(-1, tokens.shape[-1]).T, products)
     return y.reshape(-1, *tokens.shape[:2])
 
 
@@ -126,35 +131,37 @@ def _projected_noise(deviation, site, weight, shape, words) -> jax.Array:
     return (deviation * noise_factor(weight) @ noise).reshape(shape)
 
 
-def _noisy_product(deviation, site, weight, batch, words) -> jax.Array:
+def _noisy_product(deviation, site, products, weight, batch, words) -> jax.Array:
     """`_product` of what would have Gaussian noise on every input channel."""
-    y = _product(weight, batch)
+    y = _product(weight, batch, products)
     if deviation == 0.0:
         return y
     return y + _projected_noise(deviation, site, weight, y.shape, words)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gated_product(deviation, site, weight, batch, gate, words):
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _gated_product(deviation, site, products, weight, batch, gate, words):
     """`_noisy_product` behind a gate; only `weight` has a gradient."""
     shape = (weight.shape[0], *batch.shape[:2])
-    product = partial(_noisy_product, deviation, site, weight, batch, words)
-    return _gated(product, gate, shape)
+    fixed = deviation, site, products
+    compute = partial(_noisy_product, *fixed, weight, batch, words)
+    return _gated(compute, gate, shape)
 
 
-def _gated_product_forward(deviation, site, weight, batch, gate, words):
+def _gated_product_forward(deviation, site, products, weight, batch, gate, words):
     """Forward rule of `_gated_product`; the residuals are its own arguments."""
-    y = _gated_product(deviation, site, weight, batch, gate, words)
+    y = _gated_product(deviation, site, products, weight, batch, gate, words)
     return y, (weight, batch, gate, words)
 
 
-def _gated_product_backward(deviation, site, residuals, dy):
+def _gated_product_backward(deviation, site, products, residuals, dy):
     """Backward rule of `_gated_product`, a branch as well."""
     weight, batch, gate, words = residuals
 
     def pull():
-        product = partial(_noisy_product, deviation, site, batch=batch, words=words)
-        return jax.vjp(product, weight)[1](dy)[0]
+        fixed = deviation, site, products
+        compute = partial(_noisy_product, *fixed, batch=batch, words=words)
+        return jax.vjp(compute, weight)[1](dy)[0]
 
     return _gated(pull, gate, weight.shape), None, None, None
 

@@ -8,10 +8,14 @@ finds them in the cache. Closed gates cost nothing.
 An accelerator has no such cache, and memory fast enough to gather everything.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from jaxprobe.config import Products
+from jaxprobe.products import contract, product
 
 # Tokens at a time: at 4096 channels these are two megabytes.
 _N_CHUNK = 128
@@ -35,8 +39,9 @@ class _Places(NamedTuple):
     n_chunks: jax.Array
 
 
-@jax.custom_vjp
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def wide_product(
+    products: Products,
     weight: jax.Array,
     tokens: jax.Array,
     rows: jax.Array,
@@ -48,6 +53,7 @@ def wide_product(
     Only `weight` has a gradient.
 
     Args:
+      products: see `jaxprobe.products`.
       weight: `[d_projection, d_family]`.
       tokens: `[n_tokens, n_examples, d_family]`.
       rows: `[n_batch]` int32, all of them among the examples.
@@ -57,20 +63,25 @@ def wide_product(
     Returns:
       `[d_projection, n_tokens, n_batch]`.
     """
-    return _forward(weight, tokens, rows, real, gate)[0]
+    return _forward(products, weight, tokens, rows, real, gate)[0]
 
 
-def _forward(weight, tokens, rows, real, gate):
+def _forward(products, weight, tokens, rows, real, gate):
     """Forward rule of `wide_product`; the residuals are its own arguments."""
     given = weight, tokens, rows, real, gate
-    y = jax.lax.platform_dependent(*given, cpu=by_chunks, default=at_once)
+    y = jax.lax.platform_dependent(
+        *given, cpu=partial(by_chunks, products), default=partial(at_once, products)
+    )
     return y, given
 
 
-def _backward(given, dy):
+def _backward(products, given, dy):
     """Backward rule: the tokens are gathered a second time, not kept."""
     d_weight = jax.lax.platform_dependent(
-        dy, *given, cpu=pull_by_chunks, default=pull_at_once
+        dy,
+        *given,
+        cpu=partial(pull_by_chunks, products),
+        default=partial(pull_at_once, products),
     )
     return d_weight, None, None, None, None
 
@@ -111,12 +122,12 @@ def _chunk(tokens, places: _Places, chunk) -> jax.Array:
     return _take(tokens, places.rows[at])
 
 
-def by_chunks(weight, tokens, rows, real, gate):
+def by_chunks(products, weight, tokens, rows, real, gate):
     """`wide_product` where there is a cache."""
     places = _places(tokens, rows, real, gate)
 
     def put(chunk, found):
-        y = _contract(_chunk(tokens, places, chunk), weight, 1)
+        y = contract(_chunk(tokens, places, chunk), weight, 1, products)
         return jax.lax.dynamic_update_slice(found, y, (chunk * _N_CHUNK, 0))
 
     found = jnp.zeros((len(places.order), len(weight)), jnp.float32)
@@ -125,7 +136,7 @@ def by_chunks(weight, tokens, rows, real, gate):
     return y.T.reshape(-1, *real.shape)
 
 
-def pull_by_chunks(dy, weight, tokens, rows, real, gate):
+def pull_by_chunks(products, dy, weight, tokens, rows, real, gate):
     """Gradient of `weight` where there is a cache."""
     places = _places(tokens, rows, real, gate)
     n_padded = len(places.order)
@@ -136,17 +147,17 @@ def pull_by_chunks(dy, weight, tokens, rows, real, gate):
     def add(chunk, total):
         at = (chunk * _N_CHUNK, 0)
         own = jax.lax.dynamic_slice(turned, at, (_N_CHUNK, len(weight)))
-        return total + _contract(own, _chunk(tokens, places, chunk), 0)
+        return total + contract(own, _chunk(tokens, places, chunk), 0, products)
 
     return jax.lax.fori_loop(0, places.n_chunks, add, jnp.zeros_like(weight))
 
 
-def at_once(weight, tokens, rows, real, gate):
+def at_once(products, weight, tokens, rows, real, gate):
     """`wide_product` where there is none."""
 
     def project():
         batch = _take(tokens, _rows_of_tokens(tokens, rows))
-        y = _contract(weight, batch, 1).reshape(-1, *real.shape)
+        y = contract(weight, batch, 1, products).reshape(-1, *real.shape)
         return jnp.where(real[None], y, 0.0)
 
     return jax.lax.cond(
@@ -154,16 +165,12 @@ def at_once(weight, tokens, rows, real, gate):
     )
 
 
-def pull_at_once(dy, weight, tokens, rows, real, gate):
+def pull_at_once(products, dy, weight, tokens, rows, real, gate):
     """Gradient of `weight` where there is none."""
 
     def pull():
         batch = _take(tokens, _rows_of_tokens(tokens, rows))
-        return jnp.where(real[None], dy, 0.0).reshape(len(weight), -1) @ batch
+        turned = jnp.where(real[None], dy, 0.0).reshape(len(weight), -1)
+        return product(turned, batch, products)
 
     return jax.lax.cond(gate, pull, lambda: jnp.zeros_like(weight))
-
-
-def _contract(a: jax.Array, b: jax.Array, axis: int) -> jax.Array:
-    """Product of two matrices over the same axis of both."""
-    return jax.lax.dot_general(a, b, (((axis,), (axis,)), ((), ())))

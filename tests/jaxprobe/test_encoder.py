@@ -194,7 +194,7 @@ def test_token_convolution_equals_jax_and_so_does_its_gradient():
         )
 
     def ours(x, kernel):
-        return token_convolution(x, kernel, jnp.array(True))
+        return token_convolution(x, kernel, jnp.array(True), "float32")
 
     np.testing.assert_allclose(ours(x, kernel), reference(x, kernel), atol=1e-5)
     for a, b in zip(

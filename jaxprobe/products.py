@@ -1,0 +1,59 @@
+"""Matrix products of an encoder, in single or in mixed precision.
+
+Mixed: operands are rounded to bfloat16, forwards and backwards, and what is kept for
+the backward pass is the rounded copy; sums are float32, and so is everything that is no
+product (weights, moments, normalisation, pooling, the loss).
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxprobe.config import Products
+
+
+def product(a: jax.Array, b: jax.Array, products: Products) -> jax.Array:
+    """`a @ b`, float32.
+
+    Args:
+      a: `[m, k]` float32.
+      b: `[k, n]` float32.
+      products: type to which both are rounded.
+    """
+    return a @ b if products == "float32" else _mixed(a, b)
+
+
+def contract(a: jax.Array, b: jax.Array, axis: int, products: Products) -> jax.Array:
+    """Product of two matrices over the same axis of both; no gradient if mixed."""
+    contraction = ((axis,), (axis,)), ((), ())
+    rounded = a.astype(products), b.astype(products)
+    dot = partial(jax.lax.dot_general, dimension_numbers=contraction)
+    return dot(*rounded, preferred_element_type=jnp.float32)
+
+
+@jax.custom_vjp
+def _mixed(a, b):
+    """Product of rounded operands; autodiff would leave the incoming gradient wide."""
+    return _mixed_forward(a, b)[0]
+
+
+def _mixed_forward(a, b):
+    """Forward rule of `_mixed`."""
+    a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
+    return _summed(a, b), (a, b)
+
+
+def _mixed_backward(kept, dy):
+    """Backward rule of `_mixed`."""
+    a, b = kept
+    dy = dy.astype(jnp.bfloat16)
+    return _summed(dy, b.T), _summed(a.T, dy)
+
+
+_mixed.defvjp(_mixed_forward, _mixed_backward)
+
+
+def _summed(a, b):
+    """Sum in float32."""
+    return jnp.matmul(a, b, preferred_element_type=jnp.float32)
