@@ -96,7 +96,7 @@ def measure(
             progress(next(done), n_blocks * len(SETTINGS))
 
         rows, mixed = _mixed_logits(run, config, setting, tick)
-        yield from _rows(config, rows, single, mixed)
+        yield from compare(config, rows, single, mixed)
 
 
 def _mixed_logits(
@@ -122,10 +122,17 @@ def _mixed_logits(
     return rows, encode_all(grid, read, len(rows.ids), encoder).logits
 
 
-def _rows(
+def compare(
     config: RunConfig, rows: Rows, single: np.ndarray, mixed: np.ndarray
 ) -> Iterator[MixedCost]:
-    """Compare every encoder, and all of them in the mean."""
+    """Compare all encoders in the mean, then every one.
+
+    Args:
+      config: of the intervals.
+      rows: of a setting.
+      single: `[n_members, n_rows]`, seed-major.
+      mixed: the same.
+    """
     where = rows.where("test")
     labels = rows.labels[where]
     weights = cluster_weights(

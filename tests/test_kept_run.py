@@ -64,3 +64,13 @@ def test_precision_is_measured_against_itself_first(run):
             assert row["difference"] == row["low"] == row["high"] == 0
         else:
             assert row["low"] <= row["high"]
+
+
+@pytest.mark.slow
+def test_mixed_precision_is_measured_for_every_encoder(run):
+    done = call("bench", "mixed", run, "--json")
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 2 * (1 + 15)
+    assert any(row["mixed"] != row["single"] for row in rows)
+    for row in rows:
+        assert row["low"] <= row["high"] and 0 <= row["mixed"] <= 1
