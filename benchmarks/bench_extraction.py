@@ -98,7 +98,7 @@ def extract(
     from benchmarks.extract_cost import configs, measure_cost
     from benchmarks.full_models import FULL_MODELS
     from benchmarks.gpu_cost import GPU_HEAD, measure_gpu
-    from benchmarks.loop_cost import LOOP_HEAD, measure_embedded
+    from benchmarks.loop_cost import LOOP_HEAD, measure_loops
 
     quiet()
     torch.set_num_threads(threads)
@@ -111,12 +111,13 @@ def extract(
     with Progress().stage("extract") as update:
         for done, config in enumerate(every, start=1):
             table.row(measure_cost(config, pairs, threads))
-            update(done, len(every) + 1)
+            update(done, len(every) + 2)
         if not has_gpu:
             table.not_measured(["GPU", "bfloat16"], _HEAD)
         table.head(LOOP_HEAD)
-        table.row(measure_embedded(pairs))
-        update(len(every) + 1, len(every) + 1)
+        for done, cost in enumerate(measure_loops(pairs), start=len(every) + 1):
+            table.row(cost)
+            update(done, len(every) + 2)
     found = [measure_gpu(model, pairs) for model in FULL_MODELS] if has_gpu else []
     for cost in found:
         table.row(cost.loop)

@@ -8,12 +8,13 @@ written with their checksums and commit records. Both take turns in one process.
 import dataclasses
 import statistics
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.extract_cost import alternate
-from extract.backbone import load_backbone
+from benchmarks.extract_cost import CostConfig, alternate, make_model
+from extract.backbone import Backbone, load_backbone
 from extract.embedded import EMBEDDED, model_path
 from extract.extraction import read_batches, run_plan
 from extract.plan import ExtractConfig, ExtractionPlan, plan_extraction
@@ -39,13 +40,22 @@ class LoopConfig:
     extract: ExtractConfig
 
 
-# As the demo's questions with a passage are, and as the demo reads them.
+# As the demo's questions with a passage are, and as the demo reads them; so many that
+# the last unit's writing, which nothing is read beside, is a small part.
 DEMO_LIKE = LoopConfig(
-    n_examples=400,
+    n_examples=1600,
     shortest=33,
     longest=49,
     n_answer=4,
     extract=ExtractConfig(tokens_per_batch=4096, rows_per_shard=4096),
+)
+# As long as the shorter batches of `benchmarks.extract_cost`, for the same model.
+LLAMA_LIKE = LoopConfig(
+    n_examples=48,
+    shortest=448,
+    longest=512,
+    n_answer=64,
+    extract=ExtractConfig(tokens_per_batch=2048, rows_per_shard=4096),
 )
 
 
@@ -154,8 +164,19 @@ class Loop:
         )
 
 
-def measure_embedded(n_rounds: int, config: LoopConfig = DEMO_LIKE) -> LoopCost:
-    """Measure the embedded model on the CPU."""
-    backbone = load_backbone(model_path(EMBEDDED))
-    reader = SignalReader.for_kept(backbone, config.extract)
-    return Loop(reader, config).measure(EMBEDDED, n_rounds)
+def measure_loops(n_rounds: int, *, is_small: bool = False) -> Iterator[LoopCost]:
+    """Measure on the CPU: the embedded model, and the one of `make_model`.
+
+    Args:
+      n_rounds: of each.
+      is_small: a few examples of each, to see that it works.
+    """
+    embedded = load_backbone(model_path(EMBEDDED))
+    llama = Backbone.from_model(make_model(CostConfig()), revision="random")
+    for name, backbone, config in (
+        (EMBEDDED, embedded, DEMO_LIKE),
+        ("llama, d=512", llama, LLAMA_LIKE),
+    ):
+        work = dataclasses.replace(config, n_examples=4) if is_small else config
+        reader = SignalReader.for_kept(backbone, work.extract)
+        yield Loop(reader, work).measure(name, n_rounds)

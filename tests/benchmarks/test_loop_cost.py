@@ -7,7 +7,7 @@ from click.testing import CliRunner
 from benchmarks.bench_extraction import extract
 from benchmarks.full_models import FULL_MODELS, GEMMA, QWEN, flops_per_token
 from benchmarks.gpu_cost import GPU_HEAD, measure_gpu
-from benchmarks.loop_cost import LOOP_HEAD, Loop, LoopConfig
+from benchmarks.loop_cost import LOOP_HEAD, Loop, LoopConfig, measure_loops
 from benchmarks.tiny_models import tiny_model
 from extract.backbone import Backbone
 from extract.plan import ExtractConfig
@@ -48,6 +48,12 @@ def test_a_row_gives_both_rates_of_all_tokens(backbone):
     assert row.n_tokens == loop.plan.spec.lengths.sum()
     assert row.whole > 0 and row.loop > 0 and row.n_rounds == 2
     assert len(row.cells()) == len(LOOP_HEAD)
+
+
+def test_a_small_and_a_large_model_are_measured_with_the_store():
+    small, large = measure_loops(1, is_small=True)
+    assert small.model == "embedded" and small.n_tokens < large.n_tokens
+    assert min(small.loop, small.whole, large.loop, large.whole) > 0
 
 
 @pytest.mark.parametrize(
