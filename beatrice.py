@@ -16,28 +16,27 @@ if TYPE_CHECKING:
 
 __all__ = ["load", "main"]
 
-# Where a verb lives, in the order of the data, which is that of the help: a room, for
-# its `commands` module, or a module.
+# The module in which a verb lives, in the order of the data, which is that of the help.
 VERBS = {
-    "demo": "benchmarks",
-    "data": "benchmarks.datacommands",
-    "world": "benchmarks",
-    "rewrite": "benchmarks",
-    "answer": "benchmarks",
-    "label": "benchmarks",
-    "sample": "benchmarks",
-    "extract": "benchmarks",
-    "verify": "benchmarks",
-    "sweep": "benchmarks",
-    "train": "benchmarks",
-    "select": "benchmarks",
-    "calibrate": "benchmarks",
-    "evaluate": "benchmarks",
-    "control": "benchmarks",
-    "report": "benchmarks",
-    "score": "pgir",
-    "doctor": "benchmarks.doctorcommand",
-    "bench": "benchmarks.bench_commands",
+    "demo": "benchmarks.verbs.commands",
+    "data": "benchmarks.verbs.datacommands",
+    "world": "benchmarks.verbs.commands",
+    "rewrite": "benchmarks.verbs.commands",
+    "answer": "benchmarks.verbs.commands",
+    "label": "benchmarks.verbs.commands",
+    "sample": "benchmarks.verbs.commands",
+    "extract": "benchmarks.verbs.commands",
+    "verify": "benchmarks.verbs.commands",
+    "sweep": "benchmarks.verbs.commands",
+    "train": "benchmarks.verbs.commands",
+    "select": "benchmarks.verbs.commands",
+    "calibrate": "benchmarks.verbs.commands",
+    "evaluate": "benchmarks.verbs.commands",
+    "control": "benchmarks.verbs.commands",
+    "report": "benchmarks.verbs.commands",
+    "score": "pgir.commands",
+    "doctor": "benchmarks.verbs.doctorcommand",
+    "bench": "benchmarks.benches.commands",
 }
 
 
@@ -71,8 +70,7 @@ class _Verbs(click.Group):
         """Load a verb from its module, which imports nothing heavy."""
         if name not in VERBS:
             return None
-        home = VERBS[name]
-        module = importlib.import_module(home if "." in home else f"{home}.commands")
+        module = importlib.import_module(VERBS[name])
         return getattr(module, name.replace("-", "_"))
 
     def invoke(self, ctx: click.Context) -> Any:

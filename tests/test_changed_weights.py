@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from beatrice import main
-from benchmarks.presets import make_config
+from benchmarks.stages.presets import make_config
 from extract.embedded import WEIGHTS
 from extract.microworld import make_world
 from extract.questions import QuestionConfig, make_examples

@@ -6,9 +6,9 @@ import shutil
 from click.testing import CliRunner
 
 from beatrice import main
-from benchmarks.doctor_store import outline_shapes
-from benchmarks.presets import make_config
-from benchmarks.tiny_models import tiny_model
+from benchmarks.benches.tiny_models import tiny_model
+from benchmarks.forecasts.doctor_store import outline_shapes
+from benchmarks.stages.presets import make_config
 from extract.checkpoint import load_outline
 from extract.embedded import WEIGHTS
 from extract.keeping import Kept, as_size

@@ -16,6 +16,8 @@ MAY_IMPORT = {
     "pgir": {"pgir", "selection", "jaxprobe", "extract"},
     "benchmarks": set(ROOMS),
 }
+# Folders of `benchmarks`, each of which uses those before it.
+FOLDERS = ("reporting", "stages", "forecasts", "verbs", "benches")
 # What a JAX room may take from `extract`: words and arrays, never the backbone.
 PLAIN = {"extract.records", "extract.store"}
 
@@ -38,6 +40,18 @@ def test_a_room_imports_only_the_rooms_before_it(room):
                     assert name in PLAIN, f"{path}: {name}"
 
 
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_of_benchmarks_imports_only_the_folders_before_it(folder):
+    allowed = FOLDERS[: FOLDERS.index(folder) + 1]
+    paths = list((ROOT / "benchmarks" / folder).glob("*.py"))
+    assert len(paths) > 1
+    for path in paths:
+        for name in imports_of(path):
+            room, _, rest = name.partition(".")
+            if room == "benchmarks":
+                assert rest.split(".")[0] in allowed, f"{path}: {name}"
+
+
 def loaded_by(statement):
     code = f"{statement}\nimport sys\nprint(*sys.modules)"
     done = subprocess.run(
@@ -54,7 +68,7 @@ def loaded_by(statement):
         ("import extract.datasets, extract.datasets.building, extract.splits", "jax"),
         ("import extract.datasets, extract.datasets.building, extract.splits", "torch"),
         ("import extract.datasets", "pyarrow"),
-        ("import benchmarks.datacommands", "orjson"),
+        ("import benchmarks.verbs.datacommands", "orjson"),
         ("import jaxprobe, jaxprobe.detector, jaxprobe.reading", "torch"),
         ("import selection.greedy, selection.sweep", "torch"),
         ("import beatrice", "torch"),

@@ -7,10 +7,10 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.configurations import config_from_manifest
-from benchmarks.keepoptions import keep_as_asked, keep_options, take_kept
-from benchmarks.opening import config_of
-from benchmarks.presets import make_config
+from benchmarks.stages.configurations import config_from_manifest
+from benchmarks.stages.presets import make_config
+from benchmarks.verbs.keepoptions import keep_as_asked, keep_options, take_kept
+from benchmarks.verbs.opening import config_of
 from extract.keeping import Kept, kept_of
 from extract.manifest import read_manifest
 from extract.precision import SHORT_NAMES

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import beatrice
-from benchmarks.rows import load_rows
-from benchmarks.select_stage import read_selection
+from benchmarks.stages.rows import load_rows
+from benchmarks.stages.select_stage import read_selection
 from extract.pipeline import read_answers, read_examples
 from extract.rundir import RunDir
 from tests.process import call

@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from benchmarks.presets import make_config
+from benchmarks.stages.presets import make_config
 from extract.microworld import make_world
 from extract.questions import make_examples
 from tests.process import call

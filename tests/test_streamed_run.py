@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from benchmarks.train_stage import read_codes
+from benchmarks.stages.train_stage import read_codes
 from extract.records import SETTINGS
 from extract.rundir import RunDir
 from tests.process import call

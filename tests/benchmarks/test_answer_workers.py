@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from beatrice import main
-from benchmarks.presets import make_config
+from benchmarks.stages.presets import make_config
 from extract.microworld import make_world
 from extract.owndevice import own_device
 from extract.questions import QuestionConfig, make_examples

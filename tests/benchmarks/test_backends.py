@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from benchmarks.backends import BackendOptions, open_generator
-from benchmarks.label_stages import asking_identity, load_words
-from benchmarks.presets import make_config
+from benchmarks.stages.label_stages import asking_identity, load_words
+from benchmarks.stages.presets import make_config
+from benchmarks.verbs.backends import BackendOptions, open_generator
 from extract.generator import GeneratorPrompt, SamplingConfig, reply_key
 from extract.manifest import read_manifest
 from extract.owndevice import default_dtype

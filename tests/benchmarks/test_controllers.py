@@ -2,9 +2,9 @@ import dataclasses
 
 import pytest
 
-from benchmarks.control import Traced
-from benchmarks.controllers import control_rows, frontier
-from benchmarks.presets import make_config
+from benchmarks.stages.control import Traced
+from benchmarks.stages.controllers import control_rows, frontier
+from benchmarks.stages.presets import make_config
 from extract.records import Example
 from pgir.controller import ControllerConfig, Draft, Policy
 

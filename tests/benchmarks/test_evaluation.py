@@ -1,7 +1,7 @@
 import numpy as np
 
-from benchmarks.evaluation import permute_by_question
-from benchmarks.rows import Rows
+from benchmarks.stages.evaluation import permute_by_question
+from benchmarks.stages.rows import Rows
 
 
 def some_rows(n=200, n_labelled=150, p_right=0.9):

@@ -3,8 +3,8 @@ import math
 
 import pytest
 
-from benchmarks import exactness
-from benchmarks.exactness import SIGNALS, TOLERANCE, Exactness
+from benchmarks.benches import exactness
+from benchmarks.benches.exactness import SIGNALS, TOLERANCE, Exactness
 
 
 def make_row(**changes):

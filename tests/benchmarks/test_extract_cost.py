@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks.extract_cost import (
+from benchmarks.benches.extract_cost import (
     Bench,
     Cost,
     CostConfig,

@@ -6,7 +6,7 @@ import xml.etree.ElementTree
 import matplotlib
 import pytest
 
-from benchmarks import figures
+from benchmarks.reporting import figures
 from tests.benchmarks import sample
 
 SYNERGY = {"H": 0.88, "P": 0.85, "HP": 0.9, "RA": 0.85}
@@ -119,7 +119,7 @@ def test_drawing_leaves_matplotlib_as_it_was():
 
 def test_drawing_needs_neither_pyplot_nor_a_display():
     code = (
-        "import sys; from benchmarks import figures as f;"
+        "import sys; from benchmarks.reporting import figures as f;"
         "f.to_svg(f.synergy({'H': .9, 'P': .8}, 'closed_book'), 'x', 'y');"
         "sys.exit('matplotlib.pyplot' in sys.modules)"
     )

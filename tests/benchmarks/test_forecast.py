@@ -6,8 +6,8 @@ import pytest
 from click.testing import CliRunner
 
 from beatrice import main
-from benchmarks.forecast import Forecast, Tally, Watch, compare
-from benchmarks.rehearsal import Rehearsal, Rehearsed, spread
+from benchmarks.forecasts.rehearsal import Rehearsal, Rehearsed, spread
+from benchmarks.stages.forecast import Forecast, Tally, Watch, compare
 from extract.generator import GeneratorPrompt, SamplingConfig
 from extract.jsonlines import JsonLines
 from extract.replies import Replies

@@ -4,11 +4,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks.bench_extraction import extract
-from benchmarks.full_models import FULL_MODELS, GEMMA, QWEN, flops_per_token
-from benchmarks.gpu_cost import GPU_HEAD, measure_gpu
-from benchmarks.loop_cost import LOOP_HEAD, Loop, LoopConfig, measure_loops
-from benchmarks.tiny_models import tiny_model
+from benchmarks.benches.bench_extraction import extract
+from benchmarks.benches.full_models import FULL_MODELS, GEMMA, QWEN, flops_per_token
+from benchmarks.benches.gpu_cost import GPU_HEAD, measure_gpu
+from benchmarks.benches.loop_cost import LOOP_HEAD, Loop, LoopConfig, measure_loops
+from benchmarks.benches.tiny_models import tiny_model
 from extract.backbone import Backbone
 from extract.plan import ExtractConfig
 from extract.signals import SignalReader

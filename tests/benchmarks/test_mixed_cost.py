@@ -4,10 +4,10 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.configurations import config_from_manifest
-from benchmarks.mixed_cost import ALL, compare, measure
-from benchmarks.presets import make_config
-from benchmarks.rows import Rows
+from benchmarks.benches.mixed_cost import ALL, compare, measure
+from benchmarks.stages.configurations import config_from_manifest
+from benchmarks.stages.presets import make_config
+from benchmarks.stages.rows import Rows
 from extract.rundir import RunDir
 from jaxprobe.subsets import N_SUBSETS, SUBSET_NAMES
 

@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from beatrice import main
-from benchmarks.presets import make_config
+from benchmarks.stages.presets import make_config
 from extract.backbone import load_backbone
 from extract.embedded import WEIGHTS
 from extract.localgenerator import TransformersGenerator

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from benchmarks.ablate_stage import candidates_without, undefined_rows, variants
-from benchmarks.exhaustive_stage import _rank_rows, traits
-from benchmarks.publishing import publish, read_result_rows, rows_file
-from benchmarks.rows import Rows
-from benchmarks.span_members import replaced
+from benchmarks.stages.ablate_stage import candidates_without, undefined_rows, variants
+from benchmarks.stages.exhaustive_stage import _rank_rows, traits
+from benchmarks.stages.publishing import publish, read_result_rows, rows_file
+from benchmarks.stages.rows import Rows
+from benchmarks.stages.span_members import replaced
 from extract.rundir import RunDir
 from jaxprobe.codes import Codes
 from jaxprobe.grid import Member, default_blocks

@@ -3,7 +3,13 @@ import json
 
 import pytest
 
-from benchmarks.results import ResultRow, ResultTable, macro_row, read_rows, write_rows
+from benchmarks.reporting.results import (
+    ResultRow,
+    ResultTable,
+    macro_row,
+    read_rows,
+    write_rows,
+)
 
 
 def row(**changes):

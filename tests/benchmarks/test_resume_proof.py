@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 
-from benchmarks.resume_proof import ResumeConfig, compare, is_torn, prove
+from benchmarks.benches.resume_proof import ResumeConfig, compare, is_torn, prove
 from extract.family import Family
 from extract.keeping import Kept
 from extract.storespec import StoreSpec

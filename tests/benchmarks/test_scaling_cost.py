@@ -2,10 +2,10 @@ import dataclasses
 
 import pytest
 
-from benchmarks.bench_training import microworld
-from benchmarks.figures import to_svg
-from benchmarks.scaling_cost import Point, exponents, measure, variants
-from benchmarks.scalingfigure import scaling
+from benchmarks.benches.bench_training import microworld
+from benchmarks.benches.scaling_cost import Point, exponents, measure, variants
+from benchmarks.benches.scalingfigure import scaling
+from benchmarks.reporting.figures import to_svg
 
 SMALL = dataclasses.replace(microworld(1), batch_size=8, n_seeds=1)
 

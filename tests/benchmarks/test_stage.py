@@ -3,7 +3,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from benchmarks.stage import side_by_side
+from benchmarks.stages.stage import side_by_side
 
 
 def test_every_item_is_done_and_every_thing_counted_once():

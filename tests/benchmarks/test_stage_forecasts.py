@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 
-from benchmarks.forecast import Forecast, Tally, compare
-from benchmarks.forecast_stages import forecast_extract
-from benchmarks.presets import make_config
-from benchmarks.tallies import count_stage, disk_bytes
+from benchmarks.forecasts.forecast_stages import forecast_extract
+from benchmarks.stages.forecast import Forecast, Tally, compare
+from benchmarks.stages.presets import make_config
+from benchmarks.stages.tallies import count_stage, disk_bytes
 from extract.microworld import make_world
 from extract.pipeline import read_answers
 from extract.plan import ExtractConfig
@@ -102,12 +102,12 @@ def test_a_dry_run_of_every_later_stage_says_time_memory_and_disk(answered):
 
 
 def forecast_of(run, verb):
-    from benchmarks.forecast import kept_forecast
+    from benchmarks.stages.forecast import kept_forecast
 
     return kept_forecast(run, verb).disk_bytes
 
 
 def done_by(run, verb):
-    from benchmarks.stages import STAGES
+    from benchmarks.stages.chain import STAGES
 
     return disk_bytes(STAGES[verb].outputs(run))

@@ -1,6 +1,6 @@
-from benchmarks.results import CONTROLS, DETECTORS, SPAN_DECISIONS
-from benchmarks.tables import controller_table, detection_table, number
-from benchmarks.tabletext import as_text
+from benchmarks.reporting.results import CONTROLS, DETECTORS, SPAN_DECISIONS
+from benchmarks.reporting.tables import controller_table, detection_table, number
+from benchmarks.reporting.tabletext import as_text
 from tests.benchmarks.sample import PLACES, row, sample_rows
 
 TEST = PLACES[1]

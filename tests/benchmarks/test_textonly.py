@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from benchmarks.textonly import fit_tfidf, joined_text, perplexity_score
+from benchmarks.stages.textonly import fit_tfidf, joined_text, perplexity_score
 
 
 def planted(n, seed):

@@ -8,8 +8,13 @@ import optax
 import pytest
 import torch
 
-from benchmarks.torch_encoders import TorchEncoder, apply_encoder, project, weights_of
-from benchmarks.train_work import Workload, families_of, made_up_features
+from benchmarks.benches.torch_encoders import (
+    TorchEncoder,
+    apply_encoder,
+    project,
+    weights_of,
+)
+from benchmarks.forecasts.train_work import Workload, families_of, made_up_features
 from jaxprobe.config import EncoderConfig
 from jaxprobe.draws import words_of
 from jaxprobe.encoder import Encoder, init_encoder

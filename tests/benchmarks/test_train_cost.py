@@ -4,23 +4,23 @@ import pytest
 from safetensors.numpy import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.torch_setting import Setting
-from benchmarks.torch_training import (
+from benchmarks.benches.torch_setting import Setting
+from benchmarks.benches.torch_training import (
     Loop,
     Stacked,
     TorchContestant,
     TorchData,
     train,
 )
-from benchmarks.train_cost import (
+from benchmarks.benches.train_cost import (
     KINDS,
     CheckSize,
     measure,
     require_same_losses,
 )
-from benchmarks.train_fleet import started
-from benchmarks.train_grid import Grid
-from benchmarks.train_work import (
+from benchmarks.benches.train_fleet import started
+from benchmarks.benches.train_grid import Grid
+from benchmarks.forecasts.train_work import (
     Workload,
     in_parts,
     made_up_features,

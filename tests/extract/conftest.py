@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.presets import make_config
+from benchmarks.stages.presets import make_config
 from extract.asking import AskConfig, ask
 from extract.backbone import load_backbone
 from extract.embedded import WEIGHTS

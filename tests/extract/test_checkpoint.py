@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.tiny_models import VOCAB_SIZE, tiny_model
+from benchmarks.benches.tiny_models import VOCAB_SIZE, tiny_model
 from extract.backbone import load_backbone
 from extract.checkpoint import check_unpacking, load_outline
 

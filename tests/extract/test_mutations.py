@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers.masking_utils import AttentionMaskInterface
 
-from benchmarks import exactness, oracle
-from benchmarks.exactness import TOLERANCE
-from benchmarks.tiny_models import FAMILIES, tiny_model
+from benchmarks.benches import exactness, oracle
+from benchmarks.benches.exactness import TOLERANCE
+from benchmarks.benches.tiny_models import FAMILIES, tiny_model
 from extract import attention, parity, probability, residual
 from extract.backbone import Backbone
 from extract.signals import SignalReader

@@ -10,7 +10,7 @@ from transformers import (
 )
 from transformers.masking_utils import AttentionMaskInterface
 
-from benchmarks.tiny_models import VOCAB_SIZE
+from benchmarks.benches.tiny_models import VOCAB_SIZE
 from extract import attention
 from extract.backbone import Backbone
 from extract.signals import SignalReader

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.inspect_text import inspection_as_text
+from benchmarks.verbs.inspect_text import inspection_as_text
 from extract.datasets.inspection import inspect_file
 from tests.extract import published as pub
 

@@ -9,7 +9,7 @@ import urllib.request
 
 import pytest
 
-from benchmarks.presets import make_config
+from benchmarks.stages.presets import make_config
 from extract.asking import AskConfig, ask
 from extract.embedded import WEIGHTS
 from extract.generator import GeneratorPrompt

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import exactness, oracle
-from benchmarks.exactness import TOLERANCE, make_batch, make_sequence
-from benchmarks.tiny_models import FAMILIES, VOCAB_SIZE, WINDOW, tiny_model
-from benchmarks.tiny_wrappers import WRAPPERS, multimodal_wrapper
+from benchmarks.benches import exactness, oracle
+from benchmarks.benches.exactness import TOLERANCE, make_batch, make_sequence
+from benchmarks.benches.tiny_models import FAMILIES, VOCAB_SIZE, WINDOW, tiny_model
+from benchmarks.benches.tiny_wrappers import WRAPPERS, multimodal_wrapper
 from extract import probability
 from extract.attention import SpanReading, read_spans
 from extract.backbone import Backbone

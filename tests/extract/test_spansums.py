@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.oracle import attention_reading, exact_map
+from benchmarks.benches.oracle import attention_reading, exact_map
 from extract.probability import Head, token_probabilities
 from extract.spansums import AttentionCall, span_readings
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.tiny_models import N_TEXT_IDS, tiny_model
+from benchmarks.benches.tiny_models import N_TEXT_IDS, tiny_model
 from extract.backbone import Backbone
 from extract.extraction import run_plan
 from extract.family import Family

@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import Phi3Config, Phi3ForCausalLM
 
-from benchmarks import exactness, oracle
-from benchmarks.tiny_models import _NO_HEAD_DIM, _randomise
+from benchmarks.benches import exactness, oracle
+from benchmarks.benches.tiny_models import _NO_HEAD_DIM, _randomise
 from extract.backbone import Backbone
 from extract.signals import SignalReader
 from extract.window import window_of

@@ -1,0 +1,1 @@
+"""`beatrice bench`: what the README claims, measured."""

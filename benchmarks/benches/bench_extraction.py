@@ -1,0 +1,159 @@
+"""The benchmarks of extraction: are the signals exact, and what do they cost?"""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from extract.console import Progress, quiet, table_head, table_row
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print rows as JSON lines.")
+def oracle(as_json: bool) -> None:
+    """Compare every architecture with a brute-force oracle; print the table.
+
+    Largest absolute errors of tiny random models, fp32 and bf16; behind each bf16
+    error, in brackets, how far the model's own eager attention moves that reading.
+
+    Example: beatrice bench oracle
+    """
+    from benchmarks.benches import exactness
+
+    quiet()
+    rows, every = [], list(exactness.architectures())
+    with Progress().stage("oracle") as update:
+        for done, (name, build) in enumerate(every, start=1):
+            rows.append(exactness.measure(name, build))
+            update(done, len(every))
+    if as_json:
+        for row in rows:
+            click.echo(json.dumps(dataclasses.asdict(row)))
+    else:
+        click.echo(exactness.table(rows))
+    exactness.require(rows)
+
+
+_HEAD = (
+    "device",
+    "dtype",
+    "tokens",
+    "vocabulary",
+    "bare s",
+    "reading s",
+    "time ratio",
+    "bare MiB",
+    "reading MiB",
+    "memory ratio",
+)
+
+
+@click.command()
+@click.option(
+    "--pairs",
+    type=click.IntRange(min=1),
+    default=5,
+    show_default=True,
+    help="Runs of each per row.",
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="Of Torch on the CPU.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="Of the CPU rows; GPU rows are bfloat16.",
+)
+@click.option(
+    "--vocabulary",
+    type=int,
+    multiple=True,
+    default=(32000, 248320),
+    show_default=True,
+    help="Words of the model; may be given twice.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print rows as JSON lines.")
+def extract(
+    pairs: int, threads: int, dtype: str, vocabulary: tuple[int, ...], as_json: bool
+) -> None:
+    """Time a full reading beside the bare forward with logits; print the tables.
+
+    Llama-shaped, d=512, 8 layers, fp32 readings, every hidden layer kept. Both take
+    turns on the same batch; peak memory is above the loaded model. Then extraction
+    into a store beside its own reading, on the same batches; and on a GPU both, and a
+    profile, for Qwen3.5-9B and Gemma 4 E4B at full size with random weights.
+
+    Example: beatrice bench extract --pairs 7
+    """
+    import torch
+
+    from benchmarks.benches.extract_cost import configs, measure_cost
+    from benchmarks.benches.full_models import FULL_MODELS
+    from benchmarks.benches.gpu_cost import GPU_HEAD, measure_gpu
+    from benchmarks.benches.loop_cost import LOOP_HEAD, measure_loops
+
+    quiet()
+    torch.set_num_threads(threads)
+    has_gpu = torch.cuda.is_available()
+    every = configs(dtype, vocabulary, has_gpu=has_gpu)
+    full = [model.name for model in FULL_MODELS]
+    table = _Table(as_json)
+    table.head(_HEAD)
+    # Rows at once: a run that is stopped has shown what it measured.
+    with Progress().stage("extract") as update:
+        for done, config in enumerate(every, start=1):
+            table.row(measure_cost(config, pairs, threads))
+            update(done, len(every) + 2)
+        if not has_gpu:
+            table.not_measured(["GPU", "bfloat16"], _HEAD)
+        table.head(LOOP_HEAD)
+        for done, cost in enumerate(measure_loops(pairs), start=len(every) + 1):
+            table.row(cost)
+            update(done, len(every) + 2)
+    found = [measure_gpu(model, pairs) for model in FULL_MODELS] if has_gpu else []
+    for cost in found:
+        table.row(cost.loop)
+    table.head(GPU_HEAD)
+    for cost in found:
+        table.row(cost)
+    for name in full[len(found) :]:
+        table.not_measured([name], GPU_HEAD)
+    for cost in found:
+        table.text(f"{cost.model}\n{cost.profile}")
+
+
+class _Table:
+    """Prints rows under headings, or as JSON lines."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self._is_first = True
+
+    def head(self, names: Sequence[str]) -> None:
+        """Begin a table."""
+        if not self._is_first:
+            self.text("")
+        self._is_first = False
+        self.text(table_head(names))
+
+    def row(self, found: Any) -> None:
+        """Print one measurement."""
+        as_json = json.dumps(dataclasses.asdict(found)) if self._as_json else None
+        click.echo(as_json or table_row(found.cells()))
+
+    def not_measured(self, first: list[str], head: Sequence[str]) -> None:
+        """Say what this machine could not measure."""
+        self.text(table_row([*first, *["not measured"] * (len(head) - len(first))]))
+
+    def text(self, text: str) -> None:
+        """Print what is for people alone."""
+        if not self._as_json:
+            click.echo(text)

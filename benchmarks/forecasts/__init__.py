@@ -1,0 +1,1 @@
+"""What a run needs, said before it is done."""

@@ -1,0 +1,1 @@
+"""Rows, and the tables, figures and pages that are made of them."""

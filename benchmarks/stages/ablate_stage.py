@@ -1,0 +1,249 @@
+"""The stage that takes something away: a signal family, or a token span.
+
+Without a family: the greedy search over the encoders that do not read it. Without a
+span: the champion's encoders trained anew, then its head. Both run in the executables
+of the ordinary stages; the paper's other variants are rows of `evaluate` already.
+"""
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.reporting.results import ResultRow
+from benchmarks.stages.evaluation import METRICS, Scored, detection_rows
+from benchmarks.stages.presets import RunConfig
+from benchmarks.stages.publishing import ON_REQUEST, publish, rows_file
+from benchmarks.stages.rows import Rows, load_rows
+from benchmarks.stages.select_stage import (
+    fixed_set,
+    pool_name,
+    pools,
+    read_selection,
+    reads,
+)
+from benchmarks.stages.span_members import (
+    SPANS,
+    codes_without,
+    subsets_read,
+    train_without_spans,
+)
+from benchmarks.stages.stage import Progress, Stage, Update, side_by_side
+from benchmarks.stages.sweep_stage import stored
+from benchmarks.stages.train_sides import settings_at_once
+from benchmarks.stages.train_stage import encoder_folders
+from extract.atomic import write_json_atomic
+from extract.records import SETTINGS, Setting
+from extract.rundir import RunDir
+from jaxprobe.fusion import PoolCodes
+from jaxprobe.grid import default_blocks
+from jaxprobe.keepsake import keep, recall
+from jaxprobe.metrics import BootstrapConfig
+from jaxprobe.subsets import FAMILIES, LETTERS
+from selection.greedy import (
+    GreedyConfig,
+    NoSignalError,
+    Selection,
+    fused_probability,
+    select,
+)
+
+EXPERIMENT = "ablation"
+Codes3 = tuple[PoolCodes, PoolCodes, PoolCodes]  # training, validation, all rows
+
+
+def folder_of(run: RunDir) -> Path:
+    """Return where the variants lie."""
+    return run.path / "ablations"
+
+
+def variants(setting: Setting) -> list[str]:
+    """Return the names of what is taken away in a setting, in the order of tables."""
+    return [
+        *(f"without_{family}" for family in FAMILIES),
+        *(f"without_{span}_span" for span in SPANS[setting]),
+    ]
+
+
+def candidates_without(setting: Setting, n_pool: int, family: str) -> list[int]:
+    """Return the pool positions of the encoders that do not read a family."""
+    letter = LETTERS[FAMILIES.index(family)]
+    pool = reads(setting, list(range(n_pool)))
+    return [i for i, (_, name) in enumerate(pool) if letter not in name]
+
+
+def _variant_file(run: RunDir, setting: Setting, name: str) -> Path:
+    return folder_of(run) / f"{setting}.{name}.scores.safetensors"
+
+
+def _keep_variant(
+    path: Path, key: str, selection: Selection | None, everyone: PoolCodes
+) -> None:
+    """Write a variant's encoders and what it says of every row."""
+    if selection is None:
+        keep(path, {"members": np.zeros(0, np.int32)}, key)
+        return
+    scores = fused_probability(selection, everyone, per_seed=True)
+    keep(path, {"members": np.array(selection.members), "scores": scores}, key)
+
+
+def _select_without(
+    codes: Codes3, config: RunConfig, setting: Setting, family: str
+) -> Selection | None:
+    """Search without a family; None where what is left is no better than chance."""
+    train, valid, _ = codes
+    try:
+        return select(
+            train,
+            valid,
+            config=config.fusion,
+            train_config=config.fusion_train,
+            greedy=GreedyConfig(margin=config.margin),
+            candidates=candidates_without(setting, train.n_pool, family),
+        )
+    except NoSignalError:
+        return None
+
+
+def _vary(
+    run: RunDir,
+    config: RunConfig,
+    key: str,
+    setting: Setting,
+    tick: Callable[[], None],
+) -> None:
+    """Make every variant of a setting that an earlier, killed run has not made."""
+    read = subsets_read(run)
+    members = tuple(read_selection(run, setting)[1]["members"])
+    whole = None
+    for name in variants(setting):
+        path = _variant_file(run, setting, name)
+        if recall(path, key) is None:
+            what = name.removeprefix("without_")
+            if what in FAMILIES:
+                whole = whole or pools(run, config, setting)[0]
+                found = _select_without(whole, config, setting, what)
+                _keep_variant(path, key, found, whole[2])
+            else:
+                span = what.removesuffix("_span")
+                source = codes_without(folder_of(run), key, span, read)
+                train, valid, everyone = pools(run, config, setting, source)[0]
+                found = fixed_set(members, train, valid, config)
+                _keep_variant(path, key, found, everyone)
+        tick()
+
+
+def _variant(run: RunDir, setting: Setting, name: str, key: str) -> dict[str, Any]:
+    path = _variant_file(run, setting, name)
+    found = recall(path, key)
+    if found is None:
+        raise ValueError(
+            f"{path} is missing or damaged; run `{ON_REQUEST['ablate']}` again"
+        )
+    return found
+
+
+def undefined_rows(name: str, rows: Rows) -> list[ResultRow]:
+    """Return the rows of a search that found nothing to select."""
+    return [
+        ResultRow(
+            experiment=EXPERIMENT,
+            detector=name,
+            setting=rows.setting,
+            dataset=dataset,
+            split=split,
+            metric=metric,
+            value=None,
+            n=len(rows.where(split, dataset)),
+            n_failed=rows.n_unlabelled(split, dataset),
+            reason="no encoder of those left is better than chance on validation",
+        )
+        for (dataset, split), metric in itertools.product(rows.columns(), METRICS)
+    ]
+
+
+def _rows_of(run: RunDir, config: RunConfig, setting: Setting, key: str):
+    """Return the rows of a setting's variants."""
+    _, rows = load_rows(run, setting)
+    found = {name: _variant(run, setting, name, key) for name in variants(setting)}
+    scored = [
+        Scored(name=name, scores=one["scores"])
+        for name, one in found.items()
+        if "scores" in one
+    ]
+    bootstrap = BootstrapConfig(n_resamples=config.n_bootstrap, seed=config.seed)
+    made = detection_rows(scored, rows, bootstrap, EXPERIMENT)
+    empty = [name for name, one in found.items() if "scores" not in one]
+    return made + [row for name in empty for row in undefined_rows(name, rows)]
+
+
+def _inputs(run: RunDir) -> list[Path]:
+    """Return everything a variant depends on."""
+    chosen = run.path / "selection"
+    return [run.labels, run.sweep, chosen, *encoder_folders(run), *stored(run)]
+
+
+def _ablate(run: RunDir, config: RunConfig, update: Update, progress: Progress) -> None:
+    key = " ".join(run.hash_inputs(*_inputs(run)).values())
+    read = subsets_read(run)
+    n_seeds = config.train.n_seeds
+    n_blocks = {s: len(default_blocks(n_seeds, read[s])) for s in SETTINGS}
+    n_trained = sum(n_blocks[s] * len(SPANS[s]) for s in SETTINGS)
+    n_variants = sum(len(variants(setting)) for setting in SETTINGS)
+    n_all = n_trained + n_variants
+
+    def train(setting: Setting, tick: Callable[[], None]) -> None:
+        folder = folder_of(run)
+        train_without_spans(run, config, folder, key, setting, read[setting], tick)
+
+    def vary(setting: Setting, tick: Callable[[], None]) -> None:
+        _vary(run, config, key, setting, tick)
+
+    # The with-context heads need the closed-book encoders, so training comes first.
+    at_once = settings_at_once(config)
+    side_by_side(train, SETTINGS, update, n_all, at_once=at_once)
+    side_by_side(
+        vary, SETTINGS, lambda done, total: update(n_trained + done, total), n_all
+    )
+    publish(
+        run,
+        "ablate",
+        [row for s in SETTINGS for row in _rows_of(run, config, s, key)],
+        progress,
+    )
+    write_json_atomic(folder_of(run) / "story.json", _story(run, key))
+
+
+def _story(run: RunDir, key: str) -> dict[str, dict[str, list[str]]]:
+    """Return the printed names of every variant's encoders, setting by setting."""
+    story = {
+        setting: {
+            name: [
+                pool_name(setting, i)
+                for i in _variant(run, setting, name, key)["members"].tolist()
+            ]
+            for name in variants(setting)
+        }
+        for setting in SETTINGS
+    }
+    alone = read_selection(run, "single_pass")[1]["members"]  # a row of `evaluate`
+    story["with_context"]["without_closed_book"] = [
+        pool_name("single_pass", i) for i in alone
+    ]
+    return story
+
+
+def ablation_story(run: RunDir) -> dict[str, dict[str, list[str]]]:
+    """Return which encoders every variant reads, by setting and name."""
+    return json.loads((folder_of(run) / "story.json").read_text(encoding="utf-8"))
+
+
+ABLATE = Stage(
+    name="ablate",
+    inputs=_inputs,
+    outputs=lambda run: [folder_of(run), rows_file(run, "ablate")],
+    work=_ablate,
+)

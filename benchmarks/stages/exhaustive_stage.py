@@ -1,0 +1,218 @@
+"""The stage that ranks every set of three encoders, and finds greedy's place there."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.reporting.results import ResultRow
+from benchmarks.stages.evaluation import Scored, detection_rows
+from benchmarks.stages.presets import RunConfig
+from benchmarks.stages.publishing import ON_REQUEST, publish, rows_file
+from benchmarks.stages.rows import Rows
+from benchmarks.stages.select_stage import (
+    fixed_set,
+    pool_name,
+    pools,
+    read_selection,
+    reads,
+)
+from benchmarks.stages.stage import Progress, Stage, Update, side_by_side
+from benchmarks.stages.train_stage import encoder_folders
+from extract.records import SETTINGS, Setting
+from extract.rundir import RunDir
+from jaxprobe.fusion import PoolCodes
+from jaxprobe.keepsake import keep, recall
+from jaxprobe.metrics import BootstrapConfig
+from jaxprobe.subsets import LETTERS
+from selection.exhaustive import SET_SIZE, Enumeration, Ranking, carried
+from selection.greedy import GreedyConfig, fused_probability, select
+
+N_BINS = 80  # parts of the ranking that the figure shows
+EXPERIMENT = "exhaustive"
+
+
+def folder_of(run: RunDir) -> Path:
+    """Return where the rankings lie."""
+    return run.path / "exhaustive"
+
+
+def _ranking_file(run: RunDir, setting: Setting) -> Path:
+    """Return where a setting's ranking lies."""
+    return folder_of(run) / f"{setting}.safetensors"
+
+
+def _greedy_members(
+    story: dict[str, Any], train: PoolCodes, valid: PoolCodes, config: RunConfig
+) -> tuple[int, ...]:
+    """Return the search's set after three rounds.
+
+    Where the search stopped earlier, it is continued without a margin, so that what is
+    ranked is always as large as what it is ranked among.
+    """
+    added = [r["added"] for r in story["rounds"][:SET_SIZE]]
+    if len(added) == SET_SIZE:
+        return tuple(sorted(added))
+    found = select(
+        train,
+        valid,
+        config=config.fusion,
+        train_config=config.fusion_train,
+        greedy=GreedyConfig(margin=-1.0, max_encoders=SET_SIZE),
+    )
+    return found.members
+
+
+def _rank_rows(
+    ranking: Ranking, greedy: tuple[int, ...], rows: Rows
+) -> list[ResultRow]:
+    """Return where greedy's set stands, as rows."""
+    where = rows.where("validation")
+    values = {
+        "rank": ranking.rank_of(greedy),
+        "n_sets": len(ranking.sets),
+        "auroc_gap": ranking.gap_of(greedy),
+    }
+    return [
+        ResultRow(
+            experiment=EXPERIMENT,
+            detector="greedy_three",
+            setting=rows.setting,
+            dataset=str(rows.datasets[where[0]]),
+            split="validation",
+            metric=metric,
+            value=float(value),
+            n=len(where),
+        )
+        for metric, value in values.items()
+    ]
+
+
+def traits(setting: Setting, n_pool: int) -> dict[str, np.ndarray]:
+    """Return which encoders of a pool read which family in which pass.
+
+    Returns:
+      `[n_pool]` bool by "family letter:pass", such as "H:with_context".
+    """
+    pool = reads(setting, list(range(n_pool)))
+    passes = [s for s in SETTINGS if any(where == s for where, _ in pool)]
+    return {
+        f"{letter}:{which}": np.array(
+            [where == which and letter in name for where, name in pool]
+        )
+        for letter in LETTERS
+        for which in passes
+    }
+
+
+def _facts(ranking: Ranking, greedy: tuple[int, ...], setting: Setting):
+    """Return what the report shows of a ranking, as arrays."""
+    of_pool = traits(setting, int(ranking.sets.max()) + 1)
+    means = ranking.means[ranking.order]
+    return {
+        **ranking._asdict(),
+        "greedy": np.array(greedy, np.int32),
+        "best": ranking.sets[ranking.order[0]],
+        "ordered_means": np.stack([p.mean() for p in np.array_split(means, N_BINS)]),
+        "ribbon": carried(ranking, np.stack(list(of_pool.values())), N_BINS),
+    }
+
+
+def _rank_setting(
+    run: RunDir,
+    config: RunConfig,
+    setting: Setting,
+    search: Enumeration,
+    everyone: PoolCodes,
+    rows: Rows,
+    tick: Callable[[], None],
+) -> list[ResultRow]:
+    """Rank a setting's sets; return its rows."""
+
+    def trained(n_heads: int) -> None:
+        for _ in range(n_heads):
+            tick()
+
+    ranking = search.run(trained)
+    train, valid = search.train, search.valid
+    _, story = read_selection(run, setting)
+    greedy = _greedy_members(story, train, valid, config)
+    best = tuple(map(int, ranking.sets[ranking.order[0]]))
+    scored = [
+        Scored(
+            name=name,
+            scores=fused_probability(
+                fixed_set(members, train, valid, config), everyone, per_seed=True
+            ),
+        )
+        for name, members in (("best_three", best), ("greedy_three", greedy))
+    ]
+    keep(_ranking_file(run, setting), _facts(ranking, greedy, setting), EXPERIMENT)
+    bootstrap = BootstrapConfig(n_resamples=config.n_bootstrap, seed=config.seed)
+    return [
+        *_rank_rows(ranking, greedy, rows),
+        *detection_rows(scored, rows, bootstrap, EXPERIMENT),
+    ]
+
+
+def _enumerate(
+    run: RunDir, config: RunConfig, update: Update, progress: Progress
+) -> None:
+    found: dict[Setting, list[ResultRow]] = {}
+    parts = {}
+    for setting in SETTINGS:
+        (train, valid, everyone), rows = pools(run, config, setting)
+        search = Enumeration(
+            train=train,
+            valid=valid,
+            config=config.fusion,
+            train_config=config.fusion_train,
+            folder=folder_of(run) / f"{setting}.pieces",
+        )
+        parts[setting] = search, everyone, rows
+    searches = [search for search, *_ in parts.values()]
+    n_heads = sum(len(search.sets) * search.n_seeds for search in searches)
+    n_missing = sum(search.n_missing() for search in searches)
+    progress.note(f"exhaustive: {n_missing} of {n_heads} heads are still to be trained")
+
+    def work(setting: Setting, tick: Callable[[], None]) -> None:
+        found[setting] = _rank_setting(run, config, setting, *parts[setting], tick)
+
+    side_by_side(work, SETTINGS, update, n_missing)
+    publish(run, "exhaustive", [r for s in SETTINGS for r in found[s]], progress)
+    for search in searches:  # the rankings hold all of it now
+        shutil.rmtree(search.folder, ignore_errors=True)
+
+
+def ranking_story(run: RunDir, setting: Setting) -> dict[str, Any]:
+    """Return what the report shows of a setting's ranking, as JSON values."""
+    found = recall(_ranking_file(run, setting), EXPERIMENT)
+    if found is None:
+        raise ValueError(
+            f"{_ranking_file(run, setting)} is damaged; run `{ON_REQUEST[EXPERIMENT]}` "
+            "again"
+        )
+    ranking = Ranking(found["sets"], found["aurocs"])
+    greedy = tuple(found["greedy"].tolist())
+    n_pool = int(ranking.sets.max()) + 1
+    return {
+        "n_sets": len(ranking.sets),
+        "rank": ranking.rank_of(greedy),
+        "gap": ranking.gap_of(greedy),
+        "greedy": [pool_name(setting, i) for i in greedy],
+        "best": [pool_name(setting, i) for i in found["best"].tolist()],
+        "means": found["ordered_means"].tolist(),
+        "ribbon": dict(
+            zip(traits(setting, n_pool), found["ribbon"].tolist(), strict=True)
+        ),
+    }
+
+
+EXHAUSTIVE = Stage(
+    name="exhaustive",
+    inputs=lambda run: [run.labels, run.path / "selection", *encoder_folders(run)],
+    outputs=lambda run: [folder_of(run), rows_file(run, "exhaustive")],
+    work=_enumerate,
+)
