@@ -51,7 +51,7 @@ DEMO_LIKE = LoopConfig(
 )
 # As long as the shorter batches of `extract_cost`, for the same model.
 LLAMA_LIKE = LoopConfig(
-    n_examples=48,
+    n_examples=24,
     shortest=448,
     longest=512,
     n_answer=64,
