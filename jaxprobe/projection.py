@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxprobe.config import Products
 from jaxprobe.draws import hashed_normal
+from jaxprobe.gathering import rows_of_tokens, take_rows
 from jaxprobe.products import product
 from jaxprobe.wide import wide_product
 
@@ -77,7 +78,7 @@ def project(
     before = d_family <= d_projection
 
     def gather():
-        batch = _take_examples(tokens, draw.rows)
+        batch = take_rows(tokens, rows_of_tokens(tokens, draw.rows))
         if not before or deviation == 0.0:
             return batch
         return batch + deviation * hashed_normal(draw.noise, site, batch.shape)
@@ -86,23 +87,6 @@ def project(
     behind = 0.0 if before else deviation
     fixed = behind, site, products
     return _gated_product(*fixed, weight, batch, gate, draw.noise)
-
-
-def _take_examples(tokens: jax.Array, rows: jax.Array) -> jax.Array:
-    """Gather a batch: `[n_tokens, n_examples, d]` to `[n_tokens, batch_size, d]`.
-
-    Gathered as rows of one matrix. Along the middle axis XLA's CPU compiler lays the
-    batch out with examples outermost, and copies it twice a step to turn it.
-
-    Args:
-      tokens: one family's.
-      rows: `[batch_size]` int32, all of them among the examples.
-    """
-    n_tokens, n_examples, d_family = tokens.shape
-    starts = n_examples * jnp.arange(n_tokens, dtype=rows.dtype)
-    matrix = tokens.reshape(-1, d_family)
-    places = starts[:, None] + rows[None]
-    return matrix.at[places].get(mode="promise_in_bounds")
 
 
 def _gated(

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxprobe.config import Products
+from jaxprobe.gathering import rows_of_tokens, take_rows
 from jaxprobe.products import contract, product
 
 # Tokens at a time: at 4096 channels these are two megabytes.
@@ -89,19 +90,6 @@ def _backward(products, given, dy):
 wide_product.defvjp(_forward, _backward)
 
 
-def _rows_of_tokens(tokens, rows) -> jax.Array:
-    """Rows of the batch's positions in `tokens` as one matrix, `[n]` int32."""
-    n_tokens, n_examples, _ = tokens.shape
-    starts = n_examples * jnp.arange(n_tokens, dtype=jnp.int32)
-    return (starts[:, None] + rows[None]).reshape(-1)
-
-
-def _take(tokens, at) -> jax.Array:
-    """Gather rows of `tokens` as one matrix: `[n, d_family]`."""
-    matrix = tokens.reshape(-1, tokens.shape[-1])
-    return matrix.at[at].get(mode="promise_in_bounds")
-
-
 def _places(tokens, rows, real, gate) -> _Places:
     """Sort the positions of a batch into real ones and padding."""
     real = real.reshape(-1)
@@ -113,13 +101,14 @@ def _places(tokens, rows, real, gate) -> _Places:
     order = jnp.zeros(n_padded, jnp.int32).at[places].set(positions, mode="drop")
     n_filled = (real.sum(dtype=jnp.int32) + _N_CHUNK - 1) // _N_CHUNK
     n_filled = jnp.where(gate, n_filled, 0)
-    return _Places(_rows_of_tokens(tokens, rows), order, rank, real, n_filled)
+    at = rows_of_tokens(tokens, rows).reshape(-1)
+    return _Places(at, order, rank, real, n_filled)
 
 
 def _chunk(tokens, places: _Places, chunk) -> jax.Array:
     """One chunk's tokens, `[_N_CHUNK, d_family]`."""
     at = jax.lax.dynamic_slice(places.order, (chunk * _N_CHUNK,), (_N_CHUNK,))
-    return _take(tokens, places.rows[at])
+    return take_rows(tokens, places.rows[at])
 
 
 def by_chunks(products, weight, tokens, rows, real, gate):
@@ -152,11 +141,16 @@ def pull_by_chunks(products, dy, weight, tokens, rows, real, gate):
     return jax.lax.fori_loop(0, places.n_chunks, add, jnp.zeros_like(weight))
 
 
+def _batch(tokens, rows) -> jax.Array:
+    """All positions of a batch, `[n, d_family]`."""
+    return take_rows(tokens, rows_of_tokens(tokens, rows).reshape(-1))
+
+
 def at_once(products, weight, tokens, rows, real, gate):
     """`wide_product` where there is none."""
 
     def project():
-        batch = _take(tokens, _rows_of_tokens(tokens, rows))
+        batch = _batch(tokens, rows)
         y = contract(weight, batch, 1, products).reshape(-1, *real.shape)
         return jnp.where(real[None], y, 0.0)
 
@@ -169,7 +163,7 @@ def pull_at_once(products, dy, weight, tokens, rows, real, gate):
     """Gradient of `weight` where there is none."""
 
     def pull():
-        batch = _take(tokens, _rows_of_tokens(tokens, rows))
+        batch = _batch(tokens, rows)
         turned = jnp.where(real[None], dy, 0.0).reshape(len(weight), -1)
         return product(turned, batch, products)
 
