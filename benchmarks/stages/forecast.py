@@ -131,18 +131,21 @@ class Watch:
         """Wrap what is told (done, total); the clock is in seconds."""
         self._update = update
         self._clock = clock
-        self._first: int | None = None
         self._began = clock()
+        self._first: tuple[int, float] | None = None  # rows done, when
         self.promised: float | None = None
 
     def __call__(self, done: int, total: int) -> None:
-        """Pass on; extrapolate once from the first rows."""
+        """Pass on; extrapolate once from the rows that follow the first word.
+
+        What came before it (loading, compiling) is not paid again for every row.
+        """
         if self._first is None:
-            self._first = 0 if done == 1 else done
-        n_new = done - self._first
-        if self.promised is None and n_new >= N_PROBED:
-            elapsed = self._clock() - self._began
-            self.promised = elapsed * (total - self._first) / n_new
+            self._first = (done, self._clock())
+        before, started = self._first
+        if self.promised is None and done - before >= N_PROBED:
+            per_row = (self._clock() - started) / (done - before)
+            self.promised = started - self._began + per_row * (total - before)
         self._update(done, total)
 
 

@@ -1,7 +1,5 @@
 """Forecasts: what is counted is what is then done, and a dry run does nothing."""
 
-import itertools
-
 import pytest
 from click.testing import CliRunner
 
@@ -65,17 +63,22 @@ def test_the_probed_are_different_and_as_many_as_can_be(n):
     assert len(chosen) == len(set(chosen)) == min(n, 10)
 
 
-def test_the_first_rows_promise_the_time_of_all():
-    ticks = itertools.count()
-    told = []
-    watch = Watch(
-        lambda done, total: told.append((done, total)), lambda: float(next(ticks))
-    )
+def test_a_stage_is_extrapolated_once_from_the_rows_after_the_first():
+    told, now = [], [0.0]
+    watch = Watch(lambda done, total: told.append((done, total)), lambda: now[0])
+    now[0] = 30.0  # loading, compiling
     for done in range(40, 60):  # forty were there before
         watch(done, 100)
-    # Began at 0, the tenth new row at 1: sixty rows take six times as long.
-    assert watch.promised == 6.0
-    assert told[-1] == (59, 100)
+        now[0] += 0.5 if done < 50 else 9.0  # what comes later changes no promise
+    assert watch.promised == 30.0 + 60 * 0.5
+    assert told == [(done, 100) for done in range(40, 60)]
+
+
+def test_a_stage_of_few_rows_promises_nothing():
+    watch = Watch(lambda done, total: None)
+    for done in range(1, 10):
+        watch(done, 9)
+    assert watch.promised is None
 
 
 def test_predicted_stands_beside_actual():
