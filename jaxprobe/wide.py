@@ -3,7 +3,7 @@
 At the paper's widths the hidden states of a batch are hundreds of megabytes. Gathered
 and then multiplied they cross a CPU's memory four times a step, and a third of them is
 padding. Here the real tokens alone are gathered, so few at a time that the product
-finds them in the cache. Closed gates cost nothing.
+finds them in the cache. Behind a closed gate no token is read.
 
 An accelerator has no such cache, and memory fast enough to gather everything.
 """

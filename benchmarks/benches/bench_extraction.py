@@ -2,12 +2,11 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
-from typing import Any
 
 import click
 
-from extract.console import Progress, quiet, table_head, table_row
+from benchmarks.benches.lines import Lines
+from extract.console import Progress, quiet
 
 
 @click.command()
@@ -105,7 +104,7 @@ def extract(
     has_gpu = torch.cuda.is_available()
     every = configs(dtype, vocabulary, has_gpu=has_gpu)
     full = [model.name for model in FULL_MODELS]
-    table = _Table(as_json)
+    table = Lines(as_json)
     table.head(_HEAD)
     # Rows at once: a run that is stopped has shown what it measured.
     with Progress().stage("extract") as update:
@@ -128,32 +127,3 @@ def extract(
         table.not_measured([name], GPU_HEAD)
     for cost in found:
         table.text(f"{cost.model}\n{cost.profile}")
-
-
-class _Table:
-    """Prints rows under headings, or as JSON lines."""
-
-    def __init__(self, as_json: bool) -> None:
-        self._as_json = as_json
-        self._is_first = True
-
-    def head(self, names: Sequence[str]) -> None:
-        """Begin a table."""
-        if not self._is_first:
-            self.text("")
-        self._is_first = False
-        self.text(table_head(names))
-
-    def row(self, found: Any) -> None:
-        """Print one measurement."""
-        as_json = json.dumps(dataclasses.asdict(found)) if self._as_json else None
-        click.echo(as_json or table_row(found.cells()))
-
-    def not_measured(self, first: list[str], head: Sequence[str]) -> None:
-        """Say what this machine could not measure."""
-        self.text(table_row([*first, *["not measured"] * (len(head) - len(first))]))
-
-    def text(self, text: str) -> None:
-        """Print what is for people alone."""
-        if not self._as_json:
-            click.echo(text)

@@ -1,13 +1,12 @@
 """`beatrice bench mixed`: what mixed precision costs in AUROC."""
 
-import dataclasses
-import json
 from pathlib import Path
 
 import click
 
+from benchmarks.benches.lines import Lines
 from benchmarks.verbs.opening import RUN_DIR, config_of, set_compiler
-from extract.console import Progress, quiet, table_head, table_row
+from extract.console import Progress, quiet
 
 _HEAD = (
     "setting",
@@ -35,11 +34,8 @@ def mixed(run_dir: Path, as_json: bool) -> None:
     from extract.rundir import RunDir
 
     quiet()
-    if not as_json:
-        click.echo(table_head(_HEAD))
+    lines = Lines(as_json)
+    lines.head(_HEAD)
     with Progress().stage("mixed precision") as update:
         for row in measure(RunDir(run_dir), config, update):
-            if as_json:
-                click.echo(json.dumps(dataclasses.asdict(row)))
-            else:
-                click.echo(table_row(row.cells()))
+            lines.row(row)

@@ -1,13 +1,12 @@
 """`beatrice bench precision`: what 8 bits, or the answer span alone, cost in AUROC."""
 
-import dataclasses
-import json
 from pathlib import Path
 
 import click
 
+from benchmarks.benches.lines import Lines
 from benchmarks.verbs.opening import RUN_DIR, config_of, set_compiler
-from extract.console import Progress, quiet, table_head, table_row
+from extract.console import Progress, quiet
 
 _HEAD = (
     "setting",
@@ -52,12 +51,8 @@ def precision(run_dir: Path, encoders: str, as_json: bool) -> None:
         except ValueError as error:
             raise click.BadParameter(str(error), param_hint="--encoders") from None
     quiet()
-    if not as_json:
-        click.echo(table_head(_HEAD))
+    lines = Lines(as_json)
+    lines.head(_HEAD)
     with Progress().stage("precision") as update:
         for row in measure(RunDir(run_dir), config, names, update):
-            # At once: a run that is stopped has shown what it measured.
-            if as_json:
-                click.echo(json.dumps(dataclasses.asdict(row)))
-            else:
-                click.echo(table_row(row.cells()))
+            lines.row(row)

@@ -6,13 +6,15 @@ interval resamples questions.
 """
 
 import dataclasses
+import itertools
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.stages.presets import RunConfig, with_products
+from benchmarks.benches.pairing import Pairing, aurocs
+from benchmarks.stages.presets import RunConfig, in_mixed_precision
 from benchmarks.stages.rows import Rows, load_rows
 from benchmarks.stages.sides import sides_of, tokens_of
 from benchmarks.stages.train_sides import encode_all, fit_sides
@@ -21,13 +23,6 @@ from extract.records import SETTINGS, Setting
 from extract.rundir import RunDir
 from jaxprobe.encoder import Encoder
 from jaxprobe.grid import default_blocks, grid_members, join
-from jaxprobe.metrics import (
-    BootstrapConfig,
-    auroc,
-    cluster_weights,
-    interval_of,
-    weighted_auroc,
-)
 from jaxprobe.subsets import N_SUBSETS, SUBSET_NAMES
 
 ALL = "mean of all"
@@ -87,14 +82,14 @@ def measure(
             "expected a run whose encoders were trained in single precision, found one "
             "made with --mixed; name another run"
         )
-    n_blocks = len(default_blocks(config.train.n_seeds))
-    for number, setting in enumerate(SETTINGS):
-        done = iter(range(number * n_blocks + 1, (number + 1) * n_blocks + 1))
+    total = len(SETTINGS) * len(default_blocks(config.train.n_seeds))
+    done = itertools.count(1)
+
+    def tick() -> None:
+        progress(next(done), total)
+
+    for setting in SETTINGS:
         single = read_codes(run, setting).logits  # before minutes of training
-
-        def tick(done=done) -> None:
-            progress(next(done), n_blocks * len(SETTINGS))
-
         rows, mixed = _mixed_logits(run, config, setting, tick)
         yield from compare(config, rows, single, mixed)
 
@@ -105,7 +100,7 @@ def _mixed_logits(
     """Train the grid; also what it says of every row, `[n_members, n_rows]`."""
     store, rows = load_rows(run, setting)
     read = tokens_of(run, setting, store, rows, config.stream)
-    encoder = Encoder(with_products(config, "bfloat16").encoder, read.dims)
+    encoder = Encoder(in_mixed_precision(config).encoder, read.dims)
     n_seeds = config.train.n_seeds
     with tempfile.TemporaryDirectory() as folder:
         trained = fit_sides(
@@ -134,34 +129,22 @@ def compare(
       mixed: the same.
     """
     where = rows.where("test")
-    labels = rows.labels[where]
-    weights = cluster_weights(
-        rows.ids[where],
-        BootstrapConfig(n_resamples=config.n_bootstrap, seed=config.seed),
-    )
+    pairing = Pairing(rows.ids[where], rows.labels[where], config)
     sides = [
         side[:, where].reshape(-1, N_SUBSETS, len(where)) for side in (single, mixed)
     ]
-    exact = [_each(side, lambda one: auroc(one, labels).value) for side in sides]
-    drawn = [
-        _each(side, lambda one: weighted_auroc(one, labels, weights)) for side in sides
-    ]
-    difference = (drawn[1] - drawn[0]).mean(axis=0)
     every = list(range(N_SUBSETS))
     for name, subsets in [(ALL, every), *((SUBSET_NAMES[k], [k]) for k in every)]:
-        low, high = interval_of(difference[subsets].mean(axis=0))
+        before, after = (side[:, subsets].reshape(-1, len(where)) for side in sides)
+        own = aurocs(before, pairing.labels).reshape(-1, len(subsets))
+        difference = pairing.compare(before, after)
         yield MixedCost(
             setting=rows.setting,
             encoder=name,
-            single=float(exact[0][:, subsets].mean()),
-            mixed=float(exact[1][:, subsets].mean()),
-            low=low,
-            high=high,
-            seed_std=float(exact[0][:, subsets].mean(axis=1).std()),
+            single=float(own.mean()),
+            mixed=float(own.mean() + difference.value),
+            low=difference.low,
+            high=difference.high,
+            seed_std=float(own.mean(axis=1).std()),
             n=len(where),
         )
-
-
-def _each(logits: np.ndarray, measured: Callable[[np.ndarray], object]) -> np.ndarray:
-    """Return what is measured of every member, `[n_seeds, n_subsets, ...]`."""
-    return np.array([[measured(one) for one in seed] for seed in logits])

@@ -13,6 +13,7 @@ from functools import partial
 
 import numpy as np
 
+from benchmarks.benches.pairing import Pairing, aurocs
 from benchmarks.stages.presets import RunConfig
 from benchmarks.stages.rows import Rows, load_rows
 from benchmarks.stages.sweep_stage import chosen_layer
@@ -30,13 +31,6 @@ from jaxprobe.codes import encode
 from jaxprobe.encoder import Encoder
 from jaxprobe.features import FamilyTokens, split_families
 from jaxprobe.grid import Block, fit_blocks, labelled
-from jaxprobe.metrics import (
-    BootstrapConfig,
-    auroc,
-    cluster_weights,
-    interval_of,
-    weighted_auroc,
-)
 from jaxprobe.reading import assemble, family_dims, fit_reading, longest_spans
 from jaxprobe.subsets import FAMILIES, subset_index
 
@@ -220,24 +214,12 @@ def _row(
     stops = np.cumsum([len(data.where[split]) for split in SPLITS])
     parts = dict(zip(SPLITS, np.split(np.arange(stops[-1]), stops[:-1]), strict=True))
     seeds = {
-        split: [
-            auroc(one[parts[split]], data.rows.labels[data.where[split]]).value
-            for one in logits
-        ]
+        split: aurocs(logits[:, parts[split]], data.rows.labels[data.where[split]])
         for split in SPLITS
     }
     test, where = parts["test"], data.where["test"]
-    labels = data.rows.labels[where]
-    weights = cluster_weights(
-        data.rows.ids[where],
-        BootstrapConfig(n_resamples=config.n_bootstrap, seed=config.seed),
-    )
-    draws = [
-        np.mean([weighted_auroc(one[test], labels, weights) for one in side], axis=0)
-        for side in (logits, reference)
-    ]
-    low, high = interval_of(draws[0] - draws[1])
-    before = np.mean([auroc(one[test], labels).value for one in reference])
+    pairing = Pairing(data.rows.ids[where], data.rows.labels[where], config)
+    difference = pairing.compare(reference[:, test], logits[:, test])
     return PrecisionCost(
         setting=data.rows.setting,
         encoder=name,
@@ -247,9 +229,9 @@ def _row(
         bytes_per_answer=_bytes_per_answer(data.store, kept),
         auroc={split: float(np.mean(values)) for split, values in seeds.items()},
         seed_std=float(np.std(seeds["test"])),
-        difference=float(np.mean(seeds["test"]) - before),
-        low=low,
-        high=high,
+        difference=difference.value,
+        low=difference.low,
+        high=difference.high,
         n=len(test),
     )
 

@@ -16,13 +16,7 @@ from extract.keeping import Kept
 from extract.microworld import WorldConfig
 from extract.plan import ExtractConfig
 from extract.questions import QuestionConfig
-from jaxprobe.config import (
-    EncoderConfig,
-    FusionConfig,
-    Products,
-    StreamConfig,
-    TrainConfig,
-)
+from jaxprobe.config import EncoderConfig, FusionConfig, StreamConfig, TrainConfig
 from jaxprobe.subsets import N_SUBSETS
 
 PresetName = Literal["demo", "smoke", "paper"]
@@ -139,12 +133,12 @@ def make_config(
     }
     sizes = {"demo": _demo, "smoke": _smoke, "paper": _paper}[preset](seed)
     config = RunConfig(**(shared | sizes))
-    return with_products(config, "bfloat16") if is_mixed else config
+    return in_mixed_precision(config) if is_mixed else config
 
 
-def with_products(config: RunConfig, products: Products) -> RunConfig:
-    """Return the same with encoders in single or mixed precision."""
-    encoder = dataclasses.replace(config.encoder, products=products)
+def in_mixed_precision(config: RunConfig) -> RunConfig:
+    """Return the same with encoders whose products round their operands."""
+    encoder = dataclasses.replace(config.encoder, products="bfloat16")
     return dataclasses.replace(config, encoder=encoder)
 
 

@@ -16,6 +16,7 @@ from benchmarks.verbs.keepoptions import (
 )
 from benchmarks.verbs.modelcommands import answer, label, rewrite
 from benchmarks.verbs.opening import RUN_DIR, SEED, do, do_on_request, opened
+from benchmarks.verbs.runoptions import ENCODING, MODEL
 from benchmarks.verbs.samplecommand import sample
 from extract.console import Progress, quiet
 
@@ -52,31 +53,8 @@ def _new_run_options(command: Callable[..., None]) -> Callable[..., None]:
             type=SEED,
             help="Of training and bootstrap.",
         ),
-        click.option(
-            "--answer-span",
-            type=click.Choice(["emitting", "literal"]),
-            default="emitting",
-            show_default=True,
-            help="Positions that emit the answer, or the answer tokens alone.",
-        ),
-        click.option(
-            "--streamed",
-            "is_streamed",
-            is_flag=True,
-            help="Train from the store in groups, not in memory.",
-        ),
-        click.option(
-            "--mixed",
-            "is_mixed",
-            is_flag=True,
-            help="Round the operands of the encoders' products to bfloat16.",
-        ),
-        click.option(
-            "--model",
-            default="embedded",
-            show_default=True,
-            help="Backbone: a directory, a Hub id, or the embedded one.",
-        ),
+        *ENCODING,
+        MODEL,
         click.option(
             "--preset",
             type=click.Choice(["demo", "smoke"]),

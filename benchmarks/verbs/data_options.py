@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from benchmarks.verbs.opening import SEED
+from benchmarks.verbs.runoptions import ENCODING, MODEL
 
 if TYPE_CHECKING:
     from extract.asking import AskConfig
@@ -141,12 +142,7 @@ _QUESTIONS = (
     ),
 )
 _ASKING = (
-    click.option(
-        "--model",
-        default="embedded",
-        show_default=True,
-        help="Backbone: a directory, a Hub id, or the embedded one.",
-    ),
+    MODEL,
     click.option(
         "--model-dtype",
         type=click.Choice(["float32", "bfloat16", "float16"]),
@@ -167,25 +163,7 @@ _ASKING = (
         show_default=True,
         help="Sizes of encoders and training: the paper's, or a microworld run's.",
     ),
-    click.option(
-        "--answer-span",
-        type=click.Choice(["emitting", "literal"]),
-        default="emitting",
-        show_default=True,
-        help="Positions that emit the answer, or the answer tokens alone.",
-    ),
-    click.option(
-        "--streamed",
-        "is_streamed",
-        is_flag=True,
-        help="Train from the store in groups, not in memory.",
-    ),
-    click.option(
-        "--mixed",
-        "is_mixed",
-        is_flag=True,
-        help="Round the operands of the encoders' products to bfloat16.",
-    ),
+    *ENCODING,
     click.option(
         "--template",
         type=click.Choice(["paper", "short"]),
