@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxprobe.blas import use_one_blas_thread
 from jaxprobe.config import TrainConfig
 from jaxprobe.encoder import Encoder
 from jaxprobe.fit import FitInfo, Params
@@ -99,6 +100,7 @@ def fit_on_mesh(
     Returns:
       The members with all their weights, on every host.
     """
+    use_one_blas_thread()
     n_subsets, n_seeds = len(block.subsets), len(block.seeds)
     n_excess = -n_subsets % mesh.size
     subsets = np.pad(np.asarray(block.subsets, np.int32), (0, n_excess), mode="edge")

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxprobe.blas import use_one_blas_thread
 from jaxprobe.config import TrainConfig
 from jaxprobe.draws import BATCHES, MEMBERS, words_of
 from jaxprobe.encoder import Encoder, init_encoder
@@ -242,6 +243,7 @@ def fit_blocks(
         )
         return Trained(block.members, *jax.tree.map(np.asarray, trained))
 
+    use_one_blas_thread()
     for block in blocks[:1]:  # alone: the others use what it compiles
         yield one(block)
     if n_threads is None:

@@ -19,6 +19,7 @@ import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
+from jaxprobe.blas import use_one_blas_thread
 from jaxprobe.chunks import Group, epoch_groups, prefetched
 from jaxprobe.config import StreamConfig, TrainConfig
 from jaxprobe.draws import words_of
@@ -180,6 +181,7 @@ def fit_streamed(
     Returns:
       Best weights of every member, in order.
     """
+    use_one_blas_thread()
     masks = [jnp.asarray(SUBSETS[m.subset]) for m in members]
     numbers = [jnp.asarray(m, jnp.int32) for m in members]
     sample = train.read(train.where[:1])
