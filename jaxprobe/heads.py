@@ -58,12 +58,18 @@ def _own_words(config: TrainConfig, seed: jax.Array, one: _Set) -> jax.Array:
 
 
 def _shuffled(
-    said: jax.Array, train: PoolCodes, words: jax.Array, epoch: jax.Array, size: int
+    said: jax.Array,
+    read: jax.Array,
+    train: PoolCodes,
+    words: jax.Array,
+    epoch: jax.Array,
+    size: int,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One epoch's order of the whole pool.
+    """One epoch's order of the pool.
 
     Args:
       said: `[n_pool, d_said, n_examples]`.
+      read: `[n_pool]` bool, the encoders that a head reads; the others become zeros.
       train: whose labels and weights are dealt with it.
       words: of the batches.
       epoch: its number.
@@ -80,9 +86,14 @@ def _shuffled(
         # Told that no row is out of bounds: checking takes as long as reading.
         return channel.at[order].get(mode="promise_in_bounds")
 
-    # A channel at a time: XLA would transpose the whole pool to gather from it at once.
-    dealt = jax.lax.map(deal, said.reshape(-1, said.shape[2]))
-    return dealt.reshape(*said.shape[:2], -1), train.labels[rows], shares
+    def deal_encoder(one: tuple[jax.Array, jax.Array]) -> jax.Array:
+        said, is_read = one
+        none = jnp.zeros((len(said), len(order)), said.dtype)
+        # A channel at a time: XLA would transpose an encoder to gather it at once.
+        return jax.lax.cond(is_read, lambda: jax.lax.map(deal, said), lambda: none)
+
+    dealt = jax.lax.map(deal_encoder, (said, read))
+    return dealt, train.labels[rows], shares
 
 
 def _parted(params: Params) -> tuple[Params, Callable[[Params], Params]]:
@@ -148,7 +159,9 @@ def _fit_seed(
 
     def epoch(carry):
         number, states = carry
-        batches = _shuffled(said, train, shared, number, config.batch_size)
+        filled = sets.slot_mask & jax.vmap(active)(states, sets)[:, None]
+        read = jnp.zeros(len(said), bool).at[sets.members].max(filled)
+        batches = _shuffled(said, read, train, shared, number, config.batch_size)
 
         def one_head(args):
             state, one = args
