@@ -17,6 +17,7 @@ NAMES = {
     "loop": "(b) PyTorch, loop over the encoders",
     "vmap": "(c) PyTorch, torch.func.vmap",
     "alone": "(d) JAX, encoders one at a time",
+    "mixed": "(e) grid, products in bfloat16",
 }
 _HEAD = (
     "contestant",
@@ -93,7 +94,8 @@ def train(
 ) -> None:
     """Time the training grid beside PyTorch and beside its members one at a time.
 
-    All four must give the same losses from the same weights before they are timed.
+    All must give the same losses from the same weights before they are timed; the grid
+    in mixed precision, which is timed beside them, roughly the same.
 
     Example: beatrice bench train --paper
     """
@@ -120,7 +122,7 @@ def train(
     click.echo(table_head(_HEAD))
     for row in rows:
         click.echo(table_row(_cells(row)))
-    click.echo(table_row(["GPU, all four", *["not measured"] * (len(_HEAD) - 1)]))
+    click.echo(table_row(["GPU, all of them", *["not measured"] * (len(_HEAD) - 1)]))
     click.echo(
         f"\n{machine()}; fp32 peak {peak:.0f} GFLOP/s (products of 2048 x 2048, the "
         f"median over rounds); {len(work.members)} encoders, {work.n_tokens} positions "

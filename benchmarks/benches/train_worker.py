@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 from benchmarks.benches.memory import held_bytes, peak_bytes, reset_peak
 from benchmarks.forecasts.train_work import Losses, Workload
 
-Kind = Literal["grid", "alone", "loop", "vmap"]
+Kind = Literal["grid", "alone", "loop", "vmap", "mixed"]
 
 
 class Contestant(Protocol):
@@ -33,10 +33,10 @@ class Contestant(Protocol):
 def contestant(job: dict[str, Any], workload: Workload) -> Contestant:
     """Make a contestant; only its own libraries are loaded."""
     members = [(subset, seed) for subset, seed in job["members"]]
-    if job["kind"] in ("grid", "alone"):
+    if job["kind"] in ("grid", "mixed", "alone"):
         from benchmarks.benches.train_grid import Grid
 
-        return Grid(workload, members, at_once=2 if job["kind"] == "grid" else 1)
+        return Grid(workload, members, at_once=1 if job["kind"] == "alone" else 2)
     from benchmarks.benches.torch_setting import Setting
     from benchmarks.benches.torch_training import TorchContestant
 

@@ -73,6 +73,11 @@ class Workload:
         still = dataclasses.replace(self.encoder, dropout=0.0, input_noise=0.0)
         return dataclasses.replace(self, encoder=still)
 
+    def mixed(self) -> "Workload":
+        """Return the same with products of bfloat16."""
+        mixed = dataclasses.replace(self.encoder, products="bfloat16")
+        return dataclasses.replace(self, encoder=mixed)
+
 
 def weights_file(folder: Path, member: Member) -> Path:
     """Return where a member's initial weights lie."""
