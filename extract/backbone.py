@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from extract.checkpoint import load_checkpoint
+from extract.heap import keep_freed_memory
 from extract.layout import Layout, find_layout
 from extract.modelname import check_name
 from extract.window import window_of
@@ -119,7 +120,7 @@ def _hash_files(directory: Path) -> str:
 def load_backbone(
     path: str | Path, *, dtype: Dtype = "float32", device: str = "cpu"
 ) -> Backbone:
-    """Load a frozen backbone.
+    """Load a frozen backbone; on a CPU, see also `extract.heap`.
 
     Args:
       path: a directory written by `save_pretrained`, or a Hub id.
@@ -135,6 +136,8 @@ def load_backbone(
         )
     name = str(path)
     check_name(name)
+    if not device.startswith("cuda"):
+        keep_freed_memory()
     directory = Path(name).expanduser()
     source = str(directory) if directory.exists() else name
     model, tokenizer = load_checkpoint(source, getattr(torch, dtype))

@@ -26,9 +26,9 @@ class ReadingBudget:
       n_words_per_block: vocabulary entries whose logits are alive at once; at least 2.
     """
 
-    n_attention_weights: int = 2**20
-    n_tokens_per_chunk: int = 1024
-    n_words_per_block: int = 2**12
+    n_attention_weights: int = 3 * 2**19
+    n_tokens_per_chunk: int = 2048
+    n_words_per_block: int = 2**11
 
     def __post_init__(self) -> None:
         """Check the fields."""

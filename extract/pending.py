@@ -59,11 +59,11 @@ class Rows:
             for row, (start, stop) in enumerate(edges)
         ]
         self.stops = np.cumsum([stop - start for start, stop in edges]).tolist()
-        self._index = to_device(torch.from_numpy(np.concatenate(parts)), device)
+        self.index = to_device(torch.from_numpy(np.concatenate(parts)), device)
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
         """Return rows `[n_rows, …]` of `[n_examples, n_tokens, …]`."""
-        return values.flatten(0, 1).index_select(0, self._index)
+        return values.flatten(0, 1).index_select(0, self.index)
 
     def slices(self) -> list[slice]:
         """Return where each example's rows are."""
@@ -83,9 +83,8 @@ class StreamReading:
     ) -> None:
         """Begin a batch; `rows` are those whose hidden states are kept."""
         self.slots = {entry: slot for slot, entry in enumerate(hidden_layers)}
-        # Per kept entry `[n_rows, d_model]` in the stream's dtype: half the bytes of
-        # float32 where that is bf16, and equal to it.
-        self.hidden: list[torch.Tensor | None] = [None] * len(hidden_layers)
+        self._hidden: torch.Tensor | None = None
+        self._missing = set(hidden_layers)
         self.resid: list[torch.Tensor] = []
         self.rows = rows
         self.scores = scores
@@ -100,9 +99,29 @@ class StreamReading:
 
     def _keep(self, entry: int, states: torch.Tensor) -> None:
         """Copy one entry of the resid axis if it is wanted."""
-        if entry in self.slots:
-            kept = self.copies.take(self.rows.of(states))
-            self.hidden[self.slots[entry]] = kept
+        if entry not in self.slots:
+            return
+        if self._hidden is None:
+            # One block in the stream's dtype: half the bytes of float32 where that is
+            # bf16, and equal to it.
+            shape = (len(self.slots), self.rows.stops[-1], states.shape[-1])
+            self._hidden = self.copies.room(shape, states.dtype)
+        room = self._hidden[self.slots[entry]]
+        self.copies.take_rows(states.flatten(0, 1), self.rows.index, room)
+        self._missing.discard(entry)
+
+    def states(self) -> torch.Tensor:
+        """Return the kept entries, `[n_entries, n_rows, d_model]`.
+
+        Raises:
+          ValueError: a layer did not run, or no entry is kept.
+        """
+        if self._missing or self._hidden is None:
+            raise ValueError(
+                f"unknown residual layout: entries {sorted(self._missing)} of the "
+                "stream were not seen"
+            )
+        return self._hidden
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,14 +129,14 @@ class PendingSignals:
     """A batch that the device may still be working on.
 
     Attributes:
-      hidden: per kept entry `[n_hidden_rows, d_model]`, the examples end to end.
+      hidden: `[n_entries, n_hidden_rows, d_model]`, the examples end to end.
       scalars: prob, resid and attn, each `[n_rows, …]` float32, likewise.
       hidden_rows: where each example's rows of `hidden` are.
       rows: where its rows of the others are.
       copies: to be waited for before anything is read.
     """
 
-    hidden: list[torch.Tensor]
+    hidden: torch.Tensor
     scalars: dict[Family, torch.Tensor]
     hidden_rows: list[slice]
     rows: list[slice]
@@ -126,14 +145,14 @@ class PendingSignals:
     def result(self) -> Iterator[Signals]:
         """Wait for the device; yield the examples in order, without padding.
 
-        One at a time: in float32 a whole batch's hidden states can be twice as large
-        as what was copied.
+        Arrays are views of the batch where no type has to be changed. One example at
+        a time: in float32 a whole batch's hidden states can be twice as large as what
+        was copied.
         """
         self.copies.wait()
         scalars = {name: values.numpy() for name, values in self.scalars.items()}
         for own, rows in zip(self.hidden_rows, self.rows, strict=True):
-            hidden = torch.stack([entry[own] for entry in self.hidden], dim=1)
             yield Signals(
-                hidden=hidden.float().numpy(),
+                hidden=self.hidden[:, own].float().transpose(0, 1).numpy(),
                 **{name: values[rows] for name, values in scalars.items()},
             )

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 
 import torch
 
+from extract.scratch import Scratch
+
 # Below this mass float32 terms are subnormal: they have few digits on a CPU and are
 # flushed to zero on some devices, so the entropy would be noise.
 _ZERO_MASS = 1e-30
-# A logit this far from zero costs one millionth of a nat in float32.
-_FARTHEST = 16.0
 _HIDDEN = -1e30  # finite, so that zero weight times its log is zero and not NaN
 
 
@@ -70,7 +70,7 @@ class AttentionCall:
 
         Returns:
           `[n_examples, n_heads, stop - start, stop]`; invisible keys are hugely
-          negative, the largest of a row is near zero.
+          negative.
         """
         n_examples, n_heads, _, d_head = self.query.shape
         n_kv_heads = self.key.shape[1]
@@ -85,36 +85,18 @@ class AttentionCall:
         logits = logits.view(n_examples, n_heads, stop - start, stop)
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
-        hidden, first = self.hidden(start, stop)
-        logits[..., first:].masked_fill_(hidden, _HIDDEN)
-        return _centred(logits)
-
-    def hidden(self, start: int, stop: int) -> tuple[torch.Tensor, int]:
-        """Return which keys the rows `[start, stop)` do not see.
-
-        Returns:
-          Bool `[n_examples | 1, 1, stop - start, stop - first]`, and `first`: all
-          keys before it are visible to all these rows.
-        """
-        first = start if self.mask is None else 0
-        return self.visible(start, stop)[..., first:].logical_not(), first
-
-    def visible(self, start: int, stop: int) -> torch.Tensor:
-        """Return the bool mask `[n_examples | 1, 1, stop - start, stop]`."""
-        if self.mask is not None:
-            return self.mask[:, :, start:stop, :stop]
-        positions = torch.arange(stop, device=self.query.device)
-        return (positions <= positions[start:, None])[None, None]
-
-
-def _centred(logits: torch.Tensor) -> torch.Tensor:
-    """Subtract each row's largest, if that is needed by one."""
-    largest = logits.amax(-1, keepdim=True)
-    # A pass over all weights, saved where exponentials are exact without it. On a
-    # GPU the pass is nothing and the question would wait for the device.
-    if not logits.is_cuda and bool((largest.abs() <= _FARTHEST).all()):
+        self._hide(logits, start, stop)
         return logits
-    return logits.sub_(largest)
+
+    def _hide(self, logits: torch.Tensor, start: int, stop: int) -> None:
+        """Overwrite the logits of keys that the rows `[start, stop)` do not see."""
+        if self.mask is not None:
+            visible = self.mask[:, :, start:stop, :stop]
+            logits.masked_fill_(visible.logical_not(), _HIDDEN)
+            return
+        rows = torch.arange(stop - start, device=logits.device)
+        # Every row sees all keys before the first row.
+        logits[..., start:].masked_fill_(rows > rows[:, None], _HIDDEN)
 
 
 def _entropy_and_mass(mass: torch.Tensor, plogp: torch.Tensor) -> torch.Tensor:
@@ -128,72 +110,34 @@ def _entropy_and_mass(mass: torch.Tensor, plogp: torch.Tensor) -> torch.Tensor:
 def row_chunks(
     rows: tuple[int, int], n_weights_per_row: int, budget: int
 ) -> Iterator[tuple[int, int]]:
-    """Split rows into chunks of at most `budget` weights, of at least one row."""
-    size = max(1, budget // max(1, n_weights_per_row))
+    """Split rows into even chunks of at most `budget` weights, or of one row."""
+    n_rows = rows[1] - rows[0]
+    most = max(1, budget // max(1, n_weights_per_row))
+    size = -(-n_rows // max(1, -(-n_rows // most))) or 1
     for start in range(*rows, size):
         yield start, min(start + size, rows[1])
 
 
-def _exponentials(
-    logits: torch.Tensor, hidden: tuple[torch.Tensor, int], out: torch.Tensor
-) -> torch.Tensor:
-    """Return exp of the logits, zero for hidden keys, whose logits become zero."""
-    weights = out[: logits.numel()].view(logits.shape)
-    is_hidden, first = hidden
-    # An argument whose exponential underflows sends a CPU's vector units down a path
-    # ten times as slow, so none is given to it.
-    logits[..., first:].masked_fill_(is_hidden, 0.0)
-    torch.exp(logits, out=weights)
-    weights[..., first:].masked_fill_(is_hidden, 0.0)
-    return weights
+def _weights_and_terms(
+    logits: torch.Tensor, out: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the weights a and the terms a log a; overwrites the logits.
 
-
-def _chunk_sums(
-    logits: torch.Tensor,
-    weights: torch.Tensor,
-    is_key: torch.Tensor,
-    is_row: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sum a and a log a of one chunk of rows; overwrites the logits.
-
-    With z the sum of e = exp(logit) over a row, a is e / z and a log a is
-    (e logit - e log z) / z: everything follows from sums of e and of e logit, one
-    exponential each, and the division happens after the sums.
-
-    Args:
-      logits: `[n_examples, n_heads, n_rows, n_keys]`.
-      weights: their exponentials e.
-      is_key: `[n_examples, 1, 3, n_keys]`: in context, in question, one.
-      is_row: `[n_examples, 1, 2, n_rows]`: in question, in answer.
-
-    Returns:
-      `[2 (a, a log a), n_examples, n_heads, 2, n_rows]` over keys, the same with
-      `n_keys` over rows, and z, `[n_examples, n_heads, 1, n_rows]`.
+    One exponential per weight: with the largest logit m and its weight w, the
+    logarithm of a row's normaliser is m - log w.
     """
-    weighted = logits.mul_(weights)
-    # The skinny operand comes first: the other order is six times slower on a CPU.
-    sums = is_key @ weights.mT
-    total = sums[..., 2:, :]
-    log_total = total.log()
-    mass = sums[..., :2, :] / total
-    plogp = is_key[..., :2, :] @ weighted.mT / total - mass * log_total
-    row = is_row / total
-    both = torch.cat([row, row * log_total], dim=2) @ weights
-    key_mass, key_log_total = both.split(2, dim=2)
-    key_plogp = row @ weighted - key_log_total
-    by_row = torch.stack([mass, plogp])
-    return by_row, torch.stack([key_mass, key_plogp]), total
+    weights = torch.softmax(logits, -1, out=out.view(logits.shape))
+    largest = logits.amax(-1, keepdim=True)
+    log_total = largest.sub_(weights.amax(-1, keepdim=True).log_())
+    return weights, logits.sub_(log_total).mul_(weights)
 
 
-def _attended(
-    weights: torch.Tensor, total: torch.Tensor, value: torch.Tensor
-) -> torch.Tensor:
+def _attended(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return what rows attend to, `[n_examples, n_rows, n_heads, d_head]`."""
     n_examples, n_heads, n_rows, n_keys = weights.shape
     n_kv_heads = value.shape[1]
     grouped = weights.view(n_examples, n_kv_heads, -1, n_keys) @ value[:, :, :n_keys]
-    output = grouped.view(n_examples, n_heads, n_rows, -1) / total.mT
-    return output.transpose(1, 2)
+    return grouped.view(n_examples, n_heads, n_rows, -1).transpose(1, 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -232,31 +176,34 @@ def _read_rows(
     rows: tuple[int, int],
     budget: int,
     value: torch.Tensor | None,
+    scratch: Scratch,
 ) -> _Layer:
     """Sum a and a log a by span, along rows and along columns; attend if wanted."""
     n_examples, n_heads, n_tokens, _ = call.query.shape
     layer = _empty_layer(call, rows[1] - rows[0], value)
-    is_key = members[:, None].float()
-    is_key[:, :, 2] = 1.0
-    is_row = members[:, None, 1:].float()
+    in_key_span = members[:, None, :2].float()
+    in_row_span = members[:, None, 1:].float()
     # Heads lie apart in memory; a product per chunk would gather them every time.
     keys = call.key.float().contiguous()
     value = None if value is None else value.contiguous()
     per_row = n_examples * n_heads * n_tokens
-    size = max(1, min(budget // per_row, rows[1] - rows[0])) * per_row
-    # Reused by every chunk: fresh pages cost more than the sums on a CPU.
-    buffers = torch.empty((2, size), device=keys.device)
-    for start, stop in row_chunks(rows, per_row, budget):
+    chunks = list(row_chunks(rows, per_row, budget))
+    size = max((stop - start for start, stop in chunks), default=0) * per_row
+    buffers = scratch.floats(2 * size).view(2, size)
+    for start, stop in chunks:
         logits = call.logits(start, stop, keys, buffers[0])
-        weights = _exponentials(logits, call.hidden(start, stop), buffers[1])
-        row_sums, key_sums, total = _chunk_sums(
-            logits, weights, is_key[..., :stop], is_row[..., start:stop]
-        )
-        layer.by_row[..., start:stop] = row_sums
-        layer.by_key[..., :stop] += key_sums
+        pair = _weights_and_terms(logits, buffers[1][: logits.numel()])
+        is_key, is_row = in_key_span[..., :stop], in_row_span[..., start:stop]
+        at = slice(start - rows[0], stop - rows[0])
+        # Every product is a batch over heads, so that a core finds in its own cache
+        # what it wrote: one product over both kinds would hand one kind to each core,
+        # which doubles the time where two cores share no cache.
+        for kind, values in enumerate(pair):
+            # The skinny operand comes first: the other order is six times slower.
+            layer.by_row[kind, ..., start:stop] = is_key @ values.mT
+            layer.by_key[kind, ..., :stop] += is_row @ values
         if value is not None:
-            at = slice(start - rows[0], stop - rows[0])
-            layer.attended[:, at] = _attended(weights, total, value)
+            layer.attended[:, at] = _attended(pair[0], value)
     return layer
 
 
@@ -266,6 +213,7 @@ def span_readings(
     rows: tuple[int, int],
     budget: int,
     value: torch.Tensor | None = None,
+    scratch: Scratch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Read one layer's attention between spans.
 
@@ -276,6 +224,7 @@ def span_readings(
       budget: most attention weights alive at once.
       value: `[n_examples, n_kv_heads, n_tokens, d_head]` float32 to attend to with
         the weights that are there anyway, or None.
+      scratch: where chunks are computed; None takes memory for this layer alone.
 
     Returns:
       `[n_examples, n_tokens, 2 (partner span), 2 (entropy in nats, mass), n_heads]`
@@ -283,7 +232,8 @@ def span_readings(
       Partners are the two other spans in the order context, question, answer. Tokens
       of no span, and empty or unseen partners, read zero.
     """
-    layer = _read_rows(call, members, rows, budget, value)
+    scratch = scratch or Scratch(call.query.device)
+    layer = _read_rows(call, members, rows, budget, value, scratch)
     to_context, to_question = _entropy_and_mass(*layer.by_row).unbind(2)
     from_question, from_answer = _entropy_and_mass(*layer.by_key).unbind(2)
     in_context, in_question, in_answer = members[:, :, None, :, None].unbind(1)

@@ -13,9 +13,19 @@ import torch
 class HostCopies:
     """Copies of one batch from a device whose copies are finished when they return."""
 
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return host memory that `take_rows` may fill, not initialised."""
+        return torch.empty(shape, dtype=dtype)
+
     def take(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values on the host; they may be read after `wait`."""
         return values.cpu()
+
+    def take_rows(
+        self, values: torch.Tensor, index: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Put rows of the values into `room`; they may be read after `wait`."""
+        torch.index_select(values, 0, index, out=out)
 
     def wait(self) -> None:
         """Return when every copy has arrived."""
@@ -29,17 +39,30 @@ class CudaCopies(HostCopies):
         self._stream = stream
         self._arrived = torch.cuda.Event()
 
+    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return pinned memory, without which a copy would be a synchronous one."""
+        return torch.empty(shape, dtype=dtype, pin_memory=True)  # Torch reuses it
+
     def take(self, values: torch.Tensor) -> torch.Tensor:
         """Queue a copy behind the work that makes the values."""
-        # Pinned, or the copy would be a synchronous one; Torch reuses freed blocks.
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        host = self.room(values.shape, values.dtype)
+        self._queue(values, host)
+        return host
+
+    def take_rows(
+        self, values: torch.Tensor, index: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """Pick rows on the device and queue their copy."""
+        self._queue(values.index_select(0, index), out)
+
+    def _queue(self, values: torch.Tensor, host: torch.Tensor) -> None:
+        """Copy behind the work that makes the values, and beside what follows."""
         self._stream.wait_stream(torch.cuda.current_stream(values.device))
         with torch.cuda.stream(self._stream):
             host.copy_(values, non_blocking=True)
             self._arrived.record()
         # Their memory must not be given to the next layer before they are copied.
         values.record_stream(self._stream)
-        return host
 
     def wait(self) -> None:
         """Wait for the last copy; the stream keeps their order."""

@@ -12,7 +12,9 @@ from extract import probability
 from extract.attention import SpanReading, read_spans
 from extract.backbone import Backbone
 from extract.layout import watch_layers
+from extract.pending import Rows, StreamReading
 from extract.signals import SignalReader
+from extract.transfer import HostCopies
 
 FIELDS = exactness.SIGNALS
 ARCHITECTURES = dict(exactness.architectures())
@@ -255,6 +257,30 @@ def test_a_sequence_longer_than_the_window_is_refused_with_both_lengths(llama_re
 
 def test_an_empty_batch_reads_nothing(llama_reader):
     assert llama_reader.read([]) == []
+
+
+def test_a_reader_that_read_a_longer_text_before_reads_the_same(llama_reader):
+    sequence = make_batch()[2]
+    fresh = SignalReader(llama_reader.backbone).read([sequence])[0]
+    used = SignalReader(llama_reader.backbone)
+    used.read([make_sequence(6, 120, [1, 60], [60, 100], [100, 120])])
+    assert largest_difference(used.read([sequence])[0], fresh) == 0.0
+
+
+def test_a_batch_that_waits_is_not_overwritten_by_the_next(llama_reader):
+    first, second = make_batch()[:2]
+    waiting = llama_reader.start([first])
+    llama_reader.read([second])
+    alone = llama_reader.read([first])[0]
+    assert largest_difference(next(waiting.result()), alone) == 0.0
+
+
+def test_a_layer_that_never_ran_is_refused_and_not_read_as_old_memory(llama_reader):
+    backbone = llama_reader.backbone
+    rows = Rows([(0, 3)], 3, backbone.device)
+    stream = StreamReading((0, 2), rows, None, HostCopies())
+    with pytest.raises(ValueError, match=r"entries \[0, 2\] .* were not seen"):
+        stream.states()
 
 
 def test_bfloat16_reads_near_float32():
