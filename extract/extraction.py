@@ -108,8 +108,9 @@ class _RangeRows:
         if len(reading) > last - first:
             token = int(self._spec.first_tokens(self._name)[example])
             reading = reading[token : token + last - first]
-        encoded = encode(reading, self._spec.families[self._name].dtype)
-        self.arrays[self._name][first:last] = encoded.codes
+        # Written where they stay: what lies between is a pass over cold memory.
+        room = self.arrays[self._name][first:last]
+        encoded = encode(reading, self._spec.families[self._name].dtype, room)
         if encoded.scales is not None:
             self.arrays[scale_name(self._name)][first:last] = encoded.scales
         self.losses.add(encoded, self._spec.keys[example])

@@ -32,8 +32,8 @@ class Encoded:
     """Values as they are written.
 
     Attributes:
-      codes: of the shape that was given, in the type that was asked; the given array
-        itself where it has that type.
+      codes: of the shape that was given, in the type that was asked: where they were
+        to be written, or the given array itself where it has that type.
       scales: float32, without the last axis; None unless the type is int8.
       n_invalid: values that were no finite numbers to begin with.
       n_overflowed: finite values that the type turned into infinities.
@@ -50,14 +50,18 @@ def numpy_dtype(dtype: Dtype) -> np.dtype:
     return np.dtype(getattr(ts, dtype).numpy_dtype)
 
 
-def encode(values: np.ndarray, dtype: Dtype) -> Encoded:
+def encode(values: np.ndarray, dtype: Dtype, out: np.ndarray | None = None) -> Encoded:
     """Write values in a type, and count what it cannot hold.
 
     Args:
       values: `[..., n_channels]` float32.
       dtype: the type.
+      out: where the codes are written, of that type; None makes an array if needed.
     """
-    codes, scales = _quantised(values) if dtype == "int8" else _rounded(values, dtype)
+    if dtype == "int8":
+        codes, scales = _quantised(values, out)
+    else:
+        codes, scales = _rounded(values, dtype, out), None
     if _n_not_finite(codes if scales is None else scales) == 0:
         return Encoded(codes=codes, scales=scales, n_invalid=0, n_overflowed=0)
     n_invalid = _n_not_finite(values)
@@ -95,18 +99,26 @@ def as_written(values: np.ndarray, dtype: Dtype) -> np.ndarray:
     return encoded.codes.astype(np.float32)
 
 
-def _rounded(values: np.ndarray, dtype: Dtype) -> tuple[np.ndarray, None]:
+def _rounded(values: np.ndarray, dtype: Dtype, out: np.ndarray | None) -> np.ndarray:
     """Round to a type of fewer bits."""
     with np.errstate(over="ignore", invalid="ignore"):  # counted by the caller
-        return values.astype(numpy_dtype(dtype), copy=False), None
+        if out is None:
+            return values.astype(numpy_dtype(dtype), copy=False)
+        out[...] = values
+        return out
 
 
-def _quantised(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _quantised(
+    values: np.ndarray, out: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
     """Return int8 codes and float32 scales."""
     with np.errstate(invalid="ignore"):  # a scale that is no number is counted
         scales = np.abs(values).max(axis=-1) / np.float32(_LARGEST_CODE)
         step = np.where(scales > 0, scales, np.float32(1))[..., None]
-        return np.rint(values / step).astype(np.int8), scales.astype(np.float32)
+        codes = np.rint(values / step).astype(np.int8)
+    if out is not None:
+        out[...] = codes
+    return codes, scales.astype(np.float32)
 
 
 def _n_not_finite(values: np.ndarray) -> int:

@@ -75,3 +75,20 @@ def test_one_huge_channel_costs_the_others_their_bits():
     plain = np.abs(as_written(values, "int8") - values).mean() / spread
     spoilt = np.abs(as_written(with_huge, "int8")[:, :-1] - values).mean() / spread
     assert plain < 0.02 < 0.5 < spoilt
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_written_in_their_place_are_the_codes_that_are_returned(dtype):
+    # Laid out as a reader hands states over: entries outside, tokens inside.
+    values = rows_of().reshape(4, 50, 64).transpose(1, 0, 2)
+    values[0, 0, :3] = np.nan, 1e5, -np.inf
+    alone = encode(values, dtype)
+    place = np.zeros((54, 4, 64), alone.codes.dtype)
+    there = encode(values, dtype, out=place[2:52])
+    assert place[2:52].tobytes() == np.ascontiguousarray(alone.codes).tobytes()
+    assert not place[:2].any() and not place[52:].any()
+    counts = (alone.n_invalid, alone.n_overflowed)
+    assert (there.n_invalid, there.n_overflowed) == counts
+    assert counts == (2, int(dtype == "float16"))
+    if dtype == "int8":
+        np.testing.assert_array_equal(there.scales, alone.scales)
