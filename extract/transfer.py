@@ -25,7 +25,10 @@ class HostCopies:
         self, values: torch.Tensor, index: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Put rows of the values into `room`; they may be read after `wait`."""
-        torch.index_select(values, 0, index, out=out)
+        if values.device == out.device:
+            torch.index_select(values, 0, index, out=out)
+        else:
+            out.copy_(values.index_select(0, index))
 
     def wait(self) -> None:
         """Return when every copy has arrived."""
