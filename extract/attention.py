@@ -20,7 +20,6 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from extract.scratch import Scratch
 from extract.spansums import AttentionCall, row_chunks, span_readings
 from extract.transfer import to_device
 
@@ -46,7 +45,6 @@ class SpanReading:
         attention_layers: tuple[int, ...],
         budget: int,
         device: torch.device,
-        scratch: Scratch | None = None,
     ) -> None:
         """Begin a reading.
 
@@ -57,15 +55,12 @@ class SpanReading:
           attention_layers: layers that have an attention matrix, in order.
           budget: most attention weights alive at once; bounds the chunk of rows.
           device: where the model computes.
-          scratch: where chunks are computed, of the same device; None makes one for
-            this forward.
         """
         positions = torch.arange(n_tokens)
         starts, stops = spans[:, :, :1], spans[:, :, 1:]
         members = (positions >= starts) & (positions < stops)
         self.members = to_device(members, device)
         self.budget = budget
-        self._scratch = scratch or Scratch(device)
         self.layers: dict[int, torch.Tensor | None] = dict.fromkeys(attention_layers)
         later = members[:, 1:].any(dim=(0, 1)).nonzero()
         # Only question and answer rows look back at a span. They are mostly the last.
@@ -82,7 +77,7 @@ class SpanReading:
                 f"each of the layers {tuple(self.layers)} once"
             )
         self.layers[layer], attended = span_readings(
-            call, self.members, self.rows, self.budget, value, self._scratch
+            call, self.members, self.rows, self.budget, value
         )
         return attended
 

@@ -1,8 +1,8 @@
 """Let the process keep the memory it frees, and use it again.
 
-A forward pass on a CPU frees and takes the same few hundred megabytes in every layer.
-The C library hands large blocks back to the system at once, which gives them again page
-by page, each cleared first: a tenth of the time of a pass, and more of a short one's.
+A forward pass on a CPU frees and takes the same large blocks in every layer. The C
+library hands them back to the system at once, which gives them again page by page, each
+cleared first (`tests/extract/test_heap.py` counts them).
 """
 
 import ctypes

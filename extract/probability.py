@@ -9,8 +9,6 @@ import dataclasses
 
 import torch
 
-from extract.scratch import Scratch
-
 N_SCALARS = 5  # p(v), -log p(v), entropy, top p, margin
 
 _N_COLUMNS = 64
@@ -172,7 +170,6 @@ def token_probabilities(
     *,
     n_tokens_per_chunk: int,
     n_words_per_block: int,
-    scratch: Scratch | None = None,
 ) -> torch.Tensor:
     """Read the next-token distribution at every position (section 3.2).
 
@@ -182,7 +179,6 @@ def token_probabilities(
       head: W_U with its bias and softcap.
       n_tokens_per_chunk: rows of one block of logits.
       n_words_per_block: columns of one block of logits; at least 2.
-      scratch: where blocks are computed; None takes memory for this call alone.
 
     Returns:
       `[n_tokens, 5]` float32: p(v_t), surprisal of v_t in nats, entropy in nats, top
@@ -192,8 +188,9 @@ def token_probabilities(
     n_most = min(n_tokens_per_chunk, len(states)), min(n_words_per_block, vocab_size)
     n_block = n_most[0] * n_most[1]
     n_cached = n_block if states.is_cuda else max(n_most[1], _N_CACHED)
-    scratch = scratch or Scratch(states.device)
-    block, buffer = scratch.floats(n_block + n_cached).split([n_block, n_cached])
+    # Reused by every block: fresh pages cost more than the sums on a CPU.
+    block = states.new_empty(n_block, dtype=torch.float32)
+    buffer = states.new_empty(n_cached, dtype=torch.float32)
     chunks = []
     for start in range(0, len(states), n_tokens_per_chunk):
         rows = slice(start, start + n_tokens_per_chunk)

@@ -30,7 +30,6 @@ from extract.pending import (
     pad_batch,
 )
 from extract.records import Answer
-from extract.scratch import Scratch
 from extract.transfer import host_copies
 
 AnswerSpan = Literal["emitting", "literal"]
@@ -161,7 +160,6 @@ class SignalReader:
         self.hidden_spans = hidden_spans
         self._budget = budget or budget_for(backbone.device)
         self._copies = host_copies(backbone.device)
-        self._scratch = Scratch(backbone.device)
         self._final_norm = residual.measure_final_norm(backbone.layout)
         self._head = probability.head_of(backbone.model)
         check_parity(backbone, self._final_norm, self._head)
@@ -235,7 +233,6 @@ class SignalReader:
             self.backbone.attention_layers,
             budget.n_attention_weights,
             device,
-            self._scratch,
         )
         with contextlib.ExitStack() as stack:
             stack.enter_context(read_spans(layout.decoder, attention))
@@ -247,7 +244,6 @@ class SignalReader:
             self._head,
             n_tokens_per_chunk=budget.n_tokens_per_chunk,
             n_words_per_block=budget.n_words_per_block,
-            scratch=self._scratch,
         )
         resid = rows.of(torch.cat(stream.resid, dim=-1))
         scalars = {"prob": prob, "resid": resid, "attn": rows.of(attention.readings())}

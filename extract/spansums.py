@@ -9,11 +9,10 @@ span suffice and no map is kept.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import torch
-
-from extract.scratch import Scratch
 
 # Below this mass float32 terms are subnormal: they have few digits on a CPU and are
 # flushed to zero on some devices, so the entropy would be noise.
@@ -112,9 +111,9 @@ def row_chunks(
 ) -> Iterator[tuple[int, int]]:
     """Split rows into even chunks of at most `budget` weights, or of one row."""
     n_rows = rows[1] - rows[0]
-    most = max(1, budget // max(1, n_weights_per_row))
-    size = -(-n_rows // max(1, -(-n_rows // most))) or 1
-    for start in range(*rows, size):
+    n_chunks = math.ceil(n_rows / max(1, budget // n_weights_per_row))
+    size = math.ceil(n_rows / max(1, n_chunks))
+    for start in range(*rows, max(1, size)):
         yield start, min(start + size, rows[1])
 
 
@@ -176,7 +175,6 @@ def _read_rows(
     rows: tuple[int, int],
     budget: int,
     value: torch.Tensor | None,
-    scratch: Scratch,
 ) -> _Layer:
     """Sum a and a log a by span, along rows and along columns; attend if wanted."""
     n_examples, n_heads, n_tokens, _ = call.query.shape
@@ -189,7 +187,8 @@ def _read_rows(
     per_row = n_examples * n_heads * n_tokens
     chunks = list(row_chunks(rows, per_row, budget))
     size = max((stop - start for start, stop in chunks), default=0) * per_row
-    buffers = scratch.floats(2 * size).view(2, size)
+    # Reused by every chunk: fresh pages cost more than the sums on a CPU.
+    buffers = torch.empty((2, size), device=keys.device)
     for start, stop in chunks:
         logits = call.logits(start, stop, keys, buffers[0])
         pair = _weights_and_terms(logits, buffers[1][: logits.numel()])
@@ -197,7 +196,7 @@ def _read_rows(
         at = slice(start - rows[0], stop - rows[0])
         # Every product is a batch over heads, so that a core finds in its own cache
         # what it wrote: one product over both kinds would hand one kind to each core,
-        # which doubles the time where two cores share no cache.
+        # and what two cores exchange is slow where they share no cache.
         for kind, values in enumerate(pair):
             # The skinny operand comes first: the other order is six times slower.
             layer.by_row[kind, ..., start:stop] = is_key @ values.mT
@@ -213,7 +212,6 @@ def span_readings(
     rows: tuple[int, int],
     budget: int,
     value: torch.Tensor | None = None,
-    scratch: Scratch | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Read one layer's attention between spans.
 
@@ -224,7 +222,6 @@ def span_readings(
       budget: most attention weights alive at once.
       value: `[n_examples, n_kv_heads, n_tokens, d_head]` float32 to attend to with
         the weights that are there anyway, or None.
-      scratch: where chunks are computed; None takes memory for this layer alone.
 
     Returns:
       `[n_examples, n_tokens, 2 (partner span), 2 (entropy in nats, mass), n_heads]`
@@ -232,8 +229,7 @@ def span_readings(
       Partners are the two other spans in the order context, question, answer. Tokens
       of no span, and empty or unseen partners, read zero.
     """
-    scratch = scratch or Scratch(call.query.device)
-    layer = _read_rows(call, members, rows, budget, value, scratch)
+    layer = _read_rows(call, members, rows, budget, value)
     to_context, to_question = _entropy_and_mass(*layer.by_row).unbind(2)
     from_question, from_answer = _entropy_and_mass(*layer.by_key).unbind(2)
     in_context, in_question, in_answer = members[:, :, None, :, None].unbind(1)
