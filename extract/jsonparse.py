@@ -31,6 +31,15 @@ def parse_object(raw: bytes | memoryview) -> tuple[dict[str, Any] | None, str | 
     return value, None
 
 
+def is_json(raw: bytes | memoryview) -> bool:
+    """Tell whether the bytes are one JSON value of any kind."""
+    try:
+        orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return False
+    return True
+
+
 def _parse_slowly(raw: bytes, error: orjson.JSONDecodeError) -> tuple[Any, str | None]:
     """Say why text is no JSON; accept the NaN and Infinity that Python writes."""
     try:

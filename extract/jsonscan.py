@@ -19,7 +19,7 @@ import orjson
 
 from extract.bytewindow import CHUNK, Window
 from extract.jsonhead import top_keys
-from extract.jsonparse import parse_object
+from extract.jsonparse import is_json, parse_object
 
 MAX_RECORD = 32 << 20  # bytes; the largest published records (NQ pages) are below 5 MB
 _GUESS_WITHIN = 4 << 20  # bytes searched for a guessed boundary
@@ -128,9 +128,11 @@ class ArrayScanner:
             return self._unfinished(at)
         if end - at > MAX_RECORD:
             return Value(offset, None, f"longer than {MAX_RECORD >> 20} MiB"), end
-        value, problem = parse_object(memoryview(window.bytes)[at:end])
+        raw = memoryview(window.bytes)[at:end]
+        value, problem = parse_object(raw)
         if problem is not None:
-            hit = self._resume(at, end - 1)
+            # What is JSON, and no object, ends where it ends, whatever lies inside it.
+            hit = None if is_json(raw) else self._resume(at, end - 1)
             return Value(offset, None, problem), end if hit is None else hit
         self._learn(value or {}, end)
         return Value(offset, value), end

@@ -2,7 +2,7 @@ import json
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from extract.bytewindow import Window
@@ -42,6 +42,8 @@ VALUES = st.recursive(
 )
 
 
+# A list that holds what begins like the records before it.
+@example([{"": None}, {"": None}, [None, {"": None}]], 17, None, False)
 @given(
     st.lists(VALUES, max_size=6),
     st.integers(1, 40),
