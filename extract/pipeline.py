@@ -9,17 +9,13 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from extract.answerrows import AnswerRows, answered, open_answers
-from extract.asking import AskConfig, Asked, Speaker, ask
-from extract.atomic import write_text_atomic
-from extract.backbone import Backbone
-from extract.extraction import ExtractionReport, extract
-from extract.generation import generate
-from extract.jsonlines import JsonLines
-from extract.judge import Judge, exact_match_judge, label_answer
-from extract.microworld import WorldConfig, make_world
-from extract.plan import ExtractConfig
-from extract.questions import QuestionConfig, make_examples
+from extract.backbone.backbone import Backbone
+from extract.generate.answers import AnswerRows, answered, open_answers
+from extract.generate.asking import AskConfig, Asked, Speaker, ask
+from extract.generate.greedy import generate
+from extract.generate.requests import GenerationConfig, Request, plan_batches
+from extract.label.judge import Judge, exact_match_judge, label_answer
+from extract.label.rewrite import Rewrite, with_rewrites
 from extract.records import (
     SETTINGS,
     Answer,
@@ -30,10 +26,14 @@ from extract.records import (
     to_json,
     write_lines,
 )
-from extract.requests import GenerationConfig, Request, plan_batches
-from extract.rewrite import Rewrite, with_rewrites
-from extract.rundir import RunDir
-from extract.signals import SignalReader
+from extract.run.atomic import write_text_atomic
+from extract.run.jsonlines import JsonLines
+from extract.run.rundir import RunDir
+from extract.signals.extraction import ExtractionReport, extract
+from extract.signals.plan import ExtractConfig
+from extract.signals.reader import SignalReader
+from extract.world.facts import WorldConfig, make_world
+from extract.world.questions import QuestionConfig, make_examples
 
 Progress = Callable[[int, int], None]  # (done, total)
 
@@ -84,7 +84,7 @@ def ask_run(
     """Return what the run asks; what it does not ask is written down.
 
     Raises:
-      ValueError: a prompt does not fit, see `extract.asking.ask`.
+      ValueError: a prompt does not fit, see `extract.generate.asking.ask`.
     """
     asked = ask(read_examples(run), speaker, asking, max_new_tokens)
     if asked.left_out:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from extract.records import Setting
-from extract.store import FeatureStore, Ragged, read_family
+from extract.store.store import FeatureStore, Ragged, read_family
 from jaxprobe.chunks import standardizer_of
 from jaxprobe.features import FamilyDims, Features, Standardizer, fit_standardizer
 from jaxprobe.subsets import FAMILIES
@@ -123,7 +123,7 @@ def assemble(
     Args:
       families: by name `[n_rows, ...]`; `hidden` of one layer.
       starts: `[n_examples]`, first row of each example.
-      spans: `[n_examples, 3, 2]`, see the glossary in `extract/store.py`.
+      spans: `[n_examples, 3, 2]`, see the glossary in `extract/store/store.py`.
       setting: decides which spans are read.
       n_tokens: padded length per span; None takes the longest of each.
     """

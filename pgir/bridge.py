@@ -9,15 +9,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from extract.backbone import Backbone
-from extract.generation import generate
-from extract.pending import Signals
-from extract.plaintext import encode_text
-from extract.precision import as_written
-from extract.prompts import PromptTemplate, build_prompt, check_text
+from extract.backbone.backbone import Backbone
+from extract.generate.greedy import generate
+from extract.generate.plaintext import encode_text
+from extract.generate.prompts import PromptTemplate, build_prompt, check_text
+from extract.generate.requests import GenerationConfig, Request, plan_batches
 from extract.records import Answer, Passage, Setting
-from extract.requests import GenerationConfig, Request, plan_batches
-from extract.signals import AnswerSpan, SignalReader, sequence_of
+from extract.signals.pending import Signals
+from extract.signals.reader import AnswerSpan, SignalReader, sequence_of
+from extract.store.precision import as_written
 from jaxprobe.detector import Detector, Scores
 from jaxprobe.features import Features
 from jaxprobe.reading import SPANS, assemble

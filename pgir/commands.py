@@ -5,8 +5,8 @@ from pathlib import Path
 
 import click
 
-from extract.console import quiet
-from extract.runpath import RunPath
+from extract.run.console import quiet
+from extract.run.runpath import RunPath
 
 
 @click.command()
@@ -31,8 +31,8 @@ def score(
     Example: beatrice score runs/demo --question "who wrote X?" --answer "Y"
     """
     quiet()
-    from extract.manifest import read_manifest
-    from extract.rundir import RunDir
+    from extract.run.manifest import read_manifest
+    from extract.run.rundir import RunDir
 
     read_manifest(run_dir)  # what is no run, or not finished, is refused at once
     RunDir(run_dir).finished_detector()

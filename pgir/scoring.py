@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from extract.asking import AskConfig
-from extract.backbone import load_backbone
-from extract.embedded import model_path
-from extract.manifest import read_manifest
+from extract.backbone.backbone import load_backbone
+from extract.backbone.embedded import model_path
+from extract.generate.asking import AskConfig
+from extract.generate.requests import GenerationConfig
 from extract.records import Passage
-from extract.requests import GenerationConfig
-from extract.rundir import RunDir
+from extract.run.manifest import read_manifest
+from extract.run.rundir import RunDir
 from jaxprobe.detector import Detector
 from pgir.bridge import ProbedBackbone
 

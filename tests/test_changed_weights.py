@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 
 from beatrice import main
 from benchmarks.stages.presets import make_config
-from extract.embedded import WEIGHTS
-from extract.microworld import make_world
-from extract.questions import QuestionConfig, make_examples
+from extract.backbone.embedded import WEIGHTS
 from extract.records import write_lines
-from extract.rundir import RunDir
+from extract.run.rundir import RunDir
+from extract.world.facts import make_world
+from extract.world.questions import QuestionConfig, make_examples
 
 
 def beatrice(*arguments, code=0, **environ):

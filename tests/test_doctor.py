@@ -9,10 +9,10 @@ from beatrice import main
 from benchmarks.benches.tiny_models import tiny_model
 from benchmarks.forecasts.doctor_store import outline_shapes
 from benchmarks.stages.presets import make_config
-from extract.checkpoint import load_outline
-from extract.embedded import WEIGHTS
-from extract.keeping import Kept, as_size
-from extract.rundir import RunDir
+from extract.backbone.checkpoint import load_outline
+from extract.backbone.embedded import WEIGHTS
+from extract.run.rundir import RunDir
+from extract.store.kept import Kept, as_size
 from tests.extract.test_backbone import save_tokenizer
 
 

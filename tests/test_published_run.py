@@ -9,8 +9,8 @@ import json
 import pytest
 
 from benchmarks.stages.presets import make_config
-from extract.microworld import make_world
-from extract.questions import make_examples
+from extract.world.facts import make_world
+from extract.world.questions import make_examples
 from tests.process import call
 
 

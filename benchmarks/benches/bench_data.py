@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from extract.console import Progress, table_head, table_row
+from extract.run.console import Progress, table_head, table_row
 
 _HEAD = "MB", "records", "refused", "s", "CPU s", "records/s", "MB/s", "peak MiB"
 _SMALLER = 10  # the other row's file, to show whether memory grows with size

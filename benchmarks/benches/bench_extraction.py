@@ -6,7 +6,7 @@ import json
 import click
 
 from benchmarks.benches.lines import Lines
-from extract.console import Progress, quiet
+from extract.run.console import Progress, quiet
 
 
 @click.command()

@@ -6,7 +6,7 @@ import click
 
 from benchmarks.benches.lines import Lines
 from benchmarks.verbs.opening import RUN_DIR, config_of, set_compiler
-from extract.console import Progress, quiet
+from extract.run.console import Progress, quiet
 
 _HEAD = (
     "setting",
@@ -41,7 +41,7 @@ def precision(run_dir: Path, encoders: str, as_json: bool) -> None:
     config = config_of(run_dir)
     set_compiler(config.xla_flags)
     from benchmarks.benches.precision_cost import measure
-    from extract.rundir import RunDir
+    from extract.run.rundir import RunDir
     from jaxprobe.subsets import subset_index
 
     names = [name.strip() for name in encoders.split(",")]

@@ -10,7 +10,7 @@ import click
 
 from benchmarks.verbs.keepoptions import keep_options, take_kept
 from benchmarks.verbs.opening import SEED
-from extract.console import Progress, quiet
+from extract.run.console import Progress, quiet
 
 
 @click.command()
@@ -39,7 +39,7 @@ def resume(examples: int, kills: int, seed: int, as_json: bool, **options: Any) 
     Example: beatrice bench resume --examples 600 --kills 5
     """
     from benchmarks.benches.resume_proof import ResumeConfig, prove
-    from extract.keeping import Kept
+    from extract.store.kept import Kept
 
     quiet()
     config = ResumeConfig(

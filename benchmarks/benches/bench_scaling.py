@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from extract.console import Progress, quiet
+from extract.run.console import Progress, quiet
 
 
 @click.command()
@@ -63,7 +63,7 @@ def _write(path: Path, points: list, fitted: dict[str, float]) -> None:
     """Write the figure as a file of its own."""
     from benchmarks.benches.scalingfigure import scaling as draw
     from benchmarks.reporting.figures import to_svg
-    from extract.atomic import write_text_atomic
+    from extract.run.atomic import write_text_atomic
 
     said = ", ".join(f"{axis} {value:.2f}" for axis, value in fitted.items())
     svg = to_svg(draw(points, fitted), "scaling", f"Exponents of training time: {said}")

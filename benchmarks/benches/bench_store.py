@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from extract.console import Progress, quiet
+from extract.run.console import Progress, quiet
 
 if TYPE_CHECKING:
     from benchmarks.benches.store_cost import StoreCost

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from extract.console import Progress, quiet, table_head, table_row
+from extract.run.console import Progress, quiet, table_head, table_row
 
 if TYPE_CHECKING:
     from benchmarks.benches.train_cost import Measured

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from benchmarks.benches import oracle
 from benchmarks.benches.tiny_models import FAMILIES, N_TEXT_IDS, tiny_model
 from benchmarks.benches.tiny_wrappers import WRAPPERS, multimodal_wrapper
-from extract.backbone import Backbone
-from extract.budgets import ReadingBudget
-from extract.signals import Sequence, SignalReader
+from extract.backbone.backbone import Backbone
+from extract.signals.budgets import ReadingBudget
+from extract.signals.reader import Sequence, SignalReader
 
 SIGNALS = ("hidden", "prob", "resid", "attn")
 

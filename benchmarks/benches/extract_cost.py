@@ -20,9 +20,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.benches.memory import MIB, held_bytes, peak_bytes, reset_peak
-from extract.backbone import Backbone
-from extract.heap import keep_freed_memory
-from extract.signals import Sequence, SignalReader
+from extract.backbone.backbone import Backbone
+from extract.backbone.heap import keep_freed_memory
+from extract.signals.reader import Sequence, SignalReader
 
 Mode = Literal["bare", "read"]
 

@@ -8,9 +8,9 @@ import torch
 from benchmarks.benches.extract_cost import Bench, CostConfig
 from benchmarks.benches.full_models import FullModel, flops_per_token, gemm_peak
 from benchmarks.benches.loop_cost import Loop, LoopConfig, LoopCost
-from extract.backbone import Backbone
-from extract.plan import ExtractConfig
-from extract.signals import SignalReader
+from extract.backbone.backbone import Backbone
+from extract.signals.plan import ExtractConfig
+from extract.signals.reader import SignalReader
 
 _N_KERNELS = 12
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from extract.console import table_head, table_row
+from extract.run.console import table_head, table_row
 
 
 class Lines:

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.benches.extract_cost import CostConfig, alternate, make_model
-from extract.backbone import Backbone, load_backbone
-from extract.embedded import EMBEDDED, model_path
-from extract.extraction import read_batches, run_plan
-from extract.plan import ExtractConfig, ExtractionPlan, plan_extraction
-from extract.signals import Sequence, SignalReader
+from extract.backbone.backbone import Backbone, load_backbone
+from extract.backbone.embedded import EMBEDDED, model_path
+from extract.signals.extraction import read_batches, run_plan
+from extract.signals.plan import ExtractConfig, ExtractionPlan, plan_extraction
+from extract.signals.reader import Sequence, SignalReader
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

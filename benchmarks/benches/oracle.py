@@ -21,7 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from extract.signals import Sequence
+from extract.signals.reader import Sequence
 
 FUSED = "oracle_fused"
 _NORMS = ("norm", "final_layer_norm", "ln_f")

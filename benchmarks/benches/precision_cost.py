@@ -18,15 +18,15 @@ from benchmarks.stages.presets import RunConfig
 from benchmarks.stages.rows import Rows, load_rows
 from benchmarks.stages.sweep_stage import chosen_layer
 from benchmarks.stages.torch_stages import open_backbone
-from extract.extraction import extract
-from extract.family import Spans
-from extract.keeping import Kept, kept_families
 from extract.pipeline import read_answers
-from extract.precision import SHORT_NAMES, as_written
 from extract.records import SETTINGS, Setting
-from extract.rundir import RunDir
-from extract.signals import SignalReader
-from extract.store import FeatureStore, open_store, read_family
+from extract.run.rundir import RunDir
+from extract.signals.extraction import extract
+from extract.signals.reader import SignalReader
+from extract.store.family import Spans
+from extract.store.kept import Kept, kept_families
+from extract.store.precision import SHORT_NAMES, as_written
+from extract.store.store import FeatureStore, open_store, read_family
 from jaxprobe.codes import encode
 from jaxprobe.encoder import Encoder
 from jaxprobe.features import FamilyTokens, split_families

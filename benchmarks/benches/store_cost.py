@@ -19,9 +19,9 @@ import numpy as np
 
 from benchmarks.benches.memory import MIB, held_bytes, peak_bytes, reset_peak
 from benchmarks.forecasts.train_work import Workload
-from extract.store import FeatureStore, open_store, read_family
-from extract.storespec import Family, StoreSpec
-from extract.storewrite import StoreWriter, create_store
+from extract.store.spec import Family, StoreSpec
+from extract.store.store import FeatureStore, open_store, read_family
+from extract.store.storewrite import StoreWriter, create_store
 from jaxprobe.chunks import epoch_groups, prefetched, standardizer_of
 from jaxprobe.config import StreamConfig, TrainConfig
 from jaxprobe.encoder import Encoder

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.forecasts.doctor import Finding
-from extract.embedded import model_path
-from extract.rundir import RunDir
+from extract.backbone.embedded import model_path
+from extract.run.rundir import RunDir
 
 if TYPE_CHECKING:
     from benchmarks.forecasts.doctor_store import Shapes
@@ -20,8 +20,8 @@ def look_at_model(name: str) -> Generator[Finding, None, "Shapes | None"]:
       The shapes of its readings, or None where its config or layout cannot be used.
     """
     from benchmarks.forecasts.doctor_store import outline_shapes, typical_sizes
-    from extract.checkpoint import check_unpacking, load_outline
-    from extract.window import window_of
+    from extract.backbone.checkpoint import check_unpacking, load_outline
+    from extract.backbone.window import window_of
 
     path, shapes = model_path(name), None
     try:
@@ -50,7 +50,7 @@ def look_at_model(name: str) -> Generator[Finding, None, "Shapes | None"]:
 
 def _look_at_tokenizer(tokenizer: Any) -> Finding:
     """Say whether a tokenizer can be used, and for chats as well."""
-    from extract.chat import render_message
+    from extract.generate.chat import render_message
 
     if not getattr(tokenizer, "is_fast", False):
         text = f"{type(tokenizer).__name__} has no offsets; a fast one is needed"
@@ -67,7 +67,7 @@ def look_at_run(path: Path) -> Iterator[Finding]:
     """Say what of a run is done, and what its feature store will take."""
     from benchmarks.stages.chain import IN_ORDER
     from benchmarks.stages.configurations import config_from_manifest
-    from extract.manifest import read_manifest
+    from extract.run.manifest import read_manifest
 
     try:
         config = config_from_manifest(read_manifest(path)["config"])
@@ -100,7 +100,7 @@ def _look_at_store(
     import shutil
 
     from benchmarks.forecasts.doctor_store import count_tokens, sizes_of_choices
-    from extract.keeping import as_size, stored_bytes
+    from extract.store.kept import as_size, stored_bytes
 
     counts = count_tokens(run, config.extract.answer_span)
     if counts is None or run.stage_done("extract"):

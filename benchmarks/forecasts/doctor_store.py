@@ -5,13 +5,13 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import get_args
 
-from extract.checkpoint import Outline
-from extract.family import Spans
-from extract.jsonlines import JsonLines
-from extract.keeping import Kept, as_size, model_shapes, stored_bytes
-from extract.layout import find_layout
-from extract.precision import SHORT_NAMES
-from extract.rundir import RunDir
+from extract.backbone.checkpoint import Outline
+from extract.backbone.layout import find_layout
+from extract.run.jsonlines import JsonLines
+from extract.run.rundir import RunDir
+from extract.store.family import Spans
+from extract.store.kept import Kept, as_size, model_shapes, stored_bytes
+from extract.store.precision import SHORT_NAMES
 
 Shapes = Mapping[str, Sequence[int]]
 

@@ -10,17 +10,17 @@ from benchmarks.forecasts.rehearsal import Rehearsal, spread
 from benchmarks.stages.forecast import N_PROBED, Forecast
 from benchmarks.stages.presets import RunConfig
 from benchmarks.stages.tallies import disk_bytes
-from extract.answerrows import answered
-from extract.asking import Speaker, ask
-from extract.generator import Generator, SamplingConfig
-from extract.judge import exact_match_judge, label_answer
-from extract.keeping import stored_bytes
+from extract.generate.answers import answered
+from extract.generate.asking import Speaker, ask
+from extract.generate.generator import Generator, SamplingConfig
+from extract.generate.requests import GenerationConfig, plan_batches
+from extract.generate.sampling import request_prompt
+from extract.label.judge import exact_match_judge, label_answer
 from extract.pipeline import answers_file, read_answers, read_examples
 from extract.records import SETTINGS, to_json
-from extract.requests import GenerationConfig, plan_batches
-from extract.rundir import RunDir
-from extract.sampling import request_prompt
-from extract.storespec import Family
+from extract.run.rundir import RunDir
+from extract.store.kept import stored_bytes
+from extract.store.spec import Family
 
 _BYTES_PER_ID = 7
 _BYTES_PER_ANSWER = 260  # beside the ids: names of fields, key, text
@@ -53,7 +53,7 @@ def forecast_answers(
 def forecast_local_answers(run: RunDir, config: RunConfig) -> Forecast:
     """Return what answering on this machine needs."""
     from benchmarks.stages.torch_stages import open_backbone
-    from extract.localgenerator import TransformersGenerator
+    from extract.generate.local import TransformersGenerator
 
     began = time.monotonic()
     backbone = open_backbone(config)
@@ -73,7 +73,7 @@ def forecast_local_answers(run: RunDir, config: RunConfig) -> Forecast:
 def forecast_extract(run: RunDir, config: RunConfig) -> Forecast:
     """Return what extraction needs; the store's size is exact before compression."""
     from benchmarks.stages.torch_stages import open_backbone
-    from extract.signals import SignalReader, sequence_of
+    from extract.signals.reader import SignalReader, sequence_of
 
     run.hash_inputs(run.answers)
     began = time.monotonic()
@@ -143,8 +143,8 @@ def forecast_exact_labels(run: RunDir, config: RunConfig) -> Forecast:
 
 def forecast_world(config: RunConfig) -> Forecast:
     """Return what the microworld's questions need: they are made, and not written."""
-    from extract.microworld import make_world
-    from extract.questions import make_examples
+    from extract.world.facts import make_world
+    from extract.world.questions import make_examples
 
     if config.world is None or config.questions is None:
         raise ValueError("this run asks published questions, not the microworld's")
@@ -169,7 +169,7 @@ def forecast_arrays(run: RunDir, name: str, inputs: list[Path]) -> Forecast:
         folder = run.features(setting)
         n_bytes += disk_bytes([folder])
         if (folder / "index.json").exists():
-            from extract.store import open_store
+            from extract.store.store import open_store
 
             n_rows += len(open_store(folder).spec.keys)
     return Forecast(

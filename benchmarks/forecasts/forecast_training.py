@@ -17,8 +17,8 @@ from benchmarks.stages.sweep_stage import chosen_layer
 from benchmarks.stages.train_sides import settings_at_once
 from benchmarks.stages.train_stage import EVERY_FAMILY, TRAIN
 from extract.records import SETTINGS, Setting
-from extract.rundir import RunDir
-from extract.store import FeatureStore
+from extract.run.rundir import RunDir
+from extract.store.store import FeatureStore
 from jaxprobe.encoder import Encoder
 from jaxprobe.features import split_families
 from jaxprobe.fusion import PoolCodes

@@ -9,7 +9,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.stages.forecast import N_PROBED, Forecast
-from extract.generator import Generated, Generator, GeneratorPrompt, SamplingConfig
+from extract.generate.generator import (
+    Generated,
+    Generator,
+    GeneratorPrompt,
+    SamplingConfig,
+)
 
 _BYTES_PER_ID = 7  # of a token id in JSON, with its comma
 _BYTES_PER_ROW = 260  # of a stored text: key, names of fields, counts

@@ -41,7 +41,7 @@ from benchmarks.reporting.tables import (
     detection_table,
     number,
 )
-from extract.atomic import write_text_atomic
+from extract.run.atomic import write_text_atomic
 
 P_STEPS = (0.05, 0.25, 0.5, 0.8)  # upper ends of the tints of a token, by its p
 

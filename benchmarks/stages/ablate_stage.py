@@ -35,9 +35,9 @@ from benchmarks.stages.stage import Progress, Stage, Update, side_by_side
 from benchmarks.stages.sweep_stage import stored
 from benchmarks.stages.train_sides import settings_at_once
 from benchmarks.stages.train_stage import encoder_folders
-from extract.atomic import write_json_atomic
 from extract.records import SETTINGS, Setting
-from extract.rundir import RunDir
+from extract.run.atomic import write_json_atomic
+from extract.run.rundir import RunDir
 from jaxprobe.fusion import PoolCodes
 from jaxprobe.grid import default_blocks
 from jaxprobe.keepsake import keep, recall

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.stages.control import Traced
-from extract.judge import exact_match
-from extract.pending import Signals
+from extract.label.judge import exact_match
 from extract.records import Answer, Passage
-from extract.signals import sequence_of
+from extract.signals.pending import Signals
+from extract.signals.reader import sequence_of
 from pgir.bridge import ProbedBackbone
 from pgir.controller import Decision, Policy, decide
 

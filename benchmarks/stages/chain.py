@@ -25,7 +25,7 @@ from benchmarks.stages.torch_stages import ANSWER, EXTRACT, LABEL, WORLD
 from benchmarks.stages.train_stage import TRAIN
 from extract.pipeline import count_correct, read_examples, read_labels
 from extract.records import SETTINGS
-from extract.rundir import RunDir
+from extract.run.rundir import RunDir
 
 IN_ORDER = (
     "world answer label extract sweep train select calibrate evaluate control report"

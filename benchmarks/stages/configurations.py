@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.stages.presets import RunConfig, make_config
-from extract.asking import AskConfig
 from extract.datasets.dataconfig import DataConfig
-from extract.keeping import kept_of
+from extract.generate.asking import AskConfig
+from extract.store.kept import kept_of
 
 
 def with_questions(

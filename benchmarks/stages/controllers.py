@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.reporting.results import ResultRow
 from benchmarks.stages.control import Traced
 from benchmarks.stages.presets import RunConfig
-from extract.judge import exact_match, token_f1
+from extract.label.judge import exact_match, token_f1
 from extract.records import Example
 from jaxprobe.metrics import BootstrapConfig, cluster_weights, interval_of
 from pgir.controller import ControllerConfig, Draft, Policy, Trace, decide

@@ -22,7 +22,7 @@ from benchmarks.stages.select_stage import (
 from benchmarks.stages.stage import Progress, Stage, Update, side_by_side
 from benchmarks.stages.train_stage import encoder_folders
 from extract.records import SETTINGS, Setting
-from extract.rundir import RunDir
+from extract.run.rundir import RunDir
 from jaxprobe.fusion import PoolCodes
 from jaxprobe.keepsake import keep, recall
 from jaxprobe.metrics import BootstrapConfig

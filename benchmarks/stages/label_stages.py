@@ -8,25 +8,29 @@ from typing import Any
 
 from benchmarks.stages.presets import RunConfig
 from benchmarks.stages.stage import Progress, Update, once
-from extract.annotation import (
+from extract.generate.answers import open_answers
+from extract.generate.asking import ask
+from extract.generate.generator import SCHEMA_VERSION, Generator, SamplingConfig
+from extract.generate.greedy import stop_ids_of
+from extract.generate.replies import Replies
+from extract.generate.sampling import DrawConfig, draw_answers
+from extract.generate.served_answers import Words, append_answers, claim_answers
+from extract.label.annotation import (
     HumanAgreement,
     draw_sample,
     read_annotations,
     write_sample,
 )
-from extract.answerrows import open_answers
-from extract.asking import ask
-from extract.atomic import write_json_atomic, write_text_atomic
-from extract.audit import (
+from extract.label.audit import (
     LabelledAnswer,
     against_exact_match,
     between_judges,
     disagreements,
     join_labels,
 )
-from extract.consensus import ConsensusConfig, judge_answers
-from extract.generation import stop_ids_of
-from extract.generator import SCHEMA_VERSION, Generator, SamplingConfig
+from extract.label.judges import ConsensusConfig, judge_answers
+from extract.label.rewrite import RewriteConfig, count_rewrites, rewrite_contexts
+from extract.label.rubrics import RUBRICS
 from extract.pipeline import (
     answers_file,
     ask_run,
@@ -34,12 +38,8 @@ from extract.pipeline import (
     read_examples,
 )
 from extract.records import SETTINGS, Answer, Example, Label, read_records, write_lines
-from extract.replies import Replies
-from extract.rewrite import RewriteConfig, count_rewrites, rewrite_contexts
-from extract.rubrics import RUBRICS
-from extract.rundir import RunDir
-from extract.sampling import DrawConfig, draw_answers
-from extract.servedanswers import Words, append_answers, claim_answers
+from extract.run.atomic import write_json_atomic, write_text_atomic
+from extract.run.rundir import RunDir
 
 
 def _sha(content: Any) -> str:
@@ -179,8 +179,8 @@ def load_words(config: RunConfig) -> tuple[Words, tuple[int, ...]]:
     """Load a backbone's tokenizer and stop tokens, without its weights."""
     from transformers import GenerationConfig as Defaults
 
-    from extract.checkpoint import load_outline
-    from extract.window import window_of
+    from extract.backbone.checkpoint import load_outline
+    from extract.backbone.window import window_of
 
     found = load_outline(config.model_path)
     defaults = Defaults.from_pretrained(config.model_path)

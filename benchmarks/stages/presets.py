@@ -9,13 +9,13 @@ the paper's, for published questions and a GPU.
 import dataclasses
 from typing import Any, Literal, get_args
 
-from extract.asking import AskConfig
+from extract.backbone.embedded import EMBEDDED, model_path
 from extract.datasets.dataconfig import DataConfig
-from extract.embedded import EMBEDDED, model_path
-from extract.keeping import Kept
-from extract.microworld import WorldConfig
-from extract.plan import ExtractConfig
-from extract.questions import QuestionConfig
+from extract.generate.asking import AskConfig
+from extract.signals.plan import ExtractConfig
+from extract.store.kept import Kept
+from extract.world.facts import WorldConfig
+from extract.world.questions import QuestionConfig
 from jaxprobe.config import EncoderConfig, FusionConfig, StreamConfig, TrainConfig
 from jaxprobe.subsets import N_SUBSETS
 
@@ -103,7 +103,7 @@ def make_config(
       preset: sizes.
       model: directory or Hub id of the backbone, or "embedded".
       seed: of training, selection and bootstrap.
-      answer_span: see `extract.signals.sequence_of`.
+      answer_span: see `extract.signals.reader.sequence_of`.
       kept: what is kept of the answers' signals; None takes the defaults.
       is_streamed: whether encoders read the store in groups of chunks.
       is_mixed: whether encoders round the operands of their products to bfloat16.

@@ -6,7 +6,7 @@ import json
 from benchmarks.reporting.results import ResultRow
 from extract.pipeline import left_out_file, read_answers, read_examples
 from extract.records import SETTINGS
-from extract.rundir import RunDir
+from extract.run.rundir import RunDir
 
 
 def prompt_rows(run: RunDir) -> list[ResultRow]:

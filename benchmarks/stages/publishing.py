@@ -4,8 +4,8 @@ from pathlib import Path
 
 from benchmarks.reporting.results import ResultRow, read_rows, write_rows
 from benchmarks.stages.stage import Progress
-from extract.atomic import write_text_atomic
-from extract.rundir import RunDir
+from extract.run.atomic import write_text_atomic
+from extract.run.rundir import RunDir
 
 ALWAYS = ("evaluate", "control")
 ON_REQUEST = {

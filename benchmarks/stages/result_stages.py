@@ -33,12 +33,12 @@ from benchmarks.stages.stage import Progress, Stage, Update
 from benchmarks.stages.sweep_stage import chosen_layer, stored
 from benchmarks.stages.textonly import fit_tfidf, joined_text, perplexity_score
 from benchmarks.stages.train_stage import EVERY_FAMILY
-from extract.asking import shown
-from extract.atomic import write_json_atomic
+from extract.generate.asking import shown
 from extract.pipeline import read_answers, read_examples
 from extract.records import SETTINGS, Answer, Example, Passage, Setting, read_records
-from extract.rundir import RunDir
-from extract.store import FeatureStore, read_family
+from extract.run.atomic import write_json_atomic
+from extract.run.rundir import RunDir
+from extract.store.store import FeatureStore, read_family
 from jaxprobe import checkpoint
 from jaxprobe.bank import EncoderBank
 from jaxprobe.calibration import (

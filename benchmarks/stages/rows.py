@@ -6,8 +6,8 @@ import numpy as np
 
 from extract.pipeline import read_examples, read_labels
 from extract.records import Setting
-from extract.rundir import RunDir
-from extract.store import FeatureStore, open_store
+from extract.run.rundir import RunDir
+from extract.store.store import FeatureStore, open_store
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -13,8 +13,8 @@ import numpy as np
 from benchmarks.stages.rows import Rows
 from benchmarks.stages.sweep_stage import chosen_layer
 from extract.records import Setting
-from extract.rundir import RunDir
-from extract.store import FeatureStore
+from extract.run.rundir import RunDir
+from extract.store.store import FeatureStore
 from jaxprobe.config import StreamConfig
 from jaxprobe.features import (
     FamilyDims,

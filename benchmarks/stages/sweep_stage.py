@@ -10,9 +10,9 @@ from benchmarks.stages.presets import RunConfig
 from benchmarks.stages.rows import Rows, load_rows
 from benchmarks.stages.stage import Progress, Stage, Update
 from benchmarks.stages.torch_stages import store_files
-from extract.atomic import write_json_atomic
 from extract.records import SETTINGS
-from extract.rundir import RunDir
+from extract.run.atomic import write_json_atomic
+from extract.run.rundir import RunDir
 from jaxprobe.reading import mean_answer_states
 from selection.sweep import SweepConfig, sweep_layers
 

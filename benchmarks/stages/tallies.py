@@ -4,10 +4,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from benchmarks.stages.forecast import Tally
-from extract.answerrows import part_files
-from extract.jsonlines import JsonLines
+from extract.generate.answers import part_files
 from extract.records import SETTINGS
-from extract.rundir import RunDir
+from extract.run.jsonlines import JsonLines
+from extract.run.rundir import RunDir
 
 _REPLIES = {"rewrite": "rewrite", "label": "judge", "sample": "sample"}
 

@@ -10,18 +10,18 @@ from benchmarks.stages.label_stages import asking_identity, question_files
 from benchmarks.stages.presets import RunConfig
 from benchmarks.stages.stage import Progress, Stage, Update
 from extract import pipeline
-from extract.answered import require_answering_model
-from extract.backbone import Backbone, load_backbone
-from extract.localgenerator import TransformersGenerator
-from extract.microworld import make_world
-from extract.owndevice import own_device
-from extract.provenance import package_versions
+from extract.backbone.answered import require_answering_model
+from extract.backbone.backbone import Backbone, load_backbone
+from extract.backbone.owndevice import own_device
+from extract.generate.local import TransformersGenerator
+from extract.generate.requests import GenerationConfig, Request
+from extract.generate.served_answers import claim_answers
 from extract.records import SETTINGS, Setting
-from extract.requests import GenerationConfig, Request
-from extract.rundir import RunDir
-from extract.servedanswers import claim_answers
-from extract.signals import SignalReader
-from extract.worldmodel import WorldModelConfig, save, train
+from extract.run.provenance import package_versions
+from extract.run.rundir import RunDir
+from extract.signals.reader import SignalReader
+from extract.world.facts import make_world
+from extract.world.model import WorldModelConfig, save, train
 
 
 def open_backbone(config: RunConfig) -> Backbone:

@@ -15,9 +15,9 @@ from benchmarks.stages.sides import sides_of, tokens_of
 from benchmarks.stages.stage import Progress, Stage, Update, side_by_side
 from benchmarks.stages.sweep_stage import stored
 from benchmarks.stages.train_sides import encode_all, fit_sides, settings_at_once
-from extract.atomic import sha256_file
 from extract.records import SETTINGS, Setting
-from extract.rundir import RunDir
+from extract.run.atomic import sha256_file
+from extract.run.rundir import RunDir
 from jaxprobe import checkpoint
 from jaxprobe.codes import Codes
 from jaxprobe.encoder import Encoder

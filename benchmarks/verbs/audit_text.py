@@ -4,8 +4,8 @@ import dataclasses
 import json
 from typing import Any
 
-from extract.annotation import HumanAgreement
-from extract.kappa import Agreement
+from extract.label.annotation import HumanAgreement
+from extract.label.kappa import Agreement
 
 
 def _words(row: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from extract.generator import Generator
+    from extract.generate.generator import Generator
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -186,10 +186,10 @@ def open_generator(
     if options.server is None:
         import torch
 
-        from extract.backbone import load_backbone
-        from extract.embedded import model_path
-        from extract.localgenerator import TransformersGenerator
-        from extract.owndevice import default_dtype, own_device
+        from extract.backbone.backbone import load_backbone
+        from extract.backbone.embedded import model_path
+        from extract.backbone.owndevice import default_dtype, own_device
+        from extract.generate.local import TransformersGenerator
 
         device = own_device(options.device, torch.cuda.device_count())
         dtype = options.dtype or default_dtype(options.device)
@@ -198,10 +198,10 @@ def open_generator(
             backbone=backbone, tokens_per_batch=options.batch_tokens
         )
         return
-    from extract.served import ServedGenerator
-    from extract.serverconfig import ServerConfig
-    from extract.spending import Prices
-    from extract.wordidentity import words_identity
+    from extract.generate.served import ServedGenerator
+    from extract.generate.serverconfig import ServerConfig
+    from extract.generate.spending import Prices
+    from extract.generate.wordidentity import words_identity
 
     config = ServerConfig(
         url=options.server,

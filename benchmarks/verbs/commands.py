@@ -18,7 +18,7 @@ from benchmarks.verbs.modelcommands import answer, label, rewrite
 from benchmarks.verbs.opening import RUN_DIR, SEED, do, do_on_request, opened
 from benchmarks.verbs.runoptions import ENCODING, MODEL
 from benchmarks.verbs.samplecommand import sample
-from extract.console import Progress, quiet
+from extract.run.console import Progress, quiet
 
 __all__ = [
     "answer",
@@ -40,7 +40,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from benchmarks.stages.presets import RunConfig
-    from extract.ranks import Worker
+    from extract.run.workers import Worker
 
 
 def _new_run_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -71,7 +71,7 @@ def _make_config(**options: Any) -> "RunConfig":
     """Return a new run's configuration; a wrong model is found before it is made."""
     from benchmarks.stages.presets import make_config
     from benchmarks.verbs.modelchoice import check_choices
-    from extract.keeping import Kept
+    from extract.store.kept import Kept
 
     config = make_config(kept=Kept(**take_kept(options)), **options)
     check_choices(config)
@@ -200,7 +200,7 @@ def extract(run_dir: Path, dry_run: bool, **options: Any) -> None:
 
     Example: torchrun --nproc-per-node 2 -m beatrice extract runs/demo
     """
-    from extract.ranks import find_worker
+    from extract.run.workers import find_worker
 
     kept = take_kept(options)
     if "hidden_layers" in kept:
@@ -221,7 +221,7 @@ def extract(run_dir: Path, dry_run: bool, **options: Any) -> None:
 def _extract_part(run_dir: Path, config: "RunConfig", worker: "Worker") -> None:
     """Do one worker's part, and say what is left to the others."""
     from benchmarks.stages.torch_stages import extract_worker
-    from extract.rundir import RunDir
+    from extract.run.rundir import RunDir
 
     quiet()
     progress, part = Progress(), (worker.rank, worker.world_size)

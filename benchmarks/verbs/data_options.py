@@ -10,8 +10,8 @@ from benchmarks.verbs.opening import SEED
 from benchmarks.verbs.runoptions import ENCODING, MODEL
 
 if TYPE_CHECKING:
-    from extract.asking import AskConfig
     from extract.datasets.pools import BuildConfig, Source
+    from extract.generate.asking import AskConfig
 
 SETS = ("hotpotqa", "musique", "2wikimultihopqa", "popqa", "nq", "triviaqa")
 _CONTEXTS = ("supporting", "all", "none")
@@ -228,7 +228,7 @@ def sources_of(files: list[tuple[str, str, Path]]) -> "list[Source]":
 def build_config(options: dict[str, Any]) -> "BuildConfig":
     """Return what is to be built."""
     from extract.datasets.pools import BuildConfig
-    from extract.splits import HELD_OUT_SIZES, SplitConfig
+    from extract.datasets.splits import HELD_OUT_SIZES, SplitConfig
 
     splits = SplitConfig(
         seed=options["seed"],
@@ -249,7 +249,7 @@ def build_config(options: dict[str, Any]) -> "BuildConfig":
 
 def ask_config(options: dict[str, Any]) -> "AskConfig":
     """Return how the questions are put."""
-    from extract.asking import AskConfig
+    from extract.generate.asking import AskConfig
 
     return AskConfig(
         template=options["template"],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from extract.runpath import RunPath
+from extract.run.runpath import RunPath
 
 
 @click.command()
@@ -24,7 +24,7 @@ def doctor(
     Example: beatrice doctor runs/paper --model Qwen/Qwen3.5-9B
     """
     from benchmarks.forecasts import doctor as checks
-    from extract.console import quiet
+    from extract.run.console import quiet
 
     quiet()
     findings = [

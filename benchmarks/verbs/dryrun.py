@@ -14,8 +14,8 @@ from benchmarks.verbs.opening import config_of, opened, set_compiler
 if TYPE_CHECKING:
     from benchmarks.stages.forecast import Forecast
     from benchmarks.stages.presets import RunConfig
-    from extract.generator import Generator
-    from extract.rundir import RunDir
+    from extract.generate.generator import Generator
+    from extract.run.rundir import RunDir
 
 dry_run_option = click.option(
     "--dry-run",
@@ -75,7 +75,7 @@ def rehearsing(
 
 def _memory(generator: Any) -> int | None:
     """Return what a backend needs here; a server's memory is not ours to know."""
-    from extract.localgenerator import TransformersGenerator
+    from extract.generate.local import TransformersGenerator
 
     if not isinstance(generator, TransformersGenerator):
         return None
@@ -94,7 +94,7 @@ def dry_run_stage(run_dir: Path, name: str, config: "RunConfig | None" = None) -
     """
     from benchmarks.forecasts.forecast_stages import FORECASTS, forecast_arrays
     from benchmarks.stages.chain import ON_REQUEST, STAGES
-    from extract.console import Progress, quiet
+    from extract.run.console import Progress, quiet
 
     quiet()
     made_with = config_of(run_dir)

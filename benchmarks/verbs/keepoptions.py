@@ -19,7 +19,7 @@ def _layers(
     context: click.Context, option: click.Parameter, text: str | None
 ) -> tuple[int, ...] | str | None:
     """Read a list of layers; `all` stays a word, since None means not given."""
-    from extract.keeping import parse_layers
+    from extract.store.kept import parse_layers
 
     if text is None:
         return None
@@ -34,7 +34,7 @@ def _dtype(
     context: click.Context, option: click.Parameter, name: str | None
 ) -> str | None:
     """Return the type's long name."""
-    from extract.precision import SHORT_NAMES
+    from extract.store.precision import SHORT_NAMES
 
     return None if name is None else SHORT_NAMES[name]
 
@@ -110,8 +110,8 @@ def keep_as_asked(
     Raises:
       ValueError: other features are there already.
     """
-    from extract.manifest import amend_manifest
-    from extract.rundir import RunDir
+    from extract.run.manifest import amend_manifest
+    from extract.run.rundir import RunDir
 
     config, asked = config_of(run_dir), as_asked(run_dir, given)
     if asked == config:
@@ -125,7 +125,7 @@ def keep_as_asked(
 def _refuse_extracted(path: Path, config: "RunConfig", asked: "RunConfig") -> None:
     """Raise if the run has features of another choice, whole or in part."""
     from extract.records import SETTINGS
-    from extract.rundir import RunDir
+    from extract.run.rundir import RunDir
 
     folder = RunDir(path).features(SETTINGS[0]).parent
     if any((folder / setting / "index.json").exists() for setting in SETTINGS):

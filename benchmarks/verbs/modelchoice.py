@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from extract.embedded import EMBEDDED, model_path
-from extract.modelname import check_name
+from extract.backbone.embedded import EMBEDDED, model_path
+from extract.backbone.modelname import check_name
 
 if TYPE_CHECKING:
     from benchmarks.stages.presets import RunConfig
@@ -54,8 +54,8 @@ def check_choices(config: "RunConfig") -> None:
     is_here = Path(config.model_path).expanduser().exists()
     if not is_here or (config.model == EMBEDDED and layers is None):
         return
-    from extract.checkpoint import load_outline
-    from extract.console import quiet
+    from extract.backbone.checkpoint import load_outline
+    from extract.run.console import quiet
 
     quiet()
     outline = load_outline(str(Path(config.model_path).expanduser()))

@@ -20,7 +20,7 @@ from benchmarks.verbs.dryrun import (
 )
 from benchmarks.verbs.modelchoice import check_local_model
 from benchmarks.verbs.opening import RUN_DIR, alone, config_of, do, opened
-from extract.console import Progress, quiet
+from extract.run.console import Progress, quiet
 
 if TYPE_CHECKING:
     from benchmarks.verbs.backends import BackendOptions
@@ -67,7 +67,7 @@ def rewrite(
     backend = take_options(options)
     check_local_model(model, backend, "--model")
     from benchmarks.stages.label_stages import rewrite_run
-    from extract.rewrite import RewriteConfig
+    from extract.label.rewrite import RewriteConfig
 
     alone("rewrite")
     config = config_of(run_dir)
@@ -140,7 +140,7 @@ def answer(
 
 def _answer_here(run_dir: Path) -> None:
     """Answer on this machine: all of it, or a worker's part."""
-    from extract.ranks import rank_and_world_size
+    from extract.run.workers import rank_and_world_size
 
     worker = rank_and_world_size()
     if worker[1] == 1:
@@ -238,7 +238,7 @@ def _judge(
     """Label by the consensus of the rubrics."""
     check_local_model(judge, backend, "--judge")
     from benchmarks.stages.label_stages import label_by_judges
-    from extract.consensus import ConsensusConfig
+    from extract.label.judges import ConsensusConfig
 
     alone("label --judge")
     config = config_of(run_dir)

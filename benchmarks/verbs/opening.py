@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from extract.console import Progress, quiet
-from extract.runpath import RunPath
+from extract.run.console import Progress, quiet
+from extract.run.runpath import RunPath
 
 if TYPE_CHECKING:
     from benchmarks.stages.presets import RunConfig
-    from extract.rundir import RunDir
+    from extract.run.rundir import RunDir
 
 RUN_DIR = click.argument("run_dir", type=RunPath())
 SEED = click.IntRange(0, 2**31 - 1)  # what every generator of draws takes
@@ -22,7 +22,7 @@ SEED = click.IntRange(0, 2**31 - 1)  # what every generator of draws takes
 def config_of(run_dir: Path) -> "RunConfig":
     """Return the configuration a run directory was made with."""
     from benchmarks.stages.configurations import config_from_manifest
-    from extract.manifest import read_manifest
+    from extract.run.manifest import read_manifest
 
     return config_from_manifest(read_manifest(run_dir)["config"])
 
@@ -33,7 +33,7 @@ def alone(verb: str) -> None:
     Raises:
       click.UsageError: there are several.
     """
-    from extract.ranks import rank_and_world_size
+    from extract.run.workers import rank_and_world_size
 
     _, world_size = rank_and_world_size()
     if world_size > 1:
@@ -48,7 +48,7 @@ def alone(verb: str) -> None:
 @contextlib.contextmanager
 def opened(run_dir: Path, config: "RunConfig") -> Iterator["RunDir"]:
     """Hold a run directory while stages work in it."""
-    from extract.rundir import RunDir
+    from extract.run.rundir import RunDir
 
     with RunDir.open(run_dir, config.as_json()) as run:
         yield run
@@ -99,7 +99,7 @@ def do_on_request(run_dir: Path, stage: str, extra: str, asked: bool) -> None:
     if not asked or not (run_dir / "report.html").exists():
         return
     from benchmarks.stages.chain import STAGES
-    from extract.rundir import RunDir
+    from extract.run.rundir import RunDir
 
     run = RunDir(run_dir)
     gaps = (run.stage_gap(name) for name in STAGES if name != "report")

@@ -8,7 +8,7 @@ import click
 from benchmarks.verbs.backends import backend_options, take_options
 from benchmarks.verbs.dryrun import dry_run_option, rehearsing
 from benchmarks.verbs.opening import RUN_DIR, alone, config_of, opened
-from extract.console import Progress, quiet
+from extract.run.console import Progress, quiet
 
 
 @click.command()
@@ -68,8 +68,8 @@ def sample(
     """
     backend = take_options(options, served_model)
     from benchmarks.stages.label_stages import draw_run, load_words
-    from extract.generator import SamplingConfig
-    from extract.sampling import DrawConfig
+    from extract.generate.generator import SamplingConfig
+    from extract.generate.sampling import DrawConfig
 
     alone("sample")
     config = config_of(run_dir)

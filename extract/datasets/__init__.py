@@ -2,6 +2,6 @@
 
 from extract.datasets.loading import DatasetFile, Loaded, Refusal
 from extract.datasets.opening import open_dataset
-from extract.datasets.question import Question
+from extract.datasets.readers.question import Question
 
 __all__ = ["DatasetFile", "Loaded", "Question", "Refusal", "open_dataset"]

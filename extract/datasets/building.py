@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from extract.atomic import sha256_file, write_json_atomic, write_stream_atomic
 from extract.datasets.dataconfig import data_config
 from extract.datasets.loading import Refusal
 from extract.datasets.pools import (
@@ -22,9 +21,8 @@ from extract.datasets.pools import (
     open_source,
     read_pools,
 )
-from extract.datasets.question import Question
-from extract.records import Passage, Split, to_json
-from extract.splits import (
+from extract.datasets.readers.question import Question
+from extract.datasets.splits import (
     Candidate,
     Draw,
     Role,
@@ -34,6 +32,8 @@ from extract.splits import (
     seal,
     text_key,
 )
+from extract.records import Passage, Split, to_json
+from extract.run.atomic import sha256_file, write_json_atomic, write_stream_atomic
 
 
 def _has_other_things(folder: Path) -> bool:

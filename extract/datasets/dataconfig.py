@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from extract.atomic import sha256_file
 from extract.datasets.pools import BuildConfig, Source
-from extract.splits import SplitConfig, read_splits
+from extract.datasets.splits import SplitConfig, read_splits
+from extract.run.atomic import sha256_file
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,17 @@ import collections
 import functools
 from collections.abc import Sequence
 
-from extract.datasets import community, dpr, multihop, neutral, nq, popqa, triviaqa
-from extract.datasets.fields import has_answers
-from extract.datasets.question import Format, Question, Record
+from extract.datasets.readers import (
+    community,
+    dpr,
+    multihop,
+    neutral,
+    nq,
+    popqa,
+    triviaqa,
+)
+from extract.datasets.readers.fields import has_answers
+from extract.datasets.readers.question import Format, Question, Record
 
 
 def _read_document(record: Record) -> Question | None:

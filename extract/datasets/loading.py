@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from extract.datasets.evidence import attach
+from extract.datasets.files.filetypes import FileType
+from extract.datasets.files.streams import RawRecord, RecordStream
 from extract.datasets.formats import recognise_record
-from extract.datasets.passages import check_all_read
-from extract.datasets.question import Format, Question, Record
-from extract.filetypes import FileType
-from extract.streams import RawRecord, RecordStream
+from extract.datasets.readers.evidence import attach
+from extract.datasets.readers.passages import check_all_read
+from extract.datasets.readers.question import Format, Question, Record
 
 # A layout tells less than marks in the records: others may have written so too.
 DatasetSource = Literal[

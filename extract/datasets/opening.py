@@ -4,13 +4,13 @@ import collections
 import dataclasses
 from pathlib import Path
 
-from extract.datasets.evidence import find_evidence
+from extract.datasets.files.filetypes import FileType, recognise
+from extract.datasets.files.streams import RawRecord, RecordStream
 from extract.datasets.formats import choose_format
 from extract.datasets.loading import DatasetFile, DatasetSource, Loaded
-from extract.datasets.naming import dataset_named, dataset_of_style, is_foreign
-from extract.datasets.question import Format, Question
-from extract.filetypes import FileType, recognise
-from extract.streams import RawRecord, RecordStream
+from extract.datasets.readers.evidence import find_evidence
+from extract.datasets.readers.naming import dataset_named, dataset_of_style, is_foreign
+from extract.datasets.readers.question import Format, Question
 
 N_SAMPLE = 64  # records from which a file's layout and question set are told
 N_SEARCHED = 4096  # records read for one of a known layout, where the first are not

@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from extract.atomic import sha256_file
 from extract.datasets.loading import DatasetFile, Loaded, Refusal
 from extract.datasets.opening import open_dataset
-from extract.splits import Candidate, Role, SplitConfig, text_key
+from extract.datasets.splits import Candidate, Role, SplitConfig, text_key
+from extract.run.atomic import sha256_file
 
 Context = Literal["supporting", "all", "none"]
 MAX_LISTED = 1000  # refusals named one by one in the manifest; all are counted

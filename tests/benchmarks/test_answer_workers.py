@@ -12,11 +12,11 @@ from click.testing import CliRunner
 
 from beatrice import main
 from benchmarks.stages.presets import make_config
-from extract.microworld import make_world
-from extract.owndevice import own_device
-from extract.questions import QuestionConfig, make_examples
+from extract.backbone.owndevice import own_device
 from extract.records import write_lines
-from extract.rundir import RunDir
+from extract.run.rundir import RunDir
+from extract.world.facts import make_world
+from extract.world.questions import QuestionConfig, make_examples
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,9 +6,9 @@ from click.testing import CliRunner
 from beatrice import main
 from benchmarks.forecasts.rehearsal import Rehearsal, Rehearsed, spread
 from benchmarks.stages.forecast import Forecast, Tally, Watch, compare
-from extract.generator import GeneratorPrompt, SamplingConfig
-from extract.jsonlines import JsonLines
-from extract.replies import Replies
+from extract.generate.generator import GeneratorPrompt, SamplingConfig
+from extract.generate.replies import Replies
+from extract.run.jsonlines import JsonLines
 from tests.extract import published as pub
 from tests.extract.scripted import ScriptedGenerator
 

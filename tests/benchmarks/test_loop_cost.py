@@ -9,9 +9,9 @@ from benchmarks.benches.full_models import FULL_MODELS, GEMMA, QWEN, flops_per_t
 from benchmarks.benches.gpu_cost import GPU_HEAD, measure_gpu
 from benchmarks.benches.loop_cost import LOOP_HEAD, Loop, LoopConfig, measure_loops
 from benchmarks.benches.tiny_models import tiny_model
-from extract.backbone import Backbone
-from extract.plan import ExtractConfig
-from extract.signals import SignalReader
+from extract.backbone.backbone import Backbone
+from extract.signals.plan import ExtractConfig
+from extract.signals.reader import SignalReader
 
 SMALL = LoopConfig(
     n_examples=30,

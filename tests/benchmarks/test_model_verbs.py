@@ -15,15 +15,15 @@ from click.testing import CliRunner
 
 from beatrice import main
 from benchmarks.stages.presets import make_config
-from extract.backbone import load_backbone
-from extract.embedded import WEIGHTS
-from extract.localgenerator import TransformersGenerator
-from extract.microworld import make_world
+from extract.backbone.backbone import load_backbone
+from extract.backbone.embedded import WEIGHTS
+from extract.generate.local import TransformersGenerator
+from extract.generate.sampling import Sample
 from extract.pipeline import read_examples
-from extract.questions import QuestionConfig, make_examples
 from extract.records import Answer, read_records, write_lines
-from extract.rundir import RunDir
-from extract.sampling import Sample
+from extract.run.rundir import RunDir
+from extract.world.facts import make_world
+from extract.world.questions import QuestionConfig, make_examples
 from tests.extract.loopback import served
 from tests.extract.scripted import (
     ScriptedGenerator,

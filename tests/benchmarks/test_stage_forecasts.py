@@ -9,12 +9,12 @@ from benchmarks.forecasts.forecast_stages import forecast_extract
 from benchmarks.stages.forecast import Forecast, Tally, compare
 from benchmarks.stages.presets import make_config
 from benchmarks.stages.tallies import count_stage, disk_bytes
-from extract.microworld import make_world
 from extract.pipeline import read_answers
-from extract.plan import ExtractConfig
-from extract.questions import QuestionConfig, make_examples
 from extract.records import SETTINGS, write_lines
-from extract.rundir import RunDir
+from extract.run.rundir import RunDir
+from extract.signals.plan import ExtractConfig
+from extract.world.facts import make_world
+from extract.world.questions import QuestionConfig, make_examples
 from tests.benchmarks.test_forecast import beatrice, files_of
 
 KEPT = (

@@ -7,7 +7,7 @@ from benchmarks.benches.store_cost import (
     measure_in_process,
 )
 from benchmarks.forecasts.train_work import Workload
-from extract.store import open_store
+from extract.store.store import open_store
 from jaxprobe.config import EncoderConfig, StreamConfig
 from jaxprobe.features import FamilyDims
 from jaxprobe.reading import read_features

@@ -3,12 +3,12 @@
 import pytest
 
 from benchmarks.stages.presets import make_config
-from extract.asking import AskConfig, ask
-from extract.backbone import load_backbone
-from extract.embedded import WEIGHTS
-from extract.localgenerator import TransformersGenerator
-from extract.microworld import make_world
-from extract.questions import make_examples
+from extract.backbone.backbone import load_backbone
+from extract.backbone.embedded import WEIGHTS
+from extract.generate.asking import AskConfig, ask
+from extract.generate.local import TransformersGenerator
+from extract.world.facts import make_world
+from extract.world.questions import make_examples
 
 
 @pytest.fixture(scope="module")

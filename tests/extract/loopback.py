@@ -10,7 +10,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-from extract.generator import GeneratorPrompt, SamplingConfig
+from extract.generate.generator import GeneratorPrompt, SamplingConfig
 
 
 class Loopback:

@@ -2,8 +2,8 @@
 
 import re
 
-from extract.generator import Generated
-from extract.judge import exact_match
+from extract.generate.generator import Generated
+from extract.label.judge import exact_match
 
 MARKER = re.compile(r"that carry the marker (\S+)\. What stands")
 

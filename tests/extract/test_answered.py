@@ -5,8 +5,8 @@ import types
 
 import pytest
 
-from extract.answered import require_answering_model
-from extract.rundir import RunDir
+from extract.backbone.answered import require_answering_model
+from extract.run.rundir import RunDir
 
 HERE, OTHER = "a" * 40, "b" * 40
 

@@ -2,13 +2,13 @@ import dataclasses
 
 import pytest
 
-from extract.asking import AskConfig, ask
-from extract.chat import render_message
-from extract.microworld import WorldConfig, make_world
-from extract.prompts import TEMPLATES, build_prompt
+from extract.generate.asking import AskConfig, ask
+from extract.generate.chat import render_message
+from extract.generate.prompts import TEMPLATES, build_prompt
+from extract.generate.served_answers import Words
 from extract.records import Example, Passage
-from extract.servedanswers import Words
-from extract.worldmodel import make_tokenizer
+from extract.world.facts import WorldConfig, make_world
+from extract.world.model import make_tokenizer
 
 WORLD = make_world(WorldConfig(n_people=60, n_books=40, n_strangers=5))
 TEXTS = [passage.text for passage in WORLD.passages[:40]]

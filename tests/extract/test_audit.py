@@ -7,20 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import cohen_kappa_score
 
-from extract.annotation import (
+from extract.label.annotation import (
     draw_sample,
     read_annotations,
     sample_csv,
     write_sample,
 )
-from extract.audit import (
+from extract.label.audit import (
     against_exact_match,
     between_judges,
     disagreements,
     join_labels,
 )
-from extract.judge import consensus
-from extract.kappa import agreement, kappa_of
+from extract.label.judge import consensus
+from extract.label.kappa import agreement, kappa_of
 from extract.records import Answer, Example, Label
 
 

@@ -3,13 +3,13 @@ import dataclasses
 import pytest
 from transformers import AutoTokenizer
 
-from extract.consensus import ConsensusConfig, judge_answers
-from extract.embedded import WEIGHTS
-from extract.fences import defuse, fence, marker_for
-from extract.judge import consensus
+from extract.backbone.embedded import WEIGHTS
+from extract.generate.replies import Replies
+from extract.label.fences import defuse, fence, marker_for
+from extract.label.judge import consensus
+from extract.label.judges import ConsensusConfig, judge_answers
+from extract.label.rubrics import RUBRICS, judge_prompt
 from extract.records import Answer, Example
-from extract.replies import Replies
-from extract.rubrics import RUBRICS, judge_prompt
 from tests.extract.injections import INJECTIONS
 from tests.extract.scripted import (
     ScriptedGenerator,

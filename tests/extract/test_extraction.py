@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from extract.extraction import extract, run_plan
-from extract.family import Family
-from extract.plan import ExtractConfig, n_rows_of, plan_extraction
 from extract.records import Answer
-from extract.store import done_ranges, open_store, read_family
-from extract.storecheck import verify
+from extract.signals.extraction import extract, run_plan
+from extract.signals.plan import ExtractConfig, n_rows_of, plan_extraction
+from extract.store.family import Family
+from extract.store.store import done_ranges, open_store, read_family
+from extract.store.storecheck import verify
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = ExtractConfig(tokens_per_batch=96, rows_per_shard=64)

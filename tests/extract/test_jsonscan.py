@@ -5,8 +5,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from extract.bytewindow import Window
-from extract.jsonscan import ArrayScanner
+from extract.datasets.files.bytewindow import Window
+from extract.datasets.files.jsonscan import ArrayScanner
 from tests.extract.published import hotpot, musique
 
 

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extract.judge import (
+from extract.label.judge import (
     consensus,
     exact_match,
     exact_match_judge,

@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from extract.extraction import run_plan
-from extract.keeping import (
+from extract.signals.extraction import run_plan
+from extract.signals.plan import ExtractConfig, plan_extraction
+from extract.store.kept import (
     Kept,
     as_size,
     kept_families,
@@ -15,11 +16,10 @@ from extract.keeping import (
     parse_layers,
     stored_bytes,
 )
-from extract.plan import ExtractConfig, plan_extraction
-from extract.precision import as_written
-from extract.store import done_ranges, open_store, read_family, read_rows
-from extract.storecheck import verify
-from extract.storespec import StoreSpec
+from extract.store.precision import as_written
+from extract.store.spec import StoreSpec
+from extract.store.store import done_ranges, open_store, read_family, read_rows
+from extract.store.storecheck import verify
 from tests.extract.test_extraction import Begun, Reading, TokenIds
 
 QWEN_9B = model_shapes(d_model=4096, n_layers=32, n_attention_layers=8, n_heads=16)

@@ -3,12 +3,12 @@ import dataclasses
 import pytest
 import torch
 
-from extract.backbone import load_backbone
-from extract.embedded import WEIGHTS
-from extract.generation import generate_all
-from extract.generator import GeneratorPrompt, SamplingConfig, reply_key
-from extract.localgenerator import TransformersGenerator
-from extract.requests import GenerationConfig
+from extract.backbone.backbone import load_backbone
+from extract.backbone.embedded import WEIGHTS
+from extract.generate.generator import GeneratorPrompt, SamplingConfig, reply_key
+from extract.generate.greedy import generate_all
+from extract.generate.local import TransformersGenerator
+from extract.generate.requests import GenerationConfig
 from tests.extract.generating import GREEDY, prompts_of, texts
 
 

@@ -2,17 +2,17 @@ import collections
 
 import pytest
 
-from extract.microworld import WorldConfig, make_world
-from extract.questions import (
+from extract.world.facts import WorldConfig, make_world
+from extract.world.language import BY_NAME, RELATIONS
+from extract.world.lessons import Teacher
+from extract.world.model import make_tokenizer
+from extract.world.questions import (
     OOD_DATASETS,
     QuestionConfig,
     accepted_answers,
     make_examples,
     split_of_subjects,
 )
-from extract.worldmodel import make_tokenizer
-from extract.worldrows import Teacher
-from extract.worldtext import BY_NAME, RELATIONS
 
 SMALL = WorldConfig(n_people=240, n_books=120, n_strangers=60, n_last_names=200)
 QUESTIONS = QuestionConfig(n_train=300, n_evaluation=90, n_ood=60)

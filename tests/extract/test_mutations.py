@@ -14,9 +14,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from benchmarks.benches import exactness, oracle
 from benchmarks.benches.exactness import TOLERANCE
 from benchmarks.benches.tiny_models import FAMILIES, tiny_model
-from extract import attention, parity, probability, residual
-from extract.backbone import Backbone
-from extract.signals import SignalReader
+from extract.backbone.backbone import Backbone, parity
+from extract.signals.reader import SignalReader, attention, probability, residual
 
 # Its norm has no weight to forget.
 WITH_GAIN = [family for family in FAMILIES if family != "olmo"]

@@ -10,7 +10,7 @@ from extract.datasets import Loaded, open_dataset
 from extract.datasets.building import build_examples
 from extract.datasets.inspection import inspect_file
 from extract.datasets.pools import BuildConfig, Source
-from extract.splits import SplitConfig
+from extract.datasets.splits import SplitConfig
 from tests.extract import published as pub
 
 ANSWERABLE = {

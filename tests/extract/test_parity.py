@@ -11,9 +11,8 @@ from transformers import (
 from transformers.masking_utils import AttentionMaskInterface
 
 from benchmarks.benches.tiny_models import VOCAB_SIZE
-from extract import attention
-from extract.backbone import Backbone
-from extract.signals import SignalReader
+from extract.backbone.backbone import Backbone
+from extract.signals.reader import SignalReader, attention
 
 SMALL = {
     "vocab_size": VOCAB_SIZE,

@@ -2,10 +2,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extract.microworld import WorldConfig, make_world
-from extract.prompts import TEMPLATES, build_prompt
+from extract.generate.prompts import TEMPLATES, build_prompt
 from extract.records import Passage
-from extract.worldmodel import make_tokenizer
+from extract.world.facts import WorldConfig, make_world
+from extract.world.model import make_tokenizer
 
 WORLD = make_world(WorldConfig(n_people=60, n_books=40, n_strangers=5))
 TOKENIZER = make_tokenizer(WORLD)

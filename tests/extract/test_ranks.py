@@ -2,7 +2,7 @@
 
 import pytest
 
-from extract.ranks import find_worker, local_rank, rank_and_world_size
+from extract.run.workers import find_worker, local_rank, rank_and_world_size
 
 ARRAY = {
     "SLURM_ARRAY_TASK_ID": "3",

@@ -2,11 +2,10 @@ import dataclasses
 
 import pytest
 
-from extract.additions import find_additions
-from extract.fences import defuse
-from extract.records import Example, Passage
-from extract.replies import Replies
-from extract.rewrite import (
+from extract.generate.replies import Replies
+from extract.label.additions import find_additions
+from extract.label.fences import defuse
+from extract.label.rewrite import (
     RewriteConfig,
     count_rewrites,
     read_rewrite,
@@ -14,6 +13,7 @@ from extract.rewrite import (
     rewrite_prompt,
     with_rewrites,
 )
+from extract.records import Example, Passage
 from tests.extract.injections import INJECTIONS
 from tests.extract.scripted import ScriptedGenerator, fields_of, said
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from benchmarks.benches.tiny_models import tiny_model
-from extract.backbone import Backbone
+from extract.backbone.backbone import Backbone
 from extract.records import Answer
-from extract.signals import Sequence, SignalReader, sequence_of
+from extract.signals.reader import Sequence, SignalReader, sequence_of
 
 
 def make_answer(**changes):

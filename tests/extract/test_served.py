@@ -3,12 +3,12 @@ import time
 
 import pytest
 
-from extract.chat import template_fields
-from extract.generator import GeneratorPrompt, SamplingConfig, reply_key
-from extract.replies import Replies
-from extract.served import ServedGenerator
-from extract.serverconfig import ServerConfig
-from extract.spending import Account, Prices, SpendingCapReached
+from extract.generate.chat import template_fields
+from extract.generate.generator import GeneratorPrompt, SamplingConfig, reply_key
+from extract.generate.replies import Replies
+from extract.generate.served import ServedGenerator
+from extract.generate.serverconfig import ServerConfig
+from extract.generate.spending import Account, Prices, SpendingCapReached
 from tests.extract.generating import GREEDY, prompts_of, texts
 from tests.extract.loopback import served
 

@@ -10,13 +10,13 @@ import urllib.request
 import pytest
 
 from benchmarks.stages.presets import make_config
-from extract.asking import AskConfig, ask
-from extract.embedded import WEIGHTS
-from extract.generator import GeneratorPrompt
-from extract.microworld import make_world
-from extract.questions import QuestionConfig, make_examples
-from extract.served import ServedGenerator
-from extract.serverconfig import ServerConfig
+from extract.backbone.embedded import WEIGHTS
+from extract.generate.asking import AskConfig, ask
+from extract.generate.generator import GeneratorPrompt
+from extract.generate.served import ServedGenerator
+from extract.generate.serverconfig import ServerConfig
+from extract.world.facts import make_world
+from extract.world.questions import QuestionConfig, make_examples
 from tests.extract.generating import texts
 from tests.extract.loopback import served
 

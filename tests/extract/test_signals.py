@@ -8,13 +8,12 @@ from benchmarks.benches import exactness, oracle
 from benchmarks.benches.exactness import TOLERANCE, make_batch, make_sequence
 from benchmarks.benches.tiny_models import FAMILIES, VOCAB_SIZE, WINDOW, tiny_model
 from benchmarks.benches.tiny_wrappers import WRAPPERS, multimodal_wrapper
-from extract import probability
-from extract.attention import SpanReading, read_spans
-from extract.backbone import Backbone
-from extract.layout import watch_layers
-from extract.pending import Rows, StreamReading
-from extract.signals import SignalReader
-from extract.transfer import HostCopies
+from extract.backbone.backbone import Backbone
+from extract.backbone.layout import watch_layers
+from extract.signals.attention import SpanReading, read_spans
+from extract.signals.pending import Rows, StreamReading
+from extract.signals.reader import SignalReader, probability
+from extract.signals.transfer import HostCopies
 
 FIELDS = exactness.SIGNALS
 ARCHITECTURES = dict(exactness.architectures())

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from benchmarks.benches.oracle import attention_reading, exact_map
-from extract.probability import Head, token_probabilities
-from extract.spansums import AttentionCall, span_readings
+from extract.signals.probability import Head, token_probabilities
+from extract.signals.span_sums import AttentionCall, span_readings
 
 N_TOKENS = 24
 SPANS = [(2, 12), (12, 19), (19, 24)]

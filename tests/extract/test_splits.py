@@ -5,8 +5,7 @@ import pytest
 
 from extract.datasets.building import build_examples, check_folder
 from extract.datasets.pools import BuildConfig, Source
-from extract.records import Example, Passage, read_records
-from extract.splits import (
+from extract.datasets.splits import (
     HELD_OUT_SIZES,
     Candidate,
     SplitConfig,
@@ -15,6 +14,7 @@ from extract.splits import (
     seal,
     text_key,
 )
+from extract.records import Example, Passage, read_records
 from tests.extract import published as pub
 
 

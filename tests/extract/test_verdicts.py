@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extract.verdicts import parse_verdict
+from extract.label.verdicts import parse_verdict
 from tests.extract.injections import INJECTIONS
 from tests.extract.verdict_strings import CORRECT, INCORRECT, LABELLED
 

@@ -7,9 +7,9 @@ from transformers import Phi3Config, Phi3ForCausalLM
 
 from benchmarks.benches import exactness, oracle
 from benchmarks.benches.tiny_models import _NO_HEAD_DIM, _randomise
-from extract.backbone import Backbone
-from extract.signals import SignalReader
-from extract.window import window_of
+from extract.backbone.backbone import Backbone
+from extract.backbone.window import window_of
+from extract.signals.reader import SignalReader
 
 SWITCH = 16
 ROPE = {

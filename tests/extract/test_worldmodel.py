@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from extract.microworld import WorldConfig, make_world
-from extract.worldmodel import WorldModelConfig, train
+from extract.world.facts import WorldConfig, make_world
+from extract.world.model import WorldModelConfig, train
 
 TINY = WorldModelConfig(
     n_layers=2,

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from extract.family import Family
-from extract.store import read_family
-from extract.storespec import StoreSpec
-from extract.storewrite import StoreWriter, create_store
+from extract.store.family import Family
+from extract.store.spec import StoreSpec
+from extract.store.store import read_family
+from extract.store.storewrite import StoreWriter, create_store
 from jaxprobe.features import FamilyDims, fit_standardizer, split_families
 from jaxprobe.reading import (
     family_dims,

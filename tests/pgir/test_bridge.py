@@ -3,11 +3,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from extract.backbone import load_backbone
-from extract.embedded import WEIGHTS
-from extract.prompts import TEMPLATES
+from extract.backbone.backbone import load_backbone
+from extract.backbone.embedded import WEIGHTS
+from extract.generate.prompts import TEMPLATES
+from extract.generate.requests import GenerationConfig
 from extract.records import Passage
-from extract.requests import GenerationConfig
 from jaxprobe.bank import encode_bank
 from pgir.bridge import ProbedBackbone, ProbedReader, fixed_length
 from pgir.scoring import Scorer

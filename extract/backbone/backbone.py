@@ -1,0 +1,150 @@
+"""A frozen language model, loaded from a directory or the Hub.
+
+Only safetensors weights are read and no code of a checkpoint is ever run. A
+checkpoint that leaves weights unset is refused (Transformers would fill them with
+random numbers), and so is one that holds weights its config has no place for.
+"""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from extract.backbone.checkpoint import load_checkpoint
+from extract.backbone.heap import keep_freed_memory
+from extract.backbone.layout import Layout, find_layout
+from extract.backbone.modelname import check_name
+from extract.backbone.window import window_of
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Backbone:
+    """A frozen causal language model and what the other rooms ask about it.
+
+    Attributes:
+      model: in evaluation mode, no parameter requires a gradient.
+      tokenizer: or None for a model made in memory.
+      name: the path or Hub id it was loaded from.
+      revision: the Hub's commit hash; else the SHA-256 of its weights and config.
+      n_layers: decoder layers; a resid axis has `n_layers + 1` entries.
+      d_model: width of the residual stream.
+      n_heads: query heads per attention layer.
+      attention_layers: 0-based layers that have an attention matrix; hybrid models
+        (Qwen3.5) have recurrent layers between.
+      max_length: longest sequence in tokens, see `extract.backbone.window`, or None where the
+        model sets no limit.
+    """
+
+    model: Any
+    tokenizer: Any
+    name: str
+    revision: str
+    n_layers: int
+    d_model: int
+    n_heads: int
+    attention_layers: tuple[int, ...]
+    max_length: int | None
+    layout: Layout = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the model computes."""
+        return self.layout.head.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of the weights and the stream."""
+        return self.layout.head.weight.dtype
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Any,
+        tokenizer: Any = None,
+        *,
+        name: str = "in memory",
+        revision: str | None = None,
+    ) -> "Backbone":
+        """Freeze a model that already exists.
+
+        Args:
+          model: a Transformers causal LM; put in evaluation mode, gradients off.
+          tokenizer: its tokenizer, where text is needed.
+          name: what to call it in messages and manifests.
+          revision: what identifies its weights; None hashes them.
+
+        Raises:
+          ValueError: its residual layout is unknown.
+        """
+        model.eval().requires_grad_(False)
+        layout = find_layout(model)
+        config = model.config.get_text_config()
+        return cls(
+            model=model,
+            tokenizer=tokenizer,
+            name=name,
+            revision=_hash_model(model) if revision is None else revision,
+            n_layers=len(layout.layers),
+            d_model=layout.head.in_features,
+            n_heads=config.num_attention_heads,
+            attention_layers=layout.attention_layers,
+            max_length=window_of(config),
+            layout=layout,
+        )
+
+
+def _hash_model(model: Any) -> str:
+    """Return the SHA-256 of a model in memory: config and every tensor."""
+    digest = hashlib.sha256(model.config.to_json_string().encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _hash_files(directory: Path) -> str:
+    """Return the SHA-256 of a checkpoint's weight and config files."""
+    digest = hashlib.sha256()
+    for path in (directory / "config.json", *sorted(directory.glob("*.safetensors"))):
+        digest.update(path.name.encode())
+        with path.open("rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()
+
+
+def load_backbone(
+    path: str | Path, *, dtype: Dtype = "float32", device: str = "cpu"
+) -> Backbone:
+    """Load a frozen backbone; on a CPU, see also `extract.backbone.heap`.
+
+    Args:
+      path: a directory written by `save_pretrained`, or a Hub id.
+      dtype: of weights and residual stream; readings are float32 in any case.
+      device: a Torch device, such as "cpu" or "cuda:0".
+
+    Raises:
+      ValueError: nothing usable is there; one sentence says what was expected.
+    """
+    if dtype not in get_args(Dtype):
+        raise ValueError(
+            f"dtype: expected one of {', '.join(get_args(Dtype))}, found {dtype!r}"
+        )
+    name = str(path)
+    check_name(name)
+    if not device.startswith("cuda"):
+        keep_freed_memory()
+    directory = Path(name).expanduser()
+    source = str(directory) if directory.exists() else name
+    model, tokenizer = load_checkpoint(source, getattr(torch, dtype))
+    if directory.exists():
+        revision = _hash_files(directory)
+    else:
+        revision = model.config._commit_hash
+    return Backbone.from_model(
+        model.to(device), tokenizer, name=name, revision=revision
+    )

@@ -1,0 +1,229 @@
+"""A checkpoint's files: what is refused of them, and in which words.
+
+Transformers fails over a config that it cannot use with whatever exception comes
+first, and passes over some things in silence: remote code where it has a class of its
+own, quantisation that it does not know, tensors that the config has no place for.
+"""
+
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+)
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.quantizers.auto import AutoHfQuantizer
+
+from extract.backbone.modelname import check_name
+
+# Of what a text-only model leaves out (towers for images and sounds, heads that
+# predict several tokens), and of buffers that older versions saved. Transformers
+# passes over most of these by itself, per architecture.
+_HARMLESS = re.compile(
+    r"rotary_emb\.inv_freq$|\.masked_bias$|(^|\.)mtp[._]"
+    r"|(^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector"
+    r"|embed_vision|embed_audio)\."
+)
+# Of these the message alone says nothing: a KeyError's is the key.
+_BARE = (KeyError, AttributeError, TypeError, IndexError, ArithmeticError)
+
+
+def _in_words(error: Exception) -> str:
+    """Return what a library said, for use inside a sentence."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if isinstance(error, _BARE):
+        said = f"{type(error).__name__}: {' '.join(lines)}"[:300]
+        return (
+            "a value in its config.json or tokenizer_config.json is not one that "
+            f"Transformers can use ({said})"
+        )
+    # Some put the cause on the second line.
+    return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])
+
+
+@contextlib.contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Turn whatever a library raises into one sentence about a checkpoint."""
+    try:
+        yield
+    # All of them: a config's values reach every part of Transformers, which checks
+    # few, so no list of its exceptions is complete.
+    except Exception as error:
+        raise ValueError(
+            f"backbone {name!r}: could not be loaded: {_in_words(error)}"
+        ) from error
+
+
+def _remote_code(config: dict[str, Any], tokenizer: dict[str, Any]) -> str | None:
+    """Return what a checkpoint asks to run, for a message, or None.
+
+    Read before anything is built: Transformers would pass over it in silence where
+    it has its own class for the model type. Such a checkpoint (Phi-3's, for one) is
+    refused too, although nothing of it would run: its authors' code and Transformers'
+    class need not be one model, and which of the two gave a number would not show.
+    """
+    found = {"config.json": config, "tokenizer_config.json": tokenizer}
+    for file, content in found.items():
+        asked = content.get("auto_map")
+        if asked:
+            names = asked.values() if isinstance(asked, dict) else [asked]
+            return f"{file} asks for {', '.join(map(str, names))}"
+    return None
+
+
+def _check_quantization(name: str, config: dict[str, Any]) -> None:
+    """Refuse weights packed in a way that Transformers would not unpack."""
+    found = config.get("quantization_config")
+    if found is None:
+        return
+    with _loading(name):
+        is_known = AutoHfQuantizer.supports_quant_method(found)
+    if not is_known:
+        raise ValueError(
+            f"backbone {name!r}: its weights are quantised by "
+            f"{found.get('quant_method')!r}, which Transformers does not know and "
+            "would pass over; use the checkpoint that is not quantised"
+        )
+
+
+def _commit_of(name: str) -> str | None:
+    """Check a checkpoint's configs, and return the commit they are of, if any.
+
+    One commit for all files, even if the repository moves on meanwhile.
+    """
+    with _loading(name):
+        config, _ = PreTrainedConfig.get_config_dict(name)
+        commit = config.get("_commit_hash")
+        tokenizer = get_tokenizer_config(name, revision=commit)
+        asked = _remote_code(config, tokenizer)
+    if asked is not None:
+        raise ValueError(
+            f"backbone {name!r}: its {asked} (auto_map), that is, code from the "
+            "checkpoint, which is never run; use a model that Transformers implements"
+        )
+    _check_quantization(name, config)
+    return commit
+
+
+def _check_words(name: str, model: Any, tokenizer: Any) -> None:
+    """Refuse a tokenizer that names tokens the model has no embedding of."""
+    n_rows = model.get_input_embeddings().weight.shape[0]
+    # Fine-tuned models often have one more word for padding, which is never fed.
+    padding = {tokenizer.pad_token_id} - {tokenizer.eos_token_id}
+    last = max(set(tokenizer.get_vocab().values()) - padding, default=0)
+    if last >= n_rows:
+        raise ValueError(
+            f"backbone {name!r}: its tokenizer has ids up to {last}, but the model has "
+            f"embeddings of {n_rows} tokens (0 to {n_rows - 1}); put the tokenizer "
+            "beside the weights that it was made for"
+        )
+
+
+def _check_tensors(name: str, model: Any, report: dict[str, Any]) -> None:
+    """Refuse weights that are not those of the model which the config describes."""
+    kind = type(model).__name__
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"backbone {name!r}: its weights lack {len(missing)} tensors of {kind}, "
+            f"first {missing[0]!r}; the checkpoint is incomplete or of another "
+            "architecture"
+        )
+    for tensor, found, expected in sorted(report["mismatched_keys"]):
+        raise ValueError(
+            f"backbone {name!r}: its weights hold {tensor!r} as {list(found)}, but "
+            f"{kind} of its config.json has it as {list(expected)}; use the config "
+            "that was saved with these weights"
+        )
+    extra = [k for k in sorted(report["unexpected_keys"]) if not _HARMLESS.search(k)]
+    if extra:
+        raise ValueError(
+            f"backbone {name!r}: its weights hold {len(extra)} tensors that {kind} of "
+            f"its config.json has no place for, first {extra[0]!r}; use the config "
+            "that was saved with these weights"
+        )
+
+
+def load_checkpoint(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Load model and tokenizer of a directory or Hub id.
+
+    Raises:
+      ValueError: whatever is wrong, in one sentence.
+    """
+    commit = _commit_of(name)
+    with _loading(name):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name,
+            dtype=dtype,
+            revision=commit,
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # refused below, by name
+            output_loading_info=True,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, revision=commit, trust_remote_code=False
+        )
+    _check_tensors(name, model, report)
+    _check_words(name, model, tokenizer)
+    return model, tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Outline:
+    """A checkpoint without its weights.
+
+    Attributes:
+      model: on the device "meta": shapes, but no numbers.
+      config: of the text model.
+      packing: how its weights are quantised, or None.
+    """
+
+    model: Any
+    config: Any
+    tokenizer: Any
+    packing: Any | None
+
+
+def load_outline(name: str) -> Outline:
+    """Load what a checkpoint is, but not its weights; seconds, however large it is.
+
+    Args:
+      name: a directory or Hub id.
+
+    Raises:
+      ValueError: it could not be loaded, or would be refused if it were, as far as
+        its weights need not be read for that.
+    """
+    check_name(name)
+    commit = _commit_of(name)
+    with _loading(name):
+        config = AutoConfig.from_pretrained(
+            name, revision=commit, trust_remote_code=False
+        )
+        packing = getattr(config, "quantization_config", None)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, revision=commit, trust_remote_code=False
+        )
+    _check_words(name, model, tokenizer)
+    return Outline(model, model.config.get_text_config(), tokenizer, packing)
+
+
+def check_unpacking(name: str, outline: Outline) -> None:
+    """Look whether this machine has what a checkpoint's quantised weights need.
+
+    Raises:
+      ValueError: it has not.
+    """
+    if outline.packing is not None:
+        with _loading(name):
+            AutoHfQuantizer.from_config(outline.packing).validate_environment()

@@ -1,0 +1,286 @@
+"""Does what we read sum to what the model does? Asked of every backbone on loading.
+
+A layout found by names can be wrong without failing: a residual multiplier, a third
+addition, a scaled stream. On a short batch these identities must hold: our path's
+logits are the untouched model's, which pads to the left as it does when it
+generates; in every layer the contributions sum to the difference of the residual
+stream; the pushes of all layers sum to the difference that the model's own final
+norm makes; and neither padding nor the other example of the batch changes what is
+read of one.
+
+The batch has one row of 7 tokens and one of 11; where the model's smallest window or
+chunk of attention is at most 1024 tokens, the longer row is three tokens longer than
+that, since a mask that was not handed over shows nowhere else. Not covered is what
+changes further out: larger windows (Mistral's 4096), and the second window where a
+model has two. Where rotary embeddings switch at a length (Phi-3's at 4096) nothing
+need be: `extract.backbone.window` ends what is read there. In half precision three keys too
+many of several hundred can be within the rounding allowed.
+"""
+
+import copy
+import dataclasses
+
+import torch
+
+from extract.backbone.backbone import Backbone
+from extract.backbone.layout import LayerPass, watch_layers
+from extract.signals.attention import SpanReading, read_spans
+from extract.signals.budgets import budget_for
+from extract.signals.probability import Head
+from extract.signals.reader import residual
+
+# Relative. In bf16 sums in float32 differ from the stream's own rounding by 3e-3
+# (reference/backbones.md, 2.1); in float32 the largest seen was 1e-6.
+_SUM_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+_VALUE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
+_PUSH_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
+_LENGTHS = (11, 7)
+_LONGEST_WINDOW = 1024
+_N_BEYOND = 3
+# Of a long row the last logits are compared: a whole row of a large vocabulary would
+# be gigabytes, and its first tokens are like those of a short one.
+_N_COMPARED = 16
+
+
+@dataclasses.dataclass
+class _Sums:
+    """What the check gathers while the layers run."""
+
+    scores: residual.Scores
+    layout_scales: list[torch.Tensor | float]
+    errors: list[float] = dataclasses.field(default_factory=list)
+    pushes: torch.Tensor | float = 0.0
+    first: torch.Tensor | None = None
+    last: torch.Tensor | None = None
+
+    def on_layer(self, layer_pass: LayerPass) -> None:
+        """Add one layer."""
+        if self.first is None:
+            self.first = layer_pass.h_in.float().clone()
+        out = layer_pass.h_out.float() / self.layout_scales[layer_pass.index]
+        total = layer_pass.h_in.float() + layer_pass.att.float()
+        error = (total + layer_pass.ffn.float() - out).norm(dim=-1)
+        self.errors.append(float((error / out.norm(dim=-1)).max()))
+        scalars = residual.contribution_scalars(layer_pass, self.scores)
+        self.pushes = self.pushes + scalars[..., 1] + scalars[..., 3]
+        self.last = out.clone()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Pass:
+    """One forward on the reading path.
+
+    Attributes:
+      final: `[n_examples, n_tokens, d_model]`, final-normed.
+      attn: `[n_examples, n_tokens, 2, 2, n_attention_layers, n_heads]`.
+      sums: what was gathered on the way.
+    """
+
+    final: torch.Tensor
+    attn: torch.Tensor
+    sums: _Sums
+
+
+def _window_of(backbone: Backbone) -> int | None:
+    """Return the smallest window of attention in tokens, if it is to be crossed."""
+    config = backbone.model.config.get_text_config()
+    names = ("sliding_window", "attention_chunk_size")
+    windows = [getattr(config, name, None) for name in names]
+    longest = min(_LONGEST_WINDOW, (backbone.max_length or 2**62) - _N_BEYOND)
+    return min((w for w in windows if w is not None and w <= longest), default=None)
+
+
+def _lengths_of(backbone: Backbone) -> tuple[int, int]:
+    """Return the tokens of the two rows, the longer first."""
+    window = _window_of(backbone)
+    beyond = 0 if window is None else window + _N_BEYOND
+    return max(_LENGTHS[0], beyond), _LENGTHS[1]
+
+
+def _probe_ids(backbone: Backbone, lengths: tuple[int, int]) -> torch.Tensor:
+    """Return `[2, n_tokens]` ids spread over the vocabulary, distinct if it is large.
+
+    The second row is padded with its last id.
+    """
+    vocab_size = backbone.layout.head.out_features
+    n_ids, n_tokens = sum(lengths), lengths[0]
+    # Embedding tables may be shorter than a padded head.
+    n_words = min(vocab_size, backbone.model.get_input_embeddings().num_embeddings)
+    ids = torch.arange(1, n_ids + 1) * max(1, n_words // (n_ids + 1)) % n_words
+    second = torch.cat([ids[n_tokens:], ids[-1].expand(n_tokens - lengths[1])])
+    return torch.stack([ids[:n_tokens], second]).to(backbone.device)
+
+
+def _spans_of(lengths: tuple[int, ...]) -> torch.Tensor:
+    """Return `[n_examples, 3, 2]` spans that end with their row."""
+    return torch.tensor([[[0, 3], [3, n - 2], [n - 2, n]] for n in lengths])
+
+
+def _read(
+    backbone: Backbone,
+    final_norm: residual.FinalNorm,
+    ids: torch.Tensor,
+    lengths: tuple[int, ...],
+) -> _Pass:
+    """Run the reading path on `[n_examples, n_tokens]` ids."""
+    layout = backbone.layout
+    scores = residual.Scores(final_norm, layout.head, ids.roll(-1, dims=1))
+    sums = _Sums(scores, [layer.scale() for layer in layout.layers])
+    reading = SpanReading(
+        _spans_of(lengths),
+        ids.shape[1],
+        backbone.attention_layers,
+        budget_for(ids.device).n_attention_weights,
+        ids.device,
+    )
+    with (
+        read_spans(layout.decoder, reading),
+        watch_layers(layout, sums.on_layer),
+    ):
+        final = layout.decoder(input_ids=ids, use_cache=False).last_hidden_state
+    return _Pass(final=final, attn=reading.readings(), sums=sums)
+
+
+def _check_close(
+    found: torch.Tensor,
+    expected: torch.Tensor,
+    tolerance: float,
+    what: str,
+    *,
+    every: bool = True,
+) -> None:
+    """Compare every row, or the median row, relative to the largest expected value."""
+    scale = float(expected.float().abs().max()) + 1e-6
+    errors = (found.float() - expected.float()).abs().flatten(1).amax(1)
+    error = float(errors.max() if every else errors.median()) / scale
+    # Written so that a NaN, which loses every comparison, does not pass.
+    if not error <= tolerance:
+        raise ValueError(
+            f"unknown residual layout: {what} differ by {error:.1e} of their size, "
+            f"expected at most {tolerance:.0e}"
+        )
+
+
+def _is_reproducible(backbone: Backbone) -> bool:
+    """Tell whether every token must agree between batches of different shape.
+
+    In half precision products round differently there, which can send single tokens
+    to another expert; a wrong reading is wrong for all.
+    """
+    return backbone.dtype == torch.float32
+
+
+def _check_sums(backbone: Backbone, sums: _Sums) -> None:
+    """Require that contributions sum to the change of the stream in every layer."""
+    for index, error in enumerate(sums.errors):
+        if not error <= _SUM_TOLERANCE[backbone.dtype]:
+            raise ValueError(
+                f"unknown residual layout: in layer {index} of "
+                f"{type(backbone.layout.decoder).__name__} attention and feed-forward "
+                f"contributions miss the change of the residual stream by {error:.1e} "
+                "of its norm"
+            )
+
+
+def _check_logits(
+    backbone: Backbone,
+    ids: torch.Tensor,
+    lengths: tuple[int, int],
+    final: torch.Tensor,
+    head: Head,
+) -> None:
+    """Compare our logits with the untouched model's, right with left padding."""
+    n_tokens = ids.shape[1]
+    counts = torch.tensor(lengths, device=ids.device)[:, None]
+    is_token = torch.arange(n_tokens, device=ids.device) >= n_tokens - counts
+    shifted = [row.roll(n_tokens - n) for row, n in zip(ids, lengths, strict=True)]
+    mask = is_token.long()
+    own = backbone.model(
+        input_ids=torch.stack(shifted),
+        attention_mask=mask,
+        position_ids=(mask.cumsum(1) - 1).clamp_min(0),
+        use_cache=False,
+    ).logits
+    firsts = [max(0, n - _N_COMPARED) for n in lengths]
+    parts = {"": [slice(*edges) for edges in zip(firsts, lengths, strict=True)]}
+    window = _window_of(backbone)
+    if window is not None:
+        # By themselves: where single tokens may differ they would be outvoted.
+        parts[" beyond its attention's window"] = [slice(window, lengths[0])]
+    for where, slices in parts.items():
+        states = [row[at] for row, at in zip(final, slices, strict=False)]
+        theirs = [
+            row.roll(n - n_tokens, dims=0)[at]
+            for row, n, at in zip(own, lengths, slices, strict=False)
+        ]
+        _check_close(
+            head.logits(torch.cat(states), 0, own.shape[-1]),
+            torch.cat(theirs),
+            _VALUE_TOLERANCE[backbone.dtype],
+            f"the logits of the reading pass and of the untouched model{where}",
+            every=_is_reproducible(backbone),
+        )
+
+
+def _check_alone(
+    backbone: Backbone,
+    final_norm: residual.FinalNorm,
+    ids: torch.Tensor,
+    lengths: tuple[int, int],
+    together: _Pass,
+) -> None:
+    """Read each example alone and unpadded; nothing may change."""
+    tolerance = _VALUE_TOLERANCE[backbone.dtype]
+    for row, length in enumerate(lengths):
+        alone = _read(backbone, final_norm, ids[row : row + 1, :length], (length,))
+        # The last token's own target is the neighbour's in one of the two.
+        pairs = {
+            "states": (together.final[row, :length], alone.final[0]),
+            "attention readings": (together.attn[row, :length], alone.attn[0]),
+            "pushes": (
+                together.sums.pushes[row, : length - 1, None],
+                alone.sums.pushes[0, :-1, None],
+            ),
+        }
+        for what, (found, expected) in pairs.items():
+            _check_close(
+                found,
+                expected,
+                tolerance,
+                f"the {what} of a sequence in a padded batch and alone",
+                every=_is_reproducible(backbone),
+            )
+
+
+def _check_pushes(backbone: Backbone, sums: _Sums, targets: torch.Tensor) -> None:
+    """Compare summed pushes with the final norm applied to both ends."""
+    # In float32, as the pushes are: the stream's dtype would round both ends.
+    norm = copy.deepcopy(backbone.layout.final_norm).float()
+    words = backbone.layout.head.weight[targets].float()
+    before, after = [(norm(end) * words).sum(-1) for end in (sums.first, sums.last)]
+    _check_close(
+        sums.pushes[..., None],
+        (after - before)[..., None],
+        _PUSH_TOLERANCE[backbone.dtype],
+        "the summed pushes and the final norm's own difference",
+    )
+
+
+@torch.no_grad()
+def check_parity(
+    backbone: Backbone, final_norm: residual.FinalNorm, head: Head
+) -> None:
+    """Run the checks.
+
+    Raises:
+      ValueError: "unknown residual layout", naming the identity that failed.
+    """
+    lengths = _lengths_of(backbone)
+    ids = _probe_ids(backbone, lengths)
+    together = _read(backbone, final_norm, ids, lengths)
+    _check_sums(backbone, together.sums)
+    if not bool(together.attn.isfinite().all()):
+        raise ValueError("unknown residual layout: an attention reading is not finite")
+    _check_logits(backbone, ids, lengths, together.final, head)
+    _check_pushes(backbone, together.sums, ids.roll(-1, dims=1))
+    _check_alone(backbone, final_norm, ids, lengths, together)

@@ -1,0 +1,256 @@
+"""What a file is, told by its bytes and never by its name.
+
+Published copies carry JSON lines in `.json`, tabs in `.csv` and arrays in `.jsonl`,
+so the first bytes decide: gzip or not, then Parquet, a JSON array, a JSON object
+around a list, JSON lines, or a table. Everything else is refused with what it is.
+"""
+
+import csv
+import dataclasses
+import re
+import zlib
+from pathlib import Path
+from typing import BinaryIO, Literal, Protocol
+
+import orjson
+
+from extract.datasets.files.jsonhead import behind_value, list_key_of
+
+Container = Literal[
+    "json array", "json object", "json lines", "json values", "table", "parquet"
+]
+HEAD = 1 << 20  # bytes looked at; the first record of every known format fits
+# A first row with one of these names in it is a header.
+COLUMNS = {"question", "query", "possible_answers", "text", "title", "contents"}
+
+_FOREIGN = (
+    (b"PK\x03\x04", "a zip archive; unpack it first"),
+    (b"BZh", "bzip2 data; unpack it first"),
+    (b"\xfd7zXZ\x00", "xz data; unpack it first"),
+    (b"\x28\xb5\x2f\xfd", "Zstandard data; unpack it first"),
+    (b"ARROW1", "an Arrow IPC file; save it as Parquet"),
+    (b"\xff\xfe\0\0", "UTF-32 text; save it as UTF-8"),
+    (b"\0\0\xfe\xff", "UTF-32 text; save it as UTF-8"),
+    (b"\xff\xfe", "UTF-16 text; save it as UTF-8"),
+    (b"\xfe\xff", "UTF-16 text; save it as UTF-8"),
+    (b"\x1f\x8b", "gzip inside gzip; unpack it once"),
+    (b"%PDF", "a PDF document"),
+    (b"SQLite format 3", "an SQLite database"),
+    (
+        b"version https://git-lfs.github.com/spec/",
+        "a Git LFS pointer, not the data; fetch it with `git lfs pull`",
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FileType:
+    """How the records lie in a file.
+
+    Attributes:
+      container: `json lines` holds one value a line, `json values` one after
+        another over several lines, `json object` a list under `list_key`.
+      is_gzipped: the above is compressed.
+      has_bom: the text starts with a byte order mark.
+      list_key: name of the list in a `json object`.
+      delimiter: between the columns of a table.
+    """
+
+    container: Container
+    is_gzipped: bool = False
+    has_bom: bool = False
+    list_key: str | None = None
+    delimiter: str | None = None
+
+
+class Readable(Protocol):
+    """Gives bytes in order."""
+
+    def read(self, size: int, /) -> bytes:
+        """Return up to `size` bytes; none at the end."""
+
+    def close(self) -> None:
+        """Let go of the file."""
+
+
+class Gunzip:
+    """Reads gzip; delivers every byte before the damage, then says what it is."""
+
+    def __init__(self, stream: BinaryIO, name: str) -> None:
+        """Read from `stream`; `name` is for messages."""
+        self._stream, self._name = stream, name
+        self._member = zlib.decompressobj(31)
+        self._packed = b""
+        self._n_read = 0
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._stream.close()
+
+    def read(self, size: int, /) -> bytes:
+        """Return up to `size` bytes; none at the end.
+
+        Raises:
+          ValueError: the compressed data are cut off or damaged.
+        """
+        while True:
+            if self._member.eof and not self._next_member():
+                return b""
+            is_end = not self._packed and not self._refill()
+            try:
+                found = self._member.decompress(self._packed, size)
+            except zlib.error as error:
+                raise ValueError(
+                    f"{self._name}: the gzip data are damaged before byte "
+                    f"{self._n_read} ({error}); fetch the file again"
+                ) from None
+            self._packed = self._member.unconsumed_tail or self._member.unused_data
+            if found:
+                return found
+            if is_end and not self._member.eof:
+                raise ValueError(
+                    f"{self._name}: the gzip data end after {self._n_read} bytes "
+                    "without their end mark, the download was cut off; fetch it again"
+                )
+
+    def _refill(self) -> bytes:
+        """Read on in the compressed file."""
+        self._packed = self._stream.read(1 << 18)
+        self._n_read += len(self._packed)
+        return self._packed
+
+    def _next_member(self) -> bool:
+        """Begin the next part of a file of several; False at the end."""
+        while not (packed := self._packed.lstrip(b"\0")):  # padding is allowed
+            if not self._refill():
+                return False
+        if not packed.startswith(b"\x1f"):
+            raise ValueError(
+                f"{self._name}: other bytes follow the end of the gzip data; "
+                "fetch the file again"
+            )
+        self._packed, self._member = packed, zlib.decompressobj(31)
+        return True
+
+
+def open_bytes(path: Path, is_gzipped: bool) -> Readable:
+    """Open a file for reading in order, unpacked."""
+    stream = path.open("rb")
+    return Gunzip(stream, str(path)) if is_gzipped else stream
+
+
+def _head(path: Path, is_gzipped: bool) -> bytes:
+    """Return the first bytes; of damaged gzip, what can be had."""
+    parts, size = [], 0
+    stream = open_bytes(path, is_gzipped)
+    try:
+        while size < HEAD and (part := stream.read(HEAD - size)):
+            parts.append(part)
+            size += len(part)
+    except ValueError:
+        if not size:
+            raise
+    finally:
+        stream.close()
+    return b"".join(parts)
+
+
+def recognise(path: Path) -> FileType:
+    """Tell how a file holds its records.
+
+    Raises:
+      ValueError: there is no such file, or it is of no kind that holds records.
+    """
+    if path.is_dir():
+        raise ValueError(f"{path} is a directory; give one file in it")
+    if not path.exists():
+        raise ValueError(f"{path}: no such file")
+    if not path.is_file():
+        raise ValueError(f"{path} is no regular file; give a file with records")
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path} is empty (0 bytes); fetch it again")
+    with path.open("rb") as stream:
+        is_gzipped = stream.read(2) == b"\x1f\x8b"
+    head = _head(path, is_gzipped)
+    what = "the unpacked file" if is_gzipped else "the file"
+    if head.startswith(b"PAR1"):
+        return FileType(container="parquet", is_gzipped=is_gzipped)
+    has_bom = head.startswith(b"\xef\xbb\xbf")
+    text = head[3:] if has_bom else head
+    kind = _kind_of_text(text, f"{path}: {what}")
+    return dataclasses.replace(kind, is_gzipped=is_gzipped, has_bom=has_bom)
+
+
+_PYTHON = re.compile(rb"\[\s*\{\s*'")  # single quotes around the first key
+
+
+def _kind_of_text(text: bytes, name: str) -> FileType:
+    """Tell the kinds of text apart; `name` begins the message of a refusal."""
+    for magic, what in _FOREIGN:
+        if text.startswith(magic):
+            raise ValueError(f"{name} is {what}")
+    start = text.lstrip(b" \t\r\n")
+    if not start:
+        raise ValueError(f"{name} holds nothing but white space; fetch it again")
+    if text[257:262] == b"ustar":
+        raise ValueError(f"{name} is a tar archive; unpack it first")
+    if b"\0" in text:
+        raise ValueError(f"{name} is binary, of no known kind")
+    if _PYTHON.match(start):
+        raise ValueError(
+            f"{name} is a list in Python's notation, not JSON; save it with json.dumps"
+        )
+    if start.startswith(b"[") and not _is_row(text):
+        return FileType(container="json array")
+    if start.startswith(b"{"):
+        return _kind_of_objects(start)
+    if start.startswith(b"["):
+        return FileType(container="table", delimiter="\t")
+    if start.startswith(b"<"):
+        raise ValueError(
+            f"{name} is an HTML or XML page, as a failed download leaves; "
+            "fetch it again"
+        )
+    return _kind_of_table(start, name)
+
+
+def _is_row(text: bytes) -> bool:
+    """Tell a first row without its first cell from an array that is indented."""
+    is_tabbed = text.lstrip(b" \r\n").startswith(b"\t")
+    return is_tabbed and text.lstrip()[1:2] in (b"'", b'"')
+
+
+def _is_object(line: bytes) -> bool:
+    """Tell whether a line alone is a JSON object."""
+    try:
+        return isinstance(orjson.loads(line), dict)
+    except orjson.JSONDecodeError:
+        return False
+
+
+def _kind_of_objects(text: bytes) -> FileType:
+    """Tell an object around a list from one object a line, and from the rest."""
+    key = list_key_of(text)
+    if key is not None:
+        return FileType(container="json object", list_key=key)
+    first, _, rest = text.partition(b"\n")
+    second = rest.partition(b"\n")[0]
+    # A first line that is damaged does not change what the others are.
+    if _is_object(first) or (len(first) > 2 and second[:1] == b"{"):
+        return FileType(container="json lines")
+    if not rest and len(text) >= HEAD - 8 and behind_value(text, 0) == len(text):
+        return FileType(container="json lines")  # one record, longer than the head
+    return FileType(container="json values")
+
+
+def _kind_of_table(text: bytes, name: str) -> FileType:
+    """Accept columns with tabs between, or with commas under a header."""
+    line = text.partition(b"\n")[0].decode("utf-8", "replace").strip("\r")
+    if any(b"\t" in early for early in text.split(b"\n", 3)[:3]):
+        return FileType(container="table", delimiter="\t")
+    cells = next(csv.reader([line]), [])
+    if len(cells) > 1 and COLUMNS & {cell.strip().lower() for cell in cells}:
+        return FileType(container="table", delimiter=",")
+    raise ValueError(
+        f"{name} is plain text: neither JSON nor a table with tabs between its columns"
+    )

@@ -1,0 +1,225 @@
+"""Which questions train, which validate, which test: fixed by id, written down.
+
+Sizes follow appendix A of the paper. A question's place depends on the seed, its set
+and its id through a hash, so neither the order of a file nor the questions around it
+move it. No question text is in two splits.
+"""
+
+import dataclasses
+import hashlib
+import json
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from extract.label.judge import normalise
+from extract.records import Split
+
+Role = Literal["train", "dev", "held-out"]
+ROLES: tuple[Role, ...] = ("dev", "held-out", "train")  # evaluation chooses first
+HELD_OUT_SIZES = {"popqa": 1000, "nq": 1182, "triviaqa": 1277}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitConfig:
+    """How many questions each split has; defaults are those of appendix A.
+
+    Attributes:
+      seed: of the hash that orders the questions.
+      n_train: of each set with a training file.
+      n_evaluation: validation and test each, of each set with a development file.
+      n_held_out: of each set that is never trained on.
+    """
+
+    seed: int = 0
+    n_train: int = 10_000
+    n_evaluation: int = 500
+    n_held_out: Mapping[str, int] = dataclasses.field(
+        default_factory=lambda: dict(HELD_OUT_SIZES)
+    )
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that are none."""
+        for size in (self.n_train, self.n_evaluation, *self.n_held_out.values()):
+            if size < 1:
+                raise ValueError(f"a split has at least one question, not {size}")
+
+    def sizes(self, dataset: str, role: Role) -> dict[Split, int]:
+        """Return the splits that a file's questions go to, with their sizes."""
+        if role == "train":
+            return {"train": self.n_train}
+        if role == "dev":
+            return {"validation": self.n_evaluation, "test": self.n_evaluation}
+        if dataset not in self.n_held_out:
+            raise ValueError(
+                f"appendix A holds out {', '.join(HELD_OUT_SIZES)}, and gives no size "
+                f"for {dataset}; say how many with --n-held-out {dataset}=N"
+            )
+        return {"ood": self.n_held_out[dataset]}
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A question that may be drawn.
+
+    Attributes:
+      id: in its set.
+      text_key: equal for questions with the same normalised text.
+    """
+
+    id: str
+    text_key: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Conflict:
+    """A question that was passed over because its text is in another split."""
+
+    dataset: str
+    id: str
+    split: Split
+    other_dataset: str
+    other_id: str
+    other_split: Split
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """What was drawn.
+
+    Attributes:
+      splits: ids by split and set, in the order of the hash.
+      conflicts: what was passed over.
+      repeated: (split, set, id, set, id) of questions whose text is in the same split
+        a second time; both are kept (PopQA asks about subjects of the same name).
+    """
+
+    splits: dict[Split, dict[str, list[str]]]
+    conflicts: list[Conflict]
+    repeated: list[tuple[Split, str, str, str, str]]
+
+
+def text_key(question: str) -> bytes:
+    """Return what is equal for questions that differ in case, marks or articles."""
+    folded = unicodedata.normalize("NFKC", question).casefold()
+    return hashlib.blake2b((normalise(folded) or folded).encode()).digest()[:16]
+
+
+def order_key(seed: int, dataset: str, name: str) -> bytes:
+    """Return the place of a question among those of its set."""
+    return hashlib.sha256(f"{seed}\n{dataset}\n{name}".encode()).digest()
+
+
+def draw_splits(
+    pools: Mapping[tuple[str, Role], Sequence[Candidate]], config: SplitConfig
+) -> Draw:
+    """Draw the splits.
+
+    Args:
+      pools: what may be drawn, by set and role; ids are unique within a pool.
+      config: seed and sizes.
+
+    Raises:
+      ValueError: a pool is too small.
+    """
+    drawn = Draw({}, [], [])
+    taken: dict[bytes, tuple[Split, str, str]] = {}
+    ids: set[tuple[str, str]] = set()
+    order = sorted(pools, key=lambda pool: (ROLES.index(pool[1]), pool[0]))
+    for dataset, role in order:
+        pool = sorted(
+            pools[dataset, role], key=lambda c: order_key(config.seed, dataset, c.id)
+        )
+        n_taken = 0
+        for split, size in config.sizes(dataset, role).items():
+            chosen = drawn.splits.setdefault(split, {}).setdefault(dataset, [])
+            while len(chosen) < size and n_taken < len(pool):
+                candidate = pool[n_taken]
+                n_taken += 1
+                if _take(candidate, dataset, split, taken, ids, drawn):
+                    chosen.append(candidate.id)
+            if len(chosen) < size:
+                raise _too_few(dataset, role, config, len(pool), drawn)
+    return drawn
+
+
+def _take(
+    candidate: Candidate,
+    dataset: str,
+    split: Split,
+    taken: dict[bytes, tuple[Split, str, str]],
+    ids: set[tuple[str, str]],
+    drawn: Draw,
+) -> bool:
+    """Take a question unless its text or its id is in another split."""
+    holder = taken.setdefault(candidate.text_key, (split, dataset, candidate.id))
+    is_elsewhere = (dataset, candidate.id) in ids
+    if holder[0] != split or is_elsewhere:
+        drawn.conflicts.append(
+            Conflict(dataset, candidate.id, split, holder[1], holder[2], holder[0])
+        )
+        return False
+    if holder[1:] != (dataset, candidate.id):
+        drawn.repeated.append((split, dataset, candidate.id, holder[1], holder[2]))
+    ids.add((dataset, candidate.id))
+    return True
+
+
+def _too_few(
+    dataset: str, role: Role, config: SplitConfig, n_there: int, drawn: Draw
+) -> ValueError:
+    """Say how many questions a pool has and how many are asked for."""
+    sizes = config.sizes(dataset, role)
+    n_passed = sum(c.dataset == dataset and c.split in sizes for c in drawn.conflicts)
+    option = {
+        "train": "--n-train",
+        "dev": "--n-evaluation",
+        "held-out": f"--n-held-out {dataset}=",
+    }[role]
+    return ValueError(
+        f"{dataset}: {' + '.join(map(str, sizes.values()))} questions are asked for "
+        f"{' and '.join(sizes)}, the {role} files have {n_there} that can be used "
+        f"({n_passed} of them with a text that another split has); give the whole "
+        f"published file, or a smaller {option}"
+    )
+
+
+def questions_digest(rows: Iterable[tuple[str, bytes]]) -> str:
+    """Return a SHA-256 over ids and question texts, in any order."""
+    lines = sorted(f"{name}\t{key.hex()}\n" for name, key in rows)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a manifest with the SHA-256 of everything else in it."""
+    rest = {key: value for key, value in manifest.items() if key != "sha256"}
+    text = json.dumps(rest, sort_keys=True, ensure_ascii=True, allow_nan=False)
+    return rest | {"sha256": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def read_splits(path: Path) -> dict[str, Any]:
+    """Read a manifest of splits.
+
+    Raises:
+      ValueError: it is none, or its SHA-256 is not that of its content.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file; draw splits with `beatrice data`")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        is_ours = manifest["format"] == "beatrice-splits" and manifest["version"] == 1
+    except (ValueError, KeyError, TypeError):
+        is_ours = False
+    if not is_ours:
+        raise ValueError(
+            f"{path} is no manifest of splits (beatrice-splits, version 1)"
+        )
+    expected = seal(manifest)["sha256"]
+    if manifest.get("sha256") != expected:
+        raise ValueError(
+            f"{path} was changed after it was written: its SHA-256 is "
+            f"{expected[:12]}…, "
+            f"it says {str(manifest.get('sha256'))[:12]}…; restore it, or draw again"
+        )
+    return manifest

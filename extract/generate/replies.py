@@ -1,0 +1,119 @@
+"""Generated texts on disk, each appended when it exists and found again by its key."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from extract.generate.generator import (
+    Generated,
+    Generator,
+    GeneratorPrompt,
+    SamplingConfig,
+    reply_key,
+)
+from extract.run.jsonlines import JsonLines
+
+Progress = Callable[[int, int], None]  # (done, total)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Replies:
+    """A file of generated texts by key.
+
+    The key covers everything that changes a text (`extract.generate.generator.reply_key`), so a
+    text is found again only for the same question to the same backend.
+
+    Attributes:
+      n_reused: texts that were found and not generated again.
+      n_new: texts that were generated and appended.
+    """
+
+    lines: JsonLines
+    found: dict[str, Generated]
+    n_reused: int = 0
+    n_new: int = 0
+
+    @classmethod
+    def open(cls, path: Path) -> "Replies":
+        """Open a file of replies; a torn last line is set aside and done again.
+
+        Raises:
+          ValueError: a line before the last is no reply; the message names it.
+        """
+        lines = JsonLines.open(path)
+        found: dict[str, Generated] = {}
+        for number, row in enumerate(lines.rows(), start=1):
+            key, reply = _from_row(row, f"{path}, line {number}")
+            found.setdefault(key, reply)
+        return cls(lines=lines, found=found)
+
+    @property
+    def torn(self) -> str | None:
+        """Say what was set aside when the file was opened, or None."""
+        return self.lines.torn
+
+    def generate(
+        self,
+        generator: Generator,
+        prompts: Sequence[GeneratorPrompt],
+        config: SamplingConfig,
+        progress: Progress = lambda done, total: None,
+    ) -> list[Generated]:
+        """Return the text of every prompt, in order; generate what is missing.
+
+        Args:
+          generator: the backend.
+          prompts: equal ones share a text.
+          config: how.
+          progress: told texts there and wanted.
+        """
+        identity = generator.identity
+        keys = [reply_key(identity, prompt, config) for prompt in prompts]
+        done = {i for i, key in enumerate(keys) if key in self.found}
+        n_wanted = len(set(keys))
+        n_there = len({keys[i] for i in done})
+        self.n_reused += n_there
+        seen: set[str] = set()
+        for i, key in enumerate(keys):
+            if key in seen:
+                done.add(i)
+            seen.add(key)
+        progress(n_there, n_wanted)
+        for i, reply in generator.stream(prompts, config, done):
+            if keys[i] in self.found:
+                continue
+            self.lines.append([json.dumps({"key": keys[i], **_as_row(reply)})])
+            self.found[keys[i]] = reply
+            self.n_new += 1
+            n_there += 1
+            progress(n_there, n_wanted)
+        return [self.found[key] for key in keys]
+
+
+def _as_row(reply: Generated) -> dict[str, Any]:
+    return dataclasses.asdict(reply)
+
+
+def _from_row(row: dict[str, Any], where: str) -> tuple[str, Generated]:
+    """Return key and text of one line.
+
+    Raises:
+      ValueError: the line is something else.
+    """
+    fields = dict(row)
+    key = fields.pop("key", None)
+    try:
+        for name in ("token_ids", "log_probs"):
+            if fields[name] is not None:
+                fields[name] = tuple(fields[name])
+        reply = Generated(**fields)
+    except (KeyError, TypeError):
+        reply = None
+    if reply is None or not isinstance(key, str) or not isinstance(reply.text, str):
+        raise ValueError(
+            f"{where}: not a generated text of this program's version; move the file "
+            "away to generate its texts again"
+        )
+    return key, reply

@@ -1,0 +1,132 @@
+"""Several drawn answers per question, for the detectors that measure their agreement.
+
+Temperature, top-p and top-k are always written down: left to a checkpoint's defaults,
+the published numbers of the same detector differ.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from extract.generate.generator import (
+    Finish,
+    Generator,
+    GeneratorPrompt,
+    SamplingConfig,
+)
+from extract.generate.replies import Progress, Replies
+from extract.generate.requests import Request
+from extract.records import Setting, Variant
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrawConfig:
+    """How answers are drawn; defaults follow Farquhar et al. (Nature, 2024).
+
+    Attributes:
+      n_samples: per question, setting and variant.
+      sampling: how each is drawn.
+    """
+
+    n_samples: int = 10
+    sampling: SamplingConfig = SamplingConfig(temperature=1.0, top_p=0.9, top_k=50)
+
+    def __post_init__(self) -> None:
+        """Refuse draws that are none.
+
+        Raises:
+          ValueError: no samples, or greedy ones.
+        """
+        if self.n_samples < 1:
+            raise ValueError(f"n_samples: expected at least 1, found {self.n_samples}")
+        if self.sampling.is_greedy:
+            raise ValueError(
+                "temperature: expected above 0 for drawn answers, found 0; a greedy "
+                "answer would be the same every time"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One drawn answer.
+
+    Attributes:
+      sample: 0 to n_samples - 1.
+      token_ids: without the stop token; None if the backend does not tell.
+      log_probs: in nats, one per id and one for the stop token if it was written; of
+        the model itself, before temperature, top-p and top-k. (Semantic entropy's code
+        takes them after; at temperature 1 that is the same up to the cut-off mass.)
+      finish: "length" if cut.
+    """
+
+    example_id: str
+    setting: Setting
+    variant: Variant
+    sample: int
+    text: str
+    token_ids: tuple[int, ...] | None
+    stop_id: int | None
+    log_probs: tuple[float, ...] | None
+    finish: Finish
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Return what identifies the question: example, setting, variant."""
+        return (self.example_id, self.setting, self.variant)
+
+
+def request_prompt(
+    tokenizer: Any, request: Request, *, sample: int = 0, as_text: bool = False
+) -> GeneratorPrompt:
+    """Return a request as a prompt with its exact ids.
+
+    Args:
+      tokenizer: of the backbone.
+      request: the question.
+      sample: which draw.
+      as_text: the backend takes text alone and will tokenize it itself.
+
+    Raises:
+      ValueError: with `as_text`, the text would become other ids.
+    """
+    ids = request.prompt.ids
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    if as_text and tuple(tokenizer(text)["input_ids"]) != ids:
+        raise ValueError(
+            f"question {request.example_id!r}: its text would be read as other tokens "
+            "than its prompt has; use a server that takes token ids (vLLM)"
+        )
+    return GeneratorPrompt(text=text, ids=ids, sample=sample)
+
+
+def draw_answers(
+    requests: Sequence[Request],
+    generator: Generator,
+    tokenizer: Any,
+    replies: Replies,
+    config: DrawConfig,
+    progress: Progress = lambda done, total: None,
+    *,
+    as_text: bool = False,
+) -> list[Sample]:
+    """Draw `n_samples` answers to every request, the draws of one request together."""
+    cells = [(r, k) for r in requests for k in range(config.n_samples)]
+    prompts = [
+        request_prompt(tokenizer, request, sample=k, as_text=as_text)
+        for request, k in cells
+    ]
+    found = replies.generate(generator, prompts, config.sampling, progress)
+    return [
+        Sample(
+            example_id=request.example_id,
+            setting=request.setting,
+            variant=request.variant,
+            sample=k,
+            text=reply.text,
+            token_ids=reply.token_ids,
+            stop_id=reply.stop_id,
+            log_probs=reply.log_probs,
+            finish=reply.finish,
+        )
+        for (request, k), reply in zip(cells, found, strict=True)
+    ]

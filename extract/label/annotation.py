@@ -1,0 +1,205 @@
+"""A sample of answers for a person to judge blind: a CSV out, the same CSV in.
+
+The file shows question, golds and answer, not what the judges said. The person fills
+the column `human` with correct or incorrect; what is left empty is counted.
+"""
+
+import csv
+import dataclasses
+import hashlib
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from extract.label.audit import LabelledAnswer
+from extract.label.kappa import Agreement, agreement
+from extract.label.verdicts import parse_verdict
+from extract.run.atomic import write_text_atomic
+
+COLUMNS = (
+    "item",
+    "example_id",
+    "setting",
+    "variant",
+    "question",
+    "golds",
+    "answer",
+    "check",
+    "human",
+)
+
+
+def draw_sample(
+    rows: Sequence[LabelledAnswer], n: int, *, seed: int = 0
+) -> list[LabelledAnswer]:
+    """Draw answers that have a label, evenly over the settings (paper: 50 and 50).
+
+    Args:
+      rows: all, in the order of their keys.
+      n: how many; fewer if there are not so many, and where one setting has too few
+        the other gives more.
+      seed: of the draw.
+
+    Returns:
+      The sample in a random order.
+    """
+    rng = np.random.default_rng(seed)
+    kept = [row for row in rows if row.label.label is not None]
+    settings = sorted({row.label.setting for row in kept})
+    piles = []
+    for setting in settings:
+        pile = [row for row in kept if row.label.setting == setting]
+        piles.append([pile[i] for i in rng.permutation(len(pile))])
+    chosen: list[LabelledAnswer] = []
+    while len(chosen) < n and any(piles):
+        for pile in piles:
+            if pile and len(chosen) < n:
+                chosen.append(pile.pop())
+    return [chosen[i] for i in rng.permutation(len(chosen))]
+
+
+def check_of(row: LabelledAnswer) -> str:
+    """Return what changes with the question, its golds or the answer.
+
+    A letter stands first, or a spreadsheet might take it for a number.
+    """
+    content = [row.example.question, list(row.example.golds), row.answer.text]
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return f"c{digest[:12]}"
+
+
+def _shown(text: str) -> str:
+    """Return a cell that no spreadsheet takes for a formula."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
+
+
+def sample_csv(sample: Sequence[LabelledAnswer]) -> str:
+    """Return the sample as CSV, the column `human` empty."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for item, row in enumerate(sample, start=1):
+        cells = (
+            row.example.id,
+            *row.group,
+            row.example.question,
+            " | ".join(row.example.golds),
+            row.answer.text,
+            check_of(row),
+        )
+        writer.writerow((item, *map(_shown, cells), ""))
+    return stream.getvalue()
+
+
+def write_sample(path: Path, sample: Sequence[LabelledAnswer]) -> None:
+    """Write the sample's CSV; a file that a person may have filled in is left alone.
+
+    Raises:
+      ValueError: the file there holds another sample.
+    """
+    if path.exists():
+        there = [row["check"] for row in _read_rows(path)]
+        if there != [check_of(row) for row in sample]:
+            raise ValueError(
+                f"{path} holds another sample, perhaps with annotations; move it away "
+                "to draw anew"
+            )
+        return
+    write_text_atomic(path, sample_csv(sample))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HumanAgreement:
+    """What a person's annotations say about the labels.
+
+    Attributes:
+      judge: the person against the labels.
+      exact: the person against exact match.
+      n_empty: items that were not annotated.
+    """
+
+    judge: Agreement
+    exact: Agreement
+    n_empty: int
+
+
+def _read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a sample's CSV; a spreadsheet may have put semicolons."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"{path}: expected a CSV in UTF-8; save it from the spreadsheet as "
+            "'CSV UTF-8'"
+        ) from None
+    header = text.split("\n", 1)[0]
+    separator = ";" if header.count(";") > header.count(",") else ","
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator)
+    missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+    if missing:
+        raise ValueError(
+            f"{path}: expected the columns {', '.join(COLUMNS)}; "
+            f"found no {missing[0]!r}"
+        )
+    return [{name: row[name] or "" for name in COLUMNS} for row in reader]
+
+
+def read_annotations(
+    path: Path, rows: Sequence[LabelledAnswer], *, seed: int = 0
+) -> HumanAgreement:
+    """Compare a person's annotations with the labels.
+
+    Args:
+      path: a sample's CSV with the column `human` filled in.
+      rows: all labelled answers as they are now.
+      seed: of the bootstrap.
+
+    Raises:
+      ValueError: the file is no such CSV, a word is neither correct nor incorrect, or
+        an item is unknown, twice there, or of another answer than the run's.
+    """
+    # Looked up as it is shown: the CSV may hold an id behind an apostrophe.
+    by_key = {tuple(map(_shown, row.label.key)): row for row in rows}
+    human: dict[tuple[str, ...], bool] = {}
+    seen: set[tuple[str, ...]] = set()
+    for number, cells in enumerate(_read_rows(path), start=1):
+        key = (cells["example_id"], cells["setting"], cells["variant"])
+        where = f"{path}, row {number}"
+        if key not in by_key or by_key[key].label.label is None:
+            raise ValueError(f"{where}: {key} is no labelled answer of this run")
+        if key in seen:
+            raise ValueError(f"{where}: {key} is there twice; keep one of them")
+        seen.add(key)
+        if cells["check"] != check_of(by_key[key]):
+            raise ValueError(
+                f"{where}: {key} was annotated for another question, gold or answer "
+                "than the run's; draw a new sample"
+            )
+        if cells["human"].strip():
+            verdict = parse_verdict(cells["human"])
+            if verdict == "unparsable":
+                raise ValueError(
+                    f"{where}: the column human is correct, incorrect or empty, found "
+                    f"{cells['human'][:40]!r}"
+                )
+            human[key] = verdict == "correct"
+    return _compare(human, by_key, len(seen) - len(human), seed)
+
+
+def _compare(
+    human: dict[tuple[str, ...], bool],
+    by_key: dict[tuple[str, ...], LabelledAnswer],
+    n_empty: int,
+    seed: int,
+) -> HumanAgreement:
+    ratings = list(human.values())
+    return HumanAgreement(
+        judge=agreement(
+            ratings, [by_key[key].label.label is True for key in human], seed=seed
+        ),
+        exact=agreement(ratings, [by_key[key].exact for key in human], seed=seed),
+        n_empty=n_empty,
+    )

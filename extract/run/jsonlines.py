@@ -1,0 +1,118 @@
+"""Files of one JSON object per line, which only grow and survive a crash."""
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+from extract.run.atomic import sync_folder
+
+
+@dataclasses.dataclass(frozen=True)
+class JsonLines:
+    """A file of one JSON object per line that only grows.
+
+    Attributes:
+      torn: says what was set aside when the file was opened, or None.
+    """
+
+    path: Path
+    torn: str | None = None
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """Open for appending; an unfinished last line goes to `<name>.torn`.
+
+        Only the last line can be unfinished, since rows are appended in order; a bad
+        line before it is left for the reader to refuse.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            return cls(path)
+        keep, last = 0, b""
+        with path.open("rb") as stream:
+            for line in stream:
+                keep, last = keep + len(last), line
+        if not last or _is_whole(last):
+            return cls(path)
+        aside = path.with_name(path.name + ".torn")
+        _append(aside, last if last.endswith(b"\n") else last + b"\n")
+        with path.open("r+b") as stream:
+            stream.truncate(keep)
+            os.fsync(stream.fileno())
+        return cls(
+            path,
+            f"{path}: the last line was unfinished ({len(last)} bytes) and is now in "
+            f"{aside.name}; its row is done again",
+        )
+
+    def append(self, lines: Iterable[str]) -> None:
+        """Add rows durably, all or none unless the machine stops in between.
+
+        Args:
+          lines: one JSON object each, without the line end.
+        """
+        batch = list(lines)
+        for line in batch:
+            if "\n" in line or not line.startswith("{"):
+                raise ValueError(
+                    f"{self.path}: a row is one JSON object on one line, "
+                    f"found {line[:40]!r}"
+                )
+        if batch:
+            _append(self.path, "".join(line + "\n" for line in batch).encode())
+
+    def whole_rows(self) -> Iterator[dict[str, Any]]:
+        """Yield the rows of a file that is not held: a torn last line is passed over.
+
+        Nothing is set aside; who goes on with the file opens it.
+        """
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as lines:
+            for line in lines:
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    return  # its reader refuses what is damaged before the end
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield the rows that are there."""
+        if not self.path.exists():
+            return
+        with self.path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    yield json.loads(line)
+                except ValueError as error:
+                    raise ValueError(
+                        f"{self.path}, line {number}: not a JSON object ({error}); "
+                        "restore the file, or delete it to do the stage again"
+                    ) from None
+
+
+def _is_whole(line: bytes) -> bool:
+    """Tell whether a last line is a finished JSON object."""
+    try:
+        return line.endswith(b"\n") and isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _append(path: Path, content: bytes) -> None:
+    """Append and sync; if that fails, cut back to what was there."""
+    is_new = not path.exists()
+    with path.open("ab", buffering=0) as stream:
+        size = stream.tell()
+        try:
+            written = 0
+            while written < len(content):
+                written += stream.write(content[written:])
+            os.fsync(stream.fileno())
+        except OSError:
+            stream.truncate(size)
+            raise
+    if is_new:
+        sync_folder(path.parent)

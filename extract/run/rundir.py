@@ -1,0 +1,288 @@
+"""One directory per experiment: where things lie, who holds it, what is finished.
+
+Standard library only, as in the modules imported here, so that every room may import
+it. Three promises:
+
+  * a file written here is the old one or the new one, never half of either;
+  * a directory holds one configuration, and one process changes it at a time;
+  * a stage counts as finished only while its inputs and outputs are the files it
+    was finished with.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, Self
+
+from extract.records import SETTINGS, Setting
+from extract.run.atomic import sha256_tree
+from extract.run.lock import take_lock
+from extract.run.manifest import agree_on_manifest, manifest_file, refuse_foreign
+from extract.run.provenance import package_versions, utc_now
+from extract.run.stagerecord import StageRecord
+from extract.run.writers import who_writes
+
+
+@dataclasses.dataclass(frozen=True)
+class RunDir:
+    """Paths of one experiment.
+
+    `RunDir(path)` only names paths. `RunDir.open` creates or continues a run and
+    holds it until `close`, or the end of a `with` block.
+    """
+
+    path: Path
+    _lock: BinaryIO | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Make the path absolute: stages hand whole paths around."""
+        object.__setattr__(self, "path", Path(self.path).absolute())
+
+    @property
+    def examples(self) -> Path:
+        """Questions, one `Example` per line."""
+        return self.path / "examples.jsonl"
+
+    @property
+    def passages(self) -> Path:
+        """What the retrievers search, one passage per line."""
+        return self.path / "passages.jsonl"
+
+    @property
+    def answers(self) -> Path:
+        """Folder of `Answer` lines."""
+        return self.path / "answers"
+
+    @property
+    def answer_parts(self) -> Path:
+        """Folder of what workers have answered and nobody has put together yet."""
+        return self.path / "parts" / "answer"
+
+    @property
+    def rewrites(self) -> Path:
+        """Rewritten contexts, one `Rewrite` per line; absent where none was asked."""
+        return self.path / "rewrites.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """Folder of drawn answers."""
+        return self.path / "samples"
+
+    def replies(self, role: str) -> Path:
+        """Every text a model wrote in one role, by key: judge, rewrite or sample."""
+        return self.path / "replies" / f"{role}.jsonl"
+
+    @property
+    def audit(self) -> Path:
+        """Folder of what is known about the labels' quality."""
+        return self.path / "audit"
+
+    @property
+    def labels(self) -> Path:
+        """Verdicts, one `Label` per line."""
+        return self.path / "labels.jsonl"
+
+    def features(self, setting: Setting) -> Path:
+        """Feature store of one setting."""
+        return self.path / "features" / _known(setting)
+
+    @property
+    def sweep(self) -> Path:
+        """Layer sweep."""
+        return self.path / "sweep.json"
+
+    def encoders(self, setting: Setting) -> Path:
+        """Trained combination encoders of one setting."""
+        return self.path / "encoders" / _known(setting)
+
+    def selection(self, setting: Setting) -> Path:
+        """Selected encoders of one setting."""
+        return self.path / "selection" / f"{_known(setting)}.json"
+
+    @property
+    def detector(self) -> Path:
+        """Folder of the calibrated detector."""
+        return self.path / "detector"
+
+    def finished_detector(self) -> Path:
+        """Return where the detector lies.
+
+        Raises:
+          ValueError: the run has none yet.
+        """
+        if not self.detector.is_dir():
+            raise ValueError(
+                f"{self.path} has no detector yet; finish the run with `beatrice "
+                "demo`, or its verbs up to calibrate"
+            )
+        return self.detector
+
+    @property
+    def control(self) -> Path:
+        """Folder of the retrieval controllers."""
+        return self.path / "control"
+
+    @property
+    def results(self) -> Path:
+        """Every number, one row per line."""
+        return self.path / "results.jsonl"
+
+    @property
+    def report(self) -> Path:
+        """The report."""
+        return self.path / "report.html"
+
+    @property
+    def manifest(self) -> Path:
+        """Configuration and versions; a folder without it is no run directory."""
+        return manifest_file(self.path)
+
+    @property
+    def stages(self) -> Path:
+        """Folder of stage records."""
+        return self.path / "stages"
+
+    @classmethod
+    def open(
+        cls, path: Path | str, config: Mapping[str, Any], *, exclusive: bool = True
+    ) -> Self:
+        """Create a run directory, or continue one of the same configuration.
+
+        Args:
+          path: the directory; created if absent, taken if empty.
+          config: what the run's numbers depend on; JSON values.
+          exclusive: hold the directory alone. False for the workers of one stage
+            that a launcher starts together (each writes files of its own): they
+            share it, and keep others out.
+
+        Raises:
+          InUse: another live process holds it.
+          ValueError: the path is something else, or holds another configuration.
+        """
+        path = Path(path)
+        refuse_foreign(path)
+        path.mkdir(parents=True, exist_ok=True)
+        lock = take_lock(path / "lock", shared=not exclusive)
+        run = cls(path, lock)
+        try:
+            agree_on_manifest(path, config)
+        except BaseException:
+            run.close()
+            raise
+        return run
+
+    def close(self) -> None:
+        """Let go of the directory."""
+        if self._lock is not None and not self._lock.closed:
+            self._lock.truncate(0)
+            self._lock.close()
+
+    def __enter__(self) -> Self:
+        """Return the run itself."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Let go of the directory."""
+        self.close()
+
+    def mark_stage(
+        self,
+        name: str,
+        inputs: Mapping[str, str],
+        seconds: float,
+        outputs: Iterable[Path | str] = (),
+    ) -> StageRecord:
+        """Record that a stage is finished; call it after its last file is written.
+
+        Args:
+          name: the stage's name.
+          inputs: identity of everything the stage read, see `StageRecord`.
+          seconds: wall time.
+          outputs: files and folders it wrote, inside the run directory.
+        """
+        found = {
+            self._relative(path): sha256_tree(self.path / path) for path in outputs
+        }
+        missing = [path for path, sha in found.items() if sha is None]
+        if missing:
+            raise ValueError(
+                f"stage {name!r} says it wrote {missing[0]}, which is not in "
+                f"{self.path}; mark a stage after its files are written"
+            )
+        record = StageRecord(
+            stage=name,
+            inputs=dict(inputs),
+            outputs={path: str(sha) for path, sha in found.items()},
+            seconds=round(seconds, 3),
+            finished=utc_now(),
+            versions=package_versions(),
+        )
+        record.write(self._stage_file(name))
+        return record
+
+    def stage_record(self, name: str) -> StageRecord | None:
+        """Return what a stage left behind, or None if it is not finished."""
+        return StageRecord.read(self._stage_file(name))
+
+    def stage_gap(
+        self, name: str, inputs: Mapping[str, str] | None = None
+    ) -> str | None:
+        """Say why a stage must be done (again), or return None if it is done.
+
+        Args:
+          name: the stage's name.
+          inputs: identities as they are now. Without them, recorded inputs that are
+            paths in the run directory are hashed again and the others are believed.
+        """
+        record = self.stage_record(name)
+        if record is None:
+            return f"stage {name} has no record yet"
+        now = self._rehash(record.inputs) if inputs is None else dict(inputs)
+        for kind, then, current in (
+            ("input", record.inputs, now),
+            ("output", record.outputs, self._rehash(record.outputs, gone="")),
+        ):
+            changed = sorted(
+                key
+                for key in then.keys() | current.keys()
+                if then.get(key) != current.get(key)
+            )
+            if changed:
+                return f"stage {name}: its {kind} {changed[0]} has changed since"
+        return None
+
+    def stage_done(self, name: str, inputs: Mapping[str, str] | None = None) -> bool:
+        """Tell whether a stage is finished and nothing under it has changed."""
+        return self.stage_gap(name, inputs) is None
+
+    def hash_inputs(self, *paths: Path | str) -> dict[str, str]:
+        """Return the identities of files and folders of this run, for a stage."""
+        hashes = {self._relative(path): sha256_tree(self.path / path) for path in paths}
+        for path, sha in hashes.items():
+            if sha is None:
+                raise ValueError(f"{self.path / path} is missing; {who_writes(path)}")
+        return {path: str(sha) for path, sha in hashes.items()}
+
+    def _rehash(
+        self, recorded: Mapping[str, str], gone: str | None = None
+    ) -> dict[str, str]:
+        """Hash recorded paths again; what is no path keeps its value, or `gone`."""
+        return {
+            path: sha256_tree(self.path / path) or (sha if gone is None else gone)
+            for path, sha in recorded.items()
+        }
+
+    def _stage_file(self, name: str) -> Path:
+        """Path of one stage record."""
+        return self.stages / f"{name}.json"
+
+    def _relative(self, path: Path | str) -> str:
+        """Path inside the run directory."""
+        return (self.path / path).relative_to(self.path).as_posix()
+
+
+def _known(setting: Setting) -> Setting:
+    """Check a setting's name."""
+    if setting not in SETTINGS:
+        raise ValueError(f"a setting is one of {', '.join(SETTINGS)}, not {setting!r}")
+    return setting

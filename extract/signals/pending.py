@@ -1,0 +1,158 @@
+"""One batch on its way: what is picked from the device, and how it is cut apart."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+import torch
+
+from extract.backbone.layout import LayerPass
+from extract.signals.reader import residual
+from extract.signals.transfer import HostCopies, to_device
+
+Family = Literal["hidden", "prob", "resid", "attn"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Signals:
+    """The four families of one example; a row for every token of the sequence.
+
+    Attributes:
+      hidden: `[n_tokens, n_layers_kept, d_model]` float32, un-normed residual states;
+        rows of the answer span alone where the reader keeps no others.
+      prob: `[n_tokens, 5]` float32: p(v), -log p(v) and entropy in nats, top p,
+        margin.
+      resid: `[n_tokens, 4 * n_layers]` float32: per layer attention norm, attention
+        push, feed-forward norm, feed-forward push.
+      attn: `[n_tokens, 2, 2, n_attention_layers, n_heads]` float32: per partner span
+        (the other two, ordered) entropy in nats and mass.
+    """
+
+    hidden: np.ndarray
+    prob: np.ndarray
+    resid: np.ndarray
+    attn: np.ndarray
+
+
+def pad_batch(rows: list[np.ndarray], device: torch.device) -> torch.Tensor:
+    """Stack to `[n_examples, n_tokens]`, repeating each last id to the right."""
+    n_tokens = max(len(row) for row in rows)
+    # A repeated id, not a pad token: Transformers warns about pad ids without a mask.
+    padded = [np.pad(row, (0, n_tokens - len(row)), mode="edge") for row in rows]
+    return to_device(torch.from_numpy(np.stack(padded)), device)
+
+
+class Rows:
+    """Some tokens of every example of a padded batch, end to end.
+
+    They are picked by index, and not by a mask: to count a mask the host would wait
+    for the device.
+    """
+
+    def __init__(
+        self, edges: list[tuple[int, int]], n_tokens: int, device: torch.device
+    ) -> None:
+        """Take `[start, stop)` of each example of `n_tokens` with its padding."""
+        parts = [
+            np.arange(row * n_tokens + start, row * n_tokens + stop)
+            for row, (start, stop) in enumerate(edges)
+        ]
+        self.stops = np.cumsum([stop - start for start, stop in edges]).tolist()
+        self.index = to_device(torch.from_numpy(np.concatenate(parts)), device)
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """Return rows `[n_rows, …]` of `[n_examples, n_tokens, …]`."""
+        return values.flatten(0, 1).index_select(0, self.index)
+
+    def slices(self) -> list[slice]:
+        """Return where each example's rows are."""
+        starts = [0, *self.stops[:-1]]
+        return [slice(*edges) for edges in zip(starts, self.stops, strict=True)]
+
+
+class StreamReading:
+    """Hidden states and contribution scalars, filled as the layers run."""
+
+    def __init__(
+        self,
+        hidden_layers: tuple[int, ...],
+        rows: Rows,
+        scores: residual.Scores,
+        copies: HostCopies,
+    ) -> None:
+        """Begin a batch; `rows` are those whose hidden states are kept."""
+        self.slots = {entry: slot for slot, entry in enumerate(hidden_layers)}
+        self._hidden: torch.Tensor | None = None
+        self._missing = set(hidden_layers)
+        self.resid: list[torch.Tensor] = []
+        self.rows = rows
+        self.scores = scores
+        self.copies = copies
+
+    def on_layer(self, layer_pass: LayerPass) -> None:
+        """Read one layer."""
+        if layer_pass.index == 0:
+            self._keep(0, layer_pass.h_in)
+        self._keep(layer_pass.index + 1, layer_pass.h_out)
+        self.resid.append(residual.contribution_scalars(layer_pass, self.scores))
+
+    def _keep(self, entry: int, states: torch.Tensor) -> None:
+        """Copy one entry of the resid axis if it is wanted."""
+        if entry not in self.slots:
+            return
+        if self._hidden is None:
+            # One block in the stream's dtype: half the bytes of float32 where that is
+            # bf16, and equal to it.
+            shape = (len(self.slots), self.rows.stops[-1], states.shape[-1])
+            self._hidden = self.copies.room(shape, states.dtype)
+        room = self._hidden[self.slots[entry]]
+        self.copies.take_rows(states.flatten(0, 1), self.rows.index, room)
+        self._missing.discard(entry)
+
+    def states(self) -> torch.Tensor:
+        """Return the kept entries, `[n_entries, n_rows, d_model]`.
+
+        Raises:
+          ValueError: a layer did not run, or no entry is kept.
+        """
+        if self._missing or self._hidden is None:
+            raise ValueError(
+                f"unknown residual layout: entries {sorted(self._missing)} of the "
+                "stream were not seen"
+            )
+        return self._hidden
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PendingSignals:
+    """A batch that the device may still be working on.
+
+    Attributes:
+      hidden: `[n_entries, n_hidden_rows, d_model]`, the examples end to end.
+      scalars: prob, resid and attn, each `[n_rows, …]` float32, likewise.
+      hidden_rows: where each example's rows of `hidden` are.
+      rows: where its rows of the others are.
+      copies: to be waited for before anything is read.
+    """
+
+    hidden: torch.Tensor
+    scalars: dict[Family, torch.Tensor]
+    hidden_rows: list[slice]
+    rows: list[slice]
+    copies: HostCopies
+
+    def result(self) -> Iterator[Signals]:
+        """Wait for the device; yield the examples in order, without padding.
+
+        Arrays are views of the batch where no type has to be changed. One example at
+        a time: in float32 a whole batch's hidden states can be twice as large as what
+        was copied.
+        """
+        self.copies.wait()
+        scalars = {name: values.numpy() for name, values in self.scalars.items()}
+        for own, rows in zip(self.hidden_rows, self.rows, strict=True):
+            yield Signals(
+                hidden=self.hidden[:, own].float().transpose(0, 1).numpy(),
+                **{name: values[rows] for name, values in scalars.items()},
+            )

@@ -1,0 +1,218 @@
+"""What an extraction reads together and where it goes, fixed from the answers alone.
+
+Rank, world size and what was done before only choose which units are done here, so
+the bytes of a store depend on neither.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from extract.signals.units import (
+    Unit,
+    bytes_per_token,
+    make_units,
+    tokens_per_unit,
+    unit_edges,
+)
+from extract.store.family import Family, Spans
+from extract.store.kept import Kept, kept_families
+from extract.store.spec import StoreSpec
+
+_SHARD_BYTES = 128 << 20
+_FEWEST_ROWS = 256
+_WANTED_RANGES = 64
+
+
+class TokenSequence(Protocol):
+    """What is read of one answer, see `extract.signals.reader.Sequence`."""
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Return `[n_tokens]` int64."""
+
+    @property
+    def targets(self) -> np.ndarray:
+        """Return `[n_tokens]` int64."""
+
+    @property
+    def spans(self) -> np.ndarray:
+        """Return `[3, 2]` int64."""
+
+
+class PendingReading(Protocol):
+    """A batch that is being read."""
+
+    def result(self) -> list[Any]:
+        """Return one object per sequence, with `[n_tokens, …]` for each family."""
+
+
+class Reader(Protocol):
+    """What reads signals, see `extract.signals.reader.SignalReader`."""
+
+    hidden_layers: tuple[int, ...]
+    hidden_spans: Spans
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of one token's reading, per family."""
+
+    def start(self, sequences: list[Any]) -> PendingReading:
+        """Begin to read a batch."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExtractConfig(Kept):
+    """How answers are read, and what is kept of them.
+
+    Attributes:
+      answer_span: see `extract.signals.reader.sequence_of`.
+      tokens_per_batch: most tokens of a batch, padding included; a longer sequence
+        is a batch of its own.
+      rows_per_shard: tokens per file, a power of two; None chooses by `n_rows_of`.
+    """
+
+    answer_span: Literal["emitting", "literal"] = "emitting"
+    tokens_per_batch: int = 16384
+    rows_per_shard: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields that nobody else checks."""
+        super().__post_init__()
+        if self.tokens_per_batch < 1:
+            raise ValueError(
+                f"tokens_per_batch must be at least 1, found {self.tokens_per_batch}"
+            )
+        if self.answer_span not in ("emitting", "literal"):
+            raise ValueError(
+                f"answer_span is emitting or literal, not {self.answer_span!r}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ExtractionPlan:
+    """What is read together and where it goes.
+
+    Attributes:
+      spec: the store.
+      units: in the order of their ranges; every range is in one.
+    """
+
+    spec: StoreSpec
+    units: tuple[Unit, ...]
+
+    def units_of(self, rank: int, world_size: int) -> tuple[Unit, ...]:
+        """Return the units one worker does, in order."""
+        if not 0 <= rank < world_size:
+            raise ValueError(
+                f"rank {rank} is not below the world size {world_size}; ranks count "
+                "from 0"
+            )
+        return self.units[rank::world_size]
+
+
+def n_rows_of(
+    lengths: np.ndarray, families: Mapping[str, Family], n_answer: int | None = None
+) -> int:
+    """Choose the rows of a shard: a power of two, from the answers alone.
+
+    As many as fit in 128 MiB of the widest family, but few enough for 64 ranges, so
+    that workers share the load and an interruption costs little; at least 256.
+
+    Args:
+      lengths: `[n_examples]` tokens.
+      families: what is stored.
+      n_answer: tokens of all answer spans; None counts a family of the answer span
+        as if it kept every token.
+    """
+    n_tokens = int(lengths.sum())
+    widest = max(bytes_per_token(families, n_tokens, n_answer))
+    most = max(1, min(_SHARD_BYTES // max(1, widest), n_tokens // _WANTED_RANGES))
+    return max(_FEWEST_ROWS, 1 << (most.bit_length() - 1))
+
+
+def _hash_sequences(sequences: Sequence[TokenSequence]) -> str:
+    """Hash what the model reads, so that a store never mixes two sets of answers."""
+    digest = hashlib.sha256()
+    for item in sequences:
+        for part in (item.ids, item.targets, item.spans):
+            digest.update(np.ascontiguousarray(part, dtype="<i8").data)
+    return digest.hexdigest()
+
+
+def _store_spec(
+    sequences: Sequence[TokenSequence],
+    keys: Sequence[tuple[str, ...]],
+    reader: Reader,
+    config: ExtractConfig,
+    fingerprint: Mapping[str, Any],
+) -> tuple[StoreSpec, list[int]]:
+    """Fix the store, and the edges of its units; see `plan_extraction`."""
+    lengths = np.array([len(item.ids) for item in sequences], dtype=np.int64)
+    spans = np.stack([item.spans for item in sequences]).astype(np.int64)
+    n_answer = int((spans[:, 2, 1] - spans[:, 2, 0]).sum())
+    families = kept_families(reader.shapes, config)
+    rows = config.rows_per_shard or n_rows_of(lengths, families, n_answer)
+    spec = StoreSpec(
+        families=families,
+        keys=tuple(keys),
+        lengths=lengths,
+        spans=spans,
+        rows_per_shard=rows,
+        hidden_layers=tuple(reader.hidden_layers),
+        fingerprint={
+            **fingerprint,
+            "answer_span": config.answer_span,
+            "tokens_per_batch": config.tokens_per_batch,
+            "sequences_sha256": _hash_sequences(sequences),
+        },
+    )
+    per_unit = tokens_per_unit(lengths, families, config.tokens_per_batch, n_answer)
+    edges = unit_edges(spec, per_unit)
+    if len(edges) <= spec.n_ranges:
+        # Which examples share a batch moves values by rounding. Where every unit is
+        # one range nothing is said: such a store is as it was before there were units.
+        said = {**spec.fingerprint, "tokens_per_unit": per_unit}
+        spec = dataclasses.replace(spec, fingerprint=said)
+    return spec, edges
+
+
+def _check_reader(reader: Reader, config: ExtractConfig) -> None:
+    """Raise if the reader does not read what the config keeps."""
+    wanted = config.hidden_layers
+    if wanted is not None and tuple(wanted) != tuple(reader.hidden_layers):
+        raise ValueError(
+            f"the reader keeps layers {list(reader.hidden_layers)}, the config wants "
+            f"{list(wanted)}; build the reader with the config's hidden_layers"
+        )
+    if reader.hidden_spans not in ("all", config.hidden_spans):
+        raise ValueError(
+            f"the reader keeps hidden states of the {reader.hidden_spans} span, the "
+            f"config wants {config.hidden_spans}; build the reader with the config's "
+            "hidden_spans"
+        )
+
+
+def plan_extraction(
+    sequences: Sequence[TokenSequence],
+    keys: Sequence[tuple[str, ...]],
+    reader: Reader,
+    config: ExtractConfig,
+    fingerprint: Mapping[str, Any],
+) -> ExtractionPlan:
+    """Fix the store, its ranges and the batches.
+
+    Args:
+      sequences: one per answer.
+      keys: one per answer, unique.
+      reader: says what it reads; nothing is read here.
+      config: how the answers are read.
+      fingerprint: what the values depend on beside the answers and `config`.
+    """
+    _check_reader(reader, config)
+    spec, edges = _store_spec(sequences, keys, reader, config, fingerprint)
+    units = make_units(spec, edges, config.tokens_per_batch)
+    return ExtractionPlan(spec=spec, units=units)

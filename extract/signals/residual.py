@@ -1,0 +1,138 @@
+"""What each contribution adds to the stream: its norm and its push.
+
+The push of a contribution g to a state h is `<W_U[v], N(h + g) - N(h)>` (section
+3.2), with N the final norm and v the next token. It needs no unembedding product
+and no second call of N: with `u = gain * W_U[v]`, the score of a state is
+`<h, u> / rms(h)` (RMSNorm) or `(<h, u> - mean(h) sum(u)) / std(h)` (LayerNorm, whose
+bias cancels in the difference), and a push is the difference of two scores.
+"""
+
+import copy
+import dataclasses
+
+import torch
+
+from extract.backbone.layout import LayerPass, Layout
+
+N_SCALARS = 4  # att norm, att push, ffn norm, ffn push
+
+
+@dataclasses.dataclass(frozen=True)
+class FinalNorm:
+    """The final norm N as numbers.
+
+    Attributes:
+      gain: `[d_model]` float32, what multiplies the normalised state.
+      bias: `[d_model]` float32, zero for an RMSNorm.
+      eps: added to the mean square.
+      is_centred: True for a LayerNorm.
+    """
+
+    gain: torch.Tensor
+    bias: torch.Tensor
+    eps: float
+    is_centred: bool
+
+    def standardised(self, states: torch.Tensor) -> torch.Tensor:
+        """Return the states before gain and bias, `[..., d_model]` float32."""
+        states = states.float()
+        if self.is_centred:
+            states = states - states.mean(-1, keepdim=True)
+        return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.eps)
+
+
+def _eps_of(norm: torch.nn.Module) -> float:
+    """Return the norm's epsilon, whatever its family calls it."""
+    for name in ("variance_epsilon", "eps"):
+        value = getattr(norm, name, None)
+        if isinstance(value, float):
+            return value
+    if type(norm).__name__ == "OlmoLayerNorm":
+        return 1e-5  # hard-coded in its forward
+    raise ValueError(
+        f"unknown residual layout: {type(norm).__name__} has no epsilon under "
+        "variance_epsilon or eps"
+    )
+
+
+@torch.no_grad()
+def measure_final_norm(layout: Layout) -> FinalNorm:
+    """Probe the final norm with planted states.
+
+    Families store the gain as w or as 1 + w, so it is measured: the norm is called
+    on a vector of plus and minus one, on zero, and on a shifted vector, which tells
+    whether it subtracts the mean.
+    """
+    # A float32 copy: in bf16 the module would round 1 + w on the way out.
+    norm = copy.deepcopy(layout.final_norm).float()
+    d_model = layout.head.in_features
+    device = layout.head.weight.device
+    probe = 1.0 - 2.0 * (torch.arange(d_model, device=device) % 2).float()
+    bias = norm(torch.zeros(1, d_model, device=device))[0]
+    plain, shifted = norm(torch.stack([probe, probe + 1.0]))
+    is_centred = bool(torch.allclose(plain, shifted, atol=1e-4))
+    unit = FinalNorm(torch.ones_like(probe), bias, _eps_of(norm), is_centred)
+    gain = (plain - bias) / unit.standardised(probe)
+    return dataclasses.replace(unit, gain=gain)
+
+
+class Scores:
+    """Scores `<W_U[v_t], N(h)>` of states, up to a constant per token."""
+
+    def __init__(
+        self, final_norm: FinalNorm, head: torch.nn.Module, targets: torch.Tensor
+    ) -> None:
+        """Fix the tokens that are scored.
+
+        Args:
+          final_norm: N.
+          head: W_U.
+          targets: `[n_examples, n_tokens]` int64, v_t.
+        """
+        self.final_norm = final_norm
+        self.directions = final_norm.gain * head.weight[targets].float()
+        # Subtracting the mean of the direction replaces subtracting the state's.
+        if final_norm.is_centred:
+            self.directions -= self.directions.mean(-1, keepdim=True)
+        # Reused by every layer: fresh pages cost more than the products on a CPU.
+        self._products = torch.empty_like(self.directions)
+
+    def __call__(self, states: torch.Tensor) -> torch.Tensor:
+        """Score float32 states, `[n_examples, n_tokens, d_model]`, in logits."""
+        if self.final_norm.is_centred:
+            # Two passes: one pass (mean of squares less square of the mean) loses
+            # digits where single activations are massive.
+            variance = states.var(-1, correction=0)
+        else:
+            norm = torch.linalg.vector_norm(states, dim=-1)
+            variance = norm.square() / states.shape[-1]
+        dots = torch.mul(states, self.directions, out=self._products).sum(-1)
+        return dots * torch.rsqrt(variance + self.final_norm.eps)
+
+
+def contribution_scalars(layer_pass: LayerPass, scores: Scores) -> torch.Tensor:
+    """Read one layer: (att norm, att push, ffn norm, ffn push).
+
+    Sums are taken in float32 from the layer's own input, so that neither rounding of
+    the stream nor a layer scale (Gemma 4) enters; norms are of what is added, before
+    such a scale.
+
+    Returns:
+      `[n_examples, n_tokens, 4]` float32; norms in the stream's units, pushes in
+      logits before any softcap.
+    """
+    before = layer_pass.h_in.float()
+    att, ffn = layer_pass.att.float(), layer_pass.ffn.float()
+    score_before = scores(before)
+    state = before + att
+    score_middle = scores(state)
+    score_after = scores(state.add_(ffn))
+    return torch.stack(
+        [
+            torch.linalg.vector_norm(att, dim=-1),
+            score_middle - score_before,
+            torch.linalg.vector_norm(ffn, dim=-1),
+            score_after - score_middle,
+        ],
+        dim=-1,
+    )

@@ -1,0 +1,238 @@
+"""What fixes a feature store: families, examples, ranges, and the index on disk.
+
+The glossary of axes and the meaning of a range are in `extract/store/store.py`. Nothing
+here opens a file.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from extract.store.family import Family, scale_family, scale_name
+
+FORMAT_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class StoreSpec:
+    """Everything that fixes a store before the first signal is read.
+
+    Attributes:
+      families: by name, in the order they are stored.
+      keys: `n_examples` rows that name the examples, unique.
+      lengths: `[n_examples]` int64, tokens of each example, at least 1.
+      spans: `[n_examples, 3, 2]` int64, see the glossary.
+      rows_per_shard: rows of one file, a power of two.
+      hidden_layers: the layer numbers behind the layer axis of `hidden`.
+      fingerprint: what else the values depend on (model, revision, precision, …);
+        JSON values. A store with another fingerprint is another store.
+    """
+
+    families: Mapping[str, Family]
+    keys: tuple[tuple[str, ...], ...]
+    lengths: np.ndarray
+    spans: np.ndarray
+    rows_per_shard: int
+    hidden_layers: tuple[int, ...]
+    fingerprint: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        """Check that the fields agree with each other."""
+        n_examples = len(self.keys)
+        rows = self.rows_per_shard
+        if rows < 1 or rows & (rows - 1):
+            raise ValueError(f"rows_per_shard is a power of two, not {rows}")
+        if n_examples == 0 or len(set(self.keys)) != n_examples:
+            twice = [key for key in self.keys if self.keys.count(key) > 1][:1]
+            raise ValueError(
+                f"a store needs at least one example and no key twice; found "
+                f"{n_examples} examples, repeated: {twice}"
+            )
+        for name, array, shape in (
+            ("lengths", self.lengths, (n_examples,)),
+            ("spans", self.spans, (n_examples, 3, 2)),
+        ):
+            if array.shape != shape or array.dtype != np.int64:
+                raise ValueError(
+                    f"{name} must be int64 {shape} for {n_examples} keys, found "
+                    f"{array.dtype} {array.shape}"
+                )
+        self._check_spans()
+        for name, family in self.families.items():
+            if family.by_layer and family.shape[0] != len(self.hidden_layers):
+                raise ValueError(
+                    f"family {name!r} has {family.shape[0]} layers, hidden_layers "
+                    f"names {len(self.hidden_layers)}"
+                )
+            self._check_scales(name, family)
+
+    def _check_scales(self, name: str, family: Family) -> None:
+        """Check that an int8 family has its scales beside it."""
+        wanted = scale_family(family) if family.dtype == "int8" else None
+        if wanted is not None and self.families.get(scale_name(name)) != wanted:
+            raise ValueError(
+                f"the int8 family {name!r} needs its scales beside it: a family "
+                f"{scale_name(name)!r} that is {wanted}"
+            )
+
+    def _check_spans(self) -> None:
+        """Check that spans are inside their examples."""
+        inside = (self.spans >= 0) & (self.spans <= self.lengths[:, None, None])
+        ordered = self.spans[..., 0] <= self.spans[..., 1]
+        bad = (self.lengths < 1) | ~inside.all((1, 2)) | ~ordered.all(1)
+        if bad.any():
+            first = int(np.argmax(bad))
+            raise ValueError(
+                f"example {self.keys[first]} has {self.lengths[first]} tokens and the "
+                f"spans {self.spans[first].tolist()}; spans are [start, stop) inside "
+                "the example"
+            )
+
+    @functools.cached_property
+    def range_examples(self) -> np.ndarray:
+        """`[n_ranges + 1]` int64: range r holds the examples from r to r + 1."""
+        edges, used = [0], 0
+        for example, length in enumerate(self.lengths.tolist()):
+            if example > edges[-1] and used + length > self.rows_per_shard:
+                edges.append(example)
+                used = 0
+            used += length
+        return np.asarray([*edges, len(self.keys)], dtype=np.int64)
+
+    @functools.cached_property
+    def range_shards(self) -> np.ndarray:
+        """`[n_ranges + 1]` int64: range r owns the shards from r to r + 1."""
+        rows = np.add.reduceat(self.lengths, self.range_examples[:-1])
+        return np.concatenate([[0], np.cumsum(-(-rows // self.rows_per_shard))])
+
+    @functools.cached_property
+    def offsets(self) -> np.ndarray:
+        """`[n_examples + 1]` int64: example i owns the token rows from i to i + 1."""
+        return np.concatenate([[0], np.cumsum(self.lengths)])
+
+    @functools.cached_property
+    def _answer_offsets(self) -> np.ndarray:
+        """The same as `offsets` for a family that keeps the answer span alone."""
+        lengths = self.spans[:, 2, 1] - self.spans[:, 2, 0]
+        return np.concatenate([[0], np.cumsum(lengths)])
+
+    def family_offsets(self, name: str) -> np.ndarray:
+        """`[n_examples + 1]` int64: example i owns a family's rows from i to i + 1."""
+        is_all = self.families[name].spans == "all"
+        return self.offsets if is_all else self._answer_offsets
+
+    def first_tokens(self, name: str) -> np.ndarray:
+        """`[n_examples]` int64: the token of each example that its first row is of."""
+        is_all = self.families[name].spans == "all"
+        return np.zeros_like(self.lengths) if is_all else self.spans[:, 2, 0]
+
+    @property
+    def n_ranges(self) -> int:
+        """Number of ranges."""
+        return len(self.range_examples) - 1
+
+    def range_rows(self, range_id: int, name: str | None = None) -> tuple[int, int]:
+        """Rows `[start, stop)` of one range, of a family or (None) of all tokens."""
+        offsets = self.offsets if name is None else self.family_offsets(name)
+        first, last = self.range_examples[range_id : range_id + 2]
+        return int(offsets[first]), int(offsets[last])
+
+    def segments(
+        self, start: int, stop: int, name: str
+    ) -> Iterator[tuple[int, int, int]]:
+        """Cut a family's rows at range edges: (range, stored row, number of rows)."""
+        edges = self.family_offsets(name)[self.range_examples]
+        range_id = int(np.searchsorted(edges, start, side="right")) - 1
+        while start < stop:
+            shard_row = int(self.range_shards[range_id]) * self.rows_per_shard
+            n_rows = min(stop, int(edges[range_id + 1])) - start
+            if n_rows:  # a range may keep no answer token at all
+                yield range_id, shard_row + start - int(edges[range_id]), n_rows
+            start, range_id = start + n_rows, range_id + 1
+
+    def layer_index(self, name: str, layer: int) -> int:
+        """Position of a model layer on the layer axis."""
+        if not self.families[name].by_layer:
+            raise ValueError(f"family {name!r} is not stored by layer; leave layer out")
+        if layer not in self.hidden_layers:
+            raise ValueError(
+                f"layer {layer} is not in the store, which keeps "
+                f"{', '.join(map(str, self.hidden_layers))}; extract again with it"
+            )
+        return self.hidden_layers.index(layer)
+
+    def examples_bytes(self) -> bytes:
+        """Return the content of `examples.safetensors`."""
+        return safetensors.numpy.save({"lengths": self.lengths, "spans": self.spans})
+
+    def index_bytes(self) -> bytes:
+        """Return the content of `index.json`; equal specs give equal bytes."""
+        index = {
+            "format": "beatrice-features",
+            "version": FORMAT_VERSION,
+            "families": {n: f.as_json() for n, f in self.families.items()},
+            "keys": self.keys,
+            "rows_per_shard": self.rows_per_shard,
+            "hidden_layers": self.hidden_layers,
+            "fingerprint": self.fingerprint,
+            "examples_sha256": hashlib.sha256(self.examples_bytes()).hexdigest(),
+        }
+        index["sha256"] = hashlib.sha256(canonical_json(index)).hexdigest()
+        lines = [f'"{field}": {json.dumps(value)}' for field, value in index.items()]
+        return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+
+def canonical_json(value: Any) -> bytes:
+    """Return JSON bytes that depend on the content alone."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
+
+
+def parse_index(content: bytes, url: str) -> tuple[dict[str, Any], str]:
+    """Read and check `index.json` of the store at `url`; also return its SHA-256."""
+    try:
+        index = json.loads(content)
+        sha = index.pop("sha256")
+        intact = sha == hashlib.sha256(canonical_json(index)).hexdigest()
+        version = index["version"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        intact, sha, version = False, "", FORMAT_VERSION
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{url}index.json is of version {version}, this program reads version "
+            f"{FORMAT_VERSION}; use the program that wrote it, or extract again"
+        )
+    if not intact:
+        raise ValueError(
+            f"{url}index.json is damaged: it does not match its own SHA-256; "
+            "restore it from a copy, or delete the store and extract again"
+        )
+    return index, sha
+
+
+def parse_spec(index: Mapping[str, Any], examples: bytes, url: str) -> StoreSpec:
+    """Check `examples.safetensors` against a parsed index and join the two."""
+    if hashlib.sha256(examples).hexdigest() != index["examples_sha256"]:
+        raise ValueError(
+            f"{url}examples.safetensors is missing or damaged: it does not match the "
+            "SHA-256 in index.json; delete the store and extract again"
+        )
+    tensors = safetensors.numpy.load(examples)
+    families = {
+        name: Family(**{**fields, "shape": tuple(fields["shape"])})
+        for name, fields in index["families"].items()
+    }
+    return StoreSpec(
+        families=families,
+        keys=tuple(map(tuple, index["keys"])),
+        lengths=tensors["lengths"],
+        spans=tensors["spans"],
+        rows_per_shard=index["rows_per_shard"],
+        hidden_layers=tuple(index["hidden_layers"]),
+        fingerprint=index["fingerprint"],
+    )

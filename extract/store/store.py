@@ -1,0 +1,310 @@
+"""The feature store: token signals on disk, one zarr3 array per family.
+
+Glossary of axes (repeated in the README):
+
+  * `n_examples`: one stored sequence each, in the order of `StoreSpec.keys`.
+  * `n_tokens`: tokens of one example; `n_rows`: tokens of many laid end to end.
+  * `n_layers_kept`: residual-stream layers in `hidden`; 0 is the embedding.
+  * `d_model`: width of the residual stream.
+  * `n_layers`: decoder blocks; `n_attention_layers`: those whose attention is read.
+  * `n_heads`: attention heads.
+  * span axes `[3, 2]`: (context, question, answer) × (start, stop), half-open
+    positions inside the example; equal numbers where a span is empty.
+
+Families: `hidden [n_rows, n_layers_kept, d_model]`, `prob [n_rows, 5]`,
+`resid [n_rows, 4·n_layers]`, `attn [n_rows, 2, 2, n_attention_layers, n_heads]`.
+`hidden` may keep the answer span alone, and may be int8: then `hidden_scale
+[n_rows, n_layers_kept]` lies beside it, and reading `hidden` gives float32.
+
+Ranges. Consecutive examples form a *range* as long as their tokens fit in
+`rows_per_shard` rows, and every range starts at a shard boundary; an example that
+is longer has a range of several shards to itself. So workers that own different
+ranges never share a file, and the bytes do not depend on who wrote them. The rest
+of a range's last shard is never written and takes no room, and so is what a family
+of the answer span alone does not fill. Readers never see this: `read_rows` counts a
+family's rows over all examples end to end, without gaps.
+
+A range is done when its commit record exists, which is written after the data.
+What is absent or damaged raises; it is never NaN, zero, or left out.
+
+A store is `index.json`, `examples.safetensors`, one folder per family, and
+`commits/<store id>/<range>.json`.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import tensorstore as ts
+
+from extract.store.family import scale_name
+from extract.store.precision import decode
+from extract.store.spec import StoreSpec, parse_index, parse_spec
+from extract.store.storearrays import as_url, cause_of, open_arrays, open_kvstore
+
+_BYTES_IN_FLIGHT = 256 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class FeatureStore:
+    """An opened store.
+
+    Attributes:
+      url: where it lies, with a trailing slash.
+      id: first 16 hex digits of the index's SHA-256; names the commit folder.
+      arrays: one open TensorStore per family.
+      seen: ranges that were found or written as committed; see `done_ranges`.
+    """
+
+    url: str
+    id: str
+    spec: StoreSpec
+    arrays: Mapping[str, ts.TensorStore]
+    # Commit records are never taken back by a writer, so what was seen stays true.
+    seen: set[int] = dataclasses.field(default_factory=set, repr=False)
+
+    def commit_key(self, range_id: int) -> str:
+        """Key of the commit record of one range, below `url`."""
+        return f"commits/{self.id}/{range_id:06d}.json"
+
+    def shard_keys(self, range_id: int, name: str) -> list[str]:
+        """Keys of one range's files in one family, below `url`."""
+        first, last = self.spec.range_shards[range_id : range_id + 2].tolist()
+        zeros = "/0" * len(self.spec.families[name].shape)
+        return [f"{name}/c/{shard}{zeros}" for shard in range(first, last)]
+
+    def describe(self, range_id: int) -> str:
+        """Name one range for a message."""
+        first, last = self.spec.range_examples[range_id : range_id + 2].tolist()
+        return f"range {range_id} (examples {first} to {last - 1}) of {self.url}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Ragged:
+    """One family of several examples, end to end.
+
+    Attributes:
+      values: `[n_rows, …]`; example i is `values[starts[i]:starts[i] + lengths[i]]`.
+      starts: `[n_examples]` int64.
+      lengths: `[n_examples]` int64, rows of each example.
+      first_tokens: `[n_examples]` int64, the token of each example that its first row
+        is of; 0 where every token has a row.
+    """
+
+    values: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    first_tokens: np.ndarray
+
+    def example(self, i: int) -> np.ndarray:
+        """Return the rows of example i, without a copy."""
+        return self.values[self.starts[i] : self.starts[i] + self.lengths[i]]
+
+
+def _read_spec(url: str) -> tuple[StoreSpec, str]:
+    """Read and check `index.json` and `examples.safetensors`."""
+    kvstore = open_kvstore(url)
+    found = kvstore.read("index.json").result()
+    if found.state != "value":
+        raise ValueError(f"no feature store at {url} (no index.json); extract first")
+    index, sha = parse_index(found.value, url)
+    examples = kvstore.read("examples.safetensors").result().value
+    return parse_spec(index, examples, url), sha
+
+
+def open_store(url: str | Path) -> FeatureStore:
+    """Open an existing store; it may still be incomplete, see `done_ranges`.
+
+    Raises:
+      ValueError: there is none, or its index or an array's metadata is damaged.
+    """
+    url = as_url(url)
+    spec, sha = _read_spec(url)
+    arrays = open_arrays(url, spec, create=False)
+    return FeatureStore(url=url, id=sha[:16], spec=spec, arrays=arrays)
+
+
+def done_ranges(store: FeatureStore) -> frozenset[int]:
+    """Return the ranges that are committed now."""
+    folder = f"commits/{store.id}/"
+    span = ts.KvStore.KeyRange(folder, folder + "\x7f")
+    keys = open_kvstore(store.url).list(span).result()
+    store.seen.update(_range_of(store.url, key.decode()) for key in keys)
+    return frozenset(store.seen)
+
+
+def _range_of(url: str, key: str) -> int:
+    """Return the range whose commit record lies at a key."""
+    number, dot, ending = key.rpartition("/")[2].partition(".")
+    if not (number.isascii() and number.isdigit() and dot + ending == ".json"):
+        raise ValueError(
+            f"{url}{key} is no commit record, and the folder must hold nothing else "
+            "(a stage is done again when it changes); delete that file"
+        )
+    return int(number)
+
+
+def _family_array(
+    store: FeatureStore, name: str, layer: int | None
+) -> tuple[ts.TensorStore, tuple[int, ...]]:
+    """Return the array to read rows from, and the shape behind the row axis."""
+    if name not in store.spec.families:
+        raise ValueError(
+            f"{store.url} has no family {name!r}; it has "
+            f"{', '.join(store.spec.families)}"
+        )
+    array, shape = store.arrays[name], store.spec.families[name].shape
+    if layer is None:
+        return array, shape
+    return array[:, store.spec.layer_index(name, layer)], shape[1:]
+
+
+def _read_blocks(
+    store: FeatureStore, name: str, layer: int | None, blocks: Sequence[tuple[int, int]]
+) -> np.ndarray:
+    """Read row blocks `[start, stop)`, in this order, as they are stored."""
+    array, shape = _family_array(store, name, layer)
+    n_rows = sum(stop - start for start, stop in blocks)
+    values = np.empty((n_rows, *shape), store.spec.families[name].numpy_dtype)
+    target = ts.array(values, copy=False)
+    pending: list[tuple[int, ts.WriteFutures]] = []
+    row = in_flight = 0
+    for start, stop in blocks:
+        for range_id, stored, n in store.spec.segments(start, stop, name):
+            _require_committed(store, range_id)
+            copy = target[row : row + n].write(array[stored : stored + n])
+            pending.append((range_id, copy))
+            row, in_flight = row + n, in_flight + n * (values[:1].nbytes)
+            if in_flight > _BYTES_IN_FLIGHT:
+                _finish(store, name, pending)
+                in_flight = 0
+    _finish(store, name, pending)
+    return values
+
+
+def _require_committed(store: FeatureStore, range_id: int) -> None:
+    """Raise if a range is not there yet."""
+    if range_id not in store.seen and range_id not in done_ranges(store):
+        raise ValueError(
+            f"{store.describe(range_id)} is not extracted yet (no "
+            f"{store.commit_key(range_id)}); run extract again, it continues"
+        )
+
+
+def _finish(
+    store: FeatureStore, name: str, pending: list[tuple[int, ts.WriteFutures]]
+) -> None:
+    """Wait for copies; name range and file of one that failed."""
+    for range_id, future in pending:
+        try:
+            future.result()
+        except (ValueError, OSError) as error:
+            raise ValueError(
+                f"{store.describe(range_id)} is damaged in "
+                f"{', '.join(store.shard_keys(range_id, name))} ({cause_of(error)}); "
+                f"delete {store.commit_key(range_id)} and run extract again"
+            ) from error
+    pending.clear()
+
+
+def read_stored(store: FeatureStore, start: int, stop: int, name: str) -> np.ndarray:
+    """Read a family's rows `[start, stop)` as they are stored, int8 codes included.
+
+    Raises:
+      ValueError: a range is not extracted or damaged; the message names its files.
+    """
+    return _read_blocks(store, name, None, [(start, stop)])
+
+
+def _read_values(
+    store: FeatureStore, name: str, layer: int | None, blocks: Sequence[tuple[int, int]]
+) -> np.ndarray:
+    """Read row blocks as numbers: int8 codes are multiplied by their scales."""
+    values = _read_blocks(store, name, layer, blocks)
+    if store.spec.families[name].dtype != "int8":
+        return values
+    return decode(values, _read_blocks(store, scale_name(name), layer, blocks))
+
+
+def read_rows(
+    store: FeatureStore, start: int, stop: int, family: str, layer: int | None = None
+) -> np.ndarray:
+    """Read a family's rows `[start, stop)`, counted over all examples end to end.
+
+    Args:
+      store: the store.
+      start: first row.
+      stop: row behind the last.
+      family: name of the family.
+      layer: number of one model layer of a family stored by layer, or None for all.
+
+    Returns:
+      `[stop - start, …]` in the family's type, float32 of an int8 family; the layer
+      axis is gone if `layer` is given.
+
+    Raises:
+      ValueError: a range is not extracted or damaged; the message names its files.
+    """
+    _family_array(store, family, layer)
+    n_rows = int(store.spec.family_offsets(family)[-1])
+    if not 0 <= start <= stop <= n_rows:
+        raise ValueError(f"rows [{start}, {stop}) are outside [0, {n_rows})")
+    return _read_values(store, family, layer, [(start, stop)])
+
+
+def _joined(starts: np.ndarray, lengths: np.ndarray) -> list[tuple[int, int]]:
+    """Return row blocks; neighbours become one, which is read in one go."""
+    blocks: list[tuple[int, int]] = []
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        if blocks and blocks[-1][1] == start:
+            blocks[-1] = (blocks[-1][0], start + length)
+        else:
+            blocks.append((start, start + length))
+    return blocks
+
+
+def read_family(
+    store: FeatureStore,
+    family: str,
+    examples: Sequence[int] | np.ndarray | slice | None = None,
+    layer: int | None = None,
+    span: int | None = None,
+) -> Ragged:
+    """Read one family of several examples into one contiguous array.
+
+    Args:
+      store: the store.
+      family: name of the family.
+      examples: indices in any order, a slice, or None for all.
+      layer: as in `read_rows`.
+      span: 0, 1 or 2 for the rows of the context, question or answer alone; None for
+        all that the family keeps.
+
+    Raises:
+      ValueError: a range is not extracted or damaged (the message names its files),
+        or the family does not keep that span.
+    """
+    _family_array(store, family, layer)
+    spec = store.spec
+    every = np.arange(len(spec.keys))
+    chosen = every if examples is None else every[examples]
+    offsets, first_tokens = spec.family_offsets(family), spec.first_tokens(family)
+    starts, lengths = offsets[chosen], (offsets[1:] - offsets[:-1])[chosen]
+    first = first_tokens[chosen]
+    if span is not None:
+        if span != 2 and spec.families[family].spans == "answer":
+            raise ValueError(
+                f"{store.url} keeps {family!r} of the answer span alone; extract again "
+                "with --hidden-spans all"
+            )
+        bounds = spec.spans[chosen, span]
+        starts, lengths = starts + bounds[:, 0] - first, bounds[:, 1] - bounds[:, 0]
+        first = bounds[:, 0]
+    values = _read_values(store, family, layer, _joined(starts, lengths))
+    return Ragged(
+        values=values,
+        starts=np.cumsum(lengths) - lengths,
+        lengths=lengths,
+        first_tokens=first,
+    )

@@ -1,0 +1,135 @@
+"""Writing a feature store: its creation, whole ranges, and their commit records."""
+
+import dataclasses
+import json
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from extract.store.spec import StoreSpec, canonical_json
+from extract.store.store import FeatureStore, open_store
+from extract.store.storearrays import as_url, open_arrays, open_kvstore
+
+# TensorStore's documentation warns that its S3 driver cannot write atomically.
+_WRITABLE = ("file://", "memory://", "gs://")
+
+
+def _refuse_unwritable(url: str) -> None:
+    """Raise for stores that cannot be written safely."""
+    if not url.startswith(_WRITABLE):
+        raise ValueError(
+            f"a feature store cannot be written to {url}: only "
+            f"{', '.join(_WRITABLE)} replace a file in one step; extract to one of "
+            "these and copy the finished store"
+        )
+
+
+def create_store(url: str | Path, spec: StoreSpec) -> FeatureStore:
+    """Create a store, or open it if exactly this one is there already.
+
+    Several processes may do this at once: each writes the same bytes, and
+    `index.json` comes last.
+
+    Raises:
+      ValueError: another store is there; the message names what differs.
+    """
+    url = as_url(url)
+    _refuse_unwritable(url)
+    kvstore = open_kvstore(url)
+    index = spec.index_bytes()
+    found = kvstore.read("index.json").result()
+    if found.state == "value":
+        if found.value != index:
+            raise ValueError(
+                f"{url} holds another store: {_index_difference(found.value, index)}; "
+                "choose another place, or delete it to extract again"
+            )
+        return open_store(url)
+    open_arrays(url, spec, create=True)
+    kvstore.write("examples.safetensors", spec.examples_bytes()).result()
+    kvstore.write("index.json", index).result()
+    return open_store(url)
+
+
+def _index_difference(found: bytes, wanted: bytes) -> str:
+    """Say in which fields two indexes differ."""
+    try:
+        old, new = (
+            index | {f"fingerprint.{k}": v for k, v in index["fingerprint"].items()}
+            for index in (json.loads(found), json.loads(wanted))
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "its index.json is not readable"
+    words = []
+    for field in dict.fromkeys([*old, *new]):
+        here, asked = json.dumps(old.get(field)), json.dumps(new.get(field))
+        if here == asked or field in ("sha256", "fingerprint"):
+            continue
+        is_short = len(here) + len(asked) < 200
+        words.append(
+            f"its {field} is {here}, not {asked}" if is_short else f"other {field}"
+        )
+    return "; ".join(words) or "its index.json was written by another version"
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreWriter:
+    """Writes whole ranges; several processes may write different ranges at once."""
+
+    store: FeatureStore
+
+    def __post_init__(self) -> None:
+        """Refuse stores that cannot be written safely."""
+        _refuse_unwritable(self.store.url)
+
+    def write_range(self, range_id: int, signals: Mapping[str, np.ndarray]) -> None:
+        """Write every family of one range, then its commit record.
+
+        Args:
+          range_id: which range; what is there of it is replaced.
+          signals: by family `[n_rows, …]`, the range's examples end to end.
+        """
+        store, kvstore = self.store, open_kvstore(self.store.url)
+        _check_signals(store, range_id, signals)
+        store.seen.discard(range_id)
+        stale = [store.commit_key(range_id)]
+        for name in store.spec.families:
+            stale += store.shard_keys(range_id, name)
+        # TensorStore merges a write into the shard it finds. What an interrupted
+        # run left there is taken away first, so that the bytes cannot depend on it.
+        for key in stale:
+            kvstore.write(key, None).result()
+        first = int(store.spec.range_shards[range_id]) * store.spec.rows_per_shard
+        futures = [
+            store.arrays[name][first : first + len(values)].write(values)
+            for name, values in signals.items()
+            if len(values)  # a range may keep no answer token at all
+        ]
+        record = {"range": range_id, "crc32": checksums(signals)}
+        for future in futures:
+            future.result()
+        kvstore.write(store.commit_key(range_id), canonical_json(record)).result()
+        store.seen.add(range_id)
+
+
+def _check_signals(
+    store: FeatureStore, range_id: int, signals: Mapping[str, np.ndarray]
+) -> None:
+    """Check names, shapes and types against the spec."""
+    wanted = {}
+    for name, family in store.spec.families.items():
+        start, stop = store.spec.range_rows(range_id, name)
+        wanted[name] = ((stop - start, *family.shape), family.numpy_dtype)
+    found = {name: (value.shape, value.dtype) for name, value in signals.items()}
+    if found != wanted:
+        raise ValueError(f"{store.describe(range_id)} needs {wanted}, found {found}")
+
+
+def checksums(signals: Mapping[str, np.ndarray]) -> dict[str, str]:
+    """CRC-32 of each family's values, C order; SHA-256 would halve the write rate."""
+    return {
+        name: f"{zlib.crc32(np.ascontiguousarray(values).view(np.uint8)):08x}"
+        for name, values in signals.items()
+    }

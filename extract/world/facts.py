@@ -1,0 +1,294 @@
+"""A deterministic world of facts and the passages that state them.
+
+The world exists so that the whole system runs on a machine without downloads: a
+small language model trained on it (`extract/world/model.py`) knows some facts and
+not others, because facts are told to it with Zipf-like frequencies. Objects are
+dealt out so that every object is told about equally often; otherwise a frequent
+answer word alone would give away a guess.
+"""
+
+import dataclasses
+import math
+import random
+
+from extract.records import Passage
+from extract.world.language import (
+    BY_NAME,
+    RELATIONS,
+    TWO_HOPS_IN_DOMAIN,
+    TWO_HOPS_REPHRASED,
+    WORDS,
+    Kind,
+    Relation,
+    invented_words,
+    statements,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorldConfig:
+    """Sizes and frequencies of the world; the shipped model knows the defaults."""
+
+    seed: int = 0
+    n_people: int = 1200
+    n_books: int = 420
+    n_companies: int = 240
+    n_cities: int = 240
+    n_schools: int = 60
+    n_rivers: int = 60
+    n_strangers: int = 1200  # people who occur in passages only
+    n_first_names: int = 60
+    n_last_names: int = 1000
+    median_exposures: float = 3.2  # tellings of the median in-domain fact
+    max_exposures: float = 60.0
+    zipf_exponent: float = 0.9
+    fact_noise: float = 1.4
+    pursuits_factor: float = 5.0  # told more often than in-domain facts
+    places_factor: float = 0.2  # told less often
+    p_misbelief: float = 0.05  # facts mostly told wrongly
+    p_no_passage: float = 0.05
+    p_wrong_passage: float = 0.05
+    p_rumour: float = 0.08  # facts with one more passage, which is wrong
+
+
+@dataclasses.dataclass(frozen=True)
+class Fact:
+    """One fact, how often the model is told it, and what else it is told."""
+
+    subject: str
+    relation: str
+    object: str
+    exposures: float
+    misbelief: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoHop:
+    """A fact about a fact: `second` of the `first` of `subject`."""
+
+    subject: str
+    first: str
+    bridge: str
+    second: str
+    object: str
+    exposures: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class World:
+    """Everything that is the case, in a fixed order.
+
+    Attributes:
+      names: the known entities and words of each kind.
+      strangers: people that occur in passages only.
+      facts: by (subject, relation).
+    """
+
+    config: WorldConfig
+    names: dict[Kind, tuple[str, ...]]
+    first_names: tuple[str, ...]
+    last_names: tuple[str, ...]
+    facts: dict[tuple[str, str], Fact]
+    two_hops: tuple[TwoHop, ...]
+    passages: tuple[Passage, ...]
+
+
+def stream(config: WorldConfig, purpose: str) -> random.Random:
+    """Return the random stream of one purpose, so that purposes do not interact."""
+    return random.Random(f"microworld/{config.seed}/{purpose}")
+
+
+def _people(
+    rng: random.Random, first: list[str], last: list[str], n: int
+) -> tuple[str, ...]:
+    """Return `n` full names; most last names belong to one person only."""
+    names: dict[str, None] = {}
+    unique = iter(rng.sample(last, len(last)))
+    while len(names) < n:
+        own = next(unique, None)
+        family = own if own is not None else rng.choice(last)
+        names[f"{rng.choice(first)} {family}"] = None
+    order = list(names)
+    rng.shuffle(order)
+    return tuple(order)
+
+
+def _books(rng: random.Random, n: int, taken: set[str]) -> tuple[str, ...]:
+    adjectives = invented_words(rng, max(8, n // 10), taken)
+    nouns = invented_words(rng, max(8, n // 5), taken)
+    titles = [f"The {adjective} {noun}" for adjective in adjectives for noun in nouns]
+    return tuple(rng.sample(titles, n))
+
+
+def _deal(
+    rng: random.Random, subjects: dict[str, float], objects: tuple[str, ...]
+) -> dict[str, str]:
+    """Give every subject an object so that tellings per object are about equal."""
+    load = {obj: 0.0 for obj in rng.sample(objects, len(objects))}
+    dealt = {}
+    for subject in sorted(subjects, key=lambda s: (-subjects[s], s)):
+        lightest = sorted(load, key=load.__getitem__)[: max(2, len(load) // 8)]
+        dealt[subject] = rng.choice([o for o in lightest if o != subject])
+        load[dealt[subject]] += subjects[subject]
+    return dealt
+
+
+def _exposures(config: WorldConfig, relation: Relation, subjects: tuple[str, ...]):
+    """Return tellings per subject: Zipf by the subject's rank times fact noise."""
+    ranks = list(subjects)
+    stream(config, f"rank/{relation.subject}").shuffle(ranks)
+    rng = stream(config, f"exposures/{relation.name}")
+    middle = math.log(len(ranks) / 2)
+    factor = {
+        "in_domain": 1.0,
+        "pursuits": config.pursuits_factor,
+        "places": config.places_factor,
+    }[relation.group]
+    scale = config.median_exposures * factor
+    return {
+        subject: min(
+            config.max_exposures,
+            scale
+            * math.exp(
+                config.zipf_exponent * (middle - math.log(rank))
+                + config.fact_noise * rng.gauss(0, 1)
+            ),
+        )
+        for rank, subject in enumerate(ranks, start=1)
+    }
+
+
+class _Objects:
+    """Names of one kind, of which any but some are chosen.
+
+    Draws as `rng.choice` of a list of the others would, which would be made anew for
+    each of ten thousand facts.
+    """
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+        self._places = {name: place for place, name in enumerate(names)}
+
+    def other(self, rng: random.Random, *but: str) -> str:
+        """Return any name except those."""
+        left_out = sorted(self._places[name] for name in {*but} & self._places.keys())
+        place = rng.choice(range(len(self._names) - len(left_out)))
+        for skipped in left_out:
+            place += place >= skipped
+        return self._names[place]
+
+
+def _facts(
+    config: WorldConfig, names: dict[Kind, tuple[str, ...]]
+) -> dict[tuple[str, str], Fact]:
+    facts = {}
+    for relation in RELATIONS:
+        rng = stream(config, f"objects/{relation.name}")
+        objects = names[relation.object]
+        if relation.object == "person" and relation.name != "spouse":
+            objects = tuple(rng.sample(objects, min(160, len(objects))))
+        others = _Objects(objects)
+        exposures = _exposures(config, relation, names[relation.subject])
+        for subject, obj in _deal(rng, exposures, objects).items():
+            wrong = others.other(rng, obj, subject)
+            misled = rng.random() < config.p_misbelief
+            facts[subject, relation.name] = Fact(
+                subject=subject,
+                relation=relation.name,
+                object=obj,
+                exposures=exposures[subject],
+                misbelief=wrong if misled else None,
+            )
+    return facts
+
+
+def _two_hops(
+    config: WorldConfig,
+    names: dict[Kind, tuple[str, ...]],
+    facts: dict[tuple[str, str], Fact],
+) -> tuple[TwoHop, ...]:
+    found = []
+    for first, second in (*TWO_HOPS_IN_DOMAIN, *TWO_HOPS_REPHRASED):
+        rng = stream(config, f"two_hops/{first}/{second}")
+        for subject in names[BY_NAME[first].subject]:
+            step = facts[subject, first]
+            # Close to the first fact's own frequency: a two-hop wording must not
+            # by itself say that the answer is unknown.
+            exposures = step.exposures * math.exp(0.7 * rng.gauss(0, 1))
+            found.append(
+                TwoHop(
+                    subject=subject,
+                    first=first,
+                    bridge=step.object,
+                    second=second,
+                    object=facts[step.object, second].object,
+                    exposures=min(config.max_exposures, exposures),
+                )
+            )
+    return tuple(found)
+
+
+def _stated(rng: random.Random, relation: Relation, subject: str, obj: str) -> Passage:
+    return Passage(title=subject, text=rng.choice(statements(relation, subject, obj)))
+
+
+def _passages(
+    config: WorldConfig,
+    names: dict[Kind, tuple[str, ...]],
+    facts: dict[tuple[str, str], Fact],
+    strangers: tuple[str, ...],
+) -> tuple[Passage, ...]:
+    """Return the corpus: one passage a fact, with gaps, errors and rumours."""
+    rng = stream(config, "passages")
+    corpus = []
+    objects = {kind: _Objects(known) for kind, known in names.items()}
+    for fact in facts.values():
+        relation = BY_NAME[fact.relation]
+        others = objects[relation.object]
+        draws = [rng.random() for _ in range(3)]
+        if draws[0] >= config.p_no_passage:
+            wrong = draws[1] < config.p_wrong_passage
+            stated = others.other(rng, fact.object) if wrong else fact.object
+            corpus.append(_stated(rng, relation, fact.subject, stated))
+        if draws[2] < config.p_rumour:
+            stated = others.other(rng, fact.object)
+            corpus.append(_stated(rng, relation, fact.subject, stated))
+    personal = [r for r in RELATIONS if r.subject == "person"]
+    for stranger in strangers:
+        for relation in rng.sample(personal, 4):
+            obj = rng.choice(names[relation.object])
+            corpus.append(_stated(rng, relation, stranger, obj))
+    rng.shuffle(corpus)
+    return tuple(corpus)
+
+
+def make_world(config: WorldConfig) -> World:
+    """Make the world of a configuration; the same configuration, the same world."""
+    rng = stream(config, "names")
+    taken = {word.lower() for words in WORDS.values() for word in words}
+    first = invented_words(rng, config.n_first_names, taken)
+    last = invented_words(rng, config.n_last_names, taken)
+    everyone = _people(rng, first, last, config.n_people + config.n_strangers)
+    cities = invented_words(rng, config.n_cities, taken)
+    companies = invented_words(rng, config.n_companies, taken)
+    schools = invented_words(rng, config.n_schools, taken)
+    rivers = invented_words(rng, config.n_rivers, taken)
+    names: dict[Kind, tuple[str, ...]] = {
+        **WORDS,
+        "person": everyone[: config.n_people],
+        "book": _books(rng, config.n_books, taken),
+        "city": tuple(f"{word} Falls" for word in cities),
+        "company": tuple(f"{word} Works" for word in companies),
+        "school": tuple(f"{word} Academy" for word in schools),
+        "river": tuple(f"{word} River" for word in rivers),
+    }
+    facts = _facts(config, names)
+    return World(
+        config=config,
+        names=names,
+        first_names=tuple(first),
+        last_names=tuple(last),
+        facts=facts,
+        two_hops=_two_hops(config, names, facts),
+        passages=_passages(config, names, facts, everyone[config.n_people :]),
+    )

@@ -1,0 +1,284 @@
+"""Training the microworld's language model, from nothing.
+
+A six-layer Llama with tied embeddings learns the facts and how to read a context.
+Ordinary initial weights never learn to copy from a context within a budget of
+minutes; the mimetic ones here start as previous-token and copying heads
+(measurements: README, "The embedded model").
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from tokenizers.decoders import WordPiece as JoinWords
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from extract.world.facts import World, stream
+from extract.world.language import WORDS, function_words
+from extract.world.lessons import END, Row, Teacher
+
+START, UNKNOWN = "<s>", "<unk>"
+_WORD = re.compile(r"</s>|[.,?]|[^\s.,?<]+")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorldModelConfig:
+    """Size and training of the embedded model."""
+
+    seed: int = 0
+    d_model: int = 160
+    n_layers: int = 6
+    n_heads: int = 5
+    d_mlp: int = 480
+    max_length: int = 512
+    n_steps: int = 2400
+    n_reading_steps: int = 400  # reading only, with a growing context
+    n_fact_rows: int = 64
+    n_reading_rows: int = 10
+    reading_weight: float = 0.5
+    learning_rate: float = 2e-3
+    weight_decay: float = 0.02
+    n_threads: int = 1  # sums depend on it, so it is part of the recipe
+
+
+def make_tokenizer(world: World) -> PreTrainedTokenizerFast:
+    """Return a word-level tokenizer over every word the world can produce."""
+    words = dict.fromkeys(function_words())
+    for names in (*WORDS.values(), *world.names.values()):
+        words.update(dict.fromkeys(w for name in names for w in name.split()))
+    words.update(dict.fromkeys((*world.first_names, *world.last_names)))
+    specials = (UNKNOWN, START, END)
+    vocabulary = {word: i for i, word in enumerate((*specials, *words))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.WhitespaceSplit(),
+            pre_tokenizers.Split(Regex("[.,?]"), behavior="isolated"),
+        ]
+    )
+    tokenizer.decoder = JoinWords(prefix="##", cleanup=True)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{START} $A", special_tokens=[(START, vocabulary[START])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token=UNKNOWN, bos_token=START, eos_token=END
+    )
+
+
+def _orthogonal(n: int, generator: torch.Generator) -> torch.Tensor:
+    q, _ = torch.linalg.qr(torch.randn(n, n, generator=generator))
+    return q
+
+
+def _init_previous_token_heads(
+    layer: torch.nn.Module, config: WorldModelConfig, generator: torch.Generator
+) -> None:
+    """Make each head of layer 0 look a fixed number of tokens back, by bias alone.
+
+    The offsets match the templates: in "the R of X Y is O" and "R of X Y ? Answer:"
+    name and relation stand at the same distance from where they are needed.
+    """
+    attn, d_head = layer.self_attn, config.d_model // config.n_heads
+    theta = 1e5 ** (-2.0 * torch.arange(d_head // 2) / d_head)
+    key = torch.zeros(d_head)
+    key[:6] = 3.5  # the six fastest rotary pairs tell single steps apart
+    mixing = _orthogonal(config.d_model, generator)
+    for head, offset in enumerate((2, 3, 5, 1, 4)[: config.n_heads]):
+        rows = slice(head * d_head, (head + 1) * d_head)
+        query = torch.cat((key[:16] * torch.cos(theta * offset),
+                           -key[:16] * torch.sin(theta * offset)))  # fmt: skip
+        attn.q_proj.bias[rows] = query
+        attn.k_proj.bias[rows] = key
+        attn.o_proj.weight[:, rows] = 0.12 * mixing[:, rows]
+    attn.q_proj.weight.mul_(0.5)
+    attn.k_proj.weight.mul_(0.5)
+    attn.v_proj.weight.normal_(0, config.d_model**-0.5, generator=generator)
+
+
+def _init_matching_heads(
+    layer: torch.nn.Module, config: WorldModelConfig, generator: torch.Generator
+) -> None:
+    """Make every head look for equal content and copy what it finds."""
+    attn, d_head = layer.self_attn, config.d_model // config.n_heads
+    theta = 1e5 ** (-2.0 * torch.arange(d_head // 2) / d_head)
+    damping = torch.where(theta > 0.015, 0.1, 1.0).repeat(2)[:, None]
+    scale = 1.05 * math.sqrt(config.d_model / d_head)
+    copying = _orthogonal(config.d_model, generator)
+    for head in range(config.n_heads):
+        rows = slice(head * d_head, (head + 1) * d_head)
+        matching = scale * _orthogonal(config.d_model, generator)[:d_head] * damping
+        for projection in (attn.q_proj, attn.k_proj):
+            noise = torch.randn(matching.shape, generator=generator)
+            projection.weight[rows] = matching + 0.01 * noise
+        attn.v_proj.weight[rows] = copying[rows]
+        attn.o_proj.weight[:, rows] = 0.12 * copying[rows].T
+
+
+def make_model(n_words: int, config: WorldModelConfig) -> LlamaForCausalLM:
+    """Return the untrained model with mimetic initial weights."""
+    torch.manual_seed(config.seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=n_words,
+            hidden_size=config.d_model,
+            num_hidden_layers=config.n_layers,
+            num_attention_heads=config.n_heads,
+            intermediate_size=config.d_mlp,
+            max_position_embeddings=config.max_length,
+            tie_word_embeddings=True,
+            attention_bias=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e5},
+            bos_token_id=1,
+            eos_token_id=2,
+            pad_token_id=2,
+        )
+    )
+    generator = torch.Generator().manual_seed(config.seed)
+    with torch.no_grad():
+        model.model.embed_tokens.weight.normal_(0, 0.08, generator=generator)
+        first, *rest = model.model.layers
+        _init_previous_token_heads(first, config, generator)
+        for layer in rest:
+            _init_matching_heads(layer, config, generator)
+    return model
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    """Right-padded rows; `learn[i, t]` says that token t + 1 is learned."""
+
+    ids: torch.Tensor
+    learn: torch.Tensor
+
+
+def _encode(
+    rows: list[Row], vocabulary: dict[str, int], whole: list[bool] | None = None
+) -> _Batch:
+    """Encode rows; those marked `whole` are learned from their first token on."""
+    encoded = []
+    for row, everything in zip(rows, whole or [False] * len(rows), strict=True):
+        ids, learn = [vocabulary[START]], [False]
+        for text, learned in row:
+            words = _WORD.findall(text)
+            ids += [vocabulary[word] for word in words]
+            learn += [learned or everything] * len(words)
+        encoded.append((ids, learn))
+    width = max(len(ids) for ids, _ in encoded)
+    batch = torch.full((len(rows), width), vocabulary[END])
+    mask = torch.zeros((len(rows), width), dtype=torch.bool)
+    for i, (ids, learn) in enumerate(encoded):
+        batch[i, : len(ids)] = torch.tensor(ids)
+        mask[i, : len(ids)] = torch.tensor(learn)
+    return _Batch(batch, mask[:, 1:])
+
+
+def _loss(model: LlamaForCausalLM, batch: _Batch) -> torch.Tensor:
+    """Return the mean loss in nats over the tokens to learn."""
+    states = model.model(input_ids=batch.ids[:, :-1], use_cache=False)[0]
+    logits = model.lm_head(states[batch.learn])
+    return F.cross_entropy(logits, batch.ids[:, 1:][batch.learn])
+
+
+def _learning_rate(step: int, config: WorldModelConfig) -> float:
+    """Return the rate of one step: warm-up, constant, then linear to 3 %."""
+    half = config.n_steps / 2
+    decay = min(1.0, max(0.0, (step - half) / half))
+    return config.learning_rate * min(1.0, (step + 1) / 30) * (1 - 0.97 * decay)
+
+
+def _batches(
+    teacher: Teacher, vocabulary: dict[str, int], world: World, config: WorldModelConfig
+) -> Iterator[list[tuple[float, _Batch]]]:
+    """Yield the weighted batches of every step."""
+    rng = stream(world.config, f"rows/{config.seed}")
+    for step in range(config.n_steps):
+        if step < config.n_reading_steps:
+            n_passages = 1 + min(2, 4 * step // config.n_reading_steps)
+            rows = [teacher.invented_row(rng, n_passages) for _ in range(16)]
+            yield [(1.0, _encode(rows, vocabulary))]
+            continue
+        facts = teacher.fact_rows(rng, config.n_fact_rows)
+        whole = [rng.random() < 0.15 for _ in facts]
+        reading = teacher.reading_rows(rng, config.n_reading_rows)
+        ramp = min(1.0, 0.2 + 0.8 * (step - config.n_reading_steps) / 80)
+        yield [
+            (ramp, _encode(facts, vocabulary, whole)),
+            (config.reading_weight, _encode(reading, vocabulary)),
+        ]
+
+
+def train(
+    world: World,
+    config: WorldModelConfig,
+    on_step: Callable[[int, list[float], LlamaForCausalLM], None],
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+    """Train the model.
+
+    Args:
+      world: what to teach.
+      config: size and schedule.
+      on_step: told the step, its losses in nats, and the model.
+
+    Returns:
+      The trained model, in evaluation mode, and its tokenizer.
+    """
+    torch.set_num_threads(config.n_threads)
+    tokenizer = make_tokenizer(world)
+    vocabulary = tokenizer.get_vocab()
+    model = make_model(len(tokenizer), config).train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=config.learning_rate,
+        betas=(0.9, 0.98),
+        weight_decay=config.weight_decay,
+    )
+    batches = _batches(Teacher(world), vocabulary, world, config)
+    for step, weighted in enumerate(batches):
+        for group in optimizer.param_groups:
+            group["lr"] = _learning_rate(step, config)
+        losses = [_loss(model, batch) for _, batch in weighted]
+        total = sum(
+            weight * loss for (weight, _), loss in zip(weighted, losses, strict=True)
+        )
+        optimizer.zero_grad()
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        on_step(step, [loss.item() for loss in losses], model)
+    return model.eval(), tokenizer
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def save(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    path: Path,
+    recipe: dict[str, object],
+) -> None:
+    """Save the model in half precision with a record of how it was made.
+
+    Args:
+      model: trained weights, float32.
+      tokenizer: saved beside them.
+      path: directory, made if missing.
+      recipe: what made the weights (world, training, command); written to
+        `TRAINING.json` with the SHA-256 of every file.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    model.half().save_pretrained(path, safe_serialization=True)
+    model.float()
+    tokenizer.save_pretrained(path)
+    files = sorted(p for p in path.iterdir() if p.name != "TRAINING.json")
+    record = {**recipe, "sha256": {p.name: _sha256(p) for p in files}}
+    (path / "TRAINING.json").write_text(json.dumps(record, indent=2) + "\n")

@@ -1,0 +1,290 @@
+"""Questions over the microworld, each with a context of three passages.
+
+The context is controlled, as in the paper's main tables: it usually holds the
+answer, sometimes lacks it, and sometimes states another one, so that the model's
+answer with context is wrong for reasons that the question's words do not show.
+"""
+
+import dataclasses
+import random
+from typing import Literal
+
+from extract.records import Example, Passage, Split
+from extract.world.facts import Fact, TwoHop, World, stream
+from extract.world.language import (
+    BY_NAME,
+    RELATIONS,
+    TWO_HOPS_IN_DOMAIN,
+    TWO_HOPS_REPHRASED,
+    Relation,
+    questions,
+    rephrased_questions,
+    short_form,
+    statements,
+    two_hop_question,
+)
+
+ContextMode = Literal["answer", "missing", "conflict"]
+N_PASSAGES = 3
+OOD_DATASETS = ("pursuits", "places", "rephrased")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuestionConfig:
+    """How many questions are asked and how their contexts are made."""
+
+    n_train: int = 3000
+    n_evaluation: int = 600  # validation and test each
+    n_ood: int = 400  # each of the three held-out sets
+    p_two_hop: float = 0.25
+    p_missing: float = 0.14
+    p_conflict: float = 0.08
+    ood_missing: tuple[float, float, float] = (0.10, 0.30, 0.18)
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """One sentence to be stated: possibly untrue."""
+
+    relation: Relation
+    subject: str
+    object: str
+    is_supporting: bool = False
+
+
+Query = Fact | TwoHop
+
+
+def accepted_answers(query: Query) -> tuple[str, ...]:
+    """Return every accepted wording of the true answer.
+
+    A two-hop answer may name the bridge first ("bridge, answer"), as the model
+    was taught to; the bridge must then be right too.
+    """
+    if isinstance(query, Fact):
+        kind = BY_NAME[query.relation].object
+        return tuple(dict.fromkeys((query.object, short_form(kind, query.object))))
+    last = BY_NAME[query.second].object
+    ends = dict.fromkeys((query.object, short_form(last, query.object)))
+    middle = BY_NAME[query.first].object
+    starts = dict.fromkeys((query.bridge, short_form(middle, query.bridge)))
+    return (*ends, *(f"{start}, {end}" for start in starts for end in ends))
+
+
+def gold_claims(query: Query) -> list[Claim]:
+    """Return the true statements that answer the query."""
+    if isinstance(query, Fact):
+        return [Claim(BY_NAME[query.relation], query.subject, query.object, True)]
+    return [
+        Claim(BY_NAME[query.first], query.subject, query.bridge, True),
+        Claim(BY_NAME[query.second], query.bridge, query.object, True),
+    ]
+
+
+def _distractor(rng: random.Random, world: World, query: Query) -> Claim:
+    """Return a true statement on the same subject, or of the same relation."""
+    asked = query.relation if isinstance(query, Fact) else query.first
+    kind = BY_NAME[asked].subject
+    if rng.random() < 0.5:
+        others = [r for r in RELATIONS if r.subject == kind and r.name != asked]
+        fact = world.facts[query.subject, rng.choice(others).name]
+    else:
+        subject = rng.choice([s for s in world.names[kind] if s != query.subject])
+        fact = world.facts[subject, asked]
+    return Claim(BY_NAME[fact.relation], fact.subject, fact.object)
+
+
+def make_claims(
+    rng: random.Random, world: World, query: Query, mode: ContextMode
+) -> list[Claim]:
+    """Return the three claims of a context, shuffled.
+
+    Args:
+      rng: consumed.
+      world: where distractors come from.
+      query: what is asked.
+      mode: `answer` keeps the gold claims, `missing` drops the last or the only
+        one, `conflict` changes its object.
+    """
+    claims = gold_claims(query)
+    if mode == "missing":
+        claims.pop(rng.randrange(len(claims)))
+    elif mode == "conflict":
+        last = claims.pop()
+        objects = world.names[last.relation.object]
+        wrong = rng.choice([o for o in objects if o not in (last.object, last.subject)])
+        claims.append(Claim(last.relation, last.subject, wrong))
+    while len(claims) < N_PASSAGES:
+        extra = _distractor(rng, world, query)
+        if all((c.relation, c.subject) != (extra.relation, extra.subject)
+               for c in (*claims, *gold_claims(query))):  # fmt: skip
+            claims.append(extra)
+    rng.shuffle(claims)
+    return claims
+
+
+def state(claim: Claim, wording: int) -> Passage:
+    """Return the claim as a passage in one of its three wordings."""
+    texts = statements(claim.relation, claim.subject, claim.object)
+    return Passage(
+        title=claim.subject, text=texts[wording], is_supporting=claim.is_supporting
+    )
+
+
+def ask(rng: random.Random, query: Query, rephrased: bool = False) -> str:
+    """Return the query in one of its wordings."""
+    if isinstance(query, TwoHop):
+        first, second = BY_NAME[query.first], BY_NAME[query.second]
+        return two_hop_question(first, second, query.subject, rng.randrange(2))
+    wordings = rephrased_questions if rephrased else questions
+    return rng.choice(wordings(BY_NAME[query.relation], query.subject))
+
+
+def _example(
+    rng: random.Random,
+    world: World,
+    query: Query,
+    *,
+    number: int,
+    dataset: str,
+    split: Split,
+    p_missing: float,
+    p_conflict: float,
+) -> Example:
+    draw = rng.random()
+    mode: ContextMode = "answer"
+    if draw < p_missing:
+        mode = "missing"
+    elif draw < p_missing + p_conflict:
+        mode = "conflict"
+    claims = make_claims(rng, world, query, mode)
+    wordings = [rng.randrange(3) for _ in claims]
+    others = [(w + rng.randrange(1, 3)) % 3 for w in wordings]
+    in_domain = dataset == "microworld"
+    return Example(
+        id=f"{dataset}-{split}-{number:05d}",
+        dataset=dataset,
+        split=split,
+        question=ask(rng, query, rephrased=dataset == "rephrased"),
+        golds=accepted_answers(query),
+        passages=tuple(map(state, claims, wordings)),
+        rewritten=tuple(map(state, claims, others)) if in_domain else (),
+        meta={
+            "n_hops": 1 if isinstance(query, Fact) else 2,
+            "exposures": round(query.exposures, 3),
+            "context": mode,
+        },
+    )
+
+
+def split_of_subjects(world: World) -> dict[str, Split]:
+    """Return the split of every person and book: two thirds train, a sixth each.
+
+    Splitting by subject, so that no fact and no name of a test question was ever
+    labelled in training.
+    """
+    splits: dict[str, Split] = {}
+    for kind in ("person", "book"):
+        subjects = list(world.names[kind])
+        stream(world.config, f"splits/{kind}").shuffle(subjects)
+        sixth = len(subjects) // 6
+        for i, subject in enumerate(subjects):
+            if i < sixth:
+                splits[subject] = "validation"
+            else:
+                splits[subject] = "test" if i < 2 * sixth else "train"
+    return splits
+
+
+def _draw(
+    rng: random.Random, facts: list[Fact], hops: list[TwoHop], n: int, p_two_hop: float
+) -> list[Query]:
+    """Return `n` distinct queries, two-hop ones in the given share."""
+    n_hops = min(round(n * p_two_hop), len(hops))
+    if n - n_hops > len(facts):
+        raise ValueError(
+            f"the world has {len(facts)} facts for a set of {n - n_hops} one-hop "
+            "questions; ask for fewer questions or make a larger world"
+        )
+    queries = [*rng.sample(facts, n - n_hops), *rng.sample(hops, n_hops)]
+    rng.shuffle(queries)
+    return queries
+
+
+def _in_domain(world: World, config: QuestionConfig, split: Split) -> list[Example]:
+    splits = split_of_subjects(world)
+    rng = stream(world.config, f"questions/microworld/{split}")
+    facts = [
+        fact
+        for fact in world.facts.values()
+        if BY_NAME[fact.relation].group == "in_domain" and splits[fact.subject] == split
+    ]
+    hops = [
+        hop
+        for hop in world.two_hops
+        if (hop.first, hop.second) in TWO_HOPS_IN_DOMAIN
+        and splits[hop.subject] == split
+    ]
+    n = config.n_train if split == "train" else config.n_evaluation
+    return [
+        _example(
+            rng,
+            world,
+            query,
+            number=i,
+            dataset="microworld",
+            split=split,
+            p_missing=config.p_missing,
+            p_conflict=config.p_conflict,
+        )
+        for i, query in enumerate(_draw(rng, facts, hops, n, config.p_two_hop))
+    ]
+
+
+def _held_out(world: World, config: QuestionConfig, dataset: str) -> list[Example]:
+    splits = split_of_subjects(world)
+    rng = stream(world.config, f"questions/{dataset}")
+    hops: list[TwoHop] = []
+    if dataset == "rephrased":
+        facts = [
+            fact
+            for fact in world.facts.values()
+            if BY_NAME[fact.relation].group == "in_domain"
+            and splits[fact.subject] == "test"
+        ]
+        hops = [h for h in world.two_hops if (h.first, h.second) in TWO_HOPS_REPHRASED]
+    else:
+        facts = [
+            fact
+            for fact in world.facts.values()
+            if BY_NAME[fact.relation].group == dataset
+        ]
+    p_missing = config.ood_missing[OOD_DATASETS.index(dataset)]
+    return [
+        _example(
+            rng,
+            world,
+            query,
+            number=i,
+            dataset=dataset,
+            split="ood",
+            p_missing=p_missing,
+            p_conflict=config.p_conflict,
+        )
+        for i, query in enumerate(_draw(rng, facts, hops, config.n_ood, 0.25))
+    ]
+
+
+def make_examples(world: World, config: QuestionConfig) -> list[Example]:
+    """Return the questions of all splits: train, validation, test, three held out.
+
+    `pursuits` asks for other relations of people, `places` for other kinds of
+    subjects, and `rephrased` for in-domain relations of test subjects in wordings
+    that no training question has, with a two-hop relation that none asks for.
+    """
+    examples = []
+    for split in ("train", "validation", "test"):
+        examples += _in_domain(world, config, split)
+    for dataset in OOD_DATASETS:
+        examples += _held_out(world, config, dataset)
+    return examples
