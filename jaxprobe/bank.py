@@ -8,17 +8,17 @@ import jax
 import numpy as np
 
 from jaxprobe.config import EncoderConfig
-from jaxprobe.encoder import Encoder
-from jaxprobe.features import (
+from jaxprobe.features.features import (
     FamilyDims,
     FamilyTokens,
     Features,
     Standardizer,
     split_families,
 )
-from jaxprobe.fit import Params
-from jaxprobe.grid import Trained
-from jaxprobe.subsets import SUBSET_NAMES, subset_index
+from jaxprobe.features.subsets import SUBSET_NAMES, subset_index
+from jaxprobe.fit.grid import Trained
+from jaxprobe.fit.loop import Params
+from jaxprobe.model.encoder import Encoder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

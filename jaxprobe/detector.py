@@ -19,12 +19,17 @@ from jaxprobe import checkpoint
 from jaxprobe.bank import EncoderBank, encode_bank
 from jaxprobe.calibration import Calibrator
 from jaxprobe.config import EncoderConfig, FusionConfig
-from jaxprobe.encoder import Encoder
-from jaxprobe.features import FamilyDims, Features, Standardizer, check_features
-from jaxprobe.fit import Params
-from jaxprobe.fusion import FusionHead, say, slots_of
-from jaxprobe.reading import SPANS
-from jaxprobe.subsets import SUBSETS, subset_index
+from jaxprobe.features.features import (
+    FamilyDims,
+    Features,
+    Standardizer,
+    check_features,
+)
+from jaxprobe.features.reading import SPANS
+from jaxprobe.features.subsets import SUBSETS, subset_index
+from jaxprobe.fit.loop import Params
+from jaxprobe.model.encoder import Encoder
+from jaxprobe.model.fusion import FusionHead, say, slots_of
 
 Setting = Literal["closed_book", "with_context"]
 # `single_pass` reads the with-context pass alone (the paper's ablation "w/o

@@ -19,9 +19,9 @@ from extract.signals.pending import Signals
 from extract.signals.reader import AnswerSpan, SignalReader, sequence_of
 from extract.store.precision import as_written
 from jaxprobe.detector import Detector, Scores
-from jaxprobe.features import Features
-from jaxprobe.reading import SPANS, assemble
-from jaxprobe.subsets import FAMILIES
+from jaxprobe.features.features import Features
+from jaxprobe.features.reading import SPANS, assemble
+from jaxprobe.features.subsets import FAMILIES
 from pgir.controller import Draft
 
 # Padded lengths of spans longer than any in training: each rounded up to one of these,

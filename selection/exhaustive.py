@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxprobe.config import FusionConfig, TrainConfig
-from jaxprobe.fusion import PoolCodes
 from jaxprobe.keepsake import keep, recall
+from jaxprobe.model.fusion import PoolCodes
 from selection.greedy import check_classes, fit_sets, slots_for
 
 SET_SIZE = 3  # of the paper's enumeration

@@ -15,14 +15,14 @@ import jax
 import numpy as np
 
 from jaxprobe.config import FusionConfig, TrainConfig
-from jaxprobe.fit import FitInfo, Params
-from jaxprobe.fusion import (
+from jaxprobe.fit.heads import fit_heads
+from jaxprobe.fit.loop import FitInfo, Params
+from jaxprobe.model.fusion import (
     FusionHead,
     PoolCodes,
     apply_head,
     slots_of,
 )
-from jaxprobe.heads import fit_heads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,8 @@ import numpy as np
 import optax
 
 from jaxprobe.config import TrainConfig
-from jaxprobe.draws import PROBES, exact_normal, mix, words_of
-from jaxprobe.fit import fit
+from jaxprobe.fit.loop import fit
+from jaxprobe.kernels.random import PROBES, exact_normal, mix, words_of
 from jaxprobe.metrics import masked_auroc
 
 

@@ -78,7 +78,7 @@ def loaded_by(statement):
         ),
         ("import extract.datasets", "pyarrow"),
         ("import benchmarks.verbs.datacommands", "orjson"),
-        ("import jaxprobe, jaxprobe.detector, jaxprobe.reading", "torch"),
+        ("import jaxprobe, jaxprobe.detector, jaxprobe.features.reading", "torch"),
         ("import selection.greedy, selection.sweep", "torch"),
         ("import beatrice", "torch"),
         ("import beatrice", "jax"),

@@ -42,7 +42,7 @@ def precision(run_dir: Path, encoders: str, as_json: bool) -> None:
     set_compiler(config.xla_flags)
     from benchmarks.benches.precision_cost import measure
     from extract.run.rundir import RunDir
-    from jaxprobe.subsets import subset_index
+    from jaxprobe.features.subsets import subset_index
 
     names = [name.strip() for name in encoders.split(",")]
     for name in names:

@@ -21,9 +21,9 @@ from benchmarks.stages.train_sides import encode_all, fit_sides
 from benchmarks.stages.train_stage import read_codes
 from extract.records import SETTINGS, Setting
 from extract.run.rundir import RunDir
-from jaxprobe.encoder import Encoder
-from jaxprobe.grid import default_blocks, grid_members, join
-from jaxprobe.subsets import N_SUBSETS, SUBSET_NAMES
+from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
+from jaxprobe.fit.grid import default_blocks, grid_members, join
+from jaxprobe.model.encoder import Encoder
 
 ALL = "mean of all"
 

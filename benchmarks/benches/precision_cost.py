@@ -27,12 +27,12 @@ from extract.store.family import Spans
 from extract.store.kept import Kept, kept_families
 from extract.store.precision import SHORT_NAMES, as_written
 from extract.store.store import FeatureStore, open_store, read_family
-from jaxprobe.codes import encode
-from jaxprobe.encoder import Encoder
-from jaxprobe.features import FamilyTokens, split_families
-from jaxprobe.grid import Block, fit_blocks, labelled
-from jaxprobe.reading import assemble, family_dims, fit_reading, longest_spans
-from jaxprobe.subsets import FAMILIES, subset_index
+from jaxprobe.features.features import FamilyTokens, split_families
+from jaxprobe.features.reading import assemble, family_dims, fit_reading, longest_spans
+from jaxprobe.features.subsets import FAMILIES, subset_index
+from jaxprobe.fit.codes import encode
+from jaxprobe.fit.grid import Block, fit_blocks, labelled
+from jaxprobe.model.encoder import Encoder
 
 SPLITS = ("train", "validation", "test")
 _SHORT = {dtype: short for short, dtype in SHORT_NAMES.items()}

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from benchmarks.benches.torch_heads import apply_head, fit_head, rows_of_set
-from jaxprobe import fusion
 from jaxprobe.config import FusionConfig, TrainConfig
-from jaxprobe.fusion import PoolCodes, say
+from jaxprobe.model import fusion
+from jaxprobe.model.fusion import PoolCodes, say
 from selection.greedy import Heads, fit_sets
 
 TOLERANCE = 1e-4  # of logits, fp32, sums in another order

@@ -22,14 +22,14 @@ from benchmarks.forecasts.train_work import Workload
 from extract.store.spec import Family, StoreSpec
 from extract.store.store import FeatureStore, open_store, read_family
 from extract.store.storewrite import StoreWriter, create_store
-from jaxprobe.chunks import epoch_groups, prefetched, standardizer_of
 from jaxprobe.config import StreamConfig, TrainConfig
-from jaxprobe.encoder import Encoder
-from jaxprobe.features import split_families
-from jaxprobe.grid import Block, Member, Trained, fit_blocks, labelled
-from jaxprobe.reading import read_features
-from jaxprobe.streaming import Streamed, fit_streamed
-from jaxprobe.subsets import FAMILIES, subset_index
+from jaxprobe.features.features import split_families
+from jaxprobe.features.reading import read_features
+from jaxprobe.features.subsets import FAMILIES, subset_index
+from jaxprobe.fit.chunks import epoch_groups, prefetched, standardizer_of
+from jaxprobe.fit.grid import Block, Member, Trained, fit_blocks, labelled
+from jaxprobe.fit.streaming import Streamed, fit_streamed
+from jaxprobe.model.encoder import Encoder
 
 Mode = Literal["streamed", "resident", "reading"]
 SUBSETS_TRAINED = ("H", "P", "HP", "RA", "HPRA")

@@ -1,6 +1,6 @@
 """The fusion head in PyTorch, one head after another: what selection is timed against.
 
-The same function, protocol and stopping rule as `jaxprobe.fusion` and `jaxprobe.fit`,
+The same function, protocol and stopping rule as `jaxprobe.model.fusion` and `jaxprobe.fit.loop`,
 at a set's own width: no empty slots.
 """
 
@@ -20,7 +20,7 @@ def rows_of_set(said: np.ndarray) -> torch.Tensor:
     """Return what a set's encoders say as rows, and how far each two are apart.
 
     Args:
-      said: `[n_members, d_said, n_examples]`, see `jaxprobe.fusion.say`.
+      said: `[n_members, d_said, n_examples]`, see `jaxprobe.model.fusion.say`.
 
     Returns:
       `[n_examples, n_members * d_said + n_pairs]`.
@@ -75,7 +75,7 @@ def fit_head(
     shape: FusionConfig,
     config: TrainConfig,
 ) -> tuple[float, int]:
-    """Train one head; see `jaxprobe.fit.fit` for the protocol.
+    """Train one head; see `jaxprobe.fit.loop.fit` for the protocol.
 
     Returns:
       The best validation AUROC, and the number of epochs run.

@@ -32,7 +32,7 @@ from benchmarks.forecasts.train_work import (
     made_up_features,
     weights_file,
 )
-from jaxprobe.subsets import N_FAMILIES
+from jaxprobe.features.subsets import N_FAMILIES
 
 Arrays = Mapping[str, np.ndarray]
 

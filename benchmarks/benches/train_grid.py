@@ -17,10 +17,10 @@ from benchmarks.forecasts.train_work import (
     weights_file,
 )
 from jaxprobe.config import TrainConfig
-from jaxprobe.encoder import Encoder, init_encoder
-from jaxprobe.features import Standardizer, split_families
-from jaxprobe.grid import Block, Labelled, fit_blocks, labelled, member_words
-from jaxprobe.subsets import SUBSETS
+from jaxprobe.features.features import Standardizer, split_families
+from jaxprobe.features.subsets import SUBSETS
+from jaxprobe.fit.grid import Block, Labelled, fit_blocks, labelled, member_words
+from jaxprobe.model.encoder import Encoder, init_encoder
 
 N_VALID = 16  # examples behind an epoch, so few that validation costs nothing
 
@@ -36,7 +36,7 @@ def labelled_of(workload: Workload, n_examples: int, seed: int) -> Labelled:
 
 
 class Grid:
-    """Members trained by `jaxprobe.grid`, each a block, as on a CPU in a run."""
+    """Members trained by `jaxprobe.fit.grid`, each a block, as on a CPU in a run."""
 
     def __init__(self, workload: Workload, members: Sequence[Member], at_once: int):
         """Train `at_once` members side by side, as a run does on its cores."""

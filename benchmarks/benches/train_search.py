@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.benches.torch_setting import Setting
 from benchmarks.benches.train_fleet import started
 from benchmarks.forecasts.train_work import Member, Workload
-from jaxprobe.subsets import subset_index
+from jaxprobe.features.subsets import subset_index
 
 Note = Callable[[str], None]
 

@@ -19,12 +19,17 @@ from benchmarks.stages.train_stage import EVERY_FAMILY, TRAIN
 from extract.records import SETTINGS, Setting
 from extract.run.rundir import RunDir
 from extract.store.store import FeatureStore
-from jaxprobe.encoder import Encoder
-from jaxprobe.features import split_families
-from jaxprobe.fusion import PoolCodes
-from jaxprobe.grid import Block, Labelled, default_blocks, fit_blocks, labelled
-from jaxprobe.reading import family_dims, fit_reading, longest_spans, read_features
-from jaxprobe.subsets import N_SUBSETS
+from jaxprobe.features.features import split_families
+from jaxprobe.features.reading import (
+    family_dims,
+    fit_reading,
+    longest_spans,
+    read_features,
+)
+from jaxprobe.features.subsets import N_SUBSETS
+from jaxprobe.fit.grid import Block, Labelled, default_blocks, fit_blocks, labelled
+from jaxprobe.model.encoder import Encoder
+from jaxprobe.model.fusion import PoolCodes
 from selection.greedy import fit_sets, slots_for
 
 N_BATCHES = 10  # that the probe trains on

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from jaxprobe.config import EncoderConfig
-from jaxprobe.features import FamilyDims, Features
-from jaxprobe.subsets import N_SUBSETS, SUBSETS
+from jaxprobe.features.features import FamilyDims, Features
+from jaxprobe.features.subsets import N_SUBSETS, SUBSETS
 
 Member = tuple[int, int]  # row of SUBSETS, seed
 Losses = dict[Member, list[float]]  # of every step

@@ -38,11 +38,11 @@ from benchmarks.stages.train_stage import encoder_folders
 from extract.records import SETTINGS, Setting
 from extract.run.atomic import write_json_atomic
 from extract.run.rundir import RunDir
-from jaxprobe.fusion import PoolCodes
-from jaxprobe.grid import default_blocks
+from jaxprobe.features.subsets import FAMILIES, LETTERS
+from jaxprobe.fit.grid import default_blocks
 from jaxprobe.keepsake import keep, recall
 from jaxprobe.metrics import BootstrapConfig
-from jaxprobe.subsets import FAMILIES, LETTERS
+from jaxprobe.model.fusion import PoolCodes
 from selection.greedy import (
     GreedyConfig,
     NoSignalError,

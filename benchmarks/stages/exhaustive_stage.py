@@ -23,10 +23,10 @@ from benchmarks.stages.stage import Progress, Stage, Update, side_by_side
 from benchmarks.stages.train_stage import encoder_folders
 from extract.records import SETTINGS, Setting
 from extract.run.rundir import RunDir
-from jaxprobe.fusion import PoolCodes
+from jaxprobe.features.subsets import LETTERS
 from jaxprobe.keepsake import keep, recall
 from jaxprobe.metrics import BootstrapConfig
-from jaxprobe.subsets import LETTERS
+from jaxprobe.model.fusion import PoolCodes
 from selection.exhaustive import SET_SIZE, Enumeration, Ranking, carried
 from selection.greedy import GreedyConfig, fused_probability, select
 

@@ -17,7 +17,7 @@ from extract.store.kept import Kept
 from extract.world.facts import WorldConfig
 from extract.world.questions import QuestionConfig
 from jaxprobe.config import EncoderConfig, FusionConfig, StreamConfig, TrainConfig
-from jaxprobe.subsets import N_SUBSETS
+from jaxprobe.features.subsets import N_SUBSETS
 
 PresetName = Literal["demo", "smoke", "paper"]
 AnswerSpan = Literal["emitting", "literal"]

@@ -49,11 +49,11 @@ from jaxprobe.calibration import (
     reliability,
 )
 from jaxprobe.detector import Detector, HeadName, SettingHead
-from jaxprobe.features import FamilyDims, Standardizer
-from jaxprobe.grid import Trained, grid_members
+from jaxprobe.features.features import FamilyDims, Standardizer
+from jaxprobe.features.reading import longest_spans
+from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
+from jaxprobe.fit.grid import Trained, grid_members
 from jaxprobe.metrics import BootstrapConfig
-from jaxprobe.reading import longest_spans
-from jaxprobe.subsets import N_SUBSETS, SUBSET_NAMES
 
 N_BINS = 10
 

@@ -14,10 +14,10 @@ from benchmarks.stages.train_stage import encoder_folders, read_codes
 from extract.records import SETTINGS, Setting
 from extract.run.rundir import RunDir
 from jaxprobe import checkpoint
-from jaxprobe.codes import Codes
 from jaxprobe.detector import HeadName
-from jaxprobe.fusion import PoolCodes, pool_codes
-from jaxprobe.subsets import N_SUBSETS, SUBSET_NAMES, subset_index
+from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES, subset_index
+from jaxprobe.fit.codes import Codes
+from jaxprobe.model.fusion import PoolCodes, pool_codes
 from selection.greedy import (
     GreedyConfig,
     Selection,

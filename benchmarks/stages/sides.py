@@ -16,21 +16,21 @@ from extract.records import Setting
 from extract.run.rundir import RunDir
 from extract.store.store import FeatureStore
 from jaxprobe.config import StreamConfig
-from jaxprobe.features import (
+from jaxprobe.features.features import (
     FamilyDims,
     FamilyTokens,
     Features,
     Standardizer,
     split_families,
 )
-from jaxprobe.reading import (
+from jaxprobe.features.reading import (
     family_dims,
     fit_reading,
     fit_reading_of,
     longest_spans,
     read_features,
 )
-from jaxprobe.spans import keep_spans
+from jaxprobe.features.spans import keep_spans
 
 ROWS_AT_ONCE = 1024  # examples standardised and encoded together, to bound memory
 Read = Callable[[np.ndarray], FamilyTokens]  # of rows of the store, `[n]`

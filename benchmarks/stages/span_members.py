@@ -14,15 +14,15 @@ from benchmarks.stages.train_sides import encode_all, fit_sides
 from benchmarks.stages.train_stage import read_codes
 from extract.records import SETTINGS, Setting
 from extract.run.rundir import RunDir
-from jaxprobe import reading
-from jaxprobe.codes import Codes
 from jaxprobe.detector import HeadName
-from jaxprobe.encoder import Encoder
-from jaxprobe.grid import Block, default_blocks, join
+from jaxprobe.features.features import reading
+from jaxprobe.features.reading import SPAN_NAMES
+from jaxprobe.features.spans import all_but
+from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
+from jaxprobe.fit.codes import Codes
+from jaxprobe.fit.grid import Block, default_blocks, join
 from jaxprobe.keepsake import keep, recall
-from jaxprobe.reading import SPAN_NAMES
-from jaxprobe.spans import all_but
-from jaxprobe.subsets import N_SUBSETS, SUBSET_NAMES
+from jaxprobe.model.encoder import Encoder
 
 SPANS: dict[Setting, tuple[str, ...]] = {
     setting: tuple(SPAN_NAMES[span] for span in read)

@@ -13,7 +13,7 @@ from benchmarks.stages.torch_stages import store_files
 from extract.records import SETTINGS
 from extract.run.atomic import write_json_atomic
 from extract.run.rundir import RunDir
-from jaxprobe.reading import mean_answer_states
+from jaxprobe.features.reading import mean_answer_states
 from selection.sweep import SweepConfig, sweep_layers
 
 

@@ -19,9 +19,9 @@ from extract.records import SETTINGS, Setting
 from extract.run.atomic import sha256_file
 from extract.run.rundir import RunDir
 from jaxprobe import checkpoint
-from jaxprobe.codes import Codes
-from jaxprobe.encoder import Encoder
-from jaxprobe.grid import (
+from jaxprobe.features.subsets import subset_index
+from jaxprobe.fit.codes import Codes
+from jaxprobe.fit.grid import (
     Block,
     Member,
     Trained,
@@ -29,7 +29,7 @@ from jaxprobe.grid import (
     grid_members,
     join,
 )
-from jaxprobe.subsets import subset_index
+from jaxprobe.model.encoder import Encoder
 
 EVERY_FAMILY = subset_index("HPRA")
 

@@ -9,9 +9,9 @@ from benchmarks.stages.publishing import publish, read_result_rows, rows_file
 from benchmarks.stages.rows import Rows
 from benchmarks.stages.span_members import replaced
 from extract.run.rundir import RunDir
-from jaxprobe.codes import Codes
-from jaxprobe.grid import Member, default_blocks
-from jaxprobe.subsets import FAMILIES, N_SUBSETS, SUBSET_NAMES, subset_index
+from jaxprobe.features.subsets import FAMILIES, N_SUBSETS, SUBSET_NAMES, subset_index
+from jaxprobe.fit.codes import Codes
+from jaxprobe.fit.grid import Member, default_blocks
 from selection.exhaustive import Ranking, all_sets
 from tests.benchmarks.sample import PLACES, row
 

@@ -12,7 +12,7 @@ from benchmarks.benches.select_cost import (
 )
 from benchmarks.benches.torch_heads import fit_head, rows_of_set
 from jaxprobe.config import FusionConfig, TrainConfig
-from jaxprobe.fusion import say
+from jaxprobe.model.fusion import say
 from selection.greedy import fit_sets
 
 SMALL = SelectCost(

@@ -9,8 +9,8 @@ from benchmarks.benches.store_cost import (
 from benchmarks.forecasts.train_work import Workload
 from extract.store.store import open_store
 from jaxprobe.config import EncoderConfig, StreamConfig
-from jaxprobe.features import FamilyDims
-from jaxprobe.reading import read_features
+from jaxprobe.features.features import FamilyDims
+from jaxprobe.features.reading import read_features
 
 TOY = StoreCost(
     work=Workload(

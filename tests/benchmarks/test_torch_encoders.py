@@ -16,10 +16,10 @@ from benchmarks.benches.torch_encoders import (
 )
 from benchmarks.forecasts.train_work import Workload, families_of, made_up_features
 from jaxprobe.config import EncoderConfig
-from jaxprobe.draws import words_of
-from jaxprobe.encoder import Encoder, init_encoder
-from jaxprobe.features import FamilyDims, Standardizer, split_families
-from jaxprobe.subsets import SUBSETS, subset_index
+from jaxprobe.features.features import FamilyDims, Standardizer, split_families
+from jaxprobe.features.subsets import SUBSETS, subset_index
+from jaxprobe.kernels.random import words_of
+from jaxprobe.model.encoder import Encoder, init_encoder
 
 SPANS = ((0, 5), (3, 7), (1, 4))  # the first one is empty for some examples
 WORK = Workload(

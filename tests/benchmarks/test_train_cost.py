@@ -29,8 +29,8 @@ from benchmarks.forecasts.train_work import (
     weights_file,
 )
 from jaxprobe.config import EncoderConfig
-from jaxprobe.features import FamilyDims
-from jaxprobe.subsets import subset_index
+from jaxprobe.features.features import FamilyDims
+from jaxprobe.features.subsets import subset_index
 
 TOY = Workload(
     encoder=EncoderConfig(projection=3, hidden=4, n_blocks=1, n_groups=2),

@@ -5,13 +5,20 @@ import pytest
 
 from jaxprobe.bank import EncoderBank
 from jaxprobe.calibration import Calibrator
-from jaxprobe.codes import Codes, encode
 from jaxprobe.config import EncoderConfig, FusionConfig
 from jaxprobe.detector import Detector, SettingHead
-from jaxprobe.draws import words_of
-from jaxprobe.encoder import Encoder, init_encoder
-from jaxprobe.features import FamilyDims, Features, fit_standardizer, split_families
-from jaxprobe.fusion import (
+from jaxprobe.features.features import (
+    FamilyDims,
+    Features,
+    fit_standardizer,
+    split_families,
+)
+from jaxprobe.features.subsets import SUBSETS, subset_index
+from jaxprobe.fit.codes import Codes, encode
+from jaxprobe.fit.grid import Member, Trained
+from jaxprobe.kernels.random import words_of
+from jaxprobe.model.encoder import Encoder, init_encoder
+from jaxprobe.model.fusion import (
     FusionHead,
     PoolCodes,
     apply_head,
@@ -19,8 +26,6 @@ from jaxprobe.fusion import (
     say,
     slots_of,
 )
-from jaxprobe.grid import Member, Trained
-from jaxprobe.subsets import SUBSETS, subset_index
 
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
 FUSION = FusionConfig(hidden=8, n_slots=4)

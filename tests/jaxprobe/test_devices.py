@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxprobe.devices import fit_everywhere
-from jaxprobe.grid import Block, fit_blocks
+from jaxprobe.fit.devices import fit_everywhere
+from jaxprobe.fit.grid import Block, fit_blocks
 from tests.jaxprobe.test_grid import ENCODER, TRAIN, planted_parts
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import kstest
 
-from jaxprobe.draws import (
+from jaxprobe.kernels.random import (
     dropout,
     exact_normal,
     hashed_bits,

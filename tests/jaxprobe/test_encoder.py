@@ -4,9 +4,7 @@ import numpy as np
 import pytest
 
 from jaxprobe.config import EncoderConfig, FusionConfig
-from jaxprobe.draws import words_of
-from jaxprobe.encoder import Encoder, init_encoder
-from jaxprobe.features import (
+from jaxprobe.features.features import (
     FamilyDims,
     FamilyTokens,
     Features,
@@ -14,9 +12,11 @@ from jaxprobe.features import (
     fit_standardizer,
     split_families,
 )
-from jaxprobe.fusion import FusionHead, say
-from jaxprobe.masked import token_convolution
-from jaxprobe.subsets import N_SUBSETS, SUBSET_NAMES, SUBSETS, subset_index
+from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES, SUBSETS, subset_index
+from jaxprobe.kernels.masked import token_convolution
+from jaxprobe.kernels.random import words_of
+from jaxprobe.model.encoder import Encoder, init_encoder
+from jaxprobe.model.fusion import FusionHead, say
 
 DIMS = FamilyDims(hidden=6, prob=5, resid=4, attn=3)
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)

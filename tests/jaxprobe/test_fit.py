@@ -5,8 +5,8 @@ import optax
 import pytest
 
 from jaxprobe.config import TrainConfig
-from jaxprobe.draws import words_of
-from jaxprobe.fit import Moments, adamw_step, fit
+from jaxprobe.fit.loop import Moments, adamw_step, fit
+from jaxprobe.kernels.random import words_of
 from jaxprobe.metrics import masked_auroc
 
 RNG = np.random.default_rng(0)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from jaxprobe.config import FusionConfig, TrainConfig
-from jaxprobe.draws import words_of
-from jaxprobe.fusion import (
+from jaxprobe.fit.heads import fit_heads
+from jaxprobe.kernels.random import words_of
+from jaxprobe.model.fusion import (
     FusionHead,
     PoolCodes,
     init_head,
@@ -15,7 +16,6 @@ from jaxprobe.fusion import (
     say,
     slots_of,
 )
-from jaxprobe.heads import fit_heads
 
 TRAIN = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=6)
 N_SEEDS, N_POOL, D_POOLED = 2, 5, 6

@@ -6,12 +6,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxprobe.codes import encode
 from jaxprobe.config import EncoderConfig, TrainConfig
-from jaxprobe.draws import words_of
-from jaxprobe.encoder import Encoder, init_encoder
-from jaxprobe.features import FamilyDims, Features, fit_standardizer, split_families
-from jaxprobe.grid import (
+from jaxprobe.features.features import (
+    FamilyDims,
+    Features,
+    fit_standardizer,
+    split_families,
+)
+from jaxprobe.features.subsets import SUBSETS, subset_index
+from jaxprobe.fit.codes import encode
+from jaxprobe.fit.grid import (
     Block,
     Member,
     default_blocks,
@@ -21,9 +25,10 @@ from jaxprobe.grid import (
     join,
     labelled,
 )
+from jaxprobe.kernels.projection import Draw
+from jaxprobe.kernels.random import words_of
 from jaxprobe.metrics import masked_auroc
-from jaxprobe.projection import Draw
-from jaxprobe.subsets import SUBSETS, subset_index
+from jaxprobe.model.encoder import Encoder, init_encoder
 
 DIMS = FamilyDims(hidden=6, prob=5, resid=4, attn=3)
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)

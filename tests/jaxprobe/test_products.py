@@ -6,11 +6,11 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from jaxprobe.config import EncoderConfig
-from jaxprobe.draws import words_of
-from jaxprobe.encoder import Encoder, init_encoder
-from jaxprobe.features import FamilyDims, FamilyTokens
-from jaxprobe.products import contract, product
-from jaxprobe.projection import Draw
+from jaxprobe.features.features import FamilyDims, FamilyTokens
+from jaxprobe.kernels.products import contract, product
+from jaxprobe.kernels.projection import Draw
+from jaxprobe.kernels.random import words_of
+from jaxprobe.model.encoder import Encoder, init_encoder
 
 DIMS = FamilyDims(hidden=1024, prob=5, resid=24, attn=40)  # one is wide
 

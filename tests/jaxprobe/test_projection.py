@@ -3,9 +3,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxprobe import wide
-from jaxprobe.draws import words_of
-from jaxprobe.projection import Draw, noise_factor, project
+from jaxprobe.kernels import wide
+from jaxprobe.kernels.projection import Draw, noise_factor, project
+from jaxprobe.kernels.random import words_of
 
 WIDE, NARROW = (3, 7), (7, 3)  # [d_projection, d_family]: noise behind, noise before
 WIDEST = (3, 2048)  # a few tokens at a time

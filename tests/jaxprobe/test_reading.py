@@ -7,8 +7,8 @@ from extract.store.family import Family
 from extract.store.spec import StoreSpec
 from extract.store.store import read_family
 from extract.store.storewrite import StoreWriter, create_store
-from jaxprobe.features import FamilyDims, fit_standardizer, split_families
-from jaxprobe.reading import (
+from jaxprobe.features.features import FamilyDims, fit_standardizer, split_families
+from jaxprobe.features.reading import (
     family_dims,
     fit_reading,
     fit_reading_of,

@@ -2,11 +2,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxprobe.codes import encode
-from jaxprobe.features import Features, fit_standardizer, split_families
-from jaxprobe.grid import Block, fit_block, labelled
-from jaxprobe.spans import all_but, keep_spans
-from jaxprobe.subsets import subset_index
+from jaxprobe.features.features import Features, fit_standardizer, split_families
+from jaxprobe.features.spans import all_but, keep_spans
+from jaxprobe.features.subsets import subset_index
+from jaxprobe.fit.codes import encode
+from jaxprobe.fit.grid import Block, fit_block, labelled
 from tests.jaxprobe.test_grid import CONFIG, DIMS, ENCODER, TRAIN, planted, train
 
 QUESTION, ANSWER = 0, 1

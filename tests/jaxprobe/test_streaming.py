@@ -5,19 +5,19 @@ import jax
 import numpy as np
 import pytest
 
-from jaxprobe.chunks import epoch_groups, prefetched, standardizer_of
 from jaxprobe.config import EncoderConfig, StreamConfig, TrainConfig
-from jaxprobe.encoder import Encoder
-from jaxprobe.features import (
+from jaxprobe.features.features import (
     FamilyDims,
     Features,
     Standardizer,
     fit_standardizer,
     split_families,
 )
-from jaxprobe.grid import Block, Member, fit_blocks, labelled
-from jaxprobe.streaming import Streamed, fit_streamed
-from jaxprobe.subsets import subset_index
+from jaxprobe.features.subsets import subset_index
+from jaxprobe.fit.chunks import epoch_groups, prefetched, standardizer_of
+from jaxprobe.fit.grid import Block, Member, fit_blocks, labelled
+from jaxprobe.fit.streaming import Streamed, fit_streamed
+from jaxprobe.model.encoder import Encoder
 
 DIMS = FamilyDims(hidden=6, prob=2, resid=3, attn=2)
 ENCODER = Encoder(EncoderConfig(projection=3, hidden=4, n_blocks=1, n_groups=2), DIMS)

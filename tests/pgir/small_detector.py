@@ -10,10 +10,10 @@ from jaxprobe.bank import EncoderBank
 from jaxprobe.calibration import fit_calibrator
 from jaxprobe.config import EncoderConfig, FusionConfig
 from jaxprobe.detector import Detector, SettingHead
-from jaxprobe.draws import words_of
-from jaxprobe.encoder import Encoder, init_encoder
-from jaxprobe.features import FamilyDims, FamilyTokens, Standardizer
-from jaxprobe.fusion import FusionHead, init_head, say
+from jaxprobe.features.features import FamilyDims, FamilyTokens, Standardizer
+from jaxprobe.kernels.random import words_of
+from jaxprobe.model.encoder import Encoder, init_encoder
+from jaxprobe.model.fusion import FusionHead, init_head, say
 
 LAYER = 3
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)

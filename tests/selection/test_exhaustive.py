@@ -9,8 +9,8 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
 from jaxprobe.config import FusionConfig, TrainConfig
-from jaxprobe.fusion import PoolCodes
-from jaxprobe.heads import fit_heads
+from jaxprobe.fit.heads import fit_heads
+from jaxprobe.model.fusion import PoolCodes
 from selection.exhaustive import Enumeration, Ranking, all_sets, carried
 from selection.greedy import GreedyConfig, fit_sets, select
 from tests.selection.test_greedy import random_codes

@@ -4,8 +4,8 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 from jaxprobe.config import FusionConfig, TrainConfig
-from jaxprobe.fusion import PoolCodes, say
-from jaxprobe.heads import fit_heads
+from jaxprobe.fit.heads import fit_heads
+from jaxprobe.model.fusion import PoolCodes, say
 from selection.greedy import GreedyConfig, fused_probability, select, slots_for
 
 TRAIN = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=8)

@@ -5,7 +5,7 @@ Paper, section 3.3 and appendix B. One module serves all fifteen subsets: a
 an encoder of those families alone would have.
 
 Modules here take a batch of examples, not one, and have it innermost; see
-`jaxprobe.masked` for the reason.
+`jaxprobe.kernels.masked` for the reason.
 """
 
 import itertools
@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxprobe.config import EncoderConfig, Products
-from jaxprobe.draws import draw_weights, dropout
-from jaxprobe.features import FamilyDims, FamilyTokens
-from jaxprobe.masked import (
+from jaxprobe.features.features import FamilyDims, FamilyTokens
+from jaxprobe.features.subsets import N_FAMILIES
+from jaxprobe.kernels.masked import (
     N_TAPS,
     channel_product,
     masked_group_norm,
@@ -28,8 +28,8 @@ from jaxprobe.masked import (
     materialize,
     token_convolution,
 )
-from jaxprobe.projection import Draw, project
-from jaxprobe.subsets import N_FAMILIES
+from jaxprobe.kernels.projection import Draw, project
+from jaxprobe.kernels.random import draw_weights, dropout
 
 Params = Any
 
@@ -214,7 +214,7 @@ def init_encoder(
 
     Args:
       encoder: the module.
-      words: of the draw, see `jaxprobe.draws`.
+      words: of the draw, see `jaxprobe.kernels.random`.
       features: any features of the right widths.
       family_mask: `[n_families]` bool.
     """

@@ -17,8 +17,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from jaxprobe.config import TrainConfig
-from jaxprobe.draws import HEADS, mix, words_of
-from jaxprobe.fit import (
+from jaxprobe.fit.loop import (
     FitInfo,
     FitState,
     Params,
@@ -28,8 +27,9 @@ from jaxprobe.fit import (
     run_epoch,
     start_fit,
 )
-from jaxprobe.fusion import FusionHead, PoolCodes, init_head
+from jaxprobe.kernels.random import HEADS, mix, words_of
 from jaxprobe.metrics import masked_auroc
+from jaxprobe.model.fusion import FusionHead, PoolCodes, init_head
 
 
 class _Set(NamedTuple):

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxprobe.config import Products
-from jaxprobe.draws import hashed_normal
-from jaxprobe.gathering import rows_of_tokens, take_rows
-from jaxprobe.products import product
-from jaxprobe.wide import wide_product
+from jaxprobe.kernels.gathering import rows_of_tokens, take_rows
+from jaxprobe.kernels.products import product
+from jaxprobe.kernels.random import hashed_normal
+from jaxprobe.kernels.wide import wide_product
 
 # Channels from which a batch is too large to be copied before it is projected.
 _WIDE = 1024
@@ -58,7 +58,7 @@ def project(
       draw: None outside training: all examples, no noise.
       deviation: standard deviation of the noise on each input channel.
       site: tells families apart in the noise.
-      products: see `jaxprobe.products`; the noise is not rounded.
+      products: see `jaxprobe.kernels.products`; the noise is not rounded.
 
     Returns:
       `[d_projection, n_tokens, batch_size]`. Padding carries noise; mask it.

@@ -21,15 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxprobe.blas import use_one_blas_thread
 from jaxprobe.config import TrainConfig
-from jaxprobe.draws import BATCHES, MEMBERS, words_of
-from jaxprobe.encoder import Encoder, init_encoder
-from jaxprobe.features import FamilyTokens
-from jaxprobe.fit import FitInfo, Params, fit
+from jaxprobe.features.features import FamilyTokens
+from jaxprobe.features.subsets import N_SUBSETS, SUBSETS
+from jaxprobe.fit.blas import use_one_blas_thread
+from jaxprobe.fit.loop import FitInfo, Params, fit
+from jaxprobe.kernels.projection import Draw
+from jaxprobe.kernels.random import BATCHES, MEMBERS, words_of
 from jaxprobe.metrics import masked_auroc
-from jaxprobe.projection import Draw
-from jaxprobe.subsets import N_SUBSETS, SUBSETS
+from jaxprobe.model.encoder import Encoder, init_encoder
 
 _CORES = threading.BoundedSemaphore(os.cpu_count() or 1)
 

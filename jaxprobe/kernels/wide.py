@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxprobe.config import Products
-from jaxprobe.gathering import rows_of_tokens, take_rows
-from jaxprobe.products import contract, product
+from jaxprobe.kernels.gathering import rows_of_tokens, take_rows
+from jaxprobe.kernels.products import contract, product
 
 # Tokens at a time: at 4096 channels these are two megabytes.
 _N_CHUNK = 128
@@ -54,7 +54,7 @@ def wide_product(
     Only `weight` has a gradient.
 
     Args:
-      products: see `jaxprobe.products`.
+      products: see `jaxprobe.kernels.products`.
       weight: `[d_projection, d_family]`.
       tokens: `[n_tokens, n_examples, d_family]`.
       rows: `[n_batch]` int32, all of them among the examples.

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxprobe.codes import Codes
 from jaxprobe.config import FusionConfig
-from jaxprobe.draws import draw_weights, hashed_bits
-from jaxprobe.encoder import ChannelMap
-from jaxprobe.fit import Params
-from jaxprobe.masked import materialize
-from jaxprobe.slots import slot_products
+from jaxprobe.fit.codes import Codes
+from jaxprobe.fit.loop import Params
+from jaxprobe.kernels.masked import materialize
+from jaxprobe.kernels.random import draw_weights, hashed_bits
+from jaxprobe.model.encoder import ChannelMap
+from jaxprobe.model.slots import slot_products
 
 
 class PoolCodes(NamedTuple):
@@ -96,7 +96,7 @@ def keep_encoders(
     them, one filled slot, chosen uniformly, stays: a head cannot learn from nothing.
 
     Args:
-      words: of the draw, see `jaxprobe.draws`.
+      words: of the draw, see `jaxprobe.kernels.random`.
       n_examples: in the batch.
       slot_mask: `[n_slots]` bool, True where a slot is filled.
       rate: probability of hiding.

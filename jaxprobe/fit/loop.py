@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from jaxprobe.config import TrainConfig
-from jaxprobe.draws import hashed_permutation, mix
+from jaxprobe.kernels.random import hashed_permutation, mix
 
 Params = Any
 Loss = Callable[..., jax.Array]  # of weights, the arrays of a batch, and `Words`

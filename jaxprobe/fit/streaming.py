@@ -1,12 +1,12 @@
 """Training from a store that is larger than memory.
 
-A group of chunks (see `jaxprobe.chunks`) is what fits in memory. While the encoders
+A group of chunks (see `jaxprobe.fit.chunks`) is what fits in memory. While the encoders
 train on one group the next is read, so host memory holds two whatever the size of the
 store.
 
 Every encoder of a call takes its steps on a group before the next one comes: the store
 is read once per epoch, not once per epoch and encoder. On one group that holds
-everything the result is that of `jaxprobe.grid`.
+everything the result is that of `jaxprobe.fit.grid`.
 """
 
 import dataclasses
@@ -19,13 +19,20 @@ import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
-from jaxprobe.blas import use_one_blas_thread
-from jaxprobe.chunks import Group, epoch_groups, prefetched
 from jaxprobe.config import StreamConfig, TrainConfig
-from jaxprobe.draws import words_of
-from jaxprobe.encoder import Encoder, init_encoder
-from jaxprobe.features import FamilyTokens
-from jaxprobe.fit import (
+from jaxprobe.features.features import FamilyTokens
+from jaxprobe.features.subsets import SUBSETS
+from jaxprobe.fit.blas import use_one_blas_thread
+from jaxprobe.fit.chunks import Group, epoch_groups, prefetched
+from jaxprobe.fit.grid import (
+    Labelled,
+    Member,
+    Trained,
+    in_chunks,
+    labelled,
+    member_words,
+)
+from jaxprobe.fit.loop import (
     FitState,
     Params,
     Words,
@@ -34,17 +41,10 @@ from jaxprobe.fit import (
     run_epoch,
     start_fit,
 )
-from jaxprobe.grid import (
-    Labelled,
-    Member,
-    Trained,
-    in_chunks,
-    labelled,
-    member_words,
-)
+from jaxprobe.kernels.projection import Draw
+from jaxprobe.kernels.random import words_of
 from jaxprobe.metrics import masked_auroc
-from jaxprobe.projection import Draw
-from jaxprobe.subsets import SUBSETS
+from jaxprobe.model.encoder import Encoder, init_encoder
 
 Read = Callable[[np.ndarray], FamilyTokens]
 
@@ -169,7 +169,7 @@ def fit_streamed(
     encoder: Encoder,
     config: TrainConfig,
 ) -> Trained:
-    """Train encoders from a store; the protocol is that of `jaxprobe.fit`.
+    """Train encoders from a store; the protocol is that of `jaxprobe.fit.loop`.
 
     Args:
       members: what is trained; each waits for the others at the end of a group.

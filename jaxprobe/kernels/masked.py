@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxprobe.config import Products
-from jaxprobe.products import product
+from jaxprobe.kernels.products import product
 
 N_TAPS = 3  # kernel size of the convolutions within a block
 
@@ -58,7 +58,7 @@ def token_convolution(
       x: `[d_in, n_span_tokens, n_examples]`, zero on padding.
       kernel: `[d_out, 3, d_in]`.
       flag: see `materialize`.
-      products: see `jaxprobe.products`.
+      products: see `jaxprobe.kernels.products`.
 
     Returns:
       `[d_out, n_span_tokens, n_examples]`.

@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxprobe.encoder import Encoder
-from jaxprobe.features import FamilyTokens
-from jaxprobe.fit import Params
-from jaxprobe.grid import Trained, in_chunks
-from jaxprobe.subsets import SUBSETS
+from jaxprobe.features.features import FamilyTokens
+from jaxprobe.features.subsets import SUBSETS
+from jaxprobe.fit.grid import Trained, in_chunks
+from jaxprobe.fit.loop import Params
+from jaxprobe.model.encoder import Encoder
 
 
 class Codes(NamedTuple):

@@ -10,9 +10,14 @@ import numpy as np
 
 from extract.records import Setting
 from extract.store.store import FeatureStore, Ragged, read_family
-from jaxprobe.chunks import standardizer_of
-from jaxprobe.features import FamilyDims, Features, Standardizer, fit_standardizer
-from jaxprobe.subsets import FAMILIES
+from jaxprobe.features.features import (
+    FamilyDims,
+    Features,
+    Standardizer,
+    fit_standardizer,
+)
+from jaxprobe.features.subsets import FAMILIES
+from jaxprobe.fit.chunks import standardizer_of
 
 SPAN_NAMES = ("context", "question", "answer")  # as they are stored
 ANSWER = 2

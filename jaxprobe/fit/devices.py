@@ -16,12 +16,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxprobe.blas import use_one_blas_thread
 from jaxprobe.config import TrainConfig
-from jaxprobe.encoder import Encoder
-from jaxprobe.fit import FitInfo, Params
-from jaxprobe.grid import Block, Labelled, Trained, fit_block, fit_blocks
-from jaxprobe.subsets import SUBSETS
+from jaxprobe.features.subsets import SUBSETS
+from jaxprobe.fit.blas import use_one_blas_thread
+from jaxprobe.fit.grid import Block, Labelled, Trained, fit_block, fit_blocks
+from jaxprobe.fit.loop import FitInfo, Params
+from jaxprobe.model.encoder import Encoder
 
 AXIS = "members"
 

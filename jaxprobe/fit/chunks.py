@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxprobe.config import StreamConfig
-from jaxprobe.features import Features, Standardizer
+from jaxprobe.features.features import Features, Standardizer
 
 
 class Group(NamedTuple):

@@ -8,7 +8,7 @@ of spans trains in the executable of the full grid.
 import jax.numpy as jnp
 import numpy as np
 
-from jaxprobe.features import FamilyTokens
+from jaxprobe.features.features import FamilyTokens
 
 
 def keep_spans(features: FamilyTokens, span_mask: np.ndarray) -> FamilyTokens:
