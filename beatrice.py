@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from pgir.scoring import Scorer
+    from pgir.scorer import Scorer
 
 __all__ = ["load", "main"]
 
@@ -36,7 +36,7 @@ VERBS = {
     "report": "benchmarks.verbs.commands",
     "score": "pgir.commands",
     "doctor": "benchmarks.verbs.doctorcommand",
-    "bench": "benchmarks.benches.commands",
+    "bench": "benchmarks.speed.commands",
 }
 
 
@@ -54,7 +54,7 @@ def load(path: str | Path, *, model: str | None = None) -> "Scorer":
     Raises:
       ValueError: the run has no detector yet, or the backbone is another one.
     """
-    from pgir.scoring import Scorer
+    from pgir.scorer import Scorer
 
     return Scorer.load(Path(path), model=model)
 

@@ -22,7 +22,7 @@ from jaxprobe.detector import Detector, Scores
 from jaxprobe.features.features import Features
 from jaxprobe.features.reading import SPANS, assemble
 from jaxprobe.features.subsets import FAMILIES
-from pgir.controller import Draft
+from pgir.controllers.policy import Draft
 
 # Padded lengths of spans longer than any in training: each rounded up to one of these,
 # so a new question rarely means a new compilation.

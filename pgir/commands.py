@@ -36,7 +36,7 @@ def score(
 
     read_manifest(run_dir)  # what is no run, or not finished, is refused at once
     RunDir(run_dir).finished_detector()
-    from pgir.scoring import Scorer
+    from pgir.scorer import Scorer
 
     found = Scorer.load(run_dir, model=model).score(question, answer, context or None)
     for warning in found.warnings:

@@ -6,8 +6,8 @@ import shutil
 from click.testing import CliRunner
 
 from beatrice import main
-from benchmarks.benches.tiny_models import tiny_model
 from benchmarks.forecasts.doctor_store import outline_shapes
+from benchmarks.speed.tiny_models import tiny_model
 from benchmarks.stages.presets import make_config
 from extract.backbone.checkpoint import load_outline
 from extract.backbone.embedded import WEIGHTS

@@ -19,7 +19,7 @@ from extract.pipeline import read_examples
 from extract.records import SETTINGS, Passage, read_records
 from extract.run.rundir import RunDir
 from jaxprobe.metrics import BootstrapConfig
-from pgir.retrieval import Bm25Retriever
+from pgir.retrieval.bm25 import Bm25Retriever
 
 _SHARE = 20  # the probe takes one in so many resamples
 _FEWEST = 50  # resamples; of fewer, all may have one class alone on a small set

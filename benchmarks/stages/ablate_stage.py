@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.reporting.results import ResultRow
 from benchmarks.stages.evaluation import METRICS, Scored, detection_rows
 from benchmarks.stages.presets import RunConfig
 from benchmarks.stages.publishing import ON_REQUEST, publish, rows_file
@@ -37,6 +36,7 @@ from benchmarks.stages.train_sides import settings_at_once
 from benchmarks.stages.train_stage import encoder_folders
 from extract.records import SETTINGS, Setting
 from extract.run.atomic import write_json_atomic
+from extract.run.results import ResultRow
 from extract.run.rundir import RunDir
 from jaxprobe.features.subsets import FAMILIES, LETTERS
 from jaxprobe.fit.grid import default_blocks

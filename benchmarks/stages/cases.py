@@ -9,7 +9,7 @@ from extract.records import Answer, Passage
 from extract.signals.pending import Signals
 from extract.signals.reader import sequence_of
 from pgir.bridge import ProbedBackbone
-from pgir.controller import Decision, Policy, decide
+from pgir.controllers.policy import Decision, Policy, decide
 
 Match = Callable[[Decision, bool, bool], bool]  # decision, draft right, final right
 

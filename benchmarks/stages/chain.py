@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from benchmarks.reporting.report import ReportData, write_report
-from benchmarks.reporting.results import CONTROLLERS, ResultTable, read_rows
-from benchmarks.reporting.tables import controller_table, detection_table
-from benchmarks.reporting.tabletext import as_text
+from benchmarks.results.report import ReportData, write_report
+from benchmarks.results.tables import controller_table, detection_table
+from benchmarks.results.tabletext import as_text
 from benchmarks.stages.ablate_stage import ABLATE, ablation_story
 from benchmarks.stages.exhaustive_stage import EXHAUSTIVE, ranking_story
 from benchmarks.stages.label_stages import labelled_by
@@ -25,6 +24,7 @@ from benchmarks.stages.torch_stages import ANSWER, EXTRACT, LABEL, WORLD
 from benchmarks.stages.train_stage import TRAIN
 from extract.pipeline import count_correct, read_examples, read_labels
 from extract.records import SETTINGS
+from extract.run.results import CONTROLLERS, ResultTable, read_rows
 from extract.run.rundir import RunDir
 
 IN_ORDER = (

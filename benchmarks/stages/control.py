@@ -22,7 +22,7 @@ from extract.run.atomic import write_json_atomic
 from extract.run.rundir import RunDir
 from jaxprobe.detector import Detector
 from pgir.bridge import ProbedBackbone, ProbedReader
-from pgir.controller import (
+from pgir.controllers.policy import (
     ControllerConfig,
     Draft,
     Policy,
@@ -30,7 +30,7 @@ from pgir.controller import (
     search_policy,
     trace_questions,
 )
-from pgir.retrieval import Bm25Retriever
+from pgir.retrieval.bm25 import Bm25Retriever
 
 GROUP_SIZE = 200  # questions; fewer of them leave batches half empty
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.reporting.results import ResultRow
 from benchmarks.stages.control import Traced
 from benchmarks.stages.presets import RunConfig
 from extract.label.judge import exact_match, token_f1
 from extract.records import Example
+from extract.run.results import ResultRow
 from jaxprobe.metrics import BootstrapConfig, cluster_weights, interval_of
-from pgir.controller import ControllerConfig, Draft, Policy, Trace, decide
+from pgir.controllers.policy import ControllerConfig, Draft, Policy, Trace, decide
 
 
 def _pgir_answers(traced: Traced, policy: Policy) -> tuple[list[str], list[int]]:

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from benchmarks.reporting.results import ResultRow
 from benchmarks.stages.rows import Rows
+from extract.run.results import ResultRow
 from jaxprobe.metrics import (
     BootstrapConfig,
     Metric,

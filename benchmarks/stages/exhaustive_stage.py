@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.reporting.results import ResultRow
 from benchmarks.stages.evaluation import Scored, detection_rows
 from benchmarks.stages.presets import RunConfig
 from benchmarks.stages.publishing import ON_REQUEST, publish, rows_file
@@ -22,6 +21,7 @@ from benchmarks.stages.select_stage import (
 from benchmarks.stages.stage import Progress, Stage, Update, side_by_side
 from benchmarks.stages.train_stage import encoder_folders
 from extract.records import SETTINGS, Setting
+from extract.run.results import ResultRow
 from extract.run.rundir import RunDir
 from jaxprobe.features.subsets import LETTERS
 from jaxprobe.keepsake import keep, recall

@@ -3,9 +3,9 @@
 import collections
 import json
 
-from benchmarks.reporting.results import ResultRow
 from extract.pipeline import left_out_file, read_answers, read_examples
 from extract.records import SETTINGS
+from extract.run.results import ResultRow
 from extract.run.rundir import RunDir
 
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from benchmarks.reporting.results import ResultRow, read_rows, write_rows
 from benchmarks.stages.stage import Progress
 from extract.run.atomic import write_text_atomic
+from extract.run.results import ResultRow, read_rows, write_rows
 from extract.run.rundir import RunDir
 
 ALWAYS = ("evaluate", "control")

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.reporting.results import ResultRow
 from benchmarks.stages.cases import make_cases
 from benchmarks.stages.control import (
     choose_policy,
@@ -37,6 +36,7 @@ from extract.generate.asking import shown
 from extract.pipeline import read_answers, read_examples
 from extract.records import SETTINGS, Answer, Example, Passage, Setting, read_records
 from extract.run.atomic import write_json_atomic
+from extract.run.results import ResultRow
 from extract.run.rundir import RunDir
 from extract.store.store import FeatureStore, read_family
 from jaxprobe import checkpoint

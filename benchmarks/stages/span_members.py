@@ -15,7 +15,7 @@ from benchmarks.stages.train_stage import read_codes
 from extract.records import SETTINGS, Setting
 from extract.run.rundir import RunDir
 from jaxprobe.detector import HeadName
-from jaxprobe.features.features import reading
+from jaxprobe.features import reading
 from jaxprobe.features.reading import SPAN_NAMES
 from jaxprobe.features.spans import all_but
 from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES

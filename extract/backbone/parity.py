@@ -24,10 +24,10 @@ import torch
 
 from extract.backbone.backbone import Backbone
 from extract.backbone.layout import LayerPass, watch_layers
+from extract.signals import residual
 from extract.signals.attention import SpanReading, read_spans
 from extract.signals.budgets import budget_for
 from extract.signals.probability import Head
-from extract.signals.reader import residual
 
 # Relative. In bf16 sums in float32 differ from the stream's own rounding by 3e-3
 # (reference/backbones.md, 2.1); in float32 the largest seen was 1e-6.

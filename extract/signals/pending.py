@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from extract.backbone.layout import LayerPass
-from extract.signals.reader import residual
+from extract.signals import residual
 from extract.signals.transfer import HostCopies, to_device
 
 Family = Literal["hidden", "prob", "resid", "attn"]

@@ -2,7 +2,7 @@
 
 import itertools
 
-from benchmarks.reporting.ablation_tables import FAMILY_VARIANTS, RANKED, SPAN_VARIANTS
+from benchmarks.results.ablation_tables import FAMILY_VARIANTS, RANKED, SPAN_VARIANTS
 from benchmarks.stages.exhaustive_stage import traits
 
 SETTINGS = ("closed_book", "with_context")

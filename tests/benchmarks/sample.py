@@ -3,8 +3,8 @@
 import itertools
 import zlib
 
-from benchmarks.reporting.report import ReportData
-from benchmarks.reporting.results import ResultRow
+from benchmarks.results.report import ReportData
+from extract.run.results import ResultRow
 from tests.benchmarks.ablation_sample import ablation_rows, ablations, rankings
 
 SETTINGS = ("closed_book", "with_context")

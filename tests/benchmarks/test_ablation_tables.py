@@ -2,7 +2,7 @@ import xml.etree.ElementTree
 
 import pytest
 
-from benchmarks.reporting.ablation_tables import (
+from benchmarks.results.ablation_tables import (
     FEATURES,
     exhaustive_table,
     family_table,
@@ -10,8 +10,8 @@ from benchmarks.reporting.ablation_tables import (
     set_names,
     span_table,
 )
-from benchmarks.reporting.figures import to_svg
-from benchmarks.reporting.rankfigure import ranking, ranking_pictures
+from benchmarks.results.figures import to_svg
+from benchmarks.results.rankfigure import ranking, ranking_pictures
 from tests.benchmarks.ablation_sample import ablations, rankings
 from tests.benchmarks.sample import PLACES, row, sample_rows, selection
 

@@ -6,7 +6,7 @@ from benchmarks.stages.control import Traced
 from benchmarks.stages.controllers import control_rows, frontier
 from benchmarks.stages.presets import make_config
 from extract.records import Example
-from pgir.controller import ControllerConfig, Draft, Policy
+from pgir.controllers.policy import ControllerConfig, Draft, Policy
 
 POLICY = Policy(threshold=0.5, budget=2)
 

@@ -3,7 +3,7 @@ import json
 from click.testing import CliRunner
 
 from beatrice import main
-from benchmarks.benches.data_cost import measure_file, write_hotpot
+from benchmarks.speed.data_cost import measure_file, write_hotpot
 from extract.datasets.loading import Loaded
 from extract.datasets.opening import open_dataset
 

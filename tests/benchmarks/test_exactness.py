@@ -3,8 +3,8 @@ import math
 
 import pytest
 
-from benchmarks.benches import exactness
-from benchmarks.benches.exactness import SIGNALS, TOLERANCE, Exactness
+from benchmarks.speed import exactness
+from benchmarks.speed.exactness import SIGNALS, TOLERANCE, Exactness
 
 
 def make_row(**changes):

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks.benches.extract_cost import (
+from benchmarks.speed.extract_cost import (
     Bench,
     Cost,
     CostConfig,

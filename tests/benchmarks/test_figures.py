@@ -6,7 +6,7 @@ import xml.etree.ElementTree
 import matplotlib
 import pytest
 
-from benchmarks.reporting import figures
+from benchmarks.results import figures
 from tests.benchmarks import sample
 
 SYNERGY = {"H": 0.88, "P": 0.85, "HP": 0.9, "RA": 0.85}

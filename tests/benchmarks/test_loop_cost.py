@@ -4,11 +4,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks.benches.bench_extraction import extract
-from benchmarks.benches.full_models import FULL_MODELS, GEMMA, QWEN, flops_per_token
-from benchmarks.benches.gpu_cost import GPU_HEAD, measure_gpu
-from benchmarks.benches.loop_cost import LOOP_HEAD, Loop, LoopConfig, measure_loops
-from benchmarks.benches.tiny_models import tiny_model
+from benchmarks.speed.bench_extraction import extract
+from benchmarks.speed.full_models import FULL_MODELS, GEMMA, QWEN, flops_per_token
+from benchmarks.speed.gpu_cost import GPU_HEAD, measure_gpu
+from benchmarks.speed.loop_cost import LOOP_HEAD, Loop, LoopConfig, measure_loops
+from benchmarks.speed.tiny_models import tiny_model
 from extract.backbone.backbone import Backbone
 from extract.signals.plan import ExtractConfig
 from extract.signals.reader import SignalReader

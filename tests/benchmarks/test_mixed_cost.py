@@ -4,7 +4,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks.benches.mixed_cost import ALL, compare, measure
+from benchmarks.speed.mixed_cost import ALL, compare, measure
 from benchmarks.stages.configurations import config_from_manifest
 from benchmarks.stages.presets import make_config
 from benchmarks.stages.rows import Rows

@@ -3,8 +3,8 @@ import re
 
 import pytest
 
-from benchmarks.reporting.pictures import frontier_curve, synergy_pictures
-from benchmarks.reporting.report import missing, render_report, write_report
+from benchmarks.results.pictures import frontier_curve, synergy_pictures
+from benchmarks.results.report import missing, render_report, write_report
 from tests.benchmarks.sample import MARKUP, frontier, sample_report, sample_rows
 
 SECTIONS = (

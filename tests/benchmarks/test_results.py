@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from benchmarks.reporting.results import (
+from extract.run.results import (
     ResultRow,
     ResultTable,
     macro_row,

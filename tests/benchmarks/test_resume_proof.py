@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 
-from benchmarks.benches.resume_proof import ResumeConfig, compare, is_torn, prove
+from benchmarks.speed.resume_proof import ResumeConfig, compare, is_torn, prove
 from extract.store.family import Family
 from extract.store.kept import Kept
 from extract.store.spec import StoreSpec

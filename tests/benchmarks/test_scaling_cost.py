@@ -2,10 +2,10 @@ import dataclasses
 
 import pytest
 
-from benchmarks.benches.bench_training import microworld
-from benchmarks.benches.scaling_cost import Point, exponents, measure, variants
-from benchmarks.benches.scalingfigure import scaling
-from benchmarks.reporting.figures import to_svg
+from benchmarks.results.figures import to_svg
+from benchmarks.speed.bench_training import microworld
+from benchmarks.speed.scaling_cost import Point, exponents, measure, variants
+from benchmarks.speed.scalingfigure import scaling
 
 SMALL = dataclasses.replace(microworld(1), batch_size=8, n_seeds=1)
 

@@ -3,14 +3,14 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.benches.select_cost import (
+from benchmarks.speed.select_cost import (
     TOLERANCE,
     SelectCost,
     largest_difference,
     made_up_codes,
     measure,
 )
-from benchmarks.benches.torch_heads import fit_head, rows_of_set
+from benchmarks.speed.torch_heads import fit_head, rows_of_set
 from jaxprobe.config import FusionConfig, TrainConfig
 from jaxprobe.model.fusion import say
 from selection.greedy import fit_sets

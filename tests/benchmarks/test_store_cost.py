@@ -1,12 +1,12 @@
 import pytest
 
-from benchmarks.benches.store_cost import (
+from benchmarks.forecasts.train_work import Workload
+from benchmarks.speed.store_cost import (
     StoreCost,
     labels_of,
     make_store,
     measure_in_process,
 )
-from benchmarks.forecasts.train_work import Workload
 from extract.store.store import open_store
 from jaxprobe.config import EncoderConfig, StreamConfig
 from jaxprobe.features.features import FamilyDims

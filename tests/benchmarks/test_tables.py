@@ -1,6 +1,6 @@
-from benchmarks.reporting.results import CONTROLS, DETECTORS, SPAN_DECISIONS
-from benchmarks.reporting.tables import controller_table, detection_table, number
-from benchmarks.reporting.tabletext import as_text
+from benchmarks.results.tables import controller_table, detection_table, number
+from benchmarks.results.tabletext import as_text
+from extract.run.results import CONTROLS, DETECTORS, SPAN_DECISIONS
 from tests.benchmarks.sample import PLACES, row, sample_rows
 
 TEST = PLACES[1]

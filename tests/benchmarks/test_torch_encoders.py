@@ -8,13 +8,13 @@ import optax
 import pytest
 import torch
 
-from benchmarks.benches.torch_encoders import (
+from benchmarks.forecasts.train_work import Workload, families_of, made_up_features
+from benchmarks.speed.torch_encoders import (
     TorchEncoder,
     apply_encoder,
     project,
     weights_of,
 )
-from benchmarks.forecasts.train_work import Workload, families_of, made_up_features
 from jaxprobe.config import EncoderConfig
 from jaxprobe.features.features import FamilyDims, Standardizer, split_families
 from jaxprobe.features.subsets import SUBSETS, subset_index

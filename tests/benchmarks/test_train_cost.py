@@ -4,22 +4,6 @@ import pytest
 from safetensors.numpy import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.benches.torch_setting import Setting
-from benchmarks.benches.torch_training import (
-    Loop,
-    Stacked,
-    TorchContestant,
-    TorchData,
-    train,
-)
-from benchmarks.benches.train_cost import (
-    KINDS,
-    CheckSize,
-    measure,
-    require_same_losses,
-)
-from benchmarks.benches.train_fleet import started
-from benchmarks.benches.train_grid import Grid
 from benchmarks.forecasts.train_work import (
     Workload,
     in_parts,
@@ -28,6 +12,22 @@ from benchmarks.forecasts.train_work import (
     turn_flops,
     weights_file,
 )
+from benchmarks.speed.torch_setting import Setting
+from benchmarks.speed.torch_training import (
+    Loop,
+    Stacked,
+    TorchContestant,
+    TorchData,
+    train,
+)
+from benchmarks.speed.train_cost import (
+    KINDS,
+    CheckSize,
+    measure,
+    require_same_losses,
+)
+from benchmarks.speed.train_fleet import started
+from benchmarks.speed.train_grid import Grid
 from jaxprobe.config import EncoderConfig
 from jaxprobe.features.features import FamilyDims
 from jaxprobe.features.subsets import subset_index

@@ -5,7 +5,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.benches.tiny_models import VOCAB_SIZE, tiny_model
+from benchmarks.speed.tiny_models import VOCAB_SIZE, tiny_model
 from extract.backbone.backbone import Backbone, load_backbone
 
 

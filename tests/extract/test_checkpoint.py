@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.benches.tiny_models import VOCAB_SIZE, tiny_model
+from benchmarks.speed.tiny_models import VOCAB_SIZE, tiny_model
 from extract.backbone.backbone import load_backbone
 from extract.backbone.checkpoint import check_unpacking, load_outline
 

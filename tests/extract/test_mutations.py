@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers.masking_utils import AttentionMaskInterface
 
-from benchmarks.benches import exactness, oracle
-from benchmarks.benches.exactness import TOLERANCE
-from benchmarks.benches.tiny_models import FAMILIES, tiny_model
+from benchmarks.speed import exactness, oracle
+from benchmarks.speed.exactness import TOLERANCE
+from benchmarks.speed.tiny_models import FAMILIES, tiny_model
 from extract.backbone.backbone import Backbone, parity
 from extract.signals.reader import SignalReader, attention, probability, residual
 

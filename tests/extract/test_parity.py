@@ -10,7 +10,7 @@ from transformers import (
 )
 from transformers.masking_utils import AttentionMaskInterface
 
-from benchmarks.benches.tiny_models import VOCAB_SIZE
+from benchmarks.speed.tiny_models import VOCAB_SIZE
 from extract.backbone.backbone import Backbone
 from extract.signals.reader import SignalReader, attention
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.benches.tiny_models import tiny_model
+from benchmarks.speed.tiny_models import tiny_model
 from extract.backbone.backbone import Backbone
 from extract.records import Answer
 from extract.signals.reader import Sequence, SignalReader, sequence_of

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.benches import exactness, oracle
-from benchmarks.benches.exactness import TOLERANCE, make_batch, make_sequence
-from benchmarks.benches.tiny_models import FAMILIES, VOCAB_SIZE, WINDOW, tiny_model
-from benchmarks.benches.tiny_wrappers import WRAPPERS, multimodal_wrapper
+from benchmarks.speed import exactness, oracle
+from benchmarks.speed.exactness import TOLERANCE, make_batch, make_sequence
+from benchmarks.speed.tiny_models import FAMILIES, VOCAB_SIZE, WINDOW, tiny_model
+from benchmarks.speed.tiny_wrappers import WRAPPERS, multimodal_wrapper
 from extract.backbone.backbone import Backbone
 from extract.backbone.layout import watch_layers
 from extract.signals.attention import SpanReading, read_spans

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.benches.tiny_models import N_TEXT_IDS, tiny_model
+from benchmarks.speed.tiny_models import N_TEXT_IDS, tiny_model
 from extract.backbone.backbone import Backbone
 from extract.run.workers import rank_and_world_size
 from extract.signals.extraction import run_plan

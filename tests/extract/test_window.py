@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import Phi3Config, Phi3ForCausalLM
 
-from benchmarks.benches import exactness, oracle
-from benchmarks.benches.tiny_models import _NO_HEAD_DIM, _randomise
+from benchmarks.speed import exactness, oracle
+from benchmarks.speed.tiny_models import _NO_HEAD_DIM, _randomise
 from extract.backbone.backbone import Backbone
 from extract.backbone.window import window_of
 from extract.signals.reader import SignalReader

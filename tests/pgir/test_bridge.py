@@ -10,7 +10,7 @@ from extract.generate.requests import GenerationConfig
 from extract.records import Passage
 from jaxprobe.bank import encode_bank
 from pgir.bridge import ProbedBackbone, ProbedReader, fixed_length
-from pgir.scoring import Scorer
+from pgir.scorer import Scorer
 from tests.pgir.small_detector import LAYER, make_detector
 
 QUESTION = "where was Skiband Rugrond born?"

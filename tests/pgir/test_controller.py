@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extract.records import Passage
-from pgir.controller import (
+from pgir.controllers.policy import (
     ControllerConfig,
     Draft,
     Policy,
@@ -13,7 +13,7 @@ from pgir.controller import (
     search_policy,
     trace_questions,
 )
-from pgir.retrieval import Bm25Retriever
+from pgir.retrieval.bm25 import Bm25Retriever
 
 CORPUS = [Passage(title=f"t{i}", text=f"word{i} shared") for i in range(12)]
 

@@ -1,1 +1,0 @@
-"""`beatrice bench`: what the README claims, measured."""

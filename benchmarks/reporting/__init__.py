@@ -1,1 +1,0 @@
-"""Rows, and the tables, figures and pages that are made of them."""

@@ -1,0 +1,225 @@
+"""One page for one run: self-contained, readable offline, the same bytes every time."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from benchmarks.results.ablation_tables import (
+    exhaustive_table,
+    family_table,
+    feature_table,
+    set_names,
+    span_table,
+)
+from benchmarks.results.pictures import (
+    frontier_pictures,
+    reliability_pictures,
+    selection_pictures,
+    sweep_pictures,
+    synergy_pictures,
+)
+from benchmarks.results.rankfigure import ranking_pictures
+from benchmarks.results.tables import (
+    controller_table,
+    detection_table,
+    number,
+)
+from extract.run.atomic import write_text_atomic
+from extract.run.results import (
+    BOUNDS,
+    CONTROLLERS,
+    CONTROLS,
+    DETECTORS,
+    METRIC_LABELS,
+    SETTING_LABELS,
+    SPAN_DECISIONS,
+    SPLIT_LABELS,
+    ResultRow,
+    ResultTable,
+    controller_rows,
+    macro_row,
+)
+
+P_STEPS = (0.05, 0.25, 0.5, 0.8)  # upper ends of the tints of a token, by its p
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReportData:
+    """What the page shows. An empty field is a section that says it is empty.
+
+    Attributes:
+      facts: the run in words (model, seed, preset, counts), in order.
+      stage_seconds: wall time per stage, in order.
+      rows: result rows; which ones are read is said in `tables` and here.
+      accuracy: `{dataset, split, setting, variant, n, n_correct}` of the model's own
+        answers.
+      sweep: per setting `{"layers", "auroc": [[per seed] per layer], "best"}`.
+      selection: per setting `{"rounds": [{"added", "auroc", "candidates"}],
+        "selected": [names], "stop": why it stopped}`.
+      reliability: per setting `{"raw": bins, "calibrated": bins, "brier_raw",
+        "brier_calibrated", "ece_raw", "ece_calibrated"}`; a bin is `{lower, upper,
+        mean_p, accuracy, n}`.
+      control: `{"tau", "budget", "cap", "frontier": [{dataset, budget, em, f1,
+        generations}]}`.
+      cases: `{question, golds, action, verdict, drafts}`; a draft is `{setting, answer,
+        p_correct, correct, passages, tokens}`; a token `{text, span, p, surprisal,
+        entropy, margin}`, the span one of context, question, answer, the numbers those
+        of the position that emits this token.
+      ranking: per setting what `exhaustive_stage.ranking_story` returns.
+      ablations: per setting and variant the names of the encoders it reads.
+    """
+
+    facts: dict[str, str]
+    stage_seconds: dict[str, float]
+    rows: Sequence[ResultRow]
+    accuracy: Sequence[Mapping[str, Any]]
+    sweep: Mapping[str, Mapping[str, Any]]
+    selection: Mapping[str, Mapping[str, Any]]
+    reliability: Mapping[str, Mapping[str, Any]]
+    control: Mapping[str, Any]
+    cases: Sequence[Mapping[str, Any]]
+    ranking: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    ablations: Mapping[str, Mapping[str, Sequence[str]]] = dataclasses.field(
+        default_factory=dict
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Headline:
+    """One of the large numbers at the top."""
+
+    label: str
+    value: str
+    detail: str
+
+
+def _interval(row: ResultRow) -> str:
+    """Spell a row's 95 % interval, or that there is none."""
+    if row.ci_low is None or row.ci_high is None:
+        return "no interval"
+    return f"95 % interval {number(row.ci_low)} to {number(row.ci_high)}"
+
+
+def _detection_headlines(table: ResultTable) -> list[Headline]:
+    """The champion's AUROC on each setting's test split."""
+    found = []
+    for setting in ("closed_book", "with_context"):
+        where = {"setting": setting, "split": "test", "metric": "auroc", "seed": "mean"}
+        for row in table.select(experiment="detection", detector="champion", **where):
+            label = f"AUROC {SETTING_LABELS[setting].lower()}, {row.dataset} test"
+            if row.value is None:
+                found.append(Headline(label=label, value="–", detail=str(row.reason)))
+                continue
+            detail = f"{_interval(row)}, n = {row.n}"
+            found.append(Headline(label=label, value=number(row.value), detail=detail))
+    return found
+
+
+def headlines(data: ReportData) -> list[Headline]:
+    """Pick the numbers to see first: detection, calibration, controller."""
+    found = _detection_headlines(ResultTable(data.rows))
+    for setting, fit in data.reliability.items():
+        label = f"Calibration error {SETTING_LABELS[setting].lower()}"
+        detail = f"{number(fit['ece_raw'])} before calibration"
+        value = number(fit["ece_calibrated"])
+        found.append(Headline(label=label, value=value, detail=detail))
+    table = controller_rows(data.rows)
+    datasets = list(dict.fromkeys(row.dataset for row in table.rows))
+    names = ("pgir", "vanilla_rag")
+    scores = [macro_row(table, name, "em", datasets) for name in names]
+    cost = macro_row(table, "pgir", "generations", datasets)
+    if None not in (*scores, cost) and None not in (scores[0].value, cost.value):
+        detail = f"{number(cost.value, 'generations')} generations per question"
+        if scores[1].value is not None:
+            detail += f"; always retrieving once: {number(scores[1].value)}"
+        value = number(scores[0].value)
+        found.append(Headline(label="Exact match, PGIR", value=value, detail=detail))
+    return found
+
+
+def accuracy_grid(data: ReportData) -> dict[str, Any]:
+    """Lay the model's own accuracy out as datasets against settings and variants."""
+    columns = list(dict.fromkeys((a["setting"], a["variant"]) for a in data.accuracy))
+    lines: dict[tuple[str, str], dict[tuple[str, str], Mapping[str, Any]]] = {}
+    for entry in data.accuracy:
+        line = lines.setdefault((entry["dataset"], entry["split"]), {})
+        line[(entry["setting"], entry["variant"])] = entry
+    heads = [f"{SETTING_LABELS[at]}, {variant}" for at, variant in columns]
+    body = [
+        (dataset, SPLIT_LABELS.get(split, split), [line.get(c) for c in columns])
+        for (dataset, split), line in lines.items()
+    ]
+    return {"heads": heads, "lines": body}
+
+
+def missing(data: ReportData) -> list[str]:
+    """Name the detectors and controllers that a full run has and this one lacks."""
+    expected = {
+        "detection": {**DETECTORS, **CONTROLS},
+        "controller": {**CONTROLLERS, **BOUNDS},
+    }
+    return [
+        label
+        for experiment, labels in expected.items()
+        for name, label in labels.items()
+        if not ResultTable(data.rows).select(experiment=experiment, detector=name)
+    ]
+
+
+def _environment() -> jinja2.Environment:
+    """Set up the template engine: everything is escaped, nothing may be undefined."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["number"] = number
+    environment.filters["tint"] = lambda p: sum(p >= step for step in P_STEPS)
+    return environment
+
+
+def render_report(data: ReportData) -> str:
+    """Return the page."""
+    return (
+        _environment()
+        .get_template("report.html.j2")
+        .render(
+            data=data,
+            headlines=headlines(data),
+            detection=detection_table(data.rows),
+            permuted=detection_table(data.rows, labels=CONTROLS),
+            spans=detection_table(
+                data.rows,
+                experiment="span_decision",
+                labels=SPAN_DECISIONS,
+                splits=("validation", "test", "ood"),
+            ),
+            controller=controller_table(data.rows),
+            accuracy=accuracy_grid(data),
+            reliability=reliability_pictures(data.reliability),
+            sweep=sweep_pictures(data.sweep),
+            synergy=synergy_pictures(data.rows),
+            selection=selection_pictures(data.selection),
+            frontier=frontier_pictures(data.control, data.rows),
+            missing=missing(data),
+            features=feature_table(data.rows),
+            families=family_table(data.rows),
+            dropped=span_table(data.rows),
+            exhaustive=exhaustive_table(data.rows),
+            set_names=set_names(data.selection, data.ablations),
+            ranking=ranking_pictures(data.ranking),
+            setting_labels=SETTING_LABELS,
+            metric_labels=METRIC_LABELS,
+            p_steps=P_STEPS,
+        )
+    )
+
+
+def write_report(data: ReportData, path: Path) -> None:
+    """Write the page to `path`; the same data give the same bytes."""
+    write_text_atomic(path, render_report(data))

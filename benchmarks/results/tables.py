@@ -1,0 +1,246 @@
+"""Result rows laid out as tables, once for the page and once for the terminal.
+
+A table is a structure (columns, lines, cells of measures) in which the best value of
+each column and the notes under the table are settled; `tabletext` and the page's
+template only spell it out. Ranks go by the printed digits, so two equal numbers
+rank equally.
+"""
+
+import collections
+import dataclasses
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from extract.run.results import (
+    BOUNDS,
+    CONTROLLERS,
+    CONTROLS,
+    DETECTORS,
+    SETTING_LABELS,
+    SPLIT_LABELS,
+    ResultRow,
+    ResultTable,
+    controller_rows,
+    macro_row,
+)
+
+METRICS = ("auroc", "auprc")  # of a detector, in the order of a cell
+Rank = Literal["best", "second"]
+Place = tuple[str, str, str]  # setting, dataset, split
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measure:
+    """One number of a cell and its rank in its column."""
+
+    row: ResultRow
+    rank: Rank | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader must know before using the number."""
+        row = self.row
+        undefined = (str(row.reason),) if row.value is None else ()
+        plural = "" if row.n_failed == 1 else "s"
+        failed = f"{row.n_failed} example{plural} left out: no label or no score"
+        return undefined + ((failed,) if row.n_failed else ())
+
+
+Cell = tuple[Measure | None, ...]  # None: not measured
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Column:
+    """A column and its place under a group heading."""
+
+    group: str
+    label: str
+    detail: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Line:
+    """One method and its cells, in the order of the columns."""
+
+    label: str
+    cells: tuple[Cell, ...]
+    is_ours: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table ready to be spelled out."""
+
+    corner: str
+    columns: tuple[Column, ...]
+    lines: tuple[Line, ...]
+
+    @property
+    def groups(self) -> dict[str, int]:
+        """How many columns stand under each group heading; a group is contiguous."""
+        return dict(collections.Counter(column.group for column in self.columns))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Distinct notes in reading order; a cell refers to them by number."""
+        measures = (m for line in self.lines for cell in line.cells for m in cell)
+        return tuple(dict.fromkeys(n for m in measures if m for n in m.notes))
+
+
+def number(value: float, metric: str = "") -> str:
+    """Spell a value as the tables do: three decimals, no leading zero."""
+    if metric == "generations":
+        return f"{value:.2f}"
+    return f"{value:.3f}".replace("0.", ".", 1) if abs(value) < 1 else f"{value:.3f}"
+
+
+def _cell(rows: Iterable[ResultRow | None]) -> Cell:
+    """Put rows side by side; None was not measured."""
+    return tuple(None if row is None else Measure(row=row) for row in rows)
+
+
+def _printed(measure: Measure | None) -> float | None:
+    """Return what a rank goes by; a cost and an undefined value have none."""
+    if measure is None or measure.row.metric == "generations":
+        return None
+    return None if measure.row.value is None else round(measure.row.value, 3)
+
+
+def _rank_cells(cells: Sequence[Cell]) -> list[Cell]:
+    """Mark the best and the second measure of every part of one column."""
+    ranked = []
+    for part in zip(*cells, strict=True):
+        printed = {_printed(m) for m in part} - {None}
+        best_first = sorted(printed, reverse=True)
+        ranks = dict(zip(best_first, typing.get_args(Rank), strict=False))
+        ranked.append(
+            [m and dataclasses.replace(m, rank=ranks.get(_printed(m))) for m in part]
+        )
+    return list(zip(*ranked, strict=True))
+
+
+def _ranked(table: Table) -> Table:
+    """Mark the best and the second of every column, where there is a comparison."""
+    if len(table.lines) < 2:
+        return table
+    columns = zip(*(line.cells for line in table.lines), strict=True)
+    ranked = zip(*map(_rank_cells, columns), strict=True)
+    lines = (
+        dataclasses.replace(line, cells=cells)
+        for line, cells in zip(table.lines, ranked, strict=True)
+    )
+    return dataclasses.replace(table, lines=tuple(lines))
+
+
+def _ordered(found: Iterable[str], labels: Mapping[str, str]) -> list[str]:
+    """Known names in the order of their labels, then the others as they came."""
+    names = dict.fromkeys(found)
+    return [n for n in labels if n in names] + [n for n in names if n not in labels]
+
+
+def _in_headline(detector: str) -> bool:
+    """Single encoders have their figure, controls their own table."""
+    return detector not in CONTROLS and not detector.startswith("encoder:")
+
+
+def _detection_rows(
+    rows: Sequence[ResultRow],
+    experiment: str,
+    labels: Mapping[str, str] | None,
+    splits: Sequence[str],
+) -> list[ResultRow]:
+    """Keep the seed means that a table of detectors shows."""
+    is_wanted = _in_headline if labels is None else labels.__contains__
+    found = ResultTable(rows).select(experiment=experiment, seed="mean")
+    return [
+        row
+        for row in found
+        if row.split in splits and row.metric in METRICS and is_wanted(row.detector)
+    ]
+
+
+def _places(rows: Iterable[ResultRow], splits: Sequence[str]) -> list[Place]:
+    """Where rows were measured: by setting, then split, then as they came."""
+    settings = list(SETTING_LABELS)
+    return sorted(
+        dict.fromkeys((row.setting, row.dataset, row.split) for row in rows),
+        key=lambda place: (settings.index(place[0]), splits.index(place[2])),
+    )
+
+
+def detection_table(
+    rows: Sequence[ResultRow],
+    *,
+    experiment: str = "detection",
+    labels: Mapping[str, str] | None = None,
+    splits: Sequence[str] = ("test", "ood"),
+) -> Table:
+    """Lay out detectors against the evaluation sets of both settings, AUROC / AUPRC.
+
+    Args:
+      rows: result rows; only those of seed "mean" are read.
+      experiment: which rows to lay out.
+      labels: detectors and their printed names, in order. None is every detector but
+        single encoders and the permuted-label control.
+      splits: which splits become columns, in this order.
+    """
+    kept = _detection_rows(rows, experiment, labels, splits)
+    table = ResultTable(kept)
+    names = DETECTORS if labels is None else labels
+    places = _places(kept, splits)
+
+    def cell(name: str, place: Place) -> Cell:
+        at, dataset, split = place
+        where = {"setting": at, "dataset": dataset, "split": split}
+        return _cell(table.find(detector=name, metric=m, **where) for m in METRICS)
+
+    columns = tuple(
+        Column(group=SETTING_LABELS[at], label=dataset, detail=SPLIT_LABELS[split])
+        for at, dataset, split in places
+    )
+    found = _ordered((row.detector for row in kept), names)
+    cells = [tuple(cell(name, place) for place in places) for name in found]
+    lines = tuple(
+        Line(label=names.get(n, n), cells=c, is_ours=n == "champion")
+        for n, c in zip(found, cells, strict=True)
+    )
+    return _ranked(Table(corner="Detector", columns=columns, lines=lines))
+
+
+def controller_table(rows: Sequence[ResultRow]) -> Table:
+    """Lay out controllers against datasets, EM / F1, with macro means and cost.
+
+    What bounds them stands below, and takes no rank away.
+    """
+    table = controller_rows(rows)
+    places = {r.dataset: r.split for r in table.rows}
+    datasets = sorted(places, key=lambda name: ("test", "ood").index(places[name]))
+
+    def cells(name: str) -> tuple[Cell, ...]:
+        quality = ("em", "f1")
+        return (
+            *(
+                _cell(table.find(detector=name, dataset=d, metric=m) for m in quality)
+                for d in datasets
+            ),
+            _cell(macro_row(table, name, m, datasets) for m in quality),
+            _cell([macro_row(table, name, "generations", datasets)]),
+        )
+
+    labels = {**CONTROLLERS, **BOUNDS}
+    names = _ordered((row.detector for row in table.rows), labels)
+    lines = {
+        n: Line(label=labels.get(n, n), cells=cells(n), is_ours=n == "pgir")
+        for n in names
+    }
+    group = "Exact match / F1"
+    columns = [
+        Column(group=group, label=d, detail=SPLIT_LABELS[places[d]]) for d in datasets
+    ]
+    columns.append(Column(group=group, label="macro", detail="mean"))
+    columns.append(Column(group="Cost", label="generations", detail="per question"))
+    rivals = tuple(line for name, line in lines.items() if name not in BOUNDS)
+    bounds = tuple(line for name, line in lines.items() if name in BOUNDS)
+    ranked = _ranked(Table(corner="Controller", columns=tuple(columns), lines=rivals))
+    return dataclasses.replace(ranked, lines=ranked.lines + bounds)
