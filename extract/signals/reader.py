@@ -17,6 +17,7 @@ from extract.backbone.backbone import Backbone
 from extract.backbone.layout import watch_layers
 from extract.backbone.parity import check_parity
 from extract.records import Answer
+from extract.signals import probability, residual
 from extract.signals.attention import SpanReading, read_spans
 from extract.signals.budgets import ReadingBudget, budget_for
 from extract.signals.pending import (
@@ -27,7 +28,6 @@ from extract.signals.pending import (
     StreamReading,
     pad_batch,
 )
-from extract.signals.reader import probability, residual
 from extract.signals.transfer import host_copies
 from extract.store.family import Spans
 from extract.store.kept import Kept

@@ -14,8 +14,10 @@ from transformers.masking_utils import AttentionMaskInterface
 from benchmarks.speed import exactness, oracle
 from benchmarks.speed.exactness import TOLERANCE
 from benchmarks.speed.tiny_models import FAMILIES, tiny_model
-from extract.backbone.backbone import Backbone, parity
-from extract.signals.reader import SignalReader, attention, probability, residual
+from extract.backbone import parity
+from extract.backbone.backbone import Backbone
+from extract.signals import attention, probability, residual
+from extract.signals.reader import SignalReader
 
 # Its norm has no weight to forget.
 WITH_GAIN = [family for family in FAMILIES if family != "olmo"]

@@ -12,7 +12,8 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from benchmarks.speed.tiny_models import VOCAB_SIZE
 from extract.backbone.backbone import Backbone
-from extract.signals.reader import SignalReader, attention
+from extract.signals import attention
+from extract.signals.reader import SignalReader
 
 SMALL = {
     "vocab_size": VOCAB_SIZE,

@@ -10,9 +10,10 @@ from benchmarks.speed.tiny_models import FAMILIES, VOCAB_SIZE, WINDOW, tiny_mode
 from benchmarks.speed.tiny_wrappers import WRAPPERS, multimodal_wrapper
 from extract.backbone.backbone import Backbone
 from extract.backbone.layout import watch_layers
+from extract.signals import probability
 from extract.signals.attention import SpanReading, read_spans
 from extract.signals.pending import Rows, StreamReading
-from extract.signals.reader import SignalReader, probability
+from extract.signals.reader import SignalReader
 from extract.signals.transfer import HostCopies
 
 FIELDS = exactness.SIGNALS
