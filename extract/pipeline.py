@@ -9,13 +9,20 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from extract.backbone.backbone import Backbone
+from extract.backbone.loading import Backbone
 from extract.generate.answers import AnswerRows, answered, open_answers
-from extract.generate.asking import AskConfig, Asked, Speaker, ask
 from extract.generate.greedy import generate
-from extract.generate.requests import GenerationConfig, Request, plan_batches
-from extract.label.judge import Judge, exact_match_judge, label_answer
+from extract.generate.requests import (
+    AskConfig,
+    Asked,
+    GenerationConfig,
+    Request,
+    Speaker,
+    ask,
+    plan_batches,
+)
 from extract.label.rewrite import Rewrite, with_rewrites
+from extract.label.verdicts import Judge, exact_match_judge, label_answer
 from extract.records import (
     SETTINGS,
     Answer,
@@ -26,9 +33,8 @@ from extract.records import (
     to_json,
     write_lines,
 )
-from extract.run.atomic import write_text_atomic
-from extract.run.jsonlines import JsonLines
-from extract.run.rundir import RunDir
+from extract.run.directory import RunDir
+from extract.run.files import JsonLines, write_text_atomic
 from extract.signals.extraction import ExtractionReport, extract
 from extract.signals.plan import ExtractConfig
 from extract.signals.reader import SignalReader
@@ -84,7 +90,7 @@ def ask_run(
     """Return what the run asks; what it does not ask is written down.
 
     Raises:
-      ValueError: a prompt does not fit, see `extract.generate.asking.ask`.
+      ValueError: a prompt does not fit, see `extract.generate.requests.ask`.
     """
     asked = ask(read_examples(run), speaker, asking, max_new_tokens)
     if asked.left_out:

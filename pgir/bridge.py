@@ -9,17 +9,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from extract.backbone.backbone import Backbone
+from extract.backbone.loading import Backbone
 from extract.generate.greedy import generate
-from extract.generate.plaintext import encode_text
-from extract.generate.prompts import PromptTemplate, build_prompt, check_text
+from extract.generate.prompts import (
+    PromptTemplate,
+    build_prompt,
+    check_text,
+    encode_text,
+)
 from extract.generate.requests import GenerationConfig, Request, plan_batches
 from extract.records import Answer, Passage, Setting
-from extract.signals.pending import Signals
+from extract.signals.batch import Signals
 from extract.signals.reader import AnswerSpan, SignalReader, sequence_of
-from extract.store.precision import as_written
+from extract.store.families import as_written
 from jaxprobe.detector import Detector, Scores
-from jaxprobe.features.features import Features
+from jaxprobe.features.families import Features
 from jaxprobe.features.reading import SPANS, assemble
 from jaxprobe.features.subsets import FAMILIES
 from pgir.controllers.policy import Draft

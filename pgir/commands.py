@@ -5,8 +5,7 @@ from pathlib import Path
 
 import click
 
-from extract.run.console import quiet
-from extract.run.runpath import RunPath
+from extract.run.console import RunPath, quiet
 
 
 @click.command()
@@ -31,8 +30,8 @@ def score(
     Example: beatrice score runs/demo --question "who wrote X?" --answer "Y"
     """
     quiet()
+    from extract.run.directory import RunDir
     from extract.run.manifest import read_manifest
-    from extract.run.rundir import RunDir
 
     read_manifest(run_dir)  # what is no run, or not finished, is refused at once
     RunDir(run_dir).finished_detector()

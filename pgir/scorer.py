@@ -5,13 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from extract.backbone.backbone import load_backbone
-from extract.backbone.embedded import model_path
-from extract.generate.asking import AskConfig
-from extract.generate.requests import GenerationConfig
+from extract.backbone.loading import load_backbone
+from extract.backbone.names import model_path
+from extract.generate.requests import AskConfig, GenerationConfig
 from extract.records import Passage
+from extract.run.directory import RunDir
 from extract.run.manifest import read_manifest
-from extract.run.rundir import RunDir
 from jaxprobe.detector import Detector
 from pgir.bridge import ProbedBackbone
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxprobe.checkpoint import keep, recall
 from jaxprobe.config import FusionConfig, TrainConfig
-from jaxprobe.keepsake import keep, recall
 from jaxprobe.model.fusion import PoolCodes
 from selection.greedy import check_classes, fit_sets, slots_for
 

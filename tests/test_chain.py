@@ -121,10 +121,10 @@ def test_the_chain_asks_published_questions_in_the_papers_words(tmp_path, option
     assert {e.dataset for e in examples.values()} == {"hotpotqa", "popqa"}
     assert {e.split for e in examples.values()} == {"validation", "test", "ood"}
     assert all(len(label.verdicts) == 3 for label in labels)
-    from extract.backbone.backbone import load_backbone
-    from extract.backbone.embedded import WEIGHTS
-    from extract.generate.asking import AskConfig
+    from extract.backbone.loading import load_backbone
+    from extract.backbone.names import WEIGHTS
     from extract.generate.prompts import build_prompt
+    from extract.generate.requests import AskConfig
 
     tokenizer = load_backbone(WEIGHTS).tokenizer
     words = AskConfig(template="paper").words()

@@ -9,9 +9,9 @@ from safetensors.torch import load_file, save_file
 
 from beatrice import main
 from benchmarks.stages.presets import make_config
-from extract.backbone.embedded import WEIGHTS
+from extract.backbone.names import WEIGHTS
 from extract.records import write_lines
-from extract.run.rundir import RunDir
+from extract.run.directory import RunDir
 from extract.world.facts import make_world
 from extract.world.questions import QuestionConfig, make_examples
 

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from beatrice import main
-from extract.backbone.embedded import WEIGHTS
+from extract.backbone.names import WEIGHTS
 
 ROOT = Path(__file__).parent.parent
 VERBS = (

@@ -10,8 +10,8 @@ from benchmarks.forecasts.doctor_store import outline_shapes
 from benchmarks.speed.tiny_models import tiny_model
 from benchmarks.stages.presets import make_config
 from extract.backbone.checkpoint import load_outline
-from extract.backbone.embedded import WEIGHTS
-from extract.run.rundir import RunDir
+from extract.backbone.names import WEIGHTS
+from extract.run.directory import RunDir
 from extract.store.kept import Kept, as_size
 from tests.extract.test_backbone import save_tokenizer
 

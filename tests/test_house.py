@@ -19,7 +19,7 @@ MAY_IMPORT = {
 # Folders of `benchmarks`, each of which uses those before it.
 FOLDERS = ("reporting", "stages", "forecasts", "verbs", "benches")
 # What a JAX room may take from `extract`: words and arrays, never the backbone.
-PLAIN = {"extract.records", "extract.store.store"}
+PLAIN = {"extract.records", "extract.store.read"}
 
 
 def imports_of(path):
@@ -64,16 +64,16 @@ def loaded_by(statement):
     ("statement", "absent"),
     [
         (
-            "import extract, extract.store.store, extract.run.rundir, extract.records",
+            "import extract.store.read, extract.run.directory, extract.records",
             "jax",
         ),
         ("import extract.signals.reader, extract.pipeline", "jax"),
         (
-            "import extract.datasets, extract.datasets.building, extract.datasets.splits",
+            "import extract.datasets.building, extract.datasets.splits",
             "jax",
         ),
         (
-            "import extract.datasets, extract.datasets.building, extract.datasets.splits",
+            "import extract.datasets.building, extract.datasets.splits",
             "torch",
         ),
         ("import extract.datasets", "pyarrow"),

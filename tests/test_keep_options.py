@@ -11,10 +11,10 @@ from benchmarks.stages.configurations import config_from_manifest
 from benchmarks.stages.presets import make_config
 from benchmarks.verbs.keepoptions import keep_as_asked, keep_options, take_kept
 from benchmarks.verbs.opening import config_of
+from extract.run.directory import RunDir
 from extract.run.manifest import read_manifest
-from extract.run.rundir import RunDir
+from extract.store.families import SHORT_NAMES
 from extract.store.kept import Kept, kept_of
-from extract.store.precision import SHORT_NAMES
 
 
 @click.command()

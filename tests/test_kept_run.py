@@ -9,7 +9,7 @@ import beatrice
 from benchmarks.stages.rows import load_rows
 from benchmarks.stages.select_stage import read_selection
 from extract.pipeline import read_answers, read_examples
-from extract.run.rundir import RunDir
+from extract.run.directory import RunDir
 from tests.process import call
 
 CHOICE = "--hidden-layers 4 --hidden-spans answer --dtype int8 --scalars bf16".split()

@@ -8,7 +8,7 @@ from safetensors.numpy import load_file
 
 from benchmarks.stages.train_stage import read_codes
 from extract.records import SETTINGS
-from extract.run.rundir import RunDir
+from extract.run.directory import RunDir
 from tests.process import call
 
 

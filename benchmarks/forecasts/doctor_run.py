@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.forecasts.doctor import Finding
-from extract.backbone.embedded import model_path
-from extract.run.rundir import RunDir
+from extract.backbone.names import model_path
+from extract.run.directory import RunDir
 
 if TYPE_CHECKING:
     from benchmarks.forecasts.doctor_store import Shapes
@@ -20,8 +20,7 @@ def look_at_model(name: str) -> Generator[Finding, None, "Shapes | None"]:
       The shapes of its readings, or None where its config or layout cannot be used.
     """
     from benchmarks.forecasts.doctor_store import outline_shapes, typical_sizes
-    from extract.backbone.checkpoint import check_unpacking, load_outline
-    from extract.backbone.window import window_of
+    from extract.backbone.checkpoint import check_unpacking, load_outline, window_of
 
     path, shapes = model_path(name), None
     try:
@@ -50,7 +49,7 @@ def look_at_model(name: str) -> Generator[Finding, None, "Shapes | None"]:
 
 def _look_at_tokenizer(tokenizer: Any) -> Finding:
     """Say whether a tokenizer can be used, and for chats as well."""
-    from extract.generate.chat import render_message
+    from extract.generate.prompts import render_message
 
     if not getattr(tokenizer, "is_fast", False):
         text = f"{type(tokenizer).__name__} has no offsets; a fast one is needed"

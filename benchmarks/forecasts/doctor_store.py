@@ -7,11 +7,10 @@ from typing import get_args
 
 from extract.backbone.checkpoint import Outline
 from extract.backbone.layout import find_layout
-from extract.run.jsonlines import JsonLines
-from extract.run.rundir import RunDir
-from extract.store.family import Spans
+from extract.run.directory import RunDir
+from extract.run.files import JsonLines
+from extract.store.families import SHORT_NAMES, Spans
 from extract.store.kept import Kept, as_size, model_shapes, stored_bytes
-from extract.store.precision import SHORT_NAMES
 
 Shapes = Mapping[str, Sequence[int]]
 

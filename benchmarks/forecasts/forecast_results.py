@@ -17,7 +17,7 @@ from benchmarks.stages.result_stages import CONTROL, EVALUATE, detectors_of
 from benchmarks.stages.rows import load_rows
 from extract.pipeline import read_examples
 from extract.records import SETTINGS, Passage, read_records
-from extract.run.rundir import RunDir
+from extract.run.directory import RunDir
 from jaxprobe.metrics import BootstrapConfig
 from pgir.retrieval.bm25 import Bm25Retriever
 

@@ -11,14 +11,13 @@ from benchmarks.stages.forecast import N_PROBED, Forecast
 from benchmarks.stages.presets import RunConfig
 from benchmarks.stages.tallies import disk_bytes
 from extract.generate.answers import answered
-from extract.generate.asking import Speaker, ask
 from extract.generate.generator import Generator, SamplingConfig
-from extract.generate.requests import GenerationConfig, plan_batches
+from extract.generate.requests import GenerationConfig, Speaker, ask, plan_batches
 from extract.generate.sampling import request_prompt
-from extract.label.judge import exact_match_judge, label_answer
+from extract.label.verdicts import exact_match_judge, label_answer
 from extract.pipeline import answers_file, read_answers, read_examples
 from extract.records import SETTINGS, to_json
-from extract.run.rundir import RunDir
+from extract.run.directory import RunDir
 from extract.store.kept import stored_bytes
 from extract.store.spec import Family
 
@@ -169,7 +168,7 @@ def forecast_arrays(run: RunDir, name: str, inputs: list[Path]) -> Forecast:
         folder = run.features(setting)
         n_bytes += disk_bytes([folder])
         if (folder / "index.json").exists():
-            from extract.store.store import open_store
+            from extract.store.read import open_store
 
             n_rows += len(open_store(folder).spec.keys)
     return Forecast(

@@ -17,9 +17,9 @@ from benchmarks.stages.sweep_stage import chosen_layer
 from benchmarks.stages.train_sides import settings_at_once
 from benchmarks.stages.train_stage import EVERY_FAMILY, TRAIN
 from extract.records import SETTINGS, Setting
-from extract.run.rundir import RunDir
-from extract.store.store import FeatureStore
-from jaxprobe.features.features import split_families
+from extract.run.directory import RunDir
+from extract.store.read import FeatureStore
+from jaxprobe.features.families import split_families
 from jaxprobe.features.reading import (
     family_dims,
     fit_reading,

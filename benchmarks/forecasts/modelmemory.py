@@ -1,6 +1,6 @@
 """How much memory a loaded model needs while it generates or is read."""
 
-from extract.backbone.backbone import Backbone
+from extract.backbone.loading import Backbone
 
 
 def weight_bytes(backbone: Backbone) -> int:

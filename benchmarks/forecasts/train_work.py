@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxprobe.config import EncoderConfig
-from jaxprobe.features.features import FamilyDims, Features
+from jaxprobe.features.families import FamilyDims, Features
 from jaxprobe.features.subsets import N_SUBSETS, SUBSETS
 
 Member = tuple[int, int]  # row of SUBSETS, seed

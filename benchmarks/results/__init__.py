@@ -1,1 +1,1 @@
-"""."""
+"""From rows of results to tables, figures and the report."""

@@ -16,18 +16,18 @@ from benchmarks.results.ablation_tables import (
 )
 from benchmarks.results.pictures import (
     frontier_pictures,
+    ranking_pictures,
     reliability_pictures,
     selection_pictures,
     sweep_pictures,
     synergy_pictures,
 )
-from benchmarks.results.rankfigure import ranking_pictures
 from benchmarks.results.tables import (
     controller_table,
     detection_table,
     number,
 )
-from extract.run.atomic import write_text_atomic
+from extract.run.files import write_text_atomic
 from extract.run.results import (
     BOUNDS,
     CONTROLLERS,

@@ -8,9 +8,15 @@ rank equally.
 
 import collections
 import dataclasses
+import io
 import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
+
+import rich.box
+import rich.console
+import rich.table
+import rich.text
 
 from extract.run.results import (
     BOUNDS,
@@ -244,3 +250,54 @@ def controller_table(rows: Sequence[ResultRow]) -> Table:
     bounds = tuple(line for name, line in lines.items() if name in BOUNDS)
     ranked = _ranked(Table(corner="Controller", columns=tuple(columns), lines=rivals))
     return dataclasses.replace(ranked, lines=ranked.lines + bounds)
+
+
+def _cell_text(cell: Cell, notes: Sequence[str]) -> str:
+    """Spell one cell, its interval on a second line."""
+    marks = {"best": "*", "second": "+", None: ""}
+    parts = []
+    for m in cell:
+        if m is None:
+            parts.append("-")
+            continue
+        value = m.row.value
+        shown = "n/a" if value is None else number(value, m.row.metric)
+        refs = "".join(f"[{notes.index(note) + 1}]" for note in m.notes)
+        parts.append(f"{shown}{marks[m.rank]}{refs}")
+    row = cell[0].row if cell[0] else None
+    if row is None or row.ci_low is None or row.ci_high is None:
+        return "/".join(parts)
+    return f"{'/'.join(parts)}\n{number(row.ci_low)}-{number(row.ci_high)}"
+
+
+def _block(table: Table, kept: Sequence[int], title: str | None) -> rich.table.Table:
+    """Build one block of columns."""
+    block = rich.table.Table(title=title, title_justify="left", box=rich.box.SIMPLE)
+    block.add_column(rich.text.Text(table.corner))
+    for i in kept:
+        column = table.columns[i]
+        head = rich.text.Text(f"{column.label}\n{column.detail}")
+        block.add_column(head, no_wrap=True)
+    for line in table.lines:
+        cells = [_cell_text(line.cells[i], table.notes) for i in kept]
+        block.add_row(*map(rich.text.Text, (line.label, *cells)))
+    return block
+
+
+def as_text(table: Table, width: int = 100) -> str:
+    """Spell a table in plain characters; groups are stacked where it is too wide.
+
+    The best value of a column has a `*`, the second a `+`; under the first metric of a
+    cell stands its 95 % interval, and `[1]` refers to the notes below.
+    """
+    console = rich.console.Console(file=io.StringIO(), width=width, color_system=None)
+    n_columns = len(table.columns)
+    if 28 + 13 * n_columns <= width:
+        console.print(_block(table, range(n_columns), None))
+    else:
+        for group in table.groups:
+            kept = [i for i, c in enumerate(table.columns) if c.group == group]
+            console.print(_block(table, kept, group))
+    for index, note in enumerate(table.notes, start=1):
+        console.print(rich.text.Text(f"[{index}] {note}"))
+    return "\n".join(line.rstrip() for line in console.file.getvalue().split("\n"))

@@ -31,7 +31,7 @@ def mixed(run_dir: Path, as_json: bool) -> None:
     config = config_of(run_dir)
     set_compiler(config.xla_flags)
     from benchmarks.speed.mixed_cost import measure
-    from extract.run.rundir import RunDir
+    from extract.run.directory import RunDir
 
     quiet()
     lines = Lines(as_json)

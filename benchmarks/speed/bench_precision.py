@@ -41,7 +41,7 @@ def precision(run_dir: Path, encoders: str, as_json: bool) -> None:
     config = config_of(run_dir)
     set_compiler(config.xla_flags)
     from benchmarks.speed.precision_cost import measure
-    from extract.run.rundir import RunDir
+    from extract.run.directory import RunDir
     from jaxprobe.features.subsets import subset_index
 
     names = [name.strip() for name in encoders.split(",")]

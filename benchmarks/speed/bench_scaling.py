@@ -63,7 +63,7 @@ def _write(path: Path, points: list, fitted: dict[str, float]) -> None:
     """Write the figure as a file of its own."""
     from benchmarks.results.figures import to_svg
     from benchmarks.speed.scalingfigure import scaling as draw
-    from extract.run.atomic import write_text_atomic
+    from extract.run.files import write_text_atomic
 
     said = ", ".join(f"{axis} {value:.2f}" for axis, value in fitted.items())
     svg = to_svg(draw(points, fitted), "scaling", f"Exponents of training time: {said}")

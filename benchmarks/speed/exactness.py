@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from benchmarks.speed import oracle
 from benchmarks.speed.tiny_models import FAMILIES, N_TEXT_IDS, tiny_model
 from benchmarks.speed.tiny_wrappers import WRAPPERS, multimodal_wrapper
-from extract.backbone.backbone import Backbone
+from extract.backbone.loading import Backbone
 from extract.signals.budgets import ReadingBudget
 from extract.signals.reader import Sequence, SignalReader
 

@@ -20,8 +20,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.speed.memory import MIB, held_bytes, peak_bytes, reset_peak
-from extract.backbone.backbone import Backbone
-from extract.backbone.heap import keep_freed_memory
+from extract.backbone.loading import Backbone, keep_freed_memory
 from extract.signals.reader import Sequence, SignalReader
 
 Mode = Literal["bare", "read"]

@@ -8,7 +8,7 @@ import torch
 from benchmarks.speed.extract_cost import Bench, CostConfig
 from benchmarks.speed.full_models import FullModel, flops_per_token, gemm_peak
 from benchmarks.speed.loop_cost import Loop, LoopConfig, LoopCost
-from extract.backbone.backbone import Backbone
+from extract.backbone.loading import Backbone
 from extract.signals.plan import ExtractConfig
 from extract.signals.reader import SignalReader
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.speed.extract_cost import CostConfig, alternate, make_model
-from extract.backbone.backbone import Backbone, load_backbone
-from extract.backbone.embedded import EMBEDDED, model_path
+from extract.backbone.loading import Backbone, load_backbone
+from extract.backbone.names import EMBEDDED, model_path
 from extract.signals.extraction import read_batches, run_plan
 from extract.signals.plan import ExtractConfig, ExtractionPlan, plan_extraction
 from extract.signals.reader import Sequence, SignalReader

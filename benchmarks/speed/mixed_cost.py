@@ -20,7 +20,7 @@ from benchmarks.stages.sides import sides_of, tokens_of
 from benchmarks.stages.train_sides import encode_all, fit_sides
 from benchmarks.stages.train_stage import read_codes
 from extract.records import SETTINGS, Setting
-from extract.run.rundir import RunDir
+from extract.run.directory import RunDir
 from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
 from jaxprobe.fit.grid import default_blocks, grid_members, join
 from jaxprobe.model.encoder import Encoder

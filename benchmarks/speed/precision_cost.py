@@ -20,14 +20,13 @@ from benchmarks.stages.sweep_stage import chosen_layer
 from benchmarks.stages.torch_stages import open_backbone
 from extract.pipeline import read_answers
 from extract.records import SETTINGS, Setting
-from extract.run.rundir import RunDir
+from extract.run.directory import RunDir
 from extract.signals.extraction import extract
 from extract.signals.reader import SignalReader
-from extract.store.family import Spans
+from extract.store.families import SHORT_NAMES, Spans, as_written
 from extract.store.kept import Kept, kept_families
-from extract.store.precision import SHORT_NAMES, as_written
-from extract.store.store import FeatureStore, open_store, read_family
-from jaxprobe.features.features import FamilyTokens, split_families
+from extract.store.read import FeatureStore, open_store, read_family
+from jaxprobe.features.families import FamilyTokens, split_families
 from jaxprobe.features.reading import assemble, family_dims, fit_reading, longest_spans
 from jaxprobe.features.subsets import FAMILIES, subset_index
 from jaxprobe.fit.codes import encode

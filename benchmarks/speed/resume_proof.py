@@ -16,13 +16,13 @@ from pathlib import Path
 from benchmarks.speed.resume_worker import Death, live, n_committed
 from benchmarks.stages.presets import PresetName, RunConfig, make_config
 from benchmarks.stages.torch_stages import open_backbone
-from extract.generate.asking import ask
+from extract.generate.requests import ask
 from extract.pipeline import answers_file, write_world
 from extract.records import SETTINGS, Answer, Example, read_records, write_lines
-from extract.run.atomic import sha256_file, write_text_atomic
-from extract.run.rundir import RunDir
+from extract.run.directory import RunDir
+from extract.run.files import sha256_file, write_text_atomic
 from extract.store.kept import Kept
-from extract.store.store import done_ranges, open_store
+from extract.store.read import done_ranges, open_store
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

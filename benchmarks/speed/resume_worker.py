@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.stages.presets import RunConfig
 from benchmarks.stages.torch_stages import extract_worker
-from extract.run.rundir import RunDir
+from extract.run.directory import RunDir
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload([__name__])

@@ -19,16 +19,21 @@ import numpy as np
 
 from benchmarks.forecasts.train_work import Workload
 from benchmarks.speed.memory import MIB, held_bytes, peak_bytes, reset_peak
+from extract.store.read import FeatureStore, open_store, read_family
 from extract.store.spec import Family, StoreSpec
-from extract.store.store import FeatureStore, open_store, read_family
-from extract.store.storewrite import StoreWriter, create_store
+from extract.store.write import StoreWriter, create_store
 from jaxprobe.config import StreamConfig, TrainConfig
-from jaxprobe.features.features import split_families
+from jaxprobe.features.families import split_families
 from jaxprobe.features.reading import read_features
 from jaxprobe.features.subsets import FAMILIES, subset_index
-from jaxprobe.fit.chunks import epoch_groups, prefetched, standardizer_of
 from jaxprobe.fit.grid import Block, Member, Trained, fit_blocks, labelled
-from jaxprobe.fit.streaming import Streamed, fit_streamed
+from jaxprobe.fit.streaming import (
+    Streamed,
+    epoch_groups,
+    fit_streamed,
+    prefetched,
+    standardizer_of,
+)
 from jaxprobe.model.encoder import Encoder
 
 Mode = Literal["streamed", "resident", "reading"]

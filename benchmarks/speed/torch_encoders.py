@@ -1,6 +1,6 @@
 """The combination encoder in PyTorch: what the training grid is timed against.
 
-The function of `jaxprobe.model.encoder` at an encoder's own widths: only the families that it
+The function of `model.encoder` at an encoder's own widths: only the families that it
 reads are projected, and there are no gates. Weights are a flat dictionary, so that the
 same code serves a loop over encoders and `torch.func.vmap` over stacked ones.
 """

@@ -1,6 +1,6 @@
 """The fusion head in PyTorch, one head after another: what selection is timed against.
 
-The same function, protocol and stopping rule as `jaxprobe.model.fusion` and `jaxprobe.fit.loop`,
+The same function, protocol and stopping rule as `model.fusion` and `fit.loop`,
 at a set's own width: no empty slots.
 """
 

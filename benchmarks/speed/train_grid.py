@@ -17,7 +17,7 @@ from benchmarks.forecasts.train_work import (
     weights_file,
 )
 from jaxprobe.config import TrainConfig
-from jaxprobe.features.features import Standardizer, split_families
+from jaxprobe.features.families import Standardizer, split_families
 from jaxprobe.features.subsets import SUBSETS
 from jaxprobe.fit.grid import Block, Labelled, fit_blocks, labelled, member_words
 from jaxprobe.model.encoder import Encoder, init_encoder

@@ -35,12 +35,12 @@ from benchmarks.stages.sweep_stage import stored
 from benchmarks.stages.train_sides import settings_at_once
 from benchmarks.stages.train_stage import encoder_folders
 from extract.records import SETTINGS, Setting
-from extract.run.atomic import write_json_atomic
+from extract.run.directory import RunDir
+from extract.run.files import write_json_atomic
 from extract.run.results import ResultRow
-from extract.run.rundir import RunDir
+from jaxprobe.checkpoint import keep, recall
 from jaxprobe.features.subsets import FAMILIES, LETTERS
 from jaxprobe.fit.grid import default_blocks
-from jaxprobe.keepsake import keep, recall
 from jaxprobe.metrics import BootstrapConfig
 from jaxprobe.model.fusion import PoolCodes
 from selection.greedy import (

@@ -8,8 +8,8 @@ from benchmarks.stages.stage import Progress, once
 from benchmarks.stages.tallies import count_stage
 from benchmarks.stages.torch_stages import ANSWER, ask_backbone, generation_config
 from extract import pipeline
+from extract.run.directory import RunDir
 from extract.run.lock import InUse
-from extract.run.rundir import RunDir
 
 _PATIENCE = 120.0  # seconds; who puts together, or looks whether to, takes less
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks.stages.control import Traced
-from extract.label.judge import exact_match
+from extract.label.verdicts import exact_match
 from extract.records import Answer, Passage
-from extract.signals.pending import Signals
+from extract.signals.batch import Signals
 from extract.signals.reader import sequence_of
 from pgir.bridge import ProbedBackbone
 from pgir.controllers.policy import Decision, Policy, decide

@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results.report import ReportData, write_report
-from benchmarks.results.tables import controller_table, detection_table
-from benchmarks.results.tabletext import as_text
+from benchmarks.results.tables import as_text, controller_table, detection_table
 from benchmarks.stages.ablate_stage import ABLATE, ablation_story
 from benchmarks.stages.exhaustive_stage import EXHAUSTIVE, ranking_story
 from benchmarks.stages.label_stages import labelled_by
@@ -24,8 +23,8 @@ from benchmarks.stages.torch_stages import ANSWER, EXTRACT, LABEL, WORLD
 from benchmarks.stages.train_stage import TRAIN
 from extract.pipeline import count_correct, read_examples, read_labels
 from extract.records import SETTINGS
+from extract.run.directory import RunDir
 from extract.run.results import CONTROLLERS, ResultTable, read_rows
-from extract.run.rundir import RunDir
 
 IN_ORDER = (
     "world answer label extract sweep train select calibrate evaluate control report"

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.stages.presets import RunConfig, make_config
-from extract.datasets.dataconfig import DataConfig
-from extract.generate.asking import AskConfig
+from extract.datasets.pools import DataConfig
+from extract.generate.requests import AskConfig
 from extract.store.kept import kept_of
 
 

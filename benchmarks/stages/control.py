@@ -15,11 +15,11 @@ import numpy as np
 from benchmarks.stages.presets import RunConfig
 from benchmarks.stages.stage import Update
 from benchmarks.stages.torch_stages import generation_config, open_backbone
-from extract.label.judge import exact_match
+from extract.label.verdicts import exact_match
 from extract.pipeline import read_examples
 from extract.records import Example, Passage
-from extract.run.atomic import write_json_atomic
-from extract.run.rundir import RunDir
+from extract.run.directory import RunDir
+from extract.run.files import write_json_atomic
 from jaxprobe.detector import Detector
 from pgir.bridge import ProbedBackbone, ProbedReader
 from pgir.controllers.policy import (

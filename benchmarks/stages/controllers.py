@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.stages.control import Traced
 from benchmarks.stages.presets import RunConfig
-from extract.label.judge import exact_match, token_f1
+from extract.label.verdicts import exact_match, token_f1
 from extract.records import Example
 from extract.run.results import ResultRow
 from jaxprobe.metrics import BootstrapConfig, cluster_weights, interval_of

@@ -13,9 +13,9 @@ from benchmarks.stages.presets import RunConfig
 from benchmarks.stages.stage import Progress, Update, once
 from extract.datasets.building import build_examples, check_folder
 from extract.datasets.pools import BuildConfig, Source
-from extract.run.atomic import sha256_file
+from extract.run.directory import RunDir
+from extract.run.files import sha256_file
 from extract.run.manifest import manifest_file
-from extract.run.rundir import RunDir
 
 
 def splits_file(run: RunDir) -> Path:

@@ -21,10 +21,10 @@ from benchmarks.stages.select_stage import (
 from benchmarks.stages.stage import Progress, Stage, Update, side_by_side
 from benchmarks.stages.train_stage import encoder_folders
 from extract.records import SETTINGS, Setting
+from extract.run.directory import RunDir
 from extract.run.results import ResultRow
-from extract.run.rundir import RunDir
+from jaxprobe.checkpoint import keep, recall
 from jaxprobe.features.subsets import LETTERS
-from jaxprobe.keepsake import keep, recall
 from jaxprobe.metrics import BootstrapConfig
 from jaxprobe.model.fusion import PoolCodes
 from selection.exhaustive import SET_SIZE, Enumeration, Ranking, carried

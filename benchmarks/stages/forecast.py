@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from extract.run.atomic import write_json_atomic
-from extract.run.rundir import RunDir
+from extract.run.directory import RunDir
+from extract.run.files import write_json_atomic
 
 N_PROBED = 10  # rows that are really done, to time the others by
 

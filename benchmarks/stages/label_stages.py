@@ -9,10 +9,10 @@ from typing import Any
 from benchmarks.stages.presets import RunConfig
 from benchmarks.stages.stage import Progress, Update, once
 from extract.generate.answers import open_answers
-from extract.generate.asking import ask
 from extract.generate.generator import SCHEMA_VERSION, Generator, SamplingConfig
 from extract.generate.greedy import stop_ids_of
 from extract.generate.replies import Replies
+from extract.generate.requests import ask
 from extract.generate.sampling import DrawConfig, draw_answers
 from extract.generate.served_answers import Words, append_answers, claim_answers
 from extract.label.annotation import (
@@ -38,8 +38,8 @@ from extract.pipeline import (
     read_examples,
 )
 from extract.records import SETTINGS, Answer, Example, Label, read_records, write_lines
-from extract.run.atomic import write_json_atomic, write_text_atomic
-from extract.run.rundir import RunDir
+from extract.run.directory import RunDir
+from extract.run.files import write_json_atomic, write_text_atomic
 
 
 def _sha(content: Any) -> str:
@@ -179,8 +179,7 @@ def load_words(config: RunConfig) -> tuple[Words, tuple[int, ...]]:
     """Load a backbone's tokenizer and stop tokens, without its weights."""
     from transformers import GenerationConfig as Defaults
 
-    from extract.backbone.checkpoint import load_outline
-    from extract.backbone.window import window_of
+    from extract.backbone.checkpoint import load_outline, window_of
 
     found = load_outline(config.model_path)
     defaults = Defaults.from_pretrained(config.model_path)

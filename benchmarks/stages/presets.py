@@ -9,9 +9,9 @@ the paper's, for published questions and a GPU.
 import dataclasses
 from typing import Any, Literal, get_args
 
-from extract.backbone.embedded import EMBEDDED, model_path
-from extract.datasets.dataconfig import DataConfig
-from extract.generate.asking import AskConfig
+from extract.backbone.names import EMBEDDED, model_path
+from extract.datasets.pools import DataConfig
+from extract.generate.requests import AskConfig
 from extract.signals.plan import ExtractConfig
 from extract.store.kept import Kept
 from extract.world.facts import WorldConfig

@@ -5,8 +5,8 @@ import json
 
 from extract.pipeline import left_out_file, read_answers, read_examples
 from extract.records import SETTINGS
+from extract.run.directory import RunDir
 from extract.run.results import ResultRow
-from extract.run.rundir import RunDir
 
 
 def prompt_rows(run: RunDir) -> list[ResultRow]:

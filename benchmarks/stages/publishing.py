@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from benchmarks.stages.stage import Progress
-from extract.run.atomic import write_text_atomic
+from extract.run.directory import RunDir
+from extract.run.files import write_text_atomic
 from extract.run.results import ResultRow, read_rows, write_rows
-from extract.run.rundir import RunDir
 
 ALWAYS = ("evaluate", "control")
 ON_REQUEST = {

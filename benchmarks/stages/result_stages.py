@@ -32,15 +32,14 @@ from benchmarks.stages.stage import Progress, Stage, Update
 from benchmarks.stages.sweep_stage import chosen_layer, stored
 from benchmarks.stages.textonly import fit_tfidf, joined_text, perplexity_score
 from benchmarks.stages.train_stage import EVERY_FAMILY
-from extract.generate.asking import shown
+from extract.generate.requests import shown
 from extract.pipeline import read_answers, read_examples
 from extract.records import SETTINGS, Answer, Example, Passage, Setting, read_records
-from extract.run.atomic import write_json_atomic
+from extract.run.directory import RunDir
+from extract.run.files import write_json_atomic
 from extract.run.results import ResultRow
-from extract.run.rundir import RunDir
-from extract.store.store import FeatureStore, read_family
+from extract.store.read import FeatureStore, read_family
 from jaxprobe import checkpoint
-from jaxprobe.bank import EncoderBank
 from jaxprobe.calibration import (
     Reliability,
     brier,
@@ -48,8 +47,8 @@ from jaxprobe.calibration import (
     fit_calibrator,
     reliability,
 )
-from jaxprobe.detector import Detector, HeadName, SettingHead
-from jaxprobe.features.features import FamilyDims, Standardizer
+from jaxprobe.detector import Detector, EncoderBank, HeadName, SettingHead
+from jaxprobe.features.families import FamilyDims, Standardizer
 from jaxprobe.features.reading import longest_spans
 from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
 from jaxprobe.fit.grid import Trained, grid_members

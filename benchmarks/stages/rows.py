@@ -6,8 +6,8 @@ import numpy as np
 
 from extract.pipeline import read_examples, read_labels
 from extract.records import Setting
-from extract.run.rundir import RunDir
-from extract.store.store import FeatureStore, open_store
+from extract.run.directory import RunDir
+from extract.store.read import FeatureStore, open_store
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

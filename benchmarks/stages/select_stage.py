@@ -12,7 +12,7 @@ from benchmarks.stages.rows import Rows, load_rows, partners
 from benchmarks.stages.stage import Progress, Stage, Update, side_by_side
 from benchmarks.stages.train_stage import encoder_folders, read_codes
 from extract.records import SETTINGS, Setting
-from extract.run.rundir import RunDir
+from extract.run.directory import RunDir
 from jaxprobe import checkpoint
 from jaxprobe.detector import HeadName
 from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES, subset_index

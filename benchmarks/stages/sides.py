@@ -13,14 +13,15 @@ import numpy as np
 from benchmarks.stages.rows import Rows
 from benchmarks.stages.sweep_stage import chosen_layer
 from extract.records import Setting
-from extract.run.rundir import RunDir
-from extract.store.store import FeatureStore
+from extract.run.directory import RunDir
+from extract.store.read import FeatureStore
 from jaxprobe.config import StreamConfig
-from jaxprobe.features.features import (
+from jaxprobe.features.families import (
     FamilyDims,
     FamilyTokens,
     Features,
     Standardizer,
+    keep_spans,
     split_families,
 )
 from jaxprobe.features.reading import (
@@ -30,7 +31,6 @@ from jaxprobe.features.reading import (
     longest_spans,
     read_features,
 )
-from jaxprobe.features.spans import keep_spans
 
 ROWS_AT_ONCE = 1024  # examples standardised and encoded together, to bound memory
 Read = Callable[[np.ndarray], FamilyTokens]  # of rows of the store, `[n]`

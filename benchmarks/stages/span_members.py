@@ -13,15 +13,15 @@ from benchmarks.stages.sides import sides_of, tokens_of
 from benchmarks.stages.train_sides import encode_all, fit_sides
 from benchmarks.stages.train_stage import read_codes
 from extract.records import SETTINGS, Setting
-from extract.run.rundir import RunDir
+from extract.run.directory import RunDir
+from jaxprobe.checkpoint import keep, recall
 from jaxprobe.detector import HeadName
 from jaxprobe.features import reading
+from jaxprobe.features.families import all_but
 from jaxprobe.features.reading import SPAN_NAMES
-from jaxprobe.features.spans import all_but
 from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
 from jaxprobe.fit.codes import Codes
 from jaxprobe.fit.grid import Block, default_blocks, join
-from jaxprobe.keepsake import keep, recall
 from jaxprobe.model.encoder import Encoder
 
 SPANS: dict[Setting, tuple[str, ...]] = {

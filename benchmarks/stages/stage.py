@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from benchmarks.stages.forecast import Tally, Watch, compare, kept_forecast
 from benchmarks.stages.tallies import count_stage
-from extract.run.rundir import RunDir
+from extract.run.directory import RunDir
 
 if TYPE_CHECKING:
     from benchmarks.stages.presets import RunConfig

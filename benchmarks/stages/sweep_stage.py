@@ -11,8 +11,8 @@ from benchmarks.stages.rows import Rows, load_rows
 from benchmarks.stages.stage import Progress, Stage, Update
 from benchmarks.stages.torch_stages import store_files
 from extract.records import SETTINGS
-from extract.run.atomic import write_json_atomic
-from extract.run.rundir import RunDir
+from extract.run.directory import RunDir
+from extract.run.files import write_json_atomic
 from jaxprobe.features.reading import mean_answer_states
 from selection.sweep import SweepConfig, sweep_layers
 

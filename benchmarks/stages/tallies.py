@@ -6,8 +6,8 @@ from pathlib import Path
 from benchmarks.stages.forecast import Tally
 from extract.generate.answers import part_files
 from extract.records import SETTINGS
-from extract.run.jsonlines import JsonLines
-from extract.run.rundir import RunDir
+from extract.run.directory import RunDir
+from extract.run.files import JsonLines
 
 _REPLIES = {"rewrite": "rewrite", "label": "judge", "sample": "sample"}
 

@@ -10,15 +10,14 @@ from benchmarks.stages.label_stages import asking_identity, question_files
 from benchmarks.stages.presets import RunConfig
 from benchmarks.stages.stage import Progress, Stage, Update
 from extract import pipeline
-from extract.backbone.answered import require_answering_model
-from extract.backbone.backbone import Backbone, load_backbone
-from extract.backbone.owndevice import own_device
+from extract.backbone.loading import Backbone, load_backbone, require_answering_model
+from extract.backbone.names import own_device
 from extract.generate.local import TransformersGenerator
 from extract.generate.requests import GenerationConfig, Request
 from extract.generate.served_answers import claim_answers
 from extract.records import SETTINGS, Setting
-from extract.run.provenance import package_versions
-from extract.run.rundir import RunDir
+from extract.run.directory import RunDir
+from extract.run.manifest import package_versions
 from extract.signals.reader import SignalReader
 from extract.world.facts import make_world
 from extract.world.model import WorldModelConfig, save, train

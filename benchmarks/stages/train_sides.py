@@ -12,13 +12,13 @@ import numpy as np
 from benchmarks.stages.presets import RunConfig
 from benchmarks.stages.sides import ROWS_AT_ONCE, Read, Sides
 from extract.records import SETTINGS
+from jaxprobe.checkpoint import keep, recall
 from jaxprobe.config import TrainConfig
 from jaxprobe.fit.codes import Codes, encode
 from jaxprobe.fit.devices import fit_everywhere
 from jaxprobe.fit.grid import Block, Trained, labelled
 from jaxprobe.fit.loop import FitInfo
 from jaxprobe.fit.streaming import Streamed, fit_streamed
-from jaxprobe.keepsake import keep, recall
 from jaxprobe.model.encoder import Encoder
 
 

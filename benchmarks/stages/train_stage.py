@@ -16,8 +16,8 @@ from benchmarks.stages.stage import Progress, Stage, Update, side_by_side
 from benchmarks.stages.sweep_stage import stored
 from benchmarks.stages.train_sides import encode_all, fit_sides, settings_at_once
 from extract.records import SETTINGS, Setting
-from extract.run.atomic import sha256_file
-from extract.run.rundir import RunDir
+from extract.run.directory import RunDir
+from extract.run.files import sha256_file
 from jaxprobe import checkpoint
 from jaxprobe.features.subsets import subset_index
 from jaxprobe.fit.codes import Codes

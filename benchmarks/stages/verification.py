@@ -5,10 +5,10 @@ from pathlib import Path
 from benchmarks.stages.chain import IN_ORDER
 from benchmarks.stages.publishing import ON_REQUEST
 from extract.records import SETTINGS
+from extract.run.directory import RunDir
 from extract.run.manifest import read_manifest
-from extract.run.rundir import RunDir
-from extract.store.store import open_store
-from extract.store.storecheck import verify as verify_store
+from extract.store.read import open_store
+from extract.store.write import verify as verify_store
 from jaxprobe import checkpoint
 
 

@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from extract.label.annotation import HumanAgreement
-from extract.label.kappa import Agreement
+from extract.label.audit import Agreement
 
 
 def _words(row: dict[str, Any]) -> str:

@@ -186,9 +186,8 @@ def open_generator(
     if options.server is None:
         import torch
 
-        from extract.backbone.backbone import load_backbone
-        from extract.backbone.embedded import model_path
-        from extract.backbone.owndevice import default_dtype, own_device
+        from extract.backbone.loading import load_backbone
+        from extract.backbone.names import default_dtype, model_path, own_device
         from extract.generate.local import TransformersGenerator
 
         device = own_device(options.device, torch.cuda.device_count())
@@ -198,10 +197,9 @@ def open_generator(
             backbone=backbone, tokens_per_batch=options.batch_tokens
         )
         return
+    from extract.generate.replies import words_identity
     from extract.generate.served import ServedGenerator
-    from extract.generate.serverconfig import ServerConfig
-    from extract.generate.spending import Prices
-    from extract.generate.wordidentity import words_identity
+    from extract.generate.server_config import Prices, ServerConfig
 
     config = ServerConfig(
         url=options.server,

@@ -221,7 +221,7 @@ def extract(run_dir: Path, dry_run: bool, **options: Any) -> None:
 def _extract_part(run_dir: Path, config: "RunConfig", worker: "Worker") -> None:
     """Do one worker's part, and say what is left to the others."""
     from benchmarks.stages.torch_stages import extract_worker
-    from extract.run.rundir import RunDir
+    from extract.run.directory import RunDir
 
     quiet()
     progress, part = Progress(), (worker.rank, worker.world_size)

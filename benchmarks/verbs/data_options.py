@@ -11,7 +11,7 @@ from benchmarks.verbs.runoptions import ENCODING, MODEL
 
 if TYPE_CHECKING:
     from extract.datasets.pools import BuildConfig, Source
-    from extract.generate.asking import AskConfig
+    from extract.generate.requests import AskConfig
 
 SETS = ("hotpotqa", "musique", "2wikimultihopqa", "popqa", "nq", "triviaqa")
 _CONTEXTS = ("supporting", "all", "none")
@@ -249,7 +249,7 @@ def build_config(options: dict[str, Any]) -> "BuildConfig":
 
 def ask_config(options: dict[str, Any]) -> "AskConfig":
     """Return how the questions are put."""
-    from extract.generate.asking import AskConfig
+    from extract.generate.requests import AskConfig
 
     return AskConfig(
         template=options["template"],

@@ -17,7 +17,7 @@ from benchmarks.verbs.data_options import (
     take_files,
 )
 from benchmarks.verbs.dryrun import dry_run_option
-from extract.run.runpath import RunPath
+from extract.run.console import RunPath
 
 
 @click.command()
@@ -143,8 +143,8 @@ def _make_run(
     from benchmarks.stages.data_stage import make_data_run
     from benchmarks.stages.presets import make_config
     from benchmarks.verbs.modelchoice import check_choices
-    from extract.backbone.owndevice import default_dtype
-    from extract.datasets.dataconfig import data_config
+    from extract.backbone.names import default_dtype
+    from extract.datasets.pools import data_config
     from extract.run.console import Progress
 
     sources, build = sources_of(files), build_config(options)

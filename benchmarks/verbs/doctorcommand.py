@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from extract.run.runpath import RunPath
+from extract.run.console import RunPath
 
 
 @click.command()

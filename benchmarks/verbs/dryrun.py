@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from benchmarks.stages.forecast import Forecast
     from benchmarks.stages.presets import RunConfig
     from extract.generate.generator import Generator
-    from extract.run.rundir import RunDir
+    from extract.run.directory import RunDir
 
 dry_run_option = click.option(
     "--dry-run",

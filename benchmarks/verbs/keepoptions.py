@@ -34,7 +34,7 @@ def _dtype(
     context: click.Context, option: click.Parameter, name: str | None
 ) -> str | None:
     """Return the type's long name."""
-    from extract.store.precision import SHORT_NAMES
+    from extract.store.families import SHORT_NAMES
 
     return None if name is None else SHORT_NAMES[name]
 
@@ -110,8 +110,8 @@ def keep_as_asked(
     Raises:
       ValueError: other features are there already.
     """
+    from extract.run.directory import RunDir
     from extract.run.manifest import amend_manifest
-    from extract.run.rundir import RunDir
 
     config, asked = config_of(run_dir), as_asked(run_dir, given)
     if asked == config:
@@ -125,7 +125,7 @@ def keep_as_asked(
 def _refuse_extracted(path: Path, config: "RunConfig", asked: "RunConfig") -> None:
     """Raise if the run has features of another choice, whole or in part."""
     from extract.records import SETTINGS
-    from extract.run.rundir import RunDir
+    from extract.run.directory import RunDir
 
     folder = RunDir(path).features(SETTINGS[0]).parent
     if any((folder / setting / "index.json").exists() for setting in SETTINGS):

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from extract.backbone.embedded import EMBEDDED, model_path
-from extract.backbone.modelname import check_name
+from extract.backbone.names import EMBEDDED, check_name, model_path
 
 if TYPE_CHECKING:
     from benchmarks.stages.presets import RunConfig

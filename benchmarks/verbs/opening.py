@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from extract.run.console import Progress, quiet
-from extract.run.runpath import RunPath
+from extract.run.console import Progress, RunPath, quiet
 
 if TYPE_CHECKING:
     from benchmarks.stages.presets import RunConfig
-    from extract.run.rundir import RunDir
+    from extract.run.directory import RunDir
 
 RUN_DIR = click.argument("run_dir", type=RunPath())
 SEED = click.IntRange(0, 2**31 - 1)  # what every generator of draws takes
@@ -48,7 +47,7 @@ def alone(verb: str) -> None:
 @contextlib.contextmanager
 def opened(run_dir: Path, config: "RunConfig") -> Iterator["RunDir"]:
     """Hold a run directory while stages work in it."""
-    from extract.run.rundir import RunDir
+    from extract.run.directory import RunDir
 
     with RunDir.open(run_dir, config.as_json()) as run:
         yield run
@@ -99,7 +98,7 @@ def do_on_request(run_dir: Path, stage: str, extra: str, asked: bool) -> None:
     if not asked or not (run_dir / "report.html").exists():
         return
     from benchmarks.stages.chain import STAGES
-    from extract.run.rundir import RunDir
+    from extract.run.directory import RunDir
 
     run = RunDir(run_dir)
     gaps = (run.stage_gap(name) for name in STAGES if name != "report")

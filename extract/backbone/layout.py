@@ -133,7 +133,7 @@ def find_layout(model: Any) -> Layout:
 
     Raises:
       ValueError: "unknown residual layout", naming what was not found. A layout
-        that is found can still be wrong; `extract.backbone.parity` checks it by its sums.
+        that is found can still be wrong; `parity` checks it by its sums.
     """
     decoder = model.get_decoder()
     blocks = _required_child(decoder, _LAYER_LISTS, "the list of layers")

@@ -13,7 +13,7 @@ chunk of attention is at most 1024 tokens, the longer row is three tokens longer
 that, since a mask that was not handed over shows nowhere else. Not covered is what
 changes further out: larger windows (Mistral's 4096), and the second window where a
 model has two. Where rotary embeddings switch at a length (Phi-3's at 4096) nothing
-need be: `extract.backbone.window` ends what is read there. In half precision three keys too
+need be: `window_of` ends what is read there. In half precision three keys too
 many of several hundred can be within the rounding allowed.
 """
 
@@ -22,8 +22,8 @@ import dataclasses
 
 import torch
 
-from extract.backbone.backbone import Backbone
 from extract.backbone.layout import LayerPass, watch_layers
+from extract.backbone.loading import Backbone
 from extract.signals import residual
 from extract.signals.attention import SpanReading, read_spans
 from extract.signals.budgets import budget_for

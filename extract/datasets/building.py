@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from extract.datasets.dataconfig import data_config
 from extract.datasets.loading import Refusal
 from extract.datasets.pools import (
     BuildConfig,
     Context,
     Source,
     SourceReport,
+    data_config,
     is_usable,
     open_source,
     read_pools,
@@ -33,7 +33,7 @@ from extract.datasets.splits import (
     text_key,
 )
 from extract.records import Passage, Split, to_json
-from extract.run.atomic import sha256_file, write_json_atomic, write_stream_atomic
+from extract.run.files import sha256_file, write_json_atomic, write_stream_atomic
 
 
 def _has_other_things(folder: Path) -> bool:

@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from extract.datasets.files.filetypes import FileType
+from extract.datasets.files.kinds import FileType
 from extract.datasets.loading import DatasetFile, Loaded, Refusal
 from extract.datasets.opening import FileRefused, open_dataset
-from extract.datasets.readers.naming import DATASETS
-from extract.label.judge import normalise
-from extract.run.atomic import sha256_file
+from extract.datasets.readers.question import DATASETS
+from extract.label.verdicts import normalise
+from extract.run.files import sha256_file
 
 MAX_LISTED = 1000  # refusals kept one by one; all are counted
 # UTF-8 that was decoded as Windows-1252 and encoded again.

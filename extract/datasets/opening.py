@@ -4,13 +4,17 @@ import collections
 import dataclasses
 from pathlib import Path
 
-from extract.datasets.files.filetypes import FileType, recognise
+from extract.datasets.files.kinds import FileType, recognise
 from extract.datasets.files.streams import RawRecord, RecordStream
-from extract.datasets.formats import choose_format
-from extract.datasets.loading import DatasetFile, DatasetSource, Loaded
-from extract.datasets.readers.evidence import find_evidence
-from extract.datasets.readers.naming import dataset_named, dataset_of_style, is_foreign
-from extract.datasets.readers.question import Format, Question
+from extract.datasets.loading import DatasetFile, DatasetSource, Loaded, choose_format
+from extract.datasets.readers.question import (
+    Format,
+    Question,
+    dataset_named,
+    dataset_of_style,
+    is_foreign,
+)
+from extract.datasets.readers.triviaqa import find_evidence
 
 N_SAMPLE = 64  # records from which a file's layout and question set are told
 N_SEARCHED = 4096  # records read for one of a known layout, where the first are not

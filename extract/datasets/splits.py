@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from extract.label.judge import normalise
+from extract.label.verdicts import normalise
 from extract.records import Split
 
 Role = Literal["train", "dev", "held-out"]

@@ -1,1 +1,1 @@
-"""."""
+"""Prompts, requests and answers: generated here or by a server."""

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from extract.generate.requests import Request
-from extract.run.atomic import write_stream_atomic
-from extract.run.jsonlines import JsonLines
+from extract.run.files import JsonLines, write_stream_atomic
 
 Key = tuple[str, str, str]  # example, setting, variant
 

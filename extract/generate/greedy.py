@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from extract.backbone.backbone import Backbone
+from extract.backbone.loading import Backbone
 from extract.generate.requests import GenerationConfig, Request, plan_batches
 from extract.records import Answer
 

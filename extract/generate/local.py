@@ -13,8 +13,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from extract.backbone.backbone import Backbone
-from extract.generate.chat import render_message
+from extract.backbone.loading import Backbone
 from extract.generate.generator import (
     Generated,
     GeneratorPrompt,
@@ -27,7 +26,8 @@ from extract.generate.greedy import (
     plan_batches,
     stop_ids,
 )
-from extract.generate.wordidentity import words_identity
+from extract.generate.prompts import render_message
+from extract.generate.replies import words_identity
 
 
 class _LogProbs(LogitsProcessor):

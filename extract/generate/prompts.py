@@ -5,12 +5,170 @@ never from tokenising a part again: a part alone may split differently.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from extract.generate.chat import render_message
-from extract.generate.plaintext import encode_text, refuse_control_tokens
 from extract.records import Passage
+
+
+@functools.lru_cache(maxsize=8)
+def _control_tokens(tokenizer: Any, n_words: int) -> dict[int, str]:
+    """Return the tokens that steer a model, such as the end of a turn, by id.
+
+    Some tokenizers have thousands, so they are listed once per number of words.
+    """
+    added = {
+        index: str(token.content)
+        for index, token in tokenizer.added_tokens_decoder.items()
+        if token.special
+    }
+    named = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+    found = added | dict(named)
+    unknown = tokenizer.unk_token_id
+    if unknown not in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        found.pop(unknown, None)  # it steers nothing, and is counted elsewhere
+    return found
+
+
+def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool) -> Any:
+    """Return the ids and offsets of a text that holds no control tokens of its own.
+
+    Args:
+      tokenizer: a fast one.
+      text: what looks like a control token in it is split like any other word.
+      add_special_tokens: put the tokenizer's own around it.
+
+    Raises:
+      ValueError: the tokenizer makes control tokens of the text nevertheless.
+    """
+    encoded = tokenizer(
+        text,
+        return_offsets_mapping=True,
+        add_special_tokens=add_special_tokens,
+        split_special_tokens=True,
+    )
+    refuse_control_tokens(tokenizer, text, encoded, (0, len(text)))
+    return encoded
+
+
+def refuse_control_tokens(
+    tokenizer: Any, text: str, encoded: Any, characters: tuple[int, int]
+) -> None:
+    """Raise if a part of an encoded text became control tokens.
+
+    A chat template writes control tokens around a message as text, so the message's
+    cannot be told from them before the ids are made.
+
+    Args:
+      tokenizer: that encoded it.
+      text: what was encoded.
+      encoded: with `input_ids` and `offset_mapping`.
+      characters: `[start, stop)` of the part that is plain text.
+    """
+    control = _control_tokens(tokenizer, len(tokenizer))
+    offsets: Sequence[tuple[int, int]] = encoded["offset_mapping"]
+    for token, (start, stop) in zip(encoded["input_ids"], offsets, strict=True):
+        if token not in control or stop <= characters[0] or start >= characters[1]:
+            continue
+        # Where one token means both unknown and end, it may stand for other text.
+        if text[start:stop].strip() == control[token].strip() != "":
+            raise ValueError(
+                f"the text holds {control[token]!r}, which {type(tokenizer).__name__} "
+                "reads as a control token of the model; take it out of the question, "
+                "its passages or the answer"
+            )
+
+
+_MARK = "BEATRICE-MESSAGE"  # no white space: many templates trim what they are given
+_BLOCKS = (("<think>", "</think>"), ("<|channel>thought", "<channel|>"))
+# Llama's templates write today's date unless they are told one; a run that is continued
+# tomorrow would ask its questions differently. This is their own default.
+_DATE = "26 Jul 2024"
+
+
+@dataclasses.dataclass(frozen=True)
+class Rendered:
+    """A rendered message.
+
+    Attributes:
+      text: special tokens included, as text.
+      start: first character of the message in it.
+      n_trimmed: characters the template cut off the message's beginning.
+      n_cut: characters it cut off both ends.
+    """
+
+    text: str
+    start: int
+    n_trimmed: int
+    n_cut: int
+
+
+def template_fields(enable_thinking: bool) -> dict[str, Any]:
+    """Return what templates are told beside the message, here and by a server."""
+    return {
+        "enable_thinking": enable_thinking,  # Qwen, Gemma
+        "thinking": enable_thinking,  # Granite, DeepSeek
+        "date_string": _DATE,
+    }
+
+
+def _apply(tokenizer: Any, message: str, enable_thinking: bool) -> str:
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": message}],
+        tokenize=False,
+        add_generation_prompt=True,
+        **template_fields(enable_thinking),
+    )
+
+
+def render_message(
+    tokenizer: Any, message: str, *, enable_thinking: bool = False
+) -> Rendered:
+    """Return a user's message in the model's chat template, ready for its reply.
+
+    Args:
+      tokenizer: has a chat template.
+      message: any text.
+      enable_thinking: passed on under the names that templates know it by.
+
+    Raises:
+      ValueError: there is no chat template, it changes the message, or it opens a
+        thinking block although thinking is off.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError(
+            "the tokenizer has no chat template; ask with plain prompts (without "
+            "--chat), or use an instruction-tuned model"
+        )
+    parts = _apply(tokenizer, _MARK, enable_thinking).split(_MARK)
+    text = _apply(tokenizer, message, enable_thinking)
+    for kept in (message, message.strip(), message.rstrip(), message.lstrip()):
+        if len(parts) == 2 and text == parts[0] + kept + parts[1]:
+            break
+    else:
+        raise ValueError(
+            "the chat template changes the text of a message, so that the context "
+            "cannot be told from the question in it; ask with plain prompts"
+        )
+    if not enable_thinking:
+        _check_closed(parts[1])
+    n_trimmed = len(message) - len(message.lstrip())
+    is_cut = n_trimmed > 0 and kept in (message.strip(), message.lstrip())
+    n_cut = len(message) - len(kept)
+    return Rendered(text, len(parts[0]), n_trimmed if is_cut else 0, n_cut)
+
+
+def _check_closed(cue: str) -> None:
+    """Refuse a reply that would begin inside a thinking block."""
+    for begin, end in _BLOCKS:
+        if cue.count(begin) > cue.count(end):
+            raise ValueError(
+                f"the chat template opens a thinking block ({begin}) although thinking "
+                "is switched off, so the model's first words would be no answer; use "
+                "a model whose template can switch it off, or plain prompts"
+            )
+
 
 TemplateName = Literal["short", "paper"]
 

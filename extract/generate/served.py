@@ -5,7 +5,9 @@ sent again here, not by the client: each attempt may cost, and is booked.
 """
 
 import itertools
+import math
 import os
+import random
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -13,17 +15,131 @@ from typing import Any, Self
 
 import openai
 
-from extract.generate.backoff import is_passing, may_have_cost, seconds_before_retry
-from extract.generate.chat import template_fields
 from extract.generate.generator import (
     Generated,
     GeneratorPrompt,
     SamplingConfig,
     draw_seed,
 )
-from extract.generate.servedreply import only_choice, read_choice
-from extract.generate.serverconfig import ServerConfig
-from extract.generate.spending import Account
+from extract.generate.prompts import template_fields
+from extract.generate.server_config import Account, ServerConfig
+
+_FIRST, _LONGEST = 0.5, 8.0  # seconds, as the `openai` client waits
+_LONGEST_ASKED = 60.0  # that a server may ask for
+# By name: which library connects is the `openai` client's own affair.
+_NEVER_SENT = ("ConnectError", "ConnectTimeout", "PoolTimeout")
+
+
+def is_passing(error: openai.OpenAIError) -> bool:
+    """Tell whether the same request may succeed later.
+
+    No connection, a time-out, and the states 408, 409, 429 and 5xx pass.
+    """
+    if isinstance(error, openai.APIStatusError):
+        return error.status_code in (408, 409, 429) or error.status_code >= 500
+    return isinstance(error, openai.APIConnectionError)
+
+
+def may_have_cost(error: openai.OpenAIError) -> bool:
+    """Tell whether a server may charge for a request although it gave no answer.
+
+    Only a refusal, or a connection that never stood, is surely free: a server goes on
+    writing when its client stops listening.
+    """
+    if isinstance(error, openai.APIStatusError):
+        return False
+    return type(error.__cause__).__name__ not in _NEVER_SENT
+
+
+def seconds_before_retry(error: openai.OpenAIError, attempt: int) -> float:
+    """Return how long to wait: what the server asks for, else longer each time.
+
+    Args:
+      error: of the last attempt.
+      attempt: of it, from 0.
+    """
+    if isinstance(error, openai.APIStatusError):
+        try:
+            asked = float(error.response.headers.get("retry-after", ""))
+        except ValueError:
+            asked = 0.0  # absent, or a date
+        if 0 < asked <= _LONGEST_ASKED:
+            return asked
+    # Requests that failed together are spread, or they would fail together again.
+    return min(_FIRST * 2**attempt, _LONGEST) * random.uniform(0.75, 1.0)
+
+
+def only_choice(reply: Any) -> Any:
+    """Return the one choice of a reply.
+
+    Raises:
+      ValueError: there is not exactly one.
+    """
+    choices = getattr(reply, "choices", None) or []
+    if len(choices) != 1:
+        raise ValueError(
+            f"the server's reply has {len(choices)} choices, expected 1; does it speak "
+            "OpenAI's protocol?"
+        )
+    return choices[0]
+
+
+def read_choice(
+    reply: Any,
+    choice: Any,
+    text: str,
+    log_probs: Sequence[float | None] | None,
+    stop_ids: Collection[int],
+) -> Generated:
+    """Return a generated text.
+
+    Args:
+      reply: the whole reply, with its usage.
+      choice: its only choice; vLLM adds `token_ids` where it was asked to.
+      text: of the choice.
+      log_probs: one per token, or None.
+      stop_ids: of the model, as far as known. A server gives the stop token among its
+        ids or leaves it out; where there is only one it can have been no other.
+
+    Raises:
+      ValueError: the text ended in a way that makes it no answer.
+    """
+    if choice.finish_reason not in ("stop", "length"):
+        raise ValueError(
+            f"the server ended a text for the reason {choice.finish_reason!r}; "
+            "expected 'stop' or 'length'"
+        )
+    ids = getattr(choice, "token_ids", None)
+    ids, stop_id = (None, None) if ids is None else _split(ids, choice, stop_ids)
+    usage = getattr(reply, "usage", None)
+    return Generated(
+        text=text.strip(),
+        token_ids=ids,
+        stop_id=stop_id,
+        log_probs=_finite(log_probs),
+        finish=choice.finish_reason,
+        n_prompt_tokens=None if usage is None else usage.prompt_tokens,
+        n_new_tokens=None if usage is None else usage.completion_tokens,
+    )
+
+
+def _split(
+    ids: Sequence[int], choice: Any, stop_ids: Collection[int]
+) -> tuple[tuple[int, ...], int | None]:
+    """Return the ids without the stop token, and the stop token if it is known."""
+    if choice.finish_reason != "stop":
+        return tuple(ids), None
+    if ids and ids[-1] in stop_ids:
+        return tuple(ids[:-1]), ids[-1]
+    return tuple(ids), next(iter(stop_ids)) if len(stop_ids) == 1 else None
+
+
+def _finite(log_probs: Sequence[float | None] | None) -> tuple[float, ...] | None:
+    """Return log-probabilities, or None if any is missing or not finite."""
+    if log_probs is None or any(p is None or not math.isfinite(p) for p in log_probs):
+        return None
+    return tuple(float(p) for p in log_probs)
+
 
 _KEY_VARIABLE = "OPENAI_API_KEY"
 

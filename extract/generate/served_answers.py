@@ -11,8 +11,8 @@ from extract.generate.replies import Progress
 from extract.generate.requests import Request
 from extract.generate.sampling import request_prompt
 from extract.records import Answer, to_json
-from extract.run.atomic import write_json_atomic
-from extract.run.rundir import RunDir
+from extract.run.directory import RunDir
+from extract.run.files import write_json_atomic
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""."""
+"""From an answer to a label: exact match, judges, audits, rewritten contexts."""

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from extract.label.audit import LabelledAnswer
-from extract.label.kappa import Agreement, agreement
+from extract.label.audit import Agreement, LabelledAnswer, agreement
 from extract.label.verdicts import parse_verdict
-from extract.run.atomic import write_text_atomic
+from extract.run.files import write_text_atomic
 
 COLUMNS = (
     "item",

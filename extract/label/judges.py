@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 from extract.generate.generator import Generator, GeneratorPrompt, SamplingConfig
 from extract.generate.replies import Progress, Replies
-from extract.label.judge import Vote, label_answer
 from extract.label.rubrics import RUBRICS, judge_prompt
-from extract.label.verdicts import Verdict, parse_verdict
+from extract.label.verdicts import Verdict, Vote, label_answer, parse_verdict
 from extract.records import Answer, Example, Label
 
 

@@ -1,11 +1,19 @@
-"""One judge's reply becomes one verdict, or is said to be none.
+"""From an answer to a label: verdicts, and how they become one.
 
-A reply counts only if it is the word alone. Looking for a word inside a sentence
-reads "The answer is not correct" as correct, so nothing is ever looked for.
+A judge returns one verdict per rubric; the label is their unanimous vote, or None. The
+paper drops what the rubrics disagree on (appendix A) except on its set with real
+retrieval, where the majority decides and every question is kept.
+Exact match is a judge with one rubric, which knows no paraphrase: it suits sets
+whose golds list every accepted wording.
 """
 
+import collections
 import re
-from typing import Literal
+import string
+from collections.abc import Sequence
+from typing import Literal, Protocol, get_args
+
+from extract.records import Answer, Example, Label
 
 Verdict = Literal["correct", "incorrect", "unparsable"]
 
@@ -61,3 +69,99 @@ def parse_verdict(text: str) -> Verdict:
     if _WORD.fullmatch(word) is None:
         return "unparsable"
     return "incorrect" if len(word) == len("incorrect") else "correct"
+
+
+Vote = Literal["unanimous", "majority"]
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation, " "))
+
+
+class Judge(Protocol):
+    """Gives the verdicts on one answer, one per rubric."""
+
+    def __call__(self, example: Example, answer: str) -> tuple[Verdict, ...]:
+        """Return at least one verdict."""
+
+
+def normalise(text: str) -> str:
+    """Return the text lower-cased, without punctuation, articles or extra space."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(answer: str, golds: Sequence[str]) -> bool:
+    """Return whether the normalised answer is one of the normalised golds."""
+    return normalise(answer) in {normalise(gold) for gold in golds}
+
+
+def token_f1(answer: str, golds: Sequence[str]) -> float:
+    """Return the best token F1 against any gold, after normalising both."""
+    return max(_pair_f1(normalise(answer).split(), normalise(g).split()) for g in golds)
+
+
+def _pair_f1(answer: list[str], gold: list[str]) -> float:
+    if not answer or not gold:
+        return float(answer == gold)
+    common = sum((collections.Counter(answer) & collections.Counter(gold)).values())
+    return 2 * common / (len(answer) + len(gold))
+
+
+def exact_match_judge(example: Example, answer: str) -> tuple[Verdict, ...]:
+    """Judge by normalised exact match over the golds."""
+    return ("correct" if exact_match(answer, example.golds) else "incorrect",)
+
+
+def consensus(
+    verdicts: Sequence[Verdict], vote: Vote = "unanimous"
+) -> tuple[bool | None, str]:
+    """Return the label that the verdicts agree on or None, and the reason in words.
+
+    Args:
+      verdicts: one per rubric.
+      vote: "unanimous", or "majority": more than half of all verdicts, an unparsable
+        one included in the count.
+
+    Raises:
+      ValueError: no verdict, or no such vote.
+    """
+    if vote not in get_args(Vote):
+        raise ValueError(
+            f"vote: expected one of {', '.join(get_args(Vote))}, found {vote!r}"
+        )
+    if not verdicts:
+        raise ValueError("a label needs at least one verdict, found none")
+    n, n_unparsable = len(verdicts), verdicts.count("unparsable")
+    if vote == "majority":
+        return _majority(verdicts)
+    if n_unparsable:
+        return None, f"{n_unparsable} verdicts were unparsable"
+    if len(set(verdicts)) > 1:
+        return None, f"judges disagree: {verdicts.count('correct')} of {n} say correct"
+    return verdicts[0] == "correct", f"unanimous of {n}"
+
+
+def _majority(verdicts: Sequence[Verdict]) -> tuple[bool | None, str]:
+    n = len(verdicts)
+    for label, word in ((True, "correct"), (False, "incorrect")):
+        if 2 * verdicts.count(word) > n:
+            return label, f"majority: {verdicts.count(word)} of {n} say {word}"
+    return None, (
+        f"no majority: {verdicts.count('correct')} of {n} say correct, "
+        f"{verdicts.count('unparsable')} verdicts were unparsable"
+    )
+
+
+def label_answer(
+    example: Example, answer: Answer, judge: Judge, vote: Vote = "unanimous"
+) -> Label:
+    """Return the label of one answer."""
+    verdicts = judge(example, answer.text)
+    label, reason = consensus(verdicts, vote)
+    return Label(
+        example_id=answer.example_id,
+        setting=answer.setting,
+        variant=answer.variant,
+        verdicts=tuple(verdicts),
+        label=label,
+        reason=reason,
+    )

@@ -1,1 +1,1 @@
-"""."""
+"""A run directory: paths, manifest, stages, lock, and files written whole."""

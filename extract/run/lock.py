@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from extract.run.provenance import utc_now
+from extract.run.manifest import utc_now
 
 
 class InUse(ValueError):

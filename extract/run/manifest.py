@@ -1,13 +1,50 @@
 """The manifest of a run directory: which configuration its numbers belong to."""
 
+import datetime
+import importlib.metadata
 import json
 import os
+import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from extract.run.atomic import sync_folder, write_json_atomic, write_temporary
-from extract.run.provenance import package_versions, utc_now
+from extract.run.files import sync_folder, write_json_atomic, write_temporary
+
+_PACKAGES = (
+    "beatrice-probe",
+    "flax",
+    "jax",
+    "jaxlib",
+    "numpy",
+    "openai",
+    "optax",
+    "orbax-checkpoint",
+    "safetensors",
+    "scikit-learn",
+    "scipy",
+    "tensorstore",
+    "tokenizers",
+    "torch",
+    "transformers",
+)
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that are installed."""
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def utc_now() -> str:
+    """Return the time in UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
 
 _LENGTH = "max_new_tokens"  # chosen for published questions, else the preset's
 # What options of the command line set, in the order in which a person thinks of them.

@@ -5,7 +5,7 @@ the name `span_readings`. Without the mask function the models get no mask at al
 causality would survive, sliding windows would not. While a reading is active the
 function computes, from the queries and keys it is handed (past norms and rotary
 embedding), the attention weights of question and answer rows in bounded chunks,
-reduces them over spans (`extract.signals.span_sums`), and then returns the model's ordinary
+reduces them over spans (`span_sums`), and then returns the model's ordinary
 attention output. In float32 on a CPU the rows that were read are attended with the
 weights at hand, the others by the fused kernel, which saves what the reading costs.
 """
@@ -20,8 +20,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from extract.signals.batch import to_device
 from extract.signals.span_sums import AttentionCall, row_chunks, span_readings
-from extract.signals.transfer import to_device
 
 NAME = "span_readings"
 

@@ -22,14 +22,13 @@ from extract.signals.plan import (
     PendingReading,
     Reader,
     TokenSequence,
+    Unit,
     plan_extraction,
 )
-from extract.signals.units import Unit
-from extract.store.family import scale_name
-from extract.store.precision import Encoded, encode
+from extract.store.families import Encoded, encode, scale_name
+from extract.store.read import FeatureStore, done_ranges
 from extract.store.spec import StoreSpec
-from extract.store.store import FeatureStore, done_ranges
-from extract.store.storewrite import StoreWriter, create_store
+from extract.store.write import StoreWriter, create_store
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -218,7 +217,7 @@ def run_plan(
     """Do, or continue, one worker's part of a plan; see `extract`.
 
     Held in host memory at most: the rows of two units as they are stored, one being
-    read and one being written (`extract.signals.units.tokens_per_unit`: at most 8 GiB each, or
+    read and one being written (`tokens_per_unit`: at most 8 GiB each, or
     one range where that is larger, which is at least one example), and the readings
     of two batches.
     """

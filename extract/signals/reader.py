@@ -13,23 +13,23 @@ from typing import Literal, Self, get_args
 import numpy as np
 import torch
 
-from extract.backbone.backbone import Backbone
 from extract.backbone.layout import watch_layers
+from extract.backbone.loading import Backbone
 from extract.backbone.parity import check_parity
 from extract.records import Answer
 from extract.signals import probability, residual
 from extract.signals.attention import SpanReading, read_spans
-from extract.signals.budgets import ReadingBudget, budget_for
-from extract.signals.pending import (
+from extract.signals.batch import (
     Family,
     PendingSignals,
     Rows,
     Signals,
     StreamReading,
+    host_copies,
     pad_batch,
 )
-from extract.signals.transfer import host_copies
-from extract.store.family import Spans
+from extract.signals.budgets import ReadingBudget, budget_for
+from extract.store.families import Spans
 from extract.store.kept import Kept
 
 AnswerSpan = Literal["emitting", "literal"]

@@ -5,8 +5,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
-from extract.store.family import Family, Spans, scale_family, scale_name
-from extract.store.precision import DTYPES, Dtype
+from extract.store.families import (
+    DTYPES,
+    Dtype,
+    Family,
+    Spans,
+    scale_family,
+    scale_name,
+)
 
 # Attention masses can be below 6e-8, the smallest number of float16.
 ScalarDtype = Literal["bfloat16", "float32"]

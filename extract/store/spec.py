@@ -1,6 +1,6 @@
 """What fixes a feature store: families, examples, ranges, and the index on disk.
 
-The glossary of axes and the meaning of a range are in `extract/store/store.py`. Nothing
+The glossary of axes and the meaning of a range are in `extract/store/read.py`. Nothing
 here opens a file.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from extract.store.family import Family, scale_family, scale_name
+from extract.store.families import Family, scale_family, scale_name
 
 FORMAT_VERSION = 1
 

@@ -1,1 +1,1 @@
-"""."""
+"""From the store's rows to standardised tokens of families and spans."""

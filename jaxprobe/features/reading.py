@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from extract.records import Setting
-from extract.store.store import FeatureStore, Ragged, read_family
-from jaxprobe.features.features import (
+from extract.store.read import FeatureStore, Ragged, read_family
+from jaxprobe.features.families import (
     FamilyDims,
     Features,
     Standardizer,
     fit_standardizer,
 )
 from jaxprobe.features.subsets import FAMILIES
-from jaxprobe.fit.chunks import standardizer_of
+from jaxprobe.fit.streaming import standardizer_of
 
 SPAN_NAMES = ("context", "question", "answer")  # as they are stored
 ANSWER = 2
@@ -128,7 +128,7 @@ def assemble(
     Args:
       families: by name `[n_rows, ...]`; `hidden` of one layer.
       starts: `[n_examples]`, first row of each example.
-      spans: `[n_examples, 3, 2]`, see the glossary in `extract/store/store.py`.
+      spans: `[n_examples, 3, 2]`, see the glossary in `extract/store/read.py`.
       setting: decides which spans are read.
       n_tokens: padded length per span; None takes the longest of each.
     """

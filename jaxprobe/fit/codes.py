@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxprobe.features.features import FamilyTokens
+from jaxprobe.features.families import FamilyTokens
 from jaxprobe.features.subsets import SUBSETS
 from jaxprobe.fit.grid import Trained, in_chunks
 from jaxprobe.fit.loop import Params

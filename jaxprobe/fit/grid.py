@@ -22,10 +22,10 @@ import numpy as np
 import optax
 
 from jaxprobe.config import TrainConfig
-from jaxprobe.features.features import FamilyTokens
+from jaxprobe.features.families import FamilyTokens
 from jaxprobe.features.subsets import N_SUBSETS, SUBSETS
-from jaxprobe.fit.blas import use_one_blas_thread
 from jaxprobe.fit.loop import FitInfo, Params, fit
+from jaxprobe.kernels.products import use_one_blas_thread
 from jaxprobe.kernels.projection import Draw
 from jaxprobe.kernels.random import BATCHES, MEMBERS, words_of
 from jaxprobe.metrics import masked_auroc

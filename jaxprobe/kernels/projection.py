@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxprobe.config import Products
-from jaxprobe.kernels.gathering import rows_of_tokens, take_rows
 from jaxprobe.kernels.products import product
 from jaxprobe.kernels.random import hashed_normal
-from jaxprobe.kernels.wide import wide_product
+from jaxprobe.kernels.wide import rows_of_tokens, take_rows, wide_product
 
 # Channels from which a batch is too large to be copied before it is projected.
 _WIDE = 1024

@@ -15,8 +15,28 @@ import jax
 import jax.numpy as jnp
 
 from jaxprobe.config import Products
-from jaxprobe.kernels.gathering import rows_of_tokens, take_rows
 from jaxprobe.kernels.products import contract, product
+
+
+def rows_of_tokens(tokens: jax.Array, rows: jax.Array) -> jax.Array:
+    """Where the tokens of some examples lie.
+
+    Args:
+      tokens: `[n_tokens, n_examples, d]`.
+      rows: `[n]` int32, all of them among the examples.
+
+    Returns:
+      `[n_tokens, n]` int32, rows of `tokens` as one matrix.
+    """
+    n_tokens, n_examples, _ = tokens.shape
+    return n_examples * jnp.arange(n_tokens, dtype=jnp.int32)[:, None] + rows[None]
+
+
+def take_rows(tokens: jax.Array, at: jax.Array) -> jax.Array:
+    """Take rows of `tokens` as one matrix: `[..., d]` for `at` of shape `[...]`."""
+    matrix = tokens.reshape(-1, tokens.shape[-1])
+    return matrix.at[at].get(mode="promise_in_bounds")
+
 
 # Tokens at a time: at 4096 channels these are two megabytes.
 _N_CHUNK = 128

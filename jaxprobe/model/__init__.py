@@ -1,1 +1,1 @@
-"""."""
+"""The two Flax modules: the combination encoder and the late-fusion head."""

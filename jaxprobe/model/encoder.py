@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxprobe.config import EncoderConfig, Products
-from jaxprobe.features.features import FamilyDims, FamilyTokens
+from jaxprobe.features.families import FamilyDims, FamilyTokens
 from jaxprobe.features.subsets import N_FAMILIES
 from jaxprobe.kernels.masked import (
     N_TAPS,

@@ -1,1 +1,1 @@
-"""."""
+"""Finding passages."""

@@ -11,7 +11,7 @@ from benchmarks.results.ablation_tables import (
     span_table,
 )
 from benchmarks.results.figures import to_svg
-from benchmarks.results.rankfigure import ranking, ranking_pictures
+from benchmarks.results.pictures import ranking, ranking_pictures
 from tests.benchmarks.ablation_sample import ablations, rankings
 from tests.benchmarks.sample import PLACES, row, sample_rows, selection
 

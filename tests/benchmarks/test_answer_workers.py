@@ -12,9 +12,9 @@ from click.testing import CliRunner
 
 from beatrice import main
 from benchmarks.stages.presets import make_config
-from extract.backbone.owndevice import own_device
+from extract.backbone.names import own_device
 from extract.records import write_lines
-from extract.run.rundir import RunDir
+from extract.run.directory import RunDir
 from extract.world.facts import make_world
 from extract.world.questions import QuestionConfig, make_examples
 

@@ -8,12 +8,12 @@ import pytest
 from benchmarks.stages.label_stages import asking_identity, load_words
 from benchmarks.stages.presets import make_config
 from benchmarks.verbs.backends import BackendOptions, open_generator
-from extract.backbone.owndevice import default_dtype
+from extract.backbone.names import default_dtype
 from extract.generate.generator import GeneratorPrompt, SamplingConfig, reply_key
+from extract.generate.replies import words_identity
 from extract.generate.served_answers import claim_answers
-from extract.generate.wordidentity import words_identity
+from extract.run.directory import RunDir
 from extract.run.manifest import read_manifest
-from extract.run.rundir import RunDir
 from tests.benchmarks.test_forecast import beatrice
 from tests.extract import published as pub
 

@@ -8,7 +8,7 @@ from benchmarks.forecasts.rehearsal import Rehearsal, Rehearsed, spread
 from benchmarks.stages.forecast import Forecast, Tally, Watch, compare
 from extract.generate.generator import GeneratorPrompt, SamplingConfig
 from extract.generate.replies import Replies
-from extract.run.jsonlines import JsonLines
+from extract.run.files import JsonLines
 from tests.extract import published as pub
 from tests.extract.scripted import ScriptedGenerator
 

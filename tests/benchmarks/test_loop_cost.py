@@ -9,7 +9,7 @@ from benchmarks.speed.full_models import FULL_MODELS, GEMMA, QWEN, flops_per_tok
 from benchmarks.speed.gpu_cost import GPU_HEAD, measure_gpu
 from benchmarks.speed.loop_cost import LOOP_HEAD, Loop, LoopConfig, measure_loops
 from benchmarks.speed.tiny_models import tiny_model
-from extract.backbone.backbone import Backbone
+from extract.backbone.loading import Backbone
 from extract.signals.plan import ExtractConfig
 from extract.signals.reader import SignalReader
 

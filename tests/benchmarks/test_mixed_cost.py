@@ -8,7 +8,7 @@ from benchmarks.speed.mixed_cost import ALL, compare, measure
 from benchmarks.stages.configurations import config_from_manifest
 from benchmarks.stages.presets import make_config
 from benchmarks.stages.rows import Rows
-from extract.run.rundir import RunDir
+from extract.run.directory import RunDir
 from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
 
 CONFIG = dataclasses.replace(make_config("smoke"), n_bootstrap=200)

@@ -15,13 +15,13 @@ from click.testing import CliRunner
 
 from beatrice import main
 from benchmarks.stages.presets import make_config
-from extract.backbone.backbone import load_backbone
-from extract.backbone.embedded import WEIGHTS
+from extract.backbone.loading import load_backbone
+from extract.backbone.names import WEIGHTS
 from extract.generate.local import TransformersGenerator
 from extract.generate.sampling import Sample
 from extract.pipeline import read_examples
 from extract.records import Answer, read_records, write_lines
-from extract.run.rundir import RunDir
+from extract.run.directory import RunDir
 from extract.world.facts import make_world
 from extract.world.questions import QuestionConfig, make_examples
 from tests.extract.loopback import served

@@ -8,7 +8,7 @@ from benchmarks.stages.exhaustive_stage import _rank_rows, traits
 from benchmarks.stages.publishing import publish, read_result_rows, rows_file
 from benchmarks.stages.rows import Rows
 from benchmarks.stages.span_members import replaced
-from extract.run.rundir import RunDir
+from extract.run.directory import RunDir
 from jaxprobe.features.subsets import FAMILIES, N_SUBSETS, SUBSET_NAMES, subset_index
 from jaxprobe.fit.codes import Codes
 from jaxprobe.fit.grid import Member, default_blocks

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from benchmarks.speed.resume_proof import ResumeConfig, compare, is_torn, prove
-from extract.store.family import Family
+from extract.store.families import Family
 from extract.store.kept import Kept
 from extract.store.spec import StoreSpec
-from extract.store.storewrite import StoreWriter, create_store
+from extract.store.write import StoreWriter, create_store
 
 
 def test_a_changed_a_missing_and_a_new_file_are_seen(tmp_path):

@@ -11,7 +11,7 @@ from benchmarks.stages.presets import make_config
 from benchmarks.stages.tallies import count_stage, disk_bytes
 from extract.pipeline import read_answers
 from extract.records import SETTINGS, write_lines
-from extract.run.rundir import RunDir
+from extract.run.directory import RunDir
 from extract.signals.plan import ExtractConfig
 from extract.world.facts import make_world
 from extract.world.questions import QuestionConfig, make_examples

@@ -7,9 +7,9 @@ from benchmarks.speed.store_cost import (
     make_store,
     measure_in_process,
 )
-from extract.store.store import open_store
+from extract.store.read import open_store
 from jaxprobe.config import EncoderConfig, StreamConfig
-from jaxprobe.features.features import FamilyDims
+from jaxprobe.features.families import FamilyDims
 from jaxprobe.features.reading import read_features
 
 TOY = StoreCost(

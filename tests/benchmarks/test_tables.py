@@ -1,5 +1,4 @@
-from benchmarks.results.tables import controller_table, detection_table, number
-from benchmarks.results.tabletext import as_text
+from benchmarks.results.tables import as_text, controller_table, detection_table, number
 from extract.run.results import CONTROLS, DETECTORS, SPAN_DECISIONS
 from tests.benchmarks.sample import PLACES, row, sample_rows
 

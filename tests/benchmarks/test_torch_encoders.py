@@ -16,7 +16,7 @@ from benchmarks.speed.torch_encoders import (
     weights_of,
 )
 from jaxprobe.config import EncoderConfig
-from jaxprobe.features.features import FamilyDims, Standardizer, split_families
+from jaxprobe.features.families import FamilyDims, Standardizer, split_families
 from jaxprobe.features.subsets import SUBSETS, subset_index
 from jaxprobe.kernels.random import words_of
 from jaxprobe.model.encoder import Encoder, init_encoder

@@ -29,7 +29,7 @@ from benchmarks.speed.train_cost import (
 from benchmarks.speed.train_fleet import started
 from benchmarks.speed.train_grid import Grid
 from jaxprobe.config import EncoderConfig
-from jaxprobe.features.features import FamilyDims
+from jaxprobe.features.families import FamilyDims
 from jaxprobe.features.subsets import subset_index
 
 TOY = Workload(

@@ -3,10 +3,10 @@
 import pytest
 
 from benchmarks.stages.presets import make_config
-from extract.backbone.backbone import load_backbone
-from extract.backbone.embedded import WEIGHTS
-from extract.generate.asking import AskConfig, ask
+from extract.backbone.loading import load_backbone
+from extract.backbone.names import WEIGHTS
 from extract.generate.local import TransformersGenerator
+from extract.generate.requests import AskConfig, ask
 from extract.world.facts import make_world
 from extract.world.questions import make_examples
 

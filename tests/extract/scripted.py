@@ -3,7 +3,7 @@
 import re
 
 from extract.generate.generator import Generated
-from extract.label.judge import exact_match
+from extract.label.verdicts import exact_match
 
 MARKER = re.compile(r"that carry the marker (\S+)\. What stands")
 

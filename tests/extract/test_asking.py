@@ -2,9 +2,8 @@ import dataclasses
 
 import pytest
 
-from extract.generate.asking import AskConfig, ask
-from extract.generate.chat import render_message
-from extract.generate.prompts import TEMPLATES, build_prompt
+from extract.generate.prompts import TEMPLATES, build_prompt, render_message
+from extract.generate.requests import AskConfig, ask
 from extract.generate.served_answers import Words
 from extract.records import Example, Passage
 from extract.world.facts import WorldConfig, make_world

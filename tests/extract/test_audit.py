@@ -15,12 +15,13 @@ from extract.label.annotation import (
 )
 from extract.label.audit import (
     against_exact_match,
+    agreement,
     between_judges,
     disagreements,
     join_labels,
+    kappa_of,
 )
-from extract.label.judge import consensus
-from extract.label.kappa import agreement, kappa_of
+from extract.label.verdicts import consensus
 from extract.records import Answer, Example, Label
 
 

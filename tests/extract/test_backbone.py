@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.speed.tiny_models import VOCAB_SIZE, tiny_model
-from extract.backbone.backbone import Backbone, load_backbone
+from extract.backbone.loading import Backbone, load_backbone
 
 
 def save_tokenizer(path):

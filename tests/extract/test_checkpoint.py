@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.speed.tiny_models import VOCAB_SIZE, tiny_model
-from extract.backbone.backbone import load_backbone
 from extract.backbone.checkpoint import check_unpacking, load_outline
+from extract.backbone.loading import load_backbone
 
 
 def save_words(path, n_words, **special):

@@ -3,12 +3,11 @@ import dataclasses
 import pytest
 from transformers import AutoTokenizer
 
-from extract.backbone.embedded import WEIGHTS
+from extract.backbone.names import WEIGHTS
 from extract.generate.replies import Replies
-from extract.label.fences import defuse, fence, marker_for
-from extract.label.judge import consensus
 from extract.label.judges import ConsensusConfig, judge_answers
-from extract.label.rubrics import RUBRICS, judge_prompt
+from extract.label.rubrics import RUBRICS, defuse, fence, judge_prompt, marker_for
+from extract.label.verdicts import consensus
 from extract.records import Answer, Example
 from tests.extract.injections import INJECTIONS
 from tests.extract.scripted import (

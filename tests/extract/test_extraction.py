@@ -13,9 +13,9 @@ import pytest
 from extract.records import Answer
 from extract.signals.extraction import extract, run_plan
 from extract.signals.plan import ExtractConfig, n_rows_of, plan_extraction
-from extract.store.family import Family
-from extract.store.store import done_ranges, open_store, read_family
-from extract.store.storecheck import verify
+from extract.store.families import Family
+from extract.store.read import done_ranges, open_store, read_family
+from extract.store.write import verify
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = ExtractConfig(tokens_per_batch=96, rows_per_shard=64)

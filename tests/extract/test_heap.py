@@ -3,13 +3,13 @@ import sys
 
 import pytest
 
-from extract.backbone.heap import keep_freed_memory
+from extract.backbone.loading import keep_freed_memory
 
 # Takes, fills and frees 48 MiB five times; prints the pages that the system gave for
 # the last four. Not by NumPy, which asks for huge pages.
 CHURN = """
 import resource, sys
-from extract.backbone.heap import keep_freed_memory
+from extract.backbone.loading import keep_freed_memory
 
 def churn():
     b"x" * (48 << 20)

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from extract.datasets.files.bytewindow import Window
-from extract.datasets.files.jsonscan import ArrayScanner
+from extract.datasets.files.json_stream import ArrayScanner, Window
 from tests.extract.published import hotpot, musique
 
 

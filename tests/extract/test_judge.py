@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extract.label.judge import (
+from extract.label.verdicts import (
     consensus,
     exact_match,
     exact_match_judge,

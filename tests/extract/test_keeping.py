@@ -7,6 +7,7 @@ import pytest
 
 from extract.signals.extraction import run_plan
 from extract.signals.plan import ExtractConfig, plan_extraction
+from extract.store.families import as_written
 from extract.store.kept import (
     Kept,
     as_size,
@@ -16,10 +17,9 @@ from extract.store.kept import (
     parse_layers,
     stored_bytes,
 )
-from extract.store.precision import as_written
+from extract.store.read import done_ranges, open_store, read_family, read_rows
 from extract.store.spec import StoreSpec
-from extract.store.store import done_ranges, open_store, read_family, read_rows
-from extract.store.storecheck import verify
+from extract.store.write import verify
 from tests.extract.test_extraction import Begun, Reading, TokenIds
 
 QWEN_9B = model_shapes(d_model=4096, n_layers=32, n_attention_layers=8, n_heads=16)

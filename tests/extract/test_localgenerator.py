@@ -3,8 +3,8 @@ import dataclasses
 import pytest
 import torch
 
-from extract.backbone.backbone import load_backbone
-from extract.backbone.embedded import WEIGHTS
+from extract.backbone.loading import load_backbone
+from extract.backbone.names import WEIGHTS
 from extract.generate.generator import GeneratorPrompt, SamplingConfig, reply_key
 from extract.generate.greedy import generate_all
 from extract.generate.local import TransformersGenerator

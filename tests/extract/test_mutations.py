@@ -15,7 +15,7 @@ from benchmarks.speed import exactness, oracle
 from benchmarks.speed.exactness import TOLERANCE
 from benchmarks.speed.tiny_models import FAMILIES, tiny_model
 from extract.backbone import parity
-from extract.backbone.backbone import Backbone
+from extract.backbone.loading import Backbone
 from extract.signals import attention, probability, residual
 from extract.signals.reader import SignalReader
 

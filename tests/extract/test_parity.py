@@ -11,7 +11,7 @@ from transformers import (
 from transformers.masking_utils import AttentionMaskInterface
 
 from benchmarks.speed.tiny_models import VOCAB_SIZE
-from extract.backbone.backbone import Backbone
+from extract.backbone.loading import Backbone
 from extract.signals import attention
 from extract.signals.reader import SignalReader
 

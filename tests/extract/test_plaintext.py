@@ -6,10 +6,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from extract.backbone.backbone import load_backbone
-from extract.backbone.embedded import WEIGHTS
-from extract.generate.plaintext import encode_text
-from extract.generate.prompts import TEMPLATES, build_prompt
+from extract.backbone.loading import load_backbone
+from extract.backbone.names import WEIGHTS
+from extract.generate.prompts import TEMPLATES, build_prompt, encode_text
 from extract.records import Passage
 
 EVIL = "a </s> <s> b"

@@ -3,16 +3,16 @@ import dataclasses
 import pytest
 
 from extract.generate.replies import Replies
-from extract.label.additions import find_additions
-from extract.label.fences import defuse
 from extract.label.rewrite import (
     RewriteConfig,
     count_rewrites,
+    find_additions,
     read_rewrite,
     rewrite_contexts,
     rewrite_prompt,
     with_rewrites,
 )
+from extract.label.rubrics import defuse
 from extract.records import Example, Passage
 from tests.extract.injections import INJECTIONS
 from tests.extract.scripted import ScriptedGenerator, fields_of, said

@@ -7,11 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from extract.run.atomic import sha256_file, write_json_atomic, write_text_atomic
-from extract.run.jsonlines import JsonLines
+from extract.run.directory import RunDir
+from extract.run.files import (
+    JsonLines,
+    sha256_file,
+    write_json_atomic,
+    write_text_atomic,
+)
 from extract.run.lock import InUse
 from extract.run.manifest import read_manifest
-from extract.run.rundir import RunDir
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIG = {"preset": "demo", "seed": 0, "train": {"n_seeds": 5}}
@@ -20,7 +24,7 @@ CONFIG = {"preset": "demo", "seed": 0, "train": {"n_seeds": 5}}
 def start_owner(path):
     """Start a process that holds a run directory until it is ended."""
     code = (
-        "import sys, time; from extract.run.rundir import RunDir\n"
+        "import sys, time; from extract.run.directory import RunDir\n"
         f"run = RunDir.open({str(path)!r}, {CONFIG!r})\n"
         "print('held', flush=True); time.sleep(60)"
     )

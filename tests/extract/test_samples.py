@@ -6,7 +6,7 @@ import pytest
 
 from extract.datasets import open_dataset
 from extract.datasets.inspection import inspect_file
-from extract.label.judge import exact_match
+from extract.label.verdicts import exact_match
 from tests.extract.published import samples
 
 # file: set, records, loaded, with passages, with gold passages

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from benchmarks.speed.tiny_models import tiny_model
-from extract.backbone.backbone import Backbone
+from extract.backbone.loading import Backbone
 from extract.records import Answer
 from extract.signals.reader import Sequence, SignalReader, sequence_of
 

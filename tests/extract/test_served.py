@@ -3,12 +3,16 @@ import time
 
 import pytest
 
-from extract.generate.chat import template_fields
 from extract.generate.generator import GeneratorPrompt, SamplingConfig, reply_key
+from extract.generate.prompts import template_fields
 from extract.generate.replies import Replies
 from extract.generate.served import ServedGenerator
-from extract.generate.serverconfig import ServerConfig
-from extract.generate.spending import Account, Prices, SpendingCapReached
+from extract.generate.server_config import (
+    Account,
+    Prices,
+    ServerConfig,
+    SpendingCapReached,
+)
 from tests.extract.generating import GREEDY, prompts_of, texts
 from tests.extract.loopback import served
 

@@ -10,11 +10,11 @@ import urllib.request
 import pytest
 
 from benchmarks.stages.presets import make_config
-from extract.backbone.embedded import WEIGHTS
-from extract.generate.asking import AskConfig, ask
+from extract.backbone.names import WEIGHTS
 from extract.generate.generator import GeneratorPrompt
+from extract.generate.requests import AskConfig, ask
 from extract.generate.served import ServedGenerator
-from extract.generate.serverconfig import ServerConfig
+from extract.generate.server_config import ServerConfig
 from extract.world.facts import make_world
 from extract.world.questions import QuestionConfig, make_examples
 from tests.extract.generating import texts

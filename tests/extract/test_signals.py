@@ -8,13 +8,12 @@ from benchmarks.speed import exactness, oracle
 from benchmarks.speed.exactness import TOLERANCE, make_batch, make_sequence
 from benchmarks.speed.tiny_models import FAMILIES, VOCAB_SIZE, WINDOW, tiny_model
 from benchmarks.speed.tiny_wrappers import WRAPPERS, multimodal_wrapper
-from extract.backbone.backbone import Backbone
 from extract.backbone.layout import watch_layers
+from extract.backbone.loading import Backbone
 from extract.signals import probability
 from extract.signals.attention import SpanReading, read_spans
-from extract.signals.pending import Rows, StreamReading
+from extract.signals.batch import HostCopies, Rows, StreamReading
 from extract.signals.reader import SignalReader
-from extract.signals.transfer import HostCopies
 
 FIELDS = exactness.SIGNALS
 ARCHITECTURES = dict(exactness.architectures())

@@ -5,12 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from extract.store.family import Family
+from extract.store.families import Family
+from extract.store.read import as_url, done_ranges, open_store, read_family, read_rows
 from extract.store.spec import StoreSpec
-from extract.store.store import done_ranges, open_store, read_family, read_rows
-from extract.store.storearrays import as_url
-from extract.store.storecheck import verify
-from extract.store.storewrite import StoreWriter, create_store
+from extract.store.write import StoreWriter, create_store, verify
 
 FAMILIES = {
     "hidden": Family(shape=(3, 8), dtype="bfloat16", by_layer=True),

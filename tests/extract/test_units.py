@@ -10,15 +10,14 @@ import numpy as np
 import pytest
 
 from benchmarks.speed.tiny_models import N_TEXT_IDS, tiny_model
-from extract.backbone.backbone import Backbone
+from extract.backbone.loading import Backbone
 from extract.run.workers import rank_and_world_size
 from extract.signals.extraction import run_plan
-from extract.signals.plan import ExtractConfig, plan_extraction
+from extract.signals.plan import ExtractConfig, plan_extraction, tokens_per_unit
 from extract.signals.reader import Sequence, SignalReader
-from extract.signals.units import tokens_per_unit
-from extract.store.family import Family
+from extract.store.families import Family
 from extract.store.kept import model_shapes
-from extract.store.store import open_store
+from extract.store.read import open_store
 from tests.extract.test_extraction import TokenIds, files_under
 
 REPOSITORY = Path(__file__).parents[2]

@@ -7,8 +7,8 @@ from transformers import Phi3Config, Phi3ForCausalLM
 
 from benchmarks.speed import exactness, oracle
 from benchmarks.speed.tiny_models import _NO_HEAD_DIM, _randomise
-from extract.backbone.backbone import Backbone
-from extract.backbone.window import window_of
+from extract.backbone.checkpoint import window_of
+from extract.backbone.loading import Backbone
 from extract.signals.reader import SignalReader
 
 SWITCH = 16

@@ -3,11 +3,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxprobe.bank import EncoderBank
 from jaxprobe.calibration import Calibrator
 from jaxprobe.config import EncoderConfig, FusionConfig
-from jaxprobe.detector import Detector, SettingHead
-from jaxprobe.features.features import (
+from jaxprobe.detector import Detector, EncoderBank, SettingHead
+from jaxprobe.features.families import (
     FamilyDims,
     Features,
     fit_standardizer,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxprobe.config import EncoderConfig, FusionConfig
-from jaxprobe.features.features import (
+from jaxprobe.features.families import (
     FamilyDims,
     FamilyTokens,
     Features,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxprobe.config import EncoderConfig, TrainConfig
-from jaxprobe.features.features import (
+from jaxprobe.features.families import (
     FamilyDims,
     Features,
     fit_standardizer,

@@ -6,7 +6,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from jaxprobe.config import EncoderConfig
-from jaxprobe.features.features import FamilyDims, FamilyTokens
+from jaxprobe.features.families import FamilyDims, FamilyTokens
 from jaxprobe.kernels.products import contract, product
 from jaxprobe.kernels.projection import Draw
 from jaxprobe.kernels.random import words_of

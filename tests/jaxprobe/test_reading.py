@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from extract.store.family import Family
+from extract.store.families import Family
+from extract.store.read import read_family
 from extract.store.spec import StoreSpec
-from extract.store.store import read_family
-from extract.store.storewrite import StoreWriter, create_store
-from jaxprobe.features.features import FamilyDims, fit_standardizer, split_families
+from extract.store.write import StoreWriter, create_store
+from jaxprobe.features.families import FamilyDims, fit_standardizer, split_families
 from jaxprobe.features.reading import (
     family_dims,
     fit_reading,

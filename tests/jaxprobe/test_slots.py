@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxprobe.model.slots import slot_products
+from jaxprobe.model.fusion import slot_products
 
 N_SLOTS, D, HIDDEN, N = 4, 5, 3, 6
 MEMBERS, START, N_FILLED = jnp.array([6, 1, 3, 0]), 2, 3

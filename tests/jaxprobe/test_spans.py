@@ -2,8 +2,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxprobe.features.features import Features, fit_standardizer, split_families
-from jaxprobe.features.spans import all_but, keep_spans
+from jaxprobe.features.families import (
+    Features,
+    all_but,
+    fit_standardizer,
+    keep_spans,
+    split_families,
+)
 from jaxprobe.features.subsets import subset_index
 from jaxprobe.fit.codes import encode
 from jaxprobe.fit.grid import Block, fit_block, labelled

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxprobe.config import EncoderConfig, StreamConfig, TrainConfig
-from jaxprobe.features.features import (
+from jaxprobe.features.families import (
     FamilyDims,
     Features,
     Standardizer,
@@ -14,9 +14,14 @@ from jaxprobe.features.features import (
     split_families,
 )
 from jaxprobe.features.subsets import subset_index
-from jaxprobe.fit.chunks import epoch_groups, prefetched, standardizer_of
 from jaxprobe.fit.grid import Block, Member, fit_blocks, labelled
-from jaxprobe.fit.streaming import Streamed, fit_streamed
+from jaxprobe.fit.streaming import (
+    Streamed,
+    epoch_groups,
+    fit_streamed,
+    prefetched,
+    standardizer_of,
+)
 from jaxprobe.model.encoder import Encoder
 
 DIMS = FamilyDims(hidden=6, prob=2, resid=3, attn=2)

@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxprobe.bank import EncoderBank
 from jaxprobe.calibration import fit_calibrator
 from jaxprobe.config import EncoderConfig, FusionConfig
-from jaxprobe.detector import Detector, SettingHead
-from jaxprobe.features.features import FamilyDims, FamilyTokens, Standardizer
+from jaxprobe.detector import Detector, EncoderBank, SettingHead
+from jaxprobe.features.families import FamilyDims, FamilyTokens, Standardizer
 from jaxprobe.kernels.random import words_of
 from jaxprobe.model.encoder import Encoder, init_encoder
 from jaxprobe.model.fusion import FusionHead, init_head, say

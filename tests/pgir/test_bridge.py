@@ -3,12 +3,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from extract.backbone.backbone import load_backbone
-from extract.backbone.embedded import WEIGHTS
+from extract.backbone.loading import load_backbone
+from extract.backbone.names import WEIGHTS
 from extract.generate.prompts import TEMPLATES
 from extract.generate.requests import GenerationConfig
 from extract.records import Passage
-from jaxprobe.bank import encode_bank
+from jaxprobe.detector import encode_bank
 from pgir.bridge import ProbedBackbone, ProbedReader, fixed_length
 from pgir.scorer import Scorer
 from tests.pgir.small_detector import LAYER, make_detector

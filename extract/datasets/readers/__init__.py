@@ -1,1 +1,1 @@
-"""."""
+"""One reader for each layout in which question sets are published."""

@@ -15,9 +15,14 @@ from extract.datasets.readers.fields import (
     text,
     unfold,
 )
-from extract.datasets.readers.naming import dataset_marked, dataset_tagged
 from extract.datasets.readers.passages import titled_passages
-from extract.datasets.readers.question import Format, Question, Record
+from extract.datasets.readers.question import (
+    Format,
+    Question,
+    Record,
+    dataset_marked,
+    dataset_tagged,
+)
 from extract.records import Passage
 
 GOLD_SCORE = 1000  # of the positive that comes from the annotated page

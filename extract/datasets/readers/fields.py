@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from extract.datasets.files.jsonparse import KINDS
+from extract.datasets.files.json_stream import KINDS
 from extract.datasets.readers.question import Record
 
 _LITERAL_CHARACTERS = 1 << 20  # of a list written as text; the longest known is 20 kB

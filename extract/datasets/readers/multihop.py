@@ -10,14 +10,14 @@ from extract.datasets.readers.fields import (
     objects,
     text,
 )
-from extract.datasets.readers.naming import dataset_of_id
-from extract.datasets.readers.paragraphs import (
+from extract.datasets.readers.passages import (
+    body_of,
+    is_list_of_objects,
     is_titled,
     read_context,
     supporting_titles,
 )
-from extract.datasets.readers.passages import body_of, is_list_of_objects
-from extract.datasets.readers.question import Format, Question, Record
+from extract.datasets.readers.question import Format, Question, Record, dataset_of_id
 from extract.records import Passage
 
 # Tuples: a damaged record may have a list here, which no set can be asked about.

@@ -13,18 +13,21 @@ from extract.datasets.readers.fields import (
     text,
 )
 from extract.datasets.readers.multihop import is_twowiki
-from extract.datasets.readers.naming import dataset_marked, dataset_of_id
-from extract.datasets.readers.paragraphs import (
-    is_titled,
-    read_context,
-    supporting_titles,
-)
 from extract.datasets.readers.passages import (
     any_passages,
     check_all_read,
+    is_titled,
+    read_context,
+    supporting_titles,
     titled_passages,
 )
-from extract.datasets.readers.question import Format, Question, Record
+from extract.datasets.readers.question import (
+    Format,
+    Question,
+    Record,
+    dataset_marked,
+    dataset_of_id,
+)
 from extract.records import Passage
 
 _QUESTIONS = ("question", "query", "input", "Question", "problem")

@@ -11,8 +11,14 @@ from extract.datasets.readers.fields import (
     objects,
     text,
 )
-from extract.datasets.readers.naming import dataset_named, dataset_of_id, dataset_tagged
-from extract.datasets.readers.question import Format, Question, Record
+from extract.datasets.readers.question import (
+    Format,
+    Question,
+    Record,
+    dataset_named,
+    dataset_of_id,
+    dataset_tagged,
+)
 from extract.records import Passage
 
 _PARAGRAPHS = {"context", "ctxs", "paragraphs", "supporting_facts"}

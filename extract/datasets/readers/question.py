@@ -1,10 +1,16 @@
 """A question as a published file has it, before it belongs to a split."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, get_args
 
 from extract.records import Example, Passage, Split
+
+DatasetName = Literal[
+    "hotpotqa", "musique", "2wikimultihopqa", "popqa", "nq", "triviaqa"
+]
+DATASETS: tuple[DatasetName, ...] = get_args(DatasetName)
 
 Record = Mapping[str, Any]
 
@@ -83,3 +89,103 @@ class Format:
     refusal: str = ""
     dataset: str | None = None
     is_weak: bool = False
+
+
+_NAMES: tuple[tuple[str, DatasetName], ...] = (
+    (r"2wiki|wikimulti", "2wikimultihopqa"),
+    (r"hotpot", "hotpotqa"),
+    (r"musique", "musique"),
+    (r"popqa", "popqa"),
+    (r"trivia|(?<![a-z])tqa", "triviaqa"),
+    (r"(?<![a-z])nq(?![a-z])|natural[-_ ]?questions", "nq"),
+)
+_IDS: tuple[tuple[str, DatasetName], ...] = (
+    (r"[234]hop\d?__.+", "musique"),
+    (r"[0-9a-f]{24}", "hotpotqa"),
+    (r"[0-9a-f]{32}", "2wikimultihopqa"),
+    (r"(tc|q[bwzfg]|bb|bt|jp|wh|sfq|odql|dpql)_\d+(--.*)?", "triviaqa"),
+    (r"-?\d{15,20}", "nq"),
+)
+
+
+# Question sets that are published in the same layouts, and are none of the six.
+_FOREIGN = re.compile(
+    r"squad|web[-_ ]?q|curated|(?<![a-z])trec|ms[-_ ]?marco|boolq|newsqa|searchqa|"
+    r"quasar|quac|coqa|narrativeqa|bamboogle|strategyqa|eli5|asqa|gsm8k|truthfulqa|"
+    r"mmlu|fever|wizard|(?<![a-z])(drop|arc|race|zsre|trex|t-rex)(?![a-z])"
+)
+
+
+def dataset_named(name: Any) -> DatasetName | None:
+    """Return the question set that a name means, or None."""
+    if not isinstance(name, str):
+        return None
+    found = (known for pattern, known in _NAMES if re.search(pattern, name.lower()))
+    return next(found, None)
+
+
+def is_foreign(name: Any) -> bool:
+    """Tell whether a name is that of a known question set which is none of the six."""
+    if not isinstance(name, str) or dataset_named(name) is not None:
+        return False
+    return _FOREIGN.search(name.lower()) is not None
+
+
+def dataset_tagged(record: Mapping[str, Any]) -> DatasetName | None:
+    """Return the question set that a record's field `dataset` means, or None.
+
+    Raises:
+      ValueError: it means a known set that is none of the six.
+    """
+    name = record.get("dataset")
+    if is_foreign(name):
+        raise ValueError(
+            f"its 'dataset' is {name!r}, which is none of the six question sets"
+        )
+    return dataset_named(name)
+
+
+def dataset_marked(record: Mapping[str, Any]) -> DatasetName | None:
+    """Return the question set that a plain record's own marks mean, or None.
+
+    Ids of hexadecimal digits mark none: SQuAD's are as HotpotQA's, and any checksum is
+    as 2WikiMultihopQA's.
+
+    Raises:
+      ValueError: they mean a known set that is none of the six.
+    """
+    tagged = dataset_tagged(record)
+    if tagged is not None:
+        return tagged
+    if "s_wiki_title" in record or {"prop", "subj"} <= record.keys():
+        return "popqa"
+    names = (record.get(key) for key in ("id", "_id", "question_id", "qid"))
+    found = dataset_of_id(next((n for n in names if isinstance(n, str)), None))
+    return None if found in ("hotpotqa", "2wikimultihopqa") else found
+
+
+def dataset_of_id(name: str | None) -> DatasetName | None:
+    """Return the question set whose ids look like this one, or None."""
+    found = (known for pattern, known in _IDS if name and re.fullmatch(pattern, name))
+    return next(found, None)
+
+
+def dataset_of_style(questions: Sequence[Question]) -> DatasetName | None:
+    """Tell NQ from TriviaQA by how they ask and accept, or return None.
+
+    NQ's questions are search queries in lower case without a question mark; TriviaQA's
+    are sentences with long lists of aliases (median 8 in DPR's development set, against
+    1 in NQ's).
+    """
+    if not questions:
+        return None
+    n_queries = sum(
+        not q.question.endswith("?") and q.question == q.question.lower()
+        for q in questions
+    )
+    if n_queries >= 0.8 * len(questions):
+        return "nq"
+    n_golds = sorted(len(q.golds) for q in questions)
+    if n_queries <= 0.1 * len(questions) and n_golds[len(n_golds) // 2] >= 4:
+        return "triviaqa"
+    return None

@@ -1,4 +1,4 @@
-"""Writing a feature store: its creation, whole ranges, and their commit records."""
+"""Verification: what a feature store holds against what was written to it."""
 
 import dataclasses
 import json
@@ -8,9 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
+from extract.store.read import (
+    FeatureStore,
+    as_url,
+    done_ranges,
+    open_arrays,
+    open_kvstore,
+    open_store,
+    read_stored,
+)
 from extract.store.spec import StoreSpec, canonical_json
-from extract.store.store import FeatureStore, open_store
-from extract.store.storearrays import as_url, open_arrays, open_kvstore
 
 # TensorStore's documentation warns that its S3 driver cannot write atomically.
 _WRITABLE = ("file://", "memory://", "gs://")
@@ -133,3 +140,43 @@ def checksums(signals: Mapping[str, np.ndarray]) -> dict[str, str]:
         name: f"{zlib.crc32(np.ascontiguousarray(values).view(np.uint8)):08x}"
         for name, values in signals.items()
     }
+
+
+def verify(store: FeatureStore) -> list[str]:
+    """Read everything again and compare it with the commit records.
+
+    Returns:
+      One sentence per problem; empty if every range is committed and intact.
+    """
+    problems = []
+    done = done_ranges(store)
+    for range_id in range(store.spec.n_ranges):
+        if range_id not in done:
+            problems.append(f"{store.describe(range_id)} is not extracted yet")
+            continue
+        try:
+            problems += _verify_range(store, range_id)
+        except ValueError as error:
+            problems.append(str(error))
+    return problems
+
+
+def _verify_range(store: FeatureStore, range_id: int) -> list[str]:
+    """Compare one committed range with its record."""
+    key = store.commit_key(range_id)
+    content = open_kvstore(store.url).read(key).result().value
+    try:
+        wanted = json.loads(content)["crc32"].get
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return [f"{store.describe(range_id)} has an unreadable commit record {key}"]
+    problems = []
+    for name in store.spec.families:
+        rows = store.spec.range_rows(range_id, name)
+        values = read_stored(store, *rows, name)
+        if checksums({name: values})[name] != wanted(name):
+            files = ", ".join(store.shard_keys(range_id, name))
+            problems.append(
+                f"{store.describe(range_id)}: {files} does not hold what was written "
+                f"(CRC-32 differs from {key})"
+            )
+    return problems

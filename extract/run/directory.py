@@ -10,17 +10,88 @@ it. Three promises:
 """
 
 import dataclasses
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from extract.records import SETTINGS, Setting
-from extract.run.atomic import sha256_tree
+from extract.run.files import sha256_tree, write_json_atomic
 from extract.run.lock import take_lock
-from extract.run.manifest import agree_on_manifest, manifest_file, refuse_foreign
-from extract.run.provenance import package_versions, utc_now
-from extract.run.stagerecord import StageRecord
-from extract.run.writers import who_writes
+from extract.run.manifest import (
+    agree_on_manifest,
+    manifest_file,
+    package_versions,
+    refuse_foreign,
+    utc_now,
+)
+
+# The first part of the path, without its ending, or the name of a stage's rows.
+_WRITERS = {
+    "examples": "world` or `beatrice data",
+    "passages": "world` or `beatrice data",
+    "rewrites": "rewrite",
+    "answers": "answer",
+    "labels": "label",
+    "samples": "sample",
+    "features": "extract",
+    "sweep": "sweep",
+    "encoders": "train",
+    "selection": "select",
+    "detector": "calibrate",
+    "reliability": "evaluate",
+    "control": "control",
+    "results": "report",
+    "exhaustive": "select --exhaustive",
+    "ablate": "evaluate --ablations",
+}
+
+
+def who_writes(path: str) -> str:
+    """Say what to do about a missing file, by its path in the run directory."""
+    parts = path.split("/")
+    # Rows of a stage lie in `rows/`, named by it.
+    name = (parts[1] if parts[0] == "rows" and parts[1:] else parts[0]).split(".")[0]
+    verb = _WRITERS.get(name, name if parts[0] == "rows" else None)
+    if verb is None:
+        return "run the stage that writes it first"
+    return f"run `beatrice {verb}` first, which writes it"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageRecord:
+    """What a finished stage leaves behind.
+
+    Attributes:
+      inputs: SHA-256 (or another identity) of what it read, by name. A name that is
+        a path in the run directory is hashed again when the stage is asked about.
+      outputs: SHA-256 of the files and folders it wrote, by path in the run
+        directory.
+      seconds: wall time.
+      finished: UTC.
+      versions: of Python and packages, as they were then.
+    """
+
+    stage: str
+    inputs: dict[str, str]
+    outputs: dict[str, str]
+    seconds: float
+    finished: str
+    versions: dict[str, str]
+
+    def write(self, path: Path) -> None:
+        """Write the record, in one step."""
+        write_json_atomic(path, dataclasses.asdict(self))
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """Return the record at a path, or None if there is none that can be read."""
+        if not path.exists():
+            return None
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (ValueError, TypeError):
+            return None  # of an older program or damaged: the stage is done again
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,22 +1,52 @@
-"""A frozen language model, loaded from a directory or the Hub.
+"""Whether the model that reads the answers is the one that gave them."""
 
-Only safetensors weights are read and no code of a checkpoint is ever run. A
-checkpoint that leaves weights unset is refused (Transformers would fill them with
-random numbers), and so is one that holds weights its config has no place for.
-"""
-
+import ctypes
 import dataclasses
 import hashlib
+import json
+import os
+import string
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 
-from extract.backbone.checkpoint import load_checkpoint
-from extract.backbone.heap import keep_freed_memory
+from extract.backbone.checkpoint import load_checkpoint, window_of
 from extract.backbone.layout import Layout, find_layout
-from extract.backbone.modelname import check_name
-from extract.backbone.window import window_of
+from extract.backbone.names import check_name
+from extract.run.directory import RunDir
+
+# Of <malloc.h>; glibc alone has them.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+# Blocks up to this size are kept; the largest activations of one layer are below it.
+_LARGEST_BLOCK = 64 << 20
+_MOST_KEPT = 512 << 20
+
+
+def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
+    """Keep up to 512 MiB of freed memory, in blocks of at most 64 MiB, from now on.
+
+    For the whole process. Without effect where the C library is not glibc, and where
+    the environment says how it allocates (`MALLOC_…_THRESHOLD_`, `GLIBC_TUNABLES`).
+
+    Returns:
+      Whether it was done.
+    """
+    own = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+    if sys.platform != "linux" or any(name in environ for name in own):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    # Either alone would stop glibc from finding the other by itself.
+    done = (
+        mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK),
+        mallopt(_TRIM_THRESHOLD, _MOST_KEPT),
+    )
+    return all(done)
+
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -35,7 +65,7 @@ class Backbone:
       n_heads: query heads per attention layer.
       attention_layers: 0-based layers that have an attention matrix; hybrid models
         (Qwen3.5) have recurrent layers between.
-      max_length: longest sequence in tokens, see `extract.backbone.window`, or None where the
+      max_length: longest sequence in tokens, see `window_of`, or None where the
         model sets no limit.
     """
 
@@ -120,7 +150,7 @@ def _hash_files(directory: Path) -> str:
 def load_backbone(
     path: str | Path, *, dtype: Dtype = "float32", device: str = "cpu"
 ) -> Backbone:
-    """Load a frozen backbone; on a CPU, see also `extract.backbone.heap`.
+    """Load a frozen backbone; on a CPU, see also `extract.backbone.loading`.
 
     Args:
       path: a directory written by `save_pretrained`, or a Hub id.
@@ -147,4 +177,48 @@ def load_backbone(
         revision = model.config._commit_hash
     return Backbone.from_model(
         model.to(device), tokenizer, name=name, revision=revision
+    )
+
+
+def _is_commit(revision: str) -> bool:
+    """Tell a commit hash from a name that somebody gave a server's weights."""
+    return len(revision) == 40 and set(revision) <= set(string.hexdigits)
+
+
+def _may_differ(found: dict[str, object], backbone: Backbone) -> bool:
+    """Tell whether two revisions are of kinds that say nothing of each other.
+
+    What a server holds is called as its user likes; only a commit can be compared
+    with a commit.
+    """
+    return found.get("backend") != "transformers" and not (
+        _is_commit(str(found.get("revision"))) and _is_commit(backbone.revision)
+    )
+
+
+def require_answering_model(run: RunDir, backbone: Backbone) -> None:
+    """Refuse to read answers with other weights than gave them.
+
+    The signals would be those of a model that never wrote these answers, and nothing
+    later would show it.
+
+    Args:
+      run: holds the answers and `answers/backend.json`, which says who gave them;
+        without that file (an earlier version's run) nothing can be compared.
+      backbone: the model that is to read them.
+
+    Raises:
+      ValueError: another revision answered.
+    """
+    path = run.answers / "backend.json"
+    if not path.exists():
+        return
+    found = json.loads(path.read_text(encoding="utf-8"))
+    answered = str(found.get("revision"))
+    if answered == backbone.revision or _may_differ(found, backbone):
+        return
+    raise ValueError(
+        f"{run.answers} was answered by revision {answered[:12]} of the backbone, but "
+        f"{backbone.name} is now {backbone.revision[:12]}; put the weights that "
+        f"answered back, or delete {run.answers} to answer again"
     )

@@ -11,15 +11,105 @@ and one core: 31,400 records/s by guessing with orjson, 14,700 by ijson's C back
 
 import bisect
 import dataclasses
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import orjson
 
-from extract.datasets.files.bytewindow import CHUNK, Window
-from extract.datasets.files.jsonhead import top_keys
-from extract.datasets.files.jsonparse import is_json, parse_object
+from extract.datasets.files.kinds import Readable, top_keys
+
+CHUNK = 1 << 20
+_SPACE = re.compile(rb"\s*+")
+
+
+class Window:
+    """The part of a file that is looked at, and where it lies in the file."""
+
+    def __init__(self, stream: Readable) -> None:
+        """Begin before the first byte."""
+        self._stream = stream
+        self.bytes = b""
+        self.start = 0  # offset of bytes[0] in the file
+        self.is_last = False
+
+    def advance(self, keep: int, size: int = CHUNK) -> bool:
+        """Forget what lies before `keep` and read on; False at the end.
+
+        Positions in `bytes` shrink by `keep`.
+        """
+        more = b"" if self.is_last else self._stream.read(size)
+        self.bytes = self.bytes[keep:] + more
+        self.start += keep
+        self.is_last = not more
+        return bool(more)
+
+    def skip_space(self, at: int) -> int:
+        """Return the position of the next byte that is no space; may be the end."""
+        while True:
+            at = _SPACE.match(self.bytes, at).end()
+            if at < len(self.bytes):
+                return at
+            if not self.advance(at):
+                return 0
+            at = 0
+
+
+_PYTHON = re.compile(r"\s*\{\s*'")  # single quotes around the first key
+KINDS = {
+    dict: "an object",
+    list: "a list",
+    str: "text",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    type(None): "null",
+}
+
+
+def parse_object(raw: bytes | memoryview) -> tuple[dict[str, Any] | None, str | None]:
+    """Parse one JSON object; returns it, or None and what is wrong."""
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        value, problem = _parse_slowly(bytes(raw), error)
+        if problem is not None:
+            return None, problem
+    if not isinstance(value, dict):
+        return None, f"expected a JSON object, found {KINDS[type(value)]}"
+    return value, None
+
+
+def is_json(raw: bytes | memoryview) -> bool:
+    """Tell whether the bytes are one JSON value of any kind."""
+    try:
+        orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return False
+    return True
+
+
+def _parse_slowly(raw: bytes, error: orjson.JSONDecodeError) -> tuple[Any, str | None]:
+    """Say why text is no JSON; accept the NaN and Infinity that Python writes."""
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as wrong:
+        return None, (
+            f"not UTF-8: byte 0x{raw[wrong.start]:02x} at position {wrong.start} "
+            "of the record"
+        )
+    if "NaN" in text or "Infinity" in text:
+        try:
+            value = json.loads(text)
+            orjson.dumps(value)  # refuses lone surrogates, which json lets through
+            return value, None
+        except (ValueError, TypeError, RecursionError):
+            pass
+    if _PYTHON.match(text):
+        return None, "not valid JSON (Python's notation; save it with json.dumps)"
+    return None, f"not valid JSON ({error.msg}, at character {error.pos})"
+
 
 MAX_RECORD = 32 << 20  # bytes; the largest published records (NQ pages) are below 5 MB
 _GUESS_WITHIN = 4 << 20  # bytes searched for a guessed boundary

@@ -1,7 +1,12 @@
-"""Whether a name can be a backbone's, told before Torch is loaded."""
+"""Which accelerator is this process's own, as whoever launched it says."""
 
+import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
+
+from extract.run.workers import local_rank
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -40,3 +45,40 @@ def check_name(name: str) -> None:
             f"backbone {name!r}: no such directory, and not a Hub id of the form "
             "owner/model"
         )
+
+
+EMBEDDED = "embedded"  # its name on the command line and in manifests
+WEIGHTS = Path(__file__).parent.parent / "world" / "weights"
+
+
+def model_path(name: str) -> str:
+    """Return what Transformers loads: a directory, or a Hub id as it is."""
+    return str(WEIGHTS) if name == EMBEDDED else name
+
+
+def own_device(
+    device: str, n_visible: int, environ: Mapping[str, str] = os.environ
+) -> str:
+    """Return Torch's name of the device; `cuda` alone is each process's own GPU.
+
+    Args:
+      device: as asked for; one with a number, or no GPU, stays as it is.
+      n_visible: GPUs that this process sees. A launcher that shows each process one
+        GPU only calls it 0, whatever the process's rank.
+      environ: of the process.
+
+    Raises:
+      ValueError: the launcher's number of this process on its machine is none.
+    """
+    if device != "cuda":
+        return device
+    return f"cuda:{local_rank(environ) % max(1, n_visible)}"
+
+
+def default_dtype(device: str) -> Literal["bfloat16", "float32"]:
+    """Return how weights are held where nobody says: as trained on a GPU, else exact.
+
+    Published checkpoints are bfloat16; float32 takes twice the memory and several
+    times the time of a GPU, and on a processor it is the faster one.
+    """
+    return "bfloat16" if device.startswith("cuda") else "float32"
