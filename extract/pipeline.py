@@ -13,11 +13,11 @@ from extract.backbone.loading import Backbone
 from extract.generate.answers import AnswerRows, answered, open_answers
 from extract.generate.greedy import generate
 from extract.generate.requests import (
-    AskConfig,
     Asked,
     GenerationConfig,
+    PromptConfig,
+    PromptModel,
     Request,
-    Speaker,
     ask,
     plan_batches,
 )
@@ -85,7 +85,7 @@ def left_out_file(run: RunDir) -> Path:
 
 
 def ask_run(
-    run: RunDir, speaker: Speaker, asking: AskConfig, max_new_tokens: int
+    run: RunDir, speaker: PromptModel, asking: PromptConfig, max_new_tokens: int
 ) -> Asked:
     """Return what the run asks; what it does not ask is written down.
 

@@ -46,28 +46,30 @@ class TrainConfig:
     weight_decay: float = 0.01
     batch_size: int = 512
     max_epochs: int = 60
-    halve_after: int = 4  # epochs without a validation gain before the rate is halved
-    stop_after: int = 10  # epochs without a validation gain before training stops
+    lr_patience: int = 4  # epochs without a validation gain before the rate is halved
+    patience: int = 10  # epochs without a validation gain before training stops
     n_seeds: int = 3
     root_seed: int = 0
-    n_pieces: int | None = None  # of a batch; None: 128 rows each on a CPU, else one
+    n_microbatches: int | None = (
+        None  # of a batch; None: 128 rows each on a CPU, else one
+    )
 
     def __post_init__(self):
         """Refuse counts that train nothing."""
         for name in (
             "batch_size",
             "max_epochs",
-            "halve_after",
-            "stop_after",
+            "lr_patience",
+            "patience",
             "n_seeds",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(
                     f"{name} must be at least 1, got {getattr(self, name)}"
                 )
-        if self.n_pieces is not None and self.batch_size % self.n_pieces:
+        if self.n_microbatches is not None and self.batch_size % self.n_microbatches:
             raise ValueError(
-                f"batch_size {self.batch_size} has no {self.n_pieces} equal pieces"
+                f"batch_size {self.batch_size} has no {self.n_microbatches} equal parts"
             )
 
     def pieces(self) -> int:
@@ -76,8 +78,8 @@ class TrainConfig:
         Activations of about 128 rows stay in a core's cache: at 512 a step took twice
         the time per token.
         """
-        if self.n_pieces is not None:
-            return self.n_pieces
+        if self.n_microbatches is not None:
+            return self.n_microbatches
         import jax  # here: whoever only reads a configuration need not wait for it
 
         if jax.default_backend() != "cpu" or self.batch_size % 128:

@@ -7,7 +7,7 @@ from typing import Any
 
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import model_path
-from extract.generate.requests import AskConfig, GenerationConfig
+from extract.generate.requests import GenerationConfig, PromptConfig
 from extract.records import Passage
 from extract.run.directory import RunDir
 from extract.run.manifest import read_manifest
@@ -79,7 +79,7 @@ class Scorer:
         config = read_manifest(path)["config"]
         detector = Detector.load(run.finished_detector())
         name = model or detector.facts["model"]
-        asking = AskConfig(
+        asking = PromptConfig(
             template=detector.facts["template"],
             chat=detector.facts.get("chat", "no") == "yes",
         )

@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxprobe.checkpoint import keep, recall
 from jaxprobe.config import FusionConfig, TrainConfig
-from jaxprobe.model.fusion import PoolCodes
+from jaxprobe.model.fusion import PoolOutputs
 from selection.greedy import check_classes, fit_sets, slots_for
 
 SET_SIZE = 3  # of the paper's enumeration
@@ -101,8 +101,8 @@ class Enumeration:
       set_size: encoders of a set.
     """
 
-    train: PoolCodes
-    valid: PoolCodes
+    train: PoolOutputs
+    valid: PoolOutputs
     config: FusionConfig
     train_config: TrainConfig
     folder: Path

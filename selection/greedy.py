@@ -19,7 +19,7 @@ from jaxprobe.fit.heads import fit_heads
 from jaxprobe.fit.loop import FitInfo, Params
 from jaxprobe.model.fusion import (
     FusionHead,
-    PoolCodes,
+    PoolOutputs,
     apply_head,
     slots_of,
 )
@@ -93,8 +93,8 @@ def slots_for(config: FusionConfig, n_members: int) -> FusionConfig:
 
 def fit_sets(
     sets: Sequence[tuple[int, ...]],
-    train: PoolCodes,
-    valid: PoolCodes,
+    train: PoolOutputs,
+    valid: PoolOutputs,
     *,
     config: FusionConfig,
     train_config: TrainConfig,
@@ -147,8 +147,8 @@ def _parts(slots: np.ndarray, masks: np.ndarray) -> list[tuple[np.ndarray, np.nd
 
 
 def select(
-    train: PoolCodes,
-    valid: PoolCodes,
+    train: PoolOutputs,
+    valid: PoolOutputs,
     *,
     config: FusionConfig | None = None,
     train_config: TrainConfig | None = None,
@@ -218,7 +218,7 @@ def _searched(candidates: Sequence[int] | None, n_pool: int) -> tuple[int, ...]:
     return found
 
 
-def check_classes(valid: PoolCodes) -> None:
+def check_classes(valid: PoolOutputs) -> None:
     """Selection needs both classes among the validation rows."""
     used = np.asarray(valid.labels)[np.asarray(valid.weights) > 0]
     if not used.size or used.min() == used.max():
@@ -229,7 +229,7 @@ def check_classes(valid: PoolCodes) -> None:
 
 
 def fused_probability(
-    selection: Selection, codes: PoolCodes, *, per_seed: bool = False
+    selection: Selection, codes: PoolOutputs, *, per_seed: bool = False
 ) -> np.ndarray:
     """Probability of being correct, mean over seeds (or `[n_seeds, n_examples]`)."""
     slots, mask = slots_of(selection.members, selection.config.n_slots)

@@ -28,7 +28,7 @@ class SweepConfig:
     weight_decay: float = 0.1
     batch_size: int = 128
     max_epochs: int = 30
-    stop_after: int = 6
+    patience: int = 6
     n_seeds: int = 3
     root_seed: int = 0
 

@@ -124,10 +124,10 @@ def test_the_chain_asks_published_questions_in_the_papers_words(tmp_path, option
     from extract.backbone.loading import load_backbone
     from extract.backbone.names import WEIGHTS
     from extract.generate.prompts import build_prompt
-    from extract.generate.requests import AskConfig
+    from extract.generate.requests import PromptConfig
 
     tokenizer = load_backbone(WEIGHTS).tokenizer
-    words = AskConfig(template="paper").words()
+    words = PromptConfig(template="paper").words()
     for answer in answers:
         if answer.variant == "original":
             example = examples[answer.example_id]
@@ -138,7 +138,7 @@ def test_the_chain_asks_published_questions_in_the_papers_words(tmp_path, option
     assert "already done" in beatrice(*lines["data"]).stderr
     assert "already done" in beatrice(*lines["answer"]).stderr
     assert "every checksum holds" in beatrice("verify", run).stdout
-    # The torn end of a kill, and no record of the stages: the same bytes again.
+    # The truncated end of a kill, and no record of the stages: the same bytes again.
     before = {name: (run / name).read_bytes() for name in COMPARED}
     for name in ("answers/answers.jsonl", "replies/judge.jsonl"):
         (run / name).write_bytes(before[name][: len(before[name]) * 3 // 5])

@@ -12,7 +12,7 @@ from benchmarks.stages.presets import RunConfig
 from benchmarks.stages.tallies import disk_bytes
 from extract.generate.answers import answered
 from extract.generate.generator import Generator, SamplingConfig
-from extract.generate.requests import GenerationConfig, Speaker, ask, plan_batches
+from extract.generate.requests import GenerationConfig, PromptModel, ask, plan_batches
 from extract.generate.sampling import request_prompt
 from extract.label.verdicts import exact_match_judge, label_answer
 from extract.pipeline import answers_file, read_answers, read_examples
@@ -29,7 +29,7 @@ def forecast_answers(
     run: RunDir,
     config: RunConfig,
     generator: Generator,
-    speaker: Speaker,
+    speaker: PromptModel,
     *,
     load_seconds: float = 0.0,
     gpu_bytes: int | None = None,

@@ -29,7 +29,7 @@ from jaxprobe.features.reading import (
 from jaxprobe.features.subsets import N_SUBSETS
 from jaxprobe.fit.grid import Block, Labelled, default_blocks, fit_blocks, labelled
 from jaxprobe.model.encoder import Encoder
-from jaxprobe.model.fusion import PoolCodes
+from jaxprobe.model.fusion import PoolOutputs
 from selection.greedy import fit_sets, slots_for
 
 N_BATCHES = 10  # that the probe trains on
@@ -168,9 +168,9 @@ def forecast_train(run: RunDir, config: RunConfig) -> Forecast:
     )
 
 
-def _cut(codes: PoolCodes, n_rows: int) -> PoolCodes:
+def _cut(codes: PoolOutputs, n_rows: int) -> PoolOutputs:
     """Return the codes of the first rows."""
-    return PoolCodes(
+    return PoolOutputs(
         codes.said[..., :n_rows], codes.labels[:n_rows], codes.weights[:n_rows]
     )
 

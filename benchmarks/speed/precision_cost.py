@@ -29,8 +29,8 @@ from extract.store.read import FeatureStore, open_store, read_family
 from jaxprobe.features.families import FamilyTokens, split_families
 from jaxprobe.features.reading import assemble, family_dims, fit_reading, longest_spans
 from jaxprobe.features.subsets import FAMILIES, subset_index
-from jaxprobe.fit.codes import encode
 from jaxprobe.fit.grid import Block, fit_blocks, labelled
+from jaxprobe.fit.outputs import encode
 from jaxprobe.model.encoder import Encoder
 
 SPLITS = ("train", "validation", "test")

@@ -176,7 +176,7 @@ def _kill_again_and_again(
     pace: float,
     progress: Callable[[int, int], None],
 ) -> tuple[list[int], int]:
-    """Start and kill; return the ranges committed at each kill, and torn kills.
+    """Start and kill; return the ranges committed at each kill, and truncated kills.
 
     `pace` is the CPU seconds of a range.
     """

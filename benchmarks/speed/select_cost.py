@@ -1,6 +1,6 @@
 """Fusion heads trained per second: one round of the search beside a PyTorch loop.
 
-Codes are made up, of the sizes of a run. Both sides train the same sets under the same
+Outputs are made up, of the sizes of a run. Both sides train the same sets under the same
 protocol in one process, in turns, so that a busy machine slows both. Before anything is
 timed, PyTorch must give the logits of heads that JAX has trained.
 """
@@ -19,7 +19,7 @@ import torch
 from benchmarks.speed.torch_heads import apply_head, fit_head, rows_of_set
 from jaxprobe.config import FusionConfig, TrainConfig
 from jaxprobe.model import fusion
-from jaxprobe.model.fusion import PoolCodes, say
+from jaxprobe.model.fusion import PoolOutputs, say
 from selection.greedy import Heads, fit_sets
 
 TOLERANCE = 1e-4  # of logits, fp32, sums in another order
@@ -41,7 +41,7 @@ class SelectCost:
     n_turns: int = 3
 
 
-def made_up_codes(config: SelectCost, n_examples: int, seed: int) -> PoolCodes:
+def made_up_codes(config: SelectCost, n_examples: int, seed: int) -> PoolOutputs:
     """Return codes in which every encoder knows something of the answer."""
     rng = np.random.default_rng(seed)
     labels = rng.random(n_examples) < 0.5
@@ -50,14 +50,14 @@ def made_up_codes(config: SelectCost, n_examples: int, seed: int) -> PoolCodes:
     logits = rng.standard_normal(shape) + skill * (2 * labels - 1)
     pooled = rng.standard_normal((*shape, config.d_pooled))
     pooled[..., 0] += logits
-    return PoolCodes(
+    return PoolOutputs(
         say(jnp.asarray(pooled, jnp.float32), jnp.asarray(logits, jnp.float32)),
         jnp.asarray(labels, jnp.float32),
         jnp.ones(n_examples, jnp.float32),
     )
 
 
-def _rows(codes: PoolCodes, members: tuple[int, ...], seed: int) -> torch.Tensor:
+def _rows(codes: PoolOutputs, members: tuple[int, ...], seed: int) -> torch.Tensor:
     return rows_of_set(np.asarray(codes.said[seed])[np.asarray(members)])
 
 
@@ -81,7 +81,7 @@ def _torch_weights(params: Any, n_members: int, n_slots: int) -> dict:
 
 
 def largest_difference(
-    heads: Heads, sets: list[tuple[int, ...]], codes: PoolCodes, shape: FusionConfig
+    heads: Heads, sets: list[tuple[int, ...]], codes: PoolOutputs, shape: FusionConfig
 ) -> float:
     """Return the largest difference of validation logits between JAX and PyTorch."""
     gaps = []
@@ -116,8 +116,8 @@ def measure(config: SelectCost) -> dict[str, float]:
     valid = made_up_codes(config, config.n_valid, 2)
     shape = FusionConfig(hidden=config.hidden)
     protocol = TrainConfig(
-        learning_rate=3e-3, max_epochs=config.n_epochs, stop_after=config.n_epochs,
-        n_pieces=1,
+        learning_rate=3e-3, max_epochs=config.n_epochs, patience=config.n_epochs,
+        n_microbatches=1,
     )  # fmt: skip
     first = tuple(range(config.n_members - 1))
     sets = [(*first, c) for c in range(len(first), config.n_pool)]

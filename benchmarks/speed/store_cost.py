@@ -81,7 +81,7 @@ class StoreCost:
             learning_rate=self.work.learning_rate,
             batch_size=self.work.batch_size,
             max_epochs=self.n_epochs,
-            stop_after=self.n_epochs,
+            patience=self.n_epochs,
         )
 
 

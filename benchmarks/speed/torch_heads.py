@@ -90,7 +90,7 @@ def fit_head(
         fused=True,
     )
     best, stale, epoch = -1.0, 0, 0
-    while epoch < config.max_epochs and stale < config.stop_after:
+    while epoch < config.max_epochs and stale < config.patience:
         for where in torch.randperm(len(rows)).split(config.batch_size):
             batch = _hidden_rows(rows[where], n_members, shape.encoder_dropout)
             loss = binary_cross_entropy_with_logits(
@@ -104,6 +104,6 @@ def fit_head(
         auroc = float(roc_auc_score(valid[1], logits))
         stale = 0 if auroc > best else stale + 1
         best, epoch = max(best, auroc), epoch + 1
-        if stale and stale % config.halve_after == 0:
+        if stale and stale % config.lr_patience == 0:
             optimizer.param_groups[0]["lr"] *= 0.5
     return best, epoch

@@ -222,7 +222,7 @@ class TorchContestant:
         }
         return self.kind(workload, self.setting, weights)
 
-    def losses(self, workload: Workload, n_steps: int, n_pieces: int) -> Losses:
+    def losses(self, workload: Workload, n_steps: int, n_microbatches: int) -> Losses:
         """Return the losses of steps on one batch; it is not parted here."""
         data = TorchData.made_up(workload, workload.batch_size, seed=1)
         members = [m for m in self.members if weights_file(self.folder, m).exists()]

@@ -37,13 +37,13 @@ class CheckSize:
 
     Attributes:
       n_examples: of the batch.
-      n_pieces: into which the grid parts it.
+      n_microbatches: into which the grid parts it.
       n_steps: taken on it.
       n_seeds: of every subset.
     """
 
     n_examples: int = 32
-    n_pieces: int = 2
+    n_microbatches: int = 2
     n_steps: int = 4
     n_seeds: int = 2
 
@@ -134,7 +134,7 @@ def check_losses(fleets: Sequence[Fleet], size: CheckSize) -> dict[str, float]:
     for fleet in fleets:
         quiet = fleet.workload.quiet()
         work = dataclasses.replace(quiet, batch_size=size.n_examples, n_steps=1)
-        losses = fleet.losses(work, size.n_steps, size.n_pieces)
+        losses = fleet.losses(work, size.n_steps, size.n_microbatches)
         kept = {m: x for m, x in losses.items() if m[1] < size.n_seeds}
         found[fleet.kind] = kept
     return require_same_losses(found)

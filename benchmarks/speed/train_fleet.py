@@ -61,10 +61,10 @@ class Fleet:
             worker.tell(*command)
         return [worker.answer() for worker in self._workers]
 
-    def losses(self, workload: Workload, n_steps: int, n_pieces: int) -> Losses:
+    def losses(self, workload: Workload, n_steps: int, n_microbatches: int) -> Losses:
         """Return losses of steps on one batch, of every member with given weights."""
         given = dataclasses.asdict(workload)
-        answers = self._all("losses", given, n_steps, n_pieces)
+        answers = self._all("losses", given, n_steps, n_microbatches)
         return {(k, s): found for part in answers for k, s, found in part}
 
     def prepare(self) -> None:

@@ -78,16 +78,16 @@ class Grid:
             for member, one in zip(members, trained, strict=True)
         }
 
-    def losses(self, workload: Workload, n_steps: int, n_pieces: int) -> Losses:
+    def losses(self, workload: Workload, n_steps: int, n_microbatches: int) -> Losses:
         """Return the losses of steps on one batch: every epoch is one step."""
         config = TrainConfig(
             learning_rate=workload.learning_rate,
             weight_decay=workload.weight_decay,
             batch_size=workload.batch_size,
             max_epochs=n_steps,
-            halve_after=n_steps + 1,
-            stop_after=n_steps + 1,
-            n_pieces=n_pieces,
+            lr_patience=n_steps + 1,
+            patience=n_steps + 1,
+            n_microbatches=n_microbatches,
         )
         data = labelled_of(workload, workload.batch_size, seed=1)
         return self._fit(self.members, workload, (data, data), config)

@@ -20,7 +20,7 @@ Kind = Literal["grid", "alone", "loop", "vmap", "mixed"]
 class Contestant(Protocol):
     """What trains some members of a workload."""
 
-    def losses(self, workload: Workload, n_steps: int, n_pieces: int) -> Losses:
+    def losses(self, workload: Workload, n_steps: int, n_microbatches: int) -> Losses:
         """Return the losses of `n_steps` on one batch, from the given weights."""
 
     def prepare(self) -> None:
@@ -61,8 +61,8 @@ def serve(job: dict[str, Any]) -> None:
         name, *arguments = json.loads(line)
         found: Any = None
         if name == "losses":
-            given, n_steps, n_pieces = arguments
-            losses = me.losses(Workload.from_json(given), n_steps, n_pieces)
+            given, n_steps, n_microbatches = arguments
+            losses = me.losses(Workload.from_json(given), n_steps, n_microbatches)
             found = [[*member, values] for member, values in losses.items()]
         elif name == "prepare":
             me.prepare()

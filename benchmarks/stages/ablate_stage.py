@@ -42,7 +42,7 @@ from jaxprobe.checkpoint import keep, recall
 from jaxprobe.features.subsets import FAMILIES, LETTERS
 from jaxprobe.fit.grid import default_blocks
 from jaxprobe.metrics import BootstrapConfig
-from jaxprobe.model.fusion import PoolCodes
+from jaxprobe.model.fusion import PoolOutputs
 from selection.greedy import (
     GreedyConfig,
     NoSignalError,
@@ -52,7 +52,7 @@ from selection.greedy import (
 )
 
 EXPERIMENT = "ablation"
-Codes3 = tuple[PoolCodes, PoolCodes, PoolCodes]  # training, validation, all rows
+Codes3 = tuple[PoolOutputs, PoolOutputs, PoolOutputs]  # training, validation, all rows
 
 
 def folder_of(run: RunDir) -> Path:
@@ -80,7 +80,7 @@ def _variant_file(run: RunDir, setting: Setting, name: str) -> Path:
 
 
 def _keep_variant(
-    path: Path, key: str, selection: Selection | None, everyone: PoolCodes
+    path: Path, key: str, selection: Selection | None, everyone: PoolOutputs
 ) -> None:
     """Write a variant's encoders and what it says of every row."""
     if selection is None:

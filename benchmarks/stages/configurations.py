@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.stages.presets import RunConfig, make_config
 from extract.datasets.pools import DataConfig
-from extract.generate.requests import AskConfig
+from extract.generate.requests import PromptConfig
 from extract.store.kept import kept_of
 
 
@@ -36,7 +36,7 @@ def _with_own(config: RunConfig, found: Mapping[str, Any]) -> RunConfig:
     return with_questions(
         config,
         None if data is None else DataConfig.from_json(data),
-        prompt=AskConfig(**found["prompt"]),
+        prompt=PromptConfig(**found["prompt"]),
         max_new_tokens=found["max_new_tokens"],
         model_dtype=found["model_dtype"],
         device=found["device"],

@@ -26,7 +26,7 @@ from extract.run.results import ResultRow
 from jaxprobe.checkpoint import keep, recall
 from jaxprobe.features.subsets import LETTERS
 from jaxprobe.metrics import BootstrapConfig
-from jaxprobe.model.fusion import PoolCodes
+from jaxprobe.model.fusion import PoolOutputs
 from selection.exhaustive import SET_SIZE, Enumeration, Ranking, carried
 from selection.greedy import GreedyConfig, fused_probability, select
 
@@ -45,7 +45,7 @@ def _ranking_file(run: RunDir, setting: Setting) -> Path:
 
 
 def _greedy_members(
-    story: dict[str, Any], train: PoolCodes, valid: PoolCodes, config: RunConfig
+    story: dict[str, Any], train: PoolOutputs, valid: PoolOutputs, config: RunConfig
 ) -> tuple[int, ...]:
     """Return the search's set after three rounds.
 
@@ -125,7 +125,7 @@ def _rank_setting(
     config: RunConfig,
     setting: Setting,
     search: Enumeration,
-    everyone: PoolCodes,
+    everyone: PoolOutputs,
     rows: Rows,
     tick: Callable[[], None],
 ) -> list[ResultRow]:

@@ -14,7 +14,7 @@ from extract.generate.greedy import stop_ids_of
 from extract.generate.replies import Replies
 from extract.generate.requests import ask
 from extract.generate.sampling import DrawConfig, draw_answers
-from extract.generate.served_answers import Words, append_answers, claim_answers
+from extract.generate.served_answers import TokenizerOnly, append_answers, claim_answers
 from extract.label.annotation import (
     HumanAgreement,
     draw_sample,
@@ -49,8 +49,8 @@ def _sha(content: Any) -> str:
 
 def _open_replies(run: RunDir, role: str, progress: Progress) -> Replies:
     replies = Replies.open(run.replies(role))
-    if replies.torn:
-        progress.note(replies.torn)
+    if replies.truncated:
+        progress.note(replies.truncated)
     return replies
 
 
@@ -175,7 +175,7 @@ def rewrite_run(
     return json.loads(summary.read_text(encoding="utf-8"))["counts"]
 
 
-def load_words(config: RunConfig) -> tuple[Words, tuple[int, ...]]:
+def load_tokenizer_only(config: RunConfig) -> tuple[TokenizerOnly, tuple[int, ...]]:
     """Load a backbone's tokenizer and stop tokens, without its weights."""
     from transformers import GenerationConfig as Defaults
 
@@ -183,7 +183,7 @@ def load_words(config: RunConfig) -> tuple[Words, tuple[int, ...]]:
 
     found = load_outline(config.model_path)
     defaults = Defaults.from_pretrained(config.model_path)
-    words = Words(
+    words = TokenizerOnly(
         found.tokenizer, max_length=window_of(found.config), name=config.model
     )
     return words, stop_ids_of(defaults.eos_token_id, config.model)
@@ -201,7 +201,7 @@ def answer_by_server(
     run: RunDir,
     config: RunConfig,
     generator: Generator,
-    words: Words,
+    words: TokenizerOnly,
     progress: Progress,
 ) -> None:
     """Answer every question by asking a server, with the exact token ids."""
@@ -237,7 +237,7 @@ def draw_run(
     run: RunDir,
     config: RunConfig,
     generator: Generator,
-    words: Words,
+    words: TokenizerOnly,
     draws: DrawConfig,
     splits: tuple[str, ...],
     progress: Progress,

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from extract.backbone.names import EMBEDDED, model_path
 from extract.datasets.pools import DataConfig
-from extract.generate.requests import AskConfig
+from extract.generate.requests import PromptConfig
 from extract.signals.plan import ExtractConfig
 from extract.store.kept import Kept
 from extract.world.facts import WorldConfig
@@ -56,7 +56,7 @@ class RunConfig:
     preset: PresetName
     model: str
     seed: int
-    prompt: AskConfig
+    prompt: PromptConfig
     world: WorldConfig | None
     questions: QuestionConfig | None
     extract: ExtractConfig
@@ -122,7 +122,7 @@ def make_config(
         "preset": preset,
         "model": model,
         "seed": seed,
-        "prompt": AskConfig(),
+        "prompt": PromptConfig(),
         "world": WorldConfig(),
         "stream": StreamConfig() if is_streamed else None,
         "extract": ExtractConfig(
@@ -166,8 +166,8 @@ def _demo(seed: int) -> dict[str, Any]:
             learning_rate=2e-3,
             batch_size=256,
             max_epochs=6,
-            halve_after=2,
-            stop_after=3,
+            lr_patience=2,
+            patience=3,
             root_seed=seed,
         ),
         "fusion": FusionConfig(hidden=16),
@@ -175,9 +175,9 @@ def _demo(seed: int) -> dict[str, Any]:
             learning_rate=3e-3,
             batch_size=512,
             max_epochs=8,
-            halve_after=2,
-            stop_after=3,
-            n_pieces=1,
+            lr_patience=2,
+            patience=3,
+            n_microbatches=1,
             root_seed=seed,
         ),
     }

@@ -16,8 +16,8 @@ from extract.run.directory import RunDir
 from jaxprobe import checkpoint
 from jaxprobe.detector import HeadName
 from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES, subset_index
-from jaxprobe.fit.codes import Codes
-from jaxprobe.model.fusion import PoolCodes, pool_codes
+from jaxprobe.fit.outputs import MemberOutputs
+from jaxprobe.model.fusion import PoolOutputs, pool_outputs
 from selection.greedy import (
     GreedyConfig,
     Selection,
@@ -29,7 +29,7 @@ from selection.greedy import (
 
 SINGLES = tuple(subset_index(letter) for letter in "HPRA")
 BRANCHES: tuple[HeadName, ...] = ("closed_book", "with_context", "single_pass")
-CodesOf = Callable[[RunDir, Setting], Codes]
+CodesOf = Callable[[RunDir, Setting], MemberOutputs]
 
 
 def branch_setting(branch: HeadName) -> Setting:
@@ -48,7 +48,7 @@ def reads(branch: HeadName, members: list[int]) -> tuple[tuple[Setting, str], ..
 
 def setting_codes(
     run: RunDir, setting: Setting, codes_of: CodesOf = read_codes
-) -> tuple[tuple[Codes, ...], Rows]:
+) -> tuple[tuple[MemberOutputs, ...], Rows]:
     """Return the codes of a setting's pool, pass by pass, and its rows.
 
     With context the pool is the with-context encoders, then the closed-book ones
@@ -68,19 +68,21 @@ def setting_codes(
     return (own, _at(cached, partners(rows, cached_rows))), rows
 
 
-def _at(codes: Codes, where: np.ndarray) -> Codes:
-    return Codes(codes.logits[:, where], codes.pooled[:, where])
+def _at(codes: MemberOutputs, where: np.ndarray) -> MemberOutputs:
+    return MemberOutputs(codes.logits[:, where], codes.pooled[:, where])
 
 
 def _pool(
-    codes: tuple[Codes, ...], rows: Rows, where: np.ndarray, n_seeds: int
-) -> PoolCodes:
-    return pool_codes(tuple(_at(c, where) for c in codes), n_seeds, rows.labels[where])
+    codes: tuple[MemberOutputs, ...], rows: Rows, where: np.ndarray, n_seeds: int
+) -> PoolOutputs:
+    return pool_outputs(
+        tuple(_at(c, where) for c in codes), n_seeds, rows.labels[where]
+    )
 
 
 def pools(
     run: RunDir, config: RunConfig, setting: Setting, codes_of: CodesOf = read_codes
-) -> tuple[tuple[PoolCodes, PoolCodes, PoolCodes], Rows]:
+) -> tuple[tuple[PoolOutputs, PoolOutputs, PoolOutputs], Rows]:
     """Return a setting's pool on the training, the validation and all rows."""
     codes, rows = setting_codes(run, setting, codes_of)
     train, valid, everyone = (
@@ -95,7 +97,7 @@ def pools(
 
 
 def fixed_set(
-    members: tuple[int, ...], train: PoolCodes, valid: PoolCodes, config: RunConfig
+    members: tuple[int, ...], train: PoolOutputs, valid: PoolOutputs, config: RunConfig
 ) -> Selection:
     """Train the heads of a given set, in the search's shapes if they fit."""
     shape = slots_for(config.fusion, len(members))
@@ -147,7 +149,7 @@ def _save_selection(
     config: RunConfig,
     branch: HeadName,
     found: dict[str, Selection],
-    everyone: PoolCodes,
+    everyone: PoolOutputs,
 ) -> None:
     tree = {
         name: {

@@ -20,8 +20,8 @@ from jaxprobe.features import reading
 from jaxprobe.features.families import all_but
 from jaxprobe.features.reading import SPAN_NAMES
 from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
-from jaxprobe.fit.codes import Codes
 from jaxprobe.fit.grid import Block, default_blocks, join
+from jaxprobe.fit.outputs import MemberOutputs
 from jaxprobe.model.encoder import Encoder
 
 SPANS: dict[Setting, tuple[str, ...]] = {
@@ -121,7 +121,7 @@ def codes_without(
       subsets: the encoders that were trained without it, pass by pass.
     """
 
-    def codes_of(run: RunDir, setting: Setting) -> Codes:
+    def codes_of(run: RunDir, setting: Setting) -> MemberOutputs:
         codes = read_codes(run, setting)
         if span not in SPANS[setting] or not subsets[setting]:
             return codes
@@ -129,12 +129,14 @@ def codes_without(
         found = recall(path, key)
         if found is None:
             raise ValueError(f"{path} is missing or damaged; run the same line again")
-        return replaced(codes, Codes(**found), subsets[setting])
+        return replaced(codes, MemberOutputs(**found), subsets[setting])
 
     return codes_of
 
 
-def replaced(codes: Codes, by: Codes, subsets: tuple[int, ...]) -> Codes:
+def replaced(
+    codes: MemberOutputs, by: MemberOutputs, subsets: tuple[int, ...]
+) -> MemberOutputs:
     """Put the codes of some encoders in the place of the grid's.
 
     Args:
@@ -150,4 +152,4 @@ def replaced(codes: Codes, by: Codes, subsets: tuple[int, ...]) -> Codes:
         whole[at] = new
         return whole
 
-    return Codes(put(codes.logits, by.logits), put(codes.pooled, by.pooled))
+    return MemberOutputs(put(codes.logits, by.logits), put(codes.pooled, by.pooled))

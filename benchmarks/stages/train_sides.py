@@ -14,10 +14,10 @@ from benchmarks.stages.sides import ROWS_AT_ONCE, Read, Sides
 from extract.records import SETTINGS
 from jaxprobe.checkpoint import keep, recall
 from jaxprobe.config import TrainConfig
-from jaxprobe.fit.codes import Codes, encode
 from jaxprobe.fit.devices import fit_everywhere
 from jaxprobe.fit.grid import Block, Trained, labelled
 from jaxprobe.fit.loop import FitInfo
+from jaxprobe.fit.outputs import MemberOutputs, encode
 from jaxprobe.fit.streaming import Streamed, fit_streamed
 from jaxprobe.model.encoder import Encoder
 
@@ -112,7 +112,9 @@ def _kept(path: Path, trained: Trained, key: str) -> None:
     keep(path, {**arrays, **info}, key)
 
 
-def encode_all(trained: Trained, read: Read, n_rows: int, encoder: Encoder) -> Codes:
+def encode_all(
+    trained: Trained, read: Read, n_rows: int, encoder: Encoder
+) -> MemberOutputs:
     """Return every member's codes on every stored row, a few rows at a time.
 
     All parts have one shape, so that one executable serves them; the last one repeats
@@ -123,7 +125,7 @@ def encode_all(trained: Trained, read: Read, n_rows: int, encoder: Encoder) -> C
     for start in range(0, n_rows, size):
         where = np.minimum(np.arange(start, start + size), n_rows - 1)
         parts.append(jax.device_get(encode(trained, read(where), encoder=encoder)))
-    return Codes(
+    return MemberOutputs(
         np.concatenate([part.logits for part in parts], axis=1)[:, :n_rows],
         np.concatenate([part.pooled for part in parts], axis=1)[:, :n_rows],
     )

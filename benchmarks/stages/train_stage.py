@@ -20,7 +20,6 @@ from extract.run.directory import RunDir
 from extract.run.files import sha256_file
 from jaxprobe import checkpoint
 from jaxprobe.features.subsets import subset_index
-from jaxprobe.fit.codes import Codes
 from jaxprobe.fit.grid import (
     Block,
     Member,
@@ -29,6 +28,7 @@ from jaxprobe.fit.grid import (
     grid_members,
     join,
 )
+from jaxprobe.fit.outputs import MemberOutputs
 from jaxprobe.model.encoder import Encoder
 
 EVERY_FAMILY = subset_index("HPRA")
@@ -98,10 +98,10 @@ def _train(run: RunDir, config: RunConfig, update: Update, progress: Progress) -
     )
 
 
-def read_codes(run: RunDir, setting: Setting) -> Codes:
+def read_codes(run: RunDir, setting: Setting) -> MemberOutputs:
     """Return what every trained encoder of a setting says of its rows."""
     tree, _ = checkpoint.restore(run.encoders(setting))
-    return Codes(**tree["codes"])
+    return MemberOutputs(**tree["codes"])
 
 
 def encoder_folders(run: RunDir) -> list[Path]:

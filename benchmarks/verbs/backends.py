@@ -197,7 +197,7 @@ def open_generator(
             backbone=backbone, tokens_per_batch=options.batch_tokens
         )
         return
-    from extract.generate.replies import words_identity
+    from extract.generate.replies import tokenizer_identity
     from extract.generate.served import ServedGenerator
     from extract.generate.server_config import Prices, ServerConfig
 
@@ -207,7 +207,7 @@ def open_generator(
         revision=options.revision,
         dialect=options.dialect,
         dtype=options.served_dtype,
-        **words_identity(tokenizer),
+        **tokenizer_identity(tokenizer),
         log_probs=log_probs,
         n_concurrent=options.concurrency,
         n_retries=options.retries,

@@ -11,7 +11,7 @@ from benchmarks.verbs.runoptions import ENCODING, MODEL
 
 if TYPE_CHECKING:
     from extract.datasets.pools import BuildConfig, Source
-    from extract.generate.requests import AskConfig
+    from extract.generate.requests import PromptConfig
 
 SETS = ("hotpotqa", "musique", "2wikimultihopqa", "popqa", "nq", "triviaqa")
 _CONTEXTS = ("supporting", "all", "none")
@@ -247,11 +247,11 @@ def build_config(options: dict[str, Any]) -> "BuildConfig":
     )
 
 
-def ask_config(options: dict[str, Any]) -> "AskConfig":
+def ask_config(options: dict[str, Any]) -> "PromptConfig":
     """Return how the questions are put."""
-    from extract.generate.requests import AskConfig
+    from extract.generate.requests import PromptConfig
 
-    return AskConfig(
+    return PromptConfig(
         template=options["template"],
         chat=options["chat"],
         overlong=options["overlong"],

@@ -114,12 +114,12 @@ def answer(
             _answer_here(run_dir)
         return
     alone("answer --server")
-    from benchmarks.stages.label_stages import answer_by_server, load_words
+    from benchmarks.stages.label_stages import answer_by_server, load_tokenizer_only
     from benchmarks.stages.tallies import paid_tokens
 
     config = config_of(run_dir)
     quiet()
-    words, stop_ids = load_words(config)
+    words, stop_ids = load_tokenizer_only(config)
     with (
         opened(run_dir, config) as run,
         open_generator(

@@ -67,7 +67,7 @@ def sample(
     Example: beatrice sample runs/demo --n-samples 10 --split test
     """
     backend = take_options(options, served_model)
-    from benchmarks.stages.label_stages import draw_run, load_words
+    from benchmarks.stages.label_stages import draw_run, load_tokenizer_only
     from extract.generate.generator import SamplingConfig
     from extract.generate.sampling import DrawConfig
 
@@ -82,7 +82,7 @@ def sample(
     )
     draws = DrawConfig(n_samples=n_samples, sampling=sampling)
     quiet()
-    words, stop_ids = load_words(config)
+    words, stop_ids = load_tokenizer_only(config)
     with (
         opened(run_dir, config) as run,
         rehearsing(

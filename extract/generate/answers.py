@@ -150,7 +150,7 @@ def open_answers(
                 kept[key] = place
             elif key not in kept or file == path:  # else done twice, by two workers
                 stale.append(json.dumps(row))
-    notes = [] if lines.torn is None else [lines.torn]
+    notes = [] if lines.truncated is None else [lines.truncated]
     if stale:
         aside = JsonLines.open(path.with_name(path.name + ".stale"))
         aside.append(stale)

@@ -27,7 +27,7 @@ from extract.generate.greedy import (
     stop_ids,
 )
 from extract.generate.prompts import render_message
-from extract.generate.replies import words_identity
+from extract.generate.replies import tokenizer_identity
 
 
 class _LogProbs(LogitsProcessor):
@@ -104,7 +104,7 @@ class TransformersGenerator:
         return {
             "backend": "transformers",
             "revision": self.backbone.revision,
-            **words_identity(self.backbone.tokenizer),
+            **tokenizer_identity(self.backbone.tokenizer),
             "enable_thinking": self.enable_thinking,
             "stop_ids": list(stop_ids(self.backbone)),
             "dtype": str(self.backbone.dtype).removeprefix("torch."),

@@ -30,7 +30,7 @@ def _chat_template_sha(tokenizer: Any) -> str | None:
     return hashlib.sha256(str(template).encode()).hexdigest()
 
 
-def words_identity(tokenizer: Any) -> dict[str, str | None]:
+def tokenizer_identity(tokenizer: Any) -> dict[str, str | None]:
     """Return the SHA-256 of a fast tokenizer and of its chat template, if it has one.
 
     With None instead of a tokenizer both are unknown, which is None too.
@@ -65,7 +65,7 @@ class Replies:
 
     @classmethod
     def open(cls, path: Path) -> "Replies":
-        """Open a file of replies; a torn last line is set aside and done again.
+        """Open a file of replies; a truncated last line is set aside and done again.
 
         Raises:
           ValueError: a line before the last is no reply; the message names it.
@@ -78,9 +78,9 @@ class Replies:
         return cls(lines=lines, found=found)
 
     @property
-    def torn(self) -> str | None:
+    def truncated(self) -> str | None:
         """Say what was set aside when the file was opened, or None."""
-        return self.lines.torn
+        return self.lines.truncated
 
     def generate(
         self,

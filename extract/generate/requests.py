@@ -74,7 +74,7 @@ def plan_batches(
 Overlong = Literal["refuse", "drop-passages"]
 
 
-class Speaker(Protocol):
+class PromptModel(Protocol):
     """What a prompt is made for: a loaded backbone, or a tokenizer with its window."""
 
     tokenizer: Any
@@ -83,7 +83,7 @@ class Speaker(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AskConfig:
+class PromptConfig:
     """How questions are put.
 
     Attributes:
@@ -200,8 +200,8 @@ def _fitting(
 
 def ask(
     examples: Iterable[Example],
-    speaker: Speaker,
-    config: AskConfig,
+    speaker: PromptModel,
+    config: PromptConfig,
     max_new_tokens: int,
 ) -> Asked:
     """Return what has to be answered: every setting and variant of every question.
@@ -250,7 +250,7 @@ def ask(
 
 
 def _prompt(
-    speaker: Speaker,
+    speaker: PromptModel,
     template: PromptTemplate,
     example: Example,
     passages: Sequence[Passage],
@@ -263,7 +263,7 @@ def _prompt(
 
 
 def _does_not_fit(
-    too_long: Sequence[tuple[int, str]], speaker: Speaker, n_new: int, room: int
+    too_long: Sequence[tuple[int, str]], speaker: PromptModel, n_new: int, room: int
 ) -> ValueError:
     """Say how many prompts do not fit, and what can be done."""
     n_tokens, longest = max(too_long)

@@ -16,7 +16,7 @@ from extract.run.files import write_json_atomic
 
 
 @dataclasses.dataclass(frozen=True)
-class Words:
+class TokenizerOnly:
     """A tokenizer alone, where requests are made and a server does the rest.
 
     Attributes:

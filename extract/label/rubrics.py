@@ -38,7 +38,7 @@ def marker_for(fields: Mapping[str, str], *, salt: str) -> str:
     raise AssertionError("no field can hold 65 536 hashes of itself")
 
 
-def defuse(text: str) -> str:
+def escape(text: str) -> str:
     r"""Return the text with control tokens and control characters made harmless.
 
     `<x` becomes `< x` and `[INST]` becomes `[ INST]`; a control character, an exotic
@@ -62,7 +62,7 @@ def fence(name: str, text: str, marker: str) -> str:
     """
     if marker in text:
         raise ValueError(f"the field {name!r} contains the marker of its own fence")
-    return f"[begin {name} {marker}]\n{defuse(text)}\n[end {name} {marker}]"
+    return f"[begin {name} {marker}]\n{escape(text)}\n[end {name} {marker}]"
 
 
 _FENCES = (

@@ -96,15 +96,15 @@ class JsonLines:
     """A file of one JSON object per line that only grows.
 
     Attributes:
-      torn: says what was set aside when the file was opened, or None.
+      truncated: says what was set aside when the file was opened, or None.
     """
 
     path: Path
-    torn: str | None = None
+    truncated: str | None = None
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open for appending; an unfinished last line goes to `<name>.torn`.
+        """Open for appending; an unfinished last line goes to `<name>.truncated`.
 
         Only the last line can be unfinished, since rows are appended in order; a bad
         line before it is left for the reader to refuse.
@@ -118,7 +118,7 @@ class JsonLines:
                 keep, last = keep + len(last), line
         if not last or _is_whole(last):
             return cls(path)
-        aside = path.with_name(path.name + ".torn")
+        aside = path.with_name(path.name + ".truncated")
         _append(aside, last if last.endswith(b"\n") else last + b"\n")
         with path.open("r+b") as stream:
             stream.truncate(keep)
@@ -146,7 +146,7 @@ class JsonLines:
             _append(self.path, "".join(line + "\n" for line in batch).encode())
 
     def whole_rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows of a file that is not held: a torn last line is passed over.
+        """Yield the rows of a file that is not held; a truncated last line is skipped.
 
         Nothing is set aside; who goes on with the file opens it.
         """

@@ -29,7 +29,7 @@ from jaxprobe.fit.loop import (
 )
 from jaxprobe.kernels.random import HEADS, mix, words_of
 from jaxprobe.metrics import masked_auroc
-from jaxprobe.model.fusion import FusionHead, PoolCodes, init_head
+from jaxprobe.model.fusion import FusionHead, PoolOutputs, init_head
 
 
 class _Set(NamedTuple):
@@ -60,7 +60,7 @@ def _own_words(config: TrainConfig, seed: jax.Array, one: _Set) -> jax.Array:
 def _shuffled(
     said: jax.Array,
     read: jax.Array,
-    train: PoolCodes,
+    train: PoolOutputs,
     words: jax.Array,
     epoch: jax.Array,
     size: int,
@@ -115,8 +115,8 @@ def _parted(params: Params) -> tuple[Params, Callable[[Params], Params]]:
 def _fit_seed(
     sets: _Set,
     seed: jax.Array,
-    train: PoolCodes,
-    valid: PoolCodes,
+    train: PoolOutputs,
+    valid: PoolOutputs,
     *,
     head: FusionHead,
     config: TrainConfig,
@@ -124,7 +124,7 @@ def _fit_seed(
     """Train every set's head with one seed; leaves are `[n_sets, ...]`."""
     said, valid_said = train.said[seed], valid.said[seed]
     shared = _batch_words(config, seed)
-    whole = dataclasses.replace(config, n_pieces=1)
+    whole = dataclasses.replace(config, n_microbatches=1)
 
     def initial(one: _Set) -> Params:
         words = mix(_own_words(config, seed, one), 0)
@@ -137,7 +137,7 @@ def _fit_seed(
         return start_fit(_parted(initial(one))[0], config)
 
     def active(state: FitState, one: _Set) -> jax.Array:
-        return (state.stale < config.stop_after) & one.slot_mask.any()
+        return (state.stale < config.patience) & one.slot_mask.any()
 
     def advance(state: FitState, one: _Set, batches) -> FitState:
         pool, labels, shares = batches
@@ -185,8 +185,8 @@ def _fit_seed(
 def fit_heads(
     sets: jax.Array,
     slot_masks: jax.Array,
-    train: PoolCodes,
-    valid: PoolCodes,
+    train: PoolOutputs,
+    valid: PoolOutputs,
     *,
     head: FusionHead,
     config: TrainConfig,

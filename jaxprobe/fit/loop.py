@@ -122,10 +122,10 @@ def epoch_batches(
     return rows, shares / jnp.maximum(shares.sum(axis=1, keepdims=True), 1e-6)
 
 
-def _piecewise(loss, params: Params, batch, words, n_pieces: int):
+def _piecewise(loss, params: Params, batch, words, n_microbatches: int):
     """Loss and gradient of a batch as the sum over its pieces."""
     gradient = jax.value_and_grad(loss)
-    if n_pieces == 1:
+    if n_microbatches == 1:
         return gradient(params, *batch, *words)
 
     def add(total, piece):
@@ -135,8 +135,8 @@ def _piecewise(loss, params: Params, batch, words, n_pieces: int):
         return jax.tree.map(jnp.add, total, new), None
 
     zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-    parts = (x.reshape(n_pieces, -1, *x.shape[1:]) for x in batch)
-    return jax.lax.scan(add, zero, (jnp.arange(n_pieces), *parts))[0]
+    parts = (x.reshape(n_microbatches, -1, *x.shape[1:]) for x in batch)
+    return jax.lax.scan(add, zero, (jnp.arange(n_microbatches), *parts))[0]
 
 
 def start_fit(params: Params, config: TrainConfig) -> FitState:
@@ -162,7 +162,7 @@ def end_epoch(
     info = state.info
     better = auroc > info.best_auroc  # False for NaN: the first weights are kept then
     stale = jnp.where(better, 0, state.stale + 1)
-    halve = (stale > 0) & (stale % config.halve_after == 0)
+    halve = (stale > 0) & (stale % config.lr_patience == 0)
     best_params = jax.tree.map(
         lambda new, old: jnp.where(better, new, old), state.params, state.best_params
     )
@@ -248,7 +248,7 @@ def fit(
         return loss(unravel(flat), *batch)
 
     def active(state):
-        return (state.stale < config.stop_after) & jnp.asarray(enabled)
+        return (state.stale < config.patience) & jnp.asarray(enabled)
 
     def body(state):
         batches = epoch_batches(batch_words, state.epoch, weights, config.batch_size)

@@ -304,7 +304,7 @@ def fit_streamed(
     ]
     n_groups = 0
     for epoch in range(config.max_epochs):
-        active = [i for i, s in enumerate(states) if int(s.stale) < config.stop_after]
+        active = [i for i, s in enumerate(states) if int(s.stale) < config.patience]
         if not active:
             break
         losses = {i: [] for i in active}

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxprobe.config import FusionConfig
-from jaxprobe.fit.codes import Codes
 from jaxprobe.fit.loop import Params
+from jaxprobe.fit.outputs import MemberOutputs
 from jaxprobe.kernels.masked import materialize
 from jaxprobe.kernels.random import draw_weights, hashed_bits
 from jaxprobe.model.encoder import ChannelMap
@@ -80,7 +80,7 @@ def _backward(residuals, dy):
 slot_products.defvjp(_forward, _backward)
 
 
-class PoolCodes(NamedTuple):
+class PoolOutputs(NamedTuple):
     """What the pool of encoders says of labelled examples, seed by seed.
 
     Attributes:
@@ -118,12 +118,12 @@ def say(pooled: jax.Array, logits: jax.Array) -> jax.Array:
     return jnp.concatenate([jnp.swapaxes(pooled, -1, -2), p_correct], axis=-2)
 
 
-def pool_codes(
-    codes: tuple[Codes, ...],
+def pool_outputs(
+    codes: tuple[MemberOutputs, ...],
     n_seeds: int,
     labels: np.ndarray,
     weights: np.ndarray | None = None,
-) -> PoolCodes:
+) -> PoolOutputs:
     """Lay the seed-major grids of one or more passes side by side as one pool.
 
     Args:
@@ -136,7 +136,7 @@ def pool_codes(
     grids = [say(jnp.asarray(c.pooled), jnp.asarray(c.logits)) for c in codes]
     by_seed = [grid.reshape(n_seeds, -1, *grid.shape[1:]) for grid in grids]
     labels = jnp.asarray(np.asarray(labels), jnp.float32)
-    return PoolCodes(
+    return PoolOutputs(
         jnp.concatenate(by_seed, axis=1),
         labels,
         jnp.ones_like(labels) if weights is None else jnp.asarray(weights, jnp.float32),
@@ -257,7 +257,7 @@ def apply_head(
     params: Params,
     members: jax.Array,
     slot_mask: jax.Array,
-    codes: PoolCodes,
+    codes: PoolOutputs,
     seed: jax.Array,
     *,
     head: FusionHead,

@@ -5,12 +5,12 @@ import json
 
 import pytest
 
-from benchmarks.stages.label_stages import asking_identity, load_words
+from benchmarks.stages.label_stages import asking_identity, load_tokenizer_only
 from benchmarks.stages.presets import make_config
 from benchmarks.verbs.backends import BackendOptions, open_generator
 from extract.backbone.names import default_dtype
 from extract.generate.generator import GeneratorPrompt, SamplingConfig, reply_key
-from extract.generate.replies import words_identity
+from extract.generate.replies import tokenizer_identity
 from extract.generate.served_answers import claim_answers
 from extract.run.directory import RunDir
 from extract.run.manifest import read_manifest
@@ -62,7 +62,7 @@ def test_a_local_backend_is_loaded_as_its_device_wants():
 
 def test_a_server_of_the_runs_backbone_has_its_tokenizer_in_the_keys():
     """Thrown in: another template, another tokenizer, another stated dtype."""
-    words, _ = load_words(make_config("smoke"))
+    words, _ = load_tokenizer_only(make_config("smoke"))
 
     def key(options=SERVED, tokenizer=words.tokenizer):
         with open_generator("m", options, tokenizer=tokenizer) as generator:
@@ -78,7 +78,7 @@ def test_a_server_of_the_runs_backbone_has_its_tokenizer_in_the_keys():
     words.tokenizer.add_tokens(["<another>"])
     keys.append(key())
     assert len(set(keys)) == len(keys)
-    assert None not in words_identity(words.tokenizer).values()
+    assert None not in tokenizer_identity(words.tokenizer).values()
 
 
 def test_every_ingredient_of_an_answer_is_in_the_answers_key(tmp_path):

@@ -10,8 +10,8 @@ from benchmarks.stages.rows import Rows
 from benchmarks.stages.span_members import replaced
 from extract.run.directory import RunDir
 from jaxprobe.features.subsets import FAMILIES, N_SUBSETS, SUBSET_NAMES, subset_index
-from jaxprobe.fit.codes import Codes
 from jaxprobe.fit.grid import Member, default_blocks
+from jaxprobe.fit.outputs import MemberOutputs
 from selection.exhaustive import Ranking, all_sets
 from tests.benchmarks.sample import PLACES, row
 
@@ -50,9 +50,9 @@ def test_the_variants_are_four_families_and_the_settings_spans():
 
 def test_the_codes_of_retrained_encoders_take_the_place_of_the_old_ones():
     grid = np.arange(2 * N_SUBSETS, dtype=np.float32)
-    codes = Codes(np.repeat(grid[:, None], 3, 1), np.zeros((30, 3, 4)))
+    codes = MemberOutputs(np.repeat(grid[:, None], 3, 1), np.zeros((30, 3, 4)))
     subsets = (subset_index("P"), subset_index("HA"))
-    new = Codes(-np.ones((4, 3)) * np.arange(1, 5)[:, None], np.ones((4, 3, 4)))
+    new = MemberOutputs(-np.ones((4, 3)) * np.arange(1, 5)[:, None], np.ones((4, 3, 4)))
     found = replaced(codes, new, subsets)
     at = [1, 8, 16, 23]  # P and HA of seed 0, then of seed 1
     np.testing.assert_array_equal(found.logits[at][:, 0], [-1, -2, -3, -4])

@@ -28,7 +28,9 @@ SMALL = SelectCost(
     n_turns=1,
 )
 SHAPE = FusionConfig(hidden=8)
-PROTOCOL = TrainConfig(learning_rate=1e-2, max_epochs=2, batch_size=100, n_pieces=1)
+PROTOCOL = TrainConfig(
+    learning_rate=1e-2, max_epochs=2, batch_size=100, n_microbatches=1
+)
 
 
 def test_both_sides_of_the_benchmark_are_the_same_head():

@@ -176,10 +176,10 @@ def test_a_contestant_that_fails_says_why(tmp_path):
 def test_the_grid_and_pytorch_take_the_same_steps(folder):
     work = TOY.quiet()
     members = [(subset_index("HA"), 0), (subset_index("HPRA"), 0)]
-    found = {"grid": Grid(TOY, members, at_once=2).losses(work, 3, n_pieces=2)}
+    found = {"grid": Grid(TOY, members, at_once=2).losses(work, 3, n_microbatches=2)}
     for name, stacked in (("loop", False), ("vmap", True)):
         torch_side = TorchContestant(TOY, Setting(), members, folder, stacked=stacked)
-        found[name] = torch_side.losses(work, 3, n_pieces=2)
+        found[name] = torch_side.losses(work, 3, n_microbatches=2)
     differences = require_same_losses(found)
     assert max(differences.values()) < 1e-5
     # The same from other weights is not.
@@ -190,7 +190,9 @@ def test_the_grid_and_pytorch_take_the_same_steps(folder):
         other = weights_file(torch_side.folder, (subset, 1))
         other.rename(weights_file(torch_side.folder, (subset, 0)))
     with pytest.raises(ValueError, match="'vmap' differ"):
-        require_same_losses({**found, "vmap": torch_side.losses(work, 3, n_pieces=2)})
+        require_same_losses(
+            {**found, "vmap": torch_side.losses(work, 3, n_microbatches=2)}
+        )
 
 
 @pytest.mark.slow

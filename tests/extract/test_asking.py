@@ -3,8 +3,8 @@ import dataclasses
 import pytest
 
 from extract.generate.prompts import TEMPLATES, build_prompt, render_message
-from extract.generate.requests import AskConfig, ask
-from extract.generate.served_answers import Words
+from extract.generate.requests import PromptConfig, ask
+from extract.generate.served_answers import TokenizerOnly
 from extract.records import Example, Passage
 from extract.world.facts import WorldConfig, make_world
 from extract.world.model import make_tokenizer
@@ -111,7 +111,7 @@ def test_a_closed_thinking_block_is_none(tokenizer):
 
 def test_every_setting_and_variant_is_asked_once(tokenizer):
     both = example("both", TEXTS[1:3], TEXTS[3:4])
-    asked = ask([both, example("bare")], Words(tokenizer), AskConfig(), 5)
+    asked = ask([both, example("bare")], TokenizerOnly(tokenizer), PromptConfig(), 5)
     assert [request.key for request in asked.requests] == [
         ("both", "closed_book", "original"),
         ("bare", "closed_book", "original"),
@@ -129,19 +129,19 @@ def length(tokenizer, texts):
 
 def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_asked(tokenizer):
     room = length(tokenizer, TEXTS[1:3])
-    words = Words(tokenizer, max_length=room + 5, name="little")
+    words = TokenizerOnly(tokenizer, max_length=room + 5, name="little")
     fits, long = example("fits", TEXTS[1:3]), example("long", TEXTS[1:6])
-    assert len(ask([fits], words, AskConfig(), 5).requests) == 2
+    assert len(ask([fits], words, PromptConfig(), 5).requests) == 2
     with pytest.raises(ValueError, match="1 prompts do not fit.*'long'.*little"):
-        ask([fits, long], words, AskConfig(), 5)
+        ask([fits, long], words, PromptConfig(), 5)
     with pytest.raises(ValueError, match="do not fit"):  # one token more to answer
-        ask([fits], words, AskConfig(), 6)
+        ask([fits], words, PromptConfig(), 6)
 
 
 def test_whole_passages_are_dropped_from_the_end_and_named(tokenizer):
     room = length(tokenizer, TEXTS[1:4])
-    words = Words(tokenizer, max_length=1000)
-    config = AskConfig(overlong="drop-passages", window=room + 5)
+    words = TokenizerOnly(tokenizer, max_length=1000)
+    config = PromptConfig(overlong="drop-passages", window=room + 5)
     asked = ask([example("long", TEXTS[1:6])], words, config, 5)
     closed, cut = asked.requests
     assert (closed.dropped, cut.dropped) == ((), (3, 4))
@@ -152,9 +152,9 @@ def test_whole_passages_are_dropped_from_the_end_and_named(tokenizer):
 
 
 def test_a_question_of_which_no_passage_fits_is_listed(tokenizer):
-    words = Words(tokenizer, max_length=1000)
+    words = TokenizerOnly(tokenizer, max_length=1000)
     room = length(tokenizer, ()) + 1
-    config = AskConfig(overlong="drop-passages", window=room + 5)
+    config = PromptConfig(overlong="drop-passages", window=room + 5)
     asked = ask([example("long", TEXTS[1:6])], words, config, 5)
     assert [request.setting for request in asked.requests] == ["closed_book"]
     (left,) = asked.left_out
@@ -169,7 +169,9 @@ def test_a_question_of_which_no_passage_fits_is_listed(tokenizer):
 
 def test_a_text_that_is_none_is_named_with_its_question(tokenizer):
     with pytest.raises(ValueError, match="question 'bad': passage 2 is empty"):
-        ask([example("bad", ["fine", " "])], Words(tokenizer), AskConfig(), 5)
+        ask(
+            [example("bad", ["fine", " "])], TokenizerOnly(tokenizer), PromptConfig(), 5
+        )
 
 
 @pytest.mark.parametrize(
@@ -177,4 +179,4 @@ def test_a_text_that_is_none_is_named_with_its_question(tokenizer):
 )
 def test_a_choice_there_is_not_is_refused(fields):
     with pytest.raises(ValueError, match=next(iter(fields))):
-        AskConfig(**fields)
+        PromptConfig(**fields)

@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 from extract.backbone.names import WEIGHTS
 from extract.generate.replies import Replies
 from extract.label.judges import ConsensusConfig, judge_answers
-from extract.label.rubrics import RUBRICS, defuse, fence, judge_prompt, marker_for
+from extract.label.rubrics import RUBRICS, escape, fence, judge_prompt, marker_for
 from extract.label.verdicts import consensus
 from extract.records import Answer, Example
 from tests.extract.injections import INJECTIONS
@@ -102,7 +102,7 @@ def test_no_injection_leaves_its_field_or_flips_a_fair_judge(rubric, around):
     for injection in INJECTIONS:
         text = around.replace("{}", injection)
         prompt = judge_prompt(rubric, QUESTION, GOLDS, text)
-        assert dict(fields_of(prompt))["model answer"] == defuse(text)
+        assert dict(fields_of(prompt))["model answer"] == escape(text)
         assert len(fields_of(prompt)) == 3
         assert fair_verdict(prompt) == "Incorrect"
 
@@ -157,14 +157,14 @@ def test_a_tokenizer_finds_no_control_token_inside_a_fence():
         return sum(token in control for token in ids)
 
     assert sum(n_control(text) > 0 for text in INJECTIONS) >= 20
-    assert sum(n_control(defuse(text)) for text in INJECTIONS) == 0
+    assert sum(n_control(escape(text)) for text in INJECTIONS) == 0
 
 
 def test_defusing_twice_changes_nothing_and_plain_text_never():
     for text in INJECTIONS:
-        assert defuse(defuse(text)) == defuse(text)
+        assert escape(escape(text)) == escape(text)
     for text in ("Paris", "a\nb\tc", "\u6771\u4eac 2020", "3 < 4 > 2", "x [see 2]"):
-        assert defuse(text) == text
+        assert escape(text) == text
 
 
 def test_right_and_wrong_answers_get_their_labels_from_three_equal_judges(tmp_path):
@@ -300,7 +300,7 @@ def test_a_file_cut_at_any_byte_is_completed_to_the_same_replies(tmp_path):
         assert again == whole
         assert len(generator.asked) == 1
         assert path.read_bytes() == content
-    assert path.with_name("replies.jsonl.torn").exists()
+    assert path.with_name("replies.jsonl.truncated").exists()
 
 
 def test_a_line_that_is_no_reply_is_named(tmp_path):

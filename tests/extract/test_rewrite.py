@@ -12,7 +12,7 @@ from extract.label.rewrite import (
     rewrite_prompt,
     with_rewrites,
 )
-from extract.label.rubrics import defuse
+from extract.label.rubrics import escape
 from extract.records import Example, Passage
 from tests.extract.injections import INJECTIONS
 from tests.extract.scripted import ScriptedGenerator, fields_of, said
@@ -112,7 +112,7 @@ def test_the_prompt_holds_question_and_context_once_and_no_injection_leaves():
         prompt = rewrite_prompt(example(f"Town: {text}"))
         assert fields_of(prompt) == [
             ("question", "Which prize did Marie Curie share in 1903?"),
-            ("context", defuse(f"Town: {text}")),
+            ("context", escape(f"Town: {text}")),
         ]
 
 

@@ -229,7 +229,7 @@ def test_rows_survive_and_batches_follow_each_other(tmp_path):
     lines.append([])
     again = JsonLines.open(lines.path)
     again.append(['{"a": 3}'])
-    assert again.torn is None
+    assert again.truncated is None
     assert [row["a"] for row in again.rows()] == [1, 2, 3]
 
 
@@ -238,11 +238,11 @@ def test_a_torn_last_line_is_set_aside(tmp_path, tail):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a": 1}\n{"a": 2}\n' + tail)
     lines = JsonLines.open(path)
-    assert "last line was unfinished" in lines.torn
+    assert "last line was unfinished" in lines.truncated
     assert path.read_bytes() == b'{"a": 1}\n{"a": 2}\n'
-    aside = (tmp_path / "a.jsonl.torn").read_bytes()
+    aside = (tmp_path / "a.jsonl.truncated").read_bytes()
     assert aside.rstrip(b"\n") == tail.rstrip(b"\n")
-    assert JsonLines.open(path).torn is None
+    assert JsonLines.open(path).truncated is None
 
 
 def test_every_cut_of_a_file_keeps_its_complete_rows(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.stages.presets import make_config
 from extract.backbone.names import WEIGHTS
 from extract.generate.generator import GeneratorPrompt
-from extract.generate.requests import AskConfig, ask
+from extract.generate.requests import PromptConfig, ask
 from extract.generate.served import ServedGenerator
 from extract.generate.server_config import ServerConfig
 from extract.world.facts import make_world
@@ -26,7 +26,7 @@ def five_hundred(local):
     world = make_world(config.world)
     wanted = QuestionConfig(n_train=1, n_evaluation=260, n_ood=100)
     examples = [e for e in make_examples(world, wanted) if e.split != "train"][:500]
-    requests = ask(examples, local.backbone, AskConfig(), 10).requests
+    requests = ask(examples, local.backbone, PromptConfig(), 10).requests
     assert len(examples) == 500
     return requests
 

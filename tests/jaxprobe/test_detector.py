@@ -13,13 +13,13 @@ from jaxprobe.features.families import (
     split_families,
 )
 from jaxprobe.features.subsets import SUBSETS, subset_index
-from jaxprobe.fit.codes import Codes, encode
 from jaxprobe.fit.grid import Member, Trained
+from jaxprobe.fit.outputs import MemberOutputs, encode
 from jaxprobe.kernels.random import words_of
 from jaxprobe.model.encoder import Encoder, init_encoder
 from jaxprobe.model.fusion import (
     FusionHead,
-    PoolCodes,
+    PoolOutputs,
     apply_head,
     init_head,
     say,
@@ -92,9 +92,9 @@ def made():
 def test_detector_scores_as_grid_and_head_do(made):
     detector, grids = made
     scores = detector.score_closed_book(random_features("closed_book"))
-    codes: Codes = grids["closed_book"][2]
+    codes: MemberOutputs = grids["closed_book"][2]
     logits = codes.logits.reshape(2, 2, -1)
-    shaped = PoolCodes(say(codes.pooled.reshape(2, 2, 7, -1), logits), None, None)
+    shaped = PoolOutputs(say(codes.pooled.reshape(2, 2, 7, -1), logits), None, None)
     slots, mask = slots_of((0, 1), 4)
     head = detector.heads["closed_book"]
     p = [

@@ -40,7 +40,7 @@ def logistic(config, seed=0, enabled=True, axes=()):
 
 def test_training_stops_early_and_halves_the_rate():
     config = TrainConfig(
-        batch_size=64, max_epochs=60, halve_after=2, stop_after=5, learning_rate=0.1
+        batch_size=64, max_epochs=60, lr_patience=2, patience=5, learning_rate=0.1
     )
     params, info = jax.jit(lambda: logistic(config))()
     n_epochs, best = int(info.n_epochs), int(info.best_epoch)
@@ -54,14 +54,14 @@ def test_training_stops_early_and_halves_the_rate():
 
 def test_pieces_of_a_batch_add_up_to_its_gradient():
     one, four = (
-        logistic(TrainConfig(batch_size=64, max_epochs=2, n_pieces=n))[0]
+        logistic(TrainConfig(batch_size=64, max_epochs=2, n_microbatches=n))[0]
         for n in (1, 4)
     )
     np.testing.assert_allclose(one["w"], four["w"], atol=1e-6)
 
 
 def test_members_side_by_side_train_as_alone():
-    config = TrainConfig(batch_size=64, max_epochs=30, stop_after=3, learning_rate=0.1)
+    config = TrainConfig(batch_size=64, max_epochs=30, patience=3, learning_rate=0.1)
     together = jax.vmap(
         lambda seed: logistic(config, seed, axes=("seeds",)), axis_name="seeds"
     )
@@ -98,4 +98,4 @@ def test_configs_that_train_nothing_are_refused():
     with pytest.raises(ValueError, match="max_epochs"):
         TrainConfig(max_epochs=0)
     with pytest.raises(ValueError, match="pieces"):
-        TrainConfig(batch_size=100, n_pieces=3)
+        TrainConfig(batch_size=100, n_microbatches=3)

@@ -10,7 +10,7 @@ from jaxprobe.fit.heads import fit_heads
 from jaxprobe.kernels.random import words_of
 from jaxprobe.model.fusion import (
     FusionHead,
-    PoolCodes,
+    PoolOutputs,
     init_head,
     keep_encoders,
     say,
@@ -32,7 +32,7 @@ def random_codes(n_examples, seed):
     pooled[..., 0] = logits
     ones = jnp.ones(n_examples)
     said = say(jnp.asarray(pooled), jnp.asarray(logits))
-    return PoolCodes(said, jnp.asarray(labels, jnp.float32), ones)
+    return PoolOutputs(said, jnp.asarray(labels, jnp.float32), ones)
 
 
 SLOTS = jnp.arange(3)

@@ -14,7 +14,6 @@ from jaxprobe.features.families import (
     split_families,
 )
 from jaxprobe.features.subsets import SUBSETS, subset_index
-from jaxprobe.fit.codes import encode
 from jaxprobe.fit.grid import (
     Block,
     Member,
@@ -25,6 +24,7 @@ from jaxprobe.fit.grid import (
     join,
     labelled,
 )
+from jaxprobe.fit.outputs import encode
 from jaxprobe.kernels.projection import Draw
 from jaxprobe.kernels.random import words_of
 from jaxprobe.metrics import masked_auroc

@@ -10,8 +10,8 @@ from jaxprobe.features.families import (
     split_families,
 )
 from jaxprobe.features.subsets import subset_index
-from jaxprobe.fit.codes import encode
 from jaxprobe.fit.grid import Block, fit_block, labelled
+from jaxprobe.fit.outputs import encode
 from tests.jaxprobe.test_grid import CONFIG, DIMS, ENCODER, TRAIN, planted, train
 
 QUESTION, ANSWER = 0, 1

@@ -26,7 +26,7 @@ from jaxprobe.model.encoder import Encoder
 
 DIMS = FamilyDims(hidden=6, prob=2, resid=3, attn=2)
 ENCODER = Encoder(EncoderConfig(projection=3, hidden=4, n_blocks=1, n_groups=2), DIMS)
-CONFIG = TrainConfig(learning_rate=1e-2, batch_size=16, max_epochs=3, stop_after=3)
+CONFIG = TrainConfig(learning_rate=1e-2, batch_size=16, max_epochs=3, patience=3)
 IDENTITY = Standardizer(
     np.zeros(DIMS.total, np.float32), np.ones(DIMS.total, np.float32)
 )

@@ -10,7 +10,7 @@ from sklearn.metrics import roc_auc_score
 
 from jaxprobe.config import FusionConfig, TrainConfig
 from jaxprobe.fit.heads import fit_heads
-from jaxprobe.model.fusion import PoolCodes
+from jaxprobe.model.fusion import PoolOutputs
 from selection.exhaustive import Enumeration, Ranking, all_sets, carried
 from selection.greedy import GreedyConfig, fit_sets, select
 from tests.selection.test_greedy import random_codes
@@ -169,7 +169,7 @@ def test_a_damaged_or_foreign_piece_is_trained_again(tmp_path, ranking):
 
 
 def test_validation_rows_of_one_class_are_refused(tmp_path):
-    one = PoolCodes(*CODES[1])._replace(labels=np.ones(500, np.float32))
+    one = PoolOutputs(*CODES[1])._replace(labels=np.ones(500, np.float32))
     with pytest.raises(ValueError, match="one class"):
         enumeration(tmp_path, valid=one)
 

@@ -13,7 +13,7 @@ from jaxprobe.fit.loop import Params
 from jaxprobe.model.encoder import Encoder
 
 
-class Codes(NamedTuple):
+class MemberOutputs(NamedTuple):
     """What trained encoders say of some examples.
 
     Attributes:
@@ -42,8 +42,8 @@ def encode_member(
 
 def encode(
     trained: Trained, features: FamilyTokens, *, encoder: Encoder, n_chunk: int = 256
-) -> Codes:
-    """What every trained member says of every example (see `Codes`)."""
+) -> MemberOutputs:
+    """What every trained member says of every example (see `MemberOutputs`)."""
     logits, pooled = [], []
     for i, member in enumerate(trained.members):
         params = jax.tree.map(lambda x, i=i: x[i], trained.params)
@@ -51,4 +51,4 @@ def encode(
         out = encode_member(params, mask, features, encoder=encoder, n_chunk=n_chunk)
         logits.append(out[0])
         pooled.append(out[1])
-    return Codes(jnp.stack(logits), jnp.stack(pooled))
+    return MemberOutputs(jnp.stack(logits), jnp.stack(pooled))
