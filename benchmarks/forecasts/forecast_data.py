@@ -5,8 +5,9 @@ import time
 from collections.abc import Sequence
 
 from benchmarks.stages.forecast import N_PROBED, Forecast
+from extract.datasets.config import BuildConfig, Source
 from extract.datasets.loading import Loaded
-from extract.datasets.pools import BuildConfig, Source, is_usable, open_source
+from extract.datasets.pools import is_usable, open_source
 from extract.records import to_json
 
 _N_READS = 2  # once to draw, once to write what was drawn

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.stages.presets import RunConfig, make_config
-from extract.datasets.pools import DataConfig
+from extract.datasets.config import DataConfig
 from extract.generate.requests import PromptConfig
 from extract.store.kept import kept_of
 

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.stages.presets import RunConfig
 from benchmarks.stages.stage import Progress, Update, once
 from extract.datasets.building import build_examples, check_folder
-from extract.datasets.pools import BuildConfig, Source
+from extract.datasets.config import BuildConfig, Source
 from extract.run.directory import RunDir
 from extract.run.files import sha256_file
 from extract.run.manifest import manifest_file

@@ -144,7 +144,7 @@ def _make_run(
     from benchmarks.stages.presets import make_config
     from benchmarks.verbs.modelchoice import check_choices
     from extract.backbone.names import default_dtype
-    from extract.datasets.pools import data_config
+    from extract.datasets.building import data_config
     from extract.run.console import Progress
 
     sources, build = sources_of(files), build_config(options)
