@@ -10,15 +10,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from extract.backbone.loading import Backbone
-from extract.generate.answers import AnswerRows, answered, open_answers
-from extract.generate.greedy import generate
+from extract.generate.answers import AnswerRows, answered_keys, open_answers
+from extract.generate.local import generate
 from extract.generate.requests import (
-    Asked,
     GenerationConfig,
     PromptConfig,
     PromptModel,
     Request,
-    ask,
+    Requests,
+    make_requests,
     plan_batches,
 )
 from extract.label.rewrite import Rewrite, with_rewrites
@@ -86,13 +86,13 @@ def left_out_file(run: RunDir) -> Path:
 
 def ask_run(
     run: RunDir, speaker: PromptModel, asking: PromptConfig, max_new_tokens: int
-) -> Asked:
+) -> Requests:
     """Return what the run asks; what it does not ask is written down.
 
     Raises:
-      ValueError: a prompt does not fit, see `extract.generate.requests.ask`.
+      ValueError: a prompt does not fit, see `extract.generate.requests.make_requests`.
     """
-    asked = ask(read_examples(run), speaker, asking, max_new_tokens)
+    asked = make_requests(read_examples(run), speaker, asking, max_new_tokens)
     if asked.left_out:
         write_text_atomic(left_out_file(run), asked.left_out_lines())
     else:
@@ -147,14 +147,14 @@ def write_answer_part(
       How many answers nobody has written yet.
     """
     rank, world_size = worker
-    done = answered(answers_file(run), run.answer_parts, requests)
+    done = answered_keys(answers_file(run), run.answer_parts, requests)
     process = f"{socket.gethostname()}.{os.getpid()}"
     name = f"{rank}-of-{world_size}@{process}.jsonl"
     lines = JsonLines.open(run.answer_parts / name)
     mine = _planned(requests, config)[rank::world_size]
     rows = AnswerRows(lines, dict.fromkeys(done), ())
     _answer_batches(backbone, mine, config, rows, progress)
-    there = answered(answers_file(run), run.answer_parts, requests)
+    there = answered_keys(answers_file(run), run.answer_parts, requests)
     return len({request.key for request in requests} - there)
 
 

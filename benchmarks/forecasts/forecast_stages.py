@@ -10,9 +10,14 @@ from benchmarks.forecasts.rehearsal import Rehearsal, spread
 from benchmarks.stages.forecast import N_PROBED, Forecast
 from benchmarks.stages.presets import RunConfig
 from benchmarks.stages.tallies import disk_bytes
-from extract.generate.answers import answered
+from extract.generate.answers import answered_keys
 from extract.generate.generator import Generator, SamplingConfig
-from extract.generate.requests import GenerationConfig, PromptModel, ask, plan_batches
+from extract.generate.requests import (
+    GenerationConfig,
+    PromptModel,
+    make_requests,
+    plan_batches,
+)
 from extract.generate.sampling import request_prompt
 from extract.label.verdicts import exact_match_judge, label_answer
 from extract.pipeline import answers_file, read_answers, read_examples
@@ -36,8 +41,10 @@ def forecast_answers(
 ) -> Forecast:
     """Return what answering needs; ten prompts of all lengths are answered."""
     run.hash_inputs(run.examples)  # says what is missing
-    asked = ask(read_examples(run), speaker, config.prompt, config.max_new_tokens)
-    there = answered(answers_file(run), run.answer_parts, asked.requests)
+    asked = make_requests(
+        read_examples(run), speaker, config.prompt, config.max_new_tokens
+    )
+    there = answered_keys(answers_file(run), run.answer_parts, asked.requests)
     todo = [request for request in asked.requests if request.key not in there]
     prompts = [request_prompt(speaker.tokenizer, request) for request in todo]
     found = Rehearsal(

@@ -55,7 +55,7 @@ def open_probed(run: RunDir, config: RunConfig) -> ProbedBackbone:
     return ProbedBackbone(
         open_backbone(config),
         Detector.load(run.detector),
-        config.prompt.words(),
+        config.prompt.prompt_template(),
         generation_config(config),
         answer_span=config.extract.answer_span,
     )

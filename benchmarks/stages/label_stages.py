@@ -8,13 +8,16 @@ from typing import Any
 
 from benchmarks.stages.presets import RunConfig
 from benchmarks.stages.stage import Progress, Update, once
-from extract.generate.answers import open_answers
-from extract.generate.generator import SCHEMA_VERSION, Generator, SamplingConfig
-from extract.generate.greedy import stop_ids_of
+from extract.generate.answers import append_answers, open_answers, record_backend
+from extract.generate.generator import (
+    SCHEMA_VERSION,
+    Generator,
+    SamplingConfig,
+    stop_ids_of,
+)
 from extract.generate.replies import Replies
-from extract.generate.requests import ask
+from extract.generate.requests import TokenizerOnly, make_requests
 from extract.generate.sampling import DrawConfig, draw_answers
-from extract.generate.served_answers import TokenizerOnly, append_answers, claim_answers
 from extract.label.annotation import (
     HumanAgreement,
     draw_sample,
@@ -208,7 +211,7 @@ def answer_by_server(
     identity = dict(generator.identity) | asking_identity(config)
 
     def work(update: Update) -> None:
-        claim_answers(run, identity)
+        record_backend(run, identity)
         asked = ask_run(run, words, config.prompt, config.max_new_tokens)
         if asked.note:
             progress.note(f"answer: {asked.note}")
@@ -257,7 +260,9 @@ def draw_run(
     def work(update: Update) -> None:
         replies = _open_replies(run, "sample", progress)
         examples = [e for e in read_examples(run) if e.split in splits]
-        asked = ask(examples, words, config.prompt, draws.sampling.max_new_tokens)
+        asked = make_requests(
+            examples, words, config.prompt, draws.sampling.max_new_tokens
+        )
         if asked.note:
             progress.note(f"sample: {asked.note}")
         samples = draw_answers(

@@ -32,7 +32,7 @@ from benchmarks.stages.stage import Progress, Stage, Update
 from benchmarks.stages.sweep_stage import chosen_layer, stored
 from benchmarks.stages.textonly import fit_tfidf, joined_text, perplexity_score
 from benchmarks.stages.train_stage import EVERY_FAMILY
-from extract.generate.requests import shown
+from extract.generate.requests import variants_of
 from extract.pipeline import read_answers, read_examples
 from extract.records import SETTINGS, Answer, Example, Passage, Setting, read_records
 from extract.run.directory import RunDir
@@ -118,7 +118,7 @@ def _calibrate(run: RunDir, config: RunConfig, update: Update, progress: Progres
 
 def _text(example: Example, answer: Answer) -> str:
     """Return question, answer, and the passages that the model was shown."""
-    passages = dict(shown(answer.setting, example))[answer.variant]
+    passages = dict(variants_of(answer.setting, example))[answer.variant]
     kept = [p.text for i, p in enumerate(passages) if i not in answer.dropped]
     return joined_text(example.question, answer.text, kept)
 

@@ -12,9 +12,9 @@ from benchmarks.stages.stage import Progress, Stage, Update
 from extract import pipeline
 from extract.backbone.loading import Backbone, load_backbone, require_answering_model
 from extract.backbone.names import own_device
+from extract.generate.answers import record_backend
 from extract.generate.local import TransformersGenerator
 from extract.generate.requests import GenerationConfig, Request
-from extract.generate.served_answers import claim_answers
 from extract.records import SETTINGS, Setting
 from extract.run.directory import RunDir
 from extract.run.manifest import package_versions
@@ -48,7 +48,7 @@ def ask_backbone(
 ) -> tuple[Backbone, list[Request]]:
     """Load the run's backbone as the one that answers; return what it is asked."""
     backbone = open_backbone(config)
-    claim_answers(
+    record_backend(
         run,
         TransformersGenerator(backbone=backbone).identity | asking_identity(config),
     )

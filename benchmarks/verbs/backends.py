@@ -197,9 +197,9 @@ def open_generator(
             backbone=backbone, tokens_per_batch=options.batch_tokens
         )
         return
-    from extract.generate.replies import tokenizer_identity
-    from extract.generate.served import ServedGenerator
-    from extract.generate.server_config import Prices, ServerConfig
+    from extract.generate.generator import tokenizer_identity
+    from extract.generate.server import ServedGenerator, ServerConfig
+    from extract.generate.spending import Prices
 
     config = ServerConfig(
         url=options.server,

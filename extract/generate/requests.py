@@ -82,6 +82,20 @@ class PromptModel(Protocol):
     name: str
 
 
+@dataclasses.dataclass(frozen=True)
+class TokenizerOnly:
+    """A tokenizer alone, where requests are made and a server does the rest.
+
+    Attributes:
+      max_length: the model's window in tokens, or None where it sets no limit.
+      name: of the model, for messages.
+    """
+
+    tokenizer: Any
+    max_length: int | None = None
+    name: str = "the model"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptConfig:
     """How questions are put.
@@ -116,7 +130,7 @@ class PromptConfig:
         if self.window is not None and self.window < 2:
             raise ValueError(f"window: expected at least 2 tokens, found {self.window}")
 
-    def words(self) -> PromptTemplate:
+    def prompt_template(self) -> PromptTemplate:
         """Return the words around question and context."""
         return dataclasses.replace(TEMPLATES[self.template], chat=self.chat)
 
@@ -143,7 +157,7 @@ class LeftOut:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class Requests:
     """What is asked, and what is not."""
 
     requests: list[Request]
@@ -174,7 +188,9 @@ class Asked:
         )
 
 
-def shown(setting: Setting, example: Example) -> list[tuple[Variant, list[Passage]]]:
+def variants_of(
+    setting: Setting, example: Example
+) -> list[tuple[Variant, list[Passage]]]:
     """Return the variants of one question in one setting, with their passages."""
     if setting == "closed_book":
         return [("original", [])]
@@ -198,12 +214,12 @@ def _fitting(
     return prompt, tuple(range(kept, len(passages)))
 
 
-def ask(
+def make_requests(
     examples: Iterable[Example],
     speaker: PromptModel,
     config: PromptConfig,
     max_new_tokens: int,
-) -> Asked:
+) -> Requests:
     """Return what has to be answered: every setting and variant of every question.
 
     Args:
@@ -216,13 +232,13 @@ def ask(
       ValueError: prompts do not fit, and passages must not or cannot be left out; or
         a text is none.
     """
-    template, asked = config.words(), Asked([], [])
+    template, asked = config.prompt_template(), Requests([], [])
     room = config.room(speaker.max_length, max_new_tokens)
     too_long: list[tuple[int, str]] = []
     may_cut = config.overlong == "drop-passages"
     for setting in SETTINGS:
         for example in examples:
-            for variant, passages in shown(setting, example):
+            for variant, passages in variants_of(setting, example):
 
                 def build(kept: Sequence[Passage], example: Example = example):
                     return _prompt(speaker, template, example, kept)

@@ -18,7 +18,7 @@ from extract.generate.generator import (
     SamplingConfig,
 )
 from extract.generate.replies import Progress, Replies
-from extract.label.rubrics import fence, marker_for
+from extract.label.rubrics import delimit, marker_for
 from extract.records import Example, Passage
 
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
@@ -260,7 +260,7 @@ def rewrite_prompt(example: Example, *, seed: int = 0) -> str:
     """
     fields = {"question": example.question, "context": _source(example)}
     marker = marker_for(fields, salt=f"rewrite {seed}")
-    question, context = (fence(name, text, marker) for name, text in fields.items())
+    question, context = (delimit(name, text, marker) for name, text in fields.items())
     return (
         f"{_OPENING}\n{_RULES}\n{_OUTPUT}\n\n{_FENCES.format(marker=marker)}\n\n"
         f"Question:\n{question}\nContext:\n{context}"

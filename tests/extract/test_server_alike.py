@@ -12,9 +12,8 @@ import pytest
 from benchmarks.stages.presets import make_config
 from extract.backbone.names import WEIGHTS
 from extract.generate.generator import GeneratorPrompt
-from extract.generate.requests import PromptConfig, ask
-from extract.generate.served import ServedGenerator
-from extract.generate.server_config import ServerConfig
+from extract.generate.requests import PromptConfig, make_requests
+from extract.generate.server import ServedGenerator, ServerConfig
 from extract.world.facts import make_world
 from extract.world.questions import QuestionConfig, make_examples
 from tests.extract.generating import texts
@@ -26,7 +25,7 @@ def five_hundred(local):
     world = make_world(config.world)
     wanted = QuestionConfig(n_train=1, n_evaluation=260, n_ood=100)
     examples = [e for e in make_examples(world, wanted) if e.split != "train"][:500]
-    requests = ask(examples, local.backbone, PromptConfig(), 10).requests
+    requests = make_requests(examples, local.backbone, PromptConfig(), 10).requests
     assert len(examples) == 500
     return requests
 

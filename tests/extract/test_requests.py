@@ -3,8 +3,7 @@ import dataclasses
 import pytest
 
 from extract.generate.prompts import TEMPLATES, build_prompt, render_message
-from extract.generate.requests import PromptConfig, ask
-from extract.generate.served_answers import TokenizerOnly
+from extract.generate.requests import PromptConfig, TokenizerOnly, make_requests
 from extract.records import Example, Passage
 from extract.world.facts import WorldConfig, make_world
 from extract.world.model import make_tokenizer
@@ -111,7 +110,9 @@ def test_a_closed_thinking_block_is_none(tokenizer):
 
 def test_every_setting_and_variant_is_asked_once(tokenizer):
     both = example("both", TEXTS[1:3], TEXTS[3:4])
-    asked = ask([both, example("bare")], TokenizerOnly(tokenizer), PromptConfig(), 5)
+    asked = make_requests(
+        [both, example("bare")], TokenizerOnly(tokenizer), PromptConfig(), 5
+    )
     assert [request.key for request in asked.requests] == [
         ("both", "closed_book", "original"),
         ("bare", "closed_book", "original"),
@@ -131,18 +132,18 @@ def test_a_prompt_that_does_not_fit_is_refused_before_anything_is_asked(tokenize
     room = length(tokenizer, TEXTS[1:3])
     words = TokenizerOnly(tokenizer, max_length=room + 5, name="little")
     fits, long = example("fits", TEXTS[1:3]), example("long", TEXTS[1:6])
-    assert len(ask([fits], words, PromptConfig(), 5).requests) == 2
+    assert len(make_requests([fits], words, PromptConfig(), 5).requests) == 2
     with pytest.raises(ValueError, match="1 prompts do not fit.*'long'.*little"):
-        ask([fits, long], words, PromptConfig(), 5)
+        make_requests([fits, long], words, PromptConfig(), 5)
     with pytest.raises(ValueError, match="do not fit"):  # one token more to answer
-        ask([fits], words, PromptConfig(), 6)
+        make_requests([fits], words, PromptConfig(), 6)
 
 
 def test_whole_passages_are_dropped_from_the_end_and_named(tokenizer):
     room = length(tokenizer, TEXTS[1:4])
     words = TokenizerOnly(tokenizer, max_length=1000)
     config = PromptConfig(overlong="drop-passages", window=room + 5)
-    asked = ask([example("long", TEXTS[1:6])], words, config, 5)
+    asked = make_requests([example("long", TEXTS[1:6])], words, config, 5)
     closed, cut = asked.requests
     assert (closed.dropped, cut.dropped) == ((), (3, 4))
     kept = build_prompt(tokenizer, TEMPLATES["short"], TEXTS[0], passages(*TEXTS[1:4]))
@@ -155,7 +156,7 @@ def test_a_question_of_which_no_passage_fits_is_listed(tokenizer):
     words = TokenizerOnly(tokenizer, max_length=1000)
     room = length(tokenizer, ()) + 1
     config = PromptConfig(overlong="drop-passages", window=room + 5)
-    asked = ask([example("long", TEXTS[1:6])], words, config, 5)
+    asked = make_requests([example("long", TEXTS[1:6])], words, config, 5)
     assert [request.setting for request in asked.requests] == ["closed_book"]
     (left,) = asked.left_out
     assert (left.example_id, left.setting, left.room) == ("long", "with_context", room)
@@ -164,12 +165,12 @@ def test_a_question_of_which_no_passage_fits_is_listed(tokenizer):
     # Without a passage there is nothing to leave out.
     config = dataclasses.replace(config, window=7)
     with pytest.raises(ValueError, match="do not fit"):
-        ask([example("bare")], words, config, 5)
+        make_requests([example("bare")], words, config, 5)
 
 
 def test_a_text_that_is_none_is_named_with_its_question(tokenizer):
     with pytest.raises(ValueError, match="question 'bad': passage 2 is empty"):
-        ask(
+        make_requests(
             [example("bad", ["fine", " "])], TokenizerOnly(tokenizer), PromptConfig(), 5
         )
 

@@ -6,8 +6,7 @@ import torch
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import WEIGHTS
 from extract.generate.generator import GeneratorPrompt, SamplingConfig, reply_key
-from extract.generate.greedy import generate_all
-from extract.generate.local import TransformersGenerator
+from extract.generate.local import TransformersGenerator, generate_all
 from extract.generate.requests import GenerationConfig
 from tests.extract.generating import GREEDY, prompts_of, texts
 

@@ -6,11 +6,10 @@ import pytest
 from extract.generate.generator import GeneratorPrompt, SamplingConfig, reply_key
 from extract.generate.prompts import template_fields
 from extract.generate.replies import Replies
-from extract.generate.served import ServedGenerator
-from extract.generate.server_config import (
+from extract.generate.server import ServedGenerator, ServerConfig
+from extract.generate.spending import (
     Account,
     Prices,
-    ServerConfig,
     SpendingCapReached,
 )
 from tests.extract.generating import GREEDY, prompts_of, texts
