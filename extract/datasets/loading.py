@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from extract.datasets.fields import Record, has_answers
 from extract.datasets.files.kinds import FileType, recognise
 from extract.datasets.files.streams import RawRecord, RecordStream
 from extract.datasets.readers import (
@@ -23,12 +24,10 @@ from extract.datasets.readers import (
     popqa,
     triviaqa,
 )
-from extract.datasets.readers.fields import has_answers
 from extract.datasets.readers.passages import check_all_read
 from extract.datasets.readers.question import (
     Format,
     Question,
-    Record,
     dataset_named,
     dataset_of_style,
     is_foreign,

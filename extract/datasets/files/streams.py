@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-import orjson
+import msgspec
 
 from extract.datasets.files.json_stream import (
     CHUNK,
@@ -174,10 +174,10 @@ class RecordStream:
         if self._type.container == "json values":
             yield from ArrayScanner(window, str(self._path), in_array=False).walk(at)
             return
-        before = b""
+        before = ""
         if self._type.container == "json object":
             at = _list_start(window, self._type.list_key or "")
-            before = window.bytes[:at]
+            before = window.text[:at]
         else:
             at += 1
         scanner = ArrayScanner(window, str(self._path))
@@ -191,11 +191,11 @@ class RecordStream:
                 f"({rest.strip()[:20]!r}); the file is no valid JSON"
             )
 
-    def _read_envelope(self, before: bytes, after: bytes) -> dict[str, Any]:
+    def _read_envelope(self, before: str, after: str) -> dict[str, Any]:
         """Parse what stands around the list."""
         try:
-            around = orjson.loads(before + b"]" + after)
-        except orjson.JSONDecodeError:
+            around = msgspec.json.decode(f"{before}]{after}".encode("latin-1"))
+        except (msgspec.DecodeError, UnicodeError):
             raise ValueError(
                 f"{self._path}: the JSON object around the list of records is cut off "
                 "or no valid JSON; fetch the file again"
@@ -205,18 +205,18 @@ class RecordStream:
 
 def _list_start(window: Window, key: str) -> int:
     """Return the position behind the bracket that opens the list named `key`."""
-    opening = re.compile(b'"' + re.escape(key.encode()) + rb'"\s*+:\s*+\[')
-    while (found := opening.search(window.bytes)) is None:
+    opening = re.compile(rf'"{re.escape(key)}"\s*+:\s*+\[', re.ASCII)
+    while (found := opening.search(window.text)) is None:
         if not window.advance(0):
             raise ValueError(f"the list {key!r} is not in the file any more")
     return found.end()
 
 
-def _rest(window: Window, at: int) -> bytes:
+def _rest(window: Window, at: int) -> str:
     """Return what follows the list; it is short in every known format."""
-    rest = window.bytes[at:]
-    while len(rest) <= CHUNK and window.advance(len(window.bytes)):
-        rest += window.bytes
+    rest = window.text[at:]
+    while len(rest) <= CHUNK and window.advance(len(window.text)):
+        rest += window.text
     return rest
 
 

@@ -2,12 +2,11 @@
 
 from typing import Any
 
-from extract.datasets.readers.fields import any_answers, identity, listed, objects, text
+from extract.datasets.fields import Record, any_answers, identity, listed, objects, text
 from extract.datasets.readers.passages import is_list_of_objects, titled_passages
 from extract.datasets.readers.question import (
     Format,
     Question,
-    Record,
     dataset_named,
     dataset_tagged,
 )

@@ -5,8 +5,8 @@ from typing import Any
 
 import msgspec
 
-from extract.datasets.files.streams import HEADERLESS
-from extract.datasets.readers.fields import (
+from extract.datasets.fields import (
+    Record,
     answers,
     any_answers,
     has_answers,
@@ -16,11 +16,11 @@ from extract.datasets.readers.fields import (
     text,
     unfold,
 )
+from extract.datasets.files.streams import HEADERLESS
 from extract.datasets.readers.passages import titled_passages
 from extract.datasets.readers.question import (
     Format,
     Question,
-    Record,
     dataset_marked,
     dataset_tagged,
 )

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from extract.datasets.readers.fields import (
+from extract.datasets.fields import (
+    Record,
     answers,
     identity,
     kind_of,
@@ -17,7 +18,7 @@ from extract.datasets.readers.passages import (
     read_context,
     supporting_titles,
 )
-from extract.datasets.readers.question import Format, Question, Record, dataset_of_id
+from extract.datasets.readers.question import Format, Question, dataset_of_id
 from extract.records import Passage
 
 # Tuples: a damaged record may have a list here, which no set can be asked about.

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from extract.datasets.readers.dpr import unquote
-from extract.datasets.readers.fields import (
+from extract.datasets.fields import (
+    Record,
     answers,
     any_answers,
     field_answers,
@@ -12,6 +12,7 @@ from extract.datasets.readers.fields import (
     kind_of,
     text,
 )
+from extract.datasets.readers.dpr import unquote
 from extract.datasets.readers.multihop import is_twowiki
 from extract.datasets.readers.passages import (
     any_passages,
@@ -24,7 +25,6 @@ from extract.datasets.readers.passages import (
 from extract.datasets.readers.question import (
     Format,
     Question,
-    Record,
     dataset_marked,
     dataset_of_id,
 )

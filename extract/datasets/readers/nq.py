@@ -3,7 +3,8 @@
 import re
 from typing import Any
 
-from extract.datasets.readers.fields import (
+from extract.datasets.fields import (
+    Record,
     any_answers,
     distinct,
     identity,
@@ -14,7 +15,6 @@ from extract.datasets.readers.fields import (
 from extract.datasets.readers.question import (
     Format,
     Question,
-    Record,
     dataset_named,
     dataset_of_id,
     dataset_tagged,

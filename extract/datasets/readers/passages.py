@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from extract.datasets.readers.fields import kind_of, objects, text, unfold
-from extract.datasets.readers.question import Question, Record
+from extract.datasets.fields import Record, kind_of, objects, text, unfold
+from extract.datasets.readers.question import Question
 from extract.records import Passage
 
 _BODIES = ("sentences", "content", "text", "paragraph_text", "contents")

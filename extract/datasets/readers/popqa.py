@@ -4,9 +4,9 @@ import decimal
 import math
 from typing import Any
 
-from extract.datasets.readers.fields import any_answers, identity, kind_of, text
+from extract.datasets.fields import Record, any_answers, identity, kind_of, text
 from extract.datasets.readers.passages import any_passages, titled_passages
-from extract.datasets.readers.question import Format, Question, Record
+from extract.datasets.readers.question import Format, Question
 
 _KEPT = ("subj", "prop", "obj", "s_wiki_title", "o_wiki_title", "s_pop", "o_pop")
 

@@ -5,14 +5,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
+from extract.datasets.fields import Record
 from extract.records import Example, Passage, Split
 
 DatasetName = Literal[
     "hotpotqa", "musique", "2wikimultihopqa", "popqa", "nq", "triviaqa"
 ]
 DATASETS: tuple[DatasetName, ...] = get_args(DatasetName)
-
-Record = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from extract.datasets.readers.fields import (
+from extract.datasets.fields import (
+    Record,
     distinct,
     kind_of,
     listed,
@@ -17,7 +18,7 @@ from extract.datasets.readers.fields import (
     text,
     unfold,
 )
-from extract.datasets.readers.question import Document, Format, Question, Record
+from extract.datasets.readers.question import Document, Format, Question
 from extract.label.verdicts import normalise
 from extract.records import Passage
 

@@ -3,14 +3,22 @@
 import ast
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import orjson
+import msgspec
 
-from extract.datasets.files.json_stream import KINDS
-from extract.datasets.readers.question import Record
-
+Record = Mapping[str, Any]  # as it lies in a file
+_KINDS = {
+    dict: "an object",
+    list: "a list",
+    str: "text",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    type(None): "null",
+}
+_NO_JSON = (msgspec.DecodeError, UnicodeError, RecursionError)
 _LITERAL_CHARACTERS = 1 << 20  # of a list written as text; the longest known is 20 kB
 # A Python list of texts without quotes or backslashes inside: most of DPR's rows,
 # which are read nearly twice as fast as by the parser of the language alone.
@@ -29,7 +37,7 @@ _IN_ORDER = ("answers", "answer", "golden_answers", "ground_truth", "short_answe
 
 def kind_of(value: Any) -> str:
     """Return a value's kind in words."""
-    return KINDS.get(type(value), type(value).__name__)
+    return _KINDS.get(type(value), type(value).__name__)
 
 
 def text(record: Record, key: str, *, within: str = "") -> str:
@@ -119,8 +127,8 @@ def unfold(value: Any, name: str) -> Any:
     if begin not in ("[", "{"):
         return value
     try:
-        return orjson.loads(value)
-    except orjson.JSONDecodeError:
+        return msgspec.json.decode(value)
+    except _NO_JSON:
         pass
     if _PLAIN_LIST.fullmatch(value):
         return _ENTRY.findall(value)
@@ -132,8 +140,8 @@ def unfold(value: Any, name: str) -> Any:
 def _unfold_twice(value: str, name: str) -> Any:
     """Return what JSON inside a JSON text holds; other text as it is."""
     try:
-        inner = orjson.loads(value)
-    except orjson.JSONDecodeError:
+        inner = msgspec.json.decode(value)
+    except _NO_JSON:
         return value
     return unfold(inner, name) if inner.lstrip()[:1] in ("[", "{", '"') else value
 
