@@ -23,6 +23,8 @@ _KINDS = {
     float: "a number",
     type(None): "null",
 }
+# The one known table without a header is DPR's: question, list of answers.
+HEADERLESS = ("column 1", "column 2")
 _LITERAL_CHARACTERS = 1 << 20  # of a list written as text; the longest known is 20 kB
 # A Python list of texts without quotes or backslashes inside: most of DPR's rows,
 # which are read nearly twice as fast as by the parser of the language alone.

@@ -15,16 +15,8 @@ from typing import Any, Literal
 from extract.datasets.fields import Record, has_answers
 from extract.datasets.files.kinds import FileType, recognise
 from extract.datasets.files.streams import RawRecord, RecordStream
-from extract.datasets.readers import (
-    community,
-    dpr,
-    multihop,
-    neutral,
-    nq,
-    popqa,
-    triviaqa,
-)
-from extract.datasets.readers.passages import check_all_read
+from extract.datasets.readers import dpr, multihop, neutral, single_hop, triviaqa
+from extract.datasets.readers.passages import check_no_passages
 from extract.datasets.readers.question import (
     Format,
     Question,
@@ -56,12 +48,12 @@ LM_EVAL = Format(
 FORMATS: tuple[Format, ...] = (
     LM_EVAL,
     *triviaqa.FORMATS,
-    *popqa.FORMATS,
+    *single_hop.POPQA_FORMATS,
     *dpr.FORMATS,
-    *nq.FORMATS,
+    *single_hop.NQ_FORMATS,
     *neutral.FORMATS,
     *multihop.FORMATS,
-    *community.FORMATS,
+    *neutral.OTHER_FORMATS,
     *multihop.WEAK_FORMATS,
     *neutral.WEAK_FORMATS,
 )
@@ -168,7 +160,8 @@ class DatasetFile:
             return Refusal(raw.number, raw.at, f"is of another kind ({known.name})")
         try:
             question = known.read(raw.value)
-            check_all_read(raw.value, question)
+            if not (question.passages or question.documents):
+                check_no_passages(raw.value)
             if question.documents or known.dataset == "triviaqa":
                 question = attach(question, self.evidence)
         except ValueError as error:

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import msgspec
 
+from extract.datasets.fields import HEADERLESS
 from extract.datasets.files.json_stream import (
     CHUNK,
     MAX_RECORD,
@@ -107,10 +108,6 @@ def _batch_rows(batch: Any) -> Iterator[Row]:
             yield None, f"not UTF-8: byte 0x{error.object[error.start]:02x}"
         except (ValueError, OverflowError) as error:
             yield None, f"a value that cannot be read ({error})"
-
-
-# The one known table without a header is DPR's: question, list of answers.
-HEADERLESS = ("column 1", "column 2")
 
 
 @dataclasses.dataclass(frozen=True)
