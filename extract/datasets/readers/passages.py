@@ -203,6 +203,6 @@ def check_no_passages(record: Record, *, within: str = "") -> None:
             what = f"a list that begins with {kind_of(value[0])}"
         raise ValueError(
             f"{within}{name!r}: expected passages as a list of objects with "
-            f"'title' and 'text', found {what}; convert them, or take the field out to read the "
-            "question without passages"
+            f"'title' and 'text', found {what}; convert them, or take the field out to "
+            "read the question without passages"
         )
