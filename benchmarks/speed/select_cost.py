@@ -1,6 +1,6 @@
 """Fusion heads trained per second: one round of the search beside a PyTorch loop.
 
-Outputs are made up, of the sizes of a run. Both sides train the same sets under the same
+Outputs are made up, of the sizes of a run. Both sides train the same sets under one
 protocol in one process, in turns, so that a busy machine slows both. Before anything is
 timed, PyTorch must give the logits of heads that JAX has trained.
 """

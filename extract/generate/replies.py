@@ -14,6 +14,8 @@ from extract.generate.generator import (
     SamplingConfig,
     reply_key,
 )
+from extract.run.console import Progress as Console
+from extract.run.directory import RunDir
 from extract.run.files import JsonLines
 
 
@@ -116,3 +118,19 @@ def _from_row(row: dict[str, Any], where: str) -> tuple[str, Generated]:
             "away to generate its texts again"
         )
     return key, reply
+
+
+def open_replies(run: RunDir, role: str, progress: Console) -> Replies:
+    """Open what a model has written in one role of a run; see `RunDir.replies`."""
+    replies = Replies.open(run.replies(role))
+    if replies.truncated:
+        progress.note(replies.truncated)
+    return replies
+
+
+def reused_in_words(replies: Replies) -> str:
+    """Say how many texts were generated, and how many found."""
+    return (
+        f"{replies.n_new} texts generated, {replies.n_reused} found in "
+        f"{replies.lines.path.name}"
+    )

@@ -9,18 +9,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.stages.presets import RunConfig
-from benchmarks.stages.stage import Progress, Update, once
 from extract.datasets.building import build_examples, check_folder
-from extract.datasets.pools import BuildConfig, Source
+from extract.datasets.pools import BuildConfig, Source, open_source
+from extract.run.console import Progress, Update
+from extract.run.contents import splits_file
 from extract.run.directory import RunDir
 from extract.run.files import sha256_file
-from extract.run.manifest import manifest_file
-
-
-def splits_file(run: RunDir) -> Path:
-    """Return the manifest of a run's splits; absent in the microworld."""
-    return run.path / "splits.json"
+from extract.run.forecast import Forecast
+from extract.run.manifest import NewRun, manifest_file
+from extract.run.stages import once
 
 
 @contextlib.contextmanager
@@ -42,7 +39,7 @@ def make_data_run(
     path: Path,
     sources: Sequence[Source],
     build: BuildConfig,
-    config: RunConfig,
+    asked: NewRun,
     progress: Progress,
     *,
     fixed: Path | None = None,
@@ -53,7 +50,7 @@ def make_data_run(
       path: the directory; created if absent, taken if empty.
       sources: the files.
       build: which of their questions, and what of them.
-      config: of the run; its `data` says the same of the files as `sources`.
+      asked: the run; its section `data` says the same of the files as `sources`.
       progress: shows the stage.
       fixed: a manifest whose splits are used instead of drawing.
 
@@ -63,7 +60,7 @@ def make_data_run(
     Raises:
       ValueError: a file is refused or too small, or the directory holds another run.
     """
-    with _nothing_half_made(path), RunDir.open(path, config.as_json()) as run:
+    with _nothing_half_made(path), RunDir.open(path, asked) as run:
         for left in run.path.glob(".*.tmp"):  # of a run that was killed; we hold it
             left.unlink()
 
@@ -74,3 +71,27 @@ def make_data_run(
         outputs = [run.examples, run.passages, splits_file(run)]
         once(run, "data", inputs, outputs, progress, work)
         return check_folder(run.path)
+
+
+def forecast_data(sources: Sequence[Source], build: BuildConfig) -> Forecast:
+    """Return what making a run of these files needs; nothing is written.
+
+    Args:
+      sources: at least one file.
+      build: what is drawn from them.
+
+    Raises:
+      ValueError: a file is refused.
+    """
+    for source in sources:
+        open_source(source, build)  # says what is refused
+    return Forecast(
+        stage="data",
+        n_rows=sum(
+            sum(build.splits.sizes(s.dataset, s.role).values()) for s in sources
+        ),
+        basis=(
+            f"rows are the sizes of the splits that are asked for; {len(sources)} "
+            "files were opened and recognised, and not read through"
+        ),
+    )

@@ -1,29 +1,24 @@
-"""The verbs that let a model write: answers, rewrites, and verdicts."""
+"""The verbs by which other models judge and reword: `label` and `rewrite`."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from benchmarks.verbs.backends import (
+from extract.generate.options import (
     backend_options,
-    open_generator,
-    server_options,
+    check_local_model,
+    open_asking,
     take_options,
 )
-from benchmarks.verbs.dryrun import (
-    dry_run_option,
-    dry_run_stage,
-    rehearsing,
-    show_forecast,
-)
-from benchmarks.verbs.modelchoice import check_local_model
-from benchmarks.verbs.opening import RUN_DIR, alone, config_of, do, opened
 from extract.run.console import Progress, quiet
+from extract.run.verbs import RUN_DIR, alone, do_or_forecast, dry_run_option
 
 if TYPE_CHECKING:
-    from benchmarks.verbs.backends import BackendOptions
+    from extract.generate.options import BackendOptions
+    from extract.label.annotation import HumanAgreement
 
 
 @click.command()
@@ -66,90 +61,26 @@ def rewrite(
     """
     backend = take_options(options)
     check_local_model(model, backend, "--model")
-    from benchmarks.stages.label_stages import rewrite_run
     from extract.label.rewrite import RewriteConfig
+    from extract.label.stage import rewrite_run
+    from extract.run.directory import RunDir
 
     alone("rewrite")
-    config = config_of(run_dir)
-    rewriting = RewriteConfig(
-        max_new_tokens=max_tokens, seed=config.seed, skip_overlong=overlong == "skip"
-    )
     quiet()
     with (
-        opened(run_dir, config) as run,
-        rehearsing(run, "rewrite", model, backend, dry_run=dry_run) as generator,
+        RunDir.open(run_dir) as run,
+        open_asking(run, "rewrite", model, backend, dry_run=dry_run) as generator,
     ):
-        counts = rewrite_run(run, generator, rewriting, Progress())
+        config = RewriteConfig(
+            max_new_tokens=max_tokens, seed=run.seed, skip_overlong=overlong == "skip"
+        )
+        counts = rewrite_run(run, generator, config, Progress())
         click.echo(json.dumps(counts) if as_json else _in_lines(counts))
         click.echo(str(run_dir / "rewrites.jsonl"), err=as_json)
 
 
 def _in_lines(counts: dict[str, int]) -> str:
     return "\n".join(f"{name:<30}{n:>8}" for name, n in counts.items())
-
-
-@click.command()
-@RUN_DIR
-@click.option("--served-model", help="What the server calls the run's backbone.")
-@dry_run_option
-@server_options
-def answer(
-    run_dir: Path, served_model: str | None, dry_run: bool, **options: Any
-) -> None:
-    """Answer every question, closed-book and with context.
-
-    On this machine, or by a vLLM server that holds the run's backbone. On this
-    machine under torchrun, SLURM or a Kubernetes indexed job every process does its
-    part, and the answers are those of one process.
-
-    Example: beatrice answer runs/demo
-
-    Example: torchrun --nproc-per-node 8 -m beatrice answer runs/paper
-    """
-    backend = take_options(options, served_model)
-    if backend.server is None:
-        if dry_run:
-            dry_run_stage(run_dir, "answer")
-        else:
-            _answer_here(run_dir)
-        return
-    alone("answer --server")
-    from benchmarks.stages.label_stages import answer_by_server, load_tokenizer_only
-    from benchmarks.stages.tallies import paid_tokens
-
-    config = config_of(run_dir)
-    quiet()
-    words, stop_ids = load_tokenizer_only(config)
-    with (
-        opened(run_dir, config) as run,
-        open_generator(
-            served_model or config.model_path,
-            backend,
-            stop_ids=stop_ids,
-            tokenizer=words.tokenizer,
-            earlier=paid_tokens(run, "answer"),
-        ) as generator,
-    ):
-        if dry_run:
-            from benchmarks.forecasts.forecast_stages import forecast_answers
-
-            show_forecast(run, forecast_answers(run, config, generator, words))
-            return
-        answer_by_server(run, config, generator, words, Progress())
-
-
-def _answer_here(run_dir: Path) -> None:
-    """Answer on this machine: all of it, or a worker's part."""
-    from extract.run.workers import rank_and_world_size
-
-    worker = rank_and_world_size()
-    if worker[1] == 1:
-        do(run_dir, "answer")
-        return
-    from benchmarks.stages.answer_workers import answer_part
-
-    quiet()
-    answer_part(run_dir, config_of(run_dir), worker, Progress())
 
 
 @click.command()
@@ -211,14 +142,15 @@ def label(
         _judge(run_dir, judge, vote, backend, dry_run)
     elif vote != "unanimous":
         raise click.UsageError("--vote is among judges; give --judge too")
-    elif dry_run:
-        dry_run_stage(run_dir, "label")
     elif not audit:
-        Progress().note(
-            "label: by normalised exact match, without a judge: a right answer in "
-            "words that no gold lists counts as wrong"
-        )
-        do(run_dir, "label")
+        from extract.label.stage import LABEL
+
+        if not dry_run:
+            Progress().note(
+                "label: by normalised exact match, without a judge: a right answer in "
+                "words that no gold lists counts as wrong"
+            )
+        do_or_forecast(run_dir, LABEL, dry_run)
     if audit:
         _audit(run_dir, n_sample, annotations, as_json)
 
@@ -237,34 +169,68 @@ def _judge(
 ) -> None:
     """Label by the consensus of the rubrics."""
     check_local_model(judge, backend, "--judge")
-    from benchmarks.stages.label_stages import label_by_judges
     from extract.label.judges import ConsensusConfig
+    from extract.label.stage import label_by_judges
+    from extract.run.directory import RunDir
 
     alone("label --judge")
-    config = config_of(run_dir)
     quiet()
     with (
-        opened(run_dir, config) as run,
-        rehearsing(run, "label", judge, backend, dry_run=dry_run) as generator,
+        RunDir.open(run_dir) as run,
+        open_asking(run, "label", judge, backend, dry_run=dry_run) as generator,
     ):
-        judging = ConsensusConfig(vote=vote, seed=config.seed)
-        label_by_judges(run, generator, judging, Progress())
+        config = ConsensusConfig(vote=vote, seed=run.seed)
+        label_by_judges(run, generator, config, Progress())
 
 
 def _audit(
     run_dir: Path, n_sample: int, annotations: Path | None, as_json: bool
 ) -> None:
     """Audit the labels, and compare a person's with them."""
-    from benchmarks.stages.label_stages import audit_labels, compare_annotations
-    from benchmarks.verbs.audit_text import audit_as_json, audit_as_text
+    from extract.label.stage import audit_labels, compare_annotations
+    from extract.run.directory import RunDir
 
-    config = config_of(run_dir)
-    with opened(run_dir, config) as run:
+    with RunDir.open(run_dir) as run:
         human = (
             None
             if annotations is None
-            else compare_annotations(run, annotations, seed=config.seed)
+            else compare_annotations(run, annotations, seed=run.seed)
         )
-        found = audit_labels(run, n_sample=n_sample, seed=config.seed)
-    show = audit_as_json if as_json else audit_as_text
-    click.echo(show(found, human))
+        found = audit_labels(run, n_sample=n_sample, seed=run.seed)
+    if not as_json:
+        click.echo(_audit_as_text(found, human))
+        return
+    extra = {} if human is None else {"human": dataclasses.asdict(human)}
+    click.echo(json.dumps(found | extra))
+
+
+def _agreement(row: dict[str, Any]) -> str:
+    """Return the agreement in a row as one line."""
+    from extract.label.audit import Agreement
+
+    names = [field.name for field in dataclasses.fields(Agreement)]
+    return Agreement(**{name: row[name] for name in names}).in_words()
+
+
+def _audit_as_text(found: dict[str, Any], human: "HumanAgreement | None") -> str:
+    """Return what `audit_labels` found, line by line."""
+    lines = [f"labels by {found['labels_by']}", "", "against exact match"]
+    for row in found["exact_match"]:
+        where = f"{row['setting']}, {row['variant']}"
+        lines.append(f"  {where:<26}{_agreement(row)}")
+        if row["n_dropped"]:
+            lines.append(
+                f"  {'':<26}{row['n_dropped']} of {row['n_answers']} answers without "
+                f"a label, {row['n_unparsable_verdicts']} unparsable verdicts"
+            )
+    if found["judges"]:
+        lines += ["", "between rubrics"]
+    for row in found["judges"]:
+        lines.append(f"  {row['first']} and {row['second']}: {_agreement(row)}")
+    if human is not None:
+        lines += ["", f"a person, {human.n_empty} items left empty"]
+        lines.append(f"  {'against the labels':<26}{human.judge.in_words()}")
+        lines.append(f"  {'against exact match':<26}{human.exact.in_words()}")
+    lines += ["", f"{found['n_disagreements']} disagreements in"]
+    lines += [f"  {found['disagreements']}", "to be judged blind"]
+    return "\n".join([*lines, f"  {found['sample']}"])

@@ -7,17 +7,28 @@ from typing import Any
 
 import click
 
-from benchmarks.verbs.data_options import (
+from extract.datasets.options import (
     SETS,
-    ask_config,
     asking_options,
     build_config,
+    prompt_config,
     question_options,
     sources_of,
     take_files,
 )
-from benchmarks.verbs.dryrun import dry_run_option
 from extract.run.console import RunPath
+from extract.run.verbs import dry_run_option
+from extract.signals.commands import kept_options, take_kept
+
+_N_SHOWN = 20  # refused records named one by one on the terminal; --json has more
+_NOTES = (
+    ("repeated_questions", "questions whose text occurred before"),
+    ("golds_without_words", "answers of which normalising leaves nothing"),
+    ("twice_encoded", "questions with text that was encoded twice"),
+    ("empty_passages", "passages without text, left out"),
+    ("missing_titles", "questions with a gold title that has no paragraph"),
+    ("missing_documents", "evidence files that are not there"),
+)
 
 
 @click.command()
@@ -50,6 +61,7 @@ from extract.run.console import RunPath
 @dry_run_option
 @question_options
 @asking_options
+@kept_options
 def data(run_dir: Path | None, **options: Any) -> None:
     """Read published question sets: say what a file is, or make a run of them.
 
@@ -89,7 +101,7 @@ def data(run_dir: Path | None, **options: Any) -> None:
     elif not files:
         raise click.UsageError("give files with --train, --dev or --held-out")
     elif options["dry_run"]:
-        from benchmarks.forecasts.forecast_data import forecast_data
+        from extract.datasets.stage import forecast_data
 
         found = forecast_data(sources_of(files), build_config(options))
         click.echo(found.as_text())
@@ -99,7 +111,6 @@ def data(run_dir: Path | None, **options: Any) -> None:
 
 def _inspect(path: Path, options: Mapping[str, Any]) -> None:
     """Print what a file is; raise if it or a record is refused."""
-    from benchmarks.verbs.inspect_text import inspection_as_text
     from extract.datasets.inspection import inspect_file
 
     report = inspect_file(
@@ -109,7 +120,7 @@ def _inspect(path: Path, options: Mapping[str, Any]) -> None:
     report = {"ok": report["error"] is None and is_tolerated, **report}
     if options["as_json"]:
         click.echo(json.dumps(report))
-    elif shown := inspection_as_text(report):
+    elif shown := _inspection_as_text(report):
         click.echo(shown)
     if report["error"] is not None:
         raise ValueError(report["error"])
@@ -139,34 +150,43 @@ def _make_run(
     run_dir: Path, files: list[tuple[str, str, Path]], options: dict[str, Any]
 ) -> None:
     """Draw the splits and make the run directory."""
-    from benchmarks.stages.configurations import with_questions
-    from benchmarks.stages.data_stage import make_data_run
-    from benchmarks.stages.presets import make_config
-    from benchmarks.verbs.modelchoice import check_choices
-    from extract.backbone.names import default_dtype
+    import dataclasses
+
+    from extract.backbone.names import BackboneConfig, default_dtype
     from extract.datasets.pools import data_config
+    from extract.datasets.stage import make_data_run
+    from extract.generate.options import check_backbone
+    from extract.generate.requests import ANSWER_PRESETS
     from extract.run.console import Progress
+    from extract.run.manifest import NewRun
+    from extract.signals.stage import EXTRACT_PRESETS
 
     sources, build = sources_of(files), build_config(options)
     fixed: Path | None = options["splits"]
-    config = make_config(
-        options["preset"],
+    preset, kept = options["preset"], take_kept(options)
+    backbone = BackboneConfig(
         model=options["model"],
-        seed=options["seed"],
-        answer_span=options["answer_span"],
-        is_streamed=options["is_streamed"],
-        is_mixed=options["is_mixed"],
-    )
-    check_choices(config)
-    config = with_questions(
-        config,
-        data_config(sources, build, fixed),
-        prompt=ask_config(options),
-        model_dtype=options["model_dtype"] or default_dtype(options["device"]),
+        dtype=options["model_dtype"] or default_dtype(options["device"]),
         device=options["device"],
-        max_new_tokens=options["max_new_tokens"] or config.max_new_tokens,
     )
-    manifest = make_data_run(run_dir, sources, build, config, Progress(), fixed=fixed)
+    check_backbone(backbone, kept.get("hidden_layers"))
+    generation = ANSWER_PRESETS[preset].generation
+    length = options["max_new_tokens"] or generation.max_new_tokens
+    asked = NewRun(
+        preset=preset,
+        seed=options["seed"],
+        sections={
+            "backbone": backbone,
+            "data": data_config(sources, build, fixed),
+            "answer": dataclasses.replace(
+                ANSWER_PRESETS[preset],
+                prompt=prompt_config(options),
+                generation=dataclasses.replace(generation, max_new_tokens=length),
+            ),
+            "extract": dataclasses.replace(EXTRACT_PRESETS[preset], **kept),
+        },
+    )
+    manifest = make_data_run(run_dir, sources, build, asked, Progress(), fixed=fixed)
     _show_splits(run_dir, manifest, options["as_json"])
 
 
@@ -184,3 +204,35 @@ def _show_splits(run_dir: Path, manifest: Mapping[str, Any], as_json: bool) -> N
         f"split, {len(manifest['repeated_within_a_split'])} repeated within a split"
     )
     click.echo(str(run_dir / "splits.json"))
+
+
+def _inspection_as_text(report: Mapping[str, Any]) -> str:
+    """Return a report in lines; empty where the file was not read through."""
+    if report["records"] is None:
+        return ""  # the sentence that follows says what is known
+    packed = "gzip, " if report["gzipped"] else ""
+    source = f" (told by: {report['dataset_from']})" if report["dataset_from"] else ""
+    lines = [
+        f"{report['file']}: {report['dataset'] or 'unknown set'}{source}",
+        f"  format             {report['format']}; {packed}{report['container']}",
+        f"  records            {report['records']}",
+        f"  loaded             {report['loaded']}",
+        f"  with passages      {report['with_passages']}",
+        f"  with gold passages {report['with_gold_passages']}",
+        f"  refused            {report['refused']}",
+    ]
+    lines += [f"  {report[key]:<6} {text}" for key, text in _NOTES if report[key]]
+    shown = report["refusals"][:_N_SHOWN]
+    lines += [f"  record {r['record']} ({r['at']}): {r['reason']}" for r in shown]
+    if report["refused"] > len(shown):
+        n_more = report["refused"] - len(shown)
+        lines.append(
+            f"  and {n_more} more; --json lists the first 1000 of all"
+            + (
+                f", {left} are counted only"
+                if (left := report["refusals_not_listed"])
+                else ""
+            )
+        )
+    # A file's name may hold what no terminal can show.
+    return "\n".join(lines).encode("utf-8", "backslashreplace").decode()

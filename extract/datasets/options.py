@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from benchmarks.verbs.opening import SEED
-from benchmarks.verbs.runoptions import ENCODING, MODEL
+from extract.run.verbs import MODEL, SEED, preset_option
 
 if TYPE_CHECKING:
     from extract.datasets.pools import BuildConfig, Source
@@ -156,14 +155,10 @@ _ASKING = (
         show_default=True,
         help="Of the backbone; under torchrun, cuda is each process's own GPU.",
     ),
-    click.option(
-        "--preset",
-        type=click.Choice(["paper", "demo", "smoke"]),
-        default="paper",
-        show_default=True,
-        help="Sizes of encoders and training: the paper's, or a microworld run's.",
+    preset_option(
+        "paper",
+        "Sizes of encoders and training: the paper's, or a microworld run's.",
     ),
-    *ENCODING,
     click.option(
         "--template",
         type=click.Choice(["paper", "short"]),
@@ -247,7 +242,7 @@ def build_config(options: dict[str, Any]) -> "BuildConfig":
     )
 
 
-def ask_config(options: dict[str, Any]) -> "PromptConfig":
+def prompt_config(options: dict[str, Any]) -> "PromptConfig":
     """Return how the questions are put."""
     from extract.generate.requests import PromptConfig
 

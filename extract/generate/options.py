@@ -1,14 +1,22 @@
-"""The options that say which model generates, and the backend they stand for."""
+"""The options that say which model generates, and the backend they stand for.
+
+Whether a model can be is told at once, and not after an hour of answers.
+"""
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from extract.backbone.names import EMBEDDED, check_name, model_path
+
 if TYPE_CHECKING:
+    from extract.backbone.names import BackboneConfig
     from extract.generate.generator import Generator
+    from extract.run.directory import RunDir
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,7 +195,7 @@ def open_generator(
         import torch
 
         from extract.backbone.loading import load_backbone
-        from extract.backbone.names import default_dtype, model_path, own_device
+        from extract.backbone.names import default_dtype, own_device
         from extract.generate.local import TransformersGenerator
 
         device = own_device(options.device, torch.cuda.device_count())
@@ -218,3 +226,124 @@ def open_generator(
     )
     with ServedGenerator(config, stop_ids, earlier) as generator:
         yield generator
+
+
+def check_model_option(name: str, option: str = "--model") -> str:
+    """Return a model's name if it can be one.
+
+    Raises:
+      click.BadParameter: no such directory, and no Hub id.
+    """
+    try:
+        check_name(model_path(name))
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint=option) from None
+    return name
+
+
+def check_local_model(name: str, backend: BackendOptions, option: str) -> None:
+    """Refuse a model that is to run on this machine and cannot be there.
+
+    Raises:
+      click.BadParameter: no such directory, and no Hub id.
+    """
+    if backend.server is None:
+        check_model_option(name, option)
+
+
+def check_backbone(
+    config: "BackboneConfig", hidden_layers: Sequence[int] | None = None
+) -> None:
+    """Refuse a backbone that cannot be loaded, and layers that it does not have.
+
+    Otherwise it is found when the model is loaded, after an hour of answers. A Hub id
+    is not looked at: nothing is downloaded before it is needed.
+
+    Raises:
+      click.BadParameter: there is no such model, or no such layer.
+      ValueError: the model's config or tokenizer cannot be used.
+    """
+    check_model_option(config.model)
+    is_here = Path(config.path).expanduser().exists()
+    if not is_here or (config.model == EMBEDDED and hidden_layers is None):
+        return
+    from extract.backbone.checkpoint import load_outline
+    from extract.run.console import quiet
+
+    quiet()
+    outline = load_outline(str(Path(config.path).expanduser()))
+    n_layers = outline.config.num_hidden_layers
+    wrong = [layer for layer in hidden_layers or () if layer > n_layers]
+    if wrong:
+        raise click.BadParameter(
+            f"{config.model} has layers 0 (the embedding) to {n_layers}, not {wrong[0]}",
+            param_hint="--hidden-layers",
+        )
+
+
+@contextlib.contextmanager
+def open_asking(
+    run: "RunDir",
+    stage: str,
+    model: str,
+    options: BackendOptions,
+    *,
+    dry_run: bool,
+    stop_ids: Sequence[int] = (),
+    log_probs: bool = False,
+    tokenizer: Any = None,
+) -> Iterator["Generator"]:
+    """Open a stage's backend; in a dry run one that ends the block with a forecast.
+
+    Args:
+      run: of the stage; texts that it has already count towards the spending cap.
+      stage: as on the command line.
+      model: see `open_generator`, as are the others.
+      options: likewise.
+      dry_run: count what would be asked, print that, and ask nothing.
+      stop_ids: likewise.
+      log_probs: likewise.
+      tokenizer: likewise.
+    """
+    earlier = paid_tokens(run, stage)
+    with open_generator(
+        model,
+        options,
+        stop_ids=stop_ids,
+        log_probs=log_probs,
+        tokenizer=tokenizer,
+        earlier=earlier,
+    ) as generator:
+        if not dry_run:
+            yield generator
+            return
+        from extract.generate.forecast import Counted, CountingGenerator
+
+        try:
+            yield CountingGenerator(generator, stage)
+        except Counted as found:
+            click.echo(found.forecast.as_text())
+
+
+def paid_tokens(run: "RunDir", stage: str) -> tuple[int, int]:
+    """Return prompt and new tokens of the texts that are there of a stage.
+
+    All of them, whichever backend wrote them: a cap errs on the side of the purse.
+    What a server did not count is not known.
+    """
+    from extract.generate.answers import part_files
+    from extract.run.files import JsonLines
+
+    n_prompt = n_new = 0
+    if stage == "answer":
+        files = [run.answers / "answers.jsonl", *part_files(run.answer_parts)]
+        rows = (row for file in files for row in JsonLines(file).whole_rows())
+        for row in rows:
+            n_prompt += len(row["prompt_ids"])
+            n_new += len(row["token_ids"]) + (row["stop_id"] is not None)
+        return n_prompt, n_new
+    role = {"label": "judge"}.get(stage, stage)
+    for row in JsonLines(run.replies(role)).whole_rows():
+        n_prompt += row["n_prompt_tokens"] or 0
+        n_new += row["n_new_tokens"] or 0
+    return n_prompt, n_new
