@@ -57,7 +57,7 @@ def config_from_manifest(found: Mapping[str, Any]) -> RunConfig:
             answer_span=found["extract"]["answer_span"],
             kept=kept_of(found["extract"]),
             is_streamed=found["stream"] is not None,
-            is_mixed=found["encoder"]["products"] != "float32",
+            is_mixed=found["encoder"]["matmul_dtype"] != "float32",
         )
         return _with_own(config, found)
     except (KeyError, TypeError) as error:
