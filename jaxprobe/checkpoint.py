@@ -35,7 +35,7 @@ def _digest(arrays: Arrays, key: str) -> str:
     return digest.hexdigest()
 
 
-def keep(path: Path, arrays: Arrays, key: str) -> None:
+def save_cache(path: Path, arrays: Arrays, key: str) -> None:
     """Write arrays under a key.
 
     Args:
@@ -53,7 +53,7 @@ def keep(path: Path, arrays: Arrays, key: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def recall(path: Path, key: str) -> dict[str, np.ndarray] | None:
+def load_cache(path: Path, key: str) -> dict[str, np.ndarray] | None:
     """Read arrays back.
 
     Returns:

@@ -171,7 +171,7 @@ def forecast_train(run: RunDir, config: RunConfig) -> Forecast:
 def _cut(codes: PoolOutputs, n_rows: int) -> PoolOutputs:
     """Return the codes of the first rows."""
     return PoolOutputs(
-        codes.said[..., :n_rows], codes.labels[:n_rows], codes.weights[:n_rows]
+        codes.outputs[..., :n_rows], codes.labels[:n_rows], codes.weights[:n_rows]
     )
 
 
@@ -201,7 +201,7 @@ def forecast_select(run: RunDir, config: RunConfig) -> Forecast:
         compiling = max(0.0, took[0] - took[1])
         seconds += compiling + n_calls * took[1] * share * epochs
         n_heads += n_calls * train.n_pool * train.n_seeds
-        held += sum(np.asarray(x.said).nbytes for x in (train, valid, everyone))
+        held += sum(np.asarray(x.outputs).nbytes for x in (train, valid, everyone))
     return Forecast(
         stage="select",
         memory_bytes=held,

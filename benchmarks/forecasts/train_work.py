@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from jaxprobe.config import EncoderConfig
-from jaxprobe.features.families import FamilyDims, Features
-from jaxprobe.features.subsets import N_SUBSETS, SUBSETS
+from jaxprobe.features.families import Features
+from jaxprobe.features.subsets import N_SUBSETS, SUBSETS, FamilyDims
 
 Member = tuple[int, int]  # row of SUBSETS, seed
 Losses = dict[Member, list[float]]  # of every step
@@ -75,7 +75,7 @@ class Workload:
 
     def mixed(self) -> "Workload":
         """Return the same with products of bfloat16."""
-        mixed = dataclasses.replace(self.encoder, products="bfloat16")
+        mixed = dataclasses.replace(self.encoder, matmul_dtype="bfloat16")
         return dataclasses.replace(self, encoder=mixed)
 
 

@@ -38,7 +38,7 @@ from extract.records import SETTINGS, Setting
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
 from extract.run.results import ResultRow
-from jaxprobe.checkpoint import keep, recall
+from jaxprobe.checkpoint import load_cache, save_cache
 from jaxprobe.features.subsets import FAMILIES, LETTERS
 from jaxprobe.fit.grid import default_blocks
 from jaxprobe.metrics import BootstrapConfig
@@ -84,10 +84,10 @@ def _keep_variant(
 ) -> None:
     """Write a variant's encoders and what it says of every row."""
     if selection is None:
-        keep(path, {"members": np.zeros(0, np.int32)}, key)
+        save_cache(path, {"members": np.zeros(0, np.int32)}, key)
         return
     scores = fused_probability(selection, everyone, per_seed=True)
-    keep(path, {"members": np.array(selection.members), "scores": scores}, key)
+    save_cache(path, {"members": np.array(selection.members), "scores": scores}, key)
 
 
 def _select_without(
@@ -121,7 +121,7 @@ def _vary(
     whole = None
     for name in variants(setting):
         path = _variant_file(run, setting, name)
-        if recall(path, key) is None:
+        if load_cache(path, key) is None:
             what = name.removeprefix("without_")
             if what in FAMILIES:
                 whole = whole or pools(run, config, setting)[0]
@@ -138,7 +138,7 @@ def _vary(
 
 def _variant(run: RunDir, setting: Setting, name: str, key: str) -> dict[str, Any]:
     path = _variant_file(run, setting, name)
-    found = recall(path, key)
+    found = load_cache(path, key)
     if found is None:
         raise ValueError(
             f"{path} is missing or damaged; run `{ON_REQUEST['ablate']}` again"

@@ -23,7 +23,7 @@ from benchmarks.stages.train_stage import encoder_folders
 from extract.records import SETTINGS, Setting
 from extract.run.directory import RunDir
 from extract.run.results import ResultRow
-from jaxprobe.checkpoint import keep, recall
+from jaxprobe.checkpoint import load_cache, save_cache
 from jaxprobe.features.subsets import LETTERS
 from jaxprobe.metrics import BootstrapConfig
 from jaxprobe.model.fusion import PoolOutputs
@@ -149,7 +149,9 @@ def _rank_setting(
         )
         for name, members in (("best_three", best), ("greedy_three", greedy))
     ]
-    keep(_ranking_file(run, setting), _facts(ranking, greedy, setting), EXPERIMENT)
+    save_cache(
+        _ranking_file(run, setting), _facts(ranking, greedy, setting), EXPERIMENT
+    )
     bootstrap = BootstrapConfig(n_resamples=config.n_bootstrap, seed=config.seed)
     return [
         *_rank_rows(ranking, greedy, rows),
@@ -188,7 +190,7 @@ def _enumerate(
 
 def ranking_story(run: RunDir, setting: Setting) -> dict[str, Any]:
     """Return what the report shows of a setting's ranking, as JSON values."""
-    found = recall(_ranking_file(run, setting), EXPERIMENT)
+    found = load_cache(_ranking_file(run, setting), EXPERIMENT)
     if found is None:
         raise ValueError(
             f"{_ranking_file(run, setting)} is damaged; run `{ON_REQUEST[EXPERIMENT]}` "

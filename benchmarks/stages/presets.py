@@ -138,7 +138,7 @@ def make_config(
 
 def in_mixed_precision(config: RunConfig) -> RunConfig:
     """Return the same with encoders whose products round their operands."""
-    encoder = dataclasses.replace(config.encoder, products="bfloat16")
+    encoder = dataclasses.replace(config.encoder, matmul_dtype="bfloat16")
     return dataclasses.replace(config, encoder=encoder)
 
 

@@ -48,9 +48,9 @@ from jaxprobe.calibration import (
     reliability,
 )
 from jaxprobe.detector import Detector, EncoderBank, HeadName, SettingHead
-from jaxprobe.features.families import FamilyDims, Standardizer
+from jaxprobe.features.families import Standardizer
 from jaxprobe.features.reading import longest_spans
-from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
+from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES, FamilyDims
 from jaxprobe.fit.grid import Trained, grid_members
 from jaxprobe.metrics import BootstrapConfig
 
@@ -85,7 +85,7 @@ def _bank(
     tree, facts = checkpoint.restore(run.encoders(setting))
     store, _ = load_rows(run, setting)
     members = grid_members(config.train.n_seeds)
-    return EncoderBank.keep(
+    return EncoderBank.from_trained(
         Trained(members, tree["params"], tree["info"]),
         names,
         dims=FamilyDims(**facts["dims"]),

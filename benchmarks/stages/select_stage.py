@@ -16,7 +16,7 @@ from extract.run.directory import RunDir
 from jaxprobe import checkpoint
 from jaxprobe.detector import HeadName
 from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES, subset_index
-from jaxprobe.fit.outputs import MemberOutputs
+from jaxprobe.model.encoder import MemberOutputs
 from jaxprobe.model.fusion import PoolOutputs, pool_outputs
 from selection.greedy import (
     GreedyConfig,

@@ -17,7 +17,6 @@ from extract.run.directory import RunDir
 from extract.store.read import FeatureStore
 from jaxprobe.config import StreamConfig
 from jaxprobe.features.families import (
-    FamilyDims,
     FamilyTokens,
     Features,
     Standardizer,
@@ -31,6 +30,7 @@ from jaxprobe.features.reading import (
     longest_spans,
     read_features,
 )
+from jaxprobe.features.subsets import FamilyDims
 
 ROWS_AT_ONCE = 1024  # examples standardised and encoded together, to bound memory
 Read = Callable[[np.ndarray], FamilyTokens]  # of rows of the store, `[n]`

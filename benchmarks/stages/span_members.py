@@ -14,15 +14,14 @@ from benchmarks.stages.train_sides import encode_all, fit_sides
 from benchmarks.stages.train_stage import read_codes
 from extract.records import SETTINGS, Setting
 from extract.run.directory import RunDir
-from jaxprobe.checkpoint import keep, recall
+from jaxprobe.checkpoint import load_cache, save_cache
 from jaxprobe.detector import HeadName
 from jaxprobe.features import reading
 from jaxprobe.features.families import all_but
 from jaxprobe.features.reading import SPAN_NAMES
 from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
 from jaxprobe.fit.grid import Block, default_blocks, join
-from jaxprobe.fit.outputs import MemberOutputs
-from jaxprobe.model.encoder import Encoder
+from jaxprobe.model.encoder import Encoder, MemberOutputs
 
 SPANS: dict[Setting, tuple[str, ...]] = {
     setting: tuple(SPAN_NAMES[span] for span in read)
@@ -76,7 +75,7 @@ def train_without_spans(
     left = [
         span
         for span in SPANS[setting]
-        if not recall(codes_file(folder, setting, span), key)
+        if not load_cache(codes_file(folder, setting, span), key)
     ]
     for _ in range(len(blocks) * (len(SPANS[setting]) - len(left))):
         tick()
@@ -102,7 +101,7 @@ def train_without_spans(
             tick=tick,
         )
         codes = encode_all(join(trained, order), without.read, len(rows.ids), encoder)
-        keep(codes_file(folder, setting, span), codes._asdict(), key)
+        save_cache(codes_file(folder, setting, span), codes._asdict(), key)
         shutil.rmtree(members, ignore_errors=True)
 
 
@@ -126,7 +125,7 @@ def codes_without(
         if span not in SPANS[setting] or not subsets[setting]:
             return codes
         path = codes_file(folder, setting, span)
-        found = recall(path, key)
+        found = load_cache(path, key)
         if found is None:
             raise ValueError(f"{path} is missing or damaged; run the same line again")
         return replaced(codes, MemberOutputs(**found), subsets[setting])

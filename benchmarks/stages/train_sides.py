@@ -12,14 +12,13 @@ import numpy as np
 from benchmarks.stages.presets import RunConfig
 from benchmarks.stages.sides import ROWS_AT_ONCE, Read, Sides
 from extract.records import SETTINGS
-from jaxprobe.checkpoint import keep, recall
+from jaxprobe.checkpoint import load_cache, save_cache
 from jaxprobe.config import TrainConfig
 from jaxprobe.fit.devices import fit_everywhere
-from jaxprobe.fit.grid import Block, Trained, labelled
+from jaxprobe.fit.grid import Block, Trained, labelled, member_outputs
 from jaxprobe.fit.loop import FitInfo
-from jaxprobe.fit.outputs import MemberOutputs, encode
 from jaxprobe.fit.streaming import Streamed, fit_streamed
-from jaxprobe.model.encoder import Encoder
+from jaxprobe.model.encoder import Encoder, MemberOutputs
 
 
 def settings_at_once(config: RunConfig) -> int:
@@ -98,7 +97,7 @@ def _each_kept(
 
 def _restored(path: Path, block: Block, key: str) -> Trained | None:
     """Return a block that an earlier, killed run has finished."""
-    arrays = recall(path, key)
+    arrays = load_cache(path, key)
     if arrays is None:
         return None
     info = FitInfo(**{name: arrays.pop(f"info.{name}") for name in FitInfo._fields})
@@ -109,7 +108,7 @@ def _restored(path: Path, block: Block, key: str) -> Trained | None:
 def _kept(path: Path, trained: Trained, key: str) -> None:
     arrays: dict[str, Any] = flax.traverse_util.flatten_dict(trained.params, sep="/")
     info = {f"info.{name}": value for name, value in trained.info._asdict().items()}
-    keep(path, {**arrays, **info}, key)
+    save_cache(path, {**arrays, **info}, key)
 
 
 def encode_all(
@@ -124,7 +123,9 @@ def encode_all(
     parts = []
     for start in range(0, n_rows, size):
         where = np.minimum(np.arange(start, start + size), n_rows - 1)
-        parts.append(jax.device_get(encode(trained, read(where), encoder=encoder)))
+        parts.append(
+            jax.device_get(member_outputs(trained, read(where), encoder=encoder))
+        )
     return MemberOutputs(
         np.concatenate([part.logits for part in parts], axis=1)[:, :n_rows],
         np.concatenate([part.pooled for part in parts], axis=1)[:, :n_rows],

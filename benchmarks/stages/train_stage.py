@@ -28,8 +28,7 @@ from jaxprobe.fit.grid import (
     grid_members,
     join,
 )
-from jaxprobe.fit.outputs import MemberOutputs
-from jaxprobe.model.encoder import Encoder
+from jaxprobe.model.encoder import Encoder, MemberOutputs
 
 EVERY_FAMILY = subset_index("HPRA")
 

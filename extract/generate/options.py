@@ -276,7 +276,8 @@ def check_backbone(
     wrong = [layer for layer in hidden_layers or () if layer > n_layers]
     if wrong:
         raise click.BadParameter(
-            f"{config.model} has layers 0 (the embedding) to {n_layers}, not {wrong[0]}",
+            f"{config.model} has layers 0 (the embedding) to {n_layers}, not "
+            f"{wrong[0]}",
             param_hint="--hidden-layers",
         )
 

@@ -6,8 +6,9 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 from jaxprobe.config import EncoderConfig
-from jaxprobe.features.families import FamilyDims, FamilyTokens
-from jaxprobe.kernels.products import contract, product
+from jaxprobe.features.families import FamilyTokens
+from jaxprobe.features.subsets import FamilyDims
+from jaxprobe.kernels.matmul import contract, product
 from jaxprobe.kernels.projection import Draw
 from jaxprobe.kernels.random import words_of
 from jaxprobe.model.encoder import Encoder, init_encoder
@@ -40,16 +41,16 @@ def test_a_mixed_contraction_is_that_of_the_rounded_operands():
     np.testing.assert_allclose(y, rounded(a) @ rounded(b).T, atol=1e-4)
 
 
-@pytest.mark.parametrize("products", ["float32", "bfloat16"])
-def test_sums_are_float32(products):
+@pytest.mark.parametrize("matmul_dtype", ["float32", "bfloat16"])
+def test_sums_are_float32(matmul_dtype):
     ones = jnp.ones((1, 4097))
-    assert product(ones, ones.T, products)[0, 0] == 4097.0
-    assert contract(ones, ones, 1, products)[0, 0] == 4097.0
+    assert product(ones, ones.T, matmul_dtype)[0, 0] == 4097.0
+    assert contract(ones, ones, 1, matmul_dtype)[0, 0] == 4097.0
 
 
-def loss_and_gradient(products, family_mask):
+def loss_and_gradient(matmul_dtype, family_mask):
     config = EncoderConfig(
-        projection=8, hidden=16, n_blocks=1, n_groups=2, products=products
+        projection=8, hidden=16, n_blocks=1, n_groups=2, matmul_dtype=matmul_dtype
     )
     encoder = Encoder(config, DIMS)
     n_tokens, n = 9, 12
@@ -80,4 +81,4 @@ def test_a_mixed_step_is_close_to_the_single_one_and_leaves_float32_weights(read
 
 def test_products_of_another_type_are_refused():
     with pytest.raises(ValueError, match="expected float32 or bfloat16"):
-        EncoderConfig(products="float16")
+        EncoderConfig(matmul_dtype="float16")

@@ -11,24 +11,26 @@ import jax
 import jax.numpy as jnp
 from threadpoolctl import threadpool_limits
 
-from jaxprobe.config import Products
+from jaxprobe.config import MatmulDtype
 
 
-def product(a: jax.Array, b: jax.Array, products: Products) -> jax.Array:
+def product(a: jax.Array, b: jax.Array, matmul_dtype: MatmulDtype) -> jax.Array:
     """`a @ b`, float32.
 
     Args:
       a: `[m, k]` float32.
       b: `[k, n]` float32.
-      products: type to which both are rounded.
+      matmul_dtype: type to which both are rounded.
     """
-    return a @ b if products == "float32" else _mixed(a, b)
+    return a @ b if matmul_dtype == "float32" else _mixed(a, b)
 
 
-def contract(a: jax.Array, b: jax.Array, axis: int, products: Products) -> jax.Array:
+def contract(
+    a: jax.Array, b: jax.Array, axis: int, matmul_dtype: MatmulDtype
+) -> jax.Array:
     """Product of two matrices over the same axis of both; no gradient if mixed."""
     contraction = ((axis,), (axis,)), ((), ())
-    rounded = a.astype(products), b.astype(products)
+    rounded = a.astype(matmul_dtype), b.astype(matmul_dtype)
     dot = partial(jax.lax.dot_general, dimension_numbers=contraction)
     return dot(*rounded, preferred_element_type=jnp.float32)
 
