@@ -20,13 +20,17 @@ def look_at_model(name: str) -> Generator[Finding, None, "Shapes | None"]:
       The shapes of its readings, or None where its config or layout cannot be used.
     """
     from benchmarks.forecasts.doctor_store import outline_shapes, typical_sizes
-    from extract.backbone.checkpoint import check_unpacking, load_outline, window_of
+    from extract.backbone.checkpoint import (
+        check_quantization_support,
+        load_outline,
+        window_of,
+    )
 
     path, shapes = model_path(name), None
     try:
         outline = load_outline(path)
         shapes = outline_shapes(outline)
-        check_unpacking(path, outline)
+        check_quantization_support(path, outline)
     except (ValueError, OSError) as error:
         said = " ".join(str(error).split())[:300]
         text = f"{name} cannot be used: {said}"
@@ -99,7 +103,7 @@ def _look_at_store(
     import shutil
 
     from benchmarks.forecasts.doctor_store import count_tokens, sizes_of_choices
-    from extract.store.kept import as_size, stored_bytes
+    from extract.store.config import as_size, stored_bytes
 
     counts = count_tokens(run, config.extract.answer_span)
     if counts is None or run.stage_done("extract"):

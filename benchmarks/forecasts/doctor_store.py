@@ -9,8 +9,8 @@ from extract.backbone.checkpoint import Outline
 from extract.backbone.layout import find_layout
 from extract.run.directory import RunDir
 from extract.run.files import JsonLines
+from extract.store.config import StoreConfig, as_size, model_shapes, stored_bytes
 from extract.store.families import SHORT_NAMES, Spans
-from extract.store.kept import Kept, as_size, model_shapes, stored_bytes
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -35,7 +35,7 @@ def outline_shapes(outline: Outline) -> dict[str, tuple[int, ...]]:
 
 
 def sizes_of_choices(
-    shapes: Shapes, kept: Kept, *, n_tokens: int, n_answer: int
+    shapes: Shapes, kept: StoreConfig, *, n_tokens: int, n_answer: int
 ) -> str:
     """Return a table of bytes: a line per type of the hidden states.
 
@@ -67,7 +67,7 @@ def typical_sizes(shapes: Shapes) -> str:
     """Return the table for a number of answers that stands for a run."""
     table = sizes_of_choices(
         shapes,
-        Kept(),
+        StoreConfig(),
         n_tokens=_N_ANSWERS * _N_TOKENS,
         n_answer=_N_ANSWERS * _N_ANSWER_TOKENS,
     )

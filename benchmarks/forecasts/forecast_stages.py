@@ -18,7 +18,7 @@ from extract.label.verdicts import exact_match_judge, label_answer
 from extract.pipeline import answers_file, read_answers, read_examples
 from extract.records import SETTINGS, to_json
 from extract.run.directory import RunDir
-from extract.store.kept import stored_bytes
+from extract.store.config import stored_bytes
 from extract.store.spec import Family
 
 _BYTES_PER_ID = 7
@@ -72,7 +72,8 @@ def forecast_local_answers(run: RunDir, config: RunConfig) -> Forecast:
 def forecast_extract(run: RunDir, config: RunConfig) -> Forecast:
     """Return what extraction needs; the store's size is exact before compression."""
     from benchmarks.stages.torch_stages import open_backbone
-    from extract.signals.reader import SignalReader, sequence_of
+    from extract.signals.plan import sequence_of
+    from extract.signals.reader import SignalReader
 
     run.hash_inputs(run.answers)
     began = time.monotonic()

@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.stages.presets import RunConfig, make_config
 from extract.datasets.pools import DataConfig
 from extract.generate.requests import PromptConfig
-from extract.store.kept import kept_of
+from extract.store.config import store_config_of
 
 
 def with_questions(
@@ -55,7 +55,7 @@ def config_from_manifest(found: Mapping[str, Any]) -> RunConfig:
             model=found["model"],
             seed=found["seed"],
             answer_span=found["extract"]["answer_span"],
-            kept=kept_of(found["extract"]),
+            kept=store_config_of(found["extract"]),
             is_streamed=found["stream"] is not None,
             is_mixed=found["encoder"]["products"] != "float32",
         )

@@ -87,7 +87,7 @@ def extract_worker(
       ValueError: other weights gave the answers, see `require_answering_model`.
     """
     backbone = open_backbone(config)
-    require_answering_model(run, backbone)
+    require_answering_model(run.answers, backbone)
     reader = SignalReader.for_kept(backbone, config.extract)
     fingerprint = {"model": backbone.revision, "dtype": str(backbone.dtype)}
     reports = [

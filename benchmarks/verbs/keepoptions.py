@@ -19,7 +19,7 @@ def _layers(
     context: click.Context, option: click.Parameter, text: str | None
 ) -> tuple[int, ...] | str | None:
     """Read a list of layers; `all` stays a word, since None means not given."""
-    from extract.store.kept import parse_layers
+    from extract.store.config import parse_layers
 
     if text is None:
         return None
@@ -75,7 +75,7 @@ def keep_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def take_kept(options: dict[str, Any]) -> dict[str, Any]:
-    """Take these options out of all, and return the fields of `Kept` that are given."""
+    """Take these options out of all; return the given fields of `StoreConfig`."""
     taken = {name: options.pop(name) for name in _NAMES}
     given = {name: value for name, value in taken.items() if value is not None}
     if given.get("hidden_layers") == "all":
@@ -84,7 +84,7 @@ def take_kept(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_asked(run_dir: Path, given: dict[str, Any]) -> "RunConfig":
-    """Return a run's configuration with these fields of `Kept` changed."""
+    """Return a run's configuration with these fields of `StoreConfig` changed."""
     config = config_of(run_dir)
     extract = dataclasses.replace(config.extract, **given)
     return dataclasses.replace(config, extract=extract)
@@ -100,7 +100,7 @@ def keep_as_asked(
 
     Args:
       run_dir: an existing run.
-      given: fields of `Kept`; the others stay as the run has them.
+      given: fields of `StoreConfig`; the others stay as the run has them.
       exclusive: hold the directory meanwhile. False for the workers of a launcher,
         which all ask the same.
 

@@ -212,13 +212,13 @@ class Outline:
     Attributes:
       model: on the device "meta": shapes, but no numbers.
       config: of the text model.
-      packing: how its weights are quantised, or None.
+      quantization: how its weights are quantised, or None.
     """
 
     model: Any
     config: Any
     tokenizer: Any
-    packing: Any | None
+    quantization: Any | None
 
 
 def load_outline(name: str) -> Outline:
@@ -237,22 +237,22 @@ def load_outline(name: str) -> Outline:
         config = AutoConfig.from_pretrained(
             name, revision=commit, trust_remote_code=False
         )
-        packing = getattr(config, "quantization_config", None)
+        quantization = getattr(config, "quantization_config", None)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=commit, trust_remote_code=False
         )
     _check_words(name, model, tokenizer)
-    return Outline(model, model.config.get_text_config(), tokenizer, packing)
+    return Outline(model, model.config.get_text_config(), tokenizer, quantization)
 
 
-def check_unpacking(name: str, outline: Outline) -> None:
+def check_quantization_support(name: str, outline: Outline) -> None:
     """Look whether this machine has what a checkpoint's quantised weights need.
 
     Raises:
       ValueError: it has not.
     """
-    if outline.packing is not None:
+    if outline.quantization is not None:
         with _loading(name):
-            AutoHfQuantizer.from_config(outline.packing).validate_environment()
+            AutoHfQuantizer.from_config(outline.quantization).validate_environment()

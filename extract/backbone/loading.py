@@ -16,7 +16,6 @@ import torch
 from extract.backbone.checkpoint import load_checkpoint, window_of
 from extract.backbone.layout import Layout, find_layout
 from extract.backbone.names import check_name
-from extract.run.directory import RunDir
 
 # Of <malloc.h>; glibc alone has them.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -196,29 +195,29 @@ def _may_differ(found: dict[str, object], backbone: Backbone) -> bool:
     )
 
 
-def require_answering_model(run: RunDir, backbone: Backbone) -> None:
+def require_answering_model(answers: Path, backbone: Backbone) -> None:
     """Refuse to read answers with other weights than gave them.
 
     The signals would be those of a model that never wrote these answers, and nothing
     later would show it.
 
     Args:
-      run: holds the answers and `answers/backend.json`, which says who gave them;
+      answers: the run's folder of answers. Its `backend.json` says who gave them;
         without that file (an earlier version's run) nothing can be compared.
       backbone: the model that is to read them.
 
     Raises:
       ValueError: another revision answered.
     """
-    path = run.answers / "backend.json"
+    path = answers / "backend.json"
     if not path.exists():
         return
     found = json.loads(path.read_text(encoding="utf-8"))
-    answered = str(found.get("revision"))
-    if answered == backbone.revision or _may_differ(found, backbone):
+    revision = str(found.get("revision"))
+    if revision == backbone.revision or _may_differ(found, backbone):
         return
     raise ValueError(
-        f"{run.answers} was answered by revision {answered[:12]} of the backbone, but "
+        f"{answers} was answered by revision {revision[:12]} of the backbone, but "
         f"{backbone.name} is now {backbone.revision[:12]}; put the weights that "
-        f"answered back, or delete {run.answers} to answer again"
+        f"answered back, or delete {answers} to answer again"
     )

@@ -26,7 +26,7 @@ from extract.backbone.layout import LayerPass, watch_layers
 from extract.backbone.loading import Backbone
 from extract.signals import residual
 from extract.signals.attention import SpanReading, read_spans
-from extract.signals.budgets import budget_for
+from extract.signals.batch import budget_for
 from extract.signals.probability import Head
 
 # Relative. In bf16 sums in float32 differ from the stream's own rounding by 3e-3
@@ -46,7 +46,7 @@ _N_COMPARED = 16
 class _Sums:
     """What the check gathers while the layers run."""
 
-    scores: residual.Scores
+    scores: residual.LogitLens
     layout_scales: list[torch.Tensor | float]
     errors: list[float] = dataclasses.field(default_factory=list)
     pushes: torch.Tensor | float = 0.0
@@ -124,7 +124,7 @@ def _read(
 ) -> _Pass:
     """Run the reading path on `[n_examples, n_tokens]` ids."""
     layout = backbone.layout
-    scores = residual.Scores(final_norm, layout.head, ids.roll(-1, dims=1))
+    scores = residual.LogitLens(final_norm, layout.head, ids.roll(-1, dims=1))
     sums = _Sums(scores, [layer.scale() for layer in layout.layers])
     reading = SpanReading(
         _spans_of(lengths),

@@ -24,6 +24,7 @@ from extract.signals.plan import (
     TokenSequence,
     Unit,
     plan_extraction,
+    sequence_of,
 )
 from extract.store.families import Encoded, encode, scale_name
 from extract.store.read import FeatureStore, done_ranges
@@ -274,9 +275,6 @@ def extract(
     Raises:
       ValueError: the store at `url` is another one, or cannot be written there.
     """
-    # Here, not above: a plan and its ranges need no Torch.
-    from extract.signals.reader import sequence_of
-
     sequences = [sequence_of(a, answer_span=config.answer_span) for a in answers]
     keys = [answer.key for answer in answers]
     plan = plan_extraction(sequences, keys, reader, config, fingerprint or {})

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.speed.resume_proof import ResumeConfig, compare, is_torn, prove
+from extract.store.config import StoreConfig
 from extract.store.families import Family
-from extract.store.kept import Kept
 from extract.store.spec import StoreSpec
 from extract.store.write import StoreWriter, create_store
 
@@ -47,7 +47,11 @@ def test_files_of_a_range_without_its_record_are_seen(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kept", [Kept(), Kept(dtype="int8", hidden_spans="answer", hidden_layers=(2, 5))]
+    "kept",
+    [
+        StoreConfig(),
+        StoreConfig(dtype="int8", hidden_spans="answer", hidden_layers=(2, 5)),
+    ],
 )
 def test_killed_extractions_end_with_the_bytes_of_one_that_was_not(tmp_path, kept):
     config = ResumeConfig(n_examples=400, n_kills=3, preset="smoke", kept=kept)
