@@ -9,7 +9,7 @@ from benchmarks.speed.resume_proof import ResumeConfig, compare, is_torn, prove
 from extract.store.config import StoreConfig
 from extract.store.families import Family
 from extract.store.spec import StoreSpec
-from extract.store.write import StoreWriter, create_store
+from extract.store.write import create_store, write_range
 
 
 def test_a_changed_a_missing_and_a_new_file_are_seen(tmp_path):
@@ -39,7 +39,7 @@ def test_files_of_a_range_without_its_record_are_seen(tmp_path):
     )
     assert not is_torn(tmp_path / "store")  # nothing yet
     store = create_store(tmp_path / "store", spec)
-    StoreWriter(store).write_range(0, {"prob": np.zeros((60, 5), np.float32)})
+    write_range(store, 0, {"prob": np.zeros((60, 5), np.float32)})
     assert not is_torn(tmp_path / "store")
     (tmp_path / "store" / store.commit_key(0)).unlink()
     assert is_torn(tmp_path / "store")

@@ -150,13 +150,6 @@ def test_a_flipped_bit_of_a_scale_is_found(tmp_path):
         read_family(open_store(tmp_path), "hidden")
 
 
-def test_int8_without_its_scales_is_no_store(tmp_path):
-    spec = extracted(in_memory(tmp_path), dtype="int8").spec
-    alone = {n: f for n, f in spec.families.items() if n != "hidden_scale"}
-    with pytest.raises(ValueError, match="needs its scales beside it"):
-        dataclasses.replace(spec, families=alone)
-
-
 def test_another_choice_is_another_store(tmp_path):
     extracted(in_memory(tmp_path))
     for other in (
