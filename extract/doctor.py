@@ -20,7 +20,7 @@ from extract.run.forecast import bytes_in_words
 
 if TYPE_CHECKING:
     from extract.backbone.checkpoint import Outline
-    from extract.store.kept import Kept
+    from extract.store.config import StoreConfig
 
 Status = Literal["ok", "warning", "problem"]
 _DISTRIBUTION = "beatrice-probe"
@@ -180,14 +180,14 @@ def look_at_model(name: str) -> Generator[Finding, None, Shapes | None]:
     Returns:
       The shapes of its readings, or None where its config or layout cannot be used.
     """
-    from extract.backbone.checkpoint import check_unpacking, load_outline, window_of
+    from extract.backbone.checkpoint import check_quantization_support, load_outline, window_of
     from extract.backbone.names import model_path
 
     path, shapes = model_path(name), None
     try:
         outline = load_outline(path)
         shapes = outline_shapes(outline)
-        check_unpacking(path, outline)
+        check_quantization_support(path, outline)
     except (ValueError, OSError) as error:
         said = " ".join(str(error).split())[:300]
         text = f"{name} cannot be used: {said}"
@@ -250,7 +250,7 @@ def look_at_run(path: Path) -> Iterator[Finding]:
 def _look_at_store(run: RunDir, shapes: Shapes) -> Iterator[Finding]:
     """Compare what extraction will write with the free disk."""
     from extract.signals.stage import EXTRACT_PRESETS
-    from extract.store.kept import as_size, stored_bytes
+    from extract.store.config import as_size, stored_bytes
 
     kept = run.settle("extract", EXTRACT_PRESETS, is_recorded=False)
     counts = count_tokens(run, kept.answer_span)
@@ -281,7 +281,7 @@ def outline_shapes(outline: "Outline") -> dict[str, tuple[int, ...]]:
       ValueError: its residual layout is unknown.
     """
     from extract.backbone.layout import find_layout
-    from extract.store.kept import model_shapes
+    from extract.store.config import model_shapes
 
     layout = find_layout(outline.model)
     return model_shapes(
@@ -293,7 +293,7 @@ def outline_shapes(outline: "Outline") -> dict[str, tuple[int, ...]]:
 
 
 def sizes_of_choices(
-    shapes: Shapes, kept: "Kept", *, n_tokens: int, n_answer: int
+    shapes: Shapes, kept: "StoreConfig", *, n_tokens: int, n_answer: int
 ) -> str:
     """Return a table of bytes: a line per type of the hidden states.
 
@@ -304,7 +304,7 @@ def sizes_of_choices(
       n_answer: of all answer spans.
     """
     from extract.store.families import SHORT_NAMES, Spans
-    from extract.store.kept import as_size, stored_bytes
+    from extract.store.config import as_size, stored_bytes
 
     columns = list(itertools.product((None, (0,)), get_args(Spans)))
     heads = [
@@ -326,11 +326,11 @@ def sizes_of_choices(
 
 def typical_sizes(shapes: Shapes) -> str:
     """Return the table for a number of answers that stands for a run."""
-    from extract.store.kept import Kept
+    from extract.store.config import StoreConfig
 
     table = sizes_of_choices(
         shapes,
-        Kept(),
+        StoreConfig(),
         n_tokens=_N_ANSWERS * _N_TOKENS,
         n_answer=_N_ANSWERS * _N_ANSWER_TOKENS,
     )

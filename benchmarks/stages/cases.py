@@ -7,7 +7,7 @@ from benchmarks.stages.control import Traced
 from extract.label.verdicts import exact_match
 from extract.records import Answer, Passage
 from extract.signals.batch import Signals
-from extract.signals.reader import sequence_of
+from extract.signals.plan import sequence_of
 from pgir.bridge import ProbedBackbone
 from pgir.controllers.policy import Decision, Policy, decide
 

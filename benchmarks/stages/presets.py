@@ -13,7 +13,7 @@ from extract.backbone.names import EMBEDDED, model_path
 from extract.datasets.pools import DataConfig
 from extract.generate.requests import PromptConfig
 from extract.signals.plan import ExtractConfig
-from extract.store.kept import Kept
+from extract.store.config import StoreConfig
 from extract.world.facts import WorldConfig
 from extract.world.questions import QuestionConfig
 from jaxprobe.config import EncoderConfig, FusionConfig, StreamConfig, TrainConfig
@@ -93,7 +93,7 @@ def make_config(
     model: str = EMBEDDED,
     seed: int = 0,
     answer_span: AnswerSpan = "emitting",
-    kept: Kept | None = None,
+    kept: StoreConfig | None = None,
     is_streamed: bool = False,
     is_mixed: bool = False,
 ) -> RunConfig:
@@ -103,7 +103,7 @@ def make_config(
       preset: sizes.
       model: directory or Hub id of the backbone, or "embedded".
       seed: of training, selection and bootstrap.
-      answer_span: see `extract.signals.reader.sequence_of`.
+      answer_span: see `extract.signals.plan.sequence_of`.
       kept: what is kept of the answers' signals; None takes the defaults.
       is_streamed: whether encoders read the store in groups of chunks.
       is_mixed: whether encoders round the operands of their products to bfloat16.
@@ -126,7 +126,7 @@ def make_config(
         "world": WorldConfig(),
         "stream": StreamConfig() if is_streamed else None,
         "extract": ExtractConfig(
-            **dataclasses.asdict(kept or Kept()),
+            **dataclasses.asdict(kept or StoreConfig()),
             **reading,
             answer_span=answer_span,
         ),

@@ -71,9 +71,9 @@ def _make_config(**options: Any) -> "RunConfig":
     """Return a new run's configuration; a wrong model is found before it is made."""
     from benchmarks.stages.presets import make_config
     from benchmarks.verbs.modelchoice import check_choices
-    from extract.store.kept import Kept
+    from extract.store.config import StoreConfig
 
-    config = make_config(kept=Kept(**take_kept(options)), **options)
+    config = make_config(kept=StoreConfig(**take_kept(options)), **options)
     check_choices(config)
     return config
 

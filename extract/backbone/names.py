@@ -1,4 +1,4 @@
-"""Which accelerator is this process's own, as whoever launched it says."""
+"""Which model, where it lies, and on which device; nothing here loads Torch."""
 
 import dataclasses
 import os
@@ -10,6 +10,8 @@ from typing import Literal
 from extract.run.directory import RunDir
 from extract.run.workers import local_rank
 
+EMBEDDED = "embedded"  # its name on the command line and in manifests
+WEIGHTS = Path(__file__).parent.parent / "world" / "weights"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -49,10 +51,6 @@ def check_name(name: str) -> None:
         )
 
 
-EMBEDDED = "embedded"  # its name on the command line and in manifests
-WEIGHTS = Path(__file__).parent.parent / "world" / "weights"
-
-
 def model_path(name: str) -> str:
     """Return what Transformers loads: a directory, or a Hub id as it is."""
     return str(WEIGHTS) if name == EMBEDDED else name
@@ -64,13 +62,13 @@ def own_device(
     """Return Torch's name of the device; `cuda` alone is each process's own GPU.
 
     Args:
-      device: as asked for; one with a number, or no GPU, stays as it is.
+      device: what the user asked for; one with a number, or no GPU, stays as it is.
       n_visible: GPUs that this process sees. A launcher that shows each process one
         GPU only calls it 0, whatever the process's rank.
       environ: of the process.
 
     Raises:
-      ValueError: the launcher's number of this process on its machine is none.
+      ValueError: the launcher's local rank of this process is not a number.
     """
     if device != "cuda":
         return device

@@ -16,7 +16,7 @@ def _layers(
     context: click.Context, option: click.Parameter, text: str | None
 ) -> tuple[int, ...] | str | None:
     """Read a list of layers; `all` stays a word, since None means not given."""
-    from extract.store.kept import parse_layers
+    from extract.store.config import parse_layers
 
     if text is None:
         return None

@@ -16,7 +16,7 @@ from extract.run.manifest import Preset
 from extract.run.stages import Stage
 from extract.run.workers import Worker
 from extract.signals.plan import ExtractConfig
-from extract.store.kept import stored_bytes
+from extract.store.config import stored_bytes
 from extract.store.spec import Family
 
 _SMALL = ExtractConfig(tokens_per_batch=4096, rows_per_shard=4096)
@@ -73,7 +73,7 @@ def extract_part(
     from extract.signals.reader import SignalReader
 
     backbone = open_backbone(backbone_of(run))
-    require_answering_model(run, backbone)
+    require_answering_model(run.answers, backbone)
     reader = SignalReader.for_kept(backbone, config)
     fingerprint = {"model": backbone.revision, "dtype": str(backbone.dtype)}
     return sum(
@@ -114,7 +114,8 @@ def _extract(
 def _forecast(run: RunDir, config: ExtractConfig) -> Forecast:
     """Return what extraction needs; the store's size is exact before compression."""
     from extract.backbone.loading import open_backbone
-    from extract.signals.reader import SignalReader, sequence_of
+    from extract.signals.plan import sequence_of
+    from extract.signals.reader import SignalReader
 
     backbone = open_backbone(backbone_of(run))
     reader = SignalReader.for_kept(backbone, config)

@@ -82,7 +82,7 @@ def _context(rng: random.Random, claims: list[Claim]) -> Piece:
     return ("Context: " + " ".join(texts) + " ", False)
 
 
-class Teacher:
+class RowSampler:
     """Draws rows from one world; holds the frequencies, no other state."""
 
     def __init__(self, world: World) -> None:

@@ -19,7 +19,7 @@ ScalarDtype = Literal["bfloat16", "float32"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kept:
+class StoreConfig:
     """What is kept of every answer.
 
     Attributes:
@@ -90,7 +90,9 @@ def parse_layers(text: str) -> tuple[int, ...] | None:
     return tuple(layers)
 
 
-def kept_families(shapes: Mapping[str, Sequence[int]], kept: Kept) -> dict[str, Family]:
+def stored_families(
+    shapes: Mapping[str, Sequence[int]], kept: StoreConfig
+) -> dict[str, Family]:
     """Return what a store holds for each family that is read.
 
     Args:
@@ -132,7 +134,11 @@ def model_shapes(
 
 
 def stored_bytes(
-    shapes: Mapping[str, Sequence[int]], kept: Kept, *, n_tokens: int, n_answer: int
+    shapes: Mapping[str, Sequence[int]],
+    kept: StoreConfig,
+    *,
+    n_tokens: int,
+    n_answer: int,
 ) -> dict[str, int]:
     """Return the bytes that a choice takes, per family.
 
@@ -154,7 +160,7 @@ def stored_bytes(
                 f"found {list(kept.hidden_layers)}"
             )
         layers = len(kept.hidden_layers)
-    families = kept_families({**shapes, "hidden": (layers, width)}, kept)
+    families = stored_families({**shapes, "hidden": (layers, width)}, kept)
     n_rows = {"all": n_tokens, "answer": n_answer}
     return {
         name: family.row_bytes * n_rows[family.spans]
@@ -171,12 +177,12 @@ def as_size(n_bytes: int) -> str:
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {' kMGT'[power]}B"
 
 
-def kept_of(found: Mapping[str, Any]) -> Kept:
+def store_config_of(found: Mapping[str, Any]) -> StoreConfig:
     """Return what a manifest's `extract` entry says is kept.
 
     What it does not say has its default: there was no choice when it was written.
     """
-    names = {field.name for field in dataclasses.fields(Kept)}
+    names = {field.name for field in dataclasses.fields(StoreConfig)}
     given = {name: value for name, value in found.items() if name in names}
     layers = given.pop("hidden_layers", None)
-    return Kept(hidden_layers=None if layers is None else tuple(layers), **given)
+    return StoreConfig(hidden_layers=None if layers is None else tuple(layers), **given)
