@@ -180,7 +180,11 @@ def look_at_model(name: str) -> Generator[Finding, None, Shapes | None]:
     Returns:
       The shapes of its readings, or None where its config or layout cannot be used.
     """
-    from extract.backbone.checkpoint import check_quantization_support, load_outline, window_of
+    from extract.backbone.checkpoint import (
+        check_quantization_support,
+        load_outline,
+        window_of,
+    )
     from extract.backbone.names import model_path
 
     path, shapes = model_path(name), None
@@ -303,8 +307,8 @@ def sizes_of_choices(
       n_tokens: of all sequences, prompts included.
       n_answer: of all answer spans.
     """
-    from extract.store.families import SHORT_NAMES, Spans
     from extract.store.config import as_size, stored_bytes
+    from extract.store.families import SHORT_NAMES, Spans
 
     columns = list(itertools.product((None, (0,)), get_args(Spans)))
     heads = [

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any, Literal, get_args
 
 from extract.backbone.names import EMBEDDED, model_path
-from extract.datasets.pools import DataConfig
+from extract.datasets.config import DataConfig
 from extract.generate.requests import PromptConfig
 from extract.signals.plan import ExtractConfig
 from extract.store.config import StoreConfig

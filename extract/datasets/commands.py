@@ -153,7 +153,7 @@ def _make_run(
     import dataclasses
 
     from extract.backbone.names import BackboneConfig, default_dtype
-    from extract.datasets.pools import data_config
+    from extract.datasets.building import data_config
     from extract.datasets.stage import make_data_run
     from extract.generate.options import check_backbone
     from extract.generate.requests import ANSWER_PRESETS

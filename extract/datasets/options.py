@@ -9,7 +9,7 @@ import click
 from extract.run.verbs import MODEL, SEED, preset_option
 
 if TYPE_CHECKING:
-    from extract.datasets.pools import BuildConfig, Source
+    from extract.datasets.config import BuildConfig, Source
     from extract.generate.requests import PromptConfig
 
 SETS = ("hotpotqa", "musique", "2wikimultihopqa", "popqa", "nq", "triviaqa")
@@ -215,15 +215,14 @@ def take_files(given: dict[str, Any]) -> list[tuple[str, str, Path]]:
 
 def sources_of(files: list[tuple[str, str, Path]]) -> "list[Source]":
     """Return the files with what they are for."""
-    from extract.datasets.pools import Source
+    from extract.datasets.config import Source
 
     return [Source(dataset=name, role=role, path=path) for role, name, path in files]
 
 
 def build_config(options: dict[str, Any]) -> "BuildConfig":
     """Return what is to be built."""
-    from extract.datasets.pools import BuildConfig
-    from extract.datasets.splits import HELD_OUT_SIZES, SplitConfig
+    from extract.datasets.config import HELD_OUT_SIZES, BuildConfig, SplitConfig
 
     splits = SplitConfig(
         seed=options["seed"],

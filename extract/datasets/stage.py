@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from extract.datasets.building import build_examples, check_folder
-from extract.datasets.pools import BuildConfig, Source, open_source
+from extract.datasets.config import BuildConfig, Source
+from extract.datasets.pools import open_source
 from extract.run.console import Progress, Update
 from extract.run.contents import splits_file
 from extract.run.directory import RunDir

@@ -11,6 +11,8 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from extract.generate.generator import (
     Generated,
     Generator,
@@ -19,7 +21,7 @@ from extract.generate.generator import (
 )
 from extract.generate.replies import Progress, Replies
 from extract.label.rubrics import delimit, marker_for
-from extract.records import Example, Passage
+from extract.records import Example, Passage, Record
 
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _WORD = re.compile(r"[^\W\d_]+(?:['\u2019][^\W\d_]+)*")
@@ -210,8 +212,7 @@ class RewriteConfig:
     skip_overlong: bool = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rewrite:
+class Rewrite(Record, frozen=True, kw_only=True):
     """The rewritten context of one question.
 
     Attributes:
@@ -376,4 +377,4 @@ def _with_rewrite(example: Example, rewrite: Rewrite | None) -> Example:
         text=rewrite.text,
         is_supporting=any(p.is_supporting for p in example.passages),
     )
-    return dataclasses.replace(example, rewritten=(passage,))
+    return msgspec.structs.replace(example, rewritten=(passage,))

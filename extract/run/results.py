@@ -12,7 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from extract.records import from_json
+import msgspec
+
+from extract.records import Record, read_records
 
 N_DECIMALS = 6
 
@@ -52,8 +54,7 @@ SPAN_DECISIONS = {
 RowSetting = Literal["closed_book", "with_context", "both"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ResultRow:
+class ResultRow(Record, frozen=True, kw_only=True):
     """One number, with what it was measured on.
 
     Attributes:
@@ -123,12 +124,12 @@ class ResultRow:
         )
 
 
-FIELDS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(ResultRow))
+FIELDS: tuple[str, ...] = ResultRow.__struct_fields__
 
 
 def row_to_json(row: ResultRow) -> str:
     """Return the row as one line of JSON, floats rounded to six decimals."""
-    fields = dataclasses.asdict(row)
+    fields = msgspec.structs.asdict(row)
     for name in ("value", "ci_low", "ci_high"):
         if fields[name] is not None:
             fields[name] = round(float(fields[name]), N_DECIMALS)
@@ -146,15 +147,7 @@ def read_rows(path: Path) -> Iterator[ResultRow]:
     Raises:
       ValueError: a line is no such row; the message names the file and the line.
     """
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            where = f"{path}, line {number}"
-            try:
-                yield from_json(ResultRow, line, where)
-            except ValueError as error:
-                # from_json names the line already, the row's own check does not.
-                is_named = str(error).startswith(where)
-                raise error if is_named else ValueError(f"{where}: {error}") from None
+    yield from read_records(path, ResultRow)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +234,7 @@ def macro_row(
     if not rows or None in rows:
         return None
     undefined = [row.dataset for row in rows if row.value is None]
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         rows[0],
         dataset="macro",
         value=None if undefined else sum(row.value for row in rows) / len(rows),
