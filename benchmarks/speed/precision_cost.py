@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
+from extract.pipeline import read_answers
 
 from benchmarks.speed.pairing import Pairing, aurocs
 from benchmarks.stages.presets import RunConfig
 from benchmarks.stages.rows import Rows, load_rows
 from benchmarks.stages.sweep_stage import chosen_layer
 from benchmarks.stages.torch_stages import open_backbone
-from extract.pipeline import read_answers
 from extract.records import SETTINGS, Setting
 from extract.run.directory import RunDir
 from extract.signals.extraction import extract

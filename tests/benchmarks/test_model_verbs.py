@@ -12,11 +12,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from benchmarks.stages.presets import make_config
 from click.testing import CliRunner
 from extract.pipeline import read_examples
 
 from beatrice import main
-from benchmarks.stages.presets import make_config
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import WEIGHTS
 from extract.generate.local import TransformersGenerator

@@ -1,84 +1,95 @@
-"""All stages of a run by name, and what is shown at the end."""
+"""The stage that writes the report, and the headline of a finished run."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 from benchmarks.results.report import ReportData, write_report
 from benchmarks.results.tables import as_text, controller_table, detection_table
-from benchmarks.stages.ablate_stage import ABLATE, ablation_story
-from benchmarks.stages.exhaustive_stage import EXHAUSTIVE, ranking_story
-from benchmarks.stages.label_stages import labelled_by
-from benchmarks.stages.presets import RunConfig
-from benchmarks.stages.publishing import asked_for, read_result_rows, rows_file
-from benchmarks.stages.result_stages import (
-    CALIBRATE,
-    CONTROL,
-    EVALUATE,
-    read_json,
-)
-from benchmarks.stages.select_stage import SELECT, selection_story
-from benchmarks.stages.stage import Progress, Stage, Update
-from benchmarks.stages.sweep_stage import SWEEP
-from benchmarks.stages.torch_stages import ANSWER, EXTRACT, LABEL, WORLD
-from benchmarks.stages.train_stage import TRAIN
-from extract.pipeline import count_correct, read_examples, read_labels
+from extract.backbone.names import backbone_of
 from extract.records import SETTINGS
+from extract.run.console import Progress, Update
+from extract.run.contents import (
+    count_correct,
+    labels_by,
+    read_examples,
+    read_labels,
+)
 from extract.run.directory import RunDir
-from extract.run.results import CONTROLLERS, ResultTable, read_rows
+from extract.run.results import (
+    CONTROLLERS,
+    ResultTable,
+    asked_for,
+    read_result_rows,
+    read_rows,
+    rows_file,
+)
+from extract.run.stages import Stage
+from extract.signals.stage import extract_config
+from jaxprobe.config import grid_config
+from jaxprobe.features.rows import chosen_layer
+from selection.ablation import ablation_summary
+from selection.ranking import ranking_summary
+from selection.stage import selection_summary
 
 IN_ORDER = (
-    "world answer label extract sweep train select calibrate evaluate control report"
+    "data world answer label extract sweep train select calibrate evaluate control"
 ).split()
 
 
-def _facts(run: RunDir, config: RunConfig) -> dict[str, str]:
+def _facts(run: RunDir) -> dict[str, str]:
     examples = read_examples(run)
     counts = {
         split: sum(e.split == split for e in examples)
         for split in ("train", "validation", "test", "ood")
     }
+    kept = extract_config(run)
     return {
-        "Backbone": config.model,
-        "Preset": config.preset,
-        "Seed": str(config.seed),
+        "Backbone": backbone_of(run).model,
+        "Preset": run.preset,
+        "Seed": str(run.seed),
         "Questions": ", ".join(f"{n} {split}" for split, n in counts.items()),
-        "Labels by": labelled_by(run),
-        "Layer of the hidden states": str(read_json(run.sweep)["layer"]),
-        "Training seeds": str(config.train.n_seeds),
-        "Answer span": config.extract.answer_span,
-        "Kept": config.extract.in_words(),
+        "Labels by": labels_by(run),
+        "Layer of the hidden states": str(chosen_layer(run)),
+        "Training seeds": str(grid_config(run).train.n_seeds),
+        "Answer span": kept.answer_span,
+        "Kept": kept.in_words(),
     }
 
 
 def _seconds(run: RunDir) -> dict[str, float]:
-    names = ("data", *IN_ORDER, *asked_for(run))
+    names = (*IN_ORDER, "report", *asked_for(run))
     records = {name: run.stage_record(name) for name in names}
     return {name: r.seconds for name, r in records.items() if r is not None}
 
 
-def report_data(run: RunDir, config: RunConfig) -> ReportData:
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def report_data(run: RunDir) -> ReportData:
     """Collect what the report shows from the run's files."""
-    control = read_json(run.control / "control.json")
+    control = _read_json(run.control / "control.json")
     asked = asked_for(run)
     ranked = SETTINGS if "exhaustive" in asked else ()
-    ranking = {setting: ranking_story(run, setting) for setting in ranked}
+    ranking = {setting: ranking_summary(run, setting) for setting in ranked}
     return ReportData(
-        facts=_facts(run, config),
+        facts=_facts(run),
         stage_seconds=_seconds(run),
         rows=read_result_rows(run),
         accuracy=count_correct(read_examples(run), read_labels(run)),
-        sweep=read_json(run.sweep)["settings"],
-        selection={setting: selection_story(run, setting) for setting in SETTINGS},
-        reliability=read_json(run.path / "reliability.json"),
+        sweep=_read_json(run.sweep)["settings"],
+        selection={setting: selection_summary(run, setting) for setting in SETTINGS},
+        reliability=_read_json(run.path / "reliability.json"),
         control={k: control[k] for k in ("tau", "budget", "cap", "frontier")},
         cases=control["cases"],
         ranking=ranking,
-        ablations=ablation_story(run) if "ablate" in asked else {},
+        ablations=ablation_summary(run) if "ablate" in asked else {},
     )
 
 
-def _report(run: RunDir, config: RunConfig, update: Update, progress: Progress) -> None:
-    write_report(report_data(run, config), run.report)
+def _report(run: RunDir, config: None, update: Update, progress: Progress) -> None:
+    write_report(report_data(run), run.report)
 
 
 REPORT = Stage(
@@ -96,26 +107,6 @@ REPORT = Stage(
     outputs=lambda run: [run.report, run.results],
     work=_report,
 )
-
-STAGES: dict[str, Stage] = {
-    stage.name: stage
-    for stage in (
-        WORLD,
-        ANSWER,
-        LABEL,
-        EXTRACT,
-        SWEEP,
-        TRAIN,
-        SELECT,
-        CALIBRATE,
-        EVALUATE,
-        CONTROL,
-        REPORT,
-    )
-}
-
-ON_REQUEST: dict[str, Stage] = {stage.name: stage for stage in (EXHAUSTIVE, ABLATE)}
-"""What a run does only where it is asked for."""
 
 
 def summary(path: Path) -> dict[str, Any]:
@@ -140,7 +131,7 @@ def summary(path: Path) -> dict[str, Any]:
             experiment="controller", detector=name, split="test", metric="em"
         )
     selected = [
-        f"{setting}: {' '.join(selection_story(run, setting)['selected'])}"
+        f"{setting}: {' '.join(selection_summary(run, setting)['selected'])}"
         for setting in SETTINGS
     ]
     text = "\n\n".join(

@@ -1,6 +1,6 @@
 """What every controller answers, at what cost, and how good that is.
 
-All of them are read off the traces; see `benchmarks.stages.control`.
+All of them are read off the traces; see `pgir.controllers.traces`.
 """
 
 from collections.abc import Sequence
@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.stages.control import Traced
-from benchmarks.stages.presets import RunConfig
 from extract.label.verdicts import exact_match, token_f1
 from extract.records import Example
 from extract.run.results import ResultRow
 from jaxprobe.metrics import BootstrapConfig, cluster_weights, interval_of
 from pgir.controllers.policy import ControllerConfig, Draft, Policy, Trace, decide
+from pgir.controllers.traces import Traced
 
 
 def _pgir_answers(traced: Traced, policy: Policy) -> tuple[list[str], list[int]]:
@@ -76,10 +75,9 @@ def _quality(examples: Sequence[Example], answers: Sequence[str]) -> np.ndarray:
 
 
 def control_rows(
-    traced: Sequence[Traced], policy: Policy, config: RunConfig
+    traced: Sequence[Traced], policy: Policy, bootstrap: BootstrapConfig
 ) -> list[ResultRow]:
     """Return exact match, F1 and generations of every controller on every set."""
-    bootstrap = BootstrapConfig(n_resamples=config.n_bootstrap, seed=config.seed)
     rows = []
     for one in traced:
         ids = np.array([example.id for example in one.examples])

@@ -13,36 +13,23 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.stages.evaluation import METRICS, Scored, detection_rows
-from benchmarks.stages.presets import RunConfig
-from benchmarks.stages.publishing import ON_REQUEST, publish, rows_file
-from benchmarks.stages.rows import Rows, load_rows
-from benchmarks.stages.select_stage import (
-    fixed_set,
-    pool_name,
-    pools,
-    read_selection,
-    reads,
-)
-from benchmarks.stages.span_members import (
-    SPANS,
-    codes_without,
-    subsets_read,
-    train_without_spans,
-)
-from benchmarks.stages.stage import Progress, Stage, Update, side_by_side
-from benchmarks.stages.sweep_stage import stored
-from benchmarks.stages.train_sides import settings_at_once
-from benchmarks.stages.train_stage import encoder_folders
 from extract.records import SETTINGS, Setting
+from extract.run.console import Progress, Update
+from extract.run.contents import store_files
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
-from extract.run.results import ResultRow
+from extract.run.results import ON_REQUEST, ResultRow, publish, rows_file
+from extract.run.stages import Stage, side_by_side
 from jaxprobe.checkpoint import load_cache, save_cache
+from jaxprobe.compiler import set_compiler
+from jaxprobe.config import SELECT_PRESETS, SelectConfig, grid_config
+from jaxprobe.evaluation import METRICS, Scored, bootstrap_of, detection_rows
+from jaxprobe.features.rows import Rows, load_rows
 from jaxprobe.features.subsets import FAMILIES, LETTERS
 from jaxprobe.fit.grid import default_blocks
-from jaxprobe.metrics import BootstrapConfig
+from jaxprobe.fit.stage import encoder_folders, settings_at_once
 from jaxprobe.model.fusion import PoolOutputs
+from jaxprobe.pool import pool_name, pools, read_selection, reads
 from selection.greedy import (
     GreedyConfig,
     NoSignalError,
@@ -50,9 +37,11 @@ from selection.greedy import (
     fused_probability,
     select,
 )
+from selection.spans import SPANS, outputs_without, subsets_read, train_without_spans
+from selection.stage import fixed_set
 
 EXPERIMENT = "ablation"
-Codes3 = tuple[PoolOutputs, PoolOutputs, PoolOutputs]  # training, validation, all rows
+Pools = tuple[PoolOutputs, PoolOutputs, PoolOutputs]  # training, validation, all rows
 
 
 def folder_of(run: RunDir) -> Path:
@@ -91,16 +80,16 @@ def _keep_variant(
 
 
 def _select_without(
-    codes: Codes3, config: RunConfig, setting: Setting, family: str
+    pools_: Pools, config: SelectConfig, setting: Setting, family: str
 ) -> Selection | None:
     """Search without a family; None where what is left is no better than chance."""
-    train, valid, _ = codes
+    train, valid, _ = pools_
     try:
         return select(
             train,
             valid,
-            config=config.fusion,
-            train_config=config.fusion_train,
+            config=config.head,
+            train_config=config.train,
             greedy=GreedyConfig(margin=config.margin),
             candidates=candidates_without(setting, train.n_pool, family),
         )
@@ -110,7 +99,7 @@ def _select_without(
 
 def _vary(
     run: RunDir,
-    config: RunConfig,
+    config: SelectConfig,
     key: str,
     setting: Setting,
     tick: Callable[[], None],
@@ -124,13 +113,13 @@ def _vary(
         if load_cache(path, key) is None:
             what = name.removeprefix("without_")
             if what in FAMILIES:
-                whole = whole or pools(run, config, setting)[0]
+                whole = whole or pools(run, setting)[0]
                 found = _select_without(whole, config, setting, what)
                 _keep_variant(path, key, found, whole[2])
             else:
                 span = what.removesuffix("_span")
-                source = codes_without(folder_of(run), key, span, read)
-                train, valid, everyone = pools(run, config, setting, source)[0]
+                source = outputs_without(folder_of(run), key, span, read)
+                train, valid, everyone = pools(run, setting, source)[0]
                 found = fixed_set(members, train, valid, config)
                 _keep_variant(path, key, found, everyone)
         tick()
@@ -165,7 +154,7 @@ def undefined_rows(name: str, rows: Rows) -> list[ResultRow]:
     ]
 
 
-def _rows_of(run: RunDir, config: RunConfig, setting: Setting, key: str):
+def _rows_of(run: RunDir, setting: Setting, key: str) -> list[ResultRow]:
     """Return the rows of a setting's variants."""
     _, rows = load_rows(run, setting)
     found = {name: _variant(run, setting, name, key) for name in variants(setting)}
@@ -174,8 +163,7 @@ def _rows_of(run: RunDir, config: RunConfig, setting: Setting, key: str):
         for name, one in found.items()
         if "scores" in one
     ]
-    bootstrap = BootstrapConfig(n_resamples=config.n_bootstrap, seed=config.seed)
-    made = detection_rows(scored, rows, bootstrap, EXPERIMENT)
+    made = detection_rows(scored, rows, bootstrap_of(run), EXPERIMENT)
     empty = [name for name, one in found.items() if "scores" not in one]
     return made + [row for name in empty for row in undefined_rows(name, rows)]
 
@@ -183,13 +171,17 @@ def _rows_of(run: RunDir, config: RunConfig, setting: Setting, key: str):
 def _inputs(run: RunDir) -> list[Path]:
     """Return everything a variant depends on."""
     chosen = run.path / "selection"
-    return [run.labels, run.sweep, chosen, *encoder_folders(run), *stored(run)]
+    return [run.labels, run.sweep, chosen, *encoder_folders(run), *store_files(run)]
 
 
-def _ablate(run: RunDir, config: RunConfig, update: Update, progress: Progress) -> None:
+def _ablate(
+    run: RunDir, config: SelectConfig, update: Update, progress: Progress
+) -> None:
+    set_compiler(run.preset)
+    config = config.seeded(run.seed)
     key = " ".join(run.hash_inputs(*_inputs(run)).values())
     read = subsets_read(run)
-    n_seeds = config.train.n_seeds
+    n_seeds = grid_config(run).train.n_seeds
     n_blocks = {s: len(default_blocks(n_seeds, read[s])) for s in SETTINGS}
     n_trained = sum(n_blocks[s] * len(SPANS[s]) for s in SETTINGS)
     n_variants = sum(len(variants(setting)) for setting in SETTINGS)
@@ -197,13 +189,13 @@ def _ablate(run: RunDir, config: RunConfig, update: Update, progress: Progress) 
 
     def train(setting: Setting, tick: Callable[[], None]) -> None:
         folder = folder_of(run)
-        train_without_spans(run, config, folder, key, setting, read[setting], tick)
+        train_without_spans(run, folder, key, setting, read[setting], tick)
 
     def vary(setting: Setting, tick: Callable[[], None]) -> None:
         _vary(run, config, key, setting, tick)
 
     # The with-context heads need the closed-book encoders, so training comes first.
-    at_once = settings_at_once(config)
+    at_once = settings_at_once(grid_config(run))
     side_by_side(train, SETTINGS, update, n_all, at_once=at_once)
     side_by_side(
         vary, SETTINGS, lambda done, total: update(n_trained + done, total), n_all
@@ -211,15 +203,15 @@ def _ablate(run: RunDir, config: RunConfig, update: Update, progress: Progress) 
     publish(
         run,
         "ablate",
-        [row for s in SETTINGS for row in _rows_of(run, config, s, key)],
+        [row for s in SETTINGS for row in _rows_of(run, s, key)],
         progress,
     )
-    write_json_atomic(folder_of(run) / "story.json", _story(run, key))
+    write_json_atomic(folder_of(run) / "summary.json", _summary(run, key))
 
 
-def _story(run: RunDir, key: str) -> dict[str, dict[str, list[str]]]:
+def _summary(run: RunDir, key: str) -> dict[str, dict[str, list[str]]]:
     """Return the printed names of every variant's encoders, setting by setting."""
-    story = {
+    summary = {
         setting: {
             name: [
                 pool_name(setting, i)
@@ -230,15 +222,15 @@ def _story(run: RunDir, key: str) -> dict[str, dict[str, list[str]]]:
         for setting in SETTINGS
     }
     alone = read_selection(run, "single_pass")[1]["members"]  # a row of `evaluate`
-    story["with_context"]["without_closed_book"] = [
+    summary["with_context"]["without_closed_book"] = [
         pool_name("single_pass", i) for i in alone
     ]
-    return story
+    return summary
 
 
-def ablation_story(run: RunDir) -> dict[str, dict[str, list[str]]]:
+def ablation_summary(run: RunDir) -> dict[str, dict[str, list[str]]]:
     """Return which encoders every variant reads, by setting and name."""
-    return json.loads((folder_of(run) / "story.json").read_text(encoding="utf-8"))
+    return json.loads((folder_of(run) / "summary.json").read_text(encoding="utf-8"))
 
 
 ABLATE = Stage(
@@ -246,4 +238,6 @@ ABLATE = Stage(
     inputs=_inputs,
     outputs=lambda run: [folder_of(run), rows_file(run, "ablate")],
     work=_ablate,
+    presets=SELECT_PRESETS,
+    section="select",
 )

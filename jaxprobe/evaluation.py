@@ -13,8 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from benchmarks.stages.rows import Rows
+from extract.run.directory import RunDir
+from extract.run.manifest import Preset
 from extract.run.results import ResultRow
+from jaxprobe.features.rows import Rows
 from jaxprobe.metrics import (
     BootstrapConfig,
     Metric,
@@ -163,3 +165,23 @@ def permute_by_question(rows: Rows, seed: int) -> np.ndarray:
             for members, labels in zip(questions, dealt, strict=True):
                 permuted[members] = labels
     return permuted
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IntervalConfig:
+    """The run's section `intervals`: resamples of every interval."""
+
+    n_resamples: int = 1000
+
+
+INTERVAL_PRESETS: dict[Preset, IntervalConfig] = {
+    "demo": IntervalConfig(),
+    "smoke": IntervalConfig(n_resamples=100),
+    "paper": IntervalConfig(),
+}
+
+
+def bootstrap_of(run: RunDir) -> BootstrapConfig:
+    """Return how a run's intervals are made, with the run's seed."""
+    config = run.settle("intervals", INTERVAL_PRESETS)
+    return BootstrapConfig(n_resamples=config.n_resamples, seed=run.seed)

@@ -7,28 +7,23 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.stages.evaluation import Scored, detection_rows
-from benchmarks.stages.presets import RunConfig
-from benchmarks.stages.publishing import ON_REQUEST, publish, rows_file
-from benchmarks.stages.rows import Rows
-from benchmarks.stages.select_stage import (
-    fixed_set,
-    pool_name,
-    pools,
-    read_selection,
-    reads,
-)
-from benchmarks.stages.stage import Progress, Stage, Update, side_by_side
-from benchmarks.stages.train_stage import encoder_folders
 from extract.records import SETTINGS, Setting
+from extract.run.console import Progress, Update
 from extract.run.directory import RunDir
-from extract.run.results import ResultRow
+from extract.run.results import ON_REQUEST, ResultRow, publish, rows_file
+from extract.run.stages import Stage, side_by_side
 from jaxprobe.checkpoint import load_cache, save_cache
+from jaxprobe.compiler import set_compiler
+from jaxprobe.config import SELECT_PRESETS, SelectConfig
+from jaxprobe.evaluation import Scored, bootstrap_of, detection_rows
+from jaxprobe.features.rows import Rows
 from jaxprobe.features.subsets import LETTERS
-from jaxprobe.metrics import BootstrapConfig
+from jaxprobe.fit.stage import encoder_folders
 from jaxprobe.model.fusion import PoolOutputs
+from jaxprobe.pool import pool_name, pools, read_selection, reads
 from selection.exhaustive import SET_SIZE, Enumeration, Ranking, carried
 from selection.greedy import GreedyConfig, fused_probability, select
+from selection.stage import fixed_set
 
 N_BINS = 80  # parts of the ranking that the figure shows
 EXPERIMENT = "exhaustive"
@@ -45,21 +40,24 @@ def _ranking_file(run: RunDir, setting: Setting) -> Path:
 
 
 def _greedy_members(
-    story: dict[str, Any], train: PoolOutputs, valid: PoolOutputs, config: RunConfig
+    summary: dict[str, Any],
+    train: PoolOutputs,
+    valid: PoolOutputs,
+    config: SelectConfig,
 ) -> tuple[int, ...]:
     """Return the search's set after three rounds.
 
     Where the search stopped earlier, it is continued without a margin, so that what is
     ranked is always as large as what it is ranked among.
     """
-    added = [r["added"] for r in story["rounds"][:SET_SIZE]]
+    added = [r["added"] for r in summary["rounds"][:SET_SIZE]]
     if len(added) == SET_SIZE:
         return tuple(sorted(added))
     found = select(
         train,
         valid,
-        config=config.fusion,
-        train_config=config.fusion_train,
+        config=config.head,
+        train_config=config.train,
         greedy=GreedyConfig(margin=-1.0, max_encoders=SET_SIZE),
     )
     return found.members
@@ -122,7 +120,7 @@ def _facts(ranking: Ranking, greedy: tuple[int, ...], setting: Setting):
 
 def _rank_setting(
     run: RunDir,
-    config: RunConfig,
+    config: SelectConfig,
     setting: Setting,
     search: Enumeration,
     everyone: PoolOutputs,
@@ -137,8 +135,8 @@ def _rank_setting(
 
     ranking = search.run(trained)
     train, valid = search.train, search.valid
-    _, story = read_selection(run, setting)
-    greedy = _greedy_members(story, train, valid, config)
+    _, summary = read_selection(run, setting)
+    greedy = _greedy_members(summary, train, valid, config)
     best = tuple(map(int, ranking.sets[ranking.order[0]]))
     scored = [
         Scored(
@@ -152,25 +150,26 @@ def _rank_setting(
     save_cache(
         _ranking_file(run, setting), _facts(ranking, greedy, setting), EXPERIMENT
     )
-    bootstrap = BootstrapConfig(n_resamples=config.n_bootstrap, seed=config.seed)
     return [
         *_rank_rows(ranking, greedy, rows),
-        *detection_rows(scored, rows, bootstrap, EXPERIMENT),
+        *detection_rows(scored, rows, bootstrap_of(run), EXPERIMENT),
     ]
 
 
 def _enumerate(
-    run: RunDir, config: RunConfig, update: Update, progress: Progress
+    run: RunDir, config: SelectConfig, update: Update, progress: Progress
 ) -> None:
+    set_compiler(run.preset)
+    config = config.seeded(run.seed)
     found: dict[Setting, list[ResultRow]] = {}
     parts = {}
     for setting in SETTINGS:
-        (train, valid, everyone), rows = pools(run, config, setting)
+        (train, valid, everyone), rows = pools(run, setting)
         search = Enumeration(
             train=train,
             valid=valid,
-            config=config.fusion,
-            train_config=config.fusion_train,
+            config=config.head,
+            train_config=config.train,
             folder=folder_of(run) / f"{setting}.pieces",
         )
         parts[setting] = search, everyone, rows
@@ -188,7 +187,7 @@ def _enumerate(
         shutil.rmtree(search.folder, ignore_errors=True)
 
 
-def ranking_story(run: RunDir, setting: Setting) -> dict[str, Any]:
+def ranking_summary(run: RunDir, setting: Setting) -> dict[str, Any]:
     """Return what the report shows of a setting's ranking, as JSON values."""
     found = load_cache(_ranking_file(run, setting), EXPERIMENT)
     if found is None:
@@ -217,4 +216,6 @@ EXHAUSTIVE = Stage(
     inputs=lambda run: [run.labels, run.path / "selection", *encoder_folders(run)],
     outputs=lambda run: [folder_of(run), rows_file(run, "exhaustive")],
     work=_enumerate,
+    presets=SELECT_PRESETS,
+    section="select",
 )

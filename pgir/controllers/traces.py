@@ -12,14 +12,17 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.stages.presets import RunConfig
-from benchmarks.stages.stage import Update
-from benchmarks.stages.torch_stages import generation_config, open_backbone
+from extract.backbone.loading import open_backbone
+from extract.backbone.names import backbone_of
+from extract.generate.requests import answer_config
 from extract.label.verdicts import exact_match
-from extract.pipeline import read_examples
 from extract.records import Example, Passage
+from extract.run.console import Update
+from extract.run.contents import read_examples
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
+from extract.run.manifest import Preset
+from extract.signals.stage import extract_config
 from jaxprobe.detector import Detector
 from pgir.bridge import ProbedBackbone, ProbedReader
 from pgir.controllers.policy import (
@@ -50,20 +53,41 @@ class Traced:
     vanilla: tuple[str, ...]
 
 
-def open_probed(run: RunDir, config: RunConfig) -> ProbedBackbone:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ControlConfig:
+    """The run's section `control`.
+
+    Attributes:
+      max_budget: most retrieval rounds traced.
+      n_questions: of each set that are given to the controllers; None for all.
+    """
+
+    max_budget: int = 4
+    n_questions: int | None = None
+
+    @property
+    def controller(self) -> ControllerConfig:
+        """How far the controller searches."""
+        return ControllerConfig(max_budget=self.max_budget)
+
+
+CONTROL_PRESETS: dict[Preset, ControlConfig] = {
+    "demo": ControlConfig(n_questions=250),
+    "smoke": ControlConfig(max_budget=2, n_questions=8),
+    "paper": ControlConfig(),
+}
+
+
+def open_probed(run: RunDir) -> ProbedBackbone:
     """Load the run's backbone together with its detector."""
+    config = answer_config(run)
     return ProbedBackbone(
-        open_backbone(config),
+        open_backbone(backbone_of(run)),
         Detector.load(run.detector),
         config.prompt.prompt_template(),
-        generation_config(config),
-        answer_span=config.extract.answer_span,
+        config.generation,
+        answer_span=extract_config(run).answer_span,
     )
-
-
-def controller_config(config: RunConfig) -> ControllerConfig:
-    """Return how far the run's controller searches."""
-    return ControllerConfig(max_budget=config.max_budget)
 
 
 def question_sets(
@@ -139,7 +163,7 @@ def _groups(
 
 def trace_all(
     run: RunDir,
-    config: RunConfig,
+    config: ControlConfig,
     probed: ProbedBackbone,
     passages: Sequence[Passage],
     update: Update,
@@ -149,15 +173,15 @@ def trace_all(
 
     Args:
       run: holds the questions.
-      config: of the run.
+      config: how many questions, and how far.
       probed: the backbone with the run's detector.
       passages: of the run, to search in.
       update: told rounds done and to do.
       key: identity of everything the traces depend on.
     """
-    controller = controller_config(config)
+    controller = config.controller
     retriever = Bm25Retriever(passages)
-    groups = _groups(question_sets(read_examples(run), config.n_control))
+    groups = _groups(question_sets(read_examples(run), config.n_questions))
     n_rounds = controller.max_budget + 1
     traced: list[Traced] = []
     for i, group in enumerate(groups):

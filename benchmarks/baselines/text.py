@@ -1,4 +1,4 @@
-"""Two detectors that need no internals: the words alone, and the answer's likelihood.
+"""A detector that needs no internals: the words alone.
 
 How far surface text goes is the question of the paper's appendix "How Far Surface
 Text Alone Goes"; the linear rung of its ladder is here. A text is the question, the
@@ -13,7 +13,11 @@ import numpy as np
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
-SURPRISAL = 1  # column of a prob row: p(v), -log p(v), entropy, top p, margin
+from extract.generate.requests import variants_of
+from extract.records import Answer, Example
+from extract.run.contents import read_answers, read_examples
+from extract.run.directory import RunDir
+from jaxprobe.features.rows import Rows
 
 
 def joined_text(question: str, answer: str, passages: Sequence[str] = ()) -> str:
@@ -68,26 +72,21 @@ def fit_tfidf(texts: Sequence[str], labels: Sequence[bool]) -> TextDetector:
     return TextDetector(vectorizer=vectorizer, regression=regression)
 
 
-def perplexity_score(prob_rows: np.ndarray, answer_span: tuple[int, int]) -> float:
-    """Return minus the mean surprisal of the answer, in nats; at most 0.
+def _text(example: Example, answer: Answer) -> str:
+    """Return question, answer, and the passages that the model was shown."""
+    passages = dict(variants_of(answer.setting, example))[answer.variant]
+    kept = [p.text for i, p in enumerate(passages) if i not in answer.dropped]
+    return joined_text(example.question, answer.text, kept)
 
-    This is the logarithm of the inverse perplexity, so higher means more likely
-    correct. An answer without a token has an empty literal span; it is read where it
-    was given, at the last prompt token, which emitted the end.
 
-    Args:
-      prob_rows: `[n_tokens, 5]`, the prob family of one example, any float dtype.
-      answer_span: absolute `[start, stop)` into those rows.
-
-    Raises:
-      ValueError: the span is not inside the rows.
-    """
-    start, stop = answer_span
-    if not 0 <= start <= stop <= len(prob_rows) or stop == 0:
-        raise ValueError(
-            f"answer span [{start}, {stop}) is outside the {len(prob_rows)} tokens of "
-            "this example"
-        )
-    start = min(start, stop - 1)
-    surprisal = np.asarray(prob_rows[start:stop, SURPRISAL], dtype=np.float64)
-    return -float(surprisal.mean())
+def text_scores(run: RunDir, rows: Rows) -> np.ndarray:
+    """Return the text-only detector's scores of every row, `[1, n_rows]`."""
+    examples = {example.id: example for example in read_examples(run)}
+    answers = {a.key: a for a in read_answers(run, rows.setting)}
+    texts = [
+        _text(examples[example_id], answers[example_id, rows.setting, variant])
+        for example_id, variant in zip(rows.ids, rows.variants, strict=True)
+    ]
+    where = rows.where("train")
+    detector = fit_tfidf([texts[i] for i in where], rows.labels[where])
+    return detector.score(texts)[None]

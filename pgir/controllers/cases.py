@@ -3,13 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.stages.control import Traced
 from extract.label.verdicts import exact_match
 from extract.records import Answer, Passage
 from extract.signals.batch import Signals
 from extract.signals.plan import sequence_of
 from pgir.bridge import ProbedBackbone
 from pgir.controllers.policy import Decision, Policy, decide
+from pgir.controllers.traces import Traced
 
 Match = Callable[[Decision, bool, bool], bool]  # decision, draft right, final right
 
