@@ -8,7 +8,7 @@ import click
 from extract.run.verbs import RUN_DIR, do_or_forecast, dry_run_option, stage_verb
 
 if TYPE_CHECKING:
-    from jaxprobe.config import GridConfig
+    from jaxprobe.settings import GridConfig
 
 STREAMED = click.option(
     "--streamed",

@@ -12,13 +12,13 @@ import numpy as np
 from extract.records import Setting
 from extract.run.directory import RunDir
 from jaxprobe import checkpoint
-from jaxprobe.config import grid_config
 from jaxprobe.detector import HeadName
 from jaxprobe.features.rows import Rows, load_rows, partners
 from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
 from jaxprobe.fit.stage import read_member_outputs
 from jaxprobe.model.encoder import MemberOutputs
 from jaxprobe.model.fusion import PoolOutputs, pool_outputs
+from jaxprobe.settings import grid_config
 
 BRANCHES: tuple[HeadName, ...] = ("closed_book", "with_context", "single_pass")
 OutputsOf = Callable[[RunDir, Setting], MemberOutputs]

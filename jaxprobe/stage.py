@@ -11,7 +11,6 @@ from extract.run.stages import Stage
 from jaxprobe import checkpoint
 from jaxprobe.calibration import fit_calibrator
 from jaxprobe.compiler import set_compiler
-from jaxprobe.config import grid_config, select_config
 from jaxprobe.detector import Detector, EncoderBank, HeadName, SettingHead
 from jaxprobe.features.families import Standardizer
 from jaxprobe.features.reading import longest_spans
@@ -19,6 +18,7 @@ from jaxprobe.features.rows import chosen_layer, load_rows
 from jaxprobe.features.subsets import SUBSET_NAMES, FamilyDims
 from jaxprobe.fit.grid import Trained, grid_members
 from jaxprobe.pool import BRANCHES, branch_setting, read_selection, reads
+from jaxprobe.settings import grid_config, select_config
 
 
 def _head(run: RunDir, branch: HeadName) -> SettingHead:

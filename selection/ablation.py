@@ -22,7 +22,6 @@ from extract.run.results import ON_REQUEST, ResultRow, publish, rows_file
 from extract.run.stages import Stage, side_by_side
 from jaxprobe.checkpoint import load_cache, save_cache
 from jaxprobe.compiler import set_compiler
-from jaxprobe.config import SELECT_PRESETS, SelectConfig, grid_config
 from jaxprobe.evaluation import METRICS, Scored, bootstrap_of, detection_rows
 from jaxprobe.features.rows import Rows, load_rows
 from jaxprobe.features.subsets import FAMILIES, LETTERS
@@ -30,6 +29,7 @@ from jaxprobe.fit.grid import default_blocks
 from jaxprobe.fit.stage import encoder_folders, settings_at_once
 from jaxprobe.model.fusion import PoolOutputs
 from jaxprobe.pool import pool_name, pools, read_selection, reads
+from jaxprobe.settings import SELECT_PRESETS, SelectConfig, grid_config
 from selection.greedy import (
     GreedyConfig,
     NoSignalError,

@@ -14,13 +14,13 @@ from extract.run.results import ON_REQUEST, ResultRow, publish, rows_file
 from extract.run.stages import Stage, side_by_side
 from jaxprobe.checkpoint import load_cache, save_cache
 from jaxprobe.compiler import set_compiler
-from jaxprobe.config import SELECT_PRESETS, SelectConfig
 from jaxprobe.evaluation import Scored, bootstrap_of, detection_rows
 from jaxprobe.features.rows import Rows
 from jaxprobe.features.subsets import LETTERS
 from jaxprobe.fit.stage import encoder_folders
 from jaxprobe.model.fusion import PoolOutputs
 from jaxprobe.pool import pool_name, pools, read_selection, reads
+from jaxprobe.settings import SELECT_PRESETS, SelectConfig
 from selection.exhaustive import SET_SIZE, Enumeration, Ranking, carried
 from selection.greedy import GreedyConfig, fused_probability, select
 from selection.stage import fixed_set

@@ -9,7 +9,6 @@ import numpy as np
 from extract.records import SETTINGS, Setting
 from extract.run.directory import RunDir
 from jaxprobe.checkpoint import load_cache, save_cache
-from jaxprobe.config import grid_config
 from jaxprobe.detector import HeadName
 from jaxprobe.features import reading
 from jaxprobe.features.families import all_but
@@ -20,6 +19,7 @@ from jaxprobe.fit.grid import Block, default_blocks, join
 from jaxprobe.fit.stage import fit_rows, outputs_of_rows, read_member_outputs
 from jaxprobe.model.encoder import Encoder, MemberOutputs
 from jaxprobe.pool import OutputsOf, read_selection, reads
+from jaxprobe.settings import grid_config
 
 SPANS: dict[Setting, tuple[str, ...]] = {
     setting: tuple(SPAN_NAMES[span] for span in read)

@@ -14,12 +14,12 @@ from extract.run.forecast import Forecast
 from extract.run.stages import Stage, side_by_side
 from jaxprobe import checkpoint
 from jaxprobe.compiler import set_compiler
-from jaxprobe.config import SELECT_PRESETS, SelectConfig
 from jaxprobe.detector import HeadName
 from jaxprobe.features.subsets import N_SUBSETS, subset_index
 from jaxprobe.fit.stage import encoder_folders
 from jaxprobe.model.fusion import PoolOutputs
 from jaxprobe.pool import BRANCHES, branch_setting, pool_name, pools, read_selection
+from jaxprobe.settings import SELECT_PRESETS, SelectConfig
 from selection.greedy import (
     GreedyConfig,
     Selection,

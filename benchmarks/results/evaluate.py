@@ -24,13 +24,13 @@ from extract.run.stages import Stage
 from jaxprobe import checkpoint
 from jaxprobe.calibration import Reliability, brier, ece, reliability
 from jaxprobe.compiler import set_compiler
-from jaxprobe.config import grid_config
 from jaxprobe.detector import Detector
 from jaxprobe.evaluation import Scored, bootstrap_of, detection_rows
 from jaxprobe.features.rows import load_rows
 from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
 from jaxprobe.fit.stage import EVERY_FAMILY
 from jaxprobe.pool import read_selection
+from jaxprobe.settings import grid_config
 
 N_BINS = 10
 

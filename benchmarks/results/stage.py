@@ -26,8 +26,8 @@ from extract.run.results import (
 )
 from extract.run.stages import Stage
 from extract.signals.stage import extract_config
-from jaxprobe.config import grid_config
 from jaxprobe.features.rows import chosen_layer
+from jaxprobe.settings import grid_config
 from selection.ablation import ablation_summary
 from selection.ranking import ranking_summary
 from selection.stage import selection_summary

@@ -3,11 +3,11 @@
 from extract.records import SETTINGS
 from extract.run.directory import RunDir
 from extract.run.forecast import Forecast
-from jaxprobe.config import GridConfig
 from jaxprobe.features.reading import family_dims, longest_spans
 from jaxprobe.features.rows import load_rows
 from jaxprobe.features.subsets import N_SUBSETS
 from jaxprobe.fit.work import Workload, turn_flops
+from jaxprobe.settings import GridConfig
 
 _FLOAT = 4  # bytes
 

@@ -20,7 +20,7 @@ from extract.run.stages import Stage, side_by_side
 from jaxprobe import checkpoint
 from jaxprobe.checkpoint import load_cache, save_cache
 from jaxprobe.compiler import set_compiler
-from jaxprobe.config import GRID_PRESETS, GridConfig, TrainConfig
+from jaxprobe.config import TrainConfig
 from jaxprobe.evaluation import permute_by_question
 from jaxprobe.features.rows import (
     ROWS_AT_ONCE,
@@ -46,6 +46,7 @@ from jaxprobe.fit.grid import (
 from jaxprobe.fit.loop import FitInfo
 from jaxprobe.fit.streaming import Streamed, fit_streamed
 from jaxprobe.model.encoder import Encoder, MemberOutputs
+from jaxprobe.settings import GRID_PRESETS, GridConfig
 
 EVERY_FAMILY = subset_index("HPRA")
 
