@@ -13,6 +13,8 @@ from typing import Any, Literal, Protocol
 
 Finish = Literal["stop", "length"]
 
+Progress = Callable[[int, int], None]  # (done, total)
+
 SCHEMA_VERSION = 1  # of keys and of stored replies; raise it when either changes
 
 
@@ -35,25 +37,17 @@ class SamplingConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what no backend can do.
-
-        Raises:
-          ValueError: a value is out of its range.
-        """
-        for name, holds, range_ in (
+        """Refuse what no backend can do."""
+        finite = 0 <= self.temperature < math.inf
+        for name, holds, expected in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            (
-                "temperature",
-                math.isfinite(self.temperature) and self.temperature >= 0,
-                "a finite number of at least 0",
-            ),
+            ("temperature", finite, "a finite number of at least 0"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("top_k", self.top_k is None or self.top_k >= 1, "None or at least 1"),
         ):
             if not holds:
-                raise ValueError(
-                    f"{name}: expected {range_}, found {getattr(self, name)!r}"
-                )
+                found = getattr(self, name)
+                raise ValueError(f"{name}: expected {expected}, found {found!r}")
 
     @property
     def is_greedy(self) -> bool:
@@ -85,11 +79,7 @@ class GeneratorPrompt:
     sample: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse ids that no chat template can be put around.
-
-        Raises:
-          ValueError: both were given.
-        """
+        """Refuse ids that no chat template can be put around."""
         if self.is_chat and self.ids is not None:
             raise ValueError("a chat message is given as text, not as token ids")
 
@@ -113,8 +103,8 @@ class Generated:
         of the model itself, before temperature, top-p and top-k. None if the backend
         does not tell.
       finish: "length" if the text was cut at its limit.
-      n_prompt_tokens: as the model counts, or None if the backend does not tell.
-      n_new_tokens: likewise.
+      n_prompt_tokens: as the model counts, None if the backend does not tell.
+      n_new_tokens: likewise, the stop token included.
     """
 
     text: str
@@ -152,8 +142,7 @@ class Generator(Protocol):
           prompts: all of them, also those that are done: batches are planned over all,
             so that a text does not depend on when an earlier run was killed.
           config: how.
-          done: indices that need not be generated again. One of them may be yielded
-            nevertheless.
+          done: indices that need not be generated again, but may be.
         """
 
 
@@ -173,7 +162,7 @@ def reply_key(
         "sampling": config.as_key(),
     }
     canonical = json.dumps(content, sort_keys=True, ensure_ascii=True, allow_nan=False)
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    return _sha256(canonical)
 
 
 def draw_seed(prompt: GeneratorPrompt, config: SamplingConfig) -> int:
@@ -188,7 +177,7 @@ def draw_seed(prompt: GeneratorPrompt, config: SamplingConfig) -> int:
 
 
 def stop_ids_of(stop: int | Sequence[int] | None, name: str) -> tuple[int, ...]:
-    """Return a checkpoint's `eos_token_id` as ids.
+    """Return the `eos_token_id` of a checkpoint (`name`, for the message) as ids.
 
     Raises:
       ValueError: there is none.
@@ -201,30 +190,20 @@ def stop_ids_of(stop: int | Sequence[int] | None, name: str) -> tuple[int, ...]:
     return (stop,) if isinstance(stop, int) else tuple(stop)
 
 
-def _tokenizer_sha(tokenizer: Any) -> str:
-    """Return the SHA-256 of a fast tokenizer: vocabulary, rules and added tokens."""
-    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
-
-
-def _chat_template_sha(tokenizer: Any) -> str | None:
-    """Return the SHA-256 of the chat template, or None if there is none."""
-    template = getattr(tokenizer, "chat_template", None)
-    if template is None:
-        return None
-    return hashlib.sha256(str(template).encode()).hexdigest()
-
-
 def tokenizer_identity(tokenizer: Any) -> dict[str, str | None]:
-    """Return the SHA-256 of a fast tokenizer and of its chat template, if it has one.
+    """Return the SHA-256 of a fast tokenizer and of its chat template.
 
-    With None instead of a tokenizer both are unknown, which is None too.
+    None where there is no chat template, and for both without a tokenizer.
     """
     if tokenizer is None:
         return {"tokenizer": None, "chat_template": None}
+    rules = tokenizer.backend_tokenizer.to_str()  # vocabulary and added tokens too
+    template = getattr(tokenizer, "chat_template", None)
     return {
-        "tokenizer": _tokenizer_sha(tokenizer),
-        "chat_template": _chat_template_sha(tokenizer),
+        "tokenizer": _sha256(rules),
+        "chat_template": None if template is None else _sha256(str(template)),
     }
 
 
-Progress = Callable[[int, int], None]  # (done, total)
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -4,6 +4,7 @@ The `openai` client does the talking. A request that failed for the server's rea
 sent again here, not by the client: each attempt may cost, and is booked.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -12,7 +13,7 @@ import random
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 import openai
 
@@ -22,7 +23,7 @@ from extract.generate.generator import (
     SamplingConfig,
     draw_seed,
 )
-from extract.generate.prompts import template_fields
+from extract.generate.prompts import TEMPLATE_FIELDS
 from extract.generate.spending import Account, Prices
 
 Dialect = Literal["vllm", "openai"]
@@ -37,11 +38,10 @@ class ServerConfig:
       model: the name the server gives its model.
       revision: what identifies the weights behind that name. No server tells, so who
         runs it has to; it is part of every key.
-      dialect: "vllm" sends and receives exact token ids, and knows top_k; "openai"
-        keeps to the fields that every such server has.
+      dialect: "vllm" sends and receives exact token ids, knows top_k and switches
+        thinking off; "openai" keeps to the fields that every such server has, so its
+        model thinks or not as it was set up.
       log_probs: ask for log-probabilities.
-      enable_thinking: handed to the chat template, "vllm" only: the protocol has no
-        field for it, so another server's model thinks or not as it was set up.
       dtype: of the server's weights; no server tells.
       tokenizer: SHA-256 of the model's tokenizer, where it is known here.
       chat_template: likewise.
@@ -56,7 +56,6 @@ class ServerConfig:
     revision: str = "unstated"
     dialect: Dialect = "vllm"
     log_probs: bool = False
-    enable_thinking: bool = False
     dtype: str = "unstated"
     tokenizer: str | None = None
     chat_template: str | None = None
@@ -66,11 +65,7 @@ class ServerConfig:
     prices: Prices = Prices()
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work.
-
-        Raises:
-          ValueError: a value is out of its range.
-        """
+        """Refuse what cannot work."""
         if self.dialect not in get_args(Dialect):
             raise ValueError(
                 f"dialect: expected one of {', '.join(get_args(Dialect))}, "
@@ -95,17 +90,14 @@ _LONGEST_ASKED = 60.0  # that a server may ask for
 _NEVER_SENT = ("ConnectError", "ConnectTimeout", "PoolTimeout")
 
 
-def is_passing(error: openai.OpenAIError) -> bool:
-    """Tell whether the same request may succeed later.
-
-    No connection, a time-out, and the states 408, 409, 429 and 5xx pass.
-    """
+def _is_transient(error: openai.OpenAIError) -> bool:
+    """Tell whether the same request may succeed later."""
     if isinstance(error, openai.APIStatusError):
         return error.status_code in (408, 409, 429) or error.status_code >= 500
     return isinstance(error, openai.APIConnectionError)
 
 
-def may_have_cost(error: openai.OpenAIError) -> bool:
+def _may_have_cost(error: openai.OpenAIError) -> bool:
     """Tell whether a server may charge for a request although it gave no answer.
 
     Only a refusal, or a connection that never stood, is surely free: a server goes on
@@ -116,13 +108,8 @@ def may_have_cost(error: openai.OpenAIError) -> bool:
     return type(error.__cause__).__name__ not in _NEVER_SENT
 
 
-def seconds_before_retry(error: openai.OpenAIError, attempt: int) -> float:
-    """Return how long to wait: what the server asks for, else longer each time.
-
-    Args:
-      error: of the last attempt.
-      attempt: of it, from 0.
-    """
+def _seconds_before_retry(error: openai.OpenAIError, attempt: int) -> float:
+    """Return how long to wait: what the server asks for, else longer each time."""
     if isinstance(error, openai.APIStatusError):
         try:
             asked = float(error.response.headers.get("retry-after", ""))
@@ -134,12 +121,8 @@ def seconds_before_retry(error: openai.OpenAIError, attempt: int) -> float:
     return min(_FIRST * 2**attempt, _LONGEST) * random.uniform(0.75, 1.0)
 
 
-def only_choice(reply: Any) -> Any:
-    """Return the one choice of a reply.
-
-    Raises:
-      ValueError: there is not exactly one.
-    """
+def _only_choice(reply: Any) -> Any:
+    """Return the one choice of a reply."""
     choices = getattr(reply, "choices", None) or []
     if len(choices) != 1:
         raise ValueError(
@@ -149,7 +132,7 @@ def only_choice(reply: Any) -> Any:
     return choices[0]
 
 
-def read_choice(
+def _read_choice(
     reply: Any,
     choice: Any,
     text: str,
@@ -174,43 +157,32 @@ def read_choice(
             f"the server ended a text for the reason {choice.finish_reason!r}; "
             "expected 'stop' or 'length'"
         )
-    ids = getattr(choice, "token_ids", None)
-    ids, stop_id = (None, None) if ids is None else _split(ids, choice, stop_ids)
+    ids, stop_id = getattr(choice, "token_ids", None), None
+    if ids is not None and choice.finish_reason == "stop":
+        if ids and ids[-1] in stop_ids:
+            *ids, stop_id = ids
+        elif len(stop_ids) == 1:
+            (stop_id,) = stop_ids
+    if log_probs is not None and not all(
+        p is not None and math.isfinite(p) for p in log_probs
+    ):
+        log_probs = None
     usage = getattr(reply, "usage", None)
     return Generated(
         text=text.strip(),
-        token_ids=ids,
+        token_ids=None if ids is None else tuple(ids),
         stop_id=stop_id,
-        log_probs=_finite(log_probs),
+        log_probs=None if log_probs is None else tuple(float(p) for p in log_probs),
         finish=choice.finish_reason,
         n_prompt_tokens=None if usage is None else usage.prompt_tokens,
         n_new_tokens=None if usage is None else usage.completion_tokens,
     )
 
 
-def _split(
-    ids: Sequence[int], choice: Any, stop_ids: Collection[int]
-) -> tuple[tuple[int, ...], int | None]:
-    """Return the ids without the stop token, and the stop token if it is known."""
-    if choice.finish_reason != "stop":
-        return tuple(ids), None
-    if ids and ids[-1] in stop_ids:
-        return tuple(ids[:-1]), ids[-1]
-    return tuple(ids), next(iter(stop_ids)) if len(stop_ids) == 1 else None
-
-
-def _finite(log_probs: Sequence[float | None] | None) -> tuple[float, ...] | None:
-    """Return log-probabilities, or None if any is missing or not finite."""
-    if log_probs is None or any(p is None or not math.isfinite(p) for p in log_probs):
-        return None
-    return tuple(float(p) for p in log_probs)
-
-
-_KEY_VARIABLE = "OPENAI_API_KEY"
-
-
-class ServedGenerator:
+class ServedGenerator(contextlib.AbstractContextManager):
     """Generates by asking a server."""
+
+    max_length = None  # a server refuses what does not fit
 
     def __init__(
         self,
@@ -233,22 +205,14 @@ class ServedGenerator:
         self._client = openai.OpenAI(
             base_url=config.url,
             # Local servers need none, but the client insists on some.
-            api_key=os.environ.get(_KEY_VARIABLE) or "none",
+            api_key=os.environ.get("OPENAI_API_KEY") or "none",
             max_retries=0,  # repeated here, see `_ask`
             timeout=config.timeout,
         )
 
-    def close(self) -> None:
-        """Close the connections."""
-        self._client.close()
-
-    def __enter__(self) -> Self:
-        """Return the generator."""
-        return self
-
     def __exit__(self, *error: object) -> None:
         """Close the connections."""
-        self.close()
+        self._client.close()
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -265,13 +229,9 @@ class ServedGenerator:
             "dtype": self.config.dtype,
             "tokenizer": self.config.tokenizer,
             "chat_template": self.config.chat_template,
-            "enable_thinking": self.config.enable_thinking,
+            "enable_thinking": False,
             "log_probs": self.config.log_probs,
         }
-
-    @property
-    def max_length(self) -> None:
-        """Return None: a server refuses what does not fit."""
 
     def count_tokens(self, prompt: GeneratorPrompt) -> int | None:
         """Return how many ids a prompt has, or None: a server splits its text."""
@@ -299,10 +259,9 @@ class ServedGenerator:
         with ThreadPoolExecutor(self.config.n_concurrent) as pool:
             try:
                 while True:
-                    while failure is None and len(under_way) < self.config.n_concurrent:
-                        i = next(waiting, None)
-                        if i is None:
-                            break
+                    # No more at a time than the caller has written down.
+                    n_free = self.config.n_concurrent - len(under_way)
+                    for i in itertools.islice(waiting, 0 if failure else n_free):
                         job = pool.submit(self._ask, prompts[i], config, gave_up)
                         under_way[job] = i
                     if not under_way:
@@ -314,8 +273,8 @@ class ServedGenerator:
                             found = job.result()
                         except ValueError as error:
                             failure = failure or error
-                            continue
-                        yield i, found
+                        else:
+                            yield i, found
             finally:
                 gave_up.set()  # the caller stopped listening: send nothing more
         if failure is not None:
@@ -327,7 +286,7 @@ class ServedGenerator:
         config: SamplingConfig,
         gave_up: threading.Event,
     ) -> Generated:
-        """Send one request, again if it fails in passing, until it is answered."""
+        """Send one request, again if its failure is transient, until it is answered."""
         for attempt in itertools.count():
             if gave_up.is_set():
                 raise ValueError(
@@ -336,56 +295,51 @@ class ServedGenerator:
             try:
                 return self._attempt(prompt, config)
             except openai.OpenAIError as error:
-                if attempt == self.config.n_retries or not is_passing(error):
+                if attempt == self.config.n_retries or not _is_transient(error):
                     raise ValueError(self._in_words(error)) from error
-                gave_up.wait(seconds_before_retry(error, attempt))
+                gave_up.wait(_seconds_before_retry(error, attempt))
         raise AssertionError("a count has no end")
 
     def _attempt(self, prompt: GeneratorPrompt, config: SamplingConfig) -> Generated:
         """Send one request once, and book what it cost, or may have cost."""
         # A token is at least one byte, but the server's chat template adds some.
-        most = (
+        n_prompt = (
             len(prompt.ids)
             if prompt.ids is not None
             else len(prompt.text.encode()) + (1024 if prompt.is_chat else 16)
         )
-        reserved = self.account.reserve(most, config.max_new_tokens)
-        ask = self._chat if prompt.is_chat else self._continue
+        n_new = config.max_new_tokens
+        reserved = self.account.reserve(n_prompt, n_new)
         try:
-            found = ask(prompt, config)
+            found = self._send(prompt, config)
+            if found.n_prompt_tokens is not None:
+                n_prompt = found.n_prompt_tokens
+            if found.n_new_tokens is not None:
+                n_new = found.n_new_tokens
+            return found
         except openai.OpenAIError as error:
-            if may_have_cost(error):
-                self.account.book(reserved, most, config.max_new_tokens)
-            else:
-                self.account.release(reserved)
+            if not _may_have_cost(error):
+                n_prompt = n_new = 0
             raise
         except (AttributeError, TypeError) as error:
-            self.account.book(reserved, most, config.max_new_tokens)
             raise ValueError(
                 f"server {self.config.url}: its reply is not of OpenAI's protocol "
                 f"({error})"
             ) from error
-        except BaseException:  # a reply came, and was no answer
-            self.account.book(reserved, most, config.max_new_tokens)
-            raise
-        n_prompt = most if found.n_prompt_tokens is None else found.n_prompt_tokens
-        n_new = (
-            config.max_new_tokens if found.n_new_tokens is None else found.n_new_tokens
-        )
-        self.account.book(reserved, n_prompt, n_new)
-        return found
+        finally:
+            self.account.book(reserved, n_prompt, n_new)
 
     def _in_words(self, error: openai.OpenAIError) -> str:
         """Return one sentence on a request that failed for good."""
         where = f"server {self.config.url}, model {self.config.model!r}"
         if isinstance(error, openai.APIStatusError):
-            said = " ".join(str(error.message).split())[:300]
+            reason = " ".join(str(error.message).split())[:300]
             hint = (
                 " (a server other than vLLM may need the dialect 'openai')"
                 if error.status_code in (400, 422) and self.config.dialect == "vllm"
                 else ""
             )
-            return f"{where}: refused with status {error.status_code}: {said}{hint}"
+            return f"{where}: refused with status {error.status_code}: {reason}{hint}"
         return (
             f"{where}: no answer after {self.config.n_retries} retries "
             f"({type(error).__name__}); is it running, and is the URL right up to /v1?"
@@ -412,33 +366,30 @@ class ServedGenerator:
             )
         return fields
 
-    def _continue(self, prompt: GeneratorPrompt, config: SamplingConfig) -> Generated:
-        """Ask for the continuation of a text or of exact ids."""
+    def _send(self, prompt: GeneratorPrompt, config: SamplingConfig) -> Generated:
+        """Ask for the reply to a message, or for what follows a text or exact ids."""
         fields = self._sampling(prompt, config)
-        if self.config.log_probs:
-            fields["logprobs"] = 1
-        as_ids = self.config.dialect == "vllm" and prompt.ids is not None
-        reply = self._client.completions.create(
-            prompt=list(prompt.ids) if as_ids else prompt.text, **fields
-        )
-        choice = only_choice(reply)
-        found = choice.logprobs.token_logprobs if choice.logprobs else None
-        return read_choice(reply, choice, choice.text, found, self._stop_ids)
-
-    def _chat(self, prompt: GeneratorPrompt, config: SamplingConfig) -> Generated:
-        """Ask for the reply to one message."""
-        fields = self._sampling(prompt, config)
-        if self.config.log_probs:
-            fields["logprobs"] = True
-        if self.config.dialect == "vllm":
-            fields["extra_body"]["chat_template_kwargs"] = template_fields(
-                self.config.enable_thinking
+        is_vllm = self.config.dialect == "vllm"
+        if prompt.is_chat:
+            if self.config.log_probs:
+                fields["logprobs"] = True
+            if is_vllm:
+                fields["extra_body"]["chat_template_kwargs"] = TEMPLATE_FIELDS
+            reply = self._client.chat.completions.create(
+                messages=[{"role": "user", "content": prompt.text}], **fields
             )
-        reply = self._client.chat.completions.create(
-            messages=[{"role": "user", "content": prompt.text}], **fields
-        )
-        choice = only_choice(reply)
-        found = choice.logprobs.content if choice.logprobs else None
-        probs = None if found is None else [token.logprob for token in found]
-        text = choice.message.content or ""
-        return read_choice(reply, choice, text, probs, self._stop_ids)
+            choice = _only_choice(reply)
+            text = choice.message.content or ""
+            tokens = choice.logprobs.content if choice.logprobs else None
+            log_probs = tokens and [token.logprob for token in tokens]
+        else:
+            if self.config.log_probs:
+                fields["logprobs"] = 1
+            as_ids = is_vllm and prompt.ids is not None
+            reply = self._client.completions.create(
+                prompt=list(prompt.ids) if as_ids else prompt.text, **fields
+            )
+            choice = _only_choice(reply)
+            text = choice.text
+            log_probs = choice.logprobs.token_logprobs if choice.logprobs else None
+        return _read_choice(reply, choice, text, log_probs, self._stop_ids)

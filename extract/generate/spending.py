@@ -4,8 +4,6 @@ import dataclasses
 import math
 import threading
 
-_MILLION = 1_000_000
-
 
 class SpendingCapReached(ValueError):
     """The next request might cost more than is left."""
@@ -26,14 +24,9 @@ class Prices:
     cap: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse prices that are none.
-
-        Raises:
-          ValueError: a number is negative or not finite, or a cap can never be reached.
-        """
-        for name in ("prompt", "new", "cap"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= 0):
+        """Refuse negative or infinite numbers, and a cap that is never reached."""
+        for name, value in dataclasses.asdict(self).items():
+            if value is not None and not 0 <= value < math.inf:
                 raise ValueError(
                     f"price {name!r}: expected a finite number of at least 0, "
                     f"found {value!r}"
@@ -46,7 +39,7 @@ class Prices:
 
     def cost(self, n_prompt: int, n_new: int) -> float:
         """Return the cost of so many tokens."""
-        return (self.prompt * n_prompt + self.new * n_new) / _MILLION
+        return (self.prompt * n_prompt + self.new * n_new) / 1_000_000
 
 
 class Account:
@@ -85,12 +78,7 @@ class Account:
         return most
 
     def book(self, reserved: float, n_prompt: int, n_new: int) -> None:
-        """Replace a reservation by what the request did cost."""
+        """Replace a reservation by what the request did cost; 0 tokens for nothing."""
         with self._lock:
             self._reserved -= reserved
             self._spent += self._prices.cost(n_prompt, n_new)
-
-    def release(self, reserved: float) -> None:
-        """Give back a reservation of a request that surely cost nothing."""
-        with self._lock:
-            self._reserved -= reserved

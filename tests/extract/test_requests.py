@@ -82,10 +82,8 @@ def test_a_context_that_the_template_trims_keeps_its_place(chatty):
     assert chatty.decode(prompt.ids[start:stop]) == f"{TEXTS[1]} {TEXTS[2]}"
 
 
-def test_thinking_is_off_unless_it_is_asked_for(chatty):
+def test_thinking_is_switched_off(chatty):
     assert render_message(chatty, "x").text.endswith("was in")
-    asked = render_message(chatty, "x", enable_thinking=True)
-    assert asked.text.endswith("where")
 
 
 @pytest.mark.parametrize(
