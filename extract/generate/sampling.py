@@ -32,11 +32,7 @@ class DrawConfig:
     sampling: SamplingConfig = SamplingConfig(temperature=1.0, top_p=0.9, top_k=50)
 
     def __post_init__(self) -> None:
-        """Refuse draws that are none.
-
-        Raises:
-          ValueError: no samples, or greedy ones.
-        """
+        """Refuse no draws, and greedy ones."""
         if self.n_samples < 1:
             raise ValueError(f"n_samples: expected at least 1, found {self.n_samples}")
         if self.sampling.is_greedy:

@@ -18,16 +18,8 @@ from extract.label.audit import Agreement, LabelledAnswer, agreement
 from extract.label.verdicts import parse_verdict
 from extract.run.files import write_text_atomic
 
-COLUMNS = (
-    "item",
-    "example_id",
-    "setting",
-    "variant",
-    "question",
-    "golds",
-    "answer",
-    "check",
-    "human",
+COLUMNS = tuple(
+    "item example_id setting variant question golds answer check human".split()
 )
 
 
@@ -47,9 +39,8 @@ def draw_sample(
     """
     rng = np.random.default_rng(seed)
     kept = [row for row in rows if row.label.label is not None]
-    settings = sorted({row.label.setting for row in kept})
     piles = []
-    for setting in settings:
+    for setting in sorted({row.label.setting for row in kept}):
         pile = [row for row in kept if row.label.setting == setting]
         piles.append([pile[i] for i in rng.permutation(len(pile))])
     chosen: list[LabelledAnswer] = []
@@ -185,20 +176,11 @@ def read_annotations(
                     f"{cells['human'][:40]!r}"
                 )
             human[key] = verdict == "correct"
-    return _compare(human, by_key, len(seen) - len(human), seed)
-
-
-def _compare(
-    human: dict[tuple[str, ...], bool],
-    by_key: dict[tuple[str, ...], LabelledAnswer],
-    n_empty: int,
-    seed: int,
-) -> HumanAgreement:
     ratings = list(human.values())
+    labels = [by_key[key].label.label is True for key in human]
+    exact = [by_key[key].exact for key in human]
     return HumanAgreement(
-        judge=agreement(
-            ratings, [by_key[key].label.label is True for key in human], seed=seed
-        ),
-        exact=agreement(ratings, [by_key[key].exact for key in human], seed=seed),
-        n_empty=n_empty,
+        judge=agreement(ratings, labels, seed=seed),
+        exact=agreement(ratings, exact, seed=seed),
+        n_empty=len(seen) - len(human),
     )

@@ -20,13 +20,7 @@ Verdict = Literal["correct", "incorrect", "unparsable"]
 # Markup that a model may put around its one word, opening and closing. Brackets and
 # strike-through are not among them: they can mean "not this".
 _PAIRS = (
-    ("**", "**"),
-    ("*", "*"),
-    ("__", "__"),
-    ("_", "_"),
-    ("`", "`"),
-    ('"', '"'),
-    ("'", "'"),
+    *((mark, mark) for mark in ("**", "*", "__", "_", "`", '"', "'")),
     ("\u201c", "\u201d"),
     ("\u2018", "\u2019"),
 )
@@ -58,17 +52,14 @@ def normalise_reply(text: str) -> str:
 def parse_verdict(text: str) -> Verdict:
     """Return the verdict of a judge's reply.
 
-    Args:
-      text: what the judge wrote.
-
     Returns:
       "correct" or "incorrect" if the normalised reply is that one word in any case,
       "unparsable" for everything else.
     """
-    word = normalise_reply(text)
-    if _WORD.fullmatch(word) is None:
+    word = _WORD.fullmatch(normalise_reply(text))
+    if word is None:
         return "unparsable"
-    return "incorrect" if len(word) == len("incorrect") else "correct"
+    return "incorrect" if word.group(1) else "correct"
 
 
 Vote = Literal["unanimous", "majority"]
@@ -130,32 +121,29 @@ def consensus(
         )
     if not verdicts:
         raise ValueError("a label needs at least one verdict, found none")
-    n, n_unparsable = len(verdicts), verdicts.count("unparsable")
+    n, n_yes = len(verdicts), verdicts.count("correct")
+    unparsable = f"{verdicts.count('unparsable')} verdicts were unparsable"
     if vote == "majority":
-        return _majority(verdicts)
-    if n_unparsable:
-        return None, f"{n_unparsable} verdicts were unparsable"
+        for label, word in ((True, "correct"), (False, "incorrect")):
+            if 2 * verdicts.count(word) > n:
+                return label, f"majority: {verdicts.count(word)} of {n} say {word}"
+        return None, f"no majority: {n_yes} of {n} say correct, {unparsable}"
+    if "unparsable" in verdicts:
+        return None, unparsable
     if len(set(verdicts)) > 1:
-        return None, f"judges disagree: {verdicts.count('correct')} of {n} say correct"
+        return None, f"judges disagree: {n_yes} of {n} say correct"
     return verdicts[0] == "correct", f"unanimous of {n}"
 
 
-def _majority(verdicts: Sequence[Verdict]) -> tuple[bool | None, str]:
-    n = len(verdicts)
-    for label, word in ((True, "correct"), (False, "incorrect")):
-        if 2 * verdicts.count(word) > n:
-            return label, f"majority: {verdicts.count(word)} of {n} say {word}"
-    return None, (
-        f"no majority: {verdicts.count('correct')} of {n} say correct, "
-        f"{verdicts.count('unparsable')} verdicts were unparsable"
-    )
+def label_answer(example: Example, answer: Answer, judge: Judge) -> Label:
+    """Return the label that one judge gives to an answer."""
+    return label_by(answer, judge(example, answer.text))
 
 
-def label_answer(
-    example: Example, answer: Answer, judge: Judge, vote: Vote = "unanimous"
+def label_by(
+    answer: Answer, verdicts: Sequence[Verdict], vote: Vote = "unanimous"
 ) -> Label:
-    """Return the label of one answer."""
-    verdicts = judge(example, answer.text)
+    """Return the label that verdicts on an answer amount to, see `consensus`."""
     label, reason = consensus(verdicts, vote)
     return Label(
         example_id=answer.example_id,

@@ -14,12 +14,12 @@ from extract.label.annotation import (
     write_sample,
 )
 from extract.label.audit import (
+    _kappas,
     against_exact_match,
     agreement,
     between_judges,
     disagreements,
     join_labels,
-    kappa_of,
 )
 from extract.label.verdicts import consensus
 from extract.records import Answer, Example, Label
@@ -57,15 +57,16 @@ LOST = ("correct", "unparsable", "correct")
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=60))
-def test_kappa_equals_that_of_scikit_learn(pairs):
+def test_kappa_is_agreement_beyond_chance_and_undefined_for_one_class(pairs):
     first, second = zip(*pairs, strict=True)
     found = agreement(first, second, n_bootstrap=10)
     if found.kappa is None:
         assert set(first) == set(second) and len(set(first)) == 1
     else:
-        assert found.kappa == pytest.approx(
-            cohen_kappa_score(first, second, labels=[False, True]), abs=1e-12
-        )
+        p, q = np.mean(first), np.mean(second)
+        chance = p * q + (1 - p) * (1 - q)
+        expected = (found.rate - chance) / (1 - chance)
+        assert found.kappa == pytest.approx(expected, abs=1e-12)
 
 
 def test_the_interval_is_that_of_resampling_items_one_by_one():
@@ -76,17 +77,22 @@ def test_the_interval_is_that_of_resampling_items_one_by_one():
     drawn = rng.integers(0, 100, (20_000, 100))
     a, b = first[drawn], second[drawn]
     cells = [(a & b), (a & ~b), (~a & b), (~a & ~b)]
-    kappas = kappa_of(np.stack([cell.sum(axis=1) for cell in cells], axis=-1))
+    kappas = _kappas(np.stack([cell.sum(axis=1) for cell in cells], axis=-1))
     expected = np.quantile(kappas, (0.025, 0.975))
     # Two Monte Carlo estimates of the same quantiles; 0.02 is four standard errors.
     assert (found.ci_low, found.ci_high) == pytest.approx(tuple(expected), abs=0.02)
     assert found.ci_low < found.kappa < found.ci_high
 
 
-def test_perfect_chance_and_reversed_raters_have_known_kappas():
-    assert kappa_of(np.array([5, 0, 0, 5])) == pytest.approx(1.0)
-    assert kappa_of(np.array([4, 4, 4, 4])) == pytest.approx(0.0)
-    assert kappa_of(np.array([0, 5, 5, 0])) == pytest.approx(-1.0)
+def test_resampled_kappas_are_those_of_scikit_learn():
+    tables = np.array([[5, 0, 0, 5], [4, 4, 4, 4], [0, 5, 5, 0], [9, 2, 1, 3]])
+    one_by_one = [
+        cohen_kappa_score([1, 1, 0, 0], [1, 0, 1, 0], sample_weight=table)
+        for table in tables
+    ]
+    assert _kappas(tables) == pytest.approx(one_by_one)
+    assert one_by_one[:3] == pytest.approx([1.0, 0.0, -1.0])
+    assert np.isnan(_kappas(np.array([[3, 0, 0, 0]]))).all()
 
 
 def test_one_class_has_no_kappa_but_a_reason():
