@@ -98,10 +98,10 @@ def _is_transient(error: openai.OpenAIError) -> bool:
 
 
 def _may_have_cost(error: openai.OpenAIError) -> bool:
-    """Tell whether a server may charge for a request although it gave no answer.
+    """Tell whether a server may charge for a request that it did not answer.
 
-    Only a refusal, or a connection that never stood, is surely free: a server goes on
-    writing when its client stops listening.
+    Only a refusal, or a connection that was never made, is surely free: a server goes
+    on writing when its client stops listening.
     """
     if isinstance(error, openai.APIStatusError):
         return False
@@ -121,37 +121,22 @@ def _seconds_before_retry(error: openai.OpenAIError, attempt: int) -> float:
     return min(_FIRST * 2**attempt, _LONGEST) * random.uniform(0.75, 1.0)
 
 
-def _only_choice(reply: Any) -> Any:
-    """Return the one choice of a reply."""
+def _read(reply: Any, is_chat: bool, stop_ids: Collection[int]) -> Generated:
+    """Return the generated text of a reply.
+
+    A server gives the stop token among its ids or leaves it out. Where the model has
+    only one (`stop_ids`, as far as known) it can have been no other.
+
+    Raises:
+      ValueError: there is no one text, or it ended in a way that makes it no answer.
+    """
     choices = getattr(reply, "choices", None) or []
     if len(choices) != 1:
         raise ValueError(
             f"the server's reply has {len(choices)} choices, expected 1; does it speak "
             "OpenAI's protocol?"
         )
-    return choices[0]
-
-
-def _read_choice(
-    reply: Any,
-    choice: Any,
-    text: str,
-    log_probs: Sequence[float | None] | None,
-    stop_ids: Collection[int],
-) -> Generated:
-    """Return a generated text.
-
-    Args:
-      reply: the whole reply, with its usage.
-      choice: its only choice; vLLM adds `token_ids` where it was asked to.
-      text: of the choice.
-      log_probs: one per token, or None.
-      stop_ids: of the model, as far as known. A server gives the stop token among its
-        ids or leaves it out; where there is only one it can have been no other.
-
-    Raises:
-      ValueError: the text ended in a way that makes it no answer.
-    """
+    (choice,) = choices
     if choice.finish_reason not in ("stop", "length"):
         raise ValueError(
             f"the server ended a text for the reason {choice.finish_reason!r}; "
@@ -163,16 +148,20 @@ def _read_choice(
             *ids, stop_id = ids
         elif len(stop_ids) == 1:
             (stop_id,) = stop_ids
-    if log_probs is not None and not all(
-        p is not None and math.isfinite(p) for p in log_probs
-    ):
+    log_probs = None
+    if choice.logprobs and not is_chat:
+        log_probs = choice.logprobs.token_logprobs
+    elif choice.logprobs and choice.logprobs.content is not None:
+        log_probs = [token.logprob for token in choice.logprobs.content]
+    if log_probs and not all(p is not None and math.isfinite(p) for p in log_probs):
         log_probs = None
+    text = (choice.message.content or "") if is_chat else choice.text
     usage = getattr(reply, "usage", None)
     return Generated(
         text=text.strip(),
         token_ids=None if ids is None else tuple(ids),
         stop_id=stop_id,
-        log_probs=None if log_probs is None else tuple(float(p) for p in log_probs),
+        log_probs=None if log_probs is None else tuple(map(float, log_probs)),
         finish=choice.finish_reason,
         n_prompt_tokens=None if usage is None else usage.prompt_tokens,
         n_new_tokens=None if usage is None else usage.completion_tokens,
@@ -194,8 +183,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
 
         Args:
           config: which server.
-          stop_ids: the model's stop tokens, where they are known: a server may give
-            the one that ended a text among its ids.
+          stop_ids: the model's stop tokens, where they are known.
           earlier: prompt and new tokens that other processes have paid for, and that
             count towards the cap.
         """
@@ -303,11 +291,9 @@ class ServedGenerator(contextlib.AbstractContextManager):
     def _attempt(self, prompt: GeneratorPrompt, config: SamplingConfig) -> Generated:
         """Send one request once, and book what it cost, or may have cost."""
         # A token is at least one byte, but the server's chat template adds some.
-        n_prompt = (
-            len(prompt.ids)
-            if prompt.ids is not None
-            else len(prompt.text.encode()) + (1024 if prompt.is_chat else 16)
-        )
+        n_prompt = self.count_tokens(prompt)
+        if n_prompt is None:
+            n_prompt = len(prompt.text.encode()) + (1024 if prompt.is_chat else 16)
         n_new = config.max_new_tokens
         reserved = self.account.reserve(n_prompt, n_new)
         try:
@@ -345,51 +331,41 @@ class ServedGenerator(contextlib.AbstractContextManager):
             f"({type(error).__name__}); is it running, and is the URL right up to /v1?"
         )
 
-    def _sampling(self, prompt: GeneratorPrompt, config: SamplingConfig) -> dict:
-        """Return the sampling fields of a request."""
+    def _send(self, prompt: GeneratorPrompt, config: SamplingConfig) -> Generated:
+        """Ask for the reply to a message, or for what follows a text or exact ids."""
+        client = self._client.chat if prompt.is_chat else self._client
+        reply = client.completions.create(**self._fields(prompt, config))
+        return _read(reply, prompt.is_chat, self._stop_ids)
+
+    def _fields(
+        self, prompt: GeneratorPrompt, config: SamplingConfig
+    ) -> dict[str, Any]:
+        """Return the fields of a request."""
+        is_vllm = self.config.dialect == "vllm"
         fields: dict[str, Any] = {
             "model": self.config.model,
             "temperature": config.temperature,
             "max_tokens": config.max_new_tokens,
         }
+        if prompt.is_chat:
+            fields["messages"] = [{"role": "user", "content": prompt.text}]
+        else:
+            as_ids = is_vllm and prompt.ids is not None
+            fields["prompt"] = list(prompt.ids) if as_ids else prompt.text
+        if self.config.log_probs:
+            fields["logprobs"] = True if prompt.is_chat else 1
+        top_k = None if config.is_greedy else config.top_k
         if not config.is_greedy:
             fields |= {"top_p": config.top_p, "seed": draw_seed(prompt, config)}
-        if self.config.dialect == "vllm":
-            top_k = 0 if config.top_k is None or config.is_greedy else config.top_k
+        if is_vllm:
             # Named, or vLLM takes the checkpoint's own defaults for them.
-            extra = {"top_k": top_k, "min_p": 0.0, "repetition_penalty": 1.0}
+            extra = {"top_k": top_k or 0, "min_p": 0.0, "repetition_penalty": 1.0}
+            if prompt.is_chat:
+                extra["chat_template_kwargs"] = TEMPLATE_FIELDS
             fields["extra_body"] = {**extra, "return_token_ids": True}
-        elif config.top_k is not None and not config.is_greedy:
+        elif top_k is not None:
             raise ValueError(
                 "top_k is no field of OpenAI's protocol; leave it out, or use a vLLM "
                 "server with the dialect 'vllm'"
             )
         return fields
-
-    def _send(self, prompt: GeneratorPrompt, config: SamplingConfig) -> Generated:
-        """Ask for the reply to a message, or for what follows a text or exact ids."""
-        fields = self._sampling(prompt, config)
-        is_vllm = self.config.dialect == "vllm"
-        if prompt.is_chat:
-            if self.config.log_probs:
-                fields["logprobs"] = True
-            if is_vllm:
-                fields["extra_body"]["chat_template_kwargs"] = TEMPLATE_FIELDS
-            reply = self._client.chat.completions.create(
-                messages=[{"role": "user", "content": prompt.text}], **fields
-            )
-            choice = _only_choice(reply)
-            text = choice.message.content or ""
-            tokens = choice.logprobs.content if choice.logprobs else None
-            log_probs = tokens and [token.logprob for token in tokens]
-        else:
-            if self.config.log_probs:
-                fields["logprobs"] = 1
-            as_ids = is_vllm and prompt.ids is not None
-            reply = self._client.completions.create(
-                prompt=list(prompt.ids) if as_ids else prompt.text, **fields
-            )
-            choice = _only_choice(reply)
-            text = choice.text
-            log_probs = choice.logprobs.token_logprobs if choice.logprobs else None
-        return _read_choice(reply, choice, text, log_probs, self._stop_ids)
