@@ -55,7 +55,7 @@ class SamplingConfig:
         return self.temperature == 0
 
     def as_key(self) -> dict[str, Any]:
-        """Return what changes a text; a greedy one does not depend on the draws."""
+        """Return what changes a text; draws change no greedy one."""
         if self.is_greedy:
             return {"max_new_tokens": self.max_new_tokens, "temperature": 0.0}
         return dataclasses.asdict(self)
@@ -92,18 +92,16 @@ class GeneratorPrompt:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generated:
-    """One generated text.
+    """One generated text; None where the backend does not tell.
 
     Attributes:
       text: without special tokens and surrounding white space.
-      token_ids: the ids written, without the stop token; None if the backend does not
-        tell.
-      stop_id: the stop token, or None if there was none or the backend does not tell.
+      token_ids: the ids written, without the stop token.
+      stop_id: the stop token, or None if there was none.
       log_probs: in nats, one per id and one more for the stop token if it was written;
-        of the model itself, before temperature, top-p and top-k. None if the backend
-        does not tell.
+        of the model itself, before temperature, top-p and top-k.
       finish: "length" if the text was cut at its limit.
-      n_prompt_tokens: as the model counts, None if the backend does not tell.
+      n_prompt_tokens: as the model counts.
       n_new_tokens: likewise, the stop token included.
     """
 
@@ -152,8 +150,7 @@ def reply_key(
     """Return the SHA-256 of everything that changes a text.
 
     That is the schema version, the backend's identity (model revision, tokenizer and
-    chat template, dtype; see `Generator.identity`), the prompt as the model reads it
-    (so the judge's words and its attempt too), and the sampling parameters.
+    chat template, dtype), the prompt as the model reads it, and how it samples.
     """
     content = {
         "schema": SCHEMA_VERSION,

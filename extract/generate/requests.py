@@ -7,6 +7,7 @@ a question of which no passage fits is not asked with context, but listed.
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, get_args
 
@@ -150,24 +151,14 @@ class PromptConfig:
         """Return the words around question and context."""
         return dataclasses.replace(TEMPLATES[self.template], chat=self.chat)
 
-    def longest_prompt(self, max_length: int | None, n_new: int) -> int | None:
-        """Return the most tokens of a prompt, or None where there is no limit.
 
-        Args:
-          max_length: the model's window, or None.
-          n_new: tokens of the longest answer, which has to fit too.
-        """
-        limits = [n for n in (self.window, max_length) if n is not None]
-        return min(limits) - n_new if limits else None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class LeftOut:
     """A question that is not asked in one setting, since no passage of it fits.
 
     Attributes:
       n_tokens: of the prompt with its first passage alone.
-      room: of the longest prompt.
+      room: most tokens that a prompt may have.
     """
 
     example_id: str
@@ -185,19 +176,14 @@ class Requests:
     left_out: list[LeftOut]
 
     @property
-    def n_cut(self) -> int:
-        """Return how many prompts lack a passage."""
-        return sum(bool(request.dropped) for request in self.requests)
-
-    @property
     def note(self) -> str | None:
         """Say in words what was cut, or None if nothing was."""
-        if not self.n_cut and not self.left_out:
+        n_dropped = [len(r.dropped) for r in self.requests if r.dropped]
+        if not n_dropped and not self.left_out:
             return None
-        n_passages = sum(len(request.dropped) for request in self.requests)
         return (
-            f"{self.n_cut} of {len(self.requests)} prompts lack passages that did not "
-            f"fit ({n_passages} in all; `dropped` of each answer says which), "
+            f"{len(n_dropped)} of {len(self.requests)} prompts lack passages that did "
+            f"not fit ({sum(n_dropped)} in all; `dropped` of each answer says which), "
             f"{len(self.left_out)} questions are not asked with context since not even "
             "one passage fits"
         )
@@ -230,14 +216,16 @@ def make_requests(
       examples: the questions.
       model: gives the tokenizer and the window.
       config: how they are put.
-      max_new_tokens: longest answer, which has to fit too.
+      max_new_tokens: of the longest answer, which has to fit too.
 
     Raises:
       ValueError: prompts do not fit, and passages must not or cannot be left out; or
         a text is empty or no text.
     """
-    longest = config.longest_prompt(model.max_length, max_new_tokens)
+    limits = [n for n in (config.window, model.max_length) if n is not None]
+    room = min(limits, default=math.inf) - max_new_tokens
     may_cut = config.overlong == "drop-passages"
+    template = config.prompt_template()
     made, too_long = Requests([], []), []
     cells = (
         (example, setting, variant, passages)
@@ -247,51 +235,38 @@ def make_requests(
     )
     for example, setting, variant, passages in cells:
         n_kept = len(passages)
-        prompt = _prompt(model, config, example, passages)
-        while _exceeds(prompt, longest) and may_cut and n_kept > 1:
+        prompt = _prompt(model, template, example, passages)
+        while len(prompt.ids) > room and may_cut and n_kept > 1:
             n_kept -= 1
-            prompt = _prompt(model, config, example, passages[:n_kept])
-        if not _exceeds(prompt, longest):
+            prompt = _prompt(model, template, example, passages[:n_kept])
+        n_tokens = len(prompt.ids)
+        if n_tokens <= room:
             dropped = tuple(range(n_kept, len(passages)))
             made.requests.append(Request(example.id, setting, variant, prompt, dropped))
         elif may_cut and passages:
-            made.left_out.append(
-                LeftOut(
-                    example_id=example.id,
-                    setting=setting,
-                    variant=variant,
-                    n_tokens=len(prompt.ids),
-                    room=longest or 0,
-                )
-            )
+            made.left_out.append(LeftOut(example.id, setting, variant, n_tokens, room))
         else:
-            too_long.append((len(prompt.ids), example.id))
+            too_long.append((n_tokens, example.id))
     if too_long:
         n_tokens, example_id = max(too_long)
         raise ValueError(
             f"{len(too_long)} prompts do not fit: the longest, question "
             f"{example_id!r}, has {n_tokens} tokens, and beside an answer of "
-            f"{max_new_tokens} there is room for {longest} in the window of "
+            f"{max_new_tokens} there is room for {room} in the window of "
             f"{model.name}; make the run with --overlong drop-passages (whole "
             "passages, listed and counted), or with fewer or shorter passages"
         )
     return made
 
 
-def _exceeds(prompt: Prompt, longest: int | None) -> bool:
-    return longest is not None and len(prompt.ids) > longest
-
-
 def _prompt(
     model: PromptModel,
-    config: PromptConfig,
+    template: PromptTemplate,
     example: Example,
     passages: Sequence[Passage],
 ) -> Prompt:
     """Return one prompt; an error names the question."""
     try:
-        return build_prompt(
-            model.tokenizer, config.prompt_template(), example.question, passages
-        )
+        return build_prompt(model.tokenizer, template, example.question, passages)
     except ValueError as error:
         raise ValueError(f"question {example.id!r}: {error}") from None

@@ -12,9 +12,10 @@ from extract.generate.generator import (
     Finish,
     Generator,
     GeneratorPrompt,
+    Progress,
     SamplingConfig,
 )
-from extract.generate.replies import Progress, Replies
+from extract.generate.replies import Replies
 from extract.generate.requests import Request
 from extract.records import Setting, Variant
 
@@ -44,15 +45,14 @@ class DrawConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One drawn answer.
+    """One drawn answer; what was written stands in the fields of `Generated`.
+
+    Semantic entropy's code takes log-probabilities after temperature, top-p and top-k,
+    here they are the model's own; at temperature 1 that is the same up to the mass that
+    was cut off.
 
     Attributes:
       sample: 0 to n_samples - 1.
-      token_ids: without the stop token; None if the backend does not tell.
-      log_probs: in nats, one per id and one for the stop token if it was written; of
-        the model itself, before temperature, top-p and top-k. (Semantic entropy's code
-        takes them after; at temperature 1 that is the same up to the cut-off mass.)
-      finish: "length" if cut.
     """
 
     example_id: str

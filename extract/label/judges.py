@@ -7,8 +7,13 @@ verdict is asked for again, twice; what is unparsable then stays so and is count
 import dataclasses
 from collections.abc import Sequence
 
-from extract.generate.generator import Generator, GeneratorPrompt, SamplingConfig
-from extract.generate.replies import Progress, Replies
+from extract.generate.generator import (
+    Generator,
+    GeneratorPrompt,
+    Progress,
+    SamplingConfig,
+)
+from extract.generate.replies import Replies
 from extract.label.rubrics import RUBRICS, Rubric, judge_prompt
 from extract.label.verdicts import Verdict, Vote, label_by, parse_verdict
 from extract.records import Answer, Example, Label

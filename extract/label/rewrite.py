@@ -10,14 +10,16 @@ import json
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from extract.generate.generator import (
     Generated,
     Generator,
     GeneratorPrompt,
+    Progress,
     SamplingConfig,
 )
-from extract.generate.replies import Progress, Replies
+from extract.generate.replies import Replies
 from extract.label.rubrics import delimit, marker_for
 from extract.records import Example, Passage
 
@@ -59,8 +61,7 @@ _OPENERS = frozenset(
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Additions:
+class Additions(NamedTuple):
     """What a rewrite adds.
 
     Attributes:
@@ -72,9 +73,9 @@ class Additions:
         the question may have taken them from there.
     """
 
-    numbers: tuple[str, ...] = ()
-    entities: tuple[str, ...] = ()
-    from_question: tuple[str, ...] = ()
+    numbers: tuple[str, ...]
+    entities: tuple[str, ...]
+    from_question: tuple[str, ...]
 
 
 def _fold(text: str) -> str:
@@ -129,43 +130,39 @@ def _entities(text: str) -> list[str]:
     return list(dict.fromkeys(text[r[0].start() : r[-1].end()] for r in runs))
 
 
-def _has_in_order(words: list[str], wanted: list[str]) -> bool:
-    """Tell whether words stand in this order, few others between them."""
+def _has_name(words: list[str], name: str) -> bool:
+    """Tell whether a name's words stand in this order, few others between them."""
+    wanted = _words(name)
     for start, word in enumerate(words):
-        if word != wanted[0]:
-            continue
-        window = iter(words[start : start + len(wanted) + _LONGEST_GAP])
-        if all(name in window for name in wanted):
-            return True
+        if word == wanted[0]:
+            window = iter(words[start : start + len(wanted) + _LONGEST_GAP])
+            if all(part in window for part in wanted):
+                return True
     return False
 
 
 def find_additions(rewrite: str, source: str, question: str = "") -> Additions:
-    """Compare a rewrite with its source.
+    """Compare a rewrite with its source, which is all that it may use.
 
     Args:
       rewrite: the new text.
-      source: all that it may use.
-      question: what it was aligned to.
+      source: the old one.
+      question: what the rewrite was aligned to.
     """
-    there, asked = _numbers(source), _numbers(question)
-    numbers = [
-        (value, text)
+    there, in_question = _numbers(source), _numbers(question)
+    numbers = {
+        value: text
         for value, text in _numbers(rewrite).items()
         if value not in there and text.casefold() != _PRONOUN
-    ]
+    }
     source_words, question_words = _words(source), _words(question)
-    entities = [
-        name
-        for name in _entities(rewrite)
-        if not _has_in_order(source_words, _words(name))
-    ]
+    entities = [n for n in _entities(rewrite) if not _has_name(source_words, n)]
     return Additions(
-        numbers=tuple(text for _, text in numbers),
+        numbers=tuple(numbers.values()),
         entities=tuple(entities),
         from_question=(
-            *(text for value, text in numbers if value in asked),
-            *(n for n in entities if _has_in_order(question_words, _words(n))),
+            *(text for value, text in numbers.items() if value in in_question),
+            *(name for name in entities if _has_name(question_words, name)),
         ),
     )
 
@@ -297,38 +294,25 @@ def rewrite_contexts(
     progress: Progress = lambda done, total: None,
 ) -> list[Rewrite]:
     """Rewrite the context of every example that needs it, in order."""
-    prompts = {
-        example.id: GeneratorPrompt(
-            text=rewrite_prompt(example, seed=config.seed), is_chat=True
-        )
-        for example in examples
-        if needs_rewrite(example)
-    }
+    wanted = [example for example in examples if needs_rewrite(example)]
+    window = generator.max_length if config.skip_overlong else None
+    fitting: dict[str, GeneratorPrompt] = {}
+    for example in wanted:
+        text = rewrite_prompt(example, seed=config.seed)
+        prompt = GeneratorPrompt(text=text, is_chat=True)
+        if window is None or (
+            (generator.count_tokens(prompt) or 0) + config.max_new_tokens <= window
+        ):
+            fitting[example.id] = prompt
     sampling = SamplingConfig(max_new_tokens=config.max_new_tokens)
-    fitting = {
-        name: prompt
-        for name, prompt in prompts.items()
-        if not (config.skip_overlong and _is_overlong(prompt, generator, sampling))
-    }
     texts = replies.generate(generator, list(fitting.values()), sampling, progress)
     found = dict(zip(fitting, texts, strict=True))
     return [
         read_rewrite(example, found[example.id])
         if example.id in found
         else _failed(example, OVERLONG)
-        for example in examples
-        if example.id in prompts
+        for example in wanted
     ]
-
-
-def _is_overlong(
-    prompt: GeneratorPrompt, generator: Generator, config: SamplingConfig
-) -> bool:
-    """Tell whether prompt and text exceed the rewriter's window, where it is known."""
-    if generator.max_length is None:
-        return False
-    n_tokens = generator.count_tokens(prompt) or 0
-    return n_tokens + config.max_new_tokens > generator.max_length
 
 
 def count_rewrites(rewrites: Sequence[Rewrite]) -> dict[str, int]:
@@ -355,15 +339,12 @@ def with_rewrites(
     Raises:
       ValueError: a rewrite was made from another question or other passages.
     """
-    return [
-        _with_rewrite(example, rewrites[example.id])
-        if example.id in rewrites and needs_rewrite(example)
-        else example
-        for example in examples
-    ]
+    return [_with_rewrite(example, rewrites.get(example.id)) for example in examples]
 
 
-def _with_rewrite(example: Example, rewrite: Rewrite) -> Example:
+def _with_rewrite(example: Example, rewrite: Rewrite | None) -> Example:
+    if rewrite is None or not needs_rewrite(example):
+        return example
     if rewrite.source_sha != source_sha(example):
         raise ValueError(
             f"the rewritten context of {example.id!r} was made from another question "

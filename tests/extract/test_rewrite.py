@@ -4,7 +4,6 @@ import pytest
 
 from extract.generate.replies import Replies
 from extract.label.rewrite import (
-    Additions,
     RewriteConfig,
     count_rewrites,
     find_additions,
@@ -58,7 +57,7 @@ def example(text=SOURCE, name="q", **fields):
     ],
 )
 def test_what_the_source_says_is_not_flagged(faithful):
-    assert find_additions(faithful, SOURCE) == Additions()
+    assert find_additions(faithful, SOURCE) == ((), (), ())
 
 
 @pytest.mark.parametrize(
@@ -82,12 +81,12 @@ def test_a_planted_number_or_name_is_flagged(rewrite, numbers, entities):
 
 
 def test_a_number_in_a_passage_may_be_written_in_either_notation():
-    assert find_additions("5 sons, 1,200 men", "five sons and 1200 men") == Additions()
-    assert find_additions("three", "a 3") == Additions()
+    assert find_additions("5 sons, 1,200 men", "five sons and 1200 men") == ((), (), ())
+    assert find_additions("three", "a 3") == ((), (), ())
     assert find_additions("6 sons", "five sons").numbers == ("6",)
     assert find_additions("seven sons", "five sons").numbers == ("seven",)
     # "one" is mostly a pronoun.
-    assert find_additions("one of the sons", "the sons") == Additions()
+    assert find_additions("one of the sons", "the sons") == ((), (), ())
 
 
 def test_what_the_question_says_is_told_apart():
@@ -101,7 +100,7 @@ def test_what_the_question_says_is_told_apart():
 def test_every_planted_year_and_name_in_a_hundred_rewrites_is_found():
     for i in range(100):
         clean = f"Town {100 + i} was founded in {1000 + i} by Duke Arn."
-        assert find_additions(clean, clean) == Additions()
+        assert find_additions(clean, clean) == ((), (), ())
         added = find_additions(f"{clean} Bela rebuilt it in {1500 + i}.", clean)
         assert added.numbers == (str(1500 + i),)
         assert added.entities == ("Bela",)
