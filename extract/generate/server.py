@@ -286,7 +286,6 @@ class ServedGenerator(contextlib.AbstractContextManager):
                 if attempt == self.config.n_retries or not _is_transient(error):
                     raise ValueError(self._in_words(error)) from error
                 gave_up.wait(_seconds_before_retry(error, attempt))
-        raise AssertionError("a count has no end")
 
     def _attempt(self, prompt: GeneratorPrompt, config: SamplingConfig) -> Generated:
         """Send one request once, and book what it cost, or may have cost."""

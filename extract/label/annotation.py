@@ -153,7 +153,7 @@ def read_annotations(
     """
     # Looked up as it is shown: the CSV may hold an id behind an apostrophe.
     by_key = {tuple(map(_shown, row.label.key)): row for row in rows}
-    human: dict[tuple[str, ...], bool] = {}
+    rated: list[tuple[bool, LabelledAnswer]] = []
     seen: set[tuple[str, ...]] = set()
     for number, cells in enumerate(_read_rows(path), start=1):
         key = (cells["example_id"], cells["setting"], cells["variant"])
@@ -175,12 +175,10 @@ def read_annotations(
                     f"{where}: the column human is correct, incorrect or empty, found "
                     f"{cells['human'][:40]!r}"
                 )
-            human[key] = verdict == "correct"
-    ratings = list(human.values())
-    labels = [by_key[key].label.label is True for key in human]
-    exact = [by_key[key].exact for key in human]
+            rated.append((verdict == "correct", by_key[key]))
+    labels = [(human, bool(row.label.label)) for human, row in rated]
     return HumanAgreement(
-        judge=agreement(ratings, labels, seed=seed),
-        exact=agreement(ratings, exact, seed=seed),
-        n_empty=len(seen) - len(human),
+        judge=agreement(labels, seed=seed),
+        exact=agreement([(human, row.exact) for human, row in rated], seed=seed),
+        n_empty=len(seen) - len(rated),
     )

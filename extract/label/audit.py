@@ -25,7 +25,6 @@ class Agreement:
       ci_high: upper end, or None.
       n_bootstrap: resamples drawn.
       n_undefined: resamples without a kappa (one class only); not in the interval.
-      reason: why there is no kappa, or None.
     """
 
     n: int
@@ -46,13 +45,12 @@ class Agreement:
         """Return one line for a person."""
         if self.rate is None:
             return "nothing to compare"
-        line = f"{self.n_agree} of {self.n} agree ({100 * self.rate:.1f} %)"
+        line = f"{self.n_agree} of {self.n} agree ({100 * self.rate:.1f} %), kappa "
         if self.kappa is None:
-            return f"{line}, kappa undefined: {self.reason}"
-        line += f", kappa {self.kappa:.3f}"
+            return f"{line}undefined: {self.reason}"
         if self.ci_low is None:
-            return line
-        return f"{line} [{self.ci_low:.3f}, {self.ci_high:.3f}]"
+            return f"{line}{self.kappa:.3f}"
+        return f"{line}{self.kappa:.3f} [{self.ci_low:.3f}, {self.ci_high:.3f}]"
 
 
 def _kappas(tables: np.ndarray) -> np.ndarray:
@@ -73,34 +71,21 @@ def _kappas(tables: np.ndarray) -> np.ndarray:
 
 
 def agreement(
-    first: Sequence[bool],
-    second: Sequence[bool],
-    *,
-    n_bootstrap: int = 10_000,
-    seed: int = 0,
+    pairs: Sequence[tuple[bool, bool]], *, n_bootstrap: int = 10_000, seed: int = 0
 ) -> Agreement:
     """Compare two raters by Cohen's kappa (Cohen 1960).
 
     Args:
-      first: one rating per item.
-      second: of the same items, in the same order.
+      pairs: both ratings of every item.
       n_bootstrap: resamples of the items. Drawn as counts of the four cells, which has
         the same distribution as drawing the items one by one.
       seed: of the resamples.
-
-    Raises:
-      ValueError: the raters rated different numbers of items.
     """
-    if len(first) != len(second):
-        raise ValueError(
-            f"two raters are compared on the same items, found {len(first)} ratings "
-            f"and {len(second)}"
-        )
-    n = len(first)
-    a, b = np.array(first, dtype=bool), np.array(second, dtype=bool)
+    n = len(pairs)
+    a, b = np.array(pairs, dtype=bool).reshape(n, 2).T
     cells = np.array([(a & b).sum(), (a & ~b).sum(), (~a & b).sum(), (~a & ~b).sum()])
     kappa, low, high, drawn = None, None, None, np.empty(0)
-    if len({*first, *second}) > 1:
+    if len(np.unique(pairs)) > 1:
         kappa = float(cohen_kappa_score(a, b))
         rng = np.random.default_rng(seed)
         drawn = _kappas(rng.multinomial(n, cells / n, size=n_bootstrap))
@@ -199,11 +184,7 @@ def against_exact_match(
     compared = []
     for (setting, variant), chosen in groups.items():
         kept = [row for row in chosen if row.label.label is not None]
-        found = agreement(
-            [bool(row.label.label) for row in kept],
-            [row.exact for row in kept],
-            seed=seed,
-        )
+        rated = [(bool(row.label.label), row.exact) for row in kept]
         compared.append(
             {
                 "setting": setting,
@@ -213,7 +194,7 @@ def against_exact_match(
                 "n_unparsable_verdicts": sum(
                     row.label.verdicts.count("unparsable") for row in chosen
                 ),
-                **dataclasses.asdict(found),
+                **dataclasses.asdict(agreement(rated, seed=seed)),
             }
         )
     return compared
@@ -229,17 +210,13 @@ def between_judges(
     for i, j in itertools.combinations(range(len(RUBRICS)), 2):
         pairs = [(row.label.verdicts[i], row.label.verdicts[j]) for row in rows]
         parsed = [pair for pair in pairs if "unparsable" not in pair]
-        found = agreement(
-            [a == "correct" for a, _ in parsed],
-            [b == "correct" for _, b in parsed],
-            seed=seed,
-        )
+        rated = [(a == "correct", b == "correct") for a, b in parsed]
         compared.append(
             {
                 "first": RUBRICS[i].name,
                 "second": RUBRICS[j].name,
                 "n_unparsable": len(pairs) - len(parsed),
-                **dataclasses.asdict(found),
+                **dataclasses.asdict(agreement(rated, seed=seed)),
             }
         )
     return compared

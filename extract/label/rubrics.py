@@ -7,6 +7,7 @@ of the instruction.
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Mapping
@@ -29,32 +30,25 @@ def marker_for(fields: Mapping[str, str], *, salt: str) -> str:
     Returns:
       32 hexadecimal digits that no field contains.
     """
-    for counter in range(2**16):
+    for counter in itertools.count():
         content = json.dumps([salt, counter, sorted(fields.items())])
         marker = hashlib.sha256(content.encode()).hexdigest()[:32]
         if not any(marker in text for text in fields.values()):
             return marker
-    raise AssertionError("no field can hold 65 536 hashes of itself")
 
 
 def escape(text: str) -> str:
     r"""Return the text with control tokens and control characters made harmless.
 
-    `<x` becomes `< x` and `[INST]` becomes `[ INST]`; a control character, an exotic
-    line separator (anything but tab and `\n`) or a lone surrogate becomes U+FFFD, which
-    shows.
+    `<x` becomes `< x` and `[INST]` becomes `[ INST]`; a control character, a line
+    separator other than `\n` or a lone surrogate becomes U+FFFD, which shows.
     """
     spaced = _SQUARE.sub("[ ", _ANGLE.sub("< ", text))
     return _CONTROL.sub("\ufffd", spaced.replace("\r\n", "\n"))
 
 
 def delimit(name: str, text: str, marker: str) -> str:
-    """Return one field between two lines that hold the marker.
-
-    Args:
-      name: what the field is called in the prompt.
-      text: of the field; escaped here.
-      marker: of `marker_for`; not in the text.
+    """Return one field, escaped, between two lines that hold the marker.
 
     Raises:
       ValueError: the text holds the marker.

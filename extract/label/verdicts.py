@@ -16,6 +16,7 @@ from typing import Literal, Protocol, get_args
 from extract.records import Answer, Example, Label
 
 Verdict = Literal["correct", "incorrect", "unparsable"]
+Vote = Literal["unanimous", "majority"]
 
 # Markup that a model may put around its one word, opening and closing. Brackets and
 # strike-through are not among them: they can mean "not this".
@@ -32,8 +33,8 @@ def normalise_reply(text: str) -> str:
     """Return the reply without what may surround its one word.
 
     Taken away: white space, matching pairs of quotes or emphasis, and at most one full
-    stop or exclamation mark at the end. Everything else stays, a leading hyphen or a
-    question mark included: they change what is said.
+    stop or exclamation mark at the end. A hyphen before the word or a question mark
+    behind it stays, since it changes what is said.
     """
     text, n_stops = text.strip(), 0
     while True:
@@ -61,8 +62,6 @@ def parse_verdict(text: str) -> Verdict:
         return "unparsable"
     return "incorrect" if word.group(1) else "correct"
 
-
-Vote = Literal["unanimous", "majority"]
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation, " "))
