@@ -39,54 +39,56 @@ def stop_ids(backbone: Backbone) -> tuple[int, ...]:
     return stop_ids_of(stop, backbone.name)
 
 
-class _LogProbs(LogitsProcessor):
-    """Notes the log-probability of every token written; changes nothing.
+class _Choice(LogitsProcessor):
+    """Chooses each token, greedily or by a draw, and notes its log-probability.
 
-    Keeps one step's logits at a time: all of them, as `output_logits` keeps them, are
-    tens of gigabytes for a batch of rewrites and a vocabulary of 150 000.
+    With Gumbel noise the largest logit is a draw from the softmax. Every row has a
+    generator of its own, so that a draw does not depend on its batch.
+
+    The log-probabilities are kept, not the logits: `output_logits` would keep tens of
+    gigabytes for a batch of rewrites and a vocabulary of 150 000.
+
+    Args:
+      config: how tokens are drawn; a greedy one changes no logits.
+      seeds: one per row; not read by a greedy one.
+      device: of the logits.
     """
 
-    def __init__(self) -> None:
-        self._last: torch.Tensor | None = None
+    def __init__(
+        self, config: SamplingConfig, seeds: Sequence[int], device: torch.device
+    ) -> None:
         self._found: list[torch.Tensor] = []
+        self._generators: list[torch.Generator] = []
+        self._warpers = LogitsProcessorList()
+        if config.is_greedy:
+            return
+        self._generators = [torch.Generator(device).manual_seed(s) for s in seeds]
+        self._warpers.append(TemperatureLogitsWarper(float(config.temperature)))
+        if config.top_k is not None:
+            self._warpers.append(TopKLogitsWarper(config.top_k))
+        if config.top_p < 1:
+            self._warpers.append(TopPLogitsWarper(config.top_p))
 
     def __call__(
         self, input_ids: torch.LongTensor, scores: torch.FloatTensor
     ) -> torch.FloatTensor:
-        """Return the scores; note the step before, whose token is known by now."""
-        self._note(input_ids[:, -1:])
-        self._last = scores.to(torch.float32).log_softmax(-1)
+        """Return `[n_rows, n_vocabulary]` logits; the largest of a row is taken."""
+        log_probs = scores.to(torch.float32).log_softmax(-1)
+        scores = self._warpers(input_ids, scores)
+        if self._generators:
+            size, device = scores.shape[1], scores.device
+            rows = [
+                torch.rand(size, generator=generator, device=device)
+                for generator in self._generators
+            ]
+            tiny = torch.finfo(torch.float32).tiny
+            scores = scores - torch.log(-torch.log(torch.stack(rows).clamp_min(tiny)))
+        self._found.append(log_probs.gather(-1, scores.argmax(-1, keepdim=True)))
         return scores
 
-    def _note(self, tokens: torch.Tensor) -> None:
-        if self._last is not None:
-            self._found.append(self._last.gather(-1, tokens))
-
-    def finish(self, tokens: torch.Tensor) -> list[list[float]]:
-        """Return `[n_rows, n_new_tokens]` in nats, given the written sequences."""
-        self._note(tokens[:, -1:])
+    def log_probs(self) -> list[list[float]]:
+        """Return `[n_rows, n_new_tokens]` in nats, of the model itself."""
         return torch.cat(self._found, dim=1).tolist()
-
-
-class _GumbelNoise(LogitsProcessor):
-    """Adds Gumbel noise, so that the largest logit is a draw from the softmax.
-
-    Every row has a generator of its own: a draw does not depend on its batch.
-    """
-
-    def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
-        self._generators = [
-            torch.Generator(device=device).manual_seed(seed) for seed in seeds
-        ]
-
-    def __call__(
-        self, input_ids: torch.LongTensor, scores: torch.FloatTensor
-    ) -> torch.FloatTensor:
-        """Return `[n_rows, n_vocabulary]` logits plus noise."""
-        size, device = scores.shape[1], scores.device
-        rows = [torch.rand(size, generator=g, device=device) for g in self._generators]
-        tiny = torch.finfo(torch.float32).tiny
-        return scores - torch.log(-torch.log(torch.stack(rows).clamp_min(tiny)))
 
 
 @torch.inference_mode()
@@ -235,27 +237,12 @@ class TransformersGenerator:
         for batch in plan_batches(lengths, plan):
             if all(i in done for i in batch):
                 continue
-            log_probs = _LogProbs()
-            draws = self._draws([prompts[i] for i in batch], config)
+            seeds = [draw_seed(prompts[i], config) for i in batch]
+            choice = _Choice(config, seeds, self.backbone.device)
             written = _continue(
-                self.backbone, [ids[i] for i in batch], n_new, [log_probs, *draws]
-            )
-            found = log_probs.finish(written)
-            for i, tokens, probs in zip(batch, written.tolist(), found, strict=True):
+                self.backbone, [ids[i] for i in batch], n_new, [choice]
+            ).tolist()
+            for i, tokens, probs in zip(
+                batch, written, choice.log_probs(), strict=True
+            ):
                 yield i, _text(self.backbone, ids[i], tokens, probs)
-
-    def _draws(
-        self, prompts: Sequence[GeneratorPrompt], config: SamplingConfig
-    ) -> list[LogitsProcessor]:
-        """Return what turns the largest logit into a draw; nothing if greedy."""
-        if config.is_greedy:
-            return []
-        draws: list[LogitsProcessor] = [
-            TemperatureLogitsWarper(float(config.temperature))
-        ]
-        if config.top_k is not None:
-            draws.append(TopKLogitsWarper(config.top_k))
-        if config.top_p < 1:
-            draws.append(TopPLogitsWarper(config.top_p))
-        seeds = [draw_seed(prompt, config) for prompt in prompts]
-        return [*draws, _GumbelNoise(seeds, self.backbone.device)]

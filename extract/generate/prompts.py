@@ -35,9 +35,11 @@ def _control_tokens(tokenizer: Any, n_words: int) -> dict[int, str]:
 def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool) -> Any:
     """Return the ids and offsets of a text that holds no control tokens of its own.
 
+    What looks like a control token in it is split like any other word.
+
     Args:
       tokenizer: a fast one.
-      text: what looks like a control token in it is split like any other word.
+      text: from a data set or a model.
       add_special_tokens: put the tokenizer's own around it.
 
     Raises:
@@ -77,16 +79,14 @@ def _refuse_control_tokens(
 
 _MARK = "BEATRICE-MESSAGE"  # no white space: many templates trim what they are given
 _BLOCKS = (("<think>", "</think>"), ("<|channel>thought", "<channel|>"))
-# Llama's templates write today's date unless they are told one; a run that is continued
-# tomorrow would ask its questions differently. This is their own default.
-_DATE = "26 Jul 2024"
-
 
 # What templates are told beside the message, here and by a server.
 TEMPLATE_FIELDS: dict[str, Any] = {
     "enable_thinking": False,  # Qwen, Gemma
     "thinking": False,  # Granite, DeepSeek
-    "date_string": _DATE,
+    # Llama's would write today's date, and a run that is continued tomorrow ask its
+    # questions differently. This is their own default.
+    "date_string": "26 Jul 2024",
 }
 
 
@@ -273,9 +273,9 @@ def build_prompt(
       passages: the context; none means closed-book.
 
     Raises:
-      ValueError: a text is empty or no text, the tokenizer has no offsets, or a chat
-        is asked for and its template is missing or hides where the message lies, or
-        a control token stands in a text of a chat.
+      ValueError: a text is empty or no text, the tokenizer has no offsets, a text
+        becomes control tokens, or the chat template that is asked for is missing or
+        hides where the message lies.
     """
     check_text(question, "the question")
     for number, passage in enumerate(passages, start=1):

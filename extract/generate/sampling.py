@@ -65,11 +65,6 @@ class Sample:
     log_probs: tuple[float, ...] | None
     finish: Finish
 
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """Return what identifies the question: example, setting, variant."""
-        return (self.example_id, self.setting, self.variant)
-
 
 def request_prompt(
     tokenizer: Any, request: Request, *, sample: int = 0, as_text: bool = False

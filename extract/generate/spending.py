@@ -43,19 +43,18 @@ class Prices:
 
 
 class Account:
-    """What has been spent, and what may still be; safe to share between threads."""
+    """What has been spent, and what may still be; safe to share between threads.
+
+    Attributes:
+      spent: on finished requests, those of earlier processes included.
+    """
 
     def __init__(self, prices: Prices, earlier: float = 0.0) -> None:
         """Start with what earlier processes have spent."""
         self._prices = prices
         self._lock = threading.Lock()
-        self._spent = earlier
+        self.spent = earlier
         self._reserved = 0.0
-
-    @property
-    def spent(self) -> float:
-        """Return what finished requests cost, those of earlier processes included."""
-        return self._spent
 
     def reserve(self, n_prompt: int, n_new: int) -> float:
         """Set aside the most that one request can cost.
@@ -66,9 +65,9 @@ class Account:
         most = self._prices.cost(n_prompt, n_new)
         with self._lock:
             cap = self._prices.cap
-            if cap is not None and self._spent + self._reserved + most > cap:
+            if cap is not None and self.spent + self._reserved + most > cap:
                 raise SpendingCapReached(
-                    f"the spending cap of {cap:g} is reached: {self._spent:.6g} is "
+                    f"the spending cap of {cap:g} is reached: {self.spent:.6g} is "
                     "spent (by earlier processes too), "
                     f"{self._reserved:.6g} is under way and the next request may cost "
                     f"{most:.6g}; what was answered is kept, so the same line with a "
@@ -81,4 +80,4 @@ class Account:
         """Replace a reservation by what the request did cost; 0 tokens for nothing."""
         with self._lock:
             self._reserved -= reserved
-            self._spent += self._prices.cost(n_prompt, n_new)
+            self.spent += self._prices.cost(n_prompt, n_new)
