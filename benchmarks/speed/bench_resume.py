@@ -39,14 +39,14 @@ def resume(examples: int, kills: int, seed: int, as_json: bool, **options: Any) 
     Example: beatrice bench resume --examples 600 --kills 5
     """
     from benchmarks.speed.resume_proof import ResumeConfig, prove
-    from extract.store.kept import Kept
+    from extract.store.config import StoreConfig
 
     quiet()
     config = ResumeConfig(
         n_examples=examples,
         n_kills=kills,
         seed=seed,
-        kept=Kept(**take_kept(options)),
+        kept=StoreConfig(**take_kept(options)),
     )
     with tempfile.TemporaryDirectory() as folder:
         with Progress().stage("resume") as update:

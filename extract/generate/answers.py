@@ -14,10 +14,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from extract.generate.generator import Generator, Progress, SamplingConfig
+from extract.generate.generator import Generator, SamplingConfig
 from extract.generate.requests import Request
 from extract.generate.sampling import request_prompt
 from extract.records import to_json
+from extract.run.console import Update
 from extract.run.directory import RunDir
 from extract.run.files import JsonLines, write_json_atomic, write_stream_atomic
 
@@ -191,7 +192,7 @@ def append_answers(
     generator: Generator,
     tokenizer: Any,
     config: SamplingConfig,
-    progress: Progress = lambda done, total: None,
+    progress: Update = lambda done, total: None,
 ) -> None:
     """Answer what has no row yet; each row is appended when it exists."""
     done = {i for i, request in enumerate(requests) if request.key in rows.done}

@@ -8,12 +8,12 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-Finish = Literal["stop", "length"]
+from extract.records import Record
 
-Progress = Callable[[int, int], None]  # (done, total)
+Finish = Literal["stop", "length"]
 
 SCHEMA_VERSION = 1  # of keys and of stored replies; raise it when either changes
 
@@ -90,8 +90,7 @@ class GeneratorPrompt:
         return key if config.is_greedy else key | {"sample": self.sample}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Generated:
+class Generated(Record, frozen=True, kw_only=True):
     """One generated text; None where the backend does not tell.
 
     Attributes:

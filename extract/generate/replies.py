@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from extract.generate.generator import (
     Generated,
     Generator,
     GeneratorPrompt,
-    Progress,
     SamplingConfig,
     reply_key,
 )
+from extract.run.console import Progress, Update
+from extract.run.directory import RunDir
 from extract.run.files import JsonLines
 
 
@@ -58,7 +61,7 @@ class Replies:
         generator: Generator,
         prompts: Sequence[GeneratorPrompt],
         config: SamplingConfig,
-        progress: Progress = lambda done, total: None,
+        progress: Update = lambda done, total: None,
     ) -> list[Generated]:
         """Return the text of every prompt, in order; generate what is missing.
 
@@ -78,7 +81,7 @@ class Replies:
         for i, reply in generator.stream(prompts, config, done):
             if keys[i] in self.found:
                 continue
-            row = {"key": keys[i], **dataclasses.asdict(reply)}
+            row = {"key": keys[i], **msgspec.structs.asdict(reply)}
             self.lines.append([json.dumps(row)])
             self.found[keys[i]] = reply
             self.n_new += 1
@@ -90,17 +93,26 @@ class Replies:
 def _from_row(row: dict[str, Any], where: str) -> tuple[str, Generated]:
     """Return key and text of one line; `where` names it in an error."""
     try:
-        fields = dict(row)
-        key = fields.pop("key")
-        for name in ("token_ids", "log_probs"):
-            if fields[name] is not None:
-                fields[name] = tuple(fields[name])
-        reply = Generated(**fields)
-        if isinstance(key, str) and isinstance(reply.text, str):
-            return key, reply
-    except (KeyError, TypeError, ValueError):
-        pass  # said below
-    raise ValueError(
-        f"{where}: not a generated text of this program's version; move the file "
-        "away to generate its texts again"
+        key = msgspec.convert(row.pop("key"), str)
+        return key, msgspec.convert(row, Generated)
+    except (AttributeError, KeyError, TypeError, msgspec.ValidationError):
+        raise ValueError(
+            f"{where}: not a generated text of this program's version; move the file "
+            "away to generate its texts again"
+        ) from None
+
+
+def open_replies(run: RunDir, role: str, progress: Progress) -> Replies:
+    """Open what a model has written in one role of a run; see `RunDir.replies`."""
+    replies = Replies.open(run.replies(role))
+    if replies.truncated:
+        progress.note(replies.truncated)
+    return replies
+
+
+def reused_in_words(replies: Replies) -> str:
+    """Say how many texts were generated, and how many found."""
+    return (
+        f"{replies.n_new} texts generated, {replies.n_reused} found in "
+        f"{replies.lines.path.name}"
     )

@@ -20,6 +20,8 @@ from extract.generate.prompts import (
     build_prompt,
 )
 from extract.records import SETTINGS, Answer, Example, Passage, Setting, Variant
+from extract.run.directory import RunDir
+from extract.run.manifest import Preset
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -270,3 +272,28 @@ def _prompt(
         return build_prompt(model.tokenizer, template, example.question, passages)
     except ValueError as error:
         raise ValueError(f"question {example.id!r}: {error}") from None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswerConfig:
+    """The run's section `answer`: how questions are put, and answered greedily."""
+
+    prompt: PromptConfig = PromptConfig()
+    generation: GenerationConfig = GenerationConfig()
+
+
+_SMALL = AnswerConfig(
+    generation=GenerationConfig(max_new_tokens=10, tokens_per_batch=8192)
+)
+ANSWER_PRESETS: dict[Preset, AnswerConfig] = {
+    "demo": _SMALL,
+    "smoke": _SMALL,
+    "paper": AnswerConfig(
+        generation=GenerationConfig(max_new_tokens=32, tokens_per_batch=16_384)
+    ),
+}
+
+
+def answer_config(run: RunDir) -> AnswerConfig:
+    """Return how a run's questions are put."""
+    return run.settle("answer", ANSWER_PRESETS)

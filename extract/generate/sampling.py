@@ -12,12 +12,12 @@ from extract.generate.generator import (
     Finish,
     Generator,
     GeneratorPrompt,
-    Progress,
     SamplingConfig,
 )
 from extract.generate.replies import Replies
 from extract.generate.requests import Request
-from extract.records import Setting, Variant
+from extract.records import Record, Setting, Variant
+from extract.run.console import Update
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,7 @@ class DrawConfig:
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sample:
+class Sample(Record, frozen=True, kw_only=True):
     """One drawn answer; what was written stands in the fields of `Generated`.
 
     Semantic entropy's code takes log-probabilities after temperature, top-p and top-k,
@@ -96,7 +95,7 @@ def draw_answers(
     tokenizer: Any,
     replies: Replies,
     config: DrawConfig,
-    progress: Progress = lambda done, total: None,
+    progress: Update = lambda done, total: None,
     *,
     as_text: bool = False,
 ) -> list[Sample]:

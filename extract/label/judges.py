@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from extract.generate.generator import (
     Generator,
     GeneratorPrompt,
-    Progress,
     SamplingConfig,
 )
 from extract.generate.replies import Replies
 from extract.label.rubrics import RUBRICS, Rubric, judge_prompt
 from extract.label.verdicts import Verdict, Vote, label_by, parse_verdict
 from extract.records import Answer, Example, Label
+from extract.run.console import Update
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ def judge_answers(
     generator: Generator,
     replies: Replies,
     config: ConsensusConfig,
-    progress: Progress = lambda done, total: None,
+    progress: Update = lambda done, total: None,
 ) -> Judgements:
     """Label answers by the consensus of the rubrics.
 

@@ -3,15 +3,13 @@
 A judge returns one verdict per rubric; the label is their unanimous vote, or None. The
 paper drops what the rubrics disagree on (appendix A) except on its set with real
 retrieval, where the majority decides and every question is kept.
-Exact match is a judge with one rubric, which knows no paraphrase: it suits sets
-whose golds list every accepted wording.
 """
 
 import collections
 import re
 import string
 from collections.abc import Sequence
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 from extract.records import Answer, Example, Label
 
@@ -67,13 +65,6 @@ _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation, " "))
 
 
-class Judge(Protocol):
-    """Gives the verdicts on one answer, one per rubric."""
-
-    def __call__(self, example: Example, answer: str) -> tuple[Verdict, ...]:
-        """Return at least one verdict."""
-
-
 def normalise(text: str) -> str:
     """Return the text lower-cased, without punctuation, articles or extra space."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
@@ -94,11 +85,6 @@ def _pair_f1(answer: list[str], gold: list[str]) -> float:
         return float(answer == gold)
     common = sum((collections.Counter(answer) & collections.Counter(gold)).values())
     return 2 * common / (len(answer) + len(gold))
-
-
-def exact_match_judge(example: Example, answer: str) -> tuple[Verdict, ...]:
-    """Judge by normalised exact match over the golds."""
-    return ("correct" if exact_match(answer, example.golds) else "incorrect",)
 
 
 def consensus(
@@ -134,9 +120,13 @@ def consensus(
     return verdicts[0] == "correct", f"unanimous of {n}"
 
 
-def label_answer(example: Example, answer: Answer, judge: Judge) -> Label:
-    """Return the label that one judge gives to an answer."""
-    return label_by(answer, judge(example, answer.text))
+def exact_label(example: Example, answer: Answer) -> Label:
+    """Return the label by normalised exact match, a judge with one rubric.
+
+    It knows no paraphrase: it suits sets whose golds list every accepted wording.
+    """
+    is_match = exact_match(answer.text, example.golds)
+    return label_by(answer, ("correct" if is_match else "incorrect",))
 
 
 def label_by(

@@ -1,5 +1,4 @@
-import dataclasses
-
+import msgspec
 import pytest
 from transformers import AutoTokenizer
 
@@ -311,7 +310,7 @@ def test_a_line_that_is_no_reply_is_named(tmp_path):
 
 
 def test_every_field_of_a_reply_survives_the_disk(tmp_path):
-    reply = dataclasses.replace(
+    reply = msgspec.structs.replace(
         said("x"), token_ids=(1, 2), log_probs=(-0.5, -1e-7), stop_id=2, n_new_tokens=3
     )
 

@@ -4,9 +4,8 @@ from hypothesis import strategies as st
 
 from extract.label.verdicts import (
     consensus,
+    exact_label,
     exact_match,
-    exact_match_judge,
-    label_answer,
     normalise,
     token_f1,
 )
@@ -81,8 +80,8 @@ def test_no_verdict_is_refused():
 
 
 def test_label_carries_key_and_verdicts_of_its_answer():
-    label = label_answer(EXAMPLE, answered("tarn"), exact_match_judge)
+    label = exact_label(EXAMPLE, answered("tarn"))
     assert label.key == ("q1", "closed_book", "original")
     assert label.verdicts == ("correct",)
     assert label.label is True
-    assert label_answer(EXAMPLE, answered(""), exact_match_judge).label is False
+    assert exact_label(EXAMPLE, answered("")).label is False

@@ -1,16 +1,13 @@
-import dataclasses
-
+import msgspec
 import pytest
 
 from extract.generate.replies import Replies
-from extract.label.rewrite import (
+from extract.label.rewrite import count_rewrites, find_additions, with_rewrites
+from extract.label.rewriter import (
     RewriteConfig,
-    count_rewrites,
-    find_additions,
     read_rewrite,
     rewrite_contexts,
     rewrite_prompt,
-    with_rewrites,
 )
 from extract.label.rubrics import escape
 from extract.records import Example, Passage
@@ -179,7 +176,9 @@ def test_flags_are_counted_and_flagged_rewrites_kept(tmp_path):
 
 def test_a_rewrite_of_another_context_is_refused(tmp_path):
     found, _ = made(tmp_path, lambda prompt: "Curie won.", [example()])
-    changed = dataclasses.replace(example(), passages=(Passage(title="", text="y"),))
+    changed = msgspec.structs.replace(
+        example(), passages=(Passage(title="", text="y"),)
+    )
     with pytest.raises(ValueError, match="rewrite` again"):
         with_rewrites([changed], {"q": found[0]})
 
