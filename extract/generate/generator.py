@@ -20,21 +20,13 @@ SCHEMA_VERSION = 1  # of keys and of stored replies; raise it when either change
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How text is generated.
+    """How text is generated."""
 
-    Attributes:
-      max_new_tokens: longest text, the stop token included.
-      temperature: divides the logits; 0 is greedy, and then nothing below matters.
-      top_p: keep the most probable tokens up to this mass.
-      top_k: keep at most this many tokens; None keeps all.
-      seed: of the draws.
-    """
-
-    max_new_tokens: int = 16
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    seed: int = 0
+    max_new_tokens: int = 16  # longest text, the stop token included
+    temperature: float = 0.0  # divides the logits; 0 is greedy, whatever follows
+    top_p: float = 1.0  # keep the most probable tokens up to this mass
+    top_k: int | None = None  # keep at most this many tokens; None keeps all
+    seed: int = 0  # of the draws
 
     def __post_init__(self) -> None:
         """Refuse what no backend can do."""
@@ -65,18 +57,13 @@ class SamplingConfig:
 class GeneratorPrompt:
     """One text to be continued, or one message to be replied to.
 
-    Attributes:
-      text: the prompt; for a chat, the user's message.
-      ids: the exact ids of a prompt that is continued, where they matter; special
-        tokens included.
-      is_chat: wrap the text in the model's chat template.
-      sample: sets draws of the same prompt apart.
+    Where the exact ids of a text matter they are given too, special tokens included.
     """
 
-    text: str
+    text: str  # for a chat, the user's message
     ids: tuple[int, ...] | None = None
-    is_chat: bool = False
-    sample: int = 0
+    is_chat: bool = False  # wrap the text in the model's chat template
+    sample: int = 0  # sets draws of the same prompt apart
 
     def __post_init__(self) -> None:
         """Refuse ids that no chat template can be put around."""

@@ -92,19 +92,12 @@ TEMPLATE_FIELDS: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class Rendered:
-    """A message in a chat template.
+    """A message in a chat template, at the characters `[start, stop)` of the text."""
 
-    Attributes:
-      text: special tokens included, as text.
-      start: first character of the message in it.
-      stop: the character behind the message.
-      n_trimmed: characters the template cut off the message's beginning.
-    """
-
-    text: str
+    text: str  # special tokens included, as text
     start: int
     stop: int
-    n_trimmed: int
+    n_trimmed: int  # characters the template cut off the message's beginning
 
 
 def _apply(tokenizer: Any, message: str) -> str:
@@ -156,19 +149,12 @@ TemplateName = Literal["short", "paper"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptTemplate:
-    """The words around question and context.
+    """The words around question and context."""
 
-    Attributes:
-      closed_book: holds `{question}`.
-      with_context: holds `{context}` once, before `{question}`.
-      between: separates passages.
-      chat: send the words as a user's message through the tokenizer's chat template.
-    """
-
-    closed_book: str
-    with_context: str
-    between: str
-    chat: bool = False
+    closed_book: str  # holds `{question}`
+    with_context: str  # holds `{context}` once, before `{question}`
+    between: str  # separates passages
+    chat: bool = False  # send as a user's message through the chat template
 
 
 TEMPLATES: dict[TemplateName, PromptTemplate] = {

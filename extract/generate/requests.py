@@ -6,7 +6,6 @@ a question of which no passage fits is not asked with context, but listed.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol, get_args
@@ -19,7 +18,16 @@ from extract.generate.prompts import (
     TemplateName,
     build_prompt,
 )
-from extract.records import SETTINGS, Answer, Example, Passage, Setting, Variant
+from extract.records import (
+    SETTINGS,
+    Answer,
+    Example,
+    Passage,
+    Record,
+    Setting,
+    Variant,
+    write_lines,
+)
 from extract.run.directory import RunDir
 from extract.run.manifest import Preset
 
@@ -97,17 +105,11 @@ def plan_batches(
 
 
 class PromptModel(Protocol):
-    """What prompts are made with: a loaded `Backbone`, or a `TokenizerOnly`.
+    """What prompts are made with: a loaded `Backbone`, or a `TokenizerOnly`."""
 
-    Attributes:
-      tokenizer: a fast one, since prompts are split by offsets.
-      max_length: the model's window in tokens, or None where it sets no limit.
-      name: of the model, for messages.
-    """
-
-    tokenizer: Any
-    max_length: int | None
-    name: str
+    tokenizer: Any  # a fast one, which tells offsets
+    max_length: int | None  # window in tokens, None where the model sets no limit
+    name: str  # of the model, for messages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,19 +126,12 @@ Overlong = Literal["refuse", "drop-passages"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptConfig:
-    """How questions are put.
+    """How questions are put."""
 
-    Attributes:
-      template: the words around question and context.
-      chat: send them through the tokenizer's chat template, thinking switched off.
-      overlong: what happens to a prompt that does not fit.
-      window: most tokens of prompt and answer together; None for the model's own.
-    """
-
-    template: TemplateName = "short"
-    chat: bool = False
-    overlong: Overlong = "refuse"
-    window: int | None = None
+    template: TemplateName = "short"  # the words around question and context
+    chat: bool = False  # through the chat template, thinking switched off
+    overlong: Overlong = "refuse"  # what happens to a prompt that does not fit
+    window: int | None = None  # most tokens with the answer; None: the model's own
 
     def __post_init__(self) -> None:
         """Refuse choices that do not exist."""
@@ -154,20 +149,14 @@ class PromptConfig:
         return dataclasses.replace(TEMPLATES[self.template], chat=self.chat)
 
 
-@dataclasses.dataclass(frozen=True)
-class LeftOut:
-    """A question that is not asked in one setting, since no passage of it fits.
-
-    Attributes:
-      n_tokens: of the prompt with its first passage alone.
-      room: most tokens that a prompt may have.
-    """
+class LeftOut(Record, frozen=True):
+    """A question that is not asked in one setting, since no passage of it fits."""
 
     example_id: str
     setting: Setting
     variant: Variant
-    n_tokens: int
-    room: int
+    n_tokens: int  # of the prompt with its first passage alone
+    room: int  # most tokens that a prompt may have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,8 +181,7 @@ class Requests:
 
     def left_out_lines(self) -> str:
         """Return what is not asked as JSON lines."""
-        rows = map(dataclasses.asdict, self.left_out)
-        return "".join(json.dumps(row) + "\n" for row in rows)
+        return write_lines(self.left_out)
 
 
 def variants_of(

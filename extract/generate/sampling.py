@@ -22,14 +22,9 @@ from extract.run.console import Update
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrawConfig:
-    """How answers are drawn; defaults follow Farquhar et al. (Nature, 2024).
+    """How answers are drawn; defaults follow Farquhar et al. (Nature, 2024)."""
 
-    Attributes:
-      n_samples: per question, setting and variant.
-      sampling: how each is drawn.
-    """
-
-    n_samples: int = 10
+    n_samples: int = 10  # per question, setting and variant
     sampling: SamplingConfig = SamplingConfig(temperature=1.0, top_p=0.9, top_k=50)
 
     def __post_init__(self) -> None:

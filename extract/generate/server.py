@@ -33,35 +33,26 @@ Dialect = Literal["vllm", "openai"]
 class ServerConfig:
     """Which server, and how it is asked.
 
+    No server tells which weights stand behind a name, nor their dtype: who runs it has
+    to, and both are part of every key.
+
     Attributes:
-      url: up to and including `/v1`.
-      model: the name the server gives its model.
-      revision: what identifies the weights behind that name. No server tells, so who
-        runs it has to; it is part of every key.
       dialect: "vllm" sends and receives exact token ids, knows top_k and switches
         thinking off; "openai" keeps to the fields that every such server has, so its
         model thinks or not as it was set up.
-      log_probs: ask for log-probabilities.
-      dtype: of the server's weights; no server tells.
-      tokenizer: SHA-256 of the model's tokenizer, where it is known here.
-      chat_template: likewise.
-      n_concurrent: most requests under way at a time.
-      n_retries: of one request.
-      timeout: of one request, seconds.
-      prices: for the spending cap.
     """
 
-    url: str
-    model: str
+    url: str  # up to and including `/v1`
+    model: str  # the name the server gives its model
     revision: str = "unstated"
     dialect: Dialect = "vllm"
-    log_probs: bool = False
+    log_probs: bool = False  # ask for them
     dtype: str = "unstated"
-    tokenizer: str | None = None
-    chat_template: str | None = None
-    n_concurrent: int = 16
-    n_retries: int = 5
-    timeout: float = 600.0
+    tokenizer: str | None = None  # SHA-256, where it is known here
+    chat_template: str | None = None  # likewise
+    n_concurrent: int = 16  # most requests under way at a time
+    n_retries: int = 5  # of one request
+    timeout: float = 600.0  # of one request, seconds
     prices: Prices = Prices()
 
     def __post_init__(self) -> None:

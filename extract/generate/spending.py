@@ -11,17 +11,11 @@ class SpendingCapReached(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Prices:
-    """What a server charges, and where to stop.
+    """What a server charges, in any one currency, and where to stop."""
 
-    Attributes:
-      prompt: per million prompt tokens, in any currency.
-      new: per million generated tokens, in the same one.
-      cap: the most that may be spent, by earlier processes too; None for no cap.
-    """
-
-    prompt: float = 0.0
-    new: float = 0.0
-    cap: float | None = None
+    prompt: float = 0.0  # per million prompt tokens
+    new: float = 0.0  # per million generated tokens
+    cap: float | None = None  # the most that may be spent, by earlier processes too
 
     def __post_init__(self) -> None:
         """Refuse negative or infinite numbers, and a cap that is never reached."""

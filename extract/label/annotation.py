@@ -103,17 +103,11 @@ def write_sample(path: Path, sample: Sequence[LabelledAnswer]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HumanAgreement:
-    """What a person's annotations say about the labels.
+    """What a person's annotations say about the labels."""
 
-    Attributes:
-      judge: the person against the labels.
-      exact: the person against exact match.
-      n_empty: items that were not annotated.
-    """
-
-    judge: Agreement
-    exact: Agreement
-    n_empty: int
+    judge: Agreement  # of the person with the labels
+    exact: Agreement  # of the person with exact match
+    n_empty: int  # items that were not annotated
 
 
 def _read_rows(path: Path) -> list[dict[str, str]]:

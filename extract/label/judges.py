@@ -21,20 +21,12 @@ from extract.run.console import Update
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConsensusConfig:
-    """How answers are judged.
+    """How answers are judged."""
 
-    Attributes:
-      vote: "unanimous" drops what the rubrics disagree on; "majority" keeps it.
-      n_retries: how often a reply that is no verdict is asked for again.
-      max_new_tokens: longest reply; a verdict is one word, and a reply that was cut
-        at this length is none.
-      seed: of the delimiters' markers.
-    """
-
-    vote: Vote = "unanimous"
-    n_retries: int = 2
-    max_new_tokens: int = 8
-    seed: int = 0
+    vote: Vote = "unanimous"  # drops what the rubrics disagree on; "majority" keeps it
+    n_retries: int = 2  # of a reply that is no verdict
+    max_new_tokens: int = 8  # a verdict is one word, and a reply that was cut is none
+    seed: int = 0  # of the delimiters' markers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

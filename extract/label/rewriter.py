@@ -42,18 +42,11 @@ _CUE = re.compile(r"[*_#\s]*normali[sz]ed context[*_\s]*:[*_\s]*", re.IGNORECASE
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewriteConfig:
-    """How contexts are rewritten; always greedily, as in the paper.
+    """How contexts are rewritten; always greedily, as in the paper."""
 
-    Attributes:
-      max_new_tokens: longest rewritten context.
-      seed: of the delimiters' markers.
-      skip_overlong: count a context that does not fit the rewriter's window as failed,
-        instead of stopping.
-    """
-
-    max_new_tokens: int = 1024
-    seed: int = 0
-    skip_overlong: bool = False
+    max_new_tokens: int = 1024  # longest rewritten context
+    seed: int = 0  # of the delimiters' markers
+    skip_overlong: bool = False  # count what does not fit as failed, and go on
 
 
 def rewrite_prompt(example: Example, *, seed: int = 0) -> str:

@@ -66,17 +66,11 @@ _DELIMITERS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rubric:
-    """One way of judging an answer.
+    """One way of judging an answer."""
 
-    Attributes:
-      name: as in the label's verdicts and in the audit.
-      opening: says what is to be done; before the fields.
-      rules: how, and what to reply with; after the fields.
-    """
-
-    name: str
-    opening: str
-    rules: str
+    name: str  # as in the audit
+    opening: str  # what is to be done; before the fields
+    rules: str  # how, and what to reply with; after the fields
 
 
 RUBRICS: tuple[Rubric, ...] = (
