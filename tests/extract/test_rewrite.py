@@ -12,7 +12,7 @@ from extract.label.rewriter import (
 from extract.label.rubrics import escape
 from extract.records import Example, Passage
 from tests.extract.injections import INJECTIONS
-from tests.extract.scripted import ScriptedGenerator, fields_of, said
+from tests.extract.scripted import ScriptedGenerator, fields_of, generated
 
 SOURCE = (
     "Marie Curie: Maria Salomea Sk\u0142odowska-Curie (7 November 1867 \u2013 4 July "
@@ -124,14 +124,14 @@ def test_the_prompt_holds_question_and_context_once_and_no_injection_leaves():
     ],
 )
 def test_the_cue_and_what_stands_before_it_are_taken_off(reply):
-    assert read_rewrite(example(), said(reply)).text == "Curie won."
+    assert read_rewrite(example(), generated(reply)).text == "Curie won."
 
 
 def test_a_cut_or_empty_rewrite_is_none_with_its_reason():
-    cut = read_rewrite(example(), said("Curie", finish="length"))
+    cut = read_rewrite(example(), generated("Curie", finish="length"))
     assert cut.text is None
     assert "cut" in cut.reason
-    assert "empty" in read_rewrite(example(), said("Normalized Context: ")).reason
+    assert "empty" in read_rewrite(example(), generated("Normalized Context: ")).reason
 
 
 def made(tmp_path, rule, examples):
