@@ -83,7 +83,7 @@ class Generated(Record, frozen=True, kw_only=True):
     Attributes:
       text: without special tokens and surrounding white space.
       token_ids: the ids written, without the stop token.
-      stop_id: the stop token, or None if there was none.
+      stop_id: the stop token, or None if the text was cut.
       log_probs: in nats, one per id and one more for the stop token if it was written;
         of the model itself, before temperature, top-p and top-k.
       finish: "length" if the text was cut at its limit.
@@ -163,7 +163,7 @@ def stop_ids_of(stop: int | Sequence[int] | None, name: str) -> tuple[int, ...]:
     """Return the `eos_token_id` of a checkpoint (`name`, for the message) as ids.
 
     Raises:
-      ValueError: there is none.
+      ValueError: it is absent.
     """
     if stop is None:
         raise ValueError(

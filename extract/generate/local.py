@@ -31,7 +31,7 @@ def stop_ids(backbone: Backbone) -> tuple[int, ...]:
     """Return the tokens that end a text.
 
     Raises:
-      ValueError: the model names none.
+      ValueError: the model names no such token.
     """
     stop = backbone.model.generation_config.eos_token_id
     if stop is None:

@@ -43,7 +43,7 @@ def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool) -> Any:
       add_special_tokens: put the tokenizer's own around it.
 
     Raises:
-      ValueError: the tokenizer makes control tokens of the text nevertheless.
+      ValueError: the tokenizer still makes control tokens of it.
     """
     encoded = tokenizer(
         text,
@@ -116,7 +116,7 @@ def render_message(tokenizer: Any, message: str) -> Rendered:
 
     Raises:
       ValueError: there is no chat template, it changes the message, or it opens a
-        thinking block nevertheless.
+        thinking block although it is told not to.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(
@@ -256,7 +256,7 @@ def build_prompt(
       tokenizer: a fast tokenizer, which can tell offsets.
       template: the words around.
       question: not empty.
-      passages: the context; none means closed-book.
+      passages: the context; empty for closed-book.
 
     Raises:
       ValueError: a text is empty or no text, the tokenizer has no offsets, a text

@@ -59,15 +59,15 @@ class Request:
         """Return what identifies the answer: example, setting, variant."""
         return (self.example_id, self.setting, self.variant)
 
-    def answer(self, found: Generated) -> Answer:
+    def answer(self, reply: Generated) -> Answer:
         """Return a generated text as the answer to this request.
 
         Raises:
           ValueError: a server told no token ids. A text that is split again may be
             other ids than were written, and the signals those of another answer.
         """
-        if found.token_ids is None or (
-            found.finish == "stop" and found.stop_id is None
+        if reply.token_ids is None or (
+            reply.finish == "stop" and reply.stop_id is None
         ):
             raise ValueError(
                 f"the server tells no token ids for question {self.example_id!r}; use "
@@ -78,10 +78,10 @@ class Request:
             example_id=self.example_id,
             setting=self.setting,
             variant=self.variant,
-            text=found.text,
+            text=reply.text,
             prompt_ids=self.prompt.ids,
-            token_ids=found.token_ids,
-            stop_id=found.stop_id,
+            token_ids=reply.token_ids,
+            stop_id=reply.stop_id,
             context_span=self.prompt.context_span,
             dropped=self.dropped,
         )
@@ -209,8 +209,8 @@ def make_requests(
       max_new_tokens: of the longest answer, which has to fit too.
 
     Raises:
-      ValueError: prompts do not fit, and passages must not or cannot be left out; or
-        a text is empty or no text.
+      ValueError: prompts do not fit, and passages may not or cannot be left out; or a
+        question or passage is empty or holds what no encoding can.
     """
     limits = [n for n in (config.window, model.max_length) if n is not None]
     room = min(limits, default=math.inf) - max_new_tokens

@@ -197,8 +197,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
     def identity(self) -> dict[str, Any]:
         """Return what changes a text, as far as a server lets it be known.
 
-        What was not said of the server is "unstated" or None; `revision` stands for
-        that too.
+        What the user did not state of the server is "unstated" or None.
         """
         return {
             "backend": "served",
@@ -287,12 +286,12 @@ class ServedGenerator(contextlib.AbstractContextManager):
         n_new = config.max_new_tokens
         reserved = self.account.reserve(n_prompt, n_new)
         try:
-            found = self._send(prompt, config)
-            if found.n_prompt_tokens is not None:
-                n_prompt = found.n_prompt_tokens
-            if found.n_new_tokens is not None:
-                n_new = found.n_new_tokens
-            return found
+            reply = self._send(prompt, config)
+            if reply.n_prompt_tokens is not None:
+                n_prompt = reply.n_prompt_tokens
+            if reply.n_new_tokens is not None:
+                n_new = reply.n_new_tokens
+            return reply
         except openai.OpenAIError as error:
             if not _may_have_cost(error):
                 n_prompt = n_new = 0

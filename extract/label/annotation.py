@@ -1,6 +1,6 @@
 """A sample of answers for a person to judge blind: a CSV out, the same CSV in.
 
-The file shows question, golds and answer, not what the judges said. The person fills
+The file shows question, golds and answer, not the verdicts. The person fills
 the column `human` with correct or incorrect; what is left empty is counted.
 """
 

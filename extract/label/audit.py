@@ -203,7 +203,7 @@ def against_exact_match(
 def between_judges(
     rows: Sequence[LabelledAnswer], *, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Compare the rubrics pairwise, where both gave a verdict; none for one judge."""
+    """Compare the rubrics pairwise, where both gave a verdict; [] for exact match."""
     if {len(row.label.verdicts) for row in rows} != {len(RUBRICS)}:
         return []
     compared = []

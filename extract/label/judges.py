@@ -31,7 +31,7 @@ class ConsensusConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judgements:
-    """What the judges said.
+    """The verdicts of the judges, as labels.
 
     Attributes:
       labels: one per answer, in order; verdicts in the order of `RUBRICS`.

@@ -105,7 +105,7 @@ def _numbers(text: str) -> dict[str, str]:
 
 
 def _entities(text: str) -> list[str]:
-    """Return the runs of capitalised words; a plain sentence opener is none."""
+    """Return the runs of capitalised words; not a word that merely opens a sentence."""
     runs: list[list[re.Match[str]]] = []
     for match in _WORD.finditer(text):
         word = match.group()
@@ -168,7 +168,7 @@ class Rewrite(Record, frozen=True, kw_only=True):
 
     Attributes:
       source_sha: SHA-256 of question and passages it was made from.
-      text: the new context, or None if there is none; then `reason` says why.
+      text: the new context, or None if it failed; then `reason` says why.
       added_numbers: not in the source, see `Additions`.
       added_entities: likewise.
       from_question: of both, what the question has.

@@ -73,7 +73,7 @@ def read_rewrite(example: Example, reply: Generated) -> Rewrite:
     """Return the rewrite of one reply.
 
     Before the cue "Normalized Context:" nothing counts; without the cue, everything
-    does. A reply that was cut is none: half a context would be taken for a whole one.
+    does. A reply that was cut fails: half a context would be taken for a whole one.
     """
     if reply.finish == "length":
         return _failed(example, "the rewrite was cut at its longest length")
