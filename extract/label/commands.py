@@ -59,7 +59,7 @@ def rewrite(
     """
     backend = take_options(options)
     check_local_model(model, backend, "--model")
-    from extract.label.rewrite import RewriteConfig
+    from extract.label.rewriter import RewriteConfig
     from extract.label.stage import rewrite_run
     from extract.run.directory import RunDir
 
