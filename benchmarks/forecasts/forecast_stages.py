@@ -78,7 +78,7 @@ def forecast_extract(run: RunDir, config: RunConfig) -> Forecast:
     run.hash_inputs(run.answers)
     began = time.monotonic()
     backbone = open_backbone(config)
-    reader = SignalReader.for_kept(backbone, config.extract)
+    reader = SignalReader.for_config(backbone, config.extract)
     loaded = time.monotonic() - began
     answers = [a for setting in SETTINGS for a in read_answers(run, setting)]
     span = config.extract.answer_span

@@ -88,7 +88,7 @@ def extract_worker(
     """
     backbone = open_backbone(config)
     require_answering_model(run.answers, backbone)
-    reader = SignalReader.for_kept(backbone, config.extract)
+    reader = SignalReader.for_config(backbone, config.extract)
     fingerprint = {"model": backbone.revision, "dtype": str(backbone.dtype)}
     reports = [
         pipeline.write_features(

@@ -9,8 +9,6 @@ import dataclasses
 
 import torch
 
-N_SCALARS = 5  # p(v), -log p(v), entropy, top p, margin
-
 _N_COLUMNS = 64
 # Exponentials alive at once on a CPU: half of the second-level cache of two cores.
 _N_CACHED = 2**19

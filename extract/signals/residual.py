@@ -15,8 +15,6 @@ import torch
 from extract.backbone.layout import LayerPass, Layout
 from extract.signals.batch import HostCopies, Rows
 
-N_SCALARS = 4  # att norm, att push, ffn norm, ffn push
-
 
 @dataclasses.dataclass(frozen=True)
 class FinalNorm:
