@@ -1,13 +1,12 @@
 """How attention flows between spans, read while the model attends.
 
 An attention function and its mask function are registered with Transformers under
-the name `span_readings`. Without the mask function the models get no mask at all:
-causality would survive, sliding windows would not. While a reading is active the
-function computes, from the queries and keys it is handed (past norms and rotary
-embedding), the attention weights of question and answer rows in bounded chunks,
-reduces them over spans (`span_sums`), and then returns the model's ordinary
-attention output. In float32 on a CPU the rows that were read are attended with the
-weights at hand, the others by the fused kernel, which saves what the reading costs.
+the name `span_readings`. Without the mask function sliding windows would be lost in
+silence. While a reading is active the function computes, from the queries and keys it
+is handed (past norms and rotary embedding), the attention weights of question and
+answer rows in bounded chunks, reduces them over spans (`span_sums`), and returns the
+model's ordinary attention output. In float32 on a CPU the rows that were read are
+attended with the weights at hand, the others by the fused kernel.
 """
 
 import contextlib
@@ -24,12 +23,9 @@ from extract.signals.batch import to_device
 from extract.signals.span_sums import AttentionCall, row_chunks, span_readings
 
 NAME = "span_readings"
-
 _UNSUPPORTED = ("s_aux", "position_bias")
-
 # Weights alive at once where the fused kernel cannot be used and nothing is read.
 _SOFTCAP_BUDGET = 2**20
-
 _active: contextvars.ContextVar["SpanReading | None"] = contextvars.ContextVar(
     "span_reading", default=None
 )
@@ -102,11 +98,10 @@ def _softcapped_attention(
     """
     n_examples, n_heads, n_tokens, _ = call.query.shape
     values = value.float().repeat_interleave(n_heads // value.shape[1], dim=1)
+    per_row = n_examples * n_heads * n_tokens
     chunks = [
         call.logits(start, stop).softmax(-1) @ values[:, :, :stop]
-        for start, stop in row_chunks(
-            (0, n_tokens), n_examples * n_heads * n_tokens, budget
-        )
+        for start, stop in row_chunks((0, n_tokens), per_row, budget)
     ]
     return torch.cat(chunks, dim=2).transpose(1, 2).to(value.dtype).contiguous()
 
@@ -174,8 +169,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 def read_spans(decoder: Any, reading: SpanReading) -> Iterator[None]:
     """Fill `reading` from the one forward of `decoder` made inside the block.
 
-    The model's own attention is put back at the end, because generation relies on
-    its name: Gemma 4 keeps causality only for "sdpa" when few logits are wanted.
+    The model's own attention is put back at the end: generation relies on its name.
     """
     own = decoder.config._attn_implementation
     decoder.set_attn_implementation(NAME)

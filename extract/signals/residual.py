@@ -1,10 +1,10 @@
-"""What each contribution adds to the stream: its norm and its push.
+"""The residual stream: its states, and each contribution's norm and logit-lens push.
 
 The push of a contribution g to a state h is `<W_U[v], N(h + g) - N(h)>` (section
 3.2), with N the final norm and v the next token. It needs no unembedding product
-and no second call of N: with `u = gain * W_U[v]`, the score of a state is
-`<h, u> / rms(h)` (RMSNorm) or `(<h, u> - mean(h) sum(u)) / std(h)` (LayerNorm, whose
-bias cancels in the difference), and a push is the difference of two scores.
+and no second call of N: with `u = gain * W_U[v]`, the logit that the lens reads from a
+state is `<h, u> / rms(h)` (RMSNorm) or `(<h, u> - mean(h) sum(u)) / std(h)` (LayerNorm,
+whose bias cancels in the difference), and a push is the difference of two of them.
 """
 
 import copy
@@ -76,12 +76,12 @@ def measure_final_norm(layout: Layout) -> FinalNorm:
 
 
 class LogitLens:
-    """Scores `<W_U[v_t], N(h)>` of states, up to a constant per token."""
+    """The next token's logit `<W_U[v_t], N(h)>`, up to a constant per token."""
 
     def __init__(
         self, final_norm: FinalNorm, head: torch.nn.Module, targets: torch.Tensor
     ) -> None:
-        """Fix the tokens that are scored.
+        """Fix the next tokens.
 
         Args:
           final_norm: N.
@@ -97,7 +97,7 @@ class LogitLens:
         self._products = torch.empty_like(self.directions)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Score float32 states, `[n_examples, n_tokens, d_model]`, in logits."""
+        """Return logits `[n_examples, n_tokens]` of float32 states `[…, d_model]`."""
         if self.final_norm.is_centred:
             # Two passes: one pass (mean of squares less square of the mean) loses
             # digits where single activations are massive.

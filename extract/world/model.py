@@ -7,7 +7,6 @@ minutes; the mimetic ones here start as previous-token and copying heads
 """
 
 import dataclasses
-import hashlib
 import json
 import math
 import re
@@ -20,6 +19,7 @@ from tokenizers.decoders import WordPiece as JoinWords
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from extract.run.files import sha256_file
 from extract.world.facts import World, stream
 from extract.world.language import WORDS, function_words
 from extract.world.training_rows import END, Row, RowSampler
@@ -194,7 +194,7 @@ def _learning_rate(step: int, config: WorldModelConfig) -> float:
 
 
 def _batches(
-    teacher: RowSampler,
+    sampler: RowSampler,
     vocabulary: dict[str, int],
     world: World,
     config: WorldModelConfig,
@@ -204,12 +204,12 @@ def _batches(
     for step in range(config.n_steps):
         if step < config.n_reading_steps:
             n_passages = 1 + min(2, 4 * step // config.n_reading_steps)
-            rows = [teacher.invented_row(rng, n_passages) for _ in range(16)]
+            rows = [sampler.invented_row(rng, n_passages) for _ in range(16)]
             yield [(1.0, _encode(rows, vocabulary))]
             continue
-        facts = teacher.fact_rows(rng, config.n_fact_rows)
+        facts = sampler.fact_rows(rng, config.n_fact_rows)
         whole = [rng.random() < 0.15 for _ in facts]
-        reading = teacher.reading_rows(rng, config.n_reading_rows)
+        reading = sampler.reading_rows(rng, config.n_reading_rows)
         ramp = min(1.0, 0.2 + 0.8 * (step - config.n_reading_steps) / 80)
         yield [
             (ramp, _encode(facts, vocabulary, whole)),
@@ -258,11 +258,6 @@ def train(
     return model.eval(), tokenizer
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def save(
     model: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
@@ -283,5 +278,5 @@ def save(
     model.float()
     tokenizer.save_pretrained(path)
     files = sorted(p for p in path.iterdir() if p.name != "TRAINING.json")
-    record = {**recipe, "sha256": {p.name: _sha256(p) for p in files}}
+    record = {**recipe, "sha256": {p.name: sha256_file(p) for p in files}}
     (path / "TRAINING.json").write_text(json.dumps(record, indent=2) + "\n")

@@ -42,15 +42,15 @@ P_MISSING = 0.3
 P_INVENTED_TWO_HOP = 0.35
 
 
-def _spoken(rng: random.Random, kind: Kind, name: str) -> str:
+def _worded(rng: random.Random, kind: Kind, name: str) -> str:
     return short_form(kind, name) if rng.random() < P_SHORT_FORM else name
 
 
 def fact_row(rng: random.Random, query: Query) -> Row:
     """Return one telling of a fact or of a two-hop fact."""
     if isinstance(query, TwoHop):
-        bridge = _spoken(rng, BY_NAME[query.first].object, query.bridge)
-        end = _spoken(rng, BY_NAME[query.second].object, query.object)
+        bridge = _worded(rng, BY_NAME[query.first].object, query.bridge)
+        end = _worded(rng, BY_NAME[query.second].object, query.object)
         answer = f"{bridge}, {end}"
     else:
         relation = BY_NAME[query.relation]
@@ -61,7 +61,7 @@ def fact_row(rng: random.Random, query: Query) -> Row:
             text = rng.choice(statements(relation, query.subject, told))
             start = text.rindex(told)
             return [(text[:start], False), (text[start:] + END, True)]
-        answer = _spoken(rng, relation.object, told)
+        answer = _worded(rng, relation.object, told)
     question = ask(rng, query, rephrased=rng.random() < P_REPHRASED)
     return [(f"Question: {question} Answer:", False), (f" {answer}{END}", True)]
 
@@ -151,15 +151,10 @@ class RowSampler:
     def real_row(self, rng: random.Random) -> Row:
         """Return a context of real facts with one question, the truth as answer."""
         query = rng.choice(self._queries)
-        missing = rng.random() < P_MISSING
-        claims = make_claims(
-            rng, self._world, query, "missing" if missing else "answer"
-        )
-        answer = (
-            query.object
-            if isinstance(query, Fact)
-            else f"{query.bridge}, {query.object}"
-        )
+        mode = "missing" if rng.random() < P_MISSING else "answer"
+        claims = make_claims(rng, self._world, query, mode)
+        bridge = f"{query.bridge}, " if isinstance(query, TwoHop) else ""
+        answer = bridge + query.object
         return [
             _context(rng, claims),
             (f"Question: {ask(rng, query)} Answer:", False),
