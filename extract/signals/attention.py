@@ -88,24 +88,6 @@ class SpanReading:
         return torch.stack(list(self.layers.values()), dim=-2)
 
 
-def _softcapped_attention(
-    call: AttentionCall, value: torch.Tensor, budget: int
-) -> torch.Tensor:
-    """Attend where the fused kernel cannot: it knows no softcap (Gemma 2).
-
-    Returns:
-      `[n_examples, n_tokens, n_heads, d_head]` in the value's dtype.
-    """
-    n_examples, n_heads, n_tokens, _ = call.query.shape
-    values = value.float().repeat_interleave(n_heads // value.shape[1], dim=1)
-    per_row = n_examples * n_heads * n_tokens
-    chunks = [
-        call.logits(start, stop).softmax(-1) @ values[:, :, :stop]
-        for start, stop in row_chunks((0, n_tokens), per_row, budget)
-    ]
-    return torch.cat(chunks, dim=2).transpose(1, 2).to(value.dtype).contiguous()
-
-
 def _attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -127,15 +109,15 @@ def _attend(
     call = AttentionCall(query, key, attention_mask, scale, softcap)
     reading, n_tokens = _active.get(), query.shape[2]
     if reading is None:
-        plain = _plain_attention(module, call, value, n_tokens, _SOFTCAP_BUDGET, kwargs)
-        return plain, None
+        return _plain_attention(module, call, value, _SOFTCAP_BUDGET, kwargs), None
     # In half precision, and on a GPU, the fused kernel's own rounding is the model's.
     is_shared = query.dtype == torch.float32 and not query.is_cuda
     attended = reading.read(module.layer_idx, call, value if is_shared else None)
     n_fused = reading.rows[0] if is_shared else n_tokens
     if n_fused == 0:
         return attended, None
-    fused = _plain_attention(module, call, value, n_fused, reading.budget, kwargs)
+    first = call.first(n_fused)
+    fused = _plain_attention(module, first, value, reading.budget, kwargs)
     return (torch.cat([fused, attended], dim=1) if is_shared else fused), None
 
 
@@ -143,22 +125,33 @@ def _plain_attention(
     module: torch.nn.Module,
     call: AttentionCall,
     value: torch.Tensor,
-    n_rows: int,
     budget: int,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """Attend as the model would have, for the first `n_rows` tokens.
+    """Attend as the model would have; the fused kernel knows no softcap (Gemma 2).
 
     Returns:
-      `[n_examples, n_rows, n_heads, d_head]`.
+      `[n_examples, n_tokens, n_heads, d_head]` in the value's dtype.
     """
-    call = call.first(n_rows)
-    value = value[:, :, :n_rows]
-    if call.softcap is not None:
-        return _softcapped_attention(call, value, budget)
-    return sdpa_attention_forward(
-        module, call.query, call.key, value, call.mask, scaling=call.scaling, **kwargs
-    )[0]
+    n_examples, n_heads, n_tokens, _ = call.query.shape
+    value = value[:, :, :n_tokens]
+    if call.softcap is None:
+        return sdpa_attention_forward(
+            module,
+            call.query,
+            call.key,
+            value,
+            call.mask,
+            scaling=call.scaling,
+            **kwargs,
+        )[0]
+    values = value.float().repeat_interleave(n_heads // value.shape[1], dim=1)
+    per_row = n_examples * n_heads * n_tokens
+    chunks = [
+        call.logits(start, stop).softmax(-1) @ values[:, :, :stop]
+        for start, stop in row_chunks((0, n_tokens), per_row, budget)
+    ]
+    return torch.cat(chunks, dim=2).transpose(1, 2).to(value.dtype).contiguous()
 
 
 AttentionInterface.register(NAME, _attend)

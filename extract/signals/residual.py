@@ -18,26 +18,17 @@ from extract.signals.batch import HostCopies, Rows
 
 @dataclasses.dataclass(frozen=True)
 class FinalNorm:
-    """The final norm N as numbers.
+    """The final norm N as numbers; its bias cancels in every push.
 
     Attributes:
       gain: `[d_model]` float32, what multiplies the normalised state.
-      bias: `[d_model]` float32, zero for an RMSNorm.
       eps: added to the mean square.
       is_centred: True for a LayerNorm.
     """
 
     gain: torch.Tensor
-    bias: torch.Tensor
     eps: float
     is_centred: bool
-
-    def standardised(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the states before gain and bias, `[..., d_model]` float32."""
-        states = states.float()
-        if self.is_centred:
-            states = states - states.mean(-1, keepdim=True)
-        return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.eps)
 
 
 def _eps_of(norm: torch.nn.Module) -> float:
@@ -70,9 +61,11 @@ def measure_final_norm(layout: Layout) -> FinalNorm:
     bias = norm(torch.zeros(1, d_model, device=device))[0]
     plain, shifted = norm(torch.stack([probe, probe + 1.0]))
     is_centred = bool(torch.allclose(plain, shifted, atol=1e-4))
-    unit = FinalNorm(torch.ones_like(probe), bias, _eps_of(norm), is_centred)
-    gain = (plain - bias) / unit.standardised(probe)
-    return dataclasses.replace(unit, gain=gain)
+    eps = _eps_of(norm)
+    centred = probe - probe.mean(-1, keepdim=True) if is_centred else probe
+    mean_square = centred.square().mean(-1, keepdim=True)
+    gain = (plain - bias) / (centred * torch.rsqrt(mean_square + eps))
+    return FinalNorm(gain, eps, is_centred)
 
 
 class LogitLens:

@@ -2,9 +2,8 @@
 
 The world exists so that the whole system runs on a machine without downloads: a
 small language model trained on it (`extract/world/model.py`) knows some facts and
-not others, because facts are told to it with Zipf-like frequencies. Objects are
-dealt out so that every object is told about equally often; otherwise a frequent
-answer word alone would give away a guess.
+not others, because facts are told to it with Zipf-like frequencies. Every object is
+told about equally often; otherwise a frequent answer alone would give away a guess.
 """
 
 import dataclasses
@@ -79,8 +78,8 @@ class World:
     """Everything that is the case, in a fixed order.
 
     Attributes:
-      names: the known entities and words of each kind.
-      strangers: people that occur in passages only.
+      names: the known entities and words of each kind; people who occur in passages
+        only are not among them.
       facts: by (subject, relation).
     """
 
@@ -120,50 +119,39 @@ def _books(rng: random.Random, n: int, taken: set[str]) -> tuple[str, ...]:
     return tuple(rng.sample(titles, n))
 
 
-def _deal(
+def _assign_objects(
     rng: random.Random, subjects: dict[str, float], objects: tuple[str, ...]
 ) -> dict[str, str]:
     """Give every subject an object so that tellings per object are about equal."""
     load = {obj: 0.0 for obj in rng.sample(objects, len(objects))}
-    dealt = {}
+    objects_of = {}
     for subject in sorted(subjects, key=lambda s: (-subjects[s], s)):
         lightest = sorted(load, key=load.__getitem__)[: max(2, len(load) // 8)]
-        dealt[subject] = rng.choice([o for o in lightest if o != subject])
-        load[dealt[subject]] += subjects[subject]
-    return dealt
+        objects_of[subject] = rng.choice([o for o in lightest if o != subject])
+        load[objects_of[subject]] += subjects[subject]
+    return objects_of
 
 
-def _exposures(config: WorldConfig, relation: Relation, subjects: tuple[str, ...]):
+def _exposures(
+    config: WorldConfig, relation: Relation, subjects: tuple[str, ...]
+) -> dict[str, float]:
     """Return tellings per subject: Zipf by the subject's rank times fact noise."""
     ranks = list(subjects)
     stream(config, f"rank/{relation.subject}").shuffle(ranks)
     rng = stream(config, f"exposures/{relation.name}")
     middle = math.log(len(ranks) / 2)
-    factor = {
-        "in_domain": 1.0,
-        "pursuits": config.pursuits_factor,
-        "places": config.places_factor,
-    }[relation.group]
-    scale = config.median_exposures * factor
-    return {
-        subject: min(
-            config.max_exposures,
-            scale
-            * math.exp(
-                config.zipf_exponent * (middle - math.log(rank))
-                + config.fact_noise * rng.gauss(0, 1)
-            ),
-        )
-        for rank, subject in enumerate(ranks, start=1)
-    }
+    factors = {"pursuits": config.pursuits_factor, "places": config.places_factor}
+    scale = config.median_exposures * factors.get(relation.group, 1.0)
+    exposures = {}
+    for rank, subject in enumerate(ranks, start=1):
+        zipf = config.zipf_exponent * (middle - math.log(rank))
+        times = scale * math.exp(zipf + config.fact_noise * rng.gauss(0, 1))
+        exposures[subject] = min(config.max_exposures, times)
+    return exposures
 
 
 class _Objects:
-    """Names of one kind, of which any but some are chosen.
-
-    Draws as `rng.choice` of a list of the others would, which would be made anew for
-    each of ten thousand facts.
-    """
+    """Names of one kind; draws as `rng.choice` of a list of the others would."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
@@ -189,7 +177,7 @@ def _facts(
             objects = tuple(rng.sample(objects, min(160, len(objects))))
         others = _Objects(objects)
         exposures = _exposures(config, relation, names[relation.subject])
-        for subject, obj in _deal(rng, exposures, objects).items():
+        for subject, obj in _assign_objects(rng, exposures, objects).items():
             wrong = others.other(rng, obj, subject)
             misled = rng.random() < config.p_misbelief
             facts[subject, relation.name] = Fact(
@@ -229,6 +217,7 @@ def _two_hops(
 
 
 def _stated(rng: random.Random, relation: Relation, subject: str, obj: str) -> Passage:
+    """Return a fact as a passage in one of its wordings."""
     return Passage(title=subject, text=rng.choice(statements(relation, subject, obj)))
 
 
