@@ -24,11 +24,7 @@ from extract.signals.span_sums import AttentionCall, row_chunks, span_readings
 
 NAME = "span_readings"
 _UNSUPPORTED = ("s_aux", "position_bias")
-# Weights alive at once where the fused kernel cannot be used and nothing is read.
-_SOFTCAP_BUDGET = 2**20
-_active: contextvars.ContextVar["SpanReading | None"] = contextvars.ContextVar(
-    "span_reading", default=None
-)
+_active: contextvars.ContextVar["SpanReading"] = contextvars.ContextVar("span_reading")
 
 
 class SpanReading:
@@ -108,8 +104,6 @@ def _attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(query, key, attention_mask, scale, softcap)
     reading, n_tokens = _active.get(), query.shape[2]
-    if reading is None:
-        return _plain_attention(module, call, value, _SOFTCAP_BUDGET, kwargs), None
     # In half precision, and on a GPU, the fused kernel's own rounding is the model's.
     is_shared = query.dtype == torch.float32 and not query.is_cuda
     attended = reading.read(module.layer_idx, call, value if is_shared else None)

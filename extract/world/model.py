@@ -73,8 +73,7 @@ def make_tokenizer(world: World) -> PreTrainedTokenizerFast:
 
 
 def _orthogonal(n: int, generator: torch.Generator) -> torch.Tensor:
-    q, _ = torch.linalg.qr(torch.randn(n, n, generator=generator))
-    return q
+    return torch.linalg.qr(torch.randn(n, n, generator=generator))[0]
 
 
 def _init_previous_token_heads(
@@ -150,18 +149,18 @@ def make_model(n_words: int, config: WorldModelConfig) -> LlamaForCausalLM:
     return model
 
 
-@dataclasses.dataclass(frozen=True)
-class _Batch:
-    """Right-padded rows; `learn[i, t]` says that token t + 1 is learned."""
-
-    ids: torch.Tensor
-    learn: torch.Tensor
+_Batch = tuple[torch.Tensor, torch.Tensor]  # ids and mask, see `_encode`
 
 
 def _encode(
     rows: list[Row], vocabulary: dict[str, int], whole: list[bool] | None = None
 ) -> _Batch:
-    """Encode rows; those marked `whole` are learned from their first token on."""
+    """Encode rows; those marked `whole` are learned from their first token on.
+
+    Returns:
+      `[n_rows, n_tokens]` right-padded ids, and `[n_rows, n_tokens - 1]` bool, True
+      where the next token is learned.
+    """
     encoded = []
     for row, everything in zip(rows, whole or [False] * len(rows), strict=True):
         ids, learn = [vocabulary[START]], [False]
@@ -176,14 +175,14 @@ def _encode(
     for i, (ids, learn) in enumerate(encoded):
         batch[i, : len(ids)] = torch.tensor(ids)
         mask[i, : len(ids)] = torch.tensor(learn)
-    return _Batch(batch, mask[:, 1:])
+    return batch, mask[:, 1:]
 
 
 def _loss(model: LlamaForCausalLM, batch: _Batch) -> torch.Tensor:
     """Return the mean loss in nats over the tokens to learn."""
-    states = model.model(input_ids=batch.ids[:, :-1], use_cache=False)[0]
-    logits = model.lm_head(states[batch.learn])
-    return F.cross_entropy(logits, batch.ids[:, 1:][batch.learn])
+    ids, mask = batch
+    states = model.model(input_ids=ids[:, :-1], use_cache=False)[0]
+    return F.cross_entropy(model.lm_head(states[mask]), ids[:, 1:][mask])
 
 
 def _learning_rate(step: int, config: WorldModelConfig) -> float:
