@@ -9,9 +9,8 @@ model's ordinary attention output. In float32 on a CPU the rows that were read a
 attended with the weights at hand, the others by the fused kernel.
 """
 
-import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from extract.backbone.layout import LayerPass, Layout, watch_layers
 from extract.signals.batch import to_device
 from extract.signals.span_sums import AttentionCall, row_chunks, span_readings
 
@@ -33,25 +33,24 @@ class SpanReading:
     def __init__(
         self,
         spans: torch.Tensor,
-        n_tokens: int,
+        ids: torch.Tensor,
         attention_layers: tuple[int, ...],
         budget: int,
-        device: torch.device,
     ) -> None:
         """Begin a reading.
 
         Args:
           spans: `[n_examples, 3, 2]` int64 on the host, absolute and half-open,
             context < question < answer.
-          n_tokens: length of the padded batch.
+          ids: `[n_examples, n_tokens]`, the padded batch where the model computes.
           attention_layers: layers that have an attention matrix, in order.
           budget: most attention weights alive at once; bounds the chunk of rows.
-          device: where the model computes.
         """
+        n_tokens = ids.shape[1]
         positions = torch.arange(n_tokens)
         starts, stops = spans[:, :, :1], spans[:, :, 1:]
         members = (positions >= starts) & (positions < stops)
-        self.members = to_device(members, device)
+        self.members = to_device(members, ids.device)
         self.budget = budget
         self.layers: dict[int, torch.Tensor | None] = dict.fromkeys(attention_layers)
         later = members[:, 1:].any(dim=(0, 1)).nonzero()
@@ -152,17 +151,37 @@ AttentionInterface.register(NAME, _attend)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-@contextlib.contextmanager
-def read_spans(decoder: Any, reading: SpanReading) -> Iterator[None]:
-    """Fill `reading` from the one forward of `decoder` made inside the block.
+def run_decoder(
+    layout: Layout,
+    ids: torch.Tensor,
+    spans: torch.Tensor,
+    budget: int,
+    on_layer: Callable[[LayerPass], None],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a decoder once and read its attention on the way.
 
     The model's own attention is put back at the end: generation relies on its name.
+
+    Args:
+      layout: the model's modules.
+      ids: `[n_examples, n_tokens]` int64 on the model's device.
+      spans: as in `SpanReading`.
+      budget: as in `SpanReading`.
+      on_layer: as in `watch_layers`.
+
+    Returns:
+      Final-normed states `[n_examples, n_tokens, d_model]`, and the readings
+      `[n_examples, n_tokens, 2, 2, n_attention_layers, n_heads]`.
     """
+    decoder = layout.decoder
+    reading = SpanReading(spans, ids, layout.attention_layers, budget)
     own = decoder.config._attn_implementation
     decoder.set_attn_implementation(NAME)
     token = _active.set(reading)
     try:
-        yield
+        with watch_layers(layout, on_layer):
+            output = decoder(input_ids=ids, use_cache=False)
     finally:
         _active.reset(token)
         decoder.set_attn_implementation(own)
+    return output.last_hidden_state, reading.readings()

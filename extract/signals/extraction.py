@@ -19,7 +19,6 @@ from extract.records import Answer
 from extract.signals.plan import (
     ExtractConfig,
     ExtractionPlan,
-    PendingReading,
     Reader,
     TokenSequence,
     Unit,
@@ -115,7 +114,7 @@ def read_batches(
     The next batch is begun before one is taken from the device, where the copies of
     one and the work of the other overlap; meanwhile the caller stores what it got.
     """
-    before: tuple[Sequence[int], PendingReading] | None = None
+    before: tuple[Sequence[int], Any] | None = None
     for batch in batches:
         begun = reader.start([sequences[example] for example in batch])
         if before is not None:

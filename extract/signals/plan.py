@@ -117,13 +117,6 @@ def sequence_of(
     )
 
 
-class PendingReading(Protocol):
-    """A batch that is being read."""
-
-    def result(self) -> list[Any]:
-        """Return one object per sequence, with `[n_tokens, …]` for each family."""
-
-
 class Reader(Protocol):
     """What reads signals, see `extract.signals.reader.SignalReader`."""
 
@@ -134,8 +127,11 @@ class Reader(Protocol):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the shape of one token's reading, per family."""
 
-    def start(self, sequences: list[Any]) -> PendingReading:
-        """Begin to read a batch."""
+    def start(self, sequences: list[Any]) -> Any:
+        """Begin to read a batch.
+
+        Its `result()` gives an object per sequence, `[n_tokens, …]` by family.
+        """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,10 @@ from typing import Self
 import numpy as np
 import torch
 
-from extract.backbone.layout import watch_layers
 from extract.backbone.loading import Backbone
 from extract.backbone.parity import check_parity
 from extract.signals import probability, residual
-from extract.signals.attention import SpanReading, read_spans
+from extract.signals.attention import run_decoder
 from extract.signals.batch import (
     FamilyName,
     PendingSignals,
@@ -130,18 +129,13 @@ class SignalReader:
         copies, budget = self._copies(), self._budget
         lens = residual.LogitLens(self._final_norm, layout.head, targets)
         stream = residual.StreamReading(self.hidden_layers, hidden_rows, lens, copies)
-        attention = SpanReading(
+        final, attn = run_decoder(
+            layout,
+            ids,
             torch.from_numpy(spans),
-            n_tokens,
-            self.backbone.attention_layers,
             budget.n_attention_weights,
-            device,
+            stream.on_layer,
         )
-        with (
-            read_spans(layout.decoder, attention),
-            watch_layers(layout, stream.on_layer),
-        ):
-            final = layout.decoder(input_ids=ids, use_cache=False).last_hidden_state
         prob = probability.token_probabilities(
             rows.of(final),
             rows.of(targets),
@@ -150,7 +144,7 @@ class SignalReader:
             n_words_per_block=budget.n_words_per_block,
         )
         resid = rows.of(torch.cat(stream.resid, dim=-1))
-        scalars = {"prob": prob, "resid": resid, "attn": rows.of(attention.readings())}
+        scalars = {"prob": prob, "resid": resid, "attn": rows.of(attn)}
         return PendingSignals(
             hidden=stream.states(),
             scalars={name: copies.take(values) for name, values in scalars.items()},
