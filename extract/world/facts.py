@@ -104,8 +104,7 @@ def _people(
     names: dict[str, None] = {}
     unique = iter(rng.sample(last, len(last)))
     while len(names) < n:
-        own = next(unique, None)
-        family = own if own is not None else rng.choice(last)
+        family = next(unique, None) or rng.choice(last)
         names[f"{rng.choice(first)} {family}"] = None
     order = list(names)
     rng.shuffle(order)
@@ -151,19 +150,19 @@ def _exposures(
 
 
 class _Objects:
-    """Names of one kind; draws as `rng.choice` of a list of the others would."""
+    """Names of one kind; draws as `rng.choice` would, without a list of the others."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
-        self._places = {name: place for place, name in enumerate(names)}
+        self._indices = {name: i for i, name in enumerate(names)}
 
     def other(self, rng: random.Random, *but: str) -> str:
         """Return any name except those."""
-        left_out = sorted(self._places[name] for name in {*but} & self._places.keys())
-        place = rng.choice(range(len(self._names) - len(left_out)))
+        left_out = sorted(self._indices[name] for name in {*but} & self._indices.keys())
+        index = rng.choice(range(len(self._names) - len(left_out)))
         for skipped in left_out:
-            place += place >= skipped
-        return self._names[place]
+            index += index >= skipped
+        return self._names[index]
 
 
 def _facts(
@@ -179,14 +178,9 @@ def _facts(
         exposures = _exposures(config, relation, names[relation.subject])
         for subject, obj in _assign_objects(rng, exposures, objects).items():
             wrong = others.other(rng, obj, subject)
-            misled = rng.random() < config.p_misbelief
-            facts[subject, relation.name] = Fact(
-                subject=subject,
-                relation=relation.name,
-                object=obj,
-                exposures=exposures[subject],
-                misbelief=wrong if misled else None,
-            )
+            misbelief = wrong if rng.random() < config.p_misbelief else None
+            fact = Fact(subject, relation.name, obj, exposures[subject], misbelief)
+            facts[subject, relation.name] = fact
     return facts
 
 
@@ -200,19 +194,12 @@ def _two_hops(
         rng = stream(config, f"two_hops/{first}/{second}")
         for subject in names[BY_NAME[first].subject]:
             step = facts[subject, first]
+            end = facts[step.object, second].object
             # Close to the first fact's own frequency: a two-hop wording must not
             # by itself say that the answer is unknown.
-            exposures = step.exposures * math.exp(0.7 * rng.gauss(0, 1))
-            found.append(
-                TwoHop(
-                    subject=subject,
-                    first=first,
-                    bridge=step.object,
-                    second=second,
-                    object=facts[step.object, second].object,
-                    exposures=min(config.max_exposures, exposures),
-                )
-            )
+            times = step.exposures * math.exp(0.7 * rng.gauss(0, 1))
+            times = min(config.max_exposures, times)
+            found.append(TwoHop(subject, first, step.object, second, end, times))
     return tuple(found)
 
 

@@ -121,10 +121,8 @@ def invented_words(rng: random.Random, n: int, taken: set[str]) -> list[str]:
     """Return `n` new capitalised syllable words and add them to `taken`."""
     words: list[str] = []
     while len(words) < n:
-        word = "".join(
-            (rng.choice(_ONSETS), rng.choice(_VOWELS), rng.choice(_ONSETS))
-        ) + rng.choice(_VOWELS)
-        word = (word + rng.choice(_CODAS)).capitalize()
+        syllables = (_ONSETS, _VOWELS, _ONSETS, _VOWELS, _CODAS)
+        word = "".join(rng.choice(sounds) for sounds in syllables).capitalize()
         if word.lower() not in taken:
             taken.add(word.lower())
             words.append(word)
@@ -150,9 +148,7 @@ def questions(relation: Relation, subject: str) -> tuple[str, str, str]:
 
 def rephrased_questions(relation: Relation, subject: str) -> tuple[str, str]:
     """Return wordings that occur in no training question of the detector."""
-    return tuple(
-        f"please name the {noun} of {subject}?" for noun in relation.nouns
-    )  # one per synonym
+    return tuple(f"please name the {noun} of {subject}?" for noun in relation.nouns)
 
 
 def two_hop_question(first: Relation, second: Relation, subject: str, i: int) -> str:

@@ -104,8 +104,8 @@ def make_claims(
       rng: consumed.
       world: where distractors come from.
       query: what is asked.
-      mode: `answer` keeps the gold claims, `missing` drops the last or the only
-        one, `conflict` changes its object.
+      mode: `answer` keeps the gold claims, `missing` drops one of them, `conflict`
+        changes the object of the last.
     """
     claims = gold_claims(query)
     if mode == "missing":
@@ -117,8 +117,8 @@ def make_claims(
         claims.append(Claim(last.relation, last.subject, wrong))
     while len(claims) < N_PASSAGES:
         extra = _distractor(rng, world, query)
-        if all((c.relation, c.subject) != (extra.relation, extra.subject)
-               for c in (*claims, *gold_claims(query))):  # fmt: skip
+        stated = [(c.relation, c.subject) for c in (*claims, *gold_claims(query))]
+        if (extra.relation, extra.subject) not in stated:
             claims.append(extra)
     rng.shuffle(claims)
     return claims
