@@ -202,7 +202,7 @@ def run_plan(
     where that is larger), and the readings of two batches.
     """
     began = time.perf_counter()
-    mine = plan.units_of(rank, world_size)
+    mine = plan.units[rank::world_size]
     store = create_store(url, plan.spec)
     done = done_ranges(store)
     every = [(unit, [r for r in unit.ranges if r not in done]) for unit in mine]

@@ -153,20 +153,12 @@ class ExtractionPlan:
 
     Attributes:
       spec: the store.
-      units: in the order of their ranges; every range is in one.
+      units: in the order of their ranges; every range is in one. A worker does
+        `units[rank::world_size]`.
     """
 
     spec: StoreSpec
     units: tuple[Unit, ...]
-
-    def units_of(self, rank: int, world_size: int) -> tuple[Unit, ...]:
-        """Return the units one worker does, in order."""
-        if not 0 <= rank < world_size:
-            raise ValueError(
-                f"rank {rank} is not below the world size {world_size}; ranks count "
-                "from 0"
-            )
-        return self.units[rank::world_size]
 
 
 def _bytes_per_token(

@@ -26,7 +26,7 @@ from extract.signals.batch import (
     pad_batch,
 )
 from extract.signals.plan import TokenSequence
-from extract.store.config import StoreConfig, model_shapes
+from extract.store.config import StoreConfig, check_layers, model_shapes
 from extract.store.families import Spans
 
 
@@ -58,18 +58,8 @@ class SignalReader:
         Raises:
           ValueError: an entry out of range, or "unknown residual layout".
         """
-        n_entries = backbone.n_layers + 1
-        if hidden_layers is None:
-            hidden_layers = tuple(range(n_entries))
-        if any(not 0 <= entry < n_entries for entry in hidden_layers):
-            raise ValueError(
-                f"hidden_layers: expected entries of 0 (embedding) to "
-                f"{n_entries - 1}, found {list(hidden_layers)}"
-            )
-        if len(set(hidden_layers)) < len(hidden_layers):
-            raise ValueError(f"hidden_layers: found one twice, {list(hidden_layers)}")
         self.backbone = backbone
-        self.hidden_layers = tuple(hidden_layers)
+        self.hidden_layers = check_layers(hidden_layers, backbone.n_layers + 1)
         self.hidden_spans = hidden_spans
         self._budget = budget or budget_for(backbone.device)
         self._copies = host_copies(backbone.device)

@@ -83,6 +83,24 @@ def parse_layers(text: str) -> tuple[int, ...] | None:
     return tuple(layers)
 
 
+def check_layers(layers: tuple[int, ...] | None, n_entries: int) -> tuple[int, ...]:
+    """Return the entries of a resid axis `[n_entries]` to keep; None is all of them.
+
+    Raises:
+      ValueError: there is no such entry, or one is there twice.
+    """
+    if layers is None:
+        return tuple(range(n_entries))
+    if any(not 0 <= layer < n_entries for layer in layers):
+        raise ValueError(
+            f"hidden_layers: expected entries of 0 (embedding) to {n_entries - 1}, "
+            f"found {list(layers)}"
+        )
+    if len(set(layers)) < len(layers):
+        raise ValueError(f"hidden_layers: found one twice, {list(layers)}")
+    return tuple(layers)
+
+
 def stored_families(
     shapes: Mapping[str, Sequence[int]], kept: StoreConfig
 ) -> dict[str, Family]:
@@ -141,14 +159,8 @@ def stored_bytes(
       n_answer: tokens of all answer spans.
     """
     layers, width = shapes["hidden"]
-    if kept.hidden_layers is not None:
-        if any(not 0 <= layer < layers for layer in kept.hidden_layers):
-            raise ValueError(
-                f"hidden_layers: expected entries of 0 (embedding) to {layers - 1}, "
-                f"found {list(kept.hidden_layers)}"
-            )
-        layers = len(kept.hidden_layers)
-    families = stored_families({**shapes, "hidden": (layers, width)}, kept)
+    n_kept = len(check_layers(kept.hidden_layers, layers))
+    families = stored_families({**shapes, "hidden": (n_kept, width)}, kept)
     n_rows = {"all": n_tokens, "answer": n_answer}
     return {
         name: family.row_bytes * n_rows[family.spans]

@@ -53,10 +53,16 @@ def encode(values: np.ndarray, dtype: Dtype, out: np.ndarray | None = None) -> E
       dtype: the type.
       out: where the codes are written, of that type; None makes an array if needed.
     """
+    scales = None
     if dtype == "int8":
         codes, scales = _quantised(values, out)
     else:
-        codes, scales = _rounded(values, dtype, out), None
+        with np.errstate(over="ignore", invalid="ignore"):  # counted below
+            if out is None:
+                codes = values.astype(numpy_dtype(dtype), copy=False)
+            else:
+                out[...] = values
+                codes = out
     if _n_not_finite(codes if scales is None else scales) == 0:
         return Encoded(codes=codes, scales=scales, n_invalid=0, n_overflowed=0)
     n_invalid = _n_not_finite(values)
@@ -87,15 +93,6 @@ def as_written(values: np.ndarray, dtype: Dtype) -> np.ndarray:
     if encoded.scales is not None:
         return decode(encoded.codes, encoded.scales)
     return encoded.codes.astype(np.float32)
-
-
-def _rounded(values: np.ndarray, dtype: Dtype, out: np.ndarray | None) -> np.ndarray:
-    """Round to a type of fewer bits."""
-    with np.errstate(over="ignore", invalid="ignore"):  # counted by the caller
-        if out is None:
-            return values.astype(numpy_dtype(dtype), copy=False)
-        out[...] = values
-        return out
 
 
 def _quantised(

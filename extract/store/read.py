@@ -33,6 +33,7 @@ A store is `index.json`, `examples.safetensors`, one folder per family, and
 
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ import tensorstore as ts
 
 from extract.store.families import decode, scale_name
 from extract.store.spec import StoreSpec, parse_index, parse_spec
+
+_BYTES_IN_FLIGHT = 256 << 20
 
 
 @functools.cache
@@ -117,9 +120,6 @@ def _cause_of(error: Exception) -> str:
     """Shorten TensorStore's message to its innermost part."""
     text = str(error).rsplit(": ", 1)[-1].rstrip(".")
     return "it or a part of it is missing" if text.endswith("is missing") else text
-
-
-_BYTES_IN_FLIGHT = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -207,28 +207,24 @@ def done_ranges(store: FeatureStore) -> frozenset[int]:
 
 def _range_of(url: str, key: str) -> int:
     """Return the range whose commit record lies at a key."""
-    number, dot, ending = key.rpartition("/")[2].partition(".")
-    if not (number.isascii() and number.isdigit() and dot + ending == ".json"):
+    found = re.fullmatch(r".*/([0-9]+)\.json", key)
+    if found is None:
         raise ValueError(
             f"{url}{key} is no commit record, and the folder must hold nothing else "
             "(a stage is done again when it changes); delete that file"
         )
-    return int(number)
+    return int(found[1])
 
 
-def _family_array(
-    store: FeatureStore, name: str, layer: int | None
-) -> tuple[ts.TensorStore, tuple[int, ...]]:
-    """Return the array to read rows from, and the shape behind the row axis."""
+def _family_array(store: FeatureStore, name: str, layer: int | None) -> ts.TensorStore:
+    """Return the array to read rows from."""
     if name not in store.spec.families:
         raise ValueError(
             f"{store.url} has no family {name!r}; it has "
             f"{', '.join(store.spec.families)}"
         )
-    array, shape = store.arrays[name], store.spec.families[name].shape
-    if layer is None:
-        return array, shape
-    return array[:, store.spec.layer_index(name, layer)], shape[1:]
+    array = store.arrays[name]
+    return array if layer is None else array[:, store.spec.layer_index(name, layer)]
 
 
 def read_blocks(
@@ -239,9 +235,10 @@ def read_blocks(
     Raises:
       ValueError: a range is not extracted or damaged; the message names its files.
     """
-    array, shape = _family_array(store, name, layer)
+    array = _family_array(store, name, layer)
     n_rows = sum(stop - start for start, stop in blocks)
-    values = np.empty((n_rows, *shape), store.spec.families[name].numpy_dtype)
+    shape = n_rows, *array.shape[1:]
+    values = np.empty(shape, store.spec.families[name].numpy_dtype)
     target = ts.array(values, copy=False)
     pending: list[tuple[int, ts.WriteFutures]] = []
     row = in_flight = 0
