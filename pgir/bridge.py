@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from extract.backbone.loading import Backbone
-from extract.generate.greedy import generate
+from extract.generate.local import generate
 from extract.generate.prompts import (
     PromptTemplate,
     build_prompt,

@@ -3,12 +3,12 @@
 import json
 import shutil
 
+from benchmarks.forecasts.doctor_store import outline_shapes
+from benchmarks.stages.presets import make_config
 from click.testing import CliRunner
 
 from beatrice import main
-from benchmarks.forecasts.doctor_store import outline_shapes
 from benchmarks.speed.tiny_models import tiny_model
-from benchmarks.stages.presets import make_config
 from extract.backbone.checkpoint import load_outline
 from extract.backbone.names import WEIGHTS
 from extract.run.directory import RunDir

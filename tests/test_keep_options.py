@@ -5,12 +5,12 @@ import json
 
 import click
 import pytest
-from click.testing import CliRunner
-
 from benchmarks.stages.configurations import config_from_manifest
 from benchmarks.stages.presets import make_config
 from benchmarks.verbs.keepoptions import keep_as_asked, keep_options, take_kept
 from benchmarks.verbs.opening import config_of
+from click.testing import CliRunner
+
 from extract.run.directory import RunDir
 from extract.run.manifest import read_manifest
 from extract.store.config import StoreConfig, store_config_of

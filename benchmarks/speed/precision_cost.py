@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
+from extract.pipeline import read_answers
 
 from benchmarks.speed.pairing import Pairing, aurocs
 from benchmarks.stages.presets import RunConfig
 from benchmarks.stages.rows import Rows, load_rows
 from benchmarks.stages.sweep_stage import chosen_layer
 from benchmarks.stages.torch_stages import open_backbone
-from extract.pipeline import read_answers
 from extract.records import SETTINGS, Setting
 from extract.run.directory import RunDir
 from extract.signals.extraction import extract
@@ -29,8 +29,7 @@ from extract.store.read import FeatureStore, open_store, read_family
 from jaxprobe.features.families import FamilyTokens, split_families
 from jaxprobe.features.reading import assemble, family_dims, fit_reading, longest_spans
 from jaxprobe.features.subsets import FAMILIES, subset_index
-from jaxprobe.fit.grid import Block, fit_blocks, labelled
-from jaxprobe.fit.outputs import encode
+from jaxprobe.fit.grid import Block, fit_blocks, labelled, member_outputs
 from jaxprobe.model.encoder import Encoder
 
 SPLITS = ("train", "validation", "test")
@@ -192,7 +191,7 @@ def _trained_logits(
     subset = subset_index(name)
     blocks = [Block((subset,), (seed,)) for seed in range(config.train.n_seeds)]
     parts = fit_blocks(blocks, train, valid, encoder=encoder, config=config.train)
-    say = partial(encode, encoder=encoder)
+    say = partial(member_outputs, encoder=encoder)
     return np.concatenate(
         [
             np.concatenate([say(part, tokens[split]).logits for split in SPLITS], 1)

@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from extract.pipeline import answers_file, write_world
+
 from benchmarks.speed.resume_worker import Death, live, n_committed
 from benchmarks.stages.presets import PresetName, RunConfig, make_config
 from benchmarks.stages.torch_stages import open_backbone
-from extract.generate.requests import ask
-from extract.pipeline import answers_file, write_world
+from extract.generate.requests import make_requests
 from extract.records import SETTINGS, Answer, Example, read_records, write_lines
 from extract.run.directory import RunDir
 from extract.run.files import sha256_file, write_text_atomic
@@ -157,7 +158,7 @@ def _gold_answers(run: RunDir, made: RunConfig, n_examples: int) -> list[Answer]
                 stop_id=tokenizer.eos_token_id,
                 context_span=request.prompt.context_span,
             )
-            for request in ask(
+            for request in make_requests(
                 [example], backbone, made.prompt, made.max_new_tokens
             ).requests
         )

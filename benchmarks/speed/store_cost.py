@@ -23,17 +23,11 @@ from extract.store.read import FeatureStore, open_store, read_family
 from extract.store.spec import Family, StoreSpec
 from extract.store.write import create_store, write_range
 from jaxprobe.config import StreamConfig, TrainConfig
-from jaxprobe.features.families import split_families
+from jaxprobe.features.families import split_families, standardizer_of
 from jaxprobe.features.reading import read_features
 from jaxprobe.features.subsets import FAMILIES, subset_index
 from jaxprobe.fit.grid import Block, Member, Trained, fit_blocks, labelled
-from jaxprobe.fit.streaming import (
-    Streamed,
-    epoch_groups,
-    fit_streamed,
-    prefetched,
-    standardizer_of,
-)
+from jaxprobe.fit.streaming import Streamed, epoch_groups, fit_streamed, prefetched
 from jaxprobe.model.encoder import Encoder
 
 Mode = Literal["streamed", "resident", "reading"]

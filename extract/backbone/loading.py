@@ -15,7 +15,8 @@ import torch
 
 from extract.backbone.checkpoint import load_checkpoint, window_of
 from extract.backbone.layout import Layout, find_layout
-from extract.backbone.names import check_name
+from extract.backbone.names import BackboneConfig, check_name, own_device
+from extract.run.console import quiet
 
 # Of <malloc.h>; glibc alone has them.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -205,3 +206,11 @@ def require_answering_model(answers: Path, backbone: Backbone) -> None:
         f"{backbone.name} is now {backbone.revision[:12]}; put the weights that "
         f"answered back, or delete {answers} to answer again"
     )
+
+
+def open_backbone(config: BackboneConfig) -> Backbone:
+    """Load a run's backbone with the run's number of threads."""
+    quiet()
+    torch.set_num_threads(config.n_threads)
+    device = own_device(config.device, torch.cuda.device_count())
+    return load_backbone(config.path, dtype=config.dtype, device=device)

@@ -1,11 +1,13 @@
 """Which model, where it lies, and on which device; nothing here loads Torch."""
 
+import dataclasses
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from extract.run.directory import RunDir
 from extract.run.workers import local_rank
 
 EMBEDDED = "embedded"  # its name on the command line and in manifests
@@ -76,3 +78,34 @@ def default_dtype(device: str) -> Literal["bfloat16", "float32"]:
     times the time of a GPU, and on a processor it is the faster one.
     """
     return "bfloat16" if device.startswith("cuda") else "float32"
+
+
+ModelDtype = Literal["float32", "bfloat16", "float16"]
+Device = Literal["cpu", "cuda"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackboneConfig:
+    """The run's section `backbone`: which model answers and is read.
+
+    Attributes:
+      model: directory or Hub id, or "embedded".
+      dtype: of the weights where the model is loaded here.
+      device: likewise; under torchrun, "cuda" is each process's own GPU.
+      n_threads: of Torch; sums are rounded by it, so it is part of the run.
+    """
+
+    model: str = EMBEDDED
+    dtype: ModelDtype = "float32"
+    device: Device = "cpu"
+    n_threads: int = 2
+
+    @property
+    def path(self) -> str:
+        """What Transformers loads."""
+        return model_path(self.model)
+
+
+def backbone_of(run: RunDir) -> BackboneConfig:
+    """Return which model a run asks."""
+    return run.section("backbone", BackboneConfig)

@@ -1,12 +1,12 @@
 """Workers that answer together write what one process writes alone."""
 
-import dataclasses
 import functools
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -27,7 +27,10 @@ def long_questions():
     wanted = QuestionConfig(n_train=10, n_evaluation=5, n_ood=2)
     made = make_examples(make_world(make_config("smoke").world), wanted)
     return write_lines(
-        [dataclasses.replace(e, passages=e.passages * 14, rewritten=()) for e in made]
+        [
+            msgspec.structs.replace(e, passages=e.passages * 14, rewritten=())
+            for e in made
+        ]
     )
 
 

@@ -11,7 +11,7 @@ from benchmarks.stages.span_members import replaced
 from extract.run.directory import RunDir
 from jaxprobe.features.subsets import FAMILIES, N_SUBSETS, SUBSET_NAMES, subset_index
 from jaxprobe.fit.grid import Member, default_blocks
-from jaxprobe.fit.outputs import MemberOutputs
+from jaxprobe.model.encoder import MemberOutputs
 from selection.exhaustive import Ranking, all_sets
 from tests.benchmarks.sample import PLACES, row
 

@@ -29,8 +29,7 @@ from benchmarks.speed.train_cost import (
 from benchmarks.speed.train_fleet import started
 from benchmarks.speed.train_grid import Grid
 from jaxprobe.config import EncoderConfig
-from jaxprobe.features.families import FamilyDims
-from jaxprobe.features.subsets import subset_index
+from jaxprobe.features.subsets import FamilyDims, subset_index
 
 TOY = Workload(
     encoder=EncoderConfig(projection=3, hidden=4, n_blocks=1, n_groups=2),

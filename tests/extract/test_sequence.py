@@ -1,5 +1,4 @@
-import dataclasses
-
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -22,7 +21,7 @@ def make_answer(**changes):
         stop_id=2,
         context_span=(1, 4),
     )
-    return dataclasses.replace(answer, **changes)
+    return msgspec.structs.replace(answer, **changes)
 
 
 def test_an_answer_becomes_a_sequence_with_emitting_spans():

@@ -7,7 +7,7 @@ from extract.store.families import Family
 from extract.store.read import read_family
 from extract.store.spec import StoreSpec
 from extract.store.write import create_store, write_range
-from jaxprobe.features.families import FamilyDims, fit_standardizer, split_families
+from jaxprobe.features.families import fit_standardizer, split_families
 from jaxprobe.features.reading import (
     family_dims,
     fit_reading,
@@ -15,6 +15,7 @@ from jaxprobe.features.reading import (
     mean_answer_states,
     read_features,
 )
+from jaxprobe.features.subsets import FamilyDims
 
 N, LAYERS, D = 12, (1, 3), 6
 
