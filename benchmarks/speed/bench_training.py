@@ -46,7 +46,7 @@ def microworld(n_steps: int) -> "Workload":
     """Return the demo's encoders, closed-book, at the microworld's span lengths."""
     from benchmarks.forecasts.train_work import Workload
     from benchmarks.stages.presets import make_config
-    from jaxprobe.features.families import FamilyDims
+    from jaxprobe.features.subsets import FamilyDims
 
     config = make_config("demo")
     return Workload(
@@ -63,7 +63,7 @@ def microworld(n_steps: int) -> "Workload":
 def paper(n_steps: int) -> "Workload":
     """Return the paper's encoders on a Qwen3.5-9B: 32 layers, 8 of full attention."""
     from benchmarks.forecasts.train_work import Workload
-    from jaxprobe.features.families import FamilyDims
+    from jaxprobe.features.subsets import FamilyDims
     from jaxprobe.model.encoder import EncoderConfig
 
     return Workload(
@@ -77,9 +77,9 @@ def paper(n_steps: int) -> "Workload":
 
 @click.command()
 @click.option("--paper", "is_paper", is_flag=True, help="Paper widths, d=4096.")
-@click.option("--rounds", default=3, show_default=True, help="Turns of each.")
+@click.option("--rounds", default=3, help="Turns of each.")
 @click.option("--steps", type=int, help="Of each encoder in a turn  [default: 8 or 1]")
-@click.option("--seeds", default=3, show_default=True, help="15 encoders each.")
+@click.option("--seeds", default=3, help="15 encoders each.")
 @click.option(
     "--search/--no-search", default=True, help="For PyTorch's fastest setting."
 )

@@ -77,7 +77,7 @@ def measure(
     Raises:
       ValueError: the run is not trained, or was trained in mixed precision itself.
     """
-    if config.encoder.products != "float32":
+    if config.encoder.matmul_dtype != "float32":
         raise ValueError(
             "expected a run whose encoders were trained in single precision, found one "
             "made with --mixed; name another run"

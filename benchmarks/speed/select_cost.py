@@ -1,6 +1,6 @@
 """Fusion heads trained per second: one round of the search beside a PyTorch loop.
 
-Outputs are made up, of the sizes of a run. Both sides train the same sets under the same
+Outputs are made up, of the sizes of a run. Both sides train the same sets by the same
 protocol in one process, in turns, so that a busy machine slows both. Before anything is
 timed, PyTorch must give the logits of heads that JAX has trained.
 """
@@ -19,7 +19,7 @@ import torch
 from benchmarks.speed.torch_heads import apply_head, fit_head, rows_of_set
 from jaxprobe.config import FusionConfig, TrainConfig
 from jaxprobe.model import fusion
-from jaxprobe.model.fusion import PoolOutputs, say
+from jaxprobe.model.fusion import PoolOutputs, head_inputs
 from selection.greedy import Heads, fit_sets
 
 TOLERANCE = 1e-4  # of logits, fp32, sums in another order
@@ -51,23 +51,23 @@ def made_up_codes(config: SelectCost, n_examples: int, seed: int) -> PoolOutputs
     pooled = rng.standard_normal((*shape, config.d_pooled))
     pooled[..., 0] += logits
     return PoolOutputs(
-        say(jnp.asarray(pooled, jnp.float32), jnp.asarray(logits, jnp.float32)),
+        head_inputs(jnp.asarray(pooled, jnp.float32), jnp.asarray(logits, jnp.float32)),
         jnp.asarray(labels, jnp.float32),
         jnp.ones(n_examples, jnp.float32),
     )
 
 
 def _rows(codes: PoolOutputs, members: tuple[int, ...], seed: int) -> torch.Tensor:
-    return rows_of_set(np.asarray(codes.said[seed])[np.asarray(members)])
+    return rows_of_set(np.asarray(codes.outputs[seed])[np.asarray(members)])
 
 
 def _torch_weights(params: Any, n_members: int, n_slots: int) -> dict:
     """Return a head's weights without those of the empty slots."""
     tree = params["params"]
-    d_said = tree["kernel"].shape[0] // n_slots
+    d_output = tree["kernel"].shape[0] // n_slots
     _, second = np.triu_indices(n_slots, 1)
     kernel = np.concatenate(
-        [tree["kernel"][: n_members * d_said], tree["gaps"][second < n_members]]
+        [tree["kernel"][: n_members * d_output], tree["gaps"][second < n_members]]
     )
     arrays = {
         "kernel": kernel,

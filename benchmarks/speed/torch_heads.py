@@ -16,16 +16,16 @@ from jaxprobe.config import FusionConfig, TrainConfig
 EPSILON = 1e-6  # Flax's LayerNorm
 
 
-def rows_of_set(said: np.ndarray) -> torch.Tensor:
+def rows_of_set(outputs: np.ndarray) -> torch.Tensor:
     """Return what a set's encoders say as rows, and how far each two are apart.
 
     Args:
-      said: `[n_members, d_said, n_examples]`, see `jaxprobe.model.fusion.say`.
+      outputs: `[n_members, d_output, n_examples]`, see `head_inputs`.
 
     Returns:
-      `[n_examples, n_members * d_said + n_pairs]`.
+      `[n_examples, n_members * d_output + n_pairs]`.
     """
-    slots = torch.from_numpy(np.ascontiguousarray(said.swapaxes(1, 2)))
+    slots = torch.from_numpy(np.ascontiguousarray(outputs.swapaxes(1, 2)))
     scores = slots[..., -1]
     pairs = itertools.combinations(range(len(scores)), 2)
     differences = [(scores[a] - scores[b]).abs()[:, None] for a, b in pairs]
@@ -89,8 +89,8 @@ def fit_head(
         weight_decay=config.weight_decay,
         fused=True,
     )
-    best, stale, epoch = -1.0, 0, 0
-    while epoch < config.max_epochs and stale < config.patience:
+    best, epochs_since_best, epoch = -1.0, 0, 0
+    while epoch < config.max_epochs and epochs_since_best < config.patience:
         for where in torch.randperm(len(rows)).split(config.batch_size):
             batch = _hidden_rows(rows[where], n_members, shape.encoder_dropout)
             loss = binary_cross_entropy_with_logits(
@@ -102,8 +102,8 @@ def fit_head(
         with torch.no_grad():
             logits = apply_head(weights, valid[0]).numpy()
         auroc = float(roc_auc_score(valid[1], logits))
-        stale = 0 if auroc > best else stale + 1
+        epochs_since_best = 0 if auroc > best else epochs_since_best + 1
         best, epoch = max(best, auroc), epoch + 1
-        if stale and stale % config.lr_patience == 0:
+        if epochs_since_best and epochs_since_best % config.lr_patience == 0:
             optimizer.param_groups[0]["lr"] *= 0.5
     return best, epoch

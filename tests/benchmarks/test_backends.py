@@ -4,10 +4,10 @@ import dataclasses
 import json
 
 import pytest
-
 from benchmarks.stages.label_stages import asking_identity, load_tokenizer_only
 from benchmarks.stages.presets import make_config
 from benchmarks.verbs.backends import BackendOptions, open_generator
+
 from extract.backbone.names import default_dtype
 from extract.generate.answers import record_backend
 from extract.generate.generator import (

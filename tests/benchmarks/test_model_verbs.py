@@ -12,15 +12,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from benchmarks.stages.presets import make_config
 from click.testing import CliRunner
+from extract.pipeline import read_examples
 
 from beatrice import main
-from benchmarks.stages.presets import make_config
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import WEIGHTS
 from extract.generate.local import TransformersGenerator
 from extract.generate.sampling import Sample
-from extract.pipeline import read_examples
 from extract.records import Answer, read_records, write_lines
 from extract.run.directory import RunDir
 from extract.world.facts import make_world

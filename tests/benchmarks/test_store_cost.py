@@ -1,6 +1,6 @@
 import pytest
-
 from benchmarks.forecasts.train_work import Workload
+
 from benchmarks.speed.store_cost import (
     StoreCost,
     labels_of,
@@ -9,8 +9,8 @@ from benchmarks.speed.store_cost import (
 )
 from extract.store.read import open_store
 from jaxprobe.config import EncoderConfig, StreamConfig
-from jaxprobe.features.families import FamilyDims
 from jaxprobe.features.reading import read_features
+from jaxprobe.features.subsets import FamilyDims
 
 TOY = StoreCost(
     work=Workload(

@@ -1,9 +1,6 @@
 import dataclasses
 
 import pytest
-from safetensors.numpy import load_file
-from torch.utils.flop_counter import FlopCounterMode
-
 from benchmarks.forecasts.train_work import (
     Workload,
     in_parts,
@@ -12,6 +9,9 @@ from benchmarks.forecasts.train_work import (
     turn_flops,
     weights_file,
 )
+from safetensors.numpy import load_file
+from torch.utils.flop_counter import FlopCounterMode
+
 from benchmarks.speed.torch_setting import Setting
 from benchmarks.speed.torch_training import (
     Loop,
@@ -29,8 +29,7 @@ from benchmarks.speed.train_cost import (
 from benchmarks.speed.train_fleet import started
 from benchmarks.speed.train_grid import Grid
 from jaxprobe.config import EncoderConfig
-from jaxprobe.features.families import FamilyDims
-from jaxprobe.features.subsets import subset_index
+from jaxprobe.features.subsets import FamilyDims, subset_index
 
 TOY = Workload(
     encoder=EncoderConfig(projection=3, hidden=4, n_blocks=1, n_groups=2),
