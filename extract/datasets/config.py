@@ -32,7 +32,7 @@ class SplitConfig:
     )
 
     def __post_init__(self) -> None:
-        """Refuse sizes that are none."""
+        """Refuse sizes below one."""
         for size in (self.n_train, self.n_evaluation, *self.n_held_out.values()):
             if size < 1:
                 raise ValueError(f"a split has at least one question, not {size}")

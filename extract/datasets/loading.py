@@ -103,7 +103,7 @@ class Loaded:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """A record that is none, and why."""
+    """A record that cannot be used, and why."""
 
     number: int
     at: str

@@ -97,10 +97,10 @@ class RawRecord:
     """One record as it lies in the file, or what is wrong with it.
 
     Attributes:
-      number: from 1, in file order; refused ones count.
+      number: from 1, in file order; damaged ones count.
       at: where it lies, in words.
       value: its fields, or None if it is no record.
-      problem: why it is none.
+      problem: why it is not one.
     """
 
     number: int
@@ -213,7 +213,7 @@ def _lines(stream: Readable) -> Iterator[tuple[int, bytes, bool]]:
 
 
 def _json_lines(stream: Readable) -> Iterator[RawRecord]:
-    """Yield one record a line; blank lines are none."""
+    """Yield one record a line; blank lines are skipped."""
     n_records = 0
     for number, line, is_long in _lines(stream):
         if line.strip():

@@ -166,10 +166,9 @@ def read_lm_eval(
 
     Args:
       record: the line.
-      read_document: reads `doc`, in whatever layout it is; None if it knows none.
+      read_document: reads `doc`, in whatever layout it is; returns None where it knows no layout.
     """
-    document = record.get("doc")
-    expect(document, dict, "doc")
+    document = expect(record.get("doc"), dict, "doc")
     try:
         read = read_document(document)
         passages = () if read is not None else any_passages(document)
@@ -223,15 +222,15 @@ def read_kilt(record: Record) -> Question:
 
 def read_retrievalqa(record: Record) -> Question:
     """Read one line of RetrievalQA: passages were retrieved, none is marked gold."""
-    is_there = record.get("context")
+    passages = ()
+    if record.get("context"):
+        passages = titled_passages(record, "context", is_supporting=False)
     return Question(
         id=identity(record, "question_id", "id"),
         dataset=dataset_named(record.get("data_source")),
         question=text(record, "question"),
         golds=any_answers(record),
-        passages=titled_passages(record, "context", is_supporting=False)
-        if is_there
-        else (),
+        passages=passages,
     )
 
 
