@@ -59,25 +59,15 @@ def _parquet_rows(path: Path, is_gzipped: bool) -> Iterator[Row]:
             ) from None
 
 
-def _without_times(batch: Any) -> Any:
-    """Return a batch with its dates and times as bare numbers.
-
-    No layout has one. Python holds fewer dates than Parquet, and times in a zone need
-    a table of zones, which must not cost a record its question.
-    """
-    import pyarrow
-
-    widths = {32: pyarrow.int32(), 64: pyarrow.int64()}
-    for i, field in enumerate(batch.schema):
-        if pyarrow.types.is_temporal(field.type) and field.type.bit_width in widths:
-            bare = batch.column(i).view(widths[field.type.bit_width])
-            batch = batch.set_column(i, field.name, bare)
-    return batch
-
-
 def _batch_rows(batch: Any) -> Iterator[Row]:
-    """Yield the rows of one batch; a row that Python cannot hold spoils no other."""
-    batch = _without_times(batch)
+    """Yield the rows of one batch; a row that Python cannot hold spoils no other.
+
+    Dates and times are left out: no layout has one, Python holds fewer dates than
+    Parquet, and a zone that it does not know must not cost a record its question.
+    """
+    from pyarrow.types import is_temporal
+
+    batch = batch.select([c.name for c in batch.schema if not is_temporal(c.type)])
     try:
         yield from ((row, None) for row in batch.to_pylist())
         return

@@ -118,6 +118,23 @@ def test_a_byte_that_is_no_utf8_spoils_one_record():
     assert any("0xff" in (v.problem or "") for v in found)
 
 
+ODD = {
+    "half of a surrogate pair": (r'{"a": "\ud800"}', "surrogate pair"),
+    "lists in lists": ('{"a": ' + "[" * 9000 + "]" * 9000 + "}", "inside each other"),
+    "a number of 5000 digits": ('{"a": ' + "1" * 5000 + "}", "not valid JSON"),
+    "a line feed in a text": ('{"a": "b\nc"}', "control character, at character 8"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_record_is_refused_alone_and_by_its_reason(name):
+    odd, words = ODD[name]
+    first, second, third = walk(f'[{{"a": 1}}, {odd}, {{"a": 2}}]'.encode())
+    assert (first.object, third.object) == ({"a": 1}, {"a": 2})
+    assert second.object is None
+    assert words in second.problem
+
+
 @pytest.mark.parametrize("make", [hotpot, musique])
 def test_wherever_an_array_is_cut_off_it_says_so(make):
     content = json.dumps([make(i) for i in range(4)]).encode()
