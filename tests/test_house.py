@@ -76,6 +76,11 @@ def loaded_by(statement):
             "import extract.datasets.building, extract.datasets.splits",
             "torch",
         ),
+        (
+            "import extract.generate.requests, extract.generate.answers, "
+            "extract.label.rewrite, extract.label.verdicts, extract.run.contents",
+            "torch",
+        ),
         ("import extract.datasets", "pyarrow"),
         ("import benchmarks.verbs.datacommands", "orjson"),
         ("import jaxprobe, jaxprobe.detector, jaxprobe.features.reading", "torch"),
