@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from benchmarks.stages.presets import make_config
 from click.testing import CliRunner
 
 from beatrice import main
-from benchmarks.stages.presets import make_config
 from extract.backbone.names import own_device
 from extract.records import write_lines
 from extract.run.directory import RunDir
