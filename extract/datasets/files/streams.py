@@ -8,7 +8,6 @@ number and the reason; only a file that is cut off or damaged as a whole ends re
 import collections
 import contextlib
 import csv
-import dataclasses
 import re
 import shutil
 import tempfile
@@ -23,7 +22,7 @@ from extract.datasets.files.json_stream import (
     CHUNK,
     MAX_RECORD,
     ArrayScanner,
-    Value,
+    RawRecord,
     Window,
     parse_object,
 )
@@ -82,23 +81,6 @@ def _batch_rows(batch: Any) -> Iterator[Row]:
             yield None, f"a value that cannot be read ({error})"
 
 
-@dataclasses.dataclass(frozen=True)
-class RawRecord:
-    """One record as it lies in the file, or what is wrong with it.
-
-    Attributes:
-      number: from 1, in file order; damaged ones count.
-      at: where it lies, in words.
-      value: its fields, or None if it is no record.
-      problem: why it is not one.
-    """
-
-    number: int
-    at: str
-    value: dict[str, Any] | None
-    problem: str | None = None
-
-
 class RecordStream:
     """The records of one file; iterate over it once.
 
@@ -132,12 +114,9 @@ class RecordStream:
             elif self._type.container == "table":
                 yield from _table_rows(stream, self._path, self._type.delimiter or "\t")
             else:
-                for number, one in enumerate(self._values(stream), start=1):
-                    yield RawRecord(
-                        number, f"byte {one.offset}", one.object, one.problem
-                    )
+                yield from self._values(stream)
 
-    def _values(self, stream: Readable) -> Iterator[Value]:
+    def _values(self, stream: Readable) -> Iterator[RawRecord]:
         """Yield the values of JSON that is not one value a line."""
         window, name = Window(stream), str(self._path)
         at = window.skip_space(0)
