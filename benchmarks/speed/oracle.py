@@ -18,7 +18,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from typing import Any, Literal
+from typing import Any
 
 import click
 import numpy as np
@@ -37,6 +37,7 @@ from extract.signals.reader import Sequence, SignalReader
 
 Readings = dict[str, np.ndarray]  # by family of signals
 FUSED = "oracle_fused"
+_maps: list[np.ndarray] = []  # of the fused run under way
 _NORMS = ("norm", "final_layer_norm", "ln_f")
 SIGNALS = ("hidden", "prob", "resid", "attn")
 
@@ -98,9 +99,6 @@ class _Additions(TorchDispatchMode):
         if is_parallel:  # it adds (feed-forward + attention) at once
             parts = made_of[parts[0].data_ptr()]
         return [part[0].double() for part in parts]
-
-
-_maps: list[np.ndarray] = []
 
 
 def exact_map(
@@ -250,8 +248,7 @@ def attention_reading(
 @torch.no_grad()
 def resid_scalars(model: PreTrainedModel, run: Run, targets: np.ndarray) -> np.ndarray:
     """Return `[n_tokens, 4 * n_layers]`: norms, and pushes through the norm itself."""
-    _, own_norm = _layers_and_norm(model)
-    norm = copy.deepcopy(own_norm).float()
+    norm = copy.deepcopy(_layers_and_norm(model)[1]).float()
     words = model.get_output_embeddings().weight.double()[torch.from_numpy(targets)]
 
     def lens(state: torch.Tensor) -> torch.Tensor:
@@ -314,15 +311,15 @@ class Exactness:
 
     def cells(self) -> list[str]:
         """Return the cells of the row in the order of the heading."""
-        single = [f"{self.float32[name]:.1e}" for name in SIGNALS]
         half = [f"{self.bfloat16[n]:.1e} ({self.gap[n]:.1e})" for n in SIGNALS]
-        return [self.name, *single, *half]
+        return [self.name, *(f"{self.float32[n]:.1e}" for n in SIGNALS), *half]
 
 
 def chunked_reader(model: PreTrainedModel) -> SignalReader:
     """Return a reader with chunks so small that every seam is crossed."""
-    small = {"n_attention_weights": 1000, "n_tokens_per_chunk": 7}
-    budget = ReadingBudget(**small, n_words_per_block=13)
+    budget = ReadingBudget(
+        n_attention_weights=1000, n_tokens_per_chunk=7, n_words_per_block=13
+    )
     return SignalReader(Backbone.from_model(model), budget=budget)
 
 
@@ -334,10 +331,8 @@ def reader_signals(model: PreTrainedModel, *, together: bool) -> list[Readings]:
     return [{name: getattr(item, name) for name in SIGNALS} for item in found]
 
 
-def oracle_batch(
-    model: PreTrainedModel, attention: Literal["eager", "oracle_fused"]
-) -> list[Readings]:
-    """Read the batch with the oracle, one example at a time."""
+def oracle_batch(model: PreTrainedModel, attention: str) -> list[Readings]:
+    """Read the batch with the oracle, one example at a time, "eager" or `FUSED`."""
     twin = copy_with_attention(model, attention)
     return [oracle_signals(twin, sequence) for sequence in make_batch()]
 
