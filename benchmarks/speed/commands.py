@@ -6,6 +6,7 @@ printed, what memory a process holds, and a process of one's own to measure in.
 """
 
 import dataclasses
+import functools
 import importlib
 import json
 import multiprocessing
@@ -13,7 +14,7 @@ import os
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -164,3 +165,41 @@ def measure_fresh(what: str, function: Callable[..., Any], *arguments: Any) -> A
             raise ValueError(
                 f"the process that measures {what} has failed: {error}"
             ) from error
+
+
+class Remote:
+    """An object in a process of its own, which alone loads the object's libraries."""
+
+    def __init__(self, environment: Mapping[str, str], make: Callable, *given: Any):
+        """Start the process; `make(*given)` is called there before the first call."""
+        self._process = fresh_process(environment)
+        self._process.submit(_keep, functools.partial(make, *given))
+
+    def call(self, name: str, *arguments: Any) -> Future:
+        """Call a method of the object."""
+        return self._process.submit(_call, name, *arguments)
+
+    def peak(self) -> Future:
+        """Return the process's peak above what it held when the object was made."""
+        return self._process.submit(_peak_above_made)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.shutdown(cancel_futures=True)
+
+
+_own: dict[str, Any] = {}  # what `Remote` keeps in its process
+
+
+def _keep(make: Callable[[], Any]) -> None:
+    _own["make"] = make
+
+
+def _call(name: str, *arguments: Any) -> Any:
+    if "made" not in _own:
+        _own.update(made=_own["make"](), held=held_bytes())
+    return getattr(_own["made"], name)(*arguments)
+
+
+def _peak_above_made() -> int:
+    return peak_bytes() - _own["held"]
