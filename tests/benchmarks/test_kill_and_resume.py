@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 
-from benchmarks.speed.resume_proof import ResumeConfig, compare, is_torn, prove
+from benchmarks.speed.resume import ResumeConfig, compare, is_half_written, prove
 from extract.store.families import Family
 from extract.store.kept import Kept
 from extract.store.spec import StoreSpec
@@ -37,12 +37,12 @@ def test_files_of_a_range_without_its_record_are_seen(tmp_path):
         hidden_layers=(),
         fingerprint={},
     )
-    assert not is_torn(tmp_path / "store")  # nothing yet
+    assert not is_half_written(tmp_path / "store")  # nothing yet
     store = create_store(tmp_path / "store", spec)
     StoreWriter(store).write_range(0, {"prob": np.zeros((60, 5), np.float32)})
-    assert not is_torn(tmp_path / "store")
+    assert not is_half_written(tmp_path / "store")
     (tmp_path / "store" / store.commit_key(0)).unlink()
-    assert is_torn(tmp_path / "store")
+    assert is_half_written(tmp_path / "store")
 
 
 @pytest.mark.slow

@@ -1,28 +1,49 @@
-"""Extraction killed at random moments, beside one that nobody interrupts.
+"""`beatrice bench resume`: does a killed extraction end with the same bytes?
 
-Both do what `beatrice extract` does, each time in a process of its own, on the same
-answers. The kills are SIGKILL, spread over the whole extraction: each comes a random
-while after a random number of ranges is committed, also during the start of a process.
+A killed run is compared with one that nobody interrupts. Both do what `beatrice
+extract` does, each time in a process of its own, on the same answers. The kills are
+SIGKILL, spread over the whole extraction: each comes a random while after a random
+number of ranges is committed, also during the start of a process.
+
+Processes are forked from a server that has imported the libraries and done nothing
+else, since starting one from nothing takes longer than what lies between two kills. A
+thread of the process sends the signal, and waits for its moment in the process's own
+CPU time, so that neither a busy machine nor a pause moves it.
 """
 
 import dataclasses
+import json
 import math
+import multiprocessing
+import os
 import random
 import shutil
+import signal
+import tempfile
+import threading
 import time
 from collections.abc import Callable
+from ctypes import c_double
 from pathlib import Path
 
-from benchmarks.speed.resume_worker import Death, live, n_committed
+import click
+
+from benchmarks.speed.commands import AS_JSON
 from benchmarks.stages.presets import PresetName, RunConfig, make_config
-from benchmarks.stages.torch_stages import open_backbone
+from benchmarks.stages.torch_stages import extract_worker, open_backbone
+from benchmarks.verbs.opening import SEED
 from extract.generate.requests import ask
 from extract.pipeline import answers_file, write_world
 from extract.records import SETTINGS, Answer, Example, read_records, write_lines
+from extract.run.console import Progress, quiet
 from extract.run.directory import RunDir
 from extract.run.files import sha256_file, write_text_atomic
 from extract.store.kept import Kept
 from extract.store.read import done_ranges, open_store
+
+_FORKS = multiprocessing.get_context("forkserver")
+_FORKS.set_forkserver_preload([__name__])
+_POLL_S = 0.005
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +80,7 @@ class ResumeProof:
       n_examples: stored examples.
       n_ranges: ranges of both settings.
       n_kills: processes that were killed.
-      n_torn: kills that left files of a range that was not committed.
+      n_half_written: kills that left files of a range that was not committed.
       n_before: ranges committed at each kill.
       n_files: files compared.
       n_bytes: their bytes.
@@ -71,13 +92,74 @@ class ResumeProof:
     n_examples: int
     n_ranges: int
     n_kills: int
-    n_torn: int
+    n_half_written: int
     n_before: tuple[int, ...]
     n_files: int
     n_bytes: int
     differing: tuple[str, ...]
     whole_seconds: float
     killed_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kill:
+    """When a process is to kill itself.
+
+    Attributes:
+      n_committed: once so many ranges are committed …
+      seconds: … and so much CPU time has passed since then.
+    """
+
+    n_committed: int
+    seconds: float
+
+
+def _extract(path: Path, config: RunConfig, kill: Kill | None, spent: c_double) -> None:
+    """Do what `beatrice extract` does; what each process runs.
+
+    `spent` is set to the CPU seconds that it took.
+    """
+    if kill is not None:
+        threading.Thread(
+            target=_kill_at, args=(RunDir(path), kill), daemon=True
+        ).start()
+    with RunDir.open(path, config.as_json()) as run:
+        extract_worker(run, config, lambda done, total: None, (0, 1))
+    spent.value = time.process_time()
+
+
+def _kill_at(run: RunDir, kill: Kill) -> None:
+    """Wait for the moment, and kill this process."""
+    while n_committed(run) < kill.n_committed:
+        time.sleep(_POLL_S)
+    end = time.process_time() + kill.seconds
+    while time.process_time() < end:
+        time.sleep(_POLL_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_process(run: RunDir, config: RunConfig, kill: Kill | None = None) -> float:
+    """Extract in a process of its own; return its CPU seconds, NaN if it was killed.
+
+    Raises:
+      ValueError: it failed by itself.
+    """
+    spent = _FORKS.RawValue(c_double, math.nan)
+    arguments = (run.path, config, kill, spent)
+    process = _FORKS.Process(target=_extract, args=arguments)
+    process.start()
+    process.join()
+    if process.exitcode not in (0, -signal.SIGKILL if kill else 0):
+        raise ValueError(
+            f"the extraction of {run.path} failed by itself with exit code "
+            f"{process.exitcode}; its message is above"
+        )
+    return float(spent.value)
+
+
+def n_committed(run: RunDir) -> int:
+    """Count the commit records of both settings."""
+    return sum(1 for _ in (run.path / "features").glob("*/commits/*/*.json"))
 
 
 def prove(
@@ -97,7 +179,7 @@ def prove(
     killed = RunDir(folder / "killed")
     shutil.copytree(whole.path, killed.path, ignore=shutil.ignore_patterns("lock"))
     began = time.monotonic()
-    spent = live(whole, config.run_config())
+    spent = run_process(whole, config.run_config())
     whole_seconds = time.monotonic() - began
     stores = [open_store(whole.features(setting)) for setting in SETTINGS]
     n_ranges = sum(store.spec.n_ranges for store in stores)
@@ -107,16 +189,16 @@ def prove(
             "killed between; ask for more"
         )
     began = time.monotonic()
-    n_before, n_torn = _kill_again_and_again(
+    n_before, n_half_written = _kill_repeatedly(
         killed, config, n_ranges, spent / n_ranges, progress
     )
-    live(killed, config.run_config())
+    run_process(killed, config.run_config())
     n_files, n_bytes, differing = compare(whole.path, killed.path)
     return ResumeProof(
         n_examples=sum(len(store.spec.keys) for store in stores),
         n_ranges=n_ranges,
         n_kills=len(n_before),
-        n_torn=n_torn,
+        n_half_written=n_half_written,
         n_before=tuple(n_before),
         n_files=n_files,
         n_bytes=n_bytes,
@@ -169,34 +251,34 @@ def _gold_answers(run: RunDir, made: RunConfig, n_examples: int) -> list[Answer]
     )
 
 
-def _kill_again_and_again(
+def _kill_repeatedly(
     run: RunDir,
     config: ResumeConfig,
     n_ranges: int,
     pace: float,
     progress: Callable[[int, int], None],
 ) -> tuple[list[int], int]:
-    """Start and kill; return the ranges committed at each kill, and truncated kills.
+    """Start and kill; return the ranges committed at each kill, and half-written ones.
 
     `pace` is the CPU seconds of a range.
     """
     rng = random.Random(config.seed)
     # Not among the last, which are over before the kill.
     targets = sorted(rng.randrange(n_ranges * 9 // 10) for _ in range(config.n_kills))
-    n_before, n_torn = [], 0
+    n_before, n_half_written = [], 0
     for number, target in enumerate(targets):
         # A target that is met already means a kill between the start and a range.
         longest = 2 * pace * (1 + (n_committed(run) >= target))
-        death = Death(n_committed=target, seconds=rng.uniform(0.0, longest))
-        if not math.isnan(live(run, config.run_config(), death)):
+        kill = Kill(n_committed=target, seconds=rng.uniform(0.0, longest))
+        if not math.isnan(run_process(run, config.run_config(), kill)):
             break  # it was faster than the kill
         n_before.append(n_committed(run))
-        n_torn += any(is_torn(run.features(setting)) for setting in SETTINGS)
+        n_half_written += any(is_half_written(run.features(s)) for s in SETTINGS)
         progress(number + 1, config.n_kills)
-    return n_before, n_torn
+    return n_before, n_half_written
 
 
-def is_torn(features: Path) -> bool:
+def is_half_written(features: Path) -> bool:
     """Tell whether a store has files of a range that is not committed."""
     if not (features / "index.json").exists():
         return features.exists()
@@ -218,10 +300,10 @@ def compare(whole: Path, killed: Path) -> tuple[int, int, tuple[str, ...]]:
       whole: a run; the bytes are its own.
       killed: the other.
     """
-    sides = [_hashes(path / "features") for path in (whole, killed)]
-    names = sorted(sides[0].keys() | sides[1].keys())
-    differing = [name for name in names if sides[0].get(name) != sides[1].get(name)]
-    n_bytes = sum(size for _, size in sides[0].values())
+    ours, theirs = (_hashes(path / "features") for path in (whole, killed))
+    names = sorted(ours.keys() | theirs.keys())
+    differing = [name for name in names if ours.get(name) != theirs.get(name)]
+    n_bytes = sum(size for _, size in ours.values())
     return len(names), n_bytes, tuple(differing)
 
 
@@ -233,3 +315,51 @@ def _hashes(folder: Path) -> dict[str, tuple[str, int]]:
         # A killed writer's temporary, which TensorStore replaces or ignores.
         if path.is_file() and path.suffix != ".__lock"
     }
+
+
+@click.command()
+@click.option(
+    "--examples",
+    default=5000,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Of the store: a question in one setting and wording is one.",
+)
+@click.option(
+    "--kills",
+    default=20,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="SIGKILLs at random moments.",
+)
+@click.option("--seed", default=0, show_default=True, type=SEED, help="Of the moments.")
+@AS_JSON
+def resume(examples: int, kills: int, seed: int, as_json: bool) -> None:
+    """Kill `beatrice extract` at random and resume it; compare every stored byte.
+
+    Fails if a file differs from that of an uninterrupted run, or if fewer kills hit.
+
+    Example: beatrice bench resume --examples 600 --kills 5
+    """
+    quiet()
+    config = ResumeConfig(n_examples=examples, n_kills=kills, seed=seed)
+    with tempfile.TemporaryDirectory() as folder:
+        with Progress().stage("resume") as update:
+            found = prove(Path(folder), config, update)
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(found)))
+    else:
+        click.echo(
+            f"{found.n_examples} examples in {found.n_ranges} ranges; {found.n_kills} "
+            f"kills, {found.n_half_written} of them with a range half written; "
+            f"{found.n_files} files, {found.n_bytes} bytes, {len(found.differing)} "
+            f"files differ; {found.whole_seconds:.0f} s uninterrupted, "
+            f"{found.killed_seconds:.0f} s killed"
+        )
+    if found.differing:
+        raise click.ClickException(f"{found.differing[0]} differs after resuming")
+    if found.n_kills < kills:
+        raise click.ClickException(
+            f"only {found.n_kills} of {kills} kills came before the end; use more "
+            "examples"
+        )
