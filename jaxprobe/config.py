@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal, get_args
 
-Products = Literal["float32", "bfloat16"]
+MatmulDtype = Literal["float32", "bfloat16"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,9 @@ class EncoderConfig:
     n_groups: int = 8  # of the group normalisation
     dropout: float = 0.1
     input_noise: float = 0.05  # standard deviation, in units of a standardised channel
-    products: Products = "float32"  # operands of matrix products; bfloat16: mixed
+    matmul_dtype: MatmulDtype = (
+        "float32"  # operands of matrix products; bfloat16: mixed
+    )
 
     def __post_init__(self):
         """Refuse widths that do not fit together."""
@@ -26,10 +28,10 @@ class EncoderConfig:
             )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must lie in [0, 1), got {self.dropout}")
-        if self.products not in get_args(Products):
+        if self.matmul_dtype not in get_args(MatmulDtype):
             raise ValueError(
-                f"products: expected {' or '.join(get_args(Products))}, "
-                f"got {self.products!r}"
+                f"matmul_dtype: expected {' or '.join(get_args(MatmulDtype))}, "
+                f"got {self.matmul_dtype!r}"
             )
 
     @property
@@ -72,7 +74,7 @@ class TrainConfig:
                 f"batch_size {self.batch_size} has no {self.n_microbatches} equal parts"
             )
 
-    def pieces(self) -> int:
+    def microbatches(self) -> int:
         """Into how many pieces of equal size a batch's gradient is parted.
 
         Activations of about 128 rows stay in a core's cache: at 512 a step took twice

@@ -19,7 +19,6 @@ from jaxprobe import checkpoint
 from jaxprobe.calibration import Calibrator
 from jaxprobe.config import EncoderConfig, FusionConfig
 from jaxprobe.features.families import (
-    FamilyDims,
     FamilyTokens,
     Features,
     Standardizer,
@@ -27,11 +26,10 @@ from jaxprobe.features.families import (
     split_families,
 )
 from jaxprobe.features.reading import SPANS
-from jaxprobe.features.subsets import SUBSET_NAMES, SUBSETS, subset_index
+from jaxprobe.features.subsets import SUBSET_NAMES, SUBSETS, FamilyDims, subset_index
 from jaxprobe.fit.grid import Trained
-from jaxprobe.fit.loop import Params
-from jaxprobe.model.encoder import Encoder
-from jaxprobe.model.fusion import FusionHead, say, slots_of
+from jaxprobe.model.encoder import Encoder, Params
+from jaxprobe.model.fusion import FusionHead, head_inputs, slots_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +54,7 @@ class EncoderBank:
     lengths: tuple[int, ...] = ()
 
     @classmethod
-    def keep(
+    def from_trained(
         cls,
         trained: Trained,
         names: Sequence[str],
@@ -86,7 +84,7 @@ class EncoderBank:
 
 
 @partial(jax.jit, static_argnames=("dims", "encoder"))
-def encode_bank(
+def bank_outputs(
     params: Params,
     family_masks: jax.Array,
     standardizer: Standardizer,
@@ -172,7 +170,7 @@ def _fuse(
 
     def one(params, pooled, logits):
         slots = jnp.arange(len(slot_mask))
-        return head.apply(params, say(pooled, logits), slots, slot_mask)
+        return head.apply(params, head_inputs(pooled, logits), slots, slot_mask)
 
     return jax.nn.sigmoid(jax.vmap(one)(params, pooled, logits)).mean(axis=0)
 
@@ -271,7 +269,7 @@ class Detector:
                 f"{where} features have {n_spans} spans, got {features.n_spans}"
             )
         masks = np.stack([SUBSETS[subset_index(name)] for name in bank.names])
-        return encode_bank(
+        return bank_outputs(
             bank.params,
             jnp.asarray(masks),
             bank.standardizer,

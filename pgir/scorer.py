@@ -88,7 +88,7 @@ class Scorer:
                 model_path(name), dtype=detector.facts.get("model_dtype", "float32")
             ),
             detector,
-            asking.words(),
+            asking.prompt_template(),
             GenerationConfig(max_new_tokens=config["max_new_tokens"]),
             answer_span=detector.facts["answer_span"],
         )

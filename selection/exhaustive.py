@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxprobe.checkpoint import keep, recall
+from jaxprobe.checkpoint import load_cache, save_cache
 from jaxprobe.config import FusionConfig, TrainConfig
 from jaxprobe.model.fusion import PoolOutputs
 from selection.greedy import check_classes, fit_sets, slots_for
@@ -156,7 +156,7 @@ class Enumeration:
 
     def _recalled(self, path: Path, sets: np.ndarray) -> np.ndarray | None:
         """Return a finished call's AUROCs, `[n_sets, n_seeds]`."""
-        found = recall(path, self.key)
+        found = load_cache(path, self.key)
         if found is None or not np.array_equal(found["sets"], sets):
             return None
         return found["aurocs"]
@@ -186,7 +186,7 @@ class Enumeration:
                     n_calls=self.n_pool,
                 )
                 aurocs = np.asarray(heads.info.best_auroc)
-                keep(path, {"sets": sets, "aurocs": aurocs}, self.key)
+                save_cache(path, {"sets": sets, "aurocs": aurocs}, self.key)
                 if tick is not None:
                     tick(aurocs.size)
             parts.append(aurocs)

@@ -16,7 +16,8 @@ import numpy as np
 
 from jaxprobe.config import FusionConfig, TrainConfig
 from jaxprobe.fit.heads import fit_heads
-from jaxprobe.fit.loop import FitInfo, Params
+from jaxprobe.fit.loop import FitInfo
+from jaxprobe.model.encoder import Params
 from jaxprobe.model.fusion import (
     FusionHead,
     PoolOutputs,

@@ -7,14 +7,24 @@ state over the answer tokens, which ranks layers at a small part of an encoder's
 
 import dataclasses
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from extract.records import SETTINGS
+from extract.run.console import Progress, Update
+from extract.run.contents import store_files
+from extract.run.directory import RunDir
+from extract.run.files import write_json_atomic
+from extract.run.manifest import Preset
+from extract.run.stages import Stage
+from jaxprobe.compiler import set_compiler
 from jaxprobe.config import TrainConfig
+from jaxprobe.features.reading import mean_answer_states
+from jaxprobe.features.rows import Rows, load_rows
 from jaxprobe.fit.loop import fit
 from jaxprobe.kernels.random import PROBES, exact_normal, mix, words_of
 from jaxprobe.metrics import masked_auroc
@@ -133,3 +143,79 @@ def _fit_probes(train, labels, valid, valid_labels, seeds, *, config):
     over_seeds = jax.vmap(one, in_axes=(None, None, 0), axis_name="seeds")
     over_layers = jax.vmap(over_seeds, in_axes=(0, 0, None), axis_name="layers")
     return over_layers(train, valid, seeds)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepSection:
+    """The run's section `sweep`.
+
+    Attributes:
+      n_rows: most original rows of each split that the probes read.
+      probe: the protocol; the run's seed takes the place of its own.
+    """
+
+    n_rows: int = 1200
+    probe: SweepConfig = SweepConfig()
+
+
+SWEEP_PRESETS: dict[Preset, SweepSection] = {
+    "demo": SweepSection(),
+    "smoke": SweepSection(n_rows=96, probe=SweepConfig(n_seeds=1)),
+    "paper": SweepSection(),
+}
+
+
+def _sweep_rows(rows: Rows, split: str, limit: int) -> np.ndarray:
+    """Return up to `limit` original rows of a split, in stored order."""
+    where = rows.where(split)
+    return where[rows.variants[where] == "original"][:limit]
+
+
+def _sweep(
+    run: RunDir, config: SweepSection, update: Update, progress: Progress
+) -> None:
+    set_compiler(run.preset)
+    probe = dataclasses.replace(config.probe, root_seed=run.seed)
+    found: dict[str, Any] = {}
+    for number, setting in enumerate(SETTINGS):
+        store, rows = load_rows(run, setting)
+        train, valid = (
+            _sweep_rows(rows, split, config.n_rows) for split in ("train", "validation")
+        )
+        layers = store.spec.hidden_layers
+        states = [
+            np.stack(
+                [mean_answer_states(store, where, layer) for layer in layers], axis=1
+            )
+            for where in (train, valid)
+        ]
+        sweep = sweep_layers(
+            states[0],
+            rows.labels[train],
+            states[1],
+            rows.labels[valid],
+            probe,
+        )
+        found[setting] = {
+            "layers": list(layers),
+            "auroc": [[round(float(x), 6) for x in row] for row in sweep.aurocs],
+            "best": layers[sweep.best_layer],
+        }
+        update(number + 1, len(SETTINGS))
+    # One layer serves both settings, as in the paper: the best of their mean.
+    mean = np.mean([np.mean(f["auroc"], axis=1) for f in found.values()], axis=0)
+    best = found[SETTINGS[0]]["layers"][int(np.argmax(mean))]
+    if len(layers) == 1:
+        progress.note(
+            f"sweep: the store keeps layer {best} alone, so there is nothing to choose"
+        )
+    write_json_atomic(run.sweep, {"layer": best, "settings": found})
+
+
+SWEEP = Stage(
+    name="sweep",
+    inputs=lambda run: [run.labels, *store_files(run)],
+    outputs=lambda run: [run.sweep],
+    work=_sweep,
+    presets=SWEEP_PRESETS,
+)

@@ -115,8 +115,7 @@ def write_hotpot(path: Path, n_bytes: int, *, seed: int = 0) -> int:
 
 def read_file(path: Path) -> DataCost:
     """Stream a file through the loader, and drop it; for a fresh process."""
-    from extract.datasets.loading import Refusal
-    from extract.datasets.opening import open_dataset
+    from extract.datasets.loading import Refusal, open_dataset
 
     began, worked = time.perf_counter(), time.process_time()
     n_records = n_refused = 0

@@ -32,8 +32,9 @@ from benchmarks.speed.commands import AS_JSON, RowPrinter
 from benchmarks.speed.tiny_models import architectures, make_batch
 from extract.backbone.loading import Backbone
 from extract.run.console import Progress, quiet
-from extract.signals.budgets import ReadingBudget
-from extract.signals.reader import Sequence, SignalReader
+from extract.signals.batch import ReadingBudget
+from extract.signals.plan import TokenSequence
+from extract.signals.reader import SignalReader
 
 Readings = dict[str, np.ndarray]  # by family of signals
 FUSED = "oracle_fused"
@@ -276,7 +277,9 @@ def _attn_readings(maps: list[np.ndarray], spans: Items[tuple[int, int]]) -> np.
     return attn
 
 
-def oracle_signals(model: PreTrainedModel, sequence: Sequence) -> dict[str, np.ndarray]:
+def oracle_signals(
+    model: PreTrainedModel, sequence: TokenSequence
+) -> dict[str, np.ndarray]:
     """Return the four families of one sequence in float64.
 
     Args:

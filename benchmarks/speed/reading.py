@@ -32,8 +32,8 @@ from benchmarks.speed.commands import (
 from extract.backbone.loading import Backbone, keep_freed_memory, load_backbone
 from extract.backbone.names import EMBEDDED, model_path
 from extract.signals.extraction import read_batches, run_plan
-from extract.signals.plan import ExtractConfig, plan_extraction
-from extract.signals.reader import Sequence, SignalReader
+from extract.signals.plan import ExtractConfig, TokenSequence, plan_extraction
+from extract.signals.reader import SignalReader
 
 N_THREADS = 2  # of Torch on the CPU
 
@@ -102,12 +102,12 @@ def make_model(config: BatchConfig) -> LlamaForCausalLM:
 
 def random_sequence(
     rng: np.random.Generator, n_words: int, starts: tuple[int, int, int], n_tokens: int
-) -> Sequence:
+) -> TokenSequence:
     """Return random text whose context, question and answer start at `starts`."""
     ids = rng.integers(3, n_words, n_tokens + 1)
     edges = np.array([*starts, n_tokens])
     spans = np.stack([edges[:-1], edges[1:]], axis=1)
-    return Sequence(ids=ids[:-1], targets=ids[1:], spans=spans)
+    return TokenSequence(ids=ids[:-1], targets=ids[1:], spans=spans)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -29,17 +29,22 @@ from pathlib import Path
 import click
 
 from benchmarks.speed.commands import AS_JSON
-from benchmarks.stages.presets import PresetName, RunConfig, make_config
-from benchmarks.stages.torch_stages import extract_worker, open_backbone
-from benchmarks.verbs.opening import SEED
-from extract.generate.requests import ask
-from extract.pipeline import answers_file, write_world
+from extract.backbone.loading import open_backbone
+from extract.backbone.names import BackboneConfig, backbone_of
+from extract.generate.requests import answer_config, make_requests
 from extract.records import SETTINGS, Answer, Example, read_records, write_lines
 from extract.run.console import Progress, quiet
+from extract.run.contents import answers_file
 from extract.run.directory import RunDir
 from extract.run.files import sha256_file, write_text_atomic
-from extract.store.kept import Kept
+from extract.run.manifest import NewRun, Preset
+from extract.run.stages import run_stage
+from extract.run.verbs import SEED
+from extract.run.workers import Worker
+from extract.signals.plan import ExtractConfig
+from extract.signals.stage import EXTRACT_PRESETS, extract_config, extract_part
 from extract.store.read import done_ranges, open_store
+from extract.world.stage import WORLD, WORLD_PRESETS
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload([__name__])
@@ -55,21 +60,14 @@ class ResumeConfig:
       n_kills: SIGKILLs.
       seed: of their moments.
       preset: of the run.
-      kept: what is kept of the signals.
-      n_threads: of Torch.
+      extract: what is kept of the signals.
     """
 
     n_examples: int = 5000
     n_kills: int = 20
     seed: int = 0
-    preset: PresetName = "demo"
-    kept: Kept = Kept()
-    n_threads: int = 1
-
-    def run_config(self) -> RunConfig:
-        """Return the configuration of both runs."""
-        made = make_config(self.preset, kept=self.kept)
-        return dataclasses.replace(made, n_threads=self.n_threads)
+    preset: Preset = "demo"
+    extract: ExtractConfig = EXTRACT_PRESETS["demo"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +112,7 @@ class Kill:
     seconds: float
 
 
-def _extract(path: Path, config: RunConfig, kill: Kill | None, spent: c_double) -> None:
+def _extract(path: Path, kill: Kill | None, spent: c_double) -> None:
     """Do what `beatrice extract` does; what each process runs.
 
     `spent` is set to the CPU seconds that it took.
@@ -123,8 +121,8 @@ def _extract(path: Path, config: RunConfig, kill: Kill | None, spent: c_double) 
         threading.Thread(
             target=_kill_at, args=(RunDir(path), kill), daemon=True
         ).start()
-    with RunDir.open(path, config.as_json()) as run:
-        extract_worker(run, config, lambda done, total: None, (0, 1))
+    with RunDir.open(path) as run:
+        extract_part(run, extract_config(run), lambda done, total: None, Worker())
     spent.value = time.process_time()
 
 
@@ -138,15 +136,14 @@ def _kill_at(run: RunDir, kill: Kill) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run_process(run: RunDir, config: RunConfig, kill: Kill | None = None) -> float:
+def run_process(run: RunDir, kill: Kill | None = None) -> float:
     """Extract in a process of its own; return its CPU seconds, NaN if it was killed.
 
     Raises:
       ValueError: it failed by itself.
     """
     spent = _FORKS.RawValue(c_double, math.nan)
-    arguments = (run.path, config, kill, spent)
-    process = _FORKS.Process(target=_extract, args=arguments)
+    process = _FORKS.Process(target=_extract, args=(run.path, kill, spent))
     process.start()
     process.join()
     if process.exitcode not in (0, -signal.SIGKILL if kill else 0):
@@ -179,7 +176,7 @@ def prove(
     killed = RunDir(folder / "killed")
     shutil.copytree(whole.path, killed.path, ignore=shutil.ignore_patterns("lock"))
     began = time.monotonic()
-    spent = run_process(whole, config.run_config())
+    spent = run_process(whole)
     whole_seconds = time.monotonic() - began
     stores = [open_store(whole.features(setting)) for setting in SETTINGS]
     n_ranges = sum(store.spec.n_ranges for store in stores)
@@ -192,7 +189,7 @@ def prove(
     n_before, n_half_written = _kill_repeatedly(
         killed, config, n_ranges, spent / n_ranges, progress
     )
-    run_process(killed, config.run_config())
+    run_process(killed)
     n_files, n_bytes, differing = compare(whole.path, killed.path)
     return ResumeProof(
         n_examples=sum(len(store.spec.keys) for store in stores),
@@ -213,18 +210,22 @@ def _make_run(path: Path, config: ResumeConfig) -> RunDir:
 
     What is extracted need not be what the model would say, and this takes seconds.
     """
-    made = config.run_config()
-    with RunDir.open(path, made.as_json()) as run:
-        write_world(run, made.world, made.questions)
-        answers = _gold_answers(run, made, config.n_examples)
+    sections = {
+        "backbone": BackboneConfig(n_threads=1),
+        "world": WORLD_PRESETS[config.preset],
+        "extract": config.extract,
+    }
+    with RunDir.open(path, NewRun(preset=config.preset, sections=sections)) as run:
+        run_stage(WORLD, run, Progress())
+        answers = _gold_answers(run, config.n_examples)
         write_text_atomic(answers_file(run), write_lines(answers))
     return run
 
 
-def _gold_answers(run: RunDir, made: RunConfig, n_examples: int) -> list[Answer]:
+def _gold_answers(run: RunDir, n_examples: int) -> list[Answer]:
     """Return the gold answers to the first questions, in every setting and wording."""
-    backbone, answers = open_backbone(made), list[Answer]()
-    tokenizer = backbone.tokenizer
+    backbone, answers = open_backbone(backbone_of(run)), list[Answer]()
+    tokenizer, config = backbone.tokenizer, answer_config(run)
     for example in read_records(run.examples, Example):
         gold = example.golds[0]
         ids = tokenizer(" " + gold, add_special_tokens=False)["input_ids"]
@@ -239,14 +240,14 @@ def _gold_answers(run: RunDir, made: RunConfig, n_examples: int) -> list[Answer]
                 stop_id=tokenizer.eos_token_id,
                 context_span=request.prompt.context_span,
             )
-            for request in ask(
-                [example], backbone, made.prompt, made.max_new_tokens
+            for request in make_requests(
+                [example], backbone, config.prompt, config.generation.max_new_tokens
             ).requests
         )
         if len(answers) >= n_examples:
             return answers[:n_examples]
     raise ValueError(
-        f"the {made.preset} preset has {len(answers)} examples to extract, expected at "
+        f"the {run.preset} preset has {len(answers)} examples to extract, expected at "
         f"least {n_examples}; ask for fewer"
     )
 
@@ -270,7 +271,7 @@ def _kill_repeatedly(
         # A target that is met already means a kill between the start and a range.
         longest = 2 * pace * (1 + (n_committed(run) >= target))
         kill = Kill(n_committed=target, seconds=rng.uniform(0.0, longest))
-        if not math.isnan(run_process(run, config.run_config(), kill)):
+        if not math.isnan(run_process(run, kill)):
             break  # it was faster than the kill
         n_before.append(n_committed(run))
         n_half_written += any(is_half_written(run.features(s)) for s in SETTINGS)

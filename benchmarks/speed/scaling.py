@@ -21,7 +21,16 @@ import numpy as np
 from matplotlib.figure import Figure
 from safetensors.numpy import save_file
 
-from benchmarks.forecasts.train_work import (
+from benchmarks.results.figures import MUTED, STRONG, styled, to_svg
+from benchmarks.speed.commands import AS_JSON, RowPrinter, reset_peak
+from extract.run.console import Progress, quiet
+from extract.run.files import write_text_atomic
+from jaxprobe.compiler import set_compiler
+from jaxprobe.config import EncoderConfig, TrainConfig
+from jaxprobe.features.families import Standardizer, split_families
+from jaxprobe.features.subsets import SUBSETS, FamilyDims
+from jaxprobe.fit.grid import Block, Labelled, fit_blocks, labelled, member_words
+from jaxprobe.fit.work import (
     Losses,
     Member,
     Workload,
@@ -29,17 +38,8 @@ from benchmarks.forecasts.train_work import (
     turn_flops,
     weights_file,
 )
-from benchmarks.results.figures import MUTED, STRONG, styled, to_svg
-from benchmarks.speed.commands import AS_JSON, RowPrinter, reset_peak
-from benchmarks.stages.presets import WHOLE_OPERATIONS, make_config
-from benchmarks.verbs.opening import set_compiler
-from extract.run.console import Progress, quiet
-from extract.run.files import write_text_atomic
-from jaxprobe.config import EncoderConfig, TrainConfig
-from jaxprobe.features.families import FamilyDims, Standardizer, split_families
-from jaxprobe.features.subsets import SUBSETS
-from jaxprobe.fit.grid import Block, Labelled, fit_blocks, labelled, member_words
 from jaxprobe.model.encoder import Encoder, init_encoder
+from jaxprobe.settings import GRID_PRESETS
 
 EXAMPLES = (1, 2, 4, 8)  # times the workload's
 SEEDS = (1, 3, 6)  # 15 members each
@@ -51,7 +51,7 @@ HEAD = ("axis", "sizes", "seconds an epoch", "GFLOP/s", "exponent")
 
 def microworld(n_steps: int) -> Workload:
     """Return the demo's encoders, closed-book, at the microworld's span lengths."""
-    config = make_config("demo")
+    config = GRID_PRESETS["demo"]
     return Workload(
         encoder=config.encoder,
         dims=FamilyDims(hidden=160, prob=5, resid=24, attn=120),
@@ -313,7 +313,7 @@ def scaling(rounds: int, figure: Path | None, as_json: bool) -> None:
     if figure is not None and figure.suffix != ".svg":
         raise click.UsageError(f"--figure is written as SVG, found {figure.name!r}")
     quiet()
-    set_compiler(WHOLE_OPERATIONS)
+    set_compiler("demo")
     printer, axes = RowPrinter(as_json), []
     printer.head(HEAD)
     with Progress().stage("scaling") as update:

@@ -29,11 +29,10 @@ from torch.nn.functional import (
 )
 
 from benchmarks.speed.commands import AS_JSON, RowPrinter
-from benchmarks.stages.presets import WHOLE_OPERATIONS
-from benchmarks.verbs.opening import set_compiler
+from jaxprobe.compiler import set_compiler
 from jaxprobe.config import FusionConfig, TrainConfig
 from jaxprobe.model import fusion
-from jaxprobe.model.fusion import PoolOutputs, say
+from jaxprobe.model.fusion import PoolOutputs, head_inputs
 from selection.greedy import Heads, fit_sets
 
 TOLERANCE = 1e-4  # of logits, fp32, sums in another order
@@ -114,7 +113,7 @@ def rows_of_set(outputs: np.ndarray) -> torch.Tensor:
     """Return a set's member outputs as rows, and how far each two are apart.
 
     Args:
-      outputs: `[n_members, d_output, n_examples]`, see `jaxprobe.model.fusion.say`.
+      outputs: `[n_members, d_output, n_examples]`, see `head_inputs`.
 
     Returns:
       `[n_examples, n_members * d_output + n_pairs]`.
@@ -210,14 +209,14 @@ def made_up_outputs(config: SelectConfig, n_examples: int, seed: int) -> PoolOut
     pooled = rng.standard_normal((*shape, config.d_pooled))
     pooled[..., 0] += logits
     return PoolOutputs(
-        say(jnp.asarray(pooled, jnp.float32), jnp.asarray(logits, jnp.float32)),
+        head_inputs(jnp.asarray(pooled, jnp.float32), jnp.asarray(logits, jnp.float32)),
         jnp.asarray(labels, jnp.float32),
         jnp.ones(n_examples, jnp.float32),
     )
 
 
 def _rows(outputs: PoolOutputs, members: tuple[int, ...], seed: int) -> torch.Tensor:
-    return rows_of_set(np.asarray(outputs.said[seed])[np.asarray(members)])
+    return rows_of_set(np.asarray(outputs.outputs[seed])[np.asarray(members)])
 
 
 def _torch_weights(params: Any, n_members: int, n_slots: int) -> dict:
@@ -342,7 +341,7 @@ def select(widths: str, as_json: bool) -> None:
 
     Example: beatrice bench select --widths paper
     """
-    set_compiler(WHOLE_OPERATIONS)  # as a run does
+    set_compiler("demo")  # as a run does
     printer = RowPrinter(as_json)
     printer.head(HEAD)
     printer.row(measure(widths, WIDTHS[widths]))

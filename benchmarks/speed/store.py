@@ -17,7 +17,6 @@ from typing import Literal
 import click
 import numpy as np
 
-from benchmarks.forecasts.train_work import Workload
 from benchmarks.speed.commands import (
     AS_JSON,
     MIB,
@@ -27,23 +26,18 @@ from benchmarks.speed.commands import (
     reset_peak,
 )
 from benchmarks.speed.scaling import microworld
-from benchmarks.stages.presets import WHOLE_OPERATIONS
 from extract.run.console import Progress, quiet, table_head, table_row
 from extract.store.read import FeatureStore, open_store, read_family
 from extract.store.spec import Family, StoreSpec
-from extract.store.write import StoreWriter, create_store
+from extract.store.write import create_store, write_range
+from jaxprobe.compiler import XLA_FLAGS
 from jaxprobe.config import StreamConfig, TrainConfig
-from jaxprobe.features.families import split_families
+from jaxprobe.features.families import split_families, standardizer_of
 from jaxprobe.features.reading import read_features
 from jaxprobe.features.subsets import FAMILIES, subset_index
 from jaxprobe.fit.grid import Block, Member, Trained, fit_blocks, labelled
-from jaxprobe.fit.streaming import (
-    Streamed,
-    epoch_groups,
-    fit_streamed,
-    prefetched,
-    standardizer_of,
-)
+from jaxprobe.fit.streaming import Streamed, epoch_groups, fit_streamed, prefetched
+from jaxprobe.fit.work import Workload
 from jaxprobe.model.encoder import Encoder
 
 Mode = Literal["streamed", "resident", "reading"]
@@ -51,7 +45,7 @@ SUBSETS_TRAINED = ("H", "P", "HP", "RA", "HPRA")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StoreConfig:
+class StreamedWork:
     """Sizes of the benchmark.
 
     Attributes:
@@ -92,7 +86,7 @@ def labels_of(n_examples: int) -> np.ndarray:
     return rng.random(n_examples) < np.linspace(0.8, 0.2, n_examples)
 
 
-def make_store(where: Path, config: StoreConfig, n_examples: int) -> FeatureStore:
+def make_store(where: Path, config: StreamedWork, n_examples: int) -> FeatureStore:
     """Write a closed-book store; labels move the first channels of every family."""
     rng = np.random.default_rng(0)
     work, none = config.work, np.zeros(n_examples, np.int64)
@@ -125,11 +119,11 @@ def make_store(where: Path, config: StoreConfig, n_examples: int) -> FeatureStor
             x = rng.standard_normal((len(right), *family.shape), dtype=np.float32)
             x[..., :2] += config.signal * right.reshape(-1, *[1] * len(family.shape))
             signals[name] = x.astype(family.numpy_dtype)
-        StoreWriter(store).write_range(range_id, signals)
+        write_range(store, range_id, signals)
     return store
 
 
-def _datasets(store: FeatureStore, config: StoreConfig) -> tuple[Streamed, Streamed]:
+def _datasets(store: FeatureStore, config: StreamedWork) -> tuple[Streamed, Streamed]:
     """Training and validation rows: every so many examples one is validated on."""
     work, n = config.work, config.n_train + config.n_valid
     labels, place = labels_of(n), np.arange(n)
@@ -154,7 +148,7 @@ def _datasets(store: FeatureStore, config: StoreConfig) -> tuple[Streamed, Strea
     )
 
 
-def _train(mode: Mode, store: FeatureStore, config: StoreConfig) -> dict[str, float]:
+def _train(mode: Mode, store: FeatureStore, config: StreamedWork) -> dict[str, float]:
     """Train twice, of which the first one compiles; return rate and AUROC."""
     train, valid = _datasets(store, config)
     fixed = {
@@ -206,7 +200,7 @@ def _read_raw(files: list[Path]) -> None:
                 pass
 
 
-def _reading(store: FeatureStore, config: StoreConfig) -> dict[str, float]:
+def _reading(store: FeatureStore, config: StreamedWork) -> dict[str, float]:
     """Read everything three ways, in MiB of files per second; the best of three."""
     files = _files(store)
     n_mib = sum(path.stat().st_size for path in files) / MIB
@@ -240,9 +234,9 @@ def _reading(store: FeatureStore, config: StoreConfig) -> dict[str, float]:
     return found
 
 
-def measure(mode: Mode, where: Path, config: StoreConfig) -> dict[str, float]:
+def measure(mode: Mode, where: Path, config: StreamedWork) -> dict[str, float]:
     """Measure one mode on one store, and memory; for a fresh process."""
-    os.environ.setdefault("XLA_FLAGS", WHOLE_OPERATIONS)  # as a run does
+    os.environ.setdefault("XLA_FLAGS", XLA_FLAGS["demo"])  # as a run does
     store = open_store(where)
     reset_peak()
     held = held_bytes()
@@ -272,7 +266,7 @@ def store(examples: int, as_json: bool) -> None:
     """
     quiet()
     note = Progress().note
-    once = StoreConfig(
+    once = StreamedWork(
         work=microworld(1),
         # Short sequences: a chunk of fewer rows reads much that it does not want.
         stream=StreamConfig(n_chunk=128),

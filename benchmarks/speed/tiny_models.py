@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from extract.signals.reader import Sequence
+from extract.signals.plan import TokenSequence
 
 VOCAB_SIZE = 61
 # The ids from here on stand for images and sounds in a multimodal wrapper, which puts
@@ -236,14 +236,14 @@ def multimodal_wrapper(family: str) -> PreTrainedModel:
     return wrapper.eval().requires_grad_(False)
 
 
-def make_sequence(seed: int, n_tokens: int, *spans: list[int]) -> Sequence:
+def make_sequence(seed: int, n_tokens: int, *spans: list[int]) -> TokenSequence:
     """Return random tokens with the given context, question and answer span."""
     rng = np.random.default_rng(seed)
     text = rng.integers(3, N_TEXT_IDS, n_tokens + 1)
-    return Sequence(ids=text[:-1], targets=text[1:], spans=np.array(spans))
+    return TokenSequence(ids=text[:-1], targets=text[1:], spans=np.array(spans))
 
 
-def make_batch() -> list[Sequence]:
+def make_batch() -> list[TokenSequence]:
     """Uneven lengths; no template tokens; no context; no answer; one-token answer."""
     return [
         make_sequence(1, 26, [2, 15], [15, 22], [22, 26]),

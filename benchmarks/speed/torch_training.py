@@ -16,14 +16,6 @@ from safetensors.numpy import load_file
 from torch.func import grad_and_value, vmap
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from benchmarks.forecasts.train_work import (
-    Losses,
-    Member,
-    Workload,
-    families_of,
-    made_up_features,
-    weights_file,
-)
 from benchmarks.speed.commands import reset_peak
 from benchmarks.speed.torch_encoder import (
     Arrays,
@@ -34,6 +26,14 @@ from benchmarks.speed.torch_encoder import (
     apply_encoder,
     encode_span,
     weights_of,
+)
+from jaxprobe.fit.work import (
+    Losses,
+    Member,
+    Workload,
+    families_of,
+    made_up_features,
+    weights_file,
 )
 
 

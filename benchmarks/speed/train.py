@@ -22,13 +22,6 @@ import click
 import numpy as np
 import torch
 
-from benchmarks.forecasts.train_work import (
-    Losses,
-    Member,
-    Workload,
-    in_parts,
-    turn_flops,
-)
 from benchmarks.speed.commands import (
     AS_JSON,
     MIB,
@@ -43,9 +36,16 @@ from benchmarks.speed.torch_training import (
     TorchTrainer,
     by_subset,
 )
-from benchmarks.stages.presets import WHOLE_OPERATIONS
 from extract.run.console import Progress, quiet
+from jaxprobe.compiler import XLA_FLAGS
 from jaxprobe.features.subsets import subset_index
+from jaxprobe.fit.work import (
+    Losses,
+    Member,
+    Workload,
+    in_parts,
+    turn_flops,
+)
 
 KINDS = {
     "grid": "(a) grid, two members side by side",
@@ -114,7 +114,7 @@ class Method:
             n_processes, n_threads = setting.n_processes, setting.n_threads
         environment = {
             "OMP_NUM_THREADS": str(n_threads),
-            "XLA_FLAGS": os.environ.get("XLA_FLAGS", WHOLE_OPERATIONS),
+            "XLA_FLAGS": os.environ.get("XLA_FLAGS", XLA_FLAGS["demo"]),
             "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
         }
         at_once = 1 if kind == "alone" else N_THREADS

@@ -64,9 +64,7 @@ class Layout:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Return the indices of the layers that have an attention matrix."""
-        return tuple(
-            index for index, layer in enumerate(self.layers) if layer.has_attention
-        )
+        return tuple(i for i, layer in enumerate(self.layers) if layer.has_attention)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,15 +83,12 @@ class LayerPass:
 
 def _first_child(parent: torch.nn.Module, names: tuple[str, ...]) -> Any:
     """Return the first child module present under one of the names, or None."""
-    for name in names:
-        child = getattr(parent, name, None)
-        if isinstance(child, torch.nn.Module):
-            return child
-    return None
+    found = (getattr(parent, name, None) for name in names)
+    return next((child for child in found if isinstance(child, torch.nn.Module)), None)
 
 
 def _required_child(parent: torch.nn.Module, names: tuple[str, ...], what: str) -> Any:
-    """Return such a child, or say what was looked for and what is there."""
+    """Return such a child, or name those that are there."""
     child = _first_child(parent, names)
     if child is None:
         found = ", ".join(name for name, _ in parent.named_children()) or "nothing"
@@ -107,12 +102,9 @@ def _required_child(parent: torch.nn.Module, names: tuple[str, ...], what: str) 
 
 def _layer(module: torch.nn.Module) -> Layer:
     """Classify one decoder layer."""
-    attention = _first_child(module, _ATTENTION_NAMES)
-    mixer = attention
-    if mixer is None:
-        names = _ATTENTION_NAMES + _RECURRENT_NAMES
-        mixer = _required_child(module, names, "the token mixer")
-    att = mixer
+    names = _ATTENTION_NAMES + _RECURRENT_NAMES
+    att = mixer = _required_child(module, names, "the token mixer")
+    has_attention = _first_child(module, _ATTENTION_NAMES) is not None
     ffn = (_required_child(module, ("mlp",), "the feed-forward part"),)
     post_ffn = _first_child(module, ("post_feedforward_layernorm",))
     if post_ffn is not None:
@@ -122,7 +114,7 @@ def _layer(module: torch.nn.Module) -> Layer:
     per_layer_embedding = _first_child(module, ("post_per_layer_input_norm",))
     if per_layer_embedding is not None:
         ffn = (*ffn, per_layer_embedding)
-    return Layer(module, att, ffn, mixer, attention is not None)
+    return Layer(module, att, ffn, mixer, has_attention)
 
 
 def find_layout(model: Any) -> Layout:

@@ -10,22 +10,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from extract.datasets.config import BuildConfig, Context, DataConfig, Role, Source
 from extract.datasets.loading import Refusal
-from extract.datasets.pools import (
-    BuildConfig,
-    Context,
-    Source,
-    SourceReport,
-    data_config,
-    is_usable,
-    open_source,
-    read_pools,
-)
+from extract.datasets.pools import SourceReport, is_usable, open_source, read_pools
 from extract.datasets.readers.question import Question
 from extract.datasets.splits import (
     Candidate,
     Draw,
-    Role,
     draw_splits,
     questions_digest,
     read_splits,
@@ -182,6 +173,39 @@ def build_examples(
     manifest = seal(_manifest(folder, asked, reports, drawn, digests))
     write_json_atomic(folder / "splits.json", manifest)
     return manifest
+
+
+def data_config(
+    sources: Sequence[Source], config: BuildConfig, fixed: Path | None
+) -> DataConfig:
+    """Return what a build depends on.
+
+    Args:
+      sources: at least one file.
+      config: what is built.
+      fixed: a manifest whose splits are used, or None.
+
+    Raises:
+      ValueError: a file is missing, the manifest is none, or a set has a context of
+        its own and no file.
+    """
+    for dataset in sorted(config.contexts.keys() - {s.dataset for s in sources}):
+        raise ValueError(
+            f"--context {dataset}={config.contexts[dataset]}: no file of {dataset} is "
+            "given; leave it out, or give one"
+        )
+    for source in sources:
+        if not source.path.is_file():
+            raise ValueError(f"{source.path}: no such file")
+    return DataConfig(
+        splits=config.splits if fixed is None else None,
+        fixed=None if fixed is None else read_splits(fixed)["sha256"],
+        context=config.contexts_as_text(),
+        skip_bad=config.skip_bad,
+        sources=tuple(
+            sorted((s.dataset, s.role, sha256_file(s.path)) for s in sources)
+        ),
+    )
 
 
 def _continue(folder: Path, asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from extract.generate.generator import Generated, Generator, Progress, SamplingConfig
 from extract.generate.requests import Request
-from extract.run.files import JsonLines, write_stream_atomic
+from extract.generate.sampling import request_prompt
+from extract.records import Answer, to_json
+from extract.run.directory import RunDir
+from extract.run.files import JsonLines, write_json_atomic, write_stream_atomic
 
 Key = tuple[str, str, str]  # example, setting, variant
 
@@ -110,7 +114,7 @@ def part_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.jsonl"))
 
 
-def answered(path: Path, parts: Path, requests: Sequence[Request]) -> set[Key]:
+def answered_keys(path: Path, parts: Path, requests: Sequence[Request]) -> set[Key]:
     """Return which requests have an answer, here or in a part; changes nothing.
 
     Args:
@@ -163,3 +167,81 @@ def open_answers(
     if parts is not None:
         shutil.rmtree(parts, ignore_errors=True)
     return AnswerRows(lines, dict.fromkeys(kept), tuple(notes))
+
+
+def record_backend(run: RunDir, identity: Mapping[str, Any]) -> None:
+    """Write down which backend answers, or check that it is still the same.
+
+    Raises:
+      ValueError: the answers that are there are of another backend; never mixed.
+    """
+    path = run.answers / "backend.json"
+    # Through JSON, so that tuples and lists compare alike.
+    wanted = json.loads(json.dumps(dict(identity)))
+    if path.exists():
+        # Before the file named a schema there was one only.
+        found = {"schema": 1, **json.loads(path.read_text(encoding="utf-8"))}
+        differing = [
+            name
+            for name in sorted(found.keys() | wanted.keys())
+            if found.get(name) != wanted.get(name)
+        ]
+        if differing:
+            name = differing[0]
+            raise ValueError(
+                f"{run.answers} holds answers with {name}={found.get(name)!r}, asked "
+                f"was {wanted.get(name)!r}; start another run directory, or delete "
+                "this folder to answer again"
+            )
+        return
+    if (run.answers / "answers.jsonl").exists() and wanted["backend"] == "served":
+        raise ValueError(
+            f"{run.answers} holds answers of an earlier version, which did not say who "
+            "answered; start another run directory to answer by a server"
+        )
+    write_json_atomic(path, wanted)
+
+
+def served_answer(request: Request, found: Generated) -> Answer:
+    """Return a served text as an answer.
+
+    Raises:
+      ValueError: the server tells no token ids; a text split again may be other ids
+        than were written, and the signals those of another answer.
+    """
+    if found.token_ids is None or (found.finish == "stop" and found.stop_id is None):
+        raise ValueError(
+            f"the server tells no token ids for question {request.example_id!r}; use "
+            "vLLM with the dialect 'vllm' (return_token_ids), or answer on this machine"
+        )
+    return Answer(
+        example_id=request.example_id,
+        setting=request.setting,
+        variant=request.variant,
+        text=found.text,
+        prompt_ids=request.prompt.ids,
+        token_ids=found.token_ids,
+        stop_id=found.stop_id,
+        context_span=request.prompt.context_span,
+        dropped=request.dropped,
+    )
+
+
+def append_answers(
+    rows: AnswerRows,
+    requests: Sequence[Request],
+    generator: Generator,
+    tokenizer: Any,
+    config: SamplingConfig,
+    progress: Progress = lambda done, total: None,
+) -> None:
+    """Answer what has no row yet; each row is appended when it exists."""
+    done = {i for i, request in enumerate(requests) if request.key in rows.done}
+    prompts = [request_prompt(tokenizer, request) for request in requests]
+    n_done = len(done)
+    progress(n_done, len(requests))
+    for i, found in generator.stream(prompts, config, done):
+        answer = served_answer(requests[i], found)
+        rows.append({answer.key: to_json(answer)})
+        n_done += 1
+        progress(n_done, len(requests))

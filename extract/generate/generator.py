@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 Finish = Literal["stop", "length"]
@@ -185,3 +185,46 @@ def draw_seed(prompt: GeneratorPrompt, config: SamplingConfig) -> int:
     canonical = json.dumps([config.seed, prompt.as_key(config)], sort_keys=True)
     digest = hashlib.sha256(canonical.encode()).digest()
     return int.from_bytes(digest[:4]) >> 1
+
+
+def stop_ids_of(stop: int | Sequence[int] | None, name: str) -> tuple[int, ...]:
+    """Return a checkpoint's `eos_token_id` as ids.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if stop is None:
+        raise ValueError(
+            f"{name} names no end-of-text token, so no answer would ever "
+            "end; add eos_token_id to its generation_config.json"
+        )
+    return (stop,) if isinstance(stop, int) else tuple(stop)
+
+
+def _tokenizer_sha(tokenizer: Any) -> str:
+    """Return the SHA-256 of a fast tokenizer: vocabulary, rules and added tokens."""
+    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+
+
+def _chat_template_sha(tokenizer: Any) -> str | None:
+    """Return the SHA-256 of the chat template, or None if there is none."""
+    template = getattr(tokenizer, "chat_template", None)
+    if template is None:
+        return None
+    return hashlib.sha256(str(template).encode()).hexdigest()
+
+
+def tokenizer_identity(tokenizer: Any) -> dict[str, str | None]:
+    """Return the SHA-256 of a fast tokenizer and of its chat template, if it has one.
+
+    With None instead of a tokenizer both are unknown, which is None too.
+    """
+    if tokenizer is None:
+        return {"tokenizer": None, "chat_template": None}
+    return {
+        "tokenizer": _tokenizer_sha(tokenizer),
+        "chat_template": _chat_template_sha(tokenizer),
+    }
+
+
+Progress = Callable[[int, int], None]  # (done, total)

@@ -1,9 +1,8 @@
 """Generated texts on disk, each appended when it exists and found again by its key."""
 
 import dataclasses
-import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,39 +10,13 @@ from extract.generate.generator import (
     Generated,
     Generator,
     GeneratorPrompt,
+    Progress,
     SamplingConfig,
     reply_key,
 )
+from extract.run.console import Progress as Console
+from extract.run.directory import RunDir
 from extract.run.files import JsonLines
-
-
-def _tokenizer_sha(tokenizer: Any) -> str:
-    """Return the SHA-256 of a fast tokenizer: vocabulary, rules and added tokens."""
-    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
-
-
-def _chat_template_sha(tokenizer: Any) -> str | None:
-    """Return the SHA-256 of the chat template, or None if there is none."""
-    template = getattr(tokenizer, "chat_template", None)
-    if template is None:
-        return None
-    return hashlib.sha256(str(template).encode()).hexdigest()
-
-
-def tokenizer_identity(tokenizer: Any) -> dict[str, str | None]:
-    """Return the SHA-256 of a fast tokenizer and of its chat template, if it has one.
-
-    With None instead of a tokenizer both are unknown, which is None too.
-    """
-    if tokenizer is None:
-        return {"tokenizer": None, "chat_template": None}
-    return {
-        "tokenizer": _tokenizer_sha(tokenizer),
-        "chat_template": _chat_template_sha(tokenizer),
-    }
-
-
-Progress = Callable[[int, int], None]  # (done, total)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -145,3 +118,19 @@ def _from_row(row: dict[str, Any], where: str) -> tuple[str, Generated]:
             "away to generate its texts again"
         )
     return key, reply
+
+
+def open_replies(run: RunDir, role: str, progress: Console) -> Replies:
+    """Open what a model has written in one role of a run; see `RunDir.replies`."""
+    replies = Replies.open(run.replies(role))
+    if replies.truncated:
+        progress.note(replies.truncated)
+    return replies
+
+
+def reused_in_words(replies: Replies) -> str:
+    """Say how many texts were generated, and how many found."""
+    return (
+        f"{replies.n_new} texts generated, {replies.n_reused} found in "
+        f"{replies.lines.path.name}"
+    )

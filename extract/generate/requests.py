@@ -19,6 +19,8 @@ from extract.generate.prompts import (
     build_prompt,
 )
 from extract.records import SETTINGS, Example, Passage, Setting, Variant
+from extract.run.directory import RunDir
+from extract.run.manifest import Preset
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,20 @@ class PromptModel(Protocol):
     name: str
 
 
+@dataclasses.dataclass(frozen=True)
+class TokenizerOnly:
+    """A tokenizer alone, where requests are made and a server does the rest.
+
+    Attributes:
+      max_length: the model's window in tokens, or None where it sets no limit.
+      name: of the model, for messages.
+    """
+
+    tokenizer: Any
+    max_length: int | None = None
+    name: str = "the model"
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptConfig:
     """How questions are put.
@@ -116,7 +132,7 @@ class PromptConfig:
         if self.window is not None and self.window < 2:
             raise ValueError(f"window: expected at least 2 tokens, found {self.window}")
 
-    def words(self) -> PromptTemplate:
+    def prompt_template(self) -> PromptTemplate:
         """Return the words around question and context."""
         return dataclasses.replace(TEMPLATES[self.template], chat=self.chat)
 
@@ -143,7 +159,7 @@ class LeftOut:
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class Requests:
     """What is asked, and what is not."""
 
     requests: list[Request]
@@ -174,7 +190,9 @@ class Asked:
         )
 
 
-def shown(setting: Setting, example: Example) -> list[tuple[Variant, list[Passage]]]:
+def variants_of(
+    setting: Setting, example: Example
+) -> list[tuple[Variant, list[Passage]]]:
     """Return the variants of one question in one setting, with their passages."""
     if setting == "closed_book":
         return [("original", [])]
@@ -198,12 +216,12 @@ def _fitting(
     return prompt, tuple(range(kept, len(passages)))
 
 
-def ask(
+def make_requests(
     examples: Iterable[Example],
     speaker: PromptModel,
     config: PromptConfig,
     max_new_tokens: int,
-) -> Asked:
+) -> Requests:
     """Return what has to be answered: every setting and variant of every question.
 
     Args:
@@ -216,13 +234,13 @@ def ask(
       ValueError: prompts do not fit, and passages must not or cannot be left out; or
         a text is none.
     """
-    template, asked = config.words(), Asked([], [])
+    template, asked = config.prompt_template(), Requests([], [])
     room = config.room(speaker.max_length, max_new_tokens)
     too_long: list[tuple[int, str]] = []
     may_cut = config.overlong == "drop-passages"
     for setting in SETTINGS:
         for example in examples:
-            for variant, passages in shown(setting, example):
+            for variant, passages in variants_of(setting, example):
 
                 def build(kept: Sequence[Passage], example: Example = example):
                     return _prompt(speaker, template, example, kept)
@@ -273,3 +291,28 @@ def _does_not_fit(
         f"in the window of {speaker.name}; make the run with --overlong drop-passages "
         "(whole passages, listed and counted), or with fewer or shorter passages"
     )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnswerConfig:
+    """The run's section `answer`: how questions are put, and answered greedily."""
+
+    prompt: PromptConfig = PromptConfig()
+    generation: GenerationConfig = GenerationConfig()
+
+
+_SMALL = AnswerConfig(
+    generation=GenerationConfig(max_new_tokens=10, tokens_per_batch=8192)
+)
+ANSWER_PRESETS: dict[Preset, AnswerConfig] = {
+    "demo": _SMALL,
+    "smoke": _SMALL,
+    "paper": AnswerConfig(
+        generation=GenerationConfig(max_new_tokens=32, tokens_per_batch=16_384)
+    ),
+}
+
+
+def answer_config(run: RunDir) -> AnswerConfig:
+    """Return how a run's questions are put."""
+    return run.settle("answer", ANSWER_PRESETS)

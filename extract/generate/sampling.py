@@ -16,7 +16,7 @@ from extract.generate.generator import (
 )
 from extract.generate.replies import Progress, Replies
 from extract.generate.requests import Request
-from extract.records import Setting, Variant
+from extract.records import Record, Setting, Variant
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,8 +46,7 @@ class DrawConfig:
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sample:
+class Sample(Record, frozen=True, kw_only=True):
     """One drawn answer.
 
     Attributes:

@@ -60,7 +60,7 @@ def draw_sample(
     return [chosen[i] for i in rng.permutation(len(chosen))]
 
 
-def check_of(row: LabelledAnswer) -> str:
+def checksum(row: LabelledAnswer) -> str:
     """Return what changes with the question, its golds or the answer.
 
     A letter stands first, or a spreadsheet might take it for a number.
@@ -87,7 +87,7 @@ def sample_csv(sample: Sequence[LabelledAnswer]) -> str:
             row.example.question,
             " | ".join(row.example.golds),
             row.answer.text,
-            check_of(row),
+            checksum(row),
         )
         writer.writerow((item, *map(_shown, cells), ""))
     return stream.getvalue()
@@ -101,7 +101,7 @@ def write_sample(path: Path, sample: Sequence[LabelledAnswer]) -> None:
     """
     if path.exists():
         there = [row["check"] for row in _read_rows(path)]
-        if there != [check_of(row) for row in sample]:
+        if there != [checksum(row) for row in sample]:
             raise ValueError(
                 f"{path} holds another sample, perhaps with annotations; move it away "
                 "to draw anew"
@@ -172,7 +172,7 @@ def read_annotations(
         if key in seen:
             raise ValueError(f"{where}: {key} is there twice; keep one of them")
         seen.add(key)
-        if cells["check"] != check_of(by_key[key]):
+        if cells["check"] != checksum(by_key[key]):
             raise ValueError(
                 f"{where}: {key} was annotated for another question, gold or answer "
                 "than the run's; draw a new sample"

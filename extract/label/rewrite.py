@@ -11,6 +11,8 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 
+import msgspec
+
 from extract.generate.generator import (
     Generated,
     Generator,
@@ -18,8 +20,8 @@ from extract.generate.generator import (
     SamplingConfig,
 )
 from extract.generate.replies import Progress, Replies
-from extract.label.rubrics import fence, marker_for
-from extract.records import Example, Passage
+from extract.label.rubrics import delimit, marker_for
+from extract.records import Example, Passage, Record
 
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _WORD = re.compile(r"[^\W\d_]+(?:['\u2019][^\W\d_]+)*")
@@ -210,8 +212,7 @@ class RewriteConfig:
     skip_overlong: bool = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rewrite:
+class Rewrite(Record, frozen=True, kw_only=True):
     """The rewritten context of one question.
 
     Attributes:
@@ -260,7 +261,7 @@ def rewrite_prompt(example: Example, *, seed: int = 0) -> str:
     """
     fields = {"question": example.question, "context": _source(example)}
     marker = marker_for(fields, salt=f"rewrite {seed}")
-    question, context = (fence(name, text, marker) for name, text in fields.items())
+    question, context = (delimit(name, text, marker) for name, text in fields.items())
     return (
         f"{_OPENING}\n{_RULES}\n{_OUTPUT}\n\n{_FENCES.format(marker=marker)}\n\n"
         f"Question:\n{question}\nContext:\n{context}"
@@ -376,4 +377,4 @@ def _with_rewrite(example: Example, rewrite: Rewrite | None) -> Example:
         text=rewrite.text,
         is_supporting=any(p.is_supporting for p in example.passages),
     )
-    return dataclasses.replace(example, rewritten=(passage,))
+    return msgspec.structs.replace(example, rewritten=(passage,))

@@ -49,7 +49,7 @@ def escape(text: str) -> str:
     return _CONTROL.sub("\ufffd", spaced.replace("\r\n", "\n"))
 
 
-def fence(name: str, text: str, marker: str) -> str:
+def delimit(name: str, text: str, marker: str) -> str:
     """Return one field between two lines that hold the marker.
 
     Args:
@@ -150,7 +150,7 @@ def judge_prompt(
         "model answer": answer,
     }
     marker = marker_for(fields, salt=f"{rubric.name} {attempt} {seed}")
-    fenced = "\n".join(fence(name, text, marker) for name, text in fields.items())
+    fenced = "\n".join(delimit(name, text, marker) for name, text in fields.items())
     return (
         f"{rubric.opening}\n\n{_FENCES.format(marker=marker)}\n\n{fenced}\n\n"
         f"{rubric.rules}"

@@ -7,8 +7,55 @@ from typing import Literal
 import numpy as np
 import torch
 
-from extract.backbone.layout import LayerPass
-from extract.signals import residual
+# Of a GPU's memory, for the two float32 buffers of the largest chunk: 1.25 GiB of 80.
+_SHARE = 64
+_BYTES_PER_WEIGHT = 2 * 4
+_LEAST = 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadingBudget:
+    """Sizes of the chunks that are read; the defaults suit a CPU.
+
+    Attributes:
+      n_attention_weights: most attention weights alive at once.
+      n_tokens_per_chunk: tokens whose logits are alive at once.
+      n_words_per_block: vocabulary entries whose logits are alive at once; at least 2.
+    """
+
+    n_attention_weights: int = 3 * 2**19
+    n_tokens_per_chunk: int = 2048
+    n_words_per_block: int = 2**11
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        if min(self.n_attention_weights, self.n_tokens_per_chunk) < 1:
+            raise ValueError(f"a budget is at least 1, found {self}")
+        if self.n_words_per_block < 2:
+            raise ValueError(f"n_words_per_block is at least 2, found {self}")
+
+
+def budget_of_memory(n_bytes: int) -> ReadingBudget:
+    """Return the budget of an accelerator with so much memory.
+
+    Weights, and logits of a block, each take a 64th of it at most, in powers of two:
+    2^27 of either on 80 GiB, 2^25 on 24 GiB.
+    """
+    most = max(_LEAST, n_bytes // _SHARE // _BYTES_PER_WEIGHT)
+    n_weights = 1 << (most.bit_length() - 1)
+    n_tokens = 4096  # the head's weights are read once per chunk
+    return ReadingBudget(
+        n_attention_weights=n_weights,
+        n_tokens_per_chunk=n_tokens,
+        n_words_per_block=max(2, n_weights // n_tokens),
+    )
+
+
+def budget_for(device: torch.device) -> ReadingBudget:
+    """Return the budget of a device."""
+    if device.type != "cuda":
+        return ReadingBudget()
+    return budget_of_memory(torch.cuda.get_device_properties(device).total_memory)
 
 
 class HostCopies:
@@ -146,59 +193,6 @@ class Rows:
         """Return where each example's rows are."""
         starts = [0, *self.stops[:-1]]
         return [slice(*edges) for edges in zip(starts, self.stops, strict=True)]
-
-
-class StreamReading:
-    """Hidden states and contribution scalars, filled as the layers run."""
-
-    def __init__(
-        self,
-        hidden_layers: tuple[int, ...],
-        rows: Rows,
-        scores: residual.Scores,
-        copies: HostCopies,
-    ) -> None:
-        """Begin a batch; `rows` are those whose hidden states are kept."""
-        self.slots = {entry: slot for slot, entry in enumerate(hidden_layers)}
-        self._hidden: torch.Tensor | None = None
-        self._missing = set(hidden_layers)
-        self.resid: list[torch.Tensor] = []
-        self.rows = rows
-        self.scores = scores
-        self.copies = copies
-
-    def on_layer(self, layer_pass: LayerPass) -> None:
-        """Read one layer."""
-        if layer_pass.index == 0:
-            self._keep(0, layer_pass.h_in)
-        self._keep(layer_pass.index + 1, layer_pass.h_out)
-        self.resid.append(residual.contribution_scalars(layer_pass, self.scores))
-
-    def _keep(self, entry: int, states: torch.Tensor) -> None:
-        """Copy one entry of the resid axis if it is wanted."""
-        if entry not in self.slots:
-            return
-        if self._hidden is None:
-            # One block in the stream's dtype: half the bytes of float32 where that is
-            # bf16, and equal to it.
-            shape = (len(self.slots), self.rows.stops[-1], states.shape[-1])
-            self._hidden = self.copies.room(shape, states.dtype)
-        room = self._hidden[self.slots[entry]]
-        self.copies.take_rows(states.flatten(0, 1), self.rows.index, room)
-        self._missing.discard(entry)
-
-    def states(self) -> torch.Tensor:
-        """Return the kept entries, `[n_entries, n_rows, d_model]`.
-
-        Raises:
-          ValueError: a layer did not run, or no entry is kept.
-        """
-        if self._missing or self._hidden is None:
-            raise ValueError(
-                f"unknown residual layout: entries {sorted(self._missing)} of the "
-                "stream were not seen"
-            )
-        return self._hidden
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

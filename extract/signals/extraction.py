@@ -24,11 +24,12 @@ from extract.signals.plan import (
     TokenSequence,
     Unit,
     plan_extraction,
+    sequence_of,
 )
 from extract.store.families import Encoded, encode, scale_name
 from extract.store.read import FeatureStore, done_ranges
 from extract.store.spec import StoreSpec
-from extract.store.write import StoreWriter, create_store
+from extract.store.write import create_store, write_range
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,10 +176,10 @@ def _read_unit(
     }
 
 
-def _write_unit(writer: StoreWriter, rows: dict[int, dict[str, np.ndarray]]) -> None:
+def _write_unit(store: FeatureStore, rows: dict[int, dict[str, np.ndarray]]) -> None:
     """Write ranges in order, letting go of each as soon as it is written."""
     for range_id in sorted(rows):
-        writer.write_range(range_id, rows.pop(range_id))
+        write_range(store, range_id, rows.pop(range_id))
 
 
 def _write_units(
@@ -188,7 +189,6 @@ def _write_units(
     progress: Callable[[int, int], None],
 ) -> None:
     """Write each unit while the next one is read; at most two are in memory."""
-    writer = StoreWriter(store)
     counts = np.cumsum([len(missing) for _, missing in todo]).tolist()
     pending: concurrent.futures.Future[None] | None = None
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:
@@ -197,7 +197,7 @@ def _write_units(
             if pending is not None:
                 pending.result()
                 progress(counts[number - 1], counts[-1])
-            pending = pool.submit(_write_unit, writer, rows)
+            pending = pool.submit(_write_unit, store, rows)
             del rows  # the writer's alone, which lets go of it range by range
         if pending is not None:
             pending.result()
@@ -274,9 +274,6 @@ def extract(
     Raises:
       ValueError: the store at `url` is another one, or cannot be written there.
     """
-    # Here, not above: a plan and its ranges need no Torch.
-    from extract.signals.reader import sequence_of
-
     sequences = [sequence_of(a, answer_span=config.answer_span) for a in answers]
     keys = [answer.key for answer in answers]
     plan = plan_extraction(sequences, keys, reader, config, fingerprint or {})

@@ -11,9 +11,92 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from extract.records import Answer
+from extract.store.config import StoreConfig, stored_families
 from extract.store.families import Family, Spans
-from extract.store.kept import Kept, kept_families
 from extract.store.spec import StoreSpec
+
+AnswerSpan = Literal["emitting", "literal"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenSequence:
+    """One teacher-forced example.
+
+    Attributes:
+      ids: `[n_tokens]` int64, prompt and answer; the stop token is not fed.
+      targets: `[n_tokens]` int64, the next token at each position. The last is the
+        stop token; of an answer that was cut it is unknown, any id stands there, and
+        the position lies outside the answer span.
+      spans: `[3, 2]` int64, absolute and half-open, in the order context, question,
+        answer; an empty span has start == stop.
+    """
+
+    ids: np.ndarray
+    targets: np.ndarray
+    spans: np.ndarray
+
+    def __post_init__(self) -> None:
+        """Check shapes and the order of the spans."""
+        n_tokens = len(self.ids)
+        if self.ids.ndim != 1 or n_tokens == 0 or self.ids.shape != self.targets.shape:
+            raise ValueError(
+                "a sequence needs ids and targets of one equal length above zero, "
+                f"found {self.ids.shape} and {self.targets.shape}"
+            )
+        if self.spans.shape != (3, 2):
+            raise ValueError(f"spans: expected shape (3, 2), found {self.spans.shape}")
+        edges = self.spans.reshape(-1)
+        if edges[0] < 0 or edges[-1] > n_tokens or (np.diff(edges) < 0).any():
+            raise ValueError(
+                "spans must be half-open and ordered context, question, answer within "
+                f"{n_tokens} tokens, found {self.spans.tolist()}"
+            )
+
+
+def _answer_start_stop(answer: Answer, answer_span: AnswerSpan) -> tuple[int, int]:
+    """Return the answer span; see `sequence_of`."""
+    n_prompt, n_answer = len(answer.prompt_ids), len(answer.token_ids)
+    start = n_prompt - 1 if answer_span == "emitting" else n_prompt
+    is_cut = answer.stop_id is None
+    return start, max(start, n_prompt + n_answer - int(is_cut))
+
+
+def sequence_of(
+    answer: Answer, *, answer_span: AnswerSpan = "emitting"
+) -> TokenSequence:
+    """Return an answer as the model reads it again, with its spans.
+
+    The question span runs from the end of the context to the last prompt token,
+    exclusive. The answer span is, "emitting", the positions that emitted the answer:
+    from the last prompt token to the last answer token, which emitted the stop
+    token; "literal", the answer tokens alone. If the answer was cut at the length
+    limit its last token emitted nothing we know, and is outside in both.
+
+    Raises:
+      ValueError: no prompt, a context that reaches its last token, or an unknown
+        `answer_span`.
+    """
+    if answer_span not in ("emitting", "literal"):
+        raise ValueError(
+            f"answer_span: expected emitting or literal, found {answer_span!r}"
+        )
+    n_prompt = len(answer.prompt_ids)
+    context = answer.context_span
+    if not 0 <= context[0] <= context[1] <= n_prompt - 1:
+        raise ValueError(
+            f"answer {answer.key}: expected a context span before the last of "
+            f"{n_prompt} prompt tokens, found {list(context)}"
+        )
+    ids = np.array(answer.prompt_ids + answer.token_ids, dtype=np.int64)
+    last = ids[-1] if answer.stop_id is None else answer.stop_id
+    question = (context[1], n_prompt - 1)
+    return TokenSequence(
+        ids=ids,
+        targets=np.append(ids[1:], last),
+        spans=np.array([context, question, _answer_start_stop(answer, answer_span)]),
+    )
+
 
 _BATCHES_PER_UNIT = 16
 _WANTED_UNITS = 16
@@ -117,22 +200,6 @@ _FEWEST_ROWS = 256
 _WANTED_RANGES = 64
 
 
-class TokenSequence(Protocol):
-    """What is read of one answer, see `extract.signals.reader.Sequence`."""
-
-    @property
-    def ids(self) -> np.ndarray:
-        """Return `[n_tokens]` int64."""
-
-    @property
-    def targets(self) -> np.ndarray:
-        """Return `[n_tokens]` int64."""
-
-    @property
-    def spans(self) -> np.ndarray:
-        """Return `[3, 2]` int64."""
-
-
 class PendingReading(Protocol):
     """A batch that is being read."""
 
@@ -155,11 +222,11 @@ class Reader(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExtractConfig(Kept):
+class ExtractConfig(StoreConfig):
     """How answers are read, and what is kept of them.
 
     Attributes:
-      answer_span: see `extract.signals.reader.sequence_of`.
+      answer_span: see `sequence_of`.
       tokens_per_batch: most tokens of a batch, padding included; a longer sequence
         is a batch of its own.
       rows_per_shard: tokens per file, a power of two; None chooses by `n_rows_of`.
@@ -244,7 +311,7 @@ def _store_spec(
     lengths = np.array([len(item.ids) for item in sequences], dtype=np.int64)
     spans = np.stack([item.spans for item in sequences]).astype(np.int64)
     n_answer = int((spans[:, 2, 1] - spans[:, 2, 0]).sum())
-    families = kept_families(reader.shapes, config)
+    families = stored_families(reader.shapes, config)
     rows = config.rows_per_shard or n_rows_of(lengths, families, n_answer)
     spec = StoreSpec(
         families=families,

@@ -7,8 +7,7 @@ survives it.
 """
 
 import contextlib
-import dataclasses
-from typing import Literal, Self, get_args
+from typing import Self, get_args
 
 import numpy as np
 import torch
@@ -16,100 +15,21 @@ import torch
 from extract.backbone.layout import watch_layers
 from extract.backbone.loading import Backbone
 from extract.backbone.parity import check_parity
-from extract.records import Answer
 from extract.signals import probability, residual
 from extract.signals.attention import SpanReading, read_spans
 from extract.signals.batch import (
     Family,
     PendingSignals,
+    ReadingBudget,
     Rows,
     Signals,
-    StreamReading,
+    budget_for,
     host_copies,
     pad_batch,
 )
-from extract.signals.budgets import ReadingBudget, budget_for
+from extract.signals.plan import TokenSequence
+from extract.store.config import StoreConfig
 from extract.store.families import Spans
-from extract.store.kept import Kept
-
-AnswerSpan = Literal["emitting", "literal"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sequence:
-    """One teacher-forced example.
-
-    Attributes:
-      ids: `[n_tokens]` int64, prompt and answer; the stop token is not fed.
-      targets: `[n_tokens]` int64, the next token at each position. The last is the
-        stop token; of an answer that was cut it is unknown, any id stands there, and
-        the position lies outside the answer span.
-      spans: `[3, 2]` int64, absolute and half-open, in the order context, question,
-        answer; an empty span has start == stop.
-    """
-
-    ids: np.ndarray
-    targets: np.ndarray
-    spans: np.ndarray
-
-    def __post_init__(self) -> None:
-        """Check shapes and the order of the spans."""
-        n_tokens = len(self.ids)
-        if self.ids.ndim != 1 or n_tokens == 0 or self.ids.shape != self.targets.shape:
-            raise ValueError(
-                "a sequence needs ids and targets of one equal length above zero, "
-                f"found {self.ids.shape} and {self.targets.shape}"
-            )
-        if self.spans.shape != (3, 2):
-            raise ValueError(f"spans: expected shape (3, 2), found {self.spans.shape}")
-        edges = self.spans.reshape(-1)
-        if edges[0] < 0 or edges[-1] > n_tokens or (np.diff(edges) < 0).any():
-            raise ValueError(
-                "spans must be half-open and ordered context, question, answer within "
-                f"{n_tokens} tokens, found {self.spans.tolist()}"
-            )
-
-
-def _answer_start_stop(answer: Answer, answer_span: AnswerSpan) -> tuple[int, int]:
-    """Return the answer span; see `sequence_of`."""
-    n_prompt, n_answer = len(answer.prompt_ids), len(answer.token_ids)
-    start = n_prompt - 1 if answer_span == "emitting" else n_prompt
-    is_cut = answer.stop_id is None
-    return start, max(start, n_prompt + n_answer - int(is_cut))
-
-
-def sequence_of(answer: Answer, *, answer_span: AnswerSpan = "emitting") -> Sequence:
-    """Return an answer as the model reads it again, with its spans.
-
-    The question span runs from the end of the context to the last prompt token,
-    exclusive. The answer span is, "emitting", the positions that emitted the answer:
-    from the last prompt token to the last answer token, which emitted the stop
-    token; "literal", the answer tokens alone. If the answer was cut at the length
-    limit its last token emitted nothing we know, and is outside in both.
-
-    Raises:
-      ValueError: no prompt, a context that reaches its last token, or an unknown
-        `answer_span`.
-    """
-    if answer_span not in ("emitting", "literal"):
-        raise ValueError(
-            f"answer_span: expected emitting or literal, found {answer_span!r}"
-        )
-    n_prompt = len(answer.prompt_ids)
-    context = answer.context_span
-    if not 0 <= context[0] <= context[1] <= n_prompt - 1:
-        raise ValueError(
-            f"answer {answer.key}: expected a context span before the last of "
-            f"{n_prompt} prompt tokens, found {list(context)}"
-        )
-    ids = np.array(answer.prompt_ids + answer.token_ids, dtype=np.int64)
-    last = ids[-1] if answer.stop_id is None else answer.stop_id
-    question = (context[1], n_prompt - 1)
-    return Sequence(
-        ids=ids,
-        targets=np.append(ids[1:], last),
-        spans=np.array([context, question, _answer_start_stop(answer, answer_span)]),
-    )
 
 
 class SignalReader:
@@ -165,7 +85,7 @@ class SignalReader:
         check_parity(backbone, self._final_norm, self._head)
 
     @classmethod
-    def for_kept(cls, backbone: Backbone, kept: Kept) -> Self:
+    def for_kept(cls, backbone: Backbone, kept: StoreConfig) -> Self:
         """Return a reader of the hidden states that are kept, and of no others."""
         return cls(backbone, kept.hidden_layers, hidden_spans=kept.hidden_spans)
 
@@ -180,7 +100,7 @@ class SignalReader:
             "attn": (2, 2, len(model.attention_layers), model.n_heads),
         }
 
-    def _check_lengths(self, sequences: list[Sequence]) -> None:
+    def _check_lengths(self, sequences: list[TokenSequence]) -> None:
         """Refuse a sequence longer than the window; nothing is ever cut."""
         longest = max(len(sequence.ids) for sequence in sequences)
         window = self.backbone.max_length
@@ -190,7 +110,7 @@ class SignalReader:
                 f"reads at most {window}; shorten the context or use another backbone"
             )
 
-    def read(self, sequences: list[Sequence]) -> list[Signals]:
+    def read(self, sequences: list[TokenSequence]) -> list[Signals]:
         """Read all families of a batch in one forward of the decoder.
 
         Args:
@@ -202,7 +122,7 @@ class SignalReader:
         """
         return list(self.start(sequences).result()) if sequences else []
 
-    def _rows_of(self, sequences: list[Sequence], spans: Spans) -> Rows:
+    def _rows_of(self, sequences: list[TokenSequence], spans: Spans) -> Rows:
         """Return the tokens of those spans."""
         lengths = [len(sequence.ids) for sequence in sequences]
         if spans == "all":
@@ -212,7 +132,7 @@ class SignalReader:
         return Rows(edges, max(lengths), self.backbone.device)
 
     @torch.no_grad()
-    def start(self, sequences: list[Sequence]) -> PendingSignals:
+    def start(self, sequences: list[TokenSequence]) -> PendingSignals:
         """Begin to read a batch of at least one sequence, see `read`.
 
         On a GPU this returns when the work is queued. The next batch may be started
@@ -225,8 +145,8 @@ class SignalReader:
         rows = self._rows_of(sequences, "all")
         hidden_rows = self._rows_of(sequences, self.hidden_spans)
         copies, budget = self._copies(), self._budget
-        scores = residual.Scores(self._final_norm, layout.head, targets)
-        stream = StreamReading(self.hidden_layers, hidden_rows, scores, copies)
+        scores = residual.LogitLens(self._final_norm, layout.head, targets)
+        stream = residual.StreamReading(self.hidden_layers, hidden_rows, scores, copies)
         attention = SpanReading(
             torch.from_numpy(np.stack([item.spans for item in sequences])),
             ids.shape[1],

@@ -13,6 +13,7 @@ import dataclasses
 import torch
 
 from extract.backbone.layout import LayerPass, Layout
+from extract.signals.batch import HostCopies, Rows
 
 N_SCALARS = 4  # att norm, att push, ffn norm, ffn push
 
@@ -76,7 +77,7 @@ def measure_final_norm(layout: Layout) -> FinalNorm:
     return dataclasses.replace(unit, gain=gain)
 
 
-class Scores:
+class LogitLens:
     """Scores `<W_U[v_t], N(h)>` of states, up to a constant per token."""
 
     def __init__(
@@ -110,7 +111,7 @@ class Scores:
         return dots * torch.rsqrt(variance + self.final_norm.eps)
 
 
-def contribution_scalars(layer_pass: LayerPass, scores: Scores) -> torch.Tensor:
+def contribution_scalars(layer_pass: LayerPass, lens: LogitLens) -> torch.Tensor:
     """Read one layer: (att norm, att push, ffn norm, ffn push).
 
     Sums are taken in float32 from the layer's own input, so that neither rounding of
@@ -123,16 +124,69 @@ def contribution_scalars(layer_pass: LayerPass, scores: Scores) -> torch.Tensor:
     """
     before = layer_pass.h_in.float()
     att, ffn = layer_pass.att.float(), layer_pass.ffn.float()
-    score_before = scores(before)
+    logit_before = lens(before)
     state = before + att
-    score_middle = scores(state)
-    score_after = scores(state.add_(ffn))
+    logit_between = lens(state)
+    logit_after = lens(state.add_(ffn))
     return torch.stack(
         [
             torch.linalg.vector_norm(att, dim=-1),
-            score_middle - score_before,
+            logit_between - logit_before,
             torch.linalg.vector_norm(ffn, dim=-1),
-            score_after - score_middle,
+            logit_after - logit_between,
         ],
         dim=-1,
     )
+
+
+class StreamReading:
+    """Hidden states and contribution scalars, filled as the layers run."""
+
+    def __init__(
+        self,
+        hidden_layers: tuple[int, ...],
+        rows: Rows,
+        lens: LogitLens,
+        copies: HostCopies,
+    ) -> None:
+        """Begin a batch; `rows` are those whose hidden states are kept."""
+        self.slots = {entry: slot for slot, entry in enumerate(hidden_layers)}
+        self._hidden: torch.Tensor | None = None
+        self._missing = set(hidden_layers)
+        self.resid: list[torch.Tensor] = []
+        self.rows = rows
+        self.lens = lens
+        self.copies = copies
+
+    def on_layer(self, layer_pass: LayerPass) -> None:
+        """Read one layer."""
+        if layer_pass.index == 0:
+            self._keep(0, layer_pass.h_in)
+        self._keep(layer_pass.index + 1, layer_pass.h_out)
+        self.resid.append(contribution_scalars(layer_pass, self.lens))
+
+    def _keep(self, entry: int, states: torch.Tensor) -> None:
+        """Copy one entry of the resid axis if it is wanted."""
+        if entry not in self.slots:
+            return
+        if self._hidden is None:
+            # One block in the stream's dtype: half the bytes of float32 where that is
+            # bf16, and equal to it.
+            shape = (len(self.slots), self.rows.stops[-1], states.shape[-1])
+            self._hidden = self.copies.room(shape, states.dtype)
+        room = self._hidden[self.slots[entry]]
+        self.copies.take_rows(states.flatten(0, 1), self.rows.index, room)
+        self._missing.discard(entry)
+
+    def states(self) -> torch.Tensor:
+        """Return the kept entries, `[n_entries, n_rows, d_model]`.
+
+        Raises:
+          ValueError: a layer did not run, or no entry is kept.
+        """
+        if self._missing or self._hidden is None:
+            raise ValueError(
+                f"unknown residual layout: entries {sorted(self._missing)} of the "
+                "stream were not seen"
+            )
+        return self._hidden

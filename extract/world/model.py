@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from extract.world.facts import World, stream
 from extract.world.language import WORDS, function_words
-from extract.world.lessons import END, Row, Teacher
+from extract.world.training_rows import END, Row, RowSampler
 
 START, UNKNOWN = "<s>", "<unk>"
 _WORD = re.compile(r"</s>|[.,?]|[^\s.,?<]+")
@@ -194,7 +194,10 @@ def _learning_rate(step: int, config: WorldModelConfig) -> float:
 
 
 def _batches(
-    teacher: Teacher, vocabulary: dict[str, int], world: World, config: WorldModelConfig
+    teacher: RowSampler,
+    vocabulary: dict[str, int],
+    world: World,
+    config: WorldModelConfig,
 ) -> Iterator[list[tuple[float, _Batch]]]:
     """Yield the weighted batches of every step."""
     rng = stream(world.config, f"rows/{config.seed}")
@@ -239,7 +242,7 @@ def train(
         betas=(0.9, 0.98),
         weight_decay=config.weight_decay,
     )
-    batches = _batches(Teacher(world), vocabulary, world, config)
+    batches = _batches(RowSampler(world), vocabulary, world, config)
     for step, weighted in enumerate(batches):
         for group in optimizer.param_groups:
             group["lr"] = _learning_rate(step, config)

@@ -5,13 +5,15 @@ every example, and an empty span pools to zeros: no shape changes, so that every
 of spans trains in the executable of the full grid.
 """
 
-import dataclasses
+from collections.abc import Iterable
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jaxprobe.features.subsets import FamilyDims
 
 
 class Features(NamedTuple):
@@ -41,40 +43,6 @@ class Features(NamedTuple):
         return Features(
             tuple(tokens[rows] for tokens in self.tokens),
             tuple(mask[rows] for mask in self.masks),
-        )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FamilyDims:
-    """Channels of each family, in the order in which they lie in a token's vector.
-
-    Attributes:
-      hidden_spans: spans whose hidden states are read, all or the answer's alone.
-    """
-
-    hidden: int
-    prob: int
-    resid: int
-    attn: int
-    hidden_spans: Literal["all", "answer"] = "all"
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Channels per family, `[n_families]`."""
-        return (self.hidden, self.prob, self.resid, self.attn)
-
-    @property
-    def total(self) -> int:
-        """Channels of a whole token vector, `d_total`."""
-        return sum(self.sizes)
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """Where each family lies within `d_total`."""
-        stops = np.cumsum(self.sizes).tolist()
-        return tuple(
-            slice(stop - size, stop)
-            for stop, size in zip(stops, self.sizes, strict=True)
         )
 
 
@@ -139,39 +107,68 @@ def check_features(features: Features, dims: FamilyDims) -> None:
             )
 
 
-def fit_standardizer(features: Features) -> Standardizer:
+def fit_standardizer(features: Features, n_chunk: int = 512) -> Standardizer:
     """Mean and standard deviation of every channel over the real training tokens.
-
-    Sums are float64: a residual stream has channels whose mean is a hundred times their
-    spread.
 
     Raises:
       ValueError: if no token is real.
     """
-    n_tokens = sum(int(np.sum(mask)) for mask in features.masks)
-    if n_tokens == 0:
+    starts = range(0, features.n_examples, n_chunk)
+    return standardizer_of(features.take(slice(i, i + n_chunk)) for i in starts)
+
+
+class Moments(NamedTuple):
+    """Sums of tokens seen so far, float64.
+
+    Attributes:
+      count: tokens.
+      mean: `[d_total]`.
+      square: `[d_total]`, sum of squared distances from the mean.
+    """
+
+    count: int
+    mean: np.ndarray
+    square: np.ndarray
+
+
+def add_moments(sums: Moments | None, features: Features) -> Moments:
+    """Add the real tokens of some examples (Chan, Golub and LeVeque 1979)."""
+    parts = [
+        np.asarray(tokens)[np.asarray(mask)]
+        for tokens, mask in zip(features.tokens, features.masks, strict=True)
+    ]
+    rows = np.concatenate(parts).astype(np.float64)
+    mean = rows.mean(axis=0) if len(rows) else np.zeros(rows.shape[1])
+    new = Moments(len(rows), mean, np.square(rows - mean).sum(axis=0))
+    if sums is None or not sums.count:
+        return new
+    if not new.count:
+        return sums
+    total = sums.count + new.count
+    apart = new.mean - sums.mean
+    between = np.square(apart) * (sums.count * new.count / total)
+    return Moments(
+        total,
+        sums.mean + apart * (new.count / total),
+        sums.square + new.square + between,
+    )
+
+
+def standardizer_of(parts: Iterable[Features]) -> Standardizer:
+    """Fit the standardisation in one pass; as `fit_standardizer` on all at once.
+
+    Raises:
+      ValueError: no token is real.
+    """
+    sums: Moments | None = None
+    for features in parts:
+        sums = add_moments(sums, features)
+    if sums is None or not sums.count:
         raise ValueError("cannot standardise: no span has a real token")
-    d_total = features.tokens[0].shape[-1]
-    mean = np.zeros(d_total)
-    for rows in _real_rows(features):
-        mean += rows.sum(axis=0) / n_tokens
-    variance = np.zeros(d_total)
-    for rows in _real_rows(features):
-        variance += np.square(rows - mean).sum(axis=0) / n_tokens
-    std = np.sqrt(variance)
-    # A constant channel leaves rounding of the mean behind, not exactly zero.
-    constant = std <= 1e-6 * np.maximum(1.0, np.abs(mean))
+    std = np.sqrt(sums.square / sums.count)
+    constant = std <= 1e-6 * np.maximum(1.0, np.abs(sums.mean))
     std = np.where(constant, 1.0, std)
-    return Standardizer(mean.astype(np.float32), std.astype(np.float32))
-
-
-def _real_rows(features: Features, n_chunk: int = 512):
-    """Yield the real tokens as `[n_rows, d_total]` float64, a few examples at once."""
-    for tokens, mask in zip(features.tokens, features.masks, strict=True):
-        for start in range(0, mask.shape[0], n_chunk):
-            chunk = slice(start, start + n_chunk)
-            real = np.asarray(mask[chunk])
-            yield np.asarray(tokens[chunk])[real].astype(np.float64)
+    return Standardizer(sums.mean.astype(np.float32), std.astype(np.float32))
 
 
 def standardize_span(

@@ -11,13 +11,12 @@ import numpy as np
 from extract.records import Setting
 from extract.store.read import FeatureStore, Ragged, read_family
 from jaxprobe.features.families import (
-    FamilyDims,
     Features,
     Standardizer,
     fit_standardizer,
+    standardizer_of,
 )
-from jaxprobe.features.subsets import FAMILIES
-from jaxprobe.fit.streaming import standardizer_of
+from jaxprobe.features.subsets import FAMILIES, FamilyDims
 
 SPAN_NAMES = ("context", "question", "answer")  # as they are stored
 ANSWER = 2

@@ -5,7 +5,9 @@ H, P, HP, R, HR, PR, HPR, A, HA, PA, HPA, RA, HRA, PRA, HPRA. Row `i` of `SUBSET
 family `f` exactly when bit `f` of `i + 1` is set.
 """
 
+import dataclasses
 from collections.abc import Iterable
+from typing import Literal
 
 import numpy as np
 
@@ -42,3 +44,37 @@ def subset_index(name: str) -> int:
             f"{', '.join(FAMILIES)}"
         )
     return sum(1 << LETTERS.index(letter) for letter in name) - 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FamilyDims:
+    """Channels of each family, in the order in which they lie in a token's vector.
+
+    Attributes:
+      hidden_spans: spans whose hidden states are read, all or the answer's alone.
+    """
+
+    hidden: int
+    prob: int
+    resid: int
+    attn: int
+    hidden_spans: Literal["all", "answer"] = "all"
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Channels per family, `[n_families]`."""
+        return (self.hidden, self.prob, self.resid, self.attn)
+
+    @property
+    def total(self) -> int:
+        """Channels of a whole token vector, `d_total`."""
+        return sum(self.sizes)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Where each family lies within `d_total`."""
+        stops = np.cumsum(self.sizes).tolist()
+        return tuple(
+            slice(stop - size, stop)
+            for stop, size in zip(stops, self.sizes, strict=True)
+        )

@@ -19,9 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxprobe.config import TrainConfig
 from jaxprobe.features.subsets import SUBSETS
 from jaxprobe.fit.grid import Block, Labelled, Trained, fit_block, fit_blocks
-from jaxprobe.fit.loop import FitInfo, Params
-from jaxprobe.kernels.products import use_one_blas_thread
-from jaxprobe.model.encoder import Encoder
+from jaxprobe.fit.loop import FitInfo
+from jaxprobe.kernels.matmul import use_one_blas_thread
+from jaxprobe.model.encoder import Encoder, Params
 
 AXIS = "members"
 

@@ -24,12 +24,12 @@ import optax
 from jaxprobe.config import TrainConfig
 from jaxprobe.features.families import FamilyTokens
 from jaxprobe.features.subsets import N_SUBSETS, SUBSETS
-from jaxprobe.fit.loop import FitInfo, Params, fit
-from jaxprobe.kernels.products import use_one_blas_thread
+from jaxprobe.fit.loop import FitInfo, fit
+from jaxprobe.kernels.matmul import use_one_blas_thread
 from jaxprobe.kernels.projection import Draw
 from jaxprobe.kernels.random import BATCHES, MEMBERS, words_of
 from jaxprobe.metrics import masked_auroc
-from jaxprobe.model.encoder import Encoder, init_encoder
+from jaxprobe.model.encoder import Encoder, MemberOutputs, Params, init_encoder
 
 _CORES = threading.BoundedSemaphore(os.cpu_count() or 1)
 
@@ -268,3 +268,32 @@ def join(parts: Sequence[Trained], order: Sequence[Member]) -> Trained:
         *[(part.params, part.info) for part in parts],
     )
     return Trained(tuple(order), *stacked)
+
+
+@partial(jax.jit, static_argnames=("encoder", "n_chunk"))
+def apply_member(
+    params: Params,
+    family_mask: jax.Array,
+    features: FamilyTokens,
+    *,
+    encoder: Encoder,
+    n_chunk: int = 256,
+) -> tuple[jax.Array, jax.Array]:
+    """Logits `[n_examples]` and pooled `[n_examples, 2 * hidden]` of one encoder."""
+    return in_chunks(
+        lambda batch: encoder.apply(params, batch, family_mask), features, n_chunk
+    )
+
+
+def member_outputs(
+    trained: Trained, features: FamilyTokens, *, encoder: Encoder, n_chunk: int = 256
+) -> MemberOutputs:
+    """What every trained member says of every example (see `MemberOutputs`)."""
+    logits, pooled = [], []
+    for i, member in enumerate(trained.members):
+        params = jax.tree.map(lambda x, i=i: x[i], trained.params)
+        mask = jnp.asarray(SUBSETS[member.subset])
+        out = apply_member(params, mask, features, encoder=encoder, n_chunk=n_chunk)
+        logits.append(out[0])
+        pooled.append(out[1])
+    return MemberOutputs(jnp.stack(logits), jnp.stack(pooled))

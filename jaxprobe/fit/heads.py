@@ -20,7 +20,6 @@ from jaxprobe.config import TrainConfig
 from jaxprobe.fit.loop import (
     FitInfo,
     FitState,
-    Params,
     Words,
     end_epoch,
     epoch_batches,
@@ -29,6 +28,7 @@ from jaxprobe.fit.loop import (
 )
 from jaxprobe.kernels.random import HEADS, mix, words_of
 from jaxprobe.metrics import masked_auroc
+from jaxprobe.model.encoder import Params
 from jaxprobe.model.fusion import FusionHead, PoolOutputs, init_head
 
 
@@ -58,7 +58,7 @@ def _own_words(config: TrainConfig, seed: jax.Array, one: _Set) -> jax.Array:
 
 
 def _shuffled(
-    said: jax.Array,
+    outputs: jax.Array,
     read: jax.Array,
     train: PoolOutputs,
     words: jax.Array,
@@ -68,15 +68,15 @@ def _shuffled(
     """One epoch's order of the pool.
 
     Args:
-      said: `[n_pool, d_said, n_examples]`.
+      outputs: `[n_pool, d_output, n_examples]`.
       read: `[n_pool]` bool, the encoders that a head reads; the others become zeros.
-      train: whose labels and weights are dealt with it.
+      train: whose labels and weights are permuted with it.
       words: of the batches.
       epoch: its number.
       size: of a batch.
 
     Returns:
-      what is said `[n_pool, d_said, n_steps * size]`, batch after batch; labels and
+      outputs `[n_pool, d_output, n_steps * size]`, batch after batch; labels and
       shares `[n_steps, size]`.
     """
     rows, shares = epoch_batches(words, epoch, train.weights, size)
@@ -87,16 +87,16 @@ def _shuffled(
         return channel.at[order].get(mode="promise_in_bounds")
 
     def deal_encoder(one: tuple[jax.Array, jax.Array]) -> jax.Array:
-        said, is_read = one
-        none = jnp.zeros((len(said), len(order)), said.dtype)
+        outputs, is_read = one
+        none = jnp.zeros((len(outputs), len(order)), outputs.dtype)
         # A channel at a time: XLA would transpose an encoder to gather it at once.
-        return jax.lax.cond(is_read, lambda: jax.lax.map(deal, said), lambda: none)
+        return jax.lax.cond(is_read, lambda: jax.lax.map(deal, outputs), lambda: none)
 
-    dealt = jax.lax.map(deal_encoder, (said, read))
-    return dealt, train.labels[rows], shares
+    permuted = jax.lax.map(deal_encoder, (outputs, read))
+    return permuted, train.labels[rows], shares
 
 
-def _parted(params: Params) -> tuple[Params, Callable[[Params], Params]]:
+def _as_two_leaves(params: Params) -> tuple[Params, Callable[[Params], Params]]:
     """Return a head's weights as two leaves, and what puts them together again.
 
     Its kernel is nearly all of it, and is not copied into a vector with the rest.
@@ -122,22 +122,22 @@ def _fit_seed(
     config: TrainConfig,
 ) -> tuple[Params, FitInfo]:
     """Train every set's head with one seed; leaves are `[n_sets, ...]`."""
-    said, valid_said = train.said[seed], valid.said[seed]
+    outputs, valid_output = train.outputs[seed], valid.outputs[seed]
     shared = _batch_words(config, seed)
     whole = dataclasses.replace(config, n_microbatches=1)
 
     def initial(one: _Set) -> Params:
         words = mix(_own_words(config, seed, one), 0)
-        return init_head(head, words, said, one.slot_mask)
+        return init_head(head, words, outputs, one.slot_mask)
 
     shape = jax.eval_shape(initial, jax.tree.map(lambda x: x[0], sets))
-    _, whole_of = _parted(jax.tree.map(jnp.zeros_like, shape))
+    _, whole_of = _as_two_leaves(jax.tree.map(jnp.zeros_like, shape))
 
     def start(one: _Set) -> FitState:
-        return start_fit(_parted(initial(one))[0], config)
+        return start_fit(_as_two_leaves(initial(one))[0], config)
 
     def active(state: FitState, one: _Set) -> jax.Array:
-        return (state.stale < config.patience) & one.slot_mask.any()
+        return (state.epochs_since_best < config.patience) & one.slot_mask.any()
 
     def advance(state: FitState, one: _Set, batches) -> FitState:
         pool, labels, shares = batches
@@ -153,15 +153,15 @@ def _fit_seed(
         state, mean_loss = run_epoch(
             state, loss, (starts, labels, shares), words, whole
         )
-        logits = head.apply(whole_of(state.params), valid_said, *one)
+        logits = head.apply(whole_of(state.params), valid_output, *one)
         auroc = masked_auroc(logits, valid.labels, valid.weights)
         return end_epoch(state, mean_loss, auroc, config)
 
     def epoch(carry):
         number, states = carry
         filled = sets.slot_mask & jax.vmap(active)(states, sets)[:, None]
-        read = jnp.zeros(len(said), bool).at[sets.members].max(filled)
-        batches = _shuffled(said, read, train, shared, number, config.batch_size)
+        read = jnp.zeros(len(outputs), bool).at[sets.members].max(filled)
+        batches = _shuffled(outputs, read, train, shared, number, config.batch_size)
 
         def one_head(args):
             state, one = args

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.flatten_util import ravel_pytree
 
 from jaxprobe.config import TrainConfig
 from jaxprobe.kernels.random import hashed_permutation, mix
 
-Params = Any
+Params = optax.Params
 Loss = Callable[..., jax.Array]  # of weights, the arrays of a batch, and `Words`
 
 
@@ -53,7 +54,7 @@ class FitState(NamedTuple):
     params: Params
     moments: Moments
     best_params: Params
-    stale: jax.Array  # epochs since the last validation gain
+    epochs_since_best: jax.Array  # epochs since the last validation gain
     epoch: jax.Array
     info: FitInfo
 
@@ -122,7 +123,7 @@ def epoch_batches(
     return rows, shares / jnp.maximum(shares.sum(axis=1, keepdims=True), 1e-6)
 
 
-def _piecewise(loss, params: Params, batch, words, n_microbatches: int):
+def _microbatched(loss, params: Params, batch, words, n_microbatches: int):
     """Loss and gradient of a batch as the sum over its pieces."""
     gradient = jax.value_and_grad(loss)
     if n_microbatches == 1:
@@ -161,8 +162,8 @@ def end_epoch(
     """Keep the best weights, halve the rate, count the epoch."""
     info = state.info
     better = auroc > info.best_auroc  # False for NaN: the first weights are kept then
-    stale = jnp.where(better, 0, state.stale + 1)
-    halve = (stale > 0) & (stale % config.lr_patience == 0)
+    epochs_since_best = jnp.where(better, 0, state.epochs_since_best + 1)
+    halve = (epochs_since_best > 0) & (epochs_since_best % config.lr_patience == 0)
     best_params = jax.tree.map(
         lambda new, old: jnp.where(better, new, old), state.params, state.best_params
     )
@@ -174,7 +175,9 @@ def end_epoch(
         n_epochs=state.epoch + 1,
         learning_rate=info.learning_rate * jnp.where(halve, 0.5, 1.0),
     )
-    return state._replace(best_params=best_params, stale=stale, info=info)
+    return state._replace(
+        best_params=best_params, epochs_since_best=epochs_since_best, info=info
+    )
 
 
 def run_epoch(
@@ -199,7 +202,7 @@ def run_epoch(
         params, moments = carry
         index, *arrays = batch
         own = (mix(words.batch, index), mix(words.member, index))
-        value, grads = _piecewise(loss, params, arrays, own, config.pieces())
+        value, grads = _microbatched(loss, params, arrays, own, config.microbatches())
         rate = state.info.learning_rate
         return adamw_step(params, grads, moments, rate, config.weight_decay), value
 
@@ -248,7 +251,7 @@ def fit(
         return loss(unravel(flat), *batch)
 
     def active(state):
-        return (state.stale < config.patience) & jnp.asarray(enabled)
+        return (state.epochs_since_best < config.patience) & jnp.asarray(enabled)
 
     def body(state):
         batches = epoch_batches(batch_words, state.epoch, weights, config.batch_size)

@@ -22,7 +22,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 
 from jaxprobe.config import StreamConfig, TrainConfig
-from jaxprobe.features.families import FamilyTokens, Features, Standardizer
+from jaxprobe.features.families import FamilyTokens
 from jaxprobe.features.subsets import SUBSETS
 from jaxprobe.fit.grid import (
     Labelled,
@@ -34,18 +34,17 @@ from jaxprobe.fit.grid import (
 )
 from jaxprobe.fit.loop import (
     FitState,
-    Params,
     Words,
     end_epoch,
     epoch_batches,
     run_epoch,
     start_fit,
 )
-from jaxprobe.kernels.products import use_one_blas_thread
+from jaxprobe.kernels.matmul import use_one_blas_thread
 from jaxprobe.kernels.projection import Draw
 from jaxprobe.kernels.random import words_of
 from jaxprobe.metrics import masked_auroc
-from jaxprobe.model.encoder import Encoder, init_encoder
+from jaxprobe.model.encoder import Encoder, Params, init_encoder
 
 
 class Group(NamedTuple):
@@ -66,7 +65,7 @@ def epoch_groups(
 ) -> list[Group]:
     """Part the examples into groups, every example once.
 
-    Chunks are dealt out at random and evenly, so that the last group is not small.
+    Chunks are permuted out at random and evenly, so that the last group is not small.
 
     Args:
       examples: `[n]` indices into the store, ascending.
@@ -102,60 +101,6 @@ def prefetched(read: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any
                 pending = pool.submit(read, following)
             yield found
             del found  # or it would live until the next one is there
-
-
-class Moments(NamedTuple):
-    """Sums of tokens seen so far, float64.
-
-    Attributes:
-      count: tokens.
-      mean: `[d_total]`.
-      square: `[d_total]`, sum of squared distances from the mean.
-    """
-
-    count: int
-    mean: np.ndarray
-    square: np.ndarray
-
-
-def add_moments(sums: Moments | None, features: Features) -> Moments:
-    """Add the real tokens of some examples (Chan, Golub and LeVeque 1979)."""
-    parts = [
-        np.asarray(tokens)[np.asarray(mask)]
-        for tokens, mask in zip(features.tokens, features.masks, strict=True)
-    ]
-    rows = np.concatenate(parts).astype(np.float64)
-    mean = rows.mean(axis=0) if len(rows) else np.zeros(rows.shape[1])
-    new = Moments(len(rows), mean, np.square(rows - mean).sum(axis=0))
-    if sums is None or not sums.count:
-        return new
-    if not new.count:
-        return sums
-    total = sums.count + new.count
-    apart = new.mean - sums.mean
-    between = np.square(apart) * (sums.count * new.count / total)
-    return Moments(
-        total,
-        sums.mean + apart * (new.count / total),
-        sums.square + new.square + between,
-    )
-
-
-def standardizer_of(parts: Iterator[Features]) -> Standardizer:
-    """Fit the standardisation in one pass; as `fit_standardizer` on all at once.
-
-    Raises:
-      ValueError: no token is real.
-    """
-    sums: Moments | None = None
-    for features in parts:
-        sums = add_moments(sums, features)
-    if sums is None or not sums.count:
-        raise ValueError("cannot standardise: no span has a real token")
-    std = np.sqrt(sums.square / sums.count)
-    constant = std <= 1e-6 * np.maximum(1.0, np.abs(sums.mean))
-    std = np.where(constant, 1.0, std)
-    return Standardizer(sums.mean.astype(np.float32), std.astype(np.float32))
 
 
 Read = Callable[[np.ndarray], FamilyTokens]
@@ -304,7 +249,11 @@ def fit_streamed(
     ]
     n_groups = 0
     for epoch in range(config.max_epochs):
-        active = [i for i, s in enumerate(states) if int(s.stale) < config.patience]
+        active = [
+            i
+            for i, s in enumerate(states)
+            if int(s.epochs_since_best) < config.patience
+        ]
         if not active:
             break
         losses = {i: [] for i in active}

@@ -12,15 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxprobe.config import Products
-from jaxprobe.kernels.products import product
+from jaxprobe.config import MatmulDtype
+from jaxprobe.kernels.matmul import product
 
 N_TAPS = 3  # kernel size of the convolutions within a block
 
 
-def channel_product(weight: jax.Array, x: jax.Array, products: Products) -> jax.Array:
+def channel_product(
+    weight: jax.Array, x: jax.Array, matmul_dtype: MatmulDtype
+) -> jax.Array:
     """Map channels: `[d_out, d_in]` and `[d_in, ...]` to `[d_out, ...]`."""
-    y = product(weight, x.reshape(x.shape[0], -1), products)
+    y = product(weight, x.reshape(x.shape[0], -1), matmul_dtype)
     return y.reshape(-1, *x.shape[1:])
 
 
@@ -48,7 +50,7 @@ def _beside(x: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def token_convolution(
-    x: jax.Array, kernel: jax.Array, flag: jax.Array, products: Products
+    x: jax.Array, kernel: jax.Array, flag: jax.Array, matmul_dtype: MatmulDtype
 ) -> jax.Array:
     """Convolution of kernel size 3 over tokens, as one matrix product.
 
@@ -58,29 +60,29 @@ def token_convolution(
       x: `[d_in, n_span_tokens, n_examples]`, zero on padding.
       kernel: `[d_out, 3, d_in]`.
       flag: see `materialize`.
-      products: see `jaxprobe.kernels.products`.
+      matmul_dtype: see `jaxprobe.kernels.matmul`.
 
     Returns:
       `[d_out, n_span_tokens, n_examples]`.
     """
-    return _token_convolution_forward(x, kernel, flag, products)[0]
+    return _token_convolution_forward(x, kernel, flag, matmul_dtype)[0]
 
 
-def _token_convolution_forward(x, kernel, flag, products):
+def _token_convolution_forward(x, kernel, flag, matmul_dtype):
     """Forward rule of `token_convolution`."""
     x = materialize(x, flag)
-    y = product(kernel.reshape(kernel.shape[0], -1), _beside(x), products)
-    return y.reshape(-1, *x.shape[1:]), (x.astype(products), kernel, flag)
+    y = product(kernel.reshape(kernel.shape[0], -1), _beside(x), matmul_dtype)
+    return y.reshape(-1, *x.shape[1:]), (x.astype(matmul_dtype), kernel, flag)
 
 
-def _token_convolution_backward(products, residuals, dy):
+def _token_convolution_backward(matmul_dtype, residuals, dy):
     """Backward rule: the same convolution of `dy` with the kernel flipped."""
     x, kernel, flag = residuals
     d_out, _, d_in = kernel.shape
     beside = _beside(materialize(dy, flag))
     flipped = kernel[:, ::-1].transpose(2, 1, 0).reshape(d_in, -1)
-    d_x = product(flipped, beside, products).reshape(x.shape)
-    d_kernel = product(beside, x.reshape(d_in, -1).T, products)
+    d_x = product(flipped, beside, matmul_dtype).reshape(x.shape)
+    d_kernel = product(beside, x.reshape(d_in, -1).T, matmul_dtype)
     d_kernel = d_kernel.reshape(N_TAPS, d_out, d_in)[::-1].transpose(1, 0, 2)
     return d_x, d_kernel, np.zeros((), jax.dtypes.float0)
 

@@ -10,10 +10,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxprobe.config import Products
-from jaxprobe.kernels.products import product
+from jaxprobe.config import MatmulDtype
+from jaxprobe.kernels.matmul import contract, product
 from jaxprobe.kernels.random import hashed_normal
-from jaxprobe.kernels.wide import rows_of_tokens, take_rows, wide_product
 
 # Channels from which a batch is too large to be copied before it is projected.
 _WIDE = 1024
@@ -42,7 +41,7 @@ def project(
     *,
     deviation: float,
     site: int,
-    products: Products,
+    matmul_dtype: MatmulDtype,
 ) -> jax.Array:
     """Project a family's tokens, or zeros (and no work) where the gate is closed.
 
@@ -57,7 +56,7 @@ def project(
       draw: None outside training: all examples, no noise.
       deviation: standard deviation of the noise on each input channel.
       site: tells families apart in the noise.
-      products: see `jaxprobe.kernels.products`; the noise is not rounded.
+      matmul_dtype: see `jaxprobe.kernels.matmul`; the noise is not rounded.
 
     Returns:
       `[d_projection, n_tokens, batch_size]`. Padding carries noise; mask it.
@@ -66,14 +65,14 @@ def project(
     n_tokens, n_examples, _ = tokens.shape
     if d_family >= _WIDE:
         rows = jnp.arange(n_examples) if draw is None else draw.rows
-        y = wide_product(products, weight, tokens, rows, real, gate)
+        y = wide_product(matmul_dtype, weight, tokens, rows, real, gate)
         if draw is None or deviation == 0.0:
             return y
         noise = partial(_projected_noise, deviation, site, weight, y.shape, draw.noise)
         return y + _gated(noise, gate, y.shape)
     if draw is None:
         shape = (d_projection, n_tokens, n_examples)
-        return _gated(lambda: _product(weight, tokens, products), gate, shape)
+        return _gated(lambda: _product(weight, tokens, matmul_dtype), gate, shape)
     before = d_family <= d_projection
 
     def gather():
@@ -84,7 +83,7 @@ def project(
 
     batch = _gated(gather, gate, (n_tokens, len(draw.rows), d_family))
     behind = 0.0 if before else deviation
-    fixed = behind, site, products
+    fixed = behind, site, matmul_dtype
     return _gated_product(*fixed, weight, batch, gate, draw.noise)
 
 
@@ -95,9 +94,11 @@ def _gated(
     return jax.lax.cond(gate, compute, lambda: jnp.zeros(shape, jnp.float32))
 
 
-def _product(weight: jax.Array, tokens: jax.Array, products: Products) -> jax.Array:
+def _product(
+    weight: jax.Array, tokens: jax.Array, matmul_dtype: MatmulDtype
+) -> jax.Array:
     """Contract the channels: `[n_tokens, n, d_family]` to `[d_projection, ...]`."""
-    y = product(weight, tokens.reshape(-1, tokens.shape[-1]).T, products)
+    y = product(weight, tokens.reshape(-1, tokens.shape[-1]).T, matmul_dtype)
     return y.reshape(-1, *tokens.shape[:2])
 
 
@@ -114,39 +115,39 @@ def _projected_noise(deviation, site, weight, shape, words) -> jax.Array:
     return (deviation * noise_factor(weight) @ noise).reshape(shape)
 
 
-def _noisy_product(deviation, site, products, weight, batch, words) -> jax.Array:
+def _noisy_product(deviation, site, matmul_dtype, weight, batch, words) -> jax.Array:
     """`_product` of what would have Gaussian noise on every input channel."""
-    y = _product(weight, batch, products)
+    y = _product(weight, batch, matmul_dtype)
     if deviation == 0.0:
         return y
     return y + _projected_noise(deviation, site, weight, y.shape, words)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gated_product(deviation, site, products, weight, batch, gate, words):
+def _gated_product(deviation, site, matmul_dtype, weight, batch, gate, words):
     """`_noisy_product` behind a gate; only `weight` has a gradient."""
     shape = (weight.shape[0], *batch.shape[:2])
-    fixed = deviation, site, products
+    fixed = deviation, site, matmul_dtype
     compute = partial(_noisy_product, *fixed, weight, batch, words)
     return _gated(compute, gate, shape)
 
 
-def _gated_product_forward(deviation, site, products, weight, batch, gate, words):
+def _gated_product_forward(deviation, site, matmul_dtype, weight, batch, gate, words):
     """Forward rule of `_gated_product`; the residuals are its own arguments."""
-    y = _gated_product(deviation, site, products, weight, batch, gate, words)
+    y = _gated_product(deviation, site, matmul_dtype, weight, batch, gate, words)
     return y, (weight, batch, gate, words)
 
 
-def _gated_product_backward(deviation, site, products, residuals, dy):
+def _gated_product_backward(deviation, site, matmul_dtype, residuals, dy):
     """Backward rule of `_gated_product`, a branch as well."""
     weight, batch, gate, words = residuals
 
-    def pull():
-        fixed = deviation, site, products
+    def vjp():
+        fixed = deviation, site, matmul_dtype
         compute = partial(_noisy_product, *fixed, batch=batch, words=words)
         return jax.vjp(compute, weight)[1](dy)[0]
 
-    return _gated(pull, gate, weight.shape), None, None, None
+    return _gated(vjp, gate, weight.shape), None, None, None
 
 
 _gated_product.defvjp(_gated_product_forward, _gated_product_backward)
@@ -158,3 +159,177 @@ def noise_factor(weight: jax.Array) -> jax.Array:
     # Rounding may leave a projection that has died slightly indefinite.
     ridge = 1e-6 * jnp.trace(gram) / gram.shape[0] + 1e-12
     return jnp.linalg.cholesky(gram + ridge * jnp.eye(gram.shape[0], dtype=gram.dtype))
+
+
+def rows_of_tokens(tokens: jax.Array, rows: jax.Array) -> jax.Array:
+    """Where the tokens of some examples lie.
+
+    Args:
+      tokens: `[n_tokens, n_examples, d]`.
+      rows: `[n]` int32, all of them among the examples.
+
+    Returns:
+      `[n_tokens, n]` int32, rows of `tokens` as one matrix.
+    """
+    n_tokens, n_examples, _ = tokens.shape
+    return n_examples * jnp.arange(n_tokens, dtype=jnp.int32)[:, None] + rows[None]
+
+
+def take_rows(tokens: jax.Array, at: jax.Array) -> jax.Array:
+    """Take rows of `tokens` as one matrix: `[..., d]` for `at` of shape `[...]`."""
+    matrix = tokens.reshape(-1, tokens.shape[-1])
+    return matrix.at[at].get(mode="promise_in_bounds")
+
+
+# Tokens at a time: at 4096 channels these are two megabytes.
+_N_CHUNK = 128
+
+
+class _Places(NamedTuple):
+    """Where the real tokens of a batch are.
+
+    Attributes:
+      rows: `[n]` int32, every position's row among all tokens.
+      order: `[n_padded]` int32, positions, the real ones first.
+      rank: `[n]` int32, a real position's place in `order`.
+      real: `[n]` bool.
+      n_chunks: int32, chunks of `order` that hold a real one; 0 behind a closed gate.
+    """
+
+    rows: jax.Array
+    order: jax.Array
+    rank: jax.Array
+    real: jax.Array
+    n_chunks: jax.Array
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def wide_product(
+    matmul_dtype: MatmulDtype,
+    weight: jax.Array,
+    tokens: jax.Array,
+    rows: jax.Array,
+    real: jax.Array,
+    gate: jax.Array,
+) -> jax.Array:
+    """Gather a batch and project it; zeros on padding, or where the gate is closed.
+
+    Only `weight` has a gradient.
+
+    Args:
+      matmul_dtype: see `jaxprobe.kernels.matmul`.
+      weight: `[d_projection, d_family]`.
+      tokens: `[n_tokens, n_examples, d_family]`.
+      rows: `[n_batch]` int32, all of them among the examples.
+      real: `[n_tokens, n_batch]` bool, the batch's mask.
+      gate: scalar bool.
+
+    Returns:
+      `[d_projection, n_tokens, n_batch]`.
+    """
+    return _wide_forward(matmul_dtype, weight, tokens, rows, real, gate)[0]
+
+
+def _wide_forward(matmul_dtype, weight, tokens, rows, real, gate):
+    """Forward rule of `wide_product`; the residuals are its own arguments."""
+    given = weight, tokens, rows, real, gate
+    y = jax.lax.platform_dependent(
+        *given,
+        cpu=partial(project_in_chunks, matmul_dtype),
+        default=partial(project_whole, matmul_dtype),
+    )
+    return y, given
+
+
+def _wide_backward(matmul_dtype, given, dy):
+    """Backward rule: the tokens are gathered a second time, not kept."""
+    d_weight = jax.lax.platform_dependent(
+        dy,
+        *given,
+        cpu=partial(project_in_chunks_vjp, matmul_dtype),
+        default=partial(project_whole_vjp, matmul_dtype),
+    )
+    return d_weight, None, None, None, None
+
+
+wide_product.defvjp(_wide_forward, _wide_backward)
+
+
+def _places(tokens, rows, real, gate) -> _Places:
+    """Sort the positions of a batch into real ones and padding."""
+    real = real.reshape(-1)
+    n_chunks = -(-real.size // _N_CHUNK)
+    n_padded = n_chunks * _N_CHUNK
+    rank = jnp.cumsum(real, dtype=jnp.int32) - 1
+    positions = jnp.arange(real.size, dtype=jnp.int32)
+    places = jnp.where(real, rank, n_padded)
+    order = jnp.zeros(n_padded, jnp.int32).at[places].set(positions, mode="drop")
+    n_filled = (real.sum(dtype=jnp.int32) + _N_CHUNK - 1) // _N_CHUNK
+    n_filled = jnp.where(gate, n_filled, 0)
+    at = rows_of_tokens(tokens, rows).reshape(-1)
+    return _Places(at, order, rank, real, n_filled)
+
+
+def _chunk(tokens, places: _Places, chunk) -> jax.Array:
+    """One chunk's tokens, `[_N_CHUNK, d_family]`."""
+    at = jax.lax.dynamic_slice(places.order, (chunk * _N_CHUNK,), (_N_CHUNK,))
+    return take_rows(tokens, places.rows[at])
+
+
+def project_in_chunks(matmul_dtype, weight, tokens, rows, real, gate):
+    """`wide_product` where there is a cache."""
+    places = _places(tokens, rows, real, gate)
+
+    def put(chunk, found):
+        y = contract(_chunk(tokens, places, chunk), weight, 1, matmul_dtype)
+        return jax.lax.dynamic_update_slice(found, y, (chunk * _N_CHUNK, 0))
+
+    found = jnp.zeros((len(places.order), len(weight)), jnp.float32)
+    found = jax.lax.fori_loop(0, places.n_chunks, put, found)
+    y = jnp.where(places.real[:, None], found[places.rank], 0.0)
+    return y.T.reshape(-1, *real.shape)
+
+
+def project_in_chunks_vjp(matmul_dtype, dy, weight, tokens, rows, real, gate):
+    """Gradient of `weight` where there is a cache."""
+    places = _places(tokens, rows, real, gate)
+    n_padded = len(places.order)
+    transposed = dy.reshape(len(weight), -1).T[places.order]
+    filled = jnp.arange(n_padded) < places.real.sum()
+    transposed = jnp.where(filled[:, None], transposed, 0.0)
+
+    def add(chunk, total):
+        at = (chunk * _N_CHUNK, 0)
+        own = jax.lax.dynamic_slice(transposed, at, (_N_CHUNK, len(weight)))
+        return total + contract(own, _chunk(tokens, places, chunk), 0, matmul_dtype)
+
+    return jax.lax.fori_loop(0, places.n_chunks, add, jnp.zeros_like(weight))
+
+
+def _batch(tokens, rows) -> jax.Array:
+    """All positions of a batch, `[n, d_family]`."""
+    return take_rows(tokens, rows_of_tokens(tokens, rows).reshape(-1))
+
+
+def project_whole(matmul_dtype, weight, tokens, rows, real, gate):
+    """`wide_product` where there is none."""
+
+    def project():
+        batch = _batch(tokens, rows)
+        y = contract(weight, batch, 1, matmul_dtype).reshape(-1, *real.shape)
+        return jnp.where(real[None], y, 0.0)
+
+    return jax.lax.cond(
+        gate, project, lambda: jnp.zeros((len(weight), *real.shape), jnp.float32)
+    )
+
+
+def project_whole_vjp(matmul_dtype, dy, weight, tokens, rows, real, gate):
+    """Gradient of `weight` where there is none."""
+
+    def vjp():
+        batch = _batch(tokens, rows)
+        transposed = jnp.where(real[None], dy, 0.0).reshape(len(weight), -1)
+        return product(transposed, batch, matmul_dtype)
+
+    return jax.lax.cond(gate, vjp, lambda: jnp.zeros_like(weight))

@@ -10,16 +10,16 @@ Modules here take a batch of examples, not one, and have it innermost; see
 
 import itertools
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxprobe.config import EncoderConfig, Products
-from jaxprobe.features.families import FamilyDims, FamilyTokens
-from jaxprobe.features.subsets import N_FAMILIES
+from jaxprobe.config import EncoderConfig, MatmulDtype
+from jaxprobe.features.families import FamilyTokens
+from jaxprobe.features.subsets import N_FAMILIES, FamilyDims
 from jaxprobe.kernels.masked import (
     N_TAPS,
     channel_product,
@@ -32,6 +32,18 @@ from jaxprobe.kernels.projection import Draw, project
 from jaxprobe.kernels.random import draw_weights, dropout
 
 Params = Any
+
+
+class MemberOutputs(NamedTuple):
+    """What trained encoders say of some examples.
+
+    Attributes:
+      logits: `[n_members, n_examples]` float32.
+      pooled: `[n_members, n_examples, 2 * hidden]` float32.
+    """
+
+    logits: Any
+    pooled: Any
 
 
 def weight_deviation(key, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
@@ -53,7 +65,7 @@ class ChannelMap(nn.Module):
     """Affine map of the channels, `[d_in, n_examples]` to `features` of them."""
 
     features: int
-    products: Products
+    matmul_dtype: MatmulDtype
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -61,14 +73,14 @@ class ChannelMap(nn.Module):
         shape = (self.features, x.shape[0])
         kernel = self.param("kernel", weight_deviation, shape)
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
-        return channel_product(kernel, x, self.products) + bias[:, None]
+        return channel_product(kernel, x, self.matmul_dtype) + bias[:, None]
 
 
 class MaskedConv(nn.Module):
     """Convolution of kernel size 3 over tokens."""
 
     features: int
-    products: Products
+    matmul_dtype: MatmulDtype
 
     @nn.compact
     def __call__(self, x: jax.Array, flag: jax.Array) -> jax.Array:
@@ -76,7 +88,7 @@ class MaskedConv(nn.Module):
         shape = (self.features, N_TAPS, x.shape[0])
         kernel = self.param("kernel", weight_deviation, shape)
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
-        y = token_convolution(x, kernel, flag, self.products)
+        y = token_convolution(x, kernel, flag, self.matmul_dtype)
         return y + bias[:, None, None]
 
 
@@ -123,9 +135,9 @@ class SpanCNN(nn.Module):
         real = materialize(mask.astype(jnp.float32), flag)
         kernel = self.param("entry_kernel", _entry_deviation, cfg, family_mask)
         bias = self.param("entry_bias", nn.initializers.zeros, (cfg.hidden,))
-        x = channel_product(kernel, projected, cfg.products)
+        x = channel_product(kernel, projected, cfg.matmul_dtype)
         x = (x + bias[:, None, None]) * real[None]
-        conv = partial(MaskedConv, cfg.hidden, cfg.products)
+        conv = partial(MaskedConv, cfg.hidden, cfg.matmul_dtype)
         for block in range(cfg.n_blocks):
             site = self.span * cfg.n_blocks + block
             y = conv(name=f"conv_{block}_0")(x, flag) * real[None]
@@ -175,10 +187,10 @@ class Encoder(nn.Module):
             vectors.append(cnn(tokens, mask, family_mask, dropout_words))
         pairs = itertools.combinations(vectors, 2)
         x = jnp.concatenate([*vectors, *(a - b for a, b in pairs)])
-        products = self.config.products
-        x = ChannelMap(self.config.hidden, products, name="mlp_in")(x)
+        matmul_dtype = self.config.matmul_dtype
+        x = ChannelMap(self.config.hidden, matmul_dtype, name="mlp_in")(x)
         norm = nn.LayerNorm(reduction_axes=0, feature_axes=0, name="mlp_norm")
-        x = ChannelMap(1, products, name="mlp_out")(nn.gelu(norm(x)))
+        x = ChannelMap(1, matmul_dtype, name="mlp_out")(nn.gelu(norm(x)))
         return x[0], vectors[-1].T
 
     def _projected(self, features, real, family_mask, draw):
@@ -200,7 +212,7 @@ class Encoder(nn.Module):
                 draw,
                 deviation=cfg.input_noise,
                 site=f,
-                products=cfg.products,
+                matmul_dtype=cfg.matmul_dtype,
             )
             for f, tokens in enumerate(features.tokens)
         ]

@@ -16,11 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxprobe.config import FusionConfig
-from jaxprobe.fit.loop import Params
-from jaxprobe.fit.outputs import MemberOutputs
 from jaxprobe.kernels.masked import materialize
 from jaxprobe.kernels.random import draw_weights, hashed_bits
-from jaxprobe.model.encoder import ChannelMap
+from jaxprobe.model.encoder import ChannelMap, MemberOutputs, Params
 
 
 @jax.custom_vjp
@@ -37,8 +35,8 @@ def slot_products(
     Only `kernel` has a gradient: what a frozen encoder says does not change.
 
     Args:
-      kernel: `[n_slots, d_said, hidden]`.
-      pool: `[n_pool, d_said, n_all]`.
+      kernel: `[n_slots, d_output, hidden]`.
+      pool: `[n_pool, d_output, n_all]`.
       members: `[n_slots]` int32 positions in the pool, filled slots first.
       start: int32, the first example; the batch is the `n_examples` from there.
       keep: `[n_slots, n_examples]` float32 factors.
@@ -51,10 +49,10 @@ def slot_products(
 
 
 def _seen(pool, members, start, keep, slot) -> jax.Array:
-    """One slot's part of the batch, `[d_said, n_examples]`."""
+    """One slot's part of the batch, `[d_output, n_examples]`."""
     at = (members[slot], 0, start)
-    said = jax.lax.dynamic_slice(pool, at, (1, pool.shape[1], keep.shape[1]))[0]
-    return said * keep[slot][None]
+    outputs = jax.lax.dynamic_slice(pool, at, (1, pool.shape[1], keep.shape[1]))[0]
+    return outputs * keep[slot][None]
 
 
 def _forward(kernel, pool, members, start, keep, n_filled):
@@ -84,27 +82,27 @@ class PoolOutputs(NamedTuple):
     """What the pool of encoders says of labelled examples, seed by seed.
 
     Attributes:
-      said: `[n_seeds, n_pool, d_pooled + 1, n_examples]` float32, see `say`.
+      outputs: `[n_seeds, n_pool, d_pooled + 1, n_examples]` float32, see `head_inputs`.
       labels: `[n_examples]` float32, 1 where the answer is correct.
       weights: `[n_examples]` float32, at least 0.
     """
 
-    said: Any
+    outputs: Any
     labels: Any
     weights: Any
 
     @property
     def n_seeds(self) -> int:
         """Training seeds."""
-        return self.said.shape[0]
+        return self.outputs.shape[0]
 
     @property
     def n_pool(self) -> int:
         """Encoders."""
-        return self.said.shape[1]
+        return self.outputs.shape[1]
 
 
-def say(pooled: jax.Array, logits: jax.Array) -> jax.Array:
+def head_inputs(pooled: jax.Array, logits: jax.Array) -> jax.Array:
     """What encoders hand to a head.
 
     Args:
@@ -133,7 +131,7 @@ def pool_outputs(
       labels: `[n_examples]` bool.
       weights: `[n_examples]`, or None for ones.
     """
-    grids = [say(jnp.asarray(c.pooled), jnp.asarray(c.logits)) for c in codes]
+    grids = [head_inputs(jnp.asarray(c.pooled), jnp.asarray(c.logits)) for c in codes]
     by_seed = [grid.reshape(n_seeds, -1, *grid.shape[1:]) for grid in grids]
     labels = jnp.asarray(np.asarray(labels), jnp.float32)
     return PoolOutputs(
@@ -191,7 +189,7 @@ class FusionHead(nn.Module):
         the first layer removes the change of scale. A difference needs both its slots.
 
         Args:
-          pool: `[n_pool, d_pooled + 1, n_all]`, see `say`.
+          pool: `[n_pool, d_pooled + 1, n_all]`, see `head_inputs`.
           members: `[n_slots]` int32 positions in the pool.
           slot_mask: `[n_slots]` bool, True on the filled slots, which come first.
           examples: the first one, and how many from there; None takes all.
@@ -200,10 +198,12 @@ class FusionHead(nn.Module):
         Returns:
           `[n_examples]` logits.
         """
-        cfg, n_slots, d_said = self.config, len(members), pool.shape[1]
+        cfg, n_slots, d_output = self.config, len(members), pool.shape[1]
         start, n_examples = (0, pool.shape[2]) if examples is None else examples
         first, second = np.triu_indices(n_slots, 1)
-        kernel = self.param("kernel", _said_deviation, cfg.hidden, d_said, slot_mask)
+        kernel = self.param(
+            "kernel", _kernel_deviation, cfg.hidden, d_output, slot_mask
+        )
         # Disagreements start without a say: the head begins as one over the encoders.
         gap_kernel = self.param("gaps", nn.initializers.zeros, (len(first), cfg.hidden))
         bias = self.param("bias", nn.initializers.zeros, (cfg.hidden,))
@@ -216,7 +216,7 @@ class FusionHead(nn.Module):
         scores = scores[members]
         gaps = jnp.abs(scores[first] - scores[second]) * keep[first] * keep[second]
         x = slot_products(
-            kernel.reshape(n_slots, d_said, cfg.hidden),
+            kernel.reshape(n_slots, d_output, cfg.hidden),
             pool,
             members,
             jnp.int32(start),
@@ -228,17 +228,17 @@ class FusionHead(nn.Module):
         return ChannelMap(1, "float32", name="out")(nn.gelu(norm(x)))[0]
 
 
-def _said_deviation(
-    key: jax.Array, hidden: int, d_said: int, slot_mask: jax.Array
+def _kernel_deviation(
+    key: jax.Array, hidden: int, d_output: int, slot_mask: jax.Array
 ) -> jax.Array:
-    """Standard deviations of the first layer, `[n_slots * d_said, hidden]`.
+    """Standard deviations of the first layer, `[n_slots * d_output, hidden]`.
 
     Fan-in counts filled slots and their pairs. With slots first, a slot's draws do not
     depend on their number.
     """
-    filled = jnp.repeat(slot_mask.astype(jnp.float32), d_said)
+    filled = jnp.repeat(slot_mask.astype(jnp.float32), d_output)
     n = slot_mask.astype(jnp.float32).sum()
-    scale = jax.lax.rsqrt(jnp.maximum(n * d_said + n * (n - 1) / 2, 1.0))
+    scale = jax.lax.rsqrt(jnp.maximum(n * d_output + n * (n - 1) / 2, 1.0))
     return jnp.broadcast_to((filled * scale)[:, None], (filled.shape[0], hidden))
 
 
@@ -263,7 +263,7 @@ def apply_head(
     head: FusionHead,
 ) -> jax.Array:
     """Fused logits `[n_examples]` of one trained head."""
-    return head.apply(params, codes.said[seed], members, slot_mask)
+    return head.apply(params, codes.outputs[seed], members, slot_mask)
 
 
 def slots_of(members: tuple[int, ...], n_slots: int) -> tuple[np.ndarray, np.ndarray]:

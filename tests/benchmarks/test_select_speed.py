@@ -14,7 +14,7 @@ from benchmarks.speed.select import (
     rows_of_set,
 )
 from jaxprobe.config import FusionConfig, TrainConfig
-from jaxprobe.model.fusion import say
+from jaxprobe.model.fusion import head_inputs
 from selection.greedy import fit_sets
 
 SMALL = SelectConfig(
@@ -53,7 +53,9 @@ def test_the_torch_head_learns_what_can_be_learned_and_nothing_else():
     pooled = rng.standard_normal((2, 900, 3)).astype(np.float32)
     aurocs = []
     for skill in (0.0, 2.0):
-        rows = rows_of_set(np.asarray(say(pooled, logits + np.float32(skill) * labels)))
+        rows = rows_of_set(
+            np.asarray(head_inputs(pooled, logits + np.float32(skill) * labels))
+        )
         y = torch.from_numpy(labels.astype(np.float32))
         train, valid = (rows[:600], y[:600]), (rows[600:], labels[600:])
         config = TrainConfig(learning_rate=3e-2, max_epochs=20, batch_size=100)

@@ -1,14 +1,14 @@
 import pytest
 
-from benchmarks.forecasts.train_work import Workload
 from benchmarks.speed.commands import measure_fresh
-from benchmarks.speed.store import StoreConfig, labels_of, make_store, measure
+from benchmarks.speed.store import StreamedWork, labels_of, make_store, measure
 from extract.store.read import open_store
 from jaxprobe.config import EncoderConfig, StreamConfig
-from jaxprobe.features.families import FamilyDims
 from jaxprobe.features.reading import read_features
+from jaxprobe.features.subsets import FamilyDims
+from jaxprobe.fit.work import Workload
 
-TOY = StoreConfig(
+TOY = StreamedWork(
     work=Workload(
         encoder=EncoderConfig(projection=3, hidden=4, n_blocks=1, n_groups=2),
         dims=FamilyDims(hidden=6, prob=5, resid=4, attn=8),

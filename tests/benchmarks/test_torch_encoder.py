@@ -8,7 +8,6 @@ import optax
 import pytest
 import torch
 
-from benchmarks.forecasts.train_work import Workload, families_of, made_up_features
 from benchmarks.speed.torch_encoder import (
     TorchEncoder,
     apply_encoder,
@@ -16,8 +15,9 @@ from benchmarks.speed.torch_encoder import (
     weights_of,
 )
 from jaxprobe.config import EncoderConfig
-from jaxprobe.features.families import FamilyDims, Standardizer, split_families
-from jaxprobe.features.subsets import SUBSETS, subset_index
+from jaxprobe.features.families import Standardizer, split_families
+from jaxprobe.features.subsets import SUBSETS, FamilyDims, subset_index
+from jaxprobe.fit.work import Workload, families_of, made_up_features
 from jaxprobe.kernels.random import words_of
 from jaxprobe.model.encoder import Encoder, init_encoder
 

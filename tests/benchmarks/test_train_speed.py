@@ -5,14 +5,6 @@ import pytest
 from safetensors.numpy import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.forecasts.train_work import (
-    Workload,
-    in_parts,
-    made_up_features,
-    step_flops,
-    turn_flops,
-    weights_file,
-)
 from benchmarks.speed.scaling import Grid
 from benchmarks.speed.torch_training import (
     Loop,
@@ -30,8 +22,15 @@ from benchmarks.speed.train import (
     require_same_losses,
 )
 from jaxprobe.config import EncoderConfig
-from jaxprobe.features.families import FamilyDims
-from jaxprobe.features.subsets import subset_index
+from jaxprobe.features.subsets import FamilyDims, subset_index
+from jaxprobe.fit.work import (
+    Workload,
+    in_parts,
+    made_up_features,
+    step_flops,
+    turn_flops,
+    weights_file,
+)
 
 TOY = Workload(
     encoder=EncoderConfig(projection=3, hidden=4, n_blocks=1, n_groups=2),

@@ -1,12 +1,12 @@
 """The shipped model as a backend, and what it is asked."""
 
 import pytest
-
 from benchmarks.stages.presets import make_config
+
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import WEIGHTS
 from extract.generate.local import TransformersGenerator
-from extract.generate.requests import PromptConfig, ask
+from extract.generate.requests import PromptConfig, make_requests
 from extract.world.facts import make_world
 from extract.world.questions import make_examples
 
@@ -20,4 +20,4 @@ def local():
 def requests(local):
     config = make_config("smoke")
     examples = list(make_examples(make_world(config.world), config.questions))
-    return ask(examples, local.backbone, PromptConfig(), 10).requests
+    return make_requests(examples, local.backbone, PromptConfig(), 10).requests

@@ -6,7 +6,7 @@ from transformers import AutoTokenizer
 from extract.backbone.names import WEIGHTS
 from extract.generate.replies import Replies
 from extract.label.judges import ConsensusConfig, judge_answers
-from extract.label.rubrics import RUBRICS, escape, fence, judge_prompt, marker_for
+from extract.label.rubrics import RUBRICS, delimit, escape, judge_prompt, marker_for
 from extract.label.verdicts import consensus
 from extract.records import Answer, Example
 from tests.extract.injections import INJECTIONS
@@ -88,7 +88,7 @@ def test_a_marker_that_stands_in_a_field_is_never_chosen_and_always_refused():
     marker = marker_for(fields, salt="s")
     assert marker_for({"answer": f"x {marker}"}, salt="s") != marker
     with pytest.raises(ValueError, match="contains the marker"):
-        fence("answer", f"x {marker} y", marker)
+        delimit("answer", f"x {marker} y", marker)
 
 
 def test_the_table_of_injections_is_as_large_as_it_claims():

@@ -8,9 +8,8 @@ import pytest
 
 from extract.datasets import Loaded, open_dataset
 from extract.datasets.building import build_examples
+from extract.datasets.config import BuildConfig, Source, SplitConfig
 from extract.datasets.inspection import inspect_file
-from extract.datasets.pools import BuildConfig, Source
-from extract.datasets.splits import SplitConfig
 from tests.extract import published as pub
 
 ANSWERABLE = {

@@ -1,5 +1,4 @@
-import dataclasses
-
+import msgspec
 import pytest
 
 from extract.generate.replies import Replies
@@ -179,7 +178,9 @@ def test_flags_are_counted_and_flagged_rewrites_kept(tmp_path):
 
 def test_a_rewrite_of_another_context_is_refused(tmp_path):
     found, _ = made(tmp_path, lambda prompt: "Curie won.", [example()])
-    changed = dataclasses.replace(example(), passages=(Passage(title="", text="y"),))
+    changed = msgspec.structs.replace(
+        example(), passages=(Passage(title="", text="y"),)
+    )
     with pytest.raises(ValueError, match="rewrite` again"):
         with_rewrites([changed], {"q": found[0]})
 

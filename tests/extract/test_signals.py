@@ -21,8 +21,9 @@ from extract.backbone.layout import watch_layers
 from extract.backbone.loading import Backbone
 from extract.signals import probability
 from extract.signals.attention import SpanReading, read_spans
-from extract.signals.batch import HostCopies, Rows, StreamReading
+from extract.signals.batch import HostCopies, Rows
 from extract.signals.reader import SignalReader
+from extract.signals.residual import StreamReading
 
 FIELDS = oracle.SIGNALS
 ARCHITECTURES = dict(architectures())

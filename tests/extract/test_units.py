@@ -13,10 +13,15 @@ from benchmarks.speed.tiny_models import N_TEXT_IDS, tiny_model
 from extract.backbone.loading import Backbone
 from extract.run.workers import rank_and_world_size
 from extract.signals.extraction import run_plan
-from extract.signals.plan import ExtractConfig, plan_extraction, tokens_per_unit
-from extract.signals.reader import Sequence, SignalReader
+from extract.signals.plan import (
+    ExtractConfig,
+    TokenSequence,
+    plan_extraction,
+    tokens_per_unit,
+)
+from extract.signals.reader import SignalReader
+from extract.store.config import model_shapes
 from extract.store.families import Family
-from extract.store.kept import model_shapes
 from extract.store.read import open_store
 from tests.extract.test_extraction import TokenIds, files_under
 
@@ -130,7 +135,7 @@ def tiny_sequences(n_examples=120):
         a, b, c = sorted(rng.integers(1, n_tokens, 3))
         ids = rng.integers(3, N_TEXT_IDS, n_tokens + 1)
         spans = np.array([[1, a], [a, b], [c, n_tokens]])
-        made.append(Sequence(ids=ids[:-1], targets=ids[1:], spans=spans))
+        made.append(TokenSequence(ids=ids[:-1], targets=ids[1:], spans=spans))
     return made
 
 

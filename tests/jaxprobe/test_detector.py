@@ -6,23 +6,17 @@ import pytest
 from jaxprobe.calibration import Calibrator
 from jaxprobe.config import EncoderConfig, FusionConfig
 from jaxprobe.detector import Detector, EncoderBank, SettingHead
-from jaxprobe.features.families import (
-    FamilyDims,
-    Features,
-    fit_standardizer,
-    split_families,
-)
-from jaxprobe.features.subsets import SUBSETS, subset_index
-from jaxprobe.fit.grid import Member, Trained
-from jaxprobe.fit.outputs import MemberOutputs, encode
+from jaxprobe.features.families import Features, fit_standardizer, split_families
+from jaxprobe.features.subsets import SUBSETS, FamilyDims, subset_index
+from jaxprobe.fit.grid import Member, Trained, member_outputs
 from jaxprobe.kernels.random import words_of
-from jaxprobe.model.encoder import Encoder, init_encoder
+from jaxprobe.model.encoder import Encoder, MemberOutputs, init_encoder
 from jaxprobe.model.fusion import (
     FusionHead,
     PoolOutputs,
     apply_head,
+    head_inputs,
     init_head,
-    say,
     slots_of,
 )
 
@@ -59,21 +53,21 @@ def random_grid(setting):
     ]
     stacked = jax.tree.map(lambda *x: np.stack(x), *params)
     trained = Trained(members, stacked, None)
-    return trained, standardizer, encode(trained, families, encoder=encoder)
+    return trained, standardizer, member_outputs(trained, families, encoder=encoder)
 
 
 @pytest.fixture(scope="module")
 def made():
     grids = {setting: random_grid(setting) for setting in DIMS}
     banks = {
-        setting: EncoderBank.keep(
+        setting: EncoderBank.from_trained(
             trained, NAMES, dims=DIMS[setting], config=CONFIG, standardizer=standardizer
         )
         for setting, (trained, standardizer, _) in grids.items()
     }
     head, mask = FusionHead(FUSION), jnp.asarray(slots_of((0, 1), 4)[1])
-    said = say(jnp.zeros((4, 1, 16)), jnp.zeros((4, 1)))
-    init = jax.vmap(lambda seed: init_head(head, words_of(seed), said, mask))
+    outputs = head_inputs(jnp.zeros((4, 1, 16)), jnp.zeros((4, 1)))
+    init = jax.vmap(lambda seed: init_head(head, words_of(seed), outputs, mask))
     stacked = jax.device_get(jax.jit(init)(jnp.arange(2)))
     calibrator = Calibrator(np.array([0.0, 1.0]), np.array([0.1, 0.7]))
     reads = {
@@ -94,7 +88,9 @@ def test_detector_scores_as_grid_and_head_do(made):
     scores = detector.score_closed_book(random_features("closed_book"))
     codes: MemberOutputs = grids["closed_book"][2]
     logits = codes.logits.reshape(2, 2, -1)
-    shaped = PoolOutputs(say(codes.pooled.reshape(2, 2, 7, -1), logits), None, None)
+    shaped = PoolOutputs(
+        head_inputs(codes.pooled.reshape(2, 2, 7, -1), logits), None, None
+    )
     slots, mask = slots_of((0, 1), 4)
     head = detector.heads["closed_book"]
     p = [

@@ -5,18 +5,23 @@ import pytest
 
 from jaxprobe.config import EncoderConfig, FusionConfig
 from jaxprobe.features.families import (
-    FamilyDims,
     FamilyTokens,
     Features,
     Standardizer,
     fit_standardizer,
     split_families,
 )
-from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES, SUBSETS, subset_index
+from jaxprobe.features.subsets import (
+    N_SUBSETS,
+    SUBSET_NAMES,
+    SUBSETS,
+    FamilyDims,
+    subset_index,
+)
 from jaxprobe.kernels.masked import token_convolution
 from jaxprobe.kernels.random import words_of
 from jaxprobe.model.encoder import Encoder, init_encoder
-from jaxprobe.model.fusion import FusionHead, say
+from jaxprobe.model.fusion import FusionHead, head_inputs
 
 DIMS = FamilyDims(hidden=6, prob=5, resid=4, attn=3)
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
@@ -248,7 +253,7 @@ def test_champions_have_the_sizes_of_the_paper():
     shapes = jax.eval_shape(
         head.init,
         jax.random.key(0),
-        say(jnp.zeros((3, 1, 256)), jnp.zeros((3, 1))),
+        head_inputs(jnp.zeros((3, 1, 256)), jnp.zeros((3, 1))),
         jnp.arange(3),
         jnp.ones(3, bool),
     )

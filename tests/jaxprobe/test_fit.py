@@ -97,5 +97,5 @@ def test_adamw_takes_the_steps_of_optax():
 def test_configs_that_train_nothing_are_refused():
     with pytest.raises(ValueError, match="max_epochs"):
         TrainConfig(max_epochs=0)
-    with pytest.raises(ValueError, match="pieces"):
+    with pytest.raises(ValueError, match="equal parts"):
         TrainConfig(batch_size=100, n_microbatches=3)

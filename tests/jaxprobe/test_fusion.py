@@ -11,9 +11,9 @@ from jaxprobe.kernels.random import words_of
 from jaxprobe.model.fusion import (
     FusionHead,
     PoolOutputs,
+    head_inputs,
     init_head,
     keep_encoders,
-    say,
     slots_of,
 )
 
@@ -31,8 +31,8 @@ def random_codes(n_examples, seed):
     pooled = rng.standard_normal((*shape, D_POOLED)).astype(np.float32)
     pooled[..., 0] = logits
     ones = jnp.ones(n_examples)
-    said = say(jnp.asarray(pooled), jnp.asarray(logits))
-    return PoolOutputs(said, jnp.asarray(labels, jnp.float32), ones)
+    outputs = head_inputs(jnp.asarray(pooled), jnp.asarray(logits))
+    return PoolOutputs(outputs, jnp.asarray(labels, jnp.float32), ones)
 
 
 SLOTS = jnp.arange(3)
@@ -62,7 +62,7 @@ def test_a_head_depends_on_its_set_and_seed_only():
     np.testing.assert_array_equal(info.valid_auroc[0], info.valid_auroc[2])
     np.testing.assert_array_equal(info.valid_auroc[0], alone.valid_auroc[2])
     assert not np.array_equal(info.valid_auroc[0, 0], info.valid_auroc[0, 1])
-    fewer = [c._replace(said=c.said[:1]) for c in CODES]
+    fewer = [c._replace(outputs=c.outputs[:1]) for c in CODES]
     _, first = train([(1, 2), (0,), (2, 1)], codes=fewer)
     np.testing.assert_allclose(first.valid_auroc[0, 0], info.valid_auroc[0, 0])
 
@@ -99,11 +99,14 @@ def test_encoder_dropout_hides_whole_encoders_but_never_all():
 
 def test_dropout_acts_in_training_only():
     head = FusionHead(FusionConfig(hidden=8, n_slots=3))
-    said, mask = say(jnp.ones((3, 50, 4)), jnp.ones((3, 50))), jnp.ones(3, bool)
-    params = jax.jit(partial(init_head, head))(words_of(0), said, mask)
+    outputs, mask = (
+        head_inputs(jnp.ones((3, 50, 4)), jnp.ones((3, 50))),
+        jnp.ones(3, bool),
+    )
+    params = jax.jit(partial(init_head, head))(words_of(0), outputs, mask)
     apply = jax.jit(head.apply)
-    assert np.ptp(apply(params, said, SLOTS, mask)) < 1e-6
-    moved = apply(params, said, SLOTS, mask, None, words_of(1))
+    assert np.ptp(apply(params, outputs, SLOTS, mask)) < 1e-6
+    moved = apply(params, outputs, SLOTS, mask, None, words_of(1))
     assert np.ptp(moved) > 1e-3
 
 
@@ -112,34 +115,39 @@ def test_empty_slots_have_no_influence():
     mask = jnp.array([True, True, False])
     pooled = jax.random.normal(jax.random.key(0), (3, 5, 4))
     logits = jax.random.normal(jax.random.key(1), (3, 5))
-    said, other = (
-        say(pooled.at[2].add(moved), logits.at[2].add(moved)) for moved in (0.0, 9.0)
+    outputs, other = (
+        head_inputs(pooled.at[2].add(moved), logits.at[2].add(moved))
+        for moved in (0.0, 9.0)
     )
-    params = jax.jit(partial(init_head, head))(words_of(0), said, mask)
+    params = jax.jit(partial(init_head, head))(words_of(0), outputs, mask)
     params = jax.tree.map(lambda x: x + 0.1, params)
     np.testing.assert_array_equal(
-        head.apply(params, said, SLOTS, mask), head.apply(params, other, SLOTS, mask)
+        head.apply(params, outputs, SLOTS, mask), head.apply(params, other, SLOTS, mask)
     )
-    assert not np.array_equal(said, other)
+    assert not np.array_equal(outputs, other)
 
 
 def test_what_is_said_is_the_pooled_vector_and_the_probability():
-    said = np.asarray(say(jnp.arange(6.0).reshape(1, 3, 2), jnp.array([[0.0, 2, 4]])))
-    np.testing.assert_array_equal(said[0, :2], [[0, 2, 4], [1, 3, 5]])
+    outputs = np.asarray(
+        head_inputs(jnp.arange(6.0).reshape(1, 3, 2), jnp.array([[0.0, 2, 4]]))
+    )
+    np.testing.assert_array_equal(outputs[0, :2], [[0, 2, 4], [1, 3, 5]])
     p = 1 / (1 + np.exp(-np.array([0.0, 2.0, 4.0])))
-    np.testing.assert_allclose(said[0, 2], p, rtol=1e-6)
+    np.testing.assert_allclose(outputs[0, 2], p, rtol=1e-6)
 
 
 def test_a_head_sees_how_far_each_two_of_its_slots_are_apart_and_no_others():
     head, mask = FusionHead(FusionConfig(hidden=8, n_slots=3)), jnp.ones(3, bool)
-    said = say(jax.random.normal(jax.random.key(0), (3, 5, 4)), jnp.zeros((3, 5)))
-    params = jax.jit(partial(init_head, head))(words_of(0), said, mask)
+    outputs = head_inputs(
+        jax.random.normal(jax.random.key(0), (3, 5, 4)), jnp.zeros((3, 5))
+    )
+    params = jax.jit(partial(init_head, head))(words_of(0), outputs, mask)
     own = params["params"]
     assert own["gaps"].shape == (3, 8) and not own["gaps"].any()
 
     def with_pair(pair, scores, mask):
         gaps = own["gaps"].at[pair, 0].set(5.0)
-        apart = said.at[:, -1].set(jnp.asarray(scores)[:, None])
+        apart = outputs.at[:, -1].set(jnp.asarray(scores)[:, None])
         logits = [
             head.apply({"params": {**own, "gaps": g}}, apart, SLOTS, mask)
             for g in (own["gaps"], gaps)

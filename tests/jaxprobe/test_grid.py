@@ -7,13 +7,8 @@ import numpy as np
 import pytest
 
 from jaxprobe.config import EncoderConfig, TrainConfig
-from jaxprobe.features.families import (
-    FamilyDims,
-    Features,
-    fit_standardizer,
-    split_families,
-)
-from jaxprobe.features.subsets import SUBSETS, subset_index
+from jaxprobe.features.families import Features, fit_standardizer, split_families
+from jaxprobe.features.subsets import SUBSETS, FamilyDims, subset_index
 from jaxprobe.fit.grid import (
     Block,
     Member,
@@ -23,8 +18,8 @@ from jaxprobe.fit.grid import (
     grid_members,
     join,
     labelled,
+    member_outputs,
 )
-from jaxprobe.fit.outputs import encode
 from jaxprobe.kernels.projection import Draw
 from jaxprobe.kernels.random import words_of
 from jaxprobe.metrics import masked_auroc
@@ -135,7 +130,7 @@ def test_rows_of_weight_zero_are_as_good_as_absent(parts):
 
 def test_kept_weights_are_those_of_the_best_epoch(parts):
     part = train([Block((3,), (0,))], parts, TRAIN)[0]
-    codes = encode(part, parts[1].features, encoder=ENCODER)
+    codes = member_outputs(part, parts[1].features, encoder=ENCODER)
     auroc = masked_auroc(codes.logits[0], parts[1].labels, parts[1].weights)
     assert float(auroc) == pytest.approx(float(part.info.best_auroc[0]), abs=1e-5)
     assert codes.pooled.shape == (1, 110, 2 * CONFIG.hidden)

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxprobe.kernels import wide
+from jaxprobe.kernels import projection
 from jaxprobe.kernels.projection import Draw, noise_factor, project
 from jaxprobe.kernels.random import words_of
 
@@ -28,7 +28,7 @@ def run(weight, tokens, gate, draw, deviation, real=None):
     if real is None:
         n_batch = tokens.shape[1] if draw is None else len(draw.rows)
         real = jnp.ones((tokens.shape[0], n_batch), bool)
-    fixed = {"deviation": deviation, "site": 1, "products": "float32"}
+    fixed = {"deviation": deviation, "site": 1, "matmul_dtype": "float32"}
     return project(weight, tokens, real, gate, draw, **fixed)
 
 
@@ -145,8 +145,11 @@ def test_an_accelerator_projects_the_widest_family_to_the_same():
     real = jax.random.bernoulli(jax.random.key(3), 0.6, (5, 80))
     dy = jax.random.normal(jax.random.key(2), (3, 5, 80))
     given = weight, tokens, rows, real, OPEN
-    there, here = (way("float32", *given) for way in (wide.at_once, wide.by_chunks))
+    there, here = (
+        way("float32", *given)
+        for way in (projection.project_whole, projection.project_in_chunks)
+    )
     np.testing.assert_allclose(there, here, atol=1e-5)
-    ways = wide.pull_at_once, wide.pull_by_chunks
+    ways = projection.project_whole_vjp, projection.project_in_chunks_vjp
     there, here = (way("float32", dy, *given) for way in ways)
     np.testing.assert_allclose(there, here, atol=1e-4)

@@ -22,8 +22,8 @@ def ours(kernel, pool, keep, n_filled=N_FILLED):
 
 
 def plain(kernel, pool, keep, n_filled=N_FILLED):
-    said = pool[MEMBERS, :, START : START + N] * keep[:, None]
-    return jnp.einsum("sdh,sdn->hn", kernel[:n_filled], said[:n_filled])
+    outputs = pool[MEMBERS, :, START : START + N] * keep[:, None]
+    return jnp.einsum("sdh,sdn->hn", kernel[:n_filled], outputs[:n_filled])
 
 
 def test_products_are_those_of_one_product_over_the_filled_slots():

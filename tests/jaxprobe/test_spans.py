@@ -10,8 +10,7 @@ from jaxprobe.features.families import (
     split_families,
 )
 from jaxprobe.features.subsets import subset_index
-from jaxprobe.fit.grid import Block, fit_block, labelled
-from jaxprobe.fit.outputs import encode
+from jaxprobe.fit.grid import Block, fit_block, labelled, member_outputs
 from tests.jaxprobe.test_grid import CONFIG, DIMS, ENCODER, TRAIN, planted, train
 
 QUESTION, ANSWER = 0, 1
@@ -82,7 +81,9 @@ def test_what_is_left_out_has_no_influence(plain):
     moved = features._replace(
         tokens=tuple(jnp.asarray(t).at[answer].add(7.0) for t in features.tokens)
     )
-    here, there = (encode(trained, f, encoder=ENCODER) for f in (features, moved))
+    here, there = (
+        member_outputs(trained, f, encoder=ENCODER) for f in (features, moved)
+    )
     np.testing.assert_array_equal(here.logits, there.logits)
     np.testing.assert_array_equal(here.pooled, np.zeros((1, 110, CONFIG.d_pooled)))
 

@@ -7,21 +7,15 @@ import pytest
 
 from jaxprobe.config import EncoderConfig, StreamConfig, TrainConfig
 from jaxprobe.features.families import (
-    FamilyDims,
     Features,
     Standardizer,
     fit_standardizer,
     split_families,
-)
-from jaxprobe.features.subsets import subset_index
-from jaxprobe.fit.grid import Block, Member, fit_blocks, labelled
-from jaxprobe.fit.streaming import (
-    Streamed,
-    epoch_groups,
-    fit_streamed,
-    prefetched,
     standardizer_of,
 )
+from jaxprobe.features.subsets import FamilyDims, subset_index
+from jaxprobe.fit.grid import Block, Member, fit_blocks, labelled
+from jaxprobe.fit.streaming import Streamed, epoch_groups, fit_streamed, prefetched
 from jaxprobe.model.encoder import Encoder
 
 DIMS = FamilyDims(hidden=6, prob=2, resid=3, attn=2)

@@ -9,10 +9,11 @@ import numpy as np
 from jaxprobe.calibration import fit_calibrator
 from jaxprobe.config import EncoderConfig, FusionConfig
 from jaxprobe.detector import Detector, EncoderBank, SettingHead
-from jaxprobe.features.families import FamilyDims, FamilyTokens, Standardizer
+from jaxprobe.features.families import FamilyTokens, Standardizer
+from jaxprobe.features.subsets import FamilyDims
 from jaxprobe.kernels.random import words_of
 from jaxprobe.model.encoder import Encoder, init_encoder
-from jaxprobe.model.fusion import FusionHead, init_head, say
+from jaxprobe.model.fusion import FusionHead, head_inputs, init_head
 
 LAYER = 3
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
@@ -41,7 +42,7 @@ def _bank(dims, n_spans):
 def _head(reads):
     params = jax.jit(partial(init_head, FusionHead(FUSION)))(
         words_of(1),
-        say(jnp.zeros((2, 1, CONFIG.d_pooled)), jnp.zeros((2, 1))),
+        head_inputs(jnp.zeros((2, 1, CONFIG.d_pooled)), jnp.zeros((2, 1))),
         jnp.arange(2) < len(reads),
     )
     scores = np.linspace(0, 1, 20)

@@ -8,7 +8,7 @@ from extract.backbone.names import WEIGHTS
 from extract.generate.prompts import TEMPLATES
 from extract.generate.requests import GenerationConfig
 from extract.records import Passage
-from jaxprobe.detector import encode_bank
+from jaxprobe.detector import bank_outputs
 from pgir.bridge import ProbedBackbone, ProbedReader, fixed_length
 from pgir.scorer import Scorer
 from tests.pgir.small_detector import LAYER, make_detector
@@ -67,10 +67,10 @@ def test_another_question_of_similar_length_compiles_nothing_new(probed):
         return probed.score_closed_book(probed.read([answer]))
 
     score(QUESTION)
-    n_compiled = encode_bank._cache_size()
+    n_compiled = bank_outputs._cache_size()
     score("who employs Skiband Rugrond?")
     score("what is the hometown of Skiband Rugrond?")
-    assert encode_bank._cache_size() == n_compiled
+    assert bank_outputs._cache_size() == n_compiled
 
 
 def test_spans_are_padded_as_in_training_and_further_only_where_they_are_longer(probed):

@@ -43,7 +43,7 @@ def brute_force():
         aurocs = []
         for seed in range(2):
             rows, valid_rows = (
-                np.asarray(part.said)[seed, list(members), -1].T for part in CODES
+                np.asarray(part.outputs)[seed, list(members), -1].T for part in CODES
             )
             model = LogisticRegression().fit(rows, np.asarray(train.labels))
             scores = model.decision_function(valid_rows)

@@ -5,7 +5,7 @@ from sklearn.metrics import roc_auc_score
 
 from jaxprobe.config import FusionConfig, TrainConfig
 from jaxprobe.fit.heads import fit_heads
-from jaxprobe.model.fusion import PoolOutputs, say
+from jaxprobe.model.fusion import PoolOutputs, head_inputs
 from selection.greedy import GreedyConfig, fused_probability, select, slots_for
 
 TRAIN = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=8)
@@ -27,7 +27,7 @@ def random_codes(n_examples, seed, knowing=(1, 4), permute=False):
     pooled, logits, labels = (
         jnp.asarray(x, jnp.float32) for x in (pooled, logits, labels)
     )
-    return PoolOutputs(say(pooled, logits), labels, jnp.ones(n_examples))
+    return PoolOutputs(head_inputs(pooled, logits), labels, jnp.ones(n_examples))
 
 
 def search(*codes, **options):

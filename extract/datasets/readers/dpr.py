@@ -1,8 +1,9 @@
 """The files of Dense Passage Retrieval, for NQ and TriviaQA, and those shaped alike."""
 
-import dataclasses
 import math
 from typing import Any
+
+import msgspec
 
 from extract.datasets.files.streams import HEADERLESS
 from extract.datasets.readers.fields import (
@@ -70,7 +71,7 @@ def mark_gold(items: list[Any], passages: tuple[Passage, ...]) -> tuple[Passage,
     if not any(is_gold):
         is_gold = [i == 0 for i in range(len(items))]
     return tuple(
-        dataclasses.replace(passage, is_supporting=gold)
+        msgspec.structs.replace(passage, is_supporting=gold)
         for passage, gold in zip(passages, is_gold, strict=True)
     )
 
