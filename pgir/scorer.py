@@ -75,8 +75,8 @@ class Scorer:
         Raises:
           ValueError: no detector there yet, or the backbone is another one.
         """
+        read_manifest(path)  # refuses what is no run
         run = RunDir(path)
-        config = read_manifest(path)["config"]
         detector = Detector.load(run.finished_detector())
         name = model or detector.facts["model"]
         asking = PromptConfig(
@@ -89,7 +89,7 @@ class Scorer:
             ),
             detector,
             asking.prompt_template(),
-            GenerationConfig(max_new_tokens=config["max_new_tokens"]),
+            GenerationConfig(),
             answer_span=detector.facts["answer_span"],
         )
         return cls(probed)

@@ -136,7 +136,6 @@ def read_file(path: Path) -> DataCost:
 @click.option(
     "--megabytes",
     default=500,
-    show_default=True,
     type=click.IntRange(min=1),
     help="Size of the made-up file.",
 )

@@ -239,7 +239,6 @@ def measure_gpu(
     "--pairs",
     type=click.IntRange(min=1),
     default=5,
-    show_default=True,
     help="Runs of each per row.",
 )
 @AS_JSON

@@ -355,7 +355,6 @@ def compare(
 @click.option(
     "--encoders",
     default="H",
-    show_default=True,
     help="Families that are read together, such as H,HPRA.",
 )
 @AS_JSON

@@ -322,18 +322,16 @@ def _hashes(folder: Path) -> dict[str, tuple[str, int]]:
 @click.option(
     "--examples",
     default=5000,
-    show_default=True,
     type=click.IntRange(min=1),
     help="Of the store: a question in one setting and wording is one.",
 )
 @click.option(
     "--kills",
     default=20,
-    show_default=True,
     type=click.IntRange(min=1),
     help="SIGKILLs at random moments.",
 )
-@click.option("--seed", default=0, show_default=True, type=SEED, help="Of the moments.")
+@click.option("--seed", default=0, type=SEED, help="Of the moments.")
 @AS_JSON
 def resume(examples: int, kills: int, seed: int, as_json: bool) -> None:
     """Kill `beatrice extract` at random and resume it; compare every stored byte.

@@ -296,7 +296,6 @@ def write_figure(path: Path, axes: Sequence[Axis]) -> None:
     "--rounds",
     type=click.IntRange(min=1),
     default=3,
-    show_default=True,
     help="Epochs timed of each.",
 )
 @click.option(

@@ -330,7 +330,6 @@ def measure(widths: str, config: SelectConfig) -> SelectCost:
     "--widths",
     type=click.Choice(list(WIDTHS)),
     default="microworld",
-    show_default=True,
     help="Of encoders and heads.",
 )
 @AS_JSON

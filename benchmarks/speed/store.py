@@ -251,7 +251,6 @@ def measure(mode: Mode, where: Path, config: StreamedWork) -> dict[str, float]:
 @click.option(
     "--examples",
     default=16384,
-    show_default=True,
     type=click.IntRange(min=1024),
     help="Trained on.",
 )

@@ -371,7 +371,6 @@ def measure(
     "--rounds",
     type=click.IntRange(min=1),
     default=3,
-    show_default=True,
     help="Turns of each.",
 )
 @click.option(

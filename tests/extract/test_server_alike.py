@@ -8,21 +8,19 @@ import time
 import urllib.request
 
 import pytest
-from benchmarks.stages.presets import make_config
 
 from extract.backbone.names import WEIGHTS
 from extract.generate.generator import GeneratorPrompt
 from extract.generate.requests import PromptConfig, make_requests
 from extract.generate.server import ServedGenerator, ServerConfig
-from extract.world.facts import make_world
+from extract.world.facts import WorldConfig, make_world
 from extract.world.questions import QuestionConfig, make_examples
 from tests.extract.generating import texts
 from tests.extract.loopback import served
 
 
 def five_hundred(local):
-    config = make_config("smoke")
-    world = make_world(config.world)
+    world = make_world(WorldConfig())
     wanted = QuestionConfig(n_train=1, n_evaluation=260, n_ood=100)
     examples = [e for e in make_examples(world, wanted) if e.split != "train"][:500]
     requests = make_requests(examples, local.backbone, PromptConfig(), 10).requests
