@@ -3,7 +3,6 @@
 A table is a structure (columns, lines, cells of measures) in which the best value of
 each column and the notes under the table are settled; `as_text` and the page's template
 only spell it out. Ranks go by the printed digits, so two equal numbers rank equally.
-Ablations meet here with the rows of `evaluate` that they are held against.
 """
 
 import collections
@@ -229,15 +228,12 @@ def controller_table(rows: Sequence[ResultRow]) -> Table:
         return found or macro_row(table, name, metric, datasets)
 
     def cells(name: str) -> tuple[Cell, ...]:
-        quality = ("em", "f1")
-        return (
-            *(
-                _cell(table.find(detector=name, dataset=d, metric=m) for m in quality)
-                for d in datasets
-            ),
-            _cell(mean(name, m) for m in quality),
-            _cell([mean(name, "generations")]),
-        )
+        found = [
+            [table.find(detector=name, dataset=d, metric=m) for m in ("em", "f1")]
+            for d in datasets
+        ]
+        means = [mean(name, "em"), mean(name, "f1")]
+        return tuple(map(_cell, [*found, means, [mean(name, "generations")]]))
 
     labels = {**CONTROLLERS, **BOUNDS}
     names = _ordered((row.detector for row in table.rows), labels)
@@ -245,11 +241,11 @@ def controller_table(rows: Sequence[ResultRow]) -> Table:
         n: Line(label=labels.get(n, n), cells=cells(n), is_ours=n == "pgir")
         for n in names
     }
-    group = "Exact match / F1"
+    heads = [(name, SPLIT_LABELS[places[name]]) for name in datasets]
     columns = [
-        Column(group=group, label=d, detail=SPLIT_LABELS[places[d]]) for d in datasets
+        Column(group="Exact match / F1", label=label, detail=detail)
+        for label, detail in [*heads, ("macro", "mean")]
     ]
-    columns.append(Column(group=group, label="macro", detail="mean"))
     columns.append(Column(group="Cost", label="generations", detail="per question"))
     rivals = tuple(line for name, line in lines.items() if name not in BOUNDS)
     bounds = tuple(line for name, line in lines.items() if name in BOUNDS)
@@ -338,8 +334,7 @@ def set_names(
     """Spell which encoders each variant reads: its label, and a text per setting."""
     if not ablations:
         return []
-    alone = "without_closed_book"
-    labels = {alone: FEATURES[alone], **FAMILY_VARIANTS}
+    labels = {"without_closed_book": "Without closed-book encoders", **FAMILY_VARIANTS}
 
     def spelled(name: str, setting: str) -> str:
         if name == "champion":

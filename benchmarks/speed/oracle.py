@@ -318,17 +318,12 @@ class Exactness:
         return [self.name, *(f"{self.float32[n]:.1e}" for n in SIGNALS), *half]
 
 
-def chunked_reader(model: PreTrainedModel) -> SignalReader:
-    """Return a reader with chunks so small that every seam is crossed."""
-    budget = ReadingBudget(
-        n_attention_weights=1000, n_tokens_per_chunk=7, n_words_per_block=13
-    )
-    return SignalReader(Backbone.from_model(model), budget=budget)
-
-
 def reader_signals(model: PreTrainedModel, *, together: bool) -> list[Readings]:
     """Read the examples with the reader, in one padded batch or each alone."""
-    reader, batch = chunked_reader(model), make_batch()
+    small = ReadingBudget(  # so that every seam between chunks is crossed
+        n_attention_weights=1000, n_tokens_per_chunk=7, n_words_per_block=13
+    )
+    reader, batch = SignalReader(Backbone.from_model(model), budget=small), make_batch()
     groups = [batch] if together else [[sequence] for sequence in batch]
     found = [item for group in groups for item in reader.read(group)]
     return [{name: getattr(item, name) for name in SIGNALS} for item in found]
@@ -345,8 +340,8 @@ def largest_errors(found: list[Readings], expected: list[Readings]) -> dict[str,
     errors = {}
     for name in SIGNALS:
         pairs = zip(found, expected, strict=True)
-        gaps = [np.abs(left[name] - right[name]).max() for left, right in pairs]
-        errors[name] = float(np.nan_to_num(np.max(gaps), nan=np.inf))
+        gap = np.max([np.abs(left[name] - right[name]).max() for left, right in pairs])
+        errors[name] = float(np.nan_to_num(gap, nan=np.inf))
     return errors
 
 
