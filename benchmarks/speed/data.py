@@ -32,15 +32,10 @@ _SYLLABLES = "ba ce di fo gu ha je ki lo mu na pe ri so tu va we xi yo zu né ø
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataCost:
-    """What one file cost.
+    """What one file cost, from recognising it to its last record.
 
-    Attributes:
-      n_bytes: of the file.
-      n_records: read, refused ones included.
-      n_refused: of them.
-      seconds: of wall time, from recognising the file to its last record.
-      cpu_seconds: of the processor in that time; other work does not change it much.
-      peak_rss: bytes, of the whole process, interpreter and libraries included.
+    Records count refused ones too; `peak_rss` is in bytes, of the whole process with
+    interpreter and libraries.
     """
 
     n_bytes: int

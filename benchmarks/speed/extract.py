@@ -31,6 +31,7 @@ from benchmarks.speed.reading import (
     Loop,
     LoopConfig,
     LoopCost,
+    Times,
     batch_configs,
     measure_loops,
     measure_reading,
@@ -132,11 +133,8 @@ class GpuCost:
     Attributes:
       model: its name.
       batch: examples and tokens of each.
-      bare: seconds of the forward with logits.
-      read: seconds of the full reading.
-      ratio: median over neighbouring pairs.
-      flops: floating-point operations per second of the reading, see
-        `flops_per_token`.
+      times: of the bare forward and the reading.
+      flops: operations per second of the reading, see `flops_per_token`.
       peak: the same of a large bf16 matrix product.
       loop: with and without the store.
       profile: the kernels that take longest, as the profiler prints them.
@@ -144,9 +142,7 @@ class GpuCost:
 
     model: str
     batch: tuple[int, int]
-    bare: float
-    read: float
-    ratio: float
+    times: Times
     flops: float
     peak: float
     loop: LoopCost
@@ -157,9 +153,9 @@ class GpuCost:
         return [
             self.model,
             f"{self.batch[0]} x {self.batch[1]}",
-            f"{self.bare:.3f}",
-            f"{self.read:.3f}",
-            f"{self.ratio:.2f}",
+            f"{self.times.bare:.3f}",
+            f"{self.times.read:.3f}",
+            f"{self.times.ratio:.2f}",
             f"{self.flops / 1e12:.0f}",
             f"{self.peak / 1e12:.0f}",
             f"{self.flops / self.peak:.0%}",
@@ -224,9 +220,7 @@ def measure_gpu(
     return GpuCost(
         model=name,
         batch=(n_examples, n_tokens),
-        bare=times.bare,
-        read=times.read,
-        ratio=times.ratio,
+        times=times,
         flops=flops_per_token(backbone.model) * budget / times.read,
         peak=peak,
         loop=Loop(reader, work).measure(name, max(1, n_pairs // 2)),

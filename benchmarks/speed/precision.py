@@ -111,16 +111,11 @@ class Resamples:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrecisionCost:
-    """One row of the table of `precision`.
+    """One row of the table of `precision`: an encoder on one choice of what is stored.
 
-    Attributes:
-      setting: whose answers.
-      encoder: families it reads, such as "H".
-      kept: how signals are stored.
-      bytes_per_answer: of everything kept of one layer, mean over the sequences.
-      auroc: by split, mean over seeds.
-      seed_std: of the test AUROC over seeds.
-      difference: of the test AUROC to the first choice.
+    `bytes_per_answer` is of everything kept of one layer, mean over the sequences;
+    `auroc` by split, mean over seeds; the difference is of test AUROC, to the first
+    choice.
     """
 
     setting: Setting
@@ -148,15 +143,10 @@ class PrecisionCost:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixedCost:
-    """One row of the table of `mixed`.
+    """One row of the table of `mixed`: test AUROC of an encoder, or of `ALL`.
 
-    Attributes:
-      setting: whose answers.
-      encoder: families it reads, such as "H", or `ALL`.
-      single: test AUROC as the run trained it, mean over seeds.
-      mixed: the same in mixed precision.
-      difference: of both.
-      seed_std: of the run's own test AUROC over seeds.
+    Means over seeds, as the run trained it (`single`) and in mixed precision;
+    `seed_std` is the run's own, over seeds.
     """
 
     setting: Setting

@@ -188,14 +188,7 @@ HEAD = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadingCost:
-    """One row: seconds and peak MiB above the model, of the bare forward and reading.
-
-    Attributes:
-      config: the batch and its model.
-      times: medians.
-      bare_mib: of the bare forward.
-      read_mib: of the full reading.
-    """
+    """One row: seconds and peak MiB above the model, of bare forward and reading."""
 
     config: BatchConfig
     times: Times
@@ -259,14 +252,9 @@ def peak_above(run: Callable[[], object], device: str) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """What is extracted.
+    """What is extracted: sequences of `shortest` to `longest` tokens, equally likely.
 
-    Attributes:
-      n_examples: sequences.
-      shortest: tokens of the shortest.
-      longest: tokens of the longest; lengths between are equally likely.
-      n_answer: tokens of every answer span, at the end.
-      extract: how they are read and kept.
+    The last `n_answer` tokens of each are its answer.
     """
 
     n_examples: int
@@ -302,17 +290,9 @@ LOOP_HEAD = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoopCost:
-    """One row: rates in tokens per second, medians over rounds.
+    """One row: tokens per second of reading alone (`loop`) and end to end (`whole`).
 
-    Attributes:
-      model: whose signals are read.
-      device: where.
-      dtype: of its weights.
-      n_tokens: of all sequences.
-      n_batches: batches they are read in.
-      loop: rate of reading alone.
-      whole: rate end to end.
-      share: `whole` as a share of `loop`, median over neighbouring runs.
+    Medians over rounds; `share` is `whole` over `loop`, median over neighbouring runs.
     """
 
     model: str

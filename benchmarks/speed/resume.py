@@ -72,19 +72,10 @@ class ResumeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResumeProof:
-    """What came of it.
+    """What came of it: counts, files that differ or that one side lacks, wall times.
 
-    Attributes:
-      n_examples: stored examples.
-      n_ranges: ranges of both settings.
-      n_kills: processes that were killed.
-      n_half_written: kills that left files of a range that was not committed.
-      n_before: ranges committed at each kill.
-      n_files: files compared.
-      n_bytes: their bytes.
-      differing: files that differ, or that one side lacks.
-      whole_seconds: wall time of the uninterrupted process.
-      killed_seconds: wall time of all processes of the killed run.
+    `n_half_written` counts kills that left files of a range that was not committed,
+    and `n_before` the ranges that were committed at each kill.
     """
 
     n_examples: int

@@ -173,11 +173,8 @@ class Grid:
 class Axis:
     """One axis of workloads: a row of the table.
 
-    Attributes:
-      name: "examples", "members" or "hidden width".
-      sizes: along the axis.
-      seconds: of an epoch of every member, medians over the rounds.
-      gflops: achieved, by `turn_flops`.
+    Seconds are those of an epoch of every member, medians over the rounds; operations
+    are counted by `turn_flops`.
     """
 
     name: str

@@ -76,17 +76,10 @@ WIDTHS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelectCost:
-    """The row of the table.
+    """The row of the table; rates and their ratio are medians over turns.
 
-    Attributes:
-      widths: of encoders and heads, of `WIDTHS`.
-      heads_per_second: of the search, median over turns.
-      torch_heads_per_second: of the loop, median over turns.
-      ratio: of both, median over turns.
-      torch_threads: with which the loop is fastest.
-      auroc: mean validation AUROC of the search's heads.
-      torch_auroc: of the loop's.
-      largest_difference: of logits, from the same weights.
+    AUROC is the mean over heads on validation rows, and `largest_difference` that of
+    logits from the same weights.
     """
 
     widths: str

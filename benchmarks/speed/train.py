@@ -69,14 +69,7 @@ Note = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckSize:
-    """How much is trained to compare losses.
-
-    Attributes:
-      n_examples: of the batch.
-      n_microbatches: into which the grid splits it.
-      n_steps: taken on it.
-      n_seeds: of every subset.
-    """
+    """How many steps on one batch, of how many seeds of a subset, compare losses."""
 
     n_examples: int = 32
     n_microbatches: int = 2
@@ -95,15 +88,10 @@ class Method:
         folder: Path,
         setting: Setting | None = None,
     ) -> None:
-        """Start the processes.
+        """Start the processes; `setting` is PyTorch's, None for JAX.
 
-        Args:
-          kind: of `KINDS`.
-          workload: what is trained.
-          members: which encoders of it.
-          folder: of initial weights, and of what JAX compiles: two methods run the
-            same executables, and one compiles them.
-          setting: of PyTorch; None for JAX.
+        The folder has the initial weights, and what JAX compiles: several methods run
+        the same executables, and one compiles them.
         """
         self.kind = kind
         self.workload = workload
@@ -252,18 +240,11 @@ def product_gflops(n: int = 2048, n_repeats: int = 4) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainCost:
-    """One method: a row of the table.
+    """One method: a row of the table; rates, shares and ratios are medians over rounds.
 
-    Attributes:
-      kind: of `KINDS`.
-      setting: of PyTorch, in words; empty for JAX.
-      steps_per_second: encoder-steps, median over rounds.
-      gflops: GFLOP/s, median over rounds.
-      peak_share: of the matrix products' rate in the same round, median.
-      ratio: the grid's speed over this one's, median over rounds.
-      peak_mib: memory above the libraries, data included.
-      loss_difference: largest difference of a loss from the grid's.
-      peak_gflops: rate of matrix products, median over rounds.
+    `steps_per_second` counts encoder-steps, `peak_share` is of the rate of matrix
+    products in the same round, `ratio` the grid's speed over this one's, and memory
+    stands above the libraries, data included.
     """
 
     kind: str

@@ -164,7 +164,7 @@ def test_small_models_of_their_kind_are_measured(family):
         n_tokens=24,
         n_batches=2,
     )
-    assert cost.flops > 0 and cost.ratio > 0 and cost.loop.share > 0
+    assert cost.flops > 0 and cost.times.ratio > 0 and cost.loop.share > 0
     assert len(cost.cells()) == len(GPU_HEAD)
     assert "aten::" in cost.profile
 
