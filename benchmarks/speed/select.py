@@ -21,12 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from sklearn.metrics import roc_auc_score
-from torch.nn.functional import (
-    binary_cross_entropy_with_logits,
-    gelu,
-    layer_norm,
-    one_hot,
-)
+from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
 
 from benchmarks.speed.commands import AS_JSON, RowPrinter
 from jaxprobe.compiler import set_compiler
@@ -118,27 +113,16 @@ def rows_of_set(outputs: np.ndarray) -> torch.Tensor:
     return torch.cat([*slots, *differences], dim=1).contiguous()
 
 
-def apply_head(weights: dict[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-    """Return `[n_examples]` logits."""
-    x = rows @ weights["kernel"] + weights["bias"]
-    width = (weights["bias"].shape[0],)
-    x = layer_norm(x, width, weights["norm_scale"], weights["norm_bias"], EPSILON)
-    x = gelu(x, approximate="tanh")
-    return (x @ weights["out_kernel"] + weights["out_bias"])[:, 0]
-
-
-def _initial(d_row: int, n_pairs: int, hidden: int) -> dict[str, torch.Tensor]:
-    kernel = torch.randn(d_row, hidden) * d_row**-0.5
-    kernel[d_row - n_pairs :] = 0.0
-    weights = {
-        "kernel": kernel,
-        "bias": torch.zeros(hidden),
-        "norm_scale": torch.ones(hidden),
-        "norm_bias": torch.zeros(hidden),
-        "out_kernel": torch.randn(hidden, 1) * hidden**-0.5,
-        "out_bias": torch.zeros(1),
-    }
-    return {name: w.requires_grad_() for name, w in weights.items()}
+@torch.no_grad()
+def torch_head(d_row: int, n_pairs: int, hidden: int) -> torch.nn.Sequential:
+    """Return a head of rows `[n_examples, d_row]`; weights of differences are zero."""
+    first, last = torch.nn.Linear(d_row, hidden), torch.nn.Linear(hidden, 1)
+    for layer in (first, last):
+        layer.weight.normal_(0.0, layer.in_features**-0.5)
+        layer.bias.zero_()
+    first.weight[:, d_row - n_pairs :] = 0.0
+    norm = torch.nn.LayerNorm(hidden, eps=EPSILON)
+    return torch.nn.Sequential(first, norm, torch.nn.GELU("tanh"), last)
 
 
 def _hidden_rows(rows: torch.Tensor, n_members: int, rate: float) -> torch.Tensor:
@@ -164,9 +148,9 @@ def fit_head(
     """Train one head, see `jaxprobe.fit.loop.fit`; return its best validation AUROC."""
     rows, labels = train
     n_pairs = n_members * (n_members - 1) // 2
-    weights = _initial(rows.shape[1], n_pairs, shape.hidden)
+    head = torch_head(rows.shape[1], n_pairs, shape.hidden)
     optimizer = torch.optim.AdamW(
-        weights.values(),
+        head.parameters(),
         lr=config.learning_rate,
         weight_decay=config.weight_decay,
         fused=True,
@@ -175,13 +159,12 @@ def fit_head(
     for _ in range(config.max_epochs):
         for where in torch.randperm(len(rows)).split(config.batch_size):
             batch = _hidden_rows(rows[where], n_members, shape.encoder_dropout)
-            logits = apply_head(weights, batch)
-            loss = binary_cross_entropy_with_logits(logits, labels[where])
+            loss = binary_cross_entropy_with_logits(head(batch)[:, 0], labels[where])
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
         with torch.no_grad():
-            logits = apply_head(weights, valid[0]).numpy()
+            logits = head(valid[0])[:, 0].numpy()
         auroc = float(roc_auc_score(valid[1], logits))
         epochs_since_best = 0 if auroc > best else epochs_since_best + 1
         best = max(best, auroc)
@@ -212,8 +195,8 @@ def _rows(outputs: PoolOutputs, members: tuple[int, ...], seed: int) -> torch.Te
     return rows_of_set(np.asarray(outputs.outputs[seed])[np.asarray(members)])
 
 
-def _torch_weights(params: Any, n_members: int, n_slots: int) -> dict:
-    """Return a head's weights without those of the empty slots."""
+def _as_torch(params: Any, n_members: int, n_slots: int) -> torch.nn.Sequential:
+    """Return a trained head without the weights of its empty slots."""
     tree = params["params"]
     d_output = tree["kernel"].shape[0] // n_slots
     _, second = np.triu_indices(n_slots, 1)
@@ -221,14 +204,16 @@ def _torch_weights(params: Any, n_members: int, n_slots: int) -> dict:
         [tree["kernel"][: n_members * d_output], tree["gaps"][second < n_members]]
     )
     arrays = {
-        "kernel": kernel,
-        "bias": tree["bias"],
-        "norm_scale": tree["norm"]["scale"],
-        "norm_bias": tree["norm"]["bias"],
-        "out_kernel": tree["out"]["kernel"].T,
-        "out_bias": tree["out"]["bias"],
+        "0.weight": kernel.T,
+        "0.bias": tree["bias"],
+        "1.weight": tree["norm"]["scale"],
+        "1.bias": tree["norm"]["bias"],
+        "3.weight": tree["out"]["kernel"],
+        "3.bias": tree["out"]["bias"],
     }
-    return {name: torch.from_numpy(np.array(x)) for name, x in arrays.items()}
+    head = torch_head(len(kernel), 0, len(tree["bias"]))
+    head.load_state_dict({name: torch.tensor(x) for name, x in arrays.items()})
+    return head
 
 
 def largest_difference(
@@ -241,8 +226,9 @@ def largest_difference(
         params = jax.tree.map(lambda x, i=i: x[i, 0], heads.params)
         slots, mask = fusion.slots_of(members, shape.n_slots)
         ours = fusion.apply_head(params, slots, mask, outputs, np.int32(0), head=head)
-        weights = _torch_weights(params, len(members), shape.n_slots)
-        theirs = apply_head(weights, _rows(outputs, members, 0)).numpy()
+        twin = _as_torch(params, len(members), shape.n_slots)
+        with torch.no_grad():
+            theirs = twin(_rows(outputs, members, 0))[:, 0].numpy()
         gaps.append(np.abs(np.asarray(ours) - theirs).max())
     return float(np.max(gaps))  # NaN if one is
 
