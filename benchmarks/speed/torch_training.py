@@ -55,7 +55,7 @@ class Setting:
     noise: Noise = "inputs"
     compiled: bool = False
 
-    def words(self) -> str:
+    def text(self) -> str:
         """Describe it for the table."""
         how = {"product": "shifted product", "conv1d": "conv1d"}
         where = {"inputs": "at inputs", "projected": "behind projection"}

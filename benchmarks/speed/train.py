@@ -168,7 +168,7 @@ def fastest(kind: str, workload: Workload, folder: Path, note: Note) -> Setting:
             method.prepare()
             seconds = min(method.turn() for _ in range(2))
         found = turn_flops(workload, members) / seconds / 1e9
-        note(f"{kind}: {setting.words()}: {found:.1f} GFLOP/s")
+        note(f"{kind}: {setting.text()}: {found:.1f} GFLOP/s")
         return found
 
     best, highest = FASTEST[kind], rate(FASTEST[kind])
@@ -177,7 +177,7 @@ def fastest(kind: str, workload: Workload, folder: Path, note: Note) -> Setting:
         try:
             found = rate(new) if new != best else 0.0
         except ValueError as error:
-            note(f"{kind}: {new.words()}: {error}")
+            note(f"{kind}: {new.text()}: {error}")
             continue
         if found > highest:
             best, highest = new, found
@@ -333,7 +333,7 @@ def measure(
         rows.append(
             TrainCost(
                 kind=kind,
-                setting=chosen[kind].words() if kind in chosen else "",
+                setting=chosen[kind].text() if kind in chosen else "",
                 steps_per_second=n_steps / float(np.median(own)),
                 gflops=float(np.median(gflops)),
                 peak_share=float(np.median(gflops / products)),

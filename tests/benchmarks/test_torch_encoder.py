@@ -56,8 +56,8 @@ def in_jax(name):
         )
         return losses.mean(), (logits, pooled)
 
-    grads, said = jax.jit(jax.grad(loss, has_aux=True))(params)
-    return flat(params), said, flat(grads)
+    grads, outputs = jax.jit(jax.grad(loss, has_aux=True))(params)
+    return flat(params), outputs, flat(grads)
 
 
 def torch_inputs(families):
