@@ -18,13 +18,10 @@ import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.figure import Figure
 from safetensors.numpy import save_file
 
-from benchmarks.results.figures import MUTED, STRONG, styled, to_svg
 from benchmarks.speed.commands import AS_JSON, RowPrinter, reset_peak
 from extract.run.console import Progress, quiet
-from extract.run.files import write_text_atomic
 from jaxprobe.compiler import set_compiler
 from jaxprobe.config import EncoderConfig, TrainConfig
 from jaxprobe.features.families import Standardizer, split_families
@@ -260,34 +257,6 @@ def _seconds(grid: Grid, n_rounds: int) -> float:
     return statistics.median(seconds)
 
 
-def draw(axes: Sequence[Axis]) -> Figure:
-    """Draw seconds against size, one axis a panel, with the fitted power law."""
-    with styled():
-        figure = Figure(figsize=(8.4, 3.0), layout="constrained")
-        panels = figure.subplots(1, len(axes), sharey=True)
-        for panel, axis in zip(panels, axes, strict=True):
-            sizes, seconds = np.array(axis.sizes), np.array(axis.seconds)
-            power = sizes**axis.exponent
-            law = np.exp(np.log(seconds / power).mean()) * power
-            dashed = {"linewidth": 1.2, "linestyle": (0, (4, 3))}
-            panel.plot(sizes, law, color=MUTED, **dashed)
-            panel.plot(sizes, seconds, "o", color=STRONG["closed_book"])
-            panel.set(xscale="log", yscale="log", xlabel=axis.name)
-            panel.set_xticks(sizes, [f"{size:g}" for size in sizes])
-            panel.minorticks_off()
-            panel.set_title(f"exponent {axis.exponent:.2f}", fontsize=10)
-        panels[0].set_ylabel("seconds an epoch")
-    return figure
-
-
-def write_figure(path: Path, axes: Sequence[Axis]) -> None:
-    """Write the figure as a file of its own."""
-    exponents = ", ".join(f"{axis.name} {axis.exponent:.2f}" for axis in axes)
-    svg = to_svg(draw(axes), "scaling", f"Exponents of training time: {exponents}")
-    alone = svg.replace("<svg", '<svg xmlns="http://www.w3.org/2000/svg"', 1)
-    write_text_atomic(path, alone)
-
-
 @click.command()
 @click.option(
     "--rounds",
@@ -295,27 +264,17 @@ def write_figure(path: Path, axes: Sequence[Axis]) -> None:
     default=3,
     help="Epochs timed of each.",
 )
-@click.option(
-    "--figure",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the figure there, as SVG.",
-)
 @AS_JSON
-def scaling(rounds: int, figure: Path | None, as_json: bool) -> None:
+def scaling(rounds: int, as_json: bool) -> None:
     """Time training against examples, members and width, and fit exponents.
 
-    Example: beatrice bench scaling --figure scaling.svg
+    Example: beatrice bench scaling --rounds 2
     """
-    if figure is not None and figure.suffix != ".svg":
-        raise click.UsageError(f"--figure is written as SVG, found {figure.name!r}")
     quiet()
     set_compiler("demo")
-    printer, axes = RowPrinter(as_json), []
+    printer = RowPrinter(as_json)
     printer.head(HEAD)
     with Progress().stage("scaling") as update:
         for axis in measure(microworld(N_STEPS), rounds, os.cpu_count() or 1, update):
             printer.row(axis)
-            axes.append(axis)
-    if figure is not None:
-        write_figure(figure, axes)
     printer.text(f"\n{machine()}; {rounds} rounds, the median.")

@@ -2,8 +2,7 @@ import dataclasses
 
 import pytest
 
-from benchmarks.results.figures import to_svg
-from benchmarks.speed.scaling import HEAD, Axis, draw, measure, microworld, variants
+from benchmarks.speed.scaling import HEAD, Axis, measure, microworld, variants
 
 SMALL = dataclasses.replace(microworld(1), batch_size=8, n_seeds=1)
 
@@ -37,12 +36,6 @@ def test_every_variant_changes_one_axis_alone():
             }[axis]
             assert changed == plain
             assert size in (case.n_examples, len(case.members), case.encoder.hidden)
-
-
-def test_the_figure_shows_every_axis_with_its_exponent():
-    svg = to_svg(draw(AXES), "scaling", "powers")
-    for words in ("examples", "members", "width", "exponent 1.70"):
-        assert words in svg
 
 
 @pytest.mark.slow
