@@ -384,6 +384,6 @@ def _print(run: RunDir, head: list[str], as_json: bool, measure: Callable) -> No
     quiet()
     printer = RowPrinter(as_json)
     printer.head(head)
-    with Progress().stage("precision") as update:
+    with Progress().stage(click.get_current_context().info_name) as update:
         for row in measure(update):
             printer.row(row)
