@@ -2,8 +2,8 @@
 
 import itertools
 
-from benchmarks.results.ablation_tables import FAMILY_VARIANTS, RANKED, SPAN_VARIANTS
-from benchmarks.stages.exhaustive_stage import traits
+from benchmarks.results.tables import FAMILY_VARIANTS, RANKED, SPAN_VARIANTS
+from selection.ranking import traits
 
 SETTINGS = ("closed_book", "with_context")
 N_POOL = {"closed_book": 15, "with_context": 30}

@@ -1,10 +1,10 @@
 import dataclasses
 
 import pytest
-
 from benchmarks.stages.control import Traced
 from benchmarks.stages.controllers import control_rows, frontier
 from benchmarks.stages.presets import make_config
+
 from extract.records import Example
 from pgir.controllers.policy import ControllerConfig, Draft, Policy
 

@@ -1,5 +1,4 @@
 import numpy as np
-
 from benchmarks.stages.evaluation import permute_by_question
 from benchmarks.stages.rows import Rows
 

@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
-from sklearn.metrics import roc_auc_score
-
 from benchmarks.stages.textonly import fit_tfidf, joined_text, perplexity_score
+from sklearn.metrics import roc_auc_score
 
 
 def planted(n, seed):

@@ -1,8 +1,8 @@
 """The combination encoder in PyTorch: what the training grid is timed against.
 
 The function of `model.encoder` at an encoder's own widths: only the families that it
-reads are projected, and there are no gates. Weights are a flat dictionary, so that the
-same code serves a loop over encoders and `torch.func.vmap` over stacked ones.
+reads are projected. Weights are a flat dictionary, so that the same code serves a loop
+over encoders and `torch.func.vmap` over stacked ones.
 """
 
 import dataclasses
@@ -12,14 +12,15 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch.nn.functional import conv1d, conv2d, dropout, gelu, layer_norm, pad
+from torch.nn.functional import conv1d, dropout, gelu, layer_norm, pad
 
 from jaxprobe.config import EncoderConfig
+from jaxprobe.features.subsets import N_FAMILIES
 
+Arrays = Mapping[str, np.ndarray]
 Weights = dict[str, torch.Tensor]
-Convolution = Literal["conv1d", "conv2d", "product"]
+Convolution = Literal["conv1d", "product"]
 Noise = Literal["inputs", "projected"]
-N_TAPS = 3
 LAYER_NORM_EPSILON = 1e-6  # Flax's
 GROUP_NORM_EPSILON = 1e-5
 
@@ -33,7 +34,7 @@ class TorchEncoder:
       families: that are read, ascending.
       widths: padded tokens of each span.
       convolution: how kernels of size 3 are applied: PyTorch's `conv1d` on channels
-        first, its `conv2d` on channels last, or one product over shifted rows.
+        first, or one product over shifted rows.
       noise: where input noise is drawn, at the inputs, or behind the projection with
         the distribution it has there.
     """
@@ -45,9 +46,7 @@ class TorchEncoder:
     noise: Noise = "inputs"
 
 
-def weights_of(
-    arrays: Mapping[str, np.ndarray], encoder: TorchEncoder
-) -> dict[str, np.ndarray]:
+def weights_of(arrays: Arrays, encoder: TorchEncoder) -> dict[str, np.ndarray]:
     """Return the weights of `jaxprobe`'s encoder, without families that are not read.
 
     Args:
@@ -56,53 +55,36 @@ def weights_of(
       encoder: whose weights are wanted.
     """
     read, width = list(encoder.families), encoder.config.projection
-    arrays = {name: _outputs_last(name, np.asarray(x)) for name, x in arrays.items()}
+    unread = {f"projection_{f}" for f in range(N_FAMILIES) if f not in read}
     found = {
-        name: np.asarray(x)
+        name: _outputs_last(name, np.asarray(x))
         for name, x in arrays.items()
-        if not name.startswith("projection_")
+        if name not in unread
     }
-    for f in read:
-        found[f"projection_{f}"] = np.asarray(arrays[f"projection_{f}"])
-    found["projection_bias"] = np.asarray(arrays["projection_bias"])[read].reshape(-1)
+    found["projection_bias"] = found["projection_bias"][read].reshape(-1)
     for name, x in found.items():
+        d_out = x.shape[-1]
         if name.endswith("entry_kernel"):
-            found[name] = x.reshape(-1, width, x.shape[-1])[read].reshape(
-                -1, x.shape[-1]
-            )
-        if "/conv_" in name and name.endswith("kernel"):
-            found[name] = _laid_out(x, encoder.convolution)
-    return {name: np.array(x, order="K") for name, x in found.items()}
+            found[name] = x.reshape(-1, width, d_out)[read].reshape(-1, d_out)
+        if "/conv_" in name and name.endswith("kernel"):  # [3, d_in, d_out]
+            is_product = encoder.convolution == "product"
+            found[name] = x.reshape(-1, d_out) if is_product else x.transpose(2, 1, 0)
+    return {name: np.array(x, order="C") for name, x in found.items()}
 
 
 def _outputs_last(name: str, x: np.ndarray) -> np.ndarray:
     """`[d_out, ...]`, as `jaxprobe` keeps weights, with the outputs behind."""
     is_weight = name.endswith("kernel") or name.startswith("projection_")
     is_weight &= not name.endswith("bias")
-    return np.ascontiguousarray(np.moveaxis(x, 0, -1)) if is_weight else x
-
-
-def _laid_out(kernel: np.ndarray, convolution: Convolution) -> np.ndarray:
-    """`[3, d_in, d_out]` as the convolution wants it in memory."""
-    if convolution == "product":
-        return np.ascontiguousarray(kernel.reshape(-1, kernel.shape[-1]))
-    first = np.ascontiguousarray(kernel.transpose(2, 1, 0))
-    if convolution == "conv1d":
-        return first
-    last = np.ascontiguousarray(kernel.transpose(2, 0, 1))  # d_out, taps, d_in
-    return last[:, None].transpose(0, 3, 1, 2)  # seen as d_out, d_in, 1, taps
+    return np.moveaxis(x, 0, -1) if is_weight else x
 
 
 def _convolve(
     x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor, how: Convolution
 ) -> torch.Tensor:
-    """Kernel size 3 over tokens; channels first for `conv1d`, last for the others."""
+    """Kernel size 3 over tokens; channels first for `conv1d`, else last."""
     if how == "conv1d":
         return conv1d(x, kernel, bias, padding=1)
-    if how == "conv2d":
-        seen = x.transpose(1, 2).unsqueeze(2)
-        y = conv2d(seen, kernel, bias, padding=(0, 1))
-        return y.squeeze(2).transpose(1, 2)
     wide = pad(x, (0, 0, 1, 1))
     rows = torch.cat([wide[:, :-2], x, wide[:, 2:]], dim=-1)
     return rows @ kernel + bias
@@ -184,9 +166,6 @@ def encode_span(
     return torch.cat([highest, mean], dim=1)
 
 
-SpanFunction = Callable[..., torch.Tensor]
-
-
 def project(
     weights: Weights,
     tokens: Mapping[int, torch.Tensor],
@@ -219,8 +198,7 @@ def apply_encoder(
     encoder: TorchEncoder,
     *,
     training: bool,
-    span_function: SpanFunction = encode_span,
-    gates: torch.Tensor | None = None,
+    span_function: Callable[..., torch.Tensor] = encode_span,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Score a batch of answers.
 
@@ -232,8 +210,6 @@ def apply_encoder(
       encoder: what is computed.
       training: draws noise and dropout.
       span_function: `encode_span`, or the same compiled.
-      gates: `[n_read * projection]`, 0 where a stacked member does not read; None
-        where all of `encoder.families` are read.
 
     Returns:
       logits `[n_examples]`, and the answer span's pooled vectors
@@ -242,8 +218,6 @@ def apply_encoder(
     config = encoder.config
     rate, noise = (config.dropout, config.input_noise) if training else (0.0, 0.0)
     rows = project(weights, tokens, real, encoder, noise)
-    if gates is not None:
-        rows = rows * gates
     vectors, start = [], 0
     for span, width in enumerate(encoder.widths):
         own = {

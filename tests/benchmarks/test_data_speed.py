@@ -3,7 +3,8 @@ import json
 from click.testing import CliRunner
 
 from beatrice import main
-from benchmarks.speed.data_cost import measure_file, write_hotpot
+from benchmarks.speed.commands import measure_fresh
+from benchmarks.speed.data import read_file, write_hotpot
 from extract.datasets.loading import Loaded, open_dataset
 
 
@@ -29,7 +30,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
     for n_bytes in (1_000_000, 20_000_000):
         path = tmp_path / str(n_bytes)
         n_records = write_hotpot(path, n_bytes)
-        costs.append(measure_file(path))
+        costs.append(measure_fresh("the loader", read_file, path))
         assert costs[-1].n_records == n_records
         assert costs[-1].n_refused == 0
     # A whole list of these records would take several times the file's size.

@@ -1,17 +1,30 @@
-"""What reading a published file costs: a made-up one of any size, and a fresh process.
+"""`beatrice bench data`: what reading a published file costs, of two sizes.
 
-The records are of HotpotQA's distractor format and of its size (about 6 kB: ten
-paragraphs of some four sentences); words and titles are invented.
+The file is made up, and a fresh process reads it. Its records are of HotpotQA's
+distractor format and of its size (about 6 kB: ten paragraphs of some four sentences);
+words and titles are invented.
 """
 
 import dataclasses
 import json
 import random
-import subprocess
-import sys
+import tempfile
 import time
 from pathlib import Path
 
+import click
+
+from benchmarks.speed.commands import (
+    AS_JSON,
+    MIB,
+    RowPrinter,
+    measure_fresh,
+    peak_bytes,
+)
+from extract.run.console import Progress
+
+HEAD = ("MB", "records", "refused", "s", "CPU s", "records/s", "MB/s", "peak MiB")
+_SMALLER = 10  # the other row's file, to show whether memory grows with size
 _N_PARAGRAPHS = 4000  # made once; records are drawn from them
 _PER_RECORD = 10
 _SYLLABLES = "ba ce di fo gu ha je ki lo mu na pe ri so tu va we xi yo zu né ør".split()
@@ -19,14 +32,10 @@ _SYLLABLES = "ba ce di fo gu ha je ki lo mu na pe ri so tu va we xi yo zu né ø
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataCost:
-    """What one file cost.
+    """What one file cost, from recognising it to its last record.
 
-    Attributes:
-      n_bytes: of the file.
-      n_records: read, refused ones included.
-      seconds: of wall time, from recognising the file to its last record.
-      cpu_seconds: of the processor in that time; other work does not change it much.
-      peak_rss: bytes, of the whole process, interpreter and libraries included.
+    Records count refused ones too; `peak_rss` is in bytes, of the whole process with
+    interpreter and libraries.
     """
 
     n_bytes: int
@@ -36,9 +45,9 @@ class DataCost:
     cpu_seconds: float
     peak_rss: int
 
-    def cells(self) -> tuple[str, ...]:
-        """Return the row of the table."""
-        return (
+    def cells(self) -> list[str]:
+        """Return the cells of the row in the order of `HEAD`."""
+        return [
             f"{self.n_bytes / 1e6:.0f}",
             str(self.n_records),
             str(self.n_refused),
@@ -46,8 +55,8 @@ class DataCost:
             f"{self.cpu_seconds:.1f}",
             f"{self.n_records / self.seconds:.0f}",
             f"{self.n_bytes / 1e6 / self.seconds:.1f}",
-            f"{self.peak_rss / 2**20:.0f}",
-        )
+            f"{self.peak_rss / MIB:.0f}",
+        ]
 
 
 def _word(rng: random.Random) -> str:
@@ -81,13 +90,12 @@ def write_hotpot(path: Path, n_bytes: int, *, seed: int = 0) -> int:
         stream.write("[")
         while n_written < n_bytes:
             drawn = rng.sample(pool, _PER_RECORD)
-            gold = [[title, 0] for title, _ in drawn[:2]]
             rest = json.dumps(
                 {
                     "_id": f"{n_records:024x}",
                     "answer": _word(rng),
                     "question": f"Which {_word(rng)} of {_word(rng)} {n_records}?",
-                    "supporting_facts": gold,
+                    "supporting_facts": [[title, 0] for title, _ in drawn[:2]],
                     "type": "bridge",
                     "level": "hard",
                 }
@@ -100,19 +108,8 @@ def write_hotpot(path: Path, n_bytes: int, *, seed: int = 0) -> int:
     return n_records
 
 
-def peak_rss() -> int:
-    """Return the most memory this program has held, in bytes.
-
-    Not `ru_maxrss`: after a fork that counts the parent's memory too.
-    """
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise ValueError("this system tells no peak of memory; expected Linux with /proc")
-
-
 def read_file(path: Path) -> DataCost:
-    """Stream a file through the loader in this process."""
+    """Stream a file through the loader, and drop it; for a fresh process."""
     from extract.datasets.loading import Refusal, open_dataset
 
     began, worked = time.perf_counter(), time.process_time()
@@ -126,23 +123,33 @@ def read_file(path: Path) -> DataCost:
         n_refused=n_refused,
         seconds=time.perf_counter() - began,
         cpu_seconds=time.process_time() - worked,
-        peak_rss=peak_rss(),
+        peak_rss=peak_bytes(),
     )
 
 
-def measure_file(path: Path) -> DataCost:
-    """Stream a file through the loader in a fresh process.
+@click.command()
+@click.option(
+    "--megabytes",
+    default=500,
+    type=click.IntRange(min=1),
+    help="Size of the made-up file.",
+)
+@AS_JSON
+def data(megabytes: int, as_json: bool) -> None:
+    """Stream made-up HotpotQA files through the loader; print rate and peak memory.
 
-    Raises:
-      ValueError: the process failed; its last line says why.
+    Two files, the second ten times the first, each in TMPDIR and read by a fresh
+    process.
+
+    Example: beatrice bench data --megabytes 500
     """
-    command = [sys.executable, "-m", "benchmarks.speed.data_cost", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise ValueError(f"reading {path} failed in a fresh process: {last}")
-    return DataCost(**json.loads(done.stdout))
-
-
-if __name__ == "__main__":
-    print(json.dumps(dataclasses.asdict(read_file(Path(sys.argv[1])))))
+    printer = RowPrinter(as_json)
+    printer.head(HEAD)
+    sizes = (megabytes * 1_000_000 // _SMALLER, megabytes * 1_000_000)
+    with Progress().stage("data") as update:
+        for done, n_bytes in enumerate(sizes, start=1):
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder) / "hotpot_made_up.json"
+                write_hotpot(path, n_bytes)
+                printer.row(measure_fresh("the loader", read_file, path))
+            update(done, len(sizes))

@@ -1,12 +1,13 @@
 """Extraction that is killed and resumed, and whether a difference would be seen."""
 
+import dataclasses
 import shutil
 
 import numpy as np
 import pytest
 
-from benchmarks.speed.resume_proof import ResumeConfig, compare, is_torn, prove
-from extract.store.config import StoreConfig
+from benchmarks.speed.resume import ResumeConfig, compare, is_half_written, prove
+from extract.signals.stage import EXTRACT_PRESETS
 from extract.store.families import Family
 from extract.store.spec import StoreSpec
 from extract.store.write import create_store, write_range
@@ -37,24 +38,21 @@ def test_files_of_a_range_without_its_record_are_seen(tmp_path):
         hidden_layers=(),
         fingerprint={},
     )
-    assert not is_torn(tmp_path / "store")  # nothing yet
+    assert not is_half_written(tmp_path / "store")  # nothing yet
     store = create_store(tmp_path / "store", spec)
     write_range(store, 0, {"prob": np.zeros((60, 5), np.float32)})
-    assert not is_torn(tmp_path / "store")
+    assert not is_half_written(tmp_path / "store")
     (tmp_path / "store" / store.commit_key(0)).unlink()
-    assert is_torn(tmp_path / "store")
+    assert is_half_written(tmp_path / "store")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kept",
-    [
-        StoreConfig(),
-        StoreConfig(dtype="int8", hidden_spans="answer", hidden_layers=(2, 5)),
-    ],
+    "kept", [{}, {"dtype": "int8", "hidden_spans": "answer", "hidden_layers": (2, 5)}]
 )
 def test_killed_extractions_end_with_the_bytes_of_one_that_was_not(tmp_path, kept):
-    config = ResumeConfig(n_examples=400, n_kills=3, preset="smoke", kept=kept)
+    extract = dataclasses.replace(EXTRACT_PRESETS["smoke"], **kept)
+    config = ResumeConfig(n_examples=400, n_kills=3, preset="smoke", extract=extract)
     found = prove(tmp_path, config, lambda done, total: None)
     assert found.n_kills == 3
     assert found.n_before[-1] < found.n_ranges

@@ -1,18 +1,14 @@
 import pytest
-from benchmarks.forecasts.train_work import Workload
 
-from benchmarks.speed.store_cost import (
-    StoreCost,
-    labels_of,
-    make_store,
-    measure_in_process,
-)
+from benchmarks.speed.commands import measure_fresh
+from benchmarks.speed.store import StreamedWork, labels_of, make_store, measure
 from extract.store.read import open_store
 from jaxprobe.config import EncoderConfig, StreamConfig
 from jaxprobe.features.reading import read_features
 from jaxprobe.features.subsets import FamilyDims
+from jaxprobe.fit.work import Workload
 
-TOY = StoreCost(
+TOY = StreamedWork(
     work=Workload(
         encoder=EncoderConfig(projection=3, hidden=4, n_blocks=1, n_groups=2),
         dims=FamilyDims(hidden=6, prob=5, resid=4, attn=8),
@@ -55,7 +51,8 @@ def test_the_store_holds_the_signal_and_its_labels_fall_along_it(where):
 @pytest.mark.slow
 def test_streamed_and_resident_training_find_the_same(where):
     found = {
-        mode: measure_in_process(mode, where, TOY) for mode in ("streamed", "resident")
+        mode: measure_fresh(mode, measure, mode, where, TOY)
+        for mode in ("streamed", "resident")
     }
     for row in found.values():
         assert row["steps_per_second"] > 0
@@ -66,12 +63,12 @@ def test_streamed_and_resident_training_find_the_same(where):
     )  # 64 answers and few steps
 
 
-def test_reading_is_measured_three_ways(where):
-    found = measure_in_process("reading", where, TOY)
-    for name in ("raw", "chunks", "padded"):
+def test_reading_is_measured_in_order_and_shuffled(where):
+    found = measure("reading", where, TOY)
+    for name in ("raw", "chunks"):
         assert found[f"{name}_mib_per_second"] > 0
 
 
 def test_a_process_that_fails_says_why(tmp_path):
-    with pytest.raises(ValueError, match="'streamed' has failed.*no feature store"):
-        measure_in_process("streamed", tmp_path, TOY)
+    with pytest.raises(ValueError, match="training has failed.*no feature store"):
+        measure_fresh("training", measure, "streamed", tmp_path, TOY)

@@ -7,9 +7,8 @@ import numpy as np
 import optax
 import pytest
 import torch
-from benchmarks.forecasts.train_work import Workload, families_of, made_up_features
 
-from benchmarks.speed.torch_encoders import (
+from benchmarks.speed.torch_encoder import (
     TorchEncoder,
     apply_encoder,
     project,
@@ -18,6 +17,7 @@ from benchmarks.speed.torch_encoders import (
 from jaxprobe.config import EncoderConfig
 from jaxprobe.features.families import Standardizer, split_families
 from jaxprobe.features.subsets import SUBSETS, FamilyDims, subset_index
+from jaxprobe.fit.work import Workload, families_of, made_up_features
 from jaxprobe.kernels.random import words_of
 from jaxprobe.model.encoder import Encoder, init_encoder
 
@@ -56,8 +56,8 @@ def in_jax(name):
         )
         return losses.mean(), (logits, pooled)
 
-    grads, said = jax.jit(jax.grad(loss, has_aux=True))(params)
-    return flat(params), said, flat(grads)
+    grads, outputs = jax.jit(jax.grad(loss, has_aux=True))(params)
+    return flat(params), outputs, flat(grads)
 
 
 def torch_inputs(families):
@@ -69,7 +69,7 @@ def torch_inputs(families):
     }, torch.from_numpy(real)
 
 
-@pytest.mark.parametrize("convolution", ["conv1d", "conv2d", "product"])
+@pytest.mark.parametrize("convolution", ["conv1d", "product"])
 @pytest.mark.parametrize("name", ["P", "HA", "HPRA"])
 def test_both_encoders_have_the_same_logits_and_gradients(name, convolution):
     params, (logits, pooled), grads = in_jax(name)

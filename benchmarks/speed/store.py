@@ -1,33 +1,42 @@
-"""Training from a store beside training on resident data: memory, rate, AUROC.
+"""`beatrice bench store`: training from a store beside training on resident data.
 
-The store is made up, written range by range, with the share of right answers falling
-along it, as when data sets follow one another: reading it in order would be a bad
-shuffle. Every figure comes from a process of its own.
+Memory, rate and AUROC. The store is made up, written range by range, with the share of
+right answers falling along it, as when data sets follow one another: reading it in
+order would be a bad shuffle. Every figure comes from a process of its own.
 """
 
 import dataclasses
 import json
 import os
-import subprocess
-import sys
+import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+import click
 import numpy as np
 
-from benchmarks.forecasts.train_work import Workload
-from benchmarks.speed.memory import MIB, held_bytes, peak_bytes, reset_peak
+from benchmarks.speed.commands import (
+    AS_JSON,
+    MIB,
+    held_bytes,
+    measure_fresh,
+    peak_bytes,
+    reset_peak,
+)
+from benchmarks.speed.scaling import microworld
+from extract.run.console import Progress, quiet, table_head, table_row
 from extract.store.read import FeatureStore, open_store, read_family
 from extract.store.spec import Family, StoreSpec
 from extract.store.write import create_store, write_range
+from jaxprobe.compiler import XLA_FLAGS
 from jaxprobe.config import StreamConfig, TrainConfig
 from jaxprobe.features.families import split_families, standardizer_of
 from jaxprobe.features.reading import read_features
 from jaxprobe.features.subsets import FAMILIES, subset_index
 from jaxprobe.fit.grid import Block, Member, Trained, fit_blocks, labelled
 from jaxprobe.fit.streaming import Streamed, epoch_groups, fit_streamed, prefetched
+from jaxprobe.fit.work import Workload
 from jaxprobe.model.encoder import Encoder
 
 Mode = Literal["streamed", "resident", "reading"]
@@ -35,12 +44,12 @@ SUBSETS_TRAINED = ("H", "P", "HP", "RA", "HPRA")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StoreCost:
+class StreamedWork:
     """Sizes of the benchmark.
 
     Attributes:
       work: encoders and widths; `n_steps` is not read.
-      stream: how the store is parted.
+      stream: how the store is split into groups.
       n_train: examples trained on.
       n_valid: examples validated on.
       n_epochs: of each training.
@@ -51,17 +60,8 @@ class StoreCost:
     stream: StreamConfig
     n_train: int
     n_valid: int
-    n_epochs: int
+    n_epochs: int = 3
     signal: float = 0.25
-
-    @classmethod
-    def from_json(cls, found: dict[str, Any]) -> "StoreCost":
-        """Return what `dataclasses.asdict` has taken apart."""
-        parts = {
-            "work": Workload.from_json(found["work"]),
-            "stream": StreamConfig(**found["stream"]),
-        }
-        return cls(**{**found, **parts})
 
     @property
     def members(self) -> list[Member]:
@@ -85,7 +85,7 @@ def labels_of(n_examples: int) -> np.ndarray:
     return rng.random(n_examples) < np.linspace(0.8, 0.2, n_examples)
 
 
-def make_store(where: Path, config: StoreCost, n_examples: int) -> FeatureStore:
+def make_store(where: Path, config: StreamedWork, n_examples: int) -> FeatureStore:
     """Write a closed-book store; labels move the first channels of every family."""
     rng = np.random.default_rng(0)
     work, none = config.work, np.zeros(n_examples, np.int64)
@@ -122,7 +122,7 @@ def make_store(where: Path, config: StoreCost, n_examples: int) -> FeatureStore:
     return store
 
 
-def _sides(store: FeatureStore, config: StoreCost) -> tuple[Streamed, Streamed]:
+def _datasets(store: FeatureStore, config: StreamedWork) -> tuple[Streamed, Streamed]:
     """Training and validation rows: every so many examples one is validated on."""
     work, n = config.work, config.n_train + config.n_valid
     labels, place = labels_of(n), np.arange(n)
@@ -141,25 +141,15 @@ def _sides(store: FeatureStore, config: StoreCost) -> tuple[Streamed, Streamed]:
     def read(where: np.ndarray):
         return split_families(raw(where), work.dims, standardizer)
 
-    both = [
+    return tuple(
         Streamed(where=w, labels=labels[w], read=read, config=config.stream)
         for w in (train, place[is_valid])
-    ]
-    return both[0], both[1]
+    )
 
 
-def _timed(train: Callable[[], list[Trained]], n_steps: int) -> dict[str, float]:
-    """Train twice; the first one compiles."""
-    train()
-    began = time.perf_counter()
-    found = train()
-    seconds = time.perf_counter() - began
-    aurocs = [float(x) for one in found for x in one.info.best_auroc]
-    return {"steps_per_second": n_steps / seconds, "auroc": float(np.mean(aurocs))}
-
-
-def _train(mode: Mode, store: FeatureStore, config: StoreCost) -> dict[str, float]:
-    train, valid = _sides(store, config)
+def _train(mode: Mode, store: FeatureStore, config: StreamedWork) -> dict[str, float]:
+    """Train twice, of which the first one compiles; return rate and AUROC."""
+    train, valid = _datasets(store, config)
     fixed = {
         "encoder": Encoder(config.work.encoder, config.work.dims),
         "config": config.protocol,
@@ -176,8 +166,14 @@ def _train(mode: Mode, store: FeatureStore, config: StoreCost) -> dict[str, floa
         def run() -> list[Trained]:
             return list(fit_blocks(blocks, *data, **fixed))
 
+    run()
+    began = time.perf_counter()
+    found = run()
+    seconds = time.perf_counter() - began
     n_batches = -(-config.n_train // config.work.batch_size)
-    return _timed(run, n_batches * config.n_epochs * len(config.members))
+    n_steps = n_batches * config.n_epochs * len(config.members)
+    aurocs = [float(x) for one in found for x in one.info.best_auroc]
+    return {"steps_per_second": n_steps / seconds, "auroc": float(np.mean(aurocs))}
 
 
 def _files(store: FeatureStore) -> list[Path]:
@@ -203,34 +199,25 @@ def _read_raw(files: list[Path]) -> None:
                 pass
 
 
-def _reading(store: FeatureStore, config: StoreCost) -> dict[str, float]:
-    """Read everything three ways, in MiB of files per second; the best of three."""
+def _reading(store: FeatureStore, config: StreamedWork) -> dict[str, float]:
+    """Read everything in order and shuffled, in MiB of files per second.
+
+    The best of three times each.
+    """
     files = _files(store)
     n_mib = sum(path.stat().st_size for path in files) / MIB
-    widths = tuple(most for _, most in config.work.spans)
     groups = epoch_groups(np.arange(len(store.spec.keys)), config.stream, (0,))
 
     def families(group) -> None:
         for name in FAMILIES:
             read_family(store, name, group.where[group.is_real])
 
-    def padded(group) -> None:
-        read_features(store, "closed_book", 0, group.where[group.is_real], widths)
-
     def chunks() -> None:
         for _ in prefetched(families, groups):
             pass
 
-    def spans() -> None:
-        for _ in prefetched(padded, groups):
-            pass
-
     found = {}
-    for name, read in (
-        ("raw", lambda: _read_raw(files)),
-        ("chunks", chunks),
-        ("padded", spans),
-    ):
+    for name, read in (("raw", lambda: _read_raw(files)), ("chunks", chunks)):
         seconds = []
         for _ in range(3):
             _forget(files)
@@ -241,38 +228,85 @@ def _reading(store: FeatureStore, config: StoreCost) -> dict[str, float]:
     return found
 
 
-def measure_in_process(mode: Mode, where: Path, config: StoreCost) -> dict[str, float]:
-    """Measure one mode on one store in a process of its own.
-
-    Raises:
-      ValueError: the process has failed; the message is its last line.
-    """
-    job = json.dumps([mode, str(where), dataclasses.asdict(config)])
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.speed.store_cost", job],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise ValueError(f"the process that measures {mode!r} has failed: {last}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
-def _main(job: str) -> None:
-    """Measure one mode; what `measure_in_process` runs."""
-    mode, where, given = json.loads(job)
-    store, config = open_store(where), StoreCost.from_json(given)
+def measure(mode: Mode, where: Path, config: StreamedWork) -> dict[str, float]:
+    """Measure one mode on one store, and memory; for a fresh process."""
+    os.environ.setdefault("XLA_FLAGS", XLA_FLAGS["demo"])  # as a run does
+    store = open_store(where)
     reset_peak()
     held = held_bytes()
     if mode == "reading":
         found = _reading(store, config)
     else:
         found = _train(mode, store, config)
-    memory = {"peak_mib": peak_bytes() / MIB, "libraries_mib": held / MIB}
-    sys.stdout.write(json.dumps({**found, **memory}) + "\n")
+    return {**found, "peak_mib": peak_bytes() / MIB, "libraries_mib": held / MIB}
 
 
-if __name__ == "__main__":
-    _main(sys.argv[1])
+@click.command()
+@click.option(
+    "--examples",
+    default=16384,
+    type=click.IntRange(min=1024),
+    help="Trained on.",
+)
+@AS_JSON
+def store(examples: int, as_json: bool) -> None:
+    """Train from a store of one and of two sizes, and with everything in memory.
+
+    Five encoders at microworld widths, on a store that is made up in a temporary
+    folder (TMPDIR); reads start from the disk, not from the system's cache.
+
+    Example: beatrice bench store --examples 65536
+    """
+    quiet()
+    note = Progress().note
+    once = StreamedWork(
+        work=microworld(1),
+        # Short sequences: a chunk of fewer rows reads much that it does not want.
+        stream=StreamConfig(n_chunk=128),
+        n_train=examples,
+        n_valid=examples // 8,
+    )
+    twice = dataclasses.replace(once, n_train=2 * examples, n_valid=2 * once.n_valid)
+    found = {}
+    with tempfile.TemporaryDirectory() as name:
+        for size, config in (("once", once), ("twice", twice)):
+            where = Path(name) / size
+            note(f"writes {config.n_train + config.n_valid} examples")
+            make_store(where, config, config.n_train + config.n_valid)
+            for mode in ("streamed", "resident"):
+                note(f"{mode}, data {size}")
+                found[mode, size] = measure_fresh(mode, measure, mode, where, config)
+        note("reading")
+        found["reading", "twice"] = measure_fresh(
+            "reading", measure, "reading", where, twice
+        )
+    if as_json:
+        click.echo(json.dumps({" ".join(key): row for key, row in found.items()}))
+    else:
+        _print(found)
+
+
+def _print(found: dict[tuple[str, str], dict[str, float]]) -> None:
+    click.echo(table_head(["", "streamed", "resident", "streamed / resident"]))
+    for size, label in (("once", "1x"), ("twice", "2x")):
+        for name, field, digits in (
+            ("encoder-steps/s", "steps_per_second", 1),
+            ("peak memory of the process, MiB", "peak_mib", 0),
+            ("validation AUROC", "auroc", 4),
+        ):
+            both = [found[mode, size][field] for mode in ("streamed", "resident")]
+            cells = [f"{value:.{digits}f}" for value in both]
+            ratio = f"{both[0] / both[1]:.3f}"
+            click.echo(table_row([f"{name}, {label} the data", *cells, ratio]))
+    peaks = {key: row["peak_mib"] for key, row in found.items()}
+    grown = [
+        f"{peaks[mode, 'twice'] / peaks[mode, 'once'] - 1:+.1%}"
+        for mode in ("streamed", "resident")
+    ]
+    click.echo(table_row(["growth of memory, 1x to 2x", *grown, ""]))
+    rates = found["reading", "twice"]
+    raw, chunks = (rates[f"{name}_mib_per_second"] for name in ("raw", "chunks"))
+    click.echo(
+        f"\nReading alone: files in order {raw:.0f} MiB/s, families of shuffled chunks "
+        f"{chunks:.0f} MiB/s ({chunks / raw:.0%})."
+    )
