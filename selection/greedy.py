@@ -119,9 +119,7 @@ def fit_sets(
     head = FusionHead(config)
 
     def train_part(part: tuple[np.ndarray, np.ndarray]) -> Any:
-        return jax.device_get(
-            fit_heads(*part, train, valid, head=head, config=train_config)
-        )
+        return fit_heads(*part, train, valid, head=head, config=train_config)
 
     # On a CPU a core for each part: a head's operations are too small to share cores.
     parts = _parts(slots, masks)

@@ -19,8 +19,8 @@ from benchmarks.forecasts.train_work import (
 from jaxprobe.config import TrainConfig
 from jaxprobe.features.families import Standardizer, split_families
 from jaxprobe.features.subsets import SUBSETS
-from jaxprobe.fit.grid import Block, Labelled, fit_blocks, labelled, member_words
-from jaxprobe.model.encoder import Encoder, init_encoder
+from jaxprobe.fit.grid import Block, Labelled, fit_blocks, labelled, member_keys
+from jaxprobe.model.encoder import Encoder
 
 N_VALID = 16  # examples behind an epoch, so few that validation costs nothing
 
@@ -48,13 +48,11 @@ class Grid:
         """Write every member's initial weights, see `weights_file`."""
         encoder = Encoder(self.workload.encoder, self.workload.dims)
         features = labelled_of(self.workload, 1, seed=0).features
-        start = jax.jit(
-            lambda words, mask: init_encoder(encoder, words, features, mask)
-        )
+        start = jax.jit(lambda key, mask: encoder.init(key, features, mask))
         protocol = TrainConfig()
         for subset, seed in self.members:
-            words = member_words(protocol, jnp.int32(subset), jnp.int32(seed))[1]
-            params = jax.device_get(start(words, jnp.asarray(SUBSETS[subset])))
+            key = member_keys(protocol, subset, seed).init
+            params = jax.device_get(start(key, jnp.asarray(SUBSETS[subset])))
             arrays = flax.traverse_util.flatten_dict(params["params"], sep="/")
             arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
             save_file(arrays, weights_file(folder, (subset, seed)))

@@ -19,8 +19,7 @@ from jaxprobe.features.subsets import (
     subset_index,
 )
 from jaxprobe.kernels.masked import token_convolution
-from jaxprobe.kernels.random import words_of
-from jaxprobe.model.encoder import Encoder, init_encoder
+from jaxprobe.model.encoder import Encoder
 from jaxprobe.model.fusion import FusionHead, head_inputs
 
 DIMS = FamilyDims(hidden=6, prob=5, resid=4, attn=3)
@@ -51,14 +50,14 @@ def plain(features, dims=DIMS):
 
 ENCODER = Encoder(CONFIG, DIMS)
 APPLY = jax.jit(ENCODER.apply)
-INIT = jax.jit(lambda words, *args: init_encoder(ENCODER, words, *args))
+INIT = jax.jit(ENCODER.init)
 
 
 def weights(name, n_spans=2):
     """Initial weights with biases and scales moved, so that they take part."""
     mask = jnp.asarray(SUBSETS[subset_index(name)])
     families = plain(random_features(n_spans=n_spans))
-    return jax.tree.map(lambda x: x + 0.02, INIT(words_of(3), families, mask))
+    return jax.tree.map(lambda x: x + 0.02, INIT(jax.random.key(3), families, mask))
 
 
 def run(name, features):
@@ -180,7 +179,7 @@ def test_masked_encoder_equals_a_stand_alone_one(name, n_spans):
 def test_initial_scale_counts_only_the_families_that_are_read():
     config = EncoderConfig(projection=64, hidden=64, n_blocks=1)
     families, encoder = plain(random_features()), Encoder(config, DIMS)
-    init = jax.jit(lambda mask: init_encoder(encoder, words_of(0), families, mask))
+    init = jax.jit(lambda mask: encoder.init(jax.random.key(0), families, mask))
     for name, n_read in (("H", 1), ("HA", 2), ("HPRA", 4)):
         mask = SUBSETS[subset_index(name)]
         kernel = init(jnp.asarray(mask))["params"]["span_0"]["entry_kernel"]
