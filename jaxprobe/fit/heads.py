@@ -52,18 +52,14 @@ def _head_keys(config: TrainConfig, seed: jax.Array, one: _Set) -> jax.Array:
 
 
 def _permuted(
-    outputs: jax.Array,
-    read: jax.Array,
-    train: PoolOutputs,
-    key: jax.Array,
-    size: int,
+    train: PoolOutputs, seed: jax.Array, read: jax.Array, key: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One epoch's order of the pool.
+    """One epoch's order of a seed's pool.
 
     Args:
-      outputs: `[n_pool, d_output, n_examples]`.
+      train: outputs, labels and weights.
+      seed: whose encoders.
       read: `[n_pool]` bool, the encoders that a head reads; the others become zeros.
-      train: whose labels and weights are permuted with it.
       key: of the order.
       size: of a batch.
 
@@ -74,19 +70,21 @@ def _permuted(
     rows, shares = epoch_batches(key, train.weights, size)
     order = rows.reshape(-1)
 
-    def permute(channel: jax.Array) -> jax.Array:
+    d_output = train.outputs.shape[2]
+
+    def permute(encoder: jax.Array, channel: jax.Array) -> jax.Array:
         # Told that no row is out of bounds: checking takes as long as reading.
-        return channel.at[order].get(mode="promise_in_bounds")
+        place = train.outputs[seed, encoder, channel]
+        return place.at[order].get(mode="promise_in_bounds")
 
     def permute_encoder(one: tuple[jax.Array, jax.Array]) -> jax.Array:
-        outputs, is_read = one
-        zeros = jnp.zeros((len(outputs), len(order)), outputs.dtype)
+        encoder, is_read = one
         # A channel at a time: XLA would transpose an encoder to gather it at once.
-        return jax.lax.cond(
-            is_read, lambda: jax.lax.map(permute, outputs), lambda: zeros
-        )
+        each = partial(jax.lax.map, partial(permute, encoder), jnp.arange(d_output))
+        zeros = jnp.zeros((d_output, len(order)), train.outputs.dtype)
+        return jax.lax.cond(is_read, each, lambda: zeros)
 
-    permuted = jax.lax.map(permute_encoder, (outputs, read))
+    permuted = jax.lax.map(permute_encoder, (jnp.arange(train.n_pool), read))
     return permuted, train.labels[rows], shares
 
 
@@ -138,13 +136,12 @@ def train_heads(
 
     def one_seed(args: tuple[jax.Array, FitState]):
         seed, states = args
-        outputs = train.outputs[seed]
         batch_key = stream_key(config.root_seed, HEADS, seed, 0, number)
         order_key, noise_key = jax.random.split(batch_key)
         active = states.is_active(config)
         filled = sets.slot_mask & active[:, None]
-        read = jnp.zeros(len(outputs), bool).at[sets.members].max(filled)
-        pool, labels, shares = _permuted(outputs, read, train, order_key, size)
+        read = jnp.zeros(train.n_pool, bool).at[sets.members].max(filled)
+        pool, labels, shares = _permuted(train, seed, read, order_key, size)
         batches = (jnp.arange(len(labels)) * size, labels, shares)
 
         def steps(state: FitState, one: _Set) -> tuple[FitState, jax.Array]:
@@ -177,15 +174,17 @@ def head_logits(
     config: TrainConfig,
 ) -> jax.Array:
     """Logits `[n_seeds, n_sets, n_examples]`; zeros of heads that are done."""
+    # The pools of all seeds as one: a seed's own would be copied in every epoch.
+    pool = valid.outputs.reshape(-1, *valid.outputs.shape[2:])
+    zeros = jnp.zeros(pool.shape[-1], pool.dtype)
 
     def one_seed(args: tuple[jax.Array, FitState]) -> jax.Array:
         seed, states = args
-        outputs = valid.outputs[seed]
-        zeros = jnp.zeros(outputs.shape[-1], outputs.dtype)
 
         def one_head(args):
-            state, one = args
-            logits = partial(head.apply, state.params, outputs, *one)
+            state, (members, slot_mask) = args
+            own = members + seed * valid.n_pool
+            logits = partial(head.apply, state.params, pool, own, slot_mask)
             return jax.lax.cond(state.is_active(config), logits, lambda: zeros)
 
         return jax.lax.map(one_head, (states, sets))

@@ -210,8 +210,11 @@ class FusionHead(nn.Module):
             keep = keep_encoders(key, n_examples, slot_mask, cfg.encoder_dropout)
         # Once per slot, not again for each of its channels.
         keep = materialize(keep.astype(jnp.float32), slot_mask.any())
-        scores = jax.lax.dynamic_slice_in_dim(pool[:, -1], start, n_examples, axis=1)
-        scores = scores[members]
+        scores = jax.vmap(
+            lambda member: jax.lax.dynamic_slice(
+                pool, (member, d_output - 1, start), (1, 1, n_examples)
+            )[0, 0]
+        )(members)
         gaps = jnp.abs(scores[first] - scores[second]) * keep[first] * keep[second]
         x = slot_products(
             kernel.reshape(n_slots, d_output, cfg.hidden),
@@ -234,8 +237,12 @@ def kernel_init(
     Fan-in counts filled slots and their pairs. Each slot has a key of its own, so that
     a head does not change with the number of slots.
     """
-    keys = jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(len(slot_mask)))
-    drawn = jax.vmap(lambda key: jax.random.normal(key, (d_output, hidden)))(keys)
+
+    def draw(slot: jax.Array) -> jax.Array:
+        return jax.random.normal(jax.random.fold_in(key, slot), (d_output, hidden))
+
+    # Not by `vmap`: a draw of several keys takes a second to compile.
+    drawn = jax.lax.map(draw, jnp.arange(len(slot_mask)))
     filled = slot_mask.astype(jnp.float32)
     n = filled.sum()
     scale = jax.lax.rsqrt(jnp.maximum(n * d_output + n * (n - 1) / 2, 1.0))
