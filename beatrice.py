@@ -5,7 +5,9 @@ of `jaxprobe` never loads Torch.
 """
 
 import importlib
+import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,26 +20,40 @@ __all__ = ["load", "main"]
 
 # The module in which a verb lives, in the order of the data, which is that of the help.
 VERBS = {
-    "demo": "benchmarks.verbs.commands",
-    "data": "benchmarks.verbs.datacommands",
-    "world": "benchmarks.verbs.commands",
-    "rewrite": "benchmarks.verbs.commands",
-    "answer": "benchmarks.verbs.commands",
-    "label": "benchmarks.verbs.commands",
-    "sample": "benchmarks.verbs.commands",
-    "extract": "benchmarks.verbs.commands",
-    "verify": "benchmarks.verbs.commands",
-    "sweep": "benchmarks.verbs.commands",
-    "train": "benchmarks.verbs.commands",
-    "select": "benchmarks.verbs.commands",
-    "calibrate": "benchmarks.verbs.commands",
-    "evaluate": "benchmarks.verbs.commands",
-    "control": "benchmarks.verbs.commands",
-    "report": "benchmarks.verbs.commands",
+    "demo": "beatrice",
+    "data": "extract.datasets.commands",
+    "world": "extract.world.commands",
+    "rewrite": "extract.label.commands",
+    "answer": "extract.generate.commands",
+    "label": "extract.label.commands",
+    "sample": "extract.generate.commands",
+    "extract": "extract.signals.commands",
+    "verify": "extract.commands",
+    "sweep": "selection.commands",
+    "train": "jaxprobe.commands",
+    "select": "selection.commands",
+    "calibrate": "jaxprobe.commands",
+    "evaluate": "benchmarks.commands",
+    "control": "pgir.commands",
+    "report": "benchmarks.commands",
     "score": "pgir.commands",
-    "doctor": "benchmarks.verbs.doctorcommand",
+    "doctor": "extract.commands",
     "bench": "benchmarks.speed.commands",
 }
+# What `demo` does, in order: where each stage stands.
+CHAIN = (
+    "extract.world.stage:WORLD",
+    "extract.generate.stage:ANSWER",
+    "extract.label.stage:LABEL",
+    "extract.signals.stage:EXTRACT",
+    "selection.sweep:SWEEP",
+    "jaxprobe.fit.stage:TRAIN",
+    "selection.stage:SELECT",
+    "jaxprobe.stage:CALIBRATE",
+    "benchmarks.results.evaluate:EVALUATE",
+    "pgir.controllers.stage:CONTROL",
+    "benchmarks.results.stage:REPORT",
+)
 
 
 def load(path: str | Path, *, model: str | None = None) -> "Scorer":
@@ -70,6 +86,8 @@ class _Verbs(click.Group):
         """Load a verb from its module, which imports nothing heavy."""
         if name not in VERBS:
             return None
+        if name == "demo":
+            return make_demo()
         module = importlib.import_module(VERBS[name])
         return getattr(module, name.replace("-", "_"))
 
@@ -84,12 +102,55 @@ class _Verbs(click.Group):
             raise click.ClickException(safe) from error
 
 
+def make_demo() -> click.Command:
+    """Return the verb that does everything."""
+    from extract.run.verbs import RUN_DIR, load_stage
+    from extract.world.commands import new_world, new_world_options
+    from jaxprobe.commands import MIXED, STREAMED, with_options
+
+    @click.command()
+    @RUN_DIR
+    @new_world_options
+    @STREAMED
+    @MIXED
+    @click.option("--json", "as_json", is_flag=True, help="Print the headline as JSON.")
+    def demo(
+        run_dir: Path, is_streamed: bool, is_mixed: bool, as_json: bool, **options: Any
+    ) -> None:
+        """Do everything, from questions to the report.
+
+        Example: beatrice demo runs/demo
+        """
+        from extract.run.console import Progress
+        from extract.run.directory import RunDir
+        from extract.run.stages import run_stage
+
+        asked, progress = new_world(options), Progress()
+        with RunDir.open(run_dir, asked) as run:
+            for place in CHAIN:
+                stage = load_stage(place)
+                change = None
+                if stage.name == "train":
+                    change = partial(
+                        with_options, is_streamed=is_streamed, is_mixed=is_mixed
+                    )
+                run_stage(stage, run, progress, change)
+        from benchmarks.results.stage import summary
+
+        found = summary(run_dir)
+        click.echo(json.dumps(found["headline"]) if as_json else found["text"])
+        click.echo(str(run_dir / "report.html"), err=as_json)
+
+    return demo
+
+
 @click.group(
     cls=_Verbs,
     context_settings={
         "help_option_names": ["-h", "--help"],
         "token_normalize_func": lambda name: name.replace("_", "-"),
         "max_content_width": 88,
+        "show_default": True,
     },
 )
 @click.version_option(package_name="beatrice-probe")

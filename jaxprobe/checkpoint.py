@@ -20,6 +20,8 @@ import orbax.checkpoint as ocp
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from extract.run.files import verify_checksums, write_checksums
+
 Arrays = Mapping[str, np.ndarray]
 
 
@@ -69,15 +71,8 @@ def load_cache(path: Path, key: str) -> dict[str, np.ndarray] | None:
     return arrays if metadata.get("sha256") == _digest(arrays, key) else None
 
 
-MANIFEST = "manifest.json"
 CONFIG = "config.json"
 ARRAYS = "arrays"
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hexadecimal."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def save(path: Path, tree: Any, config: dict[str, Any]) -> None:
@@ -95,8 +90,7 @@ def save(path: Path, tree: Any, config: dict[str, Any]) -> None:
         with ocp.PyTreeCheckpointer() as checkpointer:
             checkpointer.save(work / ARRAYS, jax.tree.map(np.asarray, tree))
         (work / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True))
-        sums = {name: file_sha256(work / name) for name in _files(work)}
-        (work / MANIFEST).write_text(json.dumps(sums, indent=1, sort_keys=True))
+        write_checksums(work)
         _swap(work, path)
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -113,37 +107,6 @@ def _swap(work: Path, path: Path) -> None:
     shutil.rmtree(aside)
 
 
-def _files(path: Path) -> list[str]:
-    """Relative names of all files below a directory, but the manifest."""
-    names = (str(p.relative_to(path)) for p in path.rglob("*") if p.is_file())
-    return sorted(name for name in names if name != MANIFEST)
-
-
-def verify(path: Path) -> None:
-    """Check every file against the manifest.
-
-    Raises:
-      ValueError: if a file is missing, added or changed, or there is no checkpoint.
-    """
-    path = Path(path)
-    try:
-        expected = json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"no readable checkpoint manifest in {path}: {error}"
-        ) from None
-    found = _files(path)
-    if odd := sorted(set(expected) ^ set(found)):
-        what = "missing" if odd[0] in expected else "not in the manifest"
-        raise ValueError(f"checkpoint {path} is damaged: {odd[0]} is {what}")
-    for name in found:
-        if file_sha256(path / name) != expected[name]:
-            raise ValueError(
-                f"checkpoint {path} is damaged: {name} does not match its SHA-256; "
-                "copy it again or train anew"
-            )
-
-
 def restore(path: Path) -> tuple[Any, dict[str, Any]]:
     """Read a checkpoint after checking it: nested dicts of NumPy arrays, and config.
 
@@ -151,7 +114,7 @@ def restore(path: Path) -> tuple[Any, dict[str, Any]]:
       ValueError: if the checkpoint is damaged or missing.
     """
     path = Path(path).absolute()
-    verify(path)
+    verify_checksums(path)
     with ocp.PyTreeCheckpointer() as checkpointer:
         structure = checkpointer.metadata(path / ARRAYS).item_metadata.tree
         args = jax.tree.map(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from extract.backbone.loading import Backbone
-from extract.generate.greedy import generate
+from extract.generate.local import generate
 from extract.generate.prompts import (
     PromptTemplate,
     build_prompt,
@@ -20,7 +20,8 @@ from extract.generate.prompts import (
 from extract.generate.requests import GenerationConfig, Request, plan_batches
 from extract.records import Answer, Passage, Setting
 from extract.signals.batch import Signals
-from extract.signals.reader import AnswerSpan, SignalReader, sequence_of
+from extract.signals.plan import AnswerSpan, sequence_of
+from extract.signals.reader import SignalReader
 from extract.store.families import as_written
 from jaxprobe.detector import Detector, Scores
 from jaxprobe.features.families import Features

@@ -1,15 +1,22 @@
-"""The verb for whoever has a question and an answer."""
+"""The verbs that act on the score: `control` and `score`."""
 
 import json
 from pathlib import Path
 
 import click
 
-from extract.run.console import RunPath, quiet
+from extract.run.console import quiet
+from extract.run.verbs import RUN_DIR, stage_verb
+
+control = stage_verb(
+    "control",
+    "pgir.controllers.stage:CONTROL",
+    "Run PGIR and its plain rivals; choose threshold and budget.",
+)
 
 
 @click.command()
-@click.argument("run_dir", type=RunPath())
+@RUN_DIR
 @click.option("--question", required=True, help="As the model was asked.")
 @click.option("--answer", required=True, help="The answer to be judged.")
 @click.option(

@@ -75,8 +75,8 @@ class Scorer:
         Raises:
           ValueError: no detector there yet, or the backbone is another one.
         """
+        read_manifest(path)  # refuses what is no run
         run = RunDir(path)
-        config = read_manifest(path)["config"]
         detector = Detector.load(run.finished_detector())
         name = model or detector.facts["model"]
         asking = PromptConfig(
@@ -88,8 +88,8 @@ class Scorer:
                 model_path(name), dtype=detector.facts.get("model_dtype", "float32")
             ),
             detector,
-            asking.words(),
-            GenerationConfig(max_new_tokens=config["max_new_tokens"]),
+            asking.prompt_template(),
+            GenerationConfig(),
             answer_span=detector.facts["answer_span"],
         )
         return cls(probed)

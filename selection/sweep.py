@@ -14,7 +14,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from extract.records import SETTINGS
+from extract.run.console import Progress, Update
+from extract.run.contents import store_files
+from extract.run.directory import RunDir
+from extract.run.files import write_json_atomic
+from extract.run.manifest import Preset
+from extract.run.stages import Stage
+from jaxprobe.compiler import set_compiler
 from jaxprobe.config import TrainConfig
+from jaxprobe.features.reading import mean_answer_states
+from jaxprobe.features.rows import Rows, load_rows
 from jaxprobe.fit.loop import (
     FitState,
     Keys,
@@ -88,10 +98,10 @@ def sweep_layers(
     std = train_hidden.std(axis=0, dtype=np.float64)
     std = np.where(std > 1e-6, std, 1.0)
 
-    def rows(hidden: np.ndarray, labels: np.ndarray) -> _Rows:
+    def rows(hidden: np.ndarray, labels: np.ndarray) -> _States:
         scaled = ((hidden - mean) / std).astype(np.float32).transpose(1, 0, 2)
         labels = jnp.asarray(labels, jnp.float32)
-        return _Rows(jnp.asarray(scaled), labels, jnp.ones_like(labels))
+        return _States(jnp.asarray(scaled), labels, jnp.ones_like(labels))
 
     train, valid = rows(train_hidden, train_labels), rows(valid_hidden, valid_labels)
     protocol = config.train_config()
@@ -105,7 +115,7 @@ def sweep_layers(
     return Sweep(aurocs, int(aurocs.mean(axis=1).argmax()))
 
 
-class _Rows(NamedTuple):
+class _States(NamedTuple):
     """Standardised states `[n_layers + 1, n_rows, d_model]` with labels and weights."""
 
     hidden: jax.Array
@@ -134,7 +144,7 @@ def _start(hidden: jax.Array, *, config: TrainConfig) -> FitState:
 
 @partial(jax.jit, static_argnames=("config",))
 def _train(
-    states: FitState, number: jax.Array, train: _Rows, *, config: TrainConfig
+    states: FitState, number: jax.Array, train: _States, *, config: TrainConfig
 ) -> tuple[FitState, jax.Array]:
     """Take an epoch's steps with every probe; the probes of a seed share batches."""
 
@@ -154,7 +164,83 @@ def _train(
 
 
 @jax.jit
-def _logits(states: FitState, valid: _Rows) -> jax.Array:
+def _logits(states: FitState, valid: _States) -> jax.Array:
     """Logits of every probe, `[n_layers + 1, n_seeds, n_rows]`."""
     over_seeds = jax.vmap(_of_probe, in_axes=(0, None))
     return jax.vmap(over_seeds)(states.params, valid.hidden)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SweepSection:
+    """The run's section `sweep`.
+
+    Attributes:
+      n_rows: most original rows of each split that the probes read.
+      probe: the protocol; the run's seed takes the place of its own.
+    """
+
+    n_rows: int = 1200
+    probe: SweepConfig = SweepConfig()
+
+
+SWEEP_PRESETS: dict[Preset, SweepSection] = {
+    "demo": SweepSection(),
+    "smoke": SweepSection(n_rows=96, probe=SweepConfig(n_seeds=1)),
+    "paper": SweepSection(),
+}
+
+
+def _sweep_rows(rows: Rows, split: str, limit: int) -> np.ndarray:
+    """Return up to `limit` original rows of a split, in stored order."""
+    where = rows.where(split)
+    return where[rows.variants[where] == "original"][:limit]
+
+
+def _sweep(
+    run: RunDir, config: SweepSection, update: Update, progress: Progress
+) -> None:
+    set_compiler(run.preset)
+    probe = dataclasses.replace(config.probe, root_seed=run.seed)
+    found: dict[str, Any] = {}
+    for number, setting in enumerate(SETTINGS):
+        store, rows = load_rows(run, setting)
+        train, valid = (
+            _sweep_rows(rows, split, config.n_rows) for split in ("train", "validation")
+        )
+        layers = store.spec.hidden_layers
+        states = [
+            np.stack(
+                [mean_answer_states(store, where, layer) for layer in layers], axis=1
+            )
+            for where in (train, valid)
+        ]
+        sweep = sweep_layers(
+            states[0],
+            rows.labels[train],
+            states[1],
+            rows.labels[valid],
+            probe,
+        )
+        found[setting] = {
+            "layers": list(layers),
+            "auroc": [[round(float(x), 6) for x in row] for row in sweep.aurocs],
+            "best": layers[sweep.best_layer],
+        }
+        update(number + 1, len(SETTINGS))
+    # One layer serves both settings, as in the paper: the best of their mean.
+    mean = np.mean([np.mean(f["auroc"], axis=1) for f in found.values()], axis=0)
+    best = found[SETTINGS[0]]["layers"][int(np.argmax(mean))]
+    if len(layers) == 1:
+        progress.note(
+            f"sweep: the store keeps layer {best} alone, so there is nothing to choose"
+        )
+    write_json_atomic(run.sweep, {"layer": best, "settings": found})
+
+
+SWEEP = Stage(
+    name="sweep",
+    inputs=lambda run: [run.labels, *store_files(run)],
+    outputs=lambda run: [run.sweep],
+    work=_sweep,
+    presets=SWEEP_PRESETS,
+)

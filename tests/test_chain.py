@@ -127,7 +127,7 @@ def test_the_chain_asks_published_questions_in_the_papers_words(tmp_path, option
     from extract.generate.requests import PromptConfig
 
     tokenizer = load_backbone(WEIGHTS).tokenizer
-    words = PromptConfig(template="paper").words()
+    words = PromptConfig(template="paper").prompt_template()
     for answer in answers:
         if answer.variant == "original":
             example = examples[answer.example_id]

@@ -3,16 +3,16 @@
 import json
 import shutil
 
+from benchmarks.forecasts.doctor_store import outline_shapes
+from benchmarks.stages.presets import make_config
 from click.testing import CliRunner
 
 from beatrice import main
-from benchmarks.forecasts.doctor_store import outline_shapes
 from benchmarks.speed.tiny_models import tiny_model
-from benchmarks.stages.presets import make_config
 from extract.backbone.checkpoint import load_outline
 from extract.backbone.names import WEIGHTS
 from extract.run.directory import RunDir
-from extract.store.kept import Kept, as_size
+from extract.store.config import StoreConfig, as_size
 from tests.extract.test_backbone import save_tokenizer
 
 
@@ -74,7 +74,9 @@ def test_a_model_that_asks_for_code_is_a_problem(tmp_path):
 
 
 def test_an_answered_run_is_measured_by_what_it_keeps(tmp_path):
-    config = make_config("smoke", kept=Kept(hidden_layers=(2,), hidden_spans="answer"))
+    config = make_config(
+        "smoke", kept=StoreConfig(hidden_layers=(2,), hidden_spans="answer")
+    )
     row = {"prompt_ids": [1, 2, 3], "token_ids": [4, 5], "stop_id": 2}
     with RunDir.open(tmp_path / "run", config.as_json()) as run:
         run.answers.mkdir()

@@ -5,16 +5,16 @@ import json
 
 import click
 import pytest
-from click.testing import CliRunner
-
 from benchmarks.stages.configurations import config_from_manifest
 from benchmarks.stages.presets import make_config
 from benchmarks.verbs.keepoptions import keep_as_asked, keep_options, take_kept
 from benchmarks.verbs.opening import config_of
+from click.testing import CliRunner
+
 from extract.run.directory import RunDir
 from extract.run.manifest import read_manifest
+from extract.store.config import StoreConfig, store_config_of
 from extract.store.families import SHORT_NAMES
-from extract.store.kept import Kept, kept_of
 
 
 @click.command()
@@ -30,7 +30,7 @@ def given(*words):
 
 
 def made(path, **kept):
-    with RunDir.open(path, make_config("smoke", kept=Kept(**kept)).as_json()):
+    with RunDir.open(path, make_config("smoke", kept=StoreConfig(**kept)).as_json()):
         return path
 
 
@@ -103,7 +103,7 @@ def test_a_run_that_is_in_use_is_left_as_it_is(tmp_path):
 
 @pytest.mark.parametrize("preset", ["smoke", "demo", "paper"])
 def test_a_configuration_survives_the_manifest(preset):
-    kept = Kept(hidden_layers=(1, 5), dtype="float16", scalars="bfloat16")
+    kept = StoreConfig(hidden_layers=(1, 5), dtype="float16", scalars="bfloat16")
     config = make_config(preset, kept=kept)
-    assert kept_of(dataclasses.asdict(config.extract)) == kept
+    assert store_config_of(dataclasses.asdict(config.extract)) == kept
     assert config_from_manifest(json.loads(json.dumps(config.as_json()))) == config

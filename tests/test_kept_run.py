@@ -4,11 +4,11 @@ import json
 
 import numpy as np
 import pytest
-
-import beatrice
 from benchmarks.stages.rows import load_rows
 from benchmarks.stages.select_stage import read_selection
 from extract.pipeline import read_answers, read_examples
+
+import beatrice
 from extract.run.directory import RunDir
 from tests.process import call
 

@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from benchmarks.results.tables import Table, detection_table
 from extract.run.results import ResultRow
 
@@ -50,7 +52,7 @@ def _together(rows: Sequence[ResultRow], names: Mapping[str, str]) -> list[Resul
     if not any(row.experiment == "ablation" for row in rows):
         return []
     return [
-        dataclasses.replace(row, experiment="ablation")
+        msgspec.structs.replace(row, experiment="ablation")
         for row in rows
         if row.experiment in ("detection", "ablation") and row.detector in names
     ]

@@ -113,8 +113,7 @@ def peak_rss() -> int:
 
 def read_file(path: Path) -> DataCost:
     """Stream a file through the loader in this process."""
-    from extract.datasets.loading import Refusal
-    from extract.datasets.opening import open_dataset
+    from extract.datasets.loading import Refusal, open_dataset
 
     began, worked = time.perf_counter(), time.process_time()
     n_records = n_refused = 0

@@ -20,8 +20,9 @@ from benchmarks.speed import oracle
 from benchmarks.speed.tiny_models import FAMILIES, N_TEXT_IDS, tiny_model
 from benchmarks.speed.tiny_wrappers import WRAPPERS, multimodal_wrapper
 from extract.backbone.loading import Backbone
-from extract.signals.budgets import ReadingBudget
-from extract.signals.reader import Sequence, SignalReader
+from extract.signals.batch import ReadingBudget
+from extract.signals.plan import TokenSequence
+from extract.signals.reader import SignalReader
 
 SIGNALS = ("hidden", "prob", "resid", "attn")
 
@@ -47,14 +48,14 @@ class Exactness:
     gap: dict[str, float]
 
 
-def make_sequence(seed: int, n_tokens: int, *spans: list[int]) -> Sequence:
+def make_sequence(seed: int, n_tokens: int, *spans: list[int]) -> TokenSequence:
     """Return random tokens with the given context, question and answer span."""
     rng = np.random.default_rng(seed)
     text = rng.integers(3, N_TEXT_IDS, n_tokens + 1)
-    return Sequence(ids=text[:-1], targets=text[1:], spans=np.array(spans))
+    return TokenSequence(ids=text[:-1], targets=text[1:], spans=np.array(spans))
 
 
-def make_batch() -> list[Sequence]:
+def make_batch() -> list[TokenSequence]:
     """Uneven lengths; no template tokens; no context; no answer; one-token answer."""
     return [
         make_sequence(1, 26, [2, 15], [15, 22], [22, 26]),

@@ -21,7 +21,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.speed.memory import MIB, held_bytes, peak_bytes, reset_peak
 from extract.backbone.loading import Backbone, keep_freed_memory
-from extract.signals.reader import Sequence, SignalReader
+from extract.signals.plan import TokenSequence
+from extract.signals.reader import SignalReader
 
 Mode = Literal["bare", "read"]
 
@@ -93,14 +94,14 @@ def make_model(config: CostConfig) -> LlamaForCausalLM:
     return model.to(getattr(torch, config.dtype)).eval().requires_grad_(False)
 
 
-def make_sequences(config: CostConfig) -> list[Sequence]:
+def make_sequences(config: CostConfig) -> list[TokenSequence]:
     """Return random text with a template, a context, a question and an answer."""
     rng = np.random.default_rng(0)
     start, stop = config.n_tokens - config.n_read, config.n_tokens
     answer = stop - config.n_read // 3
     spans = np.array([[8, start], [start, answer], [answer, stop]])
     texts = rng.integers(3, config.vocab_size, (config.n_examples, stop + 1))
-    return [Sequence(ids=t[:-1], targets=t[1:], spans=spans) for t in texts]
+    return [TokenSequence(ids=t[:-1], targets=t[1:], spans=spans) for t in texts]
 
 
 class Bench:

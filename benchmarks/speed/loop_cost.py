@@ -17,8 +17,13 @@ from benchmarks.speed.extract_cost import CostConfig, alternate, make_model
 from extract.backbone.loading import Backbone, load_backbone
 from extract.backbone.names import EMBEDDED, model_path
 from extract.signals.extraction import read_batches, run_plan
-from extract.signals.plan import ExtractConfig, ExtractionPlan, plan_extraction
-from extract.signals.reader import Sequence, SignalReader
+from extract.signals.plan import (
+    ExtractConfig,
+    ExtractionPlan,
+    TokenSequence,
+    plan_extraction,
+)
+from extract.signals.reader import SignalReader
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +114,7 @@ LOOP_HEAD = (
 )
 
 
-def make_sequences(config: LoopConfig, n_words: int) -> list[Sequence]:
+def make_sequences(config: LoopConfig, n_words: int) -> list[TokenSequence]:
     """Return random text with a context, a question and an answer."""
     rng = np.random.default_rng(0)
     made = []
@@ -118,7 +123,7 @@ def make_sequences(config: LoopConfig, n_words: int) -> list[Sequence]:
         question = answer - (answer - 2) // 3
         ids = rng.integers(3, n_words, int(n) + 1)
         spans = np.array([[2, question], [question, answer], [answer, n]])
-        made.append(Sequence(ids=ids[:-1], targets=ids[1:], spans=spans))
+        made.append(TokenSequence(ids=ids[:-1], targets=ids[1:], spans=spans))
     return made
 
 
@@ -178,5 +183,5 @@ def measure_loops(n_rounds: int, *, is_small: bool = False) -> Iterator[LoopCost
         ("llama, d=512", llama, LLAMA_LIKE),
     ):
         work = dataclasses.replace(config, n_examples=4) if is_small else config
-        reader = SignalReader.for_kept(backbone, work.extract)
+        reader = SignalReader.for_config(backbone, work.extract)
         yield Loop(reader, work).measure(name, n_rounds)

@@ -21,7 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from extract.signals.reader import Sequence
+from extract.signals.plan import TokenSequence
 
 FUSED = "oracle_fused"
 _NORMS = ("norm", "final_layer_norm", "ln_f")
@@ -267,7 +267,9 @@ def _attn_readings(maps: list[np.ndarray], spans: Items[tuple[int, int]]) -> np.
     return attn
 
 
-def oracle_signals(model: PreTrainedModel, sequence: Sequence) -> dict[str, np.ndarray]:
+def oracle_signals(
+    model: PreTrainedModel, sequence: TokenSequence
+) -> dict[str, np.ndarray]:
     """Return the four families of one sequence in float64.
 
     Args:

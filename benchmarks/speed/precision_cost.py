@@ -12,19 +12,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
+from extract.pipeline import read_answers
 
 from benchmarks.speed.pairing import Pairing, aurocs
 from benchmarks.stages.presets import RunConfig
 from benchmarks.stages.rows import Rows, load_rows
 from benchmarks.stages.sweep_stage import chosen_layer
 from benchmarks.stages.torch_stages import open_backbone
-from extract.pipeline import read_answers
 from extract.records import SETTINGS, Setting
 from extract.run.directory import RunDir
 from extract.signals.extraction import extract
 from extract.signals.reader import SignalReader
+from extract.store.config import StoreConfig, stored_families
 from extract.store.families import SHORT_NAMES, Spans, as_written
-from extract.store.kept import Kept, kept_families
 from extract.store.read import FeatureStore, open_store, read_family
 from jaxprobe.features.families import FamilyTokens, split_families
 from jaxprobe.features.reading import assemble, family_dims, fit_reading, longest_spans
@@ -36,11 +36,11 @@ SPLITS = ("train", "validation", "test")
 _SHORT = {dtype: short for short, dtype in SHORT_NAMES.items()}
 # The first is what the others are compared with.
 CHOICES = (
-    Kept(dtype="float32"),
-    Kept(dtype="bfloat16"),
-    Kept(dtype="float16"),
-    Kept(dtype="int8"),
-    Kept(dtype="bfloat16", hidden_spans="answer", scalars="bfloat16"),
+    StoreConfig(dtype="float32"),
+    StoreConfig(dtype="bfloat16"),
+    StoreConfig(dtype="float16"),
+    StoreConfig(dtype="int8"),
+    StoreConfig(dtype="bfloat16", hidden_spans="answer", scalars="bfloat16"),
 )
 
 
@@ -111,7 +111,7 @@ def measure(
     config: RunConfig,
     encoders: Sequence[str],
     progress: Callable[[int, int], None],
-    choices: Sequence[Kept] = CHOICES,
+    choices: Sequence[StoreConfig] = CHOICES,
 ) -> Iterator[PrecisionCost]:
     """Train every encoder on every choice, and yield each row; the run is only read.
 
@@ -156,7 +156,7 @@ def _read(
     return _Data(store=open_store(url), rows=rows, where=where)
 
 
-def _tokens(data: _Data, kept: Kept) -> dict[str, FamilyTokens]:
+def _tokens(data: _Data, kept: StoreConfig) -> dict[str, FamilyTokens]:
     """Return the standardised tokens of each split as a choice would leave them."""
     spec, setting = data.store.spec, data.rows.setting
     dims = dataclasses.replace(family_dims(data.store), hidden_spans=kept.hidden_spans)
@@ -179,7 +179,7 @@ def _tokens(data: _Data, kept: Kept) -> dict[str, FamilyTokens]:
 
 
 def _trained_logits(
-    data: _Data, config: RunConfig, name: str, kept: Kept
+    data: _Data, config: RunConfig, name: str, kept: StoreConfig
 ) -> np.ndarray:
     """Train one encoder, every seed; return logits of all splits `[n_seeds, n]`."""
     tokens = _tokens(data, kept)
@@ -204,7 +204,7 @@ def _row(
     data: _Data,
     config: RunConfig,
     name: str,
-    kept: Kept,
+    kept: StoreConfig,
     logits: np.ndarray,
     reference: np.ndarray,
 ) -> PrecisionCost:
@@ -234,11 +234,11 @@ def _row(
     )
 
 
-def _bytes_per_answer(store: FeatureStore, kept: Kept) -> float:
+def _bytes_per_answer(store: FeatureStore, kept: StoreConfig) -> float:
     """Return what a choice would store of a sequence, in the mean."""
     spec = store.spec
     n_answer = (spec.spans[:, 2, 1] - spec.spans[:, 2, 0]).mean()
     n_rows = {"all": spec.lengths.mean(), "answer": n_answer}
     shapes = {name: spec.families[name].shape for name in FAMILIES}
-    families = kept_families(shapes, kept).values()
+    families = stored_families(shapes, kept).values()
     return float(sum(family.row_bytes * n_rows[family.spans] for family in families))

@@ -13,15 +13,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from extract.pipeline import answers_file, write_world
+
 from benchmarks.speed.resume_worker import Death, live, n_committed
 from benchmarks.stages.presets import PresetName, RunConfig, make_config
 from benchmarks.stages.torch_stages import open_backbone
-from extract.generate.requests import ask
-from extract.pipeline import answers_file, write_world
+from extract.generate.requests import make_requests
 from extract.records import SETTINGS, Answer, Example, read_records, write_lines
 from extract.run.directory import RunDir
 from extract.run.files import sha256_file, write_text_atomic
-from extract.store.kept import Kept
+from extract.store.config import StoreConfig
 from extract.store.read import done_ranges, open_store
 
 
@@ -42,7 +43,7 @@ class ResumeConfig:
     n_kills: int = 20
     seed: int = 0
     preset: PresetName = "demo"
-    kept: Kept = Kept()
+    kept: StoreConfig = StoreConfig()
     n_threads: int = 1
 
     def run_config(self) -> RunConfig:
@@ -157,7 +158,7 @@ def _gold_answers(run: RunDir, made: RunConfig, n_examples: int) -> list[Answer]
                 stop_id=tokenizer.eos_token_id,
                 context_span=request.prompt.context_span,
             )
-            for request in ask(
+            for request in make_requests(
                 [example], backbone, made.prompt, made.max_new_tokens
             ).requests
         )

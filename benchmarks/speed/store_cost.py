@@ -21,7 +21,7 @@ from benchmarks.forecasts.train_work import Workload
 from benchmarks.speed.memory import MIB, held_bytes, peak_bytes, reset_peak
 from extract.store.read import FeatureStore, open_store, read_family
 from extract.store.spec import Family, StoreSpec
-from extract.store.write import StoreWriter, create_store
+from extract.store.write import create_store, write_range
 from jaxprobe.config import StreamConfig, TrainConfig
 from jaxprobe.features.families import split_families, standardizer_of
 from jaxprobe.features.reading import read_features
@@ -118,7 +118,7 @@ def make_store(where: Path, config: StoreCost, n_examples: int) -> FeatureStore:
             x = rng.standard_normal((len(right), *family.shape), dtype=np.float32)
             x[..., :2] += config.signal * right.reshape(-1, *[1] * len(family.shape))
             signals[name] = x.astype(family.numpy_dtype)
-        StoreWriter(store).write_range(range_id, signals)
+        write_range(store, range_id, signals)
     return store
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint's files: what is refused of them, and in which words.
+"""Loading a checkpoint, and refusing what Transformers would misread.
 
 Transformers fails over a config that it cannot use with whatever exception comes
 first, and passes over some things in silence: remote code where it has a class of its
@@ -24,13 +24,14 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from extract.backbone.names import check_name
 
 
-def _switches(rope: Any) -> list[int]:
+def _switch_lengths(rope: Any) -> list[int]:
     """Return the lengths at which a config's rotary positions change, if they do."""
     if not isinstance(rope, dict):
         return []
     if rope.get("rope_type") == "longrope":
         return [int(rope["original_max_position_embeddings"])]
-    return [n for part in rope.values() for n in _switches(part)]  # one per layer type
+    # Nested where each layer type has its own.
+    return [n for part in rope.values() for n in _switch_lengths(part)]
 
 
 def window_of(config: Any) -> int | None:
@@ -39,39 +40,37 @@ def window_of(config: Any) -> int | None:
     Longrope (Phi-3's long models) has two sets of frequencies, and Transformers takes
     the long one for a whole batch as soon as its longest sequence is longer than
     `original_max_position_embeddings`: what is read of a short example would depend on
-    its company, and a text would be generated with one set and read with the other. So
-    the window ends where the short set does. Rotary scaling called dynamic changes
-    only beyond `max_position_embeddings`, where nothing is read.
+    the rest of its batch. So the window ends where the short set does. Dynamic rotary
+    scaling changes only beyond `max_position_embeddings`, where nothing is read.
 
     Args:
       config: a text model's, as Transformers completes it.
     """
     limits = [getattr(config, "max_position_embeddings", None)]
-    limits += _switches(getattr(config, "rope_parameters", None))
+    limits += _switch_lengths(getattr(config, "rope_parameters", None))
     known = [n for n in limits if n is not None]
     return min(known) if known else None
 
 
-# Of what a text-only model leaves out (towers for images and sounds, heads that
-# predict several tokens), and of buffers that older versions saved. Transformers
-# passes over most of these by itself, per architecture.
+# Tensors that a text-only model leaves out (towers for images and sounds, heads that
+# predict several tokens), and buffers that older versions saved.
 _HARMLESS = re.compile(
     r"rotary_emb\.inv_freq$|\.masked_bias$|(^|\.)mtp[._]"
     r"|(^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector"
     r"|embed_vision|embed_audio)\."
 )
-# Of these the message alone says nothing: a KeyError's is the key.
-_BARE = (KeyError, AttributeError, TypeError, IndexError, ArithmeticError)
+# Their messages say nothing by themselves: a KeyError's is the key.
+_BARE_ERRORS = (KeyError, AttributeError, TypeError, IndexError, ArithmeticError)
 
 
-def _in_words(error: Exception) -> str:
-    """Return what a library said, for use inside a sentence."""
+def _message_of(error: Exception) -> str:
+    """Return a library's message, for use inside a sentence."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    if isinstance(error, _BARE):
-        said = f"{type(error).__name__}: {' '.join(lines)}"[:300]
+    if isinstance(error, _BARE_ERRORS):
+        message = f"{type(error).__name__}: {' '.join(lines)}"[:300]
         return (
             "a value in its config.json or tokenizer_config.json is not one that "
-            f"Transformers can use ({said})"
+            f"Transformers can use ({message})"
         )
     # Some put the cause on the second line.
     return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])
@@ -86,25 +85,25 @@ def _loading(name: str) -> Iterator[None]:
     # few, so no list of its exceptions is complete.
     except Exception as error:
         raise ValueError(
-            f"backbone {name!r}: could not be loaded: {_in_words(error)}"
+            f"backbone {name!r}: could not be loaded: {_message_of(error)}"
         ) from error
 
 
-def _remote_code(config: dict[str, Any], tokenizer: dict[str, Any]) -> str | None:
-    """Return what a checkpoint asks to run, for a message, or None.
+def _check_remote_code(name: str, auto_maps: dict[str, Any]) -> None:
+    """Refuse a checkpoint that asks to run code of its own.
 
-    Read before anything is built: Transformers would pass over it in silence where
-    it has its own class for the model type. Such a checkpoint (Phi-3's, for one) is
-    refused too, although nothing of it would run: its authors' code and Transformers'
-    class need not be one model, and which of the two gave a number would not show.
+    Read before anything is built: Transformers would ignore the request in silence
+    where it has its own class for the model type. Such a checkpoint (Phi-3's, for one)
+    is refused too: its authors' code and Transformers' class need not be one model.
     """
-    found = {"config.json": config, "tokenizer_config.json": tokenizer}
-    for file, content in found.items():
-        asked = content.get("auto_map")
-        if asked:
-            names = asked.values() if isinstance(asked, dict) else [asked]
-            return f"{file} asks for {', '.join(map(str, names))}"
-    return None
+    for file, code in auto_maps.items():
+        if code:
+            names = code.values() if isinstance(code, dict) else [code]
+            raise ValueError(
+                f"backbone {name!r}: its {file} asks for {', '.join(map(str, names))} "
+                "(auto_map), that is, code from the checkpoint, which is never run; "
+                "use a model that Transformers implements"
+            )
 
 
 def _check_quantization(name: str, config: dict[str, Any]) -> None:
@@ -122,29 +121,32 @@ def _check_quantization(name: str, config: dict[str, Any]) -> None:
         )
 
 
-def _commit_of(name: str) -> str | None:
-    """Check a checkpoint's configs, and return the commit they are of, if any.
+def _check_configs(name: str) -> str | None:
+    """Check a checkpoint's configs; return their commit, which all files are taken of.
 
-    One commit for all files, even if the repository moves on meanwhile.
+    So they are of one commit even if the repository moves on meanwhile.
     """
     with _loading(name):
         config, _ = PreTrainedConfig.get_config_dict(name)
         commit = config.get("_commit_hash")
         tokenizer = get_tokenizer_config(name, revision=commit)
-        asked = _remote_code(config, tokenizer)
-    if asked is not None:
-        raise ValueError(
-            f"backbone {name!r}: its {asked} (auto_map), that is, code from the "
-            "checkpoint, which is never run; use a model that Transformers implements"
-        )
+        auto_maps = {
+            "config.json": config.get("auto_map"),
+            "tokenizer_config.json": tokenizer.get("auto_map"),
+        }
+    _check_remote_code(name, auto_maps)
     _check_quantization(name, config)
     return commit
 
 
-def _check_words(name: str, model: Any, tokenizer: Any) -> None:
+def _load_tokenizer(name: str, commit: str | None) -> Any:
+    return AutoTokenizer.from_pretrained(name, revision=commit, trust_remote_code=False)
+
+
+def _check_vocabulary(name: str, model: Any, tokenizer: Any) -> None:
     """Refuse a tokenizer that names tokens the model has no embedding of."""
     n_rows = model.get_input_embeddings().weight.shape[0]
-    # Fine-tuned models often have one more word for padding, which is never fed.
+    # Fine-tuned models often have one more token for padding, which is never fed.
     padding = {tokenizer.pad_token_id} - {tokenizer.eos_token_id}
     last = max(set(tokenizer.get_vocab().values()) - padding, default=0)
     if last >= n_rows:
@@ -186,7 +188,7 @@ def load_checkpoint(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     Raises:
       ValueError: whatever is wrong, in one sentence.
     """
-    commit = _commit_of(name)
+    commit = _check_configs(name)
     with _loading(name):
         model, report = AutoModelForCausalLM.from_pretrained(
             name,
@@ -197,11 +199,9 @@ def load_checkpoint(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
             ignore_mismatched_sizes=True,  # refused below, by name
             output_loading_info=True,
         )
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, revision=commit, trust_remote_code=False
-        )
+        tokenizer = _load_tokenizer(name, commit)
     _check_tensors(name, model, report)
-    _check_words(name, model, tokenizer)
+    _check_vocabulary(name, model, tokenizer)
     return model, tokenizer
 
 
@@ -212,13 +212,13 @@ class Outline:
     Attributes:
       model: on the device "meta": shapes, but no numbers.
       config: of the text model.
-      packing: how its weights are quantised, or None.
+      quantization: how its weights are quantised, or None.
     """
 
     model: Any
     config: Any
     tokenizer: Any
-    packing: Any | None
+    quantization: Any | None
 
 
 def load_outline(name: str) -> Outline:
@@ -232,27 +232,25 @@ def load_outline(name: str) -> Outline:
         its weights need not be read for that.
     """
     check_name(name)
-    commit = _commit_of(name)
+    commit = _check_configs(name)
     with _loading(name):
         config = AutoConfig.from_pretrained(
             name, revision=commit, trust_remote_code=False
         )
-        packing = getattr(config, "quantization_config", None)
+        quantization = getattr(config, "quantization_config", None)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, revision=commit, trust_remote_code=False
-        )
-    _check_words(name, model, tokenizer)
-    return Outline(model, model.config.get_text_config(), tokenizer, packing)
+        tokenizer = _load_tokenizer(name, commit)
+    _check_vocabulary(name, model, tokenizer)
+    return Outline(model, model.config.get_text_config(), tokenizer, quantization)
 
 
-def check_unpacking(name: str, outline: Outline) -> None:
+def check_quantization_support(name: str, outline: Outline) -> None:
     """Look whether this machine has what a checkpoint's quantised weights need.
 
     Raises:
       ValueError: it has not.
     """
-    if outline.packing is not None:
+    if outline.quantization is not None:
         with _loading(name):
-            AutoHfQuantizer.from_config(outline.packing).validate_environment()
+            AutoHfQuantizer.from_config(outline.quantization).validate_environment()

@@ -1,12 +1,11 @@
 """Where a decoder adds to its residual stream, and how to watch it do so.
 
-Families differ in what "the attention contribution" is. In a pre-norm block it is
-the attention module's output; in a sandwich or post-norm block it has first gone
-through a norm. The name `post_attention_layernorm` means either, so the presence of
-`post_feedforward_layernorm` decides. Gemma 4 adds a third time (per-layer
-embeddings), which is folded into the feed-forward contribution, and then scales the
-whole stream. GPT-NeoX adds attention and feed-forward to the same state; taken in the
-order attention, feed-forward their pushes still telescope.
+In a pre-norm block the attention contribution is the attention module's output; in a
+sandwich or post-norm block it has first gone through a norm. The name
+`post_attention_layernorm` means either, so the presence of `post_feedforward_layernorm`
+decides. Gemma 4 adds a third time (per-layer embeddings), which is folded into the
+feed-forward contribution, and then scales the whole stream. GPT-NeoX adds both to the
+same state; taken in the order attention, feed-forward their pushes still telescope.
 """
 
 import contextlib
@@ -64,9 +63,7 @@ class Layout:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """Return the indices of the layers that have an attention matrix."""
-        return tuple(
-            index for index, layer in enumerate(self.layers) if layer.has_attention
-        )
+        return tuple(i for i, layer in enumerate(self.layers) if layer.has_attention)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,15 +82,12 @@ class LayerPass:
 
 def _first_child(parent: torch.nn.Module, names: tuple[str, ...]) -> Any:
     """Return the first child module present under one of the names, or None."""
-    for name in names:
-        child = getattr(parent, name, None)
-        if isinstance(child, torch.nn.Module):
-            return child
-    return None
+    found = (getattr(parent, name, None) for name in names)
+    return next((child for child in found if isinstance(child, torch.nn.Module)), None)
 
 
 def _required_child(parent: torch.nn.Module, names: tuple[str, ...], what: str) -> Any:
-    """Return such a child, or say what was looked for and what is there."""
+    """Return such a child, or name those that are there."""
     child = _first_child(parent, names)
     if child is None:
         found = ", ".join(name for name, _ in parent.named_children()) or "nothing"
@@ -107,12 +101,9 @@ def _required_child(parent: torch.nn.Module, names: tuple[str, ...], what: str) 
 
 def _layer(module: torch.nn.Module) -> Layer:
     """Classify one decoder layer."""
-    attention = _first_child(module, _ATTENTION_NAMES)
-    mixer = attention
-    if mixer is None:
-        names = _ATTENTION_NAMES + _RECURRENT_NAMES
-        mixer = _required_child(module, names, "the token mixer")
-    att = mixer
+    names = _ATTENTION_NAMES + _RECURRENT_NAMES
+    att = mixer = _required_child(module, names, "the token mixer")
+    has_attention = _first_child(module, _ATTENTION_NAMES) is not None
     ffn = (_required_child(module, ("mlp",), "the feed-forward part"),)
     post_ffn = _first_child(module, ("post_feedforward_layernorm",))
     if post_ffn is not None:
@@ -122,7 +113,7 @@ def _layer(module: torch.nn.Module) -> Layer:
     per_layer_embedding = _first_child(module, ("post_per_layer_input_norm",))
     if per_layer_embedding is not None:
         ffn = (*ffn, per_layer_embedding)
-    return Layer(module, att, ffn, mixer, attention is not None)
+    return Layer(module, att, ffn, mixer, has_attention)
 
 
 def find_layout(model: Any) -> Layout:
@@ -156,17 +147,15 @@ def _tensor(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
+@dataclasses.dataclass
 class _LayerWatch:
     """Collects one layer's contributions and hands them on when it ends."""
 
-    def __init__(
-        self, index: int, layer: Layer, on_layer: Callable[[LayerPass], None]
-    ) -> None:
-        self.index = index
-        self.layer = layer
-        self.on_layer = on_layer
-        self.att: torch.Tensor | None = None
-        self.ffn: torch.Tensor | None = None
+    index: int
+    layer: Layer
+    on_layer: Callable[[LayerPass], None]
+    att: torch.Tensor | None = None
+    ffn: torch.Tensor | None = None
 
     def hook(self) -> Iterator[Any]:
         """Register all hooks; yields their handles."""
@@ -181,8 +170,6 @@ class _LayerWatch:
         self.att = _tensor(output)
 
     def _after_ffn(self, module: Any, inputs: Any, output: Any) -> None:
-        # Summed in fp32: the second addition exists only in Gemma 4, whose own sum
-        # is in the stream's dtype.
         if self.att is None:
             # Exchanged taps would satisfy every sum.
             raise ValueError(
@@ -190,6 +177,7 @@ class _LayerWatch:
                 "part before its token mixer"
             )
         part = _tensor(output)
+        # Only Gemma 4 adds twice, in the stream's dtype.
         self.ffn = part if self.ffn is None else self.ffn.float() + part.float()
 
     def _after_layer(self, module: Any, inputs: Any, kwargs: Any, output: Any) -> None:
@@ -202,16 +190,7 @@ class _LayerWatch:
                 f"({type(module).__name__}) did not call its "
                 f"{'token mixer' if att is None else 'feed-forward part'}"
             )
-        h_out = _tensor(output)
-        if not h_in.shape == att.shape == ffn.shape == h_out.shape:
-            # Gemma 4 drops rows in its key-sharing layers when asked for few logits.
-            raise ValueError(
-                f"layer {self.index} changed the number of rows: in "
-                f"{tuple(h_in.shape)}, attention {tuple(att.shape)}, feed-forward "
-                f"{tuple(ffn.shape)}, out {tuple(h_out.shape)}; call the decoder "
-                "without logits_to_keep"
-            )
-        self.on_layer(LayerPass(self.index, h_in, att, ffn, h_out))
+        self.on_layer(LayerPass(self.index, h_in, att, ffn, _tensor(output)))
 
 
 @contextlib.contextmanager

@@ -1,11 +1,11 @@
-"""Whether the model that reads the answers is the one that gave them."""
+"""A frozen backbone: loading it, and whether it is the one that gave the answers."""
 
 import ctypes
 import dataclasses
 import hashlib
 import json
 import os
-import string
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,24 +15,23 @@ import torch
 
 from extract.backbone.checkpoint import load_checkpoint, window_of
 from extract.backbone.layout import Layout, find_layout
-from extract.backbone.names import check_name
-from extract.run.directory import RunDir
+from extract.backbone.names import BackboneConfig, check_name, own_device
+from extract.run.console import quiet
 
 # Of <malloc.h>; glibc alone has them.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 # Blocks up to this size are kept; the largest activations of one layer are below it.
 _LARGEST_BLOCK = 64 << 20
 _MOST_KEPT = 512 << 20
+_COMMIT = re.compile("[0-9a-fA-F]{40}")
 
 
 def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
-    """Keep up to 512 MiB of freed memory, in blocks of at most 64 MiB, from now on.
-
-    For the whole process. Without effect where the C library is not glibc, and where
-    the environment says how it allocates (`MALLOC_…_THRESHOLD_`, `GLIBC_TUNABLES`).
+    """Let this process keep up to 512 MiB of freed memory, in blocks of up to 64 MiB.
 
     Returns:
-      Whether it was done.
+      Whether it was done: not where the C library is not glibc, nor where the
+      environment says how it allocates (`MALLOC_…_THRESHOLD_`, `GLIBC_TUNABLES`).
     """
     own = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
     if sys.platform != "linux" or any(name in environ for name in own):
@@ -150,7 +149,7 @@ def _hash_files(directory: Path) -> str:
 def load_backbone(
     path: str | Path, *, dtype: Dtype = "float32", device: str = "cpu"
 ) -> Backbone:
-    """Load a frozen backbone; on a CPU, see also `extract.backbone.loading`.
+    """Load a frozen backbone; on a CPU, also `keep_freed_memory`.
 
     Args:
       path: a directory written by `save_pretrained`, or a Hub id.
@@ -169,56 +168,49 @@ def load_backbone(
     if not device.startswith("cuda"):
         keep_freed_memory()
     directory = Path(name).expanduser()
-    source = str(directory) if directory.exists() else name
+    is_local = directory.exists()
+    source = str(directory) if is_local else name
     model, tokenizer = load_checkpoint(source, getattr(torch, dtype))
-    if directory.exists():
-        revision = _hash_files(directory)
-    else:
-        revision = model.config._commit_hash
+    revision = _hash_files(directory) if is_local else model.config._commit_hash
     return Backbone.from_model(
         model.to(device), tokenizer, name=name, revision=revision
     )
 
 
-def _is_commit(revision: str) -> bool:
-    """Tell a commit hash from a name that somebody gave a server's weights."""
-    return len(revision) == 40 and set(revision) <= set(string.hexdigits)
+def require_answering_model(answers: Path, backbone: Backbone) -> None:
+    """Refuse to read answers with weights that did not give them.
 
-
-def _may_differ(found: dict[str, object], backbone: Backbone) -> bool:
-    """Tell whether two revisions are of kinds that say nothing of each other.
-
-    What a server holds is called as its user likes; only a commit can be compared
-    with a commit.
-    """
-    return found.get("backend") != "transformers" and not (
-        _is_commit(str(found.get("revision"))) and _is_commit(backbone.revision)
-    )
-
-
-def require_answering_model(run: RunDir, backbone: Backbone) -> None:
-    """Refuse to read answers with other weights than gave them.
-
-    The signals would be those of a model that never wrote these answers, and nothing
-    later would show it.
+    The signals would be those of a model that never wrote these answers.
 
     Args:
-      run: holds the answers and `answers/backend.json`, which says who gave them;
+      answers: the run's folder of answers. Its `backend.json` says who gave them;
         without that file (an earlier version's run) nothing can be compared.
       backbone: the model that is to read them.
 
     Raises:
       ValueError: another revision answered.
     """
-    path = run.answers / "backend.json"
+    path = answers / "backend.json"
     if not path.exists():
         return
     found = json.loads(path.read_text(encoding="utf-8"))
-    answered = str(found.get("revision"))
-    if answered == backbone.revision or _may_differ(found, backbone):
+    revision = str(found.get("revision"))
+    # A server's user names its weights as they like: only commits can be compared.
+    is_comparable = found.get("backend") == "transformers" or (
+        _COMMIT.fullmatch(revision) and _COMMIT.fullmatch(backbone.revision)
+    )
+    if revision == backbone.revision or not is_comparable:
         return
     raise ValueError(
-        f"{run.answers} was answered by revision {answered[:12]} of the backbone, but "
+        f"{answers} was answered by revision {revision[:12]} of the backbone, but "
         f"{backbone.name} is now {backbone.revision[:12]}; put the weights that "
-        f"answered back, or delete {run.answers} to answer again"
+        f"answered back, or delete {answers} to answer again"
     )
+
+
+def open_backbone(config: BackboneConfig) -> Backbone:
+    """Load a run's backbone with the run's number of threads."""
+    quiet()
+    torch.set_num_threads(config.n_threads)
+    device = own_device(config.device, torch.cuda.device_count())
+    return load_backbone(config.path, dtype=config.dtype, device=device)

@@ -1,13 +1,17 @@
-"""Which accelerator is this process's own, as whoever launched it says."""
+"""Which model, where it lies, and on which device; nothing here loads Torch."""
 
+import dataclasses
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
+from extract.run.directory import RunDir
 from extract.run.workers import local_rank
 
+EMBEDDED = "embedded"  # its name on the command line and in manifests
+WEIGHTS = Path(__file__).parent.parent / "world" / "weights"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -15,24 +19,20 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 def _check_directory(directory: Path) -> None:
     """Say in one sentence what a directory lacks to be a checkpoint."""
     if not directory.is_dir():
-        raise ValueError(
-            f"backbone {str(directory)!r}: expected a model directory, found a file"
+        lack = "a model directory, found a file"
+    elif not (directory / "config.json").is_file():
+        lack = "a directory written by save_pretrained, found no config.json in it"
+    elif not any(directory.glob("*.safetensors")):
+        lack = (
+            "safetensors weights, found no *.safetensors file; save the model with "
+            "safe serialization"
         )
-    if not (directory / "config.json").is_file():
-        raise ValueError(
-            f"backbone {str(directory)!r}: expected a directory written by "
-            "save_pretrained, found no config.json in it"
-        )
-    if not any(directory.glob("*.safetensors")):
-        raise ValueError(
-            f"backbone {str(directory)!r}: expected safetensors weights, found no "
-            "*.safetensors file; save the model with safe serialization"
-        )
-    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
-        raise ValueError(
-            f"backbone {str(directory)!r}: expected a tokenizer beside the weights, "
-            f"found none of {', '.join(_TOKENIZER_FILES)}"
-        )
+    elif not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        names = ", ".join(_TOKENIZER_FILES)
+        lack = f"a tokenizer beside the weights, found none of {names}"
+    else:
+        return
+    raise ValueError(f"backbone {str(directory)!r}: expected {lack}")
 
 
 def check_name(name: str) -> None:
@@ -47,10 +47,6 @@ def check_name(name: str) -> None:
         )
 
 
-EMBEDDED = "embedded"  # its name on the command line and in manifests
-WEIGHTS = Path(__file__).parent.parent / "world" / "weights"
-
-
 def model_path(name: str) -> str:
     """Return what Transformers loads: a directory, or a Hub id as it is."""
     return str(WEIGHTS) if name == EMBEDDED else name
@@ -62,13 +58,13 @@ def own_device(
     """Return Torch's name of the device; `cuda` alone is each process's own GPU.
 
     Args:
-      device: as asked for; one with a number, or no GPU, stays as it is.
+      device: what the user asked for; one with a number, or no GPU, stays as it is.
       n_visible: GPUs that this process sees. A launcher that shows each process one
         GPU only calls it 0, whatever the process's rank.
       environ: of the process.
 
     Raises:
-      ValueError: the launcher's number of this process on its machine is none.
+      ValueError: the launcher's local rank of this process is not a number.
     """
     if device != "cuda":
         return device
@@ -82,3 +78,34 @@ def default_dtype(device: str) -> Literal["bfloat16", "float32"]:
     times the time of a GPU, and on a processor it is the faster one.
     """
     return "bfloat16" if device.startswith("cuda") else "float32"
+
+
+ModelDtype = Literal["float32", "bfloat16", "float16"]
+Device = Literal["cpu", "cuda"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackboneConfig:
+    """The run's section `backbone`: which model answers and is read.
+
+    Attributes:
+      model: directory or Hub id, or "embedded".
+      dtype: of the weights where the model is loaded here.
+      device: likewise; under torchrun, "cuda" is each process's own GPU.
+      n_threads: of Torch; sums are rounded by it, so it is part of the run.
+    """
+
+    model: str = EMBEDDED
+    dtype: ModelDtype = "float32"
+    device: Device = "cpu"
+    n_threads: int = 2
+
+    @property
+    def path(self) -> str:
+        """What Transformers loads."""
+        return model_path(self.model)
+
+
+def backbone_of(run: RunDir) -> BackboneConfig:
+    """Return which model a run asks."""
+    return run.section("backbone", BackboneConfig)

@@ -1,4 +1,4 @@
-"""Does what we read sum to what the model does? Asked of every backbone on loading.
+"""Does what we read sum to what the model does? Checked for every backbone.
 
 A layout found by names can be wrong without failing: a residual multiplier, a third
 addition, a scaled stream. On a short batch these identities must hold: our path's
@@ -8,13 +8,11 @@ stream; the pushes of all layers sum to the difference that the model's own fina
 norm makes; and neither padding nor the other example of the batch changes what is
 read of one.
 
-The batch has one row of 7 tokens and one of 11; where the model's smallest window or
+The batch has one row of 7 tokens and one of 11. Where the model's smallest window or
 chunk of attention is at most 1024 tokens, the longer row is three tokens longer than
-that, since a mask that was not handed over shows nowhere else. Not covered is what
-changes further out: larger windows (Mistral's 4096), and the second window where a
-model has two. Where rotary embeddings switch at a length (Phi-3's at 4096) nothing
-need be: `window_of` ends what is read there. In half precision three keys too
-many of several hundred can be within the rounding allowed.
+that, since a lost mask shows nowhere else. Not covered are larger windows (Mistral's
+4096) and a second window. In half precision three keys too many of several hundred
+can be within the rounding allowed.
 """
 
 import copy
@@ -22,11 +20,11 @@ import dataclasses
 
 import torch
 
-from extract.backbone.layout import LayerPass, watch_layers
+from extract.backbone.layout import LayerPass
 from extract.backbone.loading import Backbone
 from extract.signals import residual
-from extract.signals.attention import SpanReading, read_spans
-from extract.signals.budgets import budget_for
+from extract.signals.attention import run_decoder
+from extract.signals.batch import budget_for
 from extract.signals.probability import Head
 
 # Relative. In bf16 sums in float32 differ from the stream's own rounding by 3e-3
@@ -43,42 +41,41 @@ _N_COMPARED = 16
 
 
 @dataclasses.dataclass
-class _Sums:
-    """What the check gathers while the layers run."""
+class _Pass:
+    """One forward on the reading path.
 
-    scores: residual.Scores
-    layout_scales: list[torch.Tensor | float]
+    Attributes:
+      lens: reads the pushes.
+      scales: what each layer multiplies its output by.
+      errors: per layer, how far the contributions miss the change of the stream,
+        relative to its norm.
+      pushes: `[n_examples, n_tokens]`, summed over the layers.
+      first: `[n_examples, n_tokens, d_model]`, the embedding.
+      last: likewise, after the last layer and before its scale.
+      final: likewise, final-normed.
+      attn: `[n_examples, n_tokens, 2, 2, n_attention_layers, n_heads]`.
+    """
+
+    lens: residual.LogitLens
+    scales: list[torch.Tensor | float]
     errors: list[float] = dataclasses.field(default_factory=list)
     pushes: torch.Tensor | float = 0.0
     first: torch.Tensor | None = None
     last: torch.Tensor | None = None
+    final: torch.Tensor | None = None
+    attn: torch.Tensor | None = None
 
     def on_layer(self, layer_pass: LayerPass) -> None:
         """Add one layer."""
         if self.first is None:
             self.first = layer_pass.h_in.float().clone()
-        out = layer_pass.h_out.float() / self.layout_scales[layer_pass.index]
+        out = layer_pass.h_out.float() / self.scales[layer_pass.index]
         total = layer_pass.h_in.float() + layer_pass.att.float()
         error = (total + layer_pass.ffn.float() - out).norm(dim=-1)
         self.errors.append(float((error / out.norm(dim=-1)).max()))
-        scalars = residual.contribution_scalars(layer_pass, self.scores)
+        scalars = residual.contribution_scalars(layer_pass, self.lens)
         self.pushes = self.pushes + scalars[..., 1] + scalars[..., 3]
         self.last = out.clone()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Pass:
-    """One forward on the reading path.
-
-    Attributes:
-      final: `[n_examples, n_tokens, d_model]`, final-normed.
-      attn: `[n_examples, n_tokens, 2, 2, n_attention_layers, n_heads]`.
-      sums: what was gathered on the way.
-    """
-
-    final: torch.Tensor
-    attn: torch.Tensor
-    sums: _Sums
 
 
 def _window_of(backbone: Backbone) -> int | None:
@@ -90,13 +87,6 @@ def _window_of(backbone: Backbone) -> int | None:
     return min((w for w in windows if w is not None and w <= longest), default=None)
 
 
-def _lengths_of(backbone: Backbone) -> tuple[int, int]:
-    """Return the tokens of the two rows, the longer first."""
-    window = _window_of(backbone)
-    beyond = 0 if window is None else window + _N_BEYOND
-    return max(_LENGTHS[0], beyond), _LENGTHS[1]
-
-
 def _probe_ids(backbone: Backbone, lengths: tuple[int, int]) -> torch.Tensor:
     """Return `[2, n_tokens]` ids spread over the vocabulary, distinct if it is large.
 
@@ -105,15 +95,10 @@ def _probe_ids(backbone: Backbone, lengths: tuple[int, int]) -> torch.Tensor:
     vocab_size = backbone.layout.head.out_features
     n_ids, n_tokens = sum(lengths), lengths[0]
     # Embedding tables may be shorter than a padded head.
-    n_words = min(vocab_size, backbone.model.get_input_embeddings().num_embeddings)
-    ids = torch.arange(1, n_ids + 1) * max(1, n_words // (n_ids + 1)) % n_words
+    n_used = min(vocab_size, backbone.model.get_input_embeddings().num_embeddings)
+    ids = torch.arange(1, n_ids + 1) * max(1, n_used // (n_ids + 1)) % n_used
     second = torch.cat([ids[n_tokens:], ids[-1].expand(n_tokens - lengths[1])])
     return torch.stack([ids[:n_tokens], second]).to(backbone.device)
-
-
-def _spans_of(lengths: tuple[int, ...]) -> torch.Tensor:
-    """Return `[n_examples, 3, 2]` spans that end with their row."""
-    return torch.tensor([[[0, 3], [3, n - 2], [n - 2, n]] for n in lengths])
 
 
 def _read(
@@ -124,21 +109,12 @@ def _read(
 ) -> _Pass:
     """Run the reading path on `[n_examples, n_tokens]` ids."""
     layout = backbone.layout
-    scores = residual.Scores(final_norm, layout.head, ids.roll(-1, dims=1))
-    sums = _Sums(scores, [layer.scale() for layer in layout.layers])
-    reading = SpanReading(
-        _spans_of(lengths),
-        ids.shape[1],
-        backbone.attention_layers,
-        budget_for(ids.device).n_attention_weights,
-        ids.device,
-    )
-    with (
-        read_spans(layout.decoder, reading),
-        watch_layers(layout, sums.on_layer),
-    ):
-        final = layout.decoder(input_ids=ids, use_cache=False).last_hidden_state
-    return _Pass(final=final, attn=reading.readings(), sums=sums)
+    lens = residual.LogitLens(final_norm, layout.head, ids.roll(-1, dims=1))
+    found = _Pass(lens, [layer.scale() for layer in layout.layers])
+    spans = torch.tensor([[[0, 3], [3, n - 2], [n - 2, n]] for n in lengths])
+    budget = budget_for(ids.device).n_attention_weights
+    found.final, found.attn = run_decoder(layout, ids, spans, budget, found.on_layer)
+    return found
 
 
 def _check_close(
@@ -149,7 +125,12 @@ def _check_close(
     *,
     every: bool = True,
 ) -> None:
-    """Compare every row, or the median row, relative to the largest expected value."""
+    """Compare every row, or the median row, relative to the largest expected value.
+
+    `every` is False between batches of different shape in half precision: products
+    round differently there, which can send single tokens to another expert; a wrong
+    reading is wrong for all.
+    """
     scale = float(expected.float().abs().max()) + 1e-6
     errors = (found.float() - expected.float()).abs().flatten(1).amax(1)
     error = float(errors.max() if every else errors.median()) / scale
@@ -161,18 +142,9 @@ def _check_close(
         )
 
 
-def _is_reproducible(backbone: Backbone) -> bool:
-    """Tell whether every token must agree between batches of different shape.
-
-    In half precision products round differently there, which can send single tokens
-    to another expert; a wrong reading is wrong for all.
-    """
-    return backbone.dtype == torch.float32
-
-
-def _check_sums(backbone: Backbone, sums: _Sums) -> None:
+def _check_sums(backbone: Backbone, errors: list[float]) -> None:
     """Require that contributions sum to the change of the stream in every layer."""
-    for index, error in enumerate(sums.errors):
+    for index, error in enumerate(errors):
         if not error <= _SUM_TOLERANCE[backbone.dtype]:
             raise ValueError(
                 f"unknown residual layout: in layer {index} of "
@@ -218,7 +190,7 @@ def _check_logits(
             torch.cat(theirs),
             _VALUE_TOLERANCE[backbone.dtype],
             f"the logits of the reading pass and of the untouched model{where}",
-            every=_is_reproducible(backbone),
+            every=backbone.dtype == torch.float32,
         )
 
 
@@ -230,7 +202,6 @@ def _check_alone(
     together: _Pass,
 ) -> None:
     """Read each example alone and unpadded; nothing may change."""
-    tolerance = _VALUE_TOLERANCE[backbone.dtype]
     for row, length in enumerate(lengths):
         alone = _read(backbone, final_norm, ids[row : row + 1, :length], (length,))
         # The last token's own target is the neighbour's in one of the two.
@@ -238,28 +209,28 @@ def _check_alone(
             "states": (together.final[row, :length], alone.final[0]),
             "attention readings": (together.attn[row, :length], alone.attn[0]),
             "pushes": (
-                together.sums.pushes[row, : length - 1, None],
-                alone.sums.pushes[0, :-1, None],
+                together.pushes[row, : length - 1, None],
+                alone.pushes[0, :-1, None],
             ),
         }
         for what, (found, expected) in pairs.items():
             _check_close(
                 found,
                 expected,
-                tolerance,
+                _VALUE_TOLERANCE[backbone.dtype],
                 f"the {what} of a sequence in a padded batch and alone",
-                every=_is_reproducible(backbone),
+                every=backbone.dtype == torch.float32,
             )
 
 
-def _check_pushes(backbone: Backbone, sums: _Sums, targets: torch.Tensor) -> None:
+def _check_pushes(backbone: Backbone, found: _Pass, targets: torch.Tensor) -> None:
     """Compare summed pushes with the final norm applied to both ends."""
     # In float32, as the pushes are: the stream's dtype would round both ends.
     norm = copy.deepcopy(backbone.layout.final_norm).float()
-    words = backbone.layout.head.weight[targets].float()
-    before, after = [(norm(end) * words).sum(-1) for end in (sums.first, sums.last)]
+    rows = backbone.layout.head.weight[targets].float()
+    before, after = [(norm(end) * rows).sum(-1) for end in (found.first, found.last)]
     _check_close(
-        sums.pushes[..., None],
+        found.pushes[..., None],
         (after - before)[..., None],
         _PUSH_TOLERANCE[backbone.dtype],
         "the summed pushes and the final norm's own difference",
@@ -275,12 +246,14 @@ def check_parity(
     Raises:
       ValueError: "unknown residual layout", naming the identity that failed.
     """
-    lengths = _lengths_of(backbone)
+    window = _window_of(backbone)
+    longest = max(_LENGTHS[0], 0 if window is None else window + _N_BEYOND)
+    lengths = longest, _LENGTHS[1]
     ids = _probe_ids(backbone, lengths)
     together = _read(backbone, final_norm, ids, lengths)
-    _check_sums(backbone, together.sums)
+    _check_sums(backbone, together.errors)
     if not bool(together.attn.isfinite().all()):
         raise ValueError("unknown residual layout: an attention reading is not finite")
     _check_logits(backbone, ids, lengths, together.final, head)
-    _check_pushes(backbone, together.sums, ids.roll(-1, dims=1))
+    _check_pushes(backbone, together, ids.roll(-1, dims=1))
     _check_alone(backbone, final_norm, ids, lengths, together)

@@ -8,8 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from extract.datasets.files.kinds import FileType
-from extract.datasets.loading import DatasetFile, Loaded, Refusal
-from extract.datasets.opening import FileRefused, open_dataset
+from extract.datasets.loading import (
+    DatasetFile,
+    FileRefused,
+    Loaded,
+    Refusal,
+    open_dataset,
+)
 from extract.datasets.readers.question import DATASETS
 from extract.label.verdicts import normalise
 from extract.run.files import sha256_file

@@ -6,27 +6,24 @@ its number and the reason.
 
 import collections
 import dataclasses
-import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from extract.datasets.files.kinds import FileType
+from extract.datasets.fields import Record, has_answers
+from extract.datasets.files.kinds import FileType, recognise
 from extract.datasets.files.streams import RawRecord, RecordStream
-from extract.datasets.readers import (
-    community,
-    dpr,
-    multihop,
-    neutral,
-    nq,
-    popqa,
-    triviaqa,
+from extract.datasets.readers import dpr, multihop, neutral, single_hop, triviaqa
+from extract.datasets.readers.passages import check_no_passages
+from extract.datasets.readers.question import (
+    Format,
+    Question,
+    dataset_named,
+    dataset_of_style,
+    is_foreign,
 )
-from extract.datasets.readers.fields import has_answers
-from extract.datasets.readers.passages import check_all_read
-from extract.datasets.readers.question import Format, Question, Record
-from extract.datasets.readers.triviaqa import attach
+from extract.datasets.readers.triviaqa import attach, find_evidence
 
 
 def _read_document(record: Record) -> Question | None:
@@ -39,48 +36,48 @@ def _read_document(record: Record) -> Question | None:
     return found.read(record)
 
 
-LM_EVAL = Format(
-    name="lm-eval samples",
-    fits=lambda r: (
-        "doc" in r and bool({"target", "resps", "filtered_resps", "doc_id"} & r.keys())
-    ),
-    read=functools.partial(neutral.read_lm_eval, read_document=_read_document),
-)
+def _fits_log(record: Record) -> bool:
+    marks = {"target", "resps", "filtered_resps", "doc_id"}
+    return "doc" in record and not marks.isdisjoint(record)
+
+
+def _read_log(record: Record) -> Question:
+    return neutral.read_lm_eval(record, read_document=_read_document)
+
 
 FORMATS: tuple[Format, ...] = (
-    LM_EVAL,
+    Format("lm-eval samples", _fits_log, _read_log),
     *triviaqa.FORMATS,
-    *popqa.FORMATS,
+    *single_hop.POPQA_FORMATS,
     *dpr.FORMATS,
-    *nq.FORMATS,
+    *single_hop.NQ_FORMATS,
     *neutral.FORMATS,
     *multihop.FORMATS,
-    *community.FORMATS,
+    *neutral.OTHER_FORMATS,
     *multihop.WEAK_FORMATS,
     *neutral.WEAK_FORMATS,
 )
+_IN_ORDER = sorted(FORMATS, key=lambda known: known.is_weak)
 
 
 def recognise_record(record: Record) -> Format | None:
     """Return the layout of one record: the first strong one that fits, or a weak."""
-    fitting = [known for known in FORMATS if known.fits(record)]
-    strong = [known for known in fitting if not known.is_weak]
-    return next(iter(strong or fitting), None)
+    return next((known for known in _IN_ORDER if known.fits(record)), None)
 
 
-def choose_format(records: Sequence[Record]) -> Format | None:
+def choose_format(records: Iterable[Record]) -> Format | None:
     """Return the layout of a file from its first records.
 
     The most frequent one, where a layout that any damaged record fits (a question and
     an answer) only counts if there is no other.
     """
-    found = [known for record in records if (known := recognise_record(record))]
-    strong = [known for known in found if not known.is_weak]
-    counts = collections.Counter(FORMATS.index(known) for known in strong or found)
-    if not counts:
-        return None
-    index, _ = min(counts.items(), key=lambda item: (-item[1], item[0]))
-    return FORMATS[index]
+    counts = collections.Counter(map(recognise_record, records))
+    del counts[None]
+    return min(
+        counts,
+        key=lambda known: (known.is_weak, -counts[known], _IN_ORDER.index(known)),
+        default=None,
+    )
 
 
 # A layout tells less than marks in the records: others may have written so too.
@@ -162,7 +159,8 @@ class DatasetFile:
             return Refusal(raw.number, raw.at, f"is of another kind ({known.name})")
         try:
             question = known.read(raw.value)
-            check_all_read(raw.value, question)
+            if not (question.passages or question.documents):
+                check_no_passages(raw.value)
             if question.documents or known.dataset == "triviaqa":
                 question = attach(question, self.evidence)
         except ValueError as error:
@@ -202,7 +200,8 @@ class DatasetFile:
 
 def _taken_id(question: Question, number: int, seen: dict[int, int]) -> str | None:
     """Say that another record of the file has the id; `seen` grows."""
-    first = seen.setdefault(_id_key(question), number)
+    short = hash((question.dataset, question.id))  # as an id takes too much memory
+    first = seen.setdefault(short, number)
     if first == number or question.has_made_id:
         return None
     return f"the id {question.id!r} is that of record {first} already"
@@ -214,10 +213,9 @@ def _other_filter(question: Question, filters: list[Any]) -> str | None:
     A log with two filters has every question twice, with two answers of the model.
     """
     name = question.meta.get("filter")
-    if name is None or not filters:
-        filters += [] if name is None else [name]
-        return None
-    if name == filters[0]:
+    if name is not None and not filters:
+        filters.append(name)
+    if name is None or name == filters[0]:
         return None
     return (
         f"the same questions again through the filter {name!r}: only the first "
@@ -225,6 +223,129 @@ def _other_filter(question: Question, filters: list[Any]) -> str | None:
     )
 
 
-def _id_key(question: Question) -> int:
-    """Return a short stand-in for a question's id."""
-    return hash((question.dataset, question.id))
+N_SAMPLE = 64  # records from which a file's layout and question set are told
+N_SEARCHED = 4096  # records read for one of a known layout, where the first are not
+
+
+class FileRefused(ValueError):
+    """A file whose container was recognised, and which holds no questions.
+
+    Attributes:
+      type: how it holds its records.
+      format: the layout that they are of, or None if it is not known.
+    """
+
+    def __init__(self, message: str, file_type: FileType, known: str | None) -> None:
+        """Say why, and what is known all the same."""
+        super().__init__(message)
+        self.type, self.format = file_type, known
+
+
+def open_dataset(
+    path: Path, *, dataset: str | None = None, evidence: Path | None = None
+) -> DatasetFile:
+    """Recognise a file of questions.
+
+    Args:
+      path: the file; its name does not matter where its content tells.
+      dataset: its question set, if known; refused where the records say otherwise.
+      evidence: TriviaQA's folder of pages; looked for beside the file if None.
+
+    Raises:
+      ValueError: it holds no questions in any known layout; the message says what it
+        holds instead.
+    """
+    file_type = recognise(path)
+    try:
+        records, known = _sample(path, file_type)
+    except ValueError as error:
+        raise FileRefused(str(error), file_type, None) from None
+    if known.read is None:
+        raise FileRefused(f"{path} {known.refusal}", file_type, known.name)
+    file = DatasetFile(
+        path=path,
+        type=file_type,
+        format=known,
+        dataset=None,
+        dataset_from=None,
+        evidence=evidence or find_evidence(path),
+    )
+    name, source = _dataset_of(file, records)
+    if dataset is not None:
+        if source == "records" and name != dataset:
+            raise ValueError(
+                f"{path} holds {name}, not {dataset}; give it under its own name"
+            )
+        name, source = dataset, "given"
+    return dataclasses.replace(file, dataset=name, dataset_from=source)
+
+
+def _sample(path: Path, file_type: FileType) -> tuple[list[RawRecord], Format]:
+    """Return the first records and their layout.
+
+    Where none of them is of a known one, more are read: a damaged beginning does not
+    make a file of questions another kind of file.
+    """
+    sample: list[RawRecord] = []
+    n_read = n_known = 0
+    try:
+        for raw in RecordStream(path, file_type):
+            is_known = _format_of([raw]) is not None
+            n_read, n_known = n_read + 1, n_known + is_known
+            if is_known or n_read <= N_SAMPLE:  # a thousand unknown ones may be large
+                sample.append(raw)
+            if n_read == N_SEARCHED or (n_known and n_read % N_SAMPLE == 0):
+                break
+    except ValueError:
+        if not any(raw.value is not None for raw in sample):
+            raise  # otherwise what was read tells what the file is
+    if not sample:
+        raise ValueError(f"{path} holds no records")
+    values = [raw.value for raw in sample if raw.value is not None]
+    if not values:
+        raise ValueError(
+            f"{path}: none of the first {n_read} records can be read; record "
+            f"{sample[0].number} ({sample[0].at}): {sample[0].problem}"
+        )
+    known = _format_of(sample)
+    if known is None:
+        keys = ", ".join(repr(key) for key in list(values[0])[:8])
+        what = f"with the fields {keys}" if keys else "without any field"
+        raise ValueError(
+            f"{path}: records {what} are of no known layout of questions; save them "
+            'as FlashRAG does, {"id", "question", "golden_answers"} on each line'
+        )
+    return sample, known
+
+
+def _format_of(sample: list[RawRecord]) -> Format | None:
+    """Return the layout of the records that could be read."""
+    return choose_format([raw.value for raw in sample if raw.value is not None])
+
+
+def _dataset_of(
+    file: DatasetFile, sample: list[RawRecord]
+) -> tuple[str | None, DatasetSource | None]:
+    """Return the question set and what told it."""
+    found = [file.read_one(raw) for raw in sample]
+    questions = [one.question for one in found if isinstance(one, Loaded)]
+    named = collections.Counter(q.dataset for q in questions if q.dataset)
+    known = file.format.dataset
+    if named:
+        most = max(named.values())
+        # Where two sets have as many, it is that of the format.
+        is_known = known is not None and named[known] == most
+        return known if is_known else named.most_common(1)[0][0], "records"
+    if known is not None and not file.format.is_weak:
+        return known, "records"
+    guess, source = None, None
+    if not is_foreign(file.path.name):
+        guess, source = known, "layout"
+        # Layouts of nobody in particular are not guessed at: any set may be so written.
+        if known is None and not file.format.is_weak:
+            guess, source = dataset_of_style(questions), "style of the questions"
+    # A name goes before a guess: short lists of aliases are PopQA's as well.
+    name = dataset_named(file.path.name) or dataset_named(file.path.parent.name)
+    if name is not None and name != guess:
+        return name, "file name"
+    return guess, source if guess is not None else None

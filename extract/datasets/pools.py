@@ -1,65 +1,20 @@
 """What may be drawn from each file, and what each file gave."""
 
 import dataclasses
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from extract.datasets.loading import DatasetFile, Loaded, Refusal
-from extract.datasets.opening import open_dataset
-from extract.datasets.splits import Candidate, Role, SplitConfig, read_splits, text_key
+from extract.datasets.config import BuildConfig, Context, Role, Source
+from extract.datasets.loading import DatasetFile, Loaded, Refusal, open_dataset
+from extract.datasets.splits import Candidate, text_key
 from extract.run.files import sha256_file
 
-Context = Literal["supporting", "all", "none"]
 MAX_LISTED = 1000  # refusals named one by one in the manifest; all are counted
 _WANTED = {
     "supporting": "a supporting passage",
     "all": "a passage",
     "none": "an answer",
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Source:
-    """One file and what it is for."""
-
-    dataset: str
-    role: Role
-    path: Path
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BuildConfig:
-    """What is built.
-
-    Attributes:
-      context: passages of an example: the supporting ones, as in the paper, all that
-        came with it, or none. With `supporting`, questions without one are left out;
-        with `none`, questions are asked closed-book only.
-      contexts: the same for sets that differ from the others.
-      skip_bad: leave refused records out and list them, instead of stopping.
-      evidence: TriviaQA's folder of pages, if it is not beside the file.
-    """
-
-    splits: SplitConfig
-    context: Context = "supporting"
-    contexts: Mapping[str, Context] = dataclasses.field(default_factory=dict)
-    skip_bad: bool = False
-    evidence: Path | None = None
-
-    def context_of(self, dataset: str) -> Context:
-        """Return which passages the examples of one set have."""
-        return self.contexts.get(dataset, self.context)
-
-    def contexts_as_text(self) -> str:
-        """Return what a manifest says: "supporting popqa=none"."""
-        others = (
-            f"{dataset}={context}"
-            for dataset, context in sorted(self.contexts.items())
-            if context != self.context
-        )
-        return " ".join((self.context, *others))
 
 
 @dataclasses.dataclass
@@ -188,77 +143,3 @@ def read_pools(
             f"repeated){'' if context != 'none' else '; closed-book only'}"
         )
     return pools, reports
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """What the questions depend on.
-
-    Attributes:
-      splits: how they were drawn, or None where the splits were given.
-      fixed: SHA-256 of the manifest that the splits were taken from, or None.
-      context: which passages an example has: "supporting", or with the sets that
-        differ, "supporting popqa=none".
-      skip_bad: whether refused records were left out.
-      sources: (set, role, SHA-256) of each file, sorted.
-    """
-
-    splits: SplitConfig | None
-    fixed: str | None
-    context: str
-    skip_bad: bool
-    sources: tuple[tuple[str, str, str], ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return JSON values, lists for tuples."""
-        return json.loads(json.dumps(dataclasses.asdict(self), sort_keys=True))
-
-    @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> "DataConfig":
-        """Return what `as_json` gave.
-
-        Raises:
-          KeyError: a field is missing.
-          TypeError: the splits have other fields.
-        """
-        splits = found["splits"]
-        return cls(
-            splits=None if splits is None else SplitConfig(**splits),
-            fixed=found["fixed"],
-            context=found["context"],
-            skip_bad=found["skip_bad"],
-            sources=tuple((name, role, sha) for name, role, sha in found["sources"]),
-        )
-
-
-def data_config(
-    sources: Sequence[Source], config: BuildConfig, fixed: Path | None
-) -> DataConfig:
-    """Return what a build depends on.
-
-    Args:
-      sources: at least one file.
-      config: what is built.
-      fixed: a manifest whose splits are used, or None.
-
-    Raises:
-      ValueError: a file is missing, the manifest is none, or a set has a context of
-        its own and no file.
-    """
-    for dataset in sorted(config.contexts.keys() - {s.dataset for s in sources}):
-        raise ValueError(
-            f"--context {dataset}={config.contexts[dataset]}: no file of {dataset} is "
-            "given; leave it out, or give one"
-        )
-    for source in sources:
-        if not source.path.is_file():
-            raise ValueError(f"{source.path}: no such file")
-    return DataConfig(
-        splits=config.splits if fixed is None else None,
-        fixed=None if fixed is None else read_splits(fixed)["sha256"],
-        context=config.contexts_as_text(),
-        skip_bad=config.skip_bad,
-        sources=tuple(
-            sorted((s.dataset, s.role, sha256_file(s.path)) for s in sources)
-        ),
-    )

@@ -11,52 +11,13 @@ import json
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from extract.datasets.config import Role, SplitConfig
 from extract.label.verdicts import normalise
 from extract.records import Split
 
-Role = Literal["train", "dev", "held-out"]
 ROLES: tuple[Role, ...] = ("dev", "held-out", "train")  # evaluation chooses first
-HELD_OUT_SIZES = {"popqa": 1000, "nq": 1182, "triviaqa": 1277}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SplitConfig:
-    """How many questions each split has; defaults are those of appendix A.
-
-    Attributes:
-      seed: of the hash that orders the questions.
-      n_train: of each set with a training file.
-      n_evaluation: validation and test each, of each set with a development file.
-      n_held_out: of each set that is never trained on.
-    """
-
-    seed: int = 0
-    n_train: int = 10_000
-    n_evaluation: int = 500
-    n_held_out: Mapping[str, int] = dataclasses.field(
-        default_factory=lambda: dict(HELD_OUT_SIZES)
-    )
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that are none."""
-        for size in (self.n_train, self.n_evaluation, *self.n_held_out.values()):
-            if size < 1:
-                raise ValueError(f"a split has at least one question, not {size}")
-
-    def sizes(self, dataset: str, role: Role) -> dict[Split, int]:
-        """Return the splits that a file's questions go to, with their sizes."""
-        if role == "train":
-            return {"train": self.n_train}
-        if role == "dev":
-            return {"validation": self.n_evaluation, "test": self.n_evaluation}
-        if dataset not in self.n_held_out:
-            raise ValueError(
-                f"appendix A holds out {', '.join(HELD_OUT_SIZES)}, and gives no size "
-                f"for {dataset}; say how many with --n-held-out {dataset}=N"
-            )
-        return {"ood": self.n_held_out[dataset]}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,6 +35,9 @@ class RunPath(click.Path):
         return super().convert(value, param, ctx)
 
 
+Update = Callable[[int, int], None]  # (done, total)
+
+
 class Progress:
     """Bars with rates on a terminal, plain lines otherwise, all on stderr."""
 
@@ -43,7 +46,7 @@ class Progress:
         click.echo(text, err=True)
 
     @contextlib.contextmanager
-    def stage(self, name: str) -> Iterator[Callable[[int, int], None]]:
+    def stage(self, name: str) -> Iterator[Update]:
         """Show one stage; yields what is told (done, total)."""
         began = time.monotonic()
         if sys.stderr.isatty():
@@ -55,7 +58,7 @@ class Progress:
 
 
 @contextlib.contextmanager
-def _bar(name: str) -> Iterator[Callable[[int, int], None]]:
+def _bar(name: str) -> Iterator[Update]:
     """Show a bar with done, total, rate and time left."""
     from rich import console, progress
 
@@ -79,7 +82,7 @@ def _bar(name: str) -> Iterator[Callable[[int, int], None]]:
         yield update
 
 
-def _plain_lines(name: str, began: float) -> Callable[[int, int], None]:
+def _plain_lines(name: str, began: float) -> Update:
     """Return an update that prints a line with the rate every ten seconds."""
     last = began
 

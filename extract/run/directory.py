@@ -1,28 +1,34 @@
 """One directory per experiment: where things lie, who holds it, what is finished.
 
-Standard library only, as in the modules imported here, so that every room may import
+Neither Torch nor JAX, as in the modules imported here, so that every room may import
 it. Three promises:
 
   * a file written here is the old one or the new one, never half of either;
-  * a directory holds one configuration, and one process changes it at a time;
+  * a directory holds one run's settings, and one process changes it at a time;
   * a stage counts as finished only while its inputs and outputs are the files it
     was finished with.
 """
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import BinaryIO, Self
 
 from extract.records import SETTINGS, Setting
 from extract.run.files import sha256_tree, write_json_atomic
 from extract.run.lock import take_lock
 from extract.run.manifest import (
+    NewRun,
+    Preset,
+    Section,
     agree_on_manifest,
     manifest_file,
     package_versions,
+    read_manifest,
+    read_section,
     refuse_foreign,
+    settle_section,
     utc_now,
 )
 
@@ -215,32 +221,60 @@ class RunDir:
 
     @classmethod
     def open(
-        cls, path: Path | str, config: Mapping[str, Any], *, exclusive: bool = True
+        cls, path: Path | str, asked: NewRun | None = None, *, exclusive: bool = True
     ) -> Self:
-        """Create a run directory, or continue one of the same configuration.
+        """Create a run directory, or continue one.
 
         Args:
-          path: the directory; created if absent, taken if empty.
-          config: what the run's numbers depend on; JSON values.
+          path: the directory; created if absent and taken if empty where `asked` says
+            what it is to be.
+          asked: what the run is; what is there must agree. None takes what is there.
           exclusive: hold the directory alone. False for the workers of one stage
             that a launcher starts together (each writes files of its own): they
             share it, and keep others out.
 
         Raises:
           InUse: another live process holds it.
-          ValueError: the path is something else, or holds another configuration.
+          ValueError: the path is something else, or holds another run.
         """
         path = Path(path)
-        refuse_foreign(path)
-        path.mkdir(parents=True, exist_ok=True)
-        lock = take_lock(path / "lock", shared=not exclusive)
-        run = cls(path, lock)
+        if asked is None:
+            read_manifest(path)
+        else:
+            refuse_foreign(path)
+            path.mkdir(parents=True, exist_ok=True)
+        run = cls(path, take_lock(path / "lock", shared=not exclusive))
         try:
-            agree_on_manifest(path, config)
+            if asked is not None:
+                agree_on_manifest(path, asked)
         except BaseException:
             run.close()
             raise
         return run
+
+    @property
+    def preset(self) -> Preset:
+        """Sizes that the sections of the manifest started from."""
+        return read_manifest(self.path)["preset"]
+
+    @property
+    def seed(self) -> int:
+        """Of training, selection and bootstrap."""
+        return read_manifest(self.path)["seed"]
+
+    def section(self, name: str, kind: type[Section]) -> Section:
+        """Return the settings of a verb, see `read_section`."""
+        return read_section(self.path, name, kind)
+
+    def settle(
+        self,
+        name: str,
+        presets: Mapping[Preset, Section],
+        change: Callable[[Section], Section] | None = None,
+        **options: bool,
+    ) -> Section:
+        """Return a verb's settings and write new ones down, see `settle_section`."""
+        return settle_section(self.path, name, presets, change, **options)
 
     def close(self) -> None:
         """Let go of the directory."""
@@ -294,6 +328,11 @@ class RunDir:
     def stage_record(self, name: str) -> StageRecord | None:
         """Return what a stage left behind, or None if it is not finished."""
         return StageRecord.read(self._stage_file(name))
+
+    def stage_records(self) -> list[str]:
+        """Return the names of the stages that have a record, oldest first."""
+        files = sorted(self.stages.glob("*.json"), key=lambda p: p.stat().st_mtime_ns)
+        return [file.stem for file in files]
 
     def stage_gap(
         self, name: str, inputs: Mapping[str, str] | None = None

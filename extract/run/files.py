@@ -80,6 +80,12 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
+def sha256_json(value: Any) -> str:
+    """Return the SHA-256 of a JSON value, whatever the order of its keys."""
+    canonical = json.dumps(value, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
 def sha256_tree(path: Path) -> str | None:
     """Hash a file, or a folder by names and contents; None if there is neither."""
     if path.is_file():
@@ -89,6 +95,43 @@ def sha256_tree(path: Path) -> str | None:
     files = sorted(file for file in path.rglob("*") if file.is_file())
     lines = [f"{sha256_file(f)}  {f.relative_to(path).as_posix()}\n" for f in files]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+CHECKSUMS = "checksums.json"
+
+
+def write_checksums(folder: Path) -> None:
+    """Write down the SHA-256 of every file below a folder, beside them."""
+    sums = {name: sha256_file(folder / name) for name in _names(folder)}
+    (folder / CHECKSUMS).write_text(json.dumps(sums, indent=1, sort_keys=True))
+
+
+def verify_checksums(folder: Path) -> None:
+    """Check every file of a folder against its checksums.
+
+    Raises:
+      ValueError: a file is missing, added or changed, or there are no checksums.
+    """
+    try:
+        expected = json.loads((folder / CHECKSUMS).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"no readable {CHECKSUMS} in {folder}: {error}") from None
+    found = _names(folder)
+    if odd := sorted(set(expected) ^ set(found)):
+        what = "missing" if odd[0] in expected else f"not in {CHECKSUMS}"
+        raise ValueError(f"{folder} is damaged: {odd[0]} is {what}")
+    for name in found:
+        if sha256_file(folder / name) != expected[name]:
+            raise ValueError(
+                f"{folder} is damaged: {name} does not match its SHA-256; copy it "
+                "again or do the stage again"
+            )
+
+
+def _names(folder: Path) -> list[str]:
+    """Relative names of all files below a folder, but the checksums."""
+    files = (p.relative_to(folder) for p in folder.rglob("*") if p.is_file())
+    return sorted(str(name) for name in files if str(name) != CHECKSUMS)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,15 +1,29 @@
-"""The manifest of a run directory: which configuration its numbers belong to."""
+"""The manifest of a run directory: which settings its numbers belong to.
 
+It holds what the whole run shares (preset and seed) and a section of settings for
+each verb. A section is a frozen dataclass beside the code that uses it. It is written
+when the verb first runs, from the run's preset and the options given, and stays: a
+verb reads its own section, and nobody needs to know all of them.
+"""
+
+import dataclasses
 import datetime
 import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, get_args
+
+import msgspec
 
 from extract.run.files import sync_folder, write_json_atomic, write_temporary
+
+Preset = Literal["demo", "smoke", "paper"]
+PRESETS: tuple[Preset, ...] = get_args(Preset)
+FORMAT, VERSION = "beatrice-run", 2
+Section = TypeVar("Section")
 
 _PACKAGES = (
     "beatrice-probe",
@@ -46,24 +60,32 @@ def utc_now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-_LENGTH = "max_new_tokens"  # chosen for published questions, else the preset's
-# What options of the command line set, in the order in which a person thinks of them.
-_CHOICES = (
-    "preset",
-    "model",
-    "seed",
-    "data",
-    "prompt",
-    "model_dtype",
-    "device",
-    "extract.hidden_layers",
-    "extract.hidden_spans",
-    "extract.dtype",
-    "extract.scalars",
-    "extract.answer_span",
-    "stream",
-    _LENGTH,
-)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NewRun:
+    """What makes a run directory the run that it is.
+
+    Attributes:
+      preset: sizes that every verb's section starts from.
+      seed: of training, selection and bootstrap.
+      sections: settings that are known when the run is made, by name: `backbone`, and
+        `world` or `data`; a frozen dataclass each.
+    """
+
+    preset: Preset = "demo"
+    seed: int = 0
+    sections: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Check the preset's name."""
+        if self.preset not in PRESETS:
+            raise ValueError(
+                f"preset: expected one of {', '.join(PRESETS)}, found {self.preset!r}"
+            )
+
+
+def as_json(settings: Any) -> Any:
+    """Return a settings dataclass as the JSON value that a manifest holds."""
+    return json.loads(json.dumps(dataclasses.asdict(settings), allow_nan=False))
 
 
 def manifest_file(path: Path) -> Path:
@@ -74,40 +96,89 @@ def manifest_file(path: Path) -> Path:
 def read_manifest(path: Path) -> dict[str, Any]:
     """Read the manifest of a run directory.
 
+    Returns:
+      `preset`, `seed`, `sections`, `created` and `versions`.
+
     Raises:
-      ValueError: there is none, or it is no manifest of ours.
+      ValueError: there is none, or another version of this program wrote it.
     """
     file = manifest_file(path)
     if not file.is_file():
         raise ValueError(f"{path} is no run directory: it has no manifest.json")
     try:
         manifest = json.loads(file.read_text())
-        ours = manifest["format"] == "beatrice-run" and manifest["version"] == 1
-        manifest["config"]
+        found = manifest["format"], manifest["version"]
+        ours = found == (FORMAT, VERSION) and manifest["preset"] in PRESETS
+        ours = ours and type(manifest["seed"]) is int
+        ours = ours and type(manifest["sections"]) is dict
     except (ValueError, KeyError, TypeError):
         ours = False
     if not ours:
         raise ValueError(
-            f"{file} is not a manifest this program reads (beatrice-run, version 1); "
-            "choose another directory"
+            f"{file} is not a manifest this program reads ({FORMAT}, version "
+            f"{VERSION}); another version made it: start a new run directory"
         )
     return manifest
 
 
-def agree_on_manifest(path: Path, config: Mapping[str, Any]) -> None:
-    """Write the manifest, or compare with the one that is there."""
+def read_section(path: Path, name: str, kind: type[Section]) -> Section:
+    """Return the settings of a verb of a run.
+
+    Args:
+      path: the run directory.
+      name: of the section.
+      kind: the section's dataclass.
+
+    Raises:
+      ValueError: the verb has not run yet, or the section is not of this kind.
+    """
+    found = read_manifest(path)["sections"].get(name)
+    if found is None:
+        raise ValueError(f"{path} has no settings of {name} yet; run `beatrice {name}`")
+    return decode_section(found, kind, f"{manifest_file(path)}, section {name!r}")
+
+
+def decode_section(found: Any, kind: type[Section], where: str) -> Section:
+    """Return settings from their JSON value; unknown fields are refused too.
+
+    Raises:
+      ValueError: the value is not of this kind; the message says where and why.
+    """
+    try:
+        section = msgspec.convert(found, kind)
+    except msgspec.ValidationError as error:
+        reason = str(error)
+    else:
+        if as_json(section) == found:
+            return section
+        reason = "a field is missing or unknown"
+    raise ValueError(
+        f"{where}: {reason}; another version of this program made it: start a new run "
+        "directory"
+    )
+
+
+def agree_on_manifest(path: Path, asked: NewRun) -> None:
+    """Write the manifest, or compare with the one that is there.
+
+    Raises:
+      ValueError: the directory holds another run; the message says what differs.
+    """
     file = manifest_file(path)
-    asked = json.loads(json.dumps(config, allow_nan=False))
-    manifest = {
-        "format": "beatrice-run",
-        "version": 1,
-        "config": asked,
-        "created": utc_now(),
-        "versions": package_versions(),
+    wanted = {
+        "preset": asked.preset,
+        "seed": asked.seed,
+        "sections": {name: as_json(one) for name, one in asked.sections.items()},
     }
     if not file.exists():
-        text = json.dumps(manifest, indent=2) + "\n"
-        name = write_temporary(file, text.encode())
+        manifest = {
+            "format": FORMAT,
+            "version": VERSION,
+            **wanted,
+            "created": utc_now(),
+            "versions": package_versions(),
+        }
+        name = write_temporary(file, (json.dumps(manifest, indent=2) + "\n").encode())
         try:
             os.link(name, file)  # unlike a rename, never over another's
             sync_folder(path)
@@ -115,24 +186,84 @@ def agree_on_manifest(path: Path, config: Mapping[str, Any]) -> None:
             pass  # a worker started beside this one was first; compare with it
         finally:
             os.unlink(name)
-    held = read_manifest(path)["config"]
-    if held != asked:
-        here, there = _differences(held, asked)
-        raise ValueError(
-            f"{path} holds a run with {here}; you asked for {there}; "
-            "choose another directory, or repeat that run's options"
-        )
+    manifest = read_manifest(path)
+    held = {
+        "preset": manifest["preset"],
+        "seed": manifest["seed"],
+        "sections": {
+            name: manifest["sections"].get(name) for name in wanted["sections"]
+        },
+    }
+    refuse_other(path, held | held.pop("sections"), wanted | wanted.pop("sections"))
 
 
-def amend_manifest(path: Path, config: Mapping[str, Any]) -> None:
-    """Replace the configuration of a run directory in one step.
+def refuse_other(path: Path, held: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    """Refuse to go on with other settings than a run has.
 
-    The caller has seen that nothing in the directory depends on what changes. Workers
-    that do this at once write the same bytes.
+    Raises:
+      ValueError: names every entry that differs, and both values.
+    """
+    sides = _flat(held), _flat(asked)
+    differ = [
+        key
+        for key in dict.fromkeys([*sides[0], *sides[1]])
+        if any(key not in side for side in sides) or sides[0][key] != sides[1][key]
+    ]
+    if "preset" in differ:  # its sizes follow from it
+        differ = [key for key in differ if not key.startswith("world.")]
+    if not differ:
+        return
+    here, there = (
+        ", ".join(f"{k}={side[k]!r}" if k in side else f"no {k}" for k in differ)
+        for side in sides
+    )
+    raise ValueError(
+        f"{path} holds a run with {here}; you asked for {there}; choose another "
+        "directory, or repeat that run's options"
+    )
+
+
+def settle_section(
+    path: Path,
+    name: str,
+    presets: Mapping[Preset, Section],
+    change: Callable[[Section], Section] | None = None,
+    *,
+    is_replaceable: bool = False,
+    is_recorded: bool = True,
+) -> Section:
+    """Return a verb's settings, and write them down if the run has none yet.
+
+    Args:
+      path: the run directory.
+      name: of the section.
+      presets: the settings of every preset.
+      change: makes of settings what a person chose; what the run has settled must
+        agree with it.
+      is_replaceable: whether they may replace settled ones, since nothing was made
+        with these yet.
+      is_recorded: write new ones down; a dry run does not.
+
+    Raises:
+      ValueError: the run has settled on others; the message names them.
     """
     manifest = read_manifest(path)
-    manifest["config"] = json.loads(json.dumps(config, allow_nan=False))
-    write_json_atomic(manifest_file(path), manifest)
+    preset = presets[manifest["preset"]]
+    held = manifest["sections"].get(name)
+    if held is not None:
+        where = f"{manifest_file(path)}, section {name!r}"
+        settled = decode_section(held, type(preset), where)
+        asked = settled if change is None else change(settled)
+        if asked == settled:
+            return settled
+        if not is_replaceable:
+            refuse_other(path, {name: held}, {name: as_json(asked)})
+    else:
+        asked = preset if change is None else change(preset)
+    if is_recorded:
+        manifest["sections"][name] = as_json(asked)
+        write_json_atomic(manifest_file(path), manifest)
+    return asked
 
 
 def refuse_foreign(path: Path) -> None:
@@ -161,40 +292,3 @@ def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
     for key, item in value.items():
         flat |= _flat(item, f"{prefix}.{key}" if prefix else str(key))
     return flat
-
-
-def _telling(differ: list[str]) -> list[str]:
-    """Return the entries that say what differs, those that a person chose first.
-
-    A preset sets dozens of sizes, and a seed those of the stages: where these differ,
-    what follows from them says nothing more.
-    """
-    chosen = [
-        key
-        for name in _CHOICES
-        for key in differ
-        if key == name or key.startswith(f"{name}.")
-    ]
-    if "preset" in chosen:
-        return [key for key in chosen if key != _LENGTH]
-    follows = (".root_seed",) if "seed" in chosen else ()
-    others = [key for key in differ if key not in chosen]
-    return chosen + [key for key in others if not key.endswith(follows)]
-
-
-def _differences(held: Any, asked: Any) -> tuple[str, str]:
-    """Spell out, for both sides, the entries that differ."""
-    sides = _flat(held), _flat(asked)
-    both = list(dict.fromkeys([*sides[0], *sides[1]]))
-    differ = _telling(
-        [
-            key
-            for key in both
-            if any(key not in side for side in sides) or sides[0][key] != sides[1][key]
-        ]
-    )
-    first, second = (
-        ", ".join(f"{k}={side[k]!r}" if k in side else f"no {k}" for k in differ)
-        for side in sides
-    )
-    return first, second

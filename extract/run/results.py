@@ -12,7 +12,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from extract.records import from_json
+import msgspec
+
+from extract.records import Record, read_records
+from extract.run.console import Progress
+from extract.run.directory import RunDir
+from extract.run.files import write_text_atomic
 
 N_DECIMALS = 6
 
@@ -52,8 +57,7 @@ SPAN_DECISIONS = {
 RowSetting = Literal["closed_book", "with_context", "both"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ResultRow:
+class ResultRow(Record, frozen=True, kw_only=True):
     """One number, with what it was measured on.
 
     Attributes:
@@ -123,12 +127,12 @@ class ResultRow:
         )
 
 
-FIELDS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(ResultRow))
+FIELDS: tuple[str, ...] = ResultRow.__struct_fields__
 
 
 def row_to_json(row: ResultRow) -> str:
     """Return the row as one line of JSON, floats rounded to six decimals."""
-    fields = dataclasses.asdict(row)
+    fields = msgspec.structs.asdict(row)
     for name in ("value", "ci_low", "ci_high"):
         if fields[name] is not None:
             fields[name] = round(float(fields[name]), N_DECIMALS)
@@ -146,15 +150,7 @@ def read_rows(path: Path) -> Iterator[ResultRow]:
     Raises:
       ValueError: a line is no such row; the message names the file and the line.
     """
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            where = f"{path}, line {number}"
-            try:
-                yield from_json(ResultRow, line, where)
-            except ValueError as error:
-                # from_json names the line already, the row's own check does not.
-                is_named = str(error).startswith(where)
-                raise error if is_named else ValueError(f"{where}: {error}") from None
+    yield from read_records(path, ResultRow)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,7 +237,7 @@ def macro_row(
     if not rows or None in rows:
         return None
     undefined = [row.dataset for row in rows if row.value is None]
-    return dataclasses.replace(
+    return msgspec.structs.replace(
         rows[0],
         dataset="macro",
         value=None if undefined else sum(row.value for row in rows) / len(rows),
@@ -251,3 +247,49 @@ def macro_row(
         n_failed=sum(row.n_failed for row in rows),
         reason=f"undefined on {', '.join(undefined)}" if undefined else None,
     )
+
+
+ALWAYS = ("evaluate", "control")
+ON_REQUEST = {
+    "exhaustive": "beatrice select RUN_DIR --exhaustive",
+    "ablate": "beatrice evaluate RUN_DIR --ablations",
+}
+"""Stages that a run has only where they were asked for, and what asks for them."""
+
+
+def rows_file(run: RunDir, stage: str) -> Path:
+    """Return the rows one stage has made."""
+    return run.path / "rows" / f"{stage}.jsonl"
+
+
+def asked_for(run: RunDir) -> list[str]:
+    """Return the stages on request that are done and up to date."""
+    return [name for name in ON_REQUEST if run.stage_done(name)]
+
+
+def publish(run: RunDir, stage: str, rows: list[ResultRow], progress: Progress) -> None:
+    """Write a stage's rows and, from all stages, results.jsonl.
+
+    Rows that were asked for and are out of date are left out, and a line says so.
+    """
+    path = rows_file(run, stage)
+    write_text_atomic(path, write_rows(rows))
+    current = {*ALWAYS, stage, *asked_for(run)}
+    parts = []
+    for name in (*ALWAYS, *ON_REQUEST):
+        if not rows_file(run, name).exists():
+            continue
+        if name in current:
+            parts.append(rows_file(run, name))
+        elif run.stage_record(name) is not None:
+            progress.note(
+                f"{name}: its rows are out of date and left out; run "
+                f"`{ON_REQUEST[name]}` again"
+            )
+    text = "".join(part.read_text(encoding="utf-8") for part in parts)
+    write_text_atomic(run.results, text)
+
+
+def read_result_rows(run: RunDir) -> list[ResultRow]:
+    """Return every row of the run."""
+    return list(read_rows(run.results))

@@ -1,4 +1,4 @@
-"""One batch on its way: what is picked from the device, and how it is cut apart."""
+"""One batch on its way: chunk sizes, copies from the device, and padding cut off."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -7,8 +7,50 @@ from typing import Literal
 import numpy as np
 import torch
 
-from extract.backbone.layout import LayerPass
-from extract.signals import residual
+# Of a GPU's memory, for the two float32 buffers of the largest chunk: 1.25 GiB of 80.
+_SHARE = 64
+_BYTES_PER_WEIGHT = 2 * 4
+_LEAST = 2**20
+FamilyName = Literal["hidden", "prob", "resid", "attn"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadingBudget:
+    """Sizes of the chunks that are read; the defaults suit a CPU.
+
+    A chunk costs one launch of each of its kernels whatever its size: on a CPU small
+    chunks stay in the cache and launches are free, on a GPU a chunk of a million
+    weights is microseconds behind a dozen launches. Results do not depend on the
+    budget, up to the order of sums.
+
+    Attributes:
+      n_attention_weights: most attention weights alive at once.
+      n_tokens_per_chunk: tokens whose logits are alive at once.
+      n_words_per_block: vocabulary entries whose logits are alive at once; at least 2.
+    """
+
+    n_attention_weights: int = 3 * 2**19
+    n_tokens_per_chunk: int = 2048
+    n_words_per_block: int = 2**11
+
+
+def budget_for(device: torch.device) -> ReadingBudget:
+    """Return the budget of a device.
+
+    On a GPU weights, and logits of a block, each take a 64th of its memory at most, in
+    powers of two: 2^27 of either on 80 GiB, 2^25 on 24 GiB.
+    """
+    if device.type != "cuda":
+        return ReadingBudget()
+    n_bytes = torch.cuda.get_device_properties(device).total_memory
+    most = max(_LEAST, n_bytes // _SHARE // _BYTES_PER_WEIGHT)
+    n_weights = 1 << (most.bit_length() - 1)
+    n_tokens = 4096  # the head's weights are read once per chunk
+    return ReadingBudget(
+        n_attention_weights=n_weights,
+        n_tokens_per_chunk=n_tokens,
+        n_words_per_block=max(2, n_weights // n_tokens),
+    )
 
 
 class HostCopies:
@@ -88,9 +130,6 @@ def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
-Family = Literal["hidden", "prob", "resid", "attn"]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Signals:
     """The four families of one example; a row for every token of the sequence.
@@ -123,8 +162,7 @@ def pad_batch(rows: list[np.ndarray], device: torch.device) -> torch.Tensor:
 class Rows:
     """Some tokens of every example of a padded batch, end to end.
 
-    They are picked by index, and not by a mask: to count a mask the host would wait
-    for the device.
+    They are picked by index: to count a mask the host would wait for the device.
     """
 
     def __init__(
@@ -148,59 +186,6 @@ class Rows:
         return [slice(*edges) for edges in zip(starts, self.stops, strict=True)]
 
 
-class StreamReading:
-    """Hidden states and contribution scalars, filled as the layers run."""
-
-    def __init__(
-        self,
-        hidden_layers: tuple[int, ...],
-        rows: Rows,
-        scores: residual.Scores,
-        copies: HostCopies,
-    ) -> None:
-        """Begin a batch; `rows` are those whose hidden states are kept."""
-        self.slots = {entry: slot for slot, entry in enumerate(hidden_layers)}
-        self._hidden: torch.Tensor | None = None
-        self._missing = set(hidden_layers)
-        self.resid: list[torch.Tensor] = []
-        self.rows = rows
-        self.scores = scores
-        self.copies = copies
-
-    def on_layer(self, layer_pass: LayerPass) -> None:
-        """Read one layer."""
-        if layer_pass.index == 0:
-            self._keep(0, layer_pass.h_in)
-        self._keep(layer_pass.index + 1, layer_pass.h_out)
-        self.resid.append(residual.contribution_scalars(layer_pass, self.scores))
-
-    def _keep(self, entry: int, states: torch.Tensor) -> None:
-        """Copy one entry of the resid axis if it is wanted."""
-        if entry not in self.slots:
-            return
-        if self._hidden is None:
-            # One block in the stream's dtype: half the bytes of float32 where that is
-            # bf16, and equal to it.
-            shape = (len(self.slots), self.rows.stops[-1], states.shape[-1])
-            self._hidden = self.copies.room(shape, states.dtype)
-        room = self._hidden[self.slots[entry]]
-        self.copies.take_rows(states.flatten(0, 1), self.rows.index, room)
-        self._missing.discard(entry)
-
-    def states(self) -> torch.Tensor:
-        """Return the kept entries, `[n_entries, n_rows, d_model]`.
-
-        Raises:
-          ValueError: a layer did not run, or no entry is kept.
-        """
-        if self._missing or self._hidden is None:
-            raise ValueError(
-                f"unknown residual layout: entries {sorted(self._missing)} of the "
-                "stream were not seen"
-            )
-        return self._hidden
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PendingSignals:
     """A batch that the device may still be working on.
@@ -214,7 +199,7 @@ class PendingSignals:
     """
 
     hidden: torch.Tensor
-    scalars: dict[Family, torch.Tensor]
+    scalars: dict[FamilyName, torch.Tensor]
     hidden_rows: list[slice]
     rows: list[slice]
     copies: HostCopies
@@ -223,8 +208,7 @@ class PendingSignals:
         """Wait for the device; yield the examples in order, without padding.
 
         Arrays are views of the batch where no type has to be changed. One example at
-        a time: in float32 a whole batch's hidden states can be twice as large as what
-        was copied.
+        a time: a whole batch's hidden states in float32 can be twice what was copied.
         """
         self.copies.wait()
         scalars = {name: values.numpy() for name, values in self.scalars.items()}

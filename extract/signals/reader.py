@@ -6,110 +6,28 @@ attention function read the pass while it happens; no map and no distribution
 survives it.
 """
 
-import contextlib
-import dataclasses
-from typing import Literal, Self, get_args
+from typing import Self
 
 import numpy as np
 import torch
 
-from extract.backbone.layout import watch_layers
 from extract.backbone.loading import Backbone
 from extract.backbone.parity import check_parity
-from extract.records import Answer
 from extract.signals import probability, residual
-from extract.signals.attention import SpanReading, read_spans
+from extract.signals.attention import run_decoder
 from extract.signals.batch import (
-    Family,
+    FamilyName,
     PendingSignals,
+    ReadingBudget,
     Rows,
     Signals,
-    StreamReading,
+    budget_for,
     host_copies,
     pad_batch,
 )
-from extract.signals.budgets import ReadingBudget, budget_for
+from extract.signals.plan import TokenSequence
+from extract.store.config import StoreConfig, check_layers, model_shapes
 from extract.store.families import Spans
-from extract.store.kept import Kept
-
-AnswerSpan = Literal["emitting", "literal"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sequence:
-    """One teacher-forced example.
-
-    Attributes:
-      ids: `[n_tokens]` int64, prompt and answer; the stop token is not fed.
-      targets: `[n_tokens]` int64, the next token at each position. The last is the
-        stop token; of an answer that was cut it is unknown, any id stands there, and
-        the position lies outside the answer span.
-      spans: `[3, 2]` int64, absolute and half-open, in the order context, question,
-        answer; an empty span has start == stop.
-    """
-
-    ids: np.ndarray
-    targets: np.ndarray
-    spans: np.ndarray
-
-    def __post_init__(self) -> None:
-        """Check shapes and the order of the spans."""
-        n_tokens = len(self.ids)
-        if self.ids.ndim != 1 or n_tokens == 0 or self.ids.shape != self.targets.shape:
-            raise ValueError(
-                "a sequence needs ids and targets of one equal length above zero, "
-                f"found {self.ids.shape} and {self.targets.shape}"
-            )
-        if self.spans.shape != (3, 2):
-            raise ValueError(f"spans: expected shape (3, 2), found {self.spans.shape}")
-        edges = self.spans.reshape(-1)
-        if edges[0] < 0 or edges[-1] > n_tokens or (np.diff(edges) < 0).any():
-            raise ValueError(
-                "spans must be half-open and ordered context, question, answer within "
-                f"{n_tokens} tokens, found {self.spans.tolist()}"
-            )
-
-
-def _answer_start_stop(answer: Answer, answer_span: AnswerSpan) -> tuple[int, int]:
-    """Return the answer span; see `sequence_of`."""
-    n_prompt, n_answer = len(answer.prompt_ids), len(answer.token_ids)
-    start = n_prompt - 1 if answer_span == "emitting" else n_prompt
-    is_cut = answer.stop_id is None
-    return start, max(start, n_prompt + n_answer - int(is_cut))
-
-
-def sequence_of(answer: Answer, *, answer_span: AnswerSpan = "emitting") -> Sequence:
-    """Return an answer as the model reads it again, with its spans.
-
-    The question span runs from the end of the context to the last prompt token,
-    exclusive. The answer span is, "emitting", the positions that emitted the answer:
-    from the last prompt token to the last answer token, which emitted the stop
-    token; "literal", the answer tokens alone. If the answer was cut at the length
-    limit its last token emitted nothing we know, and is outside in both.
-
-    Raises:
-      ValueError: no prompt, a context that reaches its last token, or an unknown
-        `answer_span`.
-    """
-    if answer_span not in ("emitting", "literal"):
-        raise ValueError(
-            f"answer_span: expected emitting or literal, found {answer_span!r}"
-        )
-    n_prompt = len(answer.prompt_ids)
-    context = answer.context_span
-    if not 0 <= context[0] <= context[1] <= n_prompt - 1:
-        raise ValueError(
-            f"answer {answer.key}: expected a context span before the last of "
-            f"{n_prompt} prompt tokens, found {list(context)}"
-        )
-    ids = np.array(answer.prompt_ids + answer.token_ids, dtype=np.int64)
-    last = ids[-1] if answer.stop_id is None else answer.stop_id
-    question = (context[1], n_prompt - 1)
-    return Sequence(
-        ids=ids,
-        targets=np.append(ids[1:], last),
-        spans=np.array([context, question, _answer_start_stop(answer, answer_span)]),
-    )
 
 
 class SignalReader:
@@ -140,23 +58,8 @@ class SignalReader:
         Raises:
           ValueError: an entry out of range, or "unknown residual layout".
         """
-        n_entries = backbone.n_layers + 1
-        if hidden_layers is None:
-            hidden_layers = tuple(range(n_entries))
-        if any(not 0 <= entry < n_entries for entry in hidden_layers):
-            raise ValueError(
-                f"hidden_layers: expected entries of 0 (embedding) to "
-                f"{n_entries - 1}, found {list(hidden_layers)}"
-            )
-        if len(set(hidden_layers)) < len(hidden_layers):
-            raise ValueError(f"hidden_layers: found one twice, {list(hidden_layers)}")
-        if hidden_spans not in get_args(Spans):
-            raise ValueError(
-                f"hidden_spans: expected one of {', '.join(get_args(Spans))}, found "
-                f"{hidden_spans!r}"
-            )
         self.backbone = backbone
-        self.hidden_layers = tuple(hidden_layers)
+        self.hidden_layers = check_layers(hidden_layers, backbone.n_layers + 1)
         self.hidden_spans = hidden_spans
         self._budget = budget or budget_for(backbone.device)
         self._copies = host_copies(backbone.device)
@@ -165,32 +68,22 @@ class SignalReader:
         check_parity(backbone, self._final_norm, self._head)
 
     @classmethod
-    def for_kept(cls, backbone: Backbone, kept: Kept) -> Self:
-        """Return a reader of the hidden states that are kept, and of no others."""
-        return cls(backbone, kept.hidden_layers, hidden_spans=kept.hidden_spans)
+    def for_config(cls, backbone: Backbone, config: StoreConfig) -> Self:
+        """Return a reader of the hidden states that are stored, and of no others."""
+        return cls(backbone, config.hidden_layers, hidden_spans=config.hidden_spans)
 
     @property
-    def shapes(self) -> dict[Family, tuple[int, ...]]:
+    def shapes(self) -> dict[FamilyName, tuple[int, ...]]:
         """Return the shape of one token's reading, per family."""
-        model = self.backbone
-        return {
-            "hidden": (len(self.hidden_layers), model.d_model),
-            "prob": (probability.N_SCALARS,),
-            "resid": (residual.N_SCALARS * model.n_layers,),
-            "attn": (2, 2, len(model.attention_layers), model.n_heads),
-        }
+        every = model_shapes(
+            d_model=self.backbone.d_model,
+            n_layers=self.backbone.n_layers,
+            n_attention_layers=len(self.backbone.attention_layers),
+            n_heads=self.backbone.n_heads,
+        )
+        return {**every, "hidden": (len(self.hidden_layers), self.backbone.d_model)}
 
-    def _check_lengths(self, sequences: list[Sequence]) -> None:
-        """Refuse a sequence longer than the window; nothing is ever cut."""
-        longest = max(len(sequence.ids) for sequence in sequences)
-        window = self.backbone.max_length
-        if window is not None and longest > window:
-            raise ValueError(
-                f"a sequence has {longest} tokens, backbone {self.backbone.name!r} "
-                f"reads at most {window}; shorten the context or use another backbone"
-            )
-
-    def read(self, sequences: list[Sequence]) -> list[Signals]:
+    def read(self, sequences: list[TokenSequence]) -> list[Signals]:
         """Read all families of a batch in one forward of the decoder.
 
         Args:
@@ -202,42 +95,37 @@ class SignalReader:
         """
         return list(self.start(sequences).result()) if sequences else []
 
-    def _rows_of(self, sequences: list[Sequence], spans: Spans) -> Rows:
-        """Return the tokens of those spans."""
-        lengths = [len(sequence.ids) for sequence in sequences]
-        if spans == "all":
-            edges = [(0, length) for length in lengths]
-        else:
-            edges = [tuple(sequence.spans[2].tolist()) for sequence in sequences]
-        return Rows(edges, max(lengths), self.backbone.device)
-
     @torch.no_grad()
-    def start(self, sequences: list[Sequence]) -> PendingSignals:
+    def start(self, sequences: list[TokenSequence]) -> PendingSignals:
         """Begin to read a batch of at least one sequence, see `read`.
 
         On a GPU this returns when the work is queued. The next batch may be started
         before this one's result is taken.
         """
-        self._check_lengths(sequences)
+        lengths = [len(sequence.ids) for sequence in sequences]
+        n_tokens, window = max(lengths), self.backbone.max_length
+        if window is not None and n_tokens > window:
+            raise ValueError(
+                f"a sequence has {n_tokens} tokens, backbone {self.backbone.name!r} "
+                f"reads at most {window}; shorten the context or use another backbone"
+            )
         device, layout = self.backbone.device, self.backbone.layout
         ids = pad_batch([sequence.ids for sequence in sequences], device)
         targets = pad_batch([sequence.targets for sequence in sequences], device)
-        rows = self._rows_of(sequences, "all")
-        hidden_rows = self._rows_of(sequences, self.hidden_spans)
+        spans = np.stack([sequence.spans for sequence in sequences])
+        rows = hidden_rows = Rows([(0, n) for n in lengths], n_tokens, device)
+        if self.hidden_spans == "answer":
+            hidden_rows = Rows(spans[:, 2].tolist(), n_tokens, device)
         copies, budget = self._copies(), self._budget
-        scores = residual.Scores(self._final_norm, layout.head, targets)
-        stream = StreamReading(self.hidden_layers, hidden_rows, scores, copies)
-        attention = SpanReading(
-            torch.from_numpy(np.stack([item.spans for item in sequences])),
-            ids.shape[1],
-            self.backbone.attention_layers,
+        lens = residual.LogitLens(self._final_norm, layout.head, targets)
+        stream = residual.StreamReading(self.hidden_layers, hidden_rows, lens, copies)
+        final, attn = run_decoder(
+            layout,
+            ids,
+            torch.from_numpy(spans),
             budget.n_attention_weights,
-            device,
+            stream.on_layer,
         )
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(read_spans(layout.decoder, attention))
-            stack.enter_context(watch_layers(layout, stream.on_layer))
-            final = layout.decoder(input_ids=ids, use_cache=False).last_hidden_state
         prob = probability.token_probabilities(
             rows.of(final),
             rows.of(targets),
@@ -246,7 +134,7 @@ class SignalReader:
             n_words_per_block=budget.n_words_per_block,
         )
         resid = rows.of(torch.cat(stream.resid, dim=-1))
-        scalars = {"prob": prob, "resid": resid, "attn": rows.of(attention.readings())}
+        scalars = {"prob": prob, "resid": resid, "attn": rows.of(attn)}
         return PendingSignals(
             hidden=stream.states(),
             scalars={name: copies.take(values) for name, values in scalars.items()},

@@ -1,10 +1,10 @@
-"""What each contribution adds to the stream: its norm and its push.
+"""The residual stream: its states, and each contribution's norm and logit-lens push.
 
 The push of a contribution g to a state h is `<W_U[v], N(h + g) - N(h)>` (section
 3.2), with N the final norm and v the next token. It needs no unembedding product
-and no second call of N: with `u = gain * W_U[v]`, the score of a state is
-`<h, u> / rms(h)` (RMSNorm) or `(<h, u> - mean(h) sum(u)) / std(h)` (LayerNorm, whose
-bias cancels in the difference), and a push is the difference of two scores.
+and no second call of N: with `u = gain * W_U[v]`, the logit that the lens reads from a
+state is `<h, u> / rms(h)` (RMSNorm) or `(<h, u> - mean(h) sum(u)) / std(h)` (LayerNorm,
+whose bias cancels in the difference), and a push is the difference of two of them.
 """
 
 import copy
@@ -13,32 +13,22 @@ import dataclasses
 import torch
 
 from extract.backbone.layout import LayerPass, Layout
-
-N_SCALARS = 4  # att norm, att push, ffn norm, ffn push
+from extract.signals.batch import HostCopies, Rows
 
 
 @dataclasses.dataclass(frozen=True)
 class FinalNorm:
-    """The final norm N as numbers.
+    """The final norm N as numbers; its bias cancels in every push.
 
     Attributes:
       gain: `[d_model]` float32, what multiplies the normalised state.
-      bias: `[d_model]` float32, zero for an RMSNorm.
       eps: added to the mean square.
       is_centred: True for a LayerNorm.
     """
 
     gain: torch.Tensor
-    bias: torch.Tensor
     eps: float
     is_centred: bool
-
-    def standardised(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the states before gain and bias, `[..., d_model]` float32."""
-        states = states.float()
-        if self.is_centred:
-            states = states - states.mean(-1, keepdim=True)
-        return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.eps)
 
 
 def _eps_of(norm: torch.nn.Module) -> float:
@@ -71,18 +61,20 @@ def measure_final_norm(layout: Layout) -> FinalNorm:
     bias = norm(torch.zeros(1, d_model, device=device))[0]
     plain, shifted = norm(torch.stack([probe, probe + 1.0]))
     is_centred = bool(torch.allclose(plain, shifted, atol=1e-4))
-    unit = FinalNorm(torch.ones_like(probe), bias, _eps_of(norm), is_centred)
-    gain = (plain - bias) / unit.standardised(probe)
-    return dataclasses.replace(unit, gain=gain)
+    eps = _eps_of(norm)
+    centred = probe - probe.mean(-1, keepdim=True) if is_centred else probe
+    mean_square = centred.square().mean(-1, keepdim=True)
+    gain = (plain - bias) / (centred * torch.rsqrt(mean_square + eps))
+    return FinalNorm(gain, eps, is_centred)
 
 
-class Scores:
-    """Scores `<W_U[v_t], N(h)>` of states, up to a constant per token."""
+class LogitLens:
+    """The next token's logit `<W_U[v_t], N(h)>`, up to a constant per token."""
 
     def __init__(
         self, final_norm: FinalNorm, head: torch.nn.Module, targets: torch.Tensor
     ) -> None:
-        """Fix the tokens that are scored.
+        """Fix the next tokens.
 
         Args:
           final_norm: N.
@@ -98,7 +90,7 @@ class Scores:
         self._products = torch.empty_like(self.directions)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Score float32 states, `[n_examples, n_tokens, d_model]`, in logits."""
+        """Return logits `[n_examples, n_tokens]` of float32 states `[…, d_model]`."""
         if self.final_norm.is_centred:
             # Two passes: one pass (mean of squares less square of the mean) loses
             # digits where single activations are massive.
@@ -110,7 +102,7 @@ class Scores:
         return dots * torch.rsqrt(variance + self.final_norm.eps)
 
 
-def contribution_scalars(layer_pass: LayerPass, scores: Scores) -> torch.Tensor:
+def contribution_scalars(layer_pass: LayerPass, lens: LogitLens) -> torch.Tensor:
     """Read one layer: (att norm, att push, ffn norm, ffn push).
 
     Sums are taken in float32 from the layer's own input, so that neither rounding of
@@ -123,16 +115,69 @@ def contribution_scalars(layer_pass: LayerPass, scores: Scores) -> torch.Tensor:
     """
     before = layer_pass.h_in.float()
     att, ffn = layer_pass.att.float(), layer_pass.ffn.float()
-    score_before = scores(before)
+    logit_before = lens(before)
     state = before + att
-    score_middle = scores(state)
-    score_after = scores(state.add_(ffn))
+    logit_between = lens(state)
+    logit_after = lens(state.add_(ffn))
     return torch.stack(
         [
             torch.linalg.vector_norm(att, dim=-1),
-            score_middle - score_before,
+            logit_between - logit_before,
             torch.linalg.vector_norm(ffn, dim=-1),
-            score_after - score_middle,
+            logit_after - logit_between,
         ],
         dim=-1,
     )
+
+
+class StreamReading:
+    """Hidden states and contribution scalars, filled as the layers run."""
+
+    def __init__(
+        self,
+        hidden_layers: tuple[int, ...],
+        rows: Rows,
+        lens: LogitLens,
+        copies: HostCopies,
+    ) -> None:
+        """Begin a batch; `rows` are those whose hidden states are kept."""
+        self.slots = {entry: slot for slot, entry in enumerate(hidden_layers)}
+        self._hidden: torch.Tensor | None = None
+        self._missing = set(hidden_layers)
+        self.resid: list[torch.Tensor] = []
+        self.rows = rows
+        self.lens = lens
+        self.copies = copies
+
+    def on_layer(self, layer_pass: LayerPass) -> None:
+        """Read one layer."""
+        if layer_pass.index == 0:
+            self._keep(0, layer_pass.h_in)
+        self._keep(layer_pass.index + 1, layer_pass.h_out)
+        self.resid.append(contribution_scalars(layer_pass, self.lens))
+
+    def _keep(self, entry: int, states: torch.Tensor) -> None:
+        """Copy one entry of the resid axis if it is wanted."""
+        if entry not in self.slots:
+            return
+        if self._hidden is None:
+            # One block in the stream's dtype: half the bytes of float32 where that is
+            # bf16, and equal to it.
+            shape = (len(self.slots), self.rows.stops[-1], states.shape[-1])
+            self._hidden = self.copies.room(shape, states.dtype)
+        room = self._hidden[self.slots[entry]]
+        self.copies.take_rows(states.flatten(0, 1), self.rows.index, room)
+        self._missing.discard(entry)
+
+    def states(self) -> torch.Tensor:
+        """Return the kept entries, `[n_entries, n_rows, d_model]`.
+
+        Raises:
+          ValueError: a layer did not run, or no entry is kept.
+        """
+        if self._missing or self._hidden is None:
+            raise ValueError(
+                f"unknown residual layout: entries {sorted(self._missing)} of the "
+                "stream were not seen"
+            )
+        return self._hidden

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from extract.store.families import Family, scale_family, scale_name
+from extract.store.families import Family
 
 FORMAT_VERSION = 1
 
@@ -54,15 +54,6 @@ class StoreSpec:
                 f"a store needs at least one example and no key twice; found "
                 f"{n_examples} examples, repeated: {twice}"
             )
-        for name, array, shape in (
-            ("lengths", self.lengths, (n_examples,)),
-            ("spans", self.spans, (n_examples, 3, 2)),
-        ):
-            if array.shape != shape or array.dtype != np.int64:
-                raise ValueError(
-                    f"{name} must be int64 {shape} for {n_examples} keys, found "
-                    f"{array.dtype} {array.shape}"
-                )
         self._check_spans()
         for name, family in self.families.items():
             if family.by_layer and family.shape[0] != len(self.hidden_layers):
@@ -70,16 +61,6 @@ class StoreSpec:
                     f"family {name!r} has {family.shape[0]} layers, hidden_layers "
                     f"names {len(self.hidden_layers)}"
                 )
-            self._check_scales(name, family)
-
-    def _check_scales(self, name: str, family: Family) -> None:
-        """Check that an int8 family has its scales beside it."""
-        wanted = scale_family(family) if family.dtype == "int8" else None
-        if wanted is not None and self.families.get(scale_name(name)) != wanted:
-            raise ValueError(
-                f"the int8 family {name!r} needs its scales beside it: a family "
-                f"{scale_name(name)!r} that is {wanted}"
-            )
 
     def _check_spans(self) -> None:
         """Check that spans are inside their examples."""
@@ -118,7 +99,6 @@ class StoreSpec:
 
     @functools.cached_property
     def _answer_offsets(self) -> np.ndarray:
-        """The same as `offsets` for a family that keeps the answer span alone."""
         lengths = self.spans[:, 2, 1] - self.spans[:, 2, 0]
         return np.concatenate([[0], np.cumsum(lengths)])
 
@@ -128,7 +108,7 @@ class StoreSpec:
         return self.offsets if is_all else self._answer_offsets
 
     def first_tokens(self, name: str) -> np.ndarray:
-        """`[n_examples]` int64: the token of each example that its first row is of."""
+        """`[n_examples]` int64: the token of each example that has the first row."""
         is_all = self.families[name].spans == "all"
         return np.zeros_like(self.lengths) if is_all else self.spans[:, 2, 0]
 

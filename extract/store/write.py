@@ -1,6 +1,5 @@
-"""Verification: what a feature store holds against what was written to it."""
+"""Creating a feature store, writing its ranges, and verifying what it holds."""
 
-import dataclasses
 import json
 import zlib
 from collections.abc import Mapping
@@ -15,22 +14,12 @@ from extract.store.read import (
     open_arrays,
     open_kvstore,
     open_store,
-    read_stored,
+    read_blocks,
 )
 from extract.store.spec import StoreSpec, canonical_json
 
 # TensorStore's documentation warns that its S3 driver cannot write atomically.
 _WRITABLE = ("file://", "memory://", "gs://")
-
-
-def _refuse_unwritable(url: str) -> None:
-    """Raise for stores that cannot be written safely."""
-    if not url.startswith(_WRITABLE):
-        raise ValueError(
-            f"a feature store cannot be written to {url}: only "
-            f"{', '.join(_WRITABLE)} replace a file in one step; extract to one of "
-            "these and copy the finished store"
-        )
 
 
 def create_store(url: str | Path, spec: StoreSpec) -> FeatureStore:
@@ -40,10 +29,16 @@ def create_store(url: str | Path, spec: StoreSpec) -> FeatureStore:
     `index.json` comes last.
 
     Raises:
-      ValueError: another store is there; the message names what differs.
+      ValueError: another store is there (the message names what differs), or none
+        can be written there.
     """
     url = as_url(url)
-    _refuse_unwritable(url)
+    if not url.startswith(_WRITABLE):
+        raise ValueError(
+            f"a feature store cannot be written to {url}: only "
+            f"{', '.join(_WRITABLE)} replace a file in one step; extract to one of "
+            "these and copy the finished store"
+        )
     kvstore = open_kvstore(url)
     index = spec.index_bytes()
     found = kvstore.read("index.json").result()
@@ -69,56 +64,51 @@ def _index_difference(found: bytes, wanted: bytes) -> str:
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         return "its index.json is not readable"
-    words = []
+    parts = []
     for field in dict.fromkeys([*old, *new]):
-        here, asked = json.dumps(old.get(field)), json.dumps(new.get(field))
-        if here == asked or field in ("sha256", "fingerprint"):
+        there, wants = json.dumps(old.get(field)), json.dumps(new.get(field))
+        if there == wants or field in ("sha256", "fingerprint"):
             continue
-        is_short = len(here) + len(asked) < 200
-        words.append(
-            f"its {field} is {here}, not {asked}" if is_short else f"other {field}"
+        is_short = len(there) + len(wants) < 200
+        parts.append(
+            f"its {field} is {there}, not {wants}" if is_short else f"other {field}"
         )
-    return "; ".join(words) or "its index.json was written by another version"
+    return "; ".join(parts) or "its index.json was written by another version"
 
 
-@dataclasses.dataclass(frozen=True)
-class StoreWriter:
-    """Writes whole ranges; several processes may write different ranges at once."""
+def write_range(
+    store: FeatureStore, range_id: int, signals: Mapping[str, np.ndarray]
+) -> None:
+    """Write every family of one range, then its commit record.
 
-    store: FeatureStore
+    Several processes may write different ranges at once.
 
-    def __post_init__(self) -> None:
-        """Refuse stores that cannot be written safely."""
-        _refuse_unwritable(self.store.url)
-
-    def write_range(self, range_id: int, signals: Mapping[str, np.ndarray]) -> None:
-        """Write every family of one range, then its commit record.
-
-        Args:
-          range_id: which range; what is there of it is replaced.
-          signals: by family `[n_rows, …]`, the range's examples end to end.
-        """
-        store, kvstore = self.store, open_kvstore(self.store.url)
-        _check_signals(store, range_id, signals)
-        store.seen.discard(range_id)
-        stale = [store.commit_key(range_id)]
-        for name in store.spec.families:
-            stale += store.shard_keys(range_id, name)
-        # TensorStore merges a write into the shard it finds. What an interrupted
-        # run left there is taken away first, so that the bytes cannot depend on it.
-        for key in stale:
-            kvstore.write(key, None).result()
-        first = int(store.spec.range_shards[range_id]) * store.spec.rows_per_shard
-        futures = [
-            store.arrays[name][first : first + len(values)].write(values)
-            for name, values in signals.items()
-            if len(values)  # a range may keep no answer token at all
-        ]
-        record = {"range": range_id, "crc32": checksums(signals)}
-        for future in futures:
-            future.result()
-        kvstore.write(store.commit_key(range_id), canonical_json(record)).result()
-        store.seen.add(range_id)
+    Args:
+      store: as `create_store` returned it.
+      range_id: which range; what is there of it is replaced.
+      signals: by family `[n_rows, …]`, the range's examples end to end.
+    """
+    kvstore = open_kvstore(store.url)
+    _check_signals(store, range_id, signals)
+    store.seen.discard(range_id)
+    stale = [store.commit_key(range_id)]
+    for name in store.spec.families:
+        stale += store.shard_keys(range_id, name)
+    # TensorStore merges a write into the shard it finds. What an interrupted run left
+    # there is taken away first, so that the bytes cannot depend on it.
+    for key in stale:
+        kvstore.write(key, None).result()
+    first = int(store.spec.range_shards[range_id]) * store.spec.rows_per_shard
+    futures = [
+        store.arrays[name][first : first + len(values)].write(values)
+        for name, values in signals.items()
+        if len(values)  # a range may keep no answer token at all
+    ]
+    record = {"range": range_id, "crc32": _checksums(signals)}
+    for future in futures:
+        future.result()
+    kvstore.write(store.commit_key(range_id), canonical_json(record)).result()
+    store.seen.add(range_id)
 
 
 def _check_signals(
@@ -134,7 +124,7 @@ def _check_signals(
         raise ValueError(f"{store.describe(range_id)} needs {wanted}, found {found}")
 
 
-def checksums(signals: Mapping[str, np.ndarray]) -> dict[str, str]:
+def _checksums(signals: Mapping[str, np.ndarray]) -> dict[str, str]:
     """CRC-32 of each family's values, C order; SHA-256 would halve the write rate."""
     return {
         name: f"{zlib.crc32(np.ascontiguousarray(values).view(np.uint8)):08x}"
@@ -172,8 +162,8 @@ def _verify_range(store: FeatureStore, range_id: int) -> list[str]:
     problems = []
     for name in store.spec.families:
         rows = store.spec.range_rows(range_id, name)
-        values = read_stored(store, *rows, name)
-        if checksums({name: values})[name] != wanted(name):
+        values = read_blocks(store, name, None, [rows])
+        if _checksums({name: values})[name] != wanted(name):
             files = ", ".join(store.shard_keys(range_id, name))
             problems.append(
                 f"{store.describe(range_id)}: {files} does not hold what was written "

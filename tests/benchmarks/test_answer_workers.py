@@ -1,17 +1,17 @@
 """Workers that answer together write what one process writes alone."""
 
-import dataclasses
 import functools
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
+from benchmarks.stages.presets import make_config
 from click.testing import CliRunner
 
 from beatrice import main
-from benchmarks.stages.presets import make_config
 from extract.backbone.names import own_device
 from extract.records import write_lines
 from extract.run.directory import RunDir
@@ -27,7 +27,10 @@ def long_questions():
     wanted = QuestionConfig(n_train=10, n_evaluation=5, n_ood=2)
     made = make_examples(make_world(make_config("smoke").world), wanted)
     return write_lines(
-        [dataclasses.replace(e, passages=e.passages * 14, rewritten=()) for e in made]
+        [
+            msgspec.structs.replace(e, passages=e.passages * 14, rewritten=())
+            for e in made
+        ]
     )
 
 

@@ -4,14 +4,18 @@ import dataclasses
 import json
 
 import pytest
-
 from benchmarks.stages.label_stages import asking_identity, load_tokenizer_only
 from benchmarks.stages.presets import make_config
 from benchmarks.verbs.backends import BackendOptions, open_generator
+
 from extract.backbone.names import default_dtype
-from extract.generate.generator import GeneratorPrompt, SamplingConfig, reply_key
-from extract.generate.replies import tokenizer_identity
-from extract.generate.served_answers import claim_answers
+from extract.generate.answers import record_backend
+from extract.generate.generator import (
+    GeneratorPrompt,
+    SamplingConfig,
+    reply_key,
+    tokenizer_identity,
+)
 from extract.run.directory import RunDir
 from extract.run.manifest import read_manifest
 from tests.benchmarks.test_forecast import beatrice
@@ -89,8 +93,8 @@ def test_every_ingredient_of_an_answer_is_in_the_answers_key(tmp_path):
     def identity(config=config, **fields):
         return backend | fields | asking_identity(config)
 
-    claim_answers(run, identity())
-    claim_answers(run, identity())  # the same again
+    record_backend(run, identity())
+    record_backend(run, identity())  # the same again
     asking = config.prompt
     others = [
         identity(revision="s"),
@@ -111,15 +115,15 @@ def test_every_ingredient_of_an_answer_is_in_the_answers_key(tmp_path):
     others.append(identity() | {"schema": identity()["schema"] + 1})
     for other in others:
         with pytest.raises(ValueError, match="start another run directory"):
-            claim_answers(run, other)
+            record_backend(run, other)
 
 
 def test_answers_from_before_the_key_had_a_schema_are_continued(tmp_path):
     run = RunDir(tmp_path)
     identity = {"backend": "b"} | asking_identity(make_config("smoke"))
-    claim_answers(run, identity)
+    record_backend(run, identity)
     path = run.answers / "backend.json"
     found = json.loads(path.read_text())
     assert found.pop("schema") == 1
     path.write_text(json.dumps(found))
-    claim_answers(run, identity)
+    record_backend(run, identity)

@@ -4,8 +4,7 @@ from click.testing import CliRunner
 
 from beatrice import main
 from benchmarks.speed.data_cost import measure_file, write_hotpot
-from extract.datasets.loading import Loaded
-from extract.datasets.opening import open_dataset
+from extract.datasets.loading import Loaded, open_dataset
 
 
 def test_the_made_up_file_is_hotpotqa_of_its_usual_size(tmp_path):

@@ -1,11 +1,11 @@
 """Forecasts: what is counted is what is then done, and a dry run does nothing."""
 
 import pytest
+from benchmarks.forecasts.rehearsal import Rehearsal, Rehearsed, spread
+from benchmarks.stages.forecast import Forecast, Tally, Watch, compare
 from click.testing import CliRunner
 
 from beatrice import main
-from benchmarks.forecasts.rehearsal import Rehearsal, Rehearsed, spread
-from benchmarks.stages.forecast import Forecast, Tally, Watch, compare
 from extract.generate.generator import GeneratorPrompt, SamplingConfig
 from extract.generate.replies import Replies
 from extract.run.files import JsonLines

@@ -3,11 +3,11 @@ import json
 
 import numpy as np
 import pytest
-
-from benchmarks.speed.mixed_cost import ALL, compare, measure
 from benchmarks.stages.configurations import config_from_manifest
 from benchmarks.stages.presets import make_config
 from benchmarks.stages.rows import Rows
+
+from benchmarks.speed.mixed_cost import ALL, compare, measure
 from extract.run.directory import RunDir
 from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
 

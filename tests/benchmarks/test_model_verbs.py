@@ -10,16 +10,17 @@ import sys
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
+from benchmarks.stages.presets import make_config
 from click.testing import CliRunner
+from extract.pipeline import read_examples
 
 from beatrice import main
-from benchmarks.stages.presets import make_config
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import WEIGHTS
 from extract.generate.local import TransformersGenerator
 from extract.generate.sampling import Sample
-from extract.pipeline import read_examples
 from extract.records import Answer, read_records, write_lines
 from extract.run.directory import RunDir
 from extract.world.facts import make_world
@@ -39,7 +40,7 @@ ROOT = Path(__file__).parents[2]
 def examples():
     world = make_world(make_config("smoke").world)
     made = make_examples(world, QuestionConfig(n_train=4, n_evaluation=8, n_ood=2))
-    return [dataclasses.replace(e, rewritten=()) for e in made][:20]
+    return [msgspec.structs.replace(e, rewritten=()) for e in made][:20]
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_a_served_backbone_gives_the_answers_of_the_local_one(
     assert "Traceback" not in done.stderr
     # Answers of two backends are never mixed.
     with (other.path / "examples.jsonl").open("a") as file:
-        file.write(write_lines([dataclasses.replace(examples[0], id="new")]))
+        file.write(write_lines([msgspec.structs.replace(examples[0], id="new")]))
     done = beatrice("answer", other.path, code=1)
     assert "holds answers with backend='served'" in done.stderr
     (other.path / "answers" / "backend.json").unlink()

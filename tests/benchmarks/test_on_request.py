@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-
 from benchmarks.stages.ablate_stage import candidates_without, undefined_rows, variants
 from benchmarks.stages.exhaustive_stage import _rank_rows, traits
 from benchmarks.stages.publishing import publish, read_result_rows, rows_file
 from benchmarks.stages.rows import Rows
 from benchmarks.stages.span_members import replaced
+
 from extract.run.directory import RunDir
 from jaxprobe.features.subsets import FAMILIES, N_SUBSETS, SUBSET_NAMES, subset_index
 from jaxprobe.fit.grid import Member, default_blocks

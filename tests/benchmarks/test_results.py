@@ -1,6 +1,6 @@
-import dataclasses
 import json
 
+import msgspec
 import pytest
 
 from extract.run.results import (
@@ -121,7 +121,7 @@ def test_macro_mean_is_undefined_where_one_of_its_parts_is():
     bare = {"ci_low": None, "ci_high": None}
     known = row(metric="em", value=0.25, **bare)
     gone = row(metric="em", value=None, dataset="b", reason="nothing ran", **bare)
-    other = dataclasses.replace(gone, value=0.75, reason=None)
+    other = msgspec.structs.replace(gone, value=0.75, reason=None)
     names = ("microworld", "b")
     assert macro_row(ResultTable([known, other]), "champion", "em", names).value == 0.5
     undefined = macro_row(ResultTable([known, gone]), "champion", "em", names)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from benchmarks.speed.resume_proof import ResumeConfig, compare, is_torn, prove
+from extract.store.config import StoreConfig
 from extract.store.families import Family
-from extract.store.kept import Kept
 from extract.store.spec import StoreSpec
-from extract.store.write import StoreWriter, create_store
+from extract.store.write import create_store, write_range
 
 
 def test_a_changed_a_missing_and_a_new_file_are_seen(tmp_path):
@@ -39,7 +39,7 @@ def test_files_of_a_range_without_its_record_are_seen(tmp_path):
     )
     assert not is_torn(tmp_path / "store")  # nothing yet
     store = create_store(tmp_path / "store", spec)
-    StoreWriter(store).write_range(0, {"prob": np.zeros((60, 5), np.float32)})
+    write_range(store, 0, {"prob": np.zeros((60, 5), np.float32)})
     assert not is_torn(tmp_path / "store")
     (tmp_path / "store" / store.commit_key(0)).unlink()
     assert is_torn(tmp_path / "store")
@@ -47,7 +47,11 @@ def test_files_of_a_range_without_its_record_are_seen(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kept", [Kept(), Kept(dtype="int8", hidden_spans="answer", hidden_layers=(2, 5))]
+    "kept",
+    [
+        StoreConfig(),
+        StoreConfig(dtype="int8", hidden_spans="answer", hidden_layers=(2, 5)),
+    ],
 )
 def test_killed_extractions_end_with_the_bytes_of_one_that_was_not(tmp_path, kept):
     config = ResumeConfig(n_examples=400, n_kills=3, preset="smoke", kept=kept)

@@ -2,7 +2,6 @@ import threading
 from concurrent.futures import CancelledError
 
 import pytest
-
 from benchmarks.stages.stage import side_by_side
 
 

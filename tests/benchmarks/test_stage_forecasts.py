@@ -4,12 +4,12 @@ import dataclasses
 import shutil
 
 import pytest
-
 from benchmarks.forecasts.forecast_stages import forecast_extract
 from benchmarks.stages.forecast import Forecast, Tally, compare
 from benchmarks.stages.presets import make_config
 from benchmarks.stages.tallies import count_stage, disk_bytes
 from extract.pipeline import read_answers
+
 from extract.records import SETTINGS, write_lines
 from extract.run.directory import RunDir
 from extract.signals.plan import ExtractConfig

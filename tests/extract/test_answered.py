@@ -32,7 +32,7 @@ def loaded(revision):
 def test_other_weights_than_answered_are_refused(tmp_path, found):
     run = answered_by(tmp_path, **found)
     with pytest.raises(ValueError, match="answered by revision .* m is now a{12};"):
-        require_answering_model(run, loaded(HERE))
+        require_answering_model(run.answers, loaded(HERE))
 
 
 @pytest.mark.parametrize(
@@ -45,8 +45,8 @@ def test_other_weights_than_answered_are_refused(tmp_path, found):
     ],
 )
 def test_the_same_weights_and_a_server_that_tells_nothing_are_accepted(tmp_path, found):
-    require_answering_model(answered_by(tmp_path, **found), loaded(HERE))
+    require_answering_model(answered_by(tmp_path, **found).answers, loaded(HERE))
 
 
 def test_answers_that_do_not_say_who_gave_them_are_accepted(tmp_path):
-    require_answering_model(RunDir(tmp_path), loaded(HERE))
+    require_answering_model(RunDir(tmp_path).answers, loaded(HERE))

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.speed.tiny_models import VOCAB_SIZE, tiny_model
-from extract.backbone.checkpoint import check_unpacking, load_outline
+from extract.backbone.checkpoint import check_quantization_support, load_outline
 from extract.backbone.loading import load_backbone
 
 
@@ -63,7 +63,9 @@ def test_a_config_that_cannot_be_used_is_one_sentence(checkpoint, changes, word)
     edit(checkpoint, **changes)
     refused(load_backbone, str(checkpoint), word)
     refused(
-        lambda path: check_unpacking(path, load_outline(path)), str(checkpoint), word
+        lambda path: check_quantization_support(path, load_outline(path)),
+        str(checkpoint),
+        word,
     )
 
 

@@ -7,17 +7,17 @@ import pytest
 
 from extract.signals.extraction import run_plan
 from extract.signals.plan import ExtractConfig, plan_extraction
-from extract.store.families import as_written
-from extract.store.kept import (
-    Kept,
+from extract.store.config import (
+    StoreConfig,
     as_size,
-    kept_families,
-    kept_of,
     model_shapes,
     parse_layers,
+    store_config_of,
     stored_bytes,
+    stored_families,
 )
-from extract.store.read import done_ranges, open_store, read_family, read_rows
+from extract.store.families import as_written
+from extract.store.read import done_ranges, open_store, read_family
 from extract.store.spec import StoreSpec
 from extract.store.write import verify
 from tests.extract.test_extraction import Begun, Reading, TokenIds
@@ -110,8 +110,8 @@ def test_one_span_of_one_layer_is_that_part_of_everything(tmp_path, spans):
         np.testing.assert_array_equal(
             answers.example(i), every.example(example)[first:last, 1]
         )
-    rows = read_rows(store, 20, 90, "hidden", layer=2)
-    np.testing.assert_array_equal(rows, every.values[20:90, 0])
+    layer = read_family(store, "hidden", layer=2)
+    np.testing.assert_array_equal(layer.values, every.values[:, 0])
 
 
 def test_a_span_that_was_not_kept_is_refused(tmp_path):
@@ -124,9 +124,7 @@ def test_a_span_that_was_not_kept_is_refused(tmp_path):
 def test_the_rows_of_an_answer_store_end_where_its_answers_end(tmp_path):
     store = extracted(in_memory(tmp_path), hidden_spans="answer")
     lengths = store.spec.spans[:, 2, 1] - store.spec.spans[:, 2, 0]
-    assert len(read_rows(store, 0, int(lengths.sum()), "hidden")) == lengths.sum()
-    with pytest.raises(ValueError, match="outside"):
-        read_rows(store, 0, int(lengths.sum()) + 1, "hidden")
+    assert len(read_family(store, "hidden").values) == lengths.sum()
 
 
 def test_half_precision_overflow_is_counted_over_the_range_and_refused(tmp_path):
@@ -150,13 +148,6 @@ def test_a_flipped_bit_of_a_scale_is_found(tmp_path):
         read_family(open_store(tmp_path), "hidden")
 
 
-def test_int8_without_its_scales_is_no_store(tmp_path):
-    spec = extracted(in_memory(tmp_path), dtype="int8").spec
-    alone = {n: f for n, f in spec.families.items() if n != "hidden_scale"}
-    with pytest.raises(ValueError, match="needs its scales beside it"):
-        dataclasses.replace(spec, families=alone)
-
-
 def test_another_choice_is_another_store(tmp_path):
     extracted(in_memory(tmp_path))
     for other in (
@@ -170,7 +161,7 @@ def test_another_choice_is_another_store(tmp_path):
 
 
 def test_the_index_of_the_default_choice_is_that_of_a_store_without_choices():
-    families = kept_families(WaveReader.shapes, Kept())
+    families = stored_families(WaveReader.shapes, StoreConfig())
     assert {name: family.as_json() for name, family in families.items()} == {
         "hidden": {"shape": (2, 16), "dtype": "bfloat16", "by_layer": True},
         "prob": {"shape": (5,), "dtype": "float32", "by_layer": False},
@@ -192,7 +183,7 @@ def test_bytes_told_beforehand_are_those_of_the_values_stored(tmp_path, kept):
     spec: StoreSpec = store.spec
     told = stored_bytes(
         {"hidden": (7, 16), "prob": (5,)},
-        Kept(hidden_layers=(2, 5), **kept),
+        StoreConfig(hidden_layers=(2, 5), **kept),
         n_tokens=int(spec.lengths.sum()),
         n_answer=int((spec.spans[:, 2, 1] - spec.spans[:, 2, 0]).sum()),
     )
@@ -232,7 +223,7 @@ def test_bytes_told_beforehand_are_those_of_the_files_within_a_percent(tmp_path,
     on_disk = sum(path.stat().st_size for path in files if path.is_file())
     told = stored_bytes(
         {"hidden": (7, 512), "prob": (5,)},
-        Kept(hidden_layers=(2, 5), **kept),
+        StoreConfig(hidden_layers=(2, 5), **kept),
         n_tokens=256 * 32,
         n_answer=256 * 16,
     )
@@ -242,7 +233,7 @@ def test_bytes_told_beforehand_are_those_of_the_files_within_a_percent(tmp_path,
 def test_a_9b_of_60000_examples_takes_what_the_literature_of_the_model_says():
     """228 GB in two bytes each, 29 GB of them hidden if the 60 answer tokens alone."""
     sizes = {"n_tokens": 60_000 * 400, "n_answer": 60_000 * 60}
-    one = Kept(hidden_layers=(16,), scalars="bfloat16")
+    one = StoreConfig(hidden_layers=(16,), scalars="bfloat16")
     total = sum(stored_bytes(QWEN_9B, one, **sizes).values())
     assert as_size(total) == "228 GB"
     answer = dataclasses.replace(one, hidden_spans="answer")
@@ -255,7 +246,7 @@ def test_a_9b_of_60000_examples_takes_what_the_literature_of_the_model_says():
 
 def test_bytes_of_a_layer_that_the_model_has_not_are_refused():
     with pytest.raises(ValueError, match=r"0 \(embedding\) to 32, found \[33\]"):
-        stored_bytes(QWEN_9B, Kept(hidden_layers=(33,)), n_tokens=1, n_answer=1)
+        stored_bytes(QWEN_9B, StoreConfig(hidden_layers=(33,)), n_tokens=1, n_answer=1)
 
 
 @pytest.mark.parametrize(
@@ -277,12 +268,12 @@ def test_what_is_no_list_of_layers_is_refused(text):
 )
 def test_an_unknown_choice_is_refused(wrong):
     with pytest.raises(ValueError, match="is one of"):
-        Kept(**wrong)
+        StoreConfig(**wrong)
 
 
 def test_a_choice_comes_back_from_a_manifest():
-    kept = Kept(hidden_layers=(8, 16), hidden_spans="answer", dtype="int8")
+    kept = StoreConfig(hidden_layers=(8, 16), hidden_spans="answer", dtype="int8")
     found = {**dataclasses.asdict(kept), "hidden_layers": [8, 16], "answer_span": "x"}
-    assert kept_of(found) == kept
+    assert store_config_of(found) == kept
     before = {"hidden_layers": None, "dtype": "bfloat16", "answer_span": "emitting"}
-    assert kept_of(before) == Kept()
+    assert store_config_of(before) == StoreConfig()

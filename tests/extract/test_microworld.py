@@ -4,7 +4,6 @@ import pytest
 
 from extract.world.facts import WorldConfig, make_world
 from extract.world.language import BY_NAME, RELATIONS
-from extract.world.lessons import Teacher
 from extract.world.model import make_tokenizer
 from extract.world.questions import (
     OOD_DATASETS,
@@ -13,6 +12,7 @@ from extract.world.questions import (
     make_examples,
     split_of_subjects,
 )
+from extract.world.training_rows import RowSampler
 
 SMALL = WorldConfig(n_people=240, n_books=120, n_strangers=60, n_last_names=200)
 QUESTIONS = QuestionConfig(n_train=300, n_evaluation=90, n_ood=60)
@@ -137,8 +137,8 @@ def test_the_tokenizer_knows_every_word_of_questions_passages_and_rows(world, ex
 
     tokenizer = make_tokenizer(world)
     rng = random.Random(0)
-    teacher = Teacher(world)
-    rows = [*teacher.fact_rows(rng, 300), *teacher.reading_rows(rng, 100)]
+    sampler = RowSampler(world)
+    rows = [*sampler.fact_rows(rng, 300), *sampler.reading_rows(rng, 100)]
     texts = ["".join(text for text, _ in row) for row in rows]
     texts += [e.question for e in examples]
     texts += [p.text for p in world.passages]

@@ -1,8 +1,8 @@
 """What a report says of refused records: alike reasons as one, fields by their name."""
 
 import pytest
-
 from benchmarks.verbs.inspect_text import inspection_as_text
+
 from extract.datasets.inspection import inspect_file
 from tests.extract import published as pub
 

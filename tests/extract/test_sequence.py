@@ -1,5 +1,4 @@
-import dataclasses
-
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -7,7 +6,8 @@ import torch
 from benchmarks.speed.tiny_models import tiny_model
 from extract.backbone.loading import Backbone
 from extract.records import Answer
-from extract.signals.reader import Sequence, SignalReader, sequence_of
+from extract.signals.plan import ExtractConfig, TokenSequence, sequence_of
+from extract.signals.reader import SignalReader
 
 
 def make_answer(**changes):
@@ -21,7 +21,7 @@ def make_answer(**changes):
         stop_id=2,
         context_span=(1, 4),
     )
-    return dataclasses.replace(answer, **changes)
+    return msgspec.structs.replace(answer, **changes)
 
 
 def test_an_answer_becomes_a_sequence_with_emitting_spans():
@@ -84,9 +84,9 @@ def test_a_context_outside_the_prompt_is_refused(context_span):
 def test_overlapping_spans_are_refused():
     ids, spans = np.arange(9), np.array([[1, 4], [3, 6], [6, 9]])
     with pytest.raises(ValueError, match="ordered context, question, answer"):
-        Sequence(ids=ids, targets=ids, spans=spans)
+        TokenSequence(ids=ids, targets=ids, spans=spans)
 
 
 def test_an_unknown_answer_span_is_refused():
     with pytest.raises(ValueError, match="emitting or literal"):
-        sequence_of(make_answer(), answer_span="whole")
+        ExtractConfig(answer_span="whole")

@@ -11,12 +11,17 @@ import pytest
 
 from benchmarks.speed.tiny_models import N_TEXT_IDS, tiny_model
 from extract.backbone.loading import Backbone
-from extract.run.workers import rank_and_world_size
+from extract.run.workers import find_worker
 from extract.signals.extraction import run_plan
-from extract.signals.plan import ExtractConfig, plan_extraction, tokens_per_unit
-from extract.signals.reader import Sequence, SignalReader
+from extract.signals.plan import (
+    ExtractConfig,
+    TokenSequence,
+    plan_extraction,
+    tokens_per_unit,
+)
+from extract.signals.reader import SignalReader
+from extract.store.config import model_shapes
 from extract.store.families import Family
-from extract.store.kept import model_shapes
 from extract.store.read import open_store
 from tests.extract.test_extraction import TokenIds, files_under
 
@@ -130,7 +135,7 @@ def tiny_sequences(n_examples=120):
         a, b, c = sorted(rng.integers(1, n_tokens, 3))
         ids = rng.integers(3, N_TEXT_IDS, n_tokens + 1)
         spans = np.array([[1, a], [a, b], [c, n_tokens]])
-        made.append(Sequence(ids=ids[:-1], targets=ids[1:], spans=spans))
+        made.append(TokenSequence(ids=ids[:-1], targets=ids[1:], spans=spans))
     return made
 
 
@@ -252,5 +257,5 @@ def test_a_batch_begun_before_another_is_taken_changes_neither():
 
 
 if __name__ == "__main__":
-    rank, world_size = rank_and_world_size()
-    run_tiny(Path(sys.argv[1]), rank, world_size)
+    worker = find_worker()
+    run_tiny(Path(sys.argv[1]), worker.rank, worker.world_size)

@@ -6,7 +6,7 @@ import pytest
 from extract.store.families import Family
 from extract.store.read import read_family
 from extract.store.spec import StoreSpec
-from extract.store.write import StoreWriter, create_store
+from extract.store.write import create_store, write_range
 from jaxprobe.features.families import fit_standardizer, split_families
 from jaxprobe.features.reading import (
     family_dims,
@@ -77,7 +77,7 @@ def stored(hidden_spans):
         for name in families:
             start, stop = spec.range_rows(range_id, name)
             part[name] = every[name][start:stop]
-        StoreWriter(store).write_range(range_id, part)
+        write_range(store, range_id, part)
     return store
 
 

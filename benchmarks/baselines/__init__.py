@@ -1,0 +1,1 @@
+"""Rival detectors, one a file: what they score the same answers with."""

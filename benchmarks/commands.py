@@ -1,0 +1,37 @@
+"""The verbs `evaluate` and `report`."""
+
+from pathlib import Path
+
+import click
+
+from extract.run.console import Progress
+from extract.run.verbs import RUN_DIR, do_or_forecast, dry_run_option, stage_verb
+
+report = stage_verb(
+    "report", "benchmarks.results.stage:REPORT", "Write report.html from the rows."
+)
+
+
+@click.command()
+@RUN_DIR
+@click.option(
+    "--ablations",
+    is_flag=True,
+    help="Also retrain without each token span and select without each signal family.",
+)
+@dry_run_option
+def evaluate(run_dir: Path, ablations: bool, dry_run: bool) -> None:
+    """Measure every detector on every set, with intervals.
+
+    Example: beatrice evaluate runs/demo --ablations
+    """
+    from benchmarks.results.evaluate import EVALUATE
+
+    if not (ablations and dry_run):
+        do_or_forecast(run_dir, EVALUATE, dry_run)
+    if ablations:
+        from selection.ablation import ABLATE
+
+        do_or_forecast(run_dir, ABLATE, dry_run)
+    if not dry_run and (run_dir / "report.html").exists():
+        Progress().note(f"report: `beatrice report {run_dir}` shows the rows of now")

@@ -1,1 +1,0 @@
-"""What a run needs, said before it is done."""

@@ -1,0 +1,144 @@
+"""The stage that writes the report, and the headline of a finished run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results.report import ReportData, write_report
+from benchmarks.results.tables import as_text, controller_table, detection_table
+from extract.backbone.names import backbone_of
+from extract.records import SETTINGS
+from extract.run.console import Progress, Update
+from extract.run.contents import (
+    count_correct,
+    labels_by,
+    read_examples,
+    read_labels,
+)
+from extract.run.directory import RunDir
+from extract.run.results import (
+    CONTROLLERS,
+    ResultTable,
+    asked_for,
+    read_result_rows,
+    read_rows,
+    rows_file,
+)
+from extract.run.stages import Stage
+from extract.signals.stage import extract_config
+from jaxprobe.features.rows import chosen_layer
+from jaxprobe.settings import grid_config
+from selection.ablation import ablation_summary
+from selection.ranking import ranking_summary
+from selection.stage import selection_summary
+
+IN_ORDER = (
+    "data world answer label extract sweep train select calibrate evaluate control"
+).split()
+
+
+def _facts(run: RunDir) -> dict[str, str]:
+    examples = read_examples(run)
+    counts = {
+        split: sum(e.split == split for e in examples)
+        for split in ("train", "validation", "test", "ood")
+    }
+    kept = extract_config(run)
+    return {
+        "Backbone": backbone_of(run).model,
+        "Preset": run.preset,
+        "Seed": str(run.seed),
+        "Questions": ", ".join(f"{n} {split}" for split, n in counts.items()),
+        "Labels by": labels_by(run),
+        "Layer of the hidden states": str(chosen_layer(run)),
+        "Training seeds": str(grid_config(run).train.n_seeds),
+        "Answer span": kept.answer_span,
+        "Kept": kept.in_words(),
+    }
+
+
+def _seconds(run: RunDir) -> dict[str, float]:
+    names = (*IN_ORDER, "report", *asked_for(run))
+    records = {name: run.stage_record(name) for name in names}
+    return {name: r.seconds for name, r in records.items() if r is not None}
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def report_data(run: RunDir) -> ReportData:
+    """Collect what the report shows from the run's files."""
+    control = _read_json(run.control / "control.json")
+    asked = asked_for(run)
+    ranked = SETTINGS if "exhaustive" in asked else ()
+    ranking = {setting: ranking_summary(run, setting) for setting in ranked}
+    return ReportData(
+        facts=_facts(run),
+        stage_seconds=_seconds(run),
+        rows=read_result_rows(run),
+        accuracy=count_correct(read_examples(run), read_labels(run)),
+        sweep=_read_json(run.sweep)["settings"],
+        selection={setting: selection_summary(run, setting) for setting in SETTINGS},
+        reliability=_read_json(run.path / "reliability.json"),
+        control={k: control[k] for k in ("tau", "budget", "cap", "frontier")},
+        cases=control["cases"],
+        ranking=ranking,
+        ablations=ablation_summary(run) if "ablate" in asked else {},
+    )
+
+
+def _report(run: RunDir, config: None, update: Update, progress: Progress) -> None:
+    write_report(report_data(run), run.report)
+
+
+REPORT = Stage(
+    name="report",
+    inputs=lambda run: [
+        run.sweep,
+        run.labels,
+        run.path / "selection",
+        run.path / "reliability.json",
+        run.control,
+        rows_file(run, "evaluate"),
+        rows_file(run, "control"),
+        *(rows_file(run, name) for name in asked_for(run)),
+    ],
+    outputs=lambda run: [run.report, run.results],
+    work=_report,
+)
+
+
+def summary(path: Path) -> dict[str, Any]:
+    """Return the headline of a finished run: tables as text, numbers as values."""
+    run = RunDir(path)
+    rows = list(read_rows(run.results))
+    table = ResultTable(rows)
+    headline = {
+        f"{setting}/{metric}": table.value(
+            experiment="detection",
+            detector="champion",
+            setting=setting,
+            split="test",
+            metric=metric,
+            seed="mean",
+        )
+        for setting in SETTINGS
+        for metric in ("auroc", "auprc")
+    }
+    for name in CONTROLLERS:
+        headline[f"{name}/em"] = table.value(
+            experiment="controller", detector=name, split="test", metric="em"
+        )
+    selected = [
+        f"{setting}: {' '.join(selection_summary(run, setting)['selected'])}"
+        for setting in SETTINGS
+    ]
+    text = "\n\n".join(
+        (
+            as_text(detection_table(rows)),
+            "Selected encoders\n" + "\n".join(selected),
+            as_text(controller_table(rows)),
+        )
+    )
+    return {"headline": headline, "text": text}

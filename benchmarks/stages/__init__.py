@@ -1,1 +1,0 @@
-"""The stages of a run, in the order of the data."""

@@ -1,1 +1,0 @@
-"""The command line: verbs, their options, and what they print."""

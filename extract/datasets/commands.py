@@ -1,0 +1,238 @@
+"""The verb that reads published question sets, and makes a run of them."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from extract.datasets.options import (
+    SETS,
+    asking_options,
+    build_config,
+    prompt_config,
+    question_options,
+    sources_of,
+    take_files,
+)
+from extract.run.console import RunPath
+from extract.run.verbs import dry_run_option
+from extract.signals.commands import kept_options, take_kept
+
+_N_SHOWN = 20  # refused records named one by one on the terminal; --json has more
+_NOTES = (
+    ("repeated_questions", "questions whose text occurred before"),
+    ("golds_without_words", "answers of which normalising leaves nothing"),
+    ("twice_encoded", "questions with text that was encoded twice"),
+    ("empty_passages", "passages without text, left out"),
+    ("missing_titles", "questions with a gold title that has no paragraph"),
+    ("missing_documents", "evidence files that are not there"),
+)
+
+
+@click.command()
+@click.argument("run_dir", required=False, type=RunPath())
+@click.option(
+    "--inspect",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Say what one file is, and build nothing.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
+@click.option(
+    "--skip-bad",
+    is_flag=True,
+    help="Leave refused records out, counted and listed, instead of failing.",
+)
+@click.option(
+    "--dataset",
+    type=click.Choice(SETS),
+    help="With --inspect: the set, where the content does not tell.",
+)
+@click.option(
+    "--evidence",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="TriviaQA's folder `evidence`; else looked for beside the file.",
+)
+@click.option(
+    "--check", is_flag=True, help="Compare the files in RUN_DIR with its splits.json."
+)
+@dry_run_option
+@question_options
+@asking_options
+@kept_options
+def data(run_dir: Path | None, **options: Any) -> None:
+    """Read published question sets: say what a file is, or make a run of them.
+
+    The six sets are read in the formats in which they are published, and FlashRAG's
+    and lm-eval's JSON lines; a file is recognised by its content. RUN_DIR becomes a
+    run directory as `world` makes one, with splits.json and its SHA-256 sums beside;
+    `answer`, `rewrite`, `label`, `extract` and the rest go on from there.
+
+    --inspect --json prints one object: dataset, dataset_from (what told it), format,
+    container, records, loaded, with_passages, with_gold_passages, refused, refusals
+    (record, at, reason; the first 1000), refusals_not_listed, reasons (counts), ok, and
+    error, the sentence for which the whole file is refused, or null. It is printed for
+    a refused file too; records is null where the file was not read through, as for
+    passages.
+
+    Exit codes: 0 every record can be used (or, with --skip-bad, some can); 1 the file
+    or one of its records is refused; 2 wrong usage.
+
+    Example: beatrice data --inspect hotpot_dev_distractor_v1.json
+
+    Example: beatrice data runs/paper --train hotpotqa=hotpot_train_v1.1.json --dev
+    hotpotqa=hotpot_dev_distractor_v1.json --held-out nq=nq-open-oracle.jsonl.gz
+    --model Qwen/Qwen3.5-9B --device cuda --chat
+    """
+    files = take_files(options)
+    inspected: Path | None = options["inspect"]
+    if (inspected is None) == (run_dir is None):
+        raise click.UsageError("give either RUN_DIR, or --inspect FILE")
+    if inspected is not None:
+        if files or options["splits"] or options["check"]:
+            raise click.UsageError("--inspect goes with no other work")
+        _inspect(inspected, options)
+    elif options["check"]:
+        if files or options["splits"]:
+            raise click.UsageError("--check goes with RUN_DIR alone")
+        _check(Path(run_dir or "."), options["as_json"])
+    elif not files:
+        raise click.UsageError("give files with --train, --dev or --held-out")
+    elif options["dry_run"]:
+        from extract.datasets.stage import forecast_data
+
+        found = forecast_data(sources_of(files), build_config(options))
+        click.echo(found.as_text())
+    else:
+        _make_run(Path(run_dir or "."), files, options)
+
+
+def _inspect(path: Path, options: Mapping[str, Any]) -> None:
+    """Print what a file is; raise if it or a record is refused."""
+    from extract.datasets.inspection import inspect_file
+
+    report = inspect_file(
+        path, dataset=options["dataset"], evidence=options["evidence"]
+    )
+    is_tolerated = report["refused"] == 0 or options["skip_bad"]
+    report = {"ok": report["error"] is None and is_tolerated, **report}
+    if options["as_json"]:
+        click.echo(json.dumps(report))
+    elif shown := _inspection_as_text(report):
+        click.echo(shown)
+    if report["error"] is not None:
+        raise ValueError(report["error"])
+    if not report["ok"]:
+        first = report["refusals"][0]
+        raise ValueError(
+            f"{path}: {report['refused']} of {report['records']} records are refused, "
+            f"the first is record {first['record']} ({first['at']}): "
+            f"{first['reason']}; "
+            "--skip-bad leaves such records out and lists them"
+        )
+
+
+def _check(run_dir: Path, as_json: bool) -> None:
+    """Verify a folder."""
+    from extract.datasets.building import check_folder
+
+    manifest = check_folder(run_dir)
+    click.echo(
+        json.dumps({"ok": True, "sha256": manifest["sha256"]})
+        if as_json
+        else f"{run_dir}: every checksum holds"
+    )
+
+
+def _make_run(
+    run_dir: Path, files: list[tuple[str, str, Path]], options: dict[str, Any]
+) -> None:
+    """Draw the splits and make the run directory."""
+    import dataclasses
+
+    from extract.backbone.names import BackboneConfig, default_dtype
+    from extract.datasets.building import data_config
+    from extract.datasets.stage import make_data_run
+    from extract.generate.options import check_backbone
+    from extract.generate.requests import ANSWER_PRESETS
+    from extract.run.console import Progress
+    from extract.run.manifest import NewRun
+    from extract.signals.stage import EXTRACT_PRESETS
+
+    sources, build = sources_of(files), build_config(options)
+    fixed: Path | None = options["splits"]
+    preset, kept = options["preset"], take_kept(options)
+    backbone = BackboneConfig(
+        model=options["model"],
+        dtype=options["model_dtype"] or default_dtype(options["device"]),
+        device=options["device"],
+    )
+    check_backbone(backbone, kept.get("hidden_layers"))
+    generation = ANSWER_PRESETS[preset].generation
+    length = options["max_new_tokens"] or generation.max_new_tokens
+    asked = NewRun(
+        preset=preset,
+        seed=options["seed"],
+        sections={
+            "backbone": backbone,
+            "data": data_config(sources, build, fixed),
+            "answer": dataclasses.replace(
+                ANSWER_PRESETS[preset],
+                prompt=prompt_config(options),
+                generation=dataclasses.replace(generation, max_new_tokens=length),
+            ),
+            "extract": dataclasses.replace(EXTRACT_PRESETS[preset], **kept),
+        },
+    )
+    manifest = make_data_run(run_dir, sources, build, asked, Progress(), fixed=fixed)
+    _show_splits(run_dir, manifest, options["as_json"])
+
+
+def _show_splits(run_dir: Path, manifest: Mapping[str, Any], as_json: bool) -> None:
+    """Print what was drawn."""
+    if as_json:
+        keys = ("sizes", "sources", "passed_over", "repeated_within_a_split", "sha256")
+        click.echo(json.dumps({key: manifest[key] for key in keys}))
+        return
+    for split, sets in manifest["sizes"].items():
+        counts = ", ".join(f"{name} {size}" for name, size in sets.items())
+        click.echo(f"{split}: {counts}")
+    click.echo(
+        f"{len(manifest['passed_over'])} questions passed over for a text in another "
+        f"split, {len(manifest['repeated_within_a_split'])} repeated within a split"
+    )
+    click.echo(str(run_dir / "splits.json"))
+
+
+def _inspection_as_text(report: Mapping[str, Any]) -> str:
+    """Return a report in lines; empty where the file was not read through."""
+    if report["records"] is None:
+        return ""  # the sentence that follows says what is known
+    packed = "gzip, " if report["gzipped"] else ""
+    source = f" (told by: {report['dataset_from']})" if report["dataset_from"] else ""
+    lines = [
+        f"{report['file']}: {report['dataset'] or 'unknown set'}{source}",
+        f"  format             {report['format']}; {packed}{report['container']}",
+        f"  records            {report['records']}",
+        f"  loaded             {report['loaded']}",
+        f"  with passages      {report['with_passages']}",
+        f"  with gold passages {report['with_gold_passages']}",
+        f"  refused            {report['refused']}",
+    ]
+    lines += [f"  {report[key]:<6} {text}" for key, text in _NOTES if report[key]]
+    shown = report["refusals"][:_N_SHOWN]
+    lines += [f"  record {r['record']} ({r['at']}): {r['reason']}" for r in shown]
+    if report["refused"] > len(shown):
+        n_more = report["refused"] - len(shown)
+        lines.append(
+            f"  and {n_more} more; --json lists the first 1000 of all"
+            + (
+                f", {left} are counted only"
+                if (left := report["refusals_not_listed"])
+                else ""
+            )
+        )
+    # A file's name may hold what no terminal can show.
+    return "\n".join(lines).encode("utf-8", "backslashreplace").decode()

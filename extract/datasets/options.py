@@ -1,0 +1,247 @@
+"""The options that say which published files are read, and how they are asked."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from extract.run.verbs import MODEL, SEED, preset_option
+
+if TYPE_CHECKING:
+    from extract.datasets.config import BuildConfig, Source
+    from extract.generate.requests import PromptConfig
+
+SETS = ("hotpotqa", "musique", "2wikimultihopqa", "popqa", "nq", "triviaqa")
+_CONTEXTS = ("supporting", "all", "none")
+_ROLES = ("train", "dev", "held-out")
+Command = Callable[..., None]
+
+
+class _Named(click.ParamType):
+    """`NAME=VALUE`, where the name is one of the six sets."""
+
+    name = "set=value"
+
+    def __init__(self, *, is_size: bool) -> None:
+        self._is_size = is_size
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str, Any]:
+        """Return the name and the path or the number."""
+        if isinstance(value, tuple):
+            return value
+        name, equals, rest = str(value).partition("=")
+        if not equals or not rest or name not in SETS:
+            self.fail(
+                f"expected NAME=VALUE with a name of {', '.join(SETS)}, found "
+                f"{value!r}",
+                param,
+                ctx,
+            )
+        if not self._is_size:
+            return name, Path(rest)
+        if not rest.isascii() or not rest.isdigit() or int(rest) < 1:
+            self.fail(f"expected a whole number above 0, found {rest!r}", param, ctx)
+        return name, int(rest)
+
+
+class _Context(click.ParamType):
+    """`CONTEXT` of all sets, or `NAME=CONTEXT` of one."""
+
+    name = "context"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str | None, str]:
+        """Return the set, or None for all, and the context."""
+        if isinstance(value, tuple):
+            return value
+        name, equals, context = str(value).rpartition("=")
+        if context not in _CONTEXTS or (equals and name not in SETS):
+            self.fail(
+                f"expected {', '.join(_CONTEXTS)}, or NAME= and one of them with a "
+                f"name of {', '.join(SETS)}, found {value!r}",
+                param,
+                ctx,
+            )
+        return name or None, context
+
+
+def _contexts(given: Sequence[tuple[str | None, str]]) -> dict[str | None, str]:
+    """Return the context of each set that was named, and of None for the others."""
+    found: dict[str | None, str] = {None: "supporting"}
+    for i, (name, context) in enumerate(given):
+        if name in [other for other, _ in given[:i]]:
+            raise click.UsageError(
+                f"--context {f'{name}=' if name else ''}{context}: another one was "
+                f"given for {name or 'all sets'} before; give one"
+            )
+        found[name] = context
+    return found
+
+
+def _files(role: str, text: str) -> Any:
+    return click.option(
+        f"--{role}",
+        multiple=True,
+        type=_Named(is_size=False),
+        metavar="NAME=FILE",
+        help=text,
+    )
+
+
+_QUESTIONS = (
+    _files("train", "Training questions; may be repeated."),
+    _files("dev", "Development questions, halved into validation and test."),
+    _files("held-out", "Questions never trained on (split `ood`)."),
+    click.option(
+        "--seed",
+        default=0,
+        type=SEED,
+        help="Of the splits, of training and bootstrap.",
+    ),
+    click.option(
+        "--n-train",
+        default=10_000,
+        type=click.IntRange(min=1),
+        help="Of each set.",
+    ),
+    click.option(
+        "--n-evaluation",
+        default=500,
+        type=click.IntRange(min=1),
+        help="Validation and test each, of each set.",
+    ),
+    click.option(
+        "--n-held-out",
+        multiple=True,
+        type=_Named(is_size=True),
+        metavar="NAME=N",
+        help="Default: popqa=1000, nq=1182, triviaqa=1277.",
+    ),
+    click.option(
+        "--context",
+        multiple=True,
+        type=_Context(),
+        metavar="[NAME=]CONTEXT",
+        help="Passages of an example: supporting (the default), all or none; questions "
+        "without are left out, and counted. With NAME= of one set alone: with none, "
+        "its questions are asked closed-book only.",
+    ),
+    click.option(
+        "--splits",
+        metavar="FILE",
+        type=click.Path(path_type=Path),
+        help="Take the splits of this splits.json instead of drawing.",
+    ),
+)
+_ASKING = (
+    MODEL,
+    click.option(
+        "--model-dtype",
+        type=click.Choice(["float32", "bfloat16", "float16"]),
+        help="Of the backbone's weights, where it is loaded here. Default: bfloat16 "
+        "with --device cuda, else float32.",
+    ),
+    click.option(
+        "--device",
+        type=click.Choice(["cpu", "cuda"]),
+        default="cpu",
+        help="Of the backbone; under torchrun, cuda is each process's own GPU.",
+    ),
+    preset_option(
+        "paper",
+        "Sizes of encoders and training: the paper's, or a microworld run's.",
+    ),
+    click.option(
+        "--template",
+        type=click.Choice(["paper", "short"]),
+        default="paper",
+        help="The prompt's words: appendix A's, or what the embedded model was taught.",
+    ),
+    click.option(
+        "--chat/--plain",
+        default=False,
+        help="Through the tokenizer's chat template, thinking off; else as plain text.",
+    ),
+    click.option(
+        "--overlong",
+        type=click.Choice(["refuse", "drop-passages"]),
+        default="refuse",
+        help="Prompts that do not fit: refuse them, or leave out their last passages "
+        "whole, listed and counted.",
+    ),
+    click.option(
+        "--window",
+        type=click.IntRange(min=2),
+        help="Most tokens of prompt and answer; default: the model's own window.",
+    ),
+    click.option(
+        "--max-new-tokens",
+        type=click.IntRange(min=1),
+        help="Longest answer; default: the preset's (paper 32, else 10).",
+    ),
+)
+
+
+def question_options(command: Command) -> Command:
+    """Add the options that say which questions are read."""
+    for option in reversed(_QUESTIONS):
+        command = option(command)
+    return command
+
+
+def asking_options(command: Command) -> Command:
+    """Add the options that say which model is asked, and how."""
+    for option in reversed(_ASKING):
+        command = option(command)
+    return command
+
+
+def take_files(given: dict[str, Any]) -> list[tuple[str, str, Path]]:
+    """Take the files out of a command's options, as (role, set, path)."""
+    return [
+        (role, *one) for role in _ROLES for one in given.pop(role.replace("-", "_"))
+    ]
+
+
+def sources_of(files: list[tuple[str, str, Path]]) -> "list[Source]":
+    """Return the files with what they are for."""
+    from extract.datasets.config import Source
+
+    return [Source(dataset=name, role=role, path=path) for role, name, path in files]
+
+
+def build_config(options: dict[str, Any]) -> "BuildConfig":
+    """Return what is to be built."""
+    from extract.datasets.config import HELD_OUT_SIZES, BuildConfig, SplitConfig
+
+    splits = SplitConfig(
+        seed=options["seed"],
+        n_train=options["n_train"],
+        n_evaluation=options["n_evaluation"],
+        n_held_out=HELD_OUT_SIZES | dict(options["n_held_out"]),
+    )
+    contexts = _contexts(options["context"])
+    common = contexts.pop(None)
+    return BuildConfig(
+        splits=splits,
+        context=common,
+        contexts=contexts,
+        skip_bad=options["skip_bad"],
+        evidence=options["evidence"],
+    )
+
+
+def prompt_config(options: dict[str, Any]) -> "PromptConfig":
+    """Return how the questions are put."""
+    from extract.generate.requests import PromptConfig
+
+    return PromptConfig(
+        template=options["template"],
+        chat=options["chat"],
+        overlong=options["overlong"],
+        window=options["window"],
+    )

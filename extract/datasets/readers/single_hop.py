@@ -1,0 +1,200 @@
+"""Natural Questions and PopQA: sets whose questions need one passage."""
+
+import decimal
+import math
+import re
+from typing import Any
+
+from extract.datasets.fields import (
+    Record,
+    any_answers,
+    distinct,
+    expect,
+    field_answers,
+    identity,
+    kind_of,
+    objects,
+    required,
+    text,
+)
+from extract.datasets.readers.passages import any_passages, titled_passages
+from extract.datasets.readers.question import (
+    Format,
+    Question,
+    dataset_named,
+    dataset_of_id,
+    dataset_tagged,
+)
+from extract.records import Passage
+
+_PARAGRAPHS = {"context", "ctxs", "paragraphs", "supporting_facts"}
+_TAG = re.compile(r"^<[^>]+>$")
+
+
+def _fits_open(record: Record) -> bool:
+    """Tell NQ-open's lines from those of others with a mark of their own.
+
+    An id of hexadecimal digits is one: NQ-open has no ids, EfficientQA neither.
+    """
+    if not isinstance(record.get("answer"), list) or "question" not in record:
+        return False
+    if _PARAGRAPHS & record.keys():
+        return False
+    if dataset_named(record.get("dataset")) not in (None, "nq"):
+        return False
+    marked = dataset_of_id(record.get("_id", record.get("id")))
+    return marked in (None, "nq") and not {"prop", "subj"} <= record.keys()
+
+
+def read_open(record: Record) -> Question:
+    """Read one line of NQ-open: `answer` is a list under a singular name.
+
+    The layout is so plain that a file's name may say otherwise, so the set stays open.
+    """
+    return Question(
+        id=identity(record, "id", "example_id"),
+        dataset=dataset_tagged(record),
+        question=text(record, "question"),
+        golds=any_answers(record),
+    )
+
+
+def _span(holder: Any, name: str, n_tokens: int) -> tuple[int, int]:
+    """Return `[start, stop)` of an answer in tokens; (-1, -1) where there is none."""
+    expect(holder, dict, name)
+    start, stop = holder.get("start_token"), holder.get("end_token")
+    for value in (start, stop):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{name!r}: expected token numbers, found {value!r}")
+    if start == -1:
+        return -1, -1
+    if not 0 <= start < stop <= n_tokens:
+        raise ValueError(
+            f"{name!r}: tokens {start} to {stop} of a document of {n_tokens}"
+        )
+    return start, stop
+
+
+def _words(tokens: list[str], start: int, stop: int) -> str:
+    """Return tokens as text, without HTML tags."""
+    return " ".join(t for t in tokens[start:stop] if not _TAG.match(t)).strip()
+
+
+def read_simplified(record: Record) -> Question:
+    """Read one page of simplified NQ: the gold passage is its long answer.
+
+    Answers are the short answers of all annotators, and yes or no.
+    """
+    question = text(record, "question_text")
+    # One space is one boundary: token numbers count the empty tokens between two.
+    # At its beginning as well, so the document is not stripped.
+    text(record, "document_text")
+    tokens = record["document_text"].split(" ")
+    long_answers, short, notes = [], [], objects(record, "annotations")
+    for i, note in enumerate(notes):
+        within = f"annotations[{i}]."
+        start, stop = _span(
+            note.get("long_answer"), f"{within}long_answer", len(tokens)
+        )
+        if start < 0:
+            continue
+        long_answers.append(_words(tokens, start, stop))
+        for j, item in enumerate(objects(note, "short_answers", within=within)):
+            name = f"{within}short_answers[{j}]"
+            short.append(_words(tokens, *_span(item, name, len(tokens))))
+        if note.get("yes_no_answer") in ("YES", "NO"):
+            short.append(str(note["yes_no_answer"]).lower())
+    if not long_answers:
+        raise ValueError(
+            f"no long answer in any of {len(notes)} annotations: there is neither a "
+            "gold passage nor an answer"
+        )
+    golds = distinct(short)
+    if not golds:
+        raise ValueError("a long answer but no short one: there is no answer to match")
+    title = _words(tokens, 0, 64).split(" - wikipedia")[0].split(" - Wikipedia")[0]
+    return Question(
+        id=identity(record, "example_id"),
+        dataset="nq",
+        question=question,
+        golds=golds,
+        passages=tuple(
+            Passage(title=title, text=body, is_supporting=True)
+            for body in distinct(long_answers)
+        ),
+        meta={"n_annotations": len(notes)},
+    )
+
+
+_KEPT = ("subj", "prop", "obj", "s_wiki_title", "o_wiki_title", "s_pop", "o_pop")
+
+
+def _plain(value: Any, name: str) -> str | int | float | None:
+    """Return a cell as a JSON value: Parquet has decimals, pandas NaN for none.
+
+    Raises:
+      ValueError: it is neither text nor a number.
+    """
+    if isinstance(value, decimal.Decimal):
+        value = float(value) if value % 1 else int(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise ValueError(f"{name!r}: expected text or a number, found {kind_of(value)}")
+
+
+def read_popqa(record: Record) -> Question:
+    """Read one row; `possible_answers` is a JSON list written as text.
+
+    The same question occurs in several rows, on subjects of the same name: the id
+    tells them apart, the text does not.
+    """
+    question = text(record, "question")
+    golds = field_answers(required(record, "possible_answers"), "possible_answers")
+    found = "paragraphs" in record
+    passages = titled_passages(record, "paragraphs") if found else any_passages(record)
+    return Question(
+        id=identity(record, "id"),
+        dataset="popqa",
+        question=question,
+        golds=golds,
+        passages=passages,
+        meta={key: _plain(record[key], key) for key in _KEPT if key in record},
+    )
+
+
+def _is_original(record: Record) -> bool:
+    return "document_html" in record or (
+        isinstance(record.get("document"), dict) and "annotations" in record
+    )
+
+
+def _fits_popqa(record: Record) -> bool:
+    return "possible_answers" in record or {"s_wiki_title", "prop"} <= record.keys()
+
+
+POPQA_FORMATS = (
+    Format(
+        "PopQA with paragraphs",
+        lambda r: {"possible_answers", "paragraphs"} <= r.keys(),
+        read_popqa,
+        "popqa",
+    ),
+    Format("PopQA", _fits_popqa, read_popqa, "popqa"),
+)
+NQ_FORMATS = (
+    Format(
+        "NQ original",
+        _is_original,
+        refusal="holds whole HTML pages of Natural Questions in the original release; "
+        "give the simplified release, or NQ-open, or DPR's files",
+    ),
+    Format(
+        "NQ simplified",
+        lambda r: {"document_text", "question_text"} <= r.keys(),
+        read_simplified,
+        "nq",
+    ),
+    Format("NQ-open", _fits_open, read_open, "nq", is_weak=True),
+)

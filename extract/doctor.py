@@ -1,0 +1,359 @@
+"""What a run needs of a machine, looked at before hours are spent on it.
+
+Every check is a function that returns findings; none raises for what it finds.
+"""
+
+import dataclasses
+import importlib.metadata
+import itertools
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from extract.run.directory import RunDir
+from extract.run.files import JsonLines
+from extract.run.forecast import bytes_in_words
+
+if TYPE_CHECKING:
+    from extract.backbone.checkpoint import Outline
+    from extract.store.config import StoreConfig
+
+Status = Literal["ok", "warning", "problem"]
+_DISTRIBUTION = "beatrice-probe"
+_LITTLE_MEMORY = 4 << 30
+_LITTLE_DISK = 10 << 30
+Shapes = Mapping[str, Sequence[int]]
+
+_WHERE = {"all": "all spans", "answer": "answer span"}
+# What stands for a run where none is named: the sizes of the reference's estimates.
+_N_ANSWERS, _N_TOKENS, _N_ANSWER_TOKENS = 10_000, 400, 60
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """What one check found.
+
+    Attributes:
+      about: what was looked at.
+      status: a problem would stop a run, a warning would not.
+      text: one sentence.
+    """
+
+    about: str
+    status: Status
+    text: str
+
+
+def look_at_packages() -> Iterator[Finding]:
+    """Compare Python and the packages with what the project asks for."""
+    from packaging.requirements import Requirement
+
+    version = platform.python_version()
+    is_new = sys.version_info >= (3, 11)
+    yield Finding(
+        about="python",
+        status="ok" if is_new else "problem",
+        text=f"Python {version}" + ("" if is_new else "; 3.11 or newer is needed"),
+    )
+    try:
+        wanted = importlib.metadata.requires(_DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        text = f"{_DISTRIBUTION} is not installed, so nothing says what it needs"
+        yield Finding(about="packages", status="warning", text=text)
+        return
+    needed = [Requirement(line) for line in wanted]
+    needed = [r for r in needed if r.marker is None or r.marker.evaluate()]
+    wrong = [text for one in needed if (text := _wrong_version(one)) is not None]
+    yield Finding(
+        about="packages",
+        status="problem" if wrong else "ok",
+        text="; ".join(wrong) or f"all {len(needed)} are there in a version that fits",
+    )
+
+
+def _wrong_version(needed: object) -> str | None:
+    """Return what is wrong with one package, or None."""
+    name, specifier = needed.name, needed.specifier
+    try:
+        found = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{name}{specifier} is missing"
+    if specifier.contains(found, prereleases=True):
+        return None
+    return f"{name} is {found}, needed is {specifier}"
+
+
+def look_at_machine(place: Path) -> Iterator[Finding]:
+    """Look at cores, memory, and the disk that a run directory is on."""
+    cores = len(os.sched_getaffinity(0))
+    yield Finding(about="cores", status="ok", text=f"{cores} cores for this process")
+    available = _available_memory()
+    if available is not None:
+        yield Finding(
+            about="memory",
+            status="warning" if available < _LITTLE_MEMORY else "ok",
+            text=f"{bytes_in_words(available)} available",
+        )
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    is_writable = os.access(place, os.W_OK)
+    little = free < _LITTLE_DISK
+    yield Finding(
+        about="disk",
+        status="problem" if not is_writable else "warning" if little else "ok",
+        text=f"{bytes_in_words(free)} free at {place}"
+        + ("" if is_writable else ", which cannot be written to"),
+    )
+
+
+def _available_memory() -> int | None:
+    """Return the bytes that can be had without swapping, or None if nothing tells."""
+    path = Path("/proc/meminfo")
+    if not path.exists():
+        return None
+    for line in path.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def look_at_devices() -> Iterator[Finding]:
+    """Look at the GPUs that Torch sees, and at what JAX will train on."""
+    import torch
+
+    if not torch.cuda.is_available():
+        text = f"Torch {torch.__version__} sees no GPU; models run on the CPU"
+        yield Finding(about="torch", status="warning", text=text)
+    else:
+        for index in range(torch.cuda.device_count()):
+            free, total = torch.cuda.mem_get_info(index)
+            has_bf16 = torch.cuda.is_bf16_supported()
+            yield Finding(
+                about=f"cuda:{index}",
+                status="ok" if has_bf16 else "warning",
+                text=(
+                    f"{torch.cuda.get_device_name(index)}, {bytes_in_words(free)} of "
+                    f"{bytes_in_words(total)} free"
+                    + ("" if has_bf16 else ", no bfloat16; use float16")
+                ),
+            )
+    import jax
+
+    devices = ", ".join(map(str, jax.devices()))
+    yield Finding(about="jax", status="ok", text=f"JAX {jax.__version__} on {devices}")
+
+
+def look_at_server(url: str) -> Iterator[Finding]:
+    """Ask a server which models it has."""
+    import openai
+
+    key = os.environ.get("OPENAI_API_KEY") or "none"
+    try:
+        with openai.OpenAI(
+            base_url=url, api_key=key, max_retries=0, timeout=10
+        ) as client:
+            names = [model.id for model in client.models.list()]
+    except (openai.OpenAIError, ValueError, TypeError, AttributeError) as error:
+        said = " ".join(str(error).split())[:200]
+        yield Finding(
+            about="server",
+            status="problem",
+            text=f"{url} does not list its models ({said}); is it running, and is the "
+            "URL right up to /v1?",
+        )
+        return
+    yield Finding(
+        about="server",
+        status="ok",
+        text=f"{url} serves {', '.join(names) or 'nothing'}",
+    )
+
+
+def look_at_model(name: str) -> Generator[Finding, None, Shapes | None]:
+    """Look at a backbone's config and tokenizer; its weights are not loaded.
+
+    Returns:
+      The shapes of its readings, or None where its config or layout cannot be used.
+    """
+    from extract.backbone.checkpoint import (
+        check_quantization_support,
+        load_outline,
+        window_of,
+    )
+    from extract.backbone.names import model_path
+
+    path, shapes = model_path(name), None
+    try:
+        outline = load_outline(path)
+        shapes = outline_shapes(outline)
+        check_quantization_support(path, outline)
+    except (ValueError, OSError) as error:
+        said = " ".join(str(error).split())[:300]
+        text = f"{name} cannot be used: {said}"
+        yield Finding(about="model", status="problem", text=text)
+        return shapes
+    window = window_of(outline.config)
+    reads = "no limit" if window is None else f"{window} tokens"
+    n_layers, n_read = shapes["resid"][0] // 4, shapes["attn"][2]
+    yield Finding(
+        about="model",
+        status="ok",
+        text=f"{name}: {n_layers} layers, width {shapes['hidden'][1]}, "
+        f"{shapes['attn'][3]} heads, window {reads}"
+        + ("" if n_read == n_layers else f"; {n_read} layers have attention"),
+    )
+    yield Finding(about="kept", status="ok", text=typical_sizes(shapes))
+    yield _look_at_tokenizer(outline.tokenizer)
+    return shapes
+
+
+def _look_at_tokenizer(tokenizer: Any) -> Finding:
+    """Say whether a tokenizer can be used, and for chats as well."""
+    from extract.generate.prompts import render_message
+
+    if not getattr(tokenizer, "is_fast", False):
+        text = f"{type(tokenizer).__name__} has no offsets; a fast one is needed"
+        return Finding(about="tokenizer", status="problem", text=text)
+    try:
+        render_message(tokenizer, "a question")
+        text = "has a chat template, which switches thinking off; --chat can be used"
+    except ValueError as error:
+        text = f"plain prompts only: {error}"
+    return Finding(about="tokenizer", status="ok", text=text)
+
+
+def look_at_run(path: Path) -> Iterator[Finding]:
+    """Say what of a run is done, and what its feature store will take."""
+    from extract.backbone.names import backbone_of
+
+    run = RunDir(path)
+    try:
+        config = backbone_of(run)
+    except ValueError as error:
+        yield Finding(about="run", status="problem", text=str(error))
+        return
+    records = run.stage_records()
+    gaps = [gap for name in records if (gap := run.stage_gap(name))]
+    done = [name for name in records if run.stage_done(name)]
+    yield Finding(
+        about="run",
+        status="warning" if gaps else "ok",
+        text=f"{path}: done are {', '.join(done) or 'no stages'}"
+        + "".join(f"; {gap}" for gap in gaps),
+    )
+    shapes = yield from look_at_model(config.model)
+    if shapes is not None:
+        yield from _look_at_store(run, shapes)
+
+
+def _look_at_store(run: RunDir, shapes: Shapes) -> Iterator[Finding]:
+    """Compare what extraction will write with the free disk."""
+    from extract.signals.stage import EXTRACT_PRESETS
+    from extract.store.config import as_size, stored_bytes
+
+    kept = run.settle("extract", EXTRACT_PRESETS, is_recorded=False)
+    counts = count_tokens(run, kept.answer_span)
+    if counts is None or run.stage_done("extract"):
+        return
+    try:
+        needed = sum(stored_bytes(shapes, kept, **counts).values())
+    except ValueError:
+        return  # a layer is kept that the model does not have: extraction says so
+    free = shutil.disk_usage(run.path).free
+    fits = needed < free
+    yield Finding(
+        about="features",
+        status="ok" if fits else "problem",
+        text=f"the answers there have {counts['n_tokens']:,} tokens, "
+        f"{counts['n_answer']:,} of them in answer spans; {kept.in_words()} "
+        f"take {as_size(needed)}; {as_size(free)} are free"
+        + ("" if fits else ", so keep less, or run elsewhere")
+        + "\n"
+        + sizes_of_choices(shapes, kept, **counts),
+    )
+
+
+def outline_shapes(outline: "Outline") -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's readings, every hidden layer kept.
+
+    Raises:
+      ValueError: its residual layout is unknown.
+    """
+    from extract.backbone.layout import find_layout
+    from extract.store.config import model_shapes
+
+    layout = find_layout(outline.model)
+    return model_shapes(
+        d_model=layout.head.in_features,
+        n_layers=len(layout.layers),
+        n_attention_layers=len(layout.attention_layers),
+        n_heads=outline.config.num_attention_heads,
+    )
+
+
+def sizes_of_choices(
+    shapes: Shapes, kept: "StoreConfig", *, n_tokens: int, n_answer: int
+) -> str:
+    """Return a table of bytes: a line per type of the hidden states.
+
+    Args:
+      shapes: as `outline_shapes` gives them.
+      kept: says how the other families are written.
+      n_tokens: of all sequences, prompts included.
+      n_answer: of all answer spans.
+    """
+    from extract.store.config import as_size, stored_bytes
+    from extract.store.families import SHORT_NAMES, Spans
+
+    columns = list(itertools.product((None, (0,)), get_args(Spans)))
+    heads = [
+        f"{'every layer' if layers is None else 'one layer'}, {_WHERE[spans]}"
+        for layers, spans in columns
+    ]
+    lines = ["      " + "".join(f"{head:>26}" for head in heads)]
+    for short, dtype in SHORT_NAMES.items():
+        cells = []
+        for layers, spans in columns:
+            choice = dataclasses.replace(
+                kept, hidden_layers=layers, hidden_spans=spans, dtype=dtype
+            )
+            sizes = stored_bytes(shapes, choice, n_tokens=n_tokens, n_answer=n_answer)
+            cells.append(as_size(sum(sizes.values())))
+        lines.append(f"  {short:<4}" + "".join(f"{cell:>26}" for cell in cells))
+    return "\n".join(lines)
+
+
+def typical_sizes(shapes: Shapes) -> str:
+    """Return the table for a number of answers that stands for a run."""
+    from extract.store.config import StoreConfig
+
+    table = sizes_of_choices(
+        shapes,
+        StoreConfig(),
+        n_tokens=_N_ANSWERS * _N_TOKENS,
+        n_answer=_N_ANSWERS * _N_ANSWER_TOKENS,
+    )
+    return (
+        f"{_N_ANSWERS:,} answers of {_N_TOKENS} tokens, {_N_ANSWER_TOKENS} of them in "
+        "the answer span, take in the feature store, by what is kept of the hidden "
+        f"states (--dtype, --hidden-layers, --hidden-spans):\n{table}"
+    )
+
+
+def count_tokens(run: RunDir, answer_span: str) -> dict[str, int] | None:
+    """Count the tokens of a run's answers, and of their answer spans.
+
+    Returns:
+      `n_tokens` and `n_answer` as `stored_bytes` takes them, or None without answers.
+    """
+    n_tokens = n_answer = 0
+    for row in JsonLines(run.answers / "answers.jsonl").whole_rows():
+        n_tokens += len(row["prompt_ids"]) + len(row["token_ids"])
+        n_answer += len(row["token_ids"]) + (answer_span == "emitting")
+        n_answer -= row["stop_id"] is None  # the last token emitted nothing we know
+    return {"n_tokens": n_tokens, "n_answer": n_answer} if n_tokens else None

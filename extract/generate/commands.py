@@ -1,0 +1,160 @@
+"""The verbs that ask the run's backbone: `answer` and `sample`."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from extract.generate.options import (
+    backend_options,
+    open_asking,
+    open_generator,
+    paid_tokens,
+    server_options,
+    take_options,
+)
+from extract.run.console import Progress, quiet
+from extract.run.verbs import RUN_DIR, alone, do_or_forecast, dry_run_option
+from extract.run.workers import SHARD, find_worker
+
+
+@click.command()
+@RUN_DIR
+@click.option("--served-model", help="What the server calls the run's backbone.")
+@SHARD
+@dry_run_option
+@server_options
+def answer(
+    run_dir: Path,
+    served_model: str | None,
+    shard: str | None,
+    dry_run: bool,
+    **options: Any,
+) -> None:
+    """Answer every question, closed-book and with context.
+
+    On this machine, or by a vLLM server that holds the run's backbone. On this
+    machine under torchrun or srun, or with --shard, every process does its part, and
+    the answers are those of one process.
+
+    Example: beatrice answer runs/demo
+
+    Example: torchrun --nproc-per-node 8 -m beatrice answer runs/paper
+    """
+    from extract.generate import stage
+
+    backend = take_options(options, served_model)
+    worker = find_worker(shard)
+    if backend.server is None:
+        if dry_run or worker.world_size == 1:
+            do_or_forecast(run_dir, stage.ANSWER, dry_run)
+        else:
+            stage.answer_part(run_dir, worker, Progress())
+        return
+    alone("answer --server")
+    from extract.backbone.names import backbone_of
+    from extract.generate.requests import answer_config
+    from extract.run.directory import RunDir
+
+    quiet()
+    with RunDir.open(run_dir) as run:
+        model, stop_ids = stage.load_tokenizer_only(run)
+        if dry_run:
+            config = answer_config(run)
+            click.echo(stage.forecast_answers(run, config, model).as_text())
+            return
+        with open_generator(
+            served_model or backbone_of(run).path,
+            backend,
+            stop_ids=stop_ids,
+            tokenizer=model.tokenizer,
+            earlier=paid_tokens(run, "answer"),
+        ) as generator:
+            stage.answer_by_server(run, generator, model, Progress())
+
+
+@click.command()
+@RUN_DIR
+@click.option(
+    "--n-samples",
+    default=10,
+    type=click.IntRange(min=1),
+    help="Drawn answers per question, setting and variant.",
+)
+@click.option(
+    "--temperature",
+    default=1.0,
+    type=click.FloatRange(min=0, min_open=True),
+)
+@click.option(
+    "--top-p",
+    default=0.9,
+    type=click.FloatRange(0, 1, min_open=True),
+)
+@click.option(
+    "--top-k",
+    default=50,
+    type=click.IntRange(min=0),
+    help="0 keeps all; a server needs vllm.",
+)
+@click.option(
+    "--split",
+    "splits",
+    multiple=True,
+    type=click.Choice(["train", "validation", "test", "ood"]),
+    default=["validation", "test", "ood"],
+    help="May be given several times.",
+)
+@click.option("--served-model", help="What the server calls the run's backbone.")
+@dry_run_option
+@backend_options
+def sample(
+    run_dir: Path,
+    n_samples: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    splits: tuple[str, ...],
+    served_model: str | None,
+    dry_run: bool,
+    **options: Any,
+) -> None:
+    """Draw several answers per question, for the sampling baselines.
+
+    Example: beatrice sample runs/demo --n-samples 10 --split test
+    """
+    backend = take_options(options, served_model)
+    from extract.backbone.names import backbone_of
+    from extract.generate.generator import SamplingConfig
+    from extract.generate.requests import answer_config
+    from extract.generate.sampling import DrawConfig
+    from extract.generate.stage import draw_run, load_tokenizer_only
+    from extract.run.directory import RunDir
+
+    alone("sample")
+    quiet()
+    with RunDir.open(run_dir) as run:
+        sampling = SamplingConfig(
+            max_new_tokens=answer_config(run).generation.max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k or None,
+            seed=run.seed,
+        )
+        draws = DrawConfig(n_samples=n_samples, sampling=sampling)
+        model, stop_ids = load_tokenizer_only(run)
+        with open_asking(
+            run,
+            "sample",
+            served_model or backbone_of(run).path,
+            backend,
+            dry_run=dry_run,
+            stop_ids=stop_ids,
+            log_probs=True,
+            tokenizer=model.tokenizer,
+        ) as generator:
+            as_text = backend.server is not None and backend.dialect == "openai"
+            path = draw_run(
+                run, generator, model, draws, splits, Progress(), as_text=as_text
+            )
+            click.echo(str(path))

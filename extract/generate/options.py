@@ -1,0 +1,341 @@
+"""The options that say which model generates, and the backend they stand for.
+
+Whether a model can be is told at once, and not after an hour of answers.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from extract.backbone.names import EMBEDDED, check_name, model_path
+
+if TYPE_CHECKING:
+    from extract.backbone.names import BackboneConfig
+    from extract.generate.generator import Generator
+    from extract.run.directory import RunDir
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BackendOptions:
+    """Where a model runs and how it is asked, as given on the command line.
+
+    Attributes:
+      server: URL up to /v1, or None for Transformers on this machine.
+      revision: of the weights behind the server's name; part of every key.
+      served_dtype: of the same; likewise.
+      max_cost: spending cap in the currency of the prices, or None.
+      dtype: of weights loaded here; None for the device's default.
+    """
+
+    server: str | None
+    dialect: str
+    revision: str
+    concurrency: int
+    retries: int
+    timeout: float
+    price_prompt: float
+    price_new: float
+    max_cost: float | None
+    served_dtype: str = "unstated"
+    device: str = "cpu"
+    dtype: str | None = None
+    batch_tokens: int = 16_384
+
+
+_SCHEMES = ("http://", "https://")
+_SERVER = (
+    click.option("--server", help="OpenAI-compatible server, up to /v1."),
+    click.option(
+        "--dialect",
+        type=click.Choice(["vllm", "openai"]),
+        default="vllm",
+        help="vllm: exact token ids, top-k, thinking off. openai: standard fields "
+        "only, with which thinking cannot be switched off.",
+    ),
+    click.option(
+        "--revision",
+        default="unstated",
+        help="Of the weights, tokenizer and chat template behind the server's model "
+        "name; no server tells.",
+    ),
+    click.option(
+        "--served-dtype",
+        default="unstated",
+        help="Of the server's weights, such as bfloat16; no server tells.",
+    ),
+    click.option(
+        "--concurrency",
+        default=16,
+        type=click.IntRange(min=1),
+        help="Most requests under way.",
+    ),
+    click.option(
+        "--retries",
+        default=5,
+        type=click.IntRange(min=0),
+        help="Of a request that failed, with back-off.",
+    ),
+    click.option(
+        "--timeout",
+        default=600.0,
+        type=click.FloatRange(min=0, min_open=True),
+        help="Of a request, seconds.",
+    ),
+    click.option(
+        "--price-prompt",
+        default=0.0,
+        type=click.FloatRange(min=0),
+        help="Per million prompt tokens, for --max-cost.",
+    ),
+    click.option(
+        "--price-new",
+        default=0.0,
+        type=click.FloatRange(min=0),
+        help="Per million generated tokens, likewise.",
+    ),
+    click.option(
+        "--max-cost",
+        type=click.FloatRange(min=0),
+        help="Stop before more than this is spent on the stage, at these prices and "
+        "with the texts that earlier processes kept.",
+    ),
+)
+_LOCAL = (
+    click.option("--device", default="cpu", help="Without --server: Torch's."),
+    click.option(
+        "--dtype",
+        type=click.Choice(["float32", "bfloat16", "float16"]),
+        help="Without --server: of the weights. Default: bfloat16 on cuda, else "
+        "float32.",
+    ),
+    click.option(
+        "--batch-tokens",
+        default=16_384,
+        type=click.IntRange(min=1),
+        help="Without --server: tokens per batch, padding included.",
+    ),
+)
+
+
+def server_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of a server to a command."""
+    for option in reversed(_SERVER):
+        command = option(command)
+    return command
+
+
+def backend_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of a server, and of Transformers where there is none."""
+    for option in reversed(_SERVER + _LOCAL):
+        command = option(command)
+    return command
+
+
+def take_options(
+    given: dict[str, Any], served_model: str | None = None
+) -> BackendOptions:
+    """Take the backend's options out of a command's.
+
+    Args:
+      given: the command's options; the backend's are taken out.
+      served_model: what the server calls the model, if that is given.
+
+    Raises:
+      click.UsageError: a server's option without a server, or no URL.
+    """
+    names = [field.name for field in dataclasses.fields(BackendOptions)]
+    options = BackendOptions(**{n: given.pop(n) for n in names if n in given})
+    if options.max_cost is not None and options.server is None:
+        raise click.UsageError("--max-cost is for a server; give --server too")
+    if served_model is not None and options.server is None:
+        raise click.UsageError("--served-model is for a server; give --server too")
+    if options.server is not None and not options.server.startswith(_SCHEMES):
+        raise click.BadParameter(
+            f"expected a URL such as http://localhost:8000/v1, found "
+            f"{options.server!r}",
+            param_hint="--server",
+        )
+    return options
+
+
+@contextlib.contextmanager
+def open_generator(
+    model: str,
+    options: BackendOptions,
+    *,
+    stop_ids: Sequence[int] = (),
+    log_probs: bool = False,
+    tokenizer: Any = None,
+    earlier: tuple[int, int] = (0, 0),
+) -> Iterator["Generator"]:
+    """Open the backend of a model.
+
+    Args:
+      model: a directory or Hub id, or the name that the server gives it.
+      options: where it runs.
+      stop_ids: of the model, where token ids are wanted from a server.
+      log_probs: ask a server for them; on this machine they cost nothing.
+      tokenizer: of the model that a server holds, where it is known here.
+      earlier: prompt and new tokens that count towards the spending cap already.
+    """
+    if options.server is None:
+        import torch
+
+        from extract.backbone.loading import load_backbone
+        from extract.backbone.names import default_dtype, own_device
+        from extract.generate.local import TransformersGenerator
+
+        device = own_device(options.device, torch.cuda.device_count())
+        dtype = options.dtype or default_dtype(options.device)
+        backbone = load_backbone(model_path(model), dtype=dtype, device=device)
+        yield TransformersGenerator(
+            backbone=backbone, tokens_per_batch=options.batch_tokens
+        )
+        return
+    from extract.generate.generator import tokenizer_identity
+    from extract.generate.server import ServedGenerator, ServerConfig
+    from extract.generate.spending import Prices
+
+    config = ServerConfig(
+        url=options.server,
+        model=model,
+        revision=options.revision,
+        dialect=options.dialect,
+        dtype=options.served_dtype,
+        **tokenizer_identity(tokenizer),
+        log_probs=log_probs,
+        n_concurrent=options.concurrency,
+        n_retries=options.retries,
+        timeout=options.timeout,
+        prices=Prices(
+            prompt=options.price_prompt, new=options.price_new, cap=options.max_cost
+        ),
+    )
+    with ServedGenerator(config, stop_ids, earlier) as generator:
+        yield generator
+
+
+def check_model_option(name: str, option: str = "--model") -> str:
+    """Return a model's name if it can be one.
+
+    Raises:
+      click.BadParameter: no such directory, and no Hub id.
+    """
+    try:
+        check_name(model_path(name))
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint=option) from None
+    return name
+
+
+def check_local_model(name: str, backend: BackendOptions, option: str) -> None:
+    """Refuse a model that is to run on this machine and cannot be there.
+
+    Raises:
+      click.BadParameter: no such directory, and no Hub id.
+    """
+    if backend.server is None:
+        check_model_option(name, option)
+
+
+def check_backbone(
+    config: "BackboneConfig", hidden_layers: Sequence[int] | None = None
+) -> None:
+    """Refuse a backbone that cannot be loaded, and layers that it does not have.
+
+    Otherwise it is found when the model is loaded, after an hour of answers. A Hub id
+    is not looked at: nothing is downloaded before it is needed.
+
+    Raises:
+      click.BadParameter: there is no such model, or no such layer.
+      ValueError: the model's config or tokenizer cannot be used.
+    """
+    check_model_option(config.model)
+    is_here = Path(config.path).expanduser().exists()
+    if not is_here or (config.model == EMBEDDED and hidden_layers is None):
+        return
+    from extract.backbone.checkpoint import load_outline
+    from extract.run.console import quiet
+
+    quiet()
+    outline = load_outline(str(Path(config.path).expanduser()))
+    n_layers = outline.config.num_hidden_layers
+    wrong = [layer for layer in hidden_layers or () if layer > n_layers]
+    if wrong:
+        raise click.BadParameter(
+            f"{config.model} has layers 0 (the embedding) to {n_layers}, not "
+            f"{wrong[0]}",
+            param_hint="--hidden-layers",
+        )
+
+
+@contextlib.contextmanager
+def open_asking(
+    run: "RunDir",
+    stage: str,
+    model: str,
+    options: BackendOptions,
+    *,
+    dry_run: bool,
+    stop_ids: Sequence[int] = (),
+    log_probs: bool = False,
+    tokenizer: Any = None,
+) -> Iterator["Generator"]:
+    """Open a stage's backend; in a dry run one that ends the block with a forecast.
+
+    Args:
+      run: of the stage; texts that it has already count towards the spending cap.
+      stage: as on the command line.
+      model: see `open_generator`, as are the others.
+      options: likewise.
+      dry_run: count what would be asked, print that, and ask nothing.
+      stop_ids: likewise.
+      log_probs: likewise.
+      tokenizer: likewise.
+    """
+    earlier = paid_tokens(run, stage)
+    with open_generator(
+        model,
+        options,
+        stop_ids=stop_ids,
+        log_probs=log_probs,
+        tokenizer=tokenizer,
+        earlier=earlier,
+    ) as generator:
+        if not dry_run:
+            yield generator
+            return
+        from extract.generate.forecast import Counted, CountingGenerator
+
+        try:
+            yield CountingGenerator(generator, stage)
+        except Counted as found:
+            click.echo(found.forecast.as_text())
+
+
+def paid_tokens(run: "RunDir", stage: str) -> tuple[int, int]:
+    """Return prompt and new tokens of the texts that are there of a stage.
+
+    All of them, whichever backend wrote them: a cap errs on the side of the purse.
+    What a server did not count is not known.
+    """
+    from extract.generate.answers import part_files
+    from extract.run.files import JsonLines
+
+    n_prompt = n_new = 0
+    if stage == "answer":
+        files = [run.answers / "answers.jsonl", *part_files(run.answer_parts)]
+        rows = (row for file in files for row in JsonLines(file).whole_rows())
+        for row in rows:
+            n_prompt += len(row["prompt_ids"])
+            n_new += len(row["token_ids"]) + (row["stop_id"] is not None)
+        return n_prompt, n_new
+    role = {"label": "judge"}.get(stage, stage)
+    for row in JsonLines(run.replies(role)).whole_rows():
+        n_prompt += row["n_prompt_tokens"] or 0
+        n_new += row["n_new_tokens"] or 0
+    return n_prompt, n_new

@@ -1,0 +1,360 @@
+"""The backend behind a server that speaks OpenAI's protocol, such as vLLM.
+
+The `openai` client does the talking. A request that failed for the server's reasons is
+sent again here, not by the client: each attempt may cost, and is booked.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import os
+import random
+import threading
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any, Literal, get_args
+
+import openai
+
+from extract.generate.generator import (
+    Generated,
+    GeneratorPrompt,
+    SamplingConfig,
+    draw_seed,
+)
+from extract.generate.prompts import TEMPLATE_FIELDS
+from extract.generate.spending import Account, Prices
+
+Dialect = Literal["vllm", "openai"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Which server, and how it is asked.
+
+    No server tells which weights stand behind a name, nor their dtype: who runs it has
+    to, and both are part of every key.
+
+    Attributes:
+      dialect: "vllm" sends and receives exact token ids, knows top_k and switches
+        thinking off; "openai" keeps to the fields that every such server has, so its
+        model thinks or not as it was set up.
+    """
+
+    url: str  # up to and including `/v1`
+    model: str  # the name the server gives its model
+    revision: str = "unstated"
+    dialect: Dialect = "vllm"
+    log_probs: bool = False  # ask for them
+    dtype: str = "unstated"
+    tokenizer: str | None = None  # SHA-256, where it is known here
+    chat_template: str | None = None  # likewise
+    n_concurrent: int = 16  # most requests under way at a time
+    n_retries: int = 5  # of one request
+    timeout: float = 600.0  # of one request, seconds
+    prices: Prices = Prices()
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work."""
+        if self.dialect not in get_args(Dialect):
+            raise ValueError(
+                f"dialect: expected one of {', '.join(get_args(Dialect))}, "
+                f"found {self.dialect!r}"
+            )
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(
+                f"server: expected a URL such as http://localhost:8000/v1, "
+                f"found {self.url!r}"
+            )
+        if self.n_concurrent < 1 or self.n_retries < 0 or not self.timeout > 0:
+            raise ValueError(
+                "server: expected at least 1 request at a time, 0 or more retries and "
+                f"a positive time-out, found {self.n_concurrent}, {self.n_retries} "
+                f"and {self.timeout:g}"
+            )
+
+
+_FIRST, _LONGEST = 0.5, 8.0  # seconds, as the `openai` client waits
+_LONGEST_ASKED = 60.0  # that a server may ask for
+# By name: which library connects is the `openai` client's own affair.
+_NEVER_SENT = ("ConnectError", "ConnectTimeout", "PoolTimeout")
+
+
+def _is_transient(error: openai.OpenAIError) -> bool:
+    """Tell whether the same request may succeed later."""
+    if isinstance(error, openai.APIStatusError):
+        return error.status_code in (408, 409, 429) or error.status_code >= 500
+    return isinstance(error, openai.APIConnectionError)
+
+
+def _may_have_cost(error: openai.OpenAIError) -> bool:
+    """Tell whether a server may charge for a request that it did not answer.
+
+    Only a refusal, or a connection that was never made, is surely free: a server goes
+    on writing when its client stops listening.
+    """
+    if isinstance(error, openai.APIStatusError):
+        return False
+    return type(error.__cause__).__name__ not in _NEVER_SENT
+
+
+def _seconds_before_retry(error: openai.OpenAIError, attempt: int) -> float:
+    """Return how long to wait: what the server asks for, else longer each time."""
+    if isinstance(error, openai.APIStatusError):
+        try:
+            asked = float(error.response.headers.get("retry-after", ""))
+        except ValueError:
+            asked = 0.0  # absent, or a date
+        if 0 < asked <= _LONGEST_ASKED:
+            return asked
+    # Requests that failed together are spread, or they would fail together again.
+    return min(_FIRST * 2**attempt, _LONGEST) * random.uniform(0.75, 1.0)
+
+
+def _read(reply: Any, is_chat: bool, stop_ids: Collection[int]) -> Generated:
+    """Return the generated text of a reply.
+
+    A server gives the stop token among its ids or leaves it out. Where the model has
+    only one (`stop_ids`, as far as known) it can have been no other.
+
+    Raises:
+      ValueError: there is no one text, or it ended in a way that makes it no answer.
+    """
+    choices = getattr(reply, "choices", None) or []
+    if len(choices) != 1:
+        raise ValueError(
+            f"the server's reply has {len(choices)} choices, expected 1; does it speak "
+            "OpenAI's protocol?"
+        )
+    (choice,) = choices
+    if choice.finish_reason not in ("stop", "length"):
+        raise ValueError(
+            f"the server ended a text for the reason {choice.finish_reason!r}; "
+            "expected 'stop' or 'length'"
+        )
+    ids, stop_id = getattr(choice, "token_ids", None), None
+    if ids is not None and choice.finish_reason == "stop":
+        if ids and ids[-1] in stop_ids:
+            *ids, stop_id = ids
+        elif len(stop_ids) == 1:
+            (stop_id,) = stop_ids
+    log_probs = None
+    if choice.logprobs and not is_chat:
+        log_probs = choice.logprobs.token_logprobs
+    elif choice.logprobs and choice.logprobs.content is not None:
+        log_probs = [token.logprob for token in choice.logprobs.content]
+    if log_probs and not all(p is not None and math.isfinite(p) for p in log_probs):
+        log_probs = None
+    text = (choice.message.content or "") if is_chat else choice.text
+    usage = getattr(reply, "usage", None)
+    return Generated(
+        text=text.strip(),
+        token_ids=None if ids is None else tuple(ids),
+        stop_id=stop_id,
+        log_probs=None if log_probs is None else tuple(map(float, log_probs)),
+        finish=choice.finish_reason,
+        n_prompt_tokens=None if usage is None else usage.prompt_tokens,
+        n_new_tokens=None if usage is None else usage.completion_tokens,
+    )
+
+
+class ServedGenerator(contextlib.AbstractContextManager):
+    """Generates by asking a server."""
+
+    max_length = None  # a server refuses what does not fit
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        stop_ids: Sequence[int] = (),
+        earlier: tuple[int, int] = (0, 0),
+    ) -> None:
+        """Prepare a client; nothing is sent yet.
+
+        Args:
+          config: which server.
+          stop_ids: the model's stop tokens, where they are known.
+          earlier: prompt and new tokens that other processes have paid for, and that
+            count towards the cap.
+        """
+        self.config = config
+        self.account = Account(config.prices, config.prices.cost(*earlier))
+        self._stop_ids = frozenset(stop_ids)
+        self._client = openai.OpenAI(
+            base_url=config.url,
+            # Local servers need none, but the client insists on some.
+            api_key=os.environ.get("OPENAI_API_KEY") or "none",
+            max_retries=0,  # repeated here, see `_ask`
+            timeout=config.timeout,
+        )
+
+    def __exit__(self, *error: object) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return what changes a text, as far as a server lets it be known.
+
+        What the user did not state of the server is "unstated" or None.
+        """
+        return {
+            "backend": "served",
+            "model": self.config.model,
+            "revision": self.config.revision,
+            "dialect": self.config.dialect,
+            "dtype": self.config.dtype,
+            "tokenizer": self.config.tokenizer,
+            "chat_template": self.config.chat_template,
+            "enable_thinking": False,
+            "log_probs": self.config.log_probs,
+        }
+
+    def count_tokens(self, prompt: GeneratorPrompt) -> int | None:
+        """Return how many ids a prompt has, or None: a server splits its text."""
+        return None if prompt.ids is None else len(prompt.ids)
+
+    def stream(
+        self,
+        prompts: Sequence[GeneratorPrompt],
+        config: SamplingConfig,
+        done: Collection[int] = (),
+    ) -> Iterator[tuple[int, Generated]]:
+        """Yield (index, text) in the order in which the server answers.
+
+        After a failure nothing new is sent, what is under way is waited for and
+        yielded, and then the failure is raised.
+
+        Raises:
+          ValueError: the server refused, failed or could not be reached, or the
+            spending cap was reached; the message says what to do.
+        """
+        waiting = iter([i for i in range(len(prompts)) if i not in done])
+        under_way: dict[Future[Generated], int] = {}
+        failure: ValueError | None = None
+        gave_up = threading.Event()
+        with ThreadPoolExecutor(self.config.n_concurrent) as pool:
+            try:
+                while True:
+                    # No more at a time than the caller has written down.
+                    n_free = self.config.n_concurrent - len(under_way)
+                    for i in itertools.islice(waiting, 0 if failure else n_free):
+                        job = pool.submit(self._ask, prompts[i], config, gave_up)
+                        under_way[job] = i
+                    if not under_way:
+                        break
+                    finished, _ = wait(under_way, return_when=FIRST_COMPLETED)
+                    for job in finished:
+                        i = under_way.pop(job)
+                        try:
+                            found = job.result()
+                        except ValueError as error:
+                            failure = failure or error
+                        else:
+                            yield i, found
+            finally:
+                gave_up.set()  # the caller stopped listening: send nothing more
+        if failure is not None:
+            raise failure
+
+    def _ask(
+        self,
+        prompt: GeneratorPrompt,
+        config: SamplingConfig,
+        gave_up: threading.Event,
+    ) -> Generated:
+        """Send one request, again if its failure is transient, until it is answered."""
+        for attempt in itertools.count():
+            if gave_up.is_set():
+                raise ValueError(
+                    "the request was not sent: nobody waits for it any more"
+                )
+            try:
+                return self._attempt(prompt, config)
+            except openai.OpenAIError as error:
+                if attempt == self.config.n_retries or not _is_transient(error):
+                    raise ValueError(self._in_words(error)) from error
+                gave_up.wait(_seconds_before_retry(error, attempt))
+
+    def _attempt(self, prompt: GeneratorPrompt, config: SamplingConfig) -> Generated:
+        """Send one request once, and book what it cost, or may have cost."""
+        # A token is at least one byte, but the server's chat template adds some.
+        n_prompt = self.count_tokens(prompt)
+        if n_prompt is None:
+            n_prompt = len(prompt.text.encode()) + (1024 if prompt.is_chat else 16)
+        n_new = config.max_new_tokens
+        reserved = self.account.reserve(n_prompt, n_new)
+        try:
+            reply = self._send(prompt, config)
+            if reply.n_prompt_tokens is not None:
+                n_prompt = reply.n_prompt_tokens
+            if reply.n_new_tokens is not None:
+                n_new = reply.n_new_tokens
+            return reply
+        except openai.OpenAIError as error:
+            if not _may_have_cost(error):
+                n_prompt = n_new = 0
+            raise
+        except (AttributeError, TypeError) as error:
+            raise ValueError(
+                f"server {self.config.url}: its reply is not of OpenAI's protocol "
+                f"({error})"
+            ) from error
+        finally:
+            self.account.book(reserved, n_prompt, n_new)
+
+    def _in_words(self, error: openai.OpenAIError) -> str:
+        """Return one sentence on a request that failed for good."""
+        where = f"server {self.config.url}, model {self.config.model!r}"
+        if isinstance(error, openai.APIStatusError):
+            reason = " ".join(str(error.message).split())[:300]
+            hint = (
+                " (a server other than vLLM may need the dialect 'openai')"
+                if error.status_code in (400, 422) and self.config.dialect == "vllm"
+                else ""
+            )
+            return f"{where}: refused with status {error.status_code}: {reason}{hint}"
+        return (
+            f"{where}: no answer after {self.config.n_retries} retries "
+            f"({type(error).__name__}); is it running, and is the URL right up to /v1?"
+        )
+
+    def _send(self, prompt: GeneratorPrompt, config: SamplingConfig) -> Generated:
+        """Ask for the reply to a message, or for what follows a text or exact ids."""
+        client = self._client.chat if prompt.is_chat else self._client
+        reply = client.completions.create(**self._fields(prompt, config))
+        return _read(reply, prompt.is_chat, self._stop_ids)
+
+    def _fields(
+        self, prompt: GeneratorPrompt, config: SamplingConfig
+    ) -> dict[str, Any]:
+        """Return the fields of a request."""
+        is_vllm = self.config.dialect == "vllm"
+        fields: dict[str, Any] = {
+            "model": self.config.model,
+            "temperature": config.temperature,
+            "max_tokens": config.max_new_tokens,
+        }
+        if prompt.is_chat:
+            fields["messages"] = [{"role": "user", "content": prompt.text}]
+        else:
+            as_ids = is_vllm and prompt.ids is not None
+            fields["prompt"] = list(prompt.ids) if as_ids else prompt.text
+        if self.config.log_probs:
+            fields["logprobs"] = True if prompt.is_chat else 1
+        top_k = None if config.is_greedy else config.top_k
+        if not config.is_greedy:
+            fields |= {"top_p": config.top_p, "seed": draw_seed(prompt, config)}
+        if is_vllm:
+            # Named, or vLLM takes the checkpoint's own defaults for them.
+            extra = {"top_k": top_k or 0, "min_p": 0.0, "repetition_penalty": 1.0}
+            if prompt.is_chat:
+                extra["chat_template_kwargs"] = TEMPLATE_FIELDS
+            fields["extra_body"] = {**extra, "return_token_ids": True}
+        elif top_k is not None:
+            raise ValueError(
+                "top_k is no field of OpenAI's protocol; leave it out, or use a vLLM "
+                "server with the dialect 'vllm'"
+            )
+        return fields

@@ -1,0 +1,232 @@
+"""The verbs by which other models judge and reword: `label` and `rewrite`."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from extract.generate.options import (
+    backend_options,
+    check_local_model,
+    open_asking,
+    take_options,
+)
+from extract.run.console import Progress, quiet
+from extract.run.verbs import RUN_DIR, alone, do_or_forecast, dry_run_option
+
+if TYPE_CHECKING:
+    from extract.generate.options import BackendOptions
+    from extract.label.annotation import HumanAgreement
+
+
+@click.command()
+@RUN_DIR
+@click.option("--model", required=True, help="Rewriter: directory, Hub id, or name.")
+@click.option(
+    "--max-tokens",
+    default=1024,
+    type=click.IntRange(min=1),
+    help="Longest rewritten context; a longer one counts as failed.",
+)
+@click.option(
+    "--overlong",
+    type=click.Choice(["refuse", "skip"]),
+    default="refuse",
+    help="Without --server: contexts beyond the rewriter's window stop the stage, or "
+    "count as failed.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the counts as JSON.")
+@dry_run_option
+@backend_options
+def rewrite(
+    run_dir: Path,
+    model: str,
+    max_tokens: int,
+    overlong: str,
+    as_json: bool,
+    dry_run: bool,
+    **options: Any,
+) -> None:
+    """Put every in-domain context into other words, with the paper's prompt.
+
+    Before `answer`, which then also answers on the rewritten contexts. What a rewrite
+    adds beyond its source is flagged and counted.
+
+    Example: beatrice rewrite runs/mine --model Qwen/Qwen3.5-27B --server
+    http://localhost:8000/v1
+    """
+    backend = take_options(options)
+    check_local_model(model, backend, "--model")
+    from extract.label.rewriter import RewriteConfig
+    from extract.label.stage import rewrite_run
+    from extract.run.directory import RunDir
+
+    alone("rewrite")
+    quiet()
+    with (
+        RunDir.open(run_dir) as run,
+        open_asking(run, "rewrite", model, backend, dry_run=dry_run) as generator,
+    ):
+        config = RewriteConfig(
+            max_new_tokens=max_tokens, seed=run.seed, skip_overlong=overlong == "skip"
+        )
+        counts = rewrite_run(run, generator, config, Progress())
+        click.echo(json.dumps(counts) if as_json else _in_lines(counts))
+        click.echo(str(run_dir / "rewrites.jsonl"), err=as_json)
+
+
+def _in_lines(counts: dict[str, int]) -> str:
+    return "\n".join(f"{name:<30}{n:>8}" for name, n in counts.items())
+
+
+@click.command()
+@RUN_DIR
+@click.option(
+    "--judge",
+    help="Judge by three rubrics: directory, Hub id, or a server's model name. "
+    "Without it, labels are normalised exact match.",
+)
+@click.option(
+    "--vote",
+    type=click.Choice(["unanimous", "majority"]),
+    default="unanimous",
+    help="unanimous drops what the rubrics disagree on; majority is for the set "
+    "with real retrieval.",
+)
+@click.option("--audit", is_flag=True, help="Say how far the labels can be trusted.")
+@click.option(
+    "--sample",
+    "n_sample",
+    default=100,
+    type=click.IntRange(min=1),
+    help="With --audit: answers for a person to judge blind.",
+)
+@click.option(
+    "--annotations",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="With --audit: that sample, its column 'human' filled in.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the audit as JSON.")
+@dry_run_option
+@backend_options
+def label(
+    run_dir: Path,
+    judge: str | None,
+    vote: str,
+    audit: bool,
+    n_sample: int,
+    annotations: Path | None,
+    as_json: bool,
+    dry_run: bool,
+    **options: Any,
+) -> None:
+    """Label the answers, by exact match or by judges; audit the labels.
+
+    With --audit and no --judge the labels that are there are audited.
+
+    Example: beatrice label runs/demo --audit
+    """
+    backend = take_options(options)
+    _refuse_ignored(judge, backend, audit)
+    if annotations is not None and not audit:
+        raise click.UsageError("--annotations is read by --audit; give both")
+    if dry_run and audit:
+        raise click.UsageError("--audit asks no model; leave --dry-run out")
+    if judge is not None:
+        _judge(run_dir, judge, vote, backend, dry_run)
+    elif vote != "unanimous":
+        raise click.UsageError("--vote is among judges; give --judge too")
+    elif not audit:
+        from extract.label.stage import LABEL
+
+        if not dry_run:
+            Progress().note(
+                "label: by normalised exact match, without a judge: a right answer in "
+                "words that no gold lists counts as wrong"
+            )
+        do_or_forecast(run_dir, LABEL, dry_run)
+    if audit:
+        _audit(run_dir, n_sample, annotations, as_json)
+
+
+def _refuse_ignored(judge: str | None, backend: "BackendOptions", audit: bool) -> None:
+    """Refuse options that would change nothing."""
+    source = click.get_current_context().get_parameter_source("n_sample")
+    if source is not click.core.ParameterSource.DEFAULT and not audit:
+        raise click.UsageError("--sample is drawn by --audit; give both")
+    if backend.server is not None and judge is None:
+        raise click.UsageError("--server is for a judge; give --judge too")
+
+
+def _judge(
+    run_dir: Path, judge: str, vote: str, backend: "BackendOptions", dry_run: bool
+) -> None:
+    """Label by the consensus of the rubrics."""
+    check_local_model(judge, backend, "--judge")
+    from extract.label.judges import ConsensusConfig
+    from extract.label.stage import label_by_judges
+    from extract.run.directory import RunDir
+
+    alone("label --judge")
+    quiet()
+    with (
+        RunDir.open(run_dir) as run,
+        open_asking(run, "label", judge, backend, dry_run=dry_run) as generator,
+    ):
+        config = ConsensusConfig(vote=vote, seed=run.seed)
+        label_by_judges(run, generator, config, Progress())
+
+
+def _audit(
+    run_dir: Path, n_sample: int, annotations: Path | None, as_json: bool
+) -> None:
+    """Audit the labels, and compare a person's with them."""
+    from extract.label.stage import audit_labels, compare_annotations
+    from extract.run.directory import RunDir
+
+    with RunDir.open(run_dir) as run:
+        human = (
+            None
+            if annotations is None
+            else compare_annotations(run, annotations, seed=run.seed)
+        )
+        found = audit_labels(run, n_sample=n_sample, seed=run.seed)
+    if not as_json:
+        click.echo(_audit_as_text(found, human))
+        return
+    extra = {} if human is None else {"human": dataclasses.asdict(human)}
+    click.echo(json.dumps(found | extra))
+
+
+def _agreement(row: dict[str, Any]) -> str:
+    """Return the agreement in a row as one line."""
+    from extract.label.audit import Agreement
+
+    names = [field.name for field in dataclasses.fields(Agreement)]
+    return Agreement(**{name: row[name] for name in names}).in_words()
+
+
+def _audit_as_text(found: dict[str, Any], human: "HumanAgreement | None") -> str:
+    """Return what `audit_labels` found, line by line."""
+    lines = [f"labels by {found['labels_by']}", "", "against exact match"]
+    for row in found["exact_match"]:
+        where = f"{row['setting']}, {row['variant']}"
+        lines.append(f"  {where:<26}{_agreement(row)}")
+        if row["n_dropped"]:
+            lines.append(
+                f"  {'':<26}{row['n_dropped']} of {row['n_answers']} answers without "
+                f"a label, {row['n_unparsable_verdicts']} unparsable verdicts"
+            )
+    if found["judges"]:
+        lines += ["", "between rubrics"]
+    for row in found["judges"]:
+        lines.append(f"  {row['first']} and {row['second']}: {_agreement(row)}")
+    if human is not None:
+        lines += ["", f"a person, {human.n_empty} items left empty"]
+        lines.append(f"  {'against the labels':<26}{human.judge.in_words()}")
+        lines.append(f"  {'against exact match':<26}{human.exact.in_words()}")
+    lines += ["", f"{found['n_disagreements']} disagreements in"]
+    lines += [f"  {found['disagreements']}", "to be judged blind"]
+    return "\n".join([*lines, f"  {found['sample']}"])

@@ -1,0 +1,176 @@
+"""The stages that judge and reword: labels, their audit, rewritten contexts."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from extract.generate.generator import SCHEMA_VERSION, Generator
+from extract.generate.replies import open_replies, reused_in_words
+from extract.label.annotation import (
+    HumanAgreement,
+    draw_sample,
+    read_annotations,
+    write_sample,
+)
+from extract.label.audit import (
+    LabelledAnswer,
+    against_exact_match,
+    between_judges,
+    disagreements,
+    join_labels,
+)
+from extract.label.judges import ConsensusConfig, judge_answers
+from extract.label.rewrite import count_rewrites
+from extract.label.rewriter import RewriteConfig, rewrite_contexts
+from extract.label.rubrics import RUBRICS
+from extract.label.verdicts import exact_label
+from extract.records import Answer, Example, Label, read_records, to_json, write_lines
+from extract.run.console import Progress, Update
+from extract.run.contents import labels_by, read_answers, read_examples
+from extract.run.directory import RunDir
+from extract.run.files import sha256_json, write_json_atomic, write_text_atomic
+from extract.run.forecast import Forecast
+from extract.run.stages import Stage, once
+
+
+def _pairs(run: RunDir) -> list[tuple[Example, Answer]]:
+    examples = {example.id: example for example in read_examples(run)}
+    return [(examples[a.example_id], a) for a in read_answers(run)]
+
+
+def exact_labels(run: RunDir) -> list[Label]:
+    """Label every answer by normalised exact match."""
+    return [exact_label(example, answer) for example, answer in _pairs(run)]
+
+
+def _label(run: RunDir, config: None, update: Update, progress: Progress) -> None:
+    record = run.stage_record("label")
+    if record is not None and "judge" in record.inputs:
+        progress.note(
+            "label: exact match replaces the judges' labels; their replies stay in "
+            f"{run.replies('judge')}"
+        )
+    write_text_atomic(run.labels, write_lines(exact_labels(run)))
+
+
+def _forecast(run: RunDir, config: None) -> Forecast:
+    labels = exact_labels(run)
+    return Forecast(
+        stage="label",
+        n_rows=len(labels),
+        disk_bytes=sum(len(to_json(label)) + 1 for label in labels),
+        basis="by exact match, no requests",
+    )
+
+
+def label_by_judges(
+    run: RunDir, generator: Generator, config: ConsensusConfig, progress: Progress
+) -> None:
+    """Label every answer by the consensus of the rubrics.
+
+    Writes `labels.jsonl` and, beside the judge's replies, `replies/judge.json` with
+    the judge's identity and the counts.
+    """
+    identity = {
+        "schema": SCHEMA_VERSION,
+        "judge": dict(generator.identity),
+        "rubrics": [dataclasses.asdict(rubric) for rubric in RUBRICS],
+        "config": dataclasses.asdict(config),
+    }
+    summary = run.replies("judge").with_suffix(".json")
+
+    def work(update: Update) -> None:
+        replies = open_replies(run, "judge", progress)
+        found = judge_answers(_pairs(run), generator, replies, config, update)
+        progress.note(f"label: {reused_in_words(replies)}")
+        write_text_atomic(run.labels, write_lines(found.labels))
+        counts = {
+            "n_retried": found.n_retried,
+            "n_unparsable_verdicts": found.n_unparsable,
+            "counts": found.counts(),
+        }
+        write_json_atomic(summary, identity | counts)
+        for row in found.counts():
+            progress.note("label: " + ", ".join(f"{k} {v}" for k, v in row.items()))
+        progress.note(
+            f"label: {found.n_retried} replies asked for again, {found.n_unparsable} "
+            "verdicts stayed unparsable"
+        )
+
+    inputs = run.hash_inputs(run.examples, run.answers) | {
+        "judge": sha256_json(identity)
+    }
+    once(run, "label", inputs, [run.labels, summary], progress, work)
+
+
+def _labelled(run: RunDir) -> list[LabelledAnswer]:
+    run.hash_inputs(run.examples, run.answers, run.labels)  # says what is missing
+    labels = read_records(run.labels, Label)
+    return join_labels(read_examples(run), read_answers(run), labels)
+
+
+def audit_labels(run: RunDir, *, n_sample: int, seed: int) -> dict[str, Any]:
+    """Write what is known about the labels' quality into `audit/`, and return it."""
+    rows = _labelled(run)
+    listed = disagreements(rows)
+    found = {
+        "labels_by": labels_by(run),
+        "exact_match": against_exact_match(rows, seed=seed),
+        "judges": between_judges(rows, seed=seed),
+        "n_disagreements": len(listed),
+        "disagreements": str(run.audit / "disagreements.jsonl"),
+        "sample": str(run.audit / "sample.csv"),
+    }
+    lines = "".join(json.dumps(row) + "\n" for row in listed)
+    write_text_atomic(run.audit / "disagreements.jsonl", lines)
+    write_sample(run.audit / "sample.csv", draw_sample(rows, n_sample, seed=seed))
+    write_json_atomic(run.audit / "audit.json", found)
+    return found
+
+
+def compare_annotations(run: RunDir, path: Path, *, seed: int) -> HumanAgreement:
+    """Compare a person's annotations with the labels; writes `audit/human.json`."""
+    found = read_annotations(path, _labelled(run), seed=seed)
+    write_json_atomic(run.audit / "human.json", dataclasses.asdict(found))
+    return found
+
+
+def rewrite_run(
+    run: RunDir, generator: Generator, config: RewriteConfig, progress: Progress
+) -> dict[str, int]:
+    """Rewrite the contexts of a run; returns the counts.
+
+    The questions' file stays as it is; `read_examples` joins the two.
+    """
+    identity = {
+        "schema": SCHEMA_VERSION,
+        "rewriter": dict(generator.identity),
+        "config": dataclasses.asdict(config),
+    }
+    summary = run.replies("rewrite").with_suffix(".json")
+
+    def work(update: Update) -> None:
+        examples = list(read_records(run.examples, Example))
+        replies = open_replies(run, "rewrite", progress)
+        rewrites = rewrite_contexts(examples, generator, replies, config, update)
+        progress.note(f"rewrite: {reused_in_words(replies)}")
+        counts = count_rewrites(rewrites) | {
+            "n_without_passages": sum(not e.passages for e in examples),
+            "n_rewritten_before": sum(bool(e.rewritten) for e in examples),
+        }
+        write_text_atomic(run.rewrites, write_lines(rewrites))
+        write_json_atomic(summary, identity | {"counts": counts})
+
+    inputs = run.hash_inputs(run.examples) | {"rewriter": sha256_json(identity)}
+    once(run, "rewrite", inputs, [run.rewrites, summary], progress, work)
+    return json.loads(summary.read_text(encoding="utf-8"))["counts"]
+
+
+LABEL = Stage(
+    name="label",
+    inputs=lambda run: [run.examples, run.answers],
+    outputs=lambda run: [run.labels],
+    work=_label,
+    forecast=_forecast,
+)

@@ -1,0 +1,109 @@
+"""What lies in a run directory, read without Torch: questions, answers, labels."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from extract.label.rewrite import Rewrite, with_rewrites
+from extract.records import (
+    SETTINGS,
+    Answer,
+    Example,
+    Label,
+    Setting,
+    read_records,
+)
+from extract.run.directory import RunDir
+
+Key = tuple[str, str, str]  # example, setting, variant
+
+
+def question_files(run: RunDir) -> list[Path]:
+    """Return the files that the questions are read from."""
+    return [run.examples, *([run.rewrites] if run.rewrites.exists() else [])]
+
+
+def answers_file(run: RunDir) -> Path:
+    """Return the file of all answers."""
+    return run.answers / "answers.jsonl"
+
+
+def left_out_file(run: RunDir) -> Path:
+    """Return the list of what was not asked; absent where everything was."""
+    return run.answers / "left_out.jsonl"
+
+
+def splits_file(run: RunDir) -> Path:
+    """Return the manifest of a run's splits; absent in the microworld."""
+    return run.path / "splits.json"
+
+
+def store_files(run: RunDir) -> list[Path]:
+    """Return what identifies the feature stores: their indices and commit records.
+
+    Not their arrays, which can be hundreds of gigabytes; the commit records hold their
+    checksums, and `beatrice verify` reads them all.
+    """
+    folders = [run.features(setting) for setting in SETTINGS]
+    return [folder / name for folder in folders for name in ("index.json", "commits")]
+
+
+def read_examples(run: RunDir) -> list[Example]:
+    """Return the run's questions, with the contexts that were rewritten for it."""
+    examples = list(read_records(run.examples, Example))
+    if not run.rewrites.exists():
+        return examples
+    found = read_records(run.rewrites, Rewrite)
+    return with_rewrites(examples, {rewrite.example_id: rewrite for rewrite in found})
+
+
+def read_answers(run: RunDir, *settings: Setting) -> list[Answer]:
+    """Return answers, setting by setting, in the order of the questions.
+
+    The file holds them in the order of generation, which batches by length.
+
+    Args:
+      run: holds the answers.
+      *settings: which; none means all.
+    """
+    place = {example.id: i for i, example in enumerate(read_examples(run))}
+    answers = list(read_records(answers_file(run), Answer))
+    return [
+        answer
+        for setting in settings or SETTINGS
+        for answer in sorted(
+            (a for a in answers if a.setting == setting),
+            key=lambda a: (a.variant, place[a.example_id]),
+        )
+    ]
+
+
+def read_labels(run: RunDir) -> dict[Key, Label]:
+    """Return the labels by example, setting and variant."""
+    return {label.key: label for label in read_records(run.labels, Label)}
+
+
+def labels_by(run: RunDir) -> str:
+    """Say in words how the run's labels came about."""
+    record = run.stage_record("label")
+    is_judged = record is not None and "judge" in record.inputs
+    return "judge consensus" if is_judged else "normalised exact match"
+
+
+def count_correct(
+    examples: Sequence[Example], labels: dict[Key, Label]
+) -> list[dict[str, Any]]:
+    """Count right answers per dataset, split, setting and variant, in file order."""
+    counts: dict[tuple[str, str, str, str], list[int]] = {}
+    by_id = {example.id: example for example in examples}
+    for label in labels.values():
+        example = by_id[label.example_id]
+        group = (example.dataset, example.split, label.setting, label.variant)
+        tally = counts.setdefault(group, [0, 0])
+        tally[0] += label.label is not None
+        tally[1] += label.label is True
+    names = ("dataset", "split", "setting", "variant")
+    return [
+        {**dict(zip(names, group, strict=True)), "n": n, "n_correct": n_correct}
+        for group, (n, n_correct) in counts.items()
+    ]

@@ -1,0 +1,198 @@
+"""What a stage of a run is, and how one is done once and only once.
+
+A stage names its inputs and outputs; it is done again only if one of them has
+changed. Nothing else decides, so the same line typed twice continues the run.
+"""
+
+import dataclasses
+import itertools
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any, TypeVar
+
+from extract.run.console import Progress, Update
+from extract.run.directory import RunDir
+from extract.run.forecast import Forecast
+from extract.run.manifest import NewRun, Preset
+
+Item = TypeVar("Item")
+Change = Callable[[Any], Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One verb of the command line.
+
+    Attributes:
+      name: as on the command line.
+      inputs: files and folders of the run it reads.
+      outputs: files and folders of the run it writes.
+      work: does it, with its settings (None where it has none); called only if
+        something is to be done.
+      presets: its settings for every preset; empty where it has none.
+      section: name of its settings in the manifest; the stage's own by default.
+      forecast: says what is left to do, with the same settings; None where that is
+        nothing that can be counted.
+    """
+
+    name: str
+    inputs: Callable[[RunDir], list[Path]]
+    outputs: Callable[[RunDir], list[Path]]
+    work: Callable[[RunDir, Any, Update, Progress], None]
+    presets: Mapping[Preset, Any] = dataclasses.field(default_factory=dict)
+    section: str | None = None
+    forecast: Callable[[RunDir, Any], Forecast] | None = None
+
+    def settle(self, run: RunDir, change: Change | None = None, **options: bool) -> Any:
+        """Return the stage's settings in a run, see `settle_section`."""
+        if not self.presets:
+            return None
+        return run.settle(self.section or self.name, self.presets, change, **options)
+
+
+def side_by_side(
+    work: Callable[[Item, Callable[[], None]], None],
+    items: Sequence[Item],
+    update: Update,
+    total: int,
+    *,
+    at_once: int | None = None,
+) -> None:
+    """Do work on several items at once, each in a thread of its own.
+
+    Args:
+      work: of an item and of what it calls once for each thing it has done.
+      items: what is worked on.
+      update: told how many things are done, of all items.
+      total: how many things there are.
+      at_once: items worked on side by side; None takes all.
+
+    Raises:
+      Whatever `work` raises. The other items, and all of them when the person at the
+      keyboard stops the run, end at the next thing that they have done.
+    """
+    lock, done, stop = threading.Lock(), itertools.count(1), threading.Event()
+
+    def tick() -> None:
+        if stop.is_set():
+            raise CancelledError("another part of the stage has stopped")
+        with lock:
+            update(next(done), total)
+
+    def one(item: Item) -> None:
+        if stop.is_set():
+            return
+        try:
+            work(item, tick)
+        except BaseException:
+            stop.set()  # here, before another item takes this thread
+            raise
+
+    with ThreadPoolExecutor(at_once or len(items)) as pool:
+        parts = [pool.submit(one, item) for item in items]
+        try:
+            for part in as_completed(parts):
+                if not isinstance(part.exception(), CancelledError):
+                    part.result()
+        except BaseException:
+            stop.set()
+            raise
+
+
+def once(
+    run: RunDir,
+    name: str,
+    inputs: Mapping[str, str],
+    outputs: list[Path],
+    progress: Progress,
+    work: Callable[[Update], None],
+    *,
+    began: float | None = None,
+) -> None:
+    """Do a stage, and record it, unless it is done with these inputs.
+
+    Args:
+      run: of the stage.
+      name: as on the command line.
+      inputs: hashes, by name, of all that the outputs depend on.
+      outputs: what it writes.
+      progress: shows it.
+      work: does it.
+      began: by `time.monotonic`, if part of it was done before this call.
+    """
+    if run.stage_done(name, inputs):
+        progress.note(f"{name}: already done")
+        return
+    began = time.monotonic() if began is None else began
+    with progress.stage(name) as update:
+        work(update)
+    run.mark_stage(name, inputs, time.monotonic() - began, outputs)
+
+
+def run_stage(
+    stage: Stage, run: RunDir, progress: Progress, change: Change | None = None
+) -> None:
+    """Do a stage unless it is done.
+
+    Args:
+      stage: what is done.
+      run: held by the caller.
+      progress: shows it.
+      change: makes of the stage's settings what a person chose.
+
+    Raises:
+      ValueError: an input is missing (the message says which verb writes it), or the
+        run has settled on other settings.
+    """
+    inputs = run.hash_inputs(*stage.inputs(run))
+    settings = stage.settle(run, change)
+
+    def work(update: Update) -> None:
+        stage.work(run, settings, update, progress)
+
+    once(run, stage.name, inputs, stage.outputs(run), progress, work)
+
+
+def do(
+    run_dir: Path,
+    *stages: Stage,
+    change: Change | None = None,
+    asked: NewRun | None = None,
+) -> None:
+    """Open a run directory and do stages in it.
+
+    Args:
+      run_dir: an existing run, or a new one if `asked` says what it is to be.
+      *stages: in order.
+      change: makes of the first stage's settings what a person chose.
+      asked: see `RunDir.open`.
+    """
+    progress = Progress()
+    with RunDir.open(run_dir, asked) as run:
+        for i, stage in enumerate(stages):
+            run_stage(stage, run, progress, None if i else change)
+
+
+def forecast_stage(run_dir: Path, stage: Stage, change: Change | None = None) -> str:
+    """Return in words what a stage of an existing run would need."""
+    with RunDir.open(run_dir) as run:
+        paths = stage.inputs(run)
+        settings = stage.settle(run, change, is_recorded=False)
+        if run.stage_done(stage.name, run.hash_inputs(*paths)):
+            return f"{stage.name}: already done, nothing is left to forecast"
+        if stage.forecast is not None:
+            return stage.forecast(run, settings).as_text()
+        sizes = [disk_bytes(path) for path in paths]
+        return Forecast(
+            stage=stage.name,
+            basis=f"reads {sum(sizes):,} bytes of this run; no model is asked",
+        ).as_text()
+
+
+def disk_bytes(path: Path) -> int:
+    """Return the bytes of a file, or of all files below a folder."""
+    files = path.rglob("*") if path.is_dir() else (path,)
+    return sum(file.stat().st_size for file in files if file.is_file())

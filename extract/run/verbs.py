@@ -1,0 +1,90 @@
+"""What the verbs of every room share: arguments, options, and stages named by place."""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from extract.run.console import RunPath
+from extract.run.manifest import PRESETS
+
+if TYPE_CHECKING:
+    from extract.run.stages import Stage
+
+Command = Callable[..., None]
+
+RUN_DIR = click.argument("run_dir", type=RunPath())
+SEED = click.IntRange(0, 2**31 - 1)  # what every generator of draws takes
+MODEL = click.option(
+    "--model",
+    default="embedded",
+    help="Backbone: a directory, a Hub id, or the embedded one.",
+)
+dry_run_option = click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Count what all would need; ask no model and write nothing.",
+)
+
+
+def preset_option(default: str, text: str) -> Callable[[Command], Command]:
+    """Return the option that chooses the sizes of a new run."""
+    return click.option(
+        "--preset",
+        type=click.Choice(PRESETS),
+        default=default,
+        help=text,
+    )
+
+
+def load_stage(place: str) -> "Stage":
+    """Return the stage at a place such as `selection.sweep:SWEEP`."""
+    module, name = place.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def do_or_forecast(
+    run_dir: Path,
+    stage: "Stage",
+    dry_run: bool,
+    change: Callable | None = None,
+) -> None:
+    """Do a stage of an existing run, or say what it would need."""
+    from extract.run.stages import do, forecast_stage
+
+    if dry_run:
+        click.echo(forecast_stage(run_dir, stage, change))
+    else:
+        do(run_dir, stage, change=change)
+
+
+def stage_verb(name: str, place: str, text: str) -> click.Command:
+    """Return the verb of a stage that takes a run directory and nothing else."""
+
+    @click.command(name=name, help=f"{text}\n\nExample: beatrice {name} runs/demo")
+    @RUN_DIR
+    @dry_run_option
+    def verb(run_dir: Path, dry_run: bool) -> None:
+        do_or_forecast(run_dir, load_stage(place), dry_run)
+
+    return verb
+
+
+def alone(verb: str) -> None:
+    """Refuse to be one of several workers of a launcher.
+
+    Raises:
+      click.UsageError: there are several.
+    """
+    from extract.run.workers import find_worker
+
+    world_size = find_worker().world_size
+    if world_size > 1:
+        raise click.UsageError(
+            f"{verb} is one process's work, and {world_size} were launched; only "
+            "`answer` on this machine and `extract` are shared among workers, so start "
+            "this verb once (with --server, --concurrency says how many requests are "
+            "under way)"
+        )

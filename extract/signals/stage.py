@@ -1,0 +1,154 @@
+"""The stage that reads the four signal families of every answer into its store."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from extract.backbone.names import backbone_of
+from extract.generate.forecast import cache_bytes, generation_bytes
+from extract.records import SETTINGS
+from extract.run.console import Progress, Update
+from extract.run.contents import read_answers, store_files
+from extract.run.directory import RunDir
+from extract.run.forecast import Forecast
+from extract.run.manifest import Preset
+from extract.run.stages import Stage
+from extract.run.workers import Worker
+from extract.signals.plan import ExtractConfig
+from extract.store.config import stored_bytes
+from extract.store.spec import Family
+
+_SMALL = ExtractConfig(tokens_per_batch=4096, rows_per_shard=4096)
+EXTRACT_PRESETS: dict[Preset, ExtractConfig] = {
+    "demo": _SMALL,
+    "smoke": _SMALL,
+    "paper": ExtractConfig(),
+}
+
+
+def extract_config(run: RunDir) -> ExtractConfig:
+    """Return what of a run's answers is read and kept."""
+    return run.settle("extract", EXTRACT_PRESETS)
+
+
+def settle_kept(run: RunDir, given: Mapping[str, Any]) -> ExtractConfig:
+    """Let a run keep what is asked, as long as nothing of it is extracted.
+
+    What is kept changes no answer and no label, so it may be chosen when the signals
+    are read, and is recorded then; every later verb finds it in the manifest.
+
+    Args:
+      run: an existing run.
+      given: fields of `ExtractConfig`; the others stay as the run has them.
+
+    Raises:
+      ValueError: other features are there already.
+    """
+    config = extract_config(run)
+    asked = dataclasses.replace(config, **given)
+    folders = [run.features(setting) for setting in SETTINGS]
+    if asked != config and any((f / "index.json").exists() for f in folders):
+        raise ValueError(
+            f"{run.path} has features already: {config.in_words()}; you asked for "
+            f"{asked.in_words()}; repeat that choice, or delete {folders[0].parent} to "
+            "extract again"
+        )
+    return run.settle("extract", EXTRACT_PRESETS, lambda _: asked, is_replaceable=True)
+
+
+def extract_part(
+    run: RunDir, config: ExtractConfig, update: Update, worker: Worker
+) -> int:
+    """Do one worker's part of the extraction, both settings.
+
+    Returns:
+      How many ranges are not there yet, of any worker.
+
+    Raises:
+      ValueError: other weights gave the answers, see `require_answering_model`.
+    """
+    from extract.backbone.loading import open_backbone, require_answering_model
+    from extract.signals.extraction import extract
+    from extract.signals.reader import SignalReader
+
+    backbone = open_backbone(backbone_of(run))
+    require_answering_model(run.answers, backbone)
+    reader = SignalReader.for_config(backbone, config)
+    fingerprint = {"model": backbone.revision, "dtype": str(backbone.dtype)}
+    return sum(
+        extract(
+            reader,
+            read_answers(run, setting),
+            run.features(setting),
+            config,
+            fingerprint=fingerprint,
+            rank=worker.rank,
+            world_size=worker.world_size,
+            progress=update,
+        ).n_missing
+        for setting in SETTINGS
+    )
+
+
+def extract_alone(run_dir: Path, worker: Worker, progress: Progress) -> None:
+    """Do one worker's part, and say what is left to the others."""
+    name = f"extract {worker.rank}/{worker.world_size}"
+    with RunDir.open(run_dir, exclusive=False) as run:
+        with progress.stage(name) as update:
+            n_left = extract_part(run, extract_config(run), update, worker)
+    progress.note(
+        f"{name}: {n_left} ranges are left to the other workers (this is worker "
+        f"{worker.rank} of {worker.world_size}, as {worker.source} says)"
+        if n_left
+        else f"{name}: every range is there, of all workers"
+    )
+
+
+def _extract(
+    run: RunDir, config: ExtractConfig, update: Update, progress: Progress
+) -> None:
+    extract_part(run, config, update, Worker())
+
+
+def _forecast(run: RunDir, config: ExtractConfig) -> Forecast:
+    """Return what extraction needs; the store's size is exact before compression."""
+    from extract.backbone.loading import open_backbone
+    from extract.signals.plan import sequence_of
+    from extract.signals.reader import SignalReader
+
+    backbone = open_backbone(backbone_of(run))
+    reader = SignalReader.for_config(backbone, config)
+    sequences = [
+        sequence_of(answer, answer_span=config.answer_span)
+        for answer in read_answers(run)
+    ]
+    n_tokens = sum(len(sequence.ids) for sequence in sequences)
+    n_answer = int(sum(s.spans[2, 1] - s.spans[2, 0] for s in sequences))
+    every_layer = (backbone.n_layers + 1, backbone.d_model)
+    shapes = {**reader.shapes, "hidden": every_layer}
+    stored = stored_bytes(shapes, config, n_tokens=n_tokens, n_answer=n_answer)
+    batch = config.tokens_per_batch
+    signals = sum(Family(shape=tuple(s)).row_bytes for s in reader.shapes.values())
+    without_cache = generation_bytes(backbone, batch) - cache_bytes(backbone, batch)
+    return Forecast(
+        stage="extract",
+        n_rows=n_tokens,
+        n_prompt_tokens=n_tokens,
+        model_bytes=without_cache + batch * signals,
+        disk_bytes=sum(stored.values()),
+        basis=(
+            f"rows are tokens of {len(sequences)} answers; memory is that of the "
+            "weights and of one batch's signals"
+        ),
+    )
+
+
+EXTRACT = Stage(
+    name="extract",
+    inputs=lambda run: [run.answers],
+    outputs=store_files,
+    work=_extract,
+    presets=EXTRACT_PRESETS,
+    forecast=_forecast,
+)

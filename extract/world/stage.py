@@ -1,0 +1,101 @@
+"""The first stage of a run on the microworld, and the training of its model."""
+
+import dataclasses
+from pathlib import Path
+
+from extract.records import write_lines
+from extract.run.console import Progress, Update
+from extract.run.directory import RunDir
+from extract.run.files import write_text_atomic
+from extract.run.forecast import Forecast
+from extract.run.manifest import Preset, package_versions
+from extract.run.stages import Stage
+from extract.world.facts import WorldConfig, make_world
+from extract.world.questions import QuestionConfig, make_examples
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorldSection:
+    """The run's section `world`.
+
+    The world's own seed is fixed, since the embedded model knows one world.
+    """
+
+    world: WorldConfig = WorldConfig()
+    questions: QuestionConfig = QuestionConfig()
+
+
+WORLD_PRESETS: dict[Preset, WorldSection] = {
+    "demo": WorldSection(),
+    "smoke": WorldSection(
+        questions=QuestionConfig(n_train=128, n_evaluation=32, n_ood=16)
+    ),
+    "paper": WorldSection(),
+}
+
+
+def _lines(config: WorldSection) -> tuple[str, str]:
+    """Return the questions and the passages as they are written."""
+    made = make_world(config.world)
+    examples = make_examples(made, config.questions)
+    return write_lines(examples), write_lines(made.passages)
+
+
+def _world(
+    run: RunDir, config: WorldSection, update: Update, progress: Progress
+) -> None:
+    examples, passages = _lines(config)
+    write_text_atomic(run.examples, examples)
+    write_text_atomic(run.passages, passages)
+
+
+def forecast_world(config: WorldSection) -> Forecast:
+    """Return what the microworld's questions need: they are made, and not written."""
+    lines = "".join(_lines(config))
+    return Forecast(
+        stage="world",
+        n_rows=lines.count("\n"),
+        disk_bytes=len(lines),
+        basis="questions and passages were all made",
+    )
+
+
+def train_world_model(run: RunDir, update: Update, progress: Progress) -> Path:
+    """Train the microworld's model from nothing, into the run directory.
+
+    Returns:
+      The directory it was saved in, for `--model`.
+    """
+    from extract.world.model import WorldModelConfig, save, train
+
+    recipe, config = WorldModelConfig(), run.section("world", WorldSection)
+    path = run.path / "model"
+
+    def on_step(step: int, losses: list[float], _: object) -> None:
+        update(step + 1, recipe.n_steps)
+        if (step + 1) % 100 == 0:
+            shown = ", ".join(f"{loss:.3f}" for loss in losses)
+            progress.note(f"model: step {step + 1}, losses {shown} nats")
+
+    model, tokenizer = train(make_world(config.world), recipe, on_step)
+    save(
+        model,
+        tokenizer,
+        path,
+        {
+            "command": "beatrice world RUN_DIR --train",
+            "world": dataclasses.asdict(config.world),
+            "model": dataclasses.asdict(recipe),
+            "versions": package_versions(),
+        },
+    )
+    return path
+
+
+WORLD = Stage(
+    name="world",
+    inputs=lambda run: [],
+    outputs=lambda run: [run.examples, run.passages],
+    work=_world,
+    presets=WORLD_PRESETS,
+)
