@@ -51,7 +51,7 @@ class Grid:
         start = jax.jit(lambda key, mask: encoder.init(key, features, mask))
         protocol = TrainConfig()
         for subset, seed in self.members:
-            key = member_keys(protocol, subset, seed).init
+            _, key, _ = member_keys(protocol, subset, seed)
             params = jax.device_get(start(key, jnp.asarray(SUBSETS[subset])))
             arrays = flax.traverse_util.flatten_dict(params["params"], sep="/")
             arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}

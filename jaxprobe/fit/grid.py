@@ -130,29 +130,17 @@ def in_chunks(
     n_chunk = min(n_chunk, n_rows)
     rows = jnp.minimum(jnp.arange(-(-n_rows // n_chunk) * n_chunk), n_rows - 1)
 
-    def one(rows):
-        return apply(features.take(rows))
-
-    chunks = jax.lax.map(one, rows.reshape(-1, n_chunk))
+    each = rows.reshape(-1, n_chunk)
+    chunks = jax.lax.map(lambda rows: apply(features.take(rows)), each)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:n_rows], chunks)
-
-
-class MemberKeys(NamedTuple):
-    """Keys of a member: of its batches (seed only), first weights, and dropout."""
-
-    batches: jax.Array
-    init: jax.Array
-    dropout: jax.Array
 
 
 def member_keys(
     config: TrainConfig, subset: jax.Array | int, seed: jax.Array | int
-) -> MemberKeys:
-    """Return the keys of a member, which are the same in every block."""
-    init, dropout = jax.random.split(
-        stream_key(config.root_seed, MEMBERS, seed, subset)
-    )
-    return MemberKeys(stream_key(config.root_seed, BATCHES, seed), init, dropout)
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Keys of a member: of its batches (by seed only), first weights, and dropout."""
+    own = stream_key(config.root_seed, MEMBERS, seed, subset)
+    return stream_key(config.root_seed, BATCHES, seed), *jax.random.split(own)
 
 
 class BlockArrays(NamedTuple):
@@ -236,8 +224,8 @@ def start_block(
 
     def one(member, _, few: FamilyTokens) -> FitState:
         family_mask, subset, seed = member
-        key = member_keys(config, subset, seed).init
-        return start_fit(encoder.init(key, few, family_mask), config)
+        _, init_key, _ = member_keys(config, subset, seed)
+        return start_fit(encoder.init(init_key, few, family_mask), config)
 
     few = jax.tree.map(lambda x: x[:, :1], features)
     return over_members(one, block, (), (few,), mesh)
@@ -265,10 +253,9 @@ def train_block(
             losses = optax.sigmoid_binary_cross_entropy(logits, train.labels[rows])
             return (losses * shares).sum()
 
-        own = member_keys(config, subset, seed)
-        of_batches = jax.random.fold_in(own.batches, number)
-        order_key, noise_key = jax.random.split(of_batches)
-        keys = Keys(noise_key, jax.random.fold_in(own.dropout, number))
+        batch_key, _, dropout_key = member_keys(config, subset, seed)
+        order_key, noise_key = jax.random.split(jax.random.fold_in(batch_key, number))
+        keys = Keys(noise_key, jax.random.fold_in(dropout_key, number))
         batches = epoch_batches(order_key, train.weights, config.batch_size)
         return take_steps(state, loss, batches, keys, config)
 

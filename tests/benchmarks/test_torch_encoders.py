@@ -7,7 +7,6 @@ import numpy as np
 import optax
 import pytest
 import torch
-from benchmarks.forecasts.train_work import Workload, families_of, made_up_features
 
 from benchmarks.speed.torch_encoders import (
     TorchEncoder,
@@ -18,6 +17,7 @@ from benchmarks.speed.torch_encoders import (
 from jaxprobe.config import EncoderConfig
 from jaxprobe.features.families import Standardizer, split_families
 from jaxprobe.features.subsets import SUBSETS, FamilyDims, subset_index
+from jaxprobe.fit.work import Workload, families_of, made_up_features
 from jaxprobe.model.encoder import Encoder
 
 SPANS = ((0, 5), (3, 7), (1, 4))  # the first one is empty for some examples

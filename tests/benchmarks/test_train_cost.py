@@ -1,14 +1,6 @@
 import dataclasses
 
 import pytest
-from benchmarks.forecasts.train_work import (
-    Workload,
-    in_parts,
-    made_up_features,
-    step_flops,
-    turn_flops,
-    weights_file,
-)
 from safetensors.numpy import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -30,6 +22,14 @@ from benchmarks.speed.train_fleet import started
 from benchmarks.speed.train_grid import Grid
 from jaxprobe.config import EncoderConfig
 from jaxprobe.features.subsets import FamilyDims, subset_index
+from jaxprobe.fit.work import (
+    Workload,
+    in_parts,
+    made_up_features,
+    step_flops,
+    turn_flops,
+    weights_file,
+)
 
 TOY = Workload(
     encoder=EncoderConfig(projection=3, hidden=4, n_blocks=1, n_groups=2),
