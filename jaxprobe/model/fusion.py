@@ -117,7 +117,7 @@ def head_inputs(pooled: jax.Array, logits: jax.Array) -> jax.Array:
 
 
 def pool_outputs(
-    codes: tuple[MemberOutputs, ...],
+    outputs: tuple[MemberOutputs, ...],
     n_seeds: int,
     labels: np.ndarray,
     weights: np.ndarray | None = None,
@@ -125,13 +125,13 @@ def pool_outputs(
     """Lay the seed-major grids of one or more passes side by side as one pool.
 
     Args:
-      codes: one per pass over the same examples, in pool order: with context, then
+      outputs: one per pass over the same examples, in pool order: with context, then
         closed-book. Each has `n_seeds * n_encoders` members.
       n_seeds: of every grid.
       labels: `[n_examples]` bool.
       weights: `[n_examples]`, or None for ones.
     """
-    grids = [head_inputs(jnp.asarray(c.pooled), jnp.asarray(c.logits)) for c in codes]
+    grids = [head_inputs(jnp.asarray(c.pooled), jnp.asarray(c.logits)) for c in outputs]
     by_seed = [grid.reshape(n_seeds, -1, *grid.shape[1:]) for grid in grids]
     labels = jnp.asarray(np.asarray(labels), jnp.float32)
     return PoolOutputs(
@@ -254,13 +254,13 @@ def apply_head(
     params: Params,
     members: jax.Array,
     slot_mask: jax.Array,
-    codes: PoolOutputs,
+    outputs: PoolOutputs,
     seed: jax.Array,
     *,
     head: FusionHead,
 ) -> jax.Array:
     """Fused logits `[n_examples]` of one trained head."""
-    return head.apply(params, codes.outputs[seed], members, slot_mask)
+    return head.apply(params, outputs.outputs[seed], members, slot_mask)
 
 
 def slots_of(members: tuple[int, ...], n_slots: int) -> tuple[np.ndarray, np.ndarray]:
