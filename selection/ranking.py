@@ -174,7 +174,7 @@ def _enumerate(
         )
         parts[setting] = search, everyone, rows
     searches = [search for search, *_ in parts.values()]
-    n_heads = sum(len(search.sets) * search.n_seeds for search in searches)
+    n_heads = sum(len(search.sets) * search.train.n_seeds for search in searches)
     n_missing = sum(search.n_missing() for search in searches)
     progress.note(f"exhaustive: {n_missing} of {n_heads} heads are still to be trained")
 

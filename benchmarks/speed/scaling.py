@@ -26,7 +26,7 @@ from jaxprobe.compiler import set_compiler
 from jaxprobe.config import EncoderConfig, TrainConfig
 from jaxprobe.features.families import Standardizer, split_families
 from jaxprobe.features.subsets import SUBSETS, FamilyDims
-from jaxprobe.fit.grid import Block, Labelled, fit_blocks, labelled, member_words
+from jaxprobe.fit.grid import Block, Labelled, fit_blocks, labelled, member_keys
 from jaxprobe.fit.work import (
     Losses,
     Member,
@@ -35,7 +35,7 @@ from jaxprobe.fit.work import (
     turn_flops,
     weights_file,
 )
-from jaxprobe.model.encoder import Encoder, init_encoder
+from jaxprobe.model.encoder import Encoder
 from jaxprobe.settings import GRID_PRESETS
 
 EXAMPLES = (1, 2, 4, 8)  # times the workload's
@@ -102,13 +102,11 @@ class Grid:
         """Write every member's initial weights, see `weights_file`."""
         encoder = Encoder(self.workload.encoder, self.workload.dims)
         features = labelled_of(self.workload, 1, seed=0).features
-        start = jax.jit(
-            lambda words, mask: init_encoder(encoder, words, features, mask)
-        )
+        start = jax.jit(lambda key, mask: encoder.init(key, features, mask))
         protocol = TrainConfig()
         for subset, seed in self.members:
-            words = member_words(protocol, jnp.int32(subset), jnp.int32(seed))[1]
-            params = jax.device_get(start(words, jnp.asarray(SUBSETS[subset])))
+            _, key, _ = member_keys(protocol, subset, seed)
+            params = jax.device_get(start(key, jnp.asarray(SUBSETS[subset])))
             arrays = flax.traverse_util.flatten_dict(params["params"], sep="/")
             arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
             save_file(arrays, weights_file(folder, (subset, seed)))

@@ -18,8 +18,7 @@ from jaxprobe.config import EncoderConfig
 from jaxprobe.features.families import Standardizer, split_families
 from jaxprobe.features.subsets import SUBSETS, FamilyDims, subset_index
 from jaxprobe.fit.work import Workload, families_of, made_up_features
-from jaxprobe.kernels.random import words_of
-from jaxprobe.model.encoder import Encoder, init_encoder
+from jaxprobe.model.encoder import Encoder
 
 SPANS = ((0, 5), (3, 7), (1, 4))  # the first one is empty for some examples
 WORK = Workload(
@@ -46,7 +45,7 @@ def in_jax(name):
     families = split_families(FEATURES, dims, identity)
     mask = jnp.asarray(SUBSETS[subset_index(name)])
     encoder = Encoder(WORK.encoder, dims)
-    params = init_encoder(encoder, words_of(3), families, mask)
+    params = encoder.init(jax.random.key(3), families, mask)
     params = jax.tree.map(lambda x: x + 0.02, params)
 
     def loss(params):
