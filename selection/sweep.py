@@ -21,7 +21,7 @@ from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
 from extract.run.manifest import Preset
 from extract.run.stages import Stage
-from jaxprobe.compiler import set_compiler
+from jaxprobe.settings import set_compiler
 from jaxprobe.config import TrainConfig
 from jaxprobe.features.reading import mean_answer_states
 from jaxprobe.features.rows import Rows, load_rows

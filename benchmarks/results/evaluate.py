@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.baselines.perplexity import perplexity_scores
-from benchmarks.baselines.text import text_scores
+from benchmarks.baselines import perplexity_scores, text_scores
 from extract.generate.requests import answer_config
 from extract.records import SETTINGS, Setting
 from extract.run.console import Progress, Update
@@ -23,7 +22,7 @@ from extract.run.results import ResultRow, publish, rows_file
 from extract.run.stages import Stage
 from jaxprobe import checkpoint
 from jaxprobe.calibration import Reliability, brier, ece, reliability
-from jaxprobe.compiler import set_compiler
+from jaxprobe.settings import set_compiler
 from jaxprobe.detector import Detector
 from jaxprobe.evaluation import Scored, bootstrap_of, detection_rows
 from jaxprobe.features.rows import load_rows

@@ -10,7 +10,7 @@ from extract.run.files import write_json_atomic
 from extract.run.forecast import Forecast
 from extract.run.results import publish, rows_file
 from extract.run.stages import Stage
-from jaxprobe.compiler import set_compiler
+from jaxprobe.settings import set_compiler
 from jaxprobe.evaluation import bootstrap_of
 from pgir.controllers.cases import make_cases
 from pgir.controllers.rivals import control_rows, frontier

@@ -1,8 +1,8 @@
-"""A detector that needs no internals: the words alone.
+"""Rival detectors that score the same answers: the text alone, and its perplexity.
 
-How far surface text goes is the question of the paper's appendix "How Far Surface
-Text Alone Goes"; the linear rung of its ladder is here. A text is the question, the
-answer and, with context, the passages as the model saw them. Scores are oriented as
+How far surface text goes is the question of the paper's appendix "How Far Surface Text
+Alone Goes"; the linear rung of its ladder is here. A text is the question, the answer
+and, with context, the passages as the model saw them. Scores are oriented as
 everywhere: higher means more likely correct.
 """
 
@@ -14,10 +14,13 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
 from extract.generate.requests import variants_of
-from extract.records import Answer, Example
 from extract.run.contents import read_answers, read_examples
 from extract.run.directory import RunDir
+from extract.store.read import FeatureStore, read_family
 from jaxprobe.features.rows import Rows
+
+
+SURPRISAL = 1  # column of a prob row: p(v), -log p(v), entropy, top p, margin
 
 
 def joined_text(question: str, answer: str, passages: Sequence[str] = ()) -> str:
@@ -72,21 +75,53 @@ def fit_tfidf(texts: Sequence[str], labels: Sequence[bool]) -> TextDetector:
     return TextDetector(vectorizer=vectorizer, regression=regression)
 
 
-def _text(example: Example, answer: Answer) -> str:
-    """Return question, answer, and the passages that the model was shown."""
-    passages = dict(variants_of(answer.setting, example))[answer.variant]
-    kept = [p.text for i, p in enumerate(passages) if i not in answer.dropped]
-    return joined_text(example.question, answer.text, kept)
-
-
 def text_scores(run: RunDir, rows: Rows) -> np.ndarray:
     """Return the text-only detector's scores of every row, `[1, n_rows]`."""
     examples = {example.id: example for example in read_examples(run)}
     answers = {a.key: a for a in read_answers(run, rows.setting)}
-    texts = [
-        _text(examples[example_id], answers[example_id, rows.setting, variant])
-        for example_id, variant in zip(rows.ids, rows.variants, strict=True)
-    ]
+
+    def text(example_id: str, variant: str) -> str:
+        example = examples[example_id]
+        answer = answers[example_id, rows.setting, variant]
+        passages = dict(variants_of(rows.setting, example))[variant]
+        shown = [p.text for i, p in enumerate(passages) if i not in answer.dropped]
+        return joined_text(example.question, answer.text, shown)
+
+    texts = list(map(text, rows.ids, rows.variants))
     where = rows.where("train")
     detector = fit_tfidf([texts[i] for i in where], rows.labels[where])
     return detector.score(texts)[None]
+
+
+def perplexity_score(prob_rows: np.ndarray, answer_span: tuple[int, int]) -> float:
+    """Return minus the mean surprisal of the answer, in nats; at most 0.
+
+    This is the logarithm of the inverse perplexity, so higher means more likely
+    correct. An answer without a token has an empty literal span; it is read where it
+    was given, at the last prompt token, which emitted the end.
+
+    Args:
+      prob_rows: `[n_tokens, 5]`, the prob family of one example, any float dtype.
+      answer_span: absolute `[start, stop)` into those rows.
+
+    Raises:
+      ValueError: the span is not inside the rows.
+    """
+    start, stop = answer_span
+    if not 0 <= start <= stop <= len(prob_rows) or stop == 0:
+        raise ValueError(
+            f"answer span [{start}, {stop}) is outside the {len(prob_rows)} tokens of "
+            "this example"
+        )
+    start = min(start, stop - 1)
+    surprisal = np.asarray(prob_rows[start:stop, SURPRISAL], dtype=np.float64)
+    return -float(surprisal.mean())
+
+
+def perplexity_scores(store: FeatureStore) -> np.ndarray:
+    """Return the score of every row of a store, `[1, n_rows]`."""
+    ragged = read_family(store, "prob")
+    spans = store.spec.spans[:, 2].tolist()
+    return np.array(
+        [[perplexity_score(ragged.example(i), span) for i, span in enumerate(spans)]]
+    )
