@@ -19,7 +19,6 @@ from extract.run.directory import RunDir
 from extract.store.read import FeatureStore, read_family
 from jaxprobe.features.rows import Rows
 
-
 SURPRISAL = 1  # column of a prob row: p(v), -log p(v), entropy, top p, margin
 
 

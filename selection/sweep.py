@@ -21,13 +21,13 @@ from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
 from extract.run.manifest import Preset
 from extract.run.stages import Stage
-from jaxprobe.settings import set_compiler
 from jaxprobe.config import TrainConfig
 from jaxprobe.features.reading import mean_answer_states
 from jaxprobe.features.rows import Rows, load_rows
 from jaxprobe.fit.loop import fit
 from jaxprobe.kernels.random import PROBES, exact_normal, mix, words_of
 from jaxprobe.metrics import masked_auroc
+from jaxprobe.settings import set_compiler
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
