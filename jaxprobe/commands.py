@@ -34,7 +34,10 @@ def with_options(
 
     if is_streamed:
         config = dataclasses.replace(config, stream=StreamConfig())
-    return config.mixed() if is_mixed else config
+    if is_mixed:
+        encoder = dataclasses.replace(config.encoder, matmul_dtype="bfloat16")
+        config = dataclasses.replace(config, encoder=encoder)
+    return config
 
 
 @click.command()

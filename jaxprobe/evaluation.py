@@ -119,14 +119,7 @@ def detection_rows(
             _rows_of,
             labels=rows.labels[chosen],
             weights=cluster_weights(rows.ids[chosen], config),
-            shared={
-                "experiment": experiment,
-                "setting": rows.setting,
-                "dataset": dataset,
-                "split": split,
-                "n": len(chosen),
-                "n_failed": rows.n_unlabelled(split, dataset),
-            },
+            shared={"experiment": experiment, **rows.set_fields(dataset, split)},
         )
         # NumPy's sums over resamples leave the interpreter free for another detector.
         with ThreadPoolExecutor(os.cpu_count()) as pool:

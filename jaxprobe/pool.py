@@ -5,6 +5,7 @@ the closed-book pass of the same question. Closed-book it is the closed-book enc
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,6 @@ from jaxprobe.model.fusion import PoolOutputs, pool_outputs
 from jaxprobe.settings import grid_config
 
 BRANCHES: tuple[HeadName, ...] = ("closed_book", "with_context", "single_pass")
-OutputsOf = Callable[[RunDir, Setting], MemberOutputs]
 
 
 class Pool(NamedTuple):
@@ -41,21 +41,24 @@ class Pool(NamedTuple):
 
 
 def load_pool(
-    run: RunDir, setting: Setting, outputs_of: OutputsOf = read_member_outputs
+    run: RunDir,
+    setting: Setting,
+    outputs_of: Callable[[Setting], MemberOutputs] | None = None,
 ) -> Pool:
     """Return a setting's pool.
 
     Args:
       run: with trained encoders.
       setting: whose answers are scored.
-      outputs_of: gives the outputs of a pass; by default the run's own encoders do.
+      outputs_of: gives the outputs of a pass; None takes the run's own encoders.
     """
+    outputs_of = outputs_of or partial(read_member_outputs, run)
     _, rows = load_rows(run, setting)
-    passes = [outputs_of(run, setting)]
+    passes = [outputs_of(setting)]
     if setting == "with_context":
         _, closed_book = load_rows(run, "closed_book")
         where = partners(rows, closed_book)
-        passes.append(_take(outputs_of(run, "closed_book"), where))
+        passes.append(_take(outputs_of("closed_book"), where))
     n_seeds = grid_config(run).train.n_seeds
 
     def part(where: np.ndarray) -> PoolOutputs:

@@ -37,7 +37,13 @@ from jaxprobe.fit.stage import (
 )
 from jaxprobe.model.encoder import MemberOutputs
 from jaxprobe.pool import load_pool, pool_names, read_selection, reads
-from jaxprobe.settings import SELECT_PRESETS, SelectConfig, grid_config, set_compiler
+from jaxprobe.settings import (
+    SELECT_PRESETS,
+    SelectConfig,
+    grid_config,
+    seeded,
+    set_compiler,
+)
 from selection.greedy import NoSignalError, Selection
 from selection.stage import HeadTrainer, load_results
 
@@ -90,13 +96,9 @@ def undefined_rows(name: str, rows: Rows) -> list[ResultRow]:
         ResultRow(
             experiment=EXPERIMENT,
             detector=name,
-            setting=rows.setting,
-            dataset=dataset,
-            split=split,
             metric=metric,
             value=None,
-            n=len(rows.where(split, dataset)),
-            n_failed=rows.n_unlabelled(split, dataset),
+            **rows.set_fields(dataset, split),
             reason="no encoder of those left is better than chance on validation",
         )
         for (dataset, split), metric in itertools.product(rows.columns(), METRICS)
@@ -142,17 +144,20 @@ class Ablation:
         return {s: tuple(read_selection(self.run, s)[1]["members"]) for s in SETTINGS}
 
     @cached_property
-    def blocks(self) -> dict[Setting, tuple[Block, ...]]:
-        """The encoders of each pass that a champion reads, every seed."""
+    def subsets(self) -> dict[Setting, tuple[int, ...]]:
+        """The encoders of each pass that a champion reads, as rows of SUBSETS."""
         read = {pair for s in SETTINGS for pair in reads(s, self.champions[s])}
-        n_seeds = grid_config(self.run).train.n_seeds
         return {
-            setting: default_blocks(
-                n_seeds,
-                sorted(SUBSET_NAMES.index(name) for s, name in read if s == setting),
+            setting: tuple(
+                sorted(SUBSET_NAMES.index(n) for s, n in read if s == setting)
             )
             for setting in SETTINGS
         }
+
+    def blocks(self, setting: Setting) -> tuple[Block, ...]:
+        """Return the same encoders with every seed, as they are trained together."""
+        n_seeds = grid_config(self.run).train.n_seeds
+        return default_blocks(n_seeds, self.subsets[setting])
 
     def _outputs_file(self, setting: Setting, span: str) -> Path:
         return _folder(self.run) / f"{setting}.without_{span}.safetensors"
@@ -166,7 +171,7 @@ class Ablation:
         Every member has the weights, batches and noise it began with in the grid: what
         differs is the span. Finished members and spans are not trained again.
         """
-        spans, blocks = SPANS[setting], self.blocks[setting]
+        spans, blocks = SPANS[setting], self.blocks(setting)
         missing = [
             span
             for span in spans
@@ -189,21 +194,19 @@ class Ablation:
             save_cache(self._outputs_file(setting, span), outputs, self.key)
             shutil.rmtree(members, ignore_errors=True)
 
-    def _outputs_without(
-        self, span: str, run: RunDir, setting: Setting
-    ) -> MemberOutputs:
+    def _outputs_without(self, span: str, setting: Setting) -> MemberOutputs:
         """Return a pass's outputs, those of the champions' encoders without a span.
 
         The other encoders keep their outputs; no head reads them. So the pool keeps its
         shape, and a head its place in the pool, its draws and its executable.
         """
-        outputs = read_member_outputs(run, setting)
-        if span not in SPANS[setting] or not self.blocks[setting]:
+        outputs = read_member_outputs(self.run, setting)
+        subsets = self.subsets[setting]
+        if span not in SPANS[setting] or not subsets:
             return outputs
         path = self._outputs_file(setting, span)
         retrained = MemberOutputs(**load_results(path, self.key, "ablate"))
-        subsets = sorted({k for block in self.blocks[setting] for k in block.subsets})
-        return replaced(outputs, retrained, tuple(subsets))
+        return replaced(outputs, retrained, subsets)
 
     def make_variants(self, setting: Setting, tick: Callable[[], None]) -> None:
         """Train the heads of every variant of a setting that is not finished yet."""
@@ -275,8 +278,8 @@ def _ablate(
     run: RunDir, config: SelectConfig, update: Update, progress: Progress
 ) -> None:
     set_compiler(run.preset)
-    ablation = Ablation(run, config.seeded(run.seed))
-    n_blocks = sum(len(ablation.blocks[s]) * len(SPANS[s]) for s in SETTINGS)
+    ablation = Ablation(run, seeded(config, run))
+    n_blocks = sum(len(ablation.blocks(s)) * len(SPANS[s]) for s in SETTINGS)
     n_all = n_blocks + sum(len(variants(setting)) for setting in SETTINGS)
     # The with-context heads need the closed-book encoders, so training comes first.
     side_by_side(

@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -62,10 +63,16 @@ class Rows:
             chosen &= self.datasets == dataset
         return np.flatnonzero(chosen)
 
-    def n_unlabelled(self, split: str, dataset: str) -> int:
-        """Return how many rows of a set have no label."""
+    def set_fields(self, dataset: str, split: str) -> dict[str, Any]:
+        """Return the fields that all result rows on an evaluated set have in common."""
         chosen = (self.splits == split) & (self.datasets == dataset)
-        return int((chosen & ~self.is_labelled).sum())
+        return {
+            "setting": self.setting,
+            "dataset": dataset,
+            "split": split,
+            "n": int((chosen & self.is_labelled).sum()),
+            "n_failed": int((chosen & ~self.is_labelled).sum()),
+        }
 
     def columns(self) -> list[tuple[str, str]]:
         """Return the evaluated (dataset, split) pairs, in-domain first."""

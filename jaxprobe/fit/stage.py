@@ -44,7 +44,7 @@ from jaxprobe.fit.loop import FitInfo
 from jaxprobe.fit.streaming import Streamed, fit_streamed
 from jaxprobe.fit.work import Workload, turn_flops
 from jaxprobe.model.encoder import Encoder, MemberOutputs
-from jaxprobe.settings import GRID_PRESETS, GridConfig, set_compiler
+from jaxprobe.settings import GRID_PRESETS, GridConfig, seeded, set_compiler
 
 EVERY_FAMILY = subset_index("HPRA")
 _FLOAT = 4  # bytes
@@ -76,10 +76,6 @@ class MemberTrainer:
     key: str
     tick: Callable[[], None]
 
-    @property
-    def _encoder(self) -> Encoder:
-        return Encoder(self.config.encoder, self.data.dims)
-
     def train(
         self, labels: np.ndarray, blocks: Sequence[Block], folder: Path
     ) -> Trained:
@@ -97,23 +93,23 @@ class MemberTrainer:
         members = [member for block in blocks for member in block.members]
         labels_of = [labels[where] for where in self.data.where]
         if self.data.in_memory is not None:
-            trained = []
-            train, valid = map(labelled, self.data.in_memory, labels_of)
-            for block in self._train_missing(blocks, folder, train, valid):
-                trained.append(block)
-                self.tick()
+            parts = map(labelled, self.data.in_memory, labels_of)
+            trained = list(self._train_missing(blocks, folder, *parts))
         else:
-            train, valid = (
-                Streamed(
-                    where=w, labels=y, read=self.data.read, config=self.config.stream
-                )
-                for w, y in zip(self.data.where, labels_of, strict=True)
+            read, stream = self.data.read, self.config.stream
+            parts = (
+                Streamed(where=where, labels=own, read=read, config=stream)
+                for where, own in zip(self.data.where, labels_of, strict=True)
             )
-            protocol = {"encoder": self._encoder, "config": self.config.train}
-            trained = [fit_streamed(members, train, valid, **protocol)]
+            trained = [fit_streamed(members, *parts, **self._protocol)]
             for _ in blocks:
                 self.tick()
         return join(trained, sorted(members, key=lambda m: (m.seed, m.subset)))
+
+    @property
+    def _protocol(self) -> dict[str, Any]:
+        encoder = Encoder(self.config.encoder, self.data.dims)
+        return {"encoder": encoder, "config": self.config.train}
 
     def _train_missing(
         self, blocks: Sequence[Block], folder: Path, train: Labelled, valid: Labelled
@@ -127,11 +123,13 @@ class MemberTrainer:
             if saved is None:
                 missing[path] = block
             else:
+                self.tick()
                 yield saved
-        protocol = {"encoder": self._encoder, "config": self.config.train}
-        trained = fit_everywhere(list(missing.values()), train, valid, **protocol)
+        left = list(missing.values())
+        trained = fit_everywhere(left, train, valid, **self._protocol)
         for path, block in zip(missing, trained, strict=True):
             _save_block(path, block, self.key)
+            self.tick()
             yield block
 
     def outputs(self, trained: Trained) -> MemberOutputs:
@@ -140,13 +138,14 @@ class MemberTrainer:
         All parts have one shape, so that one executable serves them; the last one
         repeats its last row, which is cut off again.
         """
+        encoder = Encoder(self.config.encoder, self.data.dims)
         n_rows = len(self.data.rows.ids)
         size = -(-n_rows // -(-n_rows // ROWS_AT_ONCE))
         parts = []
         for start in range(0, n_rows, size):
             where = np.minimum(np.arange(start, start + size), n_rows - 1)
             tokens = self.data.read(where)
-            outputs = member_outputs(trained, tokens, encoder=self._encoder)
+            outputs = member_outputs(trained, tokens, encoder=encoder)
             parts.append(jax.device_get(outputs))
         return MemberOutputs(
             np.concatenate([part.logits for part in parts], axis=1)[:, :n_rows],
@@ -170,7 +169,7 @@ def _save_block(path: Path, trained: Trained, key: str) -> None:
 
 
 def _is_trained(path: Path, key: str) -> bool:
-    """Tell whether an earlier, interrupted run has finished a setting with this data."""
+    """Tell whether an earlier run has finished a setting with this data."""
     if not path.exists():
         return False
     try:
@@ -210,7 +209,7 @@ def _train_setting(
 
 def _train(run: RunDir, config: GridConfig, update: Update, progress: Progress) -> None:
     set_compiler(run.preset)
-    config = config.seeded(run.seed)
+    config = seeded(config, run)
     n_each = len(default_blocks(config.train.n_seeds)) + config.train.n_seeds
     side_by_side(
         partial(_train_setting, run, config),

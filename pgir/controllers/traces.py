@@ -7,7 +7,6 @@ budget are chosen on the validation traces and used unchanged everywhere else.
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -28,7 +27,8 @@ from pgir.retrieval.bm25 import Bm25Retriever
 GROUP_SIZE = 200  # questions; fewer of them leave batches half empty
 
 
-class QuestionSet(NamedTuple):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuestionSet:
     """The questions of one dataset and split that the controllers are given."""
 
     dataset: str
@@ -37,16 +37,13 @@ class QuestionSet(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Traced:
+class Traced(QuestionSet):
     """One set of questions with every draft that any policy could ask for.
 
     Attributes:
       vanilla: answers after one retrieval with the question alone.
     """
 
-    dataset: str
-    split: str
-    examples: tuple[Example, ...]
     traces: tuple[Trace, ...]
     vanilla: tuple[str, ...]
 
@@ -70,7 +67,10 @@ def question_sets(examples: Sequence[Example], limit: int | None) -> list[Questi
     for example in examples:
         if example.split != "train":
             sets.setdefault((example.dataset, example.split), []).append(example)
-    return [QuestionSet(*names, tuple(own[:limit])) for names, own in sets.items()]
+    return [
+        QuestionSet(dataset=dataset, split=split, examples=tuple(own[:limit]))
+        for (dataset, split), own in sets.items()
+    ]
 
 
 def _groups(sets: Sequence[QuestionSet]) -> list[list[QuestionSet]]:
@@ -124,7 +124,7 @@ class Tracer:
 
                 saved = self._trace(group, retriever, on_round)
             traced += [
-                Traced(**one._asdict(), traces=own.traces, vanilla=own.vanilla)
+                Traced(**vars(one), traces=own.traces, vanilla=own.vanilla)
                 for one, own in zip(group, saved, strict=True)
             ]
         return traced
