@@ -142,6 +142,7 @@ def loaded_by(code):
         ("import extract.store.write, extract.run.stages, extract.records", "torch"),
         ("import extract.signals.reader, extract.generate.local", "jax"),
         ("import extract.run.contents, extract.label.stage", "torch"),
+        ("import extract.generate.requests, extract.generate.answers", "torch"),
         ("import extract.datasets.building, extract.datasets.splits", "torch"),
         ("import extract.datasets", "pyarrow"),
         # What `train`, `select`, `calibrate` and `report` import to do their work.

@@ -224,10 +224,10 @@ class TransformersGenerator:
         """
         ids = [self.prompt_ids(prompt) for prompt in prompts]
         lengths, n_new = [len(tokens) for tokens in ids], config.max_new_tokens
-        needed, window = max(lengths, default=0), self.max_length
-        if window is not None and needed + n_new > window:
+        window = self.max_length
+        if window is not None and any(n + n_new > window for n in lengths):
             raise ValueError(
-                f"the longest prompt has {needed} tokens and its reply may have "
+                f"the longest prompt has {max(lengths)} tokens and its reply may have "
                 f"{n_new}, but {self.backbone.name} has a window of {window}; use a "
                 "model with a longer one, nothing is cut"
             )

@@ -128,3 +128,7 @@ def test_a_chat_template_is_put_around_a_message_and_a_long_prompt_is_refused():
     assert chat == generator.prompt_ids(GeneratorPrompt(text="Question: who? Answer:"))
     with pytest.raises(ValueError, match="window of 512"):
         list(generator.stream([GeneratorPrompt(text="who? " * 600)], GREEDY))
+
+
+def test_nothing_to_generate_is_no_prompt_too_long(local):
+    assert texts(local, [], SamplingConfig(max_new_tokens=10_000)) == []
