@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import Pipeline, make_pipeline
 
 from extract.generate.requests import variants_of
 from extract.run.contents import read_answers, read_examples
@@ -31,18 +32,16 @@ def joined_text(question: str, answer: str, passages: Sequence[str] = ()) -> str
 class TextDetector:
     """A fitted word-level TF-IDF and logistic regression."""
 
-    vectorizer: TfidfVectorizer
-    regression: LogisticRegression
+    pipeline: Pipeline
 
     def score(self, texts: Sequence[str]) -> np.ndarray:
         """Return P(answer is correct), `[n_examples]` float64 in [0, 1].
 
-        Words that the training texts did not have count for nothing.
+        Words that no training text had count for nothing.
         """
         if not texts:
             return np.zeros(0)
-        features = self.vectorizer.transform(texts)
-        return self.regression.predict_proba(features)[:, 1]
+        return self.pipeline.predict_proba(texts)[:, 1]
 
 
 def fit_tfidf(texts: Sequence[str], labels: Sequence[bool]) -> TextDetector:
@@ -70,8 +69,8 @@ def fit_tfidf(texts: Sequence[str], labels: Sequence[bool]) -> TextDetector:
     # them.
     vectorizer = TfidfVectorizer(ngram_range=(1, 2), token_pattern=r"(?u)\b\w+\b")
     regression = LogisticRegression(C=1.0, max_iter=2000)
-    regression.fit(vectorizer.fit_transform(texts), is_correct)
-    return TextDetector(vectorizer=vectorizer, regression=regression)
+    pipeline = make_pipeline(vectorizer, regression).fit(texts, is_correct)
+    return TextDetector(pipeline=pipeline)
 
 
 def text_scores(run: RunDir, rows: Rows) -> np.ndarray:

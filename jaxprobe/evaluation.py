@@ -8,7 +8,7 @@ of the mean that is printed.
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -21,7 +21,6 @@ from extract.run.results import ResultRow
 from jaxprobe.features.rows import Rows
 from jaxprobe.metrics import (
     BootstrapConfig,
-    Metric,
     auprc,
     auroc,
     cluster_weights,
@@ -30,12 +29,7 @@ from jaxprobe.metrics import (
     weighted_auroc,
 )
 
-PointMetric = Callable[[np.ndarray, np.ndarray], Metric]
-Resampled = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-METRICS: dict[str, tuple[PointMetric, Resampled]] = {
-    "auroc": (auroc, weighted_auroc),
-    "auprc": (auprc, weighted_auprc),
-}
+METRICS = {"auroc": (auroc, weighted_auroc), "auprc": (auprc, weighted_auprc)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -111,7 +105,7 @@ def detection_rows(
       experiment: name of the rows.
     """
     made = []
-    for dataset, split in rows.columns():
+    for dataset, split in rows.evaluated_sets():
         chosen = rows.where(split, dataset)
         if not len(chosen):
             continue
@@ -119,7 +113,7 @@ def detection_rows(
             _rows_of,
             labels=rows.labels[chosen],
             weights=cluster_weights(rows.ids[chosen], config),
-            shared={"experiment": experiment, **rows.set_fields(dataset, split)},
+            shared={"experiment": experiment, **rows.fields_of(dataset, split)},
         )
         # NumPy's sums over resamples leave the interpreter free for another detector.
         with ThreadPoolExecutor(os.cpu_count()) as pool:

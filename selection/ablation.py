@@ -98,10 +98,10 @@ def undefined_rows(name: str, rows: Rows) -> list[ResultRow]:
             detector=name,
             metric=metric,
             value=None,
-            **rows.set_fields(dataset, split),
+            **rows.fields_of(*place),
             reason="no encoder of those left is better than chance on validation",
         )
-        for (dataset, split), metric in itertools.product(rows.columns(), METRICS)
+        for place, metric in itertools.product(rows.evaluated_sets(), METRICS)
     ]
 
 

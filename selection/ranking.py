@@ -82,9 +82,9 @@ def traits(setting: Setting, n_pool: int) -> dict[str, np.ndarray]:
     pool = reads(setting, range(n_pool))
     passes = [s for s in SETTINGS if any(where == s for where, _ in pool)]
     return {
-        f"{letter}:{one}": np.array([w == one and letter in name for w, name in pool])
+        f"{letter}:{own}": np.array([w == own and letter in name for w, name in pool])
         for letter in LETTERS
-        for one in passes
+        for own in passes
     }
 
 
@@ -132,16 +132,16 @@ def _enumerate(
     heads = {s: HeadTrainer(load_pool(run, s), config) for s in SETTINGS}
     searches = {
         setting: Enumeration(
-            train=one.pool.train,
-            valid=one.pool.valid,
+            train=trainer.pool.train,
+            valid=trainer.pool.valid,
             config=config.head,
             train_config=config.train,
             folder=_folder(run) / f"{setting}.pieces",
         )
-        for setting, one in heads.items()
+        for setting, trainer in heads.items()
     }
-    n_heads = sum(len(one.sets) * one.n_seeds for one in searches.values())
-    n_missing = sum(one.n_missing() for one in searches.values())
+    n_heads = sum(len(search.sets) * search.n_seeds for search in searches.values())
+    n_missing = sum(search.n_missing() for search in searches.values())
     progress.note(f"exhaustive: {n_missing} of {n_heads} heads are still to be trained")
     rows: dict[Setting, list[ResultRow]] = {}
 
@@ -150,8 +150,8 @@ def _enumerate(
 
     side_by_side(work, SETTINGS, update, n_missing)
     publish(run, "exhaustive", [row for s in SETTINGS for row in rows[s]], progress)
-    for one in searches.values():  # the rankings hold all of it now
-        shutil.rmtree(one.folder, ignore_errors=True)
+    for search in searches.values():  # the rankings hold all of it now
+        shutil.rmtree(search.folder, ignore_errors=True)
 
 
 def ranking_summary(run: RunDir, setting: Setting) -> dict[str, Any]:

@@ -116,38 +116,39 @@ def _summary(selection: Selection, margin: float) -> dict[str, Any]:
         if last.accepted
         else f"the best addition gains {gain:+.4f}, not more than {margin:g}"
     )
-    rounds = []
-    for one in selection.path:
-        if one.accepted:
-            aurocs = map(float, one.aurocs.mean(axis=1))
-            candidates = dict(zip(map(str, one.candidates), aurocs, strict=True))
-            rounds.append(
-                {"added": one.best, "auroc": one.auroc, "candidates": candidates}
-            )
     return {
         "members": list(selection.members),
         "n_slots": selection.config.n_slots,
         "stop": stop,
-        "rounds": rounds,
+        "rounds": [
+            {
+                "added": step.best,
+                "auroc": step.auroc,
+                "candidates": {
+                    str(i): float(aurocs.mean())
+                    for i, aurocs in zip(step.candidates, step.aurocs, strict=True)
+                },
+            }
+            for step in selection.path
+            if step.accepted
+        ],
     }
 
 
 def selection_summary(run: RunDir, branch: HeadName) -> dict[str, Any]:
     """Return how the search went, with printed names."""
     _, summary = read_selection(run, branch)
-    rounds = []
-    for one in summary["rounds"]:
-        names = pool_names(branch, [int(i) for i in one["candidates"]])
-        rounds.append(
-            {
-                "added": pool_names(branch, [one["added"]])[0],
-                "auroc": one["auroc"],
-                "candidates": dict(zip(names, one["candidates"].values(), strict=True)),
-            }
-        )
+    names = pool_names(branch, range(2 * N_SUBSETS))
     return {
-        "rounds": rounds,
-        "selected": pool_names(branch, summary["members"]),
+        "rounds": [
+            {
+                "added": names[step["added"]],
+                "auroc": step["auroc"],
+                "candidates": {names[int(i)]: a for i, a in step["candidates"].items()},
+            }
+            for step in summary["rounds"]
+        ],
+        "selected": [names[i] for i in summary["members"]],
         "stop": summary["stop"],
     }
 

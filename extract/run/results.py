@@ -96,20 +96,21 @@ class ResultRow(Record, frozen=True, kw_only=True):
         """
         numbers = (self.value, self.ci_low, self.ci_high)
         if any(x is not None and not math.isfinite(x) for x in numbers):
-            raise ValueError(
-                f"{self.where}: {numbers} is not finite; write an undefined value as "
-                "None with its reason"
+            wrong = (
+                f"{numbers} is not finite; write an undefined value as None with its "
+                "reason"
             )
-        if self.value is None and not self.reason:
-            raise ValueError(f"{self.where}: a value of None needs a reason")
-        if (self.ci_low is None) != (self.ci_high is None):
-            raise ValueError(f"{self.where}: an interval needs both ends or neither")
-        if self.n < 0 or self.n_failed < 0:
-            raise ValueError(f"{self.where}: a count cannot be negative")
-        if self.seed != "mean" and not self.seed.isdecimal():
-            raise ValueError(
-                f"{self.where}: seed is {self.seed!r}, expected 'mean' or '0', '1', ..."
-            )
+        elif self.value is None and not self.reason:
+            wrong = "a value of None needs a reason"
+        elif (self.ci_low is None) != (self.ci_high is None):
+            wrong = "an interval needs both ends or neither"
+        elif self.n < 0 or self.n_failed < 0:
+            wrong = "a count cannot be negative"
+        elif self.seed != "mean" and not self.seed.isdecimal():
+            wrong = f"seed is {self.seed!r}, expected 'mean' or '0', '1', ..."
+        else:
+            return
+        raise ValueError(f"{self.where}: {wrong}")
 
     @property
     def where(self) -> str:

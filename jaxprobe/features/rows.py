@@ -63,7 +63,7 @@ class Rows:
             chosen &= self.datasets == dataset
         return np.flatnonzero(chosen)
 
-    def set_fields(self, dataset: str, split: str) -> dict[str, Any]:
+    def fields_of(self, dataset: str, split: str) -> dict[str, Any]:
         """Return the fields that all result rows on an evaluated set have in common."""
         chosen = (self.splits == split) & (self.datasets == dataset)
         return {
@@ -74,7 +74,7 @@ class Rows:
             "n_failed": int((chosen & ~self.is_labelled).sum()),
         }
 
-    def columns(self) -> list[tuple[str, str]]:
+    def evaluated_sets(self) -> list[tuple[str, str]]:
         """Return the evaluated (dataset, split) pairs, in-domain first."""
         pairs = dict.fromkeys(zip(self.datasets, self.splits, strict=True))
         return [(str(d), str(s)) for d, s in pairs if s != "train"]
