@@ -134,9 +134,10 @@ class Tracer:
 
     def _load(self, one: QuestionSet) -> SavedTraces | None:
         """Return saved traces, or None if there are none made from these inputs."""
-        if not self._file(one).exists():
-            return None
-        saved = msgspec.json.decode(self._file(one).read_bytes(), type=SavedTraces)
+        try:
+            saved = msgspec.json.decode(self._file(one).read_bytes(), type=SavedTraces)
+        except (FileNotFoundError, msgspec.MsgspecError):
+            return None  # not there, or damaged: traced again
         return saved if saved.key == self.key else None
 
     def _trace(
