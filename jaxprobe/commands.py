@@ -34,10 +34,7 @@ def with_options(
 
     if is_streamed:
         config = dataclasses.replace(config, stream=StreamConfig())
-    if is_mixed:
-        encoder = dataclasses.replace(config.encoder, matmul_dtype="bfloat16")
-        config = dataclasses.replace(config, encoder=encoder)
-    return config
+    return config.mixed() if is_mixed else config
 
 
 @click.command()

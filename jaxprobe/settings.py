@@ -7,7 +7,6 @@ array.
 import dataclasses
 import os
 from pathlib import Path
-from typing import TypeVar
 
 from extract.run.directory import RunDir
 from extract.run.manifest import Preset
@@ -30,6 +29,16 @@ class GridConfig:
     train: TrainConfig = TrainConfig()
     stream: StreamConfig | None = None
 
+    def seeded(self, seed: int) -> "GridConfig":
+        """Return the same with the run's seed in the protocol."""
+        train = dataclasses.replace(self.train, root_seed=seed)
+        return dataclasses.replace(self, train=train)
+
+    def mixed(self) -> "GridConfig":
+        """Return the same with products whose operands are rounded to bfloat16."""
+        encoder = dataclasses.replace(self.encoder, matmul_dtype="bfloat16")
+        return dataclasses.replace(self, encoder=encoder)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelectConfig:
@@ -45,8 +54,11 @@ class SelectConfig:
     train: TrainConfig = TrainConfig()
     margin: float = 5e-4
 
+    def seeded(self, seed: int) -> "SelectConfig":
+        """Return the same with the run's seed in the protocol."""
+        train = dataclasses.replace(self.train, root_seed=seed)
+        return dataclasses.replace(self, train=train)
 
-Section = TypeVar("Section", GridConfig, SelectConfig)
 
 # The demo's sizes aim at minutes on two cores. Those of `smoke` mean nothing: a minute
 # once it is compiled. The paper's are those of its section 3 and appendix B.
@@ -84,20 +96,14 @@ SELECT_PRESETS: dict[Preset, SelectConfig] = {
 }
 
 
-def seeded(config: Section, run: RunDir) -> Section:
-    """Return one of the two sections with the run's seed in its protocol."""
-    train = dataclasses.replace(config.train, root_seed=run.seed)
-    return dataclasses.replace(config, train=train)
-
-
 def grid_config(run: RunDir) -> GridConfig:
     """Return how a run's encoders are trained, with the run's seed."""
-    return seeded(run.settle("train", GRID_PRESETS), run)
+    return run.settle("train", GRID_PRESETS).seeded(run.seed)
 
 
 def select_config(run: RunDir) -> SelectConfig:
     """Return how a run's heads are trained and selected, with the run's seed."""
-    return seeded(run.settle("select", SELECT_PRESETS), run)
+    return run.settle("select", SELECT_PRESETS).seeded(run.seed)
 
 
 # Cores are shared among operations; sharing each one as well costs a third of a

@@ -37,13 +37,7 @@ from jaxprobe.fit.stage import (
 )
 from jaxprobe.model.encoder import MemberOutputs
 from jaxprobe.pool import load_pool, pool_names, read_selection, reads
-from jaxprobe.settings import (
-    SELECT_PRESETS,
-    SelectConfig,
-    grid_config,
-    seeded,
-    set_compiler,
-)
+from jaxprobe.settings import SELECT_PRESETS, SelectConfig, grid_config, set_compiler
 from selection.greedy import NoSignalError, Selection
 from selection.stage import HeadTrainer, load_results
 
@@ -278,7 +272,7 @@ def _ablate(
     run: RunDir, config: SelectConfig, update: Update, progress: Progress
 ) -> None:
     set_compiler(run.preset)
-    ablation = Ablation(run, seeded(config, run))
+    ablation = Ablation(run, config.seeded(run.seed))
     n_blocks = sum(len(ablation.blocks(s)) * len(SPANS[s]) for s in SETTINGS)
     n_all = n_blocks + sum(len(variants(setting)) for setting in SETTINGS)
     # The with-context heads need the closed-book encoders, so training comes first.

@@ -18,7 +18,7 @@ from jaxprobe.features.rows import Rows
 from jaxprobe.features.subsets import LETTERS
 from jaxprobe.fit.stage import encoder_folders
 from jaxprobe.pool import load_pool, pool_names, read_selection, reads
-from jaxprobe.settings import SELECT_PRESETS, SelectConfig, seeded, set_compiler
+from jaxprobe.settings import SELECT_PRESETS, SelectConfig, set_compiler
 from selection.exhaustive import SET_SIZE, Enumeration, Ranking, carried
 from selection.greedy import GreedyConfig
 from selection.stage import HeadTrainer, load_results
@@ -128,7 +128,7 @@ def _enumerate(
     run: RunDir, config: SelectConfig, update: Update, progress: Progress
 ) -> None:
     set_compiler(run.preset)
-    config = seeded(config, run)
+    config = config.seeded(run.seed)
     heads = {s: HeadTrainer(load_pool(run, s), config) for s in SETTINGS}
     searches = {
         setting: Enumeration(

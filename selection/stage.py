@@ -28,7 +28,7 @@ from jaxprobe.pool import (
     pool_names,
     read_selection,
 )
-from jaxprobe.settings import SELECT_PRESETS, SelectConfig, seeded, set_compiler
+from jaxprobe.settings import SELECT_PRESETS, SelectConfig, set_compiler
 from selection.greedy import (
     GreedyConfig,
     Selection,
@@ -186,7 +186,7 @@ def _select(
     run: RunDir, config: SelectConfig, update: Update, progress: Progress
 ) -> None:
     set_compiler(run.preset)
-    work = partial(_select_setting, run, seeded(config, run))
+    work = partial(_select_setting, run, config.seeded(run.seed))
     # Both settings at once, for the same reason as in training.
     side_by_side(work, SETTINGS, update, len(BRANCHES))
 

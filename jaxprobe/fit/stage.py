@@ -44,7 +44,7 @@ from jaxprobe.fit.loop import FitInfo
 from jaxprobe.fit.streaming import Streamed, fit_streamed
 from jaxprobe.fit.work import Workload, turn_flops
 from jaxprobe.model.encoder import Encoder, MemberOutputs
-from jaxprobe.settings import GRID_PRESETS, GridConfig, seeded, set_compiler
+from jaxprobe.settings import GRID_PRESETS, GridConfig, set_compiler
 
 EVERY_FAMILY = subset_index("HPRA")
 _FLOAT = 4  # bytes
@@ -209,7 +209,7 @@ def _train_setting(
 
 def _train(run: RunDir, config: GridConfig, update: Update, progress: Progress) -> None:
     set_compiler(run.preset)
-    config = seeded(config, run)
+    config = config.seeded(run.seed)
     n_each = len(default_blocks(config.train.n_seeds)) + config.train.n_seeds
     side_by_side(
         partial(_train_setting, run, config),
