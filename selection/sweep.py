@@ -21,7 +21,6 @@ from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
 from extract.run.manifest import Preset
 from extract.run.stages import Stage
-from jaxprobe.compiler import set_compiler
 from jaxprobe.config import TrainConfig
 from jaxprobe.features.reading import mean_answer_states
 from jaxprobe.features.rows import Rows, load_rows
@@ -35,6 +34,7 @@ from jaxprobe.fit.loop import (
     take_steps,
 )
 from jaxprobe.kernels.random import PROBES, stream_key
+from jaxprobe.settings import set_compiler
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
