@@ -8,8 +8,6 @@ import click
 from extract.generate.options import (
     backend_options,
     open_asking,
-    open_generator,
-    paid_tokens,
     server_options,
     take_options,
 )
@@ -63,12 +61,13 @@ def answer(
             config = answer_config(run)
             click.echo(stage.forecast_answers(run, config, model).as_text())
             return
-        with open_generator(
+        with open_asking(
+            run,
+            "answer",
             served_model or backbone_of(run).path,
             backend,
             stop_ids=stop_ids,
             tokenizer=model.tokenizer,
-            earlier=paid_tokens(run, "answer"),
         ) as generator:
             stage.answer_by_server(run, generator, model, Progress())
 

@@ -280,32 +280,21 @@ def open_asking(
     model: str,
     options: BackendOptions,
     *,
-    dry_run: bool,
-    stop_ids: Sequence[int] = (),
-    log_probs: bool = False,
-    tokenizer: Any = None,
+    dry_run: bool = False,
+    **known: Any,
 ) -> Iterator["Generator"]:
     """Open a stage's backend; in a dry run one that ends the block with a forecast.
 
     Args:
       run: of the stage; texts that it has already count towards the spending cap.
       stage: as on the command line.
-      model: see `open_generator`, as are the others.
-      options: likewise.
+      model: see `open_generator`.
+      options: where it runs.
       dry_run: count what would be asked, print that, and ask nothing.
-      stop_ids: likewise.
-      log_probs: likewise.
-      tokenizer: likewise.
+      **known: of the model, see `open_generator`.
     """
-    earlier = paid_tokens(run, stage)
-    with open_generator(
-        model,
-        options,
-        stop_ids=stop_ids,
-        log_probs=log_probs,
-        tokenizer=tokenizer,
-        earlier=earlier,
-    ) as generator:
+    paid = _paid_tokens(run, stage)
+    with open_generator(model, options, earlier=paid, **known) as generator:
         if not dry_run:
             yield generator
             return
@@ -317,25 +306,30 @@ def open_asking(
             click.echo(found.forecast.as_text())
 
 
-def paid_tokens(run: "RunDir", stage: str) -> tuple[int, int]:
+def _paid_tokens(run: "RunDir", stage: str) -> tuple[int, int]:
     """Return prompt and new tokens of the texts that are there of a stage.
 
     All of them, whichever backend wrote them: a cap errs on the side of the purse.
     What a server did not count is not known.
     """
     from extract.generate.answers import part_files
+    from extract.run.contents import answers_file
     from extract.run.files import JsonLines
 
-    n_prompt = n_new = 0
     if stage == "answer":
-        files = [run.answers / "answers.jsonl", *part_files(run.answer_parts)]
-        rows = (row for file in files for row in JsonLines(file).whole_rows())
-        for row in rows:
-            n_prompt += len(row["prompt_ids"])
-            n_new += len(row["token_ids"]) + (row["stop_id"] is not None)
-        return n_prompt, n_new
-    role = {"label": "judge"}.get(stage, stage)
-    for row in JsonLines(run.replies(role)).whole_rows():
-        n_prompt += row["n_prompt_tokens"] or 0
-        n_new += row["n_new_tokens"] or 0
+        files = [answers_file(run), *part_files(run)]
+        counts = (
+            (len(r["prompt_ids"]), len(r["token_ids"]) + (r["stop_id"] is not None))
+            for file in files
+            for r in JsonLines(file).whole_rows()
+        )
+    else:
+        replies = JsonLines(run.replies({"label": "judge"}.get(stage, stage)))
+        counts = (
+            (row["n_prompt_tokens"] or 0, row["n_new_tokens"] or 0)
+            for row in replies.whole_rows()
+        )
+    n_prompt = n_new = 0
+    for prompt, new in counts:
+        n_prompt, n_new = n_prompt + prompt, n_new + new
     return n_prompt, n_new
