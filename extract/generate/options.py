@@ -5,6 +5,7 @@ Whether a model can be is told at once, and not after an hour of answers.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,31 +19,26 @@ if TYPE_CHECKING:
     from extract.generate.generator import Generator
     from extract.run.directory import RunDir
 
+Command = Callable[..., None]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackendOptions:
-    """Where a model runs and how it is asked, as given on the command line.
+    """Where a model runs and how it is asked, as given on the command line."""
 
-    Attributes:
-      server: URL up to /v1, or None for Transformers on this machine.
-      revision: of the weights behind the server's name; part of every key.
-      served_dtype: of the same; likewise.
-      max_cost: spending cap in the currency of the prices, or None.
-      dtype: of weights loaded here; None for the device's default.
-    """
-
-    server: str | None
+    server: str | None  # URL up to /v1, or None for Transformers on this machine
+    served_model: str | None = None  # what the server calls the run's backbone
     dialect: str
-    revision: str
+    revision: str  # of the weights behind the server's name; part of every key
+    served_dtype: str = "unstated"  # of the same; likewise
     concurrency: int
     retries: int
     timeout: float
     price_prompt: float
     price_new: float
-    max_cost: float | None
-    served_dtype: str = "unstated"
+    max_cost: float | None  # in the currency of the prices
     device: str = "cpu"
-    dtype: str | None = None
+    dtype: str | None = None  # of weights loaded here; None: the device's default
     batch_tokens: int = 16_384
 
 
@@ -121,45 +117,50 @@ _LOCAL = (
 )
 
 
-def server_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of a server to a command."""
-    for option in reversed(_SERVER):
-        command = option(command)
-    return command
+SERVED_MODEL = click.option(
+    "--served-model", help="What the server calls the run's backbone."
+)
 
 
-def backend_options(command: Callable[..., None]) -> Callable[..., None]:
+def server_options(command: Command) -> Command:
+    """Add the options of a server; the command gets them as its `backend`."""
+    return _with_backend(command, _SERVER)
+
+
+def backend_options(command: Command) -> Command:
     """Add the options of a server, and of Transformers where there is none."""
-    for option in reversed(_SERVER + _LOCAL):
-        command = option(command)
-    return command
+    return _with_backend(command, _SERVER + _LOCAL)
 
 
-def take_options(
-    given: dict[str, Any], served_model: str | None = None
-) -> BackendOptions:
-    """Take the backend's options out of a command's.
+def _with_backend(
+    command: Command, options: Sequence[Callable[[Command], Command]]
+) -> Command:
+    @functools.wraps(command)
+    def with_backend(**given: Any) -> None:
+        names = {field.name for field in dataclasses.fields(BackendOptions)}
+        taken = {name: given.pop(name) for name in names & given.keys()}
+        backend = BackendOptions(**taken)
+        _check_server(backend)
+        command(backend=backend, **given)
 
-    Args:
-      given: the command's options; the backend's are taken out.
-      served_model: what the server calls the model, if that is given.
+    for option in reversed(options):
+        with_backend = option(with_backend)
+    return with_backend
 
-    Raises:
-      click.UsageError: a server's option without a server, or no URL.
-    """
-    names = [field.name for field in dataclasses.fields(BackendOptions)]
-    options = BackendOptions(**{n: given.pop(n) for n in names if n in given})
-    if options.max_cost is not None and options.server is None:
-        raise click.UsageError("--max-cost is for a server; give --server too")
-    if served_model is not None and options.server is None:
-        raise click.UsageError("--served-model is for a server; give --server too")
-    if options.server is not None and not options.server.startswith(_SCHEMES):
+
+def _check_server(backend: BackendOptions) -> None:
+    """Refuse a server's option without a server, and a server that is no URL."""
+    if backend.server is None:
+        for name in ("max_cost", "served_model"):
+            if getattr(backend, name) is not None:
+                option = "--" + name.replace("_", "-")
+                raise click.UsageError(f"{option} is for a server; give --server too")
+    elif not backend.server.startswith(_SCHEMES):
         raise click.BadParameter(
-            f"expected a URL such as http://localhost:8000/v1, found "
-            f"{options.server!r}",
+            "expected a URL such as http://localhost:8000/v1, found "
+            f"{backend.server!r}",
             param_hint="--server",
         )
-    return options
 
 
 @contextlib.contextmanager
@@ -219,8 +220,8 @@ def open_generator(
         yield generator
 
 
-def check_model_option(name: str, option: str = "--model") -> str:
-    """Return a model's name if it can be one.
+def check_model_option(name: str, option: str = "--model") -> None:
+    """Refuse a name that no model can have here.
 
     Raises:
       click.BadParameter: no such directory, and no Hub id.
@@ -229,17 +230,6 @@ def check_model_option(name: str, option: str = "--model") -> str:
         check_name(model_path(name))
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint=option) from None
-    return name
-
-
-def check_local_model(name: str, backend: BackendOptions, option: str) -> None:
-    """Refuse a model that is to run on this machine and cannot be there.
-
-    Raises:
-      click.BadParameter: no such directory, and no Hub id.
-    """
-    if backend.server is None:
-        check_model_option(name, option)
 
 
 def check_backbone(
