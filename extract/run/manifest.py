@@ -187,14 +187,15 @@ def agree_on_manifest(path: Path, asked: NewRun) -> None:
         finally:
             os.unlink(name)
     manifest = read_manifest(path)
-    held = {
-        "preset": manifest["preset"],
-        "seed": manifest["seed"],
-        "sections": {
-            name: manifest["sections"].get(name) for name in wanted["sections"]
-        },
-    }
-    refuse_other(path, held | held.pop("sections"), wanted | wanted.pop("sections"))
+    for name in wanted["sections"]:
+        if name not in manifest["sections"]:
+            raise ValueError(
+                f"{path} holds a run with no {name}; you asked for one with {name}; "
+                "choose another directory"
+            )
+    sections = {name: manifest["sections"][name] for name in wanted["sections"]}
+    held = {"preset": manifest["preset"], "seed": manifest["seed"], **sections}
+    refuse_other(path, held, wanted | wanted.pop("sections"))
 
 
 def refuse_other(path: Path, held: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
@@ -209,8 +210,9 @@ def refuse_other(path: Path, held: Mapping[str, Any], asked: Mapping[str, Any]) 
         for key in dict.fromkeys([*sides[0], *sides[1]])
         if any(key not in side for side in sides) or sides[0][key] != sides[1][key]
     ]
-    if "preset" in differ:  # its sizes follow from it
-        differ = [key for key in differ if not key.startswith("world.")]
+    if "preset" in differ:  # their sizes follow from it
+        follows = ("world.", "answer.", "extract.")
+        differ = [key for key in differ if not key.startswith(follows)]
     if not differ:
         return
     here, there = (
