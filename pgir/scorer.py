@@ -7,10 +7,9 @@ from typing import Any
 
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import model_path
-from extract.generate.requests import GenerationConfig, PromptConfig
+from extract.generate.requests import AnswerConfig, PromptConfig
 from extract.records import Passage
 from extract.run.directory import RunDir
-from extract.run.manifest import read_manifest
 from jaxprobe.detector import Detector
 from pgir.bridge import ProbedBackbone
 
@@ -76,7 +75,6 @@ class Scorer:
           ValueError: no detector there yet, or the backbone is another one.
         """
         run = RunDir(path)
-        config = read_manifest(path)["config"]
         detector = Detector.load(run.finished_detector())
         name = model or detector.facts["model"]
         asking = PromptConfig(
@@ -89,7 +87,7 @@ class Scorer:
             ),
             detector,
             asking.prompt_template(),
-            GenerationConfig(max_new_tokens=config["max_new_tokens"]),
+            run.section("answer", AnswerConfig).generation,
             answer_span=detector.facts["answer_span"],
         )
         return cls(probed)
