@@ -2,13 +2,13 @@
 
 import pytest
 
-from benchmarks.stages.presets import make_config
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import WEIGHTS
 from extract.generate.local import TransformersGenerator
 from extract.generate.requests import PromptConfig, make_requests
 from extract.world.facts import make_world
 from extract.world.questions import make_examples
+from extract.world.stage import WORLD_PRESETS
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +18,6 @@ def local():
 
 @pytest.fixture(scope="module")
 def requests(local):
-    config = make_config("smoke")
+    config = WORLD_PRESETS["smoke"]
     examples = list(make_examples(make_world(config.world), config.questions))
     return make_requests(examples, local.backbone, PromptConfig(), 10).requests

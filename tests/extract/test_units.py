@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.speed.tiny_models import N_TEXT_IDS, tiny_model
 from extract.backbone.loading import Backbone
-from extract.run.workers import rank_and_world_size
+from extract.run.workers import find_worker
 from extract.signals.extraction import run_plan
 from extract.signals.plan import (
     ExtractConfig,
@@ -257,5 +257,6 @@ def test_a_batch_begun_before_another_is_taken_changes_neither():
 
 
 if __name__ == "__main__":
-    rank, world_size = rank_and_world_size()
+    worker = find_worker()
+    rank, world_size = worker.rank, worker.world_size
     run_tiny(Path(sys.argv[1]), rank, world_size)

@@ -2,7 +2,8 @@ import threading
 from concurrent.futures import CancelledError
 
 import pytest
-from benchmarks.stages.stage import side_by_side
+
+from extract.run.stages import side_by_side
 
 
 def test_every_item_is_done_and_every_thing_counted_once():
