@@ -60,7 +60,7 @@ def answer(
     with RunDir.open(run_dir) as run:
         model, stop_ids = stage.load_tokenizer_only(run)
         if dry_run:
-            config = answer_config(run)
+            config = answer_config(run, is_recorded=False)
             click.echo(stage.forecast_answers(run, config, model).as_text())
             return
         with open_generator(
@@ -139,8 +139,9 @@ def sample(
     alone("sample")
     quiet()
     with RunDir.open(run_dir) as run:
+        config = answer_config(run, is_recorded=not dry_run)
         sampling = SamplingConfig(
-            max_new_tokens=answer_config(run).generation.max_new_tokens,
+            max_new_tokens=config.generation.max_new_tokens,
             temperature=temperature,
             top_p=top_p,
             top_k=top_k or None,
@@ -160,6 +161,13 @@ def sample(
         ) as generator:
             as_text = backend.server is not None and backend.dialect == "openai"
             path = draw_run(
-                run, generator, model, draws, splits, Progress(), as_text=as_text
+                run,
+                generator,
+                model,
+                config.prompt,
+                draws,
+                splits,
+                Progress(),
+                as_text=as_text,
             )
             click.echo(str(path))

@@ -33,6 +33,7 @@ from extract.generate.requests import (
     ANSWER_PRESETS,
     AnswerConfig,
     GenerationConfig,
+    PromptConfig,
     PromptModel,
     Request,
     Requests,
@@ -305,6 +306,7 @@ def draw_run(
     run: RunDir,
     generator: Generator,
     model: TokenizerOnly,
+    prompt: PromptConfig,
     draws: DrawConfig,
     splits: tuple[str, ...],
     progress: Progress,
@@ -312,7 +314,6 @@ def draw_run(
     as_text: bool = False,
 ) -> Path:
     """Draw answers to the questions of some splits; returns the file of samples."""
-    prompt = answer_config(run).prompt
     identity = {
         "schema": SCHEMA_VERSION,
         "backend": dict(generator.identity),
