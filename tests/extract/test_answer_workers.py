@@ -66,8 +66,9 @@ def part(run):
     return file
 
 
-@pytest.mark.parametrize("by", ["torchrun", "--shard"])
-@pytest.mark.parametrize("ranks", [(0, 1, 2), (2, 0, 1)])
+@pytest.mark.parametrize(
+    ("by", "ranks"), [("torchrun", (0, 1, 2)), ("--shard", (2, 0, 1))]
+)
 def test_whoever_comes_last_puts_together_what_one_process_writes(
     run, alone, ranks, by
 ):
