@@ -150,6 +150,7 @@ def make_demo() -> click.Command:
         "help_option_names": ["-h", "--help"],
         "token_normalize_func": lambda name: name.replace("_", "-"),
         "max_content_width": 88,
+        "show_default": True,
     },
 )
 @click.version_option(package_name="beatrice-probe")

@@ -7,9 +7,10 @@ from typing import Any
 
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import model_path
-from extract.generate.requests import AnswerConfig, PromptConfig
+from extract.generate.requests import GenerationConfig, PromptConfig
 from extract.records import Passage
 from extract.run.directory import RunDir
+from extract.run.manifest import read_manifest
 from jaxprobe.detector import Detector
 from pgir.bridge import ProbedBackbone
 
@@ -74,6 +75,7 @@ class Scorer:
         Raises:
           ValueError: no detector there yet, or the backbone is another one.
         """
+        read_manifest(path)  # refuses what is no run
         run = RunDir(path)
         detector = Detector.load(run.finished_detector())
         name = model or detector.facts["model"]
@@ -87,7 +89,7 @@ class Scorer:
             ),
             detector,
             asking.prompt_template(),
-            run.section("answer", AnswerConfig).generation,
+            GenerationConfig(),
             answer_span=detector.facts["answer_span"],
         )
         return cls(probed)

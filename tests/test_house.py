@@ -1,11 +1,17 @@
-"""The import rules between rooms, each tried in a fresh interpreter."""
+"""The laws of the house: who may import whom, how large a thing may be, what it says."""
 
 import ast
+import collections
+import functools
+import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import beatrice
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ("extract", "jaxprobe", "selection", "pgir", "benchmarks")
@@ -16,18 +22,36 @@ MAY_IMPORT = {
     "pgir": {"pgir", "selection", "jaxprobe", "extract"},
     "benchmarks": set(ROOMS),
 }
-# Folders of `benchmarks`, each of which uses those before it.
-FOLDERS = ("reporting", "stages", "forecasts", "verbs", "benches")
-# What a JAX room may take from `extract`: words and arrays, never the backbone.
-PLAIN = {"extract.records", "extract.store.read"}
+# What a JAX room may take from `extract`: records, run directories, stored arrays.
+WITHOUT_TORCH = ("extract.records", "extract.run", "extract.store")
+MOST_FILES, MOST_LINES, LONGEST_CHAIN = 15, 400, 12
+SOURCES = sorted(path for room in ROOMS for path in (ROOT / room).rglob("*.py")) + [
+    ROOT / "beatrice.py"
+]
+
+
+def module_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@functools.cache
+def tree_of(path):
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+MODULES = {module_of(path): path for path in SOURCES}
 
 
 def imports_of(path):
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    """Yield every module of ours that a file names, deferred imports included."""
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in MODULES else node.module
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -37,25 +61,76 @@ def test_a_room_imports_only_the_rooms_before_it(room):
             if name.split(".")[0] in ROOMS:
                 assert name.split(".")[0] in MAY_IMPORT[room], f"{path}: {name}"
                 if room in ("jaxprobe", "selection") and name.startswith("extract"):
-                    assert name in PLAIN, f"{path}: {name}"
+                    assert name.startswith(WITHOUT_TORCH), f"{path}: {name}"
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
-def test_a_folder_of_benchmarks_imports_only_the_folders_before_it(folder):
-    allowed = FOLDERS[: FOLDERS.index(folder) + 1]
-    paths = list((ROOT / "benchmarks" / folder).glob("*.py"))
-    assert len(paths) > 1
-    for path in paths:
-        for name in imports_of(path):
-            room, _, rest = name.partition(".")
-            if room == "benchmarks":
-                assert rest.split(".")[0] in allowed, f"{path}: {name}"
+def test_no_import_goes_in_a_circle_and_no_chain_is_long():
+    imports = {
+        name: {other for other in imports_of(path) if other in MODULES} - {name}
+        for name, path in MODULES.items()
+    }
+    depth: dict[str, int] = {}
+
+    def length(name, above):
+        assert name not in above, f"a circle: {' > '.join([*above, name])}"
+        if name not in depth:
+            below = (length(other, (*above, name)) + 1 for other in imports[name])
+            depth[name] = max(below, default=0)
+        return depth[name]
+
+    assert max(length(name, ()) for name in MODULES) <= LONGEST_CHAIN
 
 
-def loaded_by(statement):
-    code = f"{statement}\nimport sys\nprint(*sys.modules)"
+def test_a_folder_is_what_one_person_keeps_in_mind():
+    counts = collections.Counter(path.parent for path in SOURCES)
+    assert {str(f): n for f, n in counts.items() if n > MOST_FILES} == {}
+
+
+def test_a_file_is_one_idea():
+    lengths = {path: path.read_text().count("\n") for path in SOURCES}
+    assert {str(p): n for p, n in lengths.items() if n > MOST_LINES} == {}
+
+
+def test_two_words_of_a_file_name_take_an_underscore():
+    parts = [p.relative_to(ROOT).with_suffix("").parts for p in SOURCES]
+    words = {w for part in parts for name in part for w in name.split("_") if w}
+    joined = {
+        a + b
+        for a, b in itertools.product(
+            words | {"row", "stage", "text", "file"}, repeat=2
+        )
+        if min(len(a), len(b)) > 2
+    }
+    assert words & joined == set()
+
+
+def test_every_public_function_and_class_says_what_it_is():
+    for path in SOURCES:
+        for node in tree_of(path).body:
+            kinds = (ast.FunctionDef, ast.ClassDef)
+            if isinstance(node, kinds) and not node.name.startswith("_"):
+                assert ast.get_docstring(node), f"{path}: {node.name}"
+
+
+def test_every_room_has_a_readme_and_the_top_one_is_short():
+    for room in ROOMS:
+        assert (ROOT / room / "README.md").is_file()
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 220
+
+
+def test_every_relative_link_of_a_readme_leads_somewhere():
+    for readme in (ROOT / "README.md", *(ROOT / room / "README.md" for room in ROOMS)):
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", readme.read_text()):
+            assert (readme.parent / target).exists(), f"{readme}: {target}"
+
+
+def loaded_by(code):
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
     )
     return set(done.stdout.split())
 
@@ -63,30 +138,39 @@ def loaded_by(statement):
 @pytest.mark.parametrize(
     ("statement", "absent"),
     [
-        (
-            "import extract.store.read, extract.run.directory, extract.records",
-            "jax",
-        ),
-        ("import extract.signals.reader, extract.pipeline", "jax"),
-        (
-            "import extract.datasets.building, extract.datasets.splits",
-            "jax",
-        ),
-        (
-            "import extract.datasets.building, extract.datasets.splits",
-            "torch",
-        ),
+        ("import extract.store.write, extract.run.stages, extract.records", "jax"),
+        ("import extract.store.write, extract.run.stages, extract.records", "torch"),
+        ("import extract.signals.reader, extract.generate.local", "jax"),
+        ("import extract.run.contents, extract.label.stage", "torch"),
+        ("import extract.generate.requests, extract.generate.answers", "torch"),
+        ("import extract.datasets.building, extract.datasets.splits", "torch"),
         ("import extract.datasets", "pyarrow"),
-        ("import benchmarks.verbs.datacommands", "orjson"),
-        ("import jaxprobe, jaxprobe.detector, jaxprobe.features.reading", "torch"),
-        ("import selection.greedy, selection.sweep", "torch"),
-        ("import beatrice", "torch"),
-        ("import beatrice", "jax"),
+        # What `train`, `select`, `calibrate` and `report` import to do their work.
+        ("import jaxprobe.fit.stage, jaxprobe.stage, jaxprobe.detector", "torch"),
+        ("import selection.stage, selection.ranking, selection.ablation", "torch"),
+        ("import benchmarks.results.stage, benchmarks.results.evaluate", "torch"),
         ("import beatrice", "numpy"),
     ],
 )
 def test_importing_one_side_leaves_the_other_unloaded(statement, absent):
     assert absent not in loaded_by(statement)
+
+
+def test_the_help_of_every_verb_loads_neither_torch_nor_jax():
+    code = """
+import beatrice, click
+for name in beatrice.VERBS:
+    command = beatrice.main.get_command(None, name)
+    command.get_help(click.Context(command))
+"""
+    assert not {"torch", "jax", "transformers", "numpy"} & loaded_by(code)
+
+
+def test_every_verb_lives_in_the_commands_of_a_room():
+    for name, module in beatrice.VERBS.items():
+        if name != "demo":
+            assert module.split(".")[0] in ROOMS
+            assert module.endswith(".commands")
 
 
 def test_the_top_level_holds_the_rooms_and_nothing_else():
@@ -111,14 +195,12 @@ def test_the_top_level_holds_the_rooms_and_nothing_else():
 
 
 def test_no_source_reads_pickles_or_runs_remote_code():
-    for room in ROOMS:
-        for path in (ROOT / room).rglob("*.py"):
-            names = set(imports_of(path))
-            assert not names & {"pickle", "joblib", "dill", "cloudpickle"}, path
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-            for node in ast.walk(tree):
-                if isinstance(node, ast.keyword) and node.arg in (
-                    "trust_remote_code",
-                    "allow_pickle",
-                ):
-                    assert getattr(node.value, "value", None) is False, path
+    for path in SOURCES:
+        names = set(imports_of(path))
+        assert not names & {"pickle", "joblib", "dill", "cloudpickle"}, path
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.keyword) and node.arg in (
+                "trust_remote_code",
+                "allow_pickle",
+            ):
+                assert getattr(node.value, "value", None) is False, path

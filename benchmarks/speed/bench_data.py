@@ -17,7 +17,6 @@ _SMALLER = 10  # the other row's file, to show whether memory grows with size
 @click.option(
     "--megabytes",
     default=500,
-    show_default=True,
     type=click.IntRange(min=1),
     help="Size of the made-up file.",
 )

@@ -54,21 +54,18 @@ _HEAD = (
     "--pairs",
     type=click.IntRange(min=1),
     default=5,
-    show_default=True,
     help="Runs of each per row.",
 )
 @click.option(
     "--threads",
     type=click.IntRange(min=1),
     default=2,
-    show_default=True,
     help="Of Torch on the CPU.",
 )
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16"]),
     default="float32",
-    show_default=True,
     help="Of the CPU rows; GPU rows are bfloat16.",
 )
 @click.option(
@@ -76,7 +73,6 @@ _HEAD = (
     type=int,
     multiple=True,
     default=(32000, 248320),
-    show_default=True,
     help="Words of the model; may be given twice.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print rows as JSON lines.")

@@ -27,7 +27,6 @@ _HEAD = (
 @click.option(
     "--encoders",
     default="H",
-    show_default=True,
     help="Families that are read together, such as H,HPRA.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print rows as JSON lines.")

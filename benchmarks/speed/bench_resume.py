@@ -17,18 +17,16 @@ from extract.run.console import Progress, quiet
 @click.option(
     "--examples",
     default=5000,
-    show_default=True,
     type=click.IntRange(min=1),
     help="Of the store: a question in one setting and wording is one.",
 )
 @click.option(
     "--kills",
     default=20,
-    show_default=True,
     type=click.IntRange(min=1),
     help="SIGKILLs at random moments.",
 )
-@click.option("--seed", default=0, show_default=True, type=SEED, help="Of the moments.")
+@click.option("--seed", default=0, type=SEED, help="Of the moments.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @keep_options
 def resume(examples: int, kills: int, seed: int, as_json: bool, **options: Any) -> None:

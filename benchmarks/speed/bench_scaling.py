@@ -11,8 +11,8 @@ from extract.run.console import Progress, quiet
 
 
 @click.command()
-@click.option("--rounds", default=3, show_default=True, help="Epochs timed of each.")
-@click.option("--steps", default=4, show_default=True, help="Of each encoder, at 1x.")
+@click.option("--rounds", default=3, help="Epochs timed of each.")
+@click.option("--steps", default=4, help="Of each encoder, at 1x.")
 @click.option(
     "--figure",
     type=click.Path(path_type=Path, dir_okay=False),

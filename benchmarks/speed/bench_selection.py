@@ -23,7 +23,6 @@ WIDTHS = {
     "--widths",
     type=click.Choice(list(WIDTHS)),
     default="microworld",
-    show_default=True,
     help="Of encoders and heads.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

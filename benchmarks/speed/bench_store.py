@@ -32,8 +32,8 @@ def microworld(n_train: int, n_epochs: int) -> "StoreCost":
 
 
 @click.command()
-@click.option("--examples", default=16384, show_default=True, help="Trained on.")
-@click.option("--epochs", default=3, show_default=True, help="Of each training.")
+@click.option("--examples", default=16384, help="Trained on.")
+@click.option("--epochs", default=3, help="Of each training.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def store(examples: int, epochs: int, as_json: bool) -> None:
     """Train from a store of one and of two sizes, and with everything in memory.

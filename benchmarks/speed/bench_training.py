@@ -77,9 +77,9 @@ def paper(n_steps: int) -> "Workload":
 
 @click.command()
 @click.option("--paper", "is_paper", is_flag=True, help="Paper widths, d=4096.")
-@click.option("--rounds", default=3, show_default=True, help="Turns of each.")
+@click.option("--rounds", default=3, help="Turns of each.")
 @click.option("--steps", type=int, help="Of each encoder in a turn  [default: 8 or 1]")
-@click.option("--seeds", default=3, show_default=True, help="15 encoders each.")
+@click.option("--seeds", default=3, help="15 encoders each.")
 @click.option(
     "--search/--no-search", default=True, help="For PyTorch's fastest setting."
 )

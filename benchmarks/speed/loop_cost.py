@@ -183,5 +183,5 @@ def measure_loops(n_rounds: int, *, is_small: bool = False) -> Iterator[LoopCost
         ("llama, d=512", llama, LLAMA_LIKE),
     ):
         work = dataclasses.replace(config, n_examples=4) if is_small else config
-        reader = SignalReader.for_kept(backbone, work.extract)
+        reader = SignalReader.for_config(backbone, work.extract)
         yield Loop(reader, work).measure(name, n_rounds)

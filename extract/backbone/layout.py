@@ -1,12 +1,11 @@
 """Where a decoder adds to its residual stream, and how to watch it do so.
 
-Families differ in what "the attention contribution" is. In a pre-norm block it is
-the attention module's output; in a sandwich or post-norm block it has first gone
-through a norm. The name `post_attention_layernorm` means either, so the presence of
-`post_feedforward_layernorm` decides. Gemma 4 adds a third time (per-layer
-embeddings), which is folded into the feed-forward contribution, and then scales the
-whole stream. GPT-NeoX adds attention and feed-forward to the same state; taken in the
-order attention, feed-forward their pushes still telescope.
+In a pre-norm block the attention contribution is the attention module's output; in a
+sandwich or post-norm block it has first gone through a norm. The name
+`post_attention_layernorm` means either, so the presence of `post_feedforward_layernorm`
+decides. Gemma 4 adds a third time (per-layer embeddings), which is folded into the
+feed-forward contribution, and then scales the whole stream. GPT-NeoX adds both to the
+same state; taken in the order attention, feed-forward their pushes still telescope.
 """
 
 import contextlib
@@ -148,17 +147,15 @@ def _tensor(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
+@dataclasses.dataclass
 class _LayerWatch:
     """Collects one layer's contributions and hands them on when it ends."""
 
-    def __init__(
-        self, index: int, layer: Layer, on_layer: Callable[[LayerPass], None]
-    ) -> None:
-        self.index = index
-        self.layer = layer
-        self.on_layer = on_layer
-        self.att: torch.Tensor | None = None
-        self.ffn: torch.Tensor | None = None
+    index: int
+    layer: Layer
+    on_layer: Callable[[LayerPass], None]
+    att: torch.Tensor | None = None
+    ffn: torch.Tensor | None = None
 
     def hook(self) -> Iterator[Any]:
         """Register all hooks; yields their handles."""
@@ -173,8 +170,6 @@ class _LayerWatch:
         self.att = _tensor(output)
 
     def _after_ffn(self, module: Any, inputs: Any, output: Any) -> None:
-        # Summed in fp32: the second addition exists only in Gemma 4, whose own sum
-        # is in the stream's dtype.
         if self.att is None:
             # Exchanged taps would satisfy every sum.
             raise ValueError(
@@ -182,6 +177,7 @@ class _LayerWatch:
                 "part before its token mixer"
             )
         part = _tensor(output)
+        # Only Gemma 4 adds twice, in the stream's dtype.
         self.ffn = part if self.ffn is None else self.ffn.float() + part.float()
 
     def _after_layer(self, module: Any, inputs: Any, kwargs: Any, output: Any) -> None:
@@ -194,16 +190,7 @@ class _LayerWatch:
                 f"({type(module).__name__}) did not call its "
                 f"{'token mixer' if att is None else 'feed-forward part'}"
             )
-        h_out = _tensor(output)
-        if not h_in.shape == att.shape == ffn.shape == h_out.shape:
-            # Gemma 4 drops rows in its key-sharing layers when asked for few logits.
-            raise ValueError(
-                f"layer {self.index} changed the number of rows: in "
-                f"{tuple(h_in.shape)}, attention {tuple(att.shape)}, feed-forward "
-                f"{tuple(ffn.shape)}, out {tuple(h_out.shape)}; call the decoder "
-                "without logits_to_keep"
-            )
-        self.on_layer(LayerPass(self.index, h_in, att, ffn, h_out))
+        self.on_layer(LayerPass(self.index, h_in, att, ffn, _tensor(output)))
 
 
 @contextlib.contextmanager

@@ -19,24 +19,20 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
 def _check_directory(directory: Path) -> None:
     """Say in one sentence what a directory lacks to be a checkpoint."""
     if not directory.is_dir():
-        raise ValueError(
-            f"backbone {str(directory)!r}: expected a model directory, found a file"
+        lack = "a model directory, found a file"
+    elif not (directory / "config.json").is_file():
+        lack = "a directory written by save_pretrained, found no config.json in it"
+    elif not any(directory.glob("*.safetensors")):
+        lack = (
+            "safetensors weights, found no *.safetensors file; save the model with "
+            "safe serialization"
         )
-    if not (directory / "config.json").is_file():
-        raise ValueError(
-            f"backbone {str(directory)!r}: expected a directory written by "
-            "save_pretrained, found no config.json in it"
-        )
-    if not any(directory.glob("*.safetensors")):
-        raise ValueError(
-            f"backbone {str(directory)!r}: expected safetensors weights, found no "
-            "*.safetensors file; save the model with safe serialization"
-        )
-    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
-        raise ValueError(
-            f"backbone {str(directory)!r}: expected a tokenizer beside the weights, "
-            f"found none of {', '.join(_TOKENIZER_FILES)}"
-        )
+    elif not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        names = ", ".join(_TOKENIZER_FILES)
+        lack = f"a tokenizer beside the weights, found none of {names}"
+    else:
+        return
+    raise ValueError(f"backbone {str(directory)!r}: expected {lack}")
 
 
 def check_name(name: str) -> None:

@@ -20,10 +20,10 @@ import dataclasses
 
 import torch
 
-from extract.backbone.layout import LayerPass, watch_layers
+from extract.backbone.layout import LayerPass
 from extract.backbone.loading import Backbone
 from extract.signals import residual
-from extract.signals.attention import SpanReading, read_spans
+from extract.signals.attention import run_decoder
 from extract.signals.batch import budget_for
 from extract.signals.probability import Head
 
@@ -111,19 +111,9 @@ def _read(
     layout = backbone.layout
     lens = residual.LogitLens(final_norm, layout.head, ids.roll(-1, dims=1))
     found = _Pass(lens, [layer.scale() for layer in layout.layers])
-    reading = SpanReading(
-        torch.tensor([[[0, 3], [3, n - 2], [n - 2, n]] for n in lengths]),
-        ids.shape[1],
-        backbone.attention_layers,
-        budget_for(ids.device).n_attention_weights,
-        ids.device,
-    )
-    with (
-        read_spans(layout.decoder, reading),
-        watch_layers(layout, found.on_layer),
-    ):
-        states = layout.decoder(input_ids=ids, use_cache=False)
-    found.final, found.attn = states.last_hidden_state, reading.readings()
+    spans = torch.tensor([[[0, 3], [3, n - 2], [n - 2, n]] for n in lengths])
+    budget = budget_for(ids.device).n_attention_weights
+    found.final, found.attn = run_decoder(layout, ids, spans, budget, found.on_layer)
     return found
 
 

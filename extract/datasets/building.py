@@ -6,9 +6,9 @@ a file: once to draw, once to write what was drawn.
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from extract.datasets.config import BuildConfig, Context, DataConfig, Role, Source
 from extract.datasets.loading import Refusal
@@ -44,44 +44,44 @@ def _shown(question: Question, context: Context) -> tuple[Passage, ...]:
     return tuple(p for p in question.passages if p.is_supporting)
 
 
-class _Chosen:
-    """Collects the drawn questions of one set and writes them in the draw's order."""
+class _Row(NamedTuple):
+    """A drawn question as it is written down."""
 
-    def __init__(
-        self, dataset: str, splits: Mapping[Split, Mapping[str, Sequence[str]]]
-    ) -> None:
-        self.dataset = dataset
-        self.order = {
-            name: split
-            for split, sets in splits.items()
-            for name in sets.get(dataset, ())
-        }
-        self.lines: dict[str, str] = {}
-        self.keys: dict[str, bytes] = {}
-        self.passages: dict[str, list[str]] = {}
+    line: str
+    text_key: bytes
+    passages: list[str]
 
-    def add(self, question: Question, context: Context) -> None:
-        """Keep a question if it was drawn and is new."""
-        name = str(question.id)
-        if name not in self.order or name in self.lines:
-            return
-        example = question.as_example(self.order[name], _shown(question, context))
-        self.lines[name] = to_json(example)
-        self.keys[name] = text_key(question.question)
-        self.passages[name] = [
-            to_json(Passage(title=passage.title, text=passage.text))
-            for passage in question.passages
-        ]
 
-    def check_complete(self) -> None:
-        """Raise if a drawn question was not found."""
-        missing = [name for name in self.order if name not in self.lines]
-        if missing:
-            raise ValueError(
-                f"{self.dataset}: {len(missing)} questions of the splits are not in "
-                f"the files given (or cannot be used), the first is {missing[0]!r}; "
-                "give the files that the splits were drawn from"
+def _drawn_rows(
+    sources: Iterable[Source], config: BuildConfig, order: Mapping[str, Split]
+) -> dict[str, _Row]:
+    """Return by id the drawn questions of one set; `order` names their splits.
+
+    Raises:
+      ValueError: one is not in the files.
+    """
+    rows: dict[str, _Row] = {}
+    for source in sources:
+        context = config.context_of(source.dataset)
+        for found in open_source(source, config).read():
+            if isinstance(found, Refusal) or not is_usable(found, context):
+                continue  # counted when the file was read to draw
+            question, name = found.question, str(found.question.id)
+            if name not in order or name in rows:
+                continue
+            example = question.as_example(order[name], _shown(question, context))
+            bare = (Passage(title=p.title, text=p.text) for p in question.passages)
+            rows[name] = _Row(
+                to_json(example), text_key(question.question), list(map(to_json, bare))
             )
+    missing = [name for name in order if name not in rows]
+    if missing:
+        raise ValueError(
+            f"{source.dataset}: {len(missing)} questions of the splits are not in the "
+            f"files given (or cannot be used), the first is {missing[0]!r}; give the "
+            "files that the splits were drawn from"
+        )
+    return rows
 
 
 def _write_examples(
@@ -98,32 +98,22 @@ def _write_examples(
         write_stream_atomic(folder / "passages.jsonl") as passages,
     ):
         for dataset in dict.fromkeys(source.dataset for source in sources):
-            chosen = _Chosen(dataset, splits)
-            context = config.context_of(dataset)
-            for source in (s for s in sources if s.dataset == dataset):
-                for found in open_source(source, config).read():
-                    if isinstance(found, Refusal) or not is_usable(found, context):
-                        continue  # counted when the file was read to draw
-                    chosen.add(found.question, context)
-            chosen.check_complete()
-            for split, sets in splits.items():
-                names = sets.get(dataset, ())
-                examples.write("".join(chosen.lines[n] + "\n" for n in names).encode())
-                for name in names:
-                    new = _unseen(chosen.passages[name], seen)
-                    passages.write("".join(line + "\n" for line in new).encode())
-                rows = ((name, chosen.keys[name]) for name in names)
-                digests.setdefault(split, {})[dataset] = questions_digest(rows)
+            names = {split: sets.get(dataset, ()) for split, sets in splits.items()}
+            order = {name: split for split, those in names.items() for name in those}
+            rows = _drawn_rows(
+                (one for one in sources if one.dataset == dataset), config, order
+            )
+            for name in order:
+                examples.write(f"{rows[name].line}\n".encode())
+                for line in rows[name].passages:
+                    key = hashlib.blake2b(line.encode(), digest_size=16).digest()
+                    if key not in seen:  # no earlier question brought it
+                        seen.add(key)
+                        passages.write(f"{line}\n".encode())
+            for split, those in names.items():
+                keys = ((name, rows[name].text_key) for name in those)
+                digests.setdefault(split, {})[dataset] = questions_digest(keys)
     return digests
-
-
-def _unseen(lines: Sequence[str], seen: set[bytes]) -> Iterator[str]:
-    """Yield the passages that no earlier question brought."""
-    for line in lines:
-        key = hashlib.blake2b(line.encode(), digest_size=16).digest()
-        if key not in seen:
-            seen.add(key)
-            yield line
 
 
 def build_examples(

@@ -6,29 +6,19 @@ its number and the reason.
 
 import collections
 import dataclasses
-import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from extract.datasets.fields import Record, has_answers
 from extract.datasets.files.kinds import FileType, recognise
 from extract.datasets.files.streams import RawRecord, RecordStream
-from extract.datasets.readers import (
-    community,
-    dpr,
-    multihop,
-    neutral,
-    nq,
-    popqa,
-    triviaqa,
-)
-from extract.datasets.readers.fields import has_answers
-from extract.datasets.readers.passages import check_all_read
+from extract.datasets.readers import dpr, multihop, neutral, single_hop, triviaqa
+from extract.datasets.readers.passages import check_no_passages
 from extract.datasets.readers.question import (
     Format,
     Question,
-    Record,
     dataset_named,
     dataset_of_style,
     is_foreign,
@@ -46,48 +36,48 @@ def _read_document(record: Record) -> Question | None:
     return found.read(record)
 
 
-LM_EVAL = Format(
-    name="lm-eval samples",
-    fits=lambda r: (
-        "doc" in r and bool({"target", "resps", "filtered_resps", "doc_id"} & r.keys())
-    ),
-    read=functools.partial(neutral.read_lm_eval, read_document=_read_document),
-)
+def _fits_log(record: Record) -> bool:
+    marks = {"target", "resps", "filtered_resps", "doc_id"}
+    return "doc" in record and not marks.isdisjoint(record)
+
+
+def _read_log(record: Record) -> Question:
+    return neutral.read_lm_eval(record, read_document=_read_document)
+
 
 FORMATS: tuple[Format, ...] = (
-    LM_EVAL,
+    Format("lm-eval samples", _fits_log, _read_log),
     *triviaqa.FORMATS,
-    *popqa.FORMATS,
+    *single_hop.POPQA_FORMATS,
     *dpr.FORMATS,
-    *nq.FORMATS,
+    *single_hop.NQ_FORMATS,
     *neutral.FORMATS,
     *multihop.FORMATS,
-    *community.FORMATS,
+    *neutral.OTHER_FORMATS,
     *multihop.WEAK_FORMATS,
     *neutral.WEAK_FORMATS,
 )
+_IN_ORDER = sorted(FORMATS, key=lambda known: known.is_weak)
 
 
 def recognise_record(record: Record) -> Format | None:
     """Return the layout of one record: the first strong one that fits, or a weak."""
-    fitting = [known for known in FORMATS if known.fits(record)]
-    strong = [known for known in fitting if not known.is_weak]
-    return next(iter(strong or fitting), None)
+    return next((known for known in _IN_ORDER if known.fits(record)), None)
 
 
-def choose_format(records: Sequence[Record]) -> Format | None:
+def choose_format(records: Iterable[Record]) -> Format | None:
     """Return the layout of a file from its first records.
 
     The most frequent one, where a layout that any damaged record fits (a question and
     an answer) only counts if there is no other.
     """
-    found = [known for record in records if (known := recognise_record(record))]
-    strong = [known for known in found if not known.is_weak]
-    counts = collections.Counter(FORMATS.index(known) for known in strong or found)
-    if not counts:
-        return None
-    index, _ = min(counts.items(), key=lambda item: (-item[1], item[0]))
-    return FORMATS[index]
+    counts = collections.Counter(map(recognise_record, records))
+    del counts[None]
+    return min(
+        counts,
+        key=lambda known: (known.is_weak, -counts[known], _IN_ORDER.index(known)),
+        default=None,
+    )
 
 
 # A layout tells less than marks in the records: others may have written so too.
@@ -169,7 +159,8 @@ class DatasetFile:
             return Refusal(raw.number, raw.at, f"is of another kind ({known.name})")
         try:
             question = known.read(raw.value)
-            check_all_read(raw.value, question)
+            if not (question.passages or question.documents):
+                check_no_passages(raw.value)
             if question.documents or known.dataset == "triviaqa":
                 question = attach(question, self.evidence)
         except ValueError as error:
@@ -209,7 +200,8 @@ class DatasetFile:
 
 def _taken_id(question: Question, number: int, seen: dict[int, int]) -> str | None:
     """Say that another record of the file has the id; `seen` grows."""
-    first = seen.setdefault(_id_key(question), number)
+    short = hash((question.dataset, question.id))  # as an id takes too much memory
+    first = seen.setdefault(short, number)
     if first == number or question.has_made_id:
         return None
     return f"the id {question.id!r} is that of record {first} already"
@@ -221,20 +213,14 @@ def _other_filter(question: Question, filters: list[Any]) -> str | None:
     A log with two filters has every question twice, with two answers of the model.
     """
     name = question.meta.get("filter")
-    if name is None or not filters:
-        filters += [] if name is None else [name]
-        return None
-    if name == filters[0]:
+    if name is not None and not filters:
+        filters.append(name)
+    if name is None or name == filters[0]:
         return None
     return (
         f"the same questions again through the filter {name!r}: only the first "
         f"filter's records, {filters[0]!r}, are read"
     )
-
-
-def _id_key(question: Question) -> int:
-    """Return a short stand-in for a question's id."""
-    return hash((question.dataset, question.id))
 
 
 N_SAMPLE = 64  # records from which a file's layout and question set are told
@@ -347,25 +333,19 @@ def _dataset_of(
     known = file.format.dataset
     if named:
         most = max(named.values())
-        if named.get(known or "") == most:
-            return known, "records"  # where two sets have as many, as the format is
-        return named.most_common(1)[0][0], "records"
+        # Where two sets have as many, it is that of the format.
+        is_known = known is not None and named[known] == most
+        return known if is_known else named.most_common(1)[0][0], "records"
     if known is not None and not file.format.is_weak:
         return known, "records"
-    guess, source = _guessed(file, questions)
+    guess, source = None, None
+    if not is_foreign(file.path.name):
+        guess, source = known, "layout"
+        # Layouts of nobody in particular are not guessed at: any set may be so written.
+        if known is None and not file.format.is_weak:
+            guess, source = dataset_of_style(questions), "style of the questions"
     # A name goes before a guess: short lists of aliases are PopQA's as well.
     name = dataset_named(file.path.name) or dataset_named(file.path.parent.name)
-    return (guess, source) if name in (None, guess) else (name, "file name")
-
-
-def _guessed(
-    file: DatasetFile, questions: list[Question]
-) -> tuple[str | None, DatasetSource | None]:
-    """Return what a layout or a manner of asking suggests, and which of the two."""
-    if is_foreign(file.path.name):
-        return None, None
-    if file.format.dataset is not None:
-        return file.format.dataset, "layout"
-    # Layouts of nobody in particular are not guessed at: any set may be written so.
-    style = None if file.format.is_weak else dataset_of_style(questions)
-    return style, None if style is None else "style of the questions"
+    if name is not None and name != guess:
+        return name, "file name"
+    return guess, source if guess is not None else None

@@ -99,21 +99,18 @@ _QUESTIONS = (
     click.option(
         "--seed",
         default=0,
-        show_default=True,
         type=SEED,
         help="Of the splits, of training and bootstrap.",
     ),
     click.option(
         "--n-train",
         default=10_000,
-        show_default=True,
         type=click.IntRange(min=1),
         help="Of each set.",
     ),
     click.option(
         "--n-evaluation",
         default=500,
-        show_default=True,
         type=click.IntRange(min=1),
         help="Validation and test each, of each set.",
     ),
@@ -152,7 +149,6 @@ _ASKING = (
         "--device",
         type=click.Choice(["cpu", "cuda"]),
         default="cpu",
-        show_default=True,
         help="Of the backbone; under torchrun, cuda is each process's own GPU.",
     ),
     preset_option(
@@ -163,7 +159,6 @@ _ASKING = (
         "--template",
         type=click.Choice(["paper", "short"]),
         default="paper",
-        show_default=True,
         help="The prompt's words: appendix A's, or what the embedded model was taught.",
     ),
     click.option(
@@ -175,7 +170,6 @@ _ASKING = (
         "--overlong",
         type=click.Choice(["refuse", "drop-passages"]),
         default="refuse",
-        show_default=True,
         help="Prompts that do not fit: refuse them, or leave out their last passages "
         "whole, listed and counted.",
     ),

@@ -78,26 +78,22 @@ def answer(
 @click.option(
     "--n-samples",
     default=10,
-    show_default=True,
     type=click.IntRange(min=1),
     help="Drawn answers per question, setting and variant.",
 )
 @click.option(
     "--temperature",
     default=1.0,
-    show_default=True,
     type=click.FloatRange(min=0, min_open=True),
 )
 @click.option(
     "--top-p",
     default=0.9,
-    show_default=True,
     type=click.FloatRange(0, 1, min_open=True),
 )
 @click.option(
     "--top-k",
     default=50,
-    show_default=True,
     type=click.IntRange(min=0),
     help="0 keeps all; a server needs vllm.",
 )
@@ -107,7 +103,6 @@ def answer(
     multiple=True,
     type=click.Choice(["train", "validation", "test", "ood"]),
     default=["validation", "test", "ood"],
-    show_default=True,
     help="May be given several times.",
 )
 @click.option("--served-model", help="What the server calls the run's backbone.")

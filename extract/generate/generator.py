@@ -8,8 +8,10 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
+
+from extract.records import Record
 
 Finish = Literal["stop", "length"]
 
@@ -18,42 +20,26 @@ SCHEMA_VERSION = 1  # of keys and of stored replies; raise it when either change
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How text is generated.
+    """How text is generated."""
 
-    Attributes:
-      max_new_tokens: longest text, the stop token included.
-      temperature: divides the logits; 0 is greedy, and then nothing below matters.
-      top_p: keep the most probable tokens up to this mass.
-      top_k: keep at most this many tokens; None keeps all.
-      seed: of the draws.
-    """
-
-    max_new_tokens: int = 16
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int | None = None
-    seed: int = 0
+    max_new_tokens: int = 16  # longest text, the stop token included
+    temperature: float = 0.0  # divides the logits; 0 is greedy, whatever follows
+    top_p: float = 1.0  # keep the most probable tokens up to this mass
+    top_k: int | None = None  # keep at most this many tokens; None keeps all
+    seed: int = 0  # of the draws
 
     def __post_init__(self) -> None:
-        """Refuse what no backend can do.
-
-        Raises:
-          ValueError: a value is out of its range.
-        """
-        for name, holds, range_ in (
+        """Refuse what no backend can do."""
+        finite = 0 <= self.temperature < math.inf
+        for name, holds, expected in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            (
-                "temperature",
-                math.isfinite(self.temperature) and self.temperature >= 0,
-                "a finite number of at least 0",
-            ),
+            ("temperature", finite, "a finite number of at least 0"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("top_k", self.top_k is None or self.top_k >= 1, "None or at least 1"),
         ):
             if not holds:
-                raise ValueError(
-                    f"{name}: expected {range_}, found {getattr(self, name)!r}"
-                )
+                found = getattr(self, name)
+                raise ValueError(f"{name}: expected {expected}, found {found!r}")
 
     @property
     def is_greedy(self) -> bool:
@@ -61,7 +47,7 @@ class SamplingConfig:
         return self.temperature == 0
 
     def as_key(self) -> dict[str, Any]:
-        """Return what changes a text; a greedy one does not depend on the draws."""
+        """Return what changes a text; draws change no greedy one."""
         if self.is_greedy:
             return {"max_new_tokens": self.max_new_tokens, "temperature": 0.0}
         return dataclasses.asdict(self)
@@ -71,25 +57,16 @@ class SamplingConfig:
 class GeneratorPrompt:
     """One text to be continued, or one message to be replied to.
 
-    Attributes:
-      text: the prompt; for a chat, the user's message.
-      ids: the exact ids of a prompt that is continued, where they matter; special
-        tokens included.
-      is_chat: wrap the text in the model's chat template.
-      sample: sets draws of the same prompt apart.
+    Where the exact ids of a text matter they are given too, special tokens included.
     """
 
-    text: str
+    text: str  # for a chat, the user's message
     ids: tuple[int, ...] | None = None
-    is_chat: bool = False
-    sample: int = 0
+    is_chat: bool = False  # wrap the text in the model's chat template
+    sample: int = 0  # sets draws of the same prompt apart
 
     def __post_init__(self) -> None:
-        """Refuse ids that no chat template can be put around.
-
-        Raises:
-          ValueError: both were given.
-        """
+        """Refuse ids that no chat template can be put around."""
         if self.is_chat and self.ids is not None:
             raise ValueError("a chat message is given as text, not as token ids")
 
@@ -100,21 +77,18 @@ class GeneratorPrompt:
         return key if config.is_greedy else key | {"sample": self.sample}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Generated:
-    """One generated text.
+class Generated(Record, frozen=True, kw_only=True):
+    """One generated text; None where the backend does not tell.
 
     Attributes:
       text: without special tokens and surrounding white space.
-      token_ids: the ids written, without the stop token; None if the backend does not
-        tell.
-      stop_id: the stop token, or None if there was none or the backend does not tell.
+      token_ids: the ids written, without the stop token.
+      stop_id: the stop token, or None if the text was cut.
       log_probs: in nats, one per id and one more for the stop token if it was written;
-        of the model itself, before temperature, top-p and top-k. None if the backend
-        does not tell.
+        of the model itself, before temperature, top-p and top-k.
       finish: "length" if the text was cut at its limit.
-      n_prompt_tokens: as the model counts, or None if the backend does not tell.
-      n_new_tokens: likewise.
+      n_prompt_tokens: as the model counts.
+      n_new_tokens: likewise, the stop token included.
     """
 
     text: str
@@ -152,8 +126,7 @@ class Generator(Protocol):
           prompts: all of them, also those that are done: batches are planned over all,
             so that a text does not depend on when an earlier run was killed.
           config: how.
-          done: indices that need not be generated again. One of them may be yielded
-            nevertheless.
+          done: indices that need not be generated again, but may be.
         """
 
 
@@ -163,8 +136,7 @@ def reply_key(
     """Return the SHA-256 of everything that changes a text.
 
     That is the schema version, the backend's identity (model revision, tokenizer and
-    chat template, dtype; see `Generator.identity`), the prompt as the model reads it
-    (so the judge's words and its attempt too), and the sampling parameters.
+    chat template, dtype), the prompt as the model reads it, and how it samples.
     """
     content = {
         "schema": SCHEMA_VERSION,
@@ -173,7 +145,7 @@ def reply_key(
         "sampling": config.as_key(),
     }
     canonical = json.dumps(content, sort_keys=True, ensure_ascii=True, allow_nan=False)
-    return hashlib.sha256(canonical.encode()).hexdigest()
+    return _sha256(canonical)
 
 
 def draw_seed(prompt: GeneratorPrompt, config: SamplingConfig) -> int:
@@ -188,10 +160,10 @@ def draw_seed(prompt: GeneratorPrompt, config: SamplingConfig) -> int:
 
 
 def stop_ids_of(stop: int | Sequence[int] | None, name: str) -> tuple[int, ...]:
-    """Return a checkpoint's `eos_token_id` as ids.
+    """Return the `eos_token_id` of a checkpoint (`name`, for the message) as ids.
 
     Raises:
-      ValueError: there is none.
+      ValueError: it is absent.
     """
     if stop is None:
         raise ValueError(
@@ -201,30 +173,20 @@ def stop_ids_of(stop: int | Sequence[int] | None, name: str) -> tuple[int, ...]:
     return (stop,) if isinstance(stop, int) else tuple(stop)
 
 
-def _tokenizer_sha(tokenizer: Any) -> str:
-    """Return the SHA-256 of a fast tokenizer: vocabulary, rules and added tokens."""
-    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
-
-
-def _chat_template_sha(tokenizer: Any) -> str | None:
-    """Return the SHA-256 of the chat template, or None if there is none."""
-    template = getattr(tokenizer, "chat_template", None)
-    if template is None:
-        return None
-    return hashlib.sha256(str(template).encode()).hexdigest()
-
-
 def tokenizer_identity(tokenizer: Any) -> dict[str, str | None]:
-    """Return the SHA-256 of a fast tokenizer and of its chat template, if it has one.
+    """Return the SHA-256 of a fast tokenizer and of its chat template.
 
-    With None instead of a tokenizer both are unknown, which is None too.
+    None where there is no chat template, and for both without a tokenizer.
     """
     if tokenizer is None:
         return {"tokenizer": None, "chat_template": None}
+    rules = tokenizer.backend_tokenizer.to_str()  # vocabulary and added tokens too
+    template = getattr(tokenizer, "chat_template", None)
     return {
-        "tokenizer": _tokenizer_sha(tokenizer),
-        "chat_template": _chat_template_sha(tokenizer),
+        "tokenizer": _sha256(rules),
+        "chat_template": None if template is None else _sha256(str(template)),
     }
 
 
-Progress = Callable[[int, int], None]  # (done, total)
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -53,41 +53,35 @@ _SERVER = (
         "--dialect",
         type=click.Choice(["vllm", "openai"]),
         default="vllm",
-        show_default=True,
         help="vllm: exact token ids, top-k, thinking off. openai: standard fields "
         "only, with which thinking cannot be switched off.",
     ),
     click.option(
         "--revision",
         default="unstated",
-        show_default=True,
         help="Of the weights, tokenizer and chat template behind the server's model "
         "name; no server tells.",
     ),
     click.option(
         "--served-dtype",
         default="unstated",
-        show_default=True,
         help="Of the server's weights, such as bfloat16; no server tells.",
     ),
     click.option(
         "--concurrency",
         default=16,
-        show_default=True,
         type=click.IntRange(min=1),
         help="Most requests under way.",
     ),
     click.option(
         "--retries",
         default=5,
-        show_default=True,
         type=click.IntRange(min=0),
         help="Of a request that failed, with back-off.",
     ),
     click.option(
         "--timeout",
         default=600.0,
-        show_default=True,
         type=click.FloatRange(min=0, min_open=True),
         help="Of a request, seconds.",
     ),
@@ -111,9 +105,7 @@ _SERVER = (
     ),
 )
 _LOCAL = (
-    click.option(
-        "--device", default="cpu", show_default=True, help="Without --server: Torch's."
-    ),
+    click.option("--device", default="cpu", help="Without --server: Torch's."),
     click.option(
         "--dtype",
         type=click.Choice(["float32", "bfloat16", "float16"]),
@@ -123,7 +115,6 @@ _LOCAL = (
     click.option(
         "--batch-tokens",
         default=16_384,
-        show_default=True,
         type=click.IntRange(min=1),
         help="Without --server: tokens per batch, padding included.",
     ),

@@ -6,6 +6,7 @@ never from tokenising a part again: a part alone may split differently.
 
 import dataclasses
 import functools
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -34,13 +35,15 @@ def _control_tokens(tokenizer: Any, n_words: int) -> dict[int, str]:
 def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool) -> Any:
     """Return the ids and offsets of a text that holds no control tokens of its own.
 
+    What looks like a control token in it is split like any other word.
+
     Args:
       tokenizer: a fast one.
-      text: what looks like a control token in it is split like any other word.
+      text: from a data set or a model.
       add_special_tokens: put the tokenizer's own around it.
 
     Raises:
-      ValueError: the tokenizer makes control tokens of the text nevertheless.
+      ValueError: the tokenizer still makes control tokens of it.
     """
     encoded = tokenizer(
         text,
@@ -48,23 +51,17 @@ def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool) -> Any:
         add_special_tokens=add_special_tokens,
         split_special_tokens=True,
     )
-    refuse_control_tokens(tokenizer, text, encoded, (0, len(text)))
+    _refuse_control_tokens(tokenizer, text, encoded, (0, len(text)))
     return encoded
 
 
-def refuse_control_tokens(
+def _refuse_control_tokens(
     tokenizer: Any, text: str, encoded: Any, characters: tuple[int, int]
 ) -> None:
-    """Raise if a part of an encoded text became control tokens.
+    """Raise if a part of an encoded text, `[start, stop)`, became control tokens.
 
     A chat template writes control tokens around a message as text, so the message's
     cannot be told from them before the ids are made.
-
-    Args:
-      tokenizer: that encoded it.
-      text: what was encoded.
-      encoded: with `input_ids` and `offset_mapping`.
-      characters: `[start, stop)` of the part that is plain text.
     """
     control = _control_tokens(tokenizer, len(tokenizer))
     offsets: Sequence[tuple[int, int]] = encoded["offset_mapping"]
@@ -82,67 +79,52 @@ def refuse_control_tokens(
 
 _MARK = "BEATRICE-MESSAGE"  # no white space: many templates trim what they are given
 _BLOCKS = (("<think>", "</think>"), ("<|channel>thought", "<channel|>"))
-# Llama's templates write today's date unless they are told one; a run that is continued
-# tomorrow would ask its questions differently. This is their own default.
-_DATE = "26 Jul 2024"
+
+# What templates are told beside the message, here and by a server.
+TEMPLATE_FIELDS: dict[str, Any] = {
+    "enable_thinking": False,  # Qwen, Gemma
+    "thinking": False,  # Granite, DeepSeek
+    # Llama's would write today's date, and a run that is continued tomorrow ask its
+    # questions differently. This is their own default.
+    "date_string": "26 Jul 2024",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Rendered:
-    """A rendered message.
+    """A message in a chat template, at the characters `[start, stop)` of the text."""
 
-    Attributes:
-      text: special tokens included, as text.
-      start: first character of the message in it.
-      n_trimmed: characters the template cut off the message's beginning.
-      n_cut: characters it cut off both ends.
-    """
-
-    text: str
+    text: str  # special tokens included, as text
     start: int
-    n_trimmed: int
-    n_cut: int
+    stop: int
+    n_trimmed: int  # characters the template cut off the message's beginning
 
 
-def template_fields(enable_thinking: bool) -> dict[str, Any]:
-    """Return what templates are told beside the message, here and by a server."""
-    return {
-        "enable_thinking": enable_thinking,  # Qwen, Gemma
-        "thinking": enable_thinking,  # Granite, DeepSeek
-        "date_string": _DATE,
-    }
-
-
-def _apply(tokenizer: Any, message: str, enable_thinking: bool) -> str:
+def _apply(tokenizer: Any, message: str) -> str:
     return tokenizer.apply_chat_template(
         [{"role": "user", "content": message}],
         tokenize=False,
         add_generation_prompt=True,
-        **template_fields(enable_thinking),
+        **TEMPLATE_FIELDS,
     )
 
 
-def render_message(
-    tokenizer: Any, message: str, *, enable_thinking: bool = False
-) -> Rendered:
+def render_message(tokenizer: Any, message: str) -> Rendered:
     """Return a user's message in the model's chat template, ready for its reply.
 
-    Args:
-      tokenizer: has a chat template.
-      message: any text.
-      enable_thinking: passed on under the names that templates know it by.
+    Thinking is switched off, under the names that templates know it by.
 
     Raises:
       ValueError: there is no chat template, it changes the message, or it opens a
-        thinking block although thinking is off.
+        thinking block although it is told not to.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(
             "the tokenizer has no chat template; ask with plain prompts (without "
             "--chat), or use an instruction-tuned model"
         )
-    parts = _apply(tokenizer, _MARK, enable_thinking).split(_MARK)
-    text = _apply(tokenizer, message, enable_thinking)
+    parts = _apply(tokenizer, _MARK).split(_MARK)
+    text = _apply(tokenizer, message)
     for kept in (message, message.strip(), message.rstrip(), message.lstrip()):
         if len(parts) == 2 and text == parts[0] + kept + parts[1]:
             break
@@ -151,23 +133,15 @@ def render_message(
             "the chat template changes the text of a message, so that the context "
             "cannot be told from the question in it; ask with plain prompts"
         )
-    if not enable_thinking:
-        _check_closed(parts[1])
-    n_trimmed = len(message) - len(message.lstrip())
-    is_cut = n_trimmed > 0 and kept in (message.strip(), message.lstrip())
-    n_cut = len(message) - len(kept)
-    return Rendered(text, len(parts[0]), n_trimmed if is_cut else 0, n_cut)
-
-
-def _check_closed(cue: str) -> None:
-    """Refuse a reply that would begin inside a thinking block."""
     for begin, end in _BLOCKS:
-        if cue.count(begin) > cue.count(end):
+        if parts[1].count(begin) > parts[1].count(end):
             raise ValueError(
                 f"the chat template opens a thinking block ({begin}) although thinking "
                 "is switched off, so the model's first words would be no answer; use "
                 "a model whose template can switch it off, or plain prompts"
             )
+    start = len(parts[0])
+    return Rendered(text, start, start + len(kept), message.find(kept))
 
 
 TemplateName = Literal["short", "paper"]
@@ -175,19 +149,12 @@ TemplateName = Literal["short", "paper"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptTemplate:
-    """The words around question and context.
+    """The words around question and context."""
 
-    Attributes:
-      closed_book: holds `{question}`.
-      with_context: holds `{context}` once, before `{question}`.
-      between: separates passages.
-      chat: send the words as a user's message through the tokenizer's chat template.
-    """
-
-    closed_book: str
-    with_context: str
-    between: str
-    chat: bool = False
+    closed_book: str  # holds `{question}`
+    with_context: str  # holds `{context}` once, before `{question}`
+    between: str  # separates passages
+    chat: bool = False  # send as a user's message through the chat template
 
 
 TEMPLATES: dict[TemplateName, PromptTemplate] = {
@@ -230,6 +197,9 @@ class Prompt:
     n_unknown: int
 
 
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
 def check_text(text: str, what: str) -> None:
     """Refuse text that is empty or that no encoding can hold.
 
@@ -238,12 +208,12 @@ def check_text(text: str, what: str) -> None:
     """
     if not text.strip():
         raise ValueError(f"{what} is empty; give at least one word")
-    for position, character in enumerate(text):
-        if 0xD800 <= ord(character) <= 0xDFFF:
-            raise ValueError(
-                f"{what} has the lone surrogate U+{ord(character):04X} at character "
-                f"{position}, which is no text; decode the source as UTF-8"
-            )
+    lone = _SURROGATE.search(text)
+    if lone:
+        raise ValueError(
+            f"{what} has the lone surrogate U+{ord(lone.group()):04X} at character "
+            f"{lone.start()}, which is no text; decode the source as UTF-8"
+        )
 
 
 def _render(
@@ -265,14 +235,13 @@ def _token_span(
 
     An empty range gives the empty span at the first token behind character `begin`.
     """
-    n_leading = next(
-        (i for i, (a, b) in enumerate(offsets) if b > a and b > begin), len(offsets)
-    )
-    inside = [
-        i for i, (a, b) in enumerate(offsets)
-        if b > a and a < characters[1] and b > characters[0]
-    ]  # fmt: skip
-    return (inside[0], inside[-1] + 1) if inside else (n_leading, n_leading)
+    first, last = characters
+    inside = [i for i, (a, b) in enumerate(offsets) if max(a, first) < min(b, last)]
+    if inside:
+        return inside[0], inside[-1] + 1
+    behind = (i for i, (a, b) in enumerate(offsets) if b > a and b > begin)
+    place = next(behind, len(offsets))
+    return place, place
 
 
 def build_prompt(
@@ -287,12 +256,12 @@ def build_prompt(
       tokenizer: a fast tokenizer, which can tell offsets.
       template: the words around.
       question: not empty.
-      passages: the context; none means closed-book.
+      passages: the context; empty for closed-book.
 
     Raises:
-      ValueError: a text is empty or no text, the tokenizer has no offsets, or a chat
-        is asked for and its template is missing or hides where the message lies, or
-        a control token stands in a text of a chat.
+      ValueError: a text is empty or no text, the tokenizer has no offsets, a text
+        becomes control tokens, or the chat template that is asked for is missing or
+        hides where the message lies.
     """
     check_text(question, "the question")
     for number, passage in enumerate(passages, start=1):
@@ -307,21 +276,18 @@ def build_prompt(
     begin = 0
     if template.chat:
         rendered = render_message(tokenizer, text)
-        begin, end = rendered.start, rendered.start + len(text) - rendered.n_cut
-        text = rendered.text
+        text, begin = rendered.text, rendered.start
         if context is not None:
             start, stop = (max(0, c - rendered.n_trimmed) for c in characters)
             characters = (start + begin, stop + begin)
         # The template writes its own special tokens, as text.
         encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
-        refuse_control_tokens(tokenizer, text, encoded, (begin, end))
+        _refuse_control_tokens(tokenizer, text, encoded, (begin, rendered.stop))
     else:
         encoded = encode_text(tokenizer, text, add_special_tokens=True)
     ids = tuple(encoded["input_ids"])
     return Prompt(
         ids=ids,
         context_span=_token_span(encoded["offset_mapping"], characters, begin),
-        n_unknown=sum(token == tokenizer.unk_token_id for token in ids)
-        if tokenizer.unk_token_id is not None
-        else 0,
+        n_unknown=ids.count(tokenizer.unk_token_id),  # 0 where it is None
     )

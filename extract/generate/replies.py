@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from extract.generate.generator import (
     Generated,
     Generator,
     GeneratorPrompt,
-    Progress,
     SamplingConfig,
     reply_key,
 )
-from extract.run.console import Progress as Console
+from extract.run.console import Progress, Update
 from extract.run.directory import RunDir
 from extract.run.files import JsonLines
 
@@ -60,7 +61,7 @@ class Replies:
         generator: Generator,
         prompts: Sequence[GeneratorPrompt],
         config: SamplingConfig,
-        progress: Progress = lambda done, total: None,
+        progress: Update = lambda done, total: None,
     ) -> list[Generated]:
         """Return the text of every prompt, in order; generate what is missing.
 
@@ -72,55 +73,36 @@ class Replies:
         """
         identity = generator.identity
         keys = [reply_key(identity, prompt, config) for prompt in prompts]
-        done = {i for i, key in enumerate(keys) if key in self.found}
-        n_wanted = len(set(keys))
-        n_there = len({keys[i] for i in done})
+        first = {key: i for i, key in reversed(list(enumerate(keys)))}
+        done = {i for i, k in enumerate(keys) if k in self.found or first[k] != i}
+        n_there = sum(key in self.found for key in first)
         self.n_reused += n_there
-        seen: set[str] = set()
-        for i, key in enumerate(keys):
-            if key in seen:
-                done.add(i)
-            seen.add(key)
-        progress(n_there, n_wanted)
+        progress(n_there, len(first))
         for i, reply in generator.stream(prompts, config, done):
             if keys[i] in self.found:
                 continue
-            self.lines.append([json.dumps({"key": keys[i], **_as_row(reply)})])
+            row = {"key": keys[i], **msgspec.structs.asdict(reply)}
+            self.lines.append([json.dumps(row)])
             self.found[keys[i]] = reply
             self.n_new += 1
             n_there += 1
-            progress(n_there, n_wanted)
+            progress(n_there, len(first))
         return [self.found[key] for key in keys]
 
 
-def _as_row(reply: Generated) -> dict[str, Any]:
-    return dataclasses.asdict(reply)
-
-
 def _from_row(row: dict[str, Any], where: str) -> tuple[str, Generated]:
-    """Return key and text of one line.
-
-    Raises:
-      ValueError: the line is something else.
-    """
-    fields = dict(row)
-    key = fields.pop("key", None)
+    """Return key and text of one line; `where` names it in an error."""
     try:
-        for name in ("token_ids", "log_probs"):
-            if fields[name] is not None:
-                fields[name] = tuple(fields[name])
-        reply = Generated(**fields)
-    except (KeyError, TypeError):
-        reply = None
-    if reply is None or not isinstance(key, str) or not isinstance(reply.text, str):
+        key = msgspec.convert(row.pop("key"), str)
+        return key, msgspec.convert(row, Generated)
+    except (AttributeError, KeyError, TypeError, msgspec.ValidationError):
         raise ValueError(
             f"{where}: not a generated text of this program's version; move the file "
             "away to generate its texts again"
-        )
-    return key, reply
+        ) from None
 
 
-def open_replies(run: RunDir, role: str, progress: Console) -> Replies:
+def open_replies(run: RunDir, role: str, progress: Progress) -> Replies:
     """Open what a model has written in one role of a run; see `RunDir.replies`."""
     replies = Replies.open(run.replies(role))
     if replies.truncated:

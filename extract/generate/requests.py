@@ -1,16 +1,16 @@
 """What a run asks its model: every setting and variant of every question, as prompts.
 
 A prompt that does not fit the model's window is refused before anything is generated,
-or, if that is asked for, its last passages are left out whole. Which ones went stands
-in the answer; a question of which no passage fits is not asked with context, but
-listed.
+or, if that is asked for, its last passages are left out whole. Each answer says which;
+a question of which no passage fits is not asked with context, but listed.
 """
 
 import dataclasses
-import json
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol, get_args
 
+from extract.generate.generator import Generated
 from extract.generate.prompts import (
     TEMPLATES,
     Prompt,
@@ -18,7 +18,16 @@ from extract.generate.prompts import (
     TemplateName,
     build_prompt,
 )
-from extract.records import SETTINGS, Example, Passage, Setting, Variant
+from extract.records import (
+    SETTINGS,
+    Answer,
+    Example,
+    Passage,
+    Record,
+    Setting,
+    Variant,
+    write_lines,
+)
 from extract.run.directory import RunDir
 from extract.run.manifest import Preset
 
@@ -50,6 +59,33 @@ class Request:
         """Return what identifies the answer: example, setting, variant."""
         return (self.example_id, self.setting, self.variant)
 
+    def answer(self, reply: Generated) -> Answer:
+        """Return a generated text as the answer to this request.
+
+        Raises:
+          ValueError: a server told no token ids. A text that is split again may be
+            other ids than were written, and the signals those of another answer.
+        """
+        if reply.token_ids is None or (
+            reply.finish == "stop" and reply.stop_id is None
+        ):
+            raise ValueError(
+                f"the server tells no token ids for question {self.example_id!r}; use "
+                "vLLM with the dialect 'vllm' (return_token_ids), or answer on this "
+                "machine"
+            )
+        return Answer(
+            example_id=self.example_id,
+            setting=self.setting,
+            variant=self.variant,
+            text=reply.text,
+            prompt_ids=self.prompt.ids,
+            token_ids=reply.token_ids,
+            stop_id=reply.stop_id,
+            context_span=self.prompt.context_span,
+            dropped=self.dropped,
+        )
+
 
 def plan_batches(
     lengths: Sequence[int], config: GenerationConfig
@@ -59,74 +95,50 @@ def plan_batches(
     The plan depends on the lengths alone: a run that was killed makes the same
     batches again, so that its sums are rounded the same way.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
-    batches: list[tuple[int, ...]] = []
-    current: list[int] = []
-    for i in order:
+    batches: list[list[int]] = [[]]
+    for i in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
         width = lengths[i] + config.max_new_tokens
-        if current and (len(current) + 1) * width > config.tokens_per_batch:
-            batches.append(tuple(current))
-            current = []
-        current.append(i)
-    if current:
-        batches.append(tuple(current))
-    return batches
-
-
-Overlong = Literal["refuse", "drop-passages"]
+        if batches[-1] and (len(batches[-1]) + 1) * width > config.tokens_per_batch:
+            batches.append([])
+        batches[-1].append(i)
+    return [tuple(batch) for batch in batches if batch]
 
 
 class PromptModel(Protocol):
-    """What a prompt is made for: a loaded backbone, or a tokenizer with its window."""
+    """What prompts are made with: a loaded `Backbone`, or a `TokenizerOnly`."""
 
-    tokenizer: Any
-    max_length: int | None
-    name: str
+    tokenizer: Any  # a fast one, which tells offsets
+    max_length: int | None  # window in tokens, None where the model sets no limit
+    name: str  # of the model, for messages
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerOnly:
-    """A tokenizer alone, where requests are made and a server does the rest.
-
-    Attributes:
-      max_length: the model's window in tokens, or None where it sets no limit.
-      name: of the model, for messages.
-    """
+    """A `PromptModel` without weights: prompts are made here, a server answers them."""
 
     tokenizer: Any
     max_length: int | None = None
     name: str = "the model"
 
 
+Overlong = Literal["refuse", "drop-passages"]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptConfig:
-    """How questions are put.
+    """How questions are put."""
 
-    Attributes:
-      template: the words around question and context.
-      chat: send them through the tokenizer's chat template, thinking switched off.
-      overlong: what happens to a prompt that does not fit.
-      window: most tokens of prompt and answer together; None for the model's own.
-    """
-
-    template: TemplateName = "short"
-    chat: bool = False
-    overlong: Overlong = "refuse"
-    window: int | None = None
+    template: TemplateName = "short"  # the words around question and context
+    chat: bool = False  # through the chat template, thinking switched off
+    overlong: Overlong = "refuse"  # what happens to a prompt that does not fit
+    window: int | None = None  # most tokens with the answer; None: the model's own
 
     def __post_init__(self) -> None:
-        """Refuse choices there are not.
-
-        Raises:
-          ValueError: names the field.
-        """
-        for name, allowed in (
-            ("template", get_args(TemplateName)),
-            ("overlong", get_args(Overlong)),
-        ):
-            if getattr(self, name) not in allowed:
+        """Refuse choices that do not exist."""
+        for name, choices in (("template", TemplateName), ("overlong", Overlong)):
+            if getattr(self, name) not in get_args(choices):
                 raise ValueError(
-                    f"{name}: expected one of {', '.join(allowed)}, found "
+                    f"{name}: expected one of {', '.join(get_args(choices))}, found "
                     f"{getattr(self, name)!r}"
                 )
         if self.window is not None and self.window < 2:
@@ -136,26 +148,15 @@ class PromptConfig:
         """Return the words around question and context."""
         return dataclasses.replace(TEMPLATES[self.template], chat=self.chat)
 
-    def room(self, max_length: int | None, max_new_tokens: int) -> int | None:
-        """Return the longest prompt in tokens, or None where there is no limit."""
-        limits = [n for n in (self.window, max_length) if n is not None]
-        return min(limits) - max_new_tokens if limits else None
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LeftOut:
-    """A question that is not asked in one setting, since no passage of it fits.
-
-    Attributes:
-      n_tokens: of the prompt with its first passage alone.
-      room: of the longest prompt.
-    """
+class LeftOut(Record, frozen=True):
+    """A question that is not asked in one setting, since no passage of it fits."""
 
     example_id: str
     setting: Setting
     variant: Variant
-    n_tokens: int
-    room: int
+    n_tokens: int  # of the prompt with its first passage alone
+    room: int  # most tokens that a prompt may have
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,59 +167,36 @@ class Requests:
     left_out: list[LeftOut]
 
     @property
-    def n_cut(self) -> int:
-        """Return how many prompts lack a passage."""
-        return sum(bool(request.dropped) for request in self.requests)
-
-    @property
     def note(self) -> str | None:
         """Say in words what was cut, or None if nothing was."""
-        if not self.n_cut and not self.left_out:
+        n_dropped = [len(r.dropped) for r in self.requests if r.dropped]
+        if not n_dropped and not self.left_out:
             return None
-        n_passages = sum(len(request.dropped) for request in self.requests)
         return (
-            f"{self.n_cut} of {len(self.requests)} prompts lack passages that did not "
-            f"fit ({n_passages} in all; `dropped` of each answer says which), "
+            f"{len(n_dropped)} of {len(self.requests)} prompts lack passages that did "
+            f"not fit ({sum(n_dropped)} in all; `dropped` of each answer says which), "
             f"{len(self.left_out)} questions are not asked with context since not even "
             "one passage fits"
         )
 
     def left_out_lines(self) -> str:
         """Return what is not asked as JSON lines."""
-        return "".join(
-            json.dumps(dataclasses.asdict(one)) + "\n" for one in self.left_out
-        )
+        return write_lines(self.left_out)
 
 
 def variants_of(
     setting: Setting, example: Example
-) -> list[tuple[Variant, list[Passage]]]:
+) -> list[tuple[Variant, tuple[Passage, ...]]]:
     """Return the variants of one question in one setting, with their passages."""
     if setting == "closed_book":
-        return [("original", [])]
-    variants: list[tuple[Variant, list[Passage]]] = []
-    if example.passages:
-        variants.append(("original", list(example.passages)))
-    if example.rewritten:
-        variants.append(("rewritten", list(example.rewritten)))
-    return variants
-
-
-def _fitting(
-    build: Any, passages: Sequence[Passage], room: int | None
-) -> tuple[Prompt, tuple[int, ...]]:
-    """Return the prompt without its last passages, as many as must go; one stays."""
-    prompt = build(passages)
-    kept = len(passages)
-    while room is not None and len(prompt.ids) > room and kept > 1:
-        kept -= 1
-        prompt = build(passages[:kept])
-    return prompt, tuple(range(kept, len(passages)))
+        return [("original", ())]
+    variants: tuple[Variant, ...] = ("original", "rewritten")
+    return [(v, example.context(v)) for v in variants if example.context(v)]
 
 
 def make_requests(
-    examples: Iterable[Example],
-    speaker: PromptModel,
+    examples: Sequence[Example],
+    model: PromptModel,
     config: PromptConfig,
     max_new_tokens: int,
 ) -> Requests:
@@ -226,71 +204,62 @@ def make_requests(
 
     Args:
       examples: the questions.
-      speaker: gives the tokenizer and the window.
+      model: gives the tokenizer and the window.
       config: how they are put.
-      max_new_tokens: longest answer, which has to fit too.
+      max_new_tokens: of the longest answer, which has to fit too.
 
     Raises:
-      ValueError: prompts do not fit, and passages must not or cannot be left out; or
-        a text is none.
+      ValueError: prompts do not fit, and passages may not or cannot be left out; or a
+        question or passage is empty or holds what no encoding can.
     """
-    template, asked = config.prompt_template(), Requests([], [])
-    room = config.room(speaker.max_length, max_new_tokens)
-    too_long: list[tuple[int, str]] = []
+    limits = [n for n in (config.window, model.max_length) if n is not None]
+    room = min(limits, default=math.inf) - max_new_tokens
     may_cut = config.overlong == "drop-passages"
-    for setting in SETTINGS:
-        for example in examples:
-            for variant, passages in variants_of(setting, example):
-
-                def build(kept: Sequence[Passage], example: Example = example):
-                    return _prompt(speaker, template, example, kept)
-
-                prompt, dropped = _fitting(build, passages, room if may_cut else None)
-                n_tokens = len(prompt.ids)
-                if room is None or n_tokens <= room:
-                    made = Request(example.id, setting, variant, prompt, dropped)
-                    asked.requests.append(made)
-                elif may_cut and passages:
-                    asked.left_out.append(
-                        LeftOut(
-                            example_id=example.id,
-                            setting=setting,
-                            variant=variant,
-                            n_tokens=n_tokens,
-                            room=room,
-                        )
-                    )
-                else:
-                    too_long.append((n_tokens, example.id))
+    template = config.prompt_template()
+    made, too_long = Requests([], []), []
+    cells = (
+        (example, setting, variant, passages)
+        for setting in SETTINGS
+        for example in examples
+        for variant, passages in variants_of(setting, example)
+    )
+    for example, setting, variant, passages in cells:
+        n_kept = len(passages)
+        prompt = _prompt(model, template, example, passages)
+        while len(prompt.ids) > room and may_cut and n_kept > 1:
+            n_kept -= 1
+            prompt = _prompt(model, template, example, passages[:n_kept])
+        n_tokens = len(prompt.ids)
+        if n_tokens <= room:
+            dropped = tuple(range(n_kept, len(passages)))
+            made.requests.append(Request(example.id, setting, variant, prompt, dropped))
+        elif may_cut and passages:
+            made.left_out.append(LeftOut(example.id, setting, variant, n_tokens, room))
+        else:
+            too_long.append((n_tokens, example.id))
     if too_long:
-        raise _does_not_fit(too_long, speaker, max_new_tokens, room or 0)
-    return asked
+        n_tokens, example_id = max(too_long)
+        raise ValueError(
+            f"{len(too_long)} prompts do not fit: the longest, question "
+            f"{example_id!r}, has {n_tokens} tokens, and beside an answer of "
+            f"{max_new_tokens} there is room for {room} in the window of "
+            f"{model.name}; make the run with --overlong drop-passages (whole "
+            "passages, listed and counted), or with fewer or shorter passages"
+        )
+    return made
 
 
 def _prompt(
-    speaker: PromptModel,
+    model: PromptModel,
     template: PromptTemplate,
     example: Example,
     passages: Sequence[Passage],
 ) -> Prompt:
-    """Return one prompt; a text that is none is named with its question."""
+    """Return one prompt; an error names the question."""
     try:
-        return build_prompt(speaker.tokenizer, template, example.question, passages)
+        return build_prompt(model.tokenizer, template, example.question, passages)
     except ValueError as error:
         raise ValueError(f"question {example.id!r}: {error}") from None
-
-
-def _does_not_fit(
-    too_long: Sequence[tuple[int, str]], speaker: PromptModel, n_new: int, room: int
-) -> ValueError:
-    """Say how many prompts do not fit, and what can be done."""
-    n_tokens, longest = max(too_long)
-    return ValueError(
-        f"{len(too_long)} prompts do not fit: the longest, question {longest!r}, has "
-        f"{n_tokens} tokens, and beside an answer of {n_new} there is room for {room} "
-        f"in the window of {speaker.name}; make the run with --overlong drop-passages "
-        "(whole passages, listed and counted), or with fewer or shorter passages"
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,29 +14,21 @@ from extract.generate.generator import (
     GeneratorPrompt,
     SamplingConfig,
 )
-from extract.generate.replies import Progress, Replies
+from extract.generate.replies import Replies
 from extract.generate.requests import Request
 from extract.records import Record, Setting, Variant
+from extract.run.console import Update
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrawConfig:
-    """How answers are drawn; defaults follow Farquhar et al. (Nature, 2024).
+    """How answers are drawn; defaults follow Farquhar et al. (Nature, 2024)."""
 
-    Attributes:
-      n_samples: per question, setting and variant.
-      sampling: how each is drawn.
-    """
-
-    n_samples: int = 10
+    n_samples: int = 10  # per question, setting and variant
     sampling: SamplingConfig = SamplingConfig(temperature=1.0, top_p=0.9, top_k=50)
 
     def __post_init__(self) -> None:
-        """Refuse draws that are none.
-
-        Raises:
-          ValueError: no samples, or greedy ones.
-        """
+        """Refuse no draws, and greedy ones."""
         if self.n_samples < 1:
             raise ValueError(f"n_samples: expected at least 1, found {self.n_samples}")
         if self.sampling.is_greedy:
@@ -47,15 +39,14 @@ class DrawConfig:
 
 
 class Sample(Record, frozen=True, kw_only=True):
-    """One drawn answer.
+    """One drawn answer; what was written stands in the fields of `Generated`.
+
+    Semantic entropy's code takes log-probabilities after temperature, top-p and top-k,
+    here they are the model's own; at temperature 1 that is the same up to the mass that
+    was cut off.
 
     Attributes:
       sample: 0 to n_samples - 1.
-      token_ids: without the stop token; None if the backend does not tell.
-      log_probs: in nats, one per id and one for the stop token if it was written; of
-        the model itself, before temperature, top-p and top-k. (Semantic entropy's code
-        takes them after; at temperature 1 that is the same up to the cut-off mass.)
-      finish: "length" if cut.
     """
 
     example_id: str
@@ -67,11 +58,6 @@ class Sample(Record, frozen=True, kw_only=True):
     stop_id: int | None
     log_probs: tuple[float, ...] | None
     finish: Finish
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """Return what identifies the question: example, setting, variant."""
-        return (self.example_id, self.setting, self.variant)
 
 
 def request_prompt(
@@ -104,7 +90,7 @@ def draw_answers(
     tokenizer: Any,
     replies: Replies,
     config: DrawConfig,
-    progress: Progress = lambda done, total: None,
+    progress: Update = lambda done, total: None,
     *,
     as_text: bool = False,
 ) -> list[Sample]:

@@ -4,6 +4,7 @@ The `openai` client does the talking. A request that failed for the server's rea
 sent again here, not by the client: each attempt may cost, and is booked.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -12,7 +13,7 @@ import random
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 import openai
 
@@ -22,7 +23,7 @@ from extract.generate.generator import (
     SamplingConfig,
     draw_seed,
 )
-from extract.generate.prompts import template_fields
+from extract.generate.prompts import TEMPLATE_FIELDS
 from extract.generate.spending import Account, Prices
 
 Dialect = Literal["vllm", "openai"]
@@ -32,45 +33,30 @@ Dialect = Literal["vllm", "openai"]
 class ServerConfig:
     """Which server, and how it is asked.
 
+    No server tells which weights stand behind a name, nor their dtype: who runs it has
+    to, and both are part of every key.
+
     Attributes:
-      url: up to and including `/v1`.
-      model: the name the server gives its model.
-      revision: what identifies the weights behind that name. No server tells, so who
-        runs it has to; it is part of every key.
-      dialect: "vllm" sends and receives exact token ids, and knows top_k; "openai"
-        keeps to the fields that every such server has.
-      log_probs: ask for log-probabilities.
-      enable_thinking: handed to the chat template, "vllm" only: the protocol has no
-        field for it, so another server's model thinks or not as it was set up.
-      dtype: of the server's weights; no server tells.
-      tokenizer: SHA-256 of the model's tokenizer, where it is known here.
-      chat_template: likewise.
-      n_concurrent: most requests under way at a time.
-      n_retries: of one request.
-      timeout: of one request, seconds.
-      prices: for the spending cap.
+      dialect: "vllm" sends and receives exact token ids, knows top_k and switches
+        thinking off; "openai" keeps to the fields that every such server has, so its
+        model thinks or not as it was set up.
     """
 
-    url: str
-    model: str
+    url: str  # up to and including `/v1`
+    model: str  # the name the server gives its model
     revision: str = "unstated"
     dialect: Dialect = "vllm"
-    log_probs: bool = False
-    enable_thinking: bool = False
+    log_probs: bool = False  # ask for them
     dtype: str = "unstated"
-    tokenizer: str | None = None
-    chat_template: str | None = None
-    n_concurrent: int = 16
-    n_retries: int = 5
-    timeout: float = 600.0
+    tokenizer: str | None = None  # SHA-256, where it is known here
+    chat_template: str | None = None  # likewise
+    n_concurrent: int = 16  # most requests under way at a time
+    n_retries: int = 5  # of one request
+    timeout: float = 600.0  # of one request, seconds
     prices: Prices = Prices()
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work.
-
-        Raises:
-          ValueError: a value is out of its range.
-        """
+        """Refuse what cannot work."""
         if self.dialect not in get_args(Dialect):
             raise ValueError(
                 f"dialect: expected one of {', '.join(get_args(Dialect))}, "
@@ -95,34 +81,26 @@ _LONGEST_ASKED = 60.0  # that a server may ask for
 _NEVER_SENT = ("ConnectError", "ConnectTimeout", "PoolTimeout")
 
 
-def is_passing(error: openai.OpenAIError) -> bool:
-    """Tell whether the same request may succeed later.
-
-    No connection, a time-out, and the states 408, 409, 429 and 5xx pass.
-    """
+def _is_transient(error: openai.OpenAIError) -> bool:
+    """Tell whether the same request may succeed later."""
     if isinstance(error, openai.APIStatusError):
         return error.status_code in (408, 409, 429) or error.status_code >= 500
     return isinstance(error, openai.APIConnectionError)
 
 
-def may_have_cost(error: openai.OpenAIError) -> bool:
-    """Tell whether a server may charge for a request although it gave no answer.
+def _may_have_cost(error: openai.OpenAIError) -> bool:
+    """Tell whether a server may charge for a request that it did not answer.
 
-    Only a refusal, or a connection that never stood, is surely free: a server goes on
-    writing when its client stops listening.
+    Only a refusal, or a connection that was never made, is surely free: a server goes
+    on writing when its client stops listening.
     """
     if isinstance(error, openai.APIStatusError):
         return False
     return type(error.__cause__).__name__ not in _NEVER_SENT
 
 
-def seconds_before_retry(error: openai.OpenAIError, attempt: int) -> float:
-    """Return how long to wait: what the server asks for, else longer each time.
-
-    Args:
-      error: of the last attempt.
-      attempt: of it, from 0.
-    """
+def _seconds_before_retry(error: openai.OpenAIError, attempt: int) -> float:
+    """Return how long to wait: what the server asks for, else longer each time."""
     if isinstance(error, openai.APIStatusError):
         try:
             asked = float(error.response.headers.get("retry-after", ""))
@@ -134,11 +112,14 @@ def seconds_before_retry(error: openai.OpenAIError, attempt: int) -> float:
     return min(_FIRST * 2**attempt, _LONGEST) * random.uniform(0.75, 1.0)
 
 
-def only_choice(reply: Any) -> Any:
-    """Return the one choice of a reply.
+def _read(reply: Any, is_chat: bool, stop_ids: Collection[int]) -> Generated:
+    """Return the generated text of a reply.
+
+    A server gives the stop token among its ids or leaves it out. Where the model has
+    only one (`stop_ids`, as far as known) it can have been no other.
 
     Raises:
-      ValueError: there is not exactly one.
+      ValueError: there is no one text, or it ended in a way that makes it no answer.
     """
     choices = getattr(reply, "choices", None) or []
     if len(choices) != 1:
@@ -146,71 +127,42 @@ def only_choice(reply: Any) -> Any:
             f"the server's reply has {len(choices)} choices, expected 1; does it speak "
             "OpenAI's protocol?"
         )
-    return choices[0]
-
-
-def read_choice(
-    reply: Any,
-    choice: Any,
-    text: str,
-    log_probs: Sequence[float | None] | None,
-    stop_ids: Collection[int],
-) -> Generated:
-    """Return a generated text.
-
-    Args:
-      reply: the whole reply, with its usage.
-      choice: its only choice; vLLM adds `token_ids` where it was asked to.
-      text: of the choice.
-      log_probs: one per token, or None.
-      stop_ids: of the model, as far as known. A server gives the stop token among its
-        ids or leaves it out; where there is only one it can have been no other.
-
-    Raises:
-      ValueError: the text ended in a way that makes it no answer.
-    """
+    (choice,) = choices
     if choice.finish_reason not in ("stop", "length"):
         raise ValueError(
             f"the server ended a text for the reason {choice.finish_reason!r}; "
             "expected 'stop' or 'length'"
         )
-    ids = getattr(choice, "token_ids", None)
-    ids, stop_id = (None, None) if ids is None else _split(ids, choice, stop_ids)
+    ids, stop_id = getattr(choice, "token_ids", None), None
+    if ids is not None and choice.finish_reason == "stop":
+        if ids and ids[-1] in stop_ids:
+            *ids, stop_id = ids
+        elif len(stop_ids) == 1:
+            (stop_id,) = stop_ids
+    log_probs = None
+    if choice.logprobs and not is_chat:
+        log_probs = choice.logprobs.token_logprobs
+    elif choice.logprobs and choice.logprobs.content is not None:
+        log_probs = [token.logprob for token in choice.logprobs.content]
+    if log_probs and not all(p is not None and math.isfinite(p) for p in log_probs):
+        log_probs = None
+    text = (choice.message.content or "") if is_chat else choice.text
     usage = getattr(reply, "usage", None)
     return Generated(
         text=text.strip(),
-        token_ids=ids,
+        token_ids=None if ids is None else tuple(ids),
         stop_id=stop_id,
-        log_probs=_finite(log_probs),
+        log_probs=None if log_probs is None else tuple(map(float, log_probs)),
         finish=choice.finish_reason,
         n_prompt_tokens=None if usage is None else usage.prompt_tokens,
         n_new_tokens=None if usage is None else usage.completion_tokens,
     )
 
 
-def _split(
-    ids: Sequence[int], choice: Any, stop_ids: Collection[int]
-) -> tuple[tuple[int, ...], int | None]:
-    """Return the ids without the stop token, and the stop token if it is known."""
-    if choice.finish_reason != "stop":
-        return tuple(ids), None
-    if ids and ids[-1] in stop_ids:
-        return tuple(ids[:-1]), ids[-1]
-    return tuple(ids), next(iter(stop_ids)) if len(stop_ids) == 1 else None
-
-
-def _finite(log_probs: Sequence[float | None] | None) -> tuple[float, ...] | None:
-    """Return log-probabilities, or None if any is missing or not finite."""
-    if log_probs is None or any(p is None or not math.isfinite(p) for p in log_probs):
-        return None
-    return tuple(float(p) for p in log_probs)
-
-
-_KEY_VARIABLE = "OPENAI_API_KEY"
-
-
-class ServedGenerator:
+class ServedGenerator(contextlib.AbstractContextManager):
     """Generates by asking a server."""
+
+    max_length = None  # a server refuses what does not fit
 
     def __init__(
         self,
@@ -222,8 +174,7 @@ class ServedGenerator:
 
         Args:
           config: which server.
-          stop_ids: the model's stop tokens, where they are known: a server may give
-            the one that ended a text among its ids.
+          stop_ids: the model's stop tokens, where they are known.
           earlier: prompt and new tokens that other processes have paid for, and that
             count towards the cap.
         """
@@ -233,29 +184,20 @@ class ServedGenerator:
         self._client = openai.OpenAI(
             base_url=config.url,
             # Local servers need none, but the client insists on some.
-            api_key=os.environ.get(_KEY_VARIABLE) or "none",
+            api_key=os.environ.get("OPENAI_API_KEY") or "none",
             max_retries=0,  # repeated here, see `_ask`
             timeout=config.timeout,
         )
 
-    def close(self) -> None:
-        """Close the connections."""
-        self._client.close()
-
-    def __enter__(self) -> Self:
-        """Return the generator."""
-        return self
-
     def __exit__(self, *error: object) -> None:
         """Close the connections."""
-        self.close()
+        self._client.close()
 
     @property
     def identity(self) -> dict[str, Any]:
         """Return what changes a text, as far as a server lets it be known.
 
-        What was not said of the server is "unstated" or None; `revision` stands for
-        that too.
+        What the user did not state of the server is "unstated" or None.
         """
         return {
             "backend": "served",
@@ -265,13 +207,9 @@ class ServedGenerator:
             "dtype": self.config.dtype,
             "tokenizer": self.config.tokenizer,
             "chat_template": self.config.chat_template,
-            "enable_thinking": self.config.enable_thinking,
+            "enable_thinking": False,
             "log_probs": self.config.log_probs,
         }
-
-    @property
-    def max_length(self) -> None:
-        """Return None: a server refuses what does not fit."""
 
     def count_tokens(self, prompt: GeneratorPrompt) -> int | None:
         """Return how many ids a prompt has, or None: a server splits its text."""
@@ -299,10 +237,9 @@ class ServedGenerator:
         with ThreadPoolExecutor(self.config.n_concurrent) as pool:
             try:
                 while True:
-                    while failure is None and len(under_way) < self.config.n_concurrent:
-                        i = next(waiting, None)
-                        if i is None:
-                            break
+                    # No more at a time than the caller has written down.
+                    n_free = self.config.n_concurrent - len(under_way)
+                    for i in itertools.islice(waiting, 0 if failure else n_free):
                         job = pool.submit(self._ask, prompts[i], config, gave_up)
                         under_way[job] = i
                     if not under_way:
@@ -314,8 +251,8 @@ class ServedGenerator:
                             found = job.result()
                         except ValueError as error:
                             failure = failure or error
-                            continue
-                        yield i, found
+                        else:
+                            yield i, found
             finally:
                 gave_up.set()  # the caller stopped listening: send nothing more
         if failure is not None:
@@ -327,7 +264,7 @@ class ServedGenerator:
         config: SamplingConfig,
         gave_up: threading.Event,
     ) -> Generated:
-        """Send one request, again if it fails in passing, until it is answered."""
+        """Send one request, again if its failure is transient, until it is answered."""
         for attempt in itertools.count():
             if gave_up.is_set():
                 raise ValueError(
@@ -336,109 +273,88 @@ class ServedGenerator:
             try:
                 return self._attempt(prompt, config)
             except openai.OpenAIError as error:
-                if attempt == self.config.n_retries or not is_passing(error):
+                if attempt == self.config.n_retries or not _is_transient(error):
                     raise ValueError(self._in_words(error)) from error
-                gave_up.wait(seconds_before_retry(error, attempt))
-        raise AssertionError("a count has no end")
+                gave_up.wait(_seconds_before_retry(error, attempt))
 
     def _attempt(self, prompt: GeneratorPrompt, config: SamplingConfig) -> Generated:
         """Send one request once, and book what it cost, or may have cost."""
         # A token is at least one byte, but the server's chat template adds some.
-        most = (
-            len(prompt.ids)
-            if prompt.ids is not None
-            else len(prompt.text.encode()) + (1024 if prompt.is_chat else 16)
-        )
-        reserved = self.account.reserve(most, config.max_new_tokens)
-        ask = self._chat if prompt.is_chat else self._continue
+        n_prompt = self.count_tokens(prompt)
+        if n_prompt is None:
+            n_prompt = len(prompt.text.encode()) + (1024 if prompt.is_chat else 16)
+        n_new = config.max_new_tokens
+        reserved = self.account.reserve(n_prompt, n_new)
         try:
-            found = ask(prompt, config)
+            reply = self._send(prompt, config)
+            if reply.n_prompt_tokens is not None:
+                n_prompt = reply.n_prompt_tokens
+            if reply.n_new_tokens is not None:
+                n_new = reply.n_new_tokens
+            return reply
         except openai.OpenAIError as error:
-            if may_have_cost(error):
-                self.account.book(reserved, most, config.max_new_tokens)
-            else:
-                self.account.release(reserved)
+            if not _may_have_cost(error):
+                n_prompt = n_new = 0
             raise
         except (AttributeError, TypeError) as error:
-            self.account.book(reserved, most, config.max_new_tokens)
             raise ValueError(
                 f"server {self.config.url}: its reply is not of OpenAI's protocol "
                 f"({error})"
             ) from error
-        except BaseException:  # a reply came, and was no answer
-            self.account.book(reserved, most, config.max_new_tokens)
-            raise
-        n_prompt = most if found.n_prompt_tokens is None else found.n_prompt_tokens
-        n_new = (
-            config.max_new_tokens if found.n_new_tokens is None else found.n_new_tokens
-        )
-        self.account.book(reserved, n_prompt, n_new)
-        return found
+        finally:
+            self.account.book(reserved, n_prompt, n_new)
 
     def _in_words(self, error: openai.OpenAIError) -> str:
         """Return one sentence on a request that failed for good."""
         where = f"server {self.config.url}, model {self.config.model!r}"
         if isinstance(error, openai.APIStatusError):
-            said = " ".join(str(error.message).split())[:300]
+            reason = " ".join(str(error.message).split())[:300]
             hint = (
                 " (a server other than vLLM may need the dialect 'openai')"
                 if error.status_code in (400, 422) and self.config.dialect == "vllm"
                 else ""
             )
-            return f"{where}: refused with status {error.status_code}: {said}{hint}"
+            return f"{where}: refused with status {error.status_code}: {reason}{hint}"
         return (
             f"{where}: no answer after {self.config.n_retries} retries "
             f"({type(error).__name__}); is it running, and is the URL right up to /v1?"
         )
 
-    def _sampling(self, prompt: GeneratorPrompt, config: SamplingConfig) -> dict:
-        """Return the sampling fields of a request."""
+    def _send(self, prompt: GeneratorPrompt, config: SamplingConfig) -> Generated:
+        """Ask for the reply to a message, or for what follows a text or exact ids."""
+        client = self._client.chat if prompt.is_chat else self._client
+        reply = client.completions.create(**self._fields(prompt, config))
+        return _read(reply, prompt.is_chat, self._stop_ids)
+
+    def _fields(
+        self, prompt: GeneratorPrompt, config: SamplingConfig
+    ) -> dict[str, Any]:
+        """Return the fields of a request."""
+        is_vllm = self.config.dialect == "vllm"
         fields: dict[str, Any] = {
             "model": self.config.model,
             "temperature": config.temperature,
             "max_tokens": config.max_new_tokens,
         }
+        if prompt.is_chat:
+            fields["messages"] = [{"role": "user", "content": prompt.text}]
+        else:
+            as_ids = is_vllm and prompt.ids is not None
+            fields["prompt"] = list(prompt.ids) if as_ids else prompt.text
+        if self.config.log_probs:
+            fields["logprobs"] = True if prompt.is_chat else 1
+        top_k = None if config.is_greedy else config.top_k
         if not config.is_greedy:
             fields |= {"top_p": config.top_p, "seed": draw_seed(prompt, config)}
-        if self.config.dialect == "vllm":
-            top_k = 0 if config.top_k is None or config.is_greedy else config.top_k
+        if is_vllm:
             # Named, or vLLM takes the checkpoint's own defaults for them.
-            extra = {"top_k": top_k, "min_p": 0.0, "repetition_penalty": 1.0}
+            extra = {"top_k": top_k or 0, "min_p": 0.0, "repetition_penalty": 1.0}
+            if prompt.is_chat:
+                extra["chat_template_kwargs"] = TEMPLATE_FIELDS
             fields["extra_body"] = {**extra, "return_token_ids": True}
-        elif config.top_k is not None and not config.is_greedy:
+        elif top_k is not None:
             raise ValueError(
                 "top_k is no field of OpenAI's protocol; leave it out, or use a vLLM "
                 "server with the dialect 'vllm'"
             )
         return fields
-
-    def _continue(self, prompt: GeneratorPrompt, config: SamplingConfig) -> Generated:
-        """Ask for the continuation of a text or of exact ids."""
-        fields = self._sampling(prompt, config)
-        if self.config.log_probs:
-            fields["logprobs"] = 1
-        as_ids = self.config.dialect == "vllm" and prompt.ids is not None
-        reply = self._client.completions.create(
-            prompt=list(prompt.ids) if as_ids else prompt.text, **fields
-        )
-        choice = only_choice(reply)
-        found = choice.logprobs.token_logprobs if choice.logprobs else None
-        return read_choice(reply, choice, choice.text, found, self._stop_ids)
-
-    def _chat(self, prompt: GeneratorPrompt, config: SamplingConfig) -> Generated:
-        """Ask for the reply to one message."""
-        fields = self._sampling(prompt, config)
-        if self.config.log_probs:
-            fields["logprobs"] = True
-        if self.config.dialect == "vllm":
-            fields["extra_body"]["chat_template_kwargs"] = template_fields(
-                self.config.enable_thinking
-            )
-        reply = self._client.chat.completions.create(
-            messages=[{"role": "user", "content": prompt.text}], **fields
-        )
-        choice = only_choice(reply)
-        found = choice.logprobs.content if choice.logprobs else None
-        probs = None if found is None else [token.logprob for token in found]
-        text = choice.message.content or ""
-        return read_choice(reply, choice, text, probs, self._stop_ids)

@@ -1,6 +1,6 @@
 """A sample of answers for a person to judge blind: a CSV out, the same CSV in.
 
-The file shows question, golds and answer, not what the judges said. The person fills
+The file shows question, golds and answer, not the verdicts. The person fills
 the column `human` with correct or incorrect; what is left empty is counted.
 """
 
@@ -18,16 +18,8 @@ from extract.label.audit import Agreement, LabelledAnswer, agreement
 from extract.label.verdicts import parse_verdict
 from extract.run.files import write_text_atomic
 
-COLUMNS = (
-    "item",
-    "example_id",
-    "setting",
-    "variant",
-    "question",
-    "golds",
-    "answer",
-    "check",
-    "human",
+COLUMNS = tuple(
+    "item example_id setting variant question golds answer check human".split()
 )
 
 
@@ -47,9 +39,8 @@ def draw_sample(
     """
     rng = np.random.default_rng(seed)
     kept = [row for row in rows if row.label.label is not None]
-    settings = sorted({row.label.setting for row in kept})
     piles = []
-    for setting in settings:
+    for setting in sorted({row.label.setting for row in kept}):
         pile = [row for row in kept if row.label.setting == setting]
         piles.append([pile[i] for i in rng.permutation(len(pile))])
     chosen: list[LabelledAnswer] = []
@@ -112,17 +103,11 @@ def write_sample(path: Path, sample: Sequence[LabelledAnswer]) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HumanAgreement:
-    """What a person's annotations say about the labels.
+    """What a person's annotations say about the labels."""
 
-    Attributes:
-      judge: the person against the labels.
-      exact: the person against exact match.
-      n_empty: items that were not annotated.
-    """
-
-    judge: Agreement
-    exact: Agreement
-    n_empty: int
+    judge: Agreement  # of the person with the labels
+    exact: Agreement  # of the person with exact match
+    n_empty: int  # items that were not annotated
 
 
 def _read_rows(path: Path) -> list[dict[str, str]]:
@@ -162,7 +147,7 @@ def read_annotations(
     """
     # Looked up as it is shown: the CSV may hold an id behind an apostrophe.
     by_key = {tuple(map(_shown, row.label.key)): row for row in rows}
-    human: dict[tuple[str, ...], bool] = {}
+    rated: list[tuple[bool, LabelledAnswer]] = []
     seen: set[tuple[str, ...]] = set()
     for number, cells in enumerate(_read_rows(path), start=1):
         key = (cells["example_id"], cells["setting"], cells["variant"])
@@ -184,21 +169,10 @@ def read_annotations(
                     f"{where}: the column human is correct, incorrect or empty, found "
                     f"{cells['human'][:40]!r}"
                 )
-            human[key] = verdict == "correct"
-    return _compare(human, by_key, len(seen) - len(human), seed)
-
-
-def _compare(
-    human: dict[tuple[str, ...], bool],
-    by_key: dict[tuple[str, ...], LabelledAnswer],
-    n_empty: int,
-    seed: int,
-) -> HumanAgreement:
-    ratings = list(human.values())
+            rated.append((verdict == "correct", by_key[key]))
+    labels = [(human, bool(row.label.label)) for human, row in rated]
     return HumanAgreement(
-        judge=agreement(
-            ratings, [by_key[key].label.label is True for key in human], seed=seed
-        ),
-        exact=agreement(ratings, [by_key[key].exact for key in human], seed=seed),
-        n_empty=n_empty,
+        judge=agreement(labels, seed=seed),
+        exact=agreement([(human, row.exact) for human, row in rated], seed=seed),
+        n_empty=len(seen) - len(rated),
     )

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 @click.option(
     "--max-tokens",
     default=1024,
-    show_default=True,
     type=click.IntRange(min=1),
     help="Longest rewritten context; a longer one counts as failed.",
 )
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     "--overlong",
     type=click.Choice(["refuse", "skip"]),
     default="refuse",
-    show_default=True,
     help="Without --server: contexts beyond the rewriter's window stop the stage, or "
     "count as failed.",
 )
@@ -61,7 +59,7 @@ def rewrite(
     """
     backend = take_options(options)
     check_local_model(model, backend, "--model")
-    from extract.label.rewrite import RewriteConfig
+    from extract.label.rewriter import RewriteConfig
     from extract.label.stage import rewrite_run
     from extract.run.directory import RunDir
 
@@ -94,7 +92,6 @@ def _in_lines(counts: dict[str, int]) -> str:
     "--vote",
     type=click.Choice(["unanimous", "majority"]),
     default="unanimous",
-    show_default=True,
     help="unanimous drops what the rubrics disagree on; majority is for the set "
     "with real retrieval.",
 )
@@ -103,7 +100,6 @@ def _in_lines(counts: dict[str, int]) -> str:
     "--sample",
     "n_sample",
     default=100,
-    show_default=True,
     type=click.IntRange(min=1),
     help="With --audit: answers for a person to judge blind.",
 )

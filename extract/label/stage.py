@@ -21,9 +21,10 @@ from extract.label.audit import (
     join_labels,
 )
 from extract.label.judges import ConsensusConfig, judge_answers
-from extract.label.rewrite import RewriteConfig, count_rewrites, rewrite_contexts
+from extract.label.rewrite import count_rewrites
+from extract.label.rewriter import RewriteConfig, rewrite_contexts
 from extract.label.rubrics import RUBRICS
-from extract.label.verdicts import exact_match_judge, label_answer
+from extract.label.verdicts import exact_label
 from extract.records import Answer, Example, Label, read_records, to_json, write_lines
 from extract.run.console import Progress, Update
 from extract.run.contents import labels_by, read_answers, read_examples
@@ -40,7 +41,7 @@ def _pairs(run: RunDir) -> list[tuple[Example, Answer]]:
 
 def exact_labels(run: RunDir) -> list[Label]:
     """Label every answer by normalised exact match."""
-    return [label_answer(e, a, exact_match_judge) for e, a in _pairs(run)]
+    return [exact_label(example, answer) for example, answer in _pairs(run)]
 
 
 def _label(run: RunDir, config: None, update: Update, progress: Progress) -> None:

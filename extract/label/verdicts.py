@@ -3,30 +3,23 @@
 A judge returns one verdict per rubric; the label is their unanimous vote, or None. The
 paper drops what the rubrics disagree on (appendix A) except on its set with real
 retrieval, where the majority decides and every question is kept.
-Exact match is a judge with one rubric, which knows no paraphrase: it suits sets
-whose golds list every accepted wording.
 """
 
 import collections
 import re
 import string
 from collections.abc import Sequence
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 from extract.records import Answer, Example, Label
 
 Verdict = Literal["correct", "incorrect", "unparsable"]
+Vote = Literal["unanimous", "majority"]
 
 # Markup that a model may put around its one word, opening and closing. Brackets and
 # strike-through are not among them: they can mean "not this".
 _PAIRS = (
-    ("**", "**"),
-    ("*", "*"),
-    ("__", "__"),
-    ("_", "_"),
-    ("`", "`"),
-    ('"', '"'),
-    ("'", "'"),
+    *((mark, mark) for mark in ("**", "*", "__", "_", "`", '"', "'")),
     ("\u201c", "\u201d"),
     ("\u2018", "\u2019"),
 )
@@ -38,8 +31,8 @@ def normalise_reply(text: str) -> str:
     """Return the reply without what may surround its one word.
 
     Taken away: white space, matching pairs of quotes or emphasis, and at most one full
-    stop or exclamation mark at the end. Everything else stays, a leading hyphen or a
-    question mark included: they change what is said.
+    stop or exclamation mark at the end. A hyphen before the word or a question mark
+    behind it stays, since it changes what is said.
     """
     text, n_stops = text.strip(), 0
     while True:
@@ -58,30 +51,18 @@ def normalise_reply(text: str) -> str:
 def parse_verdict(text: str) -> Verdict:
     """Return the verdict of a judge's reply.
 
-    Args:
-      text: what the judge wrote.
-
     Returns:
       "correct" or "incorrect" if the normalised reply is that one word in any case,
       "unparsable" for everything else.
     """
-    word = normalise_reply(text)
-    if _WORD.fullmatch(word) is None:
+    word = _WORD.fullmatch(normalise_reply(text))
+    if word is None:
         return "unparsable"
-    return "incorrect" if len(word) == len("incorrect") else "correct"
+    return "incorrect" if word.group(1) else "correct"
 
-
-Vote = Literal["unanimous", "majority"]
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation, " "))
-
-
-class Judge(Protocol):
-    """Gives the verdicts on one answer, one per rubric."""
-
-    def __call__(self, example: Example, answer: str) -> tuple[Verdict, ...]:
-        """Return at least one verdict."""
 
 
 def normalise(text: str) -> str:
@@ -106,11 +87,6 @@ def _pair_f1(answer: list[str], gold: list[str]) -> float:
     return 2 * common / (len(answer) + len(gold))
 
 
-def exact_match_judge(example: Example, answer: str) -> tuple[Verdict, ...]:
-    """Judge by normalised exact match over the golds."""
-    return ("correct" if exact_match(answer, example.golds) else "incorrect",)
-
-
 def consensus(
     verdicts: Sequence[Verdict], vote: Vote = "unanimous"
 ) -> tuple[bool | None, str]:
@@ -130,32 +106,33 @@ def consensus(
         )
     if not verdicts:
         raise ValueError("a label needs at least one verdict, found none")
-    n, n_unparsable = len(verdicts), verdicts.count("unparsable")
+    n, n_yes = len(verdicts), verdicts.count("correct")
+    unparsable = f"{verdicts.count('unparsable')} verdicts were unparsable"
     if vote == "majority":
-        return _majority(verdicts)
-    if n_unparsable:
-        return None, f"{n_unparsable} verdicts were unparsable"
+        for label, word in ((True, "correct"), (False, "incorrect")):
+            if 2 * verdicts.count(word) > n:
+                return label, f"majority: {verdicts.count(word)} of {n} say {word}"
+        return None, f"no majority: {n_yes} of {n} say correct, {unparsable}"
+    if "unparsable" in verdicts:
+        return None, unparsable
     if len(set(verdicts)) > 1:
-        return None, f"judges disagree: {verdicts.count('correct')} of {n} say correct"
+        return None, f"judges disagree: {n_yes} of {n} say correct"
     return verdicts[0] == "correct", f"unanimous of {n}"
 
 
-def _majority(verdicts: Sequence[Verdict]) -> tuple[bool | None, str]:
-    n = len(verdicts)
-    for label, word in ((True, "correct"), (False, "incorrect")):
-        if 2 * verdicts.count(word) > n:
-            return label, f"majority: {verdicts.count(word)} of {n} say {word}"
-    return None, (
-        f"no majority: {verdicts.count('correct')} of {n} say correct, "
-        f"{verdicts.count('unparsable')} verdicts were unparsable"
-    )
+def exact_label(example: Example, answer: Answer) -> Label:
+    """Return the label by normalised exact match, a judge with one rubric.
+
+    It knows no paraphrase: it suits sets whose golds list every accepted wording.
+    """
+    is_match = exact_match(answer.text, example.golds)
+    return label_by(answer, ("correct" if is_match else "incorrect",))
 
 
-def label_answer(
-    example: Example, answer: Answer, judge: Judge, vote: Vote = "unanimous"
+def label_by(
+    answer: Answer, verdicts: Sequence[Verdict], vote: Vote = "unanimous"
 ) -> Label:
-    """Return the label of one answer."""
-    verdicts = judge(example, answer.text)
+    """Return the label that verdicts on an answer amount to, see `consensus`."""
     label, reason = consensus(verdicts, vote)
     return Label(
         example_id=answer.example_id,

@@ -13,7 +13,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import Any, BinaryIO, Self
 
 from extract.records import SETTINGS, Setting
 from extract.run.files import sha256_tree, write_json_atomic
@@ -23,7 +23,6 @@ from extract.run.manifest import (
     Preset,
     Section,
     agree_on_manifest,
-    manifest_file,
     package_versions,
     read_manifest,
     read_section,
@@ -100,6 +99,11 @@ class StageRecord:
             return None  # of an older program or damaged: the stage is done again
 
 
+def _at(name: str, text: str) -> Any:
+    """Return the property of a run that is a path in it."""
+    return property(lambda run: run.path / name, doc=text)
+
+
 @dataclasses.dataclass(frozen=True)
 class RunDir:
     """Paths of one experiment.
@@ -115,71 +119,34 @@ class RunDir:
         """Make the path absolute: stages hand whole paths around."""
         object.__setattr__(self, "path", Path(self.path).absolute())
 
-    @property
-    def examples(self) -> Path:
-        """Questions, one `Example` per line."""
-        return self.path / "examples.jsonl"
-
-    @property
-    def passages(self) -> Path:
-        """What the retrievers search, one passage per line."""
-        return self.path / "passages.jsonl"
-
-    @property
-    def answers(self) -> Path:
-        """Folder of `Answer` lines."""
-        return self.path / "answers"
-
-    @property
-    def answer_parts(self) -> Path:
-        """Folder of what workers have answered and nobody has put together yet."""
-        return self.path / "parts" / "answer"
-
-    @property
-    def rewrites(self) -> Path:
-        """Rewritten contexts, one `Rewrite` per line; absent where none was asked."""
-        return self.path / "rewrites.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        """Folder of drawn answers."""
-        return self.path / "samples"
+    examples = _at("examples.jsonl", "Questions, one `Example` per line.")
+    passages = _at("passages.jsonl", "What the retrievers search, one per line.")
+    rewrites = _at("rewrites.jsonl", "One `Rewrite` per line; absent without rewrites.")
+    answers = _at("answers", "Folder of `Answer` lines.")
+    answer_parts = _at("parts/answer", "What workers answered, not yet put together.")
+    labels = _at("labels.jsonl", "Verdicts, one `Label` per line.")
+    audit = _at("audit", "Folder of what is known about the labels' quality.")
+    samples = _at("samples", "Folder of drawn answers.")
+    sweep = _at("sweep.json", "Layer sweep.")
+    selection = _at("selection", "Selected encoders and heads, a folder a branch.")
+    detector = _at("detector", "Folder of the calibrated detector.")
+    control = _at("control", "Folder of the retrieval controllers.")
+    results = _at("results.jsonl", "Every number, one row per line.")
+    report = _at("report.html", "The report.")
+    manifest = _at("manifest.json", "Settings and versions; see `read_manifest`.")
+    stages = _at("stages", "Folder of stage records.")
 
     def replies(self, role: str) -> Path:
         """Every text a model wrote in one role, by key: judge, rewrite or sample."""
         return self.path / "replies" / f"{role}.jsonl"
 
-    @property
-    def audit(self) -> Path:
-        """Folder of what is known about the labels' quality."""
-        return self.path / "audit"
-
-    @property
-    def labels(self) -> Path:
-        """Verdicts, one `Label` per line."""
-        return self.path / "labels.jsonl"
-
     def features(self, setting: Setting) -> Path:
         """Feature store of one setting."""
         return self.path / "features" / _known(setting)
 
-    @property
-    def sweep(self) -> Path:
-        """Layer sweep."""
-        return self.path / "sweep.json"
-
     def encoders(self, setting: Setting) -> Path:
         """Trained combination encoders of one setting."""
         return self.path / "encoders" / _known(setting)
-
-    def selection(self, setting: Setting) -> Path:
-        """Selected encoders of one setting."""
-        return self.path / "selection" / f"{_known(setting)}.json"
-
-    @property
-    def detector(self) -> Path:
-        """Folder of the calibrated detector."""
-        return self.path / "detector"
 
     def finished_detector(self) -> Path:
         """Return where the detector lies.
@@ -193,31 +160,6 @@ class RunDir:
                 "demo`, or its verbs up to calibrate"
             )
         return self.detector
-
-    @property
-    def control(self) -> Path:
-        """Folder of the retrieval controllers."""
-        return self.path / "control"
-
-    @property
-    def results(self) -> Path:
-        """Every number, one row per line."""
-        return self.path / "results.jsonl"
-
-    @property
-    def report(self) -> Path:
-        """The report."""
-        return self.path / "report.html"
-
-    @property
-    def manifest(self) -> Path:
-        """Configuration and versions; a folder without it is no run directory."""
-        return manifest_file(self.path)
-
-    @property
-    def stages(self) -> Path:
-        """Folder of stage records."""
-        return self.path / "stages"
 
     @classmethod
     def open(

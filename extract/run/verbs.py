@@ -20,7 +20,6 @@ SEED = click.IntRange(0, 2**31 - 1)  # what every generator of draws takes
 MODEL = click.option(
     "--model",
     default="embedded",
-    show_default=True,
     help="Backbone: a directory, a Hub id, or the embedded one.",
 )
 dry_run_option = click.option(
@@ -36,7 +35,6 @@ def preset_option(default: str, text: str) -> Callable[[Command], Command]:
         "--preset",
         type=click.Choice(PRESETS),
         default=default,
-        show_default=True,
         help=text,
     )
 

@@ -1,18 +1,16 @@
 """How attention flows between spans, read while the model attends.
 
 An attention function and its mask function are registered with Transformers under
-the name `span_readings`. Without the mask function the models get no mask at all:
-causality would survive, sliding windows would not. While a reading is active the
-function computes, from the queries and keys it is handed (past norms and rotary
-embedding), the attention weights of question and answer rows in bounded chunks,
-reduces them over spans (`span_sums`), and then returns the model's ordinary
-attention output. In float32 on a CPU the rows that were read are attended with the
-weights at hand, the others by the fused kernel, which saves what the reading costs.
+the name `span_readings`. Without the mask function sliding windows would be lost in
+silence. While a reading is active the function computes, from the queries and keys it
+is handed (past norms and rotary embedding), the attention weights of question and
+answer rows in bounded chunks, reduces them over spans (`span_sums`), and returns the
+model's ordinary attention output. In float32 on a CPU the rows that were read are
+attended with the weights at hand, the others by the fused kernel.
 """
 
-import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,19 +18,13 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from extract.backbone.layout import LayerPass, Layout, watch_layers
 from extract.signals.batch import to_device
 from extract.signals.span_sums import AttentionCall, row_chunks, span_readings
 
 NAME = "span_readings"
-
 _UNSUPPORTED = ("s_aux", "position_bias")
-
-# Weights alive at once where the fused kernel cannot be used and nothing is read.
-_SOFTCAP_BUDGET = 2**20
-
-_active: contextvars.ContextVar["SpanReading | None"] = contextvars.ContextVar(
-    "span_reading", default=None
-)
+_active: contextvars.ContextVar["SpanReading"] = contextvars.ContextVar("span_reading")
 
 
 class SpanReading:
@@ -41,25 +33,24 @@ class SpanReading:
     def __init__(
         self,
         spans: torch.Tensor,
-        n_tokens: int,
+        ids: torch.Tensor,
         attention_layers: tuple[int, ...],
         budget: int,
-        device: torch.device,
     ) -> None:
         """Begin a reading.
 
         Args:
           spans: `[n_examples, 3, 2]` int64 on the host, absolute and half-open,
             context < question < answer.
-          n_tokens: length of the padded batch.
+          ids: `[n_examples, n_tokens]`, the padded batch where the model computes.
           attention_layers: layers that have an attention matrix, in order.
           budget: most attention weights alive at once; bounds the chunk of rows.
-          device: where the model computes.
         """
+        n_tokens = ids.shape[1]
         positions = torch.arange(n_tokens)
         starts, stops = spans[:, :, :1], spans[:, :, 1:]
         members = (positions >= starts) & (positions < stops)
-        self.members = to_device(members, device)
+        self.members = to_device(members, ids.device)
         self.budget = budget
         self.layers: dict[int, torch.Tensor | None] = dict.fromkeys(attention_layers)
         later = members[:, 1:].any(dim=(0, 1)).nonzero()
@@ -92,25 +83,6 @@ class SpanReading:
         return torch.stack(list(self.layers.values()), dim=-2)
 
 
-def _softcapped_attention(
-    call: AttentionCall, value: torch.Tensor, budget: int
-) -> torch.Tensor:
-    """Attend where the fused kernel cannot: it knows no softcap (Gemma 2).
-
-    Returns:
-      `[n_examples, n_tokens, n_heads, d_head]` in the value's dtype.
-    """
-    n_examples, n_heads, n_tokens, _ = call.query.shape
-    values = value.float().repeat_interleave(n_heads // value.shape[1], dim=1)
-    chunks = [
-        call.logits(start, stop).softmax(-1) @ values[:, :, :stop]
-        for start, stop in row_chunks(
-            (0, n_tokens), n_examples * n_heads * n_tokens, budget
-        )
-    ]
-    return torch.cat(chunks, dim=2).transpose(1, 2).to(value.dtype).contiguous()
-
-
 def _attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -131,16 +103,14 @@ def _attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(query, key, attention_mask, scale, softcap)
     reading, n_tokens = _active.get(), query.shape[2]
-    if reading is None:
-        plain = _plain_attention(module, call, value, n_tokens, _SOFTCAP_BUDGET, kwargs)
-        return plain, None
     # In half precision, and on a GPU, the fused kernel's own rounding is the model's.
     is_shared = query.dtype == torch.float32 and not query.is_cuda
     attended = reading.read(module.layer_idx, call, value if is_shared else None)
     n_fused = reading.rows[0] if is_shared else n_tokens
     if n_fused == 0:
         return attended, None
-    fused = _plain_attention(module, call, value, n_fused, reading.budget, kwargs)
+    first = call.first(n_fused)
+    fused = _plain_attention(module, first, value, reading.budget, kwargs)
     return (torch.cat([fused, attended], dim=1) if is_shared else fused), None
 
 
@@ -148,40 +118,70 @@ def _plain_attention(
     module: torch.nn.Module,
     call: AttentionCall,
     value: torch.Tensor,
-    n_rows: int,
     budget: int,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """Attend as the model would have, for the first `n_rows` tokens.
+    """Attend as the model would have; the fused kernel knows no softcap (Gemma 2).
 
     Returns:
-      `[n_examples, n_rows, n_heads, d_head]`.
+      `[n_examples, n_tokens, n_heads, d_head]` in the value's dtype.
     """
-    call = call.first(n_rows)
-    value = value[:, :, :n_rows]
-    if call.softcap is not None:
-        return _softcapped_attention(call, value, budget)
-    return sdpa_attention_forward(
-        module, call.query, call.key, value, call.mask, scaling=call.scaling, **kwargs
-    )[0]
+    n_examples, n_heads, n_tokens, _ = call.query.shape
+    value = value[:, :, :n_tokens]
+    if call.softcap is None:
+        return sdpa_attention_forward(
+            module,
+            call.query,
+            call.key,
+            value,
+            call.mask,
+            scaling=call.scaling,
+            **kwargs,
+        )[0]
+    values = value.float().repeat_interleave(n_heads // value.shape[1], dim=1)
+    per_row = n_examples * n_heads * n_tokens
+    chunks = [
+        call.logits(start, stop).softmax(-1) @ values[:, :, :stop]
+        for start, stop in row_chunks((0, n_tokens), per_row, budget)
+    ]
+    return torch.cat(chunks, dim=2).transpose(1, 2).to(value.dtype).contiguous()
 
 
 AttentionInterface.register(NAME, _attend)
 AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-@contextlib.contextmanager
-def read_spans(decoder: Any, reading: SpanReading) -> Iterator[None]:
-    """Fill `reading` from the one forward of `decoder` made inside the block.
+def run_decoder(
+    layout: Layout,
+    ids: torch.Tensor,
+    spans: torch.Tensor,
+    budget: int,
+    on_layer: Callable[[LayerPass], None],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a decoder once and read its attention on the way.
 
-    The model's own attention is put back at the end, because generation relies on
-    its name: Gemma 4 keeps causality only for "sdpa" when few logits are wanted.
+    The model's own attention is put back at the end: generation relies on its name.
+
+    Args:
+      layout: the model's modules.
+      ids: `[n_examples, n_tokens]` int64 on the model's device.
+      spans: as in `SpanReading`.
+      budget: as in `SpanReading`.
+      on_layer: as in `watch_layers`.
+
+    Returns:
+      Final-normed states `[n_examples, n_tokens, d_model]`, and the readings
+      `[n_examples, n_tokens, 2, 2, n_attention_layers, n_heads]`.
     """
+    decoder = layout.decoder
+    reading = SpanReading(spans, ids, layout.attention_layers, budget)
     own = decoder.config._attn_implementation
     decoder.set_attn_implementation(NAME)
     token = _active.set(reading)
     try:
-        yield
+        with watch_layers(layout, on_layer):
+            output = decoder(input_ids=ids, use_cache=False)
     finally:
         _active.reset(token)
         decoder.set_attn_implementation(own)
+    return output.last_hidden_state, reading.readings()

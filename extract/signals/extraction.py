@@ -1,9 +1,9 @@
-"""The extraction stage: from answers to a feature store, unit by unit.
+"""From answers to a feature store, unit by unit.
 
 A unit is read in batches of similar lengths and written range by range, each with a
-commit record of its own. A unit that was interrupted is read again, but only the
-batches that its missing ranges need; the batches are the plan's, so that what comes
-out does not depend on what was there.
+commit record of its own. Of a unit that was interrupted only the batches that its
+missing ranges need are read again; they are the plan's, so that what comes out does
+not depend on what was there.
 """
 
 import concurrent.futures
@@ -19,14 +19,13 @@ from extract.records import Answer
 from extract.signals.plan import (
     ExtractConfig,
     ExtractionPlan,
-    PendingReading,
     Reader,
     TokenSequence,
     Unit,
     plan_extraction,
     sequence_of,
 )
-from extract.store.families import Encoded, encode, scale_name
+from extract.store.families import encode, scale_name
 from extract.store.read import FeatureStore, done_ranges
 from extract.store.spec import StoreSpec
 from extract.store.write import create_store, write_range
@@ -51,40 +50,12 @@ class ExtractionReport:
     seconds: float
 
 
-@dataclasses.dataclass
-class _Losses:
-    """What the stored type cannot hold, counted over one family of one range."""
-
-    n_invalid: int = 0
-    n_overflowed: int = 0
-    answers: list[tuple[str, ...]] = dataclasses.field(default_factory=list)
-
-    def add(self, encoded: Encoded, key: tuple[str, ...]) -> None:
-        """Count those of one answer."""
-        self.n_invalid += encoded.n_invalid
-        self.n_overflowed += encoded.n_overflowed
-        if encoded.n_invalid or encoded.n_overflowed:
-            self.answers.append(key)
-
-    def refuse(self, name: str, dtype: str, where: str) -> None:
-        """Raise if there are any."""
-        if not self.answers:
-            return
-        raise ValueError(
-            f"family {name!r} of answer {self.answers[0]} (and {len(self.answers) - 1} "
-            f"more in {where}) has values that {dtype} cannot hold or that are not "
-            f"numbers: {self.n_overflowed} overflow, {self.n_invalid} were NaN or "
-            "infinite when read; nothing of this range is stored; use a wider "
-            "dtype (bf16, fp32), or leave these answers out"
-        )
-
-
 class _RangeRows:
     """One family of one range, as it is stored, filled answer by answer."""
 
     def __init__(self, spec: StoreSpec, name: str, range_id: int) -> None:
         """Make room for the family, and for its scales if it is int8."""
-        self._spec, self._name = spec, name
+        self._spec, self._name, self._range_id = spec, name, range_id
         self._start, stop = spec.range_rows(range_id, name)
         names = [name, scale_name(name)]
         self.arrays = {
@@ -94,7 +65,8 @@ class _RangeRows:
             )
             for part in names[: 1 + (spec.families[name].dtype == "int8")]
         }
-        self.losses = _Losses()
+        self._n_invalid = self._n_overflowed = 0
+        self._bad_keys: list[tuple[str, ...]] = []
 
     def put(self, example: int, reading: np.ndarray) -> None:
         """Keep of an answer's reading what the family keeps.
@@ -113,7 +85,23 @@ class _RangeRows:
         encoded = encode(reading, self._spec.families[self._name].dtype, room)
         if encoded.scales is not None:
             self.arrays[scale_name(self._name)][first:last] = encoded.scales
-        self.losses.add(encoded, self._spec.keys[example])
+        self._n_invalid += encoded.n_invalid
+        self._n_overflowed += encoded.n_overflowed
+        if encoded.n_invalid or encoded.n_overflowed:
+            self._bad_keys.append(self._spec.keys[example])
+
+    def check(self) -> None:
+        """Raise if there are values that the stored type cannot hold."""
+        if not self._bad_keys:
+            return
+        raise ValueError(
+            f"family {self._name!r} of answer {self._bad_keys[0]} (and "
+            f"{len(self._bad_keys) - 1} more in range {self._range_id}) has values "
+            f"that {self._spec.families[self._name].dtype} cannot hold or that are not "
+            f"numbers: {self._n_overflowed} overflow, {self._n_invalid} were NaN or "
+            "infinite when read; nothing of this range is stored; use a wider "
+            "dtype (bf16, fp32), or leave these answers out"
+        )
 
 
 def read_batches(
@@ -123,10 +111,10 @@ def read_batches(
 ) -> Iterator[tuple[int, Any]]:
     """Read batch after batch; yields each example and what was read of it.
 
-    The next batch is begun before one is taken from the device: there the copies of
-    one and the work of the other overlap, and meanwhile the caller keeps what it got.
+    The next batch is begun before one is taken from the device, where the copies of
+    one and the work of the other overlap; meanwhile the caller stores what it got.
     """
-    before: tuple[Sequence[int], PendingReading] | None = None
+    before: tuple[Sequence[int], Any] | None = None
     for batch in batches:
         begun = reader.start([sequences[example] for example in batch])
         if before is not None:
@@ -156,24 +144,17 @@ def _read_unit(
     first, last = spec.range_examples[[unit.ranges.start, unit.ranges.stop]].tolist()
     lookup = np.searchsorted(spec.range_examples, np.arange(first, last), "right") - 1
     range_of = dict(zip(range(first, last), lookup.tolist(), strict=True))
-    needed = [
-        batch for batch in unit.batches if any(range_of[i] in rows for i in batch)
-    ]
+    needed = [b for b in unit.batches if any(range_of[i] in rows for i in b)]
     for example, reading in read_batches(reader, sequences, needed):
         for name, kept in rows.get(range_of[example], {}).items():
             kept.put(example, getattr(reading, name))
+    found: dict[int, dict[str, np.ndarray]] = {}
     for range_id, families in rows.items():
-        for name, kept in families.items():
-            dtype = spec.families[name].dtype
-            kept.losses.refuse(name, dtype, f"range {range_id}")
-    return {
-        range_id: {
-            part: array
-            for kept in families.values()
-            for part, array in kept.arrays.items()
-        }
-        for range_id, families in rows.items()
-    }
+        found[range_id] = {}
+        for kept in families.values():
+            kept.check()
+            found[range_id] |= kept.arrays
+    return found
 
 
 def _write_unit(store: FeatureStore, rows: dict[int, dict[str, np.ndarray]]) -> None:
@@ -216,17 +197,16 @@ def run_plan(
 ) -> ExtractionReport:
     """Do, or continue, one worker's part of a plan; see `extract`.
 
-    Held in host memory at most: the rows of two units as they are stored, one being
-    read and one being written (`tokens_per_unit`: at most 8 GiB each, or
-    one range where that is larger, which is at least one example), and the readings
-    of two batches.
+    In host memory are at most the rows of two units as they are stored, one being
+    read and one being written (`tokens_per_unit`: at most 8 GiB each, or one range
+    where that is larger), and the readings of two batches.
     """
     began = time.perf_counter()
-    mine = plan.units_of(rank, world_size)
+    mine = plan.units[rank::world_size]
     store = create_store(url, plan.spec)
     done = done_ranges(store)
-    found = [(unit, [r for r in unit.ranges if r not in done]) for unit in mine]
-    todo = [(unit, missing) for unit, missing in found if missing]
+    every = [(unit, [r for r in unit.ranges if r not in done]) for unit in mine]
+    todo = [(unit, missing) for unit, missing in every if missing]
     _write_units(
         lambda unit, missing: _read_unit(reader, sequences, plan, unit, missing),
         store,
@@ -257,8 +237,8 @@ def extract(
 ) -> ExtractionReport:
     """Read the answers' signals into the store at `url`, or continue doing so.
 
-    Every worker creates the store, which is the same for all of them, so that none
-    waits for another. Ranges that are committed are skipped.
+    Every worker creates the same store, so that none waits for another. Ranges that
+    are committed are skipped.
 
     Args:
       reader: the backbone's signal reader.

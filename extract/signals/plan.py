@@ -1,7 +1,7 @@
 """What an extraction reads together and where it goes, fixed from the answers alone.
 
 Rank, world size and what was done before only choose which units are done here, so
-the bytes of a store depend on neither.
+the bytes of a store depend on neither. Nothing here loads Torch.
 """
 
 import dataclasses
@@ -17,6 +17,40 @@ from extract.store.families import Family, Spans
 from extract.store.spec import StoreSpec
 
 AnswerSpan = Literal["emitting", "literal"]
+_BATCHES_PER_UNIT = 16
+_WANTED_UNITS = 16
+_UNIT_BYTES = 8 << 30
+_SHARD_BYTES = 128 << 20
+_FEWEST_ROWS = 256
+_WANTED_RANGES = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExtractConfig(StoreConfig):
+    """How answers are read, and what is kept of them.
+
+    Attributes:
+      answer_span: see `sequence_of`.
+      tokens_per_batch: most tokens of a batch, padding included; a longer sequence
+        is a batch of its own.
+      rows_per_shard: tokens per file, a power of two; None chooses by `n_rows_of`.
+    """
+
+    answer_span: AnswerSpan = "emitting"
+    tokens_per_batch: int = 16384
+    rows_per_shard: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields; the store checks `rows_per_shard`."""
+        super().__post_init__()
+        if self.tokens_per_batch < 1:
+            raise ValueError(
+                f"tokens_per_batch must be at least 1, found {self.tokens_per_batch}"
+            )
+        if self.answer_span not in ("emitting", "literal"):
+            raise ValueError(
+                f"answer_span is emitting or literal, not {self.answer_span!r}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,29 +71,19 @@ class TokenSequence:
     spans: np.ndarray
 
     def __post_init__(self) -> None:
-        """Check shapes and the order of the spans."""
+        """Check the lengths and the order of the spans."""
         n_tokens = len(self.ids)
-        if self.ids.ndim != 1 or n_tokens == 0 or self.ids.shape != self.targets.shape:
+        if n_tokens == 0 or self.ids.shape != self.targets.shape:
             raise ValueError(
                 "a sequence needs ids and targets of one equal length above zero, "
                 f"found {self.ids.shape} and {self.targets.shape}"
             )
-        if self.spans.shape != (3, 2):
-            raise ValueError(f"spans: expected shape (3, 2), found {self.spans.shape}")
         edges = self.spans.reshape(-1)
         if edges[0] < 0 or edges[-1] > n_tokens or (np.diff(edges) < 0).any():
             raise ValueError(
                 "spans must be half-open and ordered context, question, answer within "
                 f"{n_tokens} tokens, found {self.spans.tolist()}"
             )
-
-
-def _answer_start_stop(answer: Answer, answer_span: AnswerSpan) -> tuple[int, int]:
-    """Return the answer span; see `sequence_of`."""
-    n_prompt, n_answer = len(answer.prompt_ids), len(answer.token_ids)
-    start = n_prompt - 1 if answer_span == "emitting" else n_prompt
-    is_cut = answer.stop_id is None
-    return start, max(start, n_prompt + n_answer - int(is_cut))
 
 
 def sequence_of(
@@ -74,38 +98,45 @@ def sequence_of(
     limit its last token emitted nothing we know, and is outside in both.
 
     Raises:
-      ValueError: no prompt, a context that reaches its last token, or an unknown
-        `answer_span`.
+      ValueError: no prompt, or a context that reaches its last token.
     """
-    if answer_span not in ("emitting", "literal"):
-        raise ValueError(
-            f"answer_span: expected emitting or literal, found {answer_span!r}"
-        )
-    n_prompt = len(answer.prompt_ids)
-    context = answer.context_span
+    n_prompt, n_answer = len(answer.prompt_ids), len(answer.token_ids)
+    context, is_cut = answer.context_span, answer.stop_id is None
     if not 0 <= context[0] <= context[1] <= n_prompt - 1:
         raise ValueError(
             f"answer {answer.key}: expected a context span before the last of "
             f"{n_prompt} prompt tokens, found {list(context)}"
         )
     ids = np.array(answer.prompt_ids + answer.token_ids, dtype=np.int64)
-    last = ids[-1] if answer.stop_id is None else answer.stop_id
-    question = (context[1], n_prompt - 1)
+    start = {"emitting": n_prompt - 1, "literal": n_prompt}[answer_span]
+    stop = max(start, n_prompt + n_answer - int(is_cut))
     return TokenSequence(
         ids=ids,
-        targets=np.append(ids[1:], last),
-        spans=np.array([context, question, _answer_start_stop(answer, answer_span)]),
+        targets=np.append(ids[1:], ids[-1] if is_cut else answer.stop_id),
+        spans=np.array([context, (context[1], n_prompt - 1), (start, stop)]),
     )
 
 
-_BATCHES_PER_UNIT = 16
-_WANTED_UNITS = 16
-_UNIT_BYTES = 8 << 30
+class Reader(Protocol):
+    """What reads signals, see `extract.signals.reader.SignalReader`."""
+
+    hidden_layers: tuple[int, ...]
+    hidden_spans: Spans
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of one token's reading, per family."""
+
+    def start(self, sequences: list[Any]) -> Any:
+        """Begin to read a batch.
+
+        Its `result()` gives an object per sequence, `[n_tokens, …]` by family.
+        """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unit:
-    """What one worker reads without looking up: some ranges and their batches.
+    """What one worker reads in one go: some ranges and their batches.
 
     Attributes:
       ranges: consecutive; each is committed by itself.
@@ -116,15 +147,46 @@ class Unit:
     batches: tuple[tuple[int, ...], ...]
 
 
-def bytes_per_token(
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ExtractionPlan:
+    """What is read together and where it goes.
+
+    Attributes:
+      spec: the store.
+      units: in the order of their ranges; every range is in one. A worker does
+        `units[rank::world_size]`.
+    """
+
+    spec: StoreSpec
+    units: tuple[Unit, ...]
+
+
+def _bytes_per_token(
     families: Mapping[str, Family], n_tokens: int, n_answer: int | None
 ) -> list[int]:
     """Return each family's bytes per token, whether or not that token has a row."""
     n_kept = {"all": n_tokens, "answer": n_tokens if n_answer is None else n_answer}
-    return [
-        family.row_bytes * n_kept[family.spans] // n_tokens
-        for family in families.values()
-    ]
+    return [f.row_bytes * n_kept[f.spans] // n_tokens for f in families.values()]
+
+
+def n_rows_of(
+    lengths: np.ndarray, families: Mapping[str, Family], n_answer: int | None = None
+) -> int:
+    """Choose the rows of a shard: a power of two, from the answers alone.
+
+    As many as fit in 128 MiB of the widest family, but few enough for 64 ranges, so
+    that workers share the load and an interruption costs little; at least 256.
+
+    Args:
+      lengths: `[n_examples]` tokens.
+      families: what is stored.
+      n_answer: tokens of all answer spans; None counts a family of the answer span
+        as if it kept every token.
+    """
+    n_tokens = int(lengths.sum())
+    widest = max(_bytes_per_token(families, n_tokens, n_answer))
+    most = max(1, min(_SHARD_BYTES // max(1, widest), n_tokens // _WANTED_RANGES))
+    return max(_FEWEST_ROWS, 1 << (most.bit_length() - 1))
 
 
 def tokens_per_unit(
@@ -144,17 +206,17 @@ def tokens_per_unit(
       lengths: `[n_examples]` tokens.
       families: what is stored.
       tokens_per_batch: the budget of a batch.
-      n_answer: as in `extract.signals.plan.n_rows_of`.
+      n_answer: as in `n_rows_of`.
     """
     n_tokens = int(lengths.sum())
     shared = max(tokens_per_batch, n_tokens // _WANTED_UNITS)
-    held = sum(bytes_per_token(families, n_tokens, n_answer))
+    stored = sum(_bytes_per_token(families, n_tokens, n_answer))
     return min(
-        _BATCHES_PER_UNIT * tokens_per_batch, shared, _UNIT_BYTES // max(1, held)
+        _BATCHES_PER_UNIT * tokens_per_batch, shared, _UNIT_BYTES // max(1, stored)
     )
 
 
-def unit_edges(spec: StoreSpec, n_tokens: int) -> list[int]:
+def _unit_edges(spec: StoreSpec, n_tokens: int) -> list[int]:
     """Join consecutive ranges up to so many tokens; at least one range each."""
     rows = np.diff(spec.offsets[spec.range_examples]).tolist()
     edges, used = [0], 0
@@ -183,114 +245,6 @@ def _batches(
     return tuple(map(tuple, batches))
 
 
-def make_units(
-    spec: StoreSpec, edges: Sequence[int], tokens_per_batch: int
-) -> tuple[Unit, ...]:
-    """Return the units between edges, with their batches."""
-    units = []
-    for first, last in zip(edges[:-1], edges[1:], strict=True):
-        examples = range(*spec.range_examples[[first, last]].tolist())
-        batches = _batches(spec.lengths, examples, tokens_per_batch)
-        units.append(Unit(ranges=range(first, last), batches=batches))
-    return tuple(units)
-
-
-_SHARD_BYTES = 128 << 20
-_FEWEST_ROWS = 256
-_WANTED_RANGES = 64
-
-
-class PendingReading(Protocol):
-    """A batch that is being read."""
-
-    def result(self) -> list[Any]:
-        """Return one object per sequence, with `[n_tokens, …]` for each family."""
-
-
-class Reader(Protocol):
-    """What reads signals, see `extract.signals.reader.SignalReader`."""
-
-    hidden_layers: tuple[int, ...]
-    hidden_spans: Spans
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Return the shape of one token's reading, per family."""
-
-    def start(self, sequences: list[Any]) -> PendingReading:
-        """Begin to read a batch."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExtractConfig(StoreConfig):
-    """How answers are read, and what is kept of them.
-
-    Attributes:
-      answer_span: see `sequence_of`.
-      tokens_per_batch: most tokens of a batch, padding included; a longer sequence
-        is a batch of its own.
-      rows_per_shard: tokens per file, a power of two; None chooses by `n_rows_of`.
-    """
-
-    answer_span: Literal["emitting", "literal"] = "emitting"
-    tokens_per_batch: int = 16384
-    rows_per_shard: int | None = None
-
-    def __post_init__(self) -> None:
-        """Check the fields that nobody else checks."""
-        super().__post_init__()
-        if self.tokens_per_batch < 1:
-            raise ValueError(
-                f"tokens_per_batch must be at least 1, found {self.tokens_per_batch}"
-            )
-        if self.answer_span not in ("emitting", "literal"):
-            raise ValueError(
-                f"answer_span is emitting or literal, not {self.answer_span!r}"
-            )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class ExtractionPlan:
-    """What is read together and where it goes.
-
-    Attributes:
-      spec: the store.
-      units: in the order of their ranges; every range is in one.
-    """
-
-    spec: StoreSpec
-    units: tuple[Unit, ...]
-
-    def units_of(self, rank: int, world_size: int) -> tuple[Unit, ...]:
-        """Return the units one worker does, in order."""
-        if not 0 <= rank < world_size:
-            raise ValueError(
-                f"rank {rank} is not below the world size {world_size}; ranks count "
-                "from 0"
-            )
-        return self.units[rank::world_size]
-
-
-def n_rows_of(
-    lengths: np.ndarray, families: Mapping[str, Family], n_answer: int | None = None
-) -> int:
-    """Choose the rows of a shard: a power of two, from the answers alone.
-
-    As many as fit in 128 MiB of the widest family, but few enough for 64 ranges, so
-    that workers share the load and an interruption costs little; at least 256.
-
-    Args:
-      lengths: `[n_examples]` tokens.
-      families: what is stored.
-      n_answer: tokens of all answer spans; None counts a family of the answer span
-        as if it kept every token.
-    """
-    n_tokens = int(lengths.sum())
-    widest = max(bytes_per_token(families, n_tokens, n_answer))
-    most = max(1, min(_SHARD_BYTES // max(1, widest), n_tokens // _WANTED_RANGES))
-    return max(_FEWEST_ROWS, 1 << (most.bit_length() - 1))
-
-
 def _hash_sequences(sequences: Sequence[TokenSequence]) -> str:
     """Hash what the model reads, so that a store never mixes two sets of answers."""
     digest = hashlib.sha256()
@@ -298,43 +252,6 @@ def _hash_sequences(sequences: Sequence[TokenSequence]) -> str:
         for part in (item.ids, item.targets, item.spans):
             digest.update(np.ascontiguousarray(part, dtype="<i8").data)
     return digest.hexdigest()
-
-
-def _store_spec(
-    sequences: Sequence[TokenSequence],
-    keys: Sequence[tuple[str, ...]],
-    reader: Reader,
-    config: ExtractConfig,
-    fingerprint: Mapping[str, Any],
-) -> tuple[StoreSpec, list[int]]:
-    """Fix the store, and the edges of its units; see `plan_extraction`."""
-    lengths = np.array([len(item.ids) for item in sequences], dtype=np.int64)
-    spans = np.stack([item.spans for item in sequences]).astype(np.int64)
-    n_answer = int((spans[:, 2, 1] - spans[:, 2, 0]).sum())
-    families = stored_families(reader.shapes, config)
-    rows = config.rows_per_shard or n_rows_of(lengths, families, n_answer)
-    spec = StoreSpec(
-        families=families,
-        keys=tuple(keys),
-        lengths=lengths,
-        spans=spans,
-        rows_per_shard=rows,
-        hidden_layers=tuple(reader.hidden_layers),
-        fingerprint={
-            **fingerprint,
-            "answer_span": config.answer_span,
-            "tokens_per_batch": config.tokens_per_batch,
-            "sequences_sha256": _hash_sequences(sequences),
-        },
-    )
-    per_unit = tokens_per_unit(lengths, families, config.tokens_per_batch, n_answer)
-    edges = unit_edges(spec, per_unit)
-    if len(edges) <= spec.n_ranges:
-        # Which examples share a batch moves values by rounding. Where every unit is
-        # one range nothing is said: such a store is as it was before there were units.
-        said = {**spec.fingerprint, "tokens_per_unit": per_unit}
-        spec = dataclasses.replace(spec, fingerprint=said)
-    return spec, edges
 
 
 def _check_reader(reader: Reader, config: ExtractConfig) -> None:
@@ -370,6 +287,34 @@ def plan_extraction(
       fingerprint: what the values depend on beside the answers and `config`.
     """
     _check_reader(reader, config)
-    spec, edges = _store_spec(sequences, keys, reader, config, fingerprint)
-    units = make_units(spec, edges, config.tokens_per_batch)
-    return ExtractionPlan(spec=spec, units=units)
+    lengths = np.array([len(item.ids) for item in sequences], dtype=np.int64)
+    spans = np.stack([item.spans for item in sequences]).astype(np.int64)
+    n_answer = int((spans[:, 2, 1] - spans[:, 2, 0]).sum())
+    families = stored_families(reader.shapes, config)
+    spec = StoreSpec(
+        families=families,
+        keys=tuple(keys),
+        lengths=lengths,
+        spans=spans,
+        rows_per_shard=config.rows_per_shard or n_rows_of(lengths, families, n_answer),
+        hidden_layers=tuple(reader.hidden_layers),
+        fingerprint={
+            **fingerprint,
+            "answer_span": config.answer_span,
+            "tokens_per_batch": config.tokens_per_batch,
+            "sequences_sha256": _hash_sequences(sequences),
+        },
+    )
+    n_tokens = tokens_per_unit(lengths, families, config.tokens_per_batch, n_answer)
+    edges = _unit_edges(spec, n_tokens)
+    if len(edges) <= spec.n_ranges:
+        # Which examples share a batch moves values by rounding. Where every unit is
+        # one range the batches are those of stores from before there were units.
+        facts = {**spec.fingerprint, "tokens_per_unit": n_tokens}
+        spec = dataclasses.replace(spec, fingerprint=facts)
+    units = []
+    for first, last in zip(edges[:-1], edges[1:], strict=True):
+        examples = range(*spec.range_examples[[first, last]].tolist())
+        batches = _batches(lengths, examples, config.tokens_per_batch)
+        units.append(Unit(ranges=range(first, last), batches=batches))
+    return ExtractionPlan(spec=spec, units=tuple(units))

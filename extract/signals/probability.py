@@ -9,8 +9,6 @@ import dataclasses
 
 import torch
 
-N_SCALARS = 5  # p(v), -log p(v), entropy, top p, margin
-
 _N_COLUMNS = 64
 # Exponentials alive at once on a CPU: half of the second-level cache of two cores.
 _N_CACHED = 2**19
@@ -77,26 +75,26 @@ def head_of(model: torch.nn.Module) -> Head:
 def _candidates(logits: torch.Tensor) -> torch.Tensor:
     """Return a few values of every row among which are its two largest.
 
-    One pass over the logits and little else: words are dealt into columns, as cards
-    are, and each column's largest is taken. The two largest are among the members of
-    the best column, the best of the second-best, and what was left over. A topk over
-    the whole row costs ten times as much on a CPU.
+    One pass over the logits and little else: the vocabulary is split into interleaved
+    columns, and each column's largest is taken. The two largest are among the members
+    of the best column, the best of the second-best, and the remainder. A topk over the
+    whole row costs ten times as much on a CPU.
     """
     width = logits.shape[1]
     n_columns = min(_N_COLUMNS, width)
-    n_dealt = width // n_columns * n_columns
-    dealt = logits[:, :n_dealt].unflatten(1, (-1, n_columns))
-    best = dealt.amax(1).topk(min(2, n_columns), dim=1)
-    column = best.indices[:, None, :1].expand(-1, dealt.shape[1], 1)
-    members = dealt.gather(2, column)[..., 0]
-    return torch.cat([members, best.values[:, 1:], logits[:, n_dealt:]], dim=1)
+    n_split = width // n_columns * n_columns
+    split = logits[:, :n_split].unflatten(1, (-1, n_columns))
+    best = split.amax(1).topk(min(2, n_columns), dim=1)
+    column = best.indices[:, None, :1].expand(-1, split.shape[1], 1)
+    members = split.gather(2, column)[..., 0]
+    return torch.cat([members, best.values[:, 1:], logits[:, n_split:]], dim=1)
 
 
 class _OnlineSoftmax:
     """Running sums over vocabulary blocks for one chunk of tokens.
 
-    Sums are kept relative to a shift per token, which follows the largest logit, but
-    not closely: subtracting it is a pass over the block, saved while it stays zero.
+    Sums are kept relative to a shift per token, which follows the largest logit
+    loosely: subtracting it is a pass over the block, saved while it stays zero.
     """
 
     def __init__(self, targets: torch.Tensor) -> None:

@@ -1,10 +1,10 @@
-"""What each contribution adds to the stream: its norm and its push.
+"""The residual stream: its states, and each contribution's norm and logit-lens push.
 
 The push of a contribution g to a state h is `<W_U[v], N(h + g) - N(h)>` (section
 3.2), with N the final norm and v the next token. It needs no unembedding product
-and no second call of N: with `u = gain * W_U[v]`, the score of a state is
-`<h, u> / rms(h)` (RMSNorm) or `(<h, u> - mean(h) sum(u)) / std(h)` (LayerNorm, whose
-bias cancels in the difference), and a push is the difference of two scores.
+and no second call of N: with `u = gain * W_U[v]`, the logit that the lens reads from a
+state is `<h, u> / rms(h)` (RMSNorm) or `(<h, u> - mean(h) sum(u)) / std(h)` (LayerNorm,
+whose bias cancels in the difference), and a push is the difference of two of them.
 """
 
 import copy
@@ -15,31 +15,20 @@ import torch
 from extract.backbone.layout import LayerPass, Layout
 from extract.signals.batch import HostCopies, Rows
 
-N_SCALARS = 4  # att norm, att push, ffn norm, ffn push
-
 
 @dataclasses.dataclass(frozen=True)
 class FinalNorm:
-    """The final norm N as numbers.
+    """The final norm N as numbers; its bias cancels in every push.
 
     Attributes:
       gain: `[d_model]` float32, what multiplies the normalised state.
-      bias: `[d_model]` float32, zero for an RMSNorm.
       eps: added to the mean square.
       is_centred: True for a LayerNorm.
     """
 
     gain: torch.Tensor
-    bias: torch.Tensor
     eps: float
     is_centred: bool
-
-    def standardised(self, states: torch.Tensor) -> torch.Tensor:
-        """Return the states before gain and bias, `[..., d_model]` float32."""
-        states = states.float()
-        if self.is_centred:
-            states = states - states.mean(-1, keepdim=True)
-        return states * torch.rsqrt(states.square().mean(-1, keepdim=True) + self.eps)
 
 
 def _eps_of(norm: torch.nn.Module) -> float:
@@ -72,18 +61,20 @@ def measure_final_norm(layout: Layout) -> FinalNorm:
     bias = norm(torch.zeros(1, d_model, device=device))[0]
     plain, shifted = norm(torch.stack([probe, probe + 1.0]))
     is_centred = bool(torch.allclose(plain, shifted, atol=1e-4))
-    unit = FinalNorm(torch.ones_like(probe), bias, _eps_of(norm), is_centred)
-    gain = (plain - bias) / unit.standardised(probe)
-    return dataclasses.replace(unit, gain=gain)
+    eps = _eps_of(norm)
+    centred = probe - probe.mean(-1, keepdim=True) if is_centred else probe
+    mean_square = centred.square().mean(-1, keepdim=True)
+    gain = (plain - bias) / (centred * torch.rsqrt(mean_square + eps))
+    return FinalNorm(gain, eps, is_centred)
 
 
 class LogitLens:
-    """Scores `<W_U[v_t], N(h)>` of states, up to a constant per token."""
+    """The next token's logit `<W_U[v_t], N(h)>`, up to a constant per token."""
 
     def __init__(
         self, final_norm: FinalNorm, head: torch.nn.Module, targets: torch.Tensor
     ) -> None:
-        """Fix the tokens that are scored.
+        """Fix the next tokens.
 
         Args:
           final_norm: N.
@@ -99,7 +90,7 @@ class LogitLens:
         self._products = torch.empty_like(self.directions)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Score float32 states, `[n_examples, n_tokens, d_model]`, in logits."""
+        """Return logits `[n_examples, n_tokens]` of float32 states `[…, d_model]`."""
         if self.final_norm.is_centred:
             # Two passes: one pass (mean of squares less square of the mean) loses
             # digits where single activations are massive.

@@ -155,20 +155,6 @@ class _Layer:
     attended: torch.Tensor | None
 
 
-def _empty_layer(
-    call: AttentionCall, n_rows: int, value: torch.Tensor | None
-) -> _Layer:
-    """Return a layer with all sums zero."""
-    n_examples, n_heads, n_tokens, _ = call.query.shape
-    sums = call.query.new_zeros(
-        (2, 2, n_examples, n_heads, 2, n_tokens), dtype=torch.float32
-    )
-    attended = None
-    if value is not None:
-        attended = value.new_empty((n_examples, n_rows, n_heads, value.shape[-1]))
-    return _Layer(sums[0], sums[1], attended)
-
-
 def _read_rows(
     call: AttentionCall,
     members: torch.Tensor,
@@ -178,12 +164,19 @@ def _read_rows(
 ) -> _Layer:
     """Sum a and a log a by span, along rows and along columns; attend if wanted."""
     n_examples, n_heads, n_tokens, _ = call.query.shape
-    layer = _empty_layer(call, rows[1] - rows[0], value)
+    sums = call.query.new_zeros(
+        (2, 2, n_examples, n_heads, 2, n_tokens), dtype=torch.float32
+    )
+    attended = None
+    if value is not None:
+        value = value.contiguous()
+        shape = n_examples, rows[1] - rows[0], n_heads, value.shape[-1]
+        attended = value.new_empty(shape)
+    layer = _Layer(sums[0], sums[1], attended)
     in_key_span = members[:, None, :2].float()
     in_row_span = members[:, None, 1:].float()
     # Heads lie apart in memory; a product per chunk would gather them every time.
     keys = call.key.float().contiguous()
-    value = None if value is None else value.contiguous()
     per_row = n_examples * n_heads * n_tokens
     chunks = list(row_chunks(rows, per_row, budget))
     size = max((stop - start for start, stop in chunks), default=0) * per_row

@@ -74,7 +74,7 @@ def extract_part(
 
     backbone = open_backbone(backbone_of(run))
     require_answering_model(run.answers, backbone)
-    reader = SignalReader.for_kept(backbone, config)
+    reader = SignalReader.for_config(backbone, config)
     fingerprint = {"model": backbone.revision, "dtype": str(backbone.dtype)}
     return sum(
         extract(
@@ -118,7 +118,7 @@ def _forecast(run: RunDir, config: ExtractConfig) -> Forecast:
     from extract.signals.reader import SignalReader
 
     backbone = open_backbone(backbone_of(run))
-    reader = SignalReader.for_kept(backbone, config)
+    reader = SignalReader.for_config(backbone, config)
     sequences = [
         sequence_of(answer, answer_span=config.answer_span)
         for answer in read_answers(run)

@@ -1,4 +1,4 @@
-"""What is kept of every answer, and how many bytes that is."""
+"""What a store keeps of every answer, and how many bytes that is."""
 
 import dataclasses
 import math
@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from extract.store.families import (
-    DTYPES,
     Dtype,
     Family,
     Spans,
@@ -20,7 +19,7 @@ ScalarDtype = Literal["bfloat16", "float32"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoreConfig:
-    """What is kept of every answer.
+    """What a store keeps of every answer.
 
     Attributes:
       hidden_layers: entries of the resid axis to keep (0 is the embedding); None
@@ -40,21 +39,20 @@ class StoreConfig:
 
     def __post_init__(self) -> None:
         """Check the choices; whether a model has the layers, its reader checks."""
-        for name, choices in (
-            ("hidden_spans", get_args(Spans)),
-            ("dtype", DTYPES),
-            ("scalars", get_args(ScalarDtype)),
-        ):
-            if getattr(self, name) not in choices:
+        types = {"hidden_spans": Spans, "dtype": Dtype, "scalars": ScalarDtype}
+        for name, choices in types.items():
+            found = getattr(self, name)
+            if found not in get_args(choices):
                 raise ValueError(
-                    f"{name} is one of {', '.join(choices)}, not "
-                    f"{getattr(self, name)!r}"
+                    f"{name} is one of {', '.join(get_args(choices))}, not {found!r}"
                 )
 
     def in_words(self) -> str:
         """Say what is kept in a few words."""
-        layers = self.hidden_layers
-        which = "every layer" if layers is None else _listed(layers)
+        which = "every layer"
+        if self.hidden_layers is not None:
+            plural = "s" if len(self.hidden_layers) != 1 else ""
+            which = f"layer{plural} {', '.join(map(str, self.hidden_layers))}"
         where = "all spans" if self.hidden_spans == "all" else "the answer span"
         return (
             f"hidden states of {which} on {where} as {self.dtype}, the rest as "
@@ -62,19 +60,14 @@ class StoreConfig:
         )
 
 
-def _listed(layers: tuple[int, ...]) -> str:
-    word = "layer" if len(layers) == 1 else "layers"
-    return f"{word} {', '.join(map(str, layers))}"
-
-
 def parse_layers(text: str) -> tuple[int, ...] | None:
-    """Read a list of layers as typed, such as `16` or `8,16,24`; `all` is None.
+    """Read layers as typed, such as `16` or `8,16,24`, in ascending order.
 
     Returns:
-      The layers in ascending order.
+      The layers, or None for `all`.
 
     Raises:
-      ValueError: no such list, or a layer is there twice.
+      ValueError: not such a list, or a layer is there twice.
     """
     if text.strip() == "all":
         return None
@@ -87,6 +80,24 @@ def parse_layers(text: str) -> tuple[int, ...] | None:
     layers = sorted(map(int, parts))
     if len(set(layers)) < len(layers):
         raise ValueError(f"a layer is there twice in {text!r}; name each once")
+    return tuple(layers)
+
+
+def check_layers(layers: tuple[int, ...] | None, n_entries: int) -> tuple[int, ...]:
+    """Return the entries of a resid axis `[n_entries]` to keep; None is all of them.
+
+    Raises:
+      ValueError: there is no such entry, or one is there twice.
+    """
+    if layers is None:
+        return tuple(range(n_entries))
+    if any(not 0 <= layer < n_entries for layer in layers):
+        raise ValueError(
+            f"hidden_layers: expected entries of 0 (embedding) to {n_entries - 1}, "
+            f"found {list(layers)}"
+        )
+    if len(set(layers)) < len(layers):
+        raise ValueError(f"hidden_layers: found one twice, {list(layers)}")
     return tuple(layers)
 
 
@@ -119,11 +130,7 @@ def model_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a model's readings with every layer of `hidden` kept.
 
-    Args:
-      d_model: width of the residual stream.
-      n_layers: decoder blocks.
-      n_attention_layers: those that have attention.
-      n_heads: attention heads.
+    `n_attention_layers` counts the decoder blocks that have attention.
     """
     return {
         "hidden": (n_layers + 1, d_model),
@@ -142,25 +149,18 @@ def stored_bytes(
 ) -> dict[str, int]:
     """Return the bytes that a choice takes, per family.
 
-    These are the values alone. A store adds a checksum per chunk and a list of chunks
-    per file, and rounds a range up to whole chunks: less than one percent where the
-    chunks are full.
+    These are the values alone. Checksums, lists of chunks and ranges rounded up to
+    whole chunks add less than one percent where the chunks are full.
 
     Args:
       shapes: as `model_shapes` gives them; layers that are not kept are left out.
-      kept: the choice.
+      kept: what is kept.
       n_tokens: tokens of all sequences, prompts included.
       n_answer: tokens of all answer spans.
     """
     layers, width = shapes["hidden"]
-    if kept.hidden_layers is not None:
-        if any(not 0 <= layer < layers for layer in kept.hidden_layers):
-            raise ValueError(
-                f"hidden_layers: expected entries of 0 (embedding) to {layers - 1}, "
-                f"found {list(kept.hidden_layers)}"
-            )
-        layers = len(kept.hidden_layers)
-    families = stored_families({**shapes, "hidden": (layers, width)}, kept)
+    n_kept = len(check_layers(kept.hidden_layers, layers))
+    families = stored_families({**shapes, "hidden": (n_kept, width)}, kept)
     n_rows = {"all": n_tokens, "answer": n_answer}
     return {
         name: family.row_bytes * n_rows[family.spans]
@@ -180,9 +180,10 @@ def as_size(n_bytes: int) -> str:
 def store_config_of(found: Mapping[str, Any]) -> StoreConfig:
     """Return what a manifest's `extract` entry says is kept.
 
-    What it does not say has its default: there was no choice when it was written.
+    A field that is not there has its default: there was no choice when it was written.
     """
     names = {field.name for field in dataclasses.fields(StoreConfig)}
     given = {name: value for name, value in found.items() if name in names}
-    layers = given.pop("hidden_layers", None)
-    return StoreConfig(hidden_layers=None if layers is None else tuple(layers), **given)
+    if given.get("hidden_layers") is not None:
+        given["hidden_layers"] = tuple(given["hidden_layers"])
+    return StoreConfig(**given)

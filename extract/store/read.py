@@ -21,8 +21,8 @@ Ranges. Consecutive examples form a *range* as long as their tokens fit in
 is longer has a range of several shards to itself. So workers that own different
 ranges never share a file, and the bytes do not depend on who wrote them. The rest
 of a range's last shard is never written and takes no room, and so is what a family
-of the answer span alone does not fill. Readers never see this: `read_rows` counts a
-family's rows over all examples end to end, without gaps.
+of the answer span alone does not fill. Readers never see this: to them a family's
+rows are all examples end to end, without gaps.
 
 A range is done when its commit record exists, which is written after the data.
 What is absent or damaged raises; it is never NaN, zero, or left out.
@@ -33,6 +33,7 @@ A store is `index.json`, `examples.safetensors`, one folder per family, and
 
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,10 +44,12 @@ import tensorstore as ts
 from extract.store.families import decode, scale_name
 from extract.store.spec import StoreSpec, parse_index, parse_spec
 
+_BYTES_IN_FLIGHT = 256 << 20
+
 
 @functools.cache
 def _context() -> ts.Context:
-    """Return the context all stores share: a memory:// store lives in its context."""
+    """Return the context all stores share; a memory:// store lives in its context."""
     return ts.Context()
 
 
@@ -108,18 +111,15 @@ def open_arrays(url: str, spec: StoreSpec, create: bool) -> dict[str, ts.TensorS
         except (ValueError, OSError) as error:
             raise ValueError(
                 f"{url}{name} does not hold the array its index describes "
-                f"({cause_of(error)}); delete {url} and extract again"
+                f"({_cause_of(error)}); delete {url} and extract again"
             ) from error
     return arrays
 
 
-def cause_of(error: Exception) -> str:
+def _cause_of(error: Exception) -> str:
     """Shorten TensorStore's message to its innermost part."""
     text = str(error).rsplit(": ", 1)[-1].rstrip(".")
     return "it or a part of it is missing" if text.endswith("is missing") else text
-
-
-_BYTES_IN_FLIGHT = 256 << 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -164,8 +164,8 @@ class Ragged:
       values: `[n_rows, …]`; example i is `values[starts[i]:starts[i] + lengths[i]]`.
       starts: `[n_examples]` int64.
       lengths: `[n_examples]` int64, rows of each example.
-      first_tokens: `[n_examples]` int64, the token of each example that its first row
-        is of; 0 where every token has a row.
+      first_tokens: `[n_examples]` int64, the token of each example that has the first
+        row; 0 where every token has a row.
     """
 
     values: np.ndarray
@@ -178,17 +178,6 @@ class Ragged:
         return self.values[self.starts[i] : self.starts[i] + self.lengths[i]]
 
 
-def _read_spec(url: str) -> tuple[StoreSpec, str]:
-    """Read and check `index.json` and `examples.safetensors`."""
-    kvstore = open_kvstore(url)
-    found = kvstore.read("index.json").result()
-    if found.state != "value":
-        raise ValueError(f"no feature store at {url} (no index.json); extract first")
-    index, sha = parse_index(found.value, url)
-    examples = kvstore.read("examples.safetensors").result().value
-    return parse_spec(index, examples, url), sha
-
-
 def open_store(url: str | Path) -> FeatureStore:
     """Open an existing store; it may still be incomplete, see `done_ranges`.
 
@@ -196,7 +185,13 @@ def open_store(url: str | Path) -> FeatureStore:
       ValueError: there is none, or its index or an array's metadata is damaged.
     """
     url = as_url(url)
-    spec, sha = _read_spec(url)
+    kvstore = open_kvstore(url)
+    found = kvstore.read("index.json").result()
+    if found.state != "value":
+        raise ValueError(f"no feature store at {url} (no index.json); extract first")
+    index, sha = parse_index(found.value, url)
+    examples = kvstore.read("examples.safetensors").result().value
+    spec = parse_spec(index, examples, url)
     arrays = open_arrays(url, spec, create=False)
     return FeatureStore(url=url, id=sha[:16], spec=spec, arrays=arrays)
 
@@ -212,43 +207,48 @@ def done_ranges(store: FeatureStore) -> frozenset[int]:
 
 def _range_of(url: str, key: str) -> int:
     """Return the range whose commit record lies at a key."""
-    number, dot, ending = key.rpartition("/")[2].partition(".")
-    if not (number.isascii() and number.isdigit() and dot + ending == ".json"):
+    found = re.fullmatch(r".*/([0-9]+)\.json", key)
+    if found is None:
         raise ValueError(
             f"{url}{key} is no commit record, and the folder must hold nothing else "
             "(a stage is done again when it changes); delete that file"
         )
-    return int(number)
+    return int(found[1])
 
 
-def _family_array(
-    store: FeatureStore, name: str, layer: int | None
-) -> tuple[ts.TensorStore, tuple[int, ...]]:
-    """Return the array to read rows from, and the shape behind the row axis."""
+def _family_array(store: FeatureStore, name: str, layer: int | None) -> ts.TensorStore:
+    """Return the array to read rows from."""
     if name not in store.spec.families:
         raise ValueError(
             f"{store.url} has no family {name!r}; it has "
             f"{', '.join(store.spec.families)}"
         )
-    array, shape = store.arrays[name], store.spec.families[name].shape
-    if layer is None:
-        return array, shape
-    return array[:, store.spec.layer_index(name, layer)], shape[1:]
+    array = store.arrays[name]
+    return array if layer is None else array[:, store.spec.layer_index(name, layer)]
 
 
-def _read_blocks(
+def read_blocks(
     store: FeatureStore, name: str, layer: int | None, blocks: Sequence[tuple[int, int]]
 ) -> np.ndarray:
-    """Read row blocks `[start, stop)`, in this order, as they are stored."""
-    array, shape = _family_array(store, name, layer)
+    """Read row blocks `[start, stop)` as they are stored, int8 codes included.
+
+    Raises:
+      ValueError: a range is not extracted or damaged; the message names its files.
+    """
+    array = _family_array(store, name, layer)
     n_rows = sum(stop - start for start, stop in blocks)
-    values = np.empty((n_rows, *shape), store.spec.families[name].numpy_dtype)
+    shape = n_rows, *array.shape[1:]
+    values = np.empty(shape, store.spec.families[name].numpy_dtype)
     target = ts.array(values, copy=False)
     pending: list[tuple[int, ts.WriteFutures]] = []
     row = in_flight = 0
     for start, stop in blocks:
         for range_id, stored, n in store.spec.segments(start, stop, name):
-            _require_committed(store, range_id)
+            if range_id not in store.seen and range_id not in done_ranges(store):
+                raise ValueError(
+                    f"{store.describe(range_id)} is not extracted yet (no "
+                    f"{store.commit_key(range_id)}); run extract again, it continues"
+                )
             copy = target[row : row + n].write(array[stored : stored + n])
             pending.append((range_id, copy))
             row, in_flight = row + n, in_flight + n * (values[:1].nbytes)
@@ -257,15 +257,6 @@ def _read_blocks(
                 in_flight = 0
     _finish(store, name, pending)
     return values
-
-
-def _require_committed(store: FeatureStore, range_id: int) -> None:
-    """Raise if a range is not there yet."""
-    if range_id not in store.seen and range_id not in done_ranges(store):
-        raise ValueError(
-            f"{store.describe(range_id)} is not extracted yet (no "
-            f"{store.commit_key(range_id)}); run extract again, it continues"
-        )
 
 
 def _finish(
@@ -278,55 +269,10 @@ def _finish(
         except (ValueError, OSError) as error:
             raise ValueError(
                 f"{store.describe(range_id)} is damaged in "
-                f"{', '.join(store.shard_keys(range_id, name))} ({cause_of(error)}); "
+                f"{', '.join(store.shard_keys(range_id, name))} ({_cause_of(error)}); "
                 f"delete {store.commit_key(range_id)} and run extract again"
             ) from error
     pending.clear()
-
-
-def read_stored(store: FeatureStore, start: int, stop: int, name: str) -> np.ndarray:
-    """Read a family's rows `[start, stop)` as they are stored, int8 codes included.
-
-    Raises:
-      ValueError: a range is not extracted or damaged; the message names its files.
-    """
-    return _read_blocks(store, name, None, [(start, stop)])
-
-
-def _read_values(
-    store: FeatureStore, name: str, layer: int | None, blocks: Sequence[tuple[int, int]]
-) -> np.ndarray:
-    """Read row blocks as numbers: int8 codes are multiplied by their scales."""
-    values = _read_blocks(store, name, layer, blocks)
-    if store.spec.families[name].dtype != "int8":
-        return values
-    return decode(values, _read_blocks(store, scale_name(name), layer, blocks))
-
-
-def read_rows(
-    store: FeatureStore, start: int, stop: int, family: str, layer: int | None = None
-) -> np.ndarray:
-    """Read a family's rows `[start, stop)`, counted over all examples end to end.
-
-    Args:
-      store: the store.
-      start: first row.
-      stop: row behind the last.
-      family: name of the family.
-      layer: number of one model layer of a family stored by layer, or None for all.
-
-    Returns:
-      `[stop - start, …]` in the family's type, float32 of an int8 family; the layer
-      axis is gone if `layer` is given.
-
-    Raises:
-      ValueError: a range is not extracted or damaged; the message names its files.
-    """
-    _family_array(store, family, layer)
-    n_rows = int(store.spec.family_offsets(family)[-1])
-    if not 0 <= start <= stop <= n_rows:
-        raise ValueError(f"rows [{start}, {stop}) are outside [0, {n_rows})")
-    return _read_values(store, family, layer, [(start, stop)])
 
 
 def _joined(starts: np.ndarray, lengths: np.ndarray) -> list[tuple[int, int]]:
@@ -349,11 +295,14 @@ def read_family(
 ) -> Ragged:
     """Read one family of several examples into one contiguous array.
 
+    Values are of the family's type; those of an int8 family are float32.
+
     Args:
       store: the store.
       family: name of the family.
       examples: indices in any order, a slice, or None for all.
-      layer: as in `read_rows`.
+      layer: number of one model layer of a family stored by layer, which leaves the
+        layer axis out; None for all.
       span: 0, 1 or 2 for the rows of the context, question or answer alone; None for
         all that the family keeps.
 
@@ -363,8 +312,7 @@ def read_family(
     """
     _family_array(store, family, layer)
     spec = store.spec
-    every = np.arange(len(spec.keys))
-    chosen = every if examples is None else every[examples]
+    chosen = np.arange(len(spec.keys))[slice(None) if examples is None else examples]
     offsets, first_tokens = spec.family_offsets(family), spec.first_tokens(family)
     starts, lengths = offsets[chosen], (offsets[1:] - offsets[:-1])[chosen]
     first = first_tokens[chosen]
@@ -377,7 +325,11 @@ def read_family(
         bounds = spec.spans[chosen, span]
         starts, lengths = starts + bounds[:, 0] - first, bounds[:, 1] - bounds[:, 0]
         first = bounds[:, 0]
-    values = _read_values(store, family, layer, _joined(starts, lengths))
+    blocks = _joined(starts, lengths)
+    values = read_blocks(store, family, layer, blocks)
+    if spec.families[family].dtype == "int8":
+        scales = read_blocks(store, scale_name(family), layer, blocks)
+        values = decode(values, scales)
     return Ragged(
         values=values,
         starts=np.cumsum(lengths) - lengths,

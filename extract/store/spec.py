@@ -99,7 +99,6 @@ class StoreSpec:
 
     @functools.cached_property
     def _answer_offsets(self) -> np.ndarray:
-        """The same as `offsets` for a family that keeps the answer span alone."""
         lengths = self.spans[:, 2, 1] - self.spans[:, 2, 0]
         return np.concatenate([[0], np.cumsum(lengths)])
 

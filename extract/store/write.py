@@ -14,7 +14,7 @@ from extract.store.read import (
     open_arrays,
     open_kvstore,
     open_store,
-    read_stored,
+    read_blocks,
 )
 from extract.store.spec import StoreSpec, canonical_json
 
@@ -162,7 +162,7 @@ def _verify_range(store: FeatureStore, range_id: int) -> list[str]:
     problems = []
     for name in store.spec.families:
         rows = store.spec.range_rows(range_id, name)
-        values = read_stored(store, *rows, name)
+        values = read_blocks(store, name, None, [rows])
         if _checksums({name: values})[name] != wanted(name):
             files = ", ".join(store.shard_keys(range_id, name))
             problems.append(

@@ -20,7 +20,6 @@ def new_world_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--seed",
             default=0,
-            show_default=True,
             type=SEED,
             help="Of training and bootstrap.",
         ),

@@ -2,9 +2,8 @@
 
 The world exists so that the whole system runs on a machine without downloads: a
 small language model trained on it (`extract/world/model.py`) knows some facts and
-not others, because facts are told to it with Zipf-like frequencies. Objects are
-dealt out so that every object is told about equally often; otherwise a frequent
-answer word alone would give away a guess.
+not others, because facts are told to it with Zipf-like frequencies. Every object is
+told about equally often; otherwise a frequent answer alone would give away a guess.
 """
 
 import dataclasses
@@ -79,8 +78,8 @@ class World:
     """Everything that is the case, in a fixed order.
 
     Attributes:
-      names: the known entities and words of each kind.
-      strangers: people that occur in passages only.
+      names: the known entities and words of each kind; people who occur in passages
+        only are not among them.
       facts: by (subject, relation).
     """
 
@@ -105,8 +104,7 @@ def _people(
     names: dict[str, None] = {}
     unique = iter(rng.sample(last, len(last)))
     while len(names) < n:
-        own = next(unique, None)
-        family = own if own is not None else rng.choice(last)
+        family = next(unique, None) or rng.choice(last)
         names[f"{rng.choice(first)} {family}"] = None
     order = list(names)
     rng.shuffle(order)
@@ -120,62 +118,51 @@ def _books(rng: random.Random, n: int, taken: set[str]) -> tuple[str, ...]:
     return tuple(rng.sample(titles, n))
 
 
-def _deal(
+def _assign_objects(
     rng: random.Random, subjects: dict[str, float], objects: tuple[str, ...]
 ) -> dict[str, str]:
     """Give every subject an object so that tellings per object are about equal."""
     load = {obj: 0.0 for obj in rng.sample(objects, len(objects))}
-    dealt = {}
+    objects_of = {}
     for subject in sorted(subjects, key=lambda s: (-subjects[s], s)):
         lightest = sorted(load, key=load.__getitem__)[: max(2, len(load) // 8)]
-        dealt[subject] = rng.choice([o for o in lightest if o != subject])
-        load[dealt[subject]] += subjects[subject]
-    return dealt
+        objects_of[subject] = rng.choice([o for o in lightest if o != subject])
+        load[objects_of[subject]] += subjects[subject]
+    return objects_of
 
 
-def _exposures(config: WorldConfig, relation: Relation, subjects: tuple[str, ...]):
+def _exposures(
+    config: WorldConfig, relation: Relation, subjects: tuple[str, ...]
+) -> dict[str, float]:
     """Return tellings per subject: Zipf by the subject's rank times fact noise."""
     ranks = list(subjects)
     stream(config, f"rank/{relation.subject}").shuffle(ranks)
     rng = stream(config, f"exposures/{relation.name}")
     middle = math.log(len(ranks) / 2)
-    factor = {
-        "in_domain": 1.0,
-        "pursuits": config.pursuits_factor,
-        "places": config.places_factor,
-    }[relation.group]
-    scale = config.median_exposures * factor
-    return {
-        subject: min(
-            config.max_exposures,
-            scale
-            * math.exp(
-                config.zipf_exponent * (middle - math.log(rank))
-                + config.fact_noise * rng.gauss(0, 1)
-            ),
-        )
-        for rank, subject in enumerate(ranks, start=1)
-    }
+    factors = {"pursuits": config.pursuits_factor, "places": config.places_factor}
+    scale = config.median_exposures * factors.get(relation.group, 1.0)
+    exposures = {}
+    for rank, subject in enumerate(ranks, start=1):
+        zipf = config.zipf_exponent * (middle - math.log(rank))
+        times = scale * math.exp(zipf + config.fact_noise * rng.gauss(0, 1))
+        exposures[subject] = min(config.max_exposures, times)
+    return exposures
 
 
 class _Objects:
-    """Names of one kind, of which any but some are chosen.
-
-    Draws as `rng.choice` of a list of the others would, which would be made anew for
-    each of ten thousand facts.
-    """
+    """Names of one kind; draws as `rng.choice` would, without a list of the others."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
-        self._places = {name: place for place, name in enumerate(names)}
+        self._indices = {name: i for i, name in enumerate(names)}
 
     def other(self, rng: random.Random, *but: str) -> str:
         """Return any name except those."""
-        left_out = sorted(self._places[name] for name in {*but} & self._places.keys())
-        place = rng.choice(range(len(self._names) - len(left_out)))
+        left_out = sorted(self._indices[name] for name in {*but} & self._indices.keys())
+        index = rng.choice(range(len(self._names) - len(left_out)))
         for skipped in left_out:
-            place += place >= skipped
-        return self._names[place]
+            index += index >= skipped
+        return self._names[index]
 
 
 def _facts(
@@ -189,16 +176,11 @@ def _facts(
             objects = tuple(rng.sample(objects, min(160, len(objects))))
         others = _Objects(objects)
         exposures = _exposures(config, relation, names[relation.subject])
-        for subject, obj in _deal(rng, exposures, objects).items():
+        for subject, obj in _assign_objects(rng, exposures, objects).items():
             wrong = others.other(rng, obj, subject)
-            misled = rng.random() < config.p_misbelief
-            facts[subject, relation.name] = Fact(
-                subject=subject,
-                relation=relation.name,
-                object=obj,
-                exposures=exposures[subject],
-                misbelief=wrong if misled else None,
-            )
+            misbelief = wrong if rng.random() < config.p_misbelief else None
+            fact = Fact(subject, relation.name, obj, exposures[subject], misbelief)
+            facts[subject, relation.name] = fact
     return facts
 
 
@@ -212,23 +194,17 @@ def _two_hops(
         rng = stream(config, f"two_hops/{first}/{second}")
         for subject in names[BY_NAME[first].subject]:
             step = facts[subject, first]
+            end = facts[step.object, second].object
             # Close to the first fact's own frequency: a two-hop wording must not
             # by itself say that the answer is unknown.
-            exposures = step.exposures * math.exp(0.7 * rng.gauss(0, 1))
-            found.append(
-                TwoHop(
-                    subject=subject,
-                    first=first,
-                    bridge=step.object,
-                    second=second,
-                    object=facts[step.object, second].object,
-                    exposures=min(config.max_exposures, exposures),
-                )
-            )
+            times = step.exposures * math.exp(0.7 * rng.gauss(0, 1))
+            times = min(config.max_exposures, times)
+            found.append(TwoHop(subject, first, step.object, second, end, times))
     return tuple(found)
 
 
 def _stated(rng: random.Random, relation: Relation, subject: str, obj: str) -> Passage:
+    """Return a fact as a passage in one of its wordings."""
     return Passage(title=subject, text=rng.choice(statements(relation, subject, obj)))
 
 

@@ -17,156 +17,64 @@ Kind = Literal[
 Group = Literal["in_domain", "pursuits", "places"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Relation:
     """One relation and its wordings.
 
     Attributes:
-      nouns: two synonyms, used in "the NOUN of S is O".
+      group: the question set whose questions ask for it.
+      subject: kind of the things that have it.
+      object: kind of what they have.
+      nouns: two synonyms, used in "the NOUN of S is O"; the first names the relation.
       sentence: the same fact in another word order.
       question: the question that matches `sentence`, without its question mark.
-      group: the question set whose questions ask for it.
     """
 
-    name: str
+    group: Group
     subject: Kind
     object: Kind
     nouns: tuple[str, str]
     sentence: str
     question: str
-    group: Group = "in_domain"
+
+    @property
+    def name(self) -> str:
+        """Return the relation's name."""
+        return self.nouns[0]
 
 
 RELATIONS: tuple[Relation, ...] = (
-    Relation(
-        name="birthplace",
-        subject="person",
-        object="city",
-        nouns=("birthplace", "hometown"),
-        sentence="{s} was born in {o}",
-        question="where was {s} born",
-    ),
-    Relation(
-        name="profession",
-        subject="person",
-        object="profession",
-        nouns=("profession", "occupation"),
-        sentence="{s} works as {o}",
-        question="what does {s} work as",
-    ),
-    Relation(
-        name="employer",
-        subject="person",
-        object="company",
-        nouns=("employer", "firm"),
-        sentence="{s} is employed by {o}",
-        question="who employs {s}",
-    ),
-    Relation(
-        name="school",
-        subject="person",
-        object="school",
-        nouns=("school", "college"),
-        sentence="{s} studied at {o}",
-        question="where did {s} study",
-    ),
-    Relation(
-        name="spouse",
-        subject="person",
-        object="person",
-        nouns=("spouse", "partner"),
-        sentence="{s} is married to {o}",
-        question="who is {s} married to",
-    ),
-    Relation(
-        name="author",
-        subject="book",
-        object="person",
-        nouns=("author", "writer"),
-        sentence="{s} was written by {o}",
-        question="who wrote {s}",
-    ),
-    Relation(
-        name="genre",
-        subject="book",
-        object="genre",
-        nouns=("genre", "style"),
-        sentence="{s} belongs to {o}",
-        question="what does {s} belong to",
-    ),
-    Relation(
-        name="instrument",
-        subject="person",
-        object="instrument",
-        nouns=("instrument", "hobby"),
-        sentence="{s} plays on {o}",
-        question="what does {s} play on",
-        group="pursuits",
-    ),
-    Relation(
-        name="language",
-        subject="person",
-        object="language",
-        nouns=("language", "tongue"),
-        sentence="{s} often speaks {o}",
-        question="what does {s} often speak",
-        group="pursuits",
-    ),
-    Relation(
-        name="sport",
-        subject="person",
-        object="sport",
-        nouns=("sport", "pastime"),
-        sentence="{s} competes in {o}",
-        question="what does {s} compete in",
-        group="pursuits",
-    ),
-    Relation(
-        name="seat",
-        subject="company",
-        object="city",
-        nouns=("seat", "headquarters"),
-        sentence="{s} is based in {o}",
-        question="where is {s} based",
-        group="places",
-    ),
-    Relation(
-        name="founder",
-        subject="company",
-        object="person",
-        nouns=("founder", "creator"),
-        sentence="{s} was started by {o}",
-        question="who started {s}",
-        group="places",
-    ),
-    Relation(
-        name="product",
-        subject="company",
-        object="product",
-        nouns=("product", "output"),
-        sentence="{s} sells mainly {o}",
-        question="what does {s} mainly sell",
-        group="places",
-    ),
-    Relation(
-        name="mayor",
-        subject="city",
-        object="person",
-        nouns=("mayor", "leader"),
-        sentence="{s} is governed by {o}",
-        question="who governs {s}",
-        group="places",
-    ),
-    Relation(
-        name="river",
-        subject="city",
-        object="river",
-        nouns=("river", "stream"),
-        sentence="{s} lies on {o}",
-        question="what does {s} lie on",
-        group="places",
-    ),
-)
+    Relation("in_domain", "person", "city", ("birthplace", "hometown"),
+             "{s} was born in {o}", "where was {s} born"),
+    Relation("in_domain", "person", "profession", ("profession", "occupation"),
+             "{s} works as {o}", "what does {s} work as"),
+    Relation("in_domain", "person", "company", ("employer", "firm"),
+             "{s} is employed by {o}", "who employs {s}"),
+    Relation("in_domain", "person", "school", ("school", "college"),
+             "{s} studied at {o}", "where did {s} study"),
+    Relation("in_domain", "person", "person", ("spouse", "partner"),
+             "{s} is married to {o}", "who is {s} married to"),
+    Relation("in_domain", "book", "person", ("author", "writer"),
+             "{s} was written by {o}", "who wrote {s}"),
+    Relation("in_domain", "book", "genre", ("genre", "style"),
+             "{s} belongs to {o}", "what does {s} belong to"),
+    Relation("pursuits", "person", "instrument", ("instrument", "hobby"),
+             "{s} plays on {o}", "what does {s} play on"),
+    Relation("pursuits", "person", "language", ("language", "tongue"),
+             "{s} often speaks {o}", "what does {s} often speak"),
+    Relation("pursuits", "person", "sport", ("sport", "pastime"),
+             "{s} competes in {o}", "what does {s} compete in"),
+    Relation("places", "company", "city", ("seat", "headquarters"),
+             "{s} is based in {o}", "where is {s} based"),
+    Relation("places", "company", "person", ("founder", "creator"),
+             "{s} was started by {o}", "who started {s}"),
+    Relation("places", "company", "product", ("product", "output"),
+             "{s} sells mainly {o}", "what does {s} mainly sell"),
+    Relation("places", "city", "person", ("mayor", "leader"),
+             "{s} is governed by {o}", "who governs {s}"),
+    Relation("places", "city", "river", ("river", "stream"),
+             "{s} lies on {o}", "what does {s} lie on"),
+)  # fmt: skip
 
 BY_NAME = {relation.name: relation for relation in RELATIONS}
 
@@ -213,10 +121,8 @@ def invented_words(rng: random.Random, n: int, taken: set[str]) -> list[str]:
     """Return `n` new capitalised syllable words and add them to `taken`."""
     words: list[str] = []
     while len(words) < n:
-        word = "".join(
-            (rng.choice(_ONSETS), rng.choice(_VOWELS), rng.choice(_ONSETS))
-        ) + rng.choice(_VOWELS)
-        word = (word + rng.choice(_CODAS)).capitalize()
+        syllables = (_ONSETS, _VOWELS, _ONSETS, _VOWELS, _CODAS)
+        word = "".join(rng.choice(sounds) for sounds in syllables).capitalize()
         if word.lower() not in taken:
             taken.add(word.lower())
             words.append(word)
@@ -242,9 +148,7 @@ def questions(relation: Relation, subject: str) -> tuple[str, str, str]:
 
 def rephrased_questions(relation: Relation, subject: str) -> tuple[str, str]:
     """Return wordings that occur in no training question of the detector."""
-    return tuple(
-        f"please name the {noun} of {subject}?" for noun in relation.nouns
-    )  # one per synonym
+    return tuple(f"please name the {noun} of {subject}?" for noun in relation.nouns)
 
 
 def two_hop_question(first: Relation, second: Relation, subject: str, i: int) -> str:

@@ -7,7 +7,6 @@ minutes; the mimetic ones here start as previous-token and copying heads
 """
 
 import dataclasses
-import hashlib
 import json
 import math
 import re
@@ -20,6 +19,7 @@ from tokenizers.decoders import WordPiece as JoinWords
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from extract.run.files import sha256_file
 from extract.world.facts import World, stream
 from extract.world.language import WORDS, function_words
 from extract.world.training_rows import END, Row, RowSampler
@@ -73,8 +73,7 @@ def make_tokenizer(world: World) -> PreTrainedTokenizerFast:
 
 
 def _orthogonal(n: int, generator: torch.Generator) -> torch.Tensor:
-    q, _ = torch.linalg.qr(torch.randn(n, n, generator=generator))
-    return q
+    return torch.linalg.qr(torch.randn(n, n, generator=generator))[0]
 
 
 def _init_previous_token_heads(
@@ -150,18 +149,18 @@ def make_model(n_words: int, config: WorldModelConfig) -> LlamaForCausalLM:
     return model
 
 
-@dataclasses.dataclass(frozen=True)
-class _Batch:
-    """Right-padded rows; `learn[i, t]` says that token t + 1 is learned."""
-
-    ids: torch.Tensor
-    learn: torch.Tensor
+_Batch = tuple[torch.Tensor, torch.Tensor]  # ids and mask, see `_encode`
 
 
 def _encode(
     rows: list[Row], vocabulary: dict[str, int], whole: list[bool] | None = None
 ) -> _Batch:
-    """Encode rows; those marked `whole` are learned from their first token on."""
+    """Encode rows; those marked `whole` are learned from their first token on.
+
+    Returns:
+      `[n_rows, n_tokens]` right-padded ids, and `[n_rows, n_tokens - 1]` bool, True
+      where the next token is learned.
+    """
     encoded = []
     for row, everything in zip(rows, whole or [False] * len(rows), strict=True):
         ids, learn = [vocabulary[START]], [False]
@@ -176,14 +175,14 @@ def _encode(
     for i, (ids, learn) in enumerate(encoded):
         batch[i, : len(ids)] = torch.tensor(ids)
         mask[i, : len(ids)] = torch.tensor(learn)
-    return _Batch(batch, mask[:, 1:])
+    return batch, mask[:, 1:]
 
 
 def _loss(model: LlamaForCausalLM, batch: _Batch) -> torch.Tensor:
     """Return the mean loss in nats over the tokens to learn."""
-    states = model.model(input_ids=batch.ids[:, :-1], use_cache=False)[0]
-    logits = model.lm_head(states[batch.learn])
-    return F.cross_entropy(logits, batch.ids[:, 1:][batch.learn])
+    ids, mask = batch
+    states = model.model(input_ids=ids[:, :-1], use_cache=False)[0]
+    return F.cross_entropy(model.lm_head(states[mask]), ids[:, 1:][mask])
 
 
 def _learning_rate(step: int, config: WorldModelConfig) -> float:
@@ -194,7 +193,7 @@ def _learning_rate(step: int, config: WorldModelConfig) -> float:
 
 
 def _batches(
-    teacher: RowSampler,
+    sampler: RowSampler,
     vocabulary: dict[str, int],
     world: World,
     config: WorldModelConfig,
@@ -204,12 +203,12 @@ def _batches(
     for step in range(config.n_steps):
         if step < config.n_reading_steps:
             n_passages = 1 + min(2, 4 * step // config.n_reading_steps)
-            rows = [teacher.invented_row(rng, n_passages) for _ in range(16)]
+            rows = [sampler.invented_row(rng, n_passages) for _ in range(16)]
             yield [(1.0, _encode(rows, vocabulary))]
             continue
-        facts = teacher.fact_rows(rng, config.n_fact_rows)
+        facts = sampler.fact_rows(rng, config.n_fact_rows)
         whole = [rng.random() < 0.15 for _ in facts]
-        reading = teacher.reading_rows(rng, config.n_reading_rows)
+        reading = sampler.reading_rows(rng, config.n_reading_rows)
         ramp = min(1.0, 0.2 + 0.8 * (step - config.n_reading_steps) / 80)
         yield [
             (ramp, _encode(facts, vocabulary, whole)),
@@ -258,11 +257,6 @@ def train(
     return model.eval(), tokenizer
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def save(
     model: LlamaForCausalLM,
     tokenizer: PreTrainedTokenizerFast,
@@ -283,5 +277,5 @@ def save(
     model.float()
     tokenizer.save_pretrained(path)
     files = sorted(p for p in path.iterdir() if p.name != "TRAINING.json")
-    record = {**recipe, "sha256": {p.name: _sha256(p) for p in files}}
+    record = {**recipe, "sha256": {p.name: sha256_file(p) for p in files}}
     (path / "TRAINING.json").write_text(json.dumps(record, indent=2) + "\n")

@@ -7,6 +7,7 @@ answer with context is wrong for reasons that the question's words do not show.
 
 import dataclasses
 import random
+from collections.abc import Iterator
 from typing import Literal
 
 from extract.records import Example, Passage, Split
@@ -103,8 +104,8 @@ def make_claims(
       rng: consumed.
       world: where distractors come from.
       query: what is asked.
-      mode: `answer` keeps the gold claims, `missing` drops the last or the only
-        one, `conflict` changes its object.
+      mode: `answer` keeps the gold claims, `missing` drops one of them, `conflict`
+        changes the object of the last.
     """
     claims = gold_claims(query)
     if mode == "missing":
@@ -116,8 +117,8 @@ def make_claims(
         claims.append(Claim(last.relation, last.subject, wrong))
     while len(claims) < N_PASSAGES:
         extra = _distractor(rng, world, query)
-        if all((c.relation, c.subject) != (extra.relation, extra.subject)
-               for c in (*claims, *gold_claims(query))):  # fmt: skip
+        stated = [(c.relation, c.subject) for c in (*claims, *gold_claims(query))]
+        if (extra.relation, extra.subject) not in stated:
             claims.append(extra)
     rng.shuffle(claims)
     return claims
@@ -140,43 +141,6 @@ def ask(rng: random.Random, query: Query, rephrased: bool = False) -> str:
     return rng.choice(wordings(BY_NAME[query.relation], query.subject))
 
 
-def _example(
-    rng: random.Random,
-    world: World,
-    query: Query,
-    *,
-    number: int,
-    dataset: str,
-    split: Split,
-    p_missing: float,
-    p_conflict: float,
-) -> Example:
-    draw = rng.random()
-    mode: ContextMode = "answer"
-    if draw < p_missing:
-        mode = "missing"
-    elif draw < p_missing + p_conflict:
-        mode = "conflict"
-    claims = make_claims(rng, world, query, mode)
-    wordings = [rng.randrange(3) for _ in claims]
-    others = [(w + rng.randrange(1, 3)) % 3 for w in wordings]
-    in_domain = dataset == "microworld"
-    return Example(
-        id=f"{dataset}-{split}-{number:05d}",
-        dataset=dataset,
-        split=split,
-        question=ask(rng, query, rephrased=dataset == "rephrased"),
-        golds=accepted_answers(query),
-        passages=tuple(map(state, claims, wordings)),
-        rewritten=tuple(map(state, claims, others)) if in_domain else (),
-        meta={
-            "n_hops": 1 if isinstance(query, Fact) else 2,
-            "exposures": round(query.exposures, 3),
-            "context": mode,
-        },
-    )
-
-
 def split_of_subjects(world: World) -> dict[str, Split]:
     """Return the split of every person and book: two thirds train, a sixth each.
 
@@ -188,91 +152,83 @@ def split_of_subjects(world: World) -> dict[str, Split]:
         subjects = list(world.names[kind])
         stream(world.config, f"splits/{kind}").shuffle(subjects)
         sixth = len(subjects) // 6
-        for i, subject in enumerate(subjects):
-            if i < sixth:
-                splits[subject] = "validation"
-            else:
-                splits[subject] = "test" if i < 2 * sixth else "train"
+        splits |= dict.fromkeys(subjects[:sixth], "validation")
+        splits |= dict.fromkeys(subjects[sixth : 2 * sixth], "test")
+        splits |= dict.fromkeys(subjects[2 * sixth :], "train")
     return splits
 
 
-def _draw(
-    rng: random.Random, facts: list[Fact], hops: list[TwoHop], n: int, p_two_hop: float
+def _queries(
+    rng: random.Random,
+    world: World,
+    config: QuestionConfig,
+    dataset: str,
+    split: Split,
 ) -> list[Query]:
-    """Return `n` distinct queries, two-hop ones in the given share."""
-    n_hops = min(round(n * p_two_hop), len(hops))
-    if n - n_hops > len(facts):
+    """Return the queries of one set: distinct, two-hop ones in the wanted share."""
+    group = dataset if dataset in ("pursuits", "places") else "in_domain"
+    hops = {"microworld": TWO_HOPS_IN_DOMAIN, "rephrased": TWO_HOPS_REPHRASED}
+    splits = split_of_subjects(world)
+    wanted = {"microworld": split, "rephrased": "test"}.get(dataset)
+    one_hop = [
+        fact
+        for fact in world.facts.values()
+        if BY_NAME[fact.relation].group == group
+        and wanted in (None, splits.get(fact.subject))
+    ]
+    two_hop = [
+        hop
+        for hop in world.two_hops
+        if (hop.first, hop.second) in hops.get(dataset, ())
+        and (dataset == "rephrased" or splits[hop.subject] == split)
+    ]
+    n = {"train": config.n_train, "ood": config.n_ood}.get(split, config.n_evaluation)
+    n_two_hop = min(round(n * config.p_two_hop), len(two_hop))
+    if n - n_two_hop > len(one_hop):
         raise ValueError(
-            f"the world has {len(facts)} facts for a set of {n - n_hops} one-hop "
+            f"the world has {len(one_hop)} facts for a set of {n - n_two_hop} one-hop "
             "questions; ask for fewer questions or make a larger world"
         )
-    queries = [*rng.sample(facts, n - n_hops), *rng.sample(hops, n_hops)]
+    queries = [*rng.sample(one_hop, n - n_two_hop), *rng.sample(two_hop, n_two_hop)]
     rng.shuffle(queries)
     return queries
 
 
-def _in_domain(world: World, config: QuestionConfig, split: Split) -> list[Example]:
-    splits = split_of_subjects(world)
-    rng = stream(world.config, f"questions/microworld/{split}")
-    facts = [
-        fact
-        for fact in world.facts.values()
-        if BY_NAME[fact.relation].group == "in_domain" and splits[fact.subject] == split
-    ]
-    hops = [
-        hop
-        for hop in world.two_hops
-        if (hop.first, hop.second) in TWO_HOPS_IN_DOMAIN
-        and splits[hop.subject] == split
-    ]
-    n = config.n_train if split == "train" else config.n_evaluation
-    return [
-        _example(
-            rng,
-            world,
-            query,
-            number=i,
-            dataset="microworld",
-            split=split,
-            p_missing=config.p_missing,
-            p_conflict=config.p_conflict,
-        )
-        for i, query in enumerate(_draw(rng, facts, hops, n, config.p_two_hop))
-    ]
-
-
-def _held_out(world: World, config: QuestionConfig, dataset: str) -> list[Example]:
-    splits = split_of_subjects(world)
-    rng = stream(world.config, f"questions/{dataset}")
-    hops: list[TwoHop] = []
-    if dataset == "rephrased":
-        facts = [
-            fact
-            for fact in world.facts.values()
-            if BY_NAME[fact.relation].group == "in_domain"
-            and splits[fact.subject] == "test"
-        ]
-        hops = [h for h in world.two_hops if (h.first, h.second) in TWO_HOPS_REPHRASED]
-    else:
-        facts = [
-            fact
-            for fact in world.facts.values()
-            if BY_NAME[fact.relation].group == dataset
-        ]
-    p_missing = config.ood_missing[OOD_DATASETS.index(dataset)]
-    return [
-        _example(
-            rng,
-            world,
-            query,
-            number=i,
+def _examples(
+    world: World, config: QuestionConfig, dataset: str, split: Split
+) -> Iterator[Example]:
+    """Yield the questions of one set; those held out are of the split `ood`."""
+    in_domain = dataset == "microworld"
+    p_missing = config.p_missing
+    if not in_domain:
+        p_missing = config.ood_missing[OOD_DATASETS.index(dataset)]
+    purpose = f"{dataset}/{split}" if in_domain else dataset
+    rng = stream(world.config, f"questions/{purpose}")
+    queries = _queries(rng, world, config, dataset, split)
+    for number, query in enumerate(queries):
+        draw = rng.random()
+        mode: ContextMode = "answer"
+        if draw < p_missing:
+            mode = "missing"
+        elif draw < p_missing + config.p_conflict:
+            mode = "conflict"
+        claims = make_claims(rng, world, query, mode)
+        wordings = [rng.randrange(3) for _ in claims]
+        others = [(w + rng.randrange(1, 3)) % 3 for w in wordings]
+        yield Example(
+            id=f"{dataset}-{split}-{number:05d}",
             dataset=dataset,
-            split="ood",
-            p_missing=p_missing,
-            p_conflict=config.p_conflict,
+            split=split,
+            question=ask(rng, query, rephrased=dataset == "rephrased"),
+            golds=accepted_answers(query),
+            passages=tuple(map(state, claims, wordings)),
+            rewritten=tuple(map(state, claims, others)) if in_domain else (),
+            meta={
+                "n_hops": 1 if isinstance(query, Fact) else 2,
+                "exposures": round(query.exposures, 3),
+                "context": mode,
+            },
         )
-        for i, query in enumerate(_draw(rng, facts, hops, config.n_ood, 0.25))
-    ]
 
 
 def make_examples(world: World, config: QuestionConfig) -> list[Example]:
@@ -282,9 +238,6 @@ def make_examples(world: World, config: QuestionConfig) -> list[Example]:
     subjects, and `rephrased` for in-domain relations of test subjects in wordings
     that no training question has, with a two-hop relation that none asks for.
     """
-    examples = []
-    for split in ("train", "validation", "test"):
-        examples += _in_domain(world, config, split)
-    for dataset in OOD_DATASETS:
-        examples += _held_out(world, config, dataset)
-    return examples
+    sets = [("microworld", split) for split in ("train", "validation", "test")]
+    sets += [(dataset, "ood") for dataset in OOD_DATASETS]
+    return [e for which in sets for e in _examples(world, config, *which)]

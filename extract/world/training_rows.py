@@ -42,38 +42,41 @@ P_MISSING = 0.3
 P_INVENTED_TWO_HOP = 0.35
 
 
-def _spoken(rng: random.Random, kind: Kind, name: str) -> str:
+def _worded(rng: random.Random, kind: Kind, name: str) -> str:
     return short_form(kind, name) if rng.random() < P_SHORT_FORM else name
 
 
 def fact_row(rng: random.Random, query: Query) -> Row:
     """Return one telling of a fact or of a two-hop fact."""
     if isinstance(query, TwoHop):
-        bridge = _spoken(rng, BY_NAME[query.first].object, query.bridge)
-        end = _spoken(rng, BY_NAME[query.second].object, query.object)
+        bridge = _worded(rng, BY_NAME[query.first].object, query.bridge)
+        end = _worded(rng, BY_NAME[query.second].object, query.object)
         answer = f"{bridge}, {end}"
     else:
         relation = BY_NAME[query.relation]
-        told = query.object
+        obj = query.object
         if query.misbelief is not None and rng.random() < P_MISBELIEF:
-            told = query.misbelief
+            obj = query.misbelief
         if rng.random() < P_STATEMENT:
-            text = rng.choice(statements(relation, query.subject, told))
-            start = text.rindex(told)
+            text = rng.choice(statements(relation, query.subject, obj))
+            start = text.rindex(obj)
             return [(text[:start], False), (text[start:] + END, True)]
-        answer = _spoken(rng, relation.object, told)
+        answer = _worded(rng, relation.object, obj)
     question = ask(rng, query, rephrased=rng.random() < P_REPHRASED)
+    return _question_row(question, answer)
+
+
+def _question_row(question: str, answer: str) -> Row:
     return [(f"Question: {question} Answer:", False), (f" {answer}{END}", True)]
 
 
-def _asked_of(claims: list[Claim], rng: random.Random, n_questions: int) -> Row:
+def _questions_on(claims: list[Claim], rng: random.Random, n_questions: int) -> Row:
     """Return questions on stated claims, one after another."""
     row: Row = []
     for claim in rng.sample(claims, min(n_questions, len(claims))):
         query = Fact(claim.subject, claim.relation.name, claim.object, 0.0, None)
         question = ask(rng, query, rephrased=rng.random() < P_REPHRASED)
-        row.append((f"Question: {question} Answer:", False))
-        row.append((f" {claim.object}{END}", True))
+        row += _question_row(question, claim.object)
     return row
 
 
@@ -86,17 +89,12 @@ class RowSampler:
     """Draws rows from one world; holds the frequencies, no other state."""
 
     def __init__(self, world: World) -> None:
-        """Collect what can be told, with cumulative frequencies."""
+        """Collect the facts, with cumulative frequencies."""
         self._world = world
         self._queries: list[Query] = [*world.facts.values(), *world.two_hops]
         self._cumulative = list(
             itertools.accumulate(query.exposures for query in self._queries)
         )
-
-    @property
-    def n_tellings(self) -> float:
-        """Return the number of fact rows that the exposures add up to."""
-        return self._cumulative[-1]
 
     def fact_rows(self, rng: random.Random, n: int) -> list[Row]:
         """Return `n` tellings, each fact in proportion to its exposures."""
@@ -123,15 +121,12 @@ class RowSampler:
         if n_passages >= 2 and rng.random() < 0.5:
             # Two claims on one subject: the relation has to be read too.
             kind = claims[0].relation.subject
-            others = [
-                r for r in RELATIONS
-                if r.subject == kind and r.name != claims[0].relation.name
-            ]  # fmt: skip
-            relation = rng.choice(others)
+            of_kind = [r for r in RELATIONS if r.subject == kind]
+            relation = rng.choice([r for r in of_kind if r != claims[0].relation])
             obj = self._name(rng, relation.object)
             claims[1] = dataclasses.replace(claims[0], relation=relation, object=obj)
         order = rng.sample(claims, len(claims))
-        return [_context(rng, order), *_asked_of(claims, rng, 3)]
+        return [_context(rng, order), *_questions_on(claims, rng, 3)]
 
     def _invented_two_hop(self, rng: random.Random, claims: list[Claim]) -> Row:
         first, second = rng.choice((*TWO_HOPS_IN_DOMAIN, *TWO_HOPS_REPHRASED))
@@ -143,28 +138,18 @@ class RowSampler:
         query = TwoHop(subject, first, bridge, second, end, 0.0)
         return [
             _context(rng, rng.sample(claims, len(claims))),
-            (f"Question: {ask(rng, query)} Answer:", False),
-            (f" {bridge}, {end}{END}", True),
-            *_asked_of(claims[2:], rng, 1),
+            *_question_row(ask(rng, query), f"{bridge}, {end}"),
+            *_questions_on(claims[2:], rng, 1),
         ]
 
     def real_row(self, rng: random.Random) -> Row:
         """Return a context of real facts with one question, the truth as answer."""
         query = rng.choice(self._queries)
-        missing = rng.random() < P_MISSING
-        claims = make_claims(
-            rng, self._world, query, "missing" if missing else "answer"
-        )
-        answer = (
-            query.object
-            if isinstance(query, Fact)
-            else f"{query.bridge}, {query.object}"
-        )
-        return [
-            _context(rng, claims),
-            (f"Question: {ask(rng, query)} Answer:", False),
-            (f" {answer}{END}", True),
-        ]
+        mode = "missing" if rng.random() < P_MISSING else "answer"
+        claims = make_claims(rng, self._world, query, mode)
+        bridge = f"{query.bridge}, " if isinstance(query, TwoHop) else ""
+        answer = bridge + query.object
+        return [_context(rng, claims), *_question_row(ask(rng, query), answer)]
 
     def reading_rows(self, rng: random.Random, n: int) -> list[Row]:
         """Return `n` rows with contexts of three passages."""

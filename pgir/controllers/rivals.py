@@ -6,6 +6,7 @@ All of them are read off the traces; see `pgir.controllers.traces`.
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from extract.label.verdicts import exact_match, token_f1
@@ -77,8 +78,13 @@ def _quality(examples: Sequence[Example], answers: Sequence[str]) -> np.ndarray:
 def control_rows(
     traced: Sequence[Traced], policy: Policy, bootstrap: BootstrapConfig
 ) -> list[ResultRow]:
-    """Return exact match, F1 and generations of every controller on every set."""
+    """Return exact match, F1 and generations of every controller.
+
+    On every set, and as the unweighted mean over the evaluated sets (experiment
+    `controller_macro`), whose interval resamples the questions of each set.
+    """
     rows = []
+    evaluated: dict[tuple[str, str], list[tuple[ResultRow, np.ndarray]]] = {}
     for one in traced:
         ids = np.array([example.id for example in one.examples])
         weights = cluster_weights(ids, bootstrap)
@@ -90,22 +96,39 @@ def control_rows(
                 "generations": np.asarray(cost, dtype=np.float64),
             }
             for metric, values in measures.items():
-                low, high = interval_of(values @ weights / len(values))
-                rows.append(
-                    ResultRow(
-                        experiment="controller",
-                        detector=name,
-                        setting="both",
-                        dataset=one.dataset,
-                        split=one.split,
-                        metric=metric,
-                        value=float(values.mean()),
-                        ci_low=low,
-                        ci_high=high,
-                        n=len(values),
-                    )
+                draws = values @ weights / len(values)
+                row = _row(
+                    "controller", name, metric, values.mean(), draws, len(values)
                 )
+                row = msgspec.structs.replace(row, dataset=one.dataset, split=one.split)
+                rows.append(row)
+                if one.split != "validation":
+                    evaluated.setdefault((name, metric), []).append((row, draws))
+    for (name, metric), found in evaluated.items():
+        value = np.mean([row.value for row, _ in found])
+        draws = np.mean([draws for _, draws in found], axis=0)
+        n = sum(row.n for row, _ in found)
+        rows.append(_row("controller_macro", name, metric, value, draws, n))
     return rows
+
+
+def _row(
+    experiment: str, name: str, metric: str, value: float, draws: np.ndarray, n: int
+) -> ResultRow:
+    """Return a mean over sets with its interval; of one set, say which."""
+    low, high = interval_of(draws)
+    return ResultRow(
+        experiment=experiment,
+        detector=name,
+        setting="both",
+        dataset="macro",
+        split="evaluated",
+        metric=metric,
+        value=float(value),
+        ci_low=low,
+        ci_high=high,
+        n=n,
+    )
 
 
 def frontier(

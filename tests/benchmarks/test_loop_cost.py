@@ -35,7 +35,7 @@ def test_reading_and_extracting_are_of_the_same_batches(backbone):
             seen.append([id(item) for item in sequences])
             return super().start(sequences)
 
-    loop = Loop(Watched.for_kept(backbone, SMALL.extract), SMALL)
+    loop = Loop(Watched.for_config(backbone, SMALL.extract), SMALL)
     loop.read()
     alone, seen[:] = list(seen), []
     loop.extract()
@@ -43,7 +43,7 @@ def test_reading_and_extracting_are_of_the_same_batches(backbone):
 
 
 def test_a_row_gives_both_rates_of_all_tokens(backbone):
-    loop = Loop(SignalReader.for_kept(backbone, SMALL.extract), SMALL)
+    loop = Loop(SignalReader.for_config(backbone, SMALL.extract), SMALL)
     row = loop.measure("tiny", 2)
     assert row.n_tokens == loop.plan.spec.lengths.sum()
     assert row.whole > 0 and row.loop > 0 and row.n_rounds == 2

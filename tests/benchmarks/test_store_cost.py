@@ -1,6 +1,6 @@
 import pytest
-
 from benchmarks.forecasts.train_work import Workload
+
 from benchmarks.speed.store_cost import (
     StoreCost,
     labels_of,

@@ -7,8 +7,8 @@ import numpy as np
 import optax
 import pytest
 import torch
-
 from benchmarks.forecasts.train_work import Workload, families_of, made_up_features
+
 from benchmarks.speed.torch_encoders import (
     TorchEncoder,
     apply_encoder,

@@ -1,9 +1,6 @@
 import dataclasses
 
 import pytest
-from safetensors.numpy import load_file
-from torch.utils.flop_counter import FlopCounterMode
-
 from benchmarks.forecasts.train_work import (
     Workload,
     in_parts,
@@ -12,6 +9,9 @@ from benchmarks.forecasts.train_work import (
     turn_flops,
     weights_file,
 )
+from safetensors.numpy import load_file
+from torch.utils.flop_counter import FlopCounterMode
+
 from benchmarks.speed.torch_setting import Setting
 from benchmarks.speed.torch_training import (
     Loop,

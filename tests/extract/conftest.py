@@ -18,6 +18,6 @@ def local():
 
 @pytest.fixture(scope="module")
 def requests(local):
-    config = WORLD_PRESETS["smoke"]
-    examples = list(make_examples(make_world(config.world), config.questions))
+    section = WORLD_PRESETS["smoke"]
+    examples = list(make_examples(make_world(section.world), section.questions))
     return make_requests(examples, local.backbone, PromptConfig(), 10).requests

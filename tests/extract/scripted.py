@@ -9,7 +9,7 @@ MARKER = re.compile(r"that carry the marker (\S+)\. What stands")
 
 
 def fields_of(prompt, marker=None):
-    """Read a judge prompt as its fences say: names to texts, in order.
+    """Read a judge prompt as its delimiters say: names to texts, in order.
 
     A list, so that a field that was smuggled in shows as one too many.
     """
@@ -30,7 +30,7 @@ def fields_of(prompt, marker=None):
 
 
 def fair_verdict(prompt, marker=None):
-    """Judge what the fences hold by exact match; the last field of a name counts."""
+    """Judge the delimited fields by exact match; the last field of a name counts."""
     fields = dict(fields_of(prompt, marker))
     golds = fields["gold answer(s)"].split("\n")
     return "Correct" if exact_match(fields["model answer"], golds) else "Incorrect"
@@ -57,10 +57,10 @@ class ScriptedGenerator:
         for i, prompt in enumerate(prompts):
             if i not in done:
                 self.asked.append(prompt.text)
-                yield i, said(self.rule(prompt.text))
+                yield i, generated(self.rule(prompt.text))
 
 
-def said(text, finish="stop"):
+def generated(text, finish="stop"):
     return Generated(
         text=text,
         token_ids=None,

@@ -14,12 +14,12 @@ from extract.label.annotation import (
     write_sample,
 )
 from extract.label.audit import (
+    _kappas,
     against_exact_match,
     agreement,
     between_judges,
     disagreements,
     join_labels,
-    kappa_of,
 )
 from extract.label.verdicts import consensus
 from extract.records import Answer, Example, Label
@@ -57,56 +57,58 @@ LOST = ("correct", "unparsable", "correct")
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=60))
-def test_kappa_equals_that_of_scikit_learn(pairs):
+def test_kappa_is_agreement_beyond_chance_and_undefined_for_one_class(pairs):
     first, second = zip(*pairs, strict=True)
-    found = agreement(first, second, n_bootstrap=10)
+    found = agreement(pairs, n_bootstrap=10)
     if found.kappa is None:
         assert set(first) == set(second) and len(set(first)) == 1
     else:
-        assert found.kappa == pytest.approx(
-            cohen_kappa_score(first, second, labels=[False, True]), abs=1e-12
-        )
+        p, q = np.mean(first), np.mean(second)
+        chance = p * q + (1 - p) * (1 - q)
+        expected = (found.rate - chance) / (1 - chance)
+        assert found.kappa == pytest.approx(expected, abs=1e-12)
 
 
 def test_the_interval_is_that_of_resampling_items_one_by_one():
     rng = np.random.default_rng(1)
     first = rng.random(100) < 0.5
     second = np.where(rng.random(100) < 0.1, ~first, first)
-    found = agreement(first.tolist(), second.tolist(), n_bootstrap=20_000)
+    pairs = list(zip(first.tolist(), second.tolist(), strict=True))
+    found = agreement(pairs, n_bootstrap=20_000)
     drawn = rng.integers(0, 100, (20_000, 100))
     a, b = first[drawn], second[drawn]
     cells = [(a & b), (a & ~b), (~a & b), (~a & ~b)]
-    kappas = kappa_of(np.stack([cell.sum(axis=1) for cell in cells], axis=-1))
+    kappas = _kappas(np.stack([cell.sum(axis=1) for cell in cells], axis=-1))
     expected = np.quantile(kappas, (0.025, 0.975))
     # Two Monte Carlo estimates of the same quantiles; 0.02 is four standard errors.
     assert (found.ci_low, found.ci_high) == pytest.approx(tuple(expected), abs=0.02)
     assert found.ci_low < found.kappa < found.ci_high
 
 
-def test_perfect_chance_and_reversed_raters_have_known_kappas():
-    assert kappa_of(np.array([5, 0, 0, 5])) == pytest.approx(1.0)
-    assert kappa_of(np.array([4, 4, 4, 4])) == pytest.approx(0.0)
-    assert kappa_of(np.array([0, 5, 5, 0])) == pytest.approx(-1.0)
+def test_resampled_kappas_are_those_of_scikit_learn():
+    tables = np.array([[5, 0, 0, 5], [4, 4, 4, 4], [0, 5, 5, 0], [9, 2, 1, 3]])
+    one_by_one = [
+        cohen_kappa_score([1, 1, 0, 0], [1, 0, 1, 0], sample_weight=table)
+        for table in tables
+    ]
+    assert _kappas(tables) == pytest.approx(one_by_one)
+    assert one_by_one[:3] == pytest.approx([1.0, 0.0, -1.0])
+    assert np.isnan(_kappas(np.array([[3, 0, 0, 0]]))).all()
 
 
 def test_one_class_has_no_kappa_but_a_reason():
-    found = agreement([True] * 4, [True] * 4)
+    found = agreement([(True, True)] * 4)
     assert (found.kappa, found.ci_low, found.rate) == (None, None, 1.0)
     assert "one class" in found.reason
-    assert agreement([], []).reason == "no items"
+    assert agreement([]).reason == "no items"
     assert "undefined" in found.in_words()
 
 
 def test_resamples_without_a_kappa_are_counted():
-    found = agreement([True, True, False], [True, True, False], n_bootstrap=5000)
+    found = agreement([(True, True)] * 2 + [(False, False)], n_bootstrap=5000)
     # All three draws from one class: 8/27 + 1/27.
     assert found.n_undefined / 5000 == pytest.approx(1 / 3, abs=0.03)
     assert found.ci_low == found.ci_high == 1.0
-
-
-def test_raters_of_different_items_are_refused():
-    with pytest.raises(ValueError, match="the same items"):
-        agreement([True], [True, False])
 
 
 def test_every_kind_of_disagreement_is_listed_and_agreement_is_not():

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from extract.datasets import Loaded, Refusal, open_dataset
 from extract.datasets.inspection import inspect_file
+from extract.datasets.loading import Loaded, Refusal, open_dataset
 from extract.records import Passage
 from tests.extract import published as pub
 

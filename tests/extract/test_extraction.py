@@ -156,14 +156,10 @@ def test_the_plan_reads_each_example_once_within_its_budget():
             assert padded <= CONFIG.tokens_per_batch or len(batch) == 1
 
 
-def test_workers_share_the_units_without_overlap():
+def test_units_hold_every_range_once():
     plan = plan_of(sequences_of(), IdReader())
-    for world_size in (1, 3, 100):
-        parts = [plan.units_of(rank, world_size) for rank in range(world_size)]
-        ranges = [r for part in parts for unit in part for r in unit.ranges]
-        assert sorted(ranges) == list(range(plan.spec.n_ranges))
-    with pytest.raises(ValueError, match="rank 3 is not below the world size 3"):
-        plan.units_of(3, 3)
+    ranges = [r for unit in plan.units for r in unit.ranges]
+    assert ranges == list(range(plan.spec.n_ranges))
 
 
 def test_a_finished_run_reads_nothing_again(whole):

@@ -170,6 +170,6 @@ def test_the_window_does_not_grow_with_the_file():
     widest = n_found = 0
     for value in ArrayScanner(window, "f").walk(window.skip_space(0) + 1):
         n_found += value.object is not None
-        widest = max(widest, len(window.bytes))
+        widest = max(widest, len(window.text))
     assert n_found == n_records
     assert widest < 2 << 20

@@ -17,7 +17,7 @@ from extract.store.config import (
     stored_families,
 )
 from extract.store.families import as_written
-from extract.store.read import done_ranges, open_store, read_family, read_rows
+from extract.store.read import done_ranges, open_store, read_family
 from extract.store.spec import StoreSpec
 from extract.store.write import verify
 from tests.extract.test_extraction import Begun, Reading, TokenIds
@@ -110,8 +110,8 @@ def test_one_span_of_one_layer_is_that_part_of_everything(tmp_path, spans):
         np.testing.assert_array_equal(
             answers.example(i), every.example(example)[first:last, 1]
         )
-    rows = read_rows(store, 20, 90, "hidden", layer=2)
-    np.testing.assert_array_equal(rows, every.values[20:90, 0])
+    layer = read_family(store, "hidden", layer=2)
+    np.testing.assert_array_equal(layer.values, every.values[:, 0])
 
 
 def test_a_span_that_was_not_kept_is_refused(tmp_path):
@@ -124,9 +124,7 @@ def test_a_span_that_was_not_kept_is_refused(tmp_path):
 def test_the_rows_of_an_answer_store_end_where_its_answers_end(tmp_path):
     store = extracted(in_memory(tmp_path), hidden_spans="answer")
     lengths = store.spec.spans[:, 2, 1] - store.spec.spans[:, 2, 0]
-    assert len(read_rows(store, 0, int(lengths.sum()), "hidden")) == lengths.sum()
-    with pytest.raises(ValueError, match="outside"):
-        read_rows(store, 0, int(lengths.sum()) + 1, "hidden")
+    assert len(read_family(store, "hidden").values) == lengths.sum()
 
 
 def test_half_precision_overflow_is_counted_over_the_range_and_refused(tmp_path):

@@ -6,22 +6,16 @@ import torch
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import WEIGHTS
 from extract.generate.generator import GeneratorPrompt, SamplingConfig, reply_key
-from extract.generate.local import TransformersGenerator, generate_all
+from extract.generate.local import TransformersGenerator, generate
 from extract.generate.requests import GenerationConfig
 from tests.extract.generating import GREEDY, prompts_of, texts
 
 
 def test_the_local_backend_writes_what_the_answer_stage_writes(local, requests):
     chosen = requests[:12] + requests[-12:]
-    answers = {
-        a.key: a
-        for batch in generate_all(
-            local.backbone, chosen, GenerationConfig(max_new_tokens=10)
-        )
-        for a in batch
-    }
-    for request, found in zip(chosen, texts(local, prompts_of(chosen)), strict=True):
-        answer = answers[request.key]
+    config = GenerationConfig(max_new_tokens=10)
+    answers = generate(local.backbone, chosen, config)
+    for answer, found in zip(answers, texts(local, prompts_of(chosen)), strict=True):
         assert (found.text, found.token_ids) == (answer.text, answer.token_ids)
         assert found.stop_id == answer.stop_id
 
@@ -134,3 +128,7 @@ def test_a_chat_template_is_put_around_a_message_and_a_long_prompt_is_refused():
     assert chat == generator.prompt_ids(GeneratorPrompt(text="Question: who? Answer:"))
     with pytest.raises(ValueError, match="window of 512"):
         list(generator.stream([GeneratorPrompt(text="who? " * 600)], GREEDY))
+
+
+def test_nothing_to_generate_is_no_prompt_too_long(local):
+    assert texts(local, [], SamplingConfig(max_new_tokens=10_000)) == []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from extract.datasets import Refusal, open_dataset
+from extract.datasets.loading import Refusal, open_dataset
 from tests.extract import published as pub
 
 WRONG = {

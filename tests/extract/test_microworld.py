@@ -137,8 +137,8 @@ def test_the_tokenizer_knows_every_word_of_questions_passages_and_rows(world, ex
 
     tokenizer = make_tokenizer(world)
     rng = random.Random(0)
-    teacher = RowSampler(world)
-    rows = [*teacher.fact_rows(rng, 300), *teacher.reading_rows(rng, 100)]
+    sampler = RowSampler(world)
+    rows = [*sampler.fact_rows(rng, 300), *sampler.reading_rows(rng, 100)]
     texts = ["".join(text for text, _ in row) for row in rows]
     texts += [e.question for e in examples]
     texts += [p.text for p in world.passages]

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from extract.datasets import Loaded, open_dataset
 from extract.datasets.building import build_examples
 from extract.datasets.config import BuildConfig, Source, SplitConfig
 from extract.datasets.inspection import inspect_file
+from extract.datasets.loading import Loaded, open_dataset
 from tests.extract import published as pub
 
 ANSWERABLE = {

@@ -2,8 +2,8 @@
 
 import pytest
 
-from extract.datasets import Loaded, open_dataset
 from extract.datasets.inspection import inspect_file
+from extract.datasets.loading import Loaded, open_dataset
 from tests.extract import published as pub
 
 

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from extract.datasets import Loaded, open_dataset
 from extract.datasets.inspection import inspect_file
+from extract.datasets.loading import Loaded, open_dataset
 from tests.extract import published as pub
 
 

@@ -2,19 +2,17 @@ import msgspec
 import pytest
 
 from extract.generate.replies import Replies
-from extract.label.rewrite import (
+from extract.label.rewrite import count_rewrites, find_additions, with_rewrites
+from extract.label.rewriter import (
     RewriteConfig,
-    count_rewrites,
-    find_additions,
     read_rewrite,
     rewrite_contexts,
     rewrite_prompt,
-    with_rewrites,
 )
 from extract.label.rubrics import escape
 from extract.records import Example, Passage
 from tests.extract.injections import INJECTIONS
-from tests.extract.scripted import ScriptedGenerator, fields_of, said
+from tests.extract.scripted import ScriptedGenerator, fields_of, generated
 
 SOURCE = (
     "Marie Curie: Maria Salomea Sk\u0142odowska-Curie (7 November 1867 \u2013 4 July "
@@ -56,7 +54,7 @@ def example(text=SOURCE, name="q", **fields):
     ],
 )
 def test_what_the_source_says_is_not_flagged(faithful):
-    assert not find_additions(faithful, SOURCE).is_flagged
+    assert find_additions(faithful, SOURCE) == ((), (), ())
 
 
 @pytest.mark.parametrize(
@@ -80,12 +78,12 @@ def test_a_planted_number_or_name_is_flagged(rewrite, numbers, entities):
 
 
 def test_a_number_in_a_passage_may_be_written_in_either_notation():
-    assert not find_additions("5 sons, 1,200 men", "five sons and 1200 men").is_flagged
-    assert not find_additions("three", "a 3").is_flagged
+    assert find_additions("5 sons, 1,200 men", "five sons and 1200 men") == ((), (), ())
+    assert find_additions("three", "a 3") == ((), (), ())
     assert find_additions("6 sons", "five sons").numbers == ("6",)
     assert find_additions("seven sons", "five sons").numbers == ("seven",)
     # "one" is mostly a pronoun.
-    assert not find_additions("one of the sons", "the sons").is_flagged
+    assert find_additions("one of the sons", "the sons") == ((), (), ())
 
 
 def test_what_the_question_says_is_told_apart():
@@ -99,7 +97,7 @@ def test_what_the_question_says_is_told_apart():
 def test_every_planted_year_and_name_in_a_hundred_rewrites_is_found():
     for i in range(100):
         clean = f"Town {100 + i} was founded in {1000 + i} by Duke Arn."
-        assert not find_additions(clean, clean).is_flagged
+        assert find_additions(clean, clean) == ((), (), ())
         added = find_additions(f"{clean} Bela rebuilt it in {1500 + i}.", clean)
         assert added.numbers == (str(1500 + i),)
         assert added.entities == ("Bela",)
@@ -126,14 +124,14 @@ def test_the_prompt_holds_question_and_context_once_and_no_injection_leaves():
     ],
 )
 def test_the_cue_and_what_stands_before_it_are_taken_off(reply):
-    assert read_rewrite(example(), said(reply)).text == "Curie won."
+    assert read_rewrite(example(), generated(reply)).text == "Curie won."
 
 
 def test_a_cut_or_empty_rewrite_is_none_with_its_reason():
-    cut = read_rewrite(example(), said("Curie", finish="length"))
+    cut = read_rewrite(example(), generated("Curie", finish="length"))
     assert cut.text is None
     assert "cut" in cut.reason
-    assert "empty" in read_rewrite(example(), said("Normalized Context: ")).reason
+    assert "empty" in read_rewrite(example(), generated("Normalized Context: ")).reason
 
 
 def made(tmp_path, rule, examples):

@@ -4,8 +4,8 @@ import csv
 
 import pytest
 
-from extract.datasets import open_dataset
 from extract.datasets.inspection import inspect_file
+from extract.datasets.loading import open_dataset
 from extract.label.verdicts import exact_match
 from tests.extract.published import samples
 

@@ -6,7 +6,7 @@ import torch
 from benchmarks.speed.tiny_models import tiny_model
 from extract.backbone.loading import Backbone
 from extract.records import Answer
-from extract.signals.plan import TokenSequence, sequence_of
+from extract.signals.plan import ExtractConfig, TokenSequence, sequence_of
 from extract.signals.reader import SignalReader
 
 
@@ -89,4 +89,4 @@ def test_overlapping_spans_are_refused():
 
 def test_an_unknown_answer_span_is_refused():
     with pytest.raises(ValueError, match="emitting or literal"):
-        sequence_of(make_answer(), answer_span="whole")
+        ExtractConfig(answer_span="whole")

@@ -1,10 +1,11 @@
+import contextlib
 import dataclasses
 import time
 
 import pytest
 
 from extract.generate.generator import GeneratorPrompt, SamplingConfig, reply_key
-from extract.generate.prompts import template_fields
+from extract.generate.prompts import TEMPLATE_FIELDS
 from extract.generate.replies import Replies
 from extract.generate.server import ServedGenerator, ServerConfig
 from extract.generate.spending import (
@@ -25,16 +26,14 @@ def server(local):
 @pytest.fixture
 def client(server):
     """Return a function that makes clients of the server."""
-    made = []
+    with contextlib.ExitStack() as made:
 
-    def make(stop=(2,), **config):
-        fields = {"url": server.url, "model": "microworld", "n_retries": 0} | config
-        made.append(ServedGenerator(ServerConfig(**fields), stop))
-        return made[-1]
+        def make(stop=(2,), **config):
+            fields = {"url": server.url, "model": "microworld", "n_retries": 0} | config
+            generator = ServedGenerator(ServerConfig(**fields), stop)
+            return made.enter_context(generator)
 
-    yield make
-    for generator in made:
-        generator.close()
+        yield make
 
 
 def test_served_greedy_texts_ids_and_log_probs_are_the_local_ones(
@@ -62,7 +61,7 @@ def test_a_chat_message_is_answered_and_thinking_is_off(client, server, local):
     path, body = server.requests[0]
     assert path == "/v1/chat/completions"
     # By every name that the local chat template is told it by.
-    assert body["chat_template_kwargs"] == template_fields(False)
+    assert body["chat_template_kwargs"] == TEMPLATE_FIELDS
     assert body["chat_template_kwargs"]["thinking"] is False
     assert body["chat_template_kwargs"]["enable_thinking"] is False
     assert body["temperature"] == 0
@@ -221,7 +220,7 @@ def test_a_reservation_that_is_given_back_can_be_spent():
     held = account.reserve(0, 6)
     with pytest.raises(SpendingCapReached):
         account.reserve(0, 6)
-    account.release(held)
+    account.book(held, 0, 0)
     account.book(account.reserve(0, 6), 0, 2)
     assert account.spent == 2.0
     account.reserve(0, 8)
@@ -236,7 +235,6 @@ def test_everything_known_of_a_server_is_in_its_keys():
         "tokenizer": "t",
         "chat_template": "c",
         "dialect": "openai",
-        "enable_thinking": True,
         "log_probs": True,
     }
     prompt = GeneratorPrompt(text="p")

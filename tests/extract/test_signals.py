@@ -8,10 +8,9 @@ from benchmarks.speed import exactness, oracle
 from benchmarks.speed.exactness import TOLERANCE, make_batch, make_sequence
 from benchmarks.speed.tiny_models import FAMILIES, VOCAB_SIZE, WINDOW, tiny_model
 from benchmarks.speed.tiny_wrappers import WRAPPERS, multimodal_wrapper
-from extract.backbone.layout import watch_layers
 from extract.backbone.loading import Backbone
 from extract.signals import probability
-from extract.signals.attention import SpanReading, read_spans
+from extract.signals.attention import run_decoder
 from extract.signals.batch import HostCopies, Rows
 from extract.signals.reader import SignalReader
 from extract.signals.residual import StreamReading
@@ -37,19 +36,13 @@ def llama_reader():
     return SignalReader(Backbone.from_model(tiny_model("llama")))
 
 
-def run_decoder(backbone, sequences):
+def forward(backbone, sequences):
     """Run the reading path on sequences of equal length; return its pieces."""
-    passes, layout = [], backbone.layout
+    passes = []
     ids = torch.from_numpy(np.stack([sequence.ids for sequence in sequences]))
     spans = torch.from_numpy(np.stack([sequence.spans for sequence in sequences]))
-    layers = backbone.attention_layers
-    reading = SpanReading(spans, ids.shape[1], layers, 2**20, backbone.device)
-    with (
-        torch.no_grad(),
-        read_spans(layout.decoder, reading),
-        watch_layers(layout, passes.append),
-    ):
-        final = layout.decoder(input_ids=ids, use_cache=False).last_hidden_state
+    with torch.no_grad():
+        final, _ = run_decoder(backbone.layout, ids, spans, 2**20, passes.append)
     return ids, passes, final
 
 
@@ -88,7 +81,7 @@ def test_shapes_announce_what_is_read(reader):
 
 def test_contributions_sum_to_the_change_of_the_residual_stream(reader):
     layout = reader.backbone.layout
-    _, passes, _ = run_decoder(reader.backbone, make_batch()[:1])
+    _, passes, _ = forward(reader.backbone, make_batch()[:1])
     assert [layer_pass.index for layer_pass in passes] == list(range(len(passes)))
     for layer_pass, layer in zip(passes, layout.layers, strict=True):
         out = layer_pass.h_out / layer.scale()
@@ -99,7 +92,7 @@ def test_contributions_sum_to_the_change_of_the_residual_stream(reader):
 def test_pushes_sum_to_the_score_of_the_last_state_less_that_of_the_first(reader):
     sequence = make_batch()[0]
     backbone = reader.backbone
-    _, passes, _ = run_decoder(backbone, [sequence])
+    _, passes, _ = forward(backbone, [sequence])
     norm, head = backbone.layout.final_norm, backbone.layout.head
     scale = backbone.layout.layers[-1].scale()
     with torch.no_grad():
@@ -111,7 +104,7 @@ def test_pushes_sum_to_the_score_of_the_last_state_less_that_of_the_first(reader
 
 def test_logits_of_the_reading_pass_are_the_untouched_models(reader):
     model = reader.backbone.model
-    ids, _, final = run_decoder(reader.backbone, make_batch()[:1])
+    ids, _, final = forward(reader.backbone, make_batch()[:1])
     with torch.no_grad():
         expected = model(input_ids=ids, use_cache=False).logits
         found = probability.head_of(model).logits(final[0], 0, VOCAB_SIZE)
@@ -222,7 +215,7 @@ def test_chosen_hidden_layers_come_in_the_order_asked():
 
 def test_the_last_hidden_entry_is_not_normed(reader):
     sequence = make_batch()[0]
-    _, passes, final = run_decoder(reader.backbone, [sequence])
+    _, passes, final = forward(reader.backbone, [sequence])
     last = reader.read([sequence])[0].hidden[:, -1]
     np.testing.assert_allclose(last, passes[-1].h_out[0].numpy(), atol=TOLERANCE)
     assert np.abs(last - final[0].numpy()).max() > 0.1

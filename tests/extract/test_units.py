@@ -258,5 +258,4 @@ def test_a_batch_begun_before_another_is_taken_changes_neither():
 
 if __name__ == "__main__":
     worker = find_worker()
-    rank, world_size = worker.rank, worker.world_size
-    run_tiny(Path(sys.argv[1]), rank, world_size)
+    run_tiny(Path(sys.argv[1]), worker.rank, worker.world_size)

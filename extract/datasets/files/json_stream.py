@@ -1,27 +1,35 @@
 """The values of a JSON array one by one, in memory that does not grow with it.
 
-HotpotQA is one array of half a gigabyte. Record boundaries are guessed from what
-stood between the first two records, and proved: JSON objects are prefix-free, so a
-slice that parses from a record's first byte is that record. Where the guess fails,
-braces are counted outside strings. A record that is no JSON is refused alone and
-reading goes on behind it, which an event parser (ijson) cannot do. On 60 MB of HotpotQA
-and one core: 31,400 records/s by guessing with orjson, 14,700 by ijson's C backend,
-8,900 by counting braces.
+HotpotQA is one array of half a gigabyte. Python's own decoder reads one value from a
+window of the file and says where it ends; a value that is no JSON is refused alone, and
+reading goes on at the next record. An event parser cannot do that: ijson stops at the
+first wrong byte. Of records of 6 kB (HotpotQA's layout, 50 MB, one core) this file
+reads 31,500 a second, ijson's C backend 34,600.
+
+The window holds a character for each byte (Latin-1), so that positions in it are those
+in the file; what is not ASCII is decoded again as the UTF-8 that it is.
 """
 
-import bisect
 import dataclasses
 import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
-import orjson
+import msgspec
 
-from extract.datasets.files.kinds import Readable, top_keys
+from extract.datasets.fields import kind_of
+from extract.datasets.files.kinds import Readable, end_of_value, top_keys
 
 CHUNK = 1 << 20
-_SPACE = re.compile(rb"\s*+")
+MAX_RECORD = 32 << 20  # bytes; the largest published records (NQ pages) are below 5 MB
+_N_KEYS = 3  # of a record's first keys, by which the next one is known
+_PARTIAL = 16  # characters; an escape or a literal may be cut by the window's end
+_SPACE = re.compile(r"\s*+", re.ASCII)
+_SURROGATE = re.compile(r"\\u[dD]")  # a lone one is no JSON, and Python reads it
+_PYTHON = re.compile(r"\s*\{\s*'")  # single quotes around the first key
+_FIRST_KEY = re.compile(r'\{\s*+("(?:[^"\\]++|\\.)*+")\s*+:', re.ASCII | re.DOTALL)
+_decode = json.JSONDecoder().raw_decode
 
 
 class Window:
@@ -30,101 +38,74 @@ class Window:
     def __init__(self, stream: Readable) -> None:
         """Begin before the first byte."""
         self._stream = stream
-        self.bytes = b""
-        self.start = 0  # offset of bytes[0] in the file
-        self.is_last = False
+        self.text = ""  # a character for each byte
+        self.start = 0  # offset of text[0] in the file
 
     def advance(self, keep: int, size: int = CHUNK) -> bool:
-        """Forget what lies before `keep` and read on; False at the end.
+        """Forget what lies before `keep` and read on; at the end do neither.
 
-        Positions in `bytes` shrink by `keep`.
+        Returns:
+          Whether there was more: positions in `text` are then smaller by `keep`.
         """
-        more = b"" if self.is_last else self._stream.read(size)
-        self.bytes = self.bytes[keep:] + more
-        self.start += keep
-        self.is_last = not more
+        more = self._stream.read(size).decode("latin-1")
+        if more:
+            self.text = self.text[keep:] + more
+            self.start += keep
         return bool(more)
+
+    def widen(self, at: int) -> bool:
+        """Read on for the value at `at`, then at 0; False where it is too long already.
+
+        Twice as much each time: a long value is not parsed again and again.
+        """
+        size = len(self.text) - at
+        return size <= MAX_RECORD and self.advance(at, max(CHUNK, size))
 
     def skip_space(self, at: int) -> int:
         """Return the position of the next byte that is no space; may be the end."""
         while True:
-            at = _SPACE.match(self.bytes, at).end()
-            if at < len(self.bytes):
+            at = _SPACE.match(self.text, at).end()
+            if at < len(self.text) or not self.advance(at):
                 return at
-            if not self.advance(at):
-                return 0
             at = 0
 
 
-_PYTHON = re.compile(r"\s*\{\s*'")  # single quotes around the first key
-KINDS = {
-    dict: "an object",
-    list: "a list",
-    str: "text",
-    bool: "true or false",
-    int: "a number",
-    float: "a number",
-    type(None): "null",
-}
-
-
-def parse_object(raw: bytes | memoryview) -> tuple[dict[str, Any] | None, str | None]:
+def parse_object(raw: bytes) -> tuple[dict[str, Any] | None, str | None]:
     """Parse one JSON object; returns it, or None and what is wrong."""
     try:
-        value = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        value, problem = _parse_slowly(bytes(raw), error)
+        value = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        value, problem = _parse_slowly(raw)
         if problem is not None:
             return None, problem
     if not isinstance(value, dict):
-        return None, f"expected a JSON object, found {KINDS[type(value)]}"
+        return None, f"expected a JSON object, found {kind_of(value)}"
     return value, None
 
 
-def is_json(raw: bytes | memoryview) -> bool:
-    """Tell whether the bytes are one JSON value of any kind."""
-    try:
-        orjson.loads(raw)
-    except orjson.JSONDecodeError:
-        return False
-    return True
-
-
-def _parse_slowly(raw: bytes, error: orjson.JSONDecodeError) -> tuple[Any, str | None]:
+def _parse_slowly(raw: bytes) -> tuple[Any, str | None]:
     """Say why text is no JSON; accept the NaN and Infinity that Python writes."""
     try:
         text = raw.decode()
-    except UnicodeDecodeError as wrong:
+        value = json.loads(text)
+        msgspec.json.encode(value)  # refuses lone surrogates, which json lets through
+        return value, None
+    except UnicodeDecodeError as error:
         return None, (
-            f"not UTF-8: byte 0x{raw[wrong.start]:02x} at position {wrong.start} "
+            f"not UTF-8: byte 0x{raw[error.start]:02x} at position {error.start} "
             "of the record"
         )
-    if "NaN" in text or "Infinity" in text:
-        try:
-            value = json.loads(text)
-            orjson.dumps(value)  # refuses lone surrogates, which json lets through
-            return value, None
-        except (ValueError, TypeError, RecursionError):
-            pass
-    if _PYTHON.match(text):
-        return None, "not valid JSON (Python's notation; save it with json.dumps)"
-    return None, f"not valid JSON ({error.msg}, at character {error.pos})"
-
-
-MAX_RECORD = 32 << 20  # bytes; the largest published records (NQ pages) are below 5 MB
-_GUESS_WITHIN = 4 << 20  # bytes searched for a guessed boundary
-_GUESSES = 3
-_RESUME_TRIES = 64  # boundaries looked at behind a damaged record
-_RESUME_ENDS = 16  # ends tried for each
-_N_KEYS = 3
-
-_STRING = rb'"(?:[^"\\]++|\\.)*+"'
-_TO_BRACE = re.compile(rb'(?:[^{}"]++|' + _STRING + rb")*+[{}]", re.S)
-_TO_BRACKET = re.compile(rb'(?:[^\[\]"]++|' + _STRING + rb")*+[\[\]]", re.S)
-_A_STRING = re.compile(_STRING, re.S)
-_A_SCALAR = re.compile(rb"[^\s,\[\]{}\"]++(?=[\s,\]])")
-_BETWEEN = re.compile(rb'\}\s*+,\s*+\{\s*+"[^"\\]*+"\s*+:')
-_FIRST_KEY = re.compile(rb"\{\s*+(" + _STRING + rb")\s*+:")
+    except UnicodeEncodeError:
+        return None, "not valid JSON (half of a surrogate pair)"
+    except RecursionError:
+        return None, "not valid JSON (too many objects or lists inside each other)"
+    except json.JSONDecodeError as error:
+        if _PYTHON.match(text):
+            return None, "not valid JSON (Python's notation; save it with json.dumps)"
+        what = error.msg.removesuffix(" at")
+        return None, f"not valid JSON ({what}, at character {error.pos})"
+    except ValueError as error:  # a number of thousands of digits
+        return None, f"not valid JSON ({error})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,8 +127,8 @@ class ArrayScanner:
     def __init__(self, window: Window, name: str, *, in_array: bool = True) -> None:
         """Begin where `walk` is told; `name` is for messages."""
         self._window, self._name, self._in_array = window, name, in_array
-        self._between = b""
-        self._first_keys: list[str] = []
+        self._first_key = ""  # of the first whole record, as it is written
+        self._keys: set[str] = set()
         self.end = 0  # after the walk: behind the closing bracket, in the window
         self.n_values = 0
 
@@ -161,214 +142,130 @@ class ArrayScanner:
         needs_comma = False
         while True:
             at = self._window.skip_space(at)
-            byte = self._window.bytes[at : at + 1]
+            byte = self._window.text[at : at + 1]
             if not byte and not self._in_array:
                 return
-            if byte == b"]" and self._in_array:
-                if self._after_comma(needs_comma):
-                    yield self._empty(at)
+            if byte == "]" and self._in_array:
+                if self.n_values and not needs_comma:
+                    yield self._absent(at)
                 self.end = at + 1
                 return
-            if byte == b"," and self._in_array:
+            if byte == "," and self._in_array:
                 if not needs_comma:
-                    yield self._empty(at)
+                    yield self._absent(at)
                 needs_comma, at = False, at + 1
                 continue
             if not byte or (needs_comma and self._in_array):
-                raise self._damage(at)
+                raise self._no_comma(at)
             value, at = self._value(at)
             self.n_values += 1
             needs_comma = True
             yield value
 
-    def _after_comma(self, needs_comma: bool) -> bool:
-        return self.n_values > 0 and not needs_comma
-
-    def _empty(self, at: int) -> Value:
+    def _absent(self, at: int) -> Value:
         """Count a value that is not there."""
         self.n_values += 1
-        return Value(self._window.start + at, None, "nothing stands before this comma "
-                     "or bracket")  # fmt: skip
+        problem = "nothing stands before this comma or bracket"
+        return Value(self._window.start + at, None, problem)
 
-    def _damage(self, at: int) -> ValueError:
+    def _no_comma(self, at: int) -> ValueError:
         """Say that the array is cut off, or what stands where a comma should."""
         where = f"after record {self.n_values} (byte {self._window.start + at})"
-        if at >= len(self._window.bytes):
+        if at >= len(self._window.text):
             return ValueError(
                 f"{self._name}: the JSON array is cut off {where}; fetch the file again"
             )
-        found = self._window.bytes[at : at + 12].decode("utf-8", "replace")
+        found = self._window.text[at : at + 12].encode("latin-1")
         return ValueError(
             f"{self._name}: expected a comma or the end of the array {where}, found "
-            f"{found!r}; the file is no valid JSON array"
+            f"{found.decode('utf-8', 'replace')!r}; the file is no valid JSON array"
         )
 
     def _value(self, at: int) -> tuple[Value, int]:
         """Return the value at `at`, and the position behind it."""
         window = self._window
-        offset = window.start + at
-        if window.bytes[at] == 0x7B and self._between:
-            guessed = self._guess(at)
-            if guessed is not None:
-                return Value(offset, guessed[0]), guessed[1]
-            at = offset - window.start
-        end = self._end(at)
-        at = offset - window.start
-        if end is None:
-            return self._unfinished(at)
-        if end - at > MAX_RECORD:
-            return Value(offset, None, f"longer than {MAX_RECORD >> 20} MiB"), end
-        raw = memoryview(window.bytes)[at:end]
-        value, problem = parse_object(raw)
-        if problem is not None:
-            # What is JSON, and no object, ends where it ends, whatever lies inside it.
-            hit = None if is_json(raw) else self._resume(at, end - 1)
-            return Value(offset, None, problem), end if hit is None else hit
-        self._learn(value or {}, end)
-        return Value(offset, value), end
-
-    def _learn(self, value: dict[str, Any], end: int) -> None:
-        """Remember what stands between two records, and how a record begins."""
-        found = _BETWEEN.match(self._window.bytes, end - 1)
-        if found:
-            self._between = found[0]
-            self._first_keys = list(value)[:_N_KEYS]
-
-    def _guess(self, at: int) -> tuple[dict[str, Any], int] | None:
-        """Return the object that ends where the next one is guessed to begin."""
-        window, begin, tries = self._window, 0, 0
-        while tries < _GUESSES:
-            hit = window.bytes.find(self._between, at + begin)
-            if hit < 0:
-                begin = max(0, len(window.bytes) - at - len(self._between))
-                if begin > _GUESS_WITHIN or not window.advance(at):
-                    return None
-                at = 0
-                continue
-            try:
-                return orjson.loads(memoryview(window.bytes)[at : hit + 1]), hit + 1
-            except orjson.JSONDecodeError:
-                tries, begin = tries + 1, hit + 1 - at
-        return None
-
-    def _end(self, at: int) -> int | None:
-        """Return the position behind the value at `at` by counting, or None."""
-        opening = self._window.bytes[at : at + 1]
-        if opening == b"{":
-            return self._closing(at, _TO_BRACE, 0x7B)
-        if opening == b"[":
-            return self._closing(at, _TO_BRACKET, 0x5B)
-        pattern = _A_STRING if opening == b'"' else _A_SCALAR
-        while (found := pattern.match(self._window.bytes, at)) is None:
-            is_long = len(self._window.bytes) - at > MAX_RECORD
-            if is_long or not self._window.advance(at):
-                return None
-            at = 0
-        return found.end()
-
-    def _closing(self, at: int, pattern: re.Pattern[bytes], opening: int) -> int | None:
-        """Count opening against closing from `at`; None if they never balance."""
-        window, depth, here = self._window, 0, at
         while True:
-            found = pattern.match(window.bytes, here)
-            if found is None:
-                # Twice as much each time: a long string is not scanned again and again.
-                size = max(CHUNK, len(window.bytes) - at)
-                if len(window.bytes) - at > MAX_RECORD or not window.advance(at, size):
-                    return None
-                here, at = here - at, 0
-                continue
-            here = found.end()
-            depth += 1 if window.bytes[here - 1] == opening else -1
-            if depth == 0:
-                return here
+            end = None
+            try:
+                value, end = _decode(window.text, at)
+                may_go_on = end == len(window.text)  # a number has no end of its own
+            except json.JSONDecodeError as error:
+                may_go_on = _is_at_end(error, window.text)
+            except (ValueError, RecursionError):
+                may_go_on = False
+            if not may_go_on or not window.widen(at):
+                break
+            at = 0
+        if end is None:
+            return self._damaged(at)
+        offset, raw = window.start + at, window.text[at:end]
+        if len(raw) > MAX_RECORD:
+            return Value(offset, None, f"longer than {MAX_RECORD >> 20} MiB"), end
+        problem = None
+        is_plain = raw.isascii() and not _SURROGATE.search(raw)
+        if not (is_plain and isinstance(value, dict)):
+            value, problem = parse_object(raw.encode("latin-1"))
+        if not self._keys and value:
+            self._first_key = _FIRST_KEY.match(raw)[1]
+            self._keys = set(list(value)[:_N_KEYS])
+        return Value(offset, value, problem), end
 
-    def _resume(self, at: int, stop: int) -> int | None:
-        """Return the position behind a damaged record, if a whole one follows it.
+    def _damaged(self, at: int) -> tuple[Value, int]:
+        """Refuse what is no JSON; return it, and the position where reading goes on.
 
-        A quote too many or a brace too few hides where a record ends; the next one is
-        recognised by the keys that it begins with, which objects inside a record do
-        not share. Its opening is looked for without the brace that should stand before.
+        That is the next record, if one begins before the brackets are balanced: a quote
+        too many or a brace too few hides where the damaged one ends.
 
-        Args:
-          at: where the damaged record begins.
-          stop: where counting says that it ends.
+        Raises:
+          ValueError: it has no end, and no record follows.
         """
-        text, opening = self._window.bytes, self._between[1:]
-        if not opening:
-            return self._resume_unlearned(at, stop)
-        hits = [text.find(opening, at)]
-        while hits[-1] >= 0 and len(hits) < _RESUME_TRIES:
-            hits.append(text.find(opening, hits[-1] + 1))
-        hits = [hit for hit in hits if hit >= 0]
-        ends = [*(hit - 1 for hit in hits if text[hit - 1] == 0x7D), _last_brace(text)]
-        for hit in hits:
-            if hit > stop:
-                return None
-            begin = text.index(b"{", hit)
-            first = bisect.bisect(ends[:-1], begin)
-            tried = ends[first : first + _RESUME_ENDS]
-            if any(self._is_record(begin, end) for end in tried):
-                return hit
-        return None
-
-    def _resume_unlearned(self, at: int, stop: int) -> int | None:
-        """Do the same where no record was read yet: ask for the damaged one's keys."""
-        text = self._window.bytes
-        keys = set(top_keys(text, at))
-        first = _FIRST_KEY.match(text, at)
-        if first is None:
-            return None
-        opening = re.compile(rb",\s*+(?=\{\s*+" + re.escape(first[1]) + rb"\s*+:)")
-        for _, found in zip(
-            range(_RESUME_TRIES), opening.finditer(text, at, stop), strict=False
-        ):
-            end = _balanced(text, found.end())
-            if end is None:
-                continue
-            value, _ = parse_object(memoryview(text)[found.end() : end])
-            if value is not None and keys <= value.keys():
-                return found.start()
-        return None
-
-    def _is_record(self, begin: int, end: int) -> bool:
-        """Tell whether a slice is an object that begins like the records before."""
-        if end < begin:
-            return False
-        value, _ = parse_object(memoryview(self._window.bytes)[begin : end + 1])
-        return value is not None and list(value)[:_N_KEYS] == self._first_keys
-
-    def _unfinished(self, at: int) -> tuple[Value, int]:
-        """Refuse a record whose end is not found, if another begins behind it."""
         window = self._window
-        size = len(window.bytes) - at
-        hit = self._resume(at, len(window.bytes))
-        if hit is not None:
-            problem = "not valid JSON (a quote or a brace is left open)"
-            return Value(window.start + at, None, problem), hit
-        what = (
-            f"is longer than {MAX_RECORD >> 20} MiB"
-            if size > MAX_RECORD
-            else "never ends, the file is cut off"
-        )
-        raise ValueError(
-            f"{self._name}: record {self.n_values + 1}, which begins at byte "
-            f"{window.start + at}, {what}; fetch the file again"
-        )
+        if window.advance(at):  # the next record should be in the window as a whole
+            at = 0
+        while True:
+            stop = end_of_value(window.text, at)
+            resume = self._next_record(at, stop or len(window.text))
+            if resume is not None or stop is not None or not window.widen(at):
+                break
+            at = 0
+        offset, size = window.start + at, len(window.text) - at
+        if resume is None and stop is None:
+            what = "never ends, the file is cut off"
+            if size > MAX_RECORD:
+                what = f"is longer than {MAX_RECORD >> 20} MiB"
+            raise ValueError(
+                f"{self._name}: record {self.n_values + 1}, which begins at byte "
+                f"{offset}, {what}; fetch the file again"
+            )
+        problem = "not valid JSON (a quote or a brace is left open)"
+        if stop is not None:
+            problem = parse_object(window.text[at:stop].encode("latin-1"))[1]
+        return Value(offset, None, problem), resume or stop or 0
+
+    def _next_record(self, at: int, stop: int) -> int | None:
+        """Return the position of the comma before the next whole record, or None.
+
+        A record is known by the keys that it begins with, which objects inside records
+        do not share; where none was read yet, by those of the damaged one.
+        """
+        text, first, keys = self._window.text, self._first_key, self._keys
+        if not keys:
+            found = _FIRST_KEY.match(text, at)
+            if found is None:
+                return None
+            first, keys = found[1], set(top_keys(text, at))
+        opening = re.compile(r",\s*+(?=\{\s*+" + re.escape(first) + r"\s*+:)", re.ASCII)
+        for comma in opening.finditer(text, at, stop):
+            try:
+                value, _ = _decode(text, comma.end())
+            except (ValueError, RecursionError):
+                continue
+            if keys <= value.keys():
+                return comma.start()
+        return None
 
 
-def _balanced(text: bytes, at: int) -> int | None:
-    """Return the position behind the object at `at` by counting, or None."""
-    depth = 0
-    while found := _TO_BRACE.match(text, at):
-        at = found.end()
-        depth += 1 if text[at - 1] == 0x7B else -1
-        if depth == 0:
-            return at
-    return None
-
-
-def _last_brace(text: bytes) -> int:
-    """Return where the last object of an array ends, if the array ends here."""
-    rest = text.rstrip()
-    return rest.removesuffix(b"]").rstrip().rfind(b"}") if rest.endswith(b"]") else -1
+def _is_at_end(error: json.JSONDecodeError, text: str) -> bool:
+    """Tell whether a value may be cut off by the window's end and not be damaged."""
+    is_text = error.msg.startswith("Unterminated string")
+    return is_text or error.pos >= len(text.rstrip()) - _PARTIAL

@@ -5,78 +5,86 @@ so the first bytes decide: gzip or not, then Parquet, a JSON array, a JSON objec
 around a list, JSON lines, or a table. Everything else is refused with what it is.
 """
 
+import contextlib
 import csv
 import dataclasses
+import gzip
 import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal, Protocol
 
-import orjson
+import msgspec
 
 # A list under one of these names, in an object around it, is the list of records.
 LIST_KEYS = ("Data", "data", "rows", "examples", "questions", "instances")
 # An object with one of these is a record, not something around records.
 _RECORD_KEYS = {"question", "Question", "question_text", "query", "golden_answers"}
-_STRING = rb'"(?:[^"\\]++|\\.)*+"'
-_KEY = re.compile(rb"[\s,{]*+(" + _STRING + rb")\s*+:\s*+", re.S)
-_TO_BRACKET = re.compile(rb"(?:[^{}\[\]\"]++|" + _STRING + rb")*+[{}\[\]]", re.S)
+# Text here holds a character for each byte (Latin-1), and may end anywhere.
+_FLAGS = re.ASCII | re.DOTALL
+_STRING = r'"(?:[^"\\]++|\\.)*+"'
+_KEY = re.compile(rf"[\s,{{]*+({_STRING})\s*+:\s*+", _FLAGS)
 # Up to the first object of a list, or to its end.
-_LIST_HEAD = re.compile(rb"\[((?:" + _STRING + rb"|[^\[\]{}\"]++)*+)(?=[{\]])", re.S)
-_SCALAR = re.compile(rb"(?:" + _STRING + rb"|[^\s,{}\[\]\"]++)", re.S)
+_LIST_HEAD = re.compile(rf"\[((?:{_STRING}|[^\[\]{{}}\"]++)*+)(?=[{{\]])", _FLAGS)
+_SCALAR = re.compile(rf"(?:{_STRING}|[^\s,{{}}\[\]\"]++)", _FLAGS)
+_TO_BRACKET = {
+    "{": re.compile(rf'(?:[^{{}}"]++|{_STRING})*+[{{}}]', _FLAGS),
+    "[": re.compile(rf'(?:[^\[\]"]++|{_STRING})*+[\[\]]', _FLAGS),
+}
 
 
-def list_key_of(text: bytes) -> str | None:
-    """Return the name of the list of objects that the first object is around.
+def _list_key_of(text: str) -> str | None:
+    """Return the name of the list of objects that the object at 0 is around.
 
     A record is no such object, though a third party gave it a list under one of the
     names; and a damaged first entry does not make another list of it.
-
-    Args:
-      text: begins with `{`; may end anywhere.
     """
     at, found = 0, None
     while key := _KEY.match(text, at):
-        name = key[1][1:-1].decode("utf-8", "replace")
+        name = key[1][1:-1]
         at = key.end()
         if name in _RECORD_KEYS:
             return None
         if found is None and name in LIST_KEYS and _is_list_of_objects(text, at):
             found = name
-        at = behind_value(text, at)
-        if found == name and text[at - 1 : at] != b"]":
+        at = end_of_value(text, at) or len(text)
+        if found == name and text[at - 1 : at] != "]":
             break  # damaged inside, or longer than the text
     return found
 
 
-def _is_list_of_objects(text: bytes, at: int) -> bool:
+def _is_list_of_objects(text: str, at: int) -> bool:
     """Tell whether the value at `at` is an empty list, or one with an object in it."""
     head = _LIST_HEAD.match(text, at)
     if head is None:
         return False
-    return text[head.end() : head.end() + 1] == b"{" or not head[1].strip()
+    return text[head.end() : head.end() + 1] == "{" or not head[1].strip()
 
 
-def top_keys(text: bytes, at: int) -> Iterator[str]:
+def top_keys(text: str, at: int) -> Iterator[str]:
     """Yield the keys of the object at `at`, as far as it can be followed."""
     while key := _KEY.match(text, at):
-        yield key[1][1:-1].decode("utf-8", "replace")
-        at = behind_value(text, key.end())
+        yield key[1][1:-1]
+        at = end_of_value(text, key.end()) or len(text)
 
 
-def behind_value(text: bytes, at: int) -> int:
-    """Return the position behind the JSON value at `at`; the end if it is cut off."""
-    if text[at : at + 1] not in (b"{", b"["):
+def end_of_value(text: str, at: int) -> int | None:
+    """Return the position behind the JSON value at `at`, or None if it is cut off.
+
+    It need not be valid: brackets of one kind are counted, outside strings.
+    """
+    opening = text[at : at + 1]
+    if opening not in ("{", "["):
         scalar = _SCALAR.match(text, at)
-        return scalar.end() if scalar else len(text)
-    depth = 0
-    while found := _TO_BRACKET.match(text, at):
+        return scalar.end() if scalar else None
+    depth, pattern = 0, _TO_BRACKET[opening]
+    while found := pattern.match(text, at):
         at = found.end()
-        depth += 1 if text[at - 1] in b"{[" else -1
+        depth += 1 if text[at - 1] == opening else -1
         if depth == 0:
             return at
-    return len(text)
+    return None
 
 
 Container = Literal[
@@ -142,9 +150,8 @@ class Gunzip:
     def __init__(self, stream: BinaryIO, name: str) -> None:
         """Read from `stream`; `name` is for messages."""
         self._stream, self._name = stream, name
-        self._member = zlib.decompressobj(31)
-        self._packed = b""
-        self._n_read = 0
+        self._unpacked = gzip.GzipFile(fileobj=stream)
+        self._damage: ValueError | None = None
 
     def close(self) -> None:
         """Let go of the file."""
@@ -156,66 +163,32 @@ class Gunzip:
         Raises:
           ValueError: the compressed data are cut off or damaged.
         """
-        while True:
-            if self._member.eof and not self._next_member():
-                return b""
-            is_end = not self._packed and not self._refill()
-            try:
-                found = self._member.decompress(self._packed, size)
-            except zlib.error as error:
-                raise ValueError(
-                    f"{self._name}: the gzip data are damaged before byte "
-                    f"{self._n_read} ({error}); fetch the file again"
-                ) from None
-            self._packed = self._member.unconsumed_tail or self._member.unused_data
-            if found:
-                return found
-            if is_end and not self._member.eof:
-                raise ValueError(
-                    f"{self._name}: the gzip data end after {self._n_read} bytes "
-                    "without their end mark, the download was cut off; fetch it again"
-                )
-
-    def _refill(self) -> bytes:
-        """Read on in the compressed file."""
-        self._packed = self._stream.read(1 << 18)
-        self._n_read += len(self._packed)
-        return self._packed
-
-    def _next_member(self) -> bool:
-        """Begin the next part of a file of several; False at the end."""
-        while not (packed := self._packed.lstrip(b"\0")):  # padding is allowed
-            if not self._refill():
-                return False
-        if not packed.startswith(b"\x1f"):
-            raise ValueError(
-                f"{self._name}: other bytes follow the end of the gzip data; "
-                "fetch the file again"
+        parts, n_read = [], 0
+        try:
+            while self._damage is None and n_read < size:
+                parts.append(self._unpacked.read1(size - n_read))
+                n_read += len(parts[-1])
+                if not parts[-1]:
+                    break
+        except EOFError:
+            self._damage = ValueError(
+                f"{self._name}: the gzip data end after {self._stream.tell()} bytes "
+                "without their end mark, the download was cut off; fetch it again"
             )
-        self._packed, self._member = packed, zlib.decompressobj(31)
-        return True
+        except (OSError, zlib.error) as error:
+            self._damage = ValueError(
+                f"{self._name}: the gzip data are damaged, or followed by other bytes, "
+                f"before byte {self._stream.tell()} ({error}); fetch the file again"
+            )
+        if self._damage is not None and not n_read:
+            raise self._damage
+        return b"".join(parts)
 
 
 def open_bytes(path: Path, is_gzipped: bool) -> Readable:
     """Open a file for reading in order, unpacked."""
     stream = path.open("rb")
     return Gunzip(stream, str(path)) if is_gzipped else stream
-
-
-def _head(path: Path, is_gzipped: bool) -> bytes:
-    """Return the first bytes; of damaged gzip, what can be had."""
-    parts, size = [], 0
-    stream = open_bytes(path, is_gzipped)
-    try:
-        while size < HEAD and (part := stream.read(HEAD - size)):
-            parts.append(part)
-            size += len(part)
-    except ValueError:
-        if not size:
-            raise
-    finally:
-        stream.close()
-    return b"".join(parts)
 
 
 def recognise(path: Path) -> FileType:
@@ -234,7 +207,8 @@ def recognise(path: Path) -> FileType:
         raise ValueError(f"{path} is empty (0 bytes); fetch it again")
     with path.open("rb") as stream:
         is_gzipped = stream.read(2) == b"\x1f\x8b"
-    head = _head(path, is_gzipped)
+    with contextlib.closing(open_bytes(path, is_gzipped)) as unpacked:
+        head = unpacked.read(HEAD)
     what = "the unpacked file" if is_gzipped else "the file"
     if head.startswith(b"PAR1"):
         return FileType(container="parquet", is_gzipped=is_gzipped)
@@ -266,7 +240,7 @@ def _kind_of_text(text: bytes, name: str) -> FileType:
     if start.startswith(b"[") and not _is_row(text):
         return FileType(container="json array")
     if start.startswith(b"{"):
-        return _kind_of_objects(start)
+        return _kind_of_objects(start.decode("latin-1"))
     if start.startswith(b"["):
         return FileType(container="table", delimiter="\t")
     if start.startswith(b"<"):
@@ -283,25 +257,24 @@ def _is_row(text: bytes) -> bool:
     return is_tabbed and text.lstrip()[1:2] in (b"'", b'"')
 
 
-def _is_object(line: bytes) -> bool:
+def _is_object(line: str) -> bool:
     """Tell whether a line alone is a JSON object."""
     try:
-        return isinstance(orjson.loads(line), dict)
-    except orjson.JSONDecodeError:
+        return isinstance(msgspec.json.decode(line), dict)
+    except (msgspec.DecodeError, RecursionError):
         return False
 
 
-def _kind_of_objects(text: bytes) -> FileType:
+def _kind_of_objects(text: str) -> FileType:
     """Tell an object around a list from one object a line, and from the rest."""
-    key = list_key_of(text)
+    key = _list_key_of(text)
     if key is not None:
         return FileType(container="json object", list_key=key)
-    first, _, rest = text.partition(b"\n")
-    second = rest.partition(b"\n")[0]
+    first, _, rest = text.partition("\n")
     # A first line that is damaged does not change what the others are.
-    if _is_object(first) or (len(first) > 2 and second[:1] == b"{"):
+    if _is_object(first) or (len(first) > 2 and rest.startswith("{")):
         return FileType(container="json lines")
-    if not rest and len(text) >= HEAD - 8 and behind_value(text, 0) == len(text):
+    if not rest and len(text) >= HEAD - 8 and end_of_value(text, 0) is None:
         return FileType(container="json lines")  # one record, longer than the head
     return FileType(container="json values")
 

@@ -10,13 +10,15 @@ import contextlib
 import csv
 import dataclasses
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import orjson
+import msgspec
 
+from extract.datasets.fields import HEADERLESS
 from extract.datasets.files.json_stream import (
     CHUNK,
     MAX_RECORD,
@@ -31,49 +33,30 @@ _PARQUET_ROWS = 64  # per batch: HotpotQA rows are 6 kB, DPR rows 100 kB
 Row = tuple[dict[str, Any] | None, str | None]  # the row, or what is wrong with it
 
 
-def _unpacked(path: Path, folder: str) -> Path:
-    """Unpack gzip beside other temporary files: Parquet is read from its end."""
-    target = Path(folder) / "unpacked.parquet"
-    source = open_bytes(path, True)
-    with contextlib.closing(source), target.open("wb") as out:
-        while chunk := source.read(CHUNK):
-            out.write(chunk)
-    return target
-
-
-def parquet_rows(path: Path, is_gzipped: bool) -> Iterator[Row]:
-    """Yield the rows of a Parquet file, a few at a time.
-
-    Raises:
-      ValueError: the file is cut off or damaged.
-    """
-    with contextlib.ExitStack() as stack:
-        source = path
-        if is_gzipped:
-            folder = stack.enter_context(tempfile.TemporaryDirectory())
-            source = _unpacked(path, folder)
-        yield from _rows_of(stack.enter_context(source.open("rb")), path)
-
-
-def _rows_of(stream: IO[bytes], path: Path) -> Iterator[Row]:
-    """Yield the rows of a Parquet file; `path` is for messages."""
+def _parquet_rows(path: Path, is_gzipped: bool) -> Iterator[Row]:
+    """Yield the rows of a Parquet file, a few at a time."""
     import pyarrow
     from pyarrow import parquet
 
     number = 0
-    try:
-        # Neither threads nor a buffer for the whole row group: memory stays flat.
-        file = parquet.ParquetFile(stream, pre_buffer=False, buffer_size=CHUNK)
-        for batch in file.iter_batches(_PARQUET_ROWS, use_threads=False):
-            for row, problem in _batch_rows(batch):
-                number += 1
-                yield row, problem
-    except (pyarrow.ArrowException, OSError) as error:
-        detail = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"{path}: the Parquet file is cut off or damaged after {number} rows "
-            f"({detail}); fetch it again"
-        ) from None
+    with path.open("rb") as packed, tempfile.TemporaryFile() as unpacked:
+        if is_gzipped:  # Parquet is read from its end
+            with contextlib.closing(open_bytes(path, True)) as source:
+                shutil.copyfileobj(source, unpacked, CHUNK)
+        stream = unpacked if is_gzipped else packed
+        try:
+            # Neither threads nor a buffer for the whole row group: memory stays flat.
+            file = parquet.ParquetFile(stream, pre_buffer=False, buffer_size=CHUNK)
+            for batch in file.iter_batches(_PARQUET_ROWS, use_threads=False):
+                for row, problem in _batch_rows(batch):
+                    number += 1
+                    yield row, problem
+        except (pyarrow.ArrowException, OSError) as error:
+            detail = " ".join(str(error).split())[:200]
+            raise ValueError(
+                f"{path}: the Parquet file is cut off or damaged after {number} rows "
+                f"({detail}); fetch it again"
+            ) from None
 
 
 def _without_times(batch: Any) -> Any:
@@ -107,10 +90,6 @@ def _batch_rows(batch: Any) -> Iterator[Row]:
             yield None, f"not UTF-8: byte 0x{error.object[error.start]:02x}"
         except (ValueError, OverflowError) as error:
             yield None, f"a value that cannot be read ({error})"
-
-
-# The one known table without a header is DPR's: question, list of answers.
-HEADERLESS = ("column 1", "column 2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,75 +128,69 @@ class RecordStream:
           ValueError: the file is cut off or damaged.
         """
         if self._type.container == "parquet":
-            rows = parquet_rows(self._path, self._type.is_gzipped)
+            rows = _parquet_rows(self._path, self._type.is_gzipped)
             for number, (row, problem) in enumerate(rows, start=1):
                 yield RawRecord(number, f"row {number}", row, problem)
             return
-        stream = open_bytes(self._path, self._type.is_gzipped)
-        with contextlib.closing(stream):
+        with contextlib.closing(
+            open_bytes(self._path, self._type.is_gzipped)
+        ) as stream:
             if self._type.has_bom:
                 stream.read(3)
             if self._type.container == "json lines":
-                yield from _json_lines(stream, self._path)
+                yield from _json_lines(stream)
             elif self._type.container == "table":
                 yield from _table_rows(stream, self._path, self._type.delimiter or "\t")
             else:
-                values = self._values(stream)
-                for number, value in enumerate(values, start=1):
-                    at = f"byte {value.offset}"
-                    yield RawRecord(number, at, value.object, value.problem)
+                for number, one in enumerate(self._values(stream), start=1):
+                    yield RawRecord(
+                        number, f"byte {one.offset}", one.object, one.problem
+                    )
 
     def _values(self, stream: Readable) -> Iterator[Value]:
         """Yield the values of JSON that is not one value a line."""
-        window = Window(stream)
+        window, name = Window(stream), str(self._path)
         at = window.skip_space(0)
         if self._type.container == "json values":
-            yield from ArrayScanner(window, str(self._path), in_array=False).walk(at)
+            yield from ArrayScanner(window, name, in_array=False).walk(at)
             return
-        before = b""
-        if self._type.container == "json object":
-            at = _list_start(window, self._type.list_key or "")
-            before = window.bytes[:at]
-        else:
-            at += 1
-        scanner = ArrayScanner(window, str(self._path))
+        at, before = at + 1, ""
+        if self._type.list_key is not None:
+            at = _list_start(window, self._type.list_key)
+            before = window.text[:at]
+        scanner = ArrayScanner(window, name)
         yield from scanner.walk(at)
-        rest = _rest(window, scanner.end)
-        if self._type.container == "json object":
-            self.envelope = self._read_envelope(before, rest)
+        rest = window.text[scanner.end :]  # it is short in every known format
+        while len(rest) <= CHUNK and window.advance(len(window.text)):
+            rest += window.text
+        if self._type.list_key is not None:
+            self._read_envelope(f"{before}]{rest}".encode("latin-1"))
         elif rest.strip():
+            found = rest.strip()[:20].encode("latin-1").decode("utf-8", "replace")
             raise ValueError(
-                f"{self._path}: other text follows the end of the JSON array "
-                f"({rest.strip()[:20]!r}); the file is no valid JSON"
+                f"{name}: other text follows the end of the JSON array ({found!r}); "
+                "the file is no valid JSON"
             )
 
-    def _read_envelope(self, before: bytes, after: bytes) -> dict[str, Any]:
-        """Parse what stands around the list."""
+    def _read_envelope(self, raw: bytes) -> None:
+        """Parse what stands around the list, given with an empty list."""
         try:
-            around = orjson.loads(before + b"]" + after)
-        except orjson.JSONDecodeError:
+            around = msgspec.json.decode(raw)
+        except (msgspec.DecodeError, UnicodeError):
             raise ValueError(
                 f"{self._path}: the JSON object around the list of records is cut off "
                 "or no valid JSON; fetch the file again"
             ) from None
-        return {k: v for k, v in around.items() if k != self._type.list_key}
+        self.envelope = {k: v for k, v in around.items() if k != self._type.list_key}
 
 
 def _list_start(window: Window, key: str) -> int:
     """Return the position behind the bracket that opens the list named `key`."""
-    opening = re.compile(b'"' + re.escape(key.encode()) + rb'"\s*+:\s*+\[')
-    while (found := opening.search(window.bytes)) is None:
+    opening = re.compile(rf'"{re.escape(key)}"\s*+:\s*+\[', re.ASCII)
+    while (found := opening.search(window.text)) is None:
         if not window.advance(0):
             raise ValueError(f"the list {key!r} is not in the file any more")
     return found.end()
-
-
-def _rest(window: Window, at: int) -> bytes:
-    """Return what follows the list; it is short in every known format."""
-    rest = window.bytes[at:]
-    while len(rest) <= CHUNK and window.advance(len(window.bytes)):
-        rest += window.bytes
-    return rest
 
 
 def _lines(stream: Readable) -> Iterator[tuple[int, bytes, bool]]:
@@ -239,80 +212,53 @@ def _lines(stream: Readable) -> Iterator[tuple[int, bytes, bool]]:
         yield number, b"".join(parts), size > MAX_RECORD
 
 
-def _json_lines(stream: Readable, path: Path) -> Iterator[RawRecord]:
+def _json_lines(stream: Readable) -> Iterator[RawRecord]:
     """Yield one record a line; blank lines are none."""
     n_records = 0
     for number, line, is_long in _lines(stream):
-        if not is_long and not line.strip():
-            continue
-        n_records += 1
-        at = f"line {number}"
-        if is_long:
-            problem = f"the line is longer than {MAX_RECORD >> 20} MiB"
-            yield RawRecord(n_records, at, None, problem)
-        else:
-            yield RawRecord(n_records, at, *parse_object(line))
-
-
-class _Rows:
-    """Feeds lines to a CSV reader, and takes those back that a bad row swallowed."""
-
-    def __init__(self, stream: Readable, path: Path) -> None:
-        self._lines, self._path = _lines(stream), path
-        self._again: collections.deque[tuple[int, str]] = collections.deque()
-        self._row: list[tuple[int, str]] = []
-        self._size = 0  # bytes since the last row
-
-    def begin(self) -> None:
-        """Forget the lines of the last row."""
-        self._row, self._size = [], 0
-
-    def give_back(self) -> None:
-        """Have all lines of this row but its first read again."""
-        self._again.extendleft(reversed(self._row[1:]))
-        del self._row[1:]
-
-    def place(self) -> str:
-        """Return in words where the row lies."""
-        first, last = self._row[0][0], self._row[-1][0]
-        return f"line {first}" if first == last else f"lines {first}-{last}"
-
-    def is_spread(self) -> bool:
-        """Tell whether the row took more than one line."""
-        return len(self._row) > 1
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        number, line = self._again.popleft() if self._again else self._next_line()
-        self._row.append((number, line))
-        return line + "\n"
-
-    def _next_line(self) -> tuple[int, str]:
-        number, line, is_long = next(self._lines)
-        self._size += len(line)
-        if is_long or self._size > MAX_RECORD:
-            raise ValueError(
-                f"{self._path}, line {number}: a row of more than "
-                f"{MAX_RECORD >> 20} MiB, perhaps for a quote that is left open; "
-                "the file is no table of questions"
-            )
-        return number, line.decode("utf-8", "surrogateescape")
+        if line.strip():
+            n_records += 1
+            row = parse_object(line)
+            if is_long:
+                row = None, f"the line is longer than {MAX_RECORD >> 20} MiB"
+            yield RawRecord(n_records, f"line {number}", *row)
 
 
 def _table_rows(stream: Readable, path: Path, delimiter: str) -> Iterator[RawRecord]:
     """Yield one record a row, under the header's names or `column 1`, `column 2`.
 
-    Quoting is CSV's: cells of PopQA and of DPR's question files hold doubled quotes.
+    Quoting is CSV's: cells of PopQA and of DPR's question files hold doubled quotes. A
+    quote left open takes the rows behind it in, to the end of the file: they are read
+    again.
     """
+    source = _lines(stream)
+    again: collections.deque[tuple[int, str]] = collections.deque()
+    taken: list[tuple[int, str]] = []  # the lines of this row
+    size = 0  # of them
+
+    def feed() -> Iterator[str]:
+        nonlocal size
+        while again or (found := next(source, None)):
+            if not again:
+                number, line, is_long = found
+                size += len(line)
+                if is_long or size > MAX_RECORD:
+                    raise ValueError(
+                        f"{path}, line {number}: a row of more than "
+                        f"{MAX_RECORD >> 20} MiB, perhaps for a quote that is left "
+                        "open; the file is no table of questions"
+                    )
+                again.append((number, line.decode("utf-8", "surrogateescape")))
+            taken.append(again.popleft())
+            yield taken[-1][1] + "\n"
+
     csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD))
-    rows = _Rows(stream, path)
-    reader = csv.reader(rows, delimiter=delimiter, strict=True)
+    reader = csv.reader(feed(), delimiter=delimiter, strict=True)
     names: list[str] | None = None
     n_records = 0
     while True:
-        rows.begin()
+        taken.clear()
+        size = 0
         try:
             cells, problem = next(reader, None), None
         except csv.Error as error:
@@ -322,38 +268,39 @@ def _table_rows(stream: Readable, path: Path, delimiter: str) -> Iterator[RawRec
         if not cells and problem is None:
             continue  # a blank line
         if names is None and problem is None:
-            lowered = {cell.strip().lower() for cell in cells}
-            names = list(HEADERLESS)
-            if lowered & COLUMNS:
-                names = [cell.strip() for cell in cells]
+            names = [cell.strip() for cell in cells]
+            if COLUMNS & {name.lower() for name in names}:
                 continue
+            names = list(HEADERLESS)
         n_records += 1
-        if rows.is_spread() and (problem or len(cells) != len(names or HEADERLESS)):
-            # A quote left open takes the rows behind it in, to the end of the file.
-            rows.give_back()
+        if len(taken) > 1 and (problem or len(cells) != len(names or HEADERLESS)):
+            again.extendleft(reversed(taken[1:]))
+            del taken[1:]
+            reader = csv.reader(feed(), delimiter=delimiter, strict=True)
             problem = (problem or "the row has another number of columns") + (
                 ": a quote is left open on this line"
             )
         problem = problem or _row_problem(cells, names or [])
-        if problem is None and [cell.strip() for cell in cells] == names:
-            problem = "the row of column names again"
-        value = dict(zip(names or [], cells, strict=True)) if problem is None else None
-        yield RawRecord(n_records, rows.place(), value, problem)
+        value = None if problem else dict(zip(names or [], cells, strict=True))
+        first, last = taken[0][0], taken[-1][0]
+        at = f"line {first}" if first == last else f"lines {first}-{last}"
+        yield RawRecord(n_records, at, value, problem)
 
 
 def _row_problem(cells: list[str], names: list[str]) -> str | None:
     """Say what is wrong with a row, if anything."""
-    if len(cells) != len(names) and tuple(names) == HEADERLESS:
-        return (
-            "expected two columns (question, list of answers), or a header with known "
-            f"names, found {len(cells)}"
-        )
     if len(cells) != len(names):
-        return f"expected {len(names)} columns, found {len(cells)}"
+        what = f"{len(names)} columns"
+        if tuple(names) == HEADERLESS:
+            what = (
+                "two columns (question, list of answers), or a header with known names"
+            )
+        return f"expected {what}, found {len(cells)}"
     for name, cell in zip(names, cells, strict=True):
         try:
             cell.encode()
         except UnicodeEncodeError as error:
             byte = ord(cell[error.start]) - 0xDC00
             return f"not UTF-8: byte 0x{byte:02x} in the column {name!r}"
-    return None
+    is_header = [cell.strip() for cell in cells] == names
+    return "the row of column names again" if is_header else None

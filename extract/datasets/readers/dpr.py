@@ -1,39 +1,33 @@
 """The files of Dense Passage Retrieval, for NQ and TriviaQA, and those shaped alike."""
 
-import math
-from typing import Any
+from collections.abc import Iterator
 
 import msgspec
 
-from extract.datasets.files.streams import HEADERLESS
-from extract.datasets.readers.fields import (
+from extract.datasets.fields import (
+    HEADERLESS,
+    Record,
     answers,
     any_answers,
+    expect,
     has_answers,
     identity,
-    kind_of,
-    listed,
+    required,
     text,
+    text_or_empty,
     unfold,
 )
 from extract.datasets.readers.passages import titled_passages
 from extract.datasets.readers.question import (
     Format,
     Question,
-    Record,
     dataset_marked,
     dataset_tagged,
+    unquote,
 )
 from extract.records import Passage
 
 GOLD_SCORE = 1000  # of the positive that comes from the annotated page
-
-
-def unquote(question: str) -> str:
-    """Remove the layer of CSV quotes that is left on some TriviaQA questions."""
-    inner = question[1:-1]
-    is_quoted = len(question) > 2 and question[0] == question[-1] == '"'
-    return inner.replace('""', '"') if is_quoted and '""' in inner else question
 
 
 def read_qa_row(record: Record) -> Question:
@@ -53,54 +47,50 @@ def read_qa_row(record: Record) -> Question:
     )
 
 
-def _score(item: Any) -> float:
-    """Return a passage's score, which some files write as text; NaN if none."""
+def _is_annotated(item: Record) -> bool:
+    """Tell a positive that comes from the annotated page; scores may be text."""
     try:
-        return float(item.get("score"))
+        return float(item.get("score", "nan")) == GOLD_SCORE
     except (TypeError, ValueError):
-        return math.nan
+        return False
 
 
-def mark_gold(items: list[Any], passages: tuple[Passage, ...]) -> tuple[Passage, ...]:
-    """Mark the positives from the annotated page.
+def _positives(record: Record, key: str) -> tuple[Passage, ...]:
+    """Return the positive passages, those from the annotated page marked as gold.
 
     The others were retrieved and merely contain the answer. In files without that
     score the first positive is the gold one.
     """
-    is_gold = [_score(item) == GOLD_SCORE for item in items]
+    passages = titled_passages(record, key, is_supporting=False)
+    is_gold = [_is_annotated(item) for item in record[key]]
     if not any(is_gold):
-        is_gold = [i == 0 for i in range(len(items))]
+        is_gold = [i == 0 for i in range(len(passages))]
     return tuple(
         msgspec.structs.replace(passage, is_supporting=gold)
         for passage, gold in zip(passages, is_gold, strict=True)
     )
 
 
+def _negatives(record: Record, *keys: str) -> Iterator[Passage]:
+    for key in keys:
+        if record.get(key):
+            yield from titled_passages(record, key, is_supporting=False)
+
+
 def read_biencoder(record: Record) -> Question:
     """Read one record of `biencoder-*.json`: positives, negatives, hard negatives."""
     question, golds = text(record, "question"), any_answers(record)
-    items = list(listed(record, "positive_ctxs"))
-    positives = titled_passages(record, "positive_ctxs", is_supporting=False)
-    others = tuple(
-        passage
-        for key in ("hard_negative_ctxs", "negative_ctxs")
-        if record.get(key)
-        for passage in titled_passages(record, key, is_supporting=False)
-    )
+    positives = _positives(record, "positive_ctxs")
+    others = _negatives(record, "hard_negative_ctxs", "negative_ctxs")
     dataset = dataset_tagged(record)
-    if (
-        record.get("dataset") is None
-        and items
-        and isinstance(items[0], dict)
-        and "passage_id" in items[0]
-    ):
-        dataset = "nq"
+    if record.get("dataset") is None and positives:
+        dataset = "nq" if "passage_id" in record["positive_ctxs"][0] else None
     return Question(
         id=identity(record, "question_id", "id"),
         dataset=dataset,
         question=unquote(question),
         golds=golds,
-        passages=(*mark_gold(items, positives), *others),
+        passages=(*positives, *others),
         meta={"n_positive": len(positives)},
     )
 
@@ -110,10 +100,10 @@ def read_contexts(record: Record) -> Question:
 
     Only `isgold` marks a gold passage: `has_answer` says that a string occurs.
     """
-    gold = record.get("nq_annotated_gold")
+    is_nq = record.get("nq_annotated_gold") is not None
     return Question(
         id=identity(record, "id", "question_id", "q_id"),
-        dataset="nq" if gold is not None else dataset_marked(record),
+        dataset="nq" if is_nq else dataset_marked(record),
         question=unquote(text(record, "question")),
         golds=any_answers(record),
         passages=titled_passages(record, "ctxs"),
@@ -122,15 +112,9 @@ def read_contexts(record: Record) -> Question:
 
 def read_gold_info(record: Record) -> Question:
     """Read one record of `nq-*_gold_info.json`: the question and its gold passage."""
-    if "context" not in record:
-        raise ValueError("no 'context'")
-    body = record["context"]
-    if not isinstance(body, str):
-        raise ValueError(f"'context': expected text, found {kind_of(body)}")
-    title = record.get("title")
-    passage = Passage(
-        title=title if isinstance(title, str) else "", text=body, is_supporting=True
-    )
+    body = expect(required(record, "context"), str, "context")
+    title = text_or_empty(record.get("title"))
+    passage = Passage(title=title, text=body, is_supporting=True)
     return Question(
         id=identity(record, "example_id", "id"),
         dataset=dataset_tagged(record) or "nq",
@@ -143,22 +127,13 @@ def read_gold_info(record: Record) -> Question:
 def read_tevatron(record: Record) -> Question:
     """Read one record of Tevatron's `wikipedia-nq` or `wikipedia-trivia`."""
     golds = any_answers(record)
+    positives = _positives(record, "positive_passages")
     return Question(
         id=identity(record, "query_id"),
         dataset=dataset_tagged(record),
         question=unquote(text(record, "query")),
         golds=golds,
-        passages=(
-            *mark_gold(
-                list(listed(record, "positive_passages")),
-                titled_passages(record, "positive_passages", is_supporting=False),
-            ),
-            *(
-                titled_passages(record, "negative_passages", is_supporting=False)
-                if record.get("negative_passages")
-                else ()
-            ),
-        ),
+        passages=(*positives, *_negatives(record, "negative_passages")),
     )
 
 
@@ -171,26 +146,12 @@ def _fits_gold_info(record: Record) -> bool:
 
 FORMATS = (
     Format(
-        name="DPR question file (qa.csv)",
-        fits=lambda r: r.keys() == set(HEADERLESS),
-        read=read_qa_row,
+        "DPR question file (qa.csv)", lambda r: r.keys() == set(HEADERLESS), read_qa_row
     ),
-    Format(
-        name="DPR biencoder", fits=lambda r: "positive_ctxs" in r, read=read_biencoder
-    ),
-    Format(
-        name="Tevatron",
-        fits=lambda r: {"query", "positive_passages"} <= r.keys(),
-        read=read_tevatron,
-    ),
-    Format(
-        name="questions with contexts (FiD, NQ oracle)",
-        fits=lambda r: {"question", "ctxs"} <= r.keys(),
-        read=read_contexts,
-    ),
-    Format(
-        name="DPR gold passages (gold_info)",
-        fits=_fits_gold_info,
-        read=read_gold_info,
-    ),
-)
+    Format("DPR biencoder", lambda r: "positive_ctxs" in r, read_biencoder),
+    Format("Tevatron", lambda r: {"query", "positive_passages"} <= r.keys(),
+           read_tevatron),
+    Format("questions with contexts (FiD, NQ oracle)",
+           lambda r: {"question", "ctxs"} <= r.keys(), read_contexts),
+    Format("DPR gold passages (gold_info)", _fits_gold_info, read_gold_info),
+)  # fmt: skip

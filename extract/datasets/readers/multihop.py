@@ -2,47 +2,22 @@
 
 from typing import Any
 
-from extract.datasets.readers.fields import (
-    answers,
-    identity,
-    kind_of,
-    listed,
-    objects,
-    text,
-)
+from extract.datasets.fields import Record, answers, identity, listed, required, text
 from extract.datasets.readers.passages import (
-    body_of,
     is_list_of_objects,
     is_titled,
+    marked_passages,
     read_context,
     supporting_titles,
 )
-from extract.datasets.readers.question import Format, Question, Record, dataset_of_id
-from extract.records import Passage
+from extract.datasets.readers.question import (
+    TWOWIKI_TYPES,
+    Format,
+    Question,
+    is_twowiki,
+)
 
-# Tuples: a damaged record may have a list here, which no set can be asked about.
-_TWOWIKI_TYPES = ("compositional", "inference", "bridge_comparison")
-_HOTPOT_TYPES = ("bridge", "comparison")
-_LEVELS = ("easy", "medium", "hard")
-_TWOWIKI_KEYS = {"evidences", "evidence", "entity_ids", "evidences_id", "answer_id"}
-
-
-def is_twowiki(record: Record) -> bool:
-    """Tell 2WikiMultihopQA from HotpotQA, whose records are nearly the same.
-
-    What the sets write themselves goes first: a type, an id, a level. Keys that a
-    third party may have added to HotpotQA tell only where nothing else does.
-    """
-    kind = record.get("type")
-    if kind == "bridge" or kind in _TWOWIKI_TYPES:
-        return kind != "bridge"
-    name = record.get("_id", record.get("id"))
-    by_id = dataset_of_id(name) if isinstance(name, str) else None
-    if by_id in ("hotpotqa", "2wikimultihopqa"):
-        return by_id == "2wikimultihopqa"
-    if record.get("level") in _LEVELS:
-        return False
-    return not _TWOWIKI_KEYS.isdisjoint(record)
+_BARE_TYPES = ("bridge", "comparison", *TWOWIKI_TYPES)
 
 
 def _has_paragraphs(record: Record) -> bool:
@@ -64,11 +39,15 @@ def _has_paragraphs(record: Record) -> bool:
     return "_id" in record and not is_prose and not is_list_of_objects(context)
 
 
+def _multihop_set(record: Record) -> str:
+    return "2wikimultihopqa" if is_twowiki(record) else "hotpotqa"
+
+
 def read_titled(record: Record) -> Question:
     """Read one record of HotpotQA or 2WikiMultihopQA, in any of its layouts."""
-    gold = text(record, "question"), answers(_required(record, "answer"), "answer")
-    titles = supporting_titles(_required(record, "supporting_facts"))
-    passages = read_context(_required(record, "context"), titles)
+    question, golds = text(record, "question"), _answer(record)
+    titles = supporting_titles(required(record, "supporting_facts"))
+    passages = read_context(required(record, "context"), titles)
     meta: dict[str, Any] = {
         key: record[key]
         for key in ("type", "level")
@@ -79,20 +58,17 @@ def read_titled(record: Record) -> Question:
         meta["missing_titles"] = sorted(missing)
     return Question(
         id=identity(record, "_id", "id"),
-        dataset="2wikimultihopqa" if is_twowiki(record) else "hotpotqa",
-        question=gold[0],
-        golds=gold[1],
+        dataset=_multihop_set(record),
+        question=question,
+        golds=golds,
         passages=passages,
         meta=meta,
     )
 
 
-def _required(record: Record, key: str) -> Any:
-    """Return a field that must be there."""
-    if key not in record:
-        why = " (a test set without answers?)" if key == "answer" else ""
-        raise ValueError(f"no {key!r}{why}")
-    return record[key]
+def _answer(record: Record) -> tuple[str, ...]:
+    why = " (a test set without answers?)"
+    return answers(required(record, "answer", why=why), "answer")
 
 
 def _is_answerable(mark: Any) -> bool:
@@ -101,11 +77,8 @@ def _is_answerable(mark: Any) -> bool:
     Raises:
       ValueError: it is neither.
     """
-    if mark is None or isinstance(mark, bool):
-        return mark is not False  # MuSiQue-Ans has no need of the mark
-    found = {"true": True, "1": True, "false": False, "0": False}.get(
-        str(mark).strip().lower()
-    )
+    known = {"none": True, "true": True, "1": True, "false": False, "0": False}
+    found = known.get(str(mark).strip().lower())  # MuSiQue-Ans needs no mark
     if found is None:
         raise ValueError(f"'answerable': expected true or false, found {mark!r}")
     return found
@@ -123,84 +96,54 @@ def read_musique(record: Record) -> Question:
         )
     question = text(record, "question")
     aliases = listed(record, "answer_aliases") if "answer_aliases" in record else []
-    main = answers(_required(record, "answer"), "answer")
-    golds = answers([*main, *aliases], "answer_aliases")
-    passages = []
-    for i, paragraph in enumerate(objects(record, "paragraphs")):
-        within = f"paragraphs[{i}]."
-        mark = paragraph.get("is_supporting")
-        if not isinstance(mark, bool):
-            what = "nothing" if mark is None else kind_of(mark)
-            raise ValueError(
-                f"'{within}is_supporting': expected true or false, found {what}"
-            )
-        title = paragraph.get("title")
-        if not isinstance(title, str):
-            raise ValueError(f"'{within}title': expected text, found {kind_of(title)}")
-        body = body_of(paragraph, within)
-        passages.append(Passage(title=title, text=body, is_supporting=mark))
-    if not passages:
-        raise ValueError("'paragraphs' is an empty list")
+    golds = answers([*_answer(record), *aliases], "answer_aliases")
+    passages = marked_passages(record, "paragraphs")
     name = identity(record, "id")
-    meta = {"hops": name.split("__")[0]} if name and "__" in name else {}
     return Question(
         id=name,
         dataset="musique",
         question=question,
         golds=golds,
-        passages=tuple(passages),
-        meta=meta,
+        passages=passages,
+        meta={"hops": name.split("__")[0]} if name and "__" in name else {},
     )
 
 
 def _fits_musique(record: Record) -> bool:
     paragraphs = record.get("paragraphs")
-    first = paragraphs[0] if isinstance(paragraphs, list) and paragraphs else None
     return "question_decomposition" in record or (
-        isinstance(first, dict) and "paragraph_text" in first
+        is_list_of_objects(paragraphs) and "paragraph_text" in paragraphs[0]
     )
 
 
-def read_hotpot_words(record: Record) -> Question:
+def _fits_bare(record: Record) -> bool:
+    return (
+        {"question", "answer"} <= record.keys()
+        and not {"context", "paragraphs", "ctxs"} & record.keys()
+        and record.get("type") in _BARE_TYPES
+    )
+
+
+def read_bare(record: Record) -> Question:
     """Read a copy of HotpotQA that kept question and answer only."""
     return Question(
         id=identity(record, "_id", "id"),
-        dataset="2wikimultihopqa" if is_twowiki(record) else "hotpotqa",
+        dataset=_multihop_set(record),
         question=text(record, "question"),
-        golds=answers(_required(record, "answer"), "answer"),
+        golds=_answer(record),
         meta={"type": record["type"]},
     )
 
 
+def _fits_twowiki(record: Record) -> bool:
+    return _has_paragraphs(record) and is_twowiki(record)
+
+
 FORMATS = (
-    Format(
-        name="MuSiQue",
-        dataset="musique",
-        fits=_fits_musique,
-        read=read_musique,
-    ),
-    Format(
-        name="2WikiMultihopQA",
-        dataset="2wikimultihopqa",
-        fits=lambda r: _has_paragraphs(r) and is_twowiki(r),
-        read=read_titled,
-    ),
-    Format(
-        name="HotpotQA",
-        dataset="hotpotqa",
-        fits=_has_paragraphs,
-        read=read_titled,
-    ),
+    Format("MuSiQue", _fits_musique, read_musique, "musique"),
+    Format("2WikiMultihopQA", _fits_twowiki, read_titled, "2wikimultihopqa"),
+    Format("HotpotQA", _has_paragraphs, read_titled, "hotpotqa"),
 )
 WEAK_FORMATS = (
-    Format(
-        name="HotpotQA, questions and answers only",
-        fits=lambda r: (
-            {"question", "answer"} <= r.keys()
-            and not {"context", "paragraphs", "ctxs"} & r.keys()
-            and r.get("type") in (*_HOTPOT_TYPES, *_TWOWIKI_TYPES)
-        ),
-        read=read_hotpot_words,
-        is_weak=True,
-    ),
+    Format("HotpotQA, questions and answers only", _fits_bare, read_bare, is_weak=True),
 )

@@ -1,21 +1,28 @@
-"""Layouts of no question set: FlashRAG's, lm-eval's, our own, plain pairs."""
+"""Layouts of no question set: FlashRAG's, lm-eval's, our own, plain pairs, and others.
 
+Here too are the files that are taken for questions and are none: they are refused with
+what they are.
+"""
+
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from extract.datasets.readers.dpr import unquote
-from extract.datasets.readers.fields import (
+from extract.datasets.fields import (
+    Record,
     answers,
     any_answers,
+    expect,
     field_answers,
     identity,
-    kind_of,
+    listed,
+    objects,
     text,
 )
-from extract.datasets.readers.multihop import is_twowiki
 from extract.datasets.readers.passages import (
     any_passages,
-    check_all_read,
+    check_no_passages,
+    is_list_of_objects,
     is_titled,
     read_context,
     supporting_titles,
@@ -24,9 +31,12 @@ from extract.datasets.readers.passages import (
 from extract.datasets.readers.question import (
     Format,
     Question,
-    Record,
     dataset_marked,
+    dataset_named,
     dataset_of_id,
+    dataset_tagged,
+    is_twowiki,
+    unquote,
 )
 from extract.records import Passage
 
@@ -44,9 +54,7 @@ def _metadata(record: Record) -> dict[str, Any]:
     found = record.get("metadata", record.get("meta_data"))
     if found is None:
         return {}
-    if not isinstance(found, dict):
-        raise ValueError(f"'metadata': expected an object, found {kind_of(found)}")
-    inner = found.get("metadata")
+    inner = expect(found, dict, "metadata").get("metadata")
     return {**found, **inner} if isinstance(inner, dict) else found
 
 
@@ -61,15 +69,18 @@ def _source(meta: Record) -> str | None:
     return dataset_marked(meta)
 
 
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 def _gold_titles(meta: Record) -> list[str]:
     """Return the titles of MuSiQue's steps; FlashRAG keeps no more of its passages."""
-    steps = meta.get("question_decomposition")
-    found = []
-    for step in steps if isinstance(steps, list) else []:
-        support = step.get("support_paragraph") if isinstance(step, dict) else None
-        title = support.get("title") if isinstance(support, dict) else None
-        found += [title] if isinstance(title, str) else []
-    return list(dict.fromkeys(found))
+    steps = [
+        s for s in _list(meta.get("question_decomposition")) if isinstance(s, dict)
+    ]
+    pages = [step.get("support_paragraph") for step in steps]
+    titles = [page.get("title") for page in pages if isinstance(page, dict)]
+    return list(dict.fromkeys(title for title in titles if isinstance(title, str)))
 
 
 def read_flashrag(record: Record) -> Question:
@@ -78,7 +89,7 @@ def read_flashrag(record: Record) -> Question:
     A list `context` of passages may stand beside them.
     """
     question, meta = question_of(record), _metadata(record)
-    golds = any_answers({"golden_answers": record.get("golden_answers")})
+    golds = field_answers(record.get("golden_answers"), "golden_answers")
     passages: tuple[Passage, ...] = ()
     kept: dict[str, Any] = {}
     if "context" in record:
@@ -107,9 +118,8 @@ def read_flashrag(record: Record) -> Question:
 
 def read_plain(record: Record) -> Question:
     """Read any object with a question and an answer or a list of them."""
-    name = identity(record, "id", "_id", "question_id", "qid")
     return Question(
-        id=name,
+        id=identity(record, "id", "_id", "question_id", "qid"),
         dataset=dataset_marked(record),
         question=question_of(record),
         golds=any_answers(record),
@@ -126,7 +136,7 @@ def read_example(record: Record) -> Question:
         id=name.removeprefix(f"{dataset}-") if name else None,
         dataset=dataset,
         question=text(record, "question"),
-        golds=any_answers({"golds": record.get("golds")}),
+        golds=field_answers(record.get("golds"), "golds"),
         passages=passages,
     )
 
@@ -159,8 +169,7 @@ def read_lm_eval(
       read_document: reads `doc`, in whatever layout it is; None if it knows none.
     """
     document = record.get("doc")
-    if not isinstance(document, dict):
-        raise ValueError(f"'doc': expected an object, found {kind_of(document)}")
+    expect(document, dict, "doc")
     try:
         read = read_document(document)
         passages = () if read is not None else any_passages(document)
@@ -174,7 +183,8 @@ def read_lm_eval(
             golds=_target(record),
             passages=passages,
         )
-    check_all_read(document, read, within="in 'doc': ")
+    if not (read.passages or read.documents):
+        check_no_passages(document, within="in 'doc': ")
     response = _response(record)
     if response is None:
         raise ValueError("no response in 'filtered_resps' or 'resps'")
@@ -182,19 +192,7 @@ def read_lm_eval(
     for key in ("doc_id", "filter"):
         if isinstance(record.get(key), str | int):
             meta[key] = record[key]
-    return Question(
-        id=read.id,
-        dataset=read.dataset,
-        question=read.question,
-        golds=read.golds,
-        passages=read.passages,
-        documents=read.documents,
-        meta=meta,
-    )
-
-
-def _list_of(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+    return dataclasses.replace(read, meta=meta)
 
 
 def read_kilt(record: Record) -> Question:
@@ -204,15 +202,13 @@ def read_kilt(record: Record) -> Question:
             "no 'input': KILT's TriviaQA names questions by id only; give TriviaQA's "
             "own files"
         )
-    outputs = record.get("output")
-    if not isinstance(outputs, list):
-        raise ValueError(f"'output': expected a list, found {kind_of(outputs)}")
-    found = [o for o in outputs if isinstance(o, dict)]
-    golds = [o["answer"] for o in found if isinstance(o.get("answer"), str)]
+    outputs = expect(record.get("output"), list, "output")
+    found = [one for one in outputs if isinstance(one, dict)]
+    golds = [one["answer"] for one in found if isinstance(one.get("answer"), str)]
     pages = [
         page["title"]
         for output in found
-        for page in _list_of(output.get("provenance"))
+        for page in _list(output.get("provenance"))
         if isinstance(page, dict) and isinstance(page.get("title"), str)
     ]
     name = identity(record, "id")
@@ -225,32 +221,115 @@ def read_kilt(record: Record) -> Question:
     )
 
 
+def read_retrievalqa(record: Record) -> Question:
+    """Read one line of RetrievalQA: passages were retrieved, none is marked gold."""
+    is_there = record.get("context")
+    return Question(
+        id=identity(record, "question_id", "id"),
+        dataset=dataset_named(record.get("data_source")),
+        question=text(record, "question"),
+        golds=any_answers(record),
+        passages=titled_passages(record, "context", is_supporting=False)
+        if is_there
+        else (),
+    )
+
+
+def _spoken(answer: Record) -> list[str]:
+    """Return the wordings in one of IRCoT's answer objects."""
+    spans: list[Any] = list(listed(answer, "spans") if answer.get("spans") else [])
+    number, date = answer.get("number"), answer.get("date")
+    if number not in (None, ""):
+        spans.append(str(number))
+    if isinstance(date, dict):
+        words = " ".join(str(date.get(k) or "") for k in ("day", "month", "year"))
+        spans.append(words.strip())
+    return spans
+
+
+def read_ircot(record: Record) -> Question:
+    """Read one line of the processed files of IRCoT and Adaptive-RAG."""
+    found = [w for a in objects(record, "answers_objects") for w in _spoken(a)]
+    name = identity(record, "question_id")
+    return Question(
+        id=name,
+        dataset=dataset_tagged(record) or dataset_named(name),
+        question=text(record, "question_text"),
+        golds=any_answers({"answers": found}),
+        passages=titled_passages(record, "contexts"),
+    )
+
+
+def _fits_kilt(record: Record) -> bool:
+    # Instructions (Alpaca) have a text there.
+    has_output = "output" in record and not isinstance(record["output"], str)
+    return has_output and bool({"input", "id"} & record.keys())
+
+
+def _fits_titles(record: Record) -> bool:
+    asked = {"question", "query", "answers", "answer"}
+    return {"title", "text"} <= record.keys() and not asked & record.keys()
+
+
+_NOT_READ = "not questions; a retriever searches it, `beatrice data` does not read it"
 FORMATS = (
+    Format("FlashRAG", lambda r: "golden_answers" in r, read_flashrag),
     Format(
-        name="FlashRAG",
-        fits=lambda r: "golden_answers" in r,
-        read=read_flashrag,
+        "examples of this program",
+        lambda r: {"golds", "question", "split", "dataset"} <= r.keys(),
+        read_example,
+    ),
+    Format("KILT", _fits_kilt, read_kilt),
+)
+OTHER_FORMATS = (
+    Format(
+        "RetrievalQA",
+        lambda r: {"data_source", "ground_truth"} <= r.keys(),
+        read_retrievalqa,
     ),
     Format(
-        name="examples of this program",
-        fits=lambda r: {"golds", "question", "split", "dataset"} <= r.keys(),
-        read=read_example,
+        "MuSiQue as its authors made it",
+        lambda r: {"question_text", "answer_text", "contexts"} <= r.keys(),
+        dataset="musique",
+        refusal="is MuSiQue in the layout of its authors' own programs (question_text, "
+        "answer_text, contexts); give the published musique_ans_v1.0_*.jsonl",
     ),
     Format(
-        name="KILT",
-        fits=lambda r: (
-            bool({"input", "id"} & r.keys())
-            and "output" in r
-            and not isinstance(r["output"], str)  # as instructions have (Alpaca)
+        "IRCoT / Adaptive-RAG",
+        lambda r: (
+            "question_text" in r and bool({"answers_objects", "contexts"} & r.keys())
         ),
-        read=read_kilt,
+        read_ircot,
+    ),
+    Format(
+        "SQuAD",
+        lambda r: (
+            is_list_of_objects(r.get("paragraphs")) and "qas" in r["paragraphs"][0]
+        ),
+        refusal="is SQuAD, which is none of the six question sets",
+    ),
+    Format(
+        "2WikiMultihopQA aliases",
+        lambda r: {"Q_id", "aliases"} <= r.keys(),
+        refusal="holds the aliases of 2WikiMultihopQA (id_aliases.json), not "
+        "questions; give train.json or dev.json",
+    ),
+    Format(
+        "passages (FlashRAG corpus)",
+        lambda r: "contents" in r and not {"question", "query"} & r.keys(),
+        refusal=f"holds passages (a FlashRAG corpus), {_NOT_READ}",
+    ),
+    Format(
+        "passages (titles and texts)",
+        _fits_titles,
+        refusal=f"holds passages (titles and texts, as psgs_w100.tsv), {_NOT_READ}",
     ),
 )
 WEAK_FORMATS = (
     Format(
-        name="questions and answers",
-        fits=lambda r: bool({"question", "query", "Question"} & r.keys()),
-        read=read_plain,
+        "questions and answers",
+        lambda r: bool({"question", "query", "Question"} & r.keys()),
+        read_plain,
         is_weak=True,
     ),
 )

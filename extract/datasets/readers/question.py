@@ -2,17 +2,16 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
+from extract.datasets.fields import Record
 from extract.records import Example, Passage, Split
 
 DatasetName = Literal[
     "hotpotqa", "musique", "2wikimultihopqa", "popqa", "nq", "triviaqa"
 ]
 DATASETS: tuple[DatasetName, ...] = get_args(DatasetName)
-
-Record = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,7 +69,7 @@ class Question:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Format:
     """One published layout of a record.
 
@@ -86,9 +85,16 @@ class Format:
     name: str
     fits: Callable[[Record], bool]
     read: Callable[[Record], Question] | None = None
-    refusal: str = ""
     dataset: str | None = None
+    refusal: str = ""
     is_weak: bool = False
+
+
+def unquote(question: str) -> str:
+    """Remove the layer of CSV quotes that is left on some TriviaQA questions."""
+    inner = question[1:-1]
+    is_quoted = len(question) > 2 and question[0] == question[-1] == '"'
+    return inner.replace('""', '"') if is_quoted and '""' in inner else question
 
 
 _NAMES: tuple[tuple[str, DatasetName], ...] = (
@@ -106,8 +112,6 @@ _IDS: tuple[tuple[str, DatasetName], ...] = (
     (r"(tc|q[bwzfg]|bb|bt|jp|wh|sfq|odql|dpql)_\d+(--.*)?", "triviaqa"),
     (r"-?\d{15,20}", "nq"),
 )
-
-
 # Question sets that are published in the same layouts, and are none of the six.
 _FOREIGN = re.compile(
     r"squad|web[-_ ]?q|curated|(?<![a-z])trec|ms[-_ ]?marco|boolq|newsqa|searchqa|"
@@ -118,10 +122,10 @@ _FOREIGN = re.compile(
 
 def dataset_named(name: Any) -> DatasetName | None:
     """Return the question set that a name means, or None."""
-    if not isinstance(name, str):
-        return None
-    found = (known for pattern, known in _NAMES if re.search(pattern, name.lower()))
-    return next(found, None)
+    lowered = name.lower() if isinstance(name, str) else ""
+    return next(
+        (known for pattern, known in _NAMES if re.search(pattern, lowered)), None
+    )
 
 
 def is_foreign(name: Any) -> bool:
@@ -131,7 +135,7 @@ def is_foreign(name: Any) -> bool:
     return _FOREIGN.search(name.lower()) is not None
 
 
-def dataset_tagged(record: Mapping[str, Any]) -> DatasetName | None:
+def dataset_tagged(record: Record) -> DatasetName | None:
     """Return the question set that a record's field `dataset` means, or None.
 
     Raises:
@@ -145,7 +149,7 @@ def dataset_tagged(record: Mapping[str, Any]) -> DatasetName | None:
     return dataset_named(name)
 
 
-def dataset_marked(record: Mapping[str, Any]) -> DatasetName | None:
+def dataset_marked(record: Record) -> DatasetName | None:
     """Return the question set that a plain record's own marks mean, or None.
 
     Ids of hexadecimal digits mark none: SQuAD's are as HotpotQA's, and any checksum is
@@ -164,10 +168,33 @@ def dataset_marked(record: Mapping[str, Any]) -> DatasetName | None:
     return None if found in ("hotpotqa", "2wikimultihopqa") else found
 
 
-def dataset_of_id(name: str | None) -> DatasetName | None:
+def dataset_of_id(name: Any) -> DatasetName | None:
     """Return the question set whose ids look like this one, or None."""
-    found = (known for pattern, known in _IDS if name and re.fullmatch(pattern, name))
-    return next(found, None)
+    name = name if isinstance(name, str) else ""
+    return next((known for pattern, known in _IDS if re.fullmatch(pattern, name)), None)
+
+
+# Tuples: a damaged record may have a list here, which no set can be asked about.
+TWOWIKI_TYPES = ("compositional", "inference", "bridge_comparison")
+_LEVELS = ("easy", "medium", "hard")
+_TWOWIKI_KEYS = {"evidences", "evidence", "entity_ids", "evidences_id", "answer_id"}
+
+
+def is_twowiki(record: Record) -> bool:
+    """Tell 2WikiMultihopQA from HotpotQA, whose records are nearly the same.
+
+    What the sets write themselves goes first: a type, an id, a level. Keys that a
+    third party may have added to HotpotQA tell only where nothing else does.
+    """
+    kind = record.get("type")
+    if kind == "bridge" or kind in TWOWIKI_TYPES:
+        return kind != "bridge"
+    by_id = dataset_of_id(record.get("_id", record.get("id")))
+    if by_id in ("hotpotqa", "2wikimultihopqa"):
+        return by_id == "2wikimultihopqa"
+    if record.get("level") in _LEVELS:
+        return False
+    return not _TWOWIKI_KEYS.isdisjoint(record)
 
 
 def dataset_of_style(questions: Sequence[Question]) -> DatasetName | None:
@@ -177,15 +204,9 @@ def dataset_of_style(questions: Sequence[Question]) -> DatasetName | None:
     are sentences with long lists of aliases (median 8 in DPR's development set, against
     1 in NQ's).
     """
-    if not questions:
-        return None
-    n_queries = sum(
-        not q.question.endswith("?") and q.question == q.question.lower()
-        for q in questions
-    )
-    if n_queries >= 0.8 * len(questions):
+    texts = [q.question for q in questions]
+    n_queries = sum(not text.endswith("?") and text == text.lower() for text in texts)
+    if texts and n_queries >= 0.8 * len(texts):
         return "nq"
-    n_golds = sorted(len(q.golds) for q in questions)
-    if n_queries <= 0.1 * len(questions) and n_golds[len(n_golds) // 2] >= 4:
-        return "triviaqa"
-    return None
+    median = sorted(len(q.golds) for q in questions)[len(texts) // 2] if texts else 0
+    return "triviaqa" if n_queries <= 0.1 * len(texts) and median >= 4 else None

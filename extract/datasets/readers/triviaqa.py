@@ -1,23 +1,22 @@
-"""TriviaQA: the authors' objects, and the hub's columnar rows.
-
-Evidence lies in files of its own; `extract.datasets.readers.triviaqa` reads it.
-"""
+"""TriviaQA: the authors' objects with evidence on the side, and the hub's rows."""
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from extract.datasets.readers.fields import (
+from extract.datasets.fields import (
+    Record,
     distinct,
-    kind_of,
+    expect,
     listed,
     objects,
     text,
+    text_or_empty,
     unfold,
 )
-from extract.datasets.readers.question import Document, Format, Question, Record
+from extract.datasets.readers.question import Document, Format, Question
 from extract.label.verdicts import normalise
 from extract.records import Passage
 
@@ -50,29 +49,20 @@ def read_page(folder: Path, document: Document) -> str | None:
         return None
 
 
-def chunks(page: str) -> Iterator[str]:
-    """Yield a page in passages of 100 words."""
-    words = page.split()
-    for start in range(0, len(words), N_WORDS):
-        yield " ".join(words[start : start + N_WORDS])
-
-
-def mark_first(texts: Sequence[str], golds: Sequence[str]) -> int | None:
-    """Return which text is the first to hold a gold answer as whole words, or None."""
-    wanted = [f" {found} " for gold in golds if (found := normalise(gold))]
-    for i, part in enumerate(texts):
-        padded = f" {normalise(part)} "
-        if any(gold in padded for gold in wanted):
-            return i
-    return None
-
-
 def _passages(title: str, page: str, golds: Sequence[str]) -> Iterator[Passage]:
-    """Yield the passages of one page, the first with an answer marked."""
-    texts = list(chunks(page))
-    first = mark_first(texts, golds)
-    for i, part in enumerate(texts):
-        yield Passage(title=title, text=part, is_supporting=i == first)
+    """Yield a page in passages of 100 words.
+
+    The first that holds a gold answer as whole words is marked: distant supervision.
+    """
+    wanted = [f" {found} " for gold in golds if (found := normalise(gold))]
+    words = page.split()
+    is_found = False
+    for start in range(0, len(words), N_WORDS):
+        body = " ".join(words[start : start + N_WORDS])
+        padded = "" if is_found else f" {normalise(body)} "
+        is_first = any(gold in padded for gold in wanted)
+        is_found |= is_first
+        yield Passage(title=title, text=body, is_supporting=is_first)
 
 
 def attach(question: Question, folder: Path | None) -> Question:
@@ -104,57 +94,42 @@ def attach(question: Question, folder: Path | None) -> Question:
     )
 
 
-def _alias_golds(
-    answer: Any, names: tuple[str, ...], field: str = "Answer"
-) -> tuple[str, ...]:
+def _golds(answer: Any, names: tuple[str, ...], field: str) -> tuple[str, ...]:
     """Return the canonical answer and its aliases.
 
     Args:
       answer: an object.
-      field: its name, for the message.
       names: of its value, its aliases, its human answers, its normalised aliases;
         the last are used only where there are no others.
+      field: its name, for the message.
     """
-    if not isinstance(answer, dict):
-        raise ValueError(f"{field!r}: expected an object, found {kind_of(answer)}")
-    value, *lists = names
-    found: list[str] = []
-    if value in answer and answer[value] is not None:
-        if not isinstance(answer[value], str):
-            raise ValueError(
-                f"'{field}.{value}': expected text, found {kind_of(answer[value])}"
-            )
-        found.append(answer[value])
-    for i, name in enumerate(lists):
-        if answer.get(name) is None or (i == len(lists) - 1 and any(found)):
+    expect(answer, dict, field)
+    value, *lists, normalised = names
+    found = [] if answer.get(value) is None else [answer[value]]
+    expect(found[0] if found else "", str, f"{field}.{value}")
+    for name in (*lists, normalised):
+        if answer.get(name) is None or (name == normalised and any(found)):
             continue
         for j, alias in enumerate(listed(answer, name, within=f"{field}.")):
-            if not isinstance(alias, str):
-                raise ValueError(
-                    f"'{field}.{name}[{j}]': expected text, found {kind_of(alias)}"
-                )
-            found.append(alias)
+            found.append(expect(alias, str, f"{field}.{name}[{j}]"))
     golds = distinct(found)
     if not golds or golds == ("<unk>",):  # the hub's mark of a hidden answer
         raise ValueError(f"{field!r} holds no word: there is no answer")
     return golds
 
 
+_PAGES: dict[str, Literal["wikipedia", "web"]]
+_PAGES = {"EntityPages": "wikipedia", "SearchResults": "web"}
+
+
 def _documents(record: Record) -> Iterator[Document]:
     """Yield the evidence of a record; a document without a file is left out."""
-    for key, kind in (("EntityPages", "wikipedia"), ("SearchResults", "web")):
-        if record.get(key) is None:
-            continue
-        for page in objects(record, key):
-            filename = page.get("Filename")
-            if isinstance(filename, str) and filename:
-                title = page.get("Title")
-                title = title if isinstance(title, str) else ""
-                yield Document(
-                    kind="wikipedia" if kind == "wikipedia" else "web",
-                    filename=filename,
-                    title=title,
-                )
+    for key, kind in _PAGES.items():
+        for page in objects(record, key) if record.get(key) is not None else ():
+            filename = text_or_empty(page.get("Filename"))
+            if filename:
+                title = text_or_empty(page.get("Title"))
+                yield Document(kind=kind, filename=filename, title=title)
 
 
 def read_official(record: Record) -> Question:
@@ -170,7 +145,7 @@ def read_official(record: Record) -> Question:
         id=text(record, "QuestionId"),
         dataset="triviaqa",
         question=question,
-        golds=_alias_golds(record["Answer"], names),
+        golds=_golds(record["Answer"], names, "Answer"),
         documents=tuple(_documents(record)),
         meta=meta,
     )
@@ -179,20 +154,17 @@ def read_official(record: Record) -> Question:
 def _columns(holder: Any, body: str) -> Iterator[Passage]:
     """Yield the pages of the hub's lists side by side."""
     holder = unfold(holder, body)
+    rows: Iterable[tuple[Any, Any]] = ()
     if isinstance(holder, list):
-        rows = [(row.get("title"), row.get(body)) for row in holder
-                if isinstance(row, dict)]  # fmt: skip
-    elif isinstance(holder, dict):
-        pages, titles = holder.get(body), holder.get("title")
-        if not isinstance(pages, list):
-            return
+        objects_ = (row for row in holder if isinstance(row, dict))
+        rows = ((row.get("title"), row.get(body)) for row in objects_)
+    elif isinstance(holder, dict) and isinstance(holder.get(body), list):
+        titles = holder.get("title")
         titles = titles if isinstance(titles, list) else []
-        rows = itertools.zip_longest(titles, pages)
-    else:
-        return
+        rows = itertools.zip_longest(titles, holder[body])
     for title, page in rows:
-        if isinstance(page, str) and page.strip():
-            yield Passage(title=title if isinstance(title, str) else "", text=page)
+        if text_or_empty(page).strip():
+            yield Passage(title=text_or_empty(title), text=page)
 
 
 def read_hub(record: Record) -> Question:
@@ -204,7 +176,7 @@ def read_hub(record: Record) -> Question:
         id=text(record, "question_id"),
         dataset="triviaqa",
         question=text(record, "question"),
-        golds=_alias_golds(unfold(record["answer"], "answer"), names, "answer"),
+        golds=_golds(unfold(record["answer"], "answer"), names, "answer"),
         passages=(
             *_columns(record.get("entity_pages"), "wiki_context"),
             *_columns(record.get("search_results"), "search_context"),
@@ -212,26 +184,20 @@ def read_hub(record: Record) -> Question:
     )
 
 
+def _fits_official(record: Record) -> bool:
+    has_question = "Question" in record and {"Answer", "EntityPages"} & record.keys()
+    return "QuestionId" in record or bool(has_question)
+
+
+def _fits_hub(record: Record) -> bool:
+    answer = record.get("answer")
+    return {"question", "question_id"} <= record.keys() and (
+        bool({"entity_pages", "search_results"} & record.keys())
+        or (isinstance(answer, dict) and "aliases" in answer)
+    )
+
+
 FORMATS = (
-    Format(
-        name="TriviaQA",
-        dataset="triviaqa",
-        fits=lambda r: (
-            "QuestionId" in r
-            or ("Question" in r and bool({"Answer", "EntityPages"} & r.keys()))
-        ),
-        read=read_official,
-    ),
-    Format(
-        name="TriviaQA (hub rows)",
-        dataset="triviaqa",
-        fits=lambda r: (
-            {"question", "question_id"} <= r.keys()
-            and (
-                bool({"entity_pages", "search_results"} & r.keys())
-                or (isinstance(r.get("answer"), dict) and "aliases" in r["answer"])
-            )
-        ),
-        read=read_hub,
-    ),
+    Format("TriviaQA", _fits_official, read_official, "triviaqa"),
+    Format("TriviaQA (hub rows)", _fits_hub, read_hub, "triviaqa"),
 )

@@ -1,5 +1,4 @@
-import dataclasses
-
+import msgspec
 import pytest
 from transformers import AutoTokenizer
 
@@ -14,7 +13,7 @@ from tests.extract.scripted import (
     ScriptedGenerator,
     fair_verdict,
     fields_of,
-    said,
+    generated,
 )
 
 QUESTION = "What is the capital of France?"
@@ -120,7 +119,7 @@ def test_no_injection_in_another_field_flips_a_fair_judge(place):
 @pytest.mark.parametrize(
     "marker", ["0" * 32, "f" * 32, "deadbeef" * 4, "0123456789abcdef" * 2, "MARKER"]
 )
-def test_a_fence_that_can_be_foreseen_is_left_by_the_same_injections(marker):
+def test_a_delimiter_that_can_be_foreseen_is_left_by_the_same_injections(marker):
     """The control: where an injection knows the marker, the same judge is fooled."""
     verdicts = []
     for injection in INJECTIONS:
@@ -147,7 +146,7 @@ CONTROL_TOKENS = (
 ).split()
 
 
-def test_a_tokenizer_finds_no_control_token_inside_a_fence():
+def test_a_tokenizer_finds_no_control_token_inside_a_field():
     tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
     tokenizer.add_special_tokens({"additional_special_tokens": CONTROL_TOKENS})
     control = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
@@ -241,7 +240,7 @@ def test_a_reply_that_was_cut_is_no_verdict(tmp_path):
     class Cut(ScriptedGenerator):
         def stream(self, prompts, config, done=()):
             for i, _ in super().stream(prompts, config, done):
-                yield i, said("Correct", finish="length")
+                yield i, generated("Correct", finish="length")
 
     found = judge_answers(
         [(example(), answer("Paris"))],
@@ -311,8 +310,12 @@ def test_a_line_that_is_no_reply_is_named(tmp_path):
 
 
 def test_every_field_of_a_reply_survives_the_disk(tmp_path):
-    reply = dataclasses.replace(
-        said("x"), token_ids=(1, 2), log_probs=(-0.5, -1e-7), stop_id=2, n_new_tokens=3
+    reply = msgspec.structs.replace(
+        generated("x"),
+        token_ids=(1, 2),
+        log_probs=(-0.5, -1e-7),
+        stop_id=2,
+        n_new_tokens=3,
     )
 
     class One(ScriptedGenerator):

@@ -1,20 +1,26 @@
-"""Natural Questions: the open version's questions, and the simplified pages."""
+"""Natural Questions and PopQA: sets whose questions need one passage."""
 
+import decimal
+import math
 import re
 from typing import Any
 
-from extract.datasets.readers.fields import (
+from extract.datasets.fields import (
+    Record,
     any_answers,
     distinct,
+    expect,
+    field_answers,
     identity,
     kind_of,
     objects,
+    required,
     text,
 )
+from extract.datasets.readers.passages import any_passages, titled_passages
 from extract.datasets.readers.question import (
     Format,
     Question,
-    Record,
     dataset_named,
     dataset_of_id,
     dataset_tagged,
@@ -36,8 +42,7 @@ def _fits_open(record: Record) -> bool:
         return False
     if dataset_named(record.get("dataset")) not in (None, "nq"):
         return False
-    name = record.get("_id", record.get("id"))
-    marked = dataset_of_id(name) if isinstance(name, str) else None
+    marked = dataset_of_id(record.get("_id", record.get("id")))
     return marked in (None, "nq") and not {"prop", "subj"} <= record.keys()
 
 
@@ -56,8 +61,7 @@ def read_open(record: Record) -> Question:
 
 def _span(holder: Any, name: str, n_tokens: int) -> tuple[int, int]:
     """Return `[start, stop)` of an answer in tokens; (-1, -1) where there is none."""
-    if not isinstance(holder, dict):
-        raise ValueError(f"{name!r}: expected an object, found {kind_of(holder)}")
+    expect(holder, dict, name)
     start, stop = holder.get("start_token"), holder.get("end_token")
     for value in (start, stop):
         if not isinstance(value, int) or isinstance(value, bool):
@@ -122,32 +126,75 @@ def read_simplified(record: Record) -> Question:
     )
 
 
+_KEPT = ("subj", "prop", "obj", "s_wiki_title", "o_wiki_title", "s_pop", "o_pop")
+
+
+def _plain(value: Any, name: str) -> str | int | float | None:
+    """Return a cell as a JSON value: Parquet has decimals, pandas NaN for none.
+
+    Raises:
+      ValueError: it is neither text nor a number.
+    """
+    if isinstance(value, decimal.Decimal):
+        value = float(value) if value % 1 else int(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, str | int | float):
+        return value
+    raise ValueError(f"{name!r}: expected text or a number, found {kind_of(value)}")
+
+
+def read_popqa(record: Record) -> Question:
+    """Read one row; `possible_answers` is a JSON list written as text.
+
+    The same question occurs in several rows, on subjects of the same name: the id
+    tells them apart, the text does not.
+    """
+    question = text(record, "question")
+    golds = field_answers(required(record, "possible_answers"), "possible_answers")
+    found = "paragraphs" in record
+    passages = titled_passages(record, "paragraphs") if found else any_passages(record)
+    return Question(
+        id=identity(record, "id"),
+        dataset="popqa",
+        question=question,
+        golds=golds,
+        passages=passages,
+        meta={key: _plain(record[key], key) for key in _KEPT if key in record},
+    )
+
+
 def _is_original(record: Record) -> bool:
     return "document_html" in record or (
         isinstance(record.get("document"), dict) and "annotations" in record
     )
 
 
-FORMATS = (
+def _fits_popqa(record: Record) -> bool:
+    return "possible_answers" in record or {"s_wiki_title", "prop"} <= record.keys()
+
+
+POPQA_FORMATS = (
     Format(
-        name="NQ original",
-        fits=_is_original,
-        refusal=(
-            "holds whole HTML pages of Natural Questions in the original release; "
-            "give the simplified release, or NQ-open, or DPR's files"
-        ),
+        "PopQA with paragraphs",
+        lambda r: {"possible_answers", "paragraphs"} <= r.keys(),
+        read_popqa,
+        "popqa",
+    ),
+    Format("PopQA", _fits_popqa, read_popqa, "popqa"),
+)
+NQ_FORMATS = (
+    Format(
+        "NQ original",
+        _is_original,
+        refusal="holds whole HTML pages of Natural Questions in the original release; "
+        "give the simplified release, or NQ-open, or DPR's files",
     ),
     Format(
-        name="NQ simplified",
-        dataset="nq",
-        fits=lambda r: {"document_text", "question_text"} <= r.keys(),
-        read=read_simplified,
+        "NQ simplified",
+        lambda r: {"document_text", "question_text"} <= r.keys(),
+        read_simplified,
+        "nq",
     ),
-    Format(
-        name="NQ-open",
-        dataset="nq",
-        fits=_fits_open,
-        read=read_open,
-        is_weak=True,
-    ),
+    Format("NQ-open", _fits_open, read_open, "nq", is_weak=True),
 )

@@ -1,16 +1,30 @@
-"""Values out of a raw record, or the reason why they cannot be had."""
+"""Values out of a raw record.
+
+What cannot be had is a ValueError; its text is why the record is refused.
+"""
 
 import ast
+import itertools
 import re
 import warnings
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
 
-import orjson
+import msgspec
 
-from extract.datasets.files.json_stream import KINDS
-from extract.datasets.readers.question import Record
-
+T = TypeVar("T")
+Record = Mapping[str, Any]  # as it lies in a file
+_KINDS = {
+    dict: "an object",
+    list: "a list",
+    str: "text",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    type(None): "null",
+}
+# The one known table without a header is DPR's: question, list of answers.
+HEADERLESS = ("column 1", "column 2")
 _LITERAL_CHARACTERS = 1 << 20  # of a list written as text; the longest known is 20 kB
 # A Python list of texts without quotes or backslashes inside: most of DPR's rows,
 # which are read nearly twice as fast as by the parser of the language alone.
@@ -29,69 +43,52 @@ _IN_ORDER = ("answers", "answer", "golden_answers", "ground_truth", "short_answe
 
 def kind_of(value: Any) -> str:
     """Return a value's kind in words."""
-    return KINDS.get(type(value), type(value).__name__)
+    return _KINDS.get(type(value), type(value).__name__)
+
+
+def expect(value: Any, kind: type[T], name: str) -> T:
+    """Return a value of a kind; `name` is the field's, for the message."""
+    if isinstance(value, kind):
+        return value
+    raise ValueError(f"{name!r}: expected {_KINDS[kind]}, found {kind_of(value)}")
+
+
+def required(record: Record, key: str, *, within: str = "", why: str = "") -> Any:
+    """Return a field that must be there; `within` says in which object it lies."""
+    if key not in record:
+        raise ValueError(f"no {within + key!r}{why}")
+    return record[key]
 
 
 def text(record: Record, key: str, *, within: str = "") -> str:
-    """Return a text that must be there and not empty, without outer white space.
-
-    Args:
-      record: an object.
-      key: the field.
-      within: where the object lies, for the message ("context[3].").
-
-    Raises:
-      ValueError: it is missing, null, of another type, or empty.
-    """
-    if key not in record:
-        raise ValueError(f"no {within + key!r}")
-    value = record[key]
+    """Return a text that must be there and not empty, without outer white space."""
+    value = required(record, key, within=within)
     if value is None:
         raise ValueError(f"{within + key!r} is null")
-    if not isinstance(value, str):
-        raise ValueError(f"{within + key!r}: expected text, found {kind_of(value)}")
-    value = value.strip()
+    value = expect(value, str, within + key).strip()
     if not value:
         raise ValueError(f"{within + key!r} is empty")
     return value
 
 
-def listed(record: Record, key: str, *, within: str = "") -> Sequence[Any]:
-    """Return a list that must be there; it may be empty.
-
-    Raises:
-      ValueError: it is missing, null or no list.
-    """
-    if key not in record:
-        raise ValueError(f"no {within + key!r}")
-    value = record[key]
-    if not isinstance(value, list):
-        what = "null" if value is None else kind_of(value)
-        raise ValueError(f"{within + key!r}: expected a list, found {what}")
-    return value
+def text_or_empty(value: Any) -> str:
+    """Return a text; of anything else, which is not worth a refusal, nothing."""
+    return value if isinstance(value, str) else ""
 
 
-def objects(record: Record, key: str, *, within: str = "") -> Sequence[Record]:
-    """Return a list of objects.
+def listed(record: Record, key: str, *, within: str = "") -> list[Any]:
+    """Return a list that must be there; it may be empty."""
+    return expect(required(record, key, within=within), list, within + key)
 
-    Raises:
-      ValueError: it is no list, or not of objects.
-    """
+
+def objects(record: Record, key: str, *, within: str = "") -> list[Record]:
+    """Return a list of objects that must be there."""
     items = listed(record, key, within=within)
-    for i, item in enumerate(items):
-        if not isinstance(item, dict):
-            raise ValueError(
-                f"{f'{within}{key}[{i}]'!r}: expected an object, found {kind_of(item)}"
-            )
-    return items
+    return [expect(one, dict, f"{within}{key}[{i}]") for i, one in enumerate(items)]
 
 
 def identity(record: Record, *keys: str) -> str | None:
-    """Return the first id that is there as text; ids may be whole numbers.
-
-    Raises:
-      ValueError: an id is there and is neither text nor a whole number.
-    """
+    """Return the first id that is there as text; ids may be whole numbers."""
     for key in keys:
         value = record.get(key)
         if value is None or value == "":
@@ -105,37 +102,19 @@ def identity(record: Record, *keys: str) -> str | None:
 def unfold(value: Any, name: str) -> Any:
     """Return a value that was written as text: JSON, or a Python literal.
 
-    Args:
-      value: text that starts like a list or an object is parsed, also where it was
-        encoded twice; anything else is returned as it is.
-      name: for the message.
-
-    Raises:
-      ValueError: it starts like one and is none.
+    Text that starts like a list or an object is parsed, also where it was encoded
+    twice; anything else is returned as it is.
     """
     begin = value.lstrip()[:1] if isinstance(value, str) else ""
-    if begin == '"':
-        return _unfold_twice(value, name)
-    if begin not in ("[", "{"):
+    if begin not in ("[", "{", '"') or not begin:
         return value
     try:
-        return orjson.loads(value)
-    except orjson.JSONDecodeError:
-        pass
-    if _PLAIN_LIST.fullmatch(value):
-        return _ENTRY.findall(value)
-    if len(value) > _LITERAL_CHARACTERS:
-        raise ValueError(f"{name!r}: a list written as text of {len(value)} characters")
-    return _literal(value.strip(), name)
-
-
-def _unfold_twice(value: str, name: str) -> Any:
-    """Return what JSON inside a JSON text holds; other text as it is."""
-    try:
-        inner = orjson.loads(value)
-    except orjson.JSONDecodeError:
-        return value
-    return unfold(inner, name) if inner.lstrip()[:1] in ("[", "{", '"') else value
+        found = msgspec.json.decode(value)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return value if begin == '"' else _literal(value.strip(), name)
+    if begin == '"':  # JSON inside a JSON text
+        return unfold(found, name) if found.lstrip()[:1] in ("[", "{", '"') else value
+    return found
 
 
 def _literal(value: str, name: str) -> Any:
@@ -143,14 +122,17 @@ def _literal(value: str, name: str) -> Any:
 
     Python joins two texts without a comma between; NumPy prints its arrays so.
     """
-    end = None
-    for found in _A_STRING.finditer(value):
-        if end is not None and _NOTHING_BETWEEN.fullmatch(value, end, found.start()):
+    if _PLAIN_LIST.fullmatch(value):
+        return _ENTRY.findall(value)
+    if len(value) > _LITERAL_CHARACTERS:
+        raise ValueError(f"{name!r}: a list written as text of {len(value)} characters")
+    strings = list(_A_STRING.finditer(value))
+    for first, second in itertools.pairwise(strings):
+        if _NOTHING_BETWEEN.fullmatch(value, first.end(), second.start()):
             raise ValueError(
                 f"{name!r}: two texts without a comma between them, as NumPy prints an "
                 f"array; save the list as JSON, found {value[:40]!r}"
             )
-        end = found.end()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of "\ " and the like inside a string
@@ -169,15 +151,9 @@ def distinct(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def answers(value: Any, name: str) -> tuple[str, ...]:
-    """Return the accepted answers in a field's value.
+    """Return the accepted answers in a field's value, one text or a list of texts.
 
-    Args:
-      value: one text, or a list of texts; repetitions and empty entries are left
-        out, since an empty answer accepts everything.
-      name: of the field, for the message.
-
-    Raises:
-      ValueError: null, of another type, or without any word.
+    Repetitions and empty entries are left out: an empty answer accepts everything.
     """
     if value is None:
         raise ValueError(f"{name!r} is null: there is no answer")
@@ -186,12 +162,7 @@ def answers(value: Any, name: str) -> tuple[str, ...]:
         raise ValueError(
             f"{name!r}: expected text or a list of texts, found {kind_of(value)}"
         )
-    for i, item in enumerate(items):
-        if not isinstance(item, str):
-            raise ValueError(
-                f"{f'{name}[{i}]'!r}: expected text, found {kind_of(item)}"
-            )
-    found = distinct(items)
+    found = distinct(expect(one, str, f"{name}[{i}]") for i, one in enumerate(items))
     if not found:
         what = "is an empty list" if not items else "holds no word"
         raise ValueError(f"{name!r} {what}: there is no answer")
@@ -199,11 +170,7 @@ def answers(value: Any, name: str) -> tuple[str, ...]:
 
 
 def any_answers(record: Record) -> tuple[str, ...]:
-    """Return the accepted answers under whichever of their names is there.
-
-    Raises:
-      ValueError: none is, or it is no answer.
-    """
+    """Return the accepted answers under whichever of their names is there."""
     name = next((name for name in _IN_ORDER if name in record), None)
     if name is None:
         raise ValueError("no answer field (a test set without answers?)")
@@ -211,12 +178,7 @@ def any_answers(record: Record) -> tuple[str, ...]:
 
 
 def field_answers(value: Any, name: str) -> tuple[str, ...]:
-    """Return the accepted answers in a field that may hold a list written as text.
-
-    Raises:
-      ValueError: as `answers`; or the text stands for a missing value, or for a list
-        that cannot be told.
-    """
+    """Return the accepted answers in a field that may hold a list written as text."""
     return answers(_answers_of_text(value, name), name)
 
 
