@@ -25,7 +25,7 @@ from tests.extract.scripted import (
     ScriptedGenerator,
     fair_verdict,
     fields_of,
-    said,
+    generated,
 )
 from tests.extract.small_run import beatrice, questions, smoke
 
@@ -196,7 +196,7 @@ def test_a_cap_is_not_spent_again_by_the_process_that_continues(run_dir):
     prices = ("--price-new", 1e6, "--max-cost", 40)  # one unit per new token
 
     def wordy(prompt):
-        return dataclasses.replace(said(fair_verdict(prompt)), n_new_tokens=2)
+        return dataclasses.replace(generated(fair_verdict(prompt)), n_new_tokens=2)
 
     judge = ScriptedGenerator(fair_verdict)
     judge.stream = lambda prompts, config, done=(): (
