@@ -9,13 +9,13 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 
 from extract.backbone.checkpoint import load_checkpoint, window_of
 from extract.backbone.layout import Layout, find_layout
-from extract.backbone.names import BackboneConfig, check_name, own_device
+from extract.backbone.names import BackboneConfig, ModelDtype, check_name, own_device
 from extract.run.console import quiet
 
 # Of <malloc.h>; glibc alone has them.
@@ -45,9 +45,6 @@ def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
         mallopt(_TRIM_THRESHOLD, _MOST_KEPT),
     )
     return all(done)
-
-
-Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,7 +144,7 @@ def _hash_files(directory: Path) -> str:
 
 
 def load_backbone(
-    path: str | Path, *, dtype: Dtype = "float32", device: str = "cpu"
+    path: str | Path, *, dtype: ModelDtype = "float32", device: str = "cpu"
 ) -> Backbone:
     """Load a frozen backbone; on a CPU, also `keep_freed_memory`.
 
@@ -159,10 +156,9 @@ def load_backbone(
     Raises:
       ValueError: nothing usable is there; one sentence says what was expected.
     """
-    if dtype not in get_args(Dtype):
-        raise ValueError(
-            f"dtype: expected one of {', '.join(get_args(Dtype))}, found {dtype!r}"
-        )
+    if dtype not in get_args(ModelDtype):
+        choices = ", ".join(get_args(ModelDtype))
+        raise ValueError(f"dtype: expected one of {choices}, found {dtype!r}")
     name = str(path)
     check_name(name)
     if not device.startswith("cuda"):

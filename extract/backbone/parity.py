@@ -181,13 +181,13 @@ def _check_logits(
         parts[" beyond its attention's window"] = [slice(window, lengths[0])]
     for where, slices in parts.items():
         states = [row[at] for row, at in zip(final, slices, strict=False)]
-        theirs = [
+        expected = [
             row.roll(n - n_tokens, dims=0)[at]
             for row, n, at in zip(own, lengths, slices, strict=False)
         ]
         _check_close(
             head.logits(torch.cat(states), 0, own.shape[-1]),
-            torch.cat(theirs),
+            torch.cat(expected),
             _VALUE_TOLERANCE[backbone.dtype],
             f"the logits of the reading pass and of the untouched model{where}",
             every=backbone.dtype == torch.float32,

@@ -56,18 +56,18 @@ def budget_for(device: torch.device) -> ReadingBudget:
 class HostCopies:
     """Copies of one batch from a device whose copies are finished when they return."""
 
-    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return host memory that `take_rows` may fill, not initialised."""
+    def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return host memory that `copy_rows` may fill, not initialised."""
         return torch.empty(shape, dtype=dtype)
 
-    def take(self, values: torch.Tensor) -> torch.Tensor:
+    def copy(self, values: torch.Tensor) -> torch.Tensor:
         """Return the values on the host; they may be read after `wait`."""
         return values.cpu()
 
-    def take_rows(
+    def copy_rows(
         self, values: torch.Tensor, index: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Put rows of the values into `room`; they may be read after `wait`."""
+        """Put rows of the values into `host_buffer`; they may be read after `wait`."""
         if values.device == out.device:
             torch.index_select(values, 0, index, out=out)
         else:
@@ -85,17 +85,17 @@ class CudaCopies(HostCopies):
         self._stream = stream
         self._arrived = torch.cuda.Event()
 
-    def room(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return pinned memory, without which a copy would be a synchronous one."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)  # Torch reuses it
 
-    def take(self, values: torch.Tensor) -> torch.Tensor:
+    def copy(self, values: torch.Tensor) -> torch.Tensor:
         """Queue a copy behind the work that makes the values."""
-        host = self.room(values.shape, values.dtype)
+        host = self.host_buffer(values.shape, values.dtype)
         self._queue(values, host)
         return host
 
-    def take_rows(
+    def copy_rows(
         self, values: torch.Tensor, index: torch.Tensor, out: torch.Tensor
     ) -> None:
         """Pick rows on the device and queue their copy."""

@@ -81,8 +81,8 @@ class _RangeRows:
             token = int(self._spec.first_tokens(self._name)[example])
             reading = reading[token : token + last - first]
         # Written where they stay: what lies between is a pass over cold memory.
-        room = self.arrays[self._name][first:last]
-        encoded = encode(reading, self._spec.families[self._name].dtype, room)
+        out = self.arrays[self._name][first:last]
+        encoded = encode(reading, self._spec.families[self._name].dtype, out)
         if encoded.scales is not None:
             self.arrays[scale_name(self._name)][first:last] = encoded.scales
         self._n_invalid += encoded.n_invalid

@@ -137,7 +137,7 @@ class SignalReader:
         scalars = {"prob": prob, "resid": resid, "attn": rows.of(attn)}
         return PendingSignals(
             hidden=stream.states(),
-            scalars={name: copies.take(values) for name, values in scalars.items()},
+            scalars={name: copies.copy(values) for name, values in scalars.items()},
             hidden_rows=hidden_rows.slices(),
             rows=rows.slices(),
             copies=copies,

@@ -164,9 +164,9 @@ class StreamReading:
             # One block in the stream's dtype: half the bytes of float32 where that is
             # bf16, and equal to it.
             shape = (len(self.slots), self.rows.stops[-1], states.shape[-1])
-            self._hidden = self.copies.room(shape, states.dtype)
-        room = self._hidden[self.slots[entry]]
-        self.copies.take_rows(states.flatten(0, 1), self.rows.index, room)
+            self._hidden = self.copies.host_buffer(shape, states.dtype)
+        out = self._hidden[self.slots[entry]]
+        self.copies.copy_rows(states.flatten(0, 1), self.rows.index, out)
         self._missing.discard(entry)
 
     def states(self) -> torch.Tensor:

@@ -139,30 +139,20 @@ def _attended(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return grouped.view(n_examples, n_heads, n_rows, -1).transpose(1, 2)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Layer:
-    """What is filled chunk by chunk for one layer.
-
-    Attributes:
-      by_row: `[2 (a, a log a), n_examples, n_heads, 2, n_tokens]`, of every row over
-        the keys in (context, question).
-      by_key: the same of every key over the rows in (question, answer).
-      attended: `[n_examples, n_rows, n_heads, d_head]`, or None where not wanted.
-    """
-
-    by_row: torch.Tensor
-    by_key: torch.Tensor
-    attended: torch.Tensor | None
-
-
 def _read_rows(
     call: AttentionCall,
     members: torch.Tensor,
     rows: tuple[int, int],
     budget: int,
     value: torch.Tensor | None,
-) -> _Layer:
-    """Sum a and a log a by span, along rows and along columns; attend if wanted."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Sum a and a log a by span, along rows and along columns; attend if wanted.
+
+    Returns:
+      `[2 (a, a log a), n_examples, n_heads, 2, n_tokens]` of every row over the keys in
+      (context, question); the same of every key over the rows in (question, answer);
+      and `[n_examples, n_rows, n_heads, d_head]`, or None where it is not wanted.
+    """
     n_examples, n_heads, n_tokens, _ = call.query.shape
     sums = call.query.new_zeros(
         (2, 2, n_examples, n_heads, 2, n_tokens), dtype=torch.float32
@@ -172,7 +162,7 @@ def _read_rows(
         value = value.contiguous()
         shape = n_examples, rows[1] - rows[0], n_heads, value.shape[-1]
         attended = value.new_empty(shape)
-    layer = _Layer(sums[0], sums[1], attended)
+    by_row, by_key = sums
     in_key_span = members[:, None, :2].float()
     in_row_span = members[:, None, 1:].float()
     # Heads lie apart in memory; a product per chunk would gather them every time.
@@ -192,11 +182,11 @@ def _read_rows(
         # and what two cores exchange is slow where they share no cache.
         for kind, values in enumerate(pair):
             # The skinny operand comes first: the other order is six times slower.
-            layer.by_row[kind, ..., start:stop] = is_key @ values.mT
-            layer.by_key[kind, ..., :stop] += is_row @ values
+            by_row[kind, ..., start:stop] = is_key @ values.mT
+            by_key[kind, ..., :stop] += is_row @ values
         if value is not None:
-            layer.attended[:, at] = _attended(pair[0], value)
-    return layer
+            attended[:, at] = _attended(pair[0], value)
+    return by_row, by_key, attended
 
 
 def span_readings(
@@ -222,13 +212,13 @@ def span_readings(
       Partners are the two other spans in the order context, question, answer. Tokens
       of no span, and empty or unseen partners, read zero.
     """
-    layer = _read_rows(call, members, rows, budget, value)
-    to_context, to_question = _entropy_and_mass(*layer.by_row).unbind(2)
-    from_question, from_answer = _entropy_and_mass(*layer.by_key).unbind(2)
+    by_row, by_key, attended = _read_rows(call, members, rows, budget, value)
+    to_context, to_question = _entropy_and_mass(*by_row).unbind(2)
+    from_question, from_answer = _entropy_and_mass(*by_key).unbind(2)
     in_context, in_question, in_answer = members[:, :, None, :, None].unbind(1)
     first = torch.where(in_context, from_question, to_context)
     second = torch.where(in_answer, to_question, from_answer)
     in_any = in_context | in_question | in_answer
     # [n_examples, n_heads, n_tokens, 2 (entropy, mass), 2 (partner)]
     both = torch.stack([first, second], dim=-1) * in_any[..., None]
-    return both.permute(0, 2, 4, 3, 1), layer.attended
+    return both.permute(0, 2, 4, 3, 1), attended

@@ -2,8 +2,8 @@
 
 The world exists so that the whole system runs on a machine without downloads: a
 small language model trained on it (`extract/world/model.py`) knows some facts and
-not others, because facts are told to it with Zipf-like frequencies. Every object is
-told about equally often; otherwise a frequent answer alone would give away a guess.
+not others, because it is exposed to facts with Zipf-like frequencies. Every object
+occurs about equally often; otherwise a frequent answer alone would give away a guess.
 """
 
 import dataclasses
@@ -38,13 +38,13 @@ class WorldConfig:
     n_strangers: int = 1200  # people who occur in passages only
     n_first_names: int = 60
     n_last_names: int = 1000
-    median_exposures: float = 3.2  # tellings of the median in-domain fact
+    median_exposures: float = 3.2  # of the median in-domain fact
     max_exposures: float = 60.0
     zipf_exponent: float = 0.9
     fact_noise: float = 1.4
-    pursuits_factor: float = 5.0  # told more often than in-domain facts
-    places_factor: float = 0.2  # told less often
-    p_misbelief: float = 0.05  # facts mostly told wrongly
+    pursuits_factor: float = 5.0  # more exposures than in-domain facts
+    places_factor: float = 0.2  # fewer exposures
+    p_misbelief: float = 0.05  # facts mostly stated wrongly in training
     p_no_passage: float = 0.05
     p_wrong_passage: float = 0.05
     p_rumour: float = 0.08  # facts with one more passage, which is wrong
@@ -52,7 +52,7 @@ class WorldConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Fact:
-    """One fact, how often the model is told it, and what else it is told."""
+    """One fact, its exposures in training, and what is often stated instead."""
 
     subject: str
     relation: str
@@ -111,9 +111,9 @@ def _people(
     return tuple(order)
 
 
-def _books(rng: random.Random, n: int, taken: set[str]) -> tuple[str, ...]:
-    adjectives = invented_words(rng, max(8, n // 10), taken)
-    nouns = invented_words(rng, max(8, n // 5), taken)
+def _books(rng: random.Random, n: int, used: set[str]) -> tuple[str, ...]:
+    adjectives = invented_words(rng, max(8, n // 10), used)
+    nouns = invented_words(rng, max(8, n // 5), used)
     titles = [f"The {adjective} {noun}" for adjective in adjectives for noun in nouns]
     return tuple(rng.sample(titles, n))
 
@@ -121,7 +121,7 @@ def _books(rng: random.Random, n: int, taken: set[str]) -> tuple[str, ...]:
 def _assign_objects(
     rng: random.Random, subjects: dict[str, float], objects: tuple[str, ...]
 ) -> dict[str, str]:
-    """Give every subject an object so that tellings per object are about equal."""
+    """Give every subject an object so that exposures per object are about equal."""
     load = {obj: 0.0 for obj in rng.sample(objects, len(objects))}
     objects_of = {}
     for subject in sorted(subjects, key=lambda s: (-subjects[s], s)):
@@ -134,7 +134,7 @@ def _assign_objects(
 def _exposures(
     config: WorldConfig, relation: Relation, subjects: tuple[str, ...]
 ) -> dict[str, float]:
-    """Return tellings per subject: Zipf by the subject's rank times fact noise."""
+    """Return exposures per subject: Zipf by the subject's rank times fact noise."""
     ranks = list(subjects)
     stream(config, f"rank/{relation.subject}").shuffle(ranks)
     rng = stream(config, f"exposures/{relation.name}")
@@ -241,18 +241,18 @@ def _passages(
 def make_world(config: WorldConfig) -> World:
     """Make the world of a configuration; the same configuration, the same world."""
     rng = stream(config, "names")
-    taken = {word.lower() for words in WORDS.values() for word in words}
-    first = invented_words(rng, config.n_first_names, taken)
-    last = invented_words(rng, config.n_last_names, taken)
+    used = {word.lower() for words in WORDS.values() for word in words}
+    first = invented_words(rng, config.n_first_names, used)
+    last = invented_words(rng, config.n_last_names, used)
     everyone = _people(rng, first, last, config.n_people + config.n_strangers)
-    cities = invented_words(rng, config.n_cities, taken)
-    companies = invented_words(rng, config.n_companies, taken)
-    schools = invented_words(rng, config.n_schools, taken)
-    rivers = invented_words(rng, config.n_rivers, taken)
+    cities = invented_words(rng, config.n_cities, used)
+    companies = invented_words(rng, config.n_companies, used)
+    schools = invented_words(rng, config.n_schools, used)
+    rivers = invented_words(rng, config.n_rivers, used)
     names: dict[Kind, tuple[str, ...]] = {
         **WORDS,
         "person": everyone[: config.n_people],
-        "book": _books(rng, config.n_books, taken),
+        "book": _books(rng, config.n_books, used),
         "city": tuple(f"{word} Falls" for word in cities),
         "company": tuple(f"{word} Works" for word in companies),
         "school": tuple(f"{word} Academy" for word in schools),

@@ -117,14 +117,14 @@ _VOWELS = "a e i o u".split()
 _CODAS = "l n r s t m rn lt nd sk ck ff".split()
 
 
-def invented_words(rng: random.Random, n: int, taken: set[str]) -> list[str]:
-    """Return `n` new capitalised syllable words and add them to `taken`."""
+def invented_words(rng: random.Random, n: int, used: set[str]) -> list[str]:
+    """Return `n` new capitalised syllable words and add them to `used`."""
     words: list[str] = []
     while len(words) < n:
         syllables = (_ONSETS, _VOWELS, _ONSETS, _VOWELS, _CODAS)
         word = "".join(rng.choice(sounds) for sounds in syllables).capitalize()
-        if word.lower() not in taken:
-            taken.add(word.lower())
+        if word.lower() not in used:
+            used.add(word.lower())
             words.append(word)
     return words
 

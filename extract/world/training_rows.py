@@ -1,7 +1,7 @@
 """What the microworld's model is taught: facts by frequency, and reading.
 
 A row is a list of (text, learn) pieces; the loss is taken on the pieces to learn.
-Facts are told as closed-book questions or as statements, each as often as its
+Facts are closed-book questions or statements, each as often as its
 exposure says. Reading is taught on invented facts, so that it cannot be replaced by
 memory, and on real facts, some with the answer missing, so that memory is used then.
 """
@@ -47,7 +47,7 @@ def _worded(rng: random.Random, kind: Kind, name: str) -> str:
 
 
 def fact_row(rng: random.Random, query: Query) -> Row:
-    """Return one telling of a fact or of a two-hop fact."""
+    """Return a row that states a fact or a two-hop fact."""
     if isinstance(query, TwoHop):
         bridge = _worded(rng, BY_NAME[query.first].object, query.bridge)
         end = _worded(rng, BY_NAME[query.second].object, query.object)
@@ -97,7 +97,7 @@ class RowSampler:
         )
 
     def fact_rows(self, rng: random.Random, n: int) -> list[Row]:
-        """Return `n` tellings, each fact in proportion to its exposures."""
+        """Return `n` rows, each fact in proportion to its exposures."""
         drawn = rng.choices(self._queries, cum_weights=self._cumulative, k=n)
         return [fact_row(rng, query) for query in drawn]
 
