@@ -51,7 +51,7 @@ def answer(
         else:
             stage.answer_part(run_dir, worker, Progress())
         return
-    alone("answer --server")
+    alone("answer --server", shard)
     from extract.backbone.names import backbone_of
     from extract.generate.requests import answer_config
     from extract.run.directory import RunDir
