@@ -160,6 +160,12 @@ def test_other_verbs_say_that_they_are_one_processs_work(run, verb):
     assert "is one process's work, and 2 were launched" in " ".join(said.split())
 
 
+def test_a_server_is_not_asked_in_parts(run):
+    served = ("answer", "--server", "http://x/v1")
+    said = answer(run, 0, 2, code=2, by="--shard", verb=served)
+    assert "is one process's work, and 2 were launched" in " ".join(said.split())
+
+
 def test_each_process_has_a_gpu_of_its_own():
     assert own_device("cuda", 8, {"LOCAL_RANK": "3"}) == "cuda:3"
     assert own_device("cuda", 1, {"SLURM_LOCALID": "3"}) == "cuda:0"  # shown one only
