@@ -71,10 +71,11 @@ def answer(
         else:
             stage.answer_part(run_dir, worker, Progress())
         return
-    alone("answer --server")
+    alone("answer --server", shard)
     with _asking_backbone(run_dir, "answer", backend) as (run, model, generator):
         if dry_run:
-            forecast = stage.forecast_answers(run, answer_config(run), model)
+            config = answer_config(run, is_recorded=False)
+            forecast = stage.forecast_answers(run, config, model)
             click.echo(forecast.as_text())
         else:
             stage.answer_by_server(run, generator, model, Progress())
@@ -138,8 +139,9 @@ def sample(
     with _asking_backbone(
         run_dir, "sample", backend, dry_run=dry_run, log_probs=True
     ) as (run, model, generator):
+        config = answer_config(run, is_recorded=not dry_run)
         sampling = SamplingConfig(
-            max_new_tokens=answer_config(run).generation.max_new_tokens,
+            max_new_tokens=config.generation.max_new_tokens,
             temperature=temperature,
             top_p=top_p,
             top_k=top_k or None,
@@ -148,6 +150,13 @@ def sample(
         draws = DrawConfig(n_samples=n_samples, sampling=sampling)
         as_text = backend.server is not None and backend.dialect == "openai"
         path = draw_run(
-            run, generator, model, draws, splits, Progress(), as_text=as_text
+            run,
+            generator,
+            model,
+            config.prompt,
+            draws,
+            splits,
+            Progress(),
+            as_text=as_text,
         )
         click.echo(str(path))

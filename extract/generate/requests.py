@@ -271,6 +271,6 @@ ANSWER_PRESETS: dict[Preset, AnswerConfig] = {
 }
 
 
-def answer_config(run: RunDir) -> AnswerConfig:
-    """Return how a run's questions are put."""
-    return run.settle("answer", ANSWER_PRESETS)
+def answer_config(run: RunDir, *, is_recorded: bool = True) -> AnswerConfig:
+    """Return how a run's questions are put; a dry run settles nothing."""
+    return run.settle("answer", ANSWER_PRESETS, is_recorded=is_recorded)

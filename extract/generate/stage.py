@@ -32,6 +32,7 @@ from extract.generate.replies import open_replies, reused_in_words
 from extract.generate.requests import (
     ANSWER_PRESETS,
     AnswerConfig,
+    PromptConfig,
     PromptModel,
     Request,
     Requests,
@@ -270,6 +271,7 @@ def draw_run(
     run: RunDir,
     generator: Generator,
     model: TokenizerOnly,
+    prompt: PromptConfig,
     draws: DrawConfig,
     splits: tuple[str, ...],
     progress: Progress,
@@ -277,7 +279,6 @@ def draw_run(
     as_text: bool = False,
 ) -> Path:
     """Draw answers to the questions of some splits; returns the file of samples."""
-    prompt = answer_config(run).prompt
     identity = {
         "schema": SCHEMA_VERSION,
         "backend": dict(generator.identity),

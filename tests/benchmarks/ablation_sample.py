@@ -3,7 +3,7 @@
 import itertools
 
 from benchmarks.results.ablation_tables import FAMILY_VARIANTS, RANKED, SPAN_VARIANTS
-from benchmarks.stages.exhaustive_stage import traits
+from selection.ranking import traits
 
 SETTINGS = ("closed_book", "with_context")
 N_POOL = {"closed_book": 15, "with_context": 30}

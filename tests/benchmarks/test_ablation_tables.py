@@ -1,5 +1,6 @@
 import xml.etree.ElementTree
 
+import msgspec
 import pytest
 
 from benchmarks.results.ablation_tables import (
@@ -33,7 +34,7 @@ def test_the_reference_takes_no_rank_and_takes_none_away():
     values = {"hidden_only": 0.7, "late_fusion_all": 0.95, "champion": 0.9}
     rows = [row(n, "closed_book", TEST, "auroc", v) for n, v in values.items()]
     without = row("without_hidden", "closed_book", TEST, "auroc", 0.8)
-    rows.append(type(without)(**(vars(without) | {"experiment": "ablation"})))
+    rows.append(msgspec.structs.replace(without, experiment="ablation"))
     ranks = {line.label: line.cells[0][0].rank for line in feature_table(rows).lines}
     assert ranks == {
         FEATURES["hidden_only"]: None,

@@ -119,7 +119,7 @@ def test_drawing_leaves_matplotlib_as_it_was():
 
 def test_drawing_needs_neither_pyplot_nor_a_display():
     code = (
-        "import sys; from benchmarks.reporting import figures as f;"
+        "import sys; from benchmarks.results import figures as f;"
         "f.to_svg(f.synergy({'H': .9, 'P': .8}, 'closed_book'), 'x', 'y');"
         "sys.exit('matplotlib.pyplot' in sys.modules)"
     )

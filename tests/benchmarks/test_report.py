@@ -1,6 +1,7 @@
 import html.parser
 import re
 
+import msgspec
 import pytest
 
 from benchmarks.results.pictures import frontier_curve, synergy_pictures
@@ -118,7 +119,7 @@ def test_an_undefined_encoder_is_named_below_its_figure():
     for r in sample_rows():
         if r.detector == "encoder:HP" and r.split == "validation":
             changes = dict(value=None, ci_low=None, ci_high=None, reason="no seed ran")
-            r = type(r)(**(vars(r) | changes))
+            r = msgspec.structs.replace(r, **changes)
         rows.append(r)
     for picture in synergy_pictures(rows):
         assert "HP is undefined: no seed ran." in picture.caption

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from benchmarks.stages.textonly import fit_tfidf, joined_text, perplexity_score
+from benchmarks.baselines.perplexity import perplexity_score
+from benchmarks.baselines.text import fit_tfidf, joined_text
 
 
 def planted(n, seed):
