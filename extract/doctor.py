@@ -9,7 +9,6 @@ import itertools
 import os
 import platform
 import shutil
-import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -19,6 +18,8 @@ from extract.run.files import JsonLines
 from extract.run.forecast import bytes_in_words
 
 if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
     from extract.backbone.checkpoint import Outline
     from extract.store.config import StoreConfig
 
@@ -33,49 +34,34 @@ _WHERE = {"all": "all spans", "answer": "answer span"}
 _N_ANSWERS, _N_TOKENS, _N_ANSWER_TOKENS = 10_000, 400, 60
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Finding:
-    """What one check found.
+    """What one check found."""
 
-    Attributes:
-      about: what was looked at.
-      status: a problem would stop a run, a warning would not.
-      text: one sentence.
-    """
-
-    about: str
-    status: Status
-    text: str
+    about: str  # what was looked at
+    status: Status  # a problem would stop a run, a warning would not
+    text: str  # one sentence
 
 
 def look_at_packages() -> Iterator[Finding]:
     """Compare Python and the packages with what the project asks for."""
     from packaging.requirements import Requirement
 
-    version = platform.python_version()
-    is_new = sys.version_info >= (3, 11)
-    yield Finding(
-        about="python",
-        status="ok" if is_new else "problem",
-        text=f"Python {version}" + ("" if is_new else "; 3.11 or newer is needed"),
-    )
+    yield Finding("python", "ok", f"Python {platform.python_version()}")
     try:
         wanted = importlib.metadata.requires(_DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         text = f"{_DISTRIBUTION} is not installed, so nothing says what it needs"
-        yield Finding(about="packages", status="warning", text=text)
+        yield Finding("packages", "warning", text)
         return
     needed = [Requirement(line) for line in wanted]
     needed = [r for r in needed if r.marker is None or r.marker.evaluate()]
     wrong = [text for one in needed if (text := _wrong_version(one)) is not None]
-    yield Finding(
-        about="packages",
-        status="problem" if wrong else "ok",
-        text="; ".join(wrong) or f"all {len(needed)} are there in a version that fits",
-    )
+    text = "; ".join(wrong) or f"all {len(needed)} are there in a version that fits"
+    yield Finding("packages", "problem" if wrong else "ok", text)
 
 
-def _wrong_version(needed: object) -> str | None:
+def _wrong_version(needed: "Requirement") -> str | None:
     """Return what is wrong with one package, or None."""
     name, specifier = needed.name, needed.specifier
     try:
@@ -90,62 +76,41 @@ def _wrong_version(needed: object) -> str | None:
 def look_at_machine(place: Path) -> Iterator[Finding]:
     """Look at cores, memory, and the disk that a run directory is on."""
     cores = len(os.sched_getaffinity(0))
-    yield Finding(about="cores", status="ok", text=f"{cores} cores for this process")
-    available = _available_memory()
-    if available is not None:
-        yield Finding(
-            about="memory",
-            status="warning" if available < _LITTLE_MEMORY else "ok",
-            text=f"{bytes_in_words(available)} available",
-        )
+    yield Finding("cores", "ok", f"{cores} cores for this process")
+    counters = Path("/proc/meminfo")
+    for line in counters.read_text().splitlines() if counters.exists() else ():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+            status = "warning" if available < _LITTLE_MEMORY else "ok"
+            yield Finding("memory", status, f"{bytes_in_words(available)} available")
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
-    is_writable = os.access(place, os.W_OK)
-    little = free < _LITTLE_DISK
-    yield Finding(
-        about="disk",
-        status="problem" if not is_writable else "warning" if little else "ok",
-        text=f"{bytes_in_words(free)} free at {place}"
-        + ("" if is_writable else ", which cannot be written to"),
-    )
-
-
-def _available_memory() -> int | None:
-    """Return the bytes that can be had without swapping, or None if nothing tells."""
-    path = Path("/proc/meminfo")
-    if not path.exists():
-        return None
-    for line in path.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
+    text = f"{bytes_in_words(free)} free at {place}"
+    if os.access(place, os.W_OK):
+        yield Finding("disk", "warning" if free < _LITTLE_DISK else "ok", text)
+    else:
+        yield Finding("disk", "problem", f"{text}, which cannot be written to")
 
 
 def look_at_devices() -> Iterator[Finding]:
     """Look at the GPUs that Torch sees, and at what JAX will train on."""
+    import jax
     import torch
 
     if not torch.cuda.is_available():
         text = f"Torch {torch.__version__} sees no GPU; models run on the CPU"
-        yield Finding(about="torch", status="warning", text=text)
-    else:
-        for index in range(torch.cuda.device_count()):
-            free, total = torch.cuda.mem_get_info(index)
-            has_bf16 = torch.cuda.is_bf16_supported()
-            yield Finding(
-                about=f"cuda:{index}",
-                status="ok" if has_bf16 else "warning",
-                text=(
-                    f"{torch.cuda.get_device_name(index)}, {bytes_in_words(free)} of "
-                    f"{bytes_in_words(total)} free"
-                    + ("" if has_bf16 else ", no bfloat16; use float16")
-                ),
-            )
-    import jax
-
+        yield Finding("torch", "warning", text)
+    for index in range(torch.cuda.device_count()):
+        free, total = map(bytes_in_words, torch.cuda.mem_get_info(index))
+        text = f"{torch.cuda.get_device_name(index)}, {free} of {total} free"
+        if torch.cuda.is_bf16_supported():
+            yield Finding(f"cuda:{index}", "ok", text)
+        else:
+            text += ", no bfloat16; use float16"
+            yield Finding(f"cuda:{index}", "warning", text)
     devices = ", ".join(map(str, jax.devices()))
-    yield Finding(about="jax", status="ok", text=f"JAX {jax.__version__} on {devices}")
+    yield Finding("jax", "ok", f"JAX {jax.__version__} on {devices}")
 
 
 def look_at_server(url: str) -> Iterator[Finding]:
@@ -159,19 +124,17 @@ def look_at_server(url: str) -> Iterator[Finding]:
         ) as client:
             names = [model.id for model in client.models.list()]
     except (openai.OpenAIError, ValueError, TypeError, AttributeError) as error:
-        said = " ".join(str(error).split())[:200]
-        yield Finding(
-            about="server",
-            status="problem",
-            text=f"{url} does not list its models ({said}); is it running, and is the "
-            "URL right up to /v1?",
+        text = (
+            f"{url} does not list its models ({_one_line(error, 200)}); is it running, "
+            "and is the URL right up to /v1?"
         )
+        yield Finding("server", "problem", text)
         return
-    yield Finding(
-        about="server",
-        status="ok",
-        text=f"{url} serves {', '.join(names) or 'nothing'}",
-    )
+    yield Finding("server", "ok", f"{url} serves {', '.join(names) or 'nothing'}")
+
+
+def _one_line(error: Exception, n_characters: int) -> str:
+    return " ".join(str(error).split())[:n_characters]
 
 
 def look_at_model(name: str) -> Generator[Finding, None, Shapes | None]:
@@ -193,21 +156,20 @@ def look_at_model(name: str) -> Generator[Finding, None, Shapes | None]:
         shapes = outline_shapes(outline)
         check_quantization_support(path, outline)
     except (ValueError, OSError) as error:
-        said = " ".join(str(error).split())[:300]
-        text = f"{name} cannot be used: {said}"
-        yield Finding(about="model", status="problem", text=text)
+        text = f"{name} cannot be used: {_one_line(error, 300)}"
+        yield Finding("model", "problem", text)
         return shapes
     window = window_of(outline.config)
     reads = "no limit" if window is None else f"{window} tokens"
     n_layers, n_read = shapes["resid"][0] // 4, shapes["attn"][2]
-    yield Finding(
-        about="model",
-        status="ok",
-        text=f"{name}: {n_layers} layers, width {shapes['hidden'][1]}, "
+    text = (
+        f"{name}: {n_layers} layers, width {shapes['hidden'][1]}, "
         f"{shapes['attn'][3]} heads, window {reads}"
-        + ("" if n_read == n_layers else f"; {n_read} layers have attention"),
     )
-    yield Finding(about="kept", status="ok", text=typical_sizes(shapes))
+    if n_read != n_layers:
+        text += f"; {n_read} layers have attention"
+    yield Finding("model", "ok", text)
+    yield Finding("kept", "ok", typical_sizes(shapes))
     yield _look_at_tokenizer(outline.tokenizer)
     return shapes
 
@@ -218,13 +180,13 @@ def _look_at_tokenizer(tokenizer: Any) -> Finding:
 
     if not getattr(tokenizer, "is_fast", False):
         text = f"{type(tokenizer).__name__} has no offsets; a fast one is needed"
-        return Finding(about="tokenizer", status="problem", text=text)
+        return Finding("tokenizer", "problem", text)
     try:
         render_message(tokenizer, "a question")
         text = "has a chat template, which switches thinking off; --chat can be used"
     except ValueError as error:
         text = f"plain prompts only: {error}"
-    return Finding(about="tokenizer", status="ok", text=text)
+    return Finding("tokenizer", "ok", text)
 
 
 def look_at_run(path: Path) -> Iterator[Finding]:
@@ -235,17 +197,13 @@ def look_at_run(path: Path) -> Iterator[Finding]:
     try:
         config = backbone_of(run)
     except ValueError as error:
-        yield Finding(about="run", status="problem", text=str(error))
+        yield Finding("run", "problem", str(error))
         return
     records = run.stage_records()
     gaps = [gap for name in records if (gap := run.stage_gap(name))]
     done = [name for name in records if run.stage_done(name)]
-    yield Finding(
-        about="run",
-        status="warning" if gaps else "ok",
-        text=f"{path}: done are {', '.join(done) or 'no stages'}"
-        + "".join(f"; {gap}" for gap in gaps),
-    )
+    text = "; ".join([f"{path}: done are {', '.join(done) or 'no stages'}", *gaps])
+    yield Finding("run", "warning" if gaps else "ok", text)
     shapes = yield from look_at_model(config.model)
     if shapes is not None:
         yield from _look_at_store(run, shapes)
@@ -257,8 +215,8 @@ def _look_at_store(run: RunDir, shapes: Shapes) -> Iterator[Finding]:
     from extract.store.config import as_size, stored_bytes
 
     kept = run.settle("extract", EXTRACT_PRESETS, is_recorded=False)
-    counts = count_tokens(run, kept.answer_span)
-    if counts is None or run.stage_done("extract"):
+    counts = _count_tokens(run, kept.answer_span)
+    if not counts["n_tokens"] or run.stage_done("extract"):
         return
     try:
         needed = sum(stored_bytes(shapes, kept, **counts).values())
@@ -266,16 +224,24 @@ def _look_at_store(run: RunDir, shapes: Shapes) -> Iterator[Finding]:
         return  # a layer is kept that the model does not have: extraction says so
     free = shutil.disk_usage(run.path).free
     fits = needed < free
-    yield Finding(
-        about="features",
-        status="ok" if fits else "problem",
-        text=f"the answers there have {counts['n_tokens']:,} tokens, "
+    text = (
+        f"the answers there have {counts['n_tokens']:,} tokens, "
         f"{counts['n_answer']:,} of them in answer spans; {kept.in_words()} "
         f"take {as_size(needed)}; {as_size(free)} are free"
         + ("" if fits else ", so keep less, or run elsewhere")
-        + "\n"
-        + sizes_of_choices(shapes, kept, **counts),
     )
+    table = sizes_of_choices(shapes, kept, **counts)
+    yield Finding("features", "ok" if fits else "problem", f"{text}\n{table}")
+
+
+def _count_tokens(run: RunDir, answer_span: str) -> dict[str, int]:
+    """Count the tokens of a run's answers, and of their answer spans."""
+    n_tokens = n_answer = 0
+    for row in JsonLines(run.answers / "answers.jsonl").whole_rows():
+        n_tokens += len(row["prompt_ids"]) + len(row["token_ids"])
+        n_answer += len(row["token_ids"]) + (answer_span == "emitting")
+        n_answer -= row["stop_id"] is None  # the last token emitted nothing we know
+    return {"n_tokens": n_tokens, "n_answer": n_answer}
 
 
 def outline_shapes(outline: "Outline") -> dict[str, tuple[int, ...]]:
@@ -343,17 +309,3 @@ def typical_sizes(shapes: Shapes) -> str:
         "the answer span, take in the feature store, by what is kept of the hidden "
         f"states (--dtype, --hidden-layers, --hidden-spans):\n{table}"
     )
-
-
-def count_tokens(run: RunDir, answer_span: str) -> dict[str, int] | None:
-    """Count the tokens of a run's answers, and of their answer spans.
-
-    Returns:
-      `n_tokens` and `n_answer` as `stored_bytes` takes them, or None without answers.
-    """
-    n_tokens = n_answer = 0
-    for row in JsonLines(run.answers / "answers.jsonl").whole_rows():
-        n_tokens += len(row["prompt_ids"]) + len(row["token_ids"])
-        n_answer += len(row["token_ids"]) + (answer_span == "emitting")
-        n_answer -= row["stop_id"] is None  # the last token emitted nothing we know
-    return {"n_tokens": n_tokens, "n_answer": n_answer} if n_tokens else None

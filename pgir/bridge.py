@@ -141,12 +141,7 @@ class ProbedBackbone:
 
     def answer(self, requests: Sequence[Request]) -> list[Answer]:
         """Return greedy answers in the order of the requests."""
-        answers: list[Answer | None] = [None] * len(requests)
-        for batch in plan_batches([len(r.prompt.ids) for r in requests], self._config):
-            made = generate(self.backbone, [requests[i] for i in batch], self._config)
-            for i, answer in zip(batch, made, strict=True):
-                answers[i] = answer
-        return [answer for answer in answers if answer is not None]
+        return generate(self.backbone, requests, self._config)
 
     def given(self, request: Request, text: str) -> Answer:
         """Return an answer that already exists, as if the model had written it.

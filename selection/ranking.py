@@ -140,7 +140,9 @@ def _enumerate(
         )
         for setting, trainer in heads.items()
     }
-    n_heads = sum(len(search.sets) * search.train.n_seeds for search in searches.values())
+    n_heads = sum(
+        len(search.sets) * search.train.n_seeds for search in searches.values()
+    )
     n_missing = sum(search.n_missing() for search in searches.values())
     progress.note(f"exhaustive: {n_missing} of {n_heads} heads are still to be trained")
     rows: dict[Setting, list[ResultRow]] = {}

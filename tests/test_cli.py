@@ -88,6 +88,8 @@ WRONG_USAGE = [
     ("extract s3://bucket/run", "folder on this machine"),
     ("score file:///run --question q --answer a", "folder on this machine"),
     ("doctor gs://bucket/run", "folder on this machine"),
+    ("answer RUN --shard 4/4", "rank 4 of 4 workers"),
+    ("extract RUN --shard x/2", "expected a whole number, found 'x'"),
     ("sample RUN --top-p 2", "--top-p"),
     ("sample RUN --temperature -1", "--temperature"),
     ("sample RUN --top-k -5", "--top-k"),

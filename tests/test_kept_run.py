@@ -4,12 +4,12 @@ import json
 
 import numpy as np
 import pytest
-from benchmarks.stages.rows import load_rows
-from benchmarks.stages.select_stage import read_selection
-from extract.pipeline import read_answers, read_examples
 
 import beatrice
+from extract.run.contents import read_answers, read_examples
 from extract.run.directory import RunDir
+from jaxprobe.features.rows import load_rows
+from jaxprobe.pool import read_selection
 from tests.process import call
 
 CHOICE = "--hidden-layers 4 --hidden-spans answer --dtype int8 --scalars bf16".split()

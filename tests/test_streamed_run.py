@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from benchmarks.stages.train_stage import read_codes
 from extract.records import SETTINGS
 from extract.run.directory import RunDir
+from jaxprobe.fit.stage import read_member_outputs
 from tests.process import call
 
 
@@ -28,9 +28,11 @@ def logits_without_spans(run):
 def test_a_streamed_run_whose_store_is_one_group_is_the_run_that_holds_it(tmp_path):
     held, streamed = demo(tmp_path / "held"), demo(tmp_path / "streamed", "--streamed")
     manifest = json.loads((streamed.path / "manifest.json").read_text())
-    assert manifest["config"]["stream"] is not None
+    assert manifest["sections"]["train"]["stream"] is not None
     for setting in SETTINGS:  # both are whole chunks of 64 rows: no step is padded
-        one, other = (read_codes(run, setting).logits for run in (held, streamed))
+        one, other = (
+            read_member_outputs(run, setting).logits for run in (held, streamed)
+        )
         np.testing.assert_allclose(one, other, atol=1e-3)
         assert np.ptp(one) > 0.1
     for run in (held, streamed):

@@ -10,15 +10,15 @@ import contextlib
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from extract.generate.generator import Generator, SamplingConfig
+from extract.generate.generator import Generated
 from extract.generate.requests import Request
-from extract.generate.sampling import request_prompt
 from extract.records import to_json
-from extract.run.console import Update
+from extract.run.console import Progress, Update
+from extract.run.contents import answers_file
 from extract.run.directory import RunDir
 from extract.run.files import JsonLines, write_json_atomic, write_stream_atomic
 
@@ -40,12 +40,10 @@ class AnswerRows:
     Attributes:
       lines: where rows are appended.
       done: keys of the answers that are there, in their order in the file.
-      notes: what was set aside, in words.
     """
 
     lines: JsonLines
     done: dict[Key, None]
-    notes: tuple[str, ...]
 
     def append(self, rows: Mapping[Key, str]) -> None:
         """Add answers, as lines by key."""
@@ -103,59 +101,55 @@ def _write(path: Path, lines: Sequence[_Line]) -> None:
             stream.write(sources[line.path].read(line.n_bytes))
 
 
-def part_files(folder: Path) -> list[Path]:
+def part_files(run: RunDir) -> list[Path]:
     """Return what workers have written and nobody has taken in yet."""
-    return sorted(folder.glob("*.jsonl"))
+    return sorted(run.answer_parts.glob("*.jsonl"))
 
 
-def answered_keys(path: Path, parts: Path, requests: Sequence[Request]) -> set[Key]:
-    """Return which requests have an answer, here or in a part; changes nothing.
-
-    Args:
-      path: the file of answers.
-      parts: folder of parts.
-      requests: what is asked.
-    """
+def answered_keys(run: RunDir, requests: Sequence[Request]) -> set[Key]:
+    """Return which requests have an answer, here or in a part; changes nothing."""
     asked = {request.key: request.prompt.ids for request in requests}
     # Parts first: they go only after the file has their rows.
     return {
         key
-        for file in (*part_files(parts), path)
+        for file in (*part_files(run), answers_file(run))
         for key, row, _ in _read(file)
         if asked.get(key) == tuple(row["prompt_ids"])
     }
 
 
-def open_answers(path: Path, requests: Sequence[Request], parts: Path) -> AnswerRows:
-    """Open a file of answers and keep the rows that answer these requests.
+def open_answers(
+    run: RunDir, requests: Sequence[Request], progress: Progress
+) -> AnswerRows:
+    """Open a run's file of answers and keep the rows that answer these requests.
 
-    Args:
-      path: the file; nobody else writes it meanwhile.
-      requests: what is asked.
-      parts: folder of parts; their rows are taken in, and the folder goes.
+    Nobody else writes it meanwhile. What workers wrote is taken in, and their parts go;
+    what was set aside is noted.
     """
+    path = answers_file(run)
     lines = JsonLines.open(path)
     asked = {request.key: request.prompt.ids for request in requests}
     kept: dict[Key, _Line] = {}
     stale: list[str] = []
-    for file in (path, *part_files(parts)):
+    for file in (path, *part_files(run)):
         for key, row, line in _read(file, is_whole=file == path):
             if key not in kept and asked.get(key) == tuple(row["prompt_ids"]):
                 kept[key] = line
             elif key not in kept or file == path:  # else done twice, by two workers
                 stale.append(json.dumps(row))
-    notes = [] if lines.truncated is None else [lines.truncated]
+    if lines.truncated:
+        progress.note(lines.truncated)
     if stale:
         aside = JsonLines.open(path.with_name(path.name + ".stale"))
         aside.append(stale)
-        notes.append(
+        progress.note(
             f"{path}: {len(stale)} answers are to prompts that are no longer asked "
             f"and are now in {aside.path.name}"
         )
     if stale or any(line.path != path for line in kept.values()):
         _write(path, list(kept.values()))
-    shutil.rmtree(parts, ignore_errors=True)
-    return AnswerRows(lines, dict.fromkeys(kept), tuple(notes))
+    shutil.rmtree(run.answer_parts, ignore_errors=True)
+    return AnswerRows(lines, dict.fromkeys(kept))
 
 
 def record_backend(run: RunDir, identity: Mapping[str, Any]) -> None:
@@ -189,17 +183,25 @@ def record_backend(run: RunDir, identity: Mapping[str, Any]) -> None:
 def append_answers(
     rows: AnswerRows,
     requests: Sequence[Request],
-    generator: Generator,
-    tokenizer: Any,
-    config: SamplingConfig,
-    progress: Update = lambda done, total: None,
+    ask: Callable[[Collection[int]], Iterable[Sequence[tuple[int, Generated]]]],
+    update: Update,
+    share: Collection[int] | None = None,
 ) -> None:
-    """Answer what has no row yet; each row is appended when it exists."""
-    done = {i for i, request in enumerate(requests) if request.key in rows.done}
-    prompts = [request_prompt(tokenizer, request) for request in requests]
-    progress(len(done), len(requests))
-    replies = generator.stream(prompts, config, done)
-    for n_done, (i, found) in enumerate(replies, start=len(done) + 1):
-        answer = requests[i].answer(found)
-        rows.append({answer.key: to_json(answer)})
-        progress(n_done, len(requests))
+    """Answer what has no row yet.
+
+    Args:
+      rows: where the answers go.
+      requests: all of them.
+      ask: of the indices that need no text; yields (index, text) in groups, each of
+        which is appended as a whole as soon as it exists.
+      update: told rows done and to do.
+      share: indices that are answered here; None for all.
+    """
+    share = range(len(requests)) if share is None else share
+    todo = {i for i in share if requests[i].key not in rows.done}
+    update(len(share) - len(todo), len(share))
+    for group in ask(set(range(len(requests))) - todo):
+        answers = [requests[i].answer(reply) for i, reply in group if i in todo]
+        rows.append({answer.key: to_json(answer) for answer in answers})
+        todo -= {i for i, _ in group}
+        update(len(share) - len(todo), len(share))

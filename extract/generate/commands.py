@@ -1,35 +1,55 @@
 """The verbs that ask the run's backbone: `answer` and `sample`."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from extract.generate.options import (
+    SERVED_MODEL,
+    BackendOptions,
     backend_options,
     open_asking,
-    open_generator,
-    paid_tokens,
     server_options,
-    take_options,
 )
 from extract.run.console import Progress, quiet
 from extract.run.verbs import RUN_DIR, alone, do_or_forecast, dry_run_option
 from extract.run.workers import SHARD, find_worker
 
+if TYPE_CHECKING:
+    from extract.generate.generator import Generator
+    from extract.generate.requests import TokenizerOnly
+    from extract.run.directory import RunDir
+
+
+@contextlib.contextmanager
+def _asking_backbone(
+    run_dir: Path, stage: str, backend: BackendOptions, **options: Any
+) -> Iterator[tuple["RunDir", "TokenizerOnly", "Generator"]]:
+    """Open a run, its tokenizer, and the backend that has its backbone."""
+    from extract.backbone.names import backbone_of
+    from extract.generate.stage import load_tokenizer_only
+    from extract.run.directory import RunDir
+
+    quiet()
+    with RunDir.open(run_dir) as run:
+        model, stop_ids = load_tokenizer_only(run)
+        name = backend.served_model or backbone_of(run).path
+        known = {"stop_ids": stop_ids, "tokenizer": model.tokenizer}
+        with open_asking(run, stage, name, backend, **known, **options) as generator:
+            yield run, model, generator
+
 
 @click.command()
 @RUN_DIR
-@click.option("--served-model", help="What the server calls the run's backbone.")
+@SERVED_MODEL
 @SHARD
 @dry_run_option
 @server_options
 def answer(
-    run_dir: Path,
-    served_model: str | None,
-    shard: str | None,
-    dry_run: bool,
-    **options: Any,
+    run_dir: Path, shard: str | None, dry_run: bool, backend: BackendOptions
 ) -> None:
     """Answer every question, closed-book and with context.
 
@@ -42,8 +62,8 @@ def answer(
     Example: torchrun --nproc-per-node 8 -m beatrice answer runs/paper
     """
     from extract.generate import stage
+    from extract.generate.requests import answer_config
 
-    backend = take_options(options, served_model)
     worker = find_worker(shard)
     if backend.server is None:
         if dry_run or worker.world_size == 1:
@@ -51,25 +71,13 @@ def answer(
         else:
             stage.answer_part(run_dir, worker, Progress())
         return
-    alone("answer --server")
-    from extract.backbone.names import backbone_of
-    from extract.generate.requests import answer_config
-    from extract.run.directory import RunDir
-
-    quiet()
-    with RunDir.open(run_dir) as run:
-        model, stop_ids = stage.load_tokenizer_only(run)
+    alone("answer --server", shard)
+    with _asking_backbone(run_dir, "answer", backend) as (run, model, generator):
         if dry_run:
-            config = answer_config(run)
-            click.echo(stage.forecast_answers(run, config, model).as_text())
-            return
-        with open_generator(
-            served_model or backbone_of(run).path,
-            backend,
-            stop_ids=stop_ids,
-            tokenizer=model.tokenizer,
-            earlier=paid_tokens(run, "answer"),
-        ) as generator:
+            config = answer_config(run, is_recorded=False)
+            forecast = stage.forecast_answers(run, config, model)
+            click.echo(forecast.as_text())
+        else:
             stage.answer_by_server(run, generator, model, Progress())
 
 
@@ -105,7 +113,7 @@ def answer(
     default=["validation", "test", "ood"],
     help="May be given several times.",
 )
-@click.option("--served-model", help="What the server calls the run's backbone.")
+@SERVED_MODEL
 @dry_run_option
 @backend_options
 def sample(
@@ -115,46 +123,40 @@ def sample(
     top_p: float,
     top_k: int,
     splits: tuple[str, ...],
-    served_model: str | None,
     dry_run: bool,
-    **options: Any,
+    backend: BackendOptions,
 ) -> None:
     """Draw several answers per question, for the sampling baselines.
 
     Example: beatrice sample runs/demo --n-samples 10 --split test
     """
-    backend = take_options(options, served_model)
-    from extract.backbone.names import backbone_of
     from extract.generate.generator import SamplingConfig
     from extract.generate.requests import answer_config
     from extract.generate.sampling import DrawConfig
-    from extract.generate.stage import draw_run, load_tokenizer_only
-    from extract.run.directory import RunDir
+    from extract.generate.stage import draw_run
 
     alone("sample")
-    quiet()
-    with RunDir.open(run_dir) as run:
+    with _asking_backbone(
+        run_dir, "sample", backend, dry_run=dry_run, log_probs=True
+    ) as (run, model, generator):
+        config = answer_config(run, is_recorded=not dry_run)
         sampling = SamplingConfig(
-            max_new_tokens=answer_config(run).generation.max_new_tokens,
+            max_new_tokens=config.generation.max_new_tokens,
             temperature=temperature,
             top_p=top_p,
             top_k=top_k or None,
             seed=run.seed,
         )
         draws = DrawConfig(n_samples=n_samples, sampling=sampling)
-        model, stop_ids = load_tokenizer_only(run)
-        with open_asking(
+        as_text = backend.server is not None and backend.dialect == "openai"
+        path = draw_run(
             run,
-            "sample",
-            served_model or backbone_of(run).path,
-            backend,
-            dry_run=dry_run,
-            stop_ids=stop_ids,
-            log_probs=True,
-            tokenizer=model.tokenizer,
-        ) as generator:
-            as_text = backend.server is not None and backend.dialect == "openai"
-            path = draw_run(
-                run, generator, model, draws, splits, Progress(), as_text=as_text
-            )
-            click.echo(str(path))
+            generator,
+            model,
+            config.prompt,
+            draws,
+            splits,
+            Progress(),
+            as_text=as_text,
+        )
+        click.echo(str(path))

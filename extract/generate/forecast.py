@@ -4,7 +4,7 @@ The stage itself decides what it would ask and what it has already, so a dry run
 forecast anything else than the stage would do.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from extract.generate.generator import (
@@ -70,33 +70,21 @@ def forecast_requests(
 class CountingGenerator:
     """Plays a generator's role until it is asked for texts; then counts them.
 
+    Everything but its texts is the generator's own.
+
     Args:
       generator: whose identity and tokens these are.
       stage: whose forecast it is.
-      model_bytes: what the generator needs, or None.
     """
 
-    def __init__(
-        self, generator: Generator, stage: str, model_bytes: int | None = None
-    ) -> None:
+    def __init__(self, generator: Generator, stage: str) -> None:
         """Stand in for a generator."""
         self._generator = generator
         self._stage = stage
-        self._model_bytes = model_bytes
 
-    @property
-    def identity(self) -> Mapping[str, Any]:
-        """Return the generator's own."""
-        return self._generator.identity
-
-    @property
-    def max_length(self) -> int | None:
-        """Return the generator's own."""
-        return self._generator.max_length
-
-    def count_tokens(self, prompt: GeneratorPrompt) -> int | None:
-        """Return the generator's own count."""
-        return self._generator.count_tokens(prompt)
+    def __getattr__(self, name: str) -> Any:
+        """Return the generator's own identity, window or count of tokens."""
+        return getattr(self._generator, name)
 
     def stream(
         self,
@@ -111,13 +99,7 @@ class CountingGenerator:
         """
         todo = [prompt for i, prompt in enumerate(prompts) if i not in done]
         raise Counted(
-            forecast_requests(
-                self._stage,
-                todo,
-                config,
-                generator=self._generator,
-                model_bytes=self._model_bytes,
-            )
+            forecast_requests(self._stage, todo, config, generator=self._generator)
         )
 
 

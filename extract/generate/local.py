@@ -1,6 +1,7 @@
 """The backend on this machine: Transformers, in batches of similar length."""
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -91,79 +92,6 @@ class _Choice(LogitsProcessor):
         return torch.cat(self._found, dim=1).tolist()
 
 
-@torch.inference_mode()
-def _continue(
-    backbone: Backbone,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    processors: Sequence[LogitsProcessor] = (),
-) -> torch.Tensor:
-    """Return the ids `[n_prompts, n_new_tokens]` with the largest processed logits."""
-    width, stops = max(map(len, prompts)), stop_ids(backbone)
-    # Padded on the left, since generation appends to the right.
-    ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts])
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-    written = backbone.model.generate(
-        input_ids=ids.to(backbone.device),
-        attention_mask=mask.to(backbone.device),
-        max_new_tokens=max_new_tokens,
-        do_sample=False,  # draws are made by the processors
-        num_beams=1,
-        repetition_penalty=1.0,  # some checkpoints bring another as their default
-        eos_token_id=list(stops),
-        pad_token_id=stops[0],
-        logits_processor=LogitsProcessorList(processors),
-    )
-    return written[:, width:]
-
-
-def _text(
-    backbone: Backbone,
-    prompt: Sequence[int],
-    tokens: list[int],
-    log_probs: list[float] | None = None,
-) -> Generated:
-    """Return what was written before the stop token and the padding behind it."""
-    stops = stop_ids(backbone)
-    end = next((i for i, token in enumerate(tokens) if token in stops), None)
-    kept = tokens[:end]
-    n_new = len(kept) + (end is not None)
-    return Generated(
-        text=backbone.tokenizer.decode(kept, skip_special_tokens=True).strip(),
-        token_ids=tuple(kept),
-        stop_id=None if end is None else tokens[end],
-        log_probs=None if log_probs is None else tuple(log_probs[:n_new]),
-        finish="length" if end is None else "stop",
-        n_prompt_tokens=len(prompt),
-        n_new_tokens=n_new,
-    )
-
-
-def generate(
-    backbone: Backbone, requests: Sequence[Request], config: GenerationConfig
-) -> list[Answer]:
-    """Answer one batch of requests greedily.
-
-    Raises:
-      ValueError: a prompt and its answer do not fit the model's window; nothing is
-        ever cut.
-    """
-    window, n_new = backbone.max_length, config.max_new_tokens
-    for request in requests:
-        if window is not None and len(request.prompt.ids) + n_new > window:
-            raise ValueError(
-                f"question {request.example_id!r} needs {len(request.prompt.ids)} "
-                f"prompt and {n_new} answer tokens, but {backbone.name} has a window "
-                f"of {window}; give fewer or shorter passages"
-            )
-    prompts = [request.prompt.ids for request in requests]
-    written = _continue(backbone, prompts, n_new).tolist()
-    return [
-        request.answer(_text(backbone, request.prompt.ids, tokens))
-        for request, tokens in zip(requests, written, strict=True)
-    ]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformersGenerator:
     """Generates with a backbone that is loaded here.
@@ -217,7 +145,16 @@ class TransformersGenerator:
         config: SamplingConfig,
         done: Collection[int] = (),
     ) -> Iterator[tuple[int, Generated]]:
-        """Yield (index, text); a batch is skipped if all of it is done.
+        """Yield (index, text); see `batches`."""
+        return itertools.chain.from_iterable(self.batches(prompts, config, done))
+
+    def batches(
+        self,
+        prompts: Sequence[GeneratorPrompt],
+        config: SamplingConfig,
+        done: Collection[int] = (),
+    ) -> Iterator[list[tuple[int, Generated]]]:
+        """Yield the (index, text) of each batch; one is skipped if all of it is done.
 
         Raises:
           ValueError: a prompt and its text do not fit the model's window.
@@ -239,10 +176,71 @@ class TransformersGenerator:
                 continue
             seeds = [draw_seed(prompts[i], config) for i in batch]
             choice = _Choice(config, seeds, self.backbone.device)
-            written = _continue(
-                self.backbone, [ids[i] for i in batch], n_new, [choice]
-            ).tolist()
-            for i, tokens, probs in zip(
-                batch, written, choice.log_probs(), strict=True
-            ):
-                yield i, _text(self.backbone, ids[i], tokens, probs)
+            written = self._continue([ids[i] for i in batch], n_new, choice)
+            rows = zip(batch, written, choice.log_probs(), strict=True)
+            yield [(i, self._text(len(ids[i]), *found)) for i, *found in rows]
+
+    @torch.inference_mode()
+    def _continue(
+        self, prompts: Sequence[Sequence[int]], n_new: int, choice: _Choice
+    ) -> list[list[int]]:
+        """Return the ids `[n_prompts, n_new_tokens]` that are chosen."""
+        width, stops = max(map(len, prompts)), stop_ids(self.backbone)
+        # Padded on the left, since generation appends to the right.
+        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+        written = self.backbone.model.generate(
+            input_ids=ids.to(self.backbone.device),
+            attention_mask=mask.to(self.backbone.device),
+            max_new_tokens=n_new,
+            do_sample=False,  # draws are made by the processor
+            num_beams=1,
+            repetition_penalty=1.0,  # some checkpoints bring another as their default
+            eos_token_id=list(stops),
+            pad_token_id=stops[0],
+            logits_processor=LogitsProcessorList([choice]),
+        )
+        return written[:, width:].tolist()
+
+    def _text(
+        self, n_prompt: int, tokens: list[int], log_probs: list[float]
+    ) -> Generated:
+        """Return what was written before the stop token and the padding behind it."""
+        stops = stop_ids(self.backbone)
+        end = next((i for i, token in enumerate(tokens) if token in stops), None)
+        kept = tokens[:end]
+        n_new = len(kept) + (end is not None)
+        return Generated(
+            text=self.backbone.tokenizer.decode(kept, skip_special_tokens=True).strip(),
+            token_ids=tuple(kept),
+            stop_id=None if end is None else tokens[end],
+            log_probs=tuple(log_probs[:n_new]),
+            finish="length" if end is None else "stop",
+            n_prompt_tokens=n_prompt,
+            n_new_tokens=n_new,
+        )
+
+
+def generate(
+    backbone: Backbone, requests: Sequence[Request], config: GenerationConfig
+) -> list[Answer]:
+    """Answer requests greedily, in batches; returns the answers in their order.
+
+    Raises:
+      ValueError: a prompt and its answer do not fit the model's window; nothing is
+        ever cut.
+    """
+    window, n_new = backbone.max_length, config.max_new_tokens
+    for request in requests:
+        if window is not None and len(request.prompt.ids) + n_new > window:
+            raise ValueError(
+                f"question {request.example_id!r} needs {len(request.prompt.ids)} "
+                f"prompt and {n_new} answer tokens, but {backbone.name} has a window "
+                f"of {window}; give fewer or shorter passages"
+            )
+    generator = TransformersGenerator(
+        backbone=backbone, tokens_per_batch=config.tokens_per_batch
+    )
+    prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r in requests]
+    found = dict(generator.stream(prompts, SamplingConfig(max_new_tokens=n_new)))
+    return [request.answer(found[i]) for i, request in enumerate(requests)]

@@ -5,6 +5,7 @@ Whether a model can be is told at once, and not after an hour of answers.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,31 +19,26 @@ if TYPE_CHECKING:
     from extract.generate.generator import Generator
     from extract.run.directory import RunDir
 
+Command = Callable[..., None]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BackendOptions:
-    """Where a model runs and how it is asked, as given on the command line.
+    """Where a model runs and how it is asked, as given on the command line."""
 
-    Attributes:
-      server: URL up to /v1, or None for Transformers on this machine.
-      revision: of the weights behind the server's name; part of every key.
-      served_dtype: of the same; likewise.
-      max_cost: spending cap in the currency of the prices, or None.
-      dtype: of weights loaded here; None for the device's default.
-    """
-
-    server: str | None
+    server: str | None  # URL up to /v1, or None for Transformers on this machine
+    served_model: str | None = None  # what the server calls the run's backbone
     dialect: str
-    revision: str
+    revision: str  # of the weights behind the server's name; part of every key
+    served_dtype: str = "unstated"  # of the same; likewise
     concurrency: int
     retries: int
     timeout: float
     price_prompt: float
     price_new: float
-    max_cost: float | None
-    served_dtype: str = "unstated"
+    max_cost: float | None  # in the currency of the prices
     device: str = "cpu"
-    dtype: str | None = None
+    dtype: str | None = None  # of weights loaded here; None: the device's default
     batch_tokens: int = 16_384
 
 
@@ -121,45 +117,50 @@ _LOCAL = (
 )
 
 
-def server_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of a server to a command."""
-    for option in reversed(_SERVER):
-        command = option(command)
-    return command
+SERVED_MODEL = click.option(
+    "--served-model", help="What the server calls the run's backbone."
+)
 
 
-def backend_options(command: Callable[..., None]) -> Callable[..., None]:
+def server_options(command: Command) -> Command:
+    """Add the options of a server; the command gets them as its `backend`."""
+    return _with_backend(command, _SERVER)
+
+
+def backend_options(command: Command) -> Command:
     """Add the options of a server, and of Transformers where there is none."""
-    for option in reversed(_SERVER + _LOCAL):
-        command = option(command)
-    return command
+    return _with_backend(command, _SERVER + _LOCAL)
 
 
-def take_options(
-    given: dict[str, Any], served_model: str | None = None
-) -> BackendOptions:
-    """Take the backend's options out of a command's.
+def _with_backend(
+    command: Command, options: Sequence[Callable[[Command], Command]]
+) -> Command:
+    @functools.wraps(command)
+    def with_backend(**given: Any) -> None:
+        names = {field.name for field in dataclasses.fields(BackendOptions)}
+        taken = {name: given.pop(name) for name in names & given.keys()}
+        backend = BackendOptions(**taken)
+        _check_server(backend)
+        command(backend=backend, **given)
 
-    Args:
-      given: the command's options; the backend's are taken out.
-      served_model: what the server calls the model, if that is given.
+    for option in reversed(options):
+        with_backend = option(with_backend)
+    return with_backend
 
-    Raises:
-      click.UsageError: a server's option without a server, or no URL.
-    """
-    names = [field.name for field in dataclasses.fields(BackendOptions)]
-    options = BackendOptions(**{n: given.pop(n) for n in names if n in given})
-    if options.max_cost is not None and options.server is None:
-        raise click.UsageError("--max-cost is for a server; give --server too")
-    if served_model is not None and options.server is None:
-        raise click.UsageError("--served-model is for a server; give --server too")
-    if options.server is not None and not options.server.startswith(_SCHEMES):
+
+def _check_server(backend: BackendOptions) -> None:
+    """Refuse a server's option without a server, and a server that is no URL."""
+    if backend.server is None:
+        for name in ("max_cost", "served_model"):
+            if getattr(backend, name) is not None:
+                option = "--" + name.replace("_", "-")
+                raise click.UsageError(f"{option} is for a server; give --server too")
+    elif not backend.server.startswith(_SCHEMES):
         raise click.BadParameter(
-            f"expected a URL such as http://localhost:8000/v1, found "
-            f"{options.server!r}",
+            "expected a URL such as http://localhost:8000/v1, found "
+            f"{backend.server!r}",
             param_hint="--server",
         )
-    return options
 
 
 @contextlib.contextmanager
@@ -219,8 +220,8 @@ def open_generator(
         yield generator
 
 
-def check_model_option(name: str, option: str = "--model") -> str:
-    """Return a model's name if it can be one.
+def check_model_option(name: str, option: str = "--model") -> None:
+    """Refuse a name that no model can have here.
 
     Raises:
       click.BadParameter: no such directory, and no Hub id.
@@ -229,17 +230,6 @@ def check_model_option(name: str, option: str = "--model") -> str:
         check_name(model_path(name))
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint=option) from None
-    return name
-
-
-def check_local_model(name: str, backend: BackendOptions, option: str) -> None:
-    """Refuse a model that is to run on this machine and cannot be there.
-
-    Raises:
-      click.BadParameter: no such directory, and no Hub id.
-    """
-    if backend.server is None:
-        check_model_option(name, option)
 
 
 def check_backbone(
@@ -280,32 +270,21 @@ def open_asking(
     model: str,
     options: BackendOptions,
     *,
-    dry_run: bool,
-    stop_ids: Sequence[int] = (),
-    log_probs: bool = False,
-    tokenizer: Any = None,
+    dry_run: bool = False,
+    **known: Any,
 ) -> Iterator["Generator"]:
     """Open a stage's backend; in a dry run one that ends the block with a forecast.
 
     Args:
       run: of the stage; texts that it has already count towards the spending cap.
       stage: as on the command line.
-      model: see `open_generator`, as are the others.
-      options: likewise.
+      model: see `open_generator`.
+      options: where it runs.
       dry_run: count what would be asked, print that, and ask nothing.
-      stop_ids: likewise.
-      log_probs: likewise.
-      tokenizer: likewise.
+      **known: of the model, see `open_generator`.
     """
-    earlier = paid_tokens(run, stage)
-    with open_generator(
-        model,
-        options,
-        stop_ids=stop_ids,
-        log_probs=log_probs,
-        tokenizer=tokenizer,
-        earlier=earlier,
-    ) as generator:
+    paid = _paid_tokens(run, stage)
+    with open_generator(model, options, earlier=paid, **known) as generator:
         if not dry_run:
             yield generator
             return
@@ -317,25 +296,30 @@ def open_asking(
             click.echo(found.forecast.as_text())
 
 
-def paid_tokens(run: "RunDir", stage: str) -> tuple[int, int]:
+def _paid_tokens(run: "RunDir", stage: str) -> tuple[int, int]:
     """Return prompt and new tokens of the texts that are there of a stage.
 
     All of them, whichever backend wrote them: a cap errs on the side of the purse.
     What a server did not count is not known.
     """
     from extract.generate.answers import part_files
+    from extract.run.contents import answers_file
     from extract.run.files import JsonLines
 
-    n_prompt = n_new = 0
     if stage == "answer":
-        files = [run.answers / "answers.jsonl", *part_files(run.answer_parts)]
-        rows = (row for file in files for row in JsonLines(file).whole_rows())
-        for row in rows:
-            n_prompt += len(row["prompt_ids"])
-            n_new += len(row["token_ids"]) + (row["stop_id"] is not None)
-        return n_prompt, n_new
-    role = {"label": "judge"}.get(stage, stage)
-    for row in JsonLines(run.replies(role)).whole_rows():
-        n_prompt += row["n_prompt_tokens"] or 0
-        n_new += row["n_new_tokens"] or 0
+        files = [answers_file(run), *part_files(run)]
+        counts = (
+            (len(r["prompt_ids"]), len(r["token_ids"]) + (r["stop_id"] is not None))
+            for file in files
+            for r in JsonLines(file).whole_rows()
+        )
+    else:
+        replies = JsonLines(run.replies({"label": "judge"}.get(stage, stage)))
+        counts = (
+            (row["n_prompt_tokens"] or 0, row["n_new_tokens"] or 0)
+            for row in replies.whole_rows()
+        )
+    n_prompt = n_new = 0
+    for prompt, new in counts:
+        n_prompt, n_new = n_prompt + prompt, n_new + new
     return n_prompt, n_new

@@ -4,7 +4,6 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -47,14 +46,15 @@ class Replies:
         lines = JsonLines.open(path)
         found: dict[str, Generated] = {}
         for number, row in enumerate(lines.rows(), start=1):
-            key, reply = _from_row(row, f"{path}, line {number}")
-            found.setdefault(key, reply)
+            try:
+                key = msgspec.convert(row.pop("key"), str)
+                found.setdefault(key, msgspec.convert(row, Generated))
+            except (AttributeError, KeyError, TypeError, msgspec.ValidationError):
+                raise ValueError(
+                    f"{path}, line {number}: not a generated text of this program's "
+                    "version; move the file away to generate its texts again"
+                ) from None
         return cls(lines=lines, found=found)
-
-    @property
-    def truncated(self) -> str | None:
-        """Say what was set aside when the file was opened, or None."""
-        return self.lines.truncated
 
     def generate(
         self,
@@ -90,23 +90,11 @@ class Replies:
         return [self.found[key] for key in keys]
 
 
-def _from_row(row: dict[str, Any], where: str) -> tuple[str, Generated]:
-    """Return key and text of one line; `where` names it in an error."""
-    try:
-        key = msgspec.convert(row.pop("key"), str)
-        return key, msgspec.convert(row, Generated)
-    except (AttributeError, KeyError, TypeError, msgspec.ValidationError):
-        raise ValueError(
-            f"{where}: not a generated text of this program's version; move the file "
-            "away to generate its texts again"
-        ) from None
-
-
 def open_replies(run: RunDir, role: str, progress: Progress) -> Replies:
     """Open what a model has written in one role of a run; see `RunDir.replies`."""
     replies = Replies.open(run.replies(role))
-    if replies.truncated:
-        progress.note(replies.truncated)
+    if replies.lines.truncated:
+        progress.note(replies.lines.truncated)
     return replies
 
 

@@ -8,7 +8,7 @@ a question of which no passage fits is not asked with context, but listed.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Literal, Protocol
 
 from extract.generate.generator import Generated
 from extract.generate.prompts import (
@@ -26,7 +26,6 @@ from extract.records import (
     Record,
     Setting,
     Variant,
-    write_lines,
 )
 from extract.run.directory import RunDir
 from extract.run.manifest import Preset
@@ -134,13 +133,7 @@ class PromptConfig:
     window: int | None = None  # most tokens with the answer; None: the model's own
 
     def __post_init__(self) -> None:
-        """Refuse choices that do not exist."""
-        for name, choices in (("template", TemplateName), ("overlong", Overlong)):
-            if getattr(self, name) not in get_args(choices):
-                raise ValueError(
-                    f"{name}: expected one of {', '.join(get_args(choices))}, found "
-                    f"{getattr(self, name)!r}"
-                )
+        """Refuse a window without room for prompt and answer."""
         if self.window is not None and self.window < 2:
             raise ValueError(f"window: expected at least 2 tokens, found {self.window}")
 
@@ -178,10 +171,6 @@ class Requests:
             f"{len(self.left_out)} questions are not asked with context since not even "
             "one passage fits"
         )
-
-    def left_out_lines(self) -> str:
-        """Return what is not asked as JSON lines."""
-        return write_lines(self.left_out)
 
 
 def variants_of(
@@ -282,6 +271,6 @@ ANSWER_PRESETS: dict[Preset, AnswerConfig] = {
 }
 
 
-def answer_config(run: RunDir) -> AnswerConfig:
-    """Return how a run's questions are put."""
-    return run.settle("answer", ANSWER_PRESETS)
+def answer_config(run: RunDir, *, is_recorded: bool = True) -> AnswerConfig:
+    """Return how a run's questions are put; a dry run settles nothing."""
+    return run.settle("answer", ANSWER_PRESETS, is_recorded=is_recorded)

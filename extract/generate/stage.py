@@ -9,7 +9,6 @@ import dataclasses
 import os
 import socket
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from extract.generate.forecast import forecast_requests, generation_bytes
 from extract.generate.generator import (
     SCHEMA_VERSION,
     Generator,
+    GeneratorPrompt,
     SamplingConfig,
     stop_ids_of,
 )
@@ -32,7 +32,7 @@ from extract.generate.replies import open_replies, reused_in_words
 from extract.generate.requests import (
     ANSWER_PRESETS,
     AnswerConfig,
-    GenerationConfig,
+    PromptConfig,
     PromptModel,
     Request,
     Requests,
@@ -42,14 +42,9 @@ from extract.generate.requests import (
     plan_batches,
 )
 from extract.generate.sampling import DrawConfig, draw_answers, request_prompt
-from extract.records import to_json, write_lines
+from extract.records import write_lines
 from extract.run.console import Progress, Update
-from extract.run.contents import (
-    answers_file,
-    left_out_file,
-    question_files,
-    read_examples,
-)
+from extract.run.contents import left_out_file, question_files, read_examples
 from extract.run.directory import RunDir
 from extract.run.files import (
     JsonLines,
@@ -73,100 +68,71 @@ def answer_identity(config: AnswerConfig) -> dict[str, Any]:
     }
 
 
-def run_requests(
-    run: RunDir, model: PromptModel, config: AnswerConfig, progress: Progress
-) -> list[Request]:
-    """Return what the run asks; what it does not ask is written down and counted.
-
-    Raises:
-      ValueError: a prompt does not fit, see `make_requests`.
-    """
-    found = _requests(run, model, config)
-    if found.left_out:
-        write_text_atomic(left_out_file(run), found.left_out_lines())
-    else:
-        left_out_file(run).unlink(missing_ok=True)
-    if found.note:
-        progress.note(f"answer: {found.note}")
-    return found.requests
-
-
-def _requests(run: RunDir, model: PromptModel, config: AnswerConfig) -> Requests:
+def _make_requests(run: RunDir, model: PromptModel, config: AnswerConfig) -> Requests:
     return make_requests(
         read_examples(run), model, config.prompt, config.generation.max_new_tokens
     )
 
 
-def planned(
-    requests: Sequence[Request], config: GenerationConfig
-) -> list[list[Request]]:
-    """Return which requests are answered together."""
-    lengths = [len(request.prompt.ids) for request in requests]
-    return [[requests[i] for i in batch] for batch in plan_batches(lengths, config)]
+def _asked(
+    run: RunDir, model: PromptModel, config: AnswerConfig, progress: Progress
+) -> list[Request]:
+    """Return what the run asks; what it does not ask is written down and counted."""
+    made = _make_requests(run, model, config)
+    if made.left_out:
+        write_text_atomic(left_out_file(run), write_lines(made.left_out))
+    else:
+        left_out_file(run).unlink(missing_ok=True)
+    if made.note:
+        progress.note(f"answer: {made.note}")
+    return made.requests
 
 
-def answer_batches(
-    backbone: Any,
-    batches: Sequence[Sequence[Request]],
-    config: GenerationConfig,
-    rows: AnswerRows,
-    update: Update,
-) -> None:
-    """Answer, batch by batch, what has no row yet.
+class _LocalAnswers:
+    """The run's questions, and its backbone that answers them on this machine."""
 
-    Args:
-      backbone: answers; a loaded `Backbone`.
-      batches: all of them, done or not.
-      config: how.
-      rows: where the answers go.
-      update: told rows done and to do.
-    """
-    from extract.generate.local import generate
+    def __init__(self, run: RunDir, config: AnswerConfig, progress: Progress) -> None:
+        from extract.backbone.loading import open_backbone
+        from extract.generate.local import TransformersGenerator
 
-    keys = {request.key for batch in batches for request in batch}
-    n_answered = len(keys & rows.done.keys())
-    update(n_answered, len(keys))
-    for batch in batches:
-        missing = {request.key for request in batch} - rows.done.keys()
-        if missing:
-            answers = generate(backbone, batch, config)
-            rows.append({a.key: to_json(a) for a in answers if a.key in missing})
-            n_answered += len(missing)
-            update(n_answered, len(keys))
+        self._generator = TransformersGenerator(
+            backbone=open_backbone(backbone_of(run)),
+            tokens_per_batch=config.generation.tokens_per_batch,
+        )
+        record_backend(run, self._generator.identity | answer_identity(config))
+        self.requests = _asked(run, self._generator.backbone, config, progress)
+        lengths = [len(request.prompt.ids) for request in self.requests]
+        self.batches = plan_batches(lengths, config.generation)
+        self._greedy = _greedy(config)
 
+    def append(self, rows: AnswerRows, update: Update, worker: Worker) -> None:
+        """Answer a worker's batches; only those with a question that has no row."""
+        mine = self.batches[worker.rank :: worker.world_size]
+        prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r in self.requests]
+        append_answers(
+            rows,
+            self.requests,
+            lambda done: self._generator.batches(prompts, self._greedy, done),
+            update,
+            frozenset(i for batch in mine for i in batch),
+        )
 
-def _open_answering(
-    run: RunDir, config: AnswerConfig, progress: Progress
-) -> tuple[Any, list[Request]]:
-    """Load the run's backbone as the one that answers; return what it is asked."""
-    from extract.backbone.loading import open_backbone
-    from extract.generate.local import TransformersGenerator
-
-    backbone = open_backbone(backbone_of(run))
-    identity = TransformersGenerator(backbone=backbone).identity
-    record_backend(run, identity | answer_identity(config))
-    return backbone, run_requests(run, backbone, config, progress)
+    def arrange(self, rows: AnswerRows) -> None:
+        """Put all rows into the order of the batches."""
+        rows.arrange([self.requests[i].key for batch in self.batches for i in batch])
 
 
-def _arranged(
-    run: RunDir, requests: Sequence[Request], batches: list[list[Request]]
-) -> AnswerRows:
-    """Open the answers, of all workers, in the order of the plan."""
-    rows = open_answers(answers_file(run), requests, run.answer_parts)
-    rows.arrange([request.key for batch in batches for request in batch])
-    return rows
+def _greedy(config: AnswerConfig) -> SamplingConfig:
+    return SamplingConfig(max_new_tokens=config.generation.max_new_tokens)
 
 
 def _answer(
     run: RunDir, config: AnswerConfig, update: Update, progress: Progress
 ) -> None:
-    backbone, requests = _open_answering(run, config, progress)
-    batches = planned(requests, config.generation)
-    rows = open_answers(answers_file(run), requests, run.answer_parts)
-    answer_batches(backbone, batches, config.generation, rows, update)
-    rows.arrange([request.key for batch in batches for request in batch])
-    for note in rows.notes:
-        progress.note(note)
+    local = _LocalAnswers(run, config, progress)
+    rows = open_answers(run, local.requests, progress)
+    local.append(rows, update, Worker())
+    local.arrange(rows)
 
 
 def answer_part(run_dir: Path, worker: Worker, progress: Progress) -> None:
@@ -192,21 +158,16 @@ def answer_part(run_dir: Path, worker: Worker, progress: Progress) -> None:
         if run.stage_done("answer", inputs):
             progress.note(f"{name}: already done")
             return
-        config = answer_config(run)
-        backbone, requests = _open_answering(run, config, progress)
-        batches = planned(requests, config.generation)
-        keys = {request.key for request in requests}
-        done = answered_keys(answers_file(run), run.answer_parts, requests)
+        local = _LocalAnswers(run, answer_config(run), progress)
         file = f"{worker.rank}-of-{worker.world_size}@{socket.gethostname()}"
         lines = JsonLines.open(run.answer_parts / f"{file}.{os.getpid()}.jsonl")
-        rows = AnswerRows(lines, dict.fromkeys(done), ())
-        mine = batches[worker.rank :: worker.world_size]
+        rows = AnswerRows(lines, dict.fromkeys(answered_keys(run, local.requests)))
         with progress.stage(name) as update:
-            answer_batches(backbone, mine, config.generation, rows, update)
-        done = answered_keys(answers_file(run), run.answer_parts, requests)
-    if keys - done:
+            local.append(rows, update, worker)
+        n_missing = len(local.requests) - len(answered_keys(run, local.requests))
+    if n_missing:
         progress.note(
-            f"{name}: {len(keys - done)} answers of other workers are missing; "
+            f"{name}: {n_missing} answers of other workers are missing; "
             "whoever writes the last puts all together, and so does `beatrice answer "
             f"{run_dir}`"
         )
@@ -224,8 +185,7 @@ def answer_part(run_dir: Path, worker: Worker, progress: Progress) -> None:
             )
 
         def gather(update: Update) -> None:
-            for note in _arranged(run, requests, batches).notes:
-                progress.note(note)
+            local.arrange(open_answers(run, local.requests, progress))
 
         once(run, "answer", inputs, [run.answers], progress, gather, began=began)
 
@@ -266,12 +226,17 @@ def answer_by_server(
 
     def work(update: Update) -> None:
         record_backend(run, identity)
-        requests = run_requests(run, model, config, progress)
-        rows = open_answers(answers_file(run), requests, run.answer_parts)
-        for note in rows.notes:
-            progress.note(note)
-        greedy = SamplingConfig(max_new_tokens=config.generation.max_new_tokens)
-        append_answers(rows, requests, generator, model.tokenizer, greedy, update)
+        requests = _asked(run, model, config, progress)
+        rows = open_answers(run, requests, progress)
+        prompts = [request_prompt(model.tokenizer, request) for request in requests]
+        append_answers(
+            rows,
+            requests,
+            lambda done: (
+                [reply] for reply in generator.stream(prompts, _greedy(config), done)
+            ),
+            update,
+        )
 
     inputs = run.hash_inputs(*question_files(run)) | {"server": sha256_json(identity)}
     once(run, "answer", inputs, [run.answers], progress, work)
@@ -282,13 +247,15 @@ def forecast_answers(
 ) -> Forecast:
     """Return what answering needs: the prompts that have no answer yet."""
     run.hash_inputs(run.examples)  # says what is missing
-    found = _requests(run, model, config)
-    there = answered_keys(answers_file(run), run.answer_parts, found.requests)
-    todo = [request for request in found.requests if request.key not in there]
-    prompts = [request_prompt(model.tokenizer, request) for request in todo]
-    greedy = SamplingConfig(max_new_tokens=config.generation.max_new_tokens)
-    forecast = forecast_requests("answer", prompts, greedy, **sizes)
-    basis = ". ".join(filter(None, (forecast.basis, found.note)))
+    made = _make_requests(run, model, config)
+    there = answered_keys(run, made.requests)
+    prompts = [
+        GeneratorPrompt(text="", ids=request.prompt.ids)
+        for request in made.requests
+        if request.key not in there
+    ]
+    forecast = forecast_requests("answer", prompts, _greedy(config), **sizes)
+    basis = ". ".join(filter(None, (forecast.basis, made.note)))
     return dataclasses.replace(forecast, basis=basis)
 
 
@@ -296,8 +263,7 @@ def _forecast_here(run: RunDir, config: AnswerConfig) -> Forecast:
     from extract.backbone.loading import open_backbone
 
     backbone = open_backbone(backbone_of(run))
-    tokens = config.generation.tokens_per_batch
-    size = generation_bytes(backbone, tokens)
+    size = generation_bytes(backbone, config.generation.tokens_per_batch)
     return forecast_answers(run, config, backbone, model_bytes=size)
 
 
@@ -305,6 +271,7 @@ def draw_run(
     run: RunDir,
     generator: Generator,
     model: TokenizerOnly,
+    prompt: PromptConfig,
     draws: DrawConfig,
     splits: tuple[str, ...],
     progress: Progress,
@@ -312,7 +279,6 @@ def draw_run(
     as_text: bool = False,
 ) -> Path:
     """Draw answers to the questions of some splits; returns the file of samples."""
-    prompt = answer_config(run).prompt
     identity = {
         "schema": SCHEMA_VERSION,
         "backend": dict(generator.identity),
@@ -325,11 +291,11 @@ def draw_run(
     def work(update: Update) -> None:
         replies = open_replies(run, "sample", progress)
         examples = [e for e in read_examples(run) if e.split in splits]
-        found = make_requests(examples, model, prompt, limit)
-        if found.note:
-            progress.note(f"sample: {found.note}")
+        made = make_requests(examples, model, prompt, limit)
+        if made.note:
+            progress.note(f"sample: {made.note}")
         samples = draw_answers(
-            found.requests,
+            made.requests,
             generator,
             model.tokenizer,
             replies,

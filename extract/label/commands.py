@@ -1,24 +1,46 @@
 """The verbs by which other models judge and reword: `label` and `rewrite`."""
 
+import contextlib
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from extract.generate.options import (
+    BackendOptions,
     backend_options,
-    check_local_model,
+    check_model_option,
     open_asking,
-    take_options,
 )
 from extract.run.console import Progress, quiet
 from extract.run.verbs import RUN_DIR, alone, do_or_forecast, dry_run_option
 
 if TYPE_CHECKING:
-    from extract.generate.options import BackendOptions
+    from extract.generate.generator import Generator
     from extract.label.annotation import HumanAgreement
+    from extract.run.directory import RunDir
+
+
+@contextlib.contextmanager
+def _asking(
+    run_dir: Path, line: str, model: str, backend: BackendOptions, dry_run: bool
+) -> Iterator[tuple["RunDir", "Generator"]]:
+    """Open a run and the model that a verb asks with an option; `line` has both."""
+    verb, option = line.split()
+    if backend.server is None:
+        check_model_option(model, option)
+    from extract.run.directory import RunDir
+
+    alone(verb if verb == "rewrite" else line)
+    quiet()
+    with (
+        RunDir.open(run_dir) as run,
+        open_asking(run, verb, model, backend, dry_run=dry_run) as generator,
+    ):
+        yield run, generator
 
 
 @click.command()
@@ -47,7 +69,7 @@ def rewrite(
     overlong: str,
     as_json: bool,
     dry_run: bool,
-    **options: Any,
+    backend: BackendOptions,
 ) -> None:
     """Put every in-domain context into other words, with the paper's prompt.
 
@@ -57,28 +79,18 @@ def rewrite(
     Example: beatrice rewrite runs/mine --model Qwen/Qwen3.5-27B --server
     http://localhost:8000/v1
     """
-    backend = take_options(options)
-    check_local_model(model, backend, "--model")
     from extract.label.rewriter import RewriteConfig
     from extract.label.stage import rewrite_run
-    from extract.run.directory import RunDir
 
-    alone("rewrite")
-    quiet()
-    with (
-        RunDir.open(run_dir) as run,
-        open_asking(run, "rewrite", model, backend, dry_run=dry_run) as generator,
-    ):
+    line = "rewrite --model"
+    with _asking(run_dir, line, model, backend, dry_run) as (run, generator):
         config = RewriteConfig(
             max_new_tokens=max_tokens, seed=run.seed, skip_overlong=overlong == "skip"
         )
         counts = rewrite_run(run, generator, config, Progress())
-        click.echo(json.dumps(counts) if as_json else _in_lines(counts))
+        lines = (f"{name:<30}{n:>8}" for name, n in counts.items())
+        click.echo(json.dumps(counts) if as_json else "\n".join(lines))
         click.echo(str(run_dir / "rewrites.jsonl"), err=as_json)
-
-
-def _in_lines(counts: dict[str, int]) -> str:
-    return "\n".join(f"{name:<30}{n:>8}" for name, n in counts.items())
 
 
 @click.command()
@@ -120,7 +132,7 @@ def label(
     annotations: Path | None,
     as_json: bool,
     dry_run: bool,
-    **options: Any,
+    backend: BackendOptions,
 ) -> None:
     """Label the answers, by exact match or by judges; audit the labels.
 
@@ -128,19 +140,26 @@ def label(
 
     Example: beatrice label runs/demo --audit
     """
-    backend = take_options(options)
-    _refuse_ignored(judge, backend, audit)
+    source = click.get_current_context().get_parameter_source("n_sample")
+    if source is not click.core.ParameterSource.DEFAULT and not audit:
+        raise click.UsageError("--sample is drawn by --audit; give both")
+    if backend.server is not None and judge is None:
+        raise click.UsageError("--server is for a judge; give --judge too")
     if annotations is not None and not audit:
         raise click.UsageError("--annotations is read by --audit; give both")
     if dry_run and audit:
         raise click.UsageError("--audit asks no model; leave --dry-run out")
-    if judge is not None:
-        _judge(run_dir, judge, vote, backend, dry_run)
-    elif vote != "unanimous":
+    if judge is None and vote != "unanimous":
         raise click.UsageError("--vote is among judges; give --judge too")
-    elif not audit:
-        from extract.label.stage import LABEL
+    from extract.label.judges import ConsensusConfig
+    from extract.label.stage import LABEL, label_by_judges
 
+    if judge is not None:
+        line = "label --judge"
+        with _asking(run_dir, line, judge, backend, dry_run) as (run, generator):
+            config = ConsensusConfig(vote=vote, seed=run.seed)
+            label_by_judges(run, generator, config, Progress())
+    elif not audit:
         if not dry_run:
             Progress().note(
                 "label: by normalised exact match, without a judge: a right answer in "
@@ -149,34 +168,6 @@ def label(
         do_or_forecast(run_dir, LABEL, dry_run)
     if audit:
         _audit(run_dir, n_sample, annotations, as_json)
-
-
-def _refuse_ignored(judge: str | None, backend: "BackendOptions", audit: bool) -> None:
-    """Refuse options that would change nothing."""
-    source = click.get_current_context().get_parameter_source("n_sample")
-    if source is not click.core.ParameterSource.DEFAULT and not audit:
-        raise click.UsageError("--sample is drawn by --audit; give both")
-    if backend.server is not None and judge is None:
-        raise click.UsageError("--server is for a judge; give --judge too")
-
-
-def _judge(
-    run_dir: Path, judge: str, vote: str, backend: "BackendOptions", dry_run: bool
-) -> None:
-    """Label by the consensus of the rubrics."""
-    check_local_model(judge, backend, "--judge")
-    from extract.label.judges import ConsensusConfig
-    from extract.label.stage import label_by_judges
-    from extract.run.directory import RunDir
-
-    alone("label --judge")
-    quiet()
-    with (
-        RunDir.open(run_dir) as run,
-        open_asking(run, "label", judge, backend, dry_run=dry_run) as generator,
-    ):
-        config = ConsensusConfig(vote=vote, seed=run.seed)
-        label_by_judges(run, generator, config, Progress())
 
 
 def _audit(

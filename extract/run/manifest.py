@@ -12,7 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
@@ -187,14 +187,15 @@ def agree_on_manifest(path: Path, asked: NewRun) -> None:
         finally:
             os.unlink(name)
     manifest = read_manifest(path)
-    held = {
-        "preset": manifest["preset"],
-        "seed": manifest["seed"],
-        "sections": {
-            name: manifest["sections"].get(name) for name in wanted["sections"]
-        },
-    }
-    refuse_other(path, held | held.pop("sections"), wanted | wanted.pop("sections"))
+    for name in wanted["sections"]:
+        if name not in manifest["sections"]:
+            raise ValueError(
+                f"{path} holds a run with no {name}; you asked for one with {name}; "
+                "choose another directory"
+            )
+    sections = {name: manifest["sections"][name] for name in wanted["sections"]}
+    held = {"preset": manifest["preset"], "seed": manifest["seed"], **sections}
+    refuse_other(path, held, wanted | wanted.pop("sections"))
 
 
 def refuse_other(path: Path, held: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
@@ -203,19 +204,18 @@ def refuse_other(path: Path, held: Mapping[str, Any], asked: Mapping[str, Any]) 
     Raises:
       ValueError: names every entry that differs, and both values.
     """
-    sides = _flat(held), _flat(asked)
-    differ = [
-        key
-        for key in dict.fromkeys([*sides[0], *sides[1]])
-        if any(key not in side for side in sides) or sides[0][key] != sides[1][key]
-    ]
-    if "preset" in differ:  # its sizes follow from it
-        differ = [key for key in differ if not key.startswith("world.")]
+    differ = list(_differences(held, asked))
+    if any(key == "preset" for key, *_ in differ):  # their sizes follow from it
+        follows = ("world.", "answer.", "extract.")
+        differ = [one for one in differ if not one[0].startswith(follows)]
     if not differ:
         return
     here, there = (
-        ", ".join(f"{k}={side[k]!r}" if k in side else f"no {k}" for k in differ)
-        for side in sides
+        ", ".join(
+            f"no {one[0]}" if one[side] is _ABSENT else f"{one[0]}={one[side]!r}"
+            for one in differ
+        )
+        for side in (1, 2)
     )
     raise ValueError(
         f"{path} holds a run with {here}; you asked for {there}; choose another "
@@ -284,11 +284,16 @@ def refuse_foreign(path: Path) -> None:
         )
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten nested objects to dotted names."""
-    if not isinstance(value, dict) or (not value and prefix):
-        return {prefix: value}
-    flat = {}
-    for key, item in value.items():
-        flat |= _flat(item, f"{prefix}.{key}" if prefix else str(key))
-    return flat
+_ABSENT = object()
+
+
+def _differences(
+    held: Mapping[str, Any], asked: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the dotted name of every entry that differs, and both values."""
+    for key in dict.fromkeys([*held, *asked]):
+        here, there = held.get(key, _ABSENT), asked.get(key, _ABSENT)
+        if isinstance(here, dict) and isinstance(there, dict):
+            yield from _differences(here, there, f"{prefix}{key}.")
+        elif here != there:
+            yield f"{prefix}{key}", here, there

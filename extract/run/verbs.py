@@ -72,15 +72,15 @@ def stage_verb(name: str, place: str, text: str) -> click.Command:
     return verb
 
 
-def alone(verb: str) -> None:
-    """Refuse to be one of several workers of a launcher.
+def alone(verb: str, shard: str | None = None) -> None:
+    """Refuse to be one of several workers, of a launcher or as `--shard` says.
 
     Raises:
       click.UsageError: there are several.
     """
     from extract.run.workers import find_worker
 
-    world_size = find_worker().world_size
+    world_size = find_worker(shard).world_size
     if world_size > 1:
         raise click.UsageError(
             f"{verb} is one process's work, and {world_size} were launched; only "

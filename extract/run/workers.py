@@ -87,9 +87,22 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int:
     return 0
 
 
+def _checked(
+    context: click.Context, option: click.Parameter, shard: str | None
+) -> str | None:
+    """Tell at once that a part is none."""
+    try:
+        if shard is not None:
+            find_worker(shard)
+    except ValueError as error:
+        raise click.BadParameter(str(error), context, option) from None
+    return shard
+
+
 SHARD = click.option(
     "--shard",
     metavar="I/N",
+    callback=_checked,
     help="Do part I (from 0) of N; each part is a process of its own. Torchrun and "
     "srun say this by themselves.",
 )

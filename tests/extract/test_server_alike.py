@@ -13,16 +13,14 @@ from extract.backbone.names import WEIGHTS
 from extract.generate.generator import GeneratorPrompt
 from extract.generate.requests import PromptConfig, make_requests
 from extract.generate.server import ServedGenerator, ServerConfig
-from extract.world.facts import WorldConfig, make_world
-from extract.world.questions import QuestionConfig, make_examples
 from tests.extract.generating import texts
 from tests.extract.loopback import served
+from tests.extract.small_run import questions
 
 
 def five_hundred(local):
-    world = make_world(WorldConfig())
-    wanted = QuestionConfig(n_train=1, n_evaluation=260, n_ood=100)
-    examples = [e for e in make_examples(world, wanted) if e.split != "train"][:500]
+    made = questions(n_train=1, n_evaluation=260, n_ood=100)
+    examples = [e for e in made if e.split != "train"][:500]
     requests = make_requests(examples, local.backbone, PromptConfig(), 10).requests
     assert len(examples) == 500
     return requests

@@ -4,22 +4,12 @@ import json
 import shutil
 
 import pytest
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from beatrice import main
-from benchmarks.stages.presets import make_config
 from extract.backbone.names import WEIGHTS
 from extract.records import write_lines
 from extract.run.directory import RunDir
-from extract.world.facts import make_world
-from extract.world.questions import QuestionConfig, make_examples
-
-
-def beatrice(*arguments, code=0, **environ):
-    done = CliRunner().invoke(main, [str(a) for a in arguments], env=environ)
-    assert done.exit_code == code, (done.output, done.exception)
-    return done.output
+from tests.extract.small_run import beatrice, questions, smoke
 
 
 @pytest.fixture
@@ -27,11 +17,8 @@ def run_dir(tmp_path):
     """An answered run of a few questions, on a backbone of its own."""
     model = tmp_path / "model"
     shutil.copytree(WEIGHTS, model)
-    config = make_config("smoke", model=str(model))
-    questions = QuestionConfig(n_train=4, n_evaluation=4, n_ood=2)
-    with RunDir.open(tmp_path / "run", config.as_json()) as run:
-        examples = make_examples(make_world(config.world), questions)
-        run.examples.write_text(write_lines(examples))
+    with RunDir.open(tmp_path / "run", smoke(model)) as run:
+        run.examples.write_text(write_lines(questions()))
     beatrice("answer", run.path)
     return run.path
 
@@ -46,7 +33,7 @@ def test_weights_changed_between_answer_and_extract_are_refused(run_dir):
     model = run_dir.parent / "model"
     answered = json.loads((run_dir / "answers" / "backend.json").read_text())
     halve_weights(model)
-    said = beatrice("extract", run_dir, code=1)
+    said = beatrice("extract", run_dir, code=1).output
     assert f"answered by revision {answered['revision'][:12]}" in said
     assert str(model) in said and "delete" in said
     assert not (run_dir / "features").exists()
@@ -57,8 +44,10 @@ def test_weights_changed_between_answer_and_extract_are_refused(run_dir):
 def test_a_worker_says_what_is_left_to_the_others(run_dir):
     # So few answers are one range per setting, which is worker 0's.
     second = {"RANK": "1", "WORLD_SIZE": "2"}
-    said = beatrice("extract", run_dir, **second)
+    said = beatrice("extract", run_dir, **second).output
     assert "2 ranges are left to the other workers" in said
     assert "worker 1 of 2, as RANK=1 WORLD_SIZE=2 says" in said
-    said = beatrice("extract", run_dir, **second | {"RANK": "0"})
+    said = beatrice("extract", run_dir, "--shard", "1/2", **second).output
+    assert "worker 1 of 2, as --shard 1/2 says" in said
+    said = beatrice("extract", run_dir, "--shard", "0/2").output
     assert "every range is there" in said

@@ -1,6 +1,7 @@
 import numpy as np
-from benchmarks.stages.evaluation import permute_by_question
-from benchmarks.stages.rows import Rows
+
+from jaxprobe.evaluation import permute_by_question
+from jaxprobe.features.rows import Rows
 
 
 def some_rows(n=200, n_labelled=150, p_right=0.9):

@@ -3,11 +3,16 @@ import json
 import msgspec
 import pytest
 
+from extract.run.directory import RunDir
+from extract.run.manifest import NewRun
 from extract.run.results import (
     ResultRow,
     ResultTable,
     macro_row,
+    publish,
+    read_result_rows,
     read_rows,
+    rows_file,
     write_rows,
 )
 
@@ -127,3 +132,29 @@ def test_macro_mean_is_undefined_where_one_of_its_parts_is():
     undefined = macro_row(ResultTable([known, gone]), "champion", "em", names)
     assert (undefined.value, undefined.reason) == (None, "undefined on b")
     assert macro_row(ResultTable([known]), "champion", "em", names) is None
+
+
+class Notes(list):
+    """A progress that keeps its lines."""
+
+    note = list.append
+
+
+def test_rows_asked_for_are_published_until_they_are_out_of_date(tmp_path):
+    with RunDir.open(tmp_path / "run", NewRun()) as run:
+        run.labels.write_text("one")
+        notes = Notes()
+        ours = row()
+        asked = row(detector="without_hidden", experiment="ablation")
+        publish(run, "evaluate", [ours], notes)
+        publish(run, "ablate", [asked], notes)
+        inputs = run.hash_inputs(run.labels)
+        run.mark_stage("ablate", inputs, 1.0, [rows_file(run, "ablate")])
+        publish(run, "evaluate", [ours], notes)
+        assert read_result_rows(run) == [ours, asked] and not notes
+        run.labels.write_text("two")
+        publish(run, "evaluate", [ours], notes)
+        assert read_result_rows(run) == [ours]
+        assert "out of date" in notes[0] and "--ablations" in notes[0]
+        publish(run, "ablate", [asked], notes)
+        assert read_result_rows(run) == [ours, asked]

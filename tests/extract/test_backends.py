@@ -4,9 +4,6 @@ import dataclasses
 import json
 
 import pytest
-from benchmarks.stages.label_stages import asking_identity, load_tokenizer_only
-from benchmarks.stages.presets import make_config
-from benchmarks.verbs.backends import BackendOptions, open_generator
 
 from extract.backbone.names import default_dtype
 from extract.generate.answers import record_backend
@@ -16,10 +13,13 @@ from extract.generate.generator import (
     reply_key,
     tokenizer_identity,
 )
+from extract.generate.options import BackendOptions, open_generator
+from extract.generate.requests import ANSWER_PRESETS
+from extract.generate.stage import answer_identity, load_tokenizer_only
 from extract.run.directory import RunDir
 from extract.run.manifest import read_manifest
-from tests.benchmarks.test_forecast import beatrice
 from tests.extract import published as pub
+from tests.extract.small_run import beatrice, smoke
 
 SERVED = BackendOptions(
     server="http://x/v1",
@@ -52,7 +52,7 @@ def test_a_runs_manifest_says_how_its_weights_are_held(tmp_path, options, dtype)
     path = pub.write_array(tmp_path / "h.json", [pub.hotpot(i) for i in range(14)])
     line = ("data", tmp_path / "run", "--dev", f"hotpotqa={path}", "--n-evaluation", 7)
     beatrice(*line, "--preset", "smoke", *options)
-    assert read_manifest(tmp_path / "run")["config"]["model_dtype"] == dtype
+    assert read_manifest(tmp_path / "run")["sections"]["backbone"]["dtype"] == dtype
 
 
 def test_a_local_backend_is_loaded_as_its_device_wants():
@@ -64,9 +64,10 @@ def test_a_local_backend_is_loaded_as_its_device_wants():
         assert generator.identity["dtype"] == "bfloat16"
 
 
-def test_a_server_of_the_runs_backbone_has_its_tokenizer_in_the_keys():
+def test_a_server_of_the_runs_backbone_has_its_tokenizer_in_the_keys(tmp_path):
     """Thrown in: another template, another tokenizer, another stated dtype."""
-    words, _ = load_tokenizer_only(make_config("smoke"))
+    with RunDir.open(tmp_path / "run", smoke()) as run:
+        words, _ = load_tokenizer_only(run)
 
     def key(options=SERVED, tokenizer=words.tokenizer):
         with open_generator("m", options, tokenizer=tokenizer) as generator:
@@ -86,20 +87,24 @@ def test_a_server_of_the_runs_backbone_has_its_tokenizer_in_the_keys():
 
 
 def test_every_ingredient_of_an_answer_is_in_the_answers_key(tmp_path):
-    config = make_config("smoke")
+    config = ANSWER_PRESETS["smoke"]
     run = RunDir(tmp_path)
     backend = {"backend": "transformers", "revision": "r", "dtype": "float32"}
 
     def identity(config=config, **fields):
-        return backend | fields | asking_identity(config)
+        return backend | fields | answer_identity(config)
 
     record_backend(run, identity())
     record_backend(run, identity())  # the same again
-    asking = config.prompt
+    asking, longest = config.prompt, config.generation
     others = [
         identity(revision="s"),
         identity(dtype="bfloat16"),
-        identity(dataclasses.replace(config, max_new_tokens=3)),
+        identity(
+            dataclasses.replace(
+                config, generation=dataclasses.replace(longest, max_new_tokens=3)
+            )
+        ),
         *(
             identity(
                 dataclasses.replace(config, prompt=dataclasses.replace(asking, **other))
@@ -120,7 +125,7 @@ def test_every_ingredient_of_an_answer_is_in_the_answers_key(tmp_path):
 
 def test_answers_from_before_the_key_had_a_schema_are_continued(tmp_path):
     run = RunDir(tmp_path)
-    identity = {"backend": "b"} | asking_identity(make_config("smoke"))
+    identity = {"backend": "b"} | answer_identity(ANSWER_PRESETS["smoke"])
     record_backend(run, identity)
     path = run.answers / "backend.json"
     found = json.loads(path.read_text())

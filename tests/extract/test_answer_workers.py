@@ -8,15 +8,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from benchmarks.stages.presets import make_config
-from click.testing import CliRunner
 
-from beatrice import main
 from extract.backbone.names import own_device
 from extract.records import write_lines
 from extract.run.directory import RunDir
-from extract.world.facts import make_world
-from extract.world.questions import QuestionConfig, make_examples
+from tests.extract.small_run import beatrice, questions, smoke
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,28 +20,27 @@ ROOT = Path(__file__).parents[2]
 @functools.cache
 def long_questions():
     """Return questions with long contexts, of which a few fill batches, as lines."""
-    wanted = QuestionConfig(n_train=10, n_evaluation=5, n_ood=2)
-    made = make_examples(make_world(make_config("smoke").world), wanted)
     return write_lines(
         [
             msgspec.structs.replace(e, passages=e.passages * 14, rewritten=())
-            for e in made
+            for e in questions(n_train=10, n_evaluation=5)
         ]
     )
 
 
 def make_run(path):
-    with RunDir.open(path, make_config("smoke").as_json()) as run:
+    with RunDir.open(path, smoke()) as run:
         run.examples.write_text(long_questions())
     return path
 
 
-def answer(run_dir, rank=0, world_size=1, *, code=0, verb=("answer",)):
-    environ = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    line = [verb[0], str(run_dir), *verb[1:]]
-    done = CliRunner(env=environ).invoke(main, line)
-    assert done.exit_code == code, (done.output, done.exception)
-    return done.stderr
+def answer(run_dir, rank=0, world_size=1, *, code=0, by="torchrun", verb=("answer",)):
+    line, environ = [verb[0], run_dir, *verb[1:]], {}
+    if by == "torchrun":
+        environ = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    else:
+        line += ["--shard", f"{rank}/{world_size}"]
+    return beatrice(*line, code=code, **environ).stderr
 
 
 def answers(run_dir):
@@ -71,19 +66,23 @@ def part(run):
     return file
 
 
-@pytest.mark.parametrize("ranks", [(0, 1, 2), (2, 0, 1)])
-def test_whoever_comes_last_puts_together_what_one_process_writes(run, alone, ranks):
+@pytest.mark.parametrize(
+    ("by", "ranks"), [("torchrun", (0, 1, 2)), ("--shard", (2, 0, 1))]
+)
+def test_whoever_comes_last_puts_together_what_one_process_writes(
+    run, alone, ranks, by
+):
     *others, last = ranks
     for rank in others:
-        said = answer(run, rank, 3)
+        said = answer(run, rank, 3, by=by)
         assert "answers of other workers are missing" in said
         assert not (run / "answers" / "answers.jsonl").exists()
         assert RunDir(run).stage_record("answer") is None
-    assert "rows" in answer(run, last, 3)
+    assert f"answer {last}/3" in answer(run, last, 3, by=by)
     assert answers(run) == alone
     assert not (run / "parts" / "answer").exists()
     assert RunDir(run).stage_done("answer")
-    assert "already done" in answer(run, 1, 3)
+    assert "already done" in answer(run, 1, 3, by=by)
     assert "already done" in answer(run)
 
 
@@ -130,8 +129,7 @@ def test_two_processes_of_one_rank_do_no_harm(run, alone):
 
 
 def test_one_process_and_workers_keep_each_other_out(run):
-    config = make_config("smoke").as_json()
-    with RunDir.open(run, config, exclusive=False):
+    with RunDir.open(run, smoke(), exclusive=False):
         assert "workers that a launcher started" in answer(run, code=1)
     answer(run)
 
@@ -159,6 +157,12 @@ def test_answers_to_other_prompts_are_set_aside_and_not_taken_in(run, alone):
 )
 def test_other_verbs_say_that_they_are_one_processs_work(run, verb):
     said = answer(run, 0, 2, code=2, verb=verb)
+    assert "is one process's work, and 2 were launched" in " ".join(said.split())
+
+
+def test_a_server_is_not_asked_in_parts(run):
+    served = ("answer", "--server", "http://x/v1")
+    said = answer(run, 0, 2, code=2, by="--shard", verb=served)
     assert "is one process's work, and 2 were launched" in " ".join(said.split())
 
 

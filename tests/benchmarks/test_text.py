@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
-from benchmarks.stages.textonly import fit_tfidf, joined_text, perplexity_score
+from benchmarks.baselines.perplexity import perplexity_score
+from benchmarks.baselines.text import fit_tfidf, joined_text
 from sklearn.metrics import roc_auc_score
 
 

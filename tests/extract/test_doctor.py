@@ -3,22 +3,19 @@
 import json
 import shutil
 
-from benchmarks.forecasts.doctor_store import outline_shapes
-from benchmarks.stages.presets import make_config
-from click.testing import CliRunner
-
-from beatrice import main
 from benchmarks.speed.tiny_models import tiny_model
 from extract.backbone.checkpoint import load_outline
 from extract.backbone.names import WEIGHTS
+from extract.doctor import outline_shapes
 from extract.run.directory import RunDir
-from extract.store.config import StoreConfig, as_size
+from extract.signals.plan import ExtractConfig
+from extract.store.config import as_size
+from tests.extract.small_run import beatrice, smoke
 from tests.extract.test_backbone import save_tokenizer
 
 
 def doctor(*arguments, code=0):
-    done = CliRunner().invoke(main, ["doctor", "--json", *map(str, arguments)])
-    assert done.exit_code == code, (done.output, done.exception)
+    done = beatrice("doctor", "--json", *arguments, code=code)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     return {found["about"]: found for found in map(json.loads, lines)}
 
@@ -74,11 +71,9 @@ def test_a_model_that_asks_for_code_is_a_problem(tmp_path):
 
 
 def test_an_answered_run_is_measured_by_what_it_keeps(tmp_path):
-    config = make_config(
-        "smoke", kept=StoreConfig(hidden_layers=(2,), hidden_spans="answer")
-    )
+    kept = ExtractConfig(hidden_layers=(2,), hidden_spans="answer")
     row = {"prompt_ids": [1, 2, 3], "token_ids": [4, 5], "stop_id": 2}
-    with RunDir.open(tmp_path / "run", config.as_json()) as run:
+    with RunDir.open(tmp_path / "run", smoke(extract=kept)) as run:
         run.answers.mkdir()
         lines = [json.dumps(row), json.dumps({**row, "stop_id": None})]
         (run.answers / "answers.jsonl").write_text("\n".join(lines) + "\n")
@@ -102,8 +97,7 @@ def test_a_server_that_is_not_there_is_a_problem():
 
 def test_a_run_says_which_stages_are_done_and_which_are_stale(tmp_path):
     run = tmp_path / "run"
-    done = CliRunner().invoke(main, ["world", str(run), "--preset", "smoke"])
-    assert done.exit_code == 0, done.output
+    beatrice("world", run, "--preset", "smoke")
     found = doctor(run)
     assert "done are world" in found["run"]["text"]
     assert found["run"]["status"] == "ok"

@@ -1,12 +1,10 @@
-import dataclasses
-
 import pytest
-from benchmarks.stages.control import Traced
-from benchmarks.stages.controllers import control_rows, frontier
-from benchmarks.stages.presets import make_config
 
 from extract.records import Example
+from jaxprobe.metrics import BootstrapConfig
 from pgir.controllers.policy import ControllerConfig, Draft, Policy
+from pgir.controllers.rivals import control_rows, frontier
+from pgir.controllers.traces import Traced
 
 POLICY = Policy(threshold=0.5, budget=2)
 
@@ -46,8 +44,7 @@ def traced():
 
 
 def measured(metric):
-    config = dataclasses.replace(make_config("smoke"), n_bootstrap=20)
-    rows = control_rows([traced()], POLICY, config)
+    rows = control_rows([traced()], POLICY, BootstrapConfig(n_resamples=20))
     return {row.detector: row for row in rows if row.metric == metric}
 
 

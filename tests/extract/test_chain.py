@@ -14,13 +14,12 @@ import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from beatrice import main
 from extract.records import Answer, Example, Label, read_records
 from tests.extract import published as pub
+from tests.extract.small_run import beatrice
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 # Where a verb's rows appear while it works; a kill is timed by them.
 GROWS = {
     "data": "examples.jsonl",
@@ -47,12 +46,6 @@ def chain(run, *data_options, overlong=("--overlong", "skip")):
         "answer": ["answer", run],
         "label": ["label", run, "--judge", "embedded"],
     }
-
-
-def beatrice(*arguments, code=0):
-    done = CliRunner().invoke(main, [str(a) for a in arguments])
-    assert done.exit_code == code, (done.output, done.exception)
-    return done
 
 
 def popqa(number):
@@ -194,7 +187,7 @@ def test_a_run_of_other_questions_or_other_words_is_refused(tmp_path, options):
     done = beatrice(*line, "--n-train", 9, code=1)
     assert "n_train=9" in done.stderr
     done = beatrice("world", run, "--preset", "smoke", code=1)
-    assert "choose another directory" in done.stderr
+    assert "holds a run with no world; you asked for one with world" in done.stderr
 
 
 def start(line):

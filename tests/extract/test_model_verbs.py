@@ -12,41 +12,36 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from benchmarks.stages.presets import make_config
-from click.testing import CliRunner
-from extract.pipeline import read_examples
 
-from beatrice import main
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import WEIGHTS
 from extract.generate.local import TransformersGenerator
 from extract.generate.sampling import Sample
 from extract.records import Answer, read_records, write_lines
+from extract.run.contents import read_examples
 from extract.run.directory import RunDir
-from extract.world.facts import make_world
-from extract.world.questions import QuestionConfig, make_examples
 from tests.extract.loopback import served
 from tests.extract.scripted import (
     ScriptedGenerator,
     fair_verdict,
     fields_of,
-    said,
+    generated,
 )
+from tests.extract.small_run import beatrice, questions, smoke
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def examples():
-    world = make_world(make_config("smoke").world)
-    made = make_examples(world, QuestionConfig(n_train=4, n_evaluation=8, n_ood=2))
+    made = questions(n_evaluation=8)
     return [msgspec.structs.replace(e, rewritten=()) for e in made][:20]
 
 
 @pytest.fixture
 def run_dir(tmp_path, examples):
     path = tmp_path / "run"
-    with RunDir.open(path, make_config("smoke").as_json()) as run:
+    with RunDir.open(path, smoke()) as run:
         run.examples.write_text(write_lines(examples))
     return path
 
@@ -54,12 +49,6 @@ def run_dir(tmp_path, examples):
 @pytest.fixture(scope="module")
 def backbone():
     return TransformersGenerator(backbone=load_backbone(WEIGHTS))
-
-
-def beatrice(*arguments, code=0):
-    done = CliRunner().invoke(main, [str(a) for a in arguments])
-    assert done.exit_code == code, (done.output, done.exception)
-    return done
 
 
 def answers_of(run_dir):
@@ -77,7 +66,7 @@ def labels_of(run_dir):
 def test_a_served_backbone_gives_the_answers_of_the_local_one(
     run_dir, tmp_path, examples, backbone
 ):
-    with RunDir.open(tmp_path / "there", make_config("smoke").as_json()) as other:
+    with RunDir.open(tmp_path / "there", smoke()) as other:
         other.examples.write_text(write_lines(examples))
     beatrice("answer", run_dir)
     with served(backbone) as server:
@@ -207,7 +196,7 @@ def test_a_cap_is_not_spent_again_by_the_process_that_continues(run_dir):
     prices = ("--price-new", 1e6, "--max-cost", 40)  # one unit per new token
 
     def wordy(prompt):
-        return dataclasses.replace(said(fair_verdict(prompt)), n_new_tokens=2)
+        return dataclasses.replace(generated(fair_verdict(prompt)), n_new_tokens=2)
 
     judge = ScriptedGenerator(fair_verdict)
     judge.stream = lambda prompts, config, done=(): (

@@ -2,18 +2,15 @@
 
 import numpy as np
 import pytest
-from benchmarks.stages.ablate_stage import candidates_without, undefined_rows, variants
-from benchmarks.stages.exhaustive_stage import _rank_rows, traits
-from benchmarks.stages.publishing import publish, read_result_rows, rows_file
-from benchmarks.stages.rows import Rows
-from benchmarks.stages.span_members import replaced
+from selection.spans import replaced
 
-from extract.run.directory import RunDir
+from jaxprobe.features.rows import Rows
 from jaxprobe.features.subsets import FAMILIES, N_SUBSETS, SUBSET_NAMES, subset_index
 from jaxprobe.fit.grid import Member, default_blocks
 from jaxprobe.model.encoder import MemberOutputs
+from selection.ablation import candidates_without, undefined_rows, variants
 from selection.exhaustive import Ranking, all_sets
-from tests.benchmarks.sample import PLACES, row
+from selection.ranking import _rank_rows, traits
 
 
 def some_rows():
@@ -48,18 +45,18 @@ def test_the_variants_are_four_families_and_the_settings_spans():
     assert variants("with_context") == [*families, "without_context_span", *spans]
 
 
-def test_the_codes_of_retrained_encoders_take_the_place_of_the_old_ones():
+def test_the_outputs_of_retrained_encoders_take_the_place_of_the_old_ones():
     grid = np.arange(2 * N_SUBSETS, dtype=np.float32)
-    codes = MemberOutputs(np.repeat(grid[:, None], 3, 1), np.zeros((30, 3, 4)))
+    outputs = MemberOutputs(np.repeat(grid[:, None], 3, 1), np.zeros((30, 3, 4)))
     subsets = (subset_index("P"), subset_index("HA"))
     new = MemberOutputs(-np.ones((4, 3)) * np.arange(1, 5)[:, None], np.ones((4, 3, 4)))
-    found = replaced(codes, new, subsets)
+    found = replaced(outputs, new, subsets)
     at = [1, 8, 16, 23]  # P and HA of seed 0, then of seed 1
     np.testing.assert_array_equal(found.logits[at][:, 0], [-1, -2, -3, -4])
     others = np.setdiff1d(np.arange(30), at)
-    np.testing.assert_array_equal(found.logits[others], codes.logits[others])
+    np.testing.assert_array_equal(found.logits[others], outputs.logits[others])
     np.testing.assert_array_equal(found.pooled.any(axis=(1, 2)).nonzero()[0], at)
-    assert not codes.pooled.any()  # what was given is left as it was
+    assert not outputs.pooled.any()  # what was given is left as it was
 
 
 def test_blocks_hold_every_subset_with_every_seed_once():
@@ -91,32 +88,3 @@ def test_traits_part_the_pool_by_family_and_pass():
     assert {int(t.sum()) for t in found.values()} == {8}  # subsets that hold a family
     assert not (found["P:closed_book"] & found["P:with_context"]).any()
     assert list(traits("closed_book", 15)) == [f"{x}:closed_book" for x in "HPRA"]
-
-
-class Notes(list):
-    """A progress that keeps its lines."""
-
-    note = list.append
-
-
-def test_rows_asked_for_are_published_until_they_are_out_of_date(tmp_path):
-    with RunDir.open(tmp_path / "run", {"seed": 0}) as run:
-        run.labels.write_text("one")
-        notes = Notes()
-        ours = row("champion", "closed_book", PLACES[1], "auroc", 0.9)
-        asked = row(
-            "without_hidden", "closed_book", PLACES[1], "auroc", 0.8,
-            experiment="ablation",
-        )  # fmt: skip
-        publish(run, "evaluate", [ours], notes)
-        publish(run, "ablate", [asked], notes)
-        inputs = run.hash_inputs(run.labels)
-        run.mark_stage("ablate", inputs, 1.0, [rows_file(run, "ablate")])
-        publish(run, "evaluate", [ours], notes)
-        assert read_result_rows(run) == [ours, asked] and not notes
-        run.labels.write_text("two")
-        publish(run, "evaluate", [ours], notes)
-        assert read_result_rows(run) == [ours]
-        assert "out of date" in notes[0] and "--ablations" in notes[0]
-        publish(run, "ablate", [asked], notes)
-        assert read_result_rows(run) == [ours, asked]

@@ -1,0 +1,28 @@
+"""Runs of a few questions, made without their first stage."""
+
+from click.testing import CliRunner
+
+from beatrice import main
+from extract.backbone.names import EMBEDDED, BackboneConfig
+from extract.run.manifest import NewRun
+from extract.world.facts import WorldConfig, make_world
+from extract.world.questions import QuestionConfig, make_examples
+
+
+def smoke(model=EMBEDDED, **sections):
+    """Return a run of the smallest preset; `sections` are settled when it is made."""
+    backbone = BackboneConfig(model=str(model))
+    return NewRun(preset="smoke", sections={"backbone": backbone, **sections})
+
+
+def questions(n_train=4, n_evaluation=4, n_ood=2):
+    """Return questions of the microworld."""
+    wanted = QuestionConfig(n_train=n_train, n_evaluation=n_evaluation, n_ood=n_ood)
+    return make_examples(make_world(WorldConfig()), wanted)
+
+
+def beatrice(*arguments, code=0, **environ):
+    """Call the program within this process, which spares its start."""
+    done = CliRunner(env=environ).invoke(main, [str(a) for a in arguments])
+    assert done.exit_code == code, (done.output, done.exception)
+    return done

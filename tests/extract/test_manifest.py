@@ -1,0 +1,258 @@
+"""What a run has settled on: written down once, and not changed by anybody."""
+
+import dataclasses
+import json
+import threading
+from typing import Literal
+
+import pytest
+
+from extract.run.directory import RunDir
+from extract.run.manifest import NewRun, read_manifest, settle_section
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Widths:
+    layers: tuple[int, ...] = (8, 8)
+    rate: float = 0.1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    n_seeds: int = 5
+    widths: Widths = Widths()
+    stop: int | None = None
+    precision: Literal["float32", "bfloat16"] = "float32"
+
+    def __post_init__(self):
+        if self.n_seeds < 1:
+            raise ValueError(f"n_seeds: expected 1 or more, found {self.n_seeds}")
+
+
+PRESETS = {
+    "demo": Settings(),
+    "smoke": Settings(n_seeds=1, widths=Widths(layers=(4,))),
+    "paper": Settings(),
+}
+SMOKE = NewRun(preset="smoke", sections={"backbone": Widths()})
+
+
+def changed(**fields):
+    return lambda settings: dataclasses.replace(settings, **fields)
+
+
+@pytest.fixture
+def run(tmp_path):
+    with RunDir.open(tmp_path / "run", SMOKE) as run:
+        yield run
+
+
+def rewrite(run, change):
+    """Change the stored section as another program, or a person, would."""
+    manifest = json.loads(run.manifest.read_text())
+    change(manifest["sections"]["train"])
+    run.manifest.write_text(json.dumps(manifest))
+
+
+def test_a_run_continues_with_what_it_was_made_with(run):
+    run.close()
+    before = run.manifest.read_bytes()
+    for asked in (SMOKE, None):
+        with RunDir.open(run.path, asked) as again:
+            assert (again.preset, again.seed) == ("smoke", 0)
+            assert again.section("backbone", Widths) == Widths()
+    assert run.manifest.read_bytes() == before
+    assert read_manifest(run.path)["versions"]["numpy"]
+
+
+def test_a_run_of_other_settings_is_refused_with_what_differs(tmp_path):
+    RunDir.open(tmp_path, SMOKE).close()
+    other = dataclasses.replace(SMOKE, seed=1, sections={"backbone": Widths(rate=0.5)})
+    with pytest.raises(ValueError) as caught:
+        RunDir.open(tmp_path, other)
+    assert str(caught.value) == (
+        f"{tmp_path} holds a run with seed=0, backbone.rate=0.1; you asked for seed=1, "
+        "backbone.rate=0.5; choose another directory, or repeat that run's options"
+    )
+    RunDir.open(tmp_path, SMOKE).close()  # the refusal let go of the lock
+
+
+def test_what_follows_from_a_preset_is_not_listed_as_different(tmp_path):
+    def asked(preset, **fields):
+        sections = {"world": Widths(**fields), "extract": Widths(**fields)}
+        return NewRun(preset=preset, sections=sections)
+
+    RunDir.open(tmp_path, asked("smoke")).close()
+    with pytest.raises(ValueError, match="asked for preset='demo'; choose another"):
+        RunDir.open(tmp_path, asked("demo", rate=0.5))
+    told = "asked for world.rate=0.5, extract.rate=0.5; choose another"
+    with pytest.raises(ValueError, match=told):  # control: nothing else differs
+        RunDir.open(tmp_path, asked("smoke", rate=0.5))
+
+
+def test_a_run_of_another_kind_is_refused_in_few_words(run):
+    run.close()
+    other = NewRun(preset="smoke", sections={"backbone": Widths(), "data": Settings()})
+    with pytest.raises(ValueError, match="with no data; you asked for one with data;"):
+        RunDir.open(run.path, other)
+
+
+def test_an_unknown_preset_is_refused():
+    with pytest.raises(ValueError, match="preset: expected one of demo, smoke, paper"):
+        NewRun(preset="tiny")
+
+
+def test_a_section_is_settled_from_the_runs_preset_and_the_options(run):
+    settled = run.settle("train", PRESETS, changed(stop=3))
+    assert settled == dataclasses.replace(PRESETS["smoke"], stop=3)
+    assert run.section("train", Settings) == settled
+    assert read_manifest(run.path)["sections"].keys() == {"backbone", "train"}
+
+
+def test_what_is_settled_stays_and_the_same_options_agree(run):
+    settled = run.settle("train", PRESETS, changed(stop=3))
+    before = run.manifest.read_bytes()
+    assert run.settle("train", PRESETS) == settled  # options that are not given
+    assert run.settle("train", PRESETS, lambda found: found) == settled
+    assert run.settle("train", PRESETS, changed(stop=3)) == settled
+    assert run.manifest.read_bytes() == before
+
+
+def test_other_options_are_refused_by_name(run):
+    run.settle("train", PRESETS)
+    before = run.manifest.read_bytes()
+    other = changed(precision="bfloat16", widths=Widths(layers=(4,), rate=0.5))
+    with pytest.raises(ValueError) as caught:
+        run.settle("train", PRESETS, other)
+    assert str(caught.value) == (
+        f"{run.path} holds a run with train.widths.rate=0.1, "
+        "train.precision='float32'; you asked for train.widths.rate=0.5, "
+        "train.precision='bfloat16'; choose another directory, or repeat that run's "
+        "options"
+    )
+    assert run.manifest.read_bytes() == before
+
+
+def test_what_is_settled_outlives_other_defaults_of_a_preset(run):
+    settled = run.settle("train", PRESETS)
+    later = {**PRESETS, "smoke": Settings(n_seeds=9)}
+    assert run.settle("train", later) == settled
+    assert run.settle("select", later) == later["smoke"]  # control: not settled yet
+
+
+def test_settings_may_be_replaced_while_nothing_is_made_with_them(run):
+    run.settle("train", PRESETS)
+    found = run.settle("train", PRESETS, changed(stop=3), is_replaceable=True)
+    assert found.stop == 3
+    assert run.section("train", Settings) == found
+    assert run.section("backbone", Widths) == Widths()
+
+
+def test_a_dry_run_settles_nothing(run):
+    before = run.manifest.read_bytes()
+    found = run.settle("train", PRESETS, changed(stop=3), is_recorded=False)
+    assert found.stop == 3
+    assert run.manifest.read_bytes() == before
+    with pytest.raises(ValueError, match="no settings of train yet; run `beatrice tr"):
+        run.section("train", Settings)
+    run.settle("train", PRESETS)
+    with pytest.raises(ValueError, match="train.stop=3"):  # it would not be done so
+        run.settle("train", PRESETS, changed(stop=3), is_recorded=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda found: found.update(n_seed=3), "a field is missing or unknown"),
+        (lambda found: found.pop("stop"), "a field is missing or unknown"),
+        (
+            lambda found: found["widths"].update(depth=3),
+            "a field is missing or unknown",
+        ),
+        (lambda found: found.update(n_seeds="5"), "Expected `int`, got `str`"),
+        (lambda found: found.update(precision="int8"), "Invalid enum value 'int8'"),
+        (lambda found: found.update(n_seeds=0), "n_seeds: expected 1 or more, found 0"),
+        (lambda found: found["widths"].update(layers=4), "Expected `array`, got `int`"),
+    ],
+)
+def test_a_section_that_cannot_be_read_is_one_sentence(run, change, reason):
+    run.settle("train", PRESETS)
+    rewrite(run, change)
+    for read in (
+        lambda: run.section("train", Settings),
+        lambda: run.settle("train", PRESETS),
+    ):
+        with pytest.raises(ValueError) as caught:
+            read()
+        said = str(caught.value)
+        assert said.startswith(f"{run.manifest}, section 'train': {reason}")
+        assert said.endswith("start a new run directory")
+        assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"format": "beatrice-run", "version": 1, "config": {"preset": "smoke"}}',
+        '{"format": "beatrice-run", "version": 2, "preset": "smoke", "seed": 0}',
+        '{"format": "beatrice-run", "version": 2, "preset": "big", "seed": 0, '
+        '"sections": {}}',
+        '{"name": "web app"}',
+        "[]",
+        "{",
+    ],
+)
+def test_a_manifest_of_another_version_says_what_to_do(tmp_path, content):
+    (tmp_path / "manifest.json").write_text(content)
+    for asked in (SMOKE, None):
+        with pytest.raises(ValueError) as caught:
+            RunDir.open(tmp_path, asked)
+        assert str(caught.value) == (
+            f"{tmp_path / 'manifest.json'} is not a manifest this program reads "
+            "(beatrice-run, version 2); another version made it: start a new run "
+            "directory"
+        )
+    assert (tmp_path / "manifest.json").read_text() == content
+
+
+def test_a_directory_without_a_manifest_is_no_run(tmp_path):
+    with pytest.raises(ValueError, match="is no run directory: it has no manifest"):
+        RunDir.open(tmp_path)
+
+
+def test_workers_that_settle_at_once_write_the_same_bytes(run):
+    barrier, found = threading.Barrier(2), []
+
+    def settle(settings):
+        barrier.wait()  # both have seen that nothing is settled
+        return dataclasses.replace(settings, stop=3)
+
+    def work():
+        settled = settle_section(run.path, "train", PRESETS, settle)
+        found.append((settled, run.manifest.read_bytes()))
+
+    workers = [threading.Thread(target=work) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(found) == 2 and found[0] == found[1]
+    assert [p.name for p in run.path.iterdir() if p.name.startswith(".")] == []
+
+
+def test_workers_that_make_a_run_at_once_make_one(tmp_path):
+    path, barrier, runs = tmp_path / "run", threading.Barrier(4), []
+
+    def work():
+        barrier.wait()
+        runs.append(RunDir.open(path, SMOKE, exclusive=False))
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(runs) == 4
+    assert sorted(p.name for p in path.iterdir()) == ["lock", "manifest.json"]
+    for run in runs:
+        run.close()

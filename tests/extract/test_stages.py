@@ -1,0 +1,161 @@
+"""A stage is done once; its parts are done side by side."""
+
+import dataclasses
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+
+from extract.run.console import Progress
+from extract.run.directory import RunDir
+from extract.run.forecast import Forecast
+from extract.run.manifest import NewRun, read_manifest
+from extract.run.stages import Stage, do, forecast_stage, run_stage, side_by_side
+
+
+def test_every_item_is_done_and_every_thing_counted_once():
+    told = []
+
+    def work(item, tick):
+        for _ in range(item):
+            tick()
+
+    side_by_side(work, (3, 4), lambda *said: told.append(said), 7)
+    assert sorted(told) == [(n, 7) for n in range(1, 8)]
+
+
+def test_a_part_that_fails_stops_the_others_and_is_what_is_raised():
+    failed, ended = threading.Event(), []
+
+    def work(item, tick):
+        if item == "bad":
+            failed.set()
+            raise ValueError("this part is damaged")
+        failed.wait()
+        try:
+            while True:  # ends only because the other part has failed
+                tick()
+        except CancelledError:
+            ended.append(item)
+            raise
+
+    with pytest.raises(ValueError, match="damaged"):
+        side_by_side(work, ("good", "bad"), lambda *_: None, 1)
+    assert ended == ["good"]
+
+
+def test_one_at_a_time_none_begins_before_the_last_has_ended():
+    now, most, began = set(), [], []
+
+    def work(item, tick):
+        began.append(item)
+        now.add(item)
+        most.append(len(now))
+        tick()
+        now.remove(item)
+
+    side_by_side(work, "abc", lambda *_: None, 3, at_once=1)
+    assert began == ["a", "b", "c"] and most == [1, 1, 1]
+
+    def fail(item, tick):
+        began.append(item)
+        raise ValueError("this part is damaged")
+
+    with pytest.raises(ValueError, match="damaged"):
+        side_by_side(fail, "xyz", lambda *_: None, 3, at_once=1)
+    assert began[3:] == ["x"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Letters:
+    """Settings of the planted stage."""
+
+    n: int = 3
+
+
+PRESETS = {"demo": Letters(n=30), "smoke": Letters(), "paper": Letters(n=300)}
+
+
+def planted(done, *, forecast=None):
+    """Return a stage that repeats its input's first letter, and tells that it did."""
+
+    def work(run, config, update, progress):
+        done.append(config)
+        first = (run.path / "in").read_text()[0]
+        (run.path / "out").write_text(first * config.n)
+
+    return Stage(
+        name="sweep",
+        inputs=lambda run: [run.path / "in"],
+        outputs=lambda run: [run.path / "out"],
+        work=work,
+        presets=PRESETS,
+        section="letters",
+        forecast=forecast,
+    )
+
+
+@pytest.fixture
+def run(tmp_path):
+    with RunDir.open(tmp_path / "run", NewRun(preset="smoke")) as run:
+        (run.path / "in").write_text("a")
+        yield run
+
+
+def test_a_stage_is_done_once_and_again_when_its_input_or_output_changes(run):
+    done = []
+    stage = planted(done)
+    for _ in range(2):
+        run_stage(stage, run, Progress())
+    assert done == [Letters(n=3)] and (run.path / "out").read_text() == "aaa"
+    (run.path / "in").write_text("b")
+    run_stage(stage, run, Progress())
+    assert len(done) == 2 and (run.path / "out").read_text() == "bbb"
+    (run.path / "out").unlink()
+    run_stage(stage, run, Progress())
+    assert len(done) == 3 and (run.path / "out").read_text() == "bbb"
+
+
+def test_a_stage_settles_its_section_when_it_is_first_done(run, capsys):
+    done = []
+    stage = planted(done)
+    run_stage(stage, run, Progress(), lambda config: Letters(n=5))
+    run_stage(stage, run, Progress())
+    assert done == [run.section("letters", Letters)] == [Letters(n=5)]
+    assert "sweep: already done" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"letters.n=5; you asked for letters.n=6"):
+        run_stage(stage, run, Progress(), lambda config: Letters(n=6))
+    assert len(done) == 1
+
+
+def test_a_stage_without_its_input_settles_nothing(run):
+    (run.path / "in").unlink()
+    with pytest.raises(ValueError, match="in is missing"):
+        run_stage(planted([]), run, Progress())
+    assert read_manifest(run.path)["sections"] == {}
+
+
+def test_a_forecast_does_nothing_and_settles_nothing(run):
+    run.close()
+    done, before = [], run.manifest.read_bytes()
+
+    def forecast(run, config):
+        return Forecast(stage="sweep", n_rows=config.n, basis="one each")
+
+    asked = []
+    stage = planted(done, forecast=lambda *a: asked.append(a[1]) or forecast(*a))
+    said = forecast_stage(run.path, stage, lambda config: Letters(n=5))
+    assert "rows                    5" in said and "one each" in said
+    assert done == [] and asked == [Letters(n=5)]
+    assert run.manifest.read_bytes() == before
+    assert not (run.path / "out").exists()
+    do(run.path, stage)
+    assert "already done, nothing is left to forecast" in forecast_stage(
+        run.path, stage
+    )
+
+
+def test_a_stage_that_counts_nothing_says_what_it_reads(run):
+    run.close()
+    (run.path / "in").write_text("a" * 1234)
+    assert "reads 1,234 bytes" in forecast_stage(run.path, planted([]))

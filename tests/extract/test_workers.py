@@ -1,0 +1,100 @@
+"""Who this worker is, as launchers or the option `--shard` say it."""
+
+import pytest
+
+from extract.run.workers import find_worker, local_rank
+
+SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "shard", "expected"),
+    [
+        pytest.param({}, None, (0, 1), id="nobody"),
+        pytest.param(TORCHRUN, None, (3, 8), id="torchrun"),
+        pytest.param(SRUN, None, (2, 4), id="srun"),
+        pytest.param(SRUN | TORCHRUN, None, (3, 8), id="torchrun under srun"),
+        pytest.param(
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
+            None,
+            (0, 1),
+            id="a batch script",
+        ),
+        pytest.param({}, "2/3", (2, 3), id="an option"),
+        pytest.param({}, "0/1", (0, 1), id="an option, alone"),
+        pytest.param(TORCHRUN, "2/3", (2, 3), id="an option before a launcher"),
+    ],
+)
+def test_a_launcher_or_an_option_says_who_this_worker_is(environ, shard, expected):
+    worker = find_worker(shard, environ)
+    assert (worker.rank, worker.world_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"RANK": "1"}, "RANK=1 is set without WORLD_SIZE"),
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE=4 is set without RANK; set both, or neither"),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, "expected a whole number, found 'x'"),
+        (
+            {"RANK": "", "WORLD_SIZE": "2"},
+            "RANK= WORLD_SIZE=2: expected a whole number",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "-2"}, "expected a whole number, found '-2'"),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK=4 WORLD_SIZE=4: rank 4 of 4 workers"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "rank 0 of 0 workers"),
+        (SRUN | {"SLURM_PROCID": "9"}, "rank 9 of 4 workers.*without gaps"),
+    ],
+)
+def test_half_a_launcher_and_a_wrong_number_are_refused_by_name(environ, message):
+    with pytest.raises(ValueError, match=message):
+        find_worker(environ=environ)
+
+
+@pytest.mark.parametrize(
+    ("shard", "message"),
+    [
+        ("4/4", "--shard 4/4: rank 4 of 4 workers; ranks are 0 to workers - 1"),
+        ("0/0", "--shard 0/0: rank 0 of 0 workers"),
+        ("x/2", "--shard x/2: expected a whole number, found 'x'"),
+        ("1/", "--shard 1/: expected a whole number, found ''"),
+        ("-1/2", "expected a whole number, found '-1'"),
+        ("1/2/3", "expected a whole number, found '2/3'"),
+        ("3", "--shard 3: expected i/n, such as 0/4 for the first of 4"),
+        ("", "expected i/n"),
+    ],
+)
+def test_a_part_that_is_none_is_refused(shard, message):
+    with pytest.raises(ValueError, match=message):
+        find_worker(shard, {})
+
+
+@pytest.mark.parametrize(
+    ("environ", "shard", "source"),
+    [
+        (TORCHRUN, None, "RANK=3 WORLD_SIZE=8"),
+        (SRUN, None, "SLURM_PROCID=2 SLURM_STEP_NUM_TASKS=4"),
+        (SRUN, "0/2", "--shard 0/2"),
+        ({}, None, ""),
+    ],
+)
+def test_a_worker_names_what_said_so(environ, shard, source):
+    assert find_worker(shard, environ).source == source
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, 0),
+        ({"SLURM_LOCALID": "3"}, 3),
+        ({"SLURM_LOCALID": "0", "LOCAL_RANK": "1"}, 1),
+    ],
+)
+def test_each_worker_of_a_machine_has_its_own_number(environ, expected):
+    assert local_rank(environ) == expected
+
+
+def test_a_number_of_this_machine_that_is_none_is_refused_by_name():
+    with pytest.raises(ValueError, match="LOCAL_RANK: expected a whole number"):
+        local_rank({"LOCAL_RANK": "first"})
