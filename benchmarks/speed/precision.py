@@ -33,7 +33,6 @@ from extract.store.config import StoreConfig, stored_families
 from extract.store.families import SHORT_NAMES, as_written
 from extract.store.read import open_store, read_family
 from jaxprobe import metrics
-from jaxprobe.compiler import set_compiler
 from jaxprobe.evaluation import bootstrap_of
 from jaxprobe.features.families import FamilyTokens, split_families
 from jaxprobe.features.reading import assemble, family_dims, fit_reading, longest_spans
@@ -41,14 +40,13 @@ from jaxprobe.features.rows import (
     Rows,
     chosen_layer,
     load_rows,
-    row_reader,
     training_rows,
 )
 from jaxprobe.features.subsets import FAMILIES, N_SUBSETS, SUBSET_NAMES, subset_index
 from jaxprobe.fit import grid
-from jaxprobe.fit.stage import fit_rows, outputs_of_rows, read_member_outputs
+from jaxprobe.fit.stage import MemberTrainer, read_member_outputs
 from jaxprobe.model.encoder import Encoder
-from jaxprobe.settings import GridConfig, grid_config
+from jaxprobe.settings import GridConfig, grid_config, set_compiler
 
 SPLITS = ("train", "validation", "test")
 ALL = "mean of all"
@@ -292,23 +290,17 @@ def measure_mixed(run: RunDir, update: Update) -> Iterator[MixedCost]:
     total = len(SETTINGS) * len(blocks)
     for setting in SETTINGS:
         single = read_member_outputs(run, setting).logits  # before minutes of training
-        store, rows = load_rows(run, setting)
-        read = row_reader(run, setting, store, rows, config.stream)
-        encoder = Encoder(config.mixed().encoder, read.dims)
+        data = training_rows(run, setting, streamed=config.stream is not None)
+        trainer = MemberTrainer(
+            data=data,
+            config=config.mixed(),
+            key="",
+            tick=lambda: update(next(done), total),
+        )
         with tempfile.TemporaryDirectory() as folder:
-            trained = fit_rows(
-                training_rows(read, rows, config.stream),
-                rows.labels,
-                blocks,
-                encoder=encoder,
-                config=config.train,
-                folder=Path(folder),
-                key="",
-                tick=lambda: update(next(done), total),
-            )
-        whole = grid.join(trained, grid.grid_members(config.train.n_seeds))
-        mixed = outputs_of_rows(whole, read, len(rows.ids), encoder).logits
-        yield from compare(bootstrap_of(run), rows, single, mixed)
+            trained = trainer.train(data.rows.labels, blocks, Path(folder))
+        mixed = trainer.outputs(trained).logits
+        yield from compare(bootstrap_of(run), data.rows, single, mixed)
 
 
 def compare(
