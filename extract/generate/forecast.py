@@ -73,16 +73,12 @@ class CountingGenerator:
     Args:
       generator: whose identity and tokens these are.
       stage: whose forecast it is.
-      model_bytes: what the generator needs, or None.
     """
 
-    def __init__(
-        self, generator: Generator, stage: str, model_bytes: int | None = None
-    ) -> None:
+    def __init__(self, generator: Generator, stage: str) -> None:
         """Stand in for a generator."""
         self._generator = generator
         self._stage = stage
-        self._model_bytes = model_bytes
 
     @property
     def identity(self) -> Mapping[str, Any]:
@@ -111,13 +107,7 @@ class CountingGenerator:
         """
         todo = [prompt for i, prompt in enumerate(prompts) if i not in done]
         raise Counted(
-            forecast_requests(
-                self._stage,
-                todo,
-                config,
-                generator=self._generator,
-                model_bytes=self._model_bytes,
-            )
+            forecast_requests(self._stage, todo, config, generator=self._generator)
         )
 
 
