@@ -52,20 +52,21 @@ VALUES = st.recursive(
 def test_the_scanner_finds_the_objects_that_json_finds(values, portion, indent, ascii_):
     content = json.dumps(values, indent=indent, ensure_ascii=ascii_).encode()
     found = walk(content, portion)
-    assert [v.object for v in found] == [
+    assert [v.value for v in found] == [
         v if isinstance(v, dict) else None for v in values
     ]
-    assert all((v.object is None) == (v.problem is not None) for v in found)
+    assert all((v.value is None) == (v.problem is not None) for v in found)
 
 
 @pytest.mark.parametrize("make", [hotpot, musique])
 def test_every_record_starts_where_its_offset_says(make):
     records = [make(i) for i in range(20)]
     content = json.dumps(records).encode()
-    for value, record in zip(walk(content, 1000), records, strict=True):
+    for found, record in zip(walk(content, 1000), records, strict=True):
         raw = json.dumps(record).encode()
-        assert content[value.offset : value.offset + len(raw)] == raw
-        assert value.object == record
+        offset = int(found.at.removeprefix("byte "))
+        assert content[offset : offset + len(raw)] == raw
+        assert found.value == record
 
 
 def damaged(make, spoil):
@@ -85,7 +86,7 @@ SPOILS = {
 @pytest.mark.parametrize("spoil", SPOILS.values(), ids=SPOILS)
 def test_a_damaged_record_is_refused_alone(make, spoil):
     found = walk(damaged(make, spoil))
-    assert [v.object for v in found] == [None if i == 3 else make(i) for i in range(8)]
+    assert [v.value for v in found] == [None if i == 3 else make(i) for i in range(8)]
     assert found[3].problem.startswith("not valid JSON")
 
 
@@ -104,7 +105,7 @@ def test_a_record_without_its_brace_takes_no_other_with_it(
         cut = lines[position].rindex("}")
         lines[position] = lines[position][:cut] + lines[position][cut + 1 :]
     found = walk(("[" + ", ".join(lines) + "]").encode())
-    assert [v.object for v in found] == [
+    assert [v.value for v in found] == [
         None if i == position else make(i) for i in range(8)
     ]
     assert "left open" in found[position].problem
@@ -114,8 +115,25 @@ def test_a_byte_that_is_no_utf8_spoils_one_record():
     content = json.dumps([hotpot(i) for i in range(5)]).encode()
     where = content.index(b"drummer", len(content) // 2)
     found = walk(content[:where] + b"\xff" + content[where + 1 :])
-    assert sum(v.object is None for v in found) == 1
+    assert sum(v.value is None for v in found) == 1
     assert any("0xff" in (v.problem or "") for v in found)
+
+
+ODD = {
+    "half of a surrogate pair": (r'{"a": "\ud800"}', "surrogate pair"),
+    "lists in lists": ('{"a": ' + "[" * 9000 + "]" * 9000 + "}", "inside each other"),
+    "a number of 5000 digits": ('{"a": ' + "1" * 5000 + "}", "not valid JSON"),
+    "a line feed in a text": ('{"a": "b\nc"}', "control character, at character 8"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_odd_record_is_refused_alone_and_by_its_reason(name):
+    odd, words = ODD[name]
+    first, second, third = walk(f'[{{"a": 1}}, {odd}, {{"a": 2}}]'.encode())
+    assert (first.value, third.value) == ({"a": 1}, {"a": 2})
+    assert second.value is None
+    assert words in second.problem
 
 
 @pytest.mark.parametrize("make", [hotpot, musique])
@@ -141,7 +159,7 @@ def test_what_stands_between_records_must_be_a_comma(content, words):
 
 def test_values_that_are_no_objects_keep_their_numbers():
     found = walk(b'[1, "a,]", null, [{"b": "]"}], true, {"a": 1},, {"a": 2},]')
-    assert [v.object for v in found][5:] == [{"a": 1}, None, {"a": 2}, None]
+    assert [v.value for v in found][5:] == [{"a": 1}, None, {"a": 2}, None]
     kinds = [v.problem.split("found ")[-1] for v in found[:5]]
     assert kinds == ["a number", "text", "null", "a list", "true or false"]
 
@@ -169,7 +187,7 @@ def test_the_window_does_not_grow_with_the_file():
     window = Window(Endless(n_records))
     widest = n_found = 0
     for value in ArrayScanner(window, "f").walk(window.skip_space(0) + 1):
-        n_found += value.object is not None
+        n_found += value.value is not None
         widest = max(widest, len(window.text))
     assert n_found == n_records
     assert widest < 2 << 20
