@@ -22,7 +22,6 @@ from safetensors.numpy import save_file
 
 from benchmarks.speed.commands import AS_JSON, RowPrinter, reset_peak
 from extract.run.console import Progress, quiet
-from jaxprobe.compiler import set_compiler
 from jaxprobe.config import EncoderConfig, TrainConfig
 from jaxprobe.features.families import Standardizer, split_families
 from jaxprobe.features.subsets import SUBSETS, FamilyDims
@@ -36,7 +35,7 @@ from jaxprobe.fit.work import (
     weights_file,
 )
 from jaxprobe.model.encoder import Encoder
-from jaxprobe.settings import GRID_PRESETS
+from jaxprobe.settings import GRID_PRESETS, set_compiler
 
 EXAMPLES = (1, 2, 4, 8)  # times the workload's
 SEEDS = (1, 3, 6)  # 15 members each

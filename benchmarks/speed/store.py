@@ -29,7 +29,6 @@ from extract.run.console import Progress, quiet, table_head, table_row
 from extract.store.read import FeatureStore, open_store, read_family
 from extract.store.spec import Family, StoreSpec
 from extract.store.write import create_store, write_range
-from jaxprobe.compiler import XLA_FLAGS
 from jaxprobe.config import StreamConfig, TrainConfig
 from jaxprobe.features.families import split_families, standardizer_of
 from jaxprobe.features.reading import read_features
@@ -38,6 +37,7 @@ from jaxprobe.fit.grid import Block, Member, Trained, fit_blocks, labelled
 from jaxprobe.fit.streaming import Streamed, epoch_groups, fit_streamed, prefetched
 from jaxprobe.fit.work import Workload
 from jaxprobe.model.encoder import Encoder
+from jaxprobe.settings import XLA_FLAGS
 
 Mode = Literal["streamed", "resident", "reading"]
 SUBSETS_TRAINED = ("H", "P", "HP", "RA", "HPRA")

@@ -37,7 +37,6 @@ from benchmarks.speed.torch_training import (
     by_subset,
 )
 from extract.run.console import Progress, quiet
-from jaxprobe.compiler import XLA_FLAGS
 from jaxprobe.features.subsets import subset_index
 from jaxprobe.fit.work import (
     Losses,
@@ -46,6 +45,7 @@ from jaxprobe.fit.work import (
     in_parts,
     turn_flops,
 )
+from jaxprobe.settings import XLA_FLAGS
 
 KINDS = {
     "grid": "(a) grid, two members side by side",
