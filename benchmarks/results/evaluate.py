@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.baselines import perplexity_scores, text_scores
+from benchmarks.baselines.perplexity import perplexity_scores
+from benchmarks.baselines.text import text_scores
 from extract.generate.requests import answer_config
 from extract.records import SETTINGS, Setting
 from extract.run.console import Progress, Update

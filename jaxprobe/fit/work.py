@@ -6,7 +6,6 @@ Signals are made up, of the sizes of a run: what a step costs does not depend on
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -42,16 +41,6 @@ class Workload:
     n_seeds: int = 3
     learning_rate: float = 2e-4
     weight_decay: float = 0.01
-
-    @classmethod
-    def from_json(cls, found: dict[str, Any]) -> "Workload":
-        """Return what `dataclasses.asdict` has taken apart."""
-        parts = {
-            "encoder": EncoderConfig(**found["encoder"]),
-            "dims": FamilyDims(**found["dims"]),
-            "spans": tuple((fewest, most) for fewest, most in found["spans"]),
-        }
-        return cls(**{**found, **parts})
 
     @property
     def members(self) -> list[Member]:

@@ -1,9 +1,8 @@
-"""Rival detectors that score the same answers: the text alone, and its perplexity.
+"""Text alone: TF-IDF and logistic regression, no internals.
 
 How far surface text goes is the question of the paper's appendix "How Far Surface Text
 Alone Goes"; the linear rung of its ladder is here. A text is the question, the answer
-and, with context, the passages as the model saw them. Scores are oriented as
-everywhere: higher means more likely correct.
+and, with context, the passages as the model saw them.
 """
 
 import dataclasses
@@ -17,10 +16,7 @@ from sklearn.pipeline import Pipeline, make_pipeline
 from extract.generate.requests import variants_of
 from extract.run.contents import read_answers, read_examples
 from extract.run.directory import RunDir
-from extract.store.read import FeatureStore, read_family
 from jaxprobe.features.rows import Rows
-
-SURPRISAL = 1  # column of a prob row: p(v), -log p(v), entropy, top p, margin
 
 
 def joined_text(question: str, answer: str, passages: Sequence[str] = ()) -> str:
@@ -89,37 +85,3 @@ def text_scores(run: RunDir, rows: Rows) -> np.ndarray:
     where = rows.where("train")
     detector = fit_tfidf([texts[i] for i in where], rows.labels[where])
     return detector.score(texts)[None]
-
-
-def perplexity_score(prob_rows: np.ndarray, answer_span: tuple[int, int]) -> float:
-    """Return minus the mean surprisal of the answer, in nats; at most 0.
-
-    This is the logarithm of the inverse perplexity, so higher means more likely
-    correct. An answer without a token has an empty literal span; it is read where it
-    was given, at the last prompt token, which emitted the end.
-
-    Args:
-      prob_rows: `[n_tokens, 5]`, the prob family of one example, any float dtype.
-      answer_span: absolute `[start, stop)` into those rows.
-
-    Raises:
-      ValueError: the span is not inside the rows.
-    """
-    start, stop = answer_span
-    if not 0 <= start <= stop <= len(prob_rows) or stop == 0:
-        raise ValueError(
-            f"answer span [{start}, {stop}) is outside the {len(prob_rows)} tokens of "
-            "this example"
-        )
-    start = min(start, stop - 1)
-    surprisal = np.asarray(prob_rows[start:stop, SURPRISAL], dtype=np.float64)
-    return -float(surprisal.mean())
-
-
-def perplexity_scores(store: FeatureStore) -> np.ndarray:
-    """Return the score of every row of a store, `[1, n_rows]`."""
-    ragged = read_family(store, "prob")
-    spans = store.spec.spans[:, 2].tolist()
-    return np.array(
-        [[perplexity_score(ragged.example(i), span) for i, span in enumerate(spans)]]
-    )
