@@ -42,7 +42,7 @@ VERBS = {
 }
 # What `demo` does, in order: where each stage stands.
 CHAIN = (
-    "extract.world.stage:WORLD",
+    "extract.world.commands:WORLD",
     "extract.generate.stage:ANSWER",
     "extract.label.stage:LABEL",
     "extract.signals.stage:EXTRACT",

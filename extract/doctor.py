@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from extract.run.directory import RunDir
 from extract.run.files import JsonLines
-from extract.run.forecast import bytes_in_words
+from extract.run.stages import bytes_in_words
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement

@@ -12,9 +12,8 @@ import numpy as np
 from extract.records import SETTINGS, Setting
 from extract.run.console import Progress, Update
 from extract.run.directory import RunDir
-from extract.run.forecast import Forecast
 from extract.run.results import ON_REQUEST
-from extract.run.stages import Stage, side_by_side
+from extract.run.stages import Forecast, Stage, side_by_side
 from jaxprobe import checkpoint
 from jaxprobe.checkpoint import load_cache
 from jaxprobe.detector import HeadName

@@ -8,9 +8,9 @@ import json
 
 import pytest
 
+from extract.world.commands import WORLD_PRESETS
 from extract.world.facts import make_world
 from extract.world.questions import make_examples
-from extract.world.stage import WORLD_PRESETS
 from tests.process import call
 
 

@@ -12,7 +12,7 @@ from extract.run.directory import RunDir
 from extract.run.manifest import PRESETS, NewRun, as_json, decode_section
 from extract.run.verbs import load_stage
 from extract.signals.stage import EXTRACT_PRESETS
-from extract.world.stage import WORLD_PRESETS
+from extract.world.commands import WORLD_PRESETS
 from jaxprobe.commands import with_options
 from jaxprobe.config import StreamConfig
 from jaxprobe.evaluation import INTERVAL_PRESETS

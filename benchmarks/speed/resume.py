@@ -44,7 +44,7 @@ from extract.run.workers import Worker
 from extract.signals.plan import ExtractConfig
 from extract.signals.stage import EXTRACT_PRESETS, extract_config, extract_part
 from extract.store.read import done_ranges, open_store
-from extract.world.stage import WORLD, WORLD_PRESETS
+from extract.world.commands import WORLD, WORLD_PRESETS
 
 _FORKS = multiprocessing.get_context("forkserver")
 _FORKS.set_forkserver_preload([__name__])

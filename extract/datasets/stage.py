@@ -16,9 +16,8 @@ from extract.run.console import Progress, Update
 from extract.run.contents import splits_file
 from extract.run.directory import RunDir
 from extract.run.files import sha256_file
-from extract.run.forecast import Forecast
 from extract.run.manifest import NewRun, manifest_file
-from extract.run.stages import once
+from extract.run.stages import Forecast, once
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from extract.generate.generator import (
     GeneratorPrompt,
     SamplingConfig,
 )
-from extract.run.forecast import Forecast
+from extract.run.stages import Forecast
 
 if TYPE_CHECKING:
     from extract.backbone.loading import Backbone

@@ -52,9 +52,8 @@ from extract.run.files import (
     write_json_atomic,
     write_text_atomic,
 )
-from extract.run.forecast import Forecast
 from extract.run.lock import InUse
-from extract.run.stages import Stage, once
+from extract.run.stages import Forecast, Stage, once
 from extract.run.workers import Worker
 
 _PATIENCE = 120.0  # seconds; who puts together, or looks whether to, takes less

@@ -30,8 +30,7 @@ from extract.run.console import Progress, Update
 from extract.run.contents import labels_by, read_answers, read_examples
 from extract.run.directory import RunDir
 from extract.run.files import sha256_json, write_json_atomic, write_text_atomic
-from extract.run.forecast import Forecast
-from extract.run.stages import Stage, once
+from extract.run.stages import Forecast, Stage, once
 
 
 def _pairs(run: RunDir) -> list[tuple[Example, Answer]]:

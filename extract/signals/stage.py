@@ -11,9 +11,8 @@ from extract.records import SETTINGS
 from extract.run.console import Progress, Update
 from extract.run.contents import read_answers, store_files
 from extract.run.directory import RunDir
-from extract.run.forecast import Forecast
 from extract.run.manifest import Preset
-from extract.run.stages import Stage
+from extract.run.stages import Forecast, Stage
 from extract.run.workers import Worker
 from extract.signals.plan import ExtractConfig
 from extract.store.config import stored_bytes

@@ -1,17 +1,109 @@
-"""The verb `world`, and the options that every new run has."""
+"""The verb `world`, its stage, and the options that every new run has."""
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from extract.run.console import Progress
+from extract.records import write_lines
+from extract.run.console import Progress, Update
+from extract.run.directory import RunDir
+from extract.run.files import write_text_atomic
+from extract.run.manifest import NewRun, Preset, package_versions
+from extract.run.stages import Forecast, Stage, do
 from extract.run.verbs import MODEL, RUN_DIR, SEED, dry_run_option, preset_option
 from extract.signals.commands import kept_options, take_kept
+from extract.world.facts import WorldConfig, make_world
+from extract.world.questions import QuestionConfig, make_examples
 
-if TYPE_CHECKING:
-    from extract.run.manifest import NewRun
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorldSection:
+    """The run's section `world`.
+
+    The world's own seed is fixed, since the embedded model knows one world.
+    """
+
+    world: WorldConfig = WorldConfig()
+    questions: QuestionConfig = QuestionConfig()
+
+
+WORLD_PRESETS: dict[Preset, WorldSection] = {
+    "demo": WorldSection(),
+    "smoke": WorldSection(
+        questions=QuestionConfig(n_train=128, n_evaluation=32, n_ood=16)
+    ),
+    "paper": WorldSection(),
+}
+
+
+def _lines(config: WorldSection) -> tuple[str, str]:
+    """Return the questions and the passages as they are written."""
+    made = make_world(config.world)
+    examples = make_examples(made, config.questions)
+    return write_lines(examples), write_lines(made.passages)
+
+
+def _world(
+    run: RunDir, config: WorldSection, update: Update, progress: Progress
+) -> None:
+    examples, passages = _lines(config)
+    write_text_atomic(run.examples, examples)
+    write_text_atomic(run.passages, passages)
+
+
+def forecast_world(config: WorldSection) -> Forecast:
+    """Return what the microworld's questions need: they are made, and not written."""
+    lines = "".join(_lines(config))
+    return Forecast(
+        stage="world",
+        n_rows=lines.count("\n"),
+        disk_bytes=len(lines),
+        basis="questions and passages were all made",
+    )
+
+
+def train_world_model(run: RunDir, update: Update, progress: Progress) -> Path:
+    """Train the microworld's model from nothing, into the run directory.
+
+    Returns:
+      The directory it was saved in, for `--model`.
+    """
+    from extract.world.model import WorldModelConfig, save, train
+
+    recipe, config = WorldModelConfig(), run.section("world", WorldSection)
+    path = run.path / "model"
+
+    def on_step(step: int, losses: list[float], _: object) -> None:
+        update(step + 1, recipe.n_steps)
+        if (step + 1) % 100 == 0:
+            shown = ", ".join(f"{loss:.3f}" for loss in losses)
+            progress.note(f"model: step {step + 1}, losses {shown} nats")
+
+    model, tokenizer = train(make_world(config.world), recipe, on_step)
+    save(
+        model,
+        tokenizer,
+        path,
+        {
+            "command": "beatrice world RUN_DIR --train",
+            "world": dataclasses.asdict(config.world),
+            "model": dataclasses.asdict(recipe),
+            "versions": package_versions(),
+        },
+    )
+    return path
+
+
+WORLD = Stage(
+    name="world",
+    inputs=lambda run: [],
+    outputs=lambda run: [run.examples, run.passages],
+    work=_world,
+    presets=WORLD_PRESETS,
+)
 
 
 def new_world_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -30,15 +122,11 @@ def new_world_options(command: Callable[..., None]) -> Callable[..., None]:
     return kept_options(command)
 
 
-def new_world(options: dict[str, Any]) -> "NewRun":
+def new_world(options: dict[str, Any]) -> NewRun:
     """Take the options of a new run; a wrong model is found before it is made."""
-    import dataclasses
-
     from extract.backbone.names import BackboneConfig
     from extract.generate.options import check_backbone
-    from extract.run.manifest import NewRun
     from extract.signals.stage import EXTRACT_PRESETS
-    from extract.world.stage import WORLD_PRESETS
 
     preset, kept = options.pop("preset"), take_kept(options)
     backbone = BackboneConfig(model=options.pop("model"))
@@ -64,10 +152,6 @@ def world(run_dir: Path, train: bool, dry_run: bool, **options: Any) -> None:
 
     Example: beatrice world runs/mine --train
     """
-    from extract.run.directory import RunDir
-    from extract.run.stages import do
-    from extract.world.stage import WORLD, forecast_world, train_world_model
-
     asked = new_world(options)
     if dry_run:
         click.echo(forecast_world(asked.sections["world"]).as_text())

@@ -16,8 +16,7 @@ from extract.run.console import Progress, Update
 from extract.run.contents import store_files
 from extract.run.directory import RunDir
 from extract.run.files import sha256_file
-from extract.run.forecast import Forecast
-from extract.run.stages import Stage, side_by_side
+from extract.run.stages import Forecast, Stage, side_by_side
 from extract.store.read import open_store
 from jaxprobe import checkpoint
 from jaxprobe.checkpoint import load_cache, save_cache

@@ -12,10 +12,9 @@ from extract.run.console import Progress, Update
 from extract.run.contents import read_examples
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
-from extract.run.forecast import Forecast
 from extract.run.manifest import Preset
 from extract.run.results import publish, rows_file
-from extract.run.stages import Stage
+from extract.run.stages import Forecast, Stage
 from extract.signals.stage import extract_config
 from jaxprobe.detector import Detector
 from jaxprobe.evaluation import bootstrap_of

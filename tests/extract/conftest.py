@@ -6,9 +6,9 @@ from extract.backbone.loading import load_backbone
 from extract.backbone.names import WEIGHTS
 from extract.generate.local import TransformersGenerator
 from extract.generate.requests import PromptConfig, make_requests
+from extract.world.commands import WORLD_PRESETS
 from extract.world.facts import make_world
 from extract.world.questions import make_examples
-from extract.world.stage import WORLD_PRESETS
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,7 @@ from extract.records import (
 from extract.run.contents import read_answers
 from extract.run.directory import RunDir
 from extract.run.files import JsonLines
-from extract.run.forecast import Forecast, bytes_in_words
-from extract.run.stages import disk_bytes
+from extract.run.stages import Forecast, bytes_in_words, disk_bytes
 from extract.signals.stage import EXTRACT, EXTRACT_PRESETS
 from extract.store.read import open_store
 from tests.extract import published as pub

@@ -8,9 +8,15 @@ import pytest
 
 from extract.run.console import Progress
 from extract.run.directory import RunDir
-from extract.run.forecast import Forecast
 from extract.run.manifest import NewRun, read_manifest
-from extract.run.stages import Stage, do, forecast_stage, run_stage, side_by_side
+from extract.run.stages import (
+    Forecast,
+    Stage,
+    do,
+    forecast_stage,
+    run_stage,
+    side_by_side,
+)
 
 
 def test_every_item_is_done_and_every_thing_counted_once():
