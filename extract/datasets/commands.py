@@ -1,12 +1,18 @@
-"""The verb that reads published question sets, and makes a run of them."""
+"""The verb `data` and its stage: published question sets become a run.
 
+What comes out is what `world` writes, and a manifest of the splits beside it; from
+there on a run does not know where its questions came from.
+"""
+
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from extract.datasets.config import BuildConfig, Source
 from extract.datasets.options import (
     SETS,
     asking_options,
@@ -16,9 +22,96 @@ from extract.datasets.options import (
     sources_of,
     take_files,
 )
-from extract.run.console import RunPath
+from extract.run.console import Progress, RunPath, Update
+from extract.run.contents import splits_file
+from extract.run.directory import RunDir
+from extract.run.files import sha256_file
+from extract.run.manifest import NewRun, manifest_file
+from extract.run.stages import Forecast, once
 from extract.run.verbs import dry_run_option
 from extract.signals.commands import kept_options, take_kept
+
+
+@contextlib.contextmanager
+def _nothing_half_made(path: Path) -> Iterator[None]:
+    """Take a new run directory away again if its questions cannot be read."""
+    was_there, was_run = path.exists(), manifest_file(path).exists()
+    try:
+        yield
+    except BaseException:
+        if not was_run and path.is_dir():
+            for name in ("manifest.json", "lock"):
+                (path / name).unlink(missing_ok=True)
+            if not was_there and not any(path.iterdir()):
+                path.rmdir()
+        raise
+
+
+def make_data_run(
+    path: Path,
+    sources: Sequence[Source],
+    build: BuildConfig,
+    asked: NewRun,
+    progress: Progress,
+    *,
+    fixed: Path | None = None,
+) -> dict[str, Any]:
+    """Make a run directory of published questions, or continue making it.
+
+    Args:
+      path: the directory; created if absent, taken if empty.
+      sources: the files.
+      build: which of their questions, and what of them.
+      asked: the run; its section `data` says the same of the files as `sources`.
+      progress: shows the stage.
+      fixed: a manifest whose splits are used instead of drawing.
+
+    Returns:
+      The manifest of the splits.
+
+    Raises:
+      ValueError: a file is refused or too small, or the directory holds another run.
+    """
+    from extract.datasets.building import build_examples, check_folder
+
+    with _nothing_half_made(path), RunDir.open(path, asked) as run:
+        for left in run.path.glob(".*.tmp"):  # of a run that was killed; we hold it
+            left.unlink()
+
+        def work(update: Update) -> None:
+            build_examples(run.path, sources, build, fixed=fixed, note=progress.note)
+
+        inputs = {f"{s.dataset} {s.role}": sha256_file(s.path) for s in sources}
+        outputs = [run.examples, run.passages, splits_file(run)]
+        once(run, "data", inputs, outputs, progress, work)
+        return check_folder(run.path)
+
+
+def forecast_data(sources: Sequence[Source], build: BuildConfig) -> Forecast:
+    """Return what making a run of these files needs; nothing is written.
+
+    Args:
+      sources: at least one file.
+      build: what is drawn from them.
+
+    Raises:
+      ValueError: a file is refused.
+    """
+    from extract.datasets.pools import open_source
+
+    for source in sources:
+        open_source(source, build)  # says what is refused
+    return Forecast(
+        stage="data",
+        n_rows=sum(
+            sum(build.splits.sizes(s.dataset, s.role).values()) for s in sources
+        ),
+        basis=(
+            f"rows are the sizes of the splits that are asked for; {len(sources)} "
+            "files were opened and recognised, and not read through"
+        ),
+    )
+
 
 _N_SHOWN = 20  # refused records named one by one on the terminal; --json has more
 _NOTES = (
@@ -101,8 +194,6 @@ def data(run_dir: Path | None, **options: Any) -> None:
     elif not files:
         raise click.UsageError("give files with --train, --dev or --held-out")
     elif options["dry_run"]:
-        from extract.datasets.stage import forecast_data
-
         found = forecast_data(sources_of(files), build_config(options))
         click.echo(found.as_text())
     else:
@@ -154,7 +245,6 @@ def _make_run(
 
     from extract.backbone.names import BackboneConfig, default_dtype
     from extract.datasets.building import data_config
-    from extract.datasets.stage import make_data_run
     from extract.generate.options import check_backbone
     from extract.generate.requests import ANSWER_PRESETS
     from extract.run.console import Progress
