@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
-from benchmarks.baselines.perplexity import perplexity_score
-from benchmarks.baselines.text import fit_tfidf, joined_text
 from sklearn.metrics import roc_auc_score
+
+from benchmarks.baselines import fit_tfidf, joined_text, perplexity_score
 
 
 def planted(n, seed):
