@@ -108,7 +108,7 @@ def _rank_setting(
             ("greedy_three", greedy),
         )
     ]
-    families = list(traits(rows.setting, search.n_pool).values())
+    families = list(traits(rows.setting, heads.pool.train.n_pool).values())
     parts = np.array_split(ranking.means[ranking.order], N_BINS)
     arrays = {
         **ranking._asdict(),

@@ -23,7 +23,7 @@ from jaxprobe.settings import (
     grid_config,
     select_config,
 )
-from pgir.controllers.traces import CONTROL_PRESETS
+from pgir.controllers.stage import CONTROL_PRESETS
 from selection.sweep import SWEEP_PRESETS
 
 SECTIONS = {
