@@ -41,17 +41,13 @@ class GenerationConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One answer to be generated.
-
-    Attributes:
-      dropped: places of the passages that are not in the prompt, see `Answer`.
-    """
+    """One answer to be generated."""
 
     example_id: str
     setting: Setting
     variant: Variant
     prompt: Prompt
-    dropped: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()  # places of the passages that are not in the prompt
 
     @property
     def key(self) -> tuple[str, str, str]:
