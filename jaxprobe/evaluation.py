@@ -8,8 +8,10 @@ of the mean that is printed.
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +21,6 @@ from extract.run.results import ResultRow
 from jaxprobe.features.rows import Rows
 from jaxprobe.metrics import (
     BootstrapConfig,
-    Metric,
     auprc,
     auroc,
     cluster_weights,
@@ -28,17 +29,12 @@ from jaxprobe.metrics import (
     weighted_auroc,
 )
 
-PointMetric = Callable[[np.ndarray, np.ndarray], Metric]
-Resampled = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-METRICS: dict[str, tuple[PointMetric, Resampled]] = {
-    "auroc": (auroc, weighted_auroc),
-    "auprc": (auprc, weighted_auprc),
-}
+METRICS = {"auroc": (auroc, weighted_auroc), "auprc": (auprc, weighted_auprc)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Scored:
-    """What one detector says of every row of a setting.
+    """The scores that one detector gives to every row of a setting.
 
     Attributes:
       name: as in the rows, such as "champion" or "encoder:HP".
@@ -51,53 +47,47 @@ class Scored:
     scores: np.ndarray
     labels: np.ndarray | None = None
 
+    def take(self, where: np.ndarray) -> "Scored":
+        """Return the same of some rows, `[n]` indices."""
+        labels = None if self.labels is None else self.labels[where]
+        return Scored(name=self.name, scores=self.scores[:, where], labels=labels)
+
 
 def _rows_of(
     scored: Scored,
-    rows: Rows,
-    column: tuple[str, str],
+    labels: np.ndarray,
     weights: np.ndarray,
-    chosen: np.ndarray,
-    experiment: str,
+    shared: Mapping[str, Any],
 ) -> list[ResultRow]:
-    """Return one detector's rows on one set: each seed, and their mean."""
-    dataset, split = column
-    labels = (rows.labels if scored.labels is None else scored.labels)[chosen]
-    shared = {
-        "experiment": experiment,
-        "detector": scored.name,
-        "setting": rows.setting,
-        "dataset": dataset,
-        "split": split,
-        "n": len(chosen),
-        "n_failed": rows.n_unlabelled(split, dataset),
-    }
-    found = []
+    """Return one detector's rows on one set: the mean over seeds, then each seed.
+
+    Args:
+      scored: of the labelled rows of the set alone.
+      labels: of the same rows, unless the detector has its own.
+      weights: of the same rows, see `cluster_weights`.
+      shared: the fields that all rows have in common.
+    """
+    labels = labels if scored.labels is None else scored.labels
+    shared = {**shared, "detector": scored.name}
+    made = []
     for metric, (point, resampled) in METRICS.items():
-        per_seed = [point(scores[chosen], labels) for scores in scored.scores]
+        per_seed = [point(scores, labels) for scores in scored.scores]
         reason = next((p.reason for p in per_seed if p.reason is not None), None)
         if reason is not None:
-            found.append(ResultRow(**shared, metric=metric, value=None, reason=reason))
+            made.append(ResultRow(**shared, metric=metric, value=None, reason=reason))
             continue
-        draws = np.mean(
-            [resampled(s[chosen], labels, weights) for s in scored.scores], axis=0
-        )
-        low, high = interval_of(draws)
-        found.append(
-            ResultRow(
-                **shared,
-                metric=metric,
-                value=float(np.mean([p.value for p in per_seed])),
-                ci_low=low,
-                ci_high=high,
-            )
+        draws = [resampled(scores, labels, weights) for scores in scored.scores]
+        low, high = interval_of(np.mean(draws, axis=0))
+        mean = float(np.mean([p.value for p in per_seed]))
+        made.append(
+            ResultRow(**shared, metric=metric, value=mean, ci_low=low, ci_high=high)
         )
         if len(per_seed) > 1:
-            found += [
+            made += [
                 ResultRow(**shared, metric=metric, value=p.value, seed=str(seed))
                 for seed, p in enumerate(per_seed)
             ]
-    return found
+    return made
 
 
 def detection_rows(
@@ -114,56 +104,47 @@ def detection_rows(
       config: the same resamples serve every detector, so that intervals compare.
       experiment: name of the rows.
     """
-    found = []
-    for dataset, split in rows.columns():
+    made = []
+    for dataset, split in rows.evaluated_sets():
         chosen = rows.where(split, dataset)
         if not len(chosen):
             continue
-        weights = cluster_weights(rows.ids[chosen], config)
-
-        def measured(
-            scored: Scored,
-            column: tuple[str, str] = (dataset, split),
-            weights: np.ndarray = weights,
-            chosen: np.ndarray = chosen,
-        ) -> list[ResultRow]:
-            return _rows_of(scored, rows, column, weights, chosen, experiment)
-
+        measure = partial(
+            _rows_of,
+            labels=rows.labels[chosen],
+            weights=cluster_weights(rows.ids[chosen], config),
+            shared={"experiment": experiment, **rows.fields_of(dataset, split)},
+        )
         # NumPy's sums over resamples leave the interpreter free for another detector.
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            found += itertools.chain.from_iterable(pool.map(measured, detectors))
-    return found
+            parts = pool.map(measure, [scored.take(chosen) for scored in detectors])
+            made += itertools.chain.from_iterable(parts)
+    return made
 
 
 def permute_by_question(rows: Rows, seed: int) -> np.ndarray:
-    """Return labels dealt out anew among the questions of each set and split.
+    """Return labels permuted among the questions of each set and split.
 
-    Rows of one question stay together: the two wordings of a context are no
-    independent examples. Rows without a label keep none, and deal none out. Both the
-    training and the evaluation labels are permuted, so that any AUROC away from one
-    half is a leak in the pipeline.
+    Rows of one question stay together: the two wordings of a context are not
+    independent examples. Rows without a label take no part. Both the training and the
+    evaluation labels are permuted, so that any AUROC away from one half is a leak in
+    the pipeline.
 
     Returns:
       `[n_rows]` bool.
     """
     permuted = rows.labels.copy()
     rng = np.random.default_rng(seed)
-    groups: Mapping[tuple[str, str], None] = dict.fromkeys(
-        zip(rows.datasets, rows.splits, strict=True)
-    )
-    for dataset, split in groups:
-        where = rows.where(split, dataset)
-        own: dict[str, list[int]] = {}
-        for i in where:
-            own.setdefault(rows.ids[i], []).append(i)
+    for dataset, split in dict.fromkeys(zip(rows.datasets, rows.splits, strict=True)):
+        by_question: dict[str, list[int]] = {}
+        for i in rows.where(split, dataset):
+            by_question.setdefault(rows.ids[i], []).append(i)
         by_size: dict[int, list[list[int]]] = {}
-        for members in own.values():
-            by_size.setdefault(len(members), []).append(members)
+        for where in by_question.values():
+            by_size.setdefault(len(where), []).append(where)
         for questions in by_size.values():
-            order = rng.permutation(len(questions))
-            dealt = [rows.labels[questions[j]] for j in order]
-            for members, labels in zip(questions, dealt, strict=True):
-                permuted[members] = labels
+            places = np.array(questions)  # [n_questions, n_wordings]
+            permuted[places] = rows.labels[places[rng.permutation(len(places))]]
     return permuted
 
 

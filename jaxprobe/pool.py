@@ -4,8 +4,9 @@ With context the pool is the with-context encoders, then the closed-book ones re
 the closed-book pass of the same question. Closed-book it is the closed-book encoders.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,7 +22,59 @@ from jaxprobe.model.fusion import PoolOutputs, pool_outputs
 from jaxprobe.settings import grid_config
 
 BRANCHES: tuple[HeadName, ...] = ("closed_book", "with_context", "single_pass")
-OutputsOf = Callable[[RunDir, Setting], MemberOutputs]
+
+
+class Pool(NamedTuple):
+    """What the pool of a setting puts out on its rows.
+
+    Attributes:
+      train: outputs on the training rows.
+      valid: outputs on the validation rows.
+      all_rows: outputs on every stored row.
+      rows: what the rows are.
+    """
+
+    train: PoolOutputs
+    valid: PoolOutputs
+    all_rows: PoolOutputs
+    rows: Rows
+
+
+def load_pool(
+    run: RunDir,
+    setting: Setting,
+    outputs_of: Callable[[Setting], MemberOutputs] | None = None,
+) -> Pool:
+    """Return a setting's pool.
+
+    Args:
+      run: with trained encoders.
+      setting: whose answers are scored.
+      outputs_of: gives the outputs of a pass; None takes the run's own encoders.
+    """
+    outputs_of = outputs_of or partial(read_member_outputs, run)
+    _, rows = load_rows(run, setting)
+    passes = [outputs_of(setting)]
+    if setting == "with_context":
+        _, closed_book = load_rows(run, "closed_book")
+        where = partners(rows, closed_book)
+        passes.append(_take(outputs_of("closed_book"), where))
+    n_seeds = grid_config(run).train.n_seeds
+
+    def part(where: np.ndarray) -> PoolOutputs:
+        outputs = tuple(_take(one, where) for one in passes)
+        return pool_outputs(outputs, n_seeds, rows.labels[where])
+
+    return Pool(
+        train=part(rows.where("train")),
+        valid=part(rows.where("validation")),
+        all_rows=part(np.arange(len(rows.ids))),
+        rows=rows,
+    )
+
+
+def _take(outputs: MemberOutputs, where: np.ndarray) -> MemberOutputs:
+    return MemberOutputs(outputs.logits[:, where], outputs.pooled[:, where])
 
 
 def branch_setting(branch: HeadName) -> Setting:
@@ -29,8 +82,8 @@ def branch_setting(branch: HeadName) -> Setting:
     return "closed_book" if branch == "closed_book" else "with_context"
 
 
-def reads(branch: HeadName, members: list[int]) -> tuple[tuple[Setting, str], ...]:
-    """Return (pass, subset) of pool positions; see `setting_outputs`."""
+def reads(branch: HeadName, members: Sequence[int]) -> tuple[tuple[Setting, str], ...]:
+    """Return the (pass, subset name) of pool positions."""
     own = branch_setting(branch)
     return tuple(
         (own if i < N_SUBSETS else "closed_book", SUBSET_NAMES[i % N_SUBSETS])
@@ -38,65 +91,16 @@ def reads(branch: HeadName, members: list[int]) -> tuple[tuple[Setting, str], ..
     )
 
 
-def setting_outputs(
-    run: RunDir, setting: Setting, outputs_of: OutputsOf = read_member_outputs
-) -> tuple[tuple[MemberOutputs, ...], Rows]:
-    """Return the outputs of a setting's pool, pass by pass, and its rows.
-
-    With context the pool is the with-context encoders, then the closed-book ones
-    reading the closed-book pass of the same question.
-
-    Args:
-      run: with trained encoders.
-      setting: whose answers are scored.
-      outputs_of: gives the outputs of a pass; by default the run's own encoders do.
-    """
-    _, rows = load_rows(run, setting)
-    own = outputs_of(run, setting)
-    if setting == "closed_book":
-        return (own,), rows
-    _, cached_rows = load_rows(run, "closed_book")
-    cached = outputs_of(run, "closed_book")
-    return (own, _at(cached, partners(rows, cached_rows))), rows
-
-
-def _at(outputs: MemberOutputs, where: np.ndarray) -> MemberOutputs:
-    return MemberOutputs(outputs.logits[:, where], outputs.pooled[:, where])
-
-
-def _pool(
-    outputs: tuple[MemberOutputs, ...], rows: Rows, where: np.ndarray, n_seeds: int
-) -> PoolOutputs:
-    return pool_outputs(
-        tuple(_at(c, where) for c in outputs), n_seeds, rows.labels[where]
-    )
-
-
-def pools(
-    run: RunDir, setting: Setting, outputs_of: OutputsOf = read_member_outputs
-) -> tuple[tuple[PoolOutputs, PoolOutputs, PoolOutputs], Rows]:
-    """Return a setting's pool on the training, the validation and all rows."""
-    outputs, rows = setting_outputs(run, setting, outputs_of)
-    n_seeds = grid_config(run).train.n_seeds
-    train, valid, everyone = (
-        _pool(outputs, rows, where, n_seeds)
-        for where in (
-            rows.where("train"),
-            rows.where("validation"),
-            np.arange(len(rows.ids)),
-        )
-    )
-    return (train, valid, everyone), rows
+def pool_names(branch: HeadName, members: Sequence[int]) -> list[str]:
+    """Return printed names of pool positions: [HP] with context, (HA) without."""
+    return [
+        f"({name})" if where == "closed_book" else f"[{name}]"
+        for where, name in reads(branch, members)
+    ]
 
 
 def read_selection(
     run: RunDir, branch: HeadName
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a branch's heads and scores, and how the search went."""
+    """Return a branch's heads and scores, and the summary of its search."""
     return checkpoint.restore(run.path / "selection" / branch)
-
-
-def pool_name(branch: HeadName, index: int) -> str:
-    """Return the printed name of a pool position: [HP] with context, (HA) without."""
-    ((where, name),) = reads(branch, [index])
-    return f"({name})" if where == "closed_book" else f"[{name}]"

@@ -10,53 +10,54 @@ from extract.run.manifest import read_manifest
 from extract.run.stages import Stage
 from jaxprobe import checkpoint
 from jaxprobe.calibration import fit_calibrator
-from jaxprobe.compiler import set_compiler
 from jaxprobe.detector import Detector, EncoderBank, HeadName, SettingHead
 from jaxprobe.features.families import Standardizer
 from jaxprobe.features.reading import longest_spans
 from jaxprobe.features.rows import chosen_layer, load_rows
 from jaxprobe.features.subsets import SUBSET_NAMES, FamilyDims
 from jaxprobe.fit.grid import Trained, grid_members
+from jaxprobe.fit.stage import encoder_folders
 from jaxprobe.pool import BRANCHES, branch_setting, read_selection, reads
-from jaxprobe.settings import grid_config, select_config
+from jaxprobe.settings import grid_config, select_config, set_compiler
 
 
 def _head(run: RunDir, branch: HeadName) -> SettingHead:
     """Return a calibrated head; calibration sees validation rows alone."""
-    tree, found = read_selection(run, branch)
+    tree, summary = read_selection(run, branch)
+    champion = tree["champion"]
     _, rows = load_rows(run, branch_setting(branch))
     where = rows.where("validation")
-    raw = tree["champion"]["scores"].mean(axis=0)
+    p_correct = champion["scores"].mean(axis=0)[where]
     return SettingHead(
-        reads=reads(branch, found["members"]),
-        config=dataclasses.replace(select_config(run).head, n_slots=found["n_slots"]),
-        params=tree["champion"]["params"],
-        calibrator=fit_calibrator(raw[where], rows.labels[where]),
+        reads=reads(branch, summary["members"]),
+        config=dataclasses.replace(select_config(run).head, n_slots=summary["n_slots"]),
+        params=champion["params"],
+        calibrator=fit_calibrator(p_correct, rows.labels[where]),
     )
 
 
-def _bank(
-    run: RunDir,
-    setting: Setting,
-    heads: Mapping[HeadName, SettingHead],
-) -> EncoderBank | None:
-    """Return the encoders of a pass that some head reads, or None."""
-    read = {name for h in heads.values() for where, name in h.reads if where == setting}
-    names = [name for name in SUBSET_NAMES if name in read]
-    if not names:
-        return None
-    tree, facts = checkpoint.restore(run.encoders(setting))
-    store, _ = load_rows(run, setting)
+def _banks(
+    run: RunDir, heads: Mapping[HeadName, SettingHead]
+) -> dict[Setting, EncoderBank]:
+    """Return the encoders that some head reads, by pass; a pass may have none."""
     config = grid_config(run)
     members = grid_members(config.train.n_seeds)
-    return EncoderBank.from_trained(
-        Trained(members, tree["params"], tree["info"]),
-        names,
-        dims=FamilyDims(**facts["dims"]),
-        config=config.encoder,
-        standardizer=Standardizer(**tree["standardizer"]),
-        lengths=longest_spans(store.spec.spans, setting),
-    )
+    banks = {}
+    for setting in SETTINGS:
+        read = {subset for h in heads.values() for s, subset in h.reads if s == setting}
+        if not read:
+            continue
+        tree, facts = checkpoint.restore(run.encoders(setting))
+        store, _ = load_rows(run, setting)
+        banks[setting] = EncoderBank.from_trained(
+            Trained(members, tree["params"], tree["info"]),
+            [name for name in SUBSET_NAMES if name in read],
+            dims=FamilyDims(**facts["dims"]),
+            config=config.encoder,
+            standardizer=Standardizer(**tree["standardizer"]),
+            lengths=longest_spans(store.spec.spans, setting),
+        )
+    return banks
 
 
 def _calibrate(run: RunDir, config: None, update: Update, progress: Progress) -> None:
@@ -65,9 +66,8 @@ def _calibrate(run: RunDir, config: None, update: Update, progress: Progress) ->
     prompt, backbone = sections["answer"]["prompt"], sections["backbone"]
     store, _ = load_rows(run, SETTINGS[0])
     heads = {branch: _head(run, branch) for branch in BRANCHES}
-    banks = {setting: _bank(run, setting, heads) for setting in SETTINGS}
     Detector(
-        banks={setting: bank for setting, bank in banks.items() if bank is not None},
+        banks=_banks(run, heads),
         heads=heads,
         facts={
             "revision": str(store.spec.fingerprint["model"]),
@@ -89,7 +89,7 @@ CALIBRATE = Stage(
         run.labels,
         run.sweep,
         run.path / "selection",
-        *(run.encoders(setting) for setting in SETTINGS),
+        *encoder_folders(run),
     ],
     outputs=lambda run: [run.detector],
     work=_calibrate,

@@ -5,11 +5,13 @@ span: the champion's encoders trained anew, then its head. Both run in the execu
 of the ordinary stages; the paper's other variants are rows of `evaluate` already.
 """
 
+import dataclasses
 import itertools
 import json
+import shutil
 from collections.abc import Callable
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -18,35 +20,32 @@ from extract.run.console import Progress, Update
 from extract.run.contents import store_files
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
-from extract.run.results import ON_REQUEST, ResultRow, publish, rows_file
+from extract.run.results import ResultRow, publish, rows_file
 from extract.run.stages import Stage, side_by_side
 from jaxprobe.checkpoint import load_cache, save_cache
-from jaxprobe.compiler import set_compiler
 from jaxprobe.evaluation import METRICS, Scored, bootstrap_of, detection_rows
-from jaxprobe.features.rows import Rows, load_rows
-from jaxprobe.features.subsets import FAMILIES, LETTERS
-from jaxprobe.fit.grid import default_blocks
-from jaxprobe.fit.stage import encoder_folders, settings_at_once
-from jaxprobe.model.fusion import PoolOutputs
-from jaxprobe.pool import pool_name, pools, read_selection, reads
-from jaxprobe.settings import SELECT_PRESETS, SelectConfig, grid_config
-from selection.greedy import (
-    GreedyConfig,
-    NoSignalError,
-    Selection,
-    fused_probability,
-    select,
+from jaxprobe.features import reading
+from jaxprobe.features.families import all_but
+from jaxprobe.features.rows import Rows, load_rows, training_rows
+from jaxprobe.features.subsets import FAMILIES, LETTERS, N_SUBSETS, SUBSET_NAMES
+from jaxprobe.fit.grid import Block, default_blocks
+from jaxprobe.fit.stage import (
+    MemberTrainer,
+    encoder_folders,
+    read_member_outputs,
+    settings_at_once,
 )
-from selection.spans import SPANS, outputs_without, subsets_read, train_without_spans
-from selection.stage import fixed_set
+from jaxprobe.model.encoder import MemberOutputs
+from jaxprobe.pool import load_pool, pool_names, read_selection, reads
+from jaxprobe.settings import SELECT_PRESETS, SelectConfig, grid_config, set_compiler
+from selection.greedy import NoSignalError, Selection
+from selection.stage import HeadTrainer, load_results
 
 EXPERIMENT = "ablation"
-Pools = tuple[PoolOutputs, PoolOutputs, PoolOutputs]  # training, validation, all rows
-
-
-def folder_of(run: RunDir) -> Path:
-    """Return where the variants lie."""
-    return run.path / "ablations"
+SPANS: dict[Setting, tuple[str, ...]] = {
+    setting: tuple(reading.SPAN_NAMES[span] for span in spans)
+    for setting, spans in reading.SPANS.items()
+}
 
 
 def variants(setting: Setting) -> list[str]:
@@ -60,79 +59,29 @@ def variants(setting: Setting) -> list[str]:
 def candidates_without(setting: Setting, n_pool: int, family: str) -> list[int]:
     """Return the pool positions of the encoders that do not read a family."""
     letter = LETTERS[FAMILIES.index(family)]
-    pool = reads(setting, list(range(n_pool)))
+    pool = reads(setting, range(n_pool))
     return [i for i, (_, name) in enumerate(pool) if letter not in name]
 
 
-def _variant_file(run: RunDir, setting: Setting, name: str) -> Path:
-    return folder_of(run) / f"{setting}.{name}.scores.safetensors"
+def replaced(
+    outputs: MemberOutputs, by: MemberOutputs, subsets: tuple[int, ...]
+) -> MemberOutputs:
+    """Put the outputs of some encoders in the place of the grid's.
 
+    Args:
+      outputs: of the grid, `[n_seeds * 15, ...]`, seed-major.
+      by: of the subsets, `[n_seeds * n_subsets, ...]`, seed-major.
+      subsets: rows of SUBSETS.
+    """
+    n_seeds = len(outputs.logits) // N_SUBSETS
+    places = [s * N_SUBSETS + k for s in range(n_seeds) for k in subsets]
 
-def _keep_variant(
-    path: Path, key: str, selection: Selection | None, everyone: PoolOutputs
-) -> None:
-    """Write a variant's encoders and what it says of every row."""
-    if selection is None:
-        save_cache(path, {"members": np.zeros(0, np.int32)}, key)
-        return
-    scores = fused_probability(selection, everyone, per_seed=True)
-    save_cache(path, {"members": np.array(selection.members), "scores": scores}, key)
+    def put(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+        copy = np.array(old)
+        copy[places] = new
+        return copy
 
-
-def _select_without(
-    pools_: Pools, config: SelectConfig, setting: Setting, family: str
-) -> Selection | None:
-    """Search without a family; None where what is left is no better than chance."""
-    train, valid, _ = pools_
-    try:
-        return select(
-            train,
-            valid,
-            config=config.head,
-            train_config=config.train,
-            greedy=GreedyConfig(margin=config.margin),
-            candidates=candidates_without(setting, train.n_pool, family),
-        )
-    except NoSignalError:
-        return None
-
-
-def _vary(
-    run: RunDir,
-    config: SelectConfig,
-    key: str,
-    setting: Setting,
-    tick: Callable[[], None],
-) -> None:
-    """Make every variant of a setting that an earlier, killed run has not made."""
-    read = subsets_read(run)
-    members = tuple(read_selection(run, setting)[1]["members"])
-    whole = None
-    for name in variants(setting):
-        path = _variant_file(run, setting, name)
-        if load_cache(path, key) is None:
-            what = name.removeprefix("without_")
-            if what in FAMILIES:
-                whole = whole or pools(run, setting)[0]
-                found = _select_without(whole, config, setting, what)
-                _keep_variant(path, key, found, whole[2])
-            else:
-                span = what.removesuffix("_span")
-                source = outputs_without(folder_of(run), key, span, read)
-                train, valid, everyone = pools(run, setting, source)[0]
-                found = fixed_set(members, train, valid, config)
-                _keep_variant(path, key, found, everyone)
-        tick()
-
-
-def _variant(run: RunDir, setting: Setting, name: str, key: str) -> dict[str, Any]:
-    path = _variant_file(run, setting, name)
-    found = load_cache(path, key)
-    if found is None:
-        raise ValueError(
-            f"{path} is missing or damaged; run `{ON_REQUEST['ablate']}` again"
-        )
-    return found
+    return MemberOutputs(put(outputs.logits, by.logits), put(outputs.pooled, by.pooled))
 
 
 def undefined_rows(name: str, rows: Rows) -> list[ResultRow]:
@@ -141,102 +90,219 @@ def undefined_rows(name: str, rows: Rows) -> list[ResultRow]:
         ResultRow(
             experiment=EXPERIMENT,
             detector=name,
-            setting=rows.setting,
-            dataset=dataset,
-            split=split,
             metric=metric,
             value=None,
-            n=len(rows.where(split, dataset)),
-            n_failed=rows.n_unlabelled(split, dataset),
+            **rows.fields_of(*place),
             reason="no encoder of those left is better than chance on validation",
         )
-        for (dataset, split), metric in itertools.product(rows.columns(), METRICS)
+        for place, metric in itertools.product(rows.evaluated_sets(), METRICS)
     ]
 
 
-def _rows_of(run: RunDir, setting: Setting, key: str) -> list[ResultRow]:
-    """Return the rows of a setting's variants."""
-    _, rows = load_rows(run, setting)
-    found = {name: _variant(run, setting, name, key) for name in variants(setting)}
-    scored = [
-        Scored(name=name, scores=one["scores"])
-        for name, one in found.items()
-        if "scores" in one
-    ]
-    made = detection_rows(scored, rows, bootstrap_of(run), EXPERIMENT)
-    empty = [name for name, one in found.items() if "scores" not in one]
-    return made + [row for name in empty for row in undefined_rows(name, rows)]
+def _arrays(heads: HeadTrainer, selection: Selection) -> dict[str, np.ndarray]:
+    """Return a variant's encoders and the scores of every row, as they are saved."""
+    members = np.array(selection.members)
+    return {"members": members, "scores": heads.scores(selection)}
+
+
+def _folder(run: RunDir) -> Path:
+    return run.path / "ablations"
 
 
 def _inputs(run: RunDir) -> list[Path]:
     """Return everything a variant depends on."""
-    chosen = run.path / "selection"
-    return [run.labels, run.sweep, chosen, *encoder_folders(run), *store_files(run)]
+    selection = run.path / "selection"
+    return [run.labels, run.sweep, selection, *encoder_folders(run), *store_files(run)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ablation:
+    """The ablations of one run; what an interrupted one has finished is kept.
+
+    Attributes:
+      run: with selected encoders.
+      config: heads and search, with the run's seed.
+    """
+
+    run: RunDir
+    config: SelectConfig
+
+    @cached_property
+    def key(self) -> str:
+        """Identity of everything that a variant depends on."""
+        return " ".join(self.run.hash_inputs(*_inputs(self.run)).values())
+
+    @cached_property
+    def champions(self) -> dict[Setting, tuple[int, ...]]:
+        """Pool positions of the selected encoders, by setting."""
+        return {s: tuple(read_selection(self.run, s)[1]["members"]) for s in SETTINGS}
+
+    @cached_property
+    def subsets(self) -> dict[Setting, tuple[int, ...]]:
+        """The encoders of each pass that a champion reads, as rows of SUBSETS."""
+        read = {pair for s in SETTINGS for pair in reads(s, self.champions[s])}
+        return {
+            setting: tuple(
+                sorted(SUBSET_NAMES.index(n) for s, n in read if s == setting)
+            )
+            for setting in SETTINGS
+        }
+
+    def blocks(self, setting: Setting) -> tuple[Block, ...]:
+        """Return the same encoders with every seed, as they are trained together."""
+        n_seeds = grid_config(self.run).train.n_seeds
+        return default_blocks(n_seeds, self.subsets[setting])
+
+    def _outputs_file(self, setting: Setting, span: str) -> Path:
+        return _folder(self.run) / f"{setting}.without_{span}.safetensors"
+
+    def _scores_file(self, setting: Setting, variant: str) -> Path:
+        return _folder(self.run) / f"{setting}.{variant}.scores.safetensors"
+
+    def train_without_spans(self, setting: Setting, tick: Callable[[], None]) -> None:
+        """Train the champions' encoders of a pass, once without each of its spans.
+
+        Every member has the weights, batches and noise it began with in the grid: what
+        differs is the span. Finished members and spans are not trained again.
+        """
+        spans, blocks = SPANS[setting], self.blocks(setting)
+        missing = [
+            span
+            for span in spans
+            if load_cache(self._outputs_file(setting, span), self.key) is None
+        ]
+        for _ in range(len(blocks) * (len(spans) - len(missing))):
+            tick()
+        if not missing or not blocks:
+            return
+        config = grid_config(self.run)
+        data = training_rows(self.run, setting, streamed=config.stream is not None)
+        for span in missing:
+            without = data.with_spans(all_but(spans.index(span), len(spans)))
+            trainer = MemberTrainer(
+                data=without, config=config, key=self.key, tick=tick
+            )
+            members = _folder(self.run) / f"{setting}.without_{span}.members"
+            trained = trainer.train(data.rows.labels, blocks, members)
+            outputs = trainer.outputs(trained)._asdict()
+            save_cache(self._outputs_file(setting, span), outputs, self.key)
+            shutil.rmtree(members, ignore_errors=True)
+
+    def _outputs_without(self, span: str, setting: Setting) -> MemberOutputs:
+        """Return a pass's outputs, those of the champions' encoders without a span.
+
+        The other encoders keep their outputs; no head reads them. So the pool keeps its
+        shape, and a head its place in the pool, its draws and its executable.
+        """
+        outputs = read_member_outputs(self.run, setting)
+        subsets = self.subsets[setting]
+        if span not in SPANS[setting] or not subsets:
+            return outputs
+        path = self._outputs_file(setting, span)
+        retrained = MemberOutputs(**load_results(path, self.key, "ablate"))
+        return replaced(outputs, retrained, subsets)
+
+    def make_variants(self, setting: Setting, tick: Callable[[], None]) -> None:
+        """Train the heads of every variant of a setting that is not finished yet."""
+        heads = None
+        for variant in variants(setting):
+            path = self._scores_file(setting, variant)
+            if load_cache(path, self.key) is None:
+                removed = variant.removeprefix("without_")
+                if removed in FAMILIES:
+                    if heads is None:
+                        heads = HeadTrainer(load_pool(self.run, setting), self.config)
+                    arrays = self._without_family(heads, removed)
+                else:
+                    arrays = self._without_span(setting, removed.removesuffix("_span"))
+                save_cache(path, arrays, self.key)
+            tick()
+
+    def _without_family(self, heads: HeadTrainer, family: str) -> dict[str, np.ndarray]:
+        """Search among the other encoders, which may be no better than chance."""
+        setting, n_pool = heads.pool.rows.setting, heads.pool.train.n_pool
+        try:
+            selection = heads.search(candidates_without(setting, n_pool, family))
+        except NoSignalError:
+            return {"members": np.zeros(0, np.int32)}
+        return _arrays(heads, selection)
+
+    def _without_span(self, setting: Setting, span: str) -> dict[str, np.ndarray]:
+        """Fit heads on the champion's encoders, retrained without a span."""
+        pool = load_pool(self.run, setting, partial(self._outputs_without, span))
+        heads = HeadTrainer(pool, self.config)
+        return _arrays(heads, heads.fit(self.champions[setting]))
+
+    def _load(self, setting: Setting) -> dict[str, dict[str, np.ndarray]]:
+        return {
+            variant: load_results(
+                self._scores_file(setting, variant), self.key, "ablate"
+            )
+            for variant in variants(setting)
+        }
+
+    def rows(self, setting: Setting) -> list[ResultRow]:
+        """Return the rows of a setting's variants, undefined ones last."""
+        _, rows = load_rows(self.run, setting)
+        scored, undefined = [], []
+        for variant, arrays in self._load(setting).items():
+            if "scores" in arrays:
+                scored.append(Scored(name=variant, scores=arrays["scores"]))
+            else:
+                undefined += undefined_rows(variant, rows)
+        bootstrap = bootstrap_of(self.run)
+        return detection_rows(scored, rows, bootstrap, EXPERIMENT) + undefined
+
+    def summary(self) -> dict[str, dict[str, list[str]]]:
+        """Return the printed names of every variant's encoders, by setting."""
+        summary = {
+            setting: {
+                variant: pool_names(setting, arrays["members"].tolist())
+                for variant, arrays in self._load(setting).items()
+            }
+            for setting in SETTINGS
+        }
+        alone = read_selection(self.run, "single_pass")[1]["members"]
+        names = pool_names("single_pass", alone)  # its scores are rows of `evaluate`
+        summary["with_context"]["without_closed_book"] = names
+        return summary
 
 
 def _ablate(
     run: RunDir, config: SelectConfig, update: Update, progress: Progress
 ) -> None:
     set_compiler(run.preset)
-    config = config.seeded(run.seed)
-    key = " ".join(run.hash_inputs(*_inputs(run)).values())
-    read = subsets_read(run)
-    n_seeds = grid_config(run).train.n_seeds
-    n_blocks = {s: len(default_blocks(n_seeds, read[s])) for s in SETTINGS}
-    n_trained = sum(n_blocks[s] * len(SPANS[s]) for s in SETTINGS)
-    n_variants = sum(len(variants(setting)) for setting in SETTINGS)
-    n_all = n_trained + n_variants
-
-    def train(setting: Setting, tick: Callable[[], None]) -> None:
-        folder = folder_of(run)
-        train_without_spans(run, folder, key, setting, read[setting], tick)
-
-    def vary(setting: Setting, tick: Callable[[], None]) -> None:
-        _vary(run, config, key, setting, tick)
-
+    ablation = Ablation(run, config.seeded(run.seed))
+    n_blocks = sum(len(ablation.blocks(s)) * len(SPANS[s]) for s in SETTINGS)
+    n_all = n_blocks + sum(len(variants(setting)) for setting in SETTINGS)
     # The with-context heads need the closed-book encoders, so training comes first.
-    at_once = settings_at_once(grid_config(run))
-    side_by_side(train, SETTINGS, update, n_all, at_once=at_once)
     side_by_side(
-        vary, SETTINGS, lambda done, total: update(n_trained + done, total), n_all
+        ablation.train_without_spans,
+        SETTINGS,
+        update,
+        n_all,
+        at_once=settings_at_once(grid_config(run)),
     )
-    publish(
-        run,
-        "ablate",
-        [row for s in SETTINGS for row in _rows_of(run, s, key)],
-        progress,
+    side_by_side(
+        ablation.make_variants,
+        SETTINGS,
+        lambda done, total: update(n_blocks + done, total),
+        n_all,
     )
-    write_json_atomic(folder_of(run) / "summary.json", _summary(run, key))
-
-
-def _summary(run: RunDir, key: str) -> dict[str, dict[str, list[str]]]:
-    """Return the printed names of every variant's encoders, setting by setting."""
-    summary = {
-        setting: {
-            name: [
-                pool_name(setting, i)
-                for i in _variant(run, setting, name, key)["members"].tolist()
-            ]
-            for name in variants(setting)
-        }
-        for setting in SETTINGS
-    }
-    alone = read_selection(run, "single_pass")[1]["members"]  # a row of `evaluate`
-    summary["with_context"]["without_closed_book"] = [
-        pool_name("single_pass", i) for i in alone
-    ]
-    return summary
+    rows = [row for setting in SETTINGS for row in ablation.rows(setting)]
+    publish(run, "ablate", rows, progress)
+    write_json_atomic(_folder(run) / "summary.json", ablation.summary())
 
 
 def ablation_summary(run: RunDir) -> dict[str, dict[str, list[str]]]:
     """Return which encoders every variant reads, by setting and name."""
-    return json.loads((folder_of(run) / "summary.json").read_text(encoding="utf-8"))
+    return json.loads((_folder(run) / "summary.json").read_text(encoding="utf-8"))
 
 
 ABLATE = Stage(
     name="ablate",
     inputs=_inputs,
-    outputs=lambda run: [folder_of(run), rows_file(run, "ablate")],
+    outputs=lambda run: [_folder(run), rows_file(run, "ablate")],
     work=_ablate,
     presets=SELECT_PRESETS,
     section="select",

@@ -93,11 +93,11 @@ class Enumeration:
     """All sets of one size of one pool, and where finished calls are kept.
 
     Attributes:
-      train: codes of the training rows.
-      valid: codes of the validation rows.
+      train: outputs of the pool on the training rows.
+      valid: the same on the validation rows.
       config: shape of the heads.
       train_config: protocol of the heads.
-      folder: of the pieces, one file per call.
+      folder: of what is cached, one file per call.
       set_size: encoders of a set.
     """
 
@@ -116,20 +116,10 @@ class Enumeration:
         """
         check_classes(self.valid)
 
-    @property
-    def n_seeds(self) -> int:
-        """Heads per set."""
-        return self.train.n_seeds
-
-    @property
-    def n_pool(self) -> int:
-        """Encoders of the pool, and sets of a call."""
-        return self.train.n_pool
-
     @cached_property
     def sets(self) -> np.ndarray:
         """All sets, `[n_sets, set_size]`."""
-        return all_sets(self.n_pool, self.set_size)
+        return all_sets(self.train.n_pool, self.set_size)
 
     @cached_property
     def key(self) -> str:
@@ -143,18 +133,18 @@ class Enumeration:
             digest.update(array.data)
         return digest.hexdigest()
 
-    def _pieces(self) -> list[tuple[Path, np.ndarray]]:
+    def _calls(self) -> list[tuple[Path, np.ndarray]]:
         """File and sets of every call."""
-        width = len(str(math.comb(self.n_pool, self.set_size)))
+        width = len(str(math.comb(self.train.n_pool, self.set_size)))
         return [
             (
                 self.folder / f"{start:0{width}}.safetensors",
-                self.sets[start : start + self.n_pool],
+                self.sets[start : start + self.train.n_pool],
             )
-            for start in range(0, len(self.sets), self.n_pool)
+            for start in range(0, len(self.sets), self.train.n_pool)
         ]
 
-    def _recalled(self, path: Path, sets: np.ndarray) -> np.ndarray | None:
+    def _cached(self, path: Path, sets: np.ndarray) -> np.ndarray | None:
         """Return a finished call's AUROCs, `[n_sets, n_seeds]`."""
         found = load_cache(path, self.key)
         if found is None or not np.array_equal(found["sets"], sets):
@@ -163,8 +153,8 @@ class Enumeration:
 
     def n_missing(self) -> int:
         """Return how many heads have not been trained yet."""
-        missing = (s for p, s in self._pieces() if self._recalled(p, s) is None)
-        return sum(map(len, missing)) * self.n_seeds
+        missing = (s for p, s in self._calls() if self._cached(p, s) is None)
+        return sum(map(len, missing)) * self.train.n_seeds
 
     def run(self, tick: Callable[[int], None] | None = None) -> Ranking:
         """Train every head that is missing, and rank all sets.
@@ -174,8 +164,8 @@ class Enumeration:
         """
         shape = slots_for(self.config, self.set_size)
         parts = []
-        for path, sets in self._pieces():
-            aurocs = self._recalled(path, sets)
+        for path, sets in self._calls():
+            aurocs = self._cached(path, sets)
             if aurocs is None:
                 heads = fit_sets(
                     [tuple(map(int, members)) for members in sets],
@@ -183,7 +173,7 @@ class Enumeration:
                     self.valid,
                     config=shape,
                     train_config=self.train_config,
-                    n_calls=self.n_pool,
+                    n_calls=self.train.n_pool,
                 )
                 aurocs = np.asarray(heads.info.best_auroc)
                 save_cache(path, {"sets": sets, "aurocs": aurocs}, self.key)

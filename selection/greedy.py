@@ -105,8 +105,8 @@ def fit_sets(
 
     Args:
       sets: pool positions; each must fit `config.n_slots`.
-      train: codes of the training rows, `n_seeds` of them.
-      valid: codes of the validation rows.
+      train: outputs of the pool on the training rows.
+      valid: the same on the validation rows.
       config: shape of the heads.
       train_config: the protocol.
       n_calls: sets to pad to, so that calls with fewer sets reuse the executable.
@@ -119,12 +119,10 @@ def fit_sets(
     head = FusionHead(config)
 
     def train_part(part: tuple[np.ndarray, np.ndarray]) -> Any:
-        return jax.device_get(
-            fit_heads(*part, train, valid, head=head, config=train_config)
-        )
+        return fit_heads(*part, train, valid, head=head, config=train_config)
 
     # On a CPU a core for each part: a head's operations are too small to share cores.
-    parts = _parts(slots, masks)
+    parts = _split(slots, masks)
     with ThreadPoolExecutor(len(parts)) as pool:
         trained = list(pool.map(train_part, parts))
 
@@ -134,11 +132,11 @@ def fit_sets(
     return Heads(*jax.tree.map(gather, *trained))
 
 
-def _parts(slots: np.ndarray, masks: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Part the sets of a call into equal parts, one per core on a CPU.
+def _split(slots: np.ndarray, masks: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Split the sets of a call into equal parts, one per core on a CPU.
 
-    Sets are dealt out in turn: a call of fewer sets than it is padded to has its empty
-    ones at the end, and no part should have them all.
+    Every n-th set goes to a part: a call of fewer sets than it is padded to has its
+    empty ones at the end, and no part should have them all.
     """
     n_parts = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
     n_parts = min(n_parts, len(slots))
@@ -160,9 +158,9 @@ def select(
     """Select encoders from a pool by greedy forward search.
 
     Args:
-      train: codes of the training rows over the whole pool (closed-book: 15 encoders;
+      train: outputs of the whole pool on the training rows (closed-book: 15 encoders;
         with context: 15 with-context ones, then 15 closed-book ones).
-      valid: codes of the validation rows.
+      valid: the same on the validation rows.
       config: shape of the heads; slots grow where the set needs more.
       train_config: protocol of the heads.
       greedy: margin and limit.
@@ -230,7 +228,7 @@ def check_classes(valid: PoolOutputs) -> None:
 
 
 def fused_probability(
-    selection: Selection, codes: PoolOutputs, *, per_seed: bool = False
+    selection: Selection, outputs: PoolOutputs, *, per_seed: bool = False
 ) -> np.ndarray:
     """Probability of being correct, mean over seeds (or `[n_seeds, n_examples]`)."""
     slots, mask = slots_of(selection.members, selection.config.n_slots)
@@ -240,11 +238,11 @@ def fused_probability(
             jax.tree.map(lambda x, s=s: x[s], selection.params),
             slots,
             mask,
-            codes,
+            outputs,
             np.int32(s),
             head=head,
         )
-        for s in range(codes.n_seeds)
+        for s in range(outputs.n_seeds)
     ]
     p_correct = np.asarray(jax.nn.sigmoid(np.stack(logits)))
     return p_correct if per_seed else p_correct.mean(axis=0)

@@ -10,63 +10,48 @@ import numpy as np
 from extract.records import SETTINGS, Setting
 from extract.run.console import Progress, Update
 from extract.run.directory import RunDir
-from extract.run.results import ON_REQUEST, ResultRow, publish, rows_file
+from extract.run.results import ResultRow, publish, rows_file
 from extract.run.stages import Stage, side_by_side
-from jaxprobe.checkpoint import load_cache, save_cache
-from jaxprobe.compiler import set_compiler
+from jaxprobe.checkpoint import save_cache
 from jaxprobe.evaluation import Scored, bootstrap_of, detection_rows
 from jaxprobe.features.rows import Rows
 from jaxprobe.features.subsets import LETTERS
 from jaxprobe.fit.stage import encoder_folders
-from jaxprobe.model.fusion import PoolOutputs
-from jaxprobe.pool import pool_name, pools, read_selection, reads
-from jaxprobe.settings import SELECT_PRESETS, SelectConfig
+from jaxprobe.pool import load_pool, pool_names, read_selection, reads
+from jaxprobe.settings import SELECT_PRESETS, SelectConfig, set_compiler
 from selection.exhaustive import SET_SIZE, Enumeration, Ranking, carried
-from selection.greedy import GreedyConfig, fused_probability, select
-from selection.stage import fixed_set
+from selection.greedy import GreedyConfig
+from selection.stage import HeadTrainer, load_results
 
 N_BINS = 80  # parts of the ranking that the figure shows
 EXPERIMENT = "exhaustive"
 
 
-def folder_of(run: RunDir) -> Path:
-    """Return where the rankings lie."""
+def _folder(run: RunDir) -> Path:
     return run.path / "exhaustive"
 
 
 def _ranking_file(run: RunDir, setting: Setting) -> Path:
-    """Return where a setting's ranking lies."""
-    return folder_of(run) / f"{setting}.safetensors"
+    return _folder(run) / f"{setting}.safetensors"
 
 
-def _greedy_members(
-    summary: dict[str, Any],
-    train: PoolOutputs,
-    valid: PoolOutputs,
-    config: SelectConfig,
-) -> tuple[int, ...]:
+def _greedy_members(run: RunDir, heads: HeadTrainer) -> tuple[int, ...]:
     """Return the search's set after three rounds.
 
     Where the search stopped earlier, it is continued without a margin, so that what is
     ranked is always as large as what it is ranked among.
     """
-    added = [r["added"] for r in summary["rounds"][:SET_SIZE]]
+    _, summary = read_selection(run, heads.pool.rows.setting)
+    added = [one["added"] for one in summary["rounds"][:SET_SIZE]]
     if len(added) == SET_SIZE:
         return tuple(sorted(added))
-    found = select(
-        train,
-        valid,
-        config=config.head,
-        train_config=config.train,
-        greedy=GreedyConfig(margin=-1.0, max_encoders=SET_SIZE),
-    )
-    return found.members
+    return heads.search(greedy=GreedyConfig(margin=-1.0, max_encoders=SET_SIZE)).members
 
 
 def _rank_rows(
     ranking: Ranking, greedy: tuple[int, ...], rows: Rows
 ) -> list[ResultRow]:
-    """Return where greedy's set stands, as rows."""
+    """Return the rank of greedy's set, as rows."""
     where = rows.where("validation")
     values = {
         "rank": ranking.rank_of(greedy),
@@ -94,62 +79,45 @@ def traits(setting: Setting, n_pool: int) -> dict[str, np.ndarray]:
     Returns:
       `[n_pool]` bool by "family letter:pass", such as "H:with_context".
     """
-    pool = reads(setting, list(range(n_pool)))
+    pool = reads(setting, range(n_pool))
     passes = [s for s in SETTINGS if any(where == s for where, _ in pool)]
     return {
-        f"{letter}:{which}": np.array(
-            [where == which and letter in name for where, name in pool]
-        )
+        f"{letter}:{own}": np.array([w == own and letter in name for w, name in pool])
         for letter in LETTERS
-        for which in passes
-    }
-
-
-def _facts(ranking: Ranking, greedy: tuple[int, ...], setting: Setting):
-    """Return what the report shows of a ranking, as arrays."""
-    of_pool = traits(setting, int(ranking.sets.max()) + 1)
-    means = ranking.means[ranking.order]
-    return {
-        **ranking._asdict(),
-        "greedy": np.array(greedy, np.int32),
-        "best": ranking.sets[ranking.order[0]],
-        "ordered_means": np.stack([p.mean() for p in np.array_split(means, N_BINS)]),
-        "ribbon": carried(ranking, np.stack(list(of_pool.values())), N_BINS),
+        for own in passes
     }
 
 
 def _rank_setting(
-    run: RunDir,
-    config: SelectConfig,
-    setting: Setting,
-    search: Enumeration,
-    everyone: PoolOutputs,
-    rows: Rows,
-    tick: Callable[[], None],
+    run: RunDir, heads: HeadTrainer, search: Enumeration, tick: Callable[[], None]
 ) -> list[ResultRow]:
-    """Rank a setting's sets; return its rows."""
+    """Rank a setting's sets and save the ranking; return its rows."""
 
-    def trained(n_heads: int) -> None:
+    def tick_heads(n_heads: int) -> None:
         for _ in range(n_heads):
             tick()
 
-    ranking = search.run(trained)
-    train, valid = search.train, search.valid
-    _, summary = read_selection(run, setting)
-    greedy = _greedy_members(summary, train, valid, config)
-    best = tuple(map(int, ranking.sets[ranking.order[0]]))
+    ranking = search.run(tick_heads)
+    rows = heads.pool.rows
+    best = ranking.sets[ranking.order[0]]
+    greedy = _greedy_members(run, heads)
     scored = [
-        Scored(
-            name=name,
-            scores=fused_probability(
-                fixed_set(members, train, valid, config), everyone, per_seed=True
-            ),
+        Scored(name=name, scores=heads.scores(heads.fit(members)))
+        for name, members in (
+            ("best_three", tuple(best.tolist())),
+            ("greedy_three", greedy),
         )
-        for name, members in (("best_three", best), ("greedy_three", greedy))
     ]
-    save_cache(
-        _ranking_file(run, setting), _facts(ranking, greedy, setting), EXPERIMENT
-    )
+    families = list(traits(rows.setting, search.n_pool).values())
+    parts = np.array_split(ranking.means[ranking.order], N_BINS)
+    arrays = {
+        **ranking._asdict(),
+        "greedy": np.array(greedy, np.int32),
+        "best": best,
+        "ordered_means": np.stack([part.mean() for part in parts]),
+        "ribbon": carried(ranking, np.stack(families), N_BINS),
+    }
+    save_cache(_ranking_file(run, rows.setting), arrays, EXPERIMENT)
     return [
         *_rank_rows(ranking, greedy, rows),
         *detection_rows(scored, rows, bootstrap_of(run), EXPERIMENT),
@@ -161,60 +129,54 @@ def _enumerate(
 ) -> None:
     set_compiler(run.preset)
     config = config.seeded(run.seed)
-    found: dict[Setting, list[ResultRow]] = {}
-    parts = {}
-    for setting in SETTINGS:
-        (train, valid, everyone), rows = pools(run, setting)
-        search = Enumeration(
-            train=train,
-            valid=valid,
+    heads = {s: HeadTrainer(load_pool(run, s), config) for s in SETTINGS}
+    searches = {
+        setting: Enumeration(
+            train=trainer.pool.train,
+            valid=trainer.pool.valid,
             config=config.head,
             train_config=config.train,
-            folder=folder_of(run) / f"{setting}.pieces",
+            folder=_folder(run) / f"{setting}.pieces",
         )
-        parts[setting] = search, everyone, rows
-    searches = [search for search, *_ in parts.values()]
-    n_heads = sum(len(search.sets) * search.n_seeds for search in searches)
-    n_missing = sum(search.n_missing() for search in searches)
+        for setting, trainer in heads.items()
+    }
+    n_heads = sum(
+        len(search.sets) * search.train.n_seeds for search in searches.values()
+    )
+    n_missing = sum(search.n_missing() for search in searches.values())
     progress.note(f"exhaustive: {n_missing} of {n_heads} heads are still to be trained")
+    rows: dict[Setting, list[ResultRow]] = {}
 
     def work(setting: Setting, tick: Callable[[], None]) -> None:
-        found[setting] = _rank_setting(run, config, setting, *parts[setting], tick)
+        rows[setting] = _rank_setting(run, heads[setting], searches[setting], tick)
 
     side_by_side(work, SETTINGS, update, n_missing)
-    publish(run, "exhaustive", [r for s in SETTINGS for r in found[s]], progress)
-    for search in searches:  # the rankings hold all of it now
+    publish(run, "exhaustive", [row for s in SETTINGS for row in rows[s]], progress)
+    for search in searches.values():  # the rankings hold all of it now
         shutil.rmtree(search.folder, ignore_errors=True)
 
 
 def ranking_summary(run: RunDir, setting: Setting) -> dict[str, Any]:
     """Return what the report shows of a setting's ranking, as JSON values."""
-    found = load_cache(_ranking_file(run, setting), EXPERIMENT)
-    if found is None:
-        raise ValueError(
-            f"{_ranking_file(run, setting)} is damaged; run `{ON_REQUEST[EXPERIMENT]}` "
-            "again"
-        )
-    ranking = Ranking(found["sets"], found["aurocs"])
-    greedy = tuple(found["greedy"].tolist())
-    n_pool = int(ranking.sets.max()) + 1
+    saved = load_results(_ranking_file(run, setting), EXPERIMENT, "exhaustive")
+    ranking = Ranking(saved["sets"], saved["aurocs"])
+    greedy = tuple(saved["greedy"].tolist())
+    names = traits(setting, int(ranking.sets.max()) + 1)
     return {
         "n_sets": len(ranking.sets),
         "rank": ranking.rank_of(greedy),
         "gap": ranking.gap_of(greedy),
-        "greedy": [pool_name(setting, i) for i in greedy],
-        "best": [pool_name(setting, i) for i in found["best"].tolist()],
-        "means": found["ordered_means"].tolist(),
-        "ribbon": dict(
-            zip(traits(setting, n_pool), found["ribbon"].tolist(), strict=True)
-        ),
+        "greedy": pool_names(setting, greedy),
+        "best": pool_names(setting, saved["best"].tolist()),
+        "means": saved["ordered_means"].tolist(),
+        "ribbon": dict(zip(names, saved["ribbon"].tolist(), strict=True)),
     }
 
 
 EXHAUSTIVE = Stage(
     name="exhaustive",
     inputs=lambda run: [run.labels, run.path / "selection", *encoder_folders(run)],
-    outputs=lambda run: [folder_of(run), rows_file(run, "exhaustive")],
+    outputs=lambda run: [_folder(run), rows_file(run, "exhaustive")],
     work=_enumerate,
     presets=SELECT_PRESETS,
     section="select",

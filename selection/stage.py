@@ -1,7 +1,9 @@
 """The stage that chooses encoders and trains the fusion heads."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,15 +13,22 @@ from extract.records import SETTINGS, Setting
 from extract.run.console import Progress, Update
 from extract.run.directory import RunDir
 from extract.run.forecast import Forecast
+from extract.run.results import ON_REQUEST
 from extract.run.stages import Stage, side_by_side
 from jaxprobe import checkpoint
-from jaxprobe.compiler import set_compiler
+from jaxprobe.checkpoint import load_cache
 from jaxprobe.detector import HeadName
 from jaxprobe.features.subsets import N_SUBSETS, subset_index
 from jaxprobe.fit.stage import encoder_folders
-from jaxprobe.model.fusion import PoolOutputs
-from jaxprobe.pool import BRANCHES, branch_setting, pool_name, pools, read_selection
-from jaxprobe.settings import SELECT_PRESETS, SelectConfig
+from jaxprobe.pool import (
+    BRANCHES,
+    Pool,
+    branch_setting,
+    load_pool,
+    pool_names,
+    read_selection,
+)
+from jaxprobe.settings import SELECT_PRESETS, SelectConfig, set_compiler
 from selection.greedy import (
     GreedyConfig,
     Selection,
@@ -32,24 +41,70 @@ from selection.greedy import (
 SINGLES = tuple(subset_index(letter) for letter in "HPRA")
 
 
-def fixed_set(
-    members: tuple[int, ...],
-    train: PoolOutputs,
-    valid: PoolOutputs,
-    config: SelectConfig,
-) -> Selection:
-    """Train the heads of a given set, in the search's shapes if they fit."""
-    shape = slots_for(config.head, len(members))
-    heads = fit_sets(
-        [members],
-        train,
-        valid,
-        config=shape,
-        train_config=config.train,
-        n_calls=train.n_pool,
-    )
-    params, info = jax.tree.map(lambda x: x[0], tuple(heads))
-    return Selection(members, float(info.best_auroc.mean()), (), shape, params, info)
+@dataclasses.dataclass(frozen=True)
+class HeadTrainer:
+    """Trains fusion heads on the pool of one setting.
+
+    Attributes:
+      pool: outputs of the encoders.
+      config: heads and search, with the run's seed.
+    """
+
+    pool: Pool
+    config: SelectConfig
+
+    def search(
+        self,
+        candidates: Sequence[int] | None = None,
+        greedy: GreedyConfig | None = None,
+    ) -> Selection:
+        """Select encoders greedily, by default with the configured margin.
+
+        Args:
+          candidates: pool positions to search; None searches all.
+          greedy: another margin or limit.
+        """
+        return select(
+            self.pool.train,
+            self.pool.valid,
+            config=self.config.head,
+            train_config=self.config.train,
+            greedy=greedy or GreedyConfig(margin=self.config.margin),
+            candidates=candidates,
+        )
+
+    def fit(self, members: tuple[int, ...]) -> Selection:
+        """Train the heads of a given set, in the search's shapes if they fit."""
+        shape = slots_for(self.config.head, len(members))
+        heads = fit_sets(
+            [members],
+            self.pool.train,
+            self.pool.valid,
+            config=shape,
+            train_config=self.config.train,
+            n_calls=self.pool.train.n_pool,
+        )
+        params, info = jax.tree.map(lambda x: x[0], tuple(heads))
+        auroc = float(info.best_auroc.mean())
+        return Selection(members, auroc, (), shape, params, info)
+
+    def scores(self, selection: Selection) -> np.ndarray:
+        """Return P(correct) of every row by a set's heads, `[n_seeds, n_rows]`."""
+        return fused_probability(selection, self.pool.all_rows, per_seed=True)
+
+
+def load_results(path: Path, key: str, stage: str) -> dict[str, np.ndarray]:
+    """Read the arrays that a stage on request has saved.
+
+    Raises:
+      ValueError: the file is missing, damaged, or made from other inputs.
+    """
+    arrays = load_cache(path, key)
+    if arrays is None:
+        raise ValueError(
+            f"{path} is missing or damaged; run `{ON_REQUEST[stage]}` again"
+        )
+    return arrays
 
 
 def _summary(selection: Selection, margin: float) -> dict[str, Any]:
@@ -67,62 +122,63 @@ def _summary(selection: Selection, margin: float) -> dict[str, Any]:
         "stop": stop,
         "rounds": [
             {
-                "added": r.best,
-                "auroc": r.auroc,
-                "candidates": dict(
-                    zip(
-                        map(str, r.candidates),
-                        map(float, r.aurocs.mean(axis=1)),
-                        strict=True,
-                    )
-                ),
+                "added": step.best,
+                "auroc": step.auroc,
+                "candidates": {
+                    str(i): float(aurocs.mean())
+                    for i, aurocs in zip(step.candidates, step.aurocs, strict=True)
+                },
             }
-            for r in selection.path
-            if r.accepted
+            for step in selection.path
+            if step.accepted
         ],
     }
 
 
-def _save_selection(
-    run: RunDir,
-    config: SelectConfig,
-    branch: HeadName,
-    found: dict[str, Selection],
-    everyone: PoolOutputs,
-) -> None:
-    tree = {
-        name: {
-            "params": one.params,
-            "scores": fused_probability(one, everyone, per_seed=True),
-        }
-        for name, one in found.items()
+def selection_summary(run: RunDir, branch: HeadName) -> dict[str, Any]:
+    """Return how the search went, with printed names."""
+    _, summary = read_selection(run, branch)
+    names = pool_names(branch, range(2 * N_SUBSETS))
+    return {
+        "rounds": [
+            {
+                "added": names[step["added"]],
+                "auroc": step["auroc"],
+                "candidates": {names[int(i)]: a for i, a in step["candidates"].items()},
+            }
+            for step in summary["rounds"]
+        ],
+        "selected": [names[i] for i in summary["members"]],
+        "stop": summary["stop"],
     }
-    summary = _summary(found["champion"], config.margin)
-    checkpoint.save(run.path / "selection" / branch, tree, summary)
 
 
 def _select_setting(
     run: RunDir, config: SelectConfig, setting: Setting, tick: Callable[[], None]
 ) -> None:
     """Select in a setting, for every branch that scores its answers."""
-    (train, valid, everyone), _ = pools(run, setting)
-    # The single pass searches the with-context half of the same pool.
-    branches = [b for b in BRANCHES if branch_setting(b) == setting]
-    for branch in branches:
-        champion = select(
-            train,
-            valid,
-            config=config.head,
-            train_config=config.train,
-            greedy=GreedyConfig(margin=config.margin),
-            candidates=range(N_SUBSETS) if branch == "single_pass" else None,
-        )
-        found = {"champion": champion}
-        if branch != "single_pass":
-            every = tuple(range(train.n_pool))
-            found["late_fusion_singles"] = fixed_set(SINGLES, train, valid, config)
-            found["late_fusion_all"] = fixed_set(every, train, valid, config)
-        _save_selection(run, config, branch, found, everyone)
+    heads = HeadTrainer(load_pool(run, setting), config)
+    for branch in BRANCHES:
+        if branch_setting(branch) != setting:
+            continue
+        if branch == "single_pass":  # searches the with-context half of the same pool
+            selections = {"champion": heads.search(range(N_SUBSETS))}
+        else:
+            everything = tuple(range(heads.pool.train.n_pool))
+            selections = {
+                "champion": heads.search(),
+                "late_fusion_singles": heads.fit(SINGLES),
+                "late_fusion_all": heads.fit(everything),
+            }
+        tree = {
+            name: {
+                "params": selection.params,
+                "scores": heads.scores(selection),
+            }
+            for name, selection in selections.items()
+        }
+        summary = _summary(selections["champion"], config.margin)
+        checkpoint.save(run.path / "selection" / branch, tree, summary)
         tick()
 
 
@@ -130,44 +186,22 @@ def _select(
     run: RunDir, config: SelectConfig, update: Update, progress: Progress
 ) -> None:
     set_compiler(run.preset)
-    config = config.seeded(run.seed)
+    work = partial(_select_setting, run, config.seeded(run.seed))
     # Both settings at once, for the same reason as in training.
-    side_by_side(partial(_select_setting, run, config), SETTINGS, update, len(BRANCHES))
-
-
-def selection_summary(run: RunDir, branch: HeadName) -> dict[str, Any]:
-    """Return how the search went, with printed names."""
-    _, found = read_selection(run, branch)
-
-    def named(candidates: dict[str, float]) -> dict[str, float]:
-        return {pool_name(branch, int(i)): a for i, a in candidates.items()}
-
-    rounds = [
-        {
-            "added": pool_name(branch, r["added"]),
-            "auroc": r["auroc"],
-            "candidates": named(r["candidates"]),
-        }
-        for r in found["rounds"]
-    ]
-    return {
-        "rounds": rounds,
-        "selected": [pool_name(branch, i) for i in found["members"]],
-        "stop": found["stop"],
-    }
+    side_by_side(work, SETTINGS, update, len(BRANCHES))
 
 
 def _forecast(run: RunDir, config: SelectConfig) -> Forecast:
     """Count the heads of one round of every search, and what the pools hold."""
-    n_heads = held = 0
+    n_heads = n_bytes = 0
     for setting in SETTINGS:
-        (train, valid, everyone), _ = pools(run, setting)
-        n_calls = sum(branch_setting(b) == setting for b in BRANCHES)
-        n_heads += n_calls * train.n_pool * train.n_seeds
-        held += sum(np.asarray(x.outputs).nbytes for x in (train, valid, everyone))
+        *parts, _ = load_pool(run, setting)
+        n_calls = sum(branch_setting(branch) == setting for branch in BRANCHES)
+        n_heads += n_calls * parts[0].n_pool * parts[0].n_seeds
+        n_bytes += sum(np.asarray(part.outputs).nbytes for part in parts)
     return Forecast(
         stage="select",
-        memory_bytes=held,
+        memory_bytes=n_bytes,
         basis=(
             f"{n_heads} heads in the first round of all searches, at most "
             f"{config.train.max_epochs} epochs each; how many rounds follow is what "

@@ -21,13 +21,20 @@ from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
 from extract.run.manifest import Preset
 from extract.run.stages import Stage
-from jaxprobe.compiler import set_compiler
 from jaxprobe.config import TrainConfig
 from jaxprobe.features.reading import mean_answer_states
 from jaxprobe.features.rows import Rows, load_rows
-from jaxprobe.fit.loop import fit
-from jaxprobe.kernels.random import PROBES, exact_normal, mix, words_of
-from jaxprobe.metrics import masked_auroc
+from jaxprobe.fit.loop import (
+    FitState,
+    Keys,
+    Learner,
+    epoch_batches,
+    fit,
+    start_fit,
+    take_steps,
+)
+from jaxprobe.kernels.random import PROBES, stream_key
+from jaxprobe.settings import set_compiler
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,58 +98,76 @@ def sweep_layers(
     std = train_hidden.std(axis=0, dtype=np.float64)
     std = np.where(std > 1e-6, std, 1.0)
 
-    def by_layer(hidden):
-        scaled = ((hidden - mean) / std).astype(np.float32)
-        return jnp.asarray(scaled.transpose(1, 0, 2))
+    def rows(hidden: np.ndarray, labels: np.ndarray) -> _States:
+        scaled = ((hidden - mean) / std).astype(np.float32).transpose(1, 0, 2)
+        labels = jnp.asarray(labels, jnp.float32)
+        return _States(jnp.asarray(scaled), labels, jnp.ones_like(labels))
 
-    aurocs = _fit_probes(
-        by_layer(train_hidden),
-        jnp.asarray(train_labels, jnp.float32),
-        by_layer(valid_hidden),
-        jnp.asarray(valid_labels, jnp.float32),
-        jnp.arange(config.n_seeds),
-        config=config.train_config(),
+    train, valid = rows(train_hidden, train_labels), rows(valid_hidden, valid_labels)
+    protocol = config.train_config()
+    learner = Learner(
+        lambda: _start(train.hidden, config=protocol),
+        lambda states, number, group: _train(states, number, group, config=protocol),
+        _logits,
     )
-    aurocs = np.asarray(aurocs)
+    (state,) = fit([learner], lambda _: [train], lambda: [valid], protocol)
+    aurocs = np.asarray(state.info.best_auroc)
     return Sweep(aurocs, int(aurocs.mean(axis=1).argmax()))
 
 
+class _States(NamedTuple):
+    """Standardised states `[n_layers + 1, n_rows, d_model]` with labels and weights."""
+
+    hidden: jax.Array
+    labels: jax.Array
+    weights: jax.Array
+
+
+def _of_probe(params: Any, hidden: jax.Array) -> jax.Array:
+    """Logits `[n_rows]` of a probe, from `[n_rows, d_model]`."""
+    return hidden @ params["weight"] + params["bias"][None]
+
+
 @partial(jax.jit, static_argnames=("config",))
-def _fit_probes(train, labels, valid, valid_labels, seeds, *, config):
-    """Validation AUROC `[n_layers + 1, n_seeds]`; rows are `[layer, row, d_model]`."""
+def _start(hidden: jax.Array, *, config: TrainConfig) -> FitState:
+    """States of all probes, leaves `[n_layers + 1, n_seeds, ...]`."""
 
-    def one(train, valid, seed):
-        words = words_of(config.root_seed, PROBES, seed)
+    def one(_, seed: jax.Array) -> FitState:
+        key = stream_key(config.root_seed, PROBES, seed)
+        weight = 1e-3 * jax.random.normal(key, hidden.shape[-1:])
+        return start_fit({"weight": weight, "bias": jnp.zeros(())}, config)
 
-        def logits(params, rows):
-            return rows @ params["weight"] + params["bias"][None]
+    over_seeds = jax.vmap(one, in_axes=(None, 0))
+    seeds = jnp.arange(config.n_seeds)
+    return jax.vmap(over_seeds, in_axes=(0, None))(jnp.arange(len(hidden)), seeds)
 
+
+@partial(jax.jit, static_argnames=("config",))
+def _train(
+    states: FitState, number: jax.Array, train: _States, *, config: TrainConfig
+) -> tuple[FitState, jax.Array]:
+    """Take an epoch's steps with every probe; the probes of a seed share batches."""
+
+    def one(state: FitState, hidden: jax.Array, seed: jax.Array):
         def loss(params, rows, shares, *_):
-            losses = optax.sigmoid_binary_cross_entropy(
-                logits(params, train[rows]), labels[rows]
-            )
+            logits = _of_probe(params, hidden[rows])
+            losses = optax.sigmoid_binary_cross_entropy(logits, train.labels[rows])
             return (losses * shares).sum()
 
-        def validate(params):
-            weights = jnp.ones_like(valid_labels)
-            return masked_auroc(logits(params, valid), valid_labels, weights)
+        key = stream_key(config.root_seed, PROBES, seed, number)
+        batches = epoch_batches(key, train.weights, config.batch_size)
+        return take_steps(state, loss, batches, Keys(key, key), config)
 
-        start = exact_normal(words, 0, (train.shape[-1],)) * 1e-3
-        _, info = fit(
-            {"weight": start, "bias": jnp.zeros(())},
-            loss,
-            validate,
-            weights=jnp.ones_like(labels),
-            batch_words=mix(words, 0),
-            member_words=mix(words, 1),
-            config=config,
-            axes=("layers", "seeds"),
-        )
-        return info.best_auroc
+    over_seeds = jax.vmap(one, in_axes=(0, None, 0))
+    over_layers = jax.vmap(over_seeds, in_axes=(0, 0, None))
+    return over_layers(states, train.hidden, jnp.arange(config.n_seeds))
 
-    over_seeds = jax.vmap(one, in_axes=(None, None, 0), axis_name="seeds")
-    over_layers = jax.vmap(over_seeds, in_axes=(0, 0, None), axis_name="layers")
-    return over_layers(train, valid, seeds)
+
+@jax.jit
+def _logits(states: FitState, valid: _States) -> jax.Array:
+    """Logits of every probe, `[n_layers + 1, n_seeds, n_rows]`."""
+    over_seeds = jax.vmap(_of_probe, in_axes=(0, None))
+    return jax.vmap(over_seeds)(states.params, valid.hidden)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

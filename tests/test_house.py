@@ -1,4 +1,4 @@
-"""The laws of the house: who may import whom, how large a thing may be, what it says."""
+"""The laws of the house: who imports whom, how large a thing is, what it says."""
 
 import ast
 import collections

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
@@ -296,4 +297,49 @@ def frontier(
         axes.set(xlabel="generations per question", ylabel=METRIC_LABELS[metric])
         axes.margins(x=0.1)
         axes.legend(loc="lower right")
+    return figure
+
+
+def _ribbon(axes: Axes, x: np.ndarray, parts: Mapping[str, np.ndarray]) -> None:
+    """Draw how many encoders of a set read a family, pass upon pass."""
+    floor = np.zeros_like(x)
+    for which, mean in parts.items():
+        top = floor + mean
+        axes.fill_between(x, floor, top, color=STRONG[which], linewidth=0, alpha=0.85)
+        floor = top
+
+
+def ranking(found: Mapping[str, Any], setting: str) -> Figure:
+    """Draw a ranking: AUROC above, and a ribbon per family below.
+
+    Args:
+      found: `{"n_sets", "rank", "means": [per part of the ranking], "ribbon":
+        {"H:closed_book": [per part]}}`, see `selection.ranking.ranking_summary`.
+      setting: for the colours.
+    """
+    n_parts = len(found["means"])
+    x = (np.arange(n_parts) + 0.5) * found["n_sets"] / n_parts
+    with styled():
+        figure = Figure(figsize=(6.0, 5.0), layout="constrained")
+        heights = (2.4, *(1 for _ in FAMILIES))
+        top, *ribbons = figure.subplots(
+            len(heights), 1, sharex=True, height_ratios=heights
+        )
+        top.plot(x, found["means"], color=STRONG[setting])
+        top.set(ylabel="validation AUROC")
+        for axes, (letter, family) in zip(ribbons, FAMILIES.items(), strict=True):
+            parts = {
+                name.split(":")[1]: np.asarray(mean)
+                for name, mean in found["ribbon"].items()
+                if name.startswith(f"{letter}:")
+            }
+            _ribbon(axes, x, parts)
+            axes.set(ylim=(0, 3), yticks=(0, 3))
+            axes.set_ylabel(family, rotation=0, ha="right", va="center", fontsize=9)
+        for axes in (top, *ribbons):
+            axes.axvline(
+                found["rank"], color=MUTED, linewidth=1.2, linestyle=(0, (4, 3))
+            )
+        ribbons[-1].set(xlabel="rank of the set", xlim=(0, found["n_sets"]))
+        ribbons[-1].xaxis.set_major_locator(MaxNLocator(6, integer=True))
     return figure

@@ -7,13 +7,6 @@ from typing import Any
 
 import jinja2
 
-from benchmarks.results.ablation_tables import (
-    exhaustive_table,
-    family_table,
-    feature_table,
-    set_names,
-    span_table,
-)
 from benchmarks.results.pictures import (
     frontier_pictures,
     ranking_pictures,
@@ -25,7 +18,12 @@ from benchmarks.results.pictures import (
 from benchmarks.results.tables import (
     controller_table,
     detection_table,
+    exhaustive_table,
+    family_table,
+    feature_table,
     number,
+    set_names,
+    span_table,
 )
 from extract.run.files import write_text_atomic
 from extract.run.results import (
@@ -68,7 +66,7 @@ class ReportData:
         p_correct, correct, passages, tokens}`; a token `{text, span, p, surprisal,
         entropy, margin}`, the span one of context, question, answer, the numbers those
         of the position that emits this token.
-      ranking: per setting what `exhaustive_stage.ranking_story` returns.
+      ranking: per setting what `selection.ranking.ranking_summary` returns.
       ablations: per setting and variant the names of the encoders it reads.
     """
 

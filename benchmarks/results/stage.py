@@ -1,6 +1,7 @@
 """The stage that writes the report, and the headline of a finished run."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from extract.run.results import (
     ResultTable,
     asked_for,
     read_result_rows,
-    read_rows,
     rows_file,
 )
 from extract.run.stages import Stage
@@ -38,29 +38,20 @@ IN_ORDER = (
 
 
 def _facts(run: RunDir) -> dict[str, str]:
-    examples = read_examples(run)
-    counts = {
-        split: sum(e.split == split for e in examples)
-        for split in ("train", "validation", "test", "ood")
-    }
-    kept = extract_config(run)
+    n_questions = Counter(example.split for example in read_examples(run))
+    splits = ("train", "validation", "test", "ood")
+    extract = extract_config(run)
     return {
         "Backbone": backbone_of(run).model,
         "Preset": run.preset,
         "Seed": str(run.seed),
-        "Questions": ", ".join(f"{n} {split}" for split, n in counts.items()),
+        "Questions": ", ".join(f"{n_questions[split]} {split}" for split in splits),
         "Labels by": labels_by(run),
         "Layer of the hidden states": str(chosen_layer(run)),
         "Training seeds": str(grid_config(run).train.n_seeds),
-        "Answer span": kept.answer_span,
-        "Kept": kept.in_words(),
+        "Answer span": extract.answer_span,
+        "Kept": extract.in_words(),
     }
-
-
-def _seconds(run: RunDir) -> dict[str, float]:
-    names = (*IN_ORDER, "report", *asked_for(run))
-    records = {name: run.stage_record(name) for name in names}
-    return {name: r.seconds for name, r in records.items() if r is not None}
 
 
 def _read_json(path: Path) -> Any:
@@ -70,12 +61,12 @@ def _read_json(path: Path) -> Any:
 def report_data(run: RunDir) -> ReportData:
     """Collect what the report shows from the run's files."""
     control = _read_json(run.control / "control.json")
-    asked = asked_for(run)
-    ranked = SETTINGS if "exhaustive" in asked else ()
-    ranking = {setting: ranking_summary(run, setting) for setting in ranked}
+    on_request = asked_for(run)
+    ranked = SETTINGS if "exhaustive" in on_request else ()
+    records = {n: run.stage_record(n) for n in (*IN_ORDER, "report", *on_request)}
     return ReportData(
         facts=_facts(run),
-        stage_seconds=_seconds(run),
+        stage_seconds={name: r.seconds for name, r in records.items() if r is not None},
         rows=read_result_rows(run),
         accuracy=count_correct(read_examples(run), read_labels(run)),
         sweep=_read_json(run.sweep)["settings"],
@@ -83,8 +74,8 @@ def report_data(run: RunDir) -> ReportData:
         reliability=_read_json(run.path / "reliability.json"),
         control={k: control[k] for k in ("tau", "budget", "cap", "frontier")},
         cases=control["cases"],
-        ranking=ranking,
-        ablations=ablation_summary(run) if "ablate" in asked else {},
+        ranking={setting: ranking_summary(run, setting) for setting in ranked},
+        ablations=ablation_summary(run) if "ablate" in on_request else {},
     )
 
 
@@ -112,16 +103,12 @@ REPORT = Stage(
 def summary(path: Path) -> dict[str, Any]:
     """Return the headline of a finished run: tables as text, numbers as values."""
     run = RunDir(path)
-    rows = list(read_rows(run.results))
+    rows = read_result_rows(run)
     table = ResultTable(rows)
+    champion = {"experiment": "detection", "detector": "champion", "split": "test"}
     headline = {
         f"{setting}/{metric}": table.value(
-            experiment="detection",
-            detector="champion",
-            setting=setting,
-            split="test",
-            metric=metric,
-            seed="mean",
+            **champion, setting=setting, metric=metric, seed="mean"
         )
         for setting in SETTINGS
         for metric in ("auroc", "auprc")
@@ -134,11 +121,9 @@ def summary(path: Path) -> dict[str, Any]:
         f"{setting}: {' '.join(selection_summary(run, setting)['selected'])}"
         for setting in SETTINGS
     ]
-    text = "\n\n".join(
-        (
-            as_text(detection_table(rows)),
-            "Selected encoders\n" + "\n".join(selected),
-            as_text(controller_table(rows)),
-        )
+    parts = (
+        as_text(detection_table(rows)),
+        "\n".join(("Selected encoders", *selected)),
+        as_text(controller_table(rows)),
     )
-    return {"headline": headline, "text": text}
+    return {"headline": headline, "text": "\n\n".join(parts)}

@@ -1,18 +1,17 @@
 """Result rows laid out as tables, once for the page and once for the terminal.
 
 A table is a structure (columns, lines, cells of measures) in which the best value of
-each column and the notes under the table are settled; `tabletext` and the page's
-template only spell it out. Ranks go by the printed digits, so two equal numbers
-rank equally.
+each column and the notes under the table are settled; `as_text` and the page's template
+only spell it out. Ranks go by the printed digits, so two equal numbers rank equally.
 """
 
 import collections
 import dataclasses
 import io
-import typing
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal, get_args
 
+import msgspec
 import rich.box
 import rich.console
 import rich.table
@@ -119,7 +118,7 @@ def _rank_cells(cells: Sequence[Cell]) -> list[Cell]:
     for part in zip(*cells, strict=True):
         printed = {_printed(m) for m in part} - {None}
         best_first = sorted(printed, reverse=True)
-        ranks = dict(zip(best_first, typing.get_args(Rank), strict=False))
+        ranks = dict(zip(best_first, get_args(Rank), strict=False))
         ranked.append(
             [m and dataclasses.replace(m, rank=ranks.get(_printed(m))) for m in part]
         )
@@ -145,11 +144,6 @@ def _ordered(found: Iterable[str], labels: Mapping[str, str]) -> list[str]:
     return [n for n in labels if n in names] + [n for n in names if n not in labels]
 
 
-def _in_headline(detector: str) -> bool:
-    """Single encoders have their figure, controls their own table."""
-    return detector not in CONTROLS and not detector.startswith("encoder:")
-
-
 def _detection_rows(
     rows: Sequence[ResultRow],
     experiment: str,
@@ -157,7 +151,12 @@ def _detection_rows(
     splits: Sequence[str],
 ) -> list[ResultRow]:
     """Keep the seed means that a table of detectors shows."""
-    is_wanted = _in_headline if labels is None else labels.__contains__
+
+    def is_wanted(detector: str) -> bool:
+        # Single encoders have their figure, controls their own table.
+        is_shown = detector not in CONTROLS and not detector.startswith("encoder:")
+        return is_shown if labels is None else detector in labels
+
     found = ResultTable(rows).select(experiment=experiment, seed="mean")
     return [
         row
@@ -229,15 +228,12 @@ def controller_table(rows: Sequence[ResultRow]) -> Table:
         return found or macro_row(table, name, metric, datasets)
 
     def cells(name: str) -> tuple[Cell, ...]:
-        quality = ("em", "f1")
-        return (
-            *(
-                _cell(table.find(detector=name, dataset=d, metric=m) for m in quality)
-                for d in datasets
-            ),
-            _cell(mean(name, m) for m in quality),
-            _cell([mean(name, "generations")]),
-        )
+        found = [
+            [table.find(detector=name, dataset=d, metric=m) for m in ("em", "f1")]
+            for d in datasets
+        ]
+        means = [mean(name, "em"), mean(name, "f1")]
+        return tuple(map(_cell, [*found, means, [mean(name, "generations")]]))
 
     labels = {**CONTROLLERS, **BOUNDS}
     names = _ordered((row.detector for row in table.rows), labels)
@@ -245,16 +241,112 @@ def controller_table(rows: Sequence[ResultRow]) -> Table:
         n: Line(label=labels.get(n, n), cells=cells(n), is_ours=n == "pgir")
         for n in names
     }
-    group = "Exact match / F1"
+    heads = [(name, SPLIT_LABELS[places[name]]) for name in datasets]
     columns = [
-        Column(group=group, label=d, detail=SPLIT_LABELS[places[d]]) for d in datasets
+        Column(group="Exact match / F1", label=label, detail=detail)
+        for label, detail in [*heads, ("macro", "mean")]
     ]
-    columns.append(Column(group=group, label="macro", detail="mean"))
     columns.append(Column(group="Cost", label="generations", detail="per question"))
     rivals = tuple(line for name, line in lines.items() if name not in BOUNDS)
     bounds = tuple(line for name, line in lines.items() if name in BOUNDS)
     ranked = _ranked(Table(corner="Controller", columns=tuple(columns), lines=rivals))
     return dataclasses.replace(ranked, lines=ranked.lines + bounds)
+
+
+# The seven variants of the paper's table, in its order.
+FEATURES = {
+    "hidden_only": "Hidden states only",
+    "without_hidden": "Without hidden states",
+    "early_fusion": "Early fusion: one encoder, all families",
+    "late_fusion_singles": "Late fusion: single families",
+    "late_fusion_all": "Late fusion: all encoders (not ranked)",
+    "without_closed_book": "Without closed-book encoders",
+    "champion": "Full: the selected encoders",
+}
+REFERENCE = "late_fusion_all"  # a saturation reference, which the paper does not rank
+FAMILY_VARIANTS = {
+    "without_hidden": "Without hidden states",
+    "without_prob": "Without probabilities",
+    "without_resid": "Without residual stream",
+    "without_attn": "Without attention",
+    "champion": "Full: all four families",
+}
+SPAN_VARIANTS = {
+    "champion": "None: all spans",
+    "without_context_span": "Context",
+    "without_question_span": "Question",
+    "without_answer_span": "Answer",
+}
+RANKED = {
+    "best_three": "Best of all sets of three",
+    "greedy_three": "Greedy search after three rounds",
+}
+
+
+def _table(rows: Sequence[ResultRow], names: Mapping[str, str], corner: str) -> Table:
+    """Lay some detectors and variants out under one experiment, as the main table does.
+
+    Nothing, where none was made on request: `evaluate` alone makes no ablation.
+    """
+    together = [
+        msgspec.structs.replace(row, experiment="ablation")
+        for row in rows
+        if row.experiment in ("detection", "ablation") and row.detector in names
+    ]
+    shown = together if any(row.experiment == "ablation" for row in rows) else []
+    found = detection_table(shown, experiment="ablation", labels=names)
+    return dataclasses.replace(found, corner=corner)
+
+
+def feature_table(rows: Sequence[ResultRow]) -> Table:
+    """The paper's table of features and fusion, seven variants in both settings."""
+    ranked = {name: label for name, label in FEATURES.items() if name != REFERENCE}
+    whole, table = (_table(rows, names, "Variant") for names in (FEATURES, ranked))
+    lines = {line.label: line for line in table.lines}
+    for line in whole.lines:  # the reference has no rank, and takes none away
+        if line.label not in lines:
+            plain = [_cell(m and m.row for m in cell) for cell in line.cells]
+            lines[line.label] = dataclasses.replace(line, cells=tuple(plain))
+    return dataclasses.replace(whole, lines=tuple(lines[x.label] for x in whole.lines))
+
+
+def family_table(rows: Sequence[ResultRow]) -> Table:
+    """The search without the encoders that read a family, for each family."""
+    return _table(rows, FAMILY_VARIANTS, "Pool")
+
+
+def span_table(rows: Sequence[ResultRow]) -> Table:
+    """The champion trained anew without a token span, for each span."""
+    return _table(rows, SPAN_VARIANTS, "Dropped span")
+
+
+def exhaustive_table(rows: Sequence[ResultRow]) -> Table:
+    """The best set of the enumeration and greedy's, where they were evaluated."""
+    splits = ("validation", "test", "ood")
+    found = detection_table(rows, experiment="exhaustive", labels=RANKED, splits=splits)
+    return dataclasses.replace(found, corner="Set")
+
+
+def set_names(
+    selection: Mapping[str, Mapping[str, Any]],
+    ablations: Mapping[str, Mapping[str, Sequence[str]]],
+) -> list[tuple[str, list[str]]]:
+    """Spell which encoders each variant reads: its label, and a text per setting."""
+    if not ablations:
+        return []
+    labels = {"without_closed_book": "Without closed-book encoders", **FAMILY_VARIANTS}
+
+    def spelled(name: str, setting: str) -> str:
+        if name == "champion":
+            return " ".join(selection[setting]["selected"])
+        if name not in ablations[setting]:
+            return "–"  # there is nothing of the kind to take away
+        return " ".join(ablations[setting][name]) or "none: no better than chance"
+
+    return [
+        (label, [spelled(name, setting) for setting in ablations])
+        for name, label in labels.items()
+    ]
 
 
 def _cell_text(cell: Cell, notes: Sequence[str]) -> str:

@@ -1,19 +1,26 @@
-"""The signals once more, by brute force and through other taps.
+"""How far the readings of every architecture are from a brute-force oracle's.
 
-One unpadded example at a time. Attention maps come from Transformers' eager path,
-states from `output_hidden_states`, probabilities from the full vocabulary. What a
-layer adds is caught where it is added: every addition that PyTorch executes is seen,
-and those to the residual stream count, whatever the modules are called. The final
-norm is the model's own module. Everything after the model is a float64 loop over
-single numbers.
+A tiny random model of each architecture reads four examples through small odd chunks,
+so that every seam between chunks is crossed. The oracle reads each alone and by other
+taps: attention maps from Transformers' eager path, states from `output_hidden_states`,
+probabilities from the full vocabulary. What a layer adds is caught where it is added:
+every addition that PyTorch executes is seen, and those to the residual stream count,
+whatever the modules are called. The final norm is the model's own module; everything
+after the model is a float64 loop over single numbers.
+
+In float32 the reader is given one padded batch and the oracle attends eagerly. In
+bfloat16 the oracle attends by the same fused kernel as the reader, and beside the
+reader's error stands how far the model's own eager attention moves the same readings.
 """
 
 import copy
 import dataclasses
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import Any
 
+import click
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,10 +28,24 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from benchmarks.speed.commands import AS_JSON, RowPrinter
+from benchmarks.speed.tiny_models import architectures, make_batch
+from extract.backbone.loading import Backbone
+from extract.run.console import Progress, quiet
+from extract.signals.batch import ReadingBudget
 from extract.signals.plan import TokenSequence
+from extract.signals.reader import SignalReader
 
+Readings = dict[str, np.ndarray]  # by family of signals
 FUSED = "oracle_fused"
+_maps: list[np.ndarray] = []  # of the fused run under way
 _NORMS = ("norm", "final_layer_norm", "ln_f")
+SIGNALS = ("hidden", "prob", "resid", "attn")
+
+# float32 states of size 30 carry rounding of 4e-6; the worst seen is 6e-5 (Gemma 4,
+# whose six layers rescale the stream).
+TOLERANCE = 1e-4
+_HEAD = ["architecture", *(f"{d} {name}" for d in ("fp32", "bf16") for name in SIGNALS)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,8 +82,8 @@ class _Additions(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        is_sum = func is torch.ops.aten.add.Tensor
-        if is_sum and self.layers and out.shape == self.layers[0].shape:
+        is_sum = func is torch.ops.aten.add.Tensor and bool(self.layers)
+        if is_sum and out.shape == self.layers[0].shape:
             if all(isinstance(arg, torch.Tensor) for arg in args[:2]):
                 self.seen[-1].append((args[0], args[1], out))
         return out
@@ -79,9 +100,6 @@ class _Additions(TorchDispatchMode):
         if is_parallel:  # it adds (feed-forward + attention) at once
             parts = made_of[parts[0].data_ptr()]
         return [part[0].double() for part in parts]
-
-
-_maps: list[np.ndarray] = []
 
 
 def exact_map(
@@ -178,18 +196,16 @@ def run_model(model: PreTrainedModel, ids: np.ndarray) -> Run:
     for handle in handles:
         handle.remove()
     is_parallel = getattr(model.config, "use_parallel_residual", False)
-    contributions = []
-    for index in range(len(layers)):
-        att, *ffn = additions.added(index, is_parallel)
-        contributions.append((att, sum(ffn)))
-    is_single = output.logits.dtype == torch.float32
-    logits = output.logits if is_single else _exact_logits(model, ends[1])
+    added = [additions.added(index, is_parallel) for index in range(len(layers))]
+    logits = output.logits
+    if logits.dtype != torch.float32:
+        logits = _exact_logits(model, ends[1])
     maps = [item[0].double().numpy() for item in output.attentions or ()] or [*_maps]
     return Run(
         logits=logits[0].double().numpy(),
         # The last of Transformers' hidden states is normed already.
         states=[state[0] for state in (*output.hidden_states[:-1], ends[0])],
-        contributions=contributions,
+        contributions=[(att, sum(ffn)) for att, *ffn in added],
         maps=maps,
     )
 
@@ -224,19 +240,16 @@ def attention_reading(
     readings = []
     for partner in [i for i in range(3) if i != own[0]]:
         tokens = range(*spans[partner])
-        if partner < own[0]:
-            weights = [attention_map[position, key] for key in tokens]
-        else:
-            weights = [attention_map[query, position] for query in tokens]
-        readings.append(entropy_and_mass(weights))
+        is_before = partner < own[0]  # it is attended to, else it attends
+        seen = attention_map[position] if is_before else attention_map[:, position]
+        readings.append(entropy_and_mass([seen[token] for token in tokens]))
     return readings
 
 
 @torch.no_grad()
 def resid_scalars(model: PreTrainedModel, run: Run, targets: np.ndarray) -> np.ndarray:
     """Return `[n_tokens, 4 * n_layers]`: norms, and pushes through the norm itself."""
-    _, own_norm = _layers_and_norm(model)
-    norm = copy.deepcopy(own_norm).float()
+    norm = copy.deepcopy(_layers_and_norm(model)[1]).float()
     words = model.get_output_embeddings().weight.double()[torch.from_numpy(targets)]
 
     def lens(state: torch.Tensor) -> torch.Tensor:
@@ -259,11 +272,8 @@ def _attn_readings(maps: list[np.ndarray], spans: Items[tuple[int, int]]) -> np.
     """Return `[n_tokens, 2, 2, n_attention_layers, n_heads]`."""
     n_heads, n_tokens, _ = maps[0].shape
     attn = np.zeros((n_tokens, 2, 2, len(maps), n_heads))
-    for layer, layer_map in enumerate(maps):
-        for head in range(n_heads):
-            for t in range(n_tokens):
-                found = attention_reading(layer_map[head], spans, t)
-                attn[t, :, :, layer, head] = found
+    for t, layer, head in np.ndindex(n_tokens, len(maps), n_heads):
+        attn[t, :, :, layer, head] = attention_reading(maps[layer][head], spans, t)
     return attn
 
 
@@ -282,7 +292,108 @@ def oracle_signals(
         "hidden": torch.stack(run.states, dim=1).double().numpy(),
         "prob": np.array([prob_scalars(row, target) for row, target in rows]),
         "resid": resid_scalars(model, run, sequence.targets),
-        "attn": _attn_readings(
-            run.maps, [tuple(map(int, span)) for span in sequence.spans]
-        ),
+        "attn": _attn_readings(run.maps, sequence.spans.tolist()),
     }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exactness:
+    """Largest absolute errors of one architecture, by family of signals.
+
+    Attributes:
+      name: the architecture.
+      float32: reader against oracle.
+      bfloat16: reader against oracle.
+      gap: oracle on eager against oracle on fused attention, in bfloat16.
+    """
+
+    name: str
+    float32: dict[str, float]
+    bfloat16: dict[str, float]
+    gap: dict[str, float]
+
+    def cells(self) -> list[str]:
+        """Return the cells of the row in the order of the heading."""
+        half = [f"{self.bfloat16[n]:.1e} ({self.gap[n]:.1e})" for n in SIGNALS]
+        return [self.name, *(f"{self.float32[n]:.1e}" for n in SIGNALS), *half]
+
+
+def reader_signals(model: PreTrainedModel, *, together: bool) -> list[Readings]:
+    """Read the examples with the reader, in one padded batch or each alone."""
+    small = ReadingBudget(  # so that every seam between chunks is crossed
+        n_attention_weights=1000, n_tokens_per_chunk=7, n_words_per_block=13
+    )
+    reader, batch = SignalReader(Backbone.from_model(model), budget=small), make_batch()
+    groups = [batch] if together else [[sequence] for sequence in batch]
+    found = [item for group in groups for item in reader.read(group)]
+    return [{name: getattr(item, name) for name in SIGNALS} for item in found]
+
+
+def oracle_batch(model: PreTrainedModel, attention: str) -> list[Readings]:
+    """Read the batch with the oracle, one example at a time, "eager" or `FUSED`."""
+    twin = copy_with_attention(model, attention)
+    return [oracle_signals(twin, sequence) for sequence in make_batch()]
+
+
+def largest_errors(found: list[Readings], expected: list[Readings]) -> dict[str, float]:
+    """Return the largest absolute error per family of signals; NaN counts as worst."""
+    errors = {}
+    for name in SIGNALS:
+        pairs = zip(found, expected, strict=True)
+        gap = np.max([np.abs(left[name] - right[name]).max() for left, right in pairs])
+        errors[name] = float(np.nan_to_num(gap, nan=np.inf))
+    return errors
+
+
+def measure(name: str, build: Callable[[], PreTrainedModel]) -> Exactness:
+    """Measure one architecture in both precisions."""
+    single, half = build(), build().to(torch.bfloat16)
+    read = reader_signals(single, together=True)
+    fused = oracle_batch(half, FUSED)
+    return Exactness(
+        name=name,
+        float32=largest_errors(read, oracle_batch(single, "eager")),
+        # Alone: the model's products round differently in batches of other shapes.
+        bfloat16=largest_errors(reader_signals(half, together=False), fused),
+        gap=largest_errors(oracle_batch(half, "eager"), fused),
+    )
+
+
+def require(rows: list[Exactness]) -> None:
+    """Check every row.
+
+    Raises:
+      ValueError: an error is too large; names the first architecture and family.
+    """
+    for row in rows:
+        of_itself = ", the distance between the model's eager and fused attention"
+        for name, dtype, found, limit, why in [
+            *((n, "float32", row.float32[n], TOLERANCE, "") for n in SIGNALS),
+            *((n, "bfloat16", row.bfloat16[n], row.gap[n], of_itself) for n in SIGNALS),
+        ]:
+            if not found <= limit:  # so that NaN fails
+                raise ValueError(
+                    f"{row.name}: {dtype} {name} is {found:.1e} from the oracle, "
+                    f"expected at most {limit:.1e}{why}"
+                )
+
+
+@click.command()
+@AS_JSON
+def oracle(as_json: bool) -> None:
+    """Compare every architecture with a brute-force oracle; print the table.
+
+    Largest absolute errors of tiny random models, fp32 and bf16; behind each bf16
+    error, in brackets, how far the model's own eager attention moves that reading.
+
+    Example: beatrice bench oracle
+    """
+    quiet()
+    rows, every, printer = [], list(architectures()), RowPrinter(as_json)
+    printer.head(_HEAD)
+    with Progress().stage("oracle") as update:
+        for done, (name, build) in enumerate(every, start=1):
+            rows.append(measure(name, build))
+            printer.row(rows[-1])
+            update(done, len(every))
+    require(rows)

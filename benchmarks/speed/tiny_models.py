@@ -1,53 +1,19 @@
-"""Tiny random models of every supported architecture, for the oracle.
+"""Tiny random models of every supported architecture, and four examples for them.
 
 Norm weights, biases and layer scalars are randomised: at their initial values a
 dropped gain or scalar would go unnoticed. Windows are 8 tokens, so that some
 attention masses are zero.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
-    GemmaConfig,
-    GemmaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Olmo3Config,
-    Olmo3ForCausalLM,
-    OlmoConfig,
-    OlmoForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3_5ForCausalLM,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+import transformers
+from transformers import PreTrainedModel
+
+from extract.signals.plan import TokenSequence
 
 VOCAB_SIZE = 61
 # The ids from here on stand for images and sounds in a multimodal wrapper, which puts
@@ -69,135 +35,112 @@ _SIZE = {
     "eos_token_id": 2,
 }
 _NO_HEAD_DIM = {key: size for key, size in _SIZE.items() if key != "head_dim"}
+_GPT = {"vocab_size": VOCAB_SIZE, "bos_token_id": 1, "eos_token_id": 2}
+_GPT_NEOX = {
+    **_GPT,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}
 _MOE = {"moe_intermediate_size": 16, "num_experts": 6}
 _LINEAR = {
+    "num_hidden_layers": 4,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
 _SLIDING = ["sliding_attention", "full_attention"] * 3
-
-Build = Callable[[], PreTrainedModel]
-
-
-def _plain(model: type, config: type, **changes: Any) -> Build:
-    """Return what builds a model whose config takes the common sizes."""
-    return lambda: model(config(**{**_SIZE, **changes}))
-
-
-def _without_head_dim(model: type, config: type, **changes: Any) -> Build:
-    """Return the same for configs that derive the head's width."""
-    return lambda: model(config(**{**_NO_HEAD_DIM, **changes}))
-
-
-def _gemma4(**changes: Any) -> Build:
-    """Return what builds a Gemma 4 text model."""
-    return _plain(
-        Gemma4ForCausalLM,
-        Gemma4TextConfig,
-        num_hidden_layers=6,
-        sliding_window=WINDOW,
-        layer_types=_SLIDING,
-        global_head_dim=16,
-        final_logit_softcapping=3.0,
-        **changes,
-    )
-
-
-_GEMMA4_E = {
-    "num_kv_shared_layers": 2,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": VOCAB_SIZE,
+_GEMMA4 = {
+    "num_hidden_layers": 6,
+    "sliding_window": WINDOW,
+    "layer_types": _SLIDING,
+    "global_head_dim": 16,
+    "final_logit_softcapping": 3.0,
 }
-# As the 26B: no per-layer embeddings, keys that are values, experts beside the MLP.
-_GEMMA4_MOE = {
-    "hidden_size_per_layer_input": 0,
-    "attention_k_eq_v": True,
-    "num_global_key_value_heads": 1,
-    "enable_moe_block": True,
-    "top_k_experts": 2,
-    **_MOE,
-}
-_GPT = {"vocab_size": VOCAB_SIZE, "bos_token_id": 1, "eos_token_id": 2}
 
 
-def _gpt_neox(use_parallel_residual: bool) -> Build:
-    """Return what builds a GPT-NeoX with either kind of block."""
-    config = GPTNeoXConfig(
-        **_GPT,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        use_parallel_residual=use_parallel_residual,
-    )
-    return lambda: GPTNeoXForCausalLM(config)
+def _named(
+    name: str, config: str | None = None, sizes: dict[str, Any] = _SIZE, **changes: Any
+) -> Callable[[], PreTrainedModel]:
+    """Return what builds `{name}ForCausalLM` of Transformers with small sizes."""
+    model = getattr(transformers, f"{name}ForCausalLM")
+    made = getattr(transformers, config or f"{name}Config")
+    return lambda: model(made(**{**sizes, **changes}))
 
 
 def _gpt2() -> PreTrainedModel:
-    config = GPT2Config(**_GPT, n_embd=32, n_layer=3, n_head=4, n_positions=128)
-    return GPT2LMHeadModel(config)
+    sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**_GPT, **sizes))
 
 
 # Architecture -> what builds it, in the order of the table.
-FAMILIES: dict[str, Build] = {
-    "llama": _plain(LlamaForCausalLM, LlamaConfig),
-    "mistral_window": _plain(MistralForCausalLM, MistralConfig, sliding_window=WINDOW),
-    "mixtral": _plain(
-        MixtralForCausalLM, MixtralConfig, num_local_experts=6, num_experts_per_tok=2
-    ),
-    "qwen2": _without_head_dim(Qwen2ForCausalLM, Qwen2Config),
-    "qwen3": _plain(Qwen3ForCausalLM, Qwen3Config),
-    "qwen3_moe": _plain(
-        Qwen3MoeForCausalLM,
-        Qwen3MoeConfig,
-        num_experts_per_tok=2,
-        mlp_only_layers=[1],
-        **_MOE,
-    ),
-    "qwen3_5": _plain(
-        Qwen3_5ForCausalLM, Qwen3_5TextConfig, num_hidden_layers=4, **_LINEAR
-    ),
-    "qwen3_5_moe": _plain(
-        Qwen3_5MoeForCausalLM,
-        Qwen3_5MoeTextConfig,
-        num_hidden_layers=4,
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": _named("Llama"),
+    "mistral_window": _named("Mistral", sliding_window=WINDOW),
+    "mixtral": _named("Mixtral", num_local_experts=6, num_experts_per_tok=2),
+    "qwen2": _named("Qwen2", sizes=_NO_HEAD_DIM),
+    "qwen3": _named("Qwen3"),
+    "qwen3_moe": _named("Qwen3Moe", num_experts_per_tok=2, mlp_only_layers=[1], **_MOE),
+    "qwen3_5": _named("Qwen3_5", "Qwen3_5TextConfig", **_LINEAR),
+    "qwen3_5_moe": _named(
+        "Qwen3_5Moe",
+        "Qwen3_5MoeTextConfig",
         num_experts_per_tok=2,
         shared_expert_intermediate_size=16,
         **_LINEAR,
         **_MOE,
     ),
-    "gemma": _plain(GemmaForCausalLM, GemmaConfig),
-    "gemma2": _plain(
-        Gemma2ForCausalLM,
-        Gemma2Config,
+    "gemma": _named("Gemma"),
+    "gemma2": _named(
+        "Gemma2",
         num_hidden_layers=2,
         sliding_window=WINDOW,
         attn_logit_softcapping=2.0,
         final_logit_softcapping=3.0,
         query_pre_attn_scalar=8,
     ),
-    "gemma3": _plain(
-        Gemma3ForCausalLM,
-        Gemma3TextConfig,
+    "gemma3": _named(
+        "Gemma3",
+        "Gemma3TextConfig",
         sliding_window=WINDOW,
         layer_types=_SLIDING[:3],
     ),
-    "gemma4": _gemma4(**_GEMMA4_E),
-    "gemma4_moe": _gemma4(**_GEMMA4_MOE),
-    "phi3": _plain(Phi3ForCausalLM, Phi3Config),
-    "olmo": _without_head_dim(OlmoForCausalLM, OlmoConfig),
-    "olmo2": _without_head_dim(Olmo2ForCausalLM, Olmo2Config),
-    "olmo3": _without_head_dim(
-        Olmo3ForCausalLM,
-        Olmo3Config,
+    "gemma4": _named(
+        "Gemma4",
+        "Gemma4TextConfig",
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+        **_GEMMA4,
+    ),
+    # As the 26B: no per-layer embeddings, keys that are values, experts beside the MLP.
+    "gemma4_moe": _named(
+        "Gemma4",
+        "Gemma4TextConfig",
+        hidden_size_per_layer_input=0,
+        attention_k_eq_v=True,
+        num_global_key_value_heads=1,
+        enable_moe_block=True,
+        top_k_experts=2,
+        **_GEMMA4,
+        **_MOE,
+    ),
+    "phi3": _named("Phi3"),
+    "olmo": _named("Olmo", sizes=_NO_HEAD_DIM),
+    "olmo2": _named("Olmo2", sizes=_NO_HEAD_DIM),
+    "olmo3": _named(
+        "Olmo3",
+        sizes=_NO_HEAD_DIM,
         sliding_window=WINDOW,
         layer_types=_SLIDING[:3],
     ),
-    "gpt_neox_parallel": _gpt_neox(True),
-    "gpt_neox_sequential": _gpt_neox(False),
+    "gpt_neox_parallel": _named("GPTNeoX", sizes=_GPT_NEOX, use_parallel_residual=True),
+    "gpt_neox_sequential": _named(
+        "GPTNeoX", sizes=_GPT_NEOX, use_parallel_residual=False
+    ),
     "gpt2": _gpt2,
 }
 
@@ -229,3 +172,90 @@ def tiny_model(family: str) -> PreTrainedModel:
         model = FAMILIES[family]()
         _randomise(model)
     return model.eval().requires_grad_(False)
+
+
+_TINY = {"hidden_size": 16, "intermediate_size": 16}
+_ONE_LAYER = {**_TINY, "num_hidden_layers": 1, "num_attention_heads": 2}
+_QWEN = {
+    f"{name}_token_id": N_TEXT_IDS + index
+    for index, name in enumerate(("image", "video", "vision_start", "vision_end"))
+}
+_QWEN["vision_config"] = {
+    **_TINY,
+    "depth": 1,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
+_GEMMA3 = {
+    "vision_config": {
+        **_ONE_LAYER,
+        "model_type": "siglip_vision_model",
+        "image_size": 16,
+        "patch_size": 8,
+        "vision_use_head": False,
+    },
+    "mm_tokens_per_image": 4,
+    "boi_token_index": N_TEXT_IDS,
+    "eoi_token_index": N_TEXT_IDS + 1,
+    "image_token_index": N_TEXT_IDS + 2,
+}
+_GEMMA4_WRAPPER = {
+    f"{name}_token_id": N_TEXT_IDS + index
+    for index, name in enumerate(("eoi", "boi", "image", "audio", "video"))
+}
+_GEMMA4_WRAPPER["audio_config"] = None
+_GEMMA4_WRAPPER["vision_config"] = {
+    **_ONE_LAYER,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "position_embedding_size": 16,
+}
+# Family -> class and sizes of its released form: the text model beside towers, which
+# are as small as their configs allow and never called.
+WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": ("Qwen3_5", _QWEN),
+    "qwen3_5_moe": ("Qwen3_5Moe", _QWEN),
+    "gemma3": ("Gemma3", _GEMMA3),
+    "gemma4": ("Gemma4", _GEMMA4_WRAPPER),
+    "gemma4_moe": ("Gemma4", _GEMMA4_WRAPPER),
+}
+
+
+def multimodal_wrapper(family: str) -> PreTrainedModel:
+    """Build the released form: the text model of `tiny_model` beside its towers."""
+    text = tiny_model(family)
+    name, sizes = WRAPPERS[family]
+    config = getattr(transformers, f"{name}Config")
+    model = getattr(transformers, f"{name}ForConditionalGeneration")
+    wrapper = model(config(text_config=text.config.to_dict(), **sizes))
+    wrapper.get_decoder().load_state_dict(text.get_decoder().state_dict())
+    wrapper.get_output_embeddings().load_state_dict(
+        text.get_output_embeddings().state_dict()
+    )
+    return wrapper.eval().requires_grad_(False)
+
+
+def make_sequence(seed: int, n_tokens: int, *spans: list[int]) -> TokenSequence:
+    """Return random tokens with the given context, question and answer span."""
+    rng = np.random.default_rng(seed)
+    text = rng.integers(3, N_TEXT_IDS, n_tokens + 1)
+    return TokenSequence(ids=text[:-1], targets=text[1:], spans=np.array(spans))
+
+
+def make_batch() -> list[TokenSequence]:
+    """Uneven lengths; no template tokens; no context; no answer; one-token answer."""
+    return [
+        make_sequence(1, 26, [2, 15], [15, 22], [22, 26]),
+        make_sequence(2, 17, [0, 9], [9, 12], [12, 17]),
+        make_sequence(3, 9, [1, 1], [1, 8], [8, 9]),
+        make_sequence(4, 20, [1, 12], [12, 20], [20, 20]),
+    ]
+
+
+def architectures() -> Iterator[tuple[str, Callable[[], PreTrainedModel]]]:
+    """Yield every architecture's name and what builds it."""
+    for family in FAMILIES:
+        yield family, lambda family=family: tiny_model(family)
+    for family in WRAPPERS:
+        yield f"{family} (wrapper)", lambda family=family: multimodal_wrapper(family)

@@ -1,14 +1,14 @@
 """Training steps of the encoders in PyTorch, one after another or stacked.
 
-Both ways share data, draws and optimiser. The loop trains each encoder by itself, at
-its own widths; `torch.func.vmap` trains several with one call, which is one encoder's
-seeds (of the same widths) or the whole grid (all families, gated by masks).
+Both ways share data, draws and optimiser. The loop trains each encoder by itself;
+`torch.func.vmap` trains the seeds of one subset, which have the same widths, with one
+call.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,18 @@ from safetensors.numpy import load_file
 from torch.func import grad_and_value, vmap
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from benchmarks.forecasts.train_work import (
+from benchmarks.speed.commands import reset_peak
+from benchmarks.speed.torch_encoder import (
+    Arrays,
+    Convolution,
+    Noise,
+    TorchEncoder,
+    Weights,
+    apply_encoder,
+    encode_span,
+    weights_of,
+)
+from jaxprobe.fit.work import (
     Losses,
     Member,
     Workload,
@@ -24,17 +35,68 @@ from benchmarks.forecasts.train_work import (
     made_up_features,
     weights_file,
 )
-from benchmarks.speed.torch_encoders import (
-    TorchEncoder,
-    Weights,
-    apply_encoder,
-    encode_span,
-    weights_of,
-)
-from benchmarks.speed.torch_setting import Setting, blocks_of
-from jaxprobe.features.subsets import N_FAMILIES
 
-Arrays = Mapping[str, np.ndarray]
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How PyTorch is run.
+
+    Attributes:
+      n_processes: the members are split among.
+      n_threads: of each process.
+      convolution: see `TorchEncoder`.
+      noise: see `TorchEncoder`.
+      compiled: the loop's span function, by `torch.compile`.
+    """
+
+    n_processes: int = 1
+    n_threads: int = 2
+    convolution: Convolution = "product"
+    noise: Noise = "inputs"
+    compiled: bool = False
+
+    def text(self) -> str:
+        """Describe it for the table."""
+        how = {"product": "shifted product", "conv1d": "conv1d"}
+        where = {"inputs": "at inputs", "projected": "behind projection"}
+        return (
+            f"{self.n_processes} x {self.n_threads} threads, {how[self.convolution]}, "
+            f"noise {where[self.noise]}, {'compiled' if self.compiled else 'eager'}"
+        )
+
+
+# What was fastest at the paper's widths; a search begins with it, and tries changes in
+# this order.
+_EAGER = Setting(n_processes=2, n_threads=1, noise="projected")
+FASTEST = {"loop": dataclasses.replace(_EAGER, compiled=True), "vmap": _EAGER}
+CHANGES: dict[str, list[dict[str, Any]]] = {
+    "loop": [
+        {"noise": "inputs"},
+        {"convolution": "conv1d"},
+        {"n_processes": 1, "n_threads": 2},
+        {"compiled": False},
+    ],
+    "vmap": [{"noise": "inputs"}, {"n_processes": 1, "n_threads": 2}],
+}
+
+
+def by_subset(members: Iterable[Member]) -> list[list[Member]]:
+    """Return the members in groups of one subset's seeds, which one vmap covers."""
+    groups: dict[int, list[Member]] = {}
+    for subset, seed in members:
+        groups.setdefault(subset, []).append((subset, seed))
+    return list(groups.values())
+
+
+def encoder_of(workload: Workload, member: Member, setting: Setting) -> TorchEncoder:
+    """Return the function of a member."""
+    return TorchEncoder(
+        config=workload.encoder,
+        families=families_of(member),
+        widths=tuple(most for _, most in workload.spans),
+        convolution=setting.convolution,
+        noise=setting.noise,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,33 +118,16 @@ class TorchData:
         """Make the workload's data."""
         features, labels = made_up_features(workload, n_examples, seed)
         tokens = np.concatenate(features.tokens, axis=1)
-        real = np.concatenate(features.masks, axis=1).astype(np.float32)
+        real = np.concatenate(features.masks, axis=1)
         return cls(
-            tokens=tuple(
-                torch.from_numpy(np.ascontiguousarray(tokens[..., s]))
-                for s in workload.dims.slices
-            ),
-            real=torch.from_numpy(real),
-            labels=torch.from_numpy(labels.astype(np.float32)),
+            tokens=tuple(torch.tensor(tokens[..., s]) for s in workload.dims.slices),
+            real=torch.tensor(real, dtype=torch.float32),
+            labels=torch.tensor(labels, dtype=torch.float32),
         )
 
 
-def encoder_of(
-    workload: Workload, families: tuple[int, ...], setting: Setting
-) -> TorchEncoder:
-    """Return the function of an encoder that reads these families."""
-    return TorchEncoder(
-        config=workload.encoder,
-        families=families,
-        widths=tuple(most for _, most in workload.spans),
-        convolution=setting.convolution,
-        noise=setting.noise,
-    )
-
-
-def _optimizer(
-    weights: Weights, workload: Workload, kind: Literal["fused", "foreach"]
-) -> torch.optim.AdamW:
+def _optimizer(weights: Weights, workload: Workload, kind: str) -> torch.optim.AdamW:
+    """Return AdamW in its "fused" or its "foreach" form."""
     return torch.optim.AdamW(
         weights.values(),
         lr=workload.learning_rate,
@@ -92,32 +137,28 @@ def _optimizer(
 
 
 class Loop:
-    """Encoders one after another, each at its own widths."""
+    """Encoders one after another; a group is one of them."""
 
     def __init__(
         self, workload: Workload, setting: Setting, weights: Mapping[Member, Arrays]
     ) -> None:
         """Take initial weights of every member, as `jaxprobe` names them."""
         self.workload = workload
-        self.setting = setting
         self.groups = [[member] for member in weights]
-        self.span_function = (
-            torch.compile(encode_span, dynamic=False)
-            if setting.compiled
-            else encode_span
-        )
-        self._state = {m: self._started(m, arrays) for m, arrays in weights.items()}
-
-    def _started(self, member: Member, arrays: Arrays):
-        encoder = encoder_of(self.workload, families_of(member), self.setting)
-        weights = {
-            name: torch.from_numpy(x).requires_grad_()
-            for name, x in weights_of(arrays, encoder).items()
-        }
-        return encoder, weights, _optimizer(weights, self.workload, "fused")
+        self._span_function = encode_span
+        if setting.compiled:
+            self._span_function = torch.compile(encode_span, dynamic=False)
+        self._state = {}
+        for member, arrays in weights.items():
+            encoder = encoder_of(workload, member, setting)
+            own = {
+                name: torch.from_numpy(x).requires_grad_()
+                for name, x in weights_of(arrays, encoder).items()
+            }
+            self._state[member] = encoder, own, _optimizer(own, workload, "fused")
 
     def step(self, group: Sequence[Member], data: TorchData, rows) -> list[float]:
-        """Take one step of a group of one; return its loss in a list."""
+        """Take one step of a group; return its loss in a list."""
         encoder, weights, optimizer = self._state[group[0]]
         tokens = {f: data.tokens[f][rows] for f in encoder.families}
         logits, _ = apply_encoder(
@@ -126,7 +167,7 @@ class Loop:
             data.real[rows],
             encoder,
             training=True,
-            span_function=self.span_function,
+            span_function=self._span_function,
         )
         loss = binary_cross_entropy_with_logits(logits, data.labels[rows])
         optimizer.zero_grad(set_to_none=True)
@@ -136,62 +177,44 @@ class Loop:
 
 
 class Stacked:
-    """Encoders side by side by `torch.func.vmap`, their weights stacked."""
+    """Encoders side by side by `torch.func.vmap`; a group is a subset's seeds."""
 
     def __init__(
         self, workload: Workload, setting: Setting, weights: Mapping[Member, Arrays]
     ) -> None:
         """Take initial weights of every member, as `jaxprobe` names them."""
-        self.workload = workload
-        self.setting = setting
-        self.groups = blocks_of(list(weights), setting)
-        self._state = {tuple(g): self._started(g, weights) for g in self.groups}
-
-    def _started(self, group: Sequence[Member], weights: Mapping[Member, Arrays]):
-        every = range(N_FAMILIES)
-        families = tuple(f for f in every if any(f in families_of(m) for m in group))
-        encoder = encoder_of(self.workload, families, self.setting)
-        own = [weights_of(weights[member], encoder) for member in group]
-        stacked = {
-            name: torch.from_numpy(np.stack([x[name] for x in own])) for name in own[0]
-        }
-        read = [[float(f in families_of(m)) for f in families] for m in group]
-        gates = torch.tensor(read).repeat_interleave(
-            self.workload.encoder.projection, dim=1
-        )
-
-        def loss(weights, gates, tokens, real, labels):
-            logits, _ = apply_encoder(
-                weights, tokens, real, encoder, training=True, gates=gates
-            )
-            return binary_cross_entropy_with_logits(logits, labels)
-
-        # Batches are shared by the block; what is drawn is each member's own.
-        gradient = vmap(
-            grad_and_value(loss),
-            in_dims=(0, 0, None, None, None),
-            randomness="different",
-        )
-        if self.setting.compiled:
-            gradient = torch.compile(gradient, dynamic=False)
-        optimizer = _optimizer(stacked, self.workload, "foreach")
-        return encoder, stacked, gates, gradient, optimizer
+        self.groups = by_subset(weights)
+        self._state = {}
+        for group in self.groups:
+            encoder = encoder_of(workload, group[0], setting)
+            own = [weights_of(weights[member], encoder) for member in group]
+            stacked = {
+                name: torch.from_numpy(np.stack([x[name] for x in own]))
+                for name in own[0]
+            }
+            optimizer = _optimizer(stacked, workload, "foreach")
+            self._state[group[0]] = encoder, stacked, optimizer
 
     def step(self, group: Sequence[Member], data: TorchData, rows) -> list[float]:
         """Take one step of every member of a group; return their losses."""
-        encoder, weights, gates, gradient, optimizer = self._state[tuple(group)]
+        encoder, weights, optimizer = self._state[group[0]]
         tokens = {f: data.tokens[f][rows] for f in encoder.families}
-        grads, losses = gradient(
-            weights, gates, tokens, data.real[rows], data.labels[rows]
-        )
+        real, labels = data.real[rows], data.labels[rows]
+
+        def loss(weights: Weights) -> torch.Tensor:
+            logits, _ = apply_encoder(weights, tokens, real, encoder, training=True)
+            return binary_cross_entropy_with_logits(logits, labels)
+
+        # The batch is shared by the group; what is drawn is each member's own.
+        grads, losses = vmap(grad_and_value(loss), randomness="different")(weights)
         for name, weight in weights.items():
             weight.grad = grads[name]
         optimizer.step()
         return losses.tolist()
 
 
-class TorchContestant:
-    """The loop or the stacked members as a contestant of `beatrice bench train`."""
+class TorchTrainer:
+    """The loop or the stacked members as a method of `beatrice bench train`."""
 
     def __init__(
         self,
@@ -199,16 +222,15 @@ class TorchContestant:
         setting: Setting,
         members: Sequence[Member],
         folder: Path,
-        *,
-        stacked: bool,
+        kind: str,
     ) -> None:
-        """Read initial weights from `folder`."""
+        """Train by "loop" or "vmap"; initial weights are read from `folder`."""
         torch.set_num_threads(setting.n_threads)
         self.workload = workload
         self.setting = setting
         self.members = members
         self.folder = folder
-        self.kind = Stacked if stacked else Loop
+        self.kind = {"loop": Loop, "vmap": Stacked}[kind]
 
     def _start(self, workload: Workload, members: Sequence[Member]) -> Loop | Stacked:
         # Seeds beyond those that were written start like the first: as costly.
@@ -223,7 +245,7 @@ class TorchContestant:
         return self.kind(workload, self.setting, weights)
 
     def losses(self, workload: Workload, n_steps: int, n_microbatches: int) -> Losses:
-        """Return the losses of steps on one batch; it is not parted here."""
+        """Return the losses of steps on one batch, which is not split here."""
         data = TorchData.made_up(workload, workload.batch_size, seed=1)
         members = [m for m in self.members if weights_file(self.folder, m).exists()]
         trainer = self._start(workload, members)
@@ -235,12 +257,12 @@ class TorchContestant:
         self._data = TorchData.made_up(work, work.n_examples, seed=2)
         self._trainer = self._start(work, self.members)
         train(self._trainer, self._data, 1, work.batch_size)
+        reset_peak()
 
     def turn(self) -> None:
         """Train every member for `n_steps` batches."""
-        train(
-            self._trainer, self._data, self.workload.n_steps, self.workload.batch_size
-        )
+        work = self.workload
+        train(self._trainer, self._data, work.n_steps, work.batch_size)
 
 
 def train(

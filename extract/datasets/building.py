@@ -218,8 +218,7 @@ def _drawn(
 ) -> Draw:
     """Draw, or take the splits of a manifest for the sets that were given."""
     if fixed is None:
-        listed = {key: list(pool.values()) for key, pool in pools.items()}
-        return draw_splits(listed, config.splits)
+        return draw_splits({k: v.values() for k, v in pools.items()}, config.splits)
     given = {dataset for dataset, _ in pools}
     held = read_splits(fixed)["splits"]
     absent = given - {dataset for sets in held.values() for dataset in sets}

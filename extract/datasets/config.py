@@ -32,7 +32,7 @@ class SplitConfig:
     )
 
     def __post_init__(self) -> None:
-        """Refuse sizes that are none."""
+        """Refuse sizes below one."""
         for size in (self.n_train, self.n_evaluation, *self.n_held_out.values()):
             if size < 1:
                 raise ValueError(f"a split has at least one question, not {size}")
@@ -115,20 +115,3 @@ class DataConfig:
     def as_json(self) -> dict[str, Any]:
         """Return JSON values, lists for tuples."""
         return json.loads(json.dumps(dataclasses.asdict(self), sort_keys=True))
-
-    @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> "DataConfig":
-        """Return what `as_json` gave.
-
-        Raises:
-          KeyError: a field is missing.
-          TypeError: the splits have other fields.
-        """
-        splits = found["splits"]
-        return cls(
-            splits=None if splits is None else SplitConfig(**splits),
-            fixed=found["fixed"],
-            context=found["context"],
-            skip_bad=found["skip_bad"],
-            sources=tuple((name, role, sha) for name, role, sha in found["sources"]),
-        )

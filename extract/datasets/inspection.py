@@ -1,7 +1,6 @@
 """What a file of questions is: counted, with everything that was refused and why."""
 
 import collections
-import dataclasses
 import hashlib
 import re
 from pathlib import Path
@@ -15,7 +14,7 @@ from extract.datasets.loading import (
     Refusal,
     open_dataset,
 )
-from extract.datasets.readers.question import DATASETS
+from extract.datasets.readers.question import DATASETS, Question
 from extract.label.verdicts import normalise
 from extract.run.files import sha256_file
 
@@ -33,70 +32,71 @@ _A_VALUE = re.compile(
 _LONG_WORD = re.compile(r"\w{4}")  # no article: spares normalising most answers
 
 
-@dataclasses.dataclass
+_COUNTED = ("records", "loaded", "refused", "with_passages", "with_gold_passages",
+            "passages", "gold_passages", "golds", "repeated_questions",
+            "golds_without_words", "twice_encoded", "empty_passages", "missing_titles",
+            "missing_documents")  # fmt: skip
+
+
 class Tally:
     """What was counted while a file was read."""
 
-    records: int = 0
-    loaded: int = 0
-    refused: int = 0
-    with_passages: int = 0
-    with_gold_passages: int = 0
-    passages: int = 0
-    gold_passages: int = 0
-    golds: int = 0
-    repeated_questions: int = 0
-    golds_without_words: int = 0
-    twice_encoded: int = 0
-    empty_passages: int = 0
-    missing_titles: int = 0
-    missing_documents: int = 0
-    datasets: collections.Counter[str] = dataclasses.field(
-        default_factory=collections.Counter
-    )
-    formats: collections.Counter[str] = dataclasses.field(
-        default_factory=collections.Counter
-    )
-    reasons: collections.Counter[str] = dataclasses.field(
-        default_factory=collections.Counter
-    )
-    refusals: list[Refusal] = dataclasses.field(default_factory=list)
-    _questions: set[bytes] = dataclasses.field(default_factory=set)
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self.counts = collections.Counter(dict.fromkeys(_COUNTED, 0))
+        self.datasets: collections.Counter[str] = collections.Counter()
+        self.formats: collections.Counter[str] = collections.Counter()
+        self.reasons: collections.Counter[str] = collections.Counter()
+        self.refusals: list[Refusal] = []
+        self._questions: set[bytes] = set()
 
     def add(self, found: Loaded | Refusal) -> None:
         """Count one record."""
-        self.records += 1
+        self.counts["records"] += 1
         if isinstance(found, Refusal):
-            self.refused += 1
+            self.counts["refused"] += 1
             self.reasons[_kind_of_reason(found.reason)] += 1
             if len(self.refusals) < MAX_LISTED:
                 self.refusals.append(found)
             return
-        self.loaded += 1
         self.datasets[found.question.dataset or "unknown"] += 1
         self.formats[found.format] += 1
-        self._add_question(found)
+        self._add_question(found.question)
 
-    def _add_question(self, found: Loaded) -> None:
-        question = found.question
+    def _add_question(self, question: Question) -> None:
         n_gold = sum(passage.is_supporting for passage in question.passages)
-        self.with_passages += bool(question.passages)
-        self.with_gold_passages += n_gold > 0
-        self.passages += len(question.passages)
-        self.gold_passages += n_gold
-        self.golds += len(question.golds)
-        self.golds_without_words += sum(map(_has_no_word, question.golds))
-        self.empty_passages += question.meta.get("n_empty_passages", 0)
-        self.missing_titles += "missing_titles" in question.meta
-        self.missing_documents += question.meta.get("n_missing_documents", 0)
         words = (question.question, *question.golds)
-        if any(not w.isascii() and _TWICE_ENCODED.search(w) for w in words):
-            self.twice_encoded += 1
-        key = hashlib.blake2b(
-            normalise(question.question).encode(), digest_size=12
-        ).digest()
-        self.repeated_questions += key in self._questions
+        text = normalise(question.question).encode()
+        key = hashlib.blake2b(text, digest_size=12).digest()
+        self.counts.update(
+            loaded=1,
+            with_passages=bool(question.passages),
+            with_gold_passages=n_gold > 0,
+            passages=len(question.passages),
+            gold_passages=n_gold,
+            golds=len(question.golds),
+            golds_without_words=sum(map(_has_no_word, question.golds)),
+            empty_passages=question.meta.get("n_empty_passages", 0),
+            missing_titles="missing_titles" in question.meta,
+            missing_documents=question.meta.get("n_missing_documents", 0),
+            twice_encoded=any(
+                not one.isascii() and _TWICE_ENCODED.search(one) for one in words
+            ),
+            repeated_questions=key in self._questions,
+        )
         self._questions.add(key)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the numbers, and what was refused."""
+        return {
+            **self.counts,
+            "reasons": dict(self.reasons.most_common()),
+            "refusals": [
+                {"record": one.number, "at": one.at, "reason": one.reason}
+                for one in self.refusals
+            ],
+            "refusals_not_listed": self.counts["refused"] - len(self.refusals),
+        }
 
 
 def _has_no_word(gold: str) -> bool:
@@ -137,13 +137,13 @@ def inspect_file(
         error = " ".join(str(problem).split())
     if path.is_file():
         report |= {"bytes": path.stat().st_size, "sha256": sha256_file(path)}
-    report |= _identity(file, tally) | known | _counts(tally)
+    report |= _identity(file, tally) | known | tally.as_json()
     if file is None:
         report["records"] = None  # not counted: what they are was enough
-    if error is None and not tally.loaded:
+    if error is None and not tally.counts["loaded"]:
         first = tally.refusals[0]
         error = (
-            f"{path}: none of {tally.records} records can be used; record "
+            f"{path}: none of {tally.counts['records']} records can be used; record "
             f"{first.number} ({first.at}): {first.reason}"
         )
     return report | {"error": error}
@@ -176,20 +176,4 @@ def _container(file_type: FileType) -> dict[str, Any]:
         "container": file_type.container,
         "gzipped": file_type.is_gzipped,
         "bom": file_type.has_bom,
-    }
-
-
-def _counts(tally: Tally) -> dict[str, Any]:
-    """Return the numbers, and what was refused."""
-    names = [
-        field.name
-        for field in dataclasses.fields(tally)
-        if isinstance(getattr(tally, field.name), int)
-    ]
-    return {name: getattr(tally, name) for name in names} | {
-        "reasons": dict(tally.reasons.most_common()),
-        "refusals": [
-            {"record": r.number, "at": r.at, "reason": r.reason} for r in tally.refusals
-        ],
-        "refusals_not_listed": tally.refused - len(tally.refusals),
     }

@@ -1,4 +1,4 @@
-"""A recognised file of questions, read record by record.
+"""A file of questions: recognised by its content, then read record by record.
 
 Nothing is dropped in silence: a record comes out as a question or as a refusal with
 its number and the reason.
@@ -24,6 +24,9 @@ from extract.datasets.readers.question import (
     is_foreign,
 )
 from extract.datasets.readers.triviaqa import attach, find_evidence
+
+N_SAMPLE = 64  # records from which a file's layout and question set are told
+N_SEARCHED = 4096  # records read for one of a known layout, where the first are not
 
 
 def _read_document(record: Record) -> Question | None:
@@ -103,7 +106,7 @@ class Loaded:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """A record that is none, and why."""
+    """A record that cannot be used, and why."""
 
     number: int
     at: str
@@ -124,9 +127,9 @@ class DatasetFile:
     path: Path
     type: FileType
     format: Format
-    dataset: str | None
-    dataset_from: DatasetSource | None
     evidence: Path | None
+    dataset: str | None = None
+    dataset_from: DatasetSource | None = None
     envelope: dict[str, object] = dataclasses.field(default_factory=dict)
 
     def read(self) -> Iterator[Loaded | Refusal]:
@@ -223,10 +226,6 @@ def _other_filter(question: Question, filters: list[Any]) -> str | None:
     )
 
 
-N_SAMPLE = 64  # records from which a file's layout and question set are told
-N_SEARCHED = 4096  # records read for one of a known layout, where the first are not
-
-
 class FileRefused(ValueError):
     """A file whose container was recognised, and which holds no questions.
 
@@ -262,14 +261,8 @@ def open_dataset(
         raise FileRefused(str(error), file_type, None) from None
     if known.read is None:
         raise FileRefused(f"{path} {known.refusal}", file_type, known.name)
-    file = DatasetFile(
-        path=path,
-        type=file_type,
-        format=known,
-        dataset=None,
-        dataset_from=None,
-        evidence=evidence or find_evidence(path),
-    )
+    evidence = evidence or find_evidence(path)
+    file = DatasetFile(path=path, type=file_type, format=known, evidence=evidence)
     name, source = _dataset_of(file, records)
     if dataset is not None:
         if source == "records" and name != dataset:
@@ -290,8 +283,8 @@ def _sample(path: Path, file_type: FileType) -> tuple[list[RawRecord], Format]:
     n_read = n_known = 0
     try:
         for raw in RecordStream(path, file_type):
-            is_known = _format_of([raw]) is not None
-            n_read, n_known = n_read + 1, n_known + is_known
+            is_known = raw.value is not None and recognise_record(raw.value)
+            n_read, n_known = n_read + 1, n_known + bool(is_known)
             if is_known or n_read <= N_SAMPLE:  # a thousand unknown ones may be large
                 sample.append(raw)
             if n_read == N_SEARCHED or (n_known and n_read % N_SAMPLE == 0):
@@ -307,7 +300,7 @@ def _sample(path: Path, file_type: FileType) -> tuple[list[RawRecord], Format]:
             f"{path}: none of the first {n_read} records can be read; record "
             f"{sample[0].number} ({sample[0].at}): {sample[0].problem}"
         )
-    known = _format_of(sample)
+    known = choose_format(values)
     if known is None:
         keys = ", ".join(repr(key) for key in list(values[0])[:8])
         what = f"with the fields {keys}" if keys else "without any field"
@@ -316,11 +309,6 @@ def _sample(path: Path, file_type: FileType) -> tuple[list[RawRecord], Format]:
             'as FlashRAG does, {"id", "question", "golden_answers"} on each line'
         )
     return sample, known
-
-
-def _format_of(sample: list[RawRecord]) -> Format | None:
-    """Return the layout of the records that could be read."""
-    return choose_format([raw.value for raw in sample if raw.value is not None])
 
 
 def _dataset_of(

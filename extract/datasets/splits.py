@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 import unicodedata
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def order_key(seed: int, dataset: str, name: str) -> bytes:
 
 
 def draw_splits(
-    pools: Mapping[tuple[str, Role], Sequence[Candidate]], config: SplitConfig
+    pools: Mapping[tuple[str, Role], Iterable[Candidate]], config: SplitConfig
 ) -> Draw:
     """Draw the splits.
 
@@ -85,46 +85,33 @@ def draw_splits(
       ValueError: a pool is too small.
     """
     drawn = Draw({}, [], [])
-    taken: dict[bytes, tuple[Split, str, str]] = {}
+    taken: dict[bytes, tuple[Split, str, str]] = {}  # who has a text: split, set, id
     ids: set[tuple[str, str]] = set()
-    order = sorted(pools, key=lambda pool: (ROLES.index(pool[1]), pool[0]))
-    for dataset, role in order:
+    for dataset, role in sorted(
+        pools, key=lambda pool: (ROLES.index(pool[1]), pool[0])
+    ):
         pool = sorted(
             pools[dataset, role], key=lambda c: order_key(config.seed, dataset, c.id)
         )
-        n_taken = 0
+        left = iter(pool)
         for split, size in config.sizes(dataset, role).items():
             chosen = drawn.splits.setdefault(split, {}).setdefault(dataset, [])
-            while len(chosen) < size and n_taken < len(pool):
-                candidate = pool[n_taken]
-                n_taken += 1
-                if _take(candidate, dataset, split, taken, ids, drawn):
-                    chosen.append(candidate.id)
+            while len(chosen) < size and (candidate := next(left, None)):
+                me = (split, dataset, candidate.id)
+                holder = taken.setdefault(candidate.text_key, me)
+                if holder[0] != split or me[1:] in ids:
+                    other_split, *other = holder
+                    drawn.conflicts.append(
+                        Conflict(dataset, candidate.id, split, *other, other_split)
+                    )
+                    continue
+                if holder != me:
+                    drawn.repeated.append((*me, *holder[1:]))
+                ids.add(me[1:])
+                chosen.append(candidate.id)
             if len(chosen) < size:
                 raise _too_few(dataset, role, config, len(pool), drawn)
     return drawn
-
-
-def _take(
-    candidate: Candidate,
-    dataset: str,
-    split: Split,
-    taken: dict[bytes, tuple[Split, str, str]],
-    ids: set[tuple[str, str]],
-    drawn: Draw,
-) -> bool:
-    """Take a question unless its text or its id is in another split."""
-    holder = taken.setdefault(candidate.text_key, (split, dataset, candidate.id))
-    is_elsewhere = (dataset, candidate.id) in ids
-    if holder[0] != split or is_elsewhere:
-        drawn.conflicts.append(
-            Conflict(dataset, candidate.id, split, holder[1], holder[2], holder[0])
-        )
-        return False
-    if holder[1:] != (dataset, candidate.id):
-        drawn.repeated.append((split, dataset, candidate.id, holder[1], holder[2]))
-    ids.add((dataset, candidate.id))
-    return True
 
 
 def _too_few(

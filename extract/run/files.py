@@ -1,4 +1,7 @@
-"""Files of one JSON object per line, which only grow and survive a crash."""
+"""Files that are whole or grow by whole lines, and are told apart by their SHA-256.
+
+A file written here is the old one or the new one, never half of either.
+"""
 
 import contextlib
 import dataclasses

@@ -96,52 +96,39 @@ class ResultRow(Record, frozen=True, kw_only=True):
         """
         numbers = (self.value, self.ci_low, self.ci_high)
         if any(x is not None and not math.isfinite(x) for x in numbers):
-            raise ValueError(
-                f"{self.where}: {numbers} is not finite; write an undefined value as "
-                "None with its reason"
+            wrong = (
+                f"{numbers} is not finite; write an undefined value as None with its "
+                "reason"
             )
-        if self.value is None and not self.reason:
-            raise ValueError(f"{self.where}: a value of None needs a reason")
-        if (self.ci_low is None) != (self.ci_high is None):
-            raise ValueError(f"{self.where}: an interval needs both ends or neither")
-        if self.n < 0 or self.n_failed < 0:
-            raise ValueError(f"{self.where}: a count cannot be negative")
-        if self.seed != "mean" and not self.seed.isdecimal():
-            raise ValueError(
-                f"{self.where}: seed is {self.seed!r}, expected 'mean' or '0', '1', ..."
-            )
+        elif self.value is None and not self.reason:
+            wrong = "a value of None needs a reason"
+        elif (self.ci_low is None) != (self.ci_high is None):
+            wrong = "an interval needs both ends or neither"
+        elif self.n < 0 or self.n_failed < 0:
+            wrong = "a count cannot be negative"
+        elif self.seed != "mean" and not self.seed.isdecimal():
+            wrong = f"seed is {self.seed!r}, expected 'mean' or '0', '1', ..."
+        else:
+            return
+        raise ValueError(f"{self.where}: {wrong}")
 
     @property
     def where(self) -> str:
         """Name the row in words, for messages."""
-        return " / ".join(
-            (
-                self.experiment,
-                self.detector,
-                self.setting,
-                self.dataset,
-                self.split,
-                self.metric,
-                f"seed {self.seed}",
-            )
-        )
-
-
-FIELDS: tuple[str, ...] = ResultRow.__struct_fields__
-
-
-def row_to_json(row: ResultRow) -> str:
-    """Return the row as one line of JSON, floats rounded to six decimals."""
-    fields = msgspec.structs.asdict(row)
-    for name in ("value", "ci_low", "ci_high"):
-        if fields[name] is not None:
-            fields[name] = round(float(fields[name]), N_DECIMALS)
-    return json.dumps(fields, ensure_ascii=True, allow_nan=False)
+        names = (self.experiment, self.detector, self.setting, self.dataset, self.split)
+        return " / ".join((*names, self.metric, f"seed {self.seed}"))
 
 
 def write_rows(rows: Iterable[ResultRow]) -> str:
-    """Return the rows as JSON lines."""
-    return "".join(row_to_json(row) + "\n" for row in rows)
+    """Return the rows as JSON lines, floats rounded to six decimals."""
+    lines = []
+    for row in rows:
+        fields = msgspec.structs.asdict(row)
+        for name in ("value", "ci_low", "ci_high"):
+            if fields[name] is not None:
+                fields[name] = round(float(fields[name]), N_DECIMALS)
+        lines.append(json.dumps(fields, ensure_ascii=True, allow_nan=False) + "\n")
+    return "".join(lines)
 
 
 def read_rows(path: Path) -> Iterator[ResultRow]:
@@ -165,10 +152,10 @@ class ResultTable:
         Raises:
           ValueError: a name is no field of a row.
         """
-        unknown = sorted(set(fields) - set(FIELDS))
-        if unknown:
+        known = ResultRow.__struct_fields__
+        if unknown := sorted(set(fields) - set(known)):
             raise ValueError(
-                f"a result row has no field {unknown[0]!r}; it has {', '.join(FIELDS)}"
+                f"a result row has no field {unknown[0]!r}; it has {', '.join(known)}"
             )
         return tuple(
             row
@@ -182,27 +169,13 @@ class ResultTable:
         Raises:
           LookupError: several rows match.
         """
-        found = self.select(**fields)
-        if len(found) > 1:
+        matches = self.select(**fields)
+        if len(matches) > 1:
             raise LookupError(
-                f"{len(found)} rows have {_in_words(fields)}, expected one; the first "
-                f"two are ({found[0].where}) and ({found[1].where})"
+                f"{len(matches)} rows have {_in_words(fields)}, expected one; the "
+                f"first two are ({matches[0].where}) and ({matches[1].where})"
             )
-        return found[0] if found else None
-
-    def row(self, **fields: Any) -> ResultRow:
-        """Return the only row with these values.
-
-        Raises:
-          LookupError: no row matches, or several do.
-        """
-        found = self.find(**fields)
-        if found is None:
-            raise LookupError(
-                f"none of {len(self.rows)} rows has {_in_words(fields)}; compute it "
-                "first, or ask for what is there"
-            )
-        return found
+        return matches[0] if matches else None
 
     def value(self, **fields: Any) -> float | None:
         """Return the value of the only row with these fields; None if undefined.
@@ -210,18 +183,23 @@ class ResultTable:
         Raises:
           LookupError: no row matches, or several do.
         """
-        return self.row(**fields).value
+        row = self.find(**fields)
+        if row is None:
+            raise LookupError(
+                f"none of {len(self.rows)} rows has {_in_words(fields)}; compute it "
+                "first, or ask for what is there"
+            )
+        return row.value
 
 
 def _in_words(fields: dict[str, Any]) -> str:
-    """Spell out a query."""
     return ", ".join(f"{name}={wanted!r}" for name, wanted in fields.items())
 
 
 def controller_rows(rows: Sequence[ResultRow]) -> ResultTable:
     """Keep the evaluation rows of the retrieval controllers."""
-    found = ResultTable(rows).select(experiment="controller", seed="mean")
-    return ResultTable([row for row in found if row.split in ("test", "ood")])
+    controllers = ResultTable(rows).select(experiment="controller", seed="mean")
+    return ResultTable([row for row in controllers if row.split in ("test", "ood")])
 
 
 def macro_row(
@@ -250,15 +228,15 @@ def macro_row(
 
 
 ALWAYS = ("evaluate", "control")
+# Stages that a run has only where they were asked for, and what asks for them.
 ON_REQUEST = {
     "exhaustive": "beatrice select RUN_DIR --exhaustive",
     "ablate": "beatrice evaluate RUN_DIR --ablations",
 }
-"""Stages that a run has only where they were asked for, and what asks for them."""
 
 
 def rows_file(run: RunDir, stage: str) -> Path:
-    """Return the rows one stage has made."""
+    """Return where the rows of one stage lie."""
     return run.path / "rows" / f"{stage}.jsonl"
 
 
@@ -272,22 +250,19 @@ def publish(run: RunDir, stage: str, rows: list[ResultRow], progress: Progress) 
 
     Rows that were asked for and are out of date are left out, and a line says so.
     """
-    path = rows_file(run, stage)
-    write_text_atomic(path, write_rows(rows))
+    write_text_atomic(rows_file(run, stage), write_rows(rows))
     current = {*ALWAYS, stage, *asked_for(run)}
     parts = []
     for name in (*ALWAYS, *ON_REQUEST):
-        if not rows_file(run, name).exists():
-            continue
-        if name in current:
-            parts.append(rows_file(run, name))
-        elif run.stage_record(name) is not None:
+        path = rows_file(run, name)
+        if path.exists() and name in current:
+            parts.append(path.read_text(encoding="utf-8"))
+        elif path.exists() and run.stage_record(name) is not None:
             progress.note(
                 f"{name}: its rows are out of date and left out; run "
                 f"`{ON_REQUEST[name]}` again"
             )
-    text = "".join(part.read_text(encoding="utf-8") for part in parts)
-    write_text_atomic(run.results, text)
+    write_text_atomic(run.results, "".join(parts))
 
 
 def read_result_rows(run: RunDir) -> list[ResultRow]:

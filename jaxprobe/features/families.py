@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from sklearn.preprocessing import StandardScaler
 
 from jaxprobe.features.subsets import FamilyDims
 
@@ -117,58 +118,24 @@ def fit_standardizer(features: Features, n_chunk: int = 512) -> Standardizer:
     return standardizer_of(features.take(slice(i, i + n_chunk)) for i in starts)
 
 
-class Moments(NamedTuple):
-    """Sums of tokens seen so far, float64.
-
-    Attributes:
-      count: tokens.
-      mean: `[d_total]`.
-      square: `[d_total]`, sum of squared distances from the mean.
-    """
-
-    count: int
-    mean: np.ndarray
-    square: np.ndarray
-
-
-def add_moments(sums: Moments | None, features: Features) -> Moments:
-    """Add the real tokens of some examples (Chan, Golub and LeVeque 1979)."""
-    parts = [
-        np.asarray(tokens)[np.asarray(mask)]
-        for tokens, mask in zip(features.tokens, features.masks, strict=True)
-    ]
-    rows = np.concatenate(parts).astype(np.float64)
-    mean = rows.mean(axis=0) if len(rows) else np.zeros(rows.shape[1])
-    new = Moments(len(rows), mean, np.square(rows - mean).sum(axis=0))
-    if sums is None or not sums.count:
-        return new
-    if not new.count:
-        return sums
-    total = sums.count + new.count
-    apart = new.mean - sums.mean
-    between = np.square(apart) * (sums.count * new.count / total)
-    return Moments(
-        total,
-        sums.mean + apart * (new.count / total),
-        sums.square + new.square + between,
-    )
-
-
 def standardizer_of(parts: Iterable[Features]) -> Standardizer:
     """Fit the standardisation in one pass; as `fit_standardizer` on all at once.
 
     Raises:
       ValueError: no token is real.
     """
-    sums: Moments | None = None
+    scaler = StandardScaler()
     for features in parts:
-        sums = add_moments(sums, features)
-    if sums is None or not sums.count:
+        spans = zip(features.tokens, features.masks, strict=True)
+        rows = np.concatenate([np.asarray(x)[np.asarray(mask)] for x, mask in spans])
+        if len(rows):
+            # Double precision: channels vary a hundredth of their mean, or less.
+            scaler.partial_fit(rows.astype(np.float64))
+    if not hasattr(scaler, "mean_"):
         raise ValueError("cannot standardise: no span has a real token")
-    std = np.sqrt(sums.square / sums.count)
-    constant = std <= 1e-6 * np.maximum(1.0, np.abs(sums.mean))
-    std = np.where(constant, 1.0, std)
-    return Standardizer(sums.mean.astype(np.float32), std.astype(np.float32))
+    mean, std = scaler.mean_, np.sqrt(scaler.var_)
+    std = np.where(std <= 1e-6 * np.maximum(1.0, np.abs(mean)), 1.0, std)
+    return Standardizer(mean.astype(np.float32), std.astype(np.float32))
 
 
 def standardize_span(

@@ -13,7 +13,6 @@ from extract.store.read import FeatureStore, Ragged, read_family
 from jaxprobe.features.families import (
     Features,
     Standardizer,
-    fit_standardizer,
     standardizer_of,
 )
 from jaxprobe.features.subsets import FAMILIES, FamilyDims
@@ -36,21 +35,17 @@ def family_dims(store: FeatureStore) -> FamilyDims:
 
 
 def fit_reading(features: Features, dims: FamilyDims) -> Standardizer:
-    """Fit the standardisation of what is read.
-
-    Hidden states that a store keeps of the answer span alone are fitted on that span:
-    the zeros that stand for the others would shrink the mean and widen the spread.
-    """
-    whole = fit_standardizer(features)
-    if dims.hidden_spans == "all":
-        return whole
-    return _with_answers(whole, fit_standardizer(_answers(features)), dims)
+    """Fit the standardisation of what is read, see `fit_reading_of`."""
+    return fit_reading_of(lambda: iter([features]), dims)
 
 
 def fit_reading_of(
     parts: Callable[[], Iterator[Features]], dims: FamilyDims
 ) -> Standardizer:
-    """Fit the same on examples that memory cannot hold together.
+    """Fit the standardisation on examples that memory need not hold together.
+
+    Hidden states that a store keeps of the answer span alone are fitted on that span:
+    the zeros that stand for the others would shrink the mean and widen the spread.
 
     Args:
       parts: yields the examples, some at a time; asked twice where hidden states are
@@ -60,22 +55,11 @@ def fit_reading_of(
     whole = standardizer_of(parts())
     if dims.hidden_spans == "all":
         return whole
-    return _with_answers(whole, standardizer_of(map(_answers, parts())), dims)
-
-
-def _answers(features: Features) -> Features:
-    """Return the answer span alone."""
-    return Features(features.tokens[-1:], features.masks[-1:])
-
-
-def _with_answers(
-    whole: Standardizer, answer: Standardizer, dims: FamilyDims
-) -> Standardizer:
-    """Return `whole` with the hidden states of `answer`."""
-    hidden = dims.slices[0]
-    mean, std = whole.mean.copy(), whole.std.copy()
-    mean[hidden], std[hidden] = answer.mean[hidden], answer.std[hidden]
-    return Standardizer(mean, std)
+    answers = (Features(x.tokens[-1:], x.masks[-1:]) for x in parts())
+    answer, hidden = standardizer_of(answers), dims.slices[0]
+    for all_spans, own in zip(whole, answer, strict=True):
+        all_spans[hidden] = own[hidden]
+    return whole
 
 
 def pad_span(

@@ -1,12 +1,13 @@
 """Which stored row is which question, and the rows that encoders are trained on.
 
-Training rows lie on the device, or stay in the store and are read while encoders
-train: what trains on them need not know which.
+Training rows lie on the device, or stay in the store and are read while encoders train.
 """
 
 import dataclasses
 import json
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,10 +16,8 @@ from extract.records import Setting
 from extract.run.contents import read_examples, read_labels
 from extract.run.directory import RunDir
 from extract.store.read import FeatureStore, open_store
-from jaxprobe.config import StreamConfig
 from jaxprobe.features.families import (
     FamilyTokens,
-    Features,
     Standardizer,
     keep_spans,
     split_families,
@@ -64,12 +63,18 @@ class Rows:
             chosen &= self.datasets == dataset
         return np.flatnonzero(chosen)
 
-    def n_unlabelled(self, split: str, dataset: str) -> int:
-        """Return how many rows of a set have no label."""
+    def fields_of(self, dataset: str, split: str) -> dict[str, Any]:
+        """Return the fields that all result rows on an evaluated set have in common."""
         chosen = (self.splits == split) & (self.datasets == dataset)
-        return int((chosen & ~self.is_labelled).sum())
+        return {
+            "setting": self.setting,
+            "dataset": dataset,
+            "split": split,
+            "n": int((chosen & self.is_labelled).sum()),
+            "n_failed": int((chosen & ~self.is_labelled).sum()),
+        }
 
-    def columns(self) -> list[tuple[str, str]]:
+    def evaluated_sets(self) -> list[tuple[str, str]]:
         """Return the evaluated (dataset, split) pairs, in-domain first."""
         pairs = dict.fromkeys(zip(self.datasets, self.splits, strict=True))
         return [(str(d), str(s)) for d, s in pairs if s != "train"]
@@ -90,15 +95,15 @@ def load_rows(run: RunDir, setting: Setting) -> tuple[FeatureStore, Rows]:
         raise ValueError(
             f"{run.labels} has no label for {unlabelled[0]}; run `beatrice label` again"
         )
-    found = [labels[key].label for key in keys]
+    verdicts = [labels[key].label for key in keys]
     return store, Rows(
         setting=setting,
         ids=np.array([key[0] for key in keys]),
         datasets=np.array([examples[key[0]].dataset for key in keys]),
         splits=np.array([examples[key[0]].split for key in keys]),
         variants=np.array([key[2] for key in keys]),
-        labels=np.array([label is True for label in found]),
-        is_labelled=np.array([label is not None for label in found]),
+        labels=np.array([label is True for label in verdicts]),
+        is_labelled=np.array([label is not None for label in verdicts]),
     )
 
 
@@ -127,80 +132,26 @@ def chosen_layer(run: RunDir) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class RowReader:
-    """Reads standardised tokens of stored rows, in one padded width."""
+class TrainingRows:
+    """A setting's rows as encoders read them, with those they are trained on.
 
-    store: FeatureStore
-    setting: Setting
+    Attributes:
+      rows: what the rows are.
+      layer: entry of the resid axis for the hidden family (0 is the embedding).
+      dims: widths of the families.
+      standardizer: fitted on the training rows.
+      read: reads standardised tokens of rows of the store, in one padded width.
+      where: training rows and validation rows, indices into the store.
+      in_memory: their tokens on the device; None where they are streamed.
+    """
+
+    rows: Rows
     layer: int
     dims: FamilyDims
     standardizer: Standardizer
-    widths: tuple[int, ...]
-
-    def __call__(self, where: np.ndarray) -> FamilyTokens:
-        """Read rows `[n]` of the store, some at a time: few executables serve all."""
-        parts = []
-        for start in range(0, len(where), ROWS_AT_ONCE):
-            part = where[start : start + ROWS_AT_ONCE]
-            n_more = (1 << (len(part) - 1).bit_length()) - len(part)
-            full = np.pad(part, (0, n_more), mode="edge")
-            features = read_features(
-                self.store, self.setting, self.layer, full, self.widths
-            )
-            tokens = split_families(features, self.dims, self.standardizer)
-            real = slice(len(part))
-            parts.append(jax.tree.map(lambda x, r=real: np.asarray(x)[:, r], tokens))
-        joined = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *parts)
-        return jax.device_put(joined)
-
-
-def row_reader(
-    run: RunDir,
-    setting: Setting,
-    store: FeatureStore,
-    rows: Rows,
-    stream: StreamConfig | None,
-) -> RowReader:
-    """Fit the standardisation on the training rows, some at a time if streamed."""
-    layer = chosen_layer(run)
-    dims = family_dims(store)
-    widths = longest_spans(store.spec.spans, setting)
-    where = rows.where("train")
-
-    def features(some: np.ndarray) -> Features:
-        return read_features(store, setting, layer, some, widths)
-
-    if stream is None:
-        standardizer = fit_reading(features(where), dims)
-    else:
-        starts = range(0, len(where), ROWS_AT_ONCE)
-        parts = [where[start : start + ROWS_AT_ONCE] for start in starts]
-        standardizer = fit_reading_of(lambda: map(features, parts), dims)
-    return RowReader(
-        store=store,
-        setting=setting,
-        layer=layer,
-        dims=dims,
-        standardizer=standardizer,
-        widths=widths,
-    )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class TrainingRows:
-    """What encoders of a setting are trained and validated on.
-
-    Attributes:
-      read: standardised tokens of rows of the store.
-      where: training rows and validation rows, indices into the store.
-      in_memory: their tokens on the device; None where they are streamed.
-      stream: how the store is parted; None where the tokens are in_memory.
-    """
-
     read: ReadRows
     where: tuple[np.ndarray, np.ndarray]
     in_memory: tuple[FamilyTokens, FamilyTokens] | None
-    stream: StreamConfig | None
 
     def with_spans(self, span_mask: np.ndarray) -> "TrainingRows":
         """Return the same rows with some spans left out; see `keep_spans`."""
@@ -209,15 +160,45 @@ class TrainingRows:
             return keep_spans(self.read(where), span_mask)
 
         in_memory = self.in_memory and tuple(
-            keep_spans(one, span_mask) for one in self.in_memory
+            keep_spans(tokens, span_mask) for tokens in self.in_memory
         )
         return dataclasses.replace(self, read=read, in_memory=in_memory)
 
 
-def training_rows(
-    read: RowReader, rows: Rows, stream: StreamConfig | None
-) -> TrainingRows:
-    """Return a setting's rows; a store that memory cannot hold is not read here."""
+def training_rows(run: RunDir, setting: Setting, *, streamed: bool) -> TrainingRows:
+    """Fit the standardisation on the training rows, and read them unless streamed."""
+    store, rows = load_rows(run, setting)
+    layer, dims = chosen_layer(run), family_dims(store)
     where = rows.where("train"), rows.where("validation")
-    in_memory = None if stream else tuple(map(read, where))
-    return TrainingRows(read=read, where=where, in_memory=in_memory, stream=stream)
+    widths = longest_spans(store.spec.spans, setting)
+    features = partial(read_features, store, setting, layer, n_tokens=widths)
+    if streamed:
+        standardizer = fit_reading_of(lambda: map(features, _parts(where[0])), dims)
+    else:
+        standardizer = fit_reading(features(where[0]), dims)
+
+    def read_part(part: np.ndarray) -> FamilyTokens:
+        # Padded to a power of two, so that few executables serve all.
+        n_more = (1 << (len(part) - 1).bit_length()) - len(part)
+        padded = features(np.pad(part, (0, n_more), mode="edge"))
+        tokens = split_families(padded, dims, standardizer)
+        return jax.tree.map(lambda x: np.asarray(x)[:, : len(part)], tokens)
+
+    def read(some: np.ndarray) -> FamilyTokens:
+        parts = map(read_part, _parts(some))
+        joined = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *parts)
+        return jax.device_put(joined)
+
+    return TrainingRows(
+        rows=rows,
+        layer=layer,
+        dims=dims,
+        standardizer=standardizer,
+        read=read,
+        where=where,
+        in_memory=None if streamed else (read(where[0]), read(where[1])),
+    )
+
+
+def _parts(where: np.ndarray) -> list[np.ndarray]:
+    return [where[i : i + ROWS_AT_ONCE] for i in range(0, len(where), ROWS_AT_ONCE)]

@@ -1,9 +1,9 @@
 """Train every encoder of the grid: members are subset x seed.
 
-A member is trained whole by `fit`. Members lie side by side in blocks by `vmap`; blocks
-follow one another in a Python loop, so that results can be saved and progress shown. On
-a CPU a block is one member: its activations stay in cache, it stops when it is done,
-and the families that it does not read cost nothing. On a GPU it is the whole grid.
+Members lie side by side in blocks by `vmap`; a block is trained whole by `fit`, and
+blocks follow one another, so that results can be saved and progress shown. On a CPU a
+block is one member: its activations stay in cache, it stops when it is done, and the
+families that it does not read cost nothing. On a GPU it is the whole grid.
 
 Batches and input noise depend on the seed alone, so the members of a seed share them;
 initial weights and dropout depend on (subset, seed), never on the block.
@@ -20,16 +20,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxprobe.config import TrainConfig
 from jaxprobe.features.families import FamilyTokens
 from jaxprobe.features.subsets import N_SUBSETS, SUBSETS
-from jaxprobe.fit.loop import FitInfo, fit
+from jaxprobe.fit.loop import (
+    FitInfo,
+    FitState,
+    Keys,
+    Learner,
+    epoch_batches,
+    fit,
+    start_fit,
+    take_steps,
+    to_host,
+)
 from jaxprobe.kernels.matmul import use_one_blas_thread
 from jaxprobe.kernels.projection import Draw
-from jaxprobe.kernels.random import BATCHES, MEMBERS, words_of
-from jaxprobe.metrics import masked_auroc
-from jaxprobe.model.encoder import Encoder, MemberOutputs, Params, init_encoder
+from jaxprobe.kernels.random import BATCHES, MEMBERS, stream_key
+from jaxprobe.model.encoder import Encoder, MemberOutputs, Params
 
 _CORES = threading.BoundedSemaphore(os.cpu_count() or 1)
 
@@ -112,14 +122,6 @@ def default_blocks(
     return tuple(Block((m.subset,), (m.seed,)) for m in whole.members)
 
 
-def member_words(
-    config: TrainConfig, subset: jax.Array, seed: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Words of a member's draws: its batches (seed only), its own (subset, seed)."""
-    root = config.root_seed
-    return words_of(root, BATCHES, seed), words_of(root, MEMBERS, seed, subset)
-
-
 def in_chunks(
     apply: Callable[[FamilyTokens], Any], features: FamilyTokens, n_chunk: int
 ) -> Any:
@@ -128,89 +130,188 @@ def in_chunks(
     n_chunk = min(n_chunk, n_rows)
     rows = jnp.minimum(jnp.arange(-(-n_rows // n_chunk) * n_chunk), n_rows - 1)
 
-    def one(rows):
-        return apply(features.take(rows))
-
-    chunks = jax.lax.map(one, rows.reshape(-1, n_chunk))
+    each = rows.reshape(-1, n_chunk)
+    chunks = jax.lax.map(lambda rows: apply(features.take(rows)), each)
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:n_rows], chunks)
 
 
-def fit_member(
-    family_mask: jax.Array,
-    subset: jax.Array,
-    seed: jax.Array,
-    train: Labelled,
-    valid: Labelled,
-    *,
-    encoder: Encoder,
-    config: TrainConfig,
-    axes: tuple[str, ...] = (),
-) -> tuple[Params, FitInfo]:
-    """Train one encoder; `axes` names the `vmap` axes around it (see `fit`)."""
-    batch_words, own_words = member_words(config, subset, seed)
-    params = init_encoder(encoder, own_words, train.features, family_mask)
-
-    def loss(params, rows, shares, noise_words, dropout_words):
-        draw = Draw(rows, noise_words, dropout_words)
-        logits, _ = encoder.apply(params, train.features, family_mask, draw)
-        losses = optax.sigmoid_binary_cross_entropy(logits, train.labels[rows])
-        return (losses * shares).sum()
-
-    def validate(params):
-        logits = in_chunks(
-            lambda batch: encoder.apply(params, batch, family_mask)[0],
-            valid.features,
-            config.batch_size,
-        )
-        return masked_auroc(logits, valid.labels, valid.weights)
-
-    return fit(
-        params,
-        loss,
-        validate,
-        weights=train.weights,
-        batch_words=batch_words,
-        member_words=own_words,
-        config=config,
-        axes=axes,
-    )
+def member_keys(
+    config: TrainConfig, subset: jax.Array | int, seed: jax.Array | int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Keys of a member: of its batches (by seed only), first weights, and dropout."""
+    own = stream_key(config.root_seed, MEMBERS, seed, subset)
+    return stream_key(config.root_seed, BATCHES, seed), *jax.random.split(own)
 
 
-@partial(jax.jit, static_argnames=("encoder", "config"))
-def fit_block(
-    family_masks: jax.Array,
-    subsets: jax.Array,
-    seeds: jax.Array,
-    train: Labelled,
-    valid: Labelled,
-    *,
-    encoder: Encoder,
-    config: TrainConfig,
-) -> tuple[Params, FitInfo]:
-    """Train every subset with every seed; leaves are `[n_seeds * n_subsets, ...]`.
+class BlockArrays(NamedTuple):
+    """A block for the device.
 
-    Args:
+    Attributes:
       family_masks: `[n_subsets, n_families]` bool.
       subsets: `[n_subsets]` int32, rows of SUBSETS (they decide the random keys).
       seeds: `[n_seeds]` int32.
-      train: training rows, on the device.
-      valid: validation rows.
-      encoder: the module.
-      config: the protocol.
     """
-    single = partial(fit_member, encoder=encoder, config=config)
-    if len(subsets) * len(seeds) == 1:  # no vmap: it would turn branches into selects
-        trained = single(family_masks[0], subsets[0], seeds[0], train, valid)
-        return jax.tree.map(lambda x: x[None], trained)
-    single = partial(single, axes=("subsets", "seeds"))
-    over_subsets = jax.vmap(
-        single, in_axes=(0, 0, None, None, None), axis_name="subsets"
+
+    family_masks: Any
+    subsets: Any
+    seeds: Any
+
+    @classmethod
+    def of(cls, block: Block) -> "BlockArrays":
+        """Put a block into arrays."""
+        subsets, seeds = (np.asarray(x, np.int32) for x in block)
+        return cls(SUBSETS[subsets], subsets, seeds)
+
+
+def over_members(
+    one: Callable[..., Any],
+    block: BlockArrays,
+    states: tuple[Any, ...],
+    shared: tuple[Any, ...],
+    mesh: Mesh | None,
+) -> Any:
+    """Apply a function to every subset with every seed.
+
+    Args:
+      one: of `(family_mask, subset, seed)`, a member's states, and what all share.
+      block: the members.
+      states: leaves `[n_seeds, n_subsets, ...]`.
+      shared: what every member is given.
+      mesh: devices over which the subsets are split, or None for one device.
+
+    Returns:
+      What `one` returns, leaves `[n_seeds, n_subsets, ...]`.
+    """
+
+    def on_device(block: BlockArrays, states: tuple, shared: tuple) -> Any:
+        if len(block.subsets) * len(block.seeds) == 1:
+            # No vmap: it would turn branches into selects.
+            member = tuple(x[0] for x in block)
+            own = jax.tree.map(lambda x: x[0, 0], states)
+            return jax.tree.map(lambda x: x[None, None], one(member, own, *shared))
+        rest = (None,) * len(shared)
+        over_subsets = jax.vmap(one, in_axes=((0, 0, None), 0, *rest))
+        over_seeds = jax.vmap(over_subsets, in_axes=((None, None, 0), 0, *rest))
+        return over_seeds(tuple(block), states, *shared)
+
+    if mesh is None:
+        return on_device(block, states, shared)
+    (axis,) = mesh.axis_names
+    own, whole = PartitionSpec(None, axis), PartitionSpec()
+    split = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(BlockArrays(*[PartitionSpec(axis)] * 2, whole), own, whole),
+        out_specs=own,
+        check_vma=False,  # branches that not every device takes
     )
-    over_seeds = jax.vmap(
-        over_subsets, in_axes=(None, None, 0, None, None), axis_name="seeds"
+    return split(block, states, shared)
+
+
+_STATIC = ("encoder", "config", "mesh")
+
+
+@partial(jax.jit, static_argnames=_STATIC)
+def start_block(
+    block: BlockArrays,
+    features: FamilyTokens,
+    *,
+    encoder: Encoder,
+    config: TrainConfig,
+    mesh: Mesh | None = None,
+) -> FitState:
+    """States before the first step; of `features` only the widths matter."""
+
+    def one(member, _, few: FamilyTokens) -> FitState:
+        family_mask, subset, seed = member
+        _, init_key, _ = member_keys(config, subset, seed)
+        return start_fit(encoder.init(init_key, few, family_mask), config)
+
+    few = jax.tree.map(lambda x: x[:, :1], features)
+    return over_members(one, block, (), (few,), mesh)
+
+
+@partial(jax.jit, static_argnames=_STATIC)
+def train_block(
+    states: FitState,
+    number: jax.Array,
+    block: BlockArrays,
+    train: Labelled,
+    *,
+    encoder: Encoder,
+    config: TrainConfig,
+    mesh: Mesh | None = None,
+) -> tuple[FitState, jax.Array]:
+    """Take the steps of every member on a group of rows; also their mean losses."""
+
+    def one(member, state: FitState, number: jax.Array, train: Labelled):
+        family_mask, subset, seed = member
+
+        def loss(params, rows, shares, noise_key, dropout_key):
+            draw = Draw(rows, noise_key, dropout_key)
+            logits, _ = encoder.apply(params, train.features, family_mask, draw)
+            losses = optax.sigmoid_binary_cross_entropy(logits, train.labels[rows])
+            return (losses * shares).sum()
+
+        batch_key, _, dropout_key = member_keys(config, subset, seed)
+        order_key, noise_key = jax.random.split(jax.random.fold_in(batch_key, number))
+        keys = Keys(noise_key, jax.random.fold_in(dropout_key, number))
+        batches = epoch_batches(order_key, train.weights, config.batch_size)
+        return take_steps(state, loss, batches, keys, config)
+
+    return over_members(one, block, states, (number, train), mesh)
+
+
+@partial(jax.jit, static_argnames=_STATIC)
+def block_logits(
+    states: FitState,
+    block: BlockArrays,
+    features: FamilyTokens,
+    *,
+    encoder: Encoder,
+    config: TrainConfig,
+    mesh: Mesh | None = None,
+) -> jax.Array:
+    """Logits of every member, `[n_seeds, n_subsets, n_examples]`."""
+
+    def one(member, state: FitState, features: FamilyTokens) -> jax.Array:
+        return in_chunks(
+            lambda batch: encoder.apply(state.params, batch, member[0])[0],
+            features,
+            config.batch_size,
+        )
+
+    return over_members(one, block, states, (features,), mesh)
+
+
+def block_learner(
+    block: BlockArrays,
+    sample: FamilyTokens,
+    *,
+    encoder: Encoder,
+    config: TrainConfig,
+    mesh: Mesh | None = None,
+) -> Learner:
+    """Make what `fit` trains out of a block; `sample` is any row of features."""
+    fixed = {"encoder": encoder, "config": config, "mesh": mesh}
+    return Learner(
+        lambda: start_block(block, sample, **fixed),
+        lambda states, number, group: train_block(
+            states, number, block, group, **fixed
+        ),
+        lambda states, group: block_logits(states, block, group.features, **fixed),
     )
-    trained = over_seeds(family_masks, subsets, seeds, train, valid)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), trained)
+
+
+def trained_block(block: Block, state: FitState) -> Trained:
+    """Fetch the best weights of a block."""
+    n_subsets = len(block.subsets)  # of which a mesh may have trained more
+
+    def fetch(x: jax.Array) -> np.ndarray:
+        x = to_host(x)[:, :n_subsets]
+        return x.reshape(-1, *x.shape[2:])
+
+    return Trained(block.members, *jax.tree.map(fetch, (state.best_params, state.info)))
 
 
 def fit_blocks(
@@ -233,15 +334,11 @@ def fit_blocks(
 
     def one(block: Block) -> Trained:
         with _CORES:
-            return alone(block)
-
-    def alone(block: Block) -> Trained:
-        subsets, seeds = (jnp.asarray(x, jnp.int32) for x in block)
-        masks = jnp.asarray(SUBSETS[list(block.subsets)])
-        trained = fit_block(
-            masks, subsets, seeds, train, valid, encoder=encoder, config=config
-        )
-        return Trained(block.members, *jax.tree.map(np.asarray, trained))
+            learner = block_learner(
+                BlockArrays.of(block), train.features, encoder=encoder, config=config
+            )
+            (state,) = fit([learner], lambda _: [train], lambda: [valid], config)
+            return trained_block(block, state)
 
     use_one_blas_thread()
     for block in blocks[:1]:  # alone: the others use what it compiles

@@ -1,9 +1,9 @@
 """Train fusion heads: every set of a call, with every seed of the pool.
 
 Heads are small, so what counts is what surrounds their products. The heads of a seed
-take the same batches, as its encoders do: an epoch shuffles the whole pool once, and
-each head then reads contiguous slices instead of gathering rows of its own. Epochs are
-taken in step by all heads; one that is done is skipped.
+take the same batches, as its encoders do: an epoch permutes the whole pool once, and
+each head then reads contiguous slices instead of gathering rows of its own. A head that
+is done is skipped.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
@@ -20,16 +21,16 @@ from jaxprobe.config import TrainConfig
 from jaxprobe.fit.loop import (
     FitInfo,
     FitState,
-    Words,
-    end_epoch,
+    Keys,
+    Learner,
     epoch_batches,
-    run_epoch,
+    fit,
     start_fit,
+    take_steps,
 )
-from jaxprobe.kernels.random import HEADS, mix, words_of
-from jaxprobe.metrics import masked_auroc
+from jaxprobe.kernels.random import HEADS, stream_key
 from jaxprobe.model.encoder import Params
-from jaxprobe.model.fusion import FusionHead, PoolOutputs, init_head
+from jaxprobe.model.fusion import FusionHead, PoolOutputs
 
 
 class _Set(NamedTuple):
@@ -39,64 +40,55 @@ class _Set(NamedTuple):
     slot_mask: Any
 
 
-def _set_number(one: _Set) -> jax.Array:
-    """A set's number among draws: a sum of hashes, which no order of slots changes."""
-    bits = (one.members.astype(jnp.uint32) + 1) * jnp.uint32(0x9E3779B1)
-    bits = (bits ^ (bits >> 15)) * jnp.uint32(0x85EBCA6B)
-    bits = bits ^ (bits >> 13)
-    return jnp.where(one.slot_mask, bits, jnp.uint32(0)).sum(dtype=jnp.uint32)
+def _head_keys(config: TrainConfig, seed: jax.Array, one: _Set) -> jax.Array:
+    """Keys of a head's first weights and of its dropout, `[2]`.
+
+    The set counts as the bits of its positions (a pool has at most 30 encoders), so no
+    order and no number of slots changes them. Bits of no set are the batches'.
+    """
+    bits = jnp.uint32(1) << one.members.astype(jnp.uint32)
+    bits = jnp.where(one.slot_mask, bits, jnp.uint32(0)).sum(dtype=jnp.uint32)
+    return jax.random.split(stream_key(config.root_seed, HEADS, seed, bits))
 
 
-def _batch_words(config: TrainConfig, seed: jax.Array) -> jax.Array:
-    """Words of a seed's batches, which all its heads share."""
-    return mix(words_of(config.root_seed, HEADS, seed), 0)
-
-
-def _own_words(config: TrainConfig, seed: jax.Array, one: _Set) -> jax.Array:
-    """Words of a head's own draws; no order and no number of slots changes them."""
-    return mix(mix(words_of(config.root_seed, HEADS, seed), 1), _set_number(one))
-
-
-def _shuffled(
-    outputs: jax.Array,
-    read: jax.Array,
-    train: PoolOutputs,
-    words: jax.Array,
-    epoch: jax.Array,
-    size: int,
+def _permuted(
+    train: PoolOutputs, seed: jax.Array, read: jax.Array, key: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """One epoch's order of the pool.
+    """One epoch's order of a seed's pool.
 
     Args:
-      outputs: `[n_pool, d_output, n_examples]`.
+      train: outputs, labels and weights.
+      seed: whose encoders.
       read: `[n_pool]` bool, the encoders that a head reads; the others become zeros.
-      train: whose labels and weights are permuted with it.
-      words: of the batches.
-      epoch: its number.
+      key: of the order.
       size: of a batch.
 
     Returns:
-      outputs `[n_pool, d_output, n_steps * size]`, batch after batch; labels and
-      shares `[n_steps, size]`.
+      outputs `[n_pool, d_output, n_steps * size]`, batch after batch; labels and shares
+      `[n_steps, size]`.
     """
-    rows, shares = epoch_batches(words, epoch, train.weights, size)
+    rows, shares = epoch_batches(key, train.weights, size)
     order = rows.reshape(-1)
 
-    def deal(channel: jax.Array) -> jax.Array:
+    d_output = train.outputs.shape[2]
+
+    def permute(encoder: jax.Array, channel: jax.Array) -> jax.Array:
         # Told that no row is out of bounds: checking takes as long as reading.
-        return channel.at[order].get(mode="promise_in_bounds")
+        place = train.outputs[seed, encoder, channel]
+        return place.at[order].get(mode="promise_in_bounds")
 
-    def deal_encoder(one: tuple[jax.Array, jax.Array]) -> jax.Array:
-        outputs, is_read = one
-        none = jnp.zeros((len(outputs), len(order)), outputs.dtype)
+    def permute_encoder(one: tuple[jax.Array, jax.Array]) -> jax.Array:
+        encoder, is_read = one
         # A channel at a time: XLA would transpose an encoder to gather it at once.
-        return jax.lax.cond(is_read, lambda: jax.lax.map(deal, outputs), lambda: none)
+        each = partial(jax.lax.map, partial(permute, encoder), jnp.arange(d_output))
+        zeros = jnp.zeros((d_output, len(order)), train.outputs.dtype)
+        return jax.lax.cond(is_read, each, lambda: zeros)
 
-    permuted = jax.lax.map(deal_encoder, (outputs, read))
+    permuted = jax.lax.map(permute_encoder, (jnp.arange(train.n_pool), read))
     return permuted, train.labels[rows], shares
 
 
-def _as_two_leaves(params: Params) -> tuple[Params, Callable[[Params], Params]]:
+def _kernel_and_rest(params: Params) -> tuple[Any, Callable[[Any], Params]]:
     """Return a head's weights as two leaves, and what puts them together again.
 
     Its kernel is nearly all of it, and is not copied into a vector with the rest.
@@ -104,87 +96,105 @@ def _as_two_leaves(params: Params) -> tuple[Params, Callable[[Params], Params]]:
     rest = dict(params["params"])
     kernel = rest.pop("kernel")
     flat, unravel = ravel_pytree(rest)
-
-    def whole(parts: Params) -> Params:
-        kernel, flat = parts
-        return {"params": {"kernel": kernel, **unravel(flat)}}
-
-    return (kernel, flat), whole
+    return (kernel, flat), lambda packed: {
+        "params": {"kernel": packed[0], **unravel(packed[1])}
+    }
 
 
-def _fit_seed(
+@partial(jax.jit, static_argnames=("head", "config"))
+def start_heads(
+    sets: _Set, train: PoolOutputs, *, head: FusionHead, config: TrainConfig
+) -> FitState:
+    """States before the first epoch, leaves `[n_seeds, n_sets, ...]`."""
+
+    def one_head(seed: jax.Array, one: _Set) -> FitState:
+        key = _head_keys(config, seed, one)[0]
+        params = head.init(key, train.outputs[seed][..., :1], *one)
+        state = start_fit(params, config, _kernel_and_rest)
+        # A set of nothing is done before it begins.
+        since_best = jnp.where(one.slot_mask.any(), 0, config.patience)
+        return state._replace(epochs_since_best=since_best)
+
+    def one_seed(seed: jax.Array) -> FitState:
+        return jax.lax.map(partial(one_head, seed), sets)
+
+    return jax.lax.map(one_seed, jnp.arange(train.n_seeds))
+
+
+@partial(jax.jit, static_argnames=("head", "config"))
+def train_heads(
+    states: FitState,
+    number: jax.Array,
     sets: _Set,
-    seed: jax.Array,
     train: PoolOutputs,
+    *,
+    head: FusionHead,
+    config: TrainConfig,
+) -> tuple[FitState, jax.Array]:
+    """Take an epoch's steps with every head that is not done; also the mean losses."""
+    size = config.batch_size
+
+    def one_seed(args: tuple[jax.Array, FitState]):
+        seed, states = args
+        batch_key = stream_key(config.root_seed, HEADS, seed, 0, number)
+        order_key, noise_key = jax.random.split(batch_key)
+        active = states.is_active(config)
+        filled = sets.slot_mask & active[:, None]
+        read = jnp.zeros(train.n_pool, bool).at[sets.members].max(filled)
+        pool, labels, shares = _permuted(train, seed, read, order_key, size)
+        batches = (jnp.arange(len(labels)) * size, labels, shares)
+
+        def steps(state: FitState, one: _Set) -> tuple[FitState, jax.Array]:
+            def loss(params, start, labels, shares, _, dropout_key):
+                logits = head.apply(params, pool, *one, (start, size), dropout_key)
+                losses = optax.sigmoid_binary_cross_entropy(logits, labels)
+                return (losses * shares).sum()
+
+            own = jax.random.fold_in(_head_keys(config, seed, one)[1], number)
+            keys = Keys(noise_key, own)
+            return take_steps(state, loss, batches, keys, config, _kernel_and_rest)
+
+        def one_head(args):
+            state, one, is_active = args
+            done = state, jnp.float32(jnp.nan)
+            return jax.lax.cond(is_active, lambda: steps(state, one), lambda: done)
+
+        return jax.lax.map(one_head, (states, sets, active))
+
+    return jax.lax.map(one_seed, (jnp.arange(train.n_seeds), states))
+
+
+@partial(jax.jit, static_argnames=("head", "config"))
+def head_logits(
+    states: FitState,
+    sets: _Set,
     valid: PoolOutputs,
     *,
     head: FusionHead,
     config: TrainConfig,
-) -> tuple[Params, FitInfo]:
-    """Train every set's head with one seed; leaves are `[n_sets, ...]`."""
-    outputs, valid_output = train.outputs[seed], valid.outputs[seed]
-    shared = _batch_words(config, seed)
-    whole = dataclasses.replace(config, n_microbatches=1)
+) -> jax.Array:
+    """Logits `[n_seeds, n_sets, n_examples]`; zeros of heads that are done."""
+    # The pools of all seeds as one: a seed's own would be copied in every epoch.
+    pool = valid.outputs.reshape(-1, *valid.outputs.shape[2:])
+    zeros = jnp.zeros(pool.shape[-1], pool.dtype)
 
-    def initial(one: _Set) -> Params:
-        words = mix(_own_words(config, seed, one), 0)
-        return init_head(head, words, outputs, one.slot_mask)
-
-    shape = jax.eval_shape(initial, jax.tree.map(lambda x: x[0], sets))
-    _, whole_of = _as_two_leaves(jax.tree.map(jnp.zeros_like, shape))
-
-    def start(one: _Set) -> FitState:
-        return start_fit(_as_two_leaves(initial(one))[0], config)
-
-    def active(state: FitState, one: _Set) -> jax.Array:
-        return (state.epochs_since_best < config.patience) & one.slot_mask.any()
-
-    def advance(state: FitState, one: _Set, batches) -> FitState:
-        pool, labels, shares = batches
-
-        def loss(parts, start, labels, shares, _, dropout_words):
-            batch = (start, config.batch_size)
-            logits = head.apply(whole_of(parts), pool, *one, batch, dropout_words)
-            losses = optax.sigmoid_binary_cross_entropy(logits, labels)
-            return (losses * shares).sum()
-
-        words = Words(shared, mix(_own_words(config, seed, one), 1))
-        starts = jnp.arange(len(labels)) * config.batch_size
-        state, mean_loss = run_epoch(
-            state, loss, (starts, labels, shares), words, whole
-        )
-        logits = head.apply(whole_of(state.params), valid_output, *one)
-        auroc = masked_auroc(logits, valid.labels, valid.weights)
-        return end_epoch(state, mean_loss, auroc, config)
-
-    def epoch(carry):
-        number, states = carry
-        filled = sets.slot_mask & jax.vmap(active)(states, sets)[:, None]
-        read = jnp.zeros(len(outputs), bool).at[sets.members].max(filled)
-        batches = _shuffled(outputs, read, train, shared, number, config.batch_size)
+    def one_seed(args: tuple[jax.Array, FitState]) -> jax.Array:
+        seed, states = args
 
         def one_head(args):
-            state, one = args
-            return jax.lax.cond(
-                active(state, one), lambda: advance(state, one, batches), lambda: state
-            )
+            state, (members, slot_mask) = args
+            own = members + seed * valid.n_pool
+            logits = partial(head.apply, state.params, pool, own, slot_mask)
+            return jax.lax.cond(state.is_active(config), logits, lambda: zeros)
 
-        states = jax.lax.map(one_head, (states, sets))
-        return number + 1, states._replace(epoch=states.epoch + 1)
+        return jax.lax.map(one_head, (states, sets))
 
-    def go_on(carry):
-        number, states = carry
-        return jax.vmap(active)(states, sets).any() & (number < config.max_epochs)
-
-    states = jax.lax.map(start, sets)
-    _, states = jax.lax.while_loop(go_on, epoch, (jnp.int32(0), states))
-    return jax.vmap(whole_of)(states.best_params), states.info
+    return jax.lax.map(one_seed, (jnp.arange(valid.n_seeds), states))
 
 
-@partial(jax.jit, static_argnames=("head", "config"))
 def fit_heads(
-    sets: jax.Array,
-    slot_masks: jax.Array,
+    sets: np.ndarray,
+    slot_masks: np.ndarray,
     train: PoolOutputs,
     valid: PoolOutputs,
     *,
@@ -196,17 +206,23 @@ def fit_heads(
     Args:
       sets: `[n_sets, n_slots]` int32 positions in the pool, filled slots first.
       slot_masks: `[n_sets, n_slots]` bool; a row of False trains nothing.
-      train: codes of the training rows.
-      valid: codes of the validation rows.
+      train: outputs of the pool on the training rows.
+      valid: the same on the validation rows.
       head: the module.
       config: the protocol; a batch is taken whole.
 
     Returns:
-      weights and info, leaves `[n_sets, n_seeds, ...]`.
+      weights and info on the host, leaves `[n_sets, n_seeds, ...]`.
     """
-    one_seed = partial(_fit_seed, head=head, config=config)
-    trained = jax.lax.map(
-        lambda seed: one_seed(_Set(sets, slot_masks), seed, train, valid),
-        jnp.arange(train.n_seeds),
+    given = _Set(jnp.asarray(sets), jnp.asarray(slot_masks))
+    fixed = {"head": head, "config": dataclasses.replace(config, n_microbatches=1)}
+    learner = Learner(
+        lambda: start_heads(given, train, **fixed),
+        lambda states, number, group: train_heads(
+            states, number, given, group, **fixed
+        ),
+        lambda states, group: head_logits(states, given, group, **fixed),
     )
-    return jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), trained)
+    (state,) = fit([learner], lambda _: [train], lambda: [valid], fixed["config"])
+    trained = jax.device_get((state.best_params, state.info))
+    return jax.tree.map(lambda x: np.swapaxes(x, 0, 1), trained)

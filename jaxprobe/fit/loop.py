@@ -1,23 +1,26 @@
-"""One training run, whole inside the compiler: encoders and fusion heads share it.
+"""The training loop, shared by encoders, fusion heads and layer probes.
 
 AdamW, the rate halved after some epochs without a validation gain, training stopped
-after some more, the best weights kept (paper, appendix B). Epochs are a
-`lax.while_loop`, steps a `lax.scan`.
+after some more, the best weights kept (paper, appendix B). Rows come in groups: one
+that is always the same where they are in memory, several an epoch where they are read
+from a store. What is compiled are the steps on one group; epochs are a Python loop.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.experimental import multihost_utils
 from jax.flatten_util import ravel_pytree
 
 from jaxprobe.config import TrainConfig
-from jaxprobe.kernels.random import hashed_permutation, mix
+from jaxprobe.metrics import masked_auroc
 
 Params = optax.Params
-Loss = Callable[..., jax.Array]  # of weights, the arrays of a batch, and `Words`
 
 
 class FitInfo(NamedTuple):
@@ -40,71 +43,129 @@ class FitInfo(NamedTuple):
     learning_rate: Any
 
 
-class Moments(NamedTuple):
-    """State of AdamW: moments, shaped as the weights, and the number of steps taken."""
-
-    first: Params
-    second: Params
-    count: jax.Array
-
-
 class FitState(NamedTuple):
     """What the next epoch needs."""
 
     params: Params
-    moments: Moments
+    opt_state: optax.OptState
     best_params: Params
-    epochs_since_best: jax.Array  # epochs since the last validation gain
-    epoch: jax.Array
+    epochs_since_best: jax.Array
     info: FitInfo
 
+    def is_active(self, config: TrainConfig) -> jax.Array:
+        """Whether training goes on."""
+        return self.epochs_since_best < config.patience
 
-class Words(NamedTuple):
-    """Words of a run's draws: its batches, and what is the member's own."""
+
+class Keys(NamedTuple):
+    """Keys of the steps on a group: of the batch (input noise), and a member's own."""
 
     batch: jax.Array
     member: jax.Array
 
 
-def adamw_step(
-    params: Params,
-    grads: Params,
-    moments: Moments,
-    rate: jax.Array,
-    decay: float,
-) -> tuple[Params, Moments]:
-    """One AdamW step (betas 0.9 and 0.999, eps 1e-8, decay decoupled).
+class Rows(Protocol):
+    """A group of rows that is in memory."""
 
-    Give it few leaves: those of an encoder as one vector, else it is sixty small loops.
-    Written out because optax 0.2 raises an integer count to a power, which JAX's strict
-    dtype promotion refuses.
+    labels: jax.Array  # [n_rows] float32, 1 where the answer is correct
+    weights: jax.Array  # [n_rows] float32, at least 0; 0 leaves a row out
+
+
+class Learner(NamedTuple):
+    """Members that train together; their states have two leading axes.
+
+    Attributes:
+      start: gives the state before the first epoch.
+      train: takes the steps on a group, given the state and the number of groups
+        before this one; returns the state and the mean loss, `[n, m]`.
+      logits: of the rows of a group, given the state; `[n, m, n_rows]`.
     """
-    b1, b2 = 0.9, 0.999
-    count = moments.count + 1
-    steps = count.astype(jnp.float32)
-    first_share, second_share = 1 - b1**steps, 1 - b2**steps
 
-    def one(x, g, first, second):
-        first = b1 * first + (1 - b1) * g
-        second = b2 * second + (1 - b2) * g * g
-        spread = jnp.sqrt(second / second_share) + 1e-8
-        step = first / first_share / spread + decay * x
-        return x - rate * step, first, second
+    start: Callable[[], FitState]
+    train: Callable[[FitState, np.int32, Any], tuple[FitState, jax.Array]]
+    logits: Callable[[FitState, Any], jax.Array]
 
-    stepped = jax.tree.map(one, params, grads, moments.first, moments.second)
-    kinds = jax.tree.structure(params), jax.tree.structure((0, 0, 0))
-    params, first, second = jax.tree.transpose(*kinds, stepped)
-    return params, Moments(first, second, count)
+
+def fit(
+    learners: Sequence[Learner],
+    train: Callable[[int], Iterable[Rows]],
+    valid: Callable[[], Iterable[Rows]],
+    config: TrainConfig,
+) -> list[FitState]:
+    """Train until validation AUROC stops rising.
+
+    Args:
+      learners: all of them take their steps on a group before the next one is asked
+        for; each stops when the last of its members is done.
+      train: gives the groups of training rows of an epoch.
+      valid: gives the groups of validation rows.
+      config: the protocol.
+
+    Returns:
+      The last state of every learner, with its best weights.
+    """
+    states = [learner.start() for learner in learners]
+    number = 0
+    for epoch in range(config.max_epochs):
+        active = [i for i, s in enumerate(states) if to_host(s.is_active(config)).any()]
+        if not active:
+            break
+        losses, logits = ({i: () for i in active} for _ in range(2))
+        truth: tuple[tuple[jax.Array, jax.Array], ...] = ()
+        for group in train(epoch):
+            for i in active:
+                states[i], loss = learners[i].train(states[i], np.int32(number), group)
+                losses[i] += (loss,)
+            jax.block_until_ready(losses)
+            number += 1
+            del group  # before the next one is there
+        for group in valid():
+            for i in active:
+                logits[i] += (learners[i].logits(states[i], group),)
+            jax.block_until_ready(logits)
+            truth += ((group.labels, group.weights),)
+            del group
+        for i in active:
+            results = losses[i], logits[i], truth
+            states[i] = end_epoch(states[i], np.int32(epoch), *results, config=config)
+    return states
+
+
+def to_host(x: jax.Array) -> np.ndarray:
+    """Fetch an array, whole on every host."""
+    if x.is_fully_addressable:
+        return np.asarray(x)
+    return multihost_utils.process_allgather(x, tiled=True)
+
+
+def optimizer(config: TrainConfig) -> optax.GradientTransformation:
+    """AdamW without its learning rate, which falls while training runs."""
+    decay = optax.add_decayed_weights(config.weight_decay)
+    return optax.chain(optax.scale_by_adam(), decay)
+
+
+def start_fit(params: Params, config: TrainConfig, pack=ravel_pytree) -> FitState:
+    """State of one member before its first epoch; see `take_steps` for `pack`."""
+    empty = jnp.full((config.max_epochs,), jnp.nan, jnp.float32)
+    info = FitInfo(
+        valid_auroc=empty,
+        train_loss=empty,
+        best_auroc=jnp.float32(-1.0),
+        best_epoch=jnp.int32(0),
+        n_epochs=jnp.int32(0),
+        learning_rate=jnp.float32(config.learning_rate),
+    )
+    opt_state = optimizer(config).init(pack(params)[0])
+    return FitState(params, opt_state, params, jnp.int32(0), info)
 
 
 def epoch_batches(
-    words: jax.Array, epoch: jax.Array, weights: jax.Array, batch_size: int
+    key: jax.Array, weights: jax.Array, batch_size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Shuffle rows into the batches of an epoch.
+    """Shuffle rows into batches.
 
     Args:
-      words: of the run's batches.
-      epoch: its number.
+      key: of the order.
       weights: `[n_rows]` row weights.
       batch_size: rows per batch; the last one may hold fewer.
 
@@ -115,158 +176,117 @@ def epoch_batches(
     n_rows = weights.shape[0]
     n_steps = -(-n_rows // batch_size)
     n_excess = n_steps * batch_size - n_rows
-    shuffle = mix(mix(words, epoch), 1)
-    rows = jnp.pad(hashed_permutation(shuffle, n_rows), (0, n_excess))
+    rows = jnp.pad(jax.random.permutation(key, n_rows), (0, n_excess))
     real = (jnp.arange(n_steps * batch_size) < n_rows).astype(jnp.float32)
     rows, real = (x.reshape(n_steps, batch_size) for x in (rows, real))
     shares = weights[rows] * real
     return rows, shares / jnp.maximum(shares.sum(axis=1, keepdims=True), 1e-6)
 
 
-def _microbatched(loss, params: Params, batch, words, n_microbatches: int):
-    """Loss and gradient of a batch as the sum over its pieces."""
-    gradient = jax.value_and_grad(loss)
-    if n_microbatches == 1:
-        return gradient(params, *batch, *words)
-
-    def add(total, piece):
-        index, *arrays = piece
-        piece_words = (mix(word, index) for word in words)
-        new = gradient(params, *arrays, *piece_words)
-        return jax.tree.map(jnp.add, total, new), None
-
-    zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-    parts = (x.reshape(n_microbatches, -1, *x.shape[1:]) for x in batch)
-    return jax.lax.scan(add, zero, (jnp.arange(n_microbatches), *parts))[0]
-
-
-def start_fit(params: Params, config: TrainConfig) -> FitState:
-    """State before the first epoch."""
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    empty = jnp.full((config.max_epochs,), jnp.nan, jnp.float32)
-    info = FitInfo(
-        valid_auroc=empty,
-        train_loss=empty,
-        best_auroc=jnp.float32(-1.0),
-        best_epoch=jnp.int32(0),
-        n_epochs=jnp.int32(0),
-        learning_rate=jnp.float32(config.learning_rate),
-    )
-    moments = Moments(zeros, zeros, jnp.int32(0))
-    return FitState(params, moments, params, jnp.int32(0), jnp.int32(0), info)
-
-
-def end_epoch(
-    state: FitState, loss: jax.Array, auroc: jax.Array, config: TrainConfig
-) -> FitState:
-    """Keep the best weights, halve the rate, count the epoch."""
-    info = state.info
-    better = auroc > info.best_auroc  # False for NaN: the first weights are kept then
-    epochs_since_best = jnp.where(better, 0, state.epochs_since_best + 1)
-    halve = (epochs_since_best > 0) & (epochs_since_best % config.lr_patience == 0)
-    best_params = jax.tree.map(
-        lambda new, old: jnp.where(better, new, old), state.params, state.best_params
-    )
-    info = FitInfo(
-        valid_auroc=info.valid_auroc.at[state.epoch].set(auroc),
-        train_loss=info.train_loss.at[state.epoch].set(loss),
-        best_auroc=jnp.where(better, auroc, info.best_auroc),
-        best_epoch=jnp.where(better, state.epoch, info.best_epoch),
-        n_epochs=state.epoch + 1,
-        learning_rate=info.learning_rate * jnp.where(halve, 0.5, 1.0),
-    )
-    return state._replace(
-        best_params=best_params, epochs_since_best=epochs_since_best, info=info
-    )
-
-
-def run_epoch(
+def take_steps(
     state: FitState,
-    loss: Loss,
+    loss: Callable[..., jax.Array],
     batches: tuple[jax.Array, ...],
-    words: Words,
+    keys: Keys,
     config: TrainConfig,
+    pack: Callable[[Params], tuple[Any, Callable]] = ravel_pytree,
 ) -> tuple[FitState, jax.Array]:
-    """Take the steps of one epoch; also the mean of its losses.
+    """Take the steps of one member on a group; also the mean of their losses.
 
     Args:
-      state: before it.
-      loss: of weights, the arrays of a batch, and the words of a step.
-      batches: arrays `[n_steps, ...]`, and `[n_steps, n_rows, ...]` where a batch is
-        taken in pieces.
-      words: of the run's draws.
+      state: before them.
+      loss: of weights, the arrays of a microbatch, and its two keys.
+      batches: arrays `[n_steps, n_rows, ...]`.
+      keys: of the group.
       config: the protocol.
+      pack: puts weights into few leaves, and gives what undoes it. Sixty leaves would
+        be sixty small loops in every step.
     """
+    n_steps, n_microbatches = len(batches[0]), config.microbatches()
+    packed, unpack = pack(state.params)
+    shape = (n_steps, n_microbatches)
+    step_keys = Keys(*(jax.random.split(key, shape) for key in keys))
+    adamw = optimizer(config)
 
     def step(carry, batch):
-        params, moments = carry
-        index, *arrays = batch
-        own = (mix(words.batch, index), mix(words.member, index))
-        value, grads = _microbatched(loss, params, arrays, own, config.microbatches())
+        packed, opt_state = carry
+        value, grads = _gradient(
+            lambda packed, *batch: loss(unpack(packed), *batch), packed, *batch
+        )
+        # Optax raises an integer count to a power, which strict promotion refuses.
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = adamw.update(grads, opt_state, packed)
         rate = state.info.learning_rate
-        return adamw_step(params, grads, moments, rate, config.weight_decay), value
+        packed = jax.tree.map(lambda x, update: x - rate * update, packed, updates)
+        return (packed, opt_state), value
 
-    n_steps = batches[0].shape[0]
-    index = state.epoch * n_steps + jnp.arange(n_steps)
-    start = (state.params, state.moments)
-    (params, moments), losses = jax.lax.scan(step, start, (index, *batches))
-    return state._replace(params=params, moments=moments), losses.mean()
+    start = (packed, state.opt_state)
+    (packed, opt_state), losses = jax.lax.scan(step, start, (batches, step_keys))
+    state = state._replace(params=unpack(packed), opt_state=opt_state)
+    return state, losses.mean()
 
 
-def fit(
-    params: Params,
-    loss: Loss,
-    validate: Callable[[Params], jax.Array],
+def _gradient(loss, params: Any, batch: tuple[jax.Array, ...], keys: Keys):
+    """Loss and gradient of a batch as the sum over its microbatches."""
+    gradient = jax.value_and_grad(loss)
+    n_microbatches = len(keys.batch)
+    if n_microbatches == 1:
+        return gradient(params, *batch, *(key[0] for key in keys))
+
+    def add(total, one):
+        arrays, keys = one
+        return jax.tree.map(jnp.add, total, gradient(params, *arrays, *keys)), None
+
+    zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+    parts = tuple(x.reshape(n_microbatches, -1, *x.shape[1:]) for x in batch)
+    return jax.lax.scan(add, zero, (parts, keys))[0]
+
+
+@partial(jax.jit, static_argnames="config")
+def end_epoch(
+    states: FitState,
+    epoch: jax.Array,
+    losses: tuple[jax.Array, ...],
+    logits: tuple[jax.Array, ...],
+    truth: tuple[tuple[jax.Array, jax.Array], ...],
     *,
-    weights: jax.Array,
-    batch_words: jax.Array,
-    member_words: jax.Array,
     config: TrainConfig,
-    axes: tuple[str, ...] = (),
-    enabled: jax.Array | bool = True,
-) -> tuple[Params, FitInfo]:
-    """Train one member until validation AUROC stops rising; keep its best weights.
+) -> FitState:
+    """Keep the best weights, halve the rate, count the epoch; members done stand still.
 
     Args:
-      params: initial weights.
-      loss: of `(params, rows, shares, batch_words, member_words)`: the sum of the rows'
-        losses times their shares, both `[n_piece]`.
-      validate: validation AUROC of weights.
-      weights: `[n_rows]` weights of the training rows, at least 0.
-      batch_words: decides the batches; equal for the members that share them.
-      member_words: decides dropout.
+      states: of all members of a learner.
+      epoch: its number, from 0.
+      losses: of every training group, `[n, m]`.
+      logits: of every validation group, `[n, m, n_rows]`.
+      truth: labels and weights of every validation group, `[n_rows]`.
       config: the protocol.
-      axes: names of the `vmap` axes around this call. Members that are done wait for
-        the last one, and the epoch number stays common to all, which is what lets
-        members of a seed share one gathered batch.
-      enabled: False trains nothing and returns the initial weights.
-
-    Returns:
-      best weights, and info.
     """
-    flat, unravel = ravel_pytree(params)
-    words = Words(batch_words, member_words)
+    labels, weights = (jnp.concatenate(x) for x in zip(*truth, strict=True))
 
-    def flat_loss(flat, *batch):
-        return loss(unravel(flat), *batch)
+    def one(state: FitState, loss: jax.Array, logits: jax.Array) -> FitState:
+        info, active = state.info, state.is_active(config)
+        auroc = masked_auroc(logits, labels, weights)
+        better = active & (auroc > info.best_auroc)  # False for NaN: keep the first
+        since_best = jnp.where(better, 0, state.epochs_since_best + 1)
+        halve = (since_best > 0) & (since_best % config.lr_patience == 0)
+        new = FitInfo(
+            valid_auroc=info.valid_auroc.at[epoch].set(auroc),
+            train_loss=info.train_loss.at[epoch].set(loss),
+            best_auroc=jnp.where(better, auroc, info.best_auroc),
+            best_epoch=jnp.where(better, epoch, info.best_epoch),
+            n_epochs=epoch + 1,
+            learning_rate=info.learning_rate * jnp.where(halve, 0.5, 1.0),
+        )
+        return state._replace(
+            best_params=_where(better, state.params, state.best_params),
+            epochs_since_best=_where(active, since_best, state.epochs_since_best),
+            info=_where(active, new, info),
+        )
 
-    def active(state):
-        return (state.epochs_since_best < config.patience) & jnp.asarray(enabled)
+    loss, scores = jnp.stack(losses).mean(axis=0), jnp.concatenate(logits, axis=-1)
+    return jax.vmap(jax.vmap(one))(states, loss, scores)
 
-    def body(state):
-        batches = epoch_batches(batch_words, state.epoch, weights, config.batch_size)
-        new, mean_loss = run_epoch(state, flat_loss, batches, words, config)
-        new = end_epoch(new, mean_loss, validate(unravel(new.params)), config)
-        if axes:  # a block waits for its last member; those that are done stand still
-            go_on = active(state)
-            new = jax.tree.map(lambda a, b: jnp.where(go_on, a, b), new, state)
-        return new._replace(epoch=state.epoch + 1)
 
-    def condition(state):
-        running = active(state)
-        if axes:
-            running = jax.lax.pmax(running.astype(jnp.int32), axes) > 0
-        return running & (state.epoch < config.max_epochs)
-
-    state = jax.lax.while_loop(condition, body, start_fit(flat, config))
-    return unravel(state.best_params), state.info
+def _where(condition: jax.Array, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)

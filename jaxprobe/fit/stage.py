@@ -1,8 +1,8 @@
-"""The stage that trains every encoder of the grid, and what they say of every row."""
+"""The stage that trains every encoder of the grid, and applies them to every row."""
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,39 +16,38 @@ from extract.run.console import Progress, Update
 from extract.run.contents import store_files
 from extract.run.directory import RunDir
 from extract.run.files import sha256_file
+from extract.run.forecast import Forecast
 from extract.run.stages import Stage, side_by_side
+from extract.store.read import open_store
 from jaxprobe import checkpoint
 from jaxprobe.checkpoint import load_cache, save_cache
-from jaxprobe.compiler import set_compiler
-from jaxprobe.config import TrainConfig
 from jaxprobe.evaluation import permute_by_question
+from jaxprobe.features.reading import family_dims, longest_spans
 from jaxprobe.features.rows import (
     ROWS_AT_ONCE,
-    ReadRows,
     TrainingRows,
     load_rows,
-    row_reader,
     training_rows,
 )
-from jaxprobe.features.subsets import subset_index
+from jaxprobe.features.subsets import N_SUBSETS, subset_index
 from jaxprobe.fit.devices import fit_everywhere
-from jaxprobe.fit.forecast import forecast_train
 from jaxprobe.fit.grid import (
     Block,
-    Member,
+    Labelled,
     Trained,
     default_blocks,
-    grid_members,
     join,
     labelled,
     member_outputs,
 )
 from jaxprobe.fit.loop import FitInfo
 from jaxprobe.fit.streaming import Streamed, fit_streamed
+from jaxprobe.fit.work import Workload, turn_flops
 from jaxprobe.model.encoder import Encoder, MemberOutputs
-from jaxprobe.settings import GRID_PRESETS, GridConfig
+from jaxprobe.settings import GRID_PRESETS, GridConfig, set_compiler
 
 EVERY_FAMILY = subset_index("HPRA")
+_FLOAT = 4  # bytes
 
 
 def settings_at_once(config: GridConfig) -> int:
@@ -61,72 +60,100 @@ def settings_at_once(config: GridConfig) -> int:
     return len(SETTINGS) if config.stream is None else 1
 
 
-def fit_rows(
-    rows: TrainingRows,
-    labels: np.ndarray,
-    blocks: tuple[Block, ...],
-    *,
-    encoder: Encoder,
-    config: TrainConfig,
-    folder: Path,
-    key: str,
-    tick: Callable[[], None],
-) -> list[Trained]:
-    """Train blocks; streamed members all in one pass over the store per epoch.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class MemberTrainer:
+    """Trains members on the rows of one setting, and applies them to all of its rows.
 
-    Args:
-      rows: what is trained on.
-      labels: `[n_rows]` bool, of every row of the store.
-      blocks: what is trained.
-      encoder: the module.
-      config: the protocol.
-      folder: where blocks are kept as they are done (held rows only), and found again.
-      key: identity of all that a block depends on.
+    Attributes:
+      data: the rows.
+      config: widths, protocol, and how rows are streamed.
+      key: identity of all that a member depends on.
       tick: called for every block that is done.
     """
-    parts = [labels[where] for where in rows.where]
-    if rows.in_memory is not None:
-        data = tuple(map(labelled, rows.in_memory, parts))
-        fit = partial(fit_everywhere, encoder=encoder, config=config)
-        trained = []
-        for part in _each_kept(folder, key, blocks, lambda left: fit(left, *data)):
-            trained.append(part)
-            tick()
-        return trained
-    train, valid = (
-        Streamed(where=where, labels=own, read=rows.read, config=rows.stream)
-        for where, own in zip(rows.where, parts, strict=True)
-    )
-    members = [member for block in blocks for member in block.members]
-    trained = fit_streamed(members, train, valid, encoder=encoder, config=config)
-    for _ in blocks:
-        tick()
-    return [trained]
 
+    data: TrainingRows
+    config: GridConfig
+    key: str
+    tick: Callable[[], None]
 
-def _each_kept(
-    folder: Path,
-    key: str,
-    blocks: tuple[Block, ...],
-    fit: Callable[[list[Block]], Iterator[Trained]],
-) -> Iterator[Trained]:
-    """Yield every block, trained now or by an earlier run."""
-    missing = []
-    for block in blocks:
-        path = folder / f"{'-'.join(map(str, block.subsets + block.seeds))}.safetensors"
-        found = _load_block(path, block, key)
-        if found is None:
-            missing.append((path, block))
+    def train(
+        self, labels: np.ndarray, blocks: Sequence[Block], folder: Path
+    ) -> Trained:
+        """Train blocks; streamed members all in one pass over the store per epoch.
+
+        Args:
+          labels: `[n_rows]` bool, of every row of the store.
+          blocks: what is trained.
+          folder: where finished blocks are saved for a run that continues; streamed
+            members are not saved before all are done.
+
+        Returns:
+          All members, seed-major, the subsets of a seed in the order of SUBSETS.
+        """
+        members = [member for block in blocks for member in block.members]
+        labels_of = [labels[where] for where in self.data.where]
+        if self.data.in_memory is not None:
+            parts = map(labelled, self.data.in_memory, labels_of)
+            trained = list(self._train_missing(blocks, folder, *parts))
         else:
-            yield found
-    trained = fit([block for _, block in missing])
-    for (path, _), part in zip(missing, trained, strict=True):
-        _save_block(path, part, key)
-        yield part
+            read, stream = self.data.read, self.config.stream
+            parts = (
+                Streamed(where=where, labels=own, read=read, config=stream)
+                for where, own in zip(self.data.where, labels_of, strict=True)
+            )
+            trained = [fit_streamed(members, *parts, **self._protocol)]
+            for _ in blocks:
+                self.tick()
+        return join(trained, sorted(members, key=lambda m: (m.seed, m.subset)))
+
+    @property
+    def _protocol(self) -> dict[str, Any]:
+        encoder = Encoder(self.config.encoder, self.data.dims)
+        return {"encoder": encoder, "config": self.config.train}
+
+    def _train_missing(
+        self, blocks: Sequence[Block], folder: Path, train: Labelled, valid: Labelled
+    ) -> Iterator[Trained]:
+        """Yield every block, trained now or by an earlier, interrupted run."""
+        missing = {}
+        for block in blocks:
+            name = "-".join(map(str, block.subsets + block.seeds))
+            path = folder / f"{name}.safetensors"
+            saved = _load_block(path, block, self.key)
+            if saved is None:
+                missing[path] = block
+            else:
+                self.tick()
+                yield saved
+        left = list(missing.values())
+        trained = fit_everywhere(left, train, valid, **self._protocol)
+        for path, block in zip(missing, trained, strict=True):
+            _save_block(path, block, self.key)
+            self.tick()
+            yield block
+
+    def outputs(self, trained: Trained) -> MemberOutputs:
+        """Return every member's outputs on every stored row, a few rows at a time.
+
+        All parts have one shape, so that one executable serves them; the last one
+        repeats its last row, which is cut off again.
+        """
+        encoder = Encoder(self.config.encoder, self.data.dims)
+        n_rows = len(self.data.rows.ids)
+        size = -(-n_rows // -(-n_rows // ROWS_AT_ONCE))
+        parts = []
+        for start in range(0, n_rows, size):
+            where = np.minimum(np.arange(start, start + size), n_rows - 1)
+            tokens = self.data.read(where)
+            outputs = member_outputs(trained, tokens, encoder=encoder)
+            parts.append(jax.device_get(outputs))
+        return MemberOutputs(
+            np.concatenate([part.logits for part in parts], axis=1)[:, :n_rows],
+            np.concatenate([part.pooled for part in parts], axis=1)[:, :n_rows],
+        )
 
 
 def _load_block(path: Path, block: Block, key: str) -> Trained | None:
-    """Return a block that an earlier, killed run has finished."""
     arrays = load_cache(path, key)
     if arrays is None:
         return None
@@ -141,29 +168,8 @@ def _save_block(path: Path, trained: Trained, key: str) -> None:
     save_cache(path, {**arrays, **info}, key)
 
 
-def outputs_of_rows(
-    trained: Trained, read: ReadRows, n_rows: int, encoder: Encoder
-) -> MemberOutputs:
-    """Return every member's codes on every stored row, a few rows at a time.
-
-    All parts have one shape, so that one executable serves them; the last one repeats
-    its last row, which is cut off again.
-    """
-    size = -(-n_rows // -(-n_rows // ROWS_AT_ONCE))
-    parts = []
-    for start in range(0, n_rows, size):
-        where = np.minimum(np.arange(start, start + size), n_rows - 1)
-        parts.append(
-            jax.device_get(member_outputs(trained, read(where), encoder=encoder))
-        )
-    return MemberOutputs(
-        np.concatenate([part.logits for part in parts], axis=1)[:, :n_rows],
-        np.concatenate([part.pooled for part in parts], axis=1)[:, :n_rows],
-    )
-
-
 def _is_trained(path: Path, key: str) -> bool:
-    """Tell whether an earlier, killed run has finished a setting with this data."""
+    """Tell whether an earlier run has finished a setting with this data."""
     if not path.exists():
         return False
     try:
@@ -175,49 +181,28 @@ def _is_trained(path: Path, key: str) -> bool:
 def _train_setting(
     run: RunDir, config: GridConfig, setting: Setting, tick: Callable[[], None]
 ) -> None:
-    store, rows = load_rows(run, setting)
-    key = f"{sha256_file(run.sweep)} {sha256_file(run.labels)} {store.id}"
+    store_id = open_store(run.features(setting)).id
+    key = f"{sha256_file(run.sweep)} {sha256_file(run.labels)} {store_id}"
     if _is_trained(run.encoders(setting), key):
         return
-    read = row_reader(run, setting, store, rows, config.stream)
-    training = training_rows(read, rows, config.stream)
-    encoder = Encoder(config.encoder, read.dims)
+    data = training_rows(run, setting, streamed=config.stream is not None)
+    trainer = MemberTrainer(data=data, config=config, key=key, tick=tick)
     folder = run.encoders(setting).with_name(f"{setting}.members")
     n_seeds = config.train.n_seeds
-    control = tuple(Block((EVERY_FAMILY,), (seed,)) for seed in range(n_seeds))
-
-    def fit(labels: np.ndarray, blocks: tuple[Block, ...], name: str) -> list[Trained]:
-        return fit_rows(
-            training,
-            labels,
-            blocks,
-            encoder=encoder,
-            config=config.train,
-            folder=folder / name,
-            key=key,
-            tick=tick,
-        )
-
-    permuted = permute_by_question(rows, run.seed)
-    grid = default_blocks(n_seeds)
-    trained = join(fit(rows.labels, grid, "grid"), grid_members(n_seeds))
-    chance = join(
-        fit(permuted, control, "permuted"),
-        [Member(EVERY_FAMILY, seed) for seed in range(n_seeds)],
-    )
-    n_rows = len(rows.ids)
-    outputs = outputs_of_rows(trained, read, n_rows, encoder)
-    control_outputs = outputs_of_rows(chance, read, n_rows, encoder)
+    permuted = permute_by_question(data.rows, run.seed)
+    control_blocks = [Block((EVERY_FAMILY,), (seed,)) for seed in range(n_seeds)]
+    grid = trainer.train(data.rows.labels, default_blocks(n_seeds), folder / "grid")
+    control = trainer.train(permuted, control_blocks, folder / "permuted")
     checkpoint.save(
         run.encoders(setting),
         {
-            "params": trained.params,
-            "info": trained.info._asdict(),
-            "standardizer": read.standardizer._asdict(),
-            "outputs": outputs._asdict(),
-            "control": {"logits": control_outputs.logits, "labels": permuted},
+            "params": grid.params,
+            "info": grid.info._asdict(),
+            "standardizer": data.standardizer._asdict(),
+            "outputs": trainer.outputs(grid)._asdict(),
+            "control": {"logits": trainer.outputs(control).logits, "labels": permuted},
         },
-        {"key": key, "layer": read.layer, "dims": dataclasses.asdict(read.dims)},
+        {"key": key, "layer": data.layer, "dims": dataclasses.asdict(data.dims)},
     )
     shutil.rmtree(folder, ignore_errors=True)  # the checkpoint holds all of it now
 
@@ -236,7 +221,7 @@ def _train(run: RunDir, config: GridConfig, update: Update, progress: Progress) 
 
 
 def read_member_outputs(run: RunDir, setting: Setting) -> MemberOutputs:
-    """Return what every trained encoder of a setting says of its rows."""
+    """Return the outputs of every trained encoder of a setting on its rows."""
     tree, _ = checkpoint.restore(run.encoders(setting))
     return MemberOutputs(**tree["outputs"])
 
@@ -246,11 +231,53 @@ def encoder_folders(run: RunDir) -> list[Path]:
     return [run.encoders(setting) for setting in SETTINGS]
 
 
+def _forecast(run: RunDir, config: GridConfig) -> Forecast:
+    """Return what training takes if no member stops early.
+
+    Operations are those of matrix products over all positions of the batches, padded
+    ones included; memory is that of the tokens in memory, or of two groups of a stream.
+    """
+    n_flops = in_memory = outputs = 0
+    for setting in SETTINGS:
+        store, rows = load_rows(run, setting)
+        widths, dims = longest_spans(store.spec.spans, setting), family_dims(store)
+        n_train = len(rows.where("train"))
+        workload = Workload(
+            encoder=config.encoder,
+            dims=dims,
+            spans=tuple((1, width) for width in widths),
+            batch_size=config.train.batch_size,
+            n_steps=-(-n_train // config.train.batch_size) * config.train.max_epochs,
+            n_seeds=config.train.n_seeds,
+        )
+        control = [(EVERY_FAMILY, seed) for seed in range(config.train.n_seeds)]
+        n_flops += turn_flops(workload, [*workload.members, *control])
+        row_bytes = sum(widths) * dims.total * _FLOAT
+        n_rows = n_train + len(rows.where("validation"))
+        if config.stream is not None:
+            n_rows = 2 * config.stream.n_chunk * config.stream.n_mixed
+        in_memory += n_rows * row_bytes
+        pooled = 1 + config.encoder.d_pooled
+        outputs += len(workload.members) * len(rows.ids) * pooled * _FLOAT
+    n_members = (N_SUBSETS + 1) * config.train.n_seeds
+    return Forecast(
+        stage="train",
+        n_flops=n_flops,
+        memory_bytes=in_memory,
+        disk_bytes=outputs,
+        basis=(
+            f"{n_members} members in each of {len(SETTINGS)} settings, at most "
+            f"{config.train.max_epochs} epochs each (early stopping makes them fewer); "
+            "disk is that of their outputs, weights come on top"
+        ),
+    )
+
+
 TRAIN = Stage(
     name="train",
     inputs=lambda run: [run.labels, run.sweep, *store_files(run)],
     outputs=encoder_folders,
     work=_train,
     presets=GRID_PRESETS,
-    forecast=forecast_train,
+    forecast=_forecast,
 )

@@ -23,8 +23,8 @@ class Draw(NamedTuple):
 
     Attributes:
       rows: `[batch_size]` int32, rows of the features that form the batch.
-      noise: words of the input noise.
-      dropout: words of the dropout.
+      noise: key of the input noise; the members of a seed share it.
+      dropout: key of the dropout, a member's own.
     """
 
     rows: jax.Array
@@ -40,7 +40,7 @@ def project(
     draw: Draw | None,
     *,
     deviation: float,
-    site: int,
+    stream: int,
     matmul_dtype: MatmulDtype,
 ) -> jax.Array:
     """Project a family's tokens, or zeros (and no work) where the gate is closed.
@@ -55,7 +55,7 @@ def project(
       gate: scalar bool.
       draw: None outside training: all examples, no noise.
       deviation: standard deviation of the noise on each input channel.
-      site: tells families apart in the noise.
+      stream: tells families apart in the noise.
       matmul_dtype: see `jaxprobe.kernels.matmul`; the noise is not rounded.
 
     Returns:
@@ -68,7 +68,9 @@ def project(
         y = wide_product(matmul_dtype, weight, tokens, rows, real, gate)
         if draw is None or deviation == 0.0:
             return y
-        noise = partial(_projected_noise, deviation, site, weight, y.shape, draw.noise)
+        noise = partial(
+            _projected_noise, deviation, stream, weight, y.shape, draw.noise
+        )
         return y + _gated(noise, gate, y.shape)
     if draw is None:
         shape = (d_projection, n_tokens, n_examples)
@@ -79,11 +81,11 @@ def project(
         batch = take_rows(tokens, rows_of_tokens(tokens, draw.rows))
         if not before or deviation == 0.0:
             return batch
-        return batch + deviation * hashed_normal(draw.noise, site, batch.shape)
+        return batch + deviation * hashed_normal(draw.noise, stream, batch.shape)
 
     batch = _gated(gather, gate, (n_tokens, len(draw.rows), d_family))
     behind = 0.0 if before else deviation
-    fixed = behind, site, matmul_dtype
+    fixed = behind, stream, matmul_dtype
     return _gated_product(*fixed, weight, batch, gate, draw.noise)
 
 
@@ -102,7 +104,7 @@ def _product(
     return y.reshape(-1, *tokens.shape[:2])
 
 
-def _projected_noise(deviation, site, weight, shape, words) -> jax.Array:
+def _projected_noise(deviation, stream, weight, shape, key) -> jax.Array:
     """What Gaussian noise on every input channel adds to a product of that shape.
 
     Noise `n` on the input adds `Wn` to the projection, which is Gaussian of covariance
@@ -111,40 +113,40 @@ def _projected_noise(deviation, site, weight, shape, words) -> jax.Array:
     paper's widths). The distribution is the same, and so is the expected gradient,
     since the factor is differentiated too.
     """
-    noise = hashed_normal(words, site, (shape[0], shape[1] * shape[2]))
+    noise = hashed_normal(key, stream, (shape[0], shape[1] * shape[2]))
     return (deviation * noise_factor(weight) @ noise).reshape(shape)
 
 
-def _noisy_product(deviation, site, matmul_dtype, weight, batch, words) -> jax.Array:
+def _noisy_product(deviation, stream, matmul_dtype, weight, batch, key) -> jax.Array:
     """`_product` of what would have Gaussian noise on every input channel."""
     y = _product(weight, batch, matmul_dtype)
     if deviation == 0.0:
         return y
-    return y + _projected_noise(deviation, site, weight, y.shape, words)
+    return y + _projected_noise(deviation, stream, weight, y.shape, key)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gated_product(deviation, site, matmul_dtype, weight, batch, gate, words):
+def _gated_product(deviation, stream, matmul_dtype, weight, batch, gate, key):
     """`_noisy_product` behind a gate; only `weight` has a gradient."""
     shape = (weight.shape[0], *batch.shape[:2])
-    fixed = deviation, site, matmul_dtype
-    compute = partial(_noisy_product, *fixed, weight, batch, words)
+    fixed = deviation, stream, matmul_dtype
+    compute = partial(_noisy_product, *fixed, weight, batch, key)
     return _gated(compute, gate, shape)
 
 
-def _gated_product_forward(deviation, site, matmul_dtype, weight, batch, gate, words):
+def _gated_product_forward(deviation, stream, matmul_dtype, weight, batch, gate, key):
     """Forward rule of `_gated_product`; the residuals are its own arguments."""
-    y = _gated_product(deviation, site, matmul_dtype, weight, batch, gate, words)
-    return y, (weight, batch, gate, words)
+    y = _gated_product(deviation, stream, matmul_dtype, weight, batch, gate, key)
+    return y, (weight, batch, gate, key)
 
 
-def _gated_product_backward(deviation, site, matmul_dtype, residuals, dy):
+def _gated_product_backward(deviation, stream, matmul_dtype, residuals, dy):
     """Backward rule of `_gated_product`, a branch as well."""
-    weight, batch, gate, words = residuals
+    weight, batch, gate, key = residuals
 
     def vjp():
-        fixed = deviation, site, matmul_dtype
-        compute = partial(_noisy_product, *fixed, batch=batch, words=words)
+        fixed = deviation, stream, matmul_dtype
+        compute = partial(_noisy_product, *fixed, batch=batch, key=key)
         return jax.vjp(compute, weight)[1](dy)[0]
 
     return _gated(vjp, gate, weight.shape), None, None, None

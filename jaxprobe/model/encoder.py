@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxprobe.config import EncoderConfig, MatmulDtype
 from jaxprobe.features.families import FamilyTokens
@@ -29,7 +28,7 @@ from jaxprobe.kernels.masked import (
     token_convolution,
 )
 from jaxprobe.kernels.projection import Draw, project
-from jaxprobe.kernels.random import draw_weights, dropout
+from jaxprobe.kernels.random import dropout
 
 Params = Any
 
@@ -46,19 +45,21 @@ class MemberOutputs(NamedTuple):
     pooled: Any
 
 
-def weight_deviation(key, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
-    """Standard deviation of a weight at the start, `1 / sqrt(fan-in)`; no draw yet.
+# Of weights `[d_out, ..., d_in]`: standard deviation `1 / sqrt(fan-in)`.
+fan_in_normal = nn.initializers.variance_scaling(
+    1.0, "fan_in", "normal", in_axis=-1, out_axis=0
+)
 
-    Every weight of an encoder is `[d_out, ...]`.
+
+def entry_init(key: jax.Array, config: EncoderConfig, family_mask: jax.Array):
+    """Draw the same for `[hidden, n_families * projection]`; zero if not read.
+
+    The fan-in counts the families that are read, so that a masked member starts as an
+    encoder of those families alone would.
     """
-    return jnp.full(shape, np.prod(shape[1:]) ** -0.5, dtype)
-
-
-def _entry_deviation(key: jax.Array, config: EncoderConfig, family_mask: jax.Array):
-    """The same for `[hidden, n_families * projection]`; 0 for families not read."""
     read = jnp.repeat(family_mask.astype(jnp.float32), config.projection)
     deviation = read * jax.lax.rsqrt(jnp.maximum(read.sum(), 1.0))
-    return jnp.broadcast_to(deviation[None], (config.hidden, read.shape[0]))
+    return jax.random.normal(key, (config.hidden, len(read))) * deviation[None]
 
 
 class ChannelMap(nn.Module):
@@ -71,7 +72,7 @@ class ChannelMap(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map every example's vector."""
         shape = (self.features, x.shape[0])
-        kernel = self.param("kernel", weight_deviation, shape)
+        kernel = self.param("kernel", fan_in_normal, shape)
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
         return channel_product(kernel, x, self.matmul_dtype) + bias[:, None]
 
@@ -86,7 +87,7 @@ class MaskedConv(nn.Module):
     def __call__(self, x: jax.Array, flag: jax.Array) -> jax.Array:
         """Map `[d_in, n_span_tokens, n_examples]`, zero on padding, to `features`."""
         shape = (self.features, N_TAPS, x.shape[0])
-        kernel = self.param("kernel", weight_deviation, shape)
+        kernel = self.param("kernel", fan_in_normal, shape)
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
         y = token_convolution(x, kernel, flag, self.matmul_dtype)
         return y + bias[:, None, None]
@@ -117,7 +118,7 @@ class SpanCNN(nn.Module):
         projected: jax.Array,
         mask: jax.Array,
         family_mask: jax.Array,
-        words: jax.Array | None,
+        key: jax.Array | None,
     ) -> jax.Array:
         """Encode one span.
 
@@ -125,7 +126,7 @@ class SpanCNN(nn.Module):
           projected: `[n_families * projection, n_span_tokens, n_examples]`.
           mask: `[n_span_tokens, n_examples]` bool.
           family_mask: `[n_families]` bool.
-          words: seed of the dropout; None outside training.
+          key: seed of the dropout; None outside training.
 
         Returns:
           `[2 * hidden, n_examples]`.
@@ -133,16 +134,16 @@ class SpanCNN(nn.Module):
         cfg = self.config
         flag = family_mask.any()
         real = materialize(mask.astype(jnp.float32), flag)
-        kernel = self.param("entry_kernel", _entry_deviation, cfg, family_mask)
+        kernel = self.param("entry_kernel", entry_init, cfg, family_mask)
         bias = self.param("entry_bias", nn.initializers.zeros, (cfg.hidden,))
         x = channel_product(kernel, projected, cfg.matmul_dtype)
         x = (x + bias[:, None, None]) * real[None]
         conv = partial(MaskedConv, cfg.hidden, cfg.matmul_dtype)
         for block in range(cfg.n_blocks):
-            site = self.span * cfg.n_blocks + block
+            stream = self.span * cfg.n_blocks + block
             y = conv(name=f"conv_{block}_0")(x, flag) * real[None]
             y = MaskedGroupNorm(cfg.n_groups, name=f"norm_{block}_0")(y, real)
-            y = dropout(nn.gelu(y), cfg.dropout, words, site)
+            y = dropout(nn.gelu(y), cfg.dropout, key, stream)
             y = conv(name=f"conv_{block}_1")(y, flag) * real[None]
             y = MaskedGroupNorm(cfg.n_groups, name=f"norm_{block}_1")(y, real)
             x = nn.gelu(x + y)
@@ -175,16 +176,16 @@ class Encoder(nn.Module):
           the answer span, which carries nearly all of the signal (paper, appendix D).
         """
         if draw is None:
-            masks, dropout_words = features.masks, None
+            masks, dropout_key = features.masks, None
         else:
             masks = tuple(jnp.take(mask, draw.rows, axis=1) for mask in features.masks)
-            dropout_words = draw.dropout
+            dropout_key = draw.dropout
         rows = self._projected(features, jnp.concatenate(masks), family_mask, draw)
         vectors = []
         for span, mask in enumerate(masks):
             cnn = SpanCNN(self.config, span, name=f"span_{span}")
             tokens = rows[:, features.span_slices[span]]
-            vectors.append(cnn(tokens, mask, family_mask, dropout_words))
+            vectors.append(cnn(tokens, mask, family_mask, dropout_key))
         pairs = itertools.combinations(vectors, 2)
         x = jnp.concatenate([*vectors, *(a - b for a, b in pairs)])
         matmul_dtype = self.config.matmul_dtype
@@ -197,7 +198,7 @@ class Encoder(nn.Module):
         """All families, `[n_families * projection, n_tokens, n_examples]`."""
         cfg = self.config
         weights = [
-            self.param(f"projection_{f}", weight_deviation, (cfg.projection, size))
+            self.param(f"projection_{f}", fan_in_normal, (cfg.projection, size))
             for f, size in enumerate(self.dims.sizes)
         ]
         shape = (N_FAMILIES, cfg.projection)
@@ -211,26 +212,9 @@ class Encoder(nn.Module):
                 family_mask[f],
                 draw,
                 deviation=cfg.input_noise,
-                site=f,
+                stream=f,
                 matmul_dtype=cfg.matmul_dtype,
             )
             for f, tokens in enumerate(features.tokens)
         ]
         return jnp.concatenate(families) + bias[:, None, None]
-
-
-def init_encoder(
-    encoder: Encoder, words: jax.Array, features: FamilyTokens, family_mask: jax.Array
-) -> Params:
-    """Initial weights; the module's initialisers give their standard deviations.
-
-    Args:
-      encoder: the module.
-      words: of the draw, see `jaxprobe.kernels.random`.
-      features: any features of the right widths.
-      family_mask: `[n_families]` bool.
-    """
-    few = jax.tree.map(lambda x: x[:, :1], features)
-    # The key is for Flax only: no initialiser draws from it.
-    deviations = encoder.init(jax.random.key(0), few, family_mask)
-    return draw_weights(deviations, words)

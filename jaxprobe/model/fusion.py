@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxprobe.config import FusionConfig
 from jaxprobe.kernels.masked import materialize
-from jaxprobe.kernels.random import draw_weights, hashed_bits
+from jaxprobe.kernels.random import hashed_bits
 from jaxprobe.model.encoder import ChannelMap, MemberOutputs, Params
 
 
@@ -117,7 +117,7 @@ def head_inputs(pooled: jax.Array, logits: jax.Array) -> jax.Array:
 
 
 def pool_outputs(
-    codes: tuple[MemberOutputs, ...],
+    outputs: tuple[MemberOutputs, ...],
     n_seeds: int,
     labels: np.ndarray,
     weights: np.ndarray | None = None,
@@ -125,13 +125,13 @@ def pool_outputs(
     """Lay the seed-major grids of one or more passes side by side as one pool.
 
     Args:
-      codes: one per pass over the same examples, in pool order: with context, then
+      outputs: one per pass over the same examples, in pool order: with context, then
         closed-book. Each has `n_seeds * n_encoders` members.
       n_seeds: of every grid.
       labels: `[n_examples]` bool.
       weights: `[n_examples]`, or None for ones.
     """
-    grids = [head_inputs(jnp.asarray(c.pooled), jnp.asarray(c.logits)) for c in codes]
+    grids = [head_inputs(jnp.asarray(c.pooled), jnp.asarray(c.logits)) for c in outputs]
     by_seed = [grid.reshape(n_seeds, -1, *grid.shape[1:]) for grid in grids]
     labels = jnp.asarray(np.asarray(labels), jnp.float32)
     return PoolOutputs(
@@ -142,7 +142,7 @@ def pool_outputs(
 
 
 def keep_encoders(
-    words: jax.Array, n_examples: int, slot_mask: jax.Array, rate: float
+    key: jax.Array, n_examples: int, slot_mask: jax.Array, rate: float
 ) -> jax.Array:
     """Which encoders an example sees in one training step.
 
@@ -150,7 +150,7 @@ def keep_encoders(
     them, one filled slot, chosen uniformly, stays: a head cannot learn from nothing.
 
     Args:
-      words: of the draw, see `jaxprobe.kernels.random`.
+      key: of the draw, see `jaxprobe.kernels.random`.
       n_examples: in the batch.
       slot_mask: `[n_slots]` bool, True where a slot is filled.
       rate: probability of hiding.
@@ -159,7 +159,7 @@ def keep_encoders(
       `[n_slots, n_examples]` bool, False on empty slots.
     """
     # Counted slot by slot, so that empty slots change nothing for the filled ones.
-    bits = hashed_bits(words, 0, (slot_mask.shape[0], n_examples))
+    bits = hashed_bits(key, 0, (slot_mask.shape[0], n_examples))
     draws = (bits >> 8).astype(jnp.float32) * np.float32(2.0**-24)
     filled = slot_mask[:, None]
     keep = (draws >= rate) & filled
@@ -181,7 +181,7 @@ class FusionHead(nn.Module):
         members: jax.Array,
         slot_mask: jax.Array,
         examples: tuple[jax.Array | int, int] | None = None,
-        words: jax.Array | None = None,
+        key: jax.Array | None = None,
     ) -> jax.Array:
         """Fuse a batch.
 
@@ -193,7 +193,7 @@ class FusionHead(nn.Module):
           members: `[n_slots]` int32 positions in the pool.
           slot_mask: `[n_slots]` bool, True on the filled slots, which come first.
           examples: the first one, and how many from there; None takes all.
-          words: of encoder dropout's draws; None outside training.
+          key: of encoder dropout's draws; None outside training.
 
         Returns:
           `[n_examples]` logits.
@@ -201,19 +201,20 @@ class FusionHead(nn.Module):
         cfg, n_slots, d_output = self.config, len(members), pool.shape[1]
         start, n_examples = (0, pool.shape[2]) if examples is None else examples
         first, second = np.triu_indices(n_slots, 1)
-        kernel = self.param(
-            "kernel", _kernel_deviation, cfg.hidden, d_output, slot_mask
-        )
+        kernel = self.param("kernel", kernel_init, cfg.hidden, d_output, slot_mask)
         # Disagreements start without a say: the head begins as one over the encoders.
         gap_kernel = self.param("gaps", nn.initializers.zeros, (len(first), cfg.hidden))
         bias = self.param("bias", nn.initializers.zeros, (cfg.hidden,))
         keep = jnp.broadcast_to(slot_mask[:, None], (n_slots, n_examples))
-        if words is not None:
-            keep = keep_encoders(words, n_examples, slot_mask, cfg.encoder_dropout)
+        if key is not None:
+            keep = keep_encoders(key, n_examples, slot_mask, cfg.encoder_dropout)
         # Once per slot, not again for each of its channels.
         keep = materialize(keep.astype(jnp.float32), slot_mask.any())
-        scores = jax.lax.dynamic_slice_in_dim(pool[:, -1], start, n_examples, axis=1)
-        scores = scores[members]
+        scores = jax.vmap(
+            lambda member: jax.lax.dynamic_slice(
+                pool, (member, d_output - 1, start), (1, 1, n_examples)
+            )[0, 0]
+        )(members)
         gaps = jnp.abs(scores[first] - scores[second]) * keep[first] * keep[second]
         x = slot_products(
             kernel.reshape(n_slots, d_output, cfg.hidden),
@@ -228,28 +229,24 @@ class FusionHead(nn.Module):
         return ChannelMap(1, "float32", name="out")(nn.gelu(norm(x)))[0]
 
 
-def _kernel_deviation(
+def kernel_init(
     key: jax.Array, hidden: int, d_output: int, slot_mask: jax.Array
 ) -> jax.Array:
-    """Standard deviations of the first layer, `[n_slots * d_output, hidden]`.
+    """Draw the first layer, `[n_slots * d_output, hidden]`; zero on empty slots.
 
-    Fan-in counts filled slots and their pairs. With slots first, a slot's draws do not
-    depend on their number.
+    Fan-in counts filled slots and their pairs. Each slot has a key of its own, so that
+    a head does not change with the number of slots.
     """
-    filled = jnp.repeat(slot_mask.astype(jnp.float32), d_output)
-    n = slot_mask.astype(jnp.float32).sum()
+
+    def draw(slot: jax.Array) -> jax.Array:
+        return jax.random.normal(jax.random.fold_in(key, slot), (d_output, hidden))
+
+    # Not by `vmap`: a draw of several keys takes a second to compile.
+    drawn = jax.lax.map(draw, jnp.arange(len(slot_mask)))
+    filled = slot_mask.astype(jnp.float32)
+    n = filled.sum()
     scale = jax.lax.rsqrt(jnp.maximum(n * d_output + n * (n - 1) / 2, 1.0))
-    return jnp.broadcast_to((filled * scale)[:, None], (filled.shape[0], hidden))
-
-
-def init_head(
-    head: FusionHead, words: jax.Array, pool: jax.Array, slot_mask: jax.Array
-) -> Params:
-    """Initial weights for a pool of this width and a set of this size."""
-    # The key is for Flax only: no initialiser draws from it.
-    members = jnp.zeros(slot_mask.shape, jnp.int32)
-    deviations = head.init(jax.random.key(0), pool[..., :1], members, slot_mask)
-    return draw_weights(deviations, words)
+    return (drawn * (filled * scale)[:, None, None]).reshape(-1, hidden)
 
 
 @partial(jax.jit, static_argnames=("head",))
@@ -257,13 +254,13 @@ def apply_head(
     params: Params,
     members: jax.Array,
     slot_mask: jax.Array,
-    codes: PoolOutputs,
+    outputs: PoolOutputs,
     seed: jax.Array,
     *,
     head: FusionHead,
 ) -> jax.Array:
     """Fused logits `[n_examples]` of one trained head."""
-    return head.apply(params, codes.outputs[seed], members, slot_mask)
+    return head.apply(params, outputs.outputs[seed], members, slot_mask)
 
 
 def slots_of(members: tuple[int, ...], n_slots: int) -> tuple[np.ndarray, np.ndarray]:

@@ -4,11 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from extract.label.verdicts import exact_match
-from extract.records import Answer, Passage
+from extract.records import Answer, Example, Passage
 from extract.signals.batch import Signals
 from extract.signals.plan import sequence_of
+from jaxprobe.features.reading import SPAN_NAMES
 from pgir.bridge import ProbedBackbone
-from pgir.controllers.policy import Decision, Policy, decide
+from pgir.controllers.policy import Decision, Draft, Policy, decide
 from pgir.controllers.traces import Traced
 
 Match = Callable[[Decision, bool, bool], bool]  # decision, draft right, final right
@@ -52,20 +53,15 @@ def _tokens(probed: ProbedBackbone, answer: Answer, signals: Signals) -> list[di
     """Return the tokens of a sequence; each shows how probable it was."""
     # Whose text a token is, whichever positions the run reads as the answer.
     spans = sequence_of(answer, answer_span="emitting").spans
-    ids = [*answer.prompt_ids, *answer.token_ids]
     rows = []
-    for place, token in enumerate(ids):
-        span = next(
-            (
-                name
-                for name, (start, stop) in zip(
-                    ("context", "question", "answer"), spans, strict=True
-                )
-                # A token is shown with the position that emitted it, one before.
-                if start <= place - (name == "answer") < stop
-            ),
-            None,
+    for place, token in enumerate([*answer.prompt_ids, *answer.token_ids]):
+        # An answer token is shown with the position that emitted it, one before.
+        inside = (
+            name
+            for name, (start, stop) in zip(SPAN_NAMES, spans, strict=True)
+            if start <= place - (name == "answer") < stop
         )
+        span = next(inside, None)
         if span is None or place == 0:
             continue
         p, surprisal, entropy, _, margin = signals.prob[place - 1].tolist()
@@ -82,22 +78,20 @@ def _tokens(probed: ProbedBackbone, answer: Answer, signals: Signals) -> list[di
     return rows
 
 
-def _draft(
-    probed: ProbedBackbone,
-    question: str,
-    golds: Sequence[str],
-    context: Sequence[Passage],
-    p_correct: float,
+def _shown_draft(
+    probed: ProbedBackbone, passages: Sequence[Passage], example: Example, draft: Draft
 ) -> dict[str, Any]:
+    """Return a draft as the report shows it; it is answered again for its signals."""
+    context = [passages[p] for p in draft.passages]
     setting = "with_context" if context else "closed_book"
-    (request,) = probed.requests(setting, [question], [context])
+    (request,) = probed.requests(setting, [example.question], [context])
     (answer,) = probed.answer([request])
     (signals,) = probed.read([answer]).signals
     return {
         "setting": setting,
         "answer": answer.text,
-        "p_correct": p_correct,
-        "correct": exact_match(answer.text, golds),
+        "p_correct": draft.p_correct,
+        "correct": exact_match(answer.text, example.golds),
         "passages": [passage.text for passage in context],
         "tokens": _tokens(probed, answer, signals),
     }
@@ -107,24 +101,21 @@ def choose_cases(
     traced: Traced, policy: Policy
 ) -> list[tuple[int, str, str, Decision]]:
     """Return the first questions of a set that show each kind of outcome."""
-    chosen: list[tuple[int, str, str, Decision]] = []
+    outcomes = []
+    for trace, example in zip(traced.traces, traced.examples, strict=True):
+        decision = decide(trace, policy)
+        first, last = (
+            exact_match(trace[r].answer, example.golds) for r in (0, decision.round)
+        )
+        outcomes.append((decision, first, last))
+    chosen: dict[int, tuple[int, str, str, Decision]] = {}
     for action, verdict, n_wanted, matches in KINDS:
-        found = 0
-        for i, (trace, example) in enumerate(
-            zip(traced.traces, traced.examples, strict=True)
-        ):
-            if found == n_wanted:
-                break
-            if any(i == other for other, *_ in chosen):
-                continue
-            decision = decide(trace, policy)
-            first, last = (
-                exact_match(trace[r].answer, example.golds) for r in (0, decision.round)
-            )
-            if matches(decision, first, last):
-                chosen.append((i, action, verdict, decision))
-                found += 1
-    return chosen
+        fitting = [
+            i for i, one in enumerate(outcomes) if i not in chosen and matches(*one)
+        ]
+        for i in fitting[:n_wanted]:
+            chosen[i] = (i, action, verdict, outcomes[i][0])
+    return list(chosen.values())
 
 
 def make_cases(
@@ -137,23 +128,14 @@ def make_cases(
     cases = []
     for i, action, verdict, decision in choose_cases(traced, policy):
         example, trace = traced.examples[i], traced.traces[i]
-        shown = sorted({0, decision.round})
+        drafts = [trace[r] for r in sorted({0, decision.round})]
         cases.append(
             {
                 "question": example.question,
                 "golds": list(example.golds[:2]),
                 "action": action,
                 "verdict": verdict,
-                "drafts": [
-                    _draft(
-                        probed,
-                        example.question,
-                        example.golds,
-                        [passages[p] for p in trace[r].passages],
-                        trace[r].p_correct,
-                    )
-                    for r in shown
-                ],
+                "drafts": [_shown_draft(probed, passages, example, d) for d in drafts],
             }
         )
     return cases

@@ -1,5 +1,10 @@
 """The stage that lets every controller answer the same questions."""
 
+import dataclasses
+import hashlib
+
+from extract.backbone.loading import open_backbone
+from extract.backbone.names import backbone_of
 from extract.generate.forecast import generation_bytes
 from extract.generate.requests import answer_config
 from extract.records import Passage, read_records
@@ -8,42 +13,78 @@ from extract.run.contents import read_examples
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
 from extract.run.forecast import Forecast
+from extract.run.manifest import Preset
 from extract.run.results import publish, rows_file
 from extract.run.stages import Stage
-from jaxprobe.compiler import set_compiler
+from extract.signals.stage import extract_config
+from jaxprobe.detector import Detector
 from jaxprobe.evaluation import bootstrap_of
+from jaxprobe.settings import set_compiler
+from pgir.bridge import ProbedBackbone
 from pgir.controllers.cases import make_cases
+from pgir.controllers.policy import ControllerConfig
 from pgir.controllers.rivals import control_rows, frontier
-from pgir.controllers.traces import (
-    CONTROL_PRESETS,
-    ControlConfig,
-    choose_policy,
-    inputs_key,
-    open_probed,
-    question_sets,
-    trace_all,
-)
+from pgir.controllers.traces import Tracer, choose_policy, question_sets
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ControlConfig:
+    """The run's section `control`.
+
+    Attributes:
+      max_budget: most retrieval rounds traced.
+      n_questions: of each set that are given to the controllers; None for all.
+    """
+
+    max_budget: int = 4
+    n_questions: int | None = None
+
+
+CONTROL_PRESETS: dict[Preset, ControlConfig] = {
+    "demo": ControlConfig(n_questions=250),
+    "smoke": ControlConfig(max_budget=2, n_questions=8),
+    "paper": ControlConfig(),
+}
+
+
+def _open_probed(run: RunDir) -> ProbedBackbone:
+    """Load the run's backbone together with its detector."""
+    config = answer_config(run)
+    return ProbedBackbone(
+        open_backbone(backbone_of(run)),
+        Detector.load(run.detector),
+        config.prompt.prompt_template(),
+        config.generation,
+        answer_span=extract_config(run).answer_span,
+    )
 
 
 def _control(
     run: RunDir, config: ControlConfig, update: Update, progress: Progress
 ) -> None:
     set_compiler(run.preset)
-    probed = open_probed(run)
-    hashes = run.hash_inputs(run.examples, run.passages, run.detector)
+    probed = _open_probed(run)
     passages = list(read_records(run.passages, Passage))
-    key = inputs_key(*hashes.values())
-    traced = trace_all(run, config, probed, passages, update, key)
-    search = config.controller
-    policy = choose_policy(traced, search)
-    in_domain = next(t for t in traced if t.split == "test")
+    hashes = run.hash_inputs(run.examples, run.passages, run.detector).values()
+    controller = ControllerConfig(max_budget=config.max_budget)
+    tracer = Tracer(
+        folder=run.control,
+        key=hashlib.sha256("\n".join(hashes).encode()).hexdigest(),
+        probed=probed,
+        passages=passages,
+        config=controller,
+    )
+    sets = question_sets(read_examples(run), config.n_questions)
+    traced = tracer.trace_all(sets, update)
+    policy = choose_policy(traced, controller)
+    in_domain = next(one for one in traced if one.split == "test")
     write_json_atomic(
         run.control / "control.json",
         {
             "tau": policy.threshold,
             "budget": policy.budget,
-            "cap": search.max_generations,
-            "frontier": frontier(traced, policy, search),
+            "cap": controller.max_generations,
+            "frontier": frontier(traced, policy, controller),
             "cases": make_cases(probed, passages, in_domain, policy),
         },
     )
@@ -51,9 +92,9 @@ def _control(
 
 
 def _forecast(run: RunDir, config: ControlConfig) -> Forecast:
-    probed = open_probed(run)
+    probed = _open_probed(run)
     sets = question_sets(read_examples(run), config.n_questions)
-    n_questions = sum(len(examples) for _, _, examples in sets)
+    n_questions = sum(len(one.examples) for one in sets)
     tokens = answer_config(run).generation.tokens_per_batch
     return Forecast(
         stage="control",

@@ -2,7 +2,7 @@
 
 import itertools
 
-from benchmarks.results.ablation_tables import FAMILY_VARIANTS, RANKED, SPAN_VARIANTS
+from benchmarks.results.tables import FAMILY_VARIANTS, RANKED, SPAN_VARIANTS
 from selection.ranking import traits
 
 SETTINGS = ("closed_book", "with_context")

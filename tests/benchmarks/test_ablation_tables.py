@@ -3,7 +3,9 @@ import xml.etree.ElementTree
 import msgspec
 import pytest
 
-from benchmarks.results.ablation_tables import (
+from benchmarks.results.figures import ranking, to_svg
+from benchmarks.results.pictures import ranking_pictures
+from benchmarks.results.tables import (
     FEATURES,
     exhaustive_table,
     family_table,
@@ -11,8 +13,6 @@ from benchmarks.results.ablation_tables import (
     set_names,
     span_table,
 )
-from benchmarks.results.figures import to_svg
-from benchmarks.results.pictures import ranking, ranking_pictures
 from tests.benchmarks.ablation_sample import ablations, rankings
 from tests.benchmarks.sample import PLACES, row, sample_rows, selection
 

@@ -1,9 +1,8 @@
 import numpy as np
 import pytest
-from sklearn.metrics import roc_auc_score
-
 from benchmarks.baselines.perplexity import perplexity_score
 from benchmarks.baselines.text import fit_tfidf, joined_text
+from sklearn.metrics import roc_auc_score
 
 
 def planted(n, seed):

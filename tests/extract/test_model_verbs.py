@@ -1,7 +1,6 @@
 """The verbs that let a model write, against a server on this machine."""
 
 import csv
-import dataclasses
 import io
 import json
 import re
@@ -196,7 +195,7 @@ def test_a_cap_is_not_spent_again_by_the_process_that_continues(run_dir):
     prices = ("--price-new", 1e6, "--max-cost", 40)  # one unit per new token
 
     def wordy(prompt):
-        return dataclasses.replace(generated(fair_verdict(prompt)), n_new_tokens=2)
+        return msgspec.structs.replace(generated(fair_verdict(prompt)), n_new_tokens=2)
 
     judge = ScriptedGenerator(fair_verdict)
     judge.stream = lambda prompts, config, done=(): (

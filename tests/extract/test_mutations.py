@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers.masking_utils import AttentionMaskInterface
 
-from benchmarks.speed import exactness, oracle
-from benchmarks.speed.exactness import TOLERANCE
+from benchmarks.speed import oracle
+from benchmarks.speed.oracle import TOLERANCE
 from benchmarks.speed.tiny_models import FAMILIES, tiny_model
 from extract.backbone import parity
 from extract.backbone.loading import Backbone
@@ -143,23 +143,23 @@ def test_a_forgotten_mask_function_is_refused(family, monkeypatch):
 @pytest.fixture(scope="module")
 def llama():
     model = tiny_model("llama")
-    return model, exactness.oracle_batch(model, "eager")
+    return model, oracle.oracle_batch(model, "eager")
 
 
 def errors_of(model, batch, expected):
     reader = SignalReader(Backbone.from_model(model))
     found = [
-        {field: getattr(item, field) for field in exactness.SIGNALS}
+        {field: getattr(item, field) for field in oracle.SIGNALS}
         for item in reader.read(batch)
     ]
-    return exactness.largest_errors(found, expected)
+    return oracle.largest_errors(found, expected)
 
 
 def test_next_tokens_shifted_by_one_are_told_apart_by_the_oracle(llama):
     model, expected = llama
     shifted = [
         dataclasses.replace(sequence, targets=np.roll(sequence.targets, 1))
-        for sequence in exactness.make_batch()
+        for sequence in oracle.make_batch()
     ]
     errors = errors_of(model, shifted, expected)
     assert errors["prob"] > 0.1 and errors["resid"] > 0.1
@@ -172,7 +172,7 @@ def test_spans_shifted_by_one_are_told_apart_by_the_oracle(llama):
         dataclasses.replace(
             sequence, spans=np.clip(sequence.spans + 1, 0, len(sequence.ids))
         )
-        for sequence in exactness.make_batch()
+        for sequence in oracle.make_batch()
     ]
     errors = errors_of(model, shifted, expected)
     assert errors["attn"] > 0.1
@@ -186,4 +186,4 @@ def test_a_normed_hidden_state_is_told_apart_by_the_oracle(llama):
         {**item, "hidden": norm(torch.from_numpy(item["hidden"]).float()).numpy()}
         for item in expected
     ]
-    assert exactness.largest_errors(normed, expected)["hidden"] > 0.1
+    assert oracle.largest_errors(normed, expected)["hidden"] > 0.1

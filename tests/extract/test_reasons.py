@@ -1,8 +1,9 @@
 """What a report says of refused records: alike reasons as one, fields by their name."""
 
 import pytest
+from click.testing import CliRunner
 
-from extract.datasets.commands import _inspection_as_text
+from extract.datasets.commands import data
 from extract.datasets.inspection import inspect_file
 from tests.extract import published as pub
 
@@ -85,8 +86,7 @@ def test_another_layout_is_called_what_it_is(name, tmp_path):
 
 
 def test_what_is_counted_and_not_listed_is_said(tmp_path):
-    report = inspect_file(pub.write_lines(tmp_path / "a", [{"question": "q"}] * 1003))
-    assert report["refusals_not_listed"] == 3
-    assert "983 more; --json lists the first 1000 of all, 3 are" in _inspection_as_text(
-        report
-    )
+    path = pub.write_lines(tmp_path / "a", [{"question": "q"}] * 1003)
+    assert inspect_file(path)["refusals_not_listed"] == 3
+    shown = CliRunner().invoke(data, ["--inspect", str(path)]).output
+    assert "983 more; --json lists the first 1000 of all, 3 are" in shown

@@ -4,10 +4,19 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.speed import exactness, oracle
-from benchmarks.speed.exactness import TOLERANCE, make_batch, make_sequence
-from benchmarks.speed.tiny_models import FAMILIES, VOCAB_SIZE, WINDOW, tiny_model
-from benchmarks.speed.tiny_wrappers import WRAPPERS, multimodal_wrapper
+from benchmarks.speed import oracle
+from benchmarks.speed.oracle import TOLERANCE
+from benchmarks.speed.tiny_models import (
+    FAMILIES,
+    VOCAB_SIZE,
+    WINDOW,
+    WRAPPERS,
+    architectures,
+    make_batch,
+    make_sequence,
+    multimodal_wrapper,
+    tiny_model,
+)
 from extract.backbone.loading import Backbone
 from extract.signals import probability
 from extract.signals.attention import run_decoder
@@ -15,8 +24,8 @@ from extract.signals.batch import HostCopies, Rows
 from extract.signals.reader import SignalReader
 from extract.signals.residual import StreamReading
 
-FIELDS = exactness.SIGNALS
-ARCHITECTURES = dict(exactness.architectures())
+FIELDS = oracle.SIGNALS
+ARCHITECTURES = dict(architectures())
 
 
 def largest_difference(left, right):
@@ -49,25 +58,25 @@ def forward(backbone, sequences):
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
 def test_every_architecture_agrees_with_the_brute_force_oracle(name):
     model = ARCHITECTURES[name]()
-    found = exactness.reader_signals(model, together=True)
-    expected = exactness.oracle_batch(model, "eager")
+    found = oracle.reader_signals(model, together=True)
+    expected = oracle.oracle_batch(model, "eager")
     for left, right in zip(found, expected, strict=True):
         for field in FIELDS:
             assert left[field].dtype == np.float32
             assert left[field].shape == right[field].shape, field
             # Asserted apart: a NaN passes through max() unseen.
             assert np.isfinite(left[field]).all(), field
-    for field, error in exactness.largest_errors(found, expected).items():
+    for field, error in oracle.largest_errors(found, expected).items():
         assert error < TOLERANCE, field
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "gemma2", "gemma4", "gpt2"])
 def test_bfloat16_reads_within_the_gap_between_the_models_own_kernels(name):
     half = tiny_model(name).to(torch.bfloat16)
-    fused = exactness.oracle_batch(half, oracle.FUSED)
-    alone = exactness.reader_signals(half, together=False)
-    errors = exactness.largest_errors(alone, fused)
-    gaps = exactness.largest_errors(exactness.oracle_batch(half, "eager"), fused)
+    fused = oracle.oracle_batch(half, oracle.FUSED)
+    alone = oracle.reader_signals(half, together=False)
+    errors = oracle.largest_errors(alone, fused)
+    gaps = oracle.largest_errors(oracle.oracle_batch(half, "eager"), fused)
     assert all(errors[field] < gaps[field] for field in FIELDS)
     # Readings are float32: they follow the model's own numbers to float32.
     assert max(errors.values()) < TOLERANCE

@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import Phi3Config, Phi3ForCausalLM
 
-from benchmarks.speed import exactness, oracle
-from benchmarks.speed.tiny_models import _NO_HEAD_DIM, _randomise
+from benchmarks.speed import oracle
+from benchmarks.speed.tiny_models import _NO_HEAD_DIM, _randomise, make_sequence
 from extract.backbone.checkpoint import window_of
 from extract.backbone.loading import Backbone
 from extract.signals.reader import SignalReader
@@ -37,7 +37,7 @@ def model():
 
 def sequence(seed, n_tokens):
     edges = [1, n_tokens // 3, 2 * n_tokens // 3, n_tokens]
-    return exactness.make_sequence(seed, n_tokens, edges[:2], edges[1:3], edges[2:])
+    return make_sequence(seed, n_tokens, edges[:2], edges[1:3], edges[2:])
 
 
 def test_a_longrope_window_ends_where_its_positions_change(model):
@@ -60,7 +60,7 @@ def test_within_the_window_a_reading_is_exact_in_any_batch(model):
     short = sequence(1, 12)
     wanted = oracle.oracle_signals(oracle.copy_with_attention(model, "eager"), short)
     found = reader.read([short, sequence(2, SWITCH)])[0]
-    for name in exactness.SIGNALS:
+    for name in oracle.SIGNALS:
         np.testing.assert_allclose(getattr(found, name), wanted[name], atol=2e-4)
     with pytest.raises(ValueError, match="17 tokens.*reads at most 16"):
         reader.read([short, sequence(2, SWITCH + 1)])

@@ -9,14 +9,12 @@ from jaxprobe.detector import Detector, EncoderBank, SettingHead
 from jaxprobe.features.families import Features, fit_standardizer, split_families
 from jaxprobe.features.subsets import SUBSETS, FamilyDims, subset_index
 from jaxprobe.fit.grid import Member, Trained, member_outputs
-from jaxprobe.kernels.random import words_of
-from jaxprobe.model.encoder import Encoder, MemberOutputs, init_encoder
+from jaxprobe.model.encoder import Encoder, MemberOutputs
 from jaxprobe.model.fusion import (
     FusionHead,
     PoolOutputs,
     apply_head,
     head_inputs,
-    init_head,
     slots_of,
 )
 
@@ -47,9 +45,10 @@ def random_grid(setting):
     families = split_families(features, DIMS[setting], standardizer)
     encoder = Encoder(CONFIG, DIMS[setting])
     members = tuple(Member(subset_index(n), s) for s in (0, 1) for n in NAMES)
-    init = jax.jit(lambda words, mask: init_encoder(encoder, words, families, mask))
+    init = jax.jit(lambda key, mask: encoder.init(key, families, mask))
     params = [
-        init(words_of(i), jnp.asarray(SUBSETS[m.subset])) for i, m in enumerate(members)
+        init(jax.random.key(i), jnp.asarray(SUBSETS[m.subset]))
+        for i, m in enumerate(members)
     ]
     stacked = jax.tree.map(lambda *x: np.stack(x), *params)
     trained = Trained(members, stacked, None)
@@ -67,8 +66,9 @@ def made():
     }
     head, mask = FusionHead(FUSION), jnp.asarray(slots_of((0, 1), 4)[1])
     outputs = head_inputs(jnp.zeros((4, 1, 16)), jnp.zeros((4, 1)))
-    init = jax.vmap(lambda seed: init_head(head, words_of(seed), outputs, mask))
-    stacked = jax.device_get(jax.jit(init)(jnp.arange(2)))
+    slots = jnp.arange(4)
+    init = jax.vmap(lambda key: head.init(key, outputs, slots, mask))
+    stacked = jax.device_get(jax.jit(init)(jax.random.split(jax.random.key(0))))
     calibrator = Calibrator(np.array([0.0, 1.0]), np.array([0.1, 0.7]))
     reads = {
         "closed_book": (("closed_book", "HP"), ("closed_book", "A")),

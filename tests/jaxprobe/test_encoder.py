@@ -19,8 +19,7 @@ from jaxprobe.features.subsets import (
     subset_index,
 )
 from jaxprobe.kernels.masked import token_convolution
-from jaxprobe.kernels.random import words_of
-from jaxprobe.model.encoder import Encoder, init_encoder
+from jaxprobe.model.encoder import Encoder
 from jaxprobe.model.fusion import FusionHead, head_inputs
 
 DIMS = FamilyDims(hidden=6, prob=5, resid=4, attn=3)
@@ -51,14 +50,14 @@ def plain(features, dims=DIMS):
 
 ENCODER = Encoder(CONFIG, DIMS)
 APPLY = jax.jit(ENCODER.apply)
-INIT = jax.jit(lambda words, *args: init_encoder(ENCODER, words, *args))
+INIT = jax.jit(ENCODER.init)
 
 
 def weights(name, n_spans=2):
     """Initial weights with biases and scales moved, so that they take part."""
     mask = jnp.asarray(SUBSETS[subset_index(name)])
     families = plain(random_features(n_spans=n_spans))
-    return jax.tree.map(lambda x: x + 0.02, INIT(words_of(3), families, mask))
+    return jax.tree.map(lambda x: x + 0.02, INIT(jax.random.key(3), families, mask))
 
 
 def run(name, features):
@@ -177,16 +176,26 @@ def test_masked_encoder_equals_a_stand_alone_one(name, n_spans):
     np.testing.assert_allclose(got, expected, rtol=2e-4, atol=2e-4)  # float32 sums
 
 
-def test_initial_scale_counts_only_the_families_that_are_read():
+def test_initial_weights_are_those_of_an_encoder_of_the_subset_alone():
     config = EncoderConfig(projection=64, hidden=64, n_blocks=1)
     families, encoder = plain(random_features()), Encoder(config, DIMS)
-    init = jax.jit(lambda mask: init_encoder(encoder, words_of(0), families, mask))
+    init = jax.jit(lambda mask: encoder.init(jax.random.key(0), families, mask))
+    whole = init(jnp.ones(4, bool))["params"]
     for name, n_read in (("H", 1), ("HA", 2), ("HPRA", 4)):
         mask = SUBSETS[subset_index(name)]
-        kernel = init(jnp.asarray(mask))["params"]["span_0"]["entry_kernel"]
+        params = init(jnp.asarray(mask))["params"]
+        kernel = params["span_0"].pop("entry_kernel")
         read = np.repeat(mask, 64)
         assert np.all(kernel[:, ~read] == 0)
+        # The fan-in counts what is read; the draws are the same for every subset.
+        expected = whole["span_0"]["entry_kernel"] * (4 / n_read) ** 0.5
+        np.testing.assert_allclose(kernel[:, read], expected[:, read], rtol=1e-5)
         assert np.std(kernel[:, read]) == pytest.approx((64 * n_read) ** -0.5, rel=0.05)
+        for f, size in enumerate(DIMS.sizes):
+            deviation = np.std(params[f"projection_{f}"])
+            assert deviation == pytest.approx(size**-0.5, rel=0.2)
+        conv = params["span_0"]["conv_0_0"]["kernel"]
+        assert np.std(conv) == pytest.approx((3 * 64) ** -0.5, rel=0.05)
 
 
 def test_token_convolution_equals_jax_and_so_does_its_gradient():

@@ -1,5 +1,3 @@
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,12 +5,10 @@ import pytest
 
 from jaxprobe.config import FusionConfig, TrainConfig
 from jaxprobe.fit.heads import fit_heads
-from jaxprobe.kernels.random import words_of
 from jaxprobe.model.fusion import (
     FusionHead,
     PoolOutputs,
     head_inputs,
-    init_head,
     keep_encoders,
     slots_of,
 )
@@ -89,11 +85,11 @@ def test_an_empty_set_trains_nothing():
 
 def test_encoder_dropout_hides_whole_encoders_but_never_all():
     mask = jnp.array([True, True, True, False])
-    keep = np.asarray(keep_encoders(words_of(0), 20000, mask, 0.3))
+    keep = np.asarray(keep_encoders(jax.random.key(0), 20000, mask, 0.3))
     assert not keep[3].any() and keep.any(axis=0).all()
     hidden = 0.3 - 0.3**3 / 3  # all three hidden: one of them, at random, stays
     np.testing.assert_allclose(1 - keep[:3].mean(axis=1), hidden, atol=0.015)
-    alone = keep_encoders(words_of(1), 100, jnp.array([True, False]), 0.3)
+    alone = keep_encoders(jax.random.key(1), 100, jnp.array([True, False]), 0.3)
     assert np.asarray(alone)[0].all()
 
 
@@ -103,10 +99,10 @@ def test_dropout_acts_in_training_only():
         head_inputs(jnp.ones((3, 50, 4)), jnp.ones((3, 50))),
         jnp.ones(3, bool),
     )
-    params = jax.jit(partial(init_head, head))(words_of(0), outputs, mask)
+    params = jax.jit(head.init)(jax.random.key(0), outputs, SLOTS, mask)
     apply = jax.jit(head.apply)
     assert np.ptp(apply(params, outputs, SLOTS, mask)) < 1e-6
-    moved = apply(params, outputs, SLOTS, mask, None, words_of(1))
+    moved = apply(params, outputs, SLOTS, mask, None, jax.random.key(1))
     assert np.ptp(moved) > 1e-3
 
 
@@ -119,7 +115,7 @@ def test_empty_slots_have_no_influence():
         head_inputs(pooled.at[2].add(moved), logits.at[2].add(moved))
         for moved in (0.0, 9.0)
     )
-    params = jax.jit(partial(init_head, head))(words_of(0), outputs, mask)
+    params = jax.jit(head.init)(jax.random.key(0), outputs, SLOTS, mask)
     params = jax.tree.map(lambda x: x + 0.1, params)
     np.testing.assert_array_equal(
         head.apply(params, outputs, SLOTS, mask), head.apply(params, other, SLOTS, mask)
@@ -141,7 +137,7 @@ def test_a_head_sees_how_far_each_two_of_its_slots_are_apart_and_no_others():
     outputs = head_inputs(
         jax.random.normal(jax.random.key(0), (3, 5, 4)), jnp.zeros((3, 5))
     )
-    params = jax.jit(partial(init_head, head))(words_of(0), outputs, mask)
+    params = jax.jit(head.init)(jax.random.key(0), outputs, SLOTS, mask)
     own = params["params"]
     assert own["gaps"].shape == (3, 8) and not own["gaps"].any()
 

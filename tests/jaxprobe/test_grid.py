@@ -1,5 +1,4 @@
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +12,16 @@ from jaxprobe.fit.grid import (
     Block,
     Member,
     default_blocks,
-    fit_block,
     fit_blocks,
     grid_members,
     join,
     labelled,
     member_outputs,
+    train_block,
 )
 from jaxprobe.kernels.projection import Draw
-from jaxprobe.kernels.random import words_of
 from jaxprobe.metrics import masked_auroc
-from jaxprobe.model.encoder import Encoder, init_encoder
+from jaxprobe.model.encoder import Encoder
 
 DIMS = FamilyDims(hidden=6, prob=5, resid=4, attn=3)
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
@@ -103,9 +101,9 @@ def test_grid_member_equals_solo_fit(parts):
 def test_one_trace_serves_all_fifteen_subsets(parts):
     blocks = default_blocks(1)
     train(blocks[:1], parts)
-    n_traces = fit_block._cache_size()
+    n_traces = train_block._cache_size()
     assert len(train(blocks[1:], parts)) == 14
-    assert fit_block._cache_size() == n_traces
+    assert train_block._cache_size() == n_traces
 
 
 def test_join_orders_members_and_names_the_missing(parts):
@@ -147,8 +145,8 @@ def test_noise_on_padding_is_never_seen(parts):
     loud = Encoder(dataclasses.replace(CONFIG, input_noise=30.0), DIMS)
     mask = jnp.asarray(SUBSETS[subset_index("HPRA")])
     hidden = jax.tree.map(jnp.zeros_like, few.masks)
-    params = jax.jit(partial(init_encoder, quiet))(words_of(0), few, mask)
-    draw = Draw(jnp.arange(20), words_of(1), words_of(2))
+    params = jax.jit(quiet.init)(jax.random.key(0), few, mask)
+    draw = Draw(jnp.arange(20), jax.random.key(1), jax.random.key(2))
     without_dropout = [
         jax.jit(Encoder(dataclasses.replace(e.config, dropout=0.0), DIMS).apply)
         for e in (quiet, loud)

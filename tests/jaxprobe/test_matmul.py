@@ -10,8 +10,7 @@ from jaxprobe.features.families import FamilyTokens
 from jaxprobe.features.subsets import FamilyDims
 from jaxprobe.kernels.matmul import contract, product
 from jaxprobe.kernels.projection import Draw
-from jaxprobe.kernels.random import words_of
-from jaxprobe.model.encoder import Encoder, init_encoder
+from jaxprobe.model.encoder import Encoder
 
 DIMS = FamilyDims(hidden=1024, prob=5, resid=24, attn=40)  # one is wide
 
@@ -57,8 +56,8 @@ def loss_and_gradient(matmul_dtype, family_mask):
     tokens = tuple(normal(i, n_tokens, n, d) for i, d in enumerate(DIMS.sizes))
     masks = (jnp.ones((5, n), bool), jnp.ones((4, n), bool))
     features = FamilyTokens(tokens, masks)
-    params = init_encoder(encoder, words_of(1), features, family_mask)
-    draw = Draw(jnp.arange(n), words_of(2), words_of(3))
+    params = encoder.init(jax.random.key(1), features, family_mask)
+    draw = Draw(jnp.arange(n), jax.random.key(2), jax.random.key(3))
 
     def loss(params):
         logits, _ = encoder.apply(params, features, family_mask, draw)

@@ -5,7 +5,6 @@ import pytest
 
 from jaxprobe.kernels import projection
 from jaxprobe.kernels.projection import Draw, noise_factor, project
-from jaxprobe.kernels.random import words_of
 
 WIDE, NARROW = (3, 7), (7, 3)  # [d_projection, d_family]: noise behind, noise before
 WIDEST = (3, 2048)  # a few tokens at a time
@@ -21,14 +20,14 @@ def tokens_of(shape, n_examples=6):
 
 
 def draw_of(seed, rows=(4, 0, 2)):
-    return Draw(jnp.asarray(rows), words_of(seed), words_of(seed, 1))
+    return Draw(jnp.asarray(rows), jax.random.key(seed), jax.random.key(seed + 1000))
 
 
 def run(weight, tokens, gate, draw, deviation, real=None):
     if real is None:
         n_batch = tokens.shape[1] if draw is None else len(draw.rows)
         real = jnp.ones((tokens.shape[0], n_batch), bool)
-    fixed = {"deviation": deviation, "site": 1, "matmul_dtype": "float32"}
+    fixed = {"deviation": deviation, "stream": 1, "matmul_dtype": "float32"}
     return project(weight, tokens, real, gate, draw, **fixed)
 
 

@@ -10,7 +10,7 @@ from jaxprobe.features.families import (
     split_families,
 )
 from jaxprobe.features.subsets import subset_index
-from jaxprobe.fit.grid import Block, fit_block, labelled, member_outputs
+from jaxprobe.fit.grid import Block, labelled, member_outputs, train_block
 from tests.jaxprobe.test_grid import CONFIG, DIMS, ENCODER, TRAIN, planted, train
 
 QUESTION, ANSWER = 0, 1
@@ -90,10 +90,10 @@ def test_what_is_left_out_has_no_influence(plain):
 
 def test_every_choice_of_spans_trains_in_one_executable(plain):
     train([BLOCK], without(plain))
-    n_traces = fit_block._cache_size()
+    n_traces = train_block._cache_size()
     for span in (QUESTION, ANSWER):
         train([BLOCK], without(plain, span), TRAIN)
-    assert fit_block._cache_size() == n_traces
+    assert train_block._cache_size() == n_traces
 
 
 def test_wrong_masks_are_refused(plain):

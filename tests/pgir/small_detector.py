@@ -1,7 +1,5 @@
 """A real, untrained detector for a backbone: random encoders, heads and a map."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,9 +9,8 @@ from jaxprobe.config import EncoderConfig, FusionConfig
 from jaxprobe.detector import Detector, EncoderBank, SettingHead
 from jaxprobe.features.families import FamilyTokens, Standardizer
 from jaxprobe.features.subsets import FamilyDims
-from jaxprobe.kernels.random import words_of
-from jaxprobe.model.encoder import Encoder, init_encoder
-from jaxprobe.model.fusion import FusionHead, head_inputs, init_head
+from jaxprobe.model.encoder import Encoder
+from jaxprobe.model.fusion import FusionHead, head_inputs
 
 LAYER = 3
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
@@ -23,8 +20,8 @@ FUSION = FusionConfig(hidden=8, n_slots=2)
 def _bank(dims, n_spans):
     tokens = tuple(jnp.zeros((2 * n_spans, 1, size)) for size in dims.sizes)
     masks = tuple(jnp.ones((2, 1), bool) for _ in range(n_spans))
-    params = jax.jit(partial(init_encoder, Encoder(CONFIG, dims)))(
-        words_of(0),
+    params = jax.jit(Encoder(CONFIG, dims).init)(
+        jax.random.key(0),
         FamilyTokens(tokens, masks),
         jnp.ones(4, bool),
     )
@@ -40,9 +37,10 @@ def _bank(dims, n_spans):
 
 
 def _head(reads):
-    params = jax.jit(partial(init_head, FusionHead(FUSION)))(
-        words_of(1),
+    params = jax.jit(FusionHead(FUSION).init)(
+        jax.random.key(1),
         head_inputs(jnp.zeros((2, 1, CONFIG.d_pooled)), jnp.zeros((2, 1))),
+        jnp.arange(2),
         jnp.arange(2) < len(reads),
     )
     scores = np.linspace(0, 1, 20)

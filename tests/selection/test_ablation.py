@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from selection.spans import replaced
 
 from jaxprobe.features.rows import Rows
 from jaxprobe.features.subsets import FAMILIES, N_SUBSETS, SUBSET_NAMES, subset_index
@@ -10,7 +11,6 @@ from jaxprobe.model.encoder import MemberOutputs
 from selection.ablation import candidates_without, undefined_rows, variants
 from selection.exhaustive import Ranking, all_sets
 from selection.ranking import _rank_rows, traits
-from selection.spans import replaced
 
 
 def some_rows():

@@ -9,7 +9,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
 from jaxprobe.config import FusionConfig, TrainConfig
-from jaxprobe.fit.heads import fit_heads
+from jaxprobe.fit.heads import train_heads
 from jaxprobe.model.fusion import PoolOutputs
 from selection.exhaustive import Enumeration, Ranking, all_sets, carried
 from selection.greedy import GreedyConfig, fit_sets, select
@@ -85,12 +85,12 @@ def test_greedy_and_the_enumeration_share_one_executable_per_setting(tmp_path):
     for number, n_rows in enumerate((320, 360)):  # two settings: two shapes
         train, valid = random_codes(n_rows, 3), random_codes(200, 4)
         shape = dict(config=FUSION, train_config=TRAIN)
-        before = fit_heads._cache_size()
+        before = train_heads._cache_size()
         select(train, valid, greedy=GreedyConfig(max_encoders=2), **shape)
-        assert fit_heads._cache_size() == before + 1
+        assert train_heads._cache_size() == before + 1
         folder = tmp_path / str(number)
         Enumeration(train=train, valid=valid, folder=folder, **shape).run()
-        assert fit_heads._cache_size() == before + 1
+        assert train_heads._cache_size() == before + 1
 
 
 def test_what_greedy_scored_is_what_the_enumeration_scores(ranking):

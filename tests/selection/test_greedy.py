@@ -4,7 +4,7 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 from jaxprobe.config import FusionConfig, TrainConfig
-from jaxprobe.fit.heads import fit_heads
+from jaxprobe.fit.heads import train_heads
 from jaxprobe.model.fusion import PoolOutputs, head_inputs
 from selection.greedy import GreedyConfig, fused_probability, select, slots_for
 
@@ -50,12 +50,12 @@ def test_greedy_finds_the_planted_encoders_and_stops():
 def test_all_rounds_share_one_executable():
     parts = random_codes(400, 0), random_codes(300, 1)
     search(*parts, greedy=GreedyConfig(max_encoders=1))
-    n_traces = fit_heads._cache_size()
+    n_traces = train_heads._cache_size()
     rounds = []
     search(
         *parts, greedy=GreedyConfig(margin=-1, max_encoders=3), progress=rounds.append
     )
-    assert len(rounds) == 3 and fit_heads._cache_size() == n_traces
+    assert len(rounds) == 3 and train_heads._cache_size() == n_traces
 
 
 def test_the_returned_head_is_the_one_that_was_scored():
@@ -89,10 +89,10 @@ def test_only_the_candidates_are_searched_and_nothing_is_compiled_anew():
     parts = random_codes(400, 0), random_codes(300, 1)
     limit = GreedyConfig(max_encoders=1)
     assert search(*parts, greedy=limit).members[0] in (1, 4)
-    n_traces = fit_heads._cache_size()
+    n_traces = train_heads._cache_size()
     left = search(*parts, greedy=GreedyConfig(margin=0.01), candidates=[4, 0, 2])
     assert left.members == (4,) and left.path[0].candidates == (0, 2, 4)
-    assert fit_heads._cache_size() == n_traces
+    assert train_heads._cache_size() == n_traces
     for wrong in ([], [N_POOL], [-1, 2]):
         with pytest.raises(ValueError, match="positions in a pool of 6"):
             search(*parts, candidates=wrong)

@@ -8,7 +8,6 @@ number and the reason; only a file that is cut off or damaged as a whole ends re
 import collections
 import contextlib
 import csv
-import dataclasses
 import re
 import shutil
 import tempfile
@@ -23,7 +22,7 @@ from extract.datasets.files.json_stream import (
     CHUNK,
     MAX_RECORD,
     ArrayScanner,
-    Value,
+    RawRecord,
     Window,
     parse_object,
 )
@@ -59,25 +58,15 @@ def _parquet_rows(path: Path, is_gzipped: bool) -> Iterator[Row]:
             ) from None
 
 
-def _without_times(batch: Any) -> Any:
-    """Return a batch with its dates and times as bare numbers.
-
-    No layout has one. Python holds fewer dates than Parquet, and times in a zone need
-    a table of zones, which must not cost a record its question.
-    """
-    import pyarrow
-
-    widths = {32: pyarrow.int32(), 64: pyarrow.int64()}
-    for i, field in enumerate(batch.schema):
-        if pyarrow.types.is_temporal(field.type) and field.type.bit_width in widths:
-            bare = batch.column(i).view(widths[field.type.bit_width])
-            batch = batch.set_column(i, field.name, bare)
-    return batch
-
-
 def _batch_rows(batch: Any) -> Iterator[Row]:
-    """Yield the rows of one batch; a row that Python cannot hold spoils no other."""
-    batch = _without_times(batch)
+    """Yield the rows of one batch; a row that Python cannot hold spoils no other.
+
+    Dates and times are left out: no layout has one, Python holds fewer dates than
+    Parquet, and a zone that it does not know must not cost a record its question.
+    """
+    from pyarrow.types import is_temporal
+
+    batch = batch.select([c.name for c in batch.schema if not is_temporal(c.type)])
     try:
         yield from ((row, None) for row in batch.to_pylist())
         return
@@ -90,23 +79,6 @@ def _batch_rows(batch: Any) -> Iterator[Row]:
             yield None, f"not UTF-8: byte 0x{error.object[error.start]:02x}"
         except (ValueError, OverflowError) as error:
             yield None, f"a value that cannot be read ({error})"
-
-
-@dataclasses.dataclass(frozen=True)
-class RawRecord:
-    """One record as it lies in the file, or what is wrong with it.
-
-    Attributes:
-      number: from 1, in file order; refused ones count.
-      at: where it lies, in words.
-      value: its fields, or None if it is no record.
-      problem: why it is none.
-    """
-
-    number: int
-    at: str
-    value: dict[str, Any] | None
-    problem: str | None = None
 
 
 class RecordStream:
@@ -142,12 +114,9 @@ class RecordStream:
             elif self._type.container == "table":
                 yield from _table_rows(stream, self._path, self._type.delimiter or "\t")
             else:
-                for number, one in enumerate(self._values(stream), start=1):
-                    yield RawRecord(
-                        number, f"byte {one.offset}", one.object, one.problem
-                    )
+                yield from self._values(stream)
 
-    def _values(self, stream: Readable) -> Iterator[Value]:
+    def _values(self, stream: Readable) -> Iterator[RawRecord]:
         """Yield the values of JSON that is not one value a line."""
         window, name = Window(stream), str(self._path)
         at = window.skip_space(0)
@@ -213,7 +182,7 @@ def _lines(stream: Readable) -> Iterator[tuple[int, bytes, bool]]:
 
 
 def _json_lines(stream: Readable) -> Iterator[RawRecord]:
-    """Yield one record a line; blank lines are none."""
+    """Yield one record a line; blank lines are skipped."""
     n_records = 0
     for number, line, is_long in _lines(stream):
         if line.strip():

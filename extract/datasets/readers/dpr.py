@@ -4,19 +4,8 @@ from collections.abc import Iterator
 
 import msgspec
 
-from extract.datasets.fields import (
-    HEADERLESS,
-    Record,
-    answers,
-    any_answers,
-    expect,
-    has_answers,
-    identity,
-    required,
-    text,
-    text_or_empty,
-    unfold,
-)
+from extract.datasets import fields
+from extract.datasets.fields import Record
 from extract.datasets.readers.passages import titled_passages
 from extract.datasets.readers.question import (
     Format,
@@ -32,9 +21,9 @@ GOLD_SCORE = 1000  # of the positive that comes from the annotated page
 
 def read_qa_row(record: Record) -> Question:
     """Read one row of `{nq,trivia}-*.qa.csv`: a question and a Python list."""
-    question = text(record, HEADERLESS[0])
-    value = text(record, HEADERLESS[1])
-    found = unfold(value, HEADERLESS[1])
+    question = fields.text(record, fields.HEADERLESS[0])
+    value = fields.text(record, fields.HEADERLESS[1])
+    found = fields.unfold(value, fields.HEADERLESS[1])
     if not isinstance(found, list):
         raise ValueError(
             f"expected a list of answers in the second column, found {value[:40]!r}"
@@ -43,7 +32,7 @@ def read_qa_row(record: Record) -> Question:
         id=None,
         dataset=None,
         question=unquote(question),
-        golds=answers(found, "answers"),
+        golds=fields.answers(found, "answers"),
     )
 
 
@@ -79,14 +68,14 @@ def _negatives(record: Record, *keys: str) -> Iterator[Passage]:
 
 def read_biencoder(record: Record) -> Question:
     """Read one record of `biencoder-*.json`: positives, negatives, hard negatives."""
-    question, golds = text(record, "question"), any_answers(record)
+    question, golds = fields.text(record, "question"), fields.any_answers(record)
     positives = _positives(record, "positive_ctxs")
     others = _negatives(record, "hard_negative_ctxs", "negative_ctxs")
     dataset = dataset_tagged(record)
     if record.get("dataset") is None and positives:
         dataset = "nq" if "passage_id" in record["positive_ctxs"][0] else None
     return Question(
-        id=identity(record, "question_id", "id"),
+        id=fields.identity(record, "question_id", "id"),
         dataset=dataset,
         question=unquote(question),
         golds=golds,
@@ -102,36 +91,36 @@ def read_contexts(record: Record) -> Question:
     """
     is_nq = record.get("nq_annotated_gold") is not None
     return Question(
-        id=identity(record, "id", "question_id", "q_id"),
+        id=fields.identity(record, "id", "question_id", "q_id"),
         dataset="nq" if is_nq else dataset_marked(record),
-        question=unquote(text(record, "question")),
-        golds=any_answers(record),
+        question=unquote(fields.text(record, "question")),
+        golds=fields.any_answers(record),
         passages=titled_passages(record, "ctxs"),
     )
 
 
 def read_gold_info(record: Record) -> Question:
     """Read one record of `nq-*_gold_info.json`: the question and its gold passage."""
-    body = expect(required(record, "context"), str, "context")
-    title = text_or_empty(record.get("title"))
+    body = fields.expect(fields.required(record, "context"), str, "context")
+    title = fields.text_or_empty(record.get("title"))
     passage = Passage(title=title, text=body, is_supporting=True)
     return Question(
-        id=identity(record, "example_id", "id"),
+        id=fields.identity(record, "example_id", "id"),
         dataset=dataset_tagged(record) or "nq",
-        question=text(record, "question"),
-        golds=any_answers(record),
+        question=fields.text(record, "question"),
+        golds=fields.any_answers(record),
         passages=(passage,) if body.strip() else (),
     )
 
 
 def read_tevatron(record: Record) -> Question:
     """Read one record of Tevatron's `wikipedia-nq` or `wikipedia-trivia`."""
-    golds = any_answers(record)
+    golds = fields.any_answers(record)
     positives = _positives(record, "positive_passages")
     return Question(
-        id=identity(record, "query_id"),
+        id=fields.identity(record, "query_id"),
         dataset=dataset_tagged(record),
-        question=unquote(text(record, "query")),
+        question=unquote(fields.text(record, "query")),
         golds=golds,
         passages=(*positives, *_negatives(record, "negative_passages")),
     )
@@ -140,14 +129,13 @@ def read_tevatron(record: Record) -> Question:
 def _fits_gold_info(record: Record) -> bool:
     """Tell gold passages from SQuAD's rows, which have a title and a context too."""
     if "question_tokens" in record:
-        return "context" in record and has_answers(record)
+        return "context" in record and fields.has_answers(record)
     return {"question", "context", "title", "short_answers"} <= record.keys()
 
 
 FORMATS = (
-    Format(
-        "DPR question file (qa.csv)", lambda r: r.keys() == set(HEADERLESS), read_qa_row
-    ),
+    Format("DPR question file (qa.csv)",
+           lambda r: r.keys() == set(fields.HEADERLESS), read_qa_row),
     Format("DPR biencoder", lambda r: "positive_ctxs" in r, read_biencoder),
     Format("Tevatron", lambda r: {"query", "positive_passages"} <= r.keys(),
            read_tevatron),

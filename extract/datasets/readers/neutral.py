@@ -8,17 +8,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from extract.datasets.fields import (
-    Record,
-    answers,
-    any_answers,
-    expect,
-    field_answers,
-    identity,
-    listed,
-    objects,
-    text,
-)
+from extract.datasets import fields
+from extract.datasets.fields import Record
 from extract.datasets.readers.passages import (
     any_passages,
     check_no_passages,
@@ -46,7 +37,7 @@ _QUESTIONS = ("question", "query", "input", "Question", "problem")
 def question_of(record: Record) -> str:
     """Return the question under whichever of its names is there."""
     name = next((name for name in _QUESTIONS if name in record), _QUESTIONS[0])
-    return unquote(text(record, name))
+    return unquote(fields.text(record, name))
 
 
 def _metadata(record: Record) -> dict[str, Any]:
@@ -54,7 +45,7 @@ def _metadata(record: Record) -> dict[str, Any]:
     found = record.get("metadata", record.get("meta_data"))
     if found is None:
         return {}
-    inner = expect(found, dict, "metadata").get("metadata")
+    inner = fields.expect(found, dict, "metadata").get("metadata")
     return {**found, **inner} if isinstance(inner, dict) else found
 
 
@@ -89,7 +80,7 @@ def read_flashrag(record: Record) -> Question:
     A list `context` of passages may stand beside them.
     """
     question, meta = question_of(record), _metadata(record)
-    golds = field_answers(record.get("golden_answers"), "golden_answers")
+    golds = fields.field_answers(record.get("golden_answers"), "golden_answers")
     passages: tuple[Passage, ...] = ()
     kept: dict[str, Any] = {}
     if "context" in record:
@@ -107,7 +98,7 @@ def read_flashrag(record: Record) -> Question:
         if isinstance(meta.get(key), str | int):
             kept[key] = meta[key]
     return Question(
-        id=identity(record, "id"),
+        id=fields.identity(record, "id"),
         dataset=_source(meta) or dataset_marked(record),
         question=question,
         golds=golds,
@@ -119,24 +110,24 @@ def read_flashrag(record: Record) -> Question:
 def read_plain(record: Record) -> Question:
     """Read any object with a question and an answer or a list of them."""
     return Question(
-        id=identity(record, "id", "_id", "question_id", "qid"),
+        id=fields.identity(record, "id", "_id", "question_id", "qid"),
         dataset=dataset_marked(record),
         question=question_of(record),
-        golds=any_answers(record),
+        golds=fields.any_answers(record),
         passages=any_passages(record),
     )
 
 
 def read_example(record: Record) -> Question:
     """Read one line of an `examples.jsonl` that this program wrote."""
-    dataset = text(record, "dataset")
-    name = identity(record, "id")
+    dataset = fields.text(record, "dataset")
+    name = fields.identity(record, "id")
     passages = titled_passages(record, "passages") if record.get("passages") else ()
     return Question(
         id=name.removeprefix(f"{dataset}-") if name else None,
         dataset=dataset,
-        question=text(record, "question"),
-        golds=field_answers(record.get("golds"), "golds"),
+        question=fields.text(record, "question"),
+        golds=fields.field_answers(record.get("golds"), "golds"),
         passages=passages,
     )
 
@@ -156,7 +147,7 @@ def _target(record: Record) -> tuple[str, ...]:
     """Return the accepted answers that a log compared with."""
     if record.get("target") is None:
         raise ValueError("neither 'doc' nor 'target' holds an answer")
-    return field_answers(record["target"], "target")
+    return fields.field_answers(record["target"], "target")
 
 
 def read_lm_eval(
@@ -166,10 +157,9 @@ def read_lm_eval(
 
     Args:
       record: the line.
-      read_document: reads `doc`, in whatever layout it is; None if it knows none.
+      read_document: reads `doc`, of any layout; returns None where it knows none.
     """
-    document = record.get("doc")
-    expect(document, dict, "doc")
+    document = fields.expect(record.get("doc"), dict, "doc")
     try:
         read = read_document(document)
         passages = () if read is not None else any_passages(document)
@@ -177,7 +167,7 @@ def read_lm_eval(
         raise ValueError(f"in 'doc': {error}") from None
     if read is None:
         read = Question(
-            id=identity(document, "id", "question_id"),
+            id=fields.identity(document, "id", "question_id"),
             dataset=None,
             question=question_of(document),
             golds=_target(record),
@@ -202,7 +192,7 @@ def read_kilt(record: Record) -> Question:
             "no 'input': KILT's TriviaQA names questions by id only; give TriviaQA's "
             "own files"
         )
-    outputs = expect(record.get("output"), list, "output")
+    outputs = fields.expect(record.get("output"), list, "output")
     found = [one for one in outputs if isinstance(one, dict)]
     golds = [one["answer"] for one in found if isinstance(one.get("answer"), str)]
     pages = [
@@ -211,33 +201,35 @@ def read_kilt(record: Record) -> Question:
         for page in _list(output.get("provenance"))
         if isinstance(page, dict) and isinstance(page.get("title"), str)
     ]
-    name = identity(record, "id")
+    name = fields.identity(record, "id")
     return Question(
         id=name,
         dataset=dataset_of_id(name),
-        question=text(record, "input"),
-        golds=answers(golds, "output[].answer"),
+        question=fields.text(record, "input"),
+        golds=fields.answers(golds, "output[].answer"),
         meta={"supporting_titles": list(dict.fromkeys(pages))},
     )
 
 
 def read_retrievalqa(record: Record) -> Question:
     """Read one line of RetrievalQA: passages were retrieved, none is marked gold."""
-    is_there = record.get("context")
+    passages: tuple[Passage, ...] = ()
+    if record.get("context"):
+        passages = titled_passages(record, "context", is_supporting=False)
     return Question(
-        id=identity(record, "question_id", "id"),
+        id=fields.identity(record, "question_id", "id"),
         dataset=dataset_named(record.get("data_source")),
-        question=text(record, "question"),
-        golds=any_answers(record),
-        passages=titled_passages(record, "context", is_supporting=False)
-        if is_there
-        else (),
+        question=fields.text(record, "question"),
+        golds=fields.any_answers(record),
+        passages=passages,
     )
 
 
 def _spoken(answer: Record) -> list[str]:
     """Return the wordings in one of IRCoT's answer objects."""
-    spans: list[Any] = list(listed(answer, "spans") if answer.get("spans") else [])
+    spans: list[Any] = list(
+        fields.listed(answer, "spans") if answer.get("spans") else []
+    )
     number, date = answer.get("number"), answer.get("date")
     if number not in (None, ""):
         spans.append(str(number))
@@ -249,13 +241,13 @@ def _spoken(answer: Record) -> list[str]:
 
 def read_ircot(record: Record) -> Question:
     """Read one line of the processed files of IRCoT and Adaptive-RAG."""
-    found = [w for a in objects(record, "answers_objects") for w in _spoken(a)]
-    name = identity(record, "question_id")
+    found = [w for a in fields.objects(record, "answers_objects") for w in _spoken(a)]
+    name = fields.identity(record, "question_id")
     return Question(
         id=name,
         dataset=dataset_tagged(record) or dataset_named(name),
-        question=text(record, "question_text"),
-        golds=any_answers({"answers": found}),
+        question=fields.text(record, "question_text"),
+        golds=fields.any_answers({"answers": found}),
         passages=titled_passages(record, "contexts"),
     )
 

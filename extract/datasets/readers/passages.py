@@ -83,7 +83,9 @@ def _pairs(value: Any, name: str, second: tuple[str, ...]) -> Sequence[Sequence[
 
 def _joined(sentences: Sequence[str]) -> str:
     """Return a paragraph; HotpotQA's sentences bring their spaces, 2Wiki's do not."""
-    if len(sentences) < 2 or any(sentence[:1].isspace() for sentence in sentences[1:]):
+    if len(sentences) < 2 or sentences[1][:1].isspace():  # nearly every paragraph
+        return "".join(sentences).strip()
+    if any(sentence[:1].isspace() for sentence in sentences[2:]):
         return "".join(sentences).strip()
     return " ".join(sentence for sentence in sentences if sentence).strip()
 

@@ -5,18 +5,8 @@ import math
 import re
 from typing import Any
 
-from extract.datasets.fields import (
-    Record,
-    any_answers,
-    distinct,
-    expect,
-    field_answers,
-    identity,
-    kind_of,
-    objects,
-    required,
-    text,
-)
+from extract.datasets import fields
+from extract.datasets.fields import Record
 from extract.datasets.readers.passages import any_passages, titled_passages
 from extract.datasets.readers.question import (
     Format,
@@ -52,16 +42,16 @@ def read_open(record: Record) -> Question:
     The layout is so plain that a file's name may say otherwise, so the set stays open.
     """
     return Question(
-        id=identity(record, "id", "example_id"),
+        id=fields.identity(record, "id", "example_id"),
         dataset=dataset_tagged(record),
-        question=text(record, "question"),
-        golds=any_answers(record),
+        question=fields.text(record, "question"),
+        golds=fields.any_answers(record),
     )
 
 
 def _span(holder: Any, name: str, n_tokens: int) -> tuple[int, int]:
     """Return `[start, stop)` of an answer in tokens; (-1, -1) where there is none."""
-    expect(holder, dict, name)
+    fields.expect(holder, dict, name)
     start, stop = holder.get("start_token"), holder.get("end_token")
     for value in (start, stop):
         if not isinstance(value, int) or isinstance(value, bool):
@@ -85,12 +75,12 @@ def read_simplified(record: Record) -> Question:
 
     Answers are the short answers of all annotators, and yes or no.
     """
-    question = text(record, "question_text")
+    question = fields.text(record, "question_text")
     # One space is one boundary: token numbers count the empty tokens between two.
     # At its beginning as well, so the document is not stripped.
-    text(record, "document_text")
+    fields.text(record, "document_text")
     tokens = record["document_text"].split(" ")
-    long_answers, short, notes = [], [], objects(record, "annotations")
+    long_answers, short, notes = [], [], fields.objects(record, "annotations")
     for i, note in enumerate(notes):
         within = f"annotations[{i}]."
         start, stop = _span(
@@ -99,7 +89,7 @@ def read_simplified(record: Record) -> Question:
         if start < 0:
             continue
         long_answers.append(_words(tokens, start, stop))
-        for j, item in enumerate(objects(note, "short_answers", within=within)):
+        for j, item in enumerate(fields.objects(note, "short_answers", within=within)):
             name = f"{within}short_answers[{j}]"
             short.append(_words(tokens, *_span(item, name, len(tokens))))
         if note.get("yes_no_answer") in ("YES", "NO"):
@@ -109,18 +99,18 @@ def read_simplified(record: Record) -> Question:
             f"no long answer in any of {len(notes)} annotations: there is neither a "
             "gold passage nor an answer"
         )
-    golds = distinct(short)
+    golds = fields.distinct(short)
     if not golds:
         raise ValueError("a long answer but no short one: there is no answer to match")
     title = _words(tokens, 0, 64).split(" - wikipedia")[0].split(" - Wikipedia")[0]
     return Question(
-        id=identity(record, "example_id"),
+        id=fields.identity(record, "example_id"),
         dataset="nq",
         question=question,
         golds=golds,
         passages=tuple(
             Passage(title=title, text=body, is_supporting=True)
-            for body in distinct(long_answers)
+            for body in fields.distinct(long_answers)
         ),
         meta={"n_annotations": len(notes)},
     )
@@ -130,7 +120,7 @@ _KEPT = ("subj", "prop", "obj", "s_wiki_title", "o_wiki_title", "s_pop", "o_pop"
 
 
 def _plain(value: Any, name: str) -> str | int | float | None:
-    """Return a cell as a JSON value: Parquet has decimals, pandas NaN for none.
+    """Return a cell as a JSON value: Parquet has decimals, pandas NaN for nothing.
 
     Raises:
       ValueError: it is neither text nor a number.
@@ -141,7 +131,9 @@ def _plain(value: Any, name: str) -> str | int | float | None:
         return None
     if value is None or isinstance(value, str | int | float):
         return value
-    raise ValueError(f"{name!r}: expected text or a number, found {kind_of(value)}")
+    raise ValueError(
+        f"{name!r}: expected text or a number, found {fields.kind_of(value)}"
+    )
 
 
 def read_popqa(record: Record) -> Question:
@@ -150,12 +142,14 @@ def read_popqa(record: Record) -> Question:
     The same question occurs in several rows, on subjects of the same name: the id
     tells them apart, the text does not.
     """
-    question = text(record, "question")
-    golds = field_answers(required(record, "possible_answers"), "possible_answers")
+    question = fields.text(record, "question")
+    golds = fields.field_answers(
+        fields.required(record, "possible_answers"), "possible_answers"
+    )
     found = "paragraphs" in record
     passages = titled_passages(record, "paragraphs") if found else any_passages(record)
     return Question(
-        id=identity(record, "id"),
+        id=fields.identity(record, "id"),
         dataset="popqa",
         question=question,
         golds=golds,

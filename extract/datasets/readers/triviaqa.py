@@ -6,16 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from extract.datasets.fields import (
-    Record,
-    distinct,
-    expect,
-    listed,
-    objects,
-    text,
-    text_or_empty,
-    unfold,
-)
+from extract.datasets import fields
+from extract.datasets.fields import Record
 from extract.datasets.readers.question import Document, Format, Question
 from extract.label.verdicts import normalise
 from extract.records import Passage
@@ -103,16 +95,16 @@ def _golds(answer: Any, names: tuple[str, ...], field: str) -> tuple[str, ...]:
         the last are used only where there are no others.
       field: its name, for the message.
     """
-    expect(answer, dict, field)
+    fields.expect(answer, dict, field)
     value, *lists, normalised = names
     found = [] if answer.get(value) is None else [answer[value]]
-    expect(found[0] if found else "", str, f"{field}.{value}")
+    fields.expect(found[0] if found else "", str, f"{field}.{value}")
     for name in (*lists, normalised):
         if answer.get(name) is None or (name == normalised and any(found)):
             continue
-        for j, alias in enumerate(listed(answer, name, within=f"{field}.")):
-            found.append(expect(alias, str, f"{field}.{name}[{j}]"))
-    golds = distinct(found)
+        for j, alias in enumerate(fields.listed(answer, name, within=f"{field}.")):
+            found.append(fields.expect(alias, str, f"{field}.{name}[{j}]"))
+    golds = fields.distinct(found)
     if not golds or golds == ("<unk>",):  # the hub's mark of a hidden answer
         raise ValueError(f"{field!r} holds no word: there is no answer")
     return golds
@@ -125,16 +117,16 @@ _PAGES = {"EntityPages": "wikipedia", "SearchResults": "web"}
 def _documents(record: Record) -> Iterator[Document]:
     """Yield the evidence of a record; a document without a file is left out."""
     for key, kind in _PAGES.items():
-        for page in objects(record, key) if record.get(key) is not None else ():
-            filename = text_or_empty(page.get("Filename"))
+        for page in fields.objects(record, key) if record.get(key) is not None else ():
+            filename = fields.text_or_empty(page.get("Filename"))
             if filename:
-                title = text_or_empty(page.get("Title"))
+                title = fields.text_or_empty(page.get("Title"))
                 yield Document(kind=kind, filename=filename, title=title)
 
 
 def read_official(record: Record) -> Question:
     """Read one entry of `Data`."""
-    question = text(record, "Question")
+    question = fields.text(record, "Question")
     if record.get("Answer") is None:
         raise ValueError("no 'Answer' (a test set without answers?)")
     names = ("Value", "Aliases", "HumanAnswers", "NormalizedAliases")
@@ -142,7 +134,7 @@ def read_official(record: Record) -> Question:
     if record.get("QuestionPartOfVerifiedEval") is not None:
         meta["verified"] = bool(record["QuestionPartOfVerifiedEval"])
     return Question(
-        id=text(record, "QuestionId"),
+        id=fields.text(record, "QuestionId"),
         dataset="triviaqa",
         question=question,
         golds=_golds(record["Answer"], names, "Answer"),
@@ -153,7 +145,7 @@ def read_official(record: Record) -> Question:
 
 def _columns(holder: Any, body: str) -> Iterator[Passage]:
     """Yield the pages of the hub's lists side by side."""
-    holder = unfold(holder, body)
+    holder = fields.unfold(holder, body)
     rows: Iterable[tuple[Any, Any]] = ()
     if isinstance(holder, list):
         objects_ = (row for row in holder if isinstance(row, dict))
@@ -163,8 +155,8 @@ def _columns(holder: Any, body: str) -> Iterator[Passage]:
         titles = titles if isinstance(titles, list) else []
         rows = itertools.zip_longest(titles, holder[body])
     for title, page in rows:
-        if text_or_empty(page).strip():
-            yield Passage(title=text_or_empty(title), text=page)
+        if fields.text_or_empty(page).strip():
+            yield Passage(title=fields.text_or_empty(title), text=page)
 
 
 def read_hub(record: Record) -> Question:
@@ -173,10 +165,10 @@ def read_hub(record: Record) -> Question:
         raise ValueError("no 'answer' (a test set without answers?)")
     names = ("value", "aliases", "human_answers", "normalized_aliases")
     return Question(
-        id=text(record, "question_id"),
+        id=fields.text(record, "question_id"),
         dataset="triviaqa",
-        question=text(record, "question"),
-        golds=_golds(unfold(record["answer"], "answer"), names, "answer"),
+        question=fields.text(record, "question"),
+        golds=_golds(fields.unfold(record["answer"], "answer"), names, "answer"),
         passages=(
             *_columns(record.get("entity_pages"), "wiki_context"),
             *_columns(record.get("search_results"), "search_context"),

@@ -1,1 +1,0 @@
-"""Rival detectors, one a file: what they score the same answers with."""

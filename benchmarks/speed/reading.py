@@ -1,0 +1,379 @@
+"""What a full reading costs beside the bare forward, and what the store adds to it.
+
+The model is random and Llama-shaped. Bare forward and reading take turns on the same
+batch in one process, so that a busy machine slows both; the ratio is the median over
+pairs of neighbours. Peak memory is taken in a process of its own per figure, above
+what the loaded model and the libraries hold.
+
+Then the extraction loop, which reads every batch of a plan and drops what it read,
+takes turns with `extract`'s own work on that plan: the same batches, rounded to the
+stored type, and written with their checksums and commit records.
+"""
+
+import dataclasses
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.speed.commands import (
+    MIB,
+    held_bytes,
+    measure_fresh,
+    peak_bytes,
+    reset_peak,
+)
+from extract.backbone.loading import Backbone, keep_freed_memory, load_backbone
+from extract.backbone.names import EMBEDDED, model_path
+from extract.signals.extraction import read_batches, run_plan
+from extract.signals.plan import ExtractConfig, TokenSequence, plan_extraction
+from extract.signals.reader import SignalReader
+
+N_THREADS = 2  # of Torch on the CPU
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """One batch and the model that reads it.
+
+    Attributes:
+      n_tokens: length of every sequence.
+      n_examples: sequences of the batch.
+      n_read: question and answer tokens, at the end; the context is before them.
+      vocab_size: words.
+      d_model: width.
+      n_layers: decoder layers.
+      device: a Torch device.
+      dtype: of weights and stream.
+    """
+
+    n_tokens: int = 512
+    n_examples: int = 4
+    n_read: int = 192
+    vocab_size: int = 32000
+    d_model: int = 512
+    n_layers: int = 8
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+# The two lengths hold equally many tokens; a third of each is question and answer.
+LENGTHS = (
+    {"n_tokens": 512, "n_examples": 4, "n_read": 192},
+    {"n_tokens": 2048, "n_examples": 1, "n_read": 576},
+)
+VOCABULARIES = (32000, 248320)
+
+
+def batch_configs(*, has_gpu: bool) -> list[BatchConfig]:
+    """Return what is measured: both lengths, each vocabulary, each device."""
+    devices = [("cpu", "float32")] + [("cuda", "bfloat16")] * has_gpu
+    return [
+        BatchConfig(**length, vocab_size=n_words, device=device, dtype=dtype)
+        for device, dtype in devices
+        for n_words in VOCABULARIES
+        for length in LENGTHS
+    ]
+
+
+def make_model(config: BatchConfig) -> LlamaForCausalLM:
+    """Return the random model."""
+    torch.manual_seed(0)
+    with torch.device(config.device):
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=config.vocab_size,
+                hidden_size=config.d_model,
+                intermediate_size=config.d_model * 11 // 4,
+                num_hidden_layers=config.n_layers,
+                num_attention_heads=config.d_model // 64,
+                num_key_value_heads=config.d_model // 64,
+                max_position_embeddings=max(length["n_tokens"] for length in LENGTHS),
+            )
+        )
+    return model.to(getattr(torch, config.dtype)).eval().requires_grad_(False)
+
+
+def random_sequence(
+    rng: np.random.Generator, n_words: int, starts: tuple[int, int, int], n_tokens: int
+) -> TokenSequence:
+    """Return random text whose context, question and answer start at `starts`."""
+    ids = rng.integers(3, n_words, n_tokens + 1)
+    edges = np.array([*starts, n_tokens])
+    spans = np.stack([edges[:-1], edges[1:]], axis=1)
+    return TokenSequence(ids=ids[:-1], targets=ids[1:], spans=spans)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Times:
+    """Seconds of the forward with logits and of the full reading, and their ratio.
+
+    Medians over alternating runs; of the ratio, over pairs of neighbours.
+    """
+
+    bare: float
+    read: float
+    ratio: float
+
+
+class Bench:
+    """One model and one batch, ready to run."""
+
+    def __init__(self, config: BatchConfig, reader: SignalReader | None = None) -> None:
+        """Build batch, and model and reader; the reader keeps every hidden layer."""
+        if config.device == "cpu":
+            keep_freed_memory()  # for both runs, as `load_backbone` does
+        if reader is None:
+            backbone = Backbone.from_model(make_model(config), revision="random")
+            reader = SignalReader(backbone)
+        self.config = config
+        self.reader = reader
+        self.model = reader.backbone.model
+        n, rng = config.n_tokens, np.random.default_rng(0)
+        starts = (8, n - config.n_read, n - config.n_read // 3)
+        self.sequences = [
+            random_sequence(rng, config.vocab_size, starts, n)
+            for _ in range(config.n_examples)
+        ]
+        ids = np.stack([sequence.ids for sequence in self.sequences])
+        self.ids = torch.from_numpy(ids).to(config.device)
+
+    @torch.no_grad()
+    def bare(self) -> None:
+        """Run the language model with its logits."""
+        self.model(input_ids=self.ids, use_cache=False).logits  # noqa: B018
+        self._wait()
+
+    def read(self) -> None:
+        """Read all four families."""
+        self.reader.read(self.sequences)
+        self._wait()
+
+    def _wait(self) -> None:
+        if self.config.device != "cpu":
+            torch.cuda.synchronize()
+
+    def time(self, n_pairs: int) -> Times:
+        """Let both take turns, after one unmeasured run each."""
+        pairs = alternate([self.bare, self.read], n_pairs)
+        bare, read = (statistics.median(side) for side in zip(*pairs, strict=True))
+        ratio = statistics.median(read / bare for bare, read in pairs)
+        return Times(bare=bare, read=read, ratio=ratio)
+
+
+def alternate(runs: list[Callable[[], None]], n_rounds: int) -> list[tuple[float, ...]]:
+    """Run each in turn; return seconds per round, after one unmeasured round."""
+    rounds = []
+    for _ in range(n_rounds + 1):
+        times = []
+        for run in runs:
+            began = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - began)
+        rounds.append(tuple(times))
+    return rounds[1:]
+
+
+HEAD = (
+    "device, dtype, tokens, vocabulary, bare s, reading s, time ratio, bare MiB, "
+    "reading MiB, memory ratio"
+).split(", ")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadingCost:
+    """One row: seconds and peak MiB above the model, of bare forward and reading."""
+
+    config: BatchConfig
+    times: Times
+    bare_mib: float
+    read_mib: float
+
+    def cells(self) -> list[str]:
+        """Return the cells of the row in the order of `HEAD`."""
+        config, times = self.config, self.times
+        return [
+            config.device,
+            config.dtype,
+            f"{config.n_examples} x {config.n_tokens}",
+            str(config.vocab_size),
+            f"{times.bare:.2f}",
+            f"{times.read:.2f}",
+            f"{times.ratio:.2f}",
+            f"{self.bare_mib:.0f}",
+            f"{self.read_mib:.0f}",
+            f"{self.read_mib / self.bare_mib:.2f}",
+        ]
+
+
+def measure_reading(config: BatchConfig, n_pairs: int) -> ReadingCost:
+    """Measure times here and both peaks in processes of their own."""
+    times = Bench(config).time(n_pairs)
+    bare, read = (
+        measure_fresh(f"the memory of {mode}", measure_peak, config, mode)
+        for mode in ("bare", "read")
+    )
+    return ReadingCost(config=config, times=times, bare_mib=bare, read_mib=read)
+
+
+def measure_peak(config: BatchConfig, mode: Literal["bare", "read"]) -> float:
+    """Return the peak memory of a run above the model, in MiB; for a fresh process."""
+    torch.set_num_threads(N_THREADS)
+    bench = Bench(config)
+    # The libraries' own buffers are allocated by a run on a short batch.
+    short = dataclasses.replace(config, n_tokens=32, n_examples=1, n_read=12)
+    getattr(Bench(short, bench.reader), mode)()
+    return peak_above(getattr(bench, mode), config.device)
+
+
+def peak_above(run: Callable[[], object], device: str) -> float:
+    """Return the peak of one run above what is held before it, in MiB.
+
+    On a GPU of the allocator. Else of the process, which should be a fresh one: memory
+    that was freed before and stayed with the process is used again unseen.
+    """
+    if device != "cpu":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        run()
+        return (torch.cuda.max_memory_allocated() - held) / MIB
+    reset_peak()
+    held = held_bytes()
+    run()
+    return (peak_bytes() - held) / MIB
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """What is extracted: sequences of `shortest` to `longest` tokens, equally likely.
+
+    The last `n_answer` tokens of each are its answer.
+    """
+
+    n_examples: int
+    shortest: int
+    longest: int
+    n_answer: int
+    extract: ExtractConfig
+
+
+# As the demo's questions with a passage are, and as the demo reads them; so many that
+# the last unit's writing, which nothing is read beside, is a small part.
+DEMO_LIKE = LoopConfig(
+    n_examples=1600,
+    shortest=33,
+    longest=49,
+    n_answer=4,
+    extract=ExtractConfig(tokens_per_batch=4096, rows_per_shard=4096),
+)
+# As long as the shorter batches above, for the same model.
+LLAMA_LIKE = LoopConfig(
+    n_examples=24,
+    shortest=448,
+    longest=512,
+    n_answer=64,
+    extract=ExtractConfig(tokens_per_batch=2048, rows_per_shard=4096),
+)
+
+LOOP_HEAD = (
+    "model, device, dtype, tokens, reading tokens/s, with the store tokens/s, "
+    "end to end / reading"
+).split(", ")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopCost:
+    """One row: tokens per second of reading alone (`loop`) and end to end (`whole`).
+
+    Medians over rounds; `share` is `whole` over `loop`, median over neighbouring runs.
+    """
+
+    model: str
+    device: str
+    dtype: str
+    n_tokens: int
+    n_batches: int
+    loop: float
+    whole: float
+    share: float
+
+    def cells(self) -> list[str]:
+        """Return the cells of the row in the order of `LOOP_HEAD`."""
+        return [
+            self.model,
+            self.device,
+            self.dtype,
+            f"{self.n_tokens} in {self.n_batches} batches",
+            f"{self.loop:.0f}",
+            f"{self.whole:.0f}",
+            f"{self.share:.2f}",
+        ]
+
+
+class Loop:
+    """A reader and a plan, ready to run with and without the store."""
+
+    def __init__(self, reader: SignalReader, config: LoopConfig) -> None:
+        """Build sequences and plan; the reader reads what `config.extract` keeps."""
+        self.reader = reader
+        n_words = reader.backbone.model.get_input_embeddings().num_embeddings
+        rng = np.random.default_rng(0)
+        self.sequences = []
+        for n in rng.integers(config.shortest, config.longest + 1, config.n_examples):
+            answer = int(n) - config.n_answer
+            starts = (2, answer - (answer - 2) // 3, answer)
+            self.sequences.append(random_sequence(rng, n_words, starts, int(n)))
+        keys = [(str(i),) for i in range(config.n_examples)]
+        self.plan = plan_extraction(self.sequences, keys, reader, config.extract, {})
+        self.batches = [batch for unit in self.plan.units for batch in unit.batches]
+
+    def read(self) -> None:
+        """Read every batch and keep nothing."""
+        for _ in read_batches(self.reader, self.sequences, self.batches):
+            pass
+
+    def extract(self) -> None:
+        """Do the plan, into a store that is deleted again."""
+        with tempfile.TemporaryDirectory() as folder:
+            run_plan(self.reader, self.sequences, self.plan, Path(folder))
+
+    def measure(self, name: str, n_rounds: int) -> LoopCost:
+        """Let both take turns, after one unmeasured run each."""
+        rounds = alternate([self.read, self.extract], n_rounds)
+        n_tokens = int(self.plan.spec.lengths.sum())
+        backbone = self.reader.backbone
+        return LoopCost(
+            model=name,
+            device=str(backbone.device),
+            dtype=str(backbone.dtype).removeprefix("torch."),
+            n_tokens=n_tokens,
+            n_batches=len(self.batches),
+            loop=n_tokens / statistics.median(loop for loop, _ in rounds),
+            whole=n_tokens / statistics.median(whole for _, whole in rounds),
+            share=statistics.median(loop / whole for loop, whole in rounds),
+        )
+
+
+def measure_loops(n_rounds: int, *, is_small: bool = False) -> Iterator[LoopCost]:
+    """Measure on the CPU: the embedded model, and the one of `make_model`.
+
+    Args:
+      n_rounds: of each.
+      is_small: a few examples of each, to see that it works.
+    """
+    embedded = load_backbone(model_path(EMBEDDED))
+    llama = Backbone.from_model(make_model(BatchConfig()), revision="random")
+    for name, backbone, config in (
+        (EMBEDDED, embedded, DEMO_LIKE),
+        ("llama, d=512", llama, LLAMA_LIKE),
+    ):
+        work = dataclasses.replace(config, n_examples=4) if is_small else config
+        reader = SignalReader.for_config(backbone, work.extract)
+        yield Loop(reader, work).measure(name, n_rounds)

@@ -1,0 +1,240 @@
+"""The combination encoder in PyTorch: what the training grid is timed against.
+
+The function of `model.encoder` at an encoder's own widths: only the families that it
+reads are projected. Weights are a flat dictionary, so that the same code serves a loop
+over encoders and `torch.func.vmap` over stacked ones.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import numpy as np
+import torch
+from torch.nn.functional import conv1d, dropout, gelu, layer_norm, pad
+
+from jaxprobe.config import EncoderConfig
+from jaxprobe.features.subsets import N_FAMILIES
+
+Arrays = Mapping[str, np.ndarray]
+Weights = dict[str, torch.Tensor]
+Convolution = Literal["conv1d", "product"]
+Noise = Literal["inputs", "projected"]
+LAYER_NORM_EPSILON = 1e-6  # Flax's
+GROUP_NORM_EPSILON = 1e-5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TorchEncoder:
+    """What an encoder's function depends on besides its weights.
+
+    Attributes:
+      config: widths, dropout and noise.
+      families: that are read, ascending.
+      widths: padded tokens of each span.
+      convolution: how kernels of size 3 are applied: PyTorch's `conv1d` on channels
+        first, or one product over shifted rows.
+      noise: where input noise is drawn, at the inputs, or behind the projection with
+        the distribution it has there.
+    """
+
+    config: EncoderConfig
+    families: tuple[int, ...]
+    widths: tuple[int, ...]
+    convolution: Convolution = "product"
+    noise: Noise = "inputs"
+
+
+def weights_of(arrays: Arrays, encoder: TorchEncoder) -> dict[str, np.ndarray]:
+    """Return the weights of `jaxprobe`'s encoder, without families that are not read.
+
+    Args:
+      arrays: by path, as in "span_0/conv_0_0/kernel"; also gradients, since every
+        weight only changes its place.
+      encoder: whose weights are wanted.
+    """
+    read, width = list(encoder.families), encoder.config.projection
+    unread = {f"projection_{f}" for f in range(N_FAMILIES) if f not in read}
+    found = {
+        name: _outputs_last(name, np.asarray(x))
+        for name, x in arrays.items()
+        if name not in unread
+    }
+    found["projection_bias"] = found["projection_bias"][read].reshape(-1)
+    for name, x in found.items():
+        d_out = x.shape[-1]
+        if name.endswith("entry_kernel"):
+            found[name] = x.reshape(-1, width, d_out)[read].reshape(-1, d_out)
+        if "/conv_" in name and name.endswith("kernel"):  # [3, d_in, d_out]
+            is_product = encoder.convolution == "product"
+            found[name] = x.reshape(-1, d_out) if is_product else x.transpose(2, 1, 0)
+    return {name: np.array(x, order="C") for name, x in found.items()}
+
+
+def _outputs_last(name: str, x: np.ndarray) -> np.ndarray:
+    """`[d_out, ...]`, as `jaxprobe` keeps weights, with the outputs behind."""
+    is_weight = name.endswith("kernel") or name.startswith("projection_")
+    is_weight &= not name.endswith("bias")
+    return np.moveaxis(x, 0, -1) if is_weight else x
+
+
+def _convolve(
+    x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor, how: Convolution
+) -> torch.Tensor:
+    """Kernel size 3 over tokens; channels first for `conv1d`, else last."""
+    if how == "conv1d":
+        return conv1d(x, kernel, bias, padding=1)
+    wide = pad(x, (0, 0, 1, 1))
+    rows = torch.cat([wide[:, :-2], x, wide[:, 2:]], dim=-1)
+    return rows @ kernel + bias
+
+
+def _group_norm(
+    x: torch.Tensor,
+    real: torch.Tensor,
+    n_real: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor,
+    n_groups: int,
+    axis: int,
+) -> torch.Tensor:
+    """Statistics of real tokens only; `x` is zero on padding, and so is the result.
+
+    Args:
+      x: tokens on axis `axis`, channels on the other one.
+      real: 1 on real tokens, broadcast against `x`.
+      n_real: `[n_examples]`.
+      scale: `[d]`.
+      bias: `[d]`.
+      n_groups: divides `d`.
+      axis: 1 or 2.
+    """
+    size = scale.shape[0] // n_groups
+    count = n_real.clamp(min=1.0)[:, None] * size
+    mean = x.sum(dim=axis).unflatten(1, (n_groups, size)).sum(dim=2) / count
+    square = (x * x).sum(dim=axis).unflatten(1, (n_groups, size)).sum(dim=2) / count
+    variance = (square - mean * mean).clamp(min=0.0)
+    inv_std = torch.rsqrt(variance + GROUP_NORM_EPSILON)
+    gain = inv_std.repeat_interleave(size, dim=1) * scale
+    shift = bias - mean.repeat_interleave(size, dim=1) * gain
+    return (x * gain.unsqueeze(axis) + shift.unsqueeze(axis)) * real
+
+
+def encode_span(
+    x: torch.Tensor,
+    real: torch.Tensor,
+    weights: Weights,
+    config: EncoderConfig,
+    how: Convolution,
+    rate: float,
+) -> torch.Tensor:
+    """Residual blocks and pooling of one span.
+
+    Args:
+      x: `[n_examples, n_span_tokens, hidden]`, behind the width-1 convolution.
+      real: `[n_examples, n_span_tokens]`, 1 on real tokens and 0 on padding.
+      weights: of this span, names without its prefix.
+      config: widths.
+      how: the convolution.
+      rate: of the dropout.
+
+    Returns:
+      `[n_examples, 2 * hidden]`: maximum, then mean, over the real tokens.
+    """
+    axis, n_real = 1, real.sum(dim=1)
+    real = real.unsqueeze(2)
+    if how == "conv1d":
+        axis, real = 2, real.transpose(1, 2)
+        x = x.transpose(1, 2).contiguous()
+    x = x * real
+
+    def layer(x: torch.Tensor, name: str) -> torch.Tensor:
+        kernel, bias = weights[f"conv_{name}/kernel"], weights[f"conv_{name}/bias"]
+        y = _convolve(x, kernel, bias, how) * real
+        scale, shift = weights[f"norm_{name}/scale"], weights[f"norm_{name}/bias"]
+        return _group_norm(y, real, n_real, scale, shift, config.n_groups, axis)
+
+    for block in range(config.n_blocks):
+        y = gelu(layer(x, f"{block}_0"), approximate="tanh")
+        if rate:
+            y = dropout(y, rate)
+        x = gelu(x + layer(y, f"{block}_1"), approximate="tanh")
+    highest = x.masked_fill(real == 0, -1e30).amax(dim=axis)
+    highest = torch.where(n_real[:, None] > 0, highest, 0.0)
+    mean = x.sum(dim=axis) / n_real.clamp(min=1.0)[:, None]
+    return torch.cat([highest, mean], dim=1)
+
+
+def project(
+    weights: Weights,
+    tokens: Mapping[int, torch.Tensor],
+    real: torch.Tensor,
+    encoder: TorchEncoder,
+    noise: float,
+) -> torch.Tensor:
+    """`[n_examples, n_tokens, n_read * projection]`, the families side by side."""
+    parts = []
+    for f in encoder.families:
+        kernel, x = weights[f"projection_{f}"], tokens[f]
+        # Behind the projection noise has covariance K'K. That is singular where the
+        # family has fewer channels than the projection, and there drawing is cheap.
+        behind = encoder.noise == "projected" and kernel.shape[0] > kernel.shape[1]
+        if noise and not behind:
+            x = (x + noise * torch.randn_like(x)) * real.unsqueeze(2)
+        y = x @ kernel
+        if noise and behind:
+            root = torch.linalg.cholesky(kernel.mT @ kernel)
+            drawn = torch.randn_like(y) * (noise * real.unsqueeze(2))
+            y = y + drawn @ root.mT
+        parts.append(y)
+    return torch.cat(parts, dim=2) + weights["projection_bias"]
+
+
+def apply_encoder(
+    weights: Weights,
+    tokens: Mapping[int, torch.Tensor],
+    real: torch.Tensor,
+    encoder: TorchEncoder,
+    *,
+    training: bool,
+    span_function: Callable[..., torch.Tensor] = encode_span,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Score a batch of answers.
+
+    Args:
+      weights: see `weights_of`.
+      tokens: per family that is read `[n_examples, n_tokens, d_family]`, the spans one
+        after another, zero on padding.
+      real: `[n_examples, n_tokens]` float32, 1 on real tokens.
+      encoder: what is computed.
+      training: draws noise and dropout.
+      span_function: `encode_span`, or the same compiled.
+
+    Returns:
+      logits `[n_examples]`, and the answer span's pooled vectors
+      `[n_examples, 2 * hidden]`.
+    """
+    config = encoder.config
+    rate, noise = (config.dropout, config.input_noise) if training else (0.0, 0.0)
+    rows = project(weights, tokens, real, encoder, noise)
+    vectors, start = [], 0
+    for span, width in enumerate(encoder.widths):
+        own = {
+            name.removeprefix(f"span_{span}/"): x
+            for name, x in weights.items()
+            if name.startswith(f"span_{span}/")
+        }
+        x = rows[:, start : start + width] @ own.pop("entry_kernel")
+        x = x + own.pop("entry_bias")
+        mask = real[:, start : start + width]
+        vectors.append(span_function(x, mask, own, config, encoder.convolution, rate))
+        start += width
+    pairs = itertools.combinations(vectors, 2)
+    x = torch.cat([*vectors, *(a - b for a, b in pairs)], dim=1)
+    x = x @ weights["mlp_in/kernel"] + weights["mlp_in/bias"]
+    scale, bias = weights["mlp_norm/scale"], weights["mlp_norm/bias"]
+    x = layer_norm(x, (config.hidden,), scale, bias, LAYER_NORM_EPSILON)
+    x = gelu(x, approximate="tanh")
+    x = x @ weights["mlp_out/kernel"] + weights["mlp_out/bias"]
+    return x[:, 0], vectors[-1]
