@@ -35,15 +35,10 @@ class _Line(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AnswerRows:
-    """An open file of answers.
+    """An open file of answers."""
 
-    Attributes:
-      lines: where rows are appended.
-      done: keys of the answers that are there, in their order in the file.
-    """
-
-    lines: JsonLines
-    done: dict[Key, None]
+    lines: JsonLines  # where rows are appended
+    done: dict[Key, None]  # keys of the answers that are there, in the file's order
 
     def append(self, rows: Mapping[Key, str]) -> None:
         """Add answers, as lines by key."""
@@ -63,10 +58,8 @@ def _read(
 ) -> Iterator[tuple[Key, dict[str, Any], _Line]]:
     """Yield keys, rows and their places; an unfinished last line is passed over.
 
-    Args:
-      path: may be absent.
-      is_whole: a damaged line is an error. Elsewhere it is of a worker that was
-        killed, and what follows is done again.
+    In a file that `is_whole` a damaged line is an error. Elsewhere it is of a worker
+    that was killed, and what follows is done again.
     """
     if not path.exists():
         return

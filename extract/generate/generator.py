@@ -78,26 +78,17 @@ class GeneratorPrompt:
 
 
 class Generated(Record, frozen=True, kw_only=True):
-    """One generated text; None where the backend does not tell.
+    """One generated text; None where the backend does not tell."""
 
-    Attributes:
-      text: without special tokens and surrounding white space.
-      token_ids: the ids written, without the stop token.
-      stop_id: the stop token, or None if the text was cut.
-      log_probs: in nats, one per id and one more for the stop token if it was written;
-        of the model itself, before temperature, top-p and top-k.
-      finish: "length" if the text was cut at its limit.
-      n_prompt_tokens: as the model counts.
-      n_new_tokens: likewise, the stop token included.
-    """
-
-    text: str
-    token_ids: tuple[int, ...] | None
-    stop_id: int | None
+    text: str  # without special tokens and surrounding white space
+    token_ids: tuple[int, ...] | None  # the ids written, without the stop token
+    stop_id: int | None  # the stop token, or None if the text was cut
+    # In nats, one per id and one more for the stop token if it was written; of the
+    # model itself, before temperature, top-p and top-k.
     log_probs: tuple[float, ...] | None
-    finish: Finish
-    n_prompt_tokens: int | None
-    n_new_tokens: int | None
+    finish: Finish  # "length" if the text was cut at its limit
+    n_prompt_tokens: int | None  # as the model counts
+    n_new_tokens: int | None  # likewise, the stop token included
 
 
 class Generator(Protocol):

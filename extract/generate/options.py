@@ -245,14 +245,14 @@ def check_backbone(
       ValueError: the model's config or tokenizer cannot be used.
     """
     check_model_option(config.model)
-    is_here = Path(config.path).expanduser().exists()
-    if not is_here or (config.model == EMBEDDED and hidden_layers is None):
+    path = Path(config.path).expanduser()
+    if not path.exists() or (config.model == EMBEDDED and hidden_layers is None):
         return
     from extract.backbone.checkpoint import load_outline
     from extract.run.console import quiet
 
     quiet()
-    outline = load_outline(str(Path(config.path).expanduser()))
+    outline = load_outline(str(path))
     n_layers = outline.config.num_hidden_layers
     wrong = [layer for layer in hidden_layers or () if layer > n_layers]
     if wrong:

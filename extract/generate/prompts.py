@@ -183,18 +183,13 @@ TEMPLATES: dict[TemplateName, PromptTemplate] = {
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """The ids the model reads and where the context lies in them.
+    """The ids the model reads and where the context lies in them."""
 
-    Attributes:
-      ids: special tokens included.
-      context_span: `[start, stop)`; equal numbers, after the leading special
-        tokens and a chat's header, where there is no context.
-      n_unknown: tokens that stand for text the tokenizer has no word for.
-    """
-
-    ids: tuple[int, ...]
+    ids: tuple[int, ...]  # special tokens included
+    # `[start, stop)`; without a context equal numbers, after the leading special tokens
+    # and a chat's header.
     context_span: tuple[int, int]
-    n_unknown: int
+    n_unknown: int  # tokens that stand for text the tokenizer has no word for
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")

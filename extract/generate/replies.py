@@ -25,16 +25,12 @@ class Replies:
 
     The key covers everything that changes a text (`reply_key`), so a
     text is found again only for the same question to the same backend.
-
-    Attributes:
-      n_reused: texts that were found and not generated again.
-      n_new: texts that were generated and appended.
     """
 
     lines: JsonLines
     found: dict[str, Generated]
-    n_reused: int = 0
-    n_new: int = 0
+    n_reused: int = 0  # texts that were found and not generated again
+    n_new: int = 0  # texts that were generated and appended
 
     @classmethod
     def open(cls, path: Path) -> "Replies":

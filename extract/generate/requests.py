@@ -8,7 +8,7 @@ a question of which no passage fits is not asked with context, but listed.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 from extract.generate.generator import Generated
 from extract.generate.prompts import (
@@ -41,17 +41,13 @@ class GenerationConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One answer to be generated.
-
-    Attributes:
-      dropped: places of the passages that are not in the prompt, see `Answer`.
-    """
+    """One answer to be generated."""
 
     example_id: str
     setting: Setting
     variant: Variant
     prompt: Prompt
-    dropped: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()  # places of the passages that are not in the prompt
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -133,7 +129,13 @@ class PromptConfig:
     window: int | None = None  # most tokens with the answer; None: the model's own
 
     def __post_init__(self) -> None:
-        """Refuse a window without room for prompt and answer."""
+        """Refuse choices that do not exist."""
+        for name, choices in (("template", TemplateName), ("overlong", Overlong)):
+            if getattr(self, name) not in get_args(choices):
+                raise ValueError(
+                    f"{name}: expected one of {', '.join(get_args(choices))}, found "
+                    f"{getattr(self, name)!r}"
+                )
         if self.window is not None and self.window < 2:
             raise ValueError(f"window: expected at least 2 tokens, found {self.window}")
 

@@ -44,15 +44,12 @@ class Sample(Record, frozen=True, kw_only=True):
     Semantic entropy's code takes log-probabilities after temperature, top-p and top-k,
     here they are the model's own; at temperature 1 that is the same up to the mass that
     was cut off.
-
-    Attributes:
-      sample: 0 to n_samples - 1.
     """
 
     example_id: str
     setting: Setting
     variant: Variant
-    sample: int
+    sample: int  # 0 to n_samples - 1
     text: str
     token_ids: tuple[int, ...] | None
     stop_id: int | None
@@ -101,17 +98,14 @@ def draw_answers(
         for request, k in cells
     ]
     found = replies.generate(generator, prompts, config.sampling, progress)
+    written = ("text", "token_ids", "stop_id", "log_probs", "finish")
     return [
         Sample(
             example_id=request.example_id,
             setting=request.setting,
             variant=request.variant,
             sample=k,
-            text=reply.text,
-            token_ids=reply.token_ids,
-            stop_id=reply.stop_id,
-            log_probs=reply.log_probs,
-            finish=reply.finish,
+            **{name: getattr(reply, name) for name in written},
         )
         for (request, k), reply in zip(cells, found, strict=True)
     ]

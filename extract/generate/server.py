@@ -285,8 +285,10 @@ class ServedGenerator(contextlib.AbstractContextManager):
             n_prompt = len(prompt.text.encode()) + (1024 if prompt.is_chat else 16)
         n_new = config.max_new_tokens
         reserved = self.account.reserve(n_prompt, n_new)
+        client = self._client.chat if prompt.is_chat else self._client
         try:
-            reply = self._send(prompt, config)
+            found = client.completions.create(**self._fields(prompt, config))
+            reply = _read(found, prompt.is_chat, self._stop_ids)
             if reply.n_prompt_tokens is not None:
                 n_prompt = reply.n_prompt_tokens
             if reply.n_new_tokens is not None:
@@ -320,16 +322,10 @@ class ServedGenerator(contextlib.AbstractContextManager):
             f"({type(error).__name__}); is it running, and is the URL right up to /v1?"
         )
 
-    def _send(self, prompt: GeneratorPrompt, config: SamplingConfig) -> Generated:
-        """Ask for the reply to a message, or for what follows a text or exact ids."""
-        client = self._client.chat if prompt.is_chat else self._client
-        reply = client.completions.create(**self._fields(prompt, config))
-        return _read(reply, prompt.is_chat, self._stop_ids)
-
     def _fields(
         self, prompt: GeneratorPrompt, config: SamplingConfig
     ) -> dict[str, Any]:
-        """Return the fields of a request."""
+        """Return the fields that ask for a reply, or for what follows a text or ids."""
         is_vllm = self.config.dialect == "vllm"
         fields: dict[str, Any] = {
             "model": self.config.model,

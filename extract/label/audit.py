@@ -15,26 +15,16 @@ from extract.records import Answer, Example, Label
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Agreement:
-    """How far two raters agree on the same items.
+    """How far two raters agree on the same items."""
 
-    Attributes:
-      n: items that both rated.
-      n_agree: of them, rated alike.
-      kappa: in [-1, 1], or None where it is undefined; then `reason` says why.
-      ci_low: lower end of the 95 % percentile bootstrap interval, or None.
-      ci_high: upper end, or None.
-      n_bootstrap: resamples drawn.
-      n_undefined: resamples without a kappa (one class only); not in the interval.
-    """
-
-    n: int
-    n_agree: int
-    kappa: float | None
-    ci_low: float | None
+    n: int  # items that both rated
+    n_agree: int  # of them, rated alike
+    kappa: float | None  # in [-1, 1], or None where it is undefined
+    ci_low: float | None  # of the 95 % percentile bootstrap interval
     ci_high: float | None
-    n_bootstrap: int
-    n_undefined: int
-    reason: str | None
+    n_bootstrap: int  # resamples drawn
+    n_undefined: int  # of them without kappa (one class); not in the interval
+    reason: str | None  # why kappa is undefined
 
     @property
     def rate(self) -> float | None:
@@ -56,12 +46,8 @@ class Agreement:
 def _kappas(tables: np.ndarray) -> np.ndarray:
     """Return `cohen_kappa_score` of many tables; one by one, 10 000 take 8 s.
 
-    Args:
-      tables: `[n_tables, 4]` counts: both yes, only the first, only the second, both
-        no.
-
-    Returns:
-      `[n_tables]` float64; NaN where both raters put everything into one class.
+    `tables` are `[n_tables, 4]` counts: both yes, only the first, only the second, both
+    no; NaN where both raters put everything into one class.
     """
     both, first, second, neither = tables.T.astype(np.float64)
     n = both + first + second + neither

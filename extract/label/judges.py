@@ -31,17 +31,11 @@ class ConsensusConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judgements:
-    """The verdicts of the judges, as labels.
+    """The verdicts of the judges, as labels."""
 
-    Attributes:
-      labels: one per answer, in order; verdicts in the order of `RUBRICS`.
-      n_retried: replies that were asked for again, each attempt counted.
-      n_unparsable: verdicts that stayed unparsable.
-    """
-
-    labels: tuple[Label, ...]
-    n_retried: int
-    n_unparsable: int
+    labels: tuple[Label, ...]  # one per answer, verdicts in the order of `RUBRICS`
+    n_retried: int  # replies that were asked for again, each attempt counted
+    n_unparsable: int  # verdicts that stayed so
 
     def counts(self) -> list[dict[str, str | int]]:
         """Return, per setting and variant, how many answers got which label."""
@@ -86,7 +80,8 @@ def judge_answers(
             break
         n_retried += len(pending) if attempt else 0
         prompts = [
-            _prompt(*pairs[i], RUBRICS[r], attempt, config.seed) for i, r in pending
+            _prompt(RUBRICS[r], *pairs[i], attempt=attempt, seed=config.seed)
+            for i, r in pending
         ]
         found = replies.generate(generator, prompts, sampling, progress)
         for cell, reply in zip(pending, found, strict=True):
@@ -104,14 +99,8 @@ def judge_answers(
 
 
 def _prompt(
-    example: Example, answer: Answer, rubric: Rubric, attempt: int, seed: int
+    rubric: Rubric, example: Example, answer: Answer, **marker: int
 ) -> GeneratorPrompt:
-    text = judge_prompt(
-        rubric,
-        example.question,
-        example.golds,
-        answer.text,
-        attempt=attempt,
-        seed=seed,
-    )
+    texts = example.question, example.golds, answer.text
+    text = judge_prompt(rubric, *texts, **marker)
     return GeneratorPrompt(text=text, is_chat=True)

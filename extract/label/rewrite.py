@@ -55,19 +55,14 @@ _OPENERS = frozenset(
 
 
 class Additions(NamedTuple):
-    """What a rewrite adds.
+    """What a rewrite adds, as it is written there."""
 
-    Attributes:
-      numbers: as written in the rewrite, in digits or words up to twenty; not in the
-        source in either notation.
-      entities: runs of capitalised words that the source does not have, in any case,
-        close together and in this order.
-      from_question: those of both that the question has; a rewriter that was shown
-        the question may have taken them from there.
-    """
-
+    # In digits or words up to twenty; not in the source in either notation.
     numbers: tuple[str, ...]
+    # Capitalised words that the source does not have, in any case, close together and
+    # in this order.
     entities: tuple[str, ...]
+    # Those of both that the question has, which the rewriter was shown.
     from_question: tuple[str, ...]
 
 
@@ -135,13 +130,7 @@ def _has_name(words: list[str], name: str) -> bool:
 
 
 def find_additions(rewrite: str, source: str, question: str = "") -> Additions:
-    """Compare a rewrite with its source, which is all that it may use.
-
-    Args:
-      rewrite: the new text.
-      source: the old one.
-      question: what the rewrite was aligned to.
-    """
+    """Compare a rewrite, aligned to a question, with its source: all it may use."""
     there, in_question = _numbers(source), _numbers(question)
     numbers = {
         value: text
@@ -164,21 +153,13 @@ OVERLONG = "the context does not fit the rewriter's window"
 
 
 class Rewrite(Record, frozen=True, kw_only=True):
-    """The rewritten context of one question.
-
-    Attributes:
-      source_sha: SHA-256 of question and passages it was made from.
-      text: the new context, or None if it failed; then `reason` says why.
-      added_numbers: not in the source, see `Additions`.
-      added_entities: likewise.
-      from_question: of both, what the question has.
-    """
+    """The rewritten context of one question."""
 
     example_id: str
-    source_sha: str
-    text: str | None
-    reason: str | None = None
-    added_numbers: tuple[str, ...] = ()
+    source_sha: str  # SHA-256 of question and passages it was made from
+    text: str | None  # None if it failed
+    reason: str | None = None  # why it failed
+    added_numbers: tuple[str, ...] = ()  # the last three: see `Additions`
     added_entities: tuple[str, ...] = ()
     from_question: tuple[str, ...] = ()
 

@@ -38,8 +38,7 @@ def _pairs(run: RunDir) -> list[tuple[Example, Answer]]:
     return [(examples[a.example_id], a) for a in read_answers(run)]
 
 
-def exact_labels(run: RunDir) -> list[Label]:
-    """Label every answer by normalised exact match."""
+def _exact_labels(run: RunDir) -> list[Label]:
     return [exact_label(example, answer) for example, answer in _pairs(run)]
 
 
@@ -50,11 +49,11 @@ def _label(run: RunDir, config: None, update: Update, progress: Progress) -> Non
             "label: exact match replaces the judges' labels; their replies stay in "
             f"{run.replies('judge')}"
         )
-    write_text_atomic(run.labels, write_lines(exact_labels(run)))
+    write_text_atomic(run.labels, write_lines(_exact_labels(run)))
 
 
 def _forecast(run: RunDir, config: None) -> Forecast:
-    labels = exact_labels(run)
+    labels = _exact_labels(run)
     return Forecast(
         stage="label",
         n_rows=len(labels),
@@ -84,22 +83,21 @@ def label_by_judges(
         found = judge_answers(_pairs(run), generator, replies, config, update)
         progress.note(f"label: {reused_in_words(replies)}")
         write_text_atomic(run.labels, write_lines(found.labels))
-        counts = {
+        counted = {
             "n_retried": found.n_retried,
             "n_unparsable_verdicts": found.n_unparsable,
             "counts": found.counts(),
         }
-        write_json_atomic(summary, identity | counts)
-        for row in found.counts():
+        write_json_atomic(summary, identity | counted)
+        for row in counted["counts"]:
             progress.note("label: " + ", ".join(f"{k} {v}" for k, v in row.items()))
         progress.note(
             f"label: {found.n_retried} replies asked for again, {found.n_unparsable} "
             "verdicts stayed unparsable"
         )
 
-    inputs = run.hash_inputs(run.examples, run.answers) | {
-        "judge": sha256_json(identity)
-    }
+    inputs = run.hash_inputs(run.examples, run.answers)
+    inputs["judge"] = sha256_json(identity)
     once(run, "label", inputs, [run.labels, summary], progress, work)
 
 
