@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from extract.records import Passage
-from pgir.retrieval.bm25 import Retriever
+from pgir.retrieval import Retriever
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

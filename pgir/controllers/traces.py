@@ -22,7 +22,7 @@ from pgir.controllers.policy import (
     search_policy,
     trace_questions,
 )
-from pgir.retrieval.bm25 import Bm25Retriever
+from pgir.retrieval import Bm25Retriever
 
 GROUP_SIZE = 200  # questions; fewer of them leave batches half empty
 

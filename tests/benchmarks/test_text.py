@@ -5,8 +5,6 @@ from sklearn.metrics import roc_auc_score
 from benchmarks.baselines.perplexity import perplexity_score
 from benchmarks.baselines.text import fit_tfidf, joined_text
 
-from benchmarks.baselines import fit_tfidf, joined_text, perplexity_score
-
 
 def planted(n, seed):
     """Random words, and in the answer one of forty names; twenty of them are right."""

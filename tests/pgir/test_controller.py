@@ -13,7 +13,7 @@ from pgir.controllers.policy import (
     search_policy,
     trace_questions,
 )
-from pgir.retrieval.bm25 import Bm25Retriever
+from pgir.retrieval import Bm25Retriever
 
 CORPUS = [Passage(title=f"t{i}", text=f"word{i} shared") for i in range(12)]
 
