@@ -1,4 +1,4 @@
-"""Weights on disk: Orbax, one JSON file, and a manifest of SHA-256 sums.
+"""Weights on disk: Orbax, one JSON file, and checksums of every file.
 
 Orbax marks a checkpoint as complete but does not notice a flipped bit in it, so every
 file's sum is checked before anything is read. Saving is atomic: a checkpoint is either

@@ -1,8 +1,11 @@
-"""Which token spans an encoder sees: the axis of the span ablation.
+"""What an encoder reads: padded token signals per span, and their standardisation.
 
-A `[n_spans]` mask beside the family mask. A span that is left out is made empty in
-every example, and an empty span pools to zeros: no shape changes, so that every choice
-of spans trains in the executable of the full grid.
+An example is two spans closed-book (question, answer) and three with context
+(context, question, answer); the answer is always the last one. Every span is padded to
+its own length, and a mask says which positions are real. At each position the four
+signal families lie side by side in one vector, in the order of `FAMILIES`. A span that
+is left out is made empty in every example, and an empty span pools to zeros: no shape
+changes, so that every choice of spans trains in the executable of the full grid.
 """
 
 from collections.abc import Iterable

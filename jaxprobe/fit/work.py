@@ -1,6 +1,7 @@
-"""What the contestants of `beatrice bench train` train, and how many FLOPs it takes.
+"""The work of training: encoders, their batches, and the FLOPs of a step.
 
-Signals are made up, of the sizes of a run: what a step costs does not depend on them.
+Signals for a bench are made up, of the sizes of a run: what a step costs does not
+depend on them.
 """
 
 import dataclasses
