@@ -64,6 +64,7 @@ def test_kills_change_no_row_and_the_report_shows_what_was_asked_for(tmp_path):
     assert rows.startswith(plain)  # what was there before is as it was
     for experiment in ("exhaustive", "ablation"):
         assert f'"experiment": "{experiment}"' in rows[len(plain) :]
+    finish("report", killed)
     page = (killed / "report.html").read_text()
     for section in ("exhaustive", "ablations"):
         text = re.search(rf'<section id="{section}">.*?</section>', page, re.DOTALL)
