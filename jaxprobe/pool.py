@@ -103,4 +103,4 @@ def read_selection(
     run: RunDir, branch: HeadName
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a branch's heads and scores, and the summary of its search."""
-    return checkpoint.restore(run.path / "selection" / branch)
+    return checkpoint.restore(run.selection / branch)

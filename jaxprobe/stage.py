@@ -88,7 +88,7 @@ CALIBRATE = Stage(
     inputs=lambda run: [
         run.labels,
         run.sweep,
-        run.path / "selection",
+        run.selection,
         *encoder_folders(run),
     ],
     outputs=lambda run: [run.detector],

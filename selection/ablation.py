@@ -111,7 +111,7 @@ def _folder(run: RunDir) -> Path:
 
 def _inputs(run: RunDir) -> list[Path]:
     """Return everything a variant depends on."""
-    selection = run.path / "selection"
+    selection = run.selection
     return [run.labels, run.sweep, selection, *encoder_folders(run), *store_files(run)]
 
 

@@ -175,7 +175,7 @@ def ranking_summary(run: RunDir, setting: Setting) -> dict[str, Any]:
 
 EXHAUSTIVE = Stage(
     name="exhaustive",
-    inputs=lambda run: [run.labels, run.path / "selection", *encoder_folders(run)],
+    inputs=lambda run: [run.labels, run.selection, *encoder_folders(run)],
     outputs=lambda run: [_folder(run), rows_file(run, "exhaustive")],
     work=_enumerate,
     presets=SELECT_PRESETS,

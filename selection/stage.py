@@ -177,7 +177,7 @@ def _select_setting(
             for name, selection in selections.items()
         }
         summary = _summary(selections["champion"], config.margin)
-        checkpoint.save(run.path / "selection" / branch, tree, summary)
+        checkpoint.save(run.selection / branch, tree, summary)
         tick()
 
 
@@ -212,7 +212,7 @@ def _forecast(run: RunDir, config: SelectConfig) -> Forecast:
 SELECT = Stage(
     name="select",
     inputs=lambda run: [run.labels, *encoder_folders(run)],
-    outputs=lambda run: [run.path / "selection"],
+    outputs=lambda run: [run.selection],
     work=_select,
     presets=SELECT_PRESETS,
     forecast=_forecast,

@@ -179,7 +179,7 @@ EVALUATE = Stage(
         run.labels,
         run.answers,
         run.detector,
-        run.path / "selection",
+        run.selection,
         *encoder_folders(run),
         *store_files(run),
     ],

@@ -88,7 +88,7 @@ REPORT = Stage(
     inputs=lambda run: [
         run.sweep,
         run.labels,
-        run.path / "selection",
+        run.selection,
         run.path / "reliability.json",
         run.control,
         rows_file(run, "evaluate"),
