@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from extract.store.families import (
     Dtype,
@@ -175,15 +175,3 @@ def as_size(n_bytes: int) -> str:
     power = min(4, int(math.log10(n_bytes)) // 3)
     value = n_bytes / 1000**power
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f} {' kMGT'[power]}B"
-
-
-def store_config_of(found: Mapping[str, Any]) -> StoreConfig:
-    """Return what a manifest's `extract` entry says is kept.
-
-    A field that is not there has its default: there was no choice when it was written.
-    """
-    names = {field.name for field in dataclasses.fields(StoreConfig)}
-    given = {name: value for name, value in found.items() if name in names}
-    if given.get("hidden_layers") is not None:
-        given["hidden_layers"] = tuple(given["hidden_layers"])
-    return StoreConfig(**given)

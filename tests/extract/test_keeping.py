@@ -12,7 +12,6 @@ from extract.store.config import (
     as_size,
     model_shapes,
     parse_layers,
-    store_config_of,
     stored_bytes,
     stored_families,
 )
@@ -269,11 +268,3 @@ def test_what_is_no_list_of_layers_is_refused(text):
 def test_an_unknown_choice_is_refused(wrong):
     with pytest.raises(ValueError, match="is one of"):
         StoreConfig(**wrong)
-
-
-def test_a_choice_comes_back_from_a_manifest():
-    kept = StoreConfig(hidden_layers=(8, 16), hidden_spans="answer", dtype="int8")
-    found = {**dataclasses.asdict(kept), "hidden_layers": [8, 16], "answer_span": "x"}
-    assert store_config_of(found) == kept
-    before = {"hidden_layers": None, "dtype": "bfloat16", "answer_span": "emitting"}
-    assert store_config_of(before) == StoreConfig()
