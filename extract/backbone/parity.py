@@ -81,7 +81,7 @@ class _Pass:
 def _window_of(backbone: Backbone) -> int | None:
     """Return the smallest window of attention in tokens, if it is to be crossed."""
     config = backbone.model.config.get_text_config()
-    names = ("sliding_window", "attention_chunk_size")
+    names = ("sliding_window", "attention_chunk_size", "index_topk")
     windows = [getattr(config, name, None) for name in names]
     longest = min(_LONGEST_WINDOW, (backbone.max_length or 2**62) - _N_BEYOND)
     return min((w for w in windows if w is not None and w <= longest), default=None)
