@@ -14,7 +14,8 @@ from extract.signals.reader import SignalReader
 KEYS = {"index_topk": 6, "index_n_heads": 8, "num_attention_heads": 4}
 BLOCKS = {
     "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
-    "index_block_size": 8,  # the two blocks that are chosen hold what opening it reads
+    # Opening it left-pads 11 tokens, where MiniMax itself shifts its blocks.
+    "index_block_size": 12,
     "index_topk_blocks": 2,
     "index_n_heads": 2,
     "num_key_value_heads": 2,
