@@ -250,6 +250,7 @@ def outline_shapes(outline: "Outline") -> dict[str, tuple[int, ...]]:
     Raises:
       ValueError: its residual layout is unknown.
     """
+    from extract.backbone.checkpoint import n_heads_of
     from extract.backbone.layout import find_layout
     from extract.store.config import model_shapes
 
@@ -258,7 +259,7 @@ def outline_shapes(outline: "Outline") -> dict[str, tuple[int, ...]]:
         d_model=layout.head.in_features,
         n_layers=len(layout.layers),
         n_attention_layers=len(layout.attention_layers),
-        n_heads=outline.config.num_attention_heads,
+        n_heads=n_heads_of(outline.config),
     )
 
 

@@ -34,6 +34,34 @@ def _switch_lengths(rope: Any) -> list[int]:
     return [n for part in rope.values() for n in _switch_lengths(part)]
 
 
+def layer_values(config: Any, *names: str) -> list[Any]:
+    """Return what a text model's layers have under some names, each value once.
+
+    Some configs keep entries per layer, and Transformers refuses to read such an entry
+    from the whole. Entries that are absent or None are left out.
+    """
+    is_per_layer = getattr(config, "is_heterogeneous", False)
+    configs = config.per_layer_config if is_per_layer else [config]
+    found = [getattr(one, name, None) for one in configs for name in names]
+    return list(dict.fromkeys(value for value in found if value is not None))
+
+
+def n_heads_of(config: Any) -> int:
+    """Return the query heads of an attention layer.
+
+    Raises:
+      ValueError: layers differ, or there are none.
+    """
+    found = layer_values(config, "num_attention_heads")
+    if len(found) != 1:
+        listed = ", ".join(map(str, sorted(found))) or "none"
+        raise ValueError(
+            "unknown residual layout: expected the same number of attention heads in "
+            f"every layer, found {listed} in the config; use another backbone"
+        )
+    return found[0]
+
+
 def window_of(config: Any) -> int | None:
     """Return the longest sequence in tokens, or None where there is no limit.
 
@@ -48,8 +76,7 @@ def window_of(config: Any) -> int | None:
     """
     limits = [getattr(config, "max_position_embeddings", None)]
     limits += _switch_lengths(getattr(config, "rope_parameters", None))
-    known = [n for n in limits if n is not None]
-    return min(known) if known else None
+    return min((n for n in limits if n is not None), default=None)
 
 
 # Tensors that a text-only model leaves out (towers for images and sounds, heads that

@@ -85,7 +85,15 @@ class SpanReading:
                 f"unknown residual layout: the attention of layers {missing} did not "
                 "pass through Transformers' attention interface"
             )
-        return torch.stack(list(self.layers.values()), dim=-2)
+        found = list(self.layers.values())
+        n_heads = sorted({reading.shape[-1] for reading in found})
+        if len(n_heads) != 1:
+            raise ValueError(
+                "unknown residual layout: expected the same number of attention heads "
+                f"in every layer, found layers with {', '.join(map(str, n_heads))}; "
+                "use another backbone"
+            )
+        return torch.stack(found, dim=-2)
 
 
 def _check_readable(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
