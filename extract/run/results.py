@@ -232,6 +232,7 @@ ALWAYS = ("evaluate", "control")
 ON_REQUEST = {
     "exhaustive": "beatrice select RUN_DIR --exhaustive",
     "ablate": "beatrice evaluate RUN_DIR --ablations",
+    "optimism": "beatrice select RUN_DIR --optimism",
 }
 
 
