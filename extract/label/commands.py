@@ -158,7 +158,9 @@ def label(
         line = "label --judge"
         with _asking(run_dir, line, judge, backend, dry_run) as (run, generator):
             config = ConsensusConfig(vote=vote, seed=run.seed)
-            label_by_judges(run, generator, config, Progress())
+            # Of a directory its name alone: rows are compared between machines.
+            name = Path(judge).name if Path(judge).is_dir() else judge
+            label_by_judges(run, generator, config, Progress(), name=name)
     elif not audit:
         if not dry_run:
             Progress().note(
@@ -201,7 +203,7 @@ def _agreement(row: dict[str, Any]) -> str:
 
 def _audit_as_text(found: dict[str, Any], human: "HumanAgreement | None") -> str:
     """Return what `audit_labels` found, line by line."""
-    lines = [f"labels by {found['labels_by']}", "", "against exact match"]
+    lines = [f"labels by {found['label_rule']}", "", "against exact match"]
     for row in found["exact_match"]:
         where = f"{row['setting']}, {row['variant']}"
         lines.append(f"  {where:<26}{_agreement(row)}")

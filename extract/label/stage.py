@@ -27,7 +27,7 @@ from extract.label.rubrics import RUBRICS
 from extract.label.verdicts import exact_label
 from extract.records import Answer, Example, Label, read_records, to_json, write_lines
 from extract.run.console import Progress, Update
-from extract.run.contents import labels_by, read_answers, read_examples
+from extract.run.contents import label_rule, read_answers, read_examples
 from extract.run.directory import RunDir
 from extract.run.files import sha256_json, write_json_atomic, write_text_atomic
 from extract.run.stages import Forecast, Stage, once
@@ -63,9 +63,14 @@ def _forecast(run: RunDir, config: None) -> Forecast:
 
 
 def label_by_judges(
-    run: RunDir, generator: Generator, config: ConsensusConfig, progress: Progress
+    run: RunDir,
+    generator: Generator,
+    config: ConsensusConfig,
+    progress: Progress,
+    *,
+    name: str,
 ) -> None:
-    """Label every answer by the consensus of the rubrics.
+    """Label every answer by the consensus of the rubrics of the judge called `name`.
 
     Writes `labels.jsonl` and, beside the judge's replies, `replies/judge.json` with
     the judge's identity and the counts.
@@ -98,6 +103,7 @@ def label_by_judges(
 
     inputs = run.hash_inputs(run.examples, run.answers)
     inputs["judge"] = sha256_json(identity)
+    inputs["rule"] = f"judges: {name}, {config.vote}"
     once(run, "label", inputs, [run.labels, summary], progress, work)
 
 
@@ -112,7 +118,7 @@ def audit_labels(run: RunDir, *, n_sample: int, seed: int) -> dict[str, Any]:
     rows = _labelled(run)
     listed = disagreements(rows)
     found = {
-        "labels_by": labels_by(run),
+        "label_rule": label_rule(run),
         "exact_match": against_exact_match(rows, seed=seed),
         "judges": between_judges(rows, seed=seed),
         "n_disagreements": len(listed),
