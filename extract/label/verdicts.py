@@ -62,11 +62,17 @@ def parse_verdict(text: str) -> Verdict:
 
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation, " "))
+_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation))
+_CLOSED = ("yes", "no", "noanswer")
 
 
 def normalise(text: str) -> str:
-    """Return the text lower-cased, without punctuation, articles or extra space."""
+    """Return the text as SQuAD's script compares it (Rajpurkar et al. 2016).
+
+    Lower-cased, ASCII punctuation deleted, articles made a space, extra space
+    removed: "J.K. Rowling" is "jk rowling", "1,000" is "1000", but "U.S." is "us" and
+    "U.S.A." is "usa". Other marks and accents stay.
+    """
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
@@ -75,16 +81,32 @@ def exact_match(answer: str, golds: Sequence[str]) -> bool:
     return normalise(answer) in {normalise(gold) for gold in golds}
 
 
+def contains_gold(answer: str, golds: Sequence[str]) -> bool:
+    """Return whether the normalised answer is a gold, or has one in it.
+
+    Whole words, unlike FlashRAG's "acc", by which "no" is in "unknown" and "1" in "10".
+    A gold of which nothing is left, as of "The", is in no answer.
+    """
+    text = f" {normalise(answer)} "
+    found = (normalise(gold) for gold in golds)
+    return exact_match(answer, golds) or any(g and f" {g} " in text for g in found)
+
+
 def token_f1(answer: str, golds: Sequence[str]) -> float:
-    """Return the best token F1 against any gold, after normalising both."""
-    return max(_pair_f1(normalise(answer).split(), normalise(g).split()) for g in golds)
+    """Return the best token F1 against any gold, after normalising both.
+
+    As in HotpotQA's script and FlashRAG: yes, no and noanswer have nothing in common
+    with longer texts, and two texts of which nothing is left score 0.
+    """
+    return max(_pair_f1(normalise(answer), normalise(gold)) for gold in golds)
 
 
-def _pair_f1(answer: list[str], gold: list[str]) -> float:
-    if not answer or not gold:
-        return float(answer == gold)
-    common = sum((collections.Counter(answer) & collections.Counter(gold)).values())
-    return 2 * common / (len(answer) + len(gold))
+def _pair_f1(answer: str, gold: str) -> float:
+    if answer != gold and (answer in _CLOSED or gold in _CLOSED):
+        return 0.0
+    words, wanted = answer.split(), gold.split()
+    common = sum((collections.Counter(words) & collections.Counter(wanted)).values())
+    return 2 * common / (len(words) + len(wanted)) if common else 0.0
 
 
 def consensus(
