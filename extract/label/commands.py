@@ -96,9 +96,14 @@ def rewrite(
 @click.command()
 @RUN_DIR
 @click.option(
+    "--match",
+    type=click.Choice(["exact", "containment"]),
+    help="Without --judge: the answer is a gold, or has one in it as whole words; both "
+    "normalised as SQuAD's script does. Default: the run's own, at first exact.",
+)
+@click.option(
     "--judge",
-    help="Judge by three rubrics: directory, Hub id, or a server's model name. "
-    "Without it, labels are normalised exact match.",
+    help="Judge by three rubrics: directory, Hub id, or a server's model name.",
 )
 @click.option(
     "--vote",
@@ -125,6 +130,7 @@ def rewrite(
 @backend_options
 def label(
     run_dir: Path,
+    match: str | None,
     judge: str | None,
     vote: str,
     audit: bool,
@@ -134,7 +140,7 @@ def label(
     dry_run: bool,
     backend: BackendOptions,
 ) -> None:
-    """Label the answers, by exact match or by judges; audit the labels.
+    """Label the answers, by comparison with golds or by judges; audit the labels.
 
     With --audit and no --judge the labels that are there are audited.
 
@@ -151,8 +157,11 @@ def label(
         raise click.UsageError("--audit asks no model; leave --dry-run out")
     if judge is None and vote != "unanimous":
         raise click.UsageError("--vote is among judges; give --judge too")
+    if match is not None and (judge is not None or audit):
+        raise click.UsageError("--match labels without a judge and without --audit")
     from extract.label.judges import ConsensusConfig
-    from extract.label.stage import LABEL, label_by_judges
+    from extract.label.stage import LABEL, label_by_judges, settle_match
+    from extract.run.directory import RunDir
 
     if judge is not None:
         line = "label --judge"
@@ -162,11 +171,9 @@ def label(
             name = Path(judge).name if Path(judge).is_dir() else judge
             label_by_judges(run, generator, config, Progress(), name=name)
     elif not audit:
-        if not dry_run:
-            Progress().note(
-                "label: by normalised exact match, without a judge: a right answer in "
-                "words that no gold lists counts as wrong"
-            )
+        if match is not None and not dry_run:
+            with RunDir.open(run_dir) as run:
+                settle_match(run, match)
         do_or_forecast(run_dir, LABEL, dry_run)
     if audit:
         _audit(run_dir, n_sample, annotations, as_json)

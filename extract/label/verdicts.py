@@ -6,15 +6,31 @@ retrieval, where the majority decides and every question is kept.
 """
 
 import collections
+import dataclasses
 import re
 import string
 from collections.abc import Sequence
 from typing import Literal, get_args
 
 from extract.records import Answer, Example, Label
+from extract.run.manifest import Preset
 
 Verdict = Literal["correct", "incorrect", "unparsable"]
 Vote = Literal["unanimous", "majority"]
+Match = Literal["exact", "containment"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LabelConfig:
+    """The run's section `label`: how an answer is compared with golds, unjudged."""
+
+    match: Match = "exact"  # or "containment": a gold somewhere in the answer will do
+
+
+LABEL_PRESETS: dict[Preset, LabelConfig] = dict.fromkeys(
+    get_args(Preset), LabelConfig()
+)
+RULES: dict[Match, str] = {"exact": "exact match", "containment": "containment"}
 
 # Markup that a model may put around its one word, opening and closing. Brackets and
 # strike-through are not among them: they can mean "not this".
@@ -142,13 +158,14 @@ def consensus(
     return verdicts[0] == "correct", f"unanimous of {n}"
 
 
-def exact_label(example: Example, answer: Answer) -> Label:
-    """Return the label by normalised exact match, a judge with one rubric.
+def label_by_match(example: Example, answer: Answer, match: Match = "exact") -> Label:
+    """Return the label by comparison with the golds, a judge with one rubric.
 
     It knows no paraphrase: it suits sets whose golds list every accepted wording.
     """
-    is_match = exact_match(answer.text, example.golds)
-    return label_by(answer, ("correct" if is_match else "incorrect",))
+    is_right = {"exact": exact_match, "containment": contains_gold}[match]
+    said = "correct" if is_right(answer.text, example.golds) else "incorrect"
+    return label_by(answer, (said,))
 
 
 def label_by(

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from extract.label.rewrite import Rewrite, with_rewrites
+from extract.label.verdicts import LABEL_PRESETS, RULES
 from extract.records import (
     SETTINGS,
     Answer,
@@ -88,7 +89,7 @@ def label_rule(run: RunDir) -> str:
     record = run.stage_record("label")
     if record is not None and "judge" in record.inputs:
         return record.inputs.get("rule", "judges")
-    return "exact match"
+    return RULES[run.settle("label", LABEL_PRESETS, is_recorded=False).match]
 
 
 def count_correct(

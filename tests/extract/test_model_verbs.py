@@ -144,7 +144,7 @@ def test_judges_label_and_the_audit_finds_what_exact_match_misses(run_dir, tmp_p
     assert re.search(r"against exact match +(\d+) of \1 agree", done.stdout)
     # Exact match comes back, and says that it replaces the judges.
     done = beatrice("label", run_dir)
-    assert "normalised exact match" in done.stderr
+    assert "by exact match, without a judge" in done.stderr
     assert "replaces the judges' labels" in done.stderr
     assert labels_of(run_dir) == exact
 
