@@ -183,10 +183,21 @@ class TrainingRows:
 
 
 def training_rows(run: RunDir, setting: Setting, *, streamed: bool) -> TrainingRows:
-    """Fit the standardisation on the training rows, and read them unless streamed."""
+    """Fit the standardisation on the training rows, and read them unless streamed.
+
+    Raises:
+      ValueError: the training or validation rows hold one class alone.
+    """
     store, rows = load_rows(run, setting)
     layer, dims = chosen_layer(run), family_dims(store)
     where = rows.where("train"), rows.where("validation")
+    for split, held in zip(("training", "validation"), where, strict=True):
+        if len(set(rows.labels[held].tolist())) < 2:
+            raise ValueError(
+                f"{setting}: {int(rows.labels[held].sum())} of {len(held)} labelled "
+                f"{split} answers are correct, and one class alone teaches nothing; "
+                "look at the answers, or take more questions"
+            )
     widths = longest_spans(store.spec.spans, setting)
     features = partial(read_features, store, setting, layer, n_tokens=widths)
     if streamed:
