@@ -27,7 +27,12 @@ from extract.label.rubrics import RUBRICS
 from extract.label.verdicts import exact_label
 from extract.records import Answer, Example, Label, read_records, to_json, write_lines
 from extract.run.console import Progress, Update
-from extract.run.contents import labels_by, read_answers, read_examples
+from extract.run.contents import (
+    labels_by,
+    read_answers,
+    read_examples,
+    read_questions,
+)
 from extract.run.directory import RunDir
 from extract.run.files import sha256_json, write_json_atomic, write_text_atomic
 from extract.run.stages import Forecast, Stage, once
@@ -148,7 +153,7 @@ def rewrite_run(
     summary = run.replies("rewrite").with_suffix(".json")
 
     def work(update: Update) -> None:
-        examples = list(read_records(run.examples, Example))
+        examples = read_questions(run)
         replies = open_replies(run, "rewrite", progress)
         rewrites = rewrite_contexts(examples, generator, replies, config, update)
         progress.note(f"rewrite: {reused_in_words(replies)}")
