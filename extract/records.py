@@ -83,9 +83,9 @@ class Example(Record, frozen=True, kw_only=True):
         """Refuse a name that could become another path, and a question without gold."""
         if not is_safe_name(self.dataset):
             raise ValueError(
-                f"field 'dataset': {self.dataset[:80]!r} is no name: letters, digits, '.', "
-                f"'_' and '-', at most {MAX_NAME} characters, the first a letter, a "
-                "digit or '_'"
+                f"field 'dataset': {self.dataset[:80]!r} is no name: letters, digits, "
+                f"'.', '_' and '-', at most {MAX_NAME} characters, the first a letter, "
+                "a digit or '_'"
             )
         if not is_safe_id(self.id):
             raise ValueError(

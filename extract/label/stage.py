@@ -29,12 +29,18 @@ from extract.records import Answer, Example, Label, read_records, to_json, write
 from extract.run.console import Progress, Update
 from extract.run.contents import (
     labels_by,
+    question_files,
     read_answers,
     read_examples,
     read_questions,
 )
 from extract.run.directory import RunDir
-from extract.run.files import sha256_json, write_json_atomic, write_text_atomic
+from extract.run.files import (
+    sha256_json,
+    write_json_atomic,
+    write_new_text,
+    write_text_atomic,
+)
 from extract.run.stages import Forecast, Stage, once
 
 
@@ -54,7 +60,9 @@ def _label(run: RunDir, config: None, update: Update, progress: Progress) -> Non
             "label: exact match replaces the judges' labels; their replies stay in "
             f"{run.replies('judge')}"
         )
-    write_text_atomic(run.labels, write_lines(_exact_labels(run)))
+    # Without a record nobody has labelled here, and what is there is a person's.
+    write = write_new_text if record is None else write_text_atomic
+    write(run.labels, write_lines(_exact_labels(run)))
 
 
 def _forecast(run: RunDir, config: None) -> Forecast:
@@ -101,7 +109,7 @@ def label_by_judges(
             "verdicts stayed unparsable"
         )
 
-    inputs = run.hash_inputs(run.examples, run.answers)
+    inputs = run.hash_inputs(*question_files(run), run.answers)
     inputs["judge"] = sha256_json(identity)
     once(run, "label", inputs, [run.labels, summary], progress, work)
 
@@ -171,7 +179,7 @@ def rewrite_run(
 
 LABEL = Stage(
     name="label",
-    inputs=lambda run: [run.examples, run.answers],
+    inputs=lambda run: [*question_files(run), run.answers],
     outputs=lambda run: [run.labels],
     work=_label,
     forecast=_forecast,

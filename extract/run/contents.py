@@ -14,12 +14,9 @@ from extract.records import (
     Setting,
     read_records,
 )
-from extract.run.directory import RunDir
+from extract.run.directory import MAKE_A_RUN, RunDir
 
 Key = tuple[str, str, str]  # example, setting, variant
-MAKE_A_RUN = (
-    "questions of your own become a run with `beatrice data NEW_RUN --train NAME=FILE`"
-)
 
 
 def question_files(run: RunDir) -> list[Path]:
@@ -50,6 +47,11 @@ def store_files(run: RunDir) -> list[Path]:
     """
     folders = [run.features(setting) for setting in SETTINGS]
     return [folder / name for folder in folders for name in ("index.json", "commits")]
+
+
+def row_files(run: RunDir) -> list[Path]:
+    """Return the files that say what the rows of the stores are, with their labels."""
+    return [*question_files(run), run.labels, *store_files(run)]
 
 
 def read_questions(run: RunDir) -> list[Example]:
