@@ -238,9 +238,7 @@ def test_what_a_person_corrected_is_neither_read_nor_replaced(run):
     run_stage(label_stage("ours"), run, Progress())
     run.labels.write_text("corrected by hand")
     for stage in (label_stage("ours"), reader):
-        with pytest.raises(
-            ValueError, match="labels.jsonl was changed since it was"
-        ):
+        with pytest.raises(ValueError, match="labels.jsonl was changed since it was"):
             run_stage(stage, run, Progress())
     (run.path / "in").write_text("b")  # a reason to do it again is no reason to replace
     with pytest.raises(ValueError, match="labels.jsonl was changed since it was wri"):
