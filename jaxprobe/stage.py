@@ -8,6 +8,7 @@ import numpy as np
 
 from extract.records import SETTINGS, Setting
 from extract.run.console import Progress, Update
+from extract.run.contents import row_files
 from extract.run.directory import RunDir
 from extract.run.manifest import read_manifest
 from extract.run.stages import Stage
@@ -106,7 +107,7 @@ def _calibrate(run: RunDir, config: None, update: Update, progress: Progress) ->
 CALIBRATE = Stage(
     name="calibrate",
     inputs=lambda run: [
-        run.labels,
+        *row_files(run),
         run.sweep,
         run.selection,
         *encoder_folders(run),

@@ -21,7 +21,7 @@ import numpy as np
 
 from extract.records import SETTINGS, Setting
 from extract.run.console import Progress, Update
-from extract.run.contents import store_files
+from extract.run.contents import row_files
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
 from extract.run.results import ResultRow, publish, rows_file
@@ -139,8 +139,7 @@ def _folder(run: RunDir) -> Path:
 
 def _inputs(run: RunDir) -> list[Path]:
     """Return everything a variant depends on."""
-    selection = run.selection
-    return [run.labels, run.sweep, selection, *encoder_folders(run), *store_files(run)]
+    return [*row_files(run), run.sweep, run.selection, *encoder_folders(run)]
 
 
 @dataclasses.dataclass(frozen=True)

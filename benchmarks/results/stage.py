@@ -13,6 +13,7 @@ from extract.run.console import Progress, Update
 from extract.run.contents import (
     count_correct,
     label_rule,
+    question_files,
     read_examples,
     read_labels,
 )
@@ -86,6 +87,7 @@ def _report(run: RunDir, config: None, update: Update, progress: Progress) -> No
 REPORT = Stage(
     name="report",
     inputs=lambda run: [
+        *question_files(run),
         run.sweep,
         run.labels,
         run.selection,

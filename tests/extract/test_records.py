@@ -1,5 +1,6 @@
 import json
 import math
+import re
 
 import msgspec
 import pytest
@@ -95,7 +96,7 @@ def test_a_value_of_another_type_is_refused_by_its_field(record):
         try:
             found = from_json(kind, line, "here")
         except ValueError as error:
-            assert str(error).startswith(f"here, field '{name}")
+            assert re.match(f"here[,:] field '{name}", str(error))
             n_refused += 1
         else:
             assert json.loads(to_json(found)) == {**whole, name: value}
