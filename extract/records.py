@@ -10,7 +10,7 @@ import json
 import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
@@ -19,6 +19,8 @@ Variant = Literal["original", "rewritten"]
 Split = Literal["train", "validation", "test", "ood"]
 
 SETTINGS: tuple[Setting, ...] = ("closed_book", "with_context")
+# No vocabulary is larger; whether an id is one of the model's is seen at its tokenizer.
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,11 +80,20 @@ class Answer(Record, frozen=True, kw_only=True):
     setting: Setting
     variant: Variant
     text: str
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    stop_id: int | None
+    prompt_ids: tuple[TokenId, ...]
+    token_ids: tuple[TokenId, ...]
+    stop_id: TokenId | None
     context_span: tuple[int, int]
     dropped: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse a context that does not lie in the prompt."""
+        start, stop = self.context_span
+        if not 0 <= start <= stop <= len(self.prompt_ids):
+            raise ValueError(
+                f"context_span is [{start}, {stop}], expected [start, stop) inside the "
+                f"{len(self.prompt_ids)} ids of the prompt"
+            )
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -113,6 +124,7 @@ class Label(Record, frozen=True, kw_only=True):
 
 
 RecordT = TypeVar("RecordT", bound=Record)
+Decoded = TypeVar("Decoded")
 
 
 def to_json(record: Record) -> str:
@@ -124,55 +136,84 @@ def to_json(record: Record) -> str:
 
 
 @functools.cache
-def _decoder(kind: type[RecordT]) -> msgspec.json.Decoder[RecordT]:
+def _decoder(kind: type[Decoded]) -> msgspec.json.Decoder[Decoded]:
     return msgspec.json.Decoder(kind)
 
 
-def from_json(kind: type[RecordT], line: str | bytes, where: str) -> RecordT:
-    """Parse one line.
+def from_json(
+    kind: type[Decoded], line: str | bytes, where: str, what_to_do: str = ""
+) -> Decoded:
+    """Parse one JSON value as a type.
 
     Args:
-      kind: the record's class.
-      line: one JSON object.
-      where: file and line number, for the message.
+      kind: a record's class, or another type that msgspec knows.
+      line: the JSON text.
+      where: file, and line number where it has several, for the message.
+      what_to_do: ends the message.
 
     Raises:
-      ValueError: the line is not such a record; the message says where and why.
+      ValueError: the text is not such a value; the message says where and why.
     """
     try:
         return _decoder(kind).decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         pass  # it is wrong, or has a NaN in `meta`, which Python writes and reads
     try:
         return msgspec.convert(json.loads(line), kind)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        why = error.msg if isinstance(error, json.JSONDecodeError) else "not UTF-8"
-        raise ValueError(f"{where}: not a JSON object ({why})") from None
     except msgspec.ValidationError as error:
-        raise ValueError(f"{where}{_in_words(kind, str(error))}") from None
+        wrong = _in_words(kind, str(error))
+    except UnicodeDecodeError:
+        wrong = ": not a JSON object (not UTF-8)"
+    except RecursionError:
+        wrong = ": not a JSON object (nested too deeply)"
+    except ValueError as error:
+        wrong = f": not a JSON object ({getattr(error, 'msg', error)})"
+    raise ValueError(f"{where}{wrong}{what_to_do and '; '}{what_to_do}")
 
 
-def _in_words(kind: type[Record], complaint: str) -> str:
+def _in_words(kind: Any, complaint: str) -> str:
     """Return what msgspec says ("Expected `int`, got `str` - at `$.stop_id`")."""
     what, _, path = complaint.partition(" - at `$")
     path = path.strip(".`")
-    holder = Passage if path else kind  # the one record that lies inside others
+    # A record that lies inside another one is told apart where there is one such.
+    holder = kind if not path else Passage if kind is Example else None
+    holder = holder if hasattr(holder, "__struct_fields__") else None
+    a_holder = f"a {holder.__name__}" if holder else "an object"
     name = what.split("`")[1] if "`" in what else ""
     if what.startswith("Object contains"):
-        known = ", ".join(holder.__struct_fields__)
-        what = (
-            f"unknown field {name!r} in a {holder.__name__}; known fields are {known}"
-        )
+        what = f"unknown field {name!r} in {a_holder}"
+        if holder:
+            what += f"; known fields are {', '.join(holder.__struct_fields__)}"
     elif what.startswith("Object missing"):
-        what = f"a {holder.__name__} needs the field {name!r}"
+        what = f"{a_holder} needs the field {name!r}"
     elif what.startswith("Invalid enum value "):
-        choices = ", ".join(typing.get_args(typing.get_type_hints(kind)[path]))
         found = what.removeprefix("Invalid enum value ")
-        what = f"expected one of {choices}, found {found}"
+        hints = typing.get_type_hints(kind) if isinstance(kind, type) else {}
+        choices = typing.get_args(hints.get(path))
+        known = f"one of {', '.join(map(str, choices))}" if choices else "another value"
+        what = f"expected {known}, found {found}"
     else:
         what = what.replace("`", "").replace("Expected", "expected")
         what = what.replace(", got", ", found")
     return f", field {path!r}: {what}" if path else f": {what}"
+
+
+def read_json(path: Path, kind: type[Decoded], what_to_do: str) -> Decoded:
+    """Return what a JSON file of a run holds.
+
+    Args:
+      path: the file.
+      kind: what it is expected to hold.
+      what_to_do: where it does not, in words.
+
+    Raises:
+      ValueError: it is missing or holds something else; names file and field.
+    """
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{path} is missing; {what_to_do}") from None
+    return from_json(kind, content, str(path), what_to_do)
 
 
 def read_records(path: Path, kind: type[RecordT]) -> Iterator[RecordT]:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
+from extract.records import read_json
+
 
 def sync_folder(folder: Path) -> None:
     """Make a rename in `folder` survive a power cut."""
@@ -77,6 +79,30 @@ def write_json_atomic(path: Path, value: Any) -> None:
     write_text_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
+def seal(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a JSON object with its own SHA-256 as the entry `sha256`."""
+    return value | {"sha256": sha256_json(value)}
+
+
+def read_sealed(path: Path, what_to_do: str) -> dict[str, Any]:
+    """Return the object that `seal` made, without its SHA-256, after checking it.
+
+    Args:
+      path: a JSON file.
+      what_to_do: where it is damaged, in words.
+
+    Raises:
+      ValueError: it is missing, is no such object, or was changed since.
+    """
+    found = read_json(path, dict[str, Any], what_to_do)
+    sha = found.pop("sha256", None)
+    if sha != sha256_json(found):
+        raise ValueError(
+            f"{path} is damaged or edited: its own SHA-256 does not match; {what_to_do}"
+        )
+    return found
+
+
 def sha256_file(path: Path) -> str:
     """Return the SHA-256 of a file's content as hex."""
     with path.open("rb") as stream:
@@ -115,19 +141,16 @@ def verify_checksums(folder: Path) -> None:
     Raises:
       ValueError: a file is missing, added or changed, or there are no checksums.
     """
-    try:
-        expected = json.loads((folder / CHECKSUMS).read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no readable {CHECKSUMS} in {folder}: {error}") from None
+    what_to_do = "copy the folder again or do the stage again"
+    expected = read_json(folder / CHECKSUMS, dict[str, str], what_to_do)
     found = _names(folder)
     if odd := sorted(set(expected) ^ set(found)):
         what = "missing" if odd[0] in expected else f"not in {CHECKSUMS}"
-        raise ValueError(f"{folder} is damaged: {odd[0]} is {what}")
+        raise ValueError(f"{folder} is damaged: {odd[0]} is {what}; {what_to_do}")
     for name in found:
         if sha256_file(folder / name) != expected[name]:
             raise ValueError(
-                f"{folder} is damaged: {name} does not match its SHA-256; copy it "
-                "again or do the stage again"
+                f"{folder} is damaged: {name} does not match its SHA-256; {what_to_do}"
             )
 
 
