@@ -5,20 +5,21 @@ missing field is an error that names the file and the line, so that a renamed co
 cannot turn into an empty one. To change a field: `msgspec.structs.replace`.
 """
 
-import functools
 import json
-import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
+from extract.run.files import from_json
+
 Setting = Literal["closed_book", "with_context"]
 Variant = Literal["original", "rewritten"]
 Split = Literal["train", "validation", "test", "ood"]
 
 SETTINGS: tuple[Setting, ...] = ("closed_book", "with_context")
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 # No vocabulary is larger; whether an id is one of the model's is seen at its tokenizer.
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
@@ -124,7 +125,6 @@ class Label(Record, frozen=True, kw_only=True):
 
 
 RecordT = TypeVar("RecordT", bound=Record)
-Decoded = TypeVar("Decoded")
 
 
 def to_json(record: Record) -> str:
@@ -133,87 +133,6 @@ def to_json(record: Record) -> str:
     Python's own writer, not msgspec's: manifests hold hashes of its very bytes.
     """
     return json.dumps(record, default=msgspec.structs.asdict)
-
-
-@functools.cache
-def _decoder(kind: type[Decoded]) -> msgspec.json.Decoder[Decoded]:
-    return msgspec.json.Decoder(kind)
-
-
-def from_json(
-    kind: type[Decoded], line: str | bytes, where: str, what_to_do: str = ""
-) -> Decoded:
-    """Parse one JSON value as a type.
-
-    Args:
-      kind: a record's class, or another type that msgspec knows.
-      line: the JSON text.
-      where: file, and line number where it has several, for the message.
-      what_to_do: ends the message.
-
-    Raises:
-      ValueError: the text is not such a value; the message says where and why.
-    """
-    try:
-        return _decoder(kind).decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        pass  # it is wrong, or has a NaN in `meta`, which Python writes and reads
-    try:
-        return msgspec.convert(json.loads(line), kind)
-    except msgspec.ValidationError as error:
-        wrong = _in_words(kind, str(error))
-    except UnicodeDecodeError:
-        wrong = ": not a JSON object (not UTF-8)"
-    except RecursionError:
-        wrong = ": not a JSON object (nested too deeply)"
-    except ValueError as error:
-        wrong = f": not a JSON object ({getattr(error, 'msg', error)})"
-    raise ValueError(f"{where}{wrong}{what_to_do and '; '}{what_to_do}")
-
-
-def _in_words(kind: Any, complaint: str) -> str:
-    """Return what msgspec says ("Expected `int`, got `str` - at `$.stop_id`")."""
-    what, _, path = complaint.partition(" - at `$")
-    path = path.strip(".`")
-    # A record that lies inside another one is told apart where there is one such.
-    holder = kind if not path else Passage if kind is Example else None
-    holder = holder if hasattr(holder, "__struct_fields__") else None
-    a_holder = f"a {holder.__name__}" if holder else "an object"
-    name = what.split("`")[1] if "`" in what else ""
-    if what.startswith("Object contains"):
-        what = f"unknown field {name!r} in {a_holder}"
-        if holder:
-            what += f"; known fields are {', '.join(holder.__struct_fields__)}"
-    elif what.startswith("Object missing"):
-        what = f"{a_holder} needs the field {name!r}"
-    elif what.startswith("Invalid enum value "):
-        found = what.removeprefix("Invalid enum value ")
-        hints = typing.get_type_hints(kind) if isinstance(kind, type) else {}
-        choices = typing.get_args(hints.get(path))
-        known = f"one of {', '.join(map(str, choices))}" if choices else "another value"
-        what = f"expected {known}, found {found}"
-    else:
-        what = what.replace("`", "").replace("Expected", "expected")
-        what = what.replace(", got", ", found")
-    return f", field {path!r}: {what}" if path else f": {what}"
-
-
-def read_json(path: Path, kind: type[Decoded], what_to_do: str) -> Decoded:
-    """Return what a JSON file of a run holds.
-
-    Args:
-      path: the file.
-      kind: what it is expected to hold.
-      what_to_do: where it does not, in words.
-
-    Raises:
-      ValueError: it is missing or holds something else; names file and field.
-    """
-    try:
-        content = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        raise ValueError(f"{path} is missing; {what_to_do}") from None
-    return from_json(kind, content, str(path), what_to_do)
 
 
 def read_records(path: Path, kind: type[RecordT]) -> Iterator[RecordT]:

@@ -1,19 +1,24 @@
-"""Files that are whole or grow by whole lines, and are told apart by their SHA-256.
+"""Files that are whole or grow by whole lines, told apart by SHA-256, read by type.
 
 A file written here is the old one or the new one, never half of either.
 """
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
+import re
 import tempfile
+import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Self, TypeVar
 
-from extract.records import read_json
+import msgspec
+
+Decoded = TypeVar("Decoded")
 
 
 def sync_folder(folder: Path) -> None:
@@ -77,6 +82,98 @@ def write_stream_atomic(path: Path) -> Iterator[BinaryIO]:
 def write_json_atomic(path: Path, value: Any) -> None:
     """Replace a JSON file in one step; NaN is refused, since JSON has none."""
     write_text_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+@functools.cache
+def _decoder(kind: type[Decoded]) -> msgspec.json.Decoder[Decoded]:
+    return msgspec.json.Decoder(kind)
+
+
+def from_json(
+    kind: type[Decoded], text: str | bytes, where: str, what_to_do: str = ""
+) -> Decoded:
+    """Read one JSON value as a type.
+
+    Args:
+      kind: a record's class, or another type that msgspec knows.
+      text: the JSON.
+      where: file, and line number where it has several, for the message.
+      what_to_do: ends the message.
+
+    Raises:
+      ValueError: the text is not such a value; the message says where and why.
+    """
+    try:
+        return _decoder(kind).decode(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        pass  # it is wrong, or holds a NaN, which Python writes and reads
+    try:
+        return msgspec.convert(json.loads(text), kind)
+    except msgspec.ValidationError as error:
+        wrong = _in_words(kind, str(error))
+    except UnicodeDecodeError:
+        wrong = ": not a JSON object (not UTF-8)"
+    except RecursionError:
+        wrong = ": not a JSON object (nested too deeply)"
+    except ValueError as error:
+        wrong = f": not a JSON object ({getattr(error, 'msg', error)})"
+    raise ValueError(f"{where}{wrong}{what_to_do and '; '}{what_to_do}")
+
+
+def _in_words(kind: Any, complaint: str) -> str:
+    """Return what msgspec says ("Expected `int`, got `str` - at `$.stop_id`")."""
+    what, _, path = complaint.partition(" - at `$")
+    path = path.strip(".`")
+    name = what.split("`")[1] if "`" in what else ""
+    holder = _type_at(kind, path)
+    a_holder = f"a {holder.__name__}" if _is_struct(holder) else "an object"
+    if what.startswith("Object contains"):
+        what = f"unknown field {name!r} in {a_holder}"
+        if _is_struct(holder):
+            what += f"; known fields are {', '.join(holder.__struct_fields__)}"
+    elif what.startswith("Object missing"):
+        what = f"{a_holder} needs the field {name!r}"
+    elif what.startswith("Invalid enum value "):
+        choices = ", ".join(map(str, typing.get_args(holder)))
+        found = what.removeprefix("Invalid enum value ")
+        what = f"expected one of {choices or 'the known names'}, found {found}"
+    else:
+        what = what.replace("`", "").replace("Expected", "expected")
+        what = what.replace(", got", ", found")
+    return f", field {path!r}: {what}" if path else f": {what}"
+
+
+def _is_struct(kind: Any) -> bool:
+    return hasattr(kind, "__struct_fields__")
+
+
+def _type_at(kind: Any, path: str) -> Any:
+    """Return the type of a field, such as that of an element of `passages[...]`."""
+    for part in re.findall(r"\w+|\[", path):
+        if part == "[":
+            inner = [one for one in typing.get_args(kind) if one is not Ellipsis]
+            kind = inner[-1] if inner else None
+        elif _is_struct(kind):
+            kind = typing.get_type_hints(kind).get(part)
+    return kind
+
+
+def read_json(path: Path, kind: type[Decoded], what_to_do: str) -> Decoded:
+    """Return what a JSON file of a run holds.
+
+    Args:
+      path: the file.
+      kind: what it is expected to hold.
+      what_to_do: where it does not, in words.
+
+    Raises:
+      ValueError: it is missing or holds something else; names file and field.
+    """
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{path} is missing; {what_to_do}") from None
+    return from_json(kind, content, str(path), what_to_do)
 
 
 def seal(value: dict[str, Any]) -> dict[str, Any]:

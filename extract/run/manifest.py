@@ -18,8 +18,8 @@ from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
-from extract.records import Record, read_json
 from extract.run.files import (
+    read_json,
     read_sealed,
     seal,
     sync_folder,
@@ -100,7 +100,7 @@ def manifest_file(path: Path) -> Path:
     return path / "manifest.json"
 
 
-class Manifest(Record, frozen=True, kw_only=True):
+class Manifest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What the file holds, beside its own SHA-256."""
 
     format: Literal["beatrice-run"]

@@ -9,11 +9,11 @@ from extract.records import (
     Example,
     Label,
     Passage,
-    from_json,
     read_records,
     to_json,
     write_lines,
 )
+from extract.run.files import from_json
 
 EXAMPLE = Example(
     id="q1",
