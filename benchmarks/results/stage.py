@@ -23,6 +23,7 @@ from extract.run.results import (
     CONTROLLERS,
     ResultTable,
     asked_for,
+    gather,
     read_result_rows,
     rows_file,
 )
@@ -78,6 +79,7 @@ def report_data(run: RunDir) -> ReportData:
 
 
 def _report(run: RunDir, config: None, update: Update, progress: Progress) -> None:
+    gather(run, progress)
     write_report(report_data(run), run.report)
 
 
