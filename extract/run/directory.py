@@ -292,14 +292,16 @@ class RunDir:
             ("input", record.inputs, now),
             ("output", record.outputs, self._rehash(record.outputs, gone="")),
         ):
-            changed = sorted(
-                key
-                for key in then.keys() | current.keys()
-                if then.get(key) != current.get(key)
-            )
-            if changed:
+            if changed := _differing(then, current):
                 return f"stage {name}: its {kind} {changed[0]} has changed since"
         return None
+
+    def is_altered(self, name: str) -> bool:
+        """Tell whether a stage's outputs alone, and not its inputs, have changed."""
+        record = self.stage_record(name)
+        if record is None or _differing(record.inputs, self._rehash(record.inputs)):
+            return False
+        return bool(_differing(record.outputs, self._rehash(record.outputs, gone="")))
 
     def stage_done(self, name: str, inputs: Mapping[str, str] | None = None) -> bool:
         """Tell whether a stage is finished and nothing under it has changed."""
@@ -353,6 +355,10 @@ class RunDir:
     def _relative(self, path: Path | str) -> str:
         """Path inside the run directory."""
         return (self.path / path).relative_to(self.path).as_posix()
+
+
+def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    return sorted(k for k in one.keys() | other.keys() if one.get(k) != other.get(k))
 
 
 def _known(setting: Setting) -> Setting:

@@ -321,7 +321,7 @@ class JsonLines:
         with self.path.open("rb") as lines:
             for line in lines:
                 try:
-                    yield json.loads(line)
+                    yield from_json(dict[str, Any], line, "")
                 except ValueError:
                     return  # its reader refuses what is damaged before the end
 
@@ -329,21 +329,17 @@ class JsonLines:
         """Yield the rows that are there."""
         if not self.path.exists():
             return
-        with self.path.open(encoding="utf-8") as lines:
+        with self.path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
-                try:
-                    yield json.loads(line)
-                except ValueError as error:
-                    raise ValueError(
-                        f"{self.path}, line {number}: not a JSON object ({error}); "
-                        "restore the file, or delete it to do the stage again"
-                    ) from None
+                where = f"{self.path}, line {number}"
+                again = "restore the file, or delete it to do the stage again"
+                yield from_json(dict[str, Any], line, where, again)
 
 
 def _is_whole(line: bytes) -> bool:
     """Tell whether a last line is a finished JSON object."""
     try:
-        return line.endswith(b"\n") and isinstance(json.loads(line), dict)
+        return line.endswith(b"\n") and bool(from_json(dict[str, Any], line, ""))
     except ValueError:
         return False
 

@@ -90,6 +90,11 @@ def load_rows(run: RunDir, setting: Setting) -> tuple[FeatureStore, Rows]:
     examples = {example.id: example for example in read_examples(run)}
     labels = read_labels(run)
     keys = store.spec.keys
+    if unknown := [key[0] for key in keys if key[0] not in examples]:
+        raise ValueError(
+            f"{store.url} has signals of the question {unknown[0]!r}, which is not in "
+            f"{run.examples}; delete the store and run `beatrice extract` again"
+        )
     unlabelled = [key for key in keys if key not in labels]
     if unlabelled:
         raise ValueError(
