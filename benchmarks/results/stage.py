@@ -1,11 +1,13 @@
 """The stage that writes the report, and the headline of a finished run."""
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from benchmarks.results.report import ReportData, write_report
+from benchmarks.results.saved import read_control, read_reliability
 from benchmarks.results.tables import as_text, controller_table, detection_table
 from extract.backbone.names import backbone_of
 from extract.records import SETTINGS
@@ -22,12 +24,13 @@ from extract.run.results import (
     CONTROLLERS,
     ResultTable,
     asked_for,
+    gather,
     read_result_rows,
     rows_file,
 )
 from extract.run.stages import Stage
 from extract.signals.stage import extract_config
-from jaxprobe.features.rows import chosen_layer
+from jaxprobe.features.rows import chosen_layer, read_sweep
 from jaxprobe.settings import grid_config
 from selection.ablation import ablation_summary
 from selection.ranking import ranking_summary
@@ -55,13 +58,9 @@ def _facts(run: RunDir) -> dict[str, str]:
     }
 
 
-def _read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
 def report_data(run: RunDir) -> ReportData:
     """Collect what the report shows from the run's files."""
-    control = _read_json(run.control / "control.json")
+    control = read_control(run)
     on_request = asked_for(run)
     ranked = SETTINGS if "exhaustive" in on_request else ()
     records = {n: run.stage_record(n) for n in (*IN_ORDER, "report", *on_request)}
@@ -70,9 +69,9 @@ def report_data(run: RunDir) -> ReportData:
         stage_seconds={name: r.seconds for name, r in records.items() if r is not None},
         rows=read_result_rows(run),
         accuracy=count_correct(read_examples(run), read_labels(run)),
-        sweep=_read_json(run.sweep)["settings"],
+        sweep=msgspec.to_builtins(read_sweep(run).settings),
         selection={setting: selection_summary(run, setting) for setting in SETTINGS},
-        reliability=_read_json(run.path / "reliability.json"),
+        reliability=read_reliability(run),
         control={k: control[k] for k in ("tau", "budget", "cap", "frontier")},
         cases=control["cases"],
         ranking={setting: ranking_summary(run, setting) for setting in ranked},
@@ -81,6 +80,7 @@ def report_data(run: RunDir) -> ReportData:
 
 
 def _report(run: RunDir, config: None, update: Update, progress: Progress) -> None:
+    gather(run, progress)
     write_report(report_data(run), run.report)
 
 

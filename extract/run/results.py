@@ -55,6 +55,7 @@ SPAN_DECISIONS = {
     "literal": "Answer tokens only",
 }
 
+SHARES = ("auroc", "auprc", "em", "f1", "brier", "ece", "cut")  # or their differences
 RowSetting = Literal["closed_book", "with_context", "both"]
 
 
@@ -95,8 +96,9 @@ class ResultRow(Record, frozen=True, kw_only=True):
         """Refuse a row that hides something.
 
         Raises:
-          ValueError: a number is not finite, an undefined value has no reason, an
-            interval has one end, or a seed or count is not one.
+          ValueError: a number is not finite or out of its range, an undefined value
+            has no reason, an interval is reversed or has one end, or a seed or count
+            is not one.
         """
         numbers = (self.value, self.ci_low, self.ci_high)
         if any(x is not None and not math.isfinite(x) for x in numbers):
@@ -108,6 +110,12 @@ class ResultRow(Record, frozen=True, kw_only=True):
             wrong = "a value of None needs a reason"
         elif (self.ci_low is None) != (self.ci_high is None):
             wrong = "an interval needs both ends or neither"
+        elif self.ci_low is not None and self.ci_low > self.ci_high:
+            wrong = f"its interval is reversed: {self.ci_low} to {self.ci_high}"
+        elif self.metric in SHARES and any(
+            x is not None and abs(x) > 1 for x in numbers
+        ):
+            wrong = f"{numbers} is no share, expected numbers up to 1"
         elif self.n < 0 or self.n_failed < 0:
             wrong = "a count cannot be negative"
         elif self.seed != "mean" and not self.seed.isdecimal():
@@ -259,11 +267,27 @@ def publish(run: RunDir, stage: str, rows: list[ResultRow], progress: Progress) 
     rule = label_rule(run)
     rows = [msgspec.structs.replace(row, label_rule=rule) for row in rows]
     write_text_atomic(rows_file(run, stage), write_rows(rows))
+    gather(run, progress, stage)
+
+
+def gather(run: RunDir, progress: Progress, stage: str | None = None) -> None:
+    """Write results.jsonl from the rows of all stages.
+
+    Args:
+      run: of the stages.
+      progress: told of rows that are out of date.
+      stage: the one that is writing its rows and has no record of them yet.
+
+    Raises:
+      ValueError: the rows of another stage have changed since it wrote them.
+    """
     current = {*ALWAYS, stage, *asked_for(run)}
     parts = []
     for name in (*ALWAYS, *ON_REQUEST):
         path = rows_file(run, name)
         if path.exists() and name in current:
+            if name != stage:
+                run.hash_inputs(path)  # refuses what has changed
             parts.append(path.read_text(encoding="utf-8"))
         elif path.exists() and run.stage_record(name) is not None:
             progress.note(
@@ -273,6 +297,25 @@ def publish(run: RunDir, stage: str, rows: list[ResultRow], progress: Progress) 
     write_text_atomic(run.results, "".join(parts))
 
 
+_MEASURED = ("value", "ci_low", "ci_high", "n", "n_failed", "reason")
+
+
 def read_result_rows(run: RunDir) -> list[ResultRow]:
-    """Return every row of the run."""
-    return list(read_rows(run.results))
+    """Return every row of the run.
+
+    Raises:
+      ValueError: there is no row, a line is none, or two rows give one number twice.
+    """
+    found = list(read_rows(run.results))
+    if not found:
+        raise ValueError(f"{run.results} holds no row; run `beatrice evaluate` again")
+    lines: dict[tuple[Any, ...], int] = {}
+    for number, row in enumerate(found, start=1):
+        fields = msgspec.structs.asdict(row).items()
+        identity = tuple(value for name, value in fields if name not in _MEASURED)
+        if lines.setdefault(identity, number) != number:
+            raise ValueError(
+                f"{run.results}, lines {lines[identity]} and {number}: two rows for "
+                f"({row.where}), expected one; run the stages that write them again"
+            )
+    return found

@@ -4,7 +4,6 @@ Training rows lie on the device, or stay in the store and are read while encoder
 """
 
 import dataclasses
-import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,9 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from extract.records import Setting
+from extract.records import Record, Setting, Share
 from extract.run.contents import read_examples, read_labels
 from extract.run.directory import RunDir
+from extract.run.files import read_json
 from extract.store.read import FeatureStore, open_store
 from jaxprobe.features.families import (
     FamilyTokens,
@@ -91,6 +91,11 @@ def load_rows(run: RunDir, setting: Setting) -> tuple[FeatureStore, Rows]:
     examples = {example.id: example for example in read_examples(run)}
     labels = read_labels(run)
     keys = store.spec.keys
+    if unknown := [key[0] for key in keys if key[0] not in examples]:
+        raise ValueError(
+            f"{store.url} has signals of the question {unknown[0]!r}, which is not in "
+            f"{run.examples}; delete the store and run `beatrice extract` again"
+        )
     unlabelled = [key for key in keys if key not in labels]
     if unlabelled:
         raise ValueError(
@@ -127,9 +132,33 @@ def partners(rows: Rows, closed_book: Rows) -> np.ndarray:
     return np.array([place[example_id] for example_id in rows.ids], dtype=np.int64)
 
 
+class LayerCurve(Record, frozen=True, kw_only=True):
+    """A setting's sweep: validation AUROC per layer and seed, and the best layer."""
+
+    layers: tuple[int, ...]
+    auroc: tuple[tuple[Share, ...], ...]
+    best: int
+
+
+class LayerSweep(Record, frozen=True, kw_only=True):
+    """What the sweep found; `layer` serves all settings."""
+
+    layer: int
+    settings: dict[Setting, LayerCurve]
+
+
+def read_sweep(run: RunDir) -> LayerSweep:
+    """Return what the sweep found.
+
+    Raises:
+      ValueError: it has not been made, or its file is not as it was written.
+    """
+    return read_json(run.sweep, LayerSweep, "run `beatrice sweep` again")
+
+
 def chosen_layer(run: RunDir) -> int:
     """Return the layer the hidden family is read from."""
-    return int(json.loads(run.sweep.read_text())["layer"])
+    return read_sweep(run).layer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
