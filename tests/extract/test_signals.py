@@ -107,6 +107,7 @@ def test_pushes_sum_to_the_score_of_the_last_state_less_that_of_the_first(reader
     with torch.no_grad():
         gain = norm(passes[-1].h_out / scale) - norm(passes[0].h_in)
         expected = (gain[0] * head.weight[torch.from_numpy(sequence.targets)]).sum(-1)
+        expected *= probability.head_of(backbone.model).scale
     found = reader.read([sequence])[0].resid.reshape(26, -1, 4)[:, :, [1, 3]]
     np.testing.assert_allclose(found.sum((1, 2)), expected.numpy(), atol=1e-4)
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.speed.oracle import attention_reading, exact_map
+from benchmarks.speed.exact.untouched import exact_map
+from benchmarks.speed.oracle import attention_reading
 from extract.signals.probability import Head, token_probabilities
 from extract.signals.span_sums import AttentionCall, span_readings
 
