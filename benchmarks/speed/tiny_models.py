@@ -242,6 +242,8 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 def _randomise(model: PreTrainedModel) -> None:
     """Spread weights out: initial ones give nearly uniform attention and logits."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith("embed_positions"):
+            continue  # GPT-J's sines, which no checkpoint holds
         if "norm" in name or "ln_" in name or name.endswith("layer_scalar"):
             tensor.add_(0.3 * torch.randn_like(tensor))
         elif name.endswith("sinks"):
