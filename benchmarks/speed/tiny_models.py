@@ -194,7 +194,11 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         logit_scale=0.5,
     ),
     "gpt_oss": _named(
-        "GptOss", sliding_window=WINDOW, layer_types=_SLIDING[:3], **_EXPERTS
+        "GptOss",
+        sliding_window=WINDOW,
+        layer_types=_SLIDING[:3],
+        rope_parameters={"rope_type": "default", "rope_theta": 150000.0},
+        **_EXPERTS,
     ),
     "glm4": _named("Glm4"),
     "falcon": _named("Falcon", sizes=_FALCON, bias=True),
@@ -308,6 +312,20 @@ _GEMMA4_WRAPPER["vision_config"] = {
     "head_dim": 8,
     "position_embedding_size": 16,
 }
+_LLAMA4 = {
+    "vision_config": {
+        **_ONE_LAYER,
+        "image_size": 28,
+        "patch_size": 14,
+        "intermediate_size": 64,  # four patches become one
+        "vision_output_dim": 16,
+        "projector_input_dim": 16,
+        "projector_output_dim": 16,
+    },
+    "boi_token_index": N_TEXT_IDS,
+    "eoi_token_index": N_TEXT_IDS + 1,
+    "image_token_index": N_TEXT_IDS + 2,
+}
 # Family -> class and sizes of its released form: the text model beside towers, which
 # are as small as their configs allow and never called.
 WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -316,6 +334,7 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", _GEMMA3),
     "gemma4": ("Gemma4", _GEMMA4_WRAPPER),
     "gemma4_moe": ("Gemma4", _GEMMA4_WRAPPER),
+    "llama4": ("Llama4", _LLAMA4),
 }
 
 
