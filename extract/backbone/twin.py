@@ -95,21 +95,22 @@ def spread_weights(model: torch.nn.Module) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not tensor.is_floating_point() or "inv_freq" in name:
             continue
-        if "norm" in name or "ln_" in name or name.endswith("scalar"):
+        if name.endswith("bias"):
+            tensor.normal_(0.0, 0.2)
+        elif tensor.ndim < 2:  # gains, scalars, sinks
             tensor.add_(0.3 * torch.randn_like(tensor))
         elif tensor.ndim >= 2 and ("embed" in name or "wte" in name or "wpe" in name):
             tensor.normal_(0.0, 0.5)
-        elif tensor.ndim >= 2:
+        else:
             tensor.normal_(0.0, tensor.shape[-1] ** -0.5)
-        elif name.endswith("bias"):
-            tensor.normal_(0.0, 0.2)
 
 
-def narrow_twin(config: Any, *, seed: int = 7, **changes: Any) -> Any:
+def narrow_twin(config: Any, *, kind: Any = None, seed: int = 7, **changes: Any) -> Any:
     """Build a random narrow model of a text model's config, the same on every call.
 
     Args:
       config: a text model's, as Transformers completes it.
+      kind: the model's class; None is the one that Transformers has for the config.
       seed: of the weights.
       **changes: further entries of the config.
 
@@ -126,22 +127,23 @@ def narrow_twin(config: Any, *, seed: int = 7, **changes: Any) -> Any:
         if "num_key_value_heads" in entries and "num_key_value_heads" not in changes:
             entries["num_key_value_heads"] = kv_heads[0]
         try:
-            return _built(type(config).from_dict(entries), seed)
+            return _built(type(config).from_dict(entries), kind, seed)
         except Exception:
             kv_heads.pop(0)
             if not kv_heads or "num_key_value_heads" in changes:
                 raise
 
 
-def _built(config: Any, seed: int) -> Any:
+def _built(config: Any, kind: Any, seed: int) -> Any:
+    build = AutoModelForCausalLM.from_config if kind is None else kind._from_config
     with torch.device("meta"):
-        outline = AutoModelForCausalLM.from_config(config)
+        outline = build(config)
     n_parameters = sum(tensor.numel() for tensor in outline.parameters())
     if n_parameters > _MOST_PARAMETERS:
         raise ValueError(f"the twin of {type(outline).__name__} is not small")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
+        model = build(config)
         spread_weights(model)
         model.eval().requires_grad_(False)
         model(input_ids=torch.arange(3, 14)[None], use_cache=False)
