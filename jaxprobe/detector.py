@@ -30,6 +30,7 @@ from jaxprobe.features.subsets import SUBSET_NAMES, SUBSETS, FamilyDims, subset_
 from jaxprobe.fit.grid import Trained
 from jaxprobe.model.encoder import Encoder, Params
 from jaxprobe.model.fusion import FusionHead, head_inputs, slots_of
+from jaxprobe.scope import Scope, Threshold
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,7 @@ class EncoderBank:
       params: leaves `[n_seeds, n_kept, ...]`.
       lengths: of the longest spans in training; whoever pads to them compiles once.
         Empty where unknown.
+      scope: where its signals lay in training; None where unknown.
     """
 
     dims: FamilyDims
@@ -52,6 +54,7 @@ class EncoderBank:
     names: tuple[str, ...]
     params: Params
     lengths: tuple[int, ...] = ()
+    scope: Scope | None = None
 
     @classmethod
     def from_trained(
@@ -63,6 +66,7 @@ class EncoderBank:
         config: EncoderConfig,
         standardizer: Standardizer,
         lengths: Sequence[int] = (),
+        scope: Scope | None = None,
     ) -> "EncoderBank":
         """Take some subsets, all seeds, out of a trained grid."""
         seeds = sorted({m.seed for m in trained.members})
@@ -80,6 +84,7 @@ class EncoderBank:
             names=tuple(SUBSET_NAMES[subset_index(name)] for name in names),
             params=params,
             lengths=tuple(lengths),
+            scope=scope,
         )
 
 
@@ -149,12 +154,14 @@ class SettingHead:
       config: shape of the heads.
       params: leaves `[n_seeds, ...]`.
       calibrator: from raw score to probability.
+      threshold: at which answers are trusted; None where none was asked for.
     """
 
     reads: tuple[tuple[Setting, str], ...]
     config: FusionConfig
     params: Params
     calibrator: Calibrator
+    threshold: Threshold | None = None
 
 
 @partial(jax.jit, static_argnames=("head",))
@@ -288,6 +295,8 @@ class Detector:
                 "params": bank.params,
                 "standardizer": bank.standardizer._asdict(),
             }
+            if bank.scope is not None:
+                arrays["banks"][where]["scope"] = bank.scope._asdict()
             config["banks"][where] = {
                 "dims": dataclasses.asdict(bank.dims),
                 "config": dataclasses.asdict(bank.config),
@@ -302,6 +311,7 @@ class Detector:
             config["heads"][setting] = {
                 "config": dataclasses.asdict(head.config),
                 "reads": [list(read) for read in head.reads],
+                "threshold": head.threshold and dataclasses.asdict(head.threshold),
             }
         checkpoint.save(Path(path), arrays, config)
 
@@ -311,6 +321,8 @@ class Detector:
         arrays, config = checkpoint.restore(Path(path))
         if config.get("format") != 2:
             raise ValueError(f"{path} is not a detector of format 2: {config}")
+        # Scope and thresholds may lack: a detector of an earlier version has neither.
+        scopes = {where: found.get("scope") for where, found in arrays["banks"].items()}
         banks = {
             where: EncoderBank(
                 dims=FamilyDims(**spec["dims"]),
@@ -319,6 +331,7 @@ class Detector:
                 lengths=tuple(spec["lengths"]),
                 params=arrays["banks"][where]["params"],
                 standardizer=Standardizer(**arrays["banks"][where]["standardizer"]),
+                scope=scopes[where] and Scope(**scopes[where]),
             )
             for where, spec in config["banks"].items()
         }
@@ -328,6 +341,7 @@ class Detector:
                 reads=tuple((where, name) for where, name in spec["reads"]),
                 params=arrays["heads"][setting]["params"],
                 calibrator=Calibrator(**arrays["heads"][setting]["calibrator"]),
+                threshold=spec.get("threshold") and Threshold(**spec["threshold"]),
             )
             for setting, spec in config["heads"].items()
         }
