@@ -19,7 +19,7 @@ from extract.run.contents import (
 )
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
-from extract.run.results import ResultRow, publish, rows_file
+from extract.run.results import IN_DOMAIN, RIVALS, ResultRow, publish, rows_file
 from extract.run.stages import Stage
 from jaxprobe import checkpoint
 from jaxprobe.calibration import Reliability, brier, ece, reliability
@@ -82,7 +82,7 @@ def _bins(curve: Reliability) -> list[dict[str, Any]]:
 def _reliability(
     run: RunDir, setting: Setting
 ) -> tuple[dict[str, Any], list[ResultRow]]:
-    """Return the reliability of the champion on the in-domain test set, and its rows.
+    """Return the reliability of the champion on all in-domain test sets, and its rows.
 
     Both of the head's own probability ("raw") and of the calibrated one.
     """
@@ -107,7 +107,7 @@ def _reliability(
                     experiment="calibration",
                     detector=f"champion:{name}",
                     setting=setting,
-                    dataset="+".join(dict.fromkeys(map(str, rows.datasets[where]))),
+                    dataset=IN_DOMAIN,
                     split="test",
                     metric=metric,
                     value=value,
@@ -123,7 +123,9 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
     made, curves = [], {}
     for n_done, setting in enumerate(SETTINGS, start=1):
         _, rows = load_rows(run, setting)
-        made += detection_rows(detectors_of(run, setting), rows, bootstrap)
+        pairs = [("champion", rival) for rival in RIVALS]
+        detectors = detectors_of(run, setting)
+        made += detection_rows(detectors, rows, bootstrap, pairs=pairs)
         curves[setting], calibration = _reliability(run, setting)
         made += calibration
         update(n_done, len(SETTINGS))
