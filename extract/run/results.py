@@ -33,7 +33,12 @@ SETTING_LABELS = {
     "with_context": "With context",
     "both": "Both settings",
 }
-SPLIT_LABELS = {"validation": "validation", "test": "test", "ood": "held out"}
+SPLIT_LABELS = {
+    "validation": "validation",
+    "test": "test",
+    "ood": "held out",
+    "evaluated": "mean of sets",
+}
 METRIC_LABELS = {"auroc": "AUROC", "auprc": "AUPRC", "em": "EM", "f1": "F1"}
 DIFFERENCE = "_difference"  # ends the metric of a row that compares two methods
 
