@@ -34,8 +34,11 @@ from jaxprobe.settings import grid_config, set_compiler
 N_BINS = 10
 
 
-def detectors_of(run: RunDir, setting: Setting) -> list[Scored]:
-    """Return the scores that every detector gives to every row of a setting."""
+def detectors_of(run: RunDir, setting: Setting) -> tuple[list[Scored], list[ResultRow]]:
+    """Return the scores that every detector gives to every row of a setting.
+
+    And rows of what had to be chosen on validation for them.
+    """
     store, rows = load_rows(run, setting)
     tree, _ = checkpoint.restore(run.encoders(setting))
     n_seeds = grid_config(run).train.n_seeds
@@ -51,17 +54,16 @@ def detectors_of(run: RunDir, setting: Setting) -> list[Scored]:
     scores |= {"hidden_only": logits[:, 0], "early_fusion": logits[:, EVERY_FAMILY]}
     for subset, name in enumerate(SUBSET_NAMES):
         scores[f"encoder:{name}"] = logits[:, subset]
-    scores["tfidf"] = text_scores(run, rows)
+    scores["tfidf"], chosen = text_scores(run, rows)
     scores["perplexity"] = perplexity_scores(store)
     control = tree["control"]
-    return [
-        *(Scored(name=name, scores=own) for name, own in scores.items()),
-        Scored(
-            name="permuted_labels",
-            scores=control["logits"],
-            labels=np.asarray(control["labels"], dtype=bool),
-        ),
-    ]
+    permuted = Scored(
+        name="permuted_labels",
+        scores=control["logits"],
+        labels=np.asarray(control["labels"], dtype=bool),
+    )
+    detectors = [Scored(name=name, scores=own) for name, own in scores.items()]
+    return [*detectors, permuted], [chosen]
 
 
 def _bins(curve: Reliability) -> list[dict[str, Any]]:
@@ -124,7 +126,8 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
     for n_done, setting in enumerate(SETTINGS, start=1):
         _, rows = load_rows(run, setting)
         pairs = [("champion", rival) for rival in RIVALS]
-        detectors = detectors_of(run, setting)
+        detectors, chosen = detectors_of(run, setting)
+        made += chosen
         made += detection_rows(detectors, rows, bootstrap, pairs=pairs)
         curves[setting], calibration = _reliability(run, setting)
         made += calibration
