@@ -64,10 +64,10 @@ class ReportData:
         mean_p, accuracy, n}`.
       control: `{"tau", "budget", "cap", "frontier": [{dataset, budget, em, f1,
         generations}]}`.
-      cases: `{question, golds, action, verdict, drafts}`; a draft is `{setting, answer,
-        p_correct, correct, passages, tokens}`; a token `{text, span, p, surprisal,
-        entropy, margin}`, the span one of context, question, answer, the numbers those
-        of the position that emits this token.
+      cases: `{dataset, question, golds, action, verdict, drafts}`; a draft is
+        `{setting, answer, p_correct, correct, passages, tokens}`; a token `{text, span,
+        p, surprisal, entropy, margin}`, the span one of context, question, answer, the
+        numbers those of the position that emits this token.
       ranking: per setting what `selection.ranking.ranking_summary` returns.
       ablations: per setting and variant the names of the encoders it reads.
     """

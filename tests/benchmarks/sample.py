@@ -223,6 +223,7 @@ def case(question, gold, action, verdict, closed, grounded):
     if grounded:
         drafts.append(draft("with_context", question, *grounded))
     return {
+        "dataset": "microworld",
         "question": question,
         "golds": [gold],
         "action": action,

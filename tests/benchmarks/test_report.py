@@ -159,7 +159,7 @@ def test_tokens_carry_their_signals(page):
 
 def test_tints_follow_the_probability():
     token = dict(text="x", span="answer", surprisal=1.0, entropy=1.0, margin=0.1)
-    case = dict(question="q", golds=["g"], action="a", verdict="v")
+    case = dict(dataset="d", question="q", golds=["g"], action="a", verdict="v")
     draft = dict(
         setting="closed_book", answer="x", p_correct=0.5, correct=True, passages=[]
     )

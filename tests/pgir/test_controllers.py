@@ -6,6 +6,7 @@ import pytest
 from extract.records import Example
 from extract.run.results import ResultTable
 from jaxprobe.metrics import BootstrapConfig, drawn_clusters, interval_of
+from pgir.controllers.cases import choose_cases
 from pgir.controllers.policy import ControllerConfig, Draft, Policy
 from pgir.controllers.rivals import control_rows, frontier
 from pgir.controllers.traces import Traced
@@ -111,3 +112,19 @@ def test_pgir_is_compared_with_each_controller_on_the_same_questions():
     means = [gain[drawn].mean() for drawn in drawn_clusters(4, config)]
     row = by_set["world"]
     assert (row.ci_low, row.ci_high) == pytest.approx(interval_of(np.array(means)))
+
+
+def test_cases_are_taken_from_every_set_by_one_rule():
+    one = traced()
+    others = [dataclasses.replace(one, dataset=d, split="ood") for d in ("nq", "popqa")]
+    found = choose_cases([one, *others], POLICY)
+    shown = [(c.traced.dataset, c.place, c.action) for c in found]
+    assert shown == [
+        ("world", 0, "Accept, no retrieval"),
+        ("nq", 1, "Retrieve, then trust"),
+        ("popqa", 1, "Retrieve, then trust"),
+        ("world", 3, "Retrieve; all flagged, none trusted"),
+        ("nq", 2, "Trusted, and wrong"),
+    ]  # none of the questions was trusted in a second round
+    alone = [c.place for c in choose_cases([one], POLICY)]
+    assert alone == [0, 1, 3, 2]
