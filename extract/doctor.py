@@ -149,12 +149,14 @@ def look_at_model(name: str) -> Generator[Finding, None, Shapes | None]:
         window_of,
     )
     from extract.backbone.names import model_path
+    from extract.backbone.twin import require_readable
 
     path, shapes = model_path(name), None
     try:
         outline = load_outline(path)
         shapes = outline_shapes(outline)
         check_quantization_support(path, outline)
+        require_readable(name, outline)
     except (ValueError, OSError) as error:
         text = f"{name} cannot be used: {_one_line(error, 300)}"
         yield Finding("model", "problem", text)

@@ -54,6 +54,8 @@ def n_heads_of(config: Any) -> int:
       ValueError: layers differ, or there are none.
     """
     found = layer_values(config, "num_attention_heads")
+    listed = [n if isinstance(n, list | tuple) else [n] for n in found]
+    found = list(dict.fromkeys(n for part in listed for n in part))
     if len(found) != 1:
         listed = ", ".join(map(str, sorted(found))) or "none"
         raise ValueError(
@@ -149,6 +151,14 @@ def _check_quantization(name: str, config: dict[str, Any]) -> None:
             f"backbone {name!r}: its weights are quantised by "
             f"{found.get('quant_method')!r}, which Transformers does not know and "
             "would pass over; use the checkpoint that is not quantised"
+        )
+    # bitsandbytes' own default threshold is 6; at 0 no column is an outlier.
+    if found.get("load_in_8bit") and found.get("llm_int8_threshold", 6.0):
+        raise ValueError(
+            f"backbone {name!r}: its weights are quantised by LLM.int8, which treats a "
+            "column as an outlier if any token of the batch is large there, so that a "
+            "token's signals would depend on its batch; use the checkpoint that is "
+            "not quantised, or one of four bits"
         )
 
 

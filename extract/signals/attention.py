@@ -111,11 +111,11 @@ class SpanReading:
         found = list(self.layers.values())
         n_heads = sorted({reading.shape[-1] for reading in found})
         if len(n_heads) != 1:
-            listed = ", ".join(map(str, n_heads))
+            listed = "layers with " + ", ".join(map(str, n_heads))
             raise ValueError(
                 "unknown residual layout: expected the same number of attention heads "
-                f"in every layer, found {f'layers with {listed}' if found else 'none'}; "
-                "use another backbone"
+                f"in every layer, found {listed if found else 'no attention'}; use "
+                "another backbone"
             )
         return torch.stack(found, dim=-2)
 

@@ -37,8 +37,6 @@ WINDOW = 8
 _WINDOWS = re.compile(
     r"sliding_window(_size)?|attention_chunk_size|window_size|index_topk"
 )
-_N_HEADS = 4
-_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads", "attention_heads")
 _OURS = Path(__file__).parents[3] / "extract"
 # What a twin needs beyond its small sizes: constraints between entries of a config.
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64}
@@ -138,10 +136,10 @@ def _long_batch() -> list[TokenSequence]:
 
 
 def twin_of(name: str, windows: str = "default") -> Any:
-    """Build the twin of a type; whatever Transformers raises where it cannot be made."""
+    """Build the twin of a type; raises what Transformers raises if it cannot."""
     config = CONFIG_MAPPING[name]().get_text_config()
     entries = config.to_dict()
-    changes = {k: _N_HEADS for k in _HEADS if isinstance(entries.get(k), int)}
+    changes = {}
     if windows == "small":
         held = [k for k, value in entries.items() if _WINDOWS.fullmatch(k) and value]
         changes |= dict.fromkeys(held, WINDOW)

@@ -185,7 +185,9 @@ def layers_and_norm(model: PreTrainedModel) -> tuple[Any, torch.nn.Module]:
 def logit_scale(model: PreTrainedModel) -> float:
     """Return what the model multiplies its logits by."""
     config = model.config.get_text_config()
-    return getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+    names = ("logit_scale", "logits_scaling")
+    scale, divisor = [getattr(config, name, None) or 1.0 for name in names]
+    return scale / divisor
 
 
 def _exact_logits(model: PreTrainedModel, final: torch.Tensor) -> torch.Tensor:
