@@ -11,11 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from extract.records import Record, Setting, Share
+from extract.records import IN_DOMAIN, MACRO, Record, Setting, Share
 from extract.run.contents import read_examples, read_labels
 from extract.run.directory import RunDir
 from extract.run.files import read_json
-from extract.run.results import IN_DOMAIN, MACRO
 from extract.store.read import FeatureStore, open_store
 from jaxprobe.features.families import (
     FamilyTokens,
