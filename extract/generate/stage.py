@@ -170,6 +170,7 @@ def answer_part(run_dir: Path, worker: Worker, progress: Progress) -> None:
         if run.stage_done("answer", inputs):
             progress.note(f"{name}: already done")
             return
+        run.reopen_stage("answer")
         local = _LocalAnswers(run, answer_config(run), progress)
         file = f"{worker.rank}-of-{worker.world_size}@{socket.gethostname()}"
         lines = JsonLines.open(run.answer_parts / f"{file}.{os.getpid()}.jsonl")

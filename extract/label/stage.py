@@ -42,9 +42,20 @@ from extract.records import (
     write_lines,
 )
 from extract.run.console import Progress, Update
-from extract.run.contents import label_rule, read_answers, read_examples
+from extract.run.contents import (
+    label_rule,
+    question_files,
+    read_answers,
+    read_examples,
+    read_questions,
+)
 from extract.run.directory import RunDir
-from extract.run.files import sha256_json, write_json_atomic, write_text_atomic
+from extract.run.files import (
+    sha256_json,
+    write_json_atomic,
+    write_new_text,
+    write_text_atomic,
+)
 from extract.run.stages import Forecast, Stage, once
 
 
@@ -62,6 +73,8 @@ def settle_match(run: RunDir, match: Match) -> None:
     asked = LabelConfig(match=match)
     if run.settle("label", LABEL_PRESETS, is_recorded=False) != asked:
         # Before the section: a process killed in between labels by the old rule again.
+        if run.stage_record("label") is not None:
+            run.labels.unlink(missing_ok=True)  # made here, not by a person
         run.forget_stage("label")
     run.settle("label", LABEL_PRESETS, lambda _: asked, is_replaceable=True)
 
@@ -80,7 +93,9 @@ def _label(
         "lists counts as wrong"
     )
     labels = _matched(run, config)
-    write_text_atomic(run.labels, write_lines(labels))
+    # Without a record nobody has labelled here, and what is there is a person's.
+    write = write_new_text if record is None else write_text_atomic
+    write(run.labels, write_lines(labels))
     _note_shares(run, labels, progress)
 
 
@@ -184,7 +199,7 @@ def label_by_judges(
             "verdicts stayed unparsable"
         )
 
-    inputs = run.hash_inputs(run.examples, run.answers)
+    inputs = run.hash_inputs(*question_files(run), run.answers)
     inputs["judge"] = sha256_json(identity)
     inputs["rule"] = f"judges: {name}, {config.vote}"
     once(run, "label", inputs, [run.labels, summary], progress, work)
@@ -237,7 +252,7 @@ def rewrite_run(
     summary = run.replies("rewrite").with_suffix(".json")
 
     def work(update: Update) -> None:
-        examples = list(read_records(run.examples, Example))
+        examples = read_questions(run)
         replies = open_replies(run, "rewrite", progress)
         rewrites = rewrite_contexts(examples, generator, replies, config, update)
         progress.note(f"rewrite: {reused_in_words(replies)}")
@@ -255,7 +270,7 @@ def rewrite_run(
 
 LABEL = Stage(
     name="label",
-    inputs=lambda run: [run.examples, run.answers],
+    inputs=lambda run: [*question_files(run), run.answers],
     outputs=lambda run: [run.labels],
     work=_label,
     presets=LABEL_PRESETS,
