@@ -113,6 +113,7 @@ def test_one_class_alone_is_labelled_loudly_and_trained_on_never(tmp_path, examp
     done = beatrice("label", run)
     assert "closed_book, train: 0 of 4 labelled answers are correct" in done.stderr
     beatrice("extract", run)
+    assert "one class" in beatrice("sweep", run, code=1).stderr
     (run / "sweep.json").write_text(json.dumps({"layer": 1}))
     done = beatrice("train", run, code=1)
     assert "0 of 4 labelled training answers are correct" in done.stderr

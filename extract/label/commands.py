@@ -79,13 +79,17 @@ def rewrite(
     Example: beatrice rewrite runs/mine --model Qwen/Qwen3.5-27B --server
     http://localhost:8000/v1
     """
+    from extract.generate.requests import answer_config
     from extract.label.rewriter import RewriteConfig
     from extract.label.stage import rewrite_run
 
     line = "rewrite --model"
     with _asking(run_dir, line, model, backend, dry_run) as (run, generator):
         config = RewriteConfig(
-            max_new_tokens=max_tokens, seed=run.seed, skip_overlong=overlong == "skip"
+            max_new_tokens=max_tokens,
+            seed=run.seed,
+            skip_overlong=overlong == "skip",
+            template=answer_config(run, is_recorded=False).prompt.template,
         )
         counts = rewrite_run(run, generator, config, Progress())
         lines = (f"{name:<30}{n:>8}" for name, n in counts.items())

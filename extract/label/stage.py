@@ -43,7 +43,6 @@ from extract.records import (
 )
 from extract.run.console import Progress, Update
 from extract.run.contents import (
-    label_rule,
     question_files,
     read_answers,
     read_examples,
@@ -56,6 +55,7 @@ from extract.run.files import (
     write_new_text,
     write_text_atomic,
 )
+from extract.run.results import label_rule
 from extract.run.stages import Forecast, Stage, once
 
 

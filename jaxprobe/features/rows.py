@@ -11,11 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from extract.records import Record, Setting, Share
+from extract.records import IN_DOMAIN, MACRO, Record, Setting, Share
 from extract.run.contents import read_examples, read_labels
 from extract.run.directory import RunDir
 from extract.run.files import read_json
-from extract.run.results import IN_DOMAIN, MACRO
 from extract.store.read import FeatureStore, open_store
 from jaxprobe.features.families import (
     FamilyTokens,
@@ -236,7 +235,6 @@ def training_rows(run: RunDir, setting: Setting, *, streamed: bool) -> TrainingR
       ValueError: the training or validation rows hold one class alone.
     """
     store, rows = load_rows(run, setting)
-    layer, dims = chosen_layer(run), family_dims(store)
     where = rows.where("train"), rows.where("validation")
     for split, held in zip(("training", "validation"), where, strict=True):
         if len(set(rows.labels[held].tolist())) < 2:
@@ -245,6 +243,7 @@ def training_rows(run: RunDir, setting: Setting, *, streamed: bool) -> TrainingR
                 f"{split} answers are correct, and one class alone teaches nothing; "
                 "look at the answers, or take more questions"
             )
+    layer, dims = chosen_layer(run), family_dims(store)
     widths = longest_spans(store.spec.spans, setting)
     features = partial(read_features, store, setting, layer, n_tokens=widths)
     if streamed:
