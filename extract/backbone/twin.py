@@ -168,7 +168,8 @@ def require_readable(name: str, outline: Outline) -> None:
       ValueError: its twin is refused, with the reason.
     """
     from extract.backbone.loading import Backbone
-    from extract.signals.reader import SignalReader
+    from extract.backbone.parity import check_parity
+    from extract.signals import probability, residual
 
     try:
         model = narrow_twin(outline.config)
@@ -176,7 +177,9 @@ def require_readable(name: str, outline: Outline) -> None:
     except Exception:
         return
     try:
-        SignalReader(Backbone.from_model(model, revision="twin"))
+        twin = Backbone.from_model(model, revision="twin")
+        final_norm = residual.measure_final_norm(twin.layout)
+        check_parity(twin, final_norm, probability.head_of(model))
     except ValueError as error:
         if _REFUSAL.match(str(error)):
             raise ValueError(f"backbone {name!r}: {error}") from error
