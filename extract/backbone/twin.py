@@ -52,7 +52,8 @@ _WIDTH = re.compile(
     "|emb_dim|embedding_dim|word_embed_proj_dim|lru_width"
 )
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
-_REFUSAL = re.compile("unknown residual layout|cannot read")
+# Where a config spaces its attention layers by a period, a twin can have none.
+_REFUSAL = re.compile("(unknown residual layout|cannot read)(?!.*found no attention)")
 # What a twin may weigh; a config with towers or widths of other names makes more.
 _MOST_PARAMETERS = 20_000_000
 

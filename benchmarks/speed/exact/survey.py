@@ -80,6 +80,7 @@ _ENTRIES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"] * 2},
     "hunyuan_v1_dense": _ONE_HEAD_SIZE,
     "hunyuan_v1_moe": _ONE_HEAD_SIZE,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {
         "expert_ffn_hidden_size": 32,
