@@ -6,9 +6,11 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.results.paired import paired_table
 from benchmarks.results.report import ReportData, write_report
 from benchmarks.results.saved import read_control, read_reliability
-from benchmarks.results.tables import as_text, controller_table, detection_table
+from benchmarks.results.tables import controller_table, detection_table
+from benchmarks.results.terminal import as_text
 from extract.backbone.names import backbone_of
 from extract.records import SETTINGS
 from extract.run.console import Progress, Update
@@ -22,6 +24,8 @@ from extract.run.contents import (
 from extract.run.directory import RunDir
 from extract.run.results import (
     CONTROLLERS,
+    IN_DOMAIN,
+    MACRO,
     ResultTable,
     asked_for,
     gather,
@@ -107,17 +111,16 @@ def summary(path: Path) -> dict[str, Any]:
     run = RunDir(path)
     rows = read_result_rows(run)
     table = ResultTable(rows)
-    champion = {"experiment": "detection", "detector": "champion", "split": "test"}
+    pooled = {"dataset": IN_DOMAIN, "split": "test", "seed": "mean"}
+    champion = {"experiment": "detection", "detector": "champion", **pooled}
     headline = {
-        f"{setting}/{metric}": table.value(
-            **champion, setting=setting, metric=metric, seed="mean"
-        )
+        f"{setting}/{metric}": table.value(**champion, setting=setting, metric=metric)
         for setting in SETTINGS
         for metric in ("auroc", "auprc")
     }
     for name in CONTROLLERS:
         headline[f"{name}/em"] = table.value(
-            experiment="controller", detector=name, split="test", metric="em"
+            experiment="controller_macro", detector=name, dataset=MACRO, metric="em"
         )
     selected = [
         f"{setting}: {' '.join(selection_summary(run, setting)['selected'])}"
@@ -125,7 +128,10 @@ def summary(path: Path) -> dict[str, Any]:
     ]
     parts = (
         as_text(detection_table(rows)),
+        "The selected encoders' AUROC minus that of\n" + as_text(paired_table(rows)),
         "\n".join(("Selected encoders", *selected)),
         as_text(controller_table(rows)),
+        "PGIR's exact match / F1 minus that of\n"
+        + as_text(paired_table(rows, "controller_paired")),
     )
     return {"headline": headline, "text": "\n\n".join(parts)}

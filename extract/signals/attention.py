@@ -112,14 +112,6 @@ class SpanReading:
         return torch.stack(list(self.layers.values()), dim=-2)
 
 
-def _is_exact(query: torch.Tensor) -> bool:
-    """Return whether rows may be attended with the weights that were read.
-
-    In half precision, and on a GPU, the fused kernel's own rounding is the model's.
-    """
-    return query.dtype == torch.float32 and not query.is_cuda
-
-
 def _check_readable(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
     """Refuse attention that is more than a causal softmax of queries and keys."""
     found = [n for n, value in kwargs.items() if value is not None and n not in _INERT]
@@ -164,6 +156,14 @@ def _selected(
     if kept.shape[1] > 1:
         kept = kept.repeat_interleave(query.shape[1] // kept.shape[1], dim=1)
     return kept & (keys <= keys[:, None] if mask is None else mask)
+
+
+def _is_exact(query: torch.Tensor) -> bool:
+    """Return whether rows may be attended with the weights that were read.
+
+    In half precision, and on a GPU, the fused kernel's own rounding is the model's.
+    """
+    return query.dtype == torch.float32 and not query.is_cuda
 
 
 def _attend(
