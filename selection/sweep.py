@@ -16,7 +16,7 @@ import optax
 
 from extract.records import SETTINGS
 from extract.run.console import Progress, Update
-from extract.run.contents import store_files
+from extract.run.contents import row_files
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
 from extract.run.manifest import Preset
@@ -256,7 +256,7 @@ def _sweep(
 
 SWEEP = Stage(
     name="sweep",
-    inputs=lambda run: [run.labels, *store_files(run)],
+    inputs=row_files,
     outputs=lambda run: [run.sweep],
     work=_sweep,
     presets=SWEEP_PRESETS,

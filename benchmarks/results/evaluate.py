@@ -15,7 +15,7 @@ from extract.run.contents import (
     left_out_file,
     read_answers,
     read_examples,
-    store_files,
+    row_files,
 )
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
@@ -181,12 +181,11 @@ def prompt_rows(run: RunDir) -> list[ResultRow]:
 EVALUATE = Stage(
     name="evaluate",
     inputs=lambda run: [
-        run.labels,
+        *row_files(run),
         run.answers,
         run.detector,
         run.selection,
         *encoder_folders(run),
-        *store_files(run),
     ],
     outputs=lambda run: [rows_file(run, "evaluate"), run.path / "reliability.json"],
     work=_evaluate,

@@ -1,12 +1,14 @@
 """The stage that writes the report, and the headline of a finished run."""
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from benchmarks.results.paired import paired_table
 from benchmarks.results.report import ReportData, write_report
+from benchmarks.results.saved import read_control, read_reliability
 from benchmarks.results.tables import controller_table, detection_table
 from benchmarks.results.terminal import as_text
 from extract.backbone.names import backbone_of
@@ -14,7 +16,8 @@ from extract.records import SETTINGS
 from extract.run.console import Progress, Update
 from extract.run.contents import (
     count_correct,
-    labels_by,
+    label_rule,
+    question_files,
     read_examples,
     read_labels,
 )
@@ -25,12 +28,13 @@ from extract.run.results import (
     MACRO,
     ResultTable,
     asked_for,
+    gather,
     read_result_rows,
     rows_file,
 )
 from extract.run.stages import Stage
 from extract.signals.stage import extract_config
-from jaxprobe.features.rows import chosen_layer
+from jaxprobe.features.rows import chosen_layer, read_sweep
 from jaxprobe.settings import grid_config
 from selection.ablation import ablation_summary
 from selection.ranking import ranking_summary
@@ -50,7 +54,7 @@ def _facts(run: RunDir) -> dict[str, str]:
         "Preset": run.preset,
         "Seed": str(run.seed),
         "Questions": ", ".join(f"{n_questions[split]} {split}" for split in splits),
-        "Labels by": labels_by(run),
+        "Labels by": label_rule(run),
         "Layer of the hidden states": str(chosen_layer(run)),
         "Training seeds": str(grid_config(run).train.n_seeds),
         "Answer span": extract.answer_span,
@@ -58,13 +62,9 @@ def _facts(run: RunDir) -> dict[str, str]:
     }
 
 
-def _read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
 def report_data(run: RunDir) -> ReportData:
     """Collect what the report shows from the run's files."""
-    control = _read_json(run.control / "control.json")
+    control = read_control(run)
     on_request = asked_for(run)
     ranked = SETTINGS if "exhaustive" in on_request else ()
     records = {n: run.stage_record(n) for n in (*IN_ORDER, "report", *on_request)}
@@ -73,9 +73,9 @@ def report_data(run: RunDir) -> ReportData:
         stage_seconds={name: r.seconds for name, r in records.items() if r is not None},
         rows=read_result_rows(run),
         accuracy=count_correct(read_examples(run), read_labels(run)),
-        sweep=_read_json(run.sweep)["settings"],
+        sweep=msgspec.to_builtins(read_sweep(run).settings),
         selection={setting: selection_summary(run, setting) for setting in SETTINGS},
-        reliability=_read_json(run.path / "reliability.json"),
+        reliability=read_reliability(run),
         control={k: control[k] for k in ("tau", "budget", "cap", "frontier")},
         cases=control["cases"],
         ranking={setting: ranking_summary(run, setting) for setting in ranked},
@@ -84,12 +84,14 @@ def report_data(run: RunDir) -> ReportData:
 
 
 def _report(run: RunDir, config: None, update: Update, progress: Progress) -> None:
+    gather(run, progress)
     write_report(report_data(run), run.report)
 
 
 REPORT = Stage(
     name="report",
     inputs=lambda run: [
+        *question_files(run),
         run.sweep,
         run.labels,
         run.selection,

@@ -59,6 +59,9 @@ _HARMLESS = re.compile(
     r"|(^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector"
     r"|embed_vision|embed_audio)\."
 )
+# What Transformers' configs call the number of layers, and more than any model has.
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_MOST_LAYERS = 1000
 # Their messages say nothing by themselves: a KeyError's is the key.
 _BARE_ERRORS = (KeyError, AttributeError, TypeError, IndexError, ArithmeticError)
 
@@ -121,6 +124,19 @@ def _check_quantization(name: str, config: dict[str, Any]) -> None:
         )
 
 
+def _check_depth(name: str, config: Any) -> None:
+    """Refuse a config of more layers than can be built in any time."""
+    if not isinstance(config, dict):
+        return
+    for key, value in config.items():
+        _check_depth(name, value)
+        if key in _DEPTHS and isinstance(value, int) and value > _MOST_LAYERS:
+            raise ValueError(
+                f"backbone {name!r}: its config.json says {key}={value}, expected at "
+                f"most {_MOST_LAYERS}; use the config that was saved with the weights"
+            )
+
+
 def _check_configs(name: str) -> str | None:
     """Check a checkpoint's configs; return their commit, which all files are taken of.
 
@@ -135,6 +151,7 @@ def _check_configs(name: str) -> str | None:
             "tokenizer_config.json": tokenizer.get("auto_map"),
         }
     _check_remote_code(name, auto_maps)
+    _check_depth(name, config)
     _check_quantization(name, config)
     return commit
 

@@ -4,7 +4,6 @@ Training rows lie on the device, or stay in the store and are read while encoder
 """
 
 import dataclasses
-import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,9 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from extract.records import Setting
+from extract.records import Record, Setting, Share
 from extract.run.contents import read_examples, read_labels
 from extract.run.directory import RunDir
+from extract.run.files import read_json
 from extract.run.results import IN_DOMAIN, MACRO
 from extract.store.read import FeatureStore, open_store
 from jaxprobe.features.families import (
@@ -22,6 +22,7 @@ from jaxprobe.features.families import (
     Standardizer,
     keep_spans,
     split_families,
+    zero_span,
 )
 from jaxprobe.features.reading import (
     family_dims,
@@ -103,6 +104,11 @@ def load_rows(run: RunDir, setting: Setting) -> tuple[FeatureStore, Rows]:
     examples = {example.id: example for example in read_examples(run)}
     labels = read_labels(run)
     keys = store.spec.keys
+    if unknown := [key[0] for key in keys if key[0] not in examples]:
+        raise ValueError(
+            f"{store.url} has signals of the question {unknown[0]!r}, which is not in "
+            f"{run.examples}; delete the store and run `beatrice extract` again"
+        )
     unlabelled = [key for key in keys if key not in labels]
     if unlabelled:
         raise ValueError(
@@ -144,9 +150,38 @@ def partners(rows: Rows, closed_book: Rows) -> np.ndarray:
     return np.array([place[example_id] for example_id in rows.ids], dtype=np.int64)
 
 
+class LayerCurve(Record, frozen=True, kw_only=True):
+    """A setting's sweep: validation AUROC per layer and seed, and the best layer.
+
+    `n_train` and `n_validation` are the answers that the probes read.
+    """
+
+    layers: tuple[int, ...]
+    auroc: tuple[tuple[Share, ...], ...]
+    best: int
+    n_train: int
+    n_validation: int
+
+
+class LayerSweep(Record, frozen=True, kw_only=True):
+    """What the sweep found; `layer` serves all settings."""
+
+    layer: int
+    settings: dict[Setting, LayerCurve]
+
+
+def read_sweep(run: RunDir) -> LayerSweep:
+    """Return what the sweep found.
+
+    Raises:
+      ValueError: it has not been made, or its file is not as it was written.
+    """
+    return read_json(run.sweep, LayerSweep, "run `beatrice sweep` again")
+
+
 def chosen_layer(run: RunDir) -> int:
     """Return the layer the hidden family is read from."""
-    return int(json.loads(run.sweep.read_text())["layer"])
+    return read_sweep(run).layer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -159,6 +194,7 @@ class TrainingRows:
       dims: widths of the families.
       standardizer: fitted on the training rows.
       read: reads standardised tokens of rows of the store, in one padded width.
+      read_train: the same for the rows that are trained on.
       where: training rows and validation rows, indices into the store.
       in_memory: their tokens on the device; None where they are streamed.
     """
@@ -168,6 +204,7 @@ class TrainingRows:
     dims: FamilyDims
     standardizer: Standardizer
     read: ReadRows
+    read_train: ReadRows
     where: tuple[np.ndarray, np.ndarray]
     in_memory: tuple[FamilyTokens, FamilyTokens] | None
 
@@ -180,14 +217,39 @@ class TrainingRows:
         in_memory = self.in_memory and tuple(
             keep_spans(tokens, span_mask) for tokens in self.in_memory
         )
-        return dataclasses.replace(self, read=read, in_memory=in_memory)
+        return dataclasses.replace(
+            self, read=read, read_train=read, in_memory=in_memory
+        )
+
+    def with_zeroed(self, span: int) -> "TrainingRows":
+        """Return the same with a span's signals zero while training, and only then."""
+        in_memory = self.in_memory and (
+            zero_span(self.in_memory[0], span),
+            self.in_memory[1],
+        )
+        return dataclasses.replace(
+            self,
+            read_train=lambda where: zero_span(self.read_train(where), span),
+            in_memory=in_memory,
+        )
 
 
 def training_rows(run: RunDir, setting: Setting, *, streamed: bool) -> TrainingRows:
-    """Fit the standardisation on the training rows, and read them unless streamed."""
+    """Fit the standardisation on the training rows, and read them unless streamed.
+
+    Raises:
+      ValueError: the training or validation rows hold one class alone.
+    """
     store, rows = load_rows(run, setting)
     layer, dims = chosen_layer(run), family_dims(store)
     where = rows.where("train"), rows.where("validation")
+    for split, held in zip(("training", "validation"), where, strict=True):
+        if len(set(rows.labels[held].tolist())) < 2:
+            raise ValueError(
+                f"{setting}: {int(rows.labels[held].sum())} of {len(held)} labelled "
+                f"{split} answers are correct, and one class alone teaches nothing; "
+                "look at the answers, or take more questions"
+            )
     widths = longest_spans(store.spec.spans, setting)
     features = partial(read_features, store, setting, layer, n_tokens=widths)
     if streamed:
@@ -213,6 +275,7 @@ def training_rows(run: RunDir, setting: Setting, *, streamed: bool) -> TrainingR
         dims=dims,
         standardizer=standardizer,
         read=read,
+        read_train=read,
         where=where,
         in_memory=None if streamed else (read(where[0]), read(where[1])),
     )

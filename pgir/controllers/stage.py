@@ -9,7 +9,7 @@ from extract.generate.forecast import generation_bytes
 from extract.generate.requests import answer_config
 from extract.records import Passage, read_records
 from extract.run.console import Progress, Update
-from extract.run.contents import read_examples
+from extract.run.contents import question_files, read_examples
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
 from extract.run.manifest import Preset
@@ -114,7 +114,7 @@ def _forecast(run: RunDir, config: ControlConfig) -> Forecast:
 
 CONTROL = Stage(
     name="control",
-    inputs=lambda run: [run.examples, run.passages, run.detector],
+    inputs=lambda run: [*question_files(run), run.passages, run.detector],
     outputs=lambda run: [run.control, rows_file(run, "control")],
     work=_control,
     presets=CONTROL_PRESETS,
