@@ -276,7 +276,7 @@ class RunDir:
         """Write down that a stage with a record is done again from now on."""
         record = self.stage_record(name)
         if record is not None and record.finished:
-            dataclasses.replace(record, finished="").write(self._stage_file(name))
+            msgspec.structs.replace(record, finished="").write(self._stage_file(name))
 
     def stage_record(self, name: str) -> StageRecord | None:
         """Return what a stage left behind, or None if it was never finished."""
