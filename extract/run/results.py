@@ -22,11 +22,7 @@ from extract.run.files import write_text_atomic
 
 N_DECIMALS = 6
 
-# The "datasets" of rows that are measured on several sets at once. Over the questions
-# of all in-domain sets of a split together, the paper's column "Test"; and the mean
-# over the evaluated sets, each counted once. No set of a run may have these names.
-IN_DOMAIN, MACRO = "in_domain", "macro"
-DATASET_LABELS = {IN_DOMAIN: "in-domain", MACRO: "macro"}
+MACRO = "macro"  # what stands for a set in the mean over sets, each counted once
 
 # Printed names of what the rows hold, in the order in which tables list them.
 SETTING_LABELS = {
