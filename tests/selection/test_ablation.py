@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from extract.records import IN_DOMAIN
 from jaxprobe.features.families import FamilyTokens
 from jaxprobe.features.rows import Rows, TrainingRows
 from jaxprobe.features.subsets import (
