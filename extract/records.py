@@ -20,10 +20,9 @@ Variant = Literal["original", "rewritten"]
 Split = Literal["train", "validation", "test", "ood"]
 
 SETTINGS: tuple[Setting, ...] = ("closed_book", "with_context")
-# The "datasets" of rows that are measured on several sets at once. Over the questions
-# of all in-domain sets of a split together, the paper's column "Test"; and the mean
-# over the evaluated sets, each counted once. No set of a run may have these names.
-IN_DOMAIN, MACRO = "in_domain", "macro"
+# What stands for a set in numbers over the questions of all in-domain sets together,
+# the paper's column "Test"; no name of a set holds a space.
+IN_DOMAIN = "all in-domain"
 MAX_NAME, MAX_ID = 64, 200  # characters
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 # A part of a path that is empty or all dots, or a climb out of one.

@@ -15,14 +15,14 @@ from typing import Any, Literal
 import msgspec
 
 from extract.label.verdicts import LABEL_PRESETS, RULES
-from extract.records import IN_DOMAIN, MACRO, Record, read_records
+from extract.records import Record, read_records
 from extract.run.console import Progress
 from extract.run.directory import RunDir
 from extract.run.files import write_text_atomic
 
 N_DECIMALS = 6
 
-DATASET_LABELS = {IN_DOMAIN: "in-domain", MACRO: "macro"}
+MACRO = "macro"  # what stands for a set in the mean over sets, each counted once
 
 # Printed names of what the rows hold, in the order in which tables list them.
 SETTING_LABELS = {
@@ -136,7 +136,7 @@ class ResultRow(Record, frozen=True, kw_only=True):
             wrong = "an interval needs both ends or neither"
         elif self.ci_low is not None and self.ci_low > self.ci_high:
             wrong = f"its interval is reversed: {self.ci_low} to {self.ci_high}"
-        elif self.metric in SHARES and any(
+        elif self.metric.removesuffix(DIFFERENCE) in SHARES and any(
             x is not None and abs(x) > 1 for x in numbers
         ):
             wrong = f"{numbers} is no share, expected numbers up to 1"
@@ -332,7 +332,7 @@ def gather(run: RunDir, progress: Progress, stage: str | None = None) -> None:
     write_text_atomic(run.results, "".join(parts))
 
 
-_MEASURED = ("value", "ci_low", "ci_high", "n", "n_failed", "reason")
+_MEASURED = ("value", "ci_low", "ci_high", "n", "n_failed", "reason", "p_value")
 
 
 def read_result_rows(run: RunDir) -> list[ResultRow]:
