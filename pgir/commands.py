@@ -46,6 +46,12 @@ control = stage_verb(
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write a page with the answers' tokens tinted by their probability.",
 )
+@click.option(
+    "--batch-size",
+    type=click.IntRange(min=1),
+    default=64,
+    help="Most rows of a file in one forward pass.",
+)
 @click.option("--model", default=None, help="Where the backbone lies, if moved.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def score(
@@ -56,6 +62,7 @@ def score(
     answers: Path | None,
     out: Path | None,
     html: Path | None,
+    batch_size: int,
     model: str | None,
     as_json: bool,
 ) -> None:
@@ -82,7 +89,7 @@ def score(
 
     scorer = Scorer.load(run_dir, model=model)
     if answers is not None:
-        _score_file(scorer, RunDir(run_dir), answers, out, html)
+        _score_file(scorer, RunDir(run_dir), answers, out, html, batch_size)
         return
     found = scorer.score(question, answer, context or None)
     for warning in found.warnings:
@@ -109,7 +116,12 @@ def _write_page(html: Path, title: str, summary: str, results: Results) -> None:
 
 
 def _score_file(
-    scorer: "Scorer", run: "RunDir", answers: Path, out: Path | None, html: Path | None
+    scorer: "Scorer",
+    run: "RunDir",
+    answers: Path,
+    out: Path | None,
+    html: Path | None,
+    batch_size: int,
 ) -> None:
     """Score a file's rows; raise at the end if any of them could not be scored."""
     from extract.records import SETTINGS
@@ -137,6 +149,7 @@ def _score_file(
             lines,
             lines.append if lines else lambda some: click.echo("\n".join(some)),
             each,
+            batch_size,
         )
     for setting in SETTINGS:
         threshold = scorer.threshold(setting)

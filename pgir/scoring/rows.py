@@ -19,9 +19,9 @@ from extract.datasets.files.streams import RecordStream
 from extract.datasets.loading import recognise_record
 from extract.run.files import JsonLines, sha256_json
 from pgir.scoring.given import GivenAnswer
-from pgir.scoring.scorer import Scorer
+from pgir.scoring.scorer import BATCH_SIZE, Scorer
 
-ROWS_TOGETHER = 512  # read, sorted by length and written together
+BATCHES_TOGETHER = 8  # of rows that are read, sorted by length and written together
 _OWN = tuple(field.name for field in dataclasses.fields(GivenAnswer))
 _LM_EVAL = "lm-eval samples"
 
@@ -157,7 +157,9 @@ def read_rows(path: Path) -> Iterator[Row]:
         )
 
 
-def _score_together(scorer: Scorer, rows: Sequence[Row]) -> list[dict[str, Any]]:
+def _score_together(
+    scorer: Scorer, rows: Sequence[Row], batch_size: int
+) -> list[dict[str, Any]]:
     """Return the results of some rows; a bad one says why and stops no other."""
     prepared, found = {}, {}
     for i, row in enumerate(rows):
@@ -167,7 +169,7 @@ def _score_together(scorer: Scorer, rows: Sequence[Row]) -> list[dict[str, Any]]
             prepared[i] = scorer.prepare(row.given)
         except ValueError as error:
             found[i] = {"error": str(error)}
-    scores = scorer.score_prepared(list(prepared.values()))
+    scores = scorer.score_prepared(list(prepared.values()), batch_size)
     for i, score in zip(prepared, scores, strict=True):
         found[i] = score.as_json()
     return [found[i] for i in range(len(rows))]
@@ -218,6 +220,7 @@ def score_rows(
     out: JsonLines | None,
     write: Callable[[list[str]], None],
     each: Callable[[Row, Mapping[str, Any]], None],
+    batch_size: int = BATCH_SIZE,
 ) -> None:
     """Score rows in order; those that `out` has already are not scored again.
 
@@ -228,6 +231,7 @@ def score_rows(
       out: results of an earlier call; None where there is none.
       write: takes results as JSON lines, some rows at a time.
       each: called with every row and its result, in order.
+      batch_size: most rows in one forward pass.
 
     Raises:
       ValueError: `out` has results of other rows or of another detector.
@@ -241,10 +245,12 @@ def score_rows(
                 "give a new --out, or delete it to score all again"
             )
         each(row, old)
-    while some := list(itertools.islice(stream, ROWS_TOGETHER)):
+    while some := list(itertools.islice(stream, BATCHES_TOGETHER * batch_size)):
         results = [
             {"line": row.line, "id": row.id, "key": _key(row, identity), **found}
-            for row, found in zip(some, _score_together(scorer, some), strict=True)
+            for row, found in zip(
+                some, _score_together(scorer, some, batch_size), strict=True
+            )
         ]
         write([json.dumps(result, allow_nan=False) for result in results])
         for row, result in zip(some, results, strict=True):
