@@ -5,20 +5,49 @@ missing field is an error that names the file and the line, so that a renamed co
 cannot turn into an empty one. To change a field: `msgspec.structs.replace`.
 """
 
-import functools
 import json
-import typing
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+
+from extract.run.files import from_json
 
 Setting = Literal["closed_book", "with_context"]
 Variant = Literal["original", "rewritten"]
 Split = Literal["train", "validation", "test", "ood"]
 
 SETTINGS: tuple[Setting, ...] = ("closed_book", "with_context")
+MAX_NAME, MAX_ID = 64, 200  # characters
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+# A part of a path that is empty or all dots, or a climb out of one.
+_NO_PART = re.compile(r"(^|[/\\])\.*([/\\]|$)|\.\.[/\\]")
+
+
+def is_safe_name(name: str) -> bool:
+    """Tell whether a name may become a part of a path, as that of a question set may.
+
+    Letters and digits without accents, `.`, `_` and `-`; not first a dot or a dash,
+    and at most `MAX_NAME` characters.
+    """
+    return len(name) <= MAX_NAME and _NAME.fullmatch(name) is not None
+
+
+def is_safe_id(name: str) -> bool:
+    """Tell whether an id can be shown and looked up: published ones hold slashes too.
+
+    Not empty, nothing that cannot be printed, no part of a path that leads elsewhere,
+    and at most `MAX_ID` characters.
+    """
+    is_shown = name.isprintable() and name == name.strip()
+    return is_shown and len(name) <= MAX_ID and not _NO_PART.search(name)
+
+
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+# No vocabulary is larger; whether an id is one of the model's is seen at its tokenizer.
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -55,6 +84,25 @@ class Example(Record, frozen=True, kw_only=True):
     rewritten: tuple[Passage, ...] = ()
     meta: dict[str, Any] = msgspec.field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Refuse a name that could become another path, and a question without gold."""
+        if not is_safe_name(self.dataset):
+            raise ValueError(
+                f"field 'dataset': {self.dataset[:80]!r} is no name: letters, digits, "
+                f"'.', '_' and '-', at most {MAX_NAME} characters, the first a letter, "
+                "a digit or '_'"
+            )
+        if not is_safe_id(self.id):
+            raise ValueError(
+                f"field 'id': {self.id[:80]!r} is empty, longer than {MAX_ID} "
+                "characters, a way to another folder, or cannot be shown; give another"
+            )
+        if not any(gold.strip() for gold in self.golds):
+            raise ValueError(
+                f"field 'golds': the question {self.id!r} has no gold answer; give at "
+                "least one"
+            )
+
     def context(self, variant: Variant) -> tuple[Passage, ...]:
         """Return the passages of one variant."""
         return self.passages if variant == "original" else self.rewritten
@@ -78,11 +126,20 @@ class Answer(Record, frozen=True, kw_only=True):
     setting: Setting
     variant: Variant
     text: str
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    stop_id: int | None
+    prompt_ids: tuple[TokenId, ...]
+    token_ids: tuple[TokenId, ...]
+    stop_id: TokenId | None
     context_span: tuple[int, int]
     dropped: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse a context that does not lie in the prompt."""
+        start, stop = self.context_span
+        if not 0 <= start <= stop <= len(self.prompt_ids):
+            raise ValueError(
+                f"context_span is [{start}, {stop}], expected [start, stop) inside the "
+                f"{len(self.prompt_ids)} ids of the prompt"
+            )
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -121,58 +178,6 @@ def to_json(record: Record) -> str:
     Python's own writer, not msgspec's: manifests hold hashes of its very bytes.
     """
     return json.dumps(record, default=msgspec.structs.asdict)
-
-
-@functools.cache
-def _decoder(kind: type[RecordT]) -> msgspec.json.Decoder[RecordT]:
-    return msgspec.json.Decoder(kind)
-
-
-def from_json(kind: type[RecordT], line: str | bytes, where: str) -> RecordT:
-    """Parse one line.
-
-    Args:
-      kind: the record's class.
-      line: one JSON object.
-      where: file and line number, for the message.
-
-    Raises:
-      ValueError: the line is not such a record; the message says where and why.
-    """
-    try:
-        return _decoder(kind).decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        pass  # it is wrong, or has a NaN in `meta`, which Python writes and reads
-    try:
-        return msgspec.convert(json.loads(line), kind)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        why = error.msg if isinstance(error, json.JSONDecodeError) else "not UTF-8"
-        raise ValueError(f"{where}: not a JSON object ({why})") from None
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{where}{_in_words(kind, str(error))}") from None
-
-
-def _in_words(kind: type[Record], complaint: str) -> str:
-    """Return what msgspec says ("Expected `int`, got `str` - at `$.stop_id`")."""
-    what, _, path = complaint.partition(" - at `$")
-    path = path.strip(".`")
-    holder = Passage if path else kind  # the one record that lies inside others
-    name = what.split("`")[1] if "`" in what else ""
-    if what.startswith("Object contains"):
-        known = ", ".join(holder.__struct_fields__)
-        what = (
-            f"unknown field {name!r} in a {holder.__name__}; known fields are {known}"
-        )
-    elif what.startswith("Object missing"):
-        what = f"a {holder.__name__} needs the field {name!r}"
-    elif what.startswith("Invalid enum value "):
-        choices = ", ".join(typing.get_args(typing.get_type_hints(kind)[path]))
-        found = what.removeprefix("Invalid enum value ")
-        what = f"expected one of {choices}, found {found}"
-    else:
-        what = what.replace("`", "").replace("Expected", "expected")
-        what = what.replace(", got", ", found")
-    return f", field {path!r}: {what}" if path else f": {what}"
 
 
 def read_records(path: Path, kind: type[RecordT]) -> Iterator[RecordT]:

@@ -13,8 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
+from extract.records import Record, Setting
 from jaxprobe import checkpoint
 from jaxprobe.calibration import Calibrator
 from jaxprobe.config import EncoderConfig, FusionConfig
@@ -116,7 +118,6 @@ def bank_outputs(
     return jax.vmap(over_kept, in_axes=(0, None))(params, family_masks)
 
 
-Setting = Literal["closed_book", "with_context"]
 # `single_pass` reads the with-context pass alone (the paper's ablation "w/o
 # closed-book"), for a caller who has one answer and one forward pass.
 HeadName = Literal["closed_book", "with_context", "single_pass"]
@@ -180,6 +181,32 @@ def _fuse(
         return head.apply(params, head_inputs(pooled, logits), slots, slot_mask)
 
     return jax.nn.sigmoid(jax.vmap(one)(params, pooled, logits)).mean(axis=0)
+
+
+class _SavedBank(Record, frozen=True, kw_only=True):
+    """What is not an array of an `EncoderBank`."""
+
+    dims: FamilyDims
+    config: EncoderConfig
+    names: tuple[str, ...]
+    lengths: tuple[int, ...]
+
+
+class _SavedHead(Record, frozen=True, kw_only=True):
+    """What is not an array of a `SettingHead`."""
+
+    reads: tuple[tuple[Setting, str], ...]
+    config: FusionConfig
+    threshold: Threshold | None
+
+
+class _Saved(Record, frozen=True, kw_only=True):
+    """What is not an array of a `Detector`."""
+
+    format: Literal[2]
+    banks: dict[Setting, _SavedBank]
+    heads: dict[HeadName, _SavedHead]
+    facts: dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -318,31 +345,23 @@ class Detector:
     @classmethod
     def load(cls, path: Path | str) -> "Detector":
         """Read a detector; every file is checked against its SHA-256 first."""
-        arrays, config = checkpoint.restore(Path(path))
-        if config.get("format") != 2:
-            raise ValueError(f"{path} is not a detector of format 2: {config}")
-        # Scope and thresholds may lack: a detector of an earlier version has neither.
+        arrays, saved = checkpoint.restore(Path(path), _Saved)
         scopes = {where: found.get("scope") for where, found in arrays["banks"].items()}
         banks = {
             where: EncoderBank(
-                dims=FamilyDims(**spec["dims"]),
-                config=EncoderConfig(**spec["config"]),
-                names=tuple(spec["names"]),
-                lengths=tuple(spec["lengths"]),
+                **msgspec.structs.asdict(spec),
                 params=arrays["banks"][where]["params"],
                 standardizer=Standardizer(**arrays["banks"][where]["standardizer"]),
                 scope=scopes[where] and Scope(**scopes[where]),
             )
-            for where, spec in config["banks"].items()
+            for where, spec in saved.banks.items()
         }
         heads = {
             setting: SettingHead(
-                config=FusionConfig(**spec["config"]),
-                reads=tuple((where, name) for where, name in spec["reads"]),
+                **msgspec.structs.asdict(spec),
                 params=arrays["heads"][setting]["params"],
                 calibrator=Calibrator(**arrays["heads"][setting]["calibrator"]),
-                threshold=spec.get("threshold") and Threshold(**spec["threshold"]),
             )
-            for setting, spec in config["heads"].items()
+            for setting, spec in saved.heads.items()
         }
-        return cls(banks=banks, heads=heads, facts=config["facts"])
+        return cls(banks=banks, heads=heads, facts=saved.facts)

@@ -3,15 +3,18 @@
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
+
+import numpy as np
 
 from extract.records import SETTINGS, Setting
 from extract.run.console import Progress, Update
-from extract.run.contents import read_examples, store_files
+from extract.run.contents import read_examples, row_files
 from extract.run.directory import RunDir
 from extract.run.manifest import Preset, read_manifest
 from extract.run.stages import Stage
 from jaxprobe import checkpoint
-from jaxprobe.calibration import fit_calibrator
+from jaxprobe.calibration import Calibrator, cross_fit, fit_calibrator, folds_of
 from jaxprobe.detector import Detector, EncoderBank, HeadName, SettingHead
 from jaxprobe.features.families import Standardizer
 from jaxprobe.features.reading import longest_spans, read_features
@@ -22,6 +25,25 @@ from jaxprobe.fit.stage import encoder_folders
 from jaxprobe.pool import BRANCHES, branch_setting, read_selection, reads
 from jaxprobe.scope import Scope, choose_threshold, fit_scope, scripts_of
 from jaxprobe.settings import grid_config, select_config, set_compiler
+
+N_FOLDS = 5  # of `fold_calibrators`
+
+
+def _validation(
+    run: RunDir, branch: HeadName, champion: Mapping[str, Any]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return scores, labels and question ids of the rows that calibration sees."""
+    _, rows = load_rows(run, branch_setting(branch))
+    where = rows.where("validation")
+    scores = champion["scores"].mean(axis=0)[where]
+    return scores, rows.labels[where], rows.ids[where]
+
+
+def fold_calibrators(run: RunDir, branch: HeadName) -> tuple[Calibrator, ...]:
+    """Return a head's maps by fold of validation questions; see `cross_fit`."""
+    tree, _ = read_selection(run, branch)
+    scores, labels, ids = _validation(run, branch, tree["champion"])
+    return cross_fit(scores, labels, folds_of(ids, N_FOLDS), N_FOLDS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +77,7 @@ def settle_precision(run: RunDir, precision: float) -> None:
     """
     asked = CalibrateConfig(precision=precision)
     if run.settle("calibrate", CALIBRATE_PRESETS, is_recorded=False) != asked:
-        (run.stages / "calibrate.json").unlink(missing_ok=True)
+        run.forget_stage("calibrate")
     run.settle("calibrate", CALIBRATE_PRESETS, lambda _: asked, is_replaceable=True)
 
 
@@ -63,9 +85,7 @@ def _head(run: RunDir, branch: HeadName, config: CalibrateConfig) -> SettingHead
     """Return a calibrated head; calibration sees validation rows alone."""
     tree, summary = read_selection(run, branch)
     champion = tree["champion"]
-    _, rows = load_rows(run, branch_setting(branch))
-    where = rows.where("validation")
-    scores, labels = champion["scores"].mean(axis=0)[where], rows.labels[where]
+    scores, labels, _ = _validation(run, branch, champion)
     calibrator = fit_calibrator(scores, labels)
     return SettingHead(
         reads=reads(branch, summary["members"]),
@@ -153,9 +173,7 @@ def _calibrate(
 CALIBRATE = Stage(
     name="calibrate",
     inputs=lambda run: [
-        run.examples,
-        *store_files(run),
-        run.labels,
+        *row_files(run),
         run.sweep,
         run.selection,
         *encoder_folders(run),

@@ -4,13 +4,18 @@ The span comes from the tokenizer's offsets over the exact ids that the model re
 never from tokenising a part again: a part alone may split differently.
 """
 
+import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from extract.records import Passage
+
+_TEMPLATE_SECONDS, _TEMPLATE_CHARACTERS = 10, 1_000_000  # far above any that is meant
 
 
 @functools.lru_cache(maxsize=8)
@@ -100,31 +105,73 @@ class Rendered:
     n_trimmed: int  # characters the template cut off the message's beginning
 
 
-def _apply(tokenizer: Any, message: str) -> str:
-    return tokenizer.apply_chat_template(
-        [{"role": "user", "content": message}],
-        tokenize=False,
-        add_generation_prompt=True,
-        **TEMPLATE_FIELDS,
-    )
+@contextlib.contextmanager
+def _within(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError after a time; in the main thread alone, which gets signals."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"it is not done after {seconds} s")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
-def render_message(tokenizer: Any, message: str) -> Rendered:
-    """Return a user's message in the model's chat template, ready for its reply.
+def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return messages in the model's chat template, ready for its reply.
 
     Thinking is switched off, under the names that templates know it by.
 
     Raises:
-      ValueError: there is no chat template, it changes the message, or it opens a
-        thinking block although it is told not to.
+      ValueError: there is no chat template, or it fails on these messages.
     """
     if getattr(tokenizer, "chat_template", None) is None:
         raise ValueError(
             "the tokenizer has no chat template; ask with plain prompts (without "
             "--chat), or use an instruction-tuned model"
         )
-    parts = _apply(tokenizer, _MARK).split(_MARK)
-    text = _apply(tokenizer, message)
+    n_characters = sum(len(str(one.get("content"))) for one in messages)
+    try:
+        with _within(_TEMPLATE_SECONDS):
+            text = tokenizer.apply_chat_template(
+                [dict(one) for one in messages],
+                tokenize=False,
+                add_generation_prompt=True,
+                **TEMPLATE_FIELDS,
+            )
+    # A template is a program of the checkpoint's authors, so any error can come of it.
+    except Exception as error:
+        raise ValueError(
+            f"the chat template fails ({type(error).__name__}: {str(error)[:200]}); "
+            "ask with plain prompts (without --chat), or mend tokenizer_config.json"
+        ) from error
+    if len(text) > _TEMPLATE_CHARACTERS + 10 * n_characters:
+        raise ValueError(
+            f"the chat template makes {len(text)} characters of a message of "
+            f"{n_characters}; ask with plain prompts (without --chat)"
+        )
+    return text
+
+
+def render_message(tokenizer: Any, message: str) -> Rendered:
+    """Return a user's message as `apply_template` does, and where it lies.
+
+    Raises:
+      ValueError: there is no chat template, it changes the message, or it opens a
+        thinking block although it is told not to.
+    """
+    marked, text = (
+        apply_template(tokenizer, [{"role": "user", "content": content}])
+        for content in (_MARK, message)
+    )
+    parts = marked.split(_MARK)
     for kept in (message, message.strip(), message.rstrip(), message.lstrip()):
         if len(parts) == 2 and text == parts[0] + kept + parts[1]:
             break

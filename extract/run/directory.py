@@ -10,13 +10,14 @@ it. Three promises:
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from extract.records import SETTINGS, Setting
-from extract.run.files import sha256_tree, write_json_atomic
+import msgspec
+
+from extract.records import SETTINGS, Record, Setting
+from extract.run.files import read_sealed, seal, sha256_tree, write_json_atomic
 from extract.run.lock import take_lock
 from extract.run.manifest import (
     NewRun,
@@ -52,20 +53,26 @@ _WRITERS = {
 }
 
 
-def who_writes(path: str) -> str:
+# What people write and correct by hand: never replaced where it was changed.
+FOR_PEOPLE = ("examples.jsonl", "passages.jsonl", "rewrites.jsonl", "labels.jsonl")
+MAKE_A_RUN = (
+    "questions of your own become a run with `beatrice data NEW_RUN --train NAME=FILE`"
+)
+
+
+def who_writes(path: str, when: str = "first, which writes it") -> str:
     """Say what to do about a missing file, by its path in the run directory."""
     parts = path.split("/")
     # Rows of a stage lie in `rows/`, named by it.
     name = (parts[1] if parts[0] == "rows" and parts[1:] else parts[0]).split(".")[0]
     verb = _WRITERS.get(name, name if parts[0] == "rows" else None)
     if verb is None:
-        return "run the stage that writes it first"
-    return f"run `beatrice {verb}` first, which writes it"
+        return f"run the stage that writes it {when.split(',')[0]}"
+    return f"run `beatrice {verb}` {when}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StageRecord:
-    """What a finished stage leaves behind.
+class StageRecord(Record, frozen=True, kw_only=True):
+    """What a finished stage leaves behind; on disk with its own SHA-256.
 
     Attributes:
       inputs: SHA-256 (or another identity) of what it read, by name. A name that is
@@ -73,7 +80,7 @@ class StageRecord:
       outputs: SHA-256 of the files and folders it wrote, by path in the run
         directory.
       seconds: wall time.
-      finished: UTC.
+      finished: UTC; empty while the stage is done again.
       versions: of Python and packages, as they were then.
     """
 
@@ -86,16 +93,14 @@ class StageRecord:
 
     def write(self, path: Path) -> None:
         """Write the record, in one step."""
-        write_json_atomic(path, dataclasses.asdict(self))
+        write_json_atomic(path, seal(msgspec.structs.asdict(self)))
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
         """Return the record at a path, or None if there is none that can be read."""
-        if not path.exists():
-            return None
         try:
-            return cls(**json.loads(path.read_text()))
-        except (ValueError, TypeError):
+            return msgspec.convert(read_sealed(path, ""), cls)
+        except (ValueError, msgspec.ValidationError):
             return None  # of an older program or damaged: the stage is done again
 
 
@@ -267,9 +272,19 @@ class RunDir:
         record.write(self._stage_file(name))
         return record
 
+    def reopen_stage(self, name: str) -> None:
+        """Write down that a stage with a record is done again from now on."""
+        record = self.stage_record(name)
+        if record is not None and record.finished:
+            msgspec.structs.replace(record, finished="").write(self._stage_file(name))
+
     def stage_record(self, name: str) -> StageRecord | None:
-        """Return what a stage left behind, or None if it is not finished."""
+        """Return what a stage left behind, or None if it was never finished."""
         return StageRecord.read(self._stage_file(name))
+
+    def forget_stage(self, name: str) -> None:
+        """Let a stage be done again, whatever it was finished with."""
+        self._stage_file(name).unlink(missing_ok=True)
 
     def stage_records(self) -> list[str]:
         """Return the names of the stages that have a record, oldest first."""
@@ -289,19 +304,61 @@ class RunDir:
         record = self.stage_record(name)
         if record is None:
             return f"stage {name} has no record yet"
+        if not record.finished:
+            return f"stage {name} was begun again and is not finished"
         now = self._rehash(record.inputs) if inputs is None else dict(inputs)
         for kind, then, current in (
             ("input", record.inputs, now),
             ("output", record.outputs, self._rehash(record.outputs, gone="")),
         ):
-            changed = sorted(
-                key
-                for key in then.keys() | current.keys()
-                if then.get(key) != current.get(key)
-            )
-            if changed:
+            if changed := _differing(then, current):
                 return f"stage {name}: its {kind} {changed[0]} has changed since"
         return None
+
+    def edited_output(self, name: str) -> str | None:
+        """Return a file that people may correct and is not as a finished stage left it.
+
+        One that is gone is not among them: it is made again.
+        """
+        record = self.stage_record(name)
+        if record is None or not record.finished:
+            return None
+        own = [path for path in FOR_PEOPLE if path in record.outputs]
+        found = {path: sha256_tree(self.path / path) for path in own}
+        return next((p for p in own if found[p] not in (None, record.outputs[p])), None)
+
+    def stale_source(self, paths: Iterable[str]) -> tuple[str, str] | None:
+        """Find, among what a stage is about to read, what is out of date itself.
+
+        Args:
+          paths: files and folders of this run.
+
+        Returns:
+          The stage nearest to the questions whose record does not hold any more, and
+          which of its outputs is read; None where all that was read holds.
+        """
+        records = [r for n in self.stage_records() if (r := self.stage_record(n))]
+        seen: set[str] = set()
+
+        def look(path: str) -> tuple[str, str] | None:
+            for record in records:
+                is_writer = any(_overlap(path, output) for output in record.outputs)
+                if record.stage in seen or not is_writer:
+                    continue
+                seen.add(record.stage)
+                before = next((f for p in record.inputs if (f := look(p))), None)
+                if before or self.stage_gap(record.stage):
+                    return before or (record.stage, path)
+            return None
+
+        return next((found for path in paths if (found := look(path))), None)
+
+    def is_altered(self, name: str) -> bool:
+        """Tell whether a stage's outputs alone, and not its inputs, have changed."""
+        record = self.stage_record(name)
+        if record is None or _differing(record.inputs, self._rehash(record.inputs)):
+            return False
+        return bool(_differing(record.outputs, self._rehash(record.outputs, gone="")))
 
     def stage_done(self, name: str, inputs: Mapping[str, str] | None = None) -> bool:
         """Tell whether a stage is finished and nothing under it has changed."""
@@ -313,7 +370,31 @@ class RunDir:
         for path, sha in hashes.items():
             if sha is None:
                 raise ValueError(f"{self.path / path} is missing; {who_writes(path)}")
-        return {path: str(sha) for path, sha in hashes.items()}
+        found = {path: str(sha) for path, sha in hashes.items()}
+        self._refuse_altered(found)
+        return found
+
+    def _refuse_altered(self, found: Mapping[str, str]) -> None:
+        """Refuse files that are not as the stage that wrote them left them."""
+        records = {name: self.stage_record(name) for name in self.stage_records()}
+        unknown = set(found)
+        for name, record in records.items():
+            written = record.outputs if record else {}
+            unknown -= written.keys()
+            for path in sorted(found.keys() & written.keys()):
+                if found[path] != written[path]:
+                    raise ValueError(
+                        f"{self.path / path} has changed since stage {name} wrote it; "
+                        f"restore it, or {who_writes(path, 'again')}"
+                    )
+        damaged = [name for name, record in records.items() if record is None]
+        if damaged and unknown:
+            path = min(unknown)
+            raise ValueError(
+                f"{self._stage_file(damaged[0])} is damaged, and nothing else tells "
+                f"whether {path} is as it was written; restore the record, or "
+                f"{who_writes(path, 'again')}"
+            )
 
     def _rehash(
         self, recorded: Mapping[str, str], gone: str | None = None
@@ -331,6 +412,15 @@ class RunDir:
     def _relative(self, path: Path | str) -> str:
         """Path inside the run directory."""
         return (self.path / path).relative_to(self.path).as_posix()
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Tell whether two paths are the same, or one lies in the other."""
+    return f"{one}/".startswith(f"{other}/") or f"{other}/".startswith(f"{one}/")
+
+
+def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    return sorted(k for k in one.keys() | other.keys() if one.get(k) != other.get(k))
 
 
 def _known(setting: Setting) -> Setting:

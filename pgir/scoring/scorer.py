@@ -9,6 +9,7 @@ import numpy as np
 
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import model_path
+from extract.generate.prompts import apply_template
 from extract.generate.requests import GenerationConfig, PromptConfig, plan_batches
 from extract.records import Setting
 from extract.run.directory import RunDir
@@ -19,7 +20,7 @@ from jaxprobe.settings import set_compiler
 from pgir.bridge import ProbedBackbone
 from pgir.scoring.given import GivenAnswer
 from pgir.scoring.scope import warn_after, warn_before, why_not
-from pgir.scoring.sequences import Prepared, prepare, render
+from pgir.scoring.sequences import Prepared, prepare
 
 BATCH_SIZE = 64  # one of the bridge's padded numbers of examples: few compilations
 _HEADS: dict[Setting, HeadName] = {
@@ -115,7 +116,7 @@ class Scorer:
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return messages as the text that the model reads, in which ranges count."""
         with self._probed.lock:
-            return render(self._probed.backbone.tokenizer, messages)
+            return apply_template(self._probed.backbone.tokenizer, messages)
 
     def score(
         self,
