@@ -9,6 +9,7 @@ count, whatever the modules are called.
 import contextlib
 import copy
 import dataclasses
+import sys
 from typing import Any
 
 import numpy as np
@@ -133,10 +134,16 @@ def _fused(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
-    # The fused kernel has no softcap (Gemma 2) and no sinks (gpt-oss): the exact
-    # product stands in for it.
-    values = value[0].double().repeat_interleave(len(found) // value.shape[1], dim=0)
-    return (found @ values).to(value.dtype).transpose(0, 1)[None].contiguous(), None
+    # No fused kernel has a softcap (Gemma 2) or sinks (gpt-oss): models that have one
+    # attend eagerly under every name.
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    causal = torch.ones(found.shape[-2:], dtype=torch.bool).tril()
+    visible = causal if attention_mask is None else attention_mask
+    added = torch.zeros(visible.shape).masked_fill(
+        ~visible, torch.finfo(query.dtype).min
+    )
+    options = {**kwargs, "scaling": scale, "softcap": softcap, "s_aux": s_aux}
+    return eager(module, query, key, value, added.to(query.dtype), **options)
 
 
 class _Calls(TorchFunctionMode):
