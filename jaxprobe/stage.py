@@ -2,6 +2,9 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 
 from extract.records import SETTINGS, Setting
 from extract.run.console import Progress, Update
@@ -10,7 +13,7 @@ from extract.run.directory import RunDir
 from extract.run.manifest import read_manifest
 from extract.run.stages import Stage
 from jaxprobe import checkpoint
-from jaxprobe.calibration import fit_calibrator
+from jaxprobe.calibration import Calibrator, cross_fit, fit_calibrator, folds_of
 from jaxprobe.detector import Detector, EncoderBank, HeadName, SettingHead
 from jaxprobe.features.families import Standardizer
 from jaxprobe.features.reading import longest_spans
@@ -21,19 +24,36 @@ from jaxprobe.fit.stage import encoder_folders
 from jaxprobe.pool import BRANCHES, branch_setting, read_selection, reads
 from jaxprobe.settings import grid_config, select_config, set_compiler
 
+N_FOLDS = 5  # of `fold_calibrators`
+
+
+def _validation(
+    run: RunDir, branch: HeadName, champion: Mapping[str, Any]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return scores, labels and question ids of the rows that calibration sees."""
+    _, rows = load_rows(run, branch_setting(branch))
+    where = rows.where("validation")
+    scores = champion["scores"].mean(axis=0)[where]
+    return scores, rows.labels[where], rows.ids[where]
+
+
+def fold_calibrators(run: RunDir, branch: HeadName) -> tuple[Calibrator, ...]:
+    """Return a head's maps by fold of validation questions; see `cross_fit`."""
+    tree, _ = read_selection(run, branch)
+    scores, labels, ids = _validation(run, branch, tree["champion"])
+    return cross_fit(scores, labels, folds_of(ids, N_FOLDS), N_FOLDS)
+
 
 def _head(run: RunDir, branch: HeadName) -> SettingHead:
     """Return a calibrated head; calibration sees validation rows alone."""
     tree, summary = read_selection(run, branch)
     champion = tree["champion"]
-    _, rows = load_rows(run, branch_setting(branch))
-    where = rows.where("validation")
-    p_correct = champion["scores"].mean(axis=0)[where]
+    scores, labels, _ = _validation(run, branch, champion)
     return SettingHead(
         reads=reads(branch, summary["members"]),
         config=dataclasses.replace(select_config(run).head, n_slots=summary["n_slots"]),
         params=champion["params"],
-        calibrator=fit_calibrator(p_correct, rows.labels[where]),
+        calibrator=fit_calibrator(scores, labels),
     )
 
 

@@ -242,6 +242,15 @@ class ProbedBackbone:
         return self.detector.score_single_pass(features).first(len(reading.signals))
 
 
+def _drafts(answers: Sequence[Answer], scores: Scores) -> list[Draft]:
+    return [
+        Draft(answer=answer.text, p_correct=float(p_correct), raw=float(raw))
+        for answer, p_correct, raw in zip(
+            answers, scores.p_correct, scores.raw, strict=True
+        )
+    ]
+
+
 class ProbedReader:
     """The controller's view of a probed backbone, over one list of questions."""
 
@@ -257,16 +266,12 @@ class ProbedReader:
         empty: list[Sequence[Passage]] = [()] * len(questions)
         answers = probed.answer(probed.requests("closed_book", questions, empty))
         self._reading = probed.read(answers)
-        p_correct = probed.score_closed_book(self._reading).p_correct
-        return [
-            Draft(answer=answer.text, p_correct=float(p))
-            for answer, p in zip(answers, p_correct, strict=True)
-        ]
+        return _drafts(answers, probed.score_closed_book(self._reading))
 
     def with_context(
         self, rows: Sequence[int], contexts: Sequence[Sequence[Passage]]
-    ) -> list[tuple[str, float]]:
-        """Return answer and probability for the questions with these indices."""
+    ) -> list[Draft]:
+        """Return a draft for each of the questions with these indices."""
         if self._reading is None:
             raise ValueError("with_context needs the closed-book drafts first")
         if not rows:
@@ -278,8 +283,4 @@ class ProbedReader:
             [self._reading.signals[i] for i in rows],
             self._reading.spans[np.asarray(rows)],
         )
-        scores = probed.score_with_context(probed.read(answers), cached)
-        return [
-            (answer.text, float(p))
-            for answer, p in zip(answers, scores.p_correct, strict=True)
-        ]
+        return _drafts(answers, probed.score_with_context(probed.read(answers), cached))

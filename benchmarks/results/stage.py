@@ -12,7 +12,7 @@ from extract.records import SETTINGS
 from extract.run.console import Progress, Update
 from extract.run.contents import (
     count_correct,
-    labels_by,
+    label_rule,
     question_files,
     read_examples,
     read_labels,
@@ -47,7 +47,7 @@ def _facts(run: RunDir) -> dict[str, str]:
         "Preset": run.preset,
         "Seed": str(run.seed),
         "Questions": ", ".join(f"{n_questions[split]} {split}" for split in splits),
-        "Labels by": labels_by(run),
+        "Labels by": label_rule(run),
         "Layer of the hidden states": str(chosen_layer(run)),
         "Training seeds": str(grid_config(run).train.n_seeds),
         "Answer span": extract.answer_span,

@@ -271,12 +271,15 @@ FAMILY_VARIANTS = {
     "without_attn": "Without attention",
     "champion": "Full: all four families",
 }
+_SPANS = ("context", "question", "answer")
 SPAN_VARIANTS = {
     "champion": "None: all spans",
-    "without_context_span": "Context",
-    "without_question_span": "Question",
-    "without_answer_span": "Answer",
+    **{f"zeroed_{x}_span": f"{x.capitalize()}, zeroed in training" for x in _SPANS},
+    **{f"without_{x}_span": f"{x.capitalize()}, left out of both" for x in _SPANS},
 }
+# A head reads the answer span's vector: what the encoders say without one.
+for _name, _label in list(SPAN_VARIANTS.items()):
+    SPAN_VARIANTS[f"{_name}_encoders"] = f"{_label} · no head"
 RANKED = {
     "best_three": "Best of all sets of three",
     "greedy_three": "Greedy search after three rounds",

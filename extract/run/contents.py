@@ -6,6 +6,7 @@ from typing import Any
 
 from extract.datasets.splits import text_key
 from extract.label.rewrite import Rewrite, with_rewrites
+from extract.label.verdicts import LABEL_PRESETS, RULES
 from extract.records import (
     SETTINGS,
     Answer,
@@ -128,11 +129,12 @@ def read_labels(run: RunDir) -> dict[Key, Label]:
     return {label.key: label for label in read_records(run.labels, Label)}
 
 
-def labels_by(run: RunDir) -> str:
-    """Say in words how the run's labels came about."""
+def label_rule(run: RunDir) -> str:
+    """Say in words by which rule the run's answers are labelled."""
     record = run.stage_record("label")
-    is_judged = record is not None and "judge" in record.inputs
-    return "judge consensus" if is_judged else "normalised exact match"
+    if record is not None and "judge" in record.inputs:
+        return record.inputs.get("rule", "judges")
+    return RULES[run.settle("label", LABEL_PRESETS, is_recorded=False).match]
 
 
 def count_correct(

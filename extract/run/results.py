@@ -16,6 +16,7 @@ import msgspec
 
 from extract.records import Record, read_records
 from extract.run.console import Progress
+from extract.run.contents import label_rule
 from extract.run.directory import RunDir
 from extract.run.files import write_text_atomic
 
@@ -71,6 +72,8 @@ class ResultRow(Record, frozen=True, kw_only=True):
       n: examples the value is computed on.
       n_failed: examples that should have been there and have no label or no score.
       seed: training seed as a string, or "mean" over the seeds.
+      label_rule: by which rule the answers were labelled, in words; `publish` fills it
+        in, and an unpublished row has None.
     """
 
     experiment: str
@@ -86,6 +89,7 @@ class ResultRow(Record, frozen=True, kw_only=True):
     n_failed: int = 0
     seed: str = "mean"
     reason: str | None = None
+    label_rule: str | None = None
 
     def __post_init__(self) -> None:
         """Refuse a row that hides something.
@@ -232,6 +236,7 @@ ALWAYS = ("evaluate", "control")
 ON_REQUEST = {
     "exhaustive": "beatrice select RUN_DIR --exhaustive",
     "ablate": "beatrice evaluate RUN_DIR --ablations",
+    "optimism": "beatrice select RUN_DIR --optimism",
 }
 
 
@@ -248,8 +253,11 @@ def asked_for(run: RunDir) -> list[str]:
 def publish(run: RunDir, stage: str, rows: list[ResultRow], progress: Progress) -> None:
     """Write a stage's rows and, from all stages, results.jsonl.
 
-    Rows that were asked for and are out of date are left out, and a line says so.
+    Every row gets the rule of the run's labels. Rows that were asked for and are out of
+    date are left out, and a line says so.
     """
+    rule = label_rule(run)
+    rows = [msgspec.structs.replace(row, label_rule=rule) for row in rows]
     write_text_atomic(rows_file(run, stage), write_rows(rows))
     current = {*ALWAYS, stage, *asked_for(run)}
     parts = []

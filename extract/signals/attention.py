@@ -23,7 +23,12 @@ from extract.signals.batch import to_device
 from extract.signals.span_sums import AttentionCall, row_chunks, span_readings
 
 NAME = "span_readings"
-_UNSUPPORTED = ("s_aux", "position_bias")
+# What models of Transformers hand over that changes no weight: positions are in
+# queries and keys by then, windows in the mask, and nothing is dropped outside
+# training. Any other keyword may be a part of the attention, and is refused.
+_INERT = frozenset(
+    ("dropout", "position_ids", "use_cache", "output_attentions", "sliding_window")
+)
 _active: contextvars.ContextVar["SpanReading"] = contextvars.ContextVar("span_reading")
 
 
@@ -83,6 +88,52 @@ class SpanReading:
         return torch.stack(list(self.layers.values()), dim=-2)
 
 
+def _check_readable(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+    """Refuse attention that is more than a causal softmax of queries and keys."""
+    found = [n for n, value in kwargs.items() if value is not None and n not in _INERT]
+    if not getattr(module, "is_causal", True):
+        found = ["attention to later tokens"]
+    if found:
+        raise ValueError(
+            f"cannot read the attention of {type(module).__name__}: expected a causal "
+            f"softmax over queries and keys, found {', '.join(sorted(found))}, which "
+            "this version does not read; use another backbone"
+        )
+
+
+def _selected(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> torch.Tensor | None:
+    """Hide the keys that a sparse layer did not select; takes the keyword that says so.
+
+    Only for the names "eager" and "sdpa" such models put their choice into the mask.
+    DeepSeek's indexer (`indices`, `[n_examples, n_tokens, n_chosen]`) chooses keys for
+    all heads, MiniMax's (`block_indices`, `[n_examples, n_groups, n_tokens, n_chosen]`)
+    blocks of keys for a group of heads, and -1 is no block.
+    """
+    chosen, blocks = kwargs.pop("indices", None), kwargs.pop("block_indices", None)
+    if chosen is None and blocks is None:
+        return mask
+    n_tokens = query.shape[2]
+    keys, size = torch.arange(n_tokens, device=query.device), 1
+    if blocks is None:
+        blocks = chosen[:, None]
+    else:
+        size = module.indexer.block_size
+    n_blocks = -(-n_tokens // size)
+    blocks = blocks.long().masked_fill(blocks < 0, n_blocks)  # a column that is cut off
+    kept = torch.zeros(
+        (*blocks.shape[:-1], n_blocks + 1), dtype=torch.bool, device=query.device
+    )
+    kept = kept.scatter_(-1, blocks, True)[..., keys // size]
+    if kept.shape[1] > 1:
+        kept = kept.repeat_interleave(query.shape[1] // kept.shape[1], dim=1)
+    return kept & (keys <= keys[:, None] if mask is None else mask)
+
+
 def _attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -94,14 +145,10 @@ def _attend(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Read, then attend as the model would have; Transformers' signature."""
-    unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
-    if unsupported or not getattr(module, "is_causal", True):
-        raise ValueError(
-            f"cannot read the attention of {type(module).__name__}: expected causal "
-            f"softmax attention, found {unsupported or 'bidirectional attention'}"
-        )
+    mask = _selected(module, query, attention_mask, kwargs)
+    _check_readable(module, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = AttentionCall(query, key, attention_mask, scale, softcap)
+    call = AttentionCall(query, key, mask, scale, softcap)
     reading, n_tokens = _active.get(), query.shape[2]
     # In half precision, and on a GPU, the fused kernel's own rounding is the model's.
     is_shared = query.dtype == torch.float32 and not query.is_cuda

@@ -28,8 +28,8 @@ class AttentionCall:
       query: `[n_examples, n_heads, n_tokens, d_head]`.
       key: `[n_examples, n_kv_heads, n_tokens, d_head]`; query head h uses the kv
         head `h // (n_heads / n_kv_heads)`.
-      mask: None (causal), or bool `[n_examples | 1, 1, n_tokens, n_tokens]`, True =
-        visible.
+      mask: None (causal), or bool `[n_examples | 1, n_heads | 1, n_tokens, n_tokens]`,
+        True = visible.
       scaling: multiplies the logits.
       softcap: bounds the scaled logits (Gemma 2), or None.
     """

@@ -21,6 +21,7 @@ from jaxprobe.features.families import (
     Standardizer,
     keep_spans,
     split_families,
+    zero_span,
 )
 from jaxprobe.features.reading import (
     family_dims,
@@ -141,6 +142,7 @@ class TrainingRows:
       dims: widths of the families.
       standardizer: fitted on the training rows.
       read: reads standardised tokens of rows of the store, in one padded width.
+      read_train: the same for the rows that are trained on.
       where: training rows and validation rows, indices into the store.
       in_memory: their tokens on the device; None where they are streamed.
     """
@@ -150,6 +152,7 @@ class TrainingRows:
     dims: FamilyDims
     standardizer: Standardizer
     read: ReadRows
+    read_train: ReadRows
     where: tuple[np.ndarray, np.ndarray]
     in_memory: tuple[FamilyTokens, FamilyTokens] | None
 
@@ -162,14 +165,39 @@ class TrainingRows:
         in_memory = self.in_memory and tuple(
             keep_spans(tokens, span_mask) for tokens in self.in_memory
         )
-        return dataclasses.replace(self, read=read, in_memory=in_memory)
+        return dataclasses.replace(
+            self, read=read, read_train=read, in_memory=in_memory
+        )
+
+    def with_zeroed(self, span: int) -> "TrainingRows":
+        """Return the same with a span's signals zero while training, and only then."""
+        in_memory = self.in_memory and (
+            zero_span(self.in_memory[0], span),
+            self.in_memory[1],
+        )
+        return dataclasses.replace(
+            self,
+            read_train=lambda where: zero_span(self.read_train(where), span),
+            in_memory=in_memory,
+        )
 
 
 def training_rows(run: RunDir, setting: Setting, *, streamed: bool) -> TrainingRows:
-    """Fit the standardisation on the training rows, and read them unless streamed."""
+    """Fit the standardisation on the training rows, and read them unless streamed.
+
+    Raises:
+      ValueError: the training or validation rows hold one class alone.
+    """
     store, rows = load_rows(run, setting)
     layer, dims = chosen_layer(run), family_dims(store)
     where = rows.where("train"), rows.where("validation")
+    for split, held in zip(("training", "validation"), where, strict=True):
+        if len(set(rows.labels[held].tolist())) < 2:
+            raise ValueError(
+                f"{setting}: {int(rows.labels[held].sum())} of {len(held)} labelled "
+                f"{split} answers are correct, and one class alone teaches nothing; "
+                "look at the answers, or take more questions"
+            )
     widths = longest_spans(store.spec.spans, setting)
     features = partial(read_features, store, setting, layer, n_tokens=widths)
     if streamed:
@@ -195,6 +223,7 @@ def training_rows(run: RunDir, setting: Setting, *, streamed: bool) -> TrainingR
         dims=dims,
         standardizer=standardizer,
         read=read,
+        read_train=read,
         where=where,
         in_memory=None if streamed else (read(where[0]), read(where[1])),
     )

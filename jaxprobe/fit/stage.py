@@ -95,10 +95,12 @@ class MemberTrainer:
             parts = map(labelled, self.data.in_memory, labels_of)
             trained = list(self._train_missing(blocks, folder, *parts))
         else:
-            read, stream = self.data.read, self.config.stream
+            reads = self.data.read_train, self.data.read
             parts = (
-                Streamed(where=where, labels=own, read=read, config=stream)
-                for where, own in zip(self.data.where, labels_of, strict=True)
+                Streamed(where=where, labels=own, read=read, config=self.config.stream)
+                for where, own, read in zip(
+                    self.data.where, labels_of, reads, strict=True
+                )
             )
             trained = [fit_streamed(members, *parts, **self._protocol)]
             for _ in blocks:

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from jaxprobe.calibration import brier, ece, fit_calibrator, reliability
 from jaxprobe.metrics import (
     BootstrapConfig,
     auprc,
@@ -94,29 +93,3 @@ def test_interval_holds_the_value_and_widens_with_clusters(point, resampled):
 
 def test_an_interval_leaves_undefined_resamples_out():
     assert interval_of(np.array([0.5, np.nan, 0.5])) == (0.5, 0.5)
-
-
-def test_calibration_is_monotone_and_repairs_a_distorted_probability():
-    rng = np.random.default_rng(0)
-    truth = rng.random(4000)
-    labels = rng.random(4000) < truth
-    calibrator = fit_calibrator(truth**3, labels)
-    p = calibrator(np.linspace(-0.5, 1.5, 300))
-    assert (np.diff(p) >= 0).all() and p.min() >= 0 and p.max() <= 1
-    fresh = rng.random(4000)
-    outcome = rng.random(4000) < fresh
-    assert ece(calibrator(fresh**3), outcome) < 0.05 < ece(fresh**3, outcome)
-    assert brier(calibrator(fresh**3), outcome) < brier(fresh**3, outcome)
-
-
-def test_reliability_bins_count_every_example_and_perfect_ones_have_no_error():
-    p = np.array([0.0, 0.0, 1.0, 1.0])
-    bins = reliability(p, p.astype(bool), n_bins=10)
-    assert bins.count.sum() == 4 and np.isnan(bins.accuracy[5])
-    assert ece(p, p.astype(bool)) == 0.0 and brier(p, p.astype(bool)) == 0.0
-
-
-def test_calibration_refuses_nothing_and_nan():
-    for scores in (np.array([]), np.array([np.nan])):
-        with pytest.raises(ValueError, match="finite scores"):
-            fit_calibrator(scores, np.zeros(len(scores), bool))

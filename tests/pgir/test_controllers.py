@@ -10,7 +10,7 @@ POLICY = Policy(threshold=0.5, budget=2)
 
 
 def trace(*drafts):
-    return tuple(Draft(answer=answer, p_correct=p) for answer, p in drafts)
+    return tuple(Draft(answer=a, p_correct=p, raw=p) for a, p in drafts)
 
 
 def traced():
