@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from pgir.scorer import Scorer
+    from pgir.scoring.scorer import Scorer
 
 __all__ = ["load", "main"]
 
@@ -70,7 +70,7 @@ def load(path: str | Path, *, model: str | None = None) -> "Scorer":
     Raises:
       ValueError: the run has no detector yet, or the backbone is another one.
     """
-    from pgir.scorer import Scorer
+    from pgir.scoring.scorer import Scorer
 
     return Scorer.load(Path(path), model=model)
 
@@ -95,11 +95,11 @@ class _Verbs(click.Group):
         """Run a verb; an expected failure becomes one sentence and exit code 1."""
         try:
             return super().invoke(ctx)
-        except (ValueError, OSError) as error:
-            message = " ".join(str(error).split())
-            # A path or a text given by a user may hold what no terminal can show.
-            safe = message.encode("utf-8", "backslashreplace").decode()
-            raise click.ClickException(safe) from error
+        # Any other error is the program's own mistake, and shows where it was made.
+        except (ValueError, OSError, MemoryError) as error:
+            from extract.run.console import in_one_sentence
+
+            raise click.ClickException(in_one_sentence(error)) from error
 
 
 def make_demo() -> click.Command:

@@ -214,6 +214,7 @@ def look_at_run(path: Path) -> Iterator[Finding]:
     except ValueError as error:
         yield Finding("run", "problem", str(error))
         return
+    yield from _look_at_run_device(config.device)
     records = run.stage_records()
     gaps = [gap for name in records if (gap := run.stage_gap(name))]
     done = [name for name in records if run.stage_done(name)]
@@ -222,6 +223,16 @@ def look_at_run(path: Path) -> Iterator[Finding]:
     shapes = yield from look_at_model(config.model)
     if shapes is not None:
         yield from _look_at_store(run, shapes)
+
+
+def _look_at_run_device(device: str) -> Iterator[Finding]:
+    """Say whether a run's device is here; nothing where it is."""
+    from extract.backbone.loading import check_device
+
+    try:
+        check_device(device)
+    except ValueError as error:
+        yield Finding("device", "problem", str(error))
 
 
 def _look_at_store(run: RunDir, shapes: Shapes) -> Iterator[Finding]:

@@ -5,15 +5,15 @@ missing field is an error that names the file and the line, so that a renamed co
 cannot turn into an empty one. To change a field: `msgspec.structs.replace`.
 """
 
-import functools
 import json
 import re
-import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
+
+from extract.run.files import from_json
 
 Setting = Literal["closed_book", "with_context"]
 Variant = Literal["original", "rewritten"]
@@ -43,6 +43,11 @@ def is_safe_id(name: str) -> bool:
     """
     is_shown = name.isprintable() and name == name.strip()
     return is_shown and len(name) <= MAX_ID and not _NO_PART.search(name)
+
+
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+# No vocabulary is larger; whether an id is one of the model's is seen at its tokenizer.
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -121,11 +126,20 @@ class Answer(Record, frozen=True, kw_only=True):
     setting: Setting
     variant: Variant
     text: str
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    stop_id: int | None
+    prompt_ids: tuple[TokenId, ...]
+    token_ids: tuple[TokenId, ...]
+    stop_id: TokenId | None
     context_span: tuple[int, int]
     dropped: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse a context that does not lie in the prompt."""
+        start, stop = self.context_span
+        if not 0 <= start <= stop <= len(self.prompt_ids):
+            raise ValueError(
+                f"context_span is [{start}, {stop}], expected [start, stop) inside the "
+                f"{len(self.prompt_ids)} ids of the prompt"
+            )
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -164,58 +178,6 @@ def to_json(record: Record) -> str:
     Python's own writer, not msgspec's: manifests hold hashes of its very bytes.
     """
     return json.dumps(record, default=msgspec.structs.asdict)
-
-
-@functools.cache
-def _decoder(kind: type[RecordT]) -> msgspec.json.Decoder[RecordT]:
-    return msgspec.json.Decoder(kind)
-
-
-def from_json(kind: type[RecordT], line: str | bytes, where: str) -> RecordT:
-    """Parse one line.
-
-    Args:
-      kind: the record's class.
-      line: one JSON object.
-      where: file and line number, for the message.
-
-    Raises:
-      ValueError: the line is not such a record; the message says where and why.
-    """
-    try:
-        return _decoder(kind).decode(line)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        pass  # it is wrong, or has a NaN in `meta`, which Python writes and reads
-    try:
-        return msgspec.convert(json.loads(line), kind)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        why = error.msg if isinstance(error, json.JSONDecodeError) else "not UTF-8"
-        raise ValueError(f"{where}: not a JSON object ({why})") from None
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{where}{_in_words(kind, str(error))}") from None
-
-
-def _in_words(kind: type[Record], complaint: str) -> str:
-    """Return what msgspec says ("Expected `int`, got `str` - at `$.stop_id`")."""
-    what, _, path = complaint.partition(" - at `$")
-    path = path.strip(".`")
-    holder = Passage if path else kind  # the one record that lies inside others
-    name = what.split("`")[1] if "`" in what else ""
-    if what.startswith("Object contains"):
-        known = ", ".join(holder.__struct_fields__)
-        what = (
-            f"unknown field {name!r} in a {holder.__name__}; known fields are {known}"
-        )
-    elif what.startswith("Object missing"):
-        what = f"a {holder.__name__} needs the field {name!r}"
-    elif what.startswith("Invalid enum value "):
-        choices = ", ".join(typing.get_args(typing.get_type_hints(kind)[path]))
-        found = what.removeprefix("Invalid enum value ")
-        what = f"expected one of {choices}, found {found}"
-    else:
-        what = what.replace("`", "").replace("Expected", "expected")
-        what = what.replace(", got", ", found")
-    return f", field {path!r}: {what}" if path else f": {what}"
 
 
 def read_records(path: Path, kind: type[RecordT]) -> Iterator[RecordT]:

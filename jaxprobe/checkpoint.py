@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from extract.run.files import verify_checksums, write_checksums
+from extract.run.files import Decoded, read_json, verify_checksums, write_checksums
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -107,18 +107,24 @@ def _swap(work: Path, path: Path) -> None:
     shutil.rmtree(aside)
 
 
-def restore(path: Path) -> tuple[Any, dict[str, Any]]:
+def restore(path: Path, kind: type[Decoded] = dict[str, Any]) -> tuple[Any, Decoded]:
     """Read a checkpoint after checking it: nested dicts of NumPy arrays, and config.
 
+    Args:
+      path: directory of the checkpoint.
+      kind: what its JSON description is.
+
     Raises:
-      ValueError: if the checkpoint is damaged or missing.
+      ValueError: if the checkpoint is damaged or missing, or described otherwise.
     """
     path = Path(path).absolute()
     verify_checksums(path)
+    what_to_do = "another version of this program made it: do its stage again"
+    config = read_json(path / CONFIG, kind, what_to_do)
     with ocp.PyTreeCheckpointer() as checkpointer:
         structure = checkpointer.metadata(path / ARRAYS).item_metadata.tree
         args = jax.tree.map(
             lambda _: ocp.RestoreArgs(restore_type=np.ndarray), structure
         )
         tree = checkpointer.restore(path / ARRAYS, restore_args=args)
-    return tree, json.loads((path / CONFIG).read_text())
+    return tree, config

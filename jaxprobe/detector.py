@@ -13,8 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
+from extract.records import Record, Setting
 from jaxprobe import checkpoint
 from jaxprobe.calibration import Calibrator
 from jaxprobe.config import EncoderConfig, FusionConfig
@@ -30,6 +32,7 @@ from jaxprobe.features.subsets import SUBSET_NAMES, SUBSETS, FamilyDims, subset_
 from jaxprobe.fit.grid import Trained
 from jaxprobe.model.encoder import Encoder, Params
 from jaxprobe.model.fusion import FusionHead, head_inputs, slots_of
+from jaxprobe.scope import Scope, Threshold
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +47,7 @@ class EncoderBank:
       params: leaves `[n_seeds, n_kept, ...]`.
       lengths: of the longest spans in training; whoever pads to them compiles once.
         Empty where unknown.
+      scope: where its signals lay in training; None where unknown.
     """
 
     dims: FamilyDims
@@ -52,6 +56,7 @@ class EncoderBank:
     names: tuple[str, ...]
     params: Params
     lengths: tuple[int, ...] = ()
+    scope: Scope | None = None
 
     @classmethod
     def from_trained(
@@ -63,6 +68,7 @@ class EncoderBank:
         config: EncoderConfig,
         standardizer: Standardizer,
         lengths: Sequence[int] = (),
+        scope: Scope | None = None,
     ) -> "EncoderBank":
         """Take some subsets, all seeds, out of a trained grid."""
         seeds = sorted({m.seed for m in trained.members})
@@ -80,6 +86,7 @@ class EncoderBank:
             names=tuple(SUBSET_NAMES[subset_index(name)] for name in names),
             params=params,
             lengths=tuple(lengths),
+            scope=scope,
         )
 
 
@@ -111,7 +118,6 @@ def bank_outputs(
     return jax.vmap(over_kept, in_axes=(0, None))(params, family_masks)
 
 
-Setting = Literal["closed_book", "with_context"]
 # `single_pass` reads the with-context pass alone (the paper's ablation "w/o
 # closed-book"), for a caller who has one answer and one forward pass.
 HeadName = Literal["closed_book", "with_context", "single_pass"]
@@ -149,12 +155,14 @@ class SettingHead:
       config: shape of the heads.
       params: leaves `[n_seeds, ...]`.
       calibrator: from raw score to probability.
+      threshold: at which answers are trusted; None where none was asked for.
     """
 
     reads: tuple[tuple[Setting, str], ...]
     config: FusionConfig
     params: Params
     calibrator: Calibrator
+    threshold: Threshold | None = None
 
 
 @partial(jax.jit, static_argnames=("head",))
@@ -173,6 +181,32 @@ def _fuse(
         return head.apply(params, head_inputs(pooled, logits), slots, slot_mask)
 
     return jax.nn.sigmoid(jax.vmap(one)(params, pooled, logits)).mean(axis=0)
+
+
+class _SavedBank(Record, frozen=True, kw_only=True):
+    """What is not an array of an `EncoderBank`."""
+
+    dims: FamilyDims
+    config: EncoderConfig
+    names: tuple[str, ...]
+    lengths: tuple[int, ...]
+
+
+class _SavedHead(Record, frozen=True, kw_only=True):
+    """What is not an array of a `SettingHead`."""
+
+    reads: tuple[tuple[Setting, str], ...]
+    config: FusionConfig
+    threshold: Threshold | None
+
+
+class _Saved(Record, frozen=True, kw_only=True):
+    """What is not an array of a `Detector`."""
+
+    format: Literal[2]
+    banks: dict[Setting, _SavedBank]
+    heads: dict[HeadName, _SavedHead]
+    facts: dict[str, str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -288,6 +322,8 @@ class Detector:
                 "params": bank.params,
                 "standardizer": bank.standardizer._asdict(),
             }
+            if bank.scope is not None:
+                arrays["banks"][where]["scope"] = bank.scope._asdict()
             config["banks"][where] = {
                 "dims": dataclasses.asdict(bank.dims),
                 "config": dataclasses.asdict(bank.config),
@@ -302,33 +338,30 @@ class Detector:
             config["heads"][setting] = {
                 "config": dataclasses.asdict(head.config),
                 "reads": [list(read) for read in head.reads],
+                "threshold": head.threshold and dataclasses.asdict(head.threshold),
             }
         checkpoint.save(Path(path), arrays, config)
 
     @classmethod
     def load(cls, path: Path | str) -> "Detector":
         """Read a detector; every file is checked against its SHA-256 first."""
-        arrays, config = checkpoint.restore(Path(path))
-        if config.get("format") != 2:
-            raise ValueError(f"{path} is not a detector of format 2: {config}")
+        arrays, saved = checkpoint.restore(Path(path), _Saved)
+        scopes = {where: found.get("scope") for where, found in arrays["banks"].items()}
         banks = {
             where: EncoderBank(
-                dims=FamilyDims(**spec["dims"]),
-                config=EncoderConfig(**spec["config"]),
-                names=tuple(spec["names"]),
-                lengths=tuple(spec["lengths"]),
+                **msgspec.structs.asdict(spec),
                 params=arrays["banks"][where]["params"],
                 standardizer=Standardizer(**arrays["banks"][where]["standardizer"]),
+                scope=scopes[where] and Scope(**scopes[where]),
             )
-            for where, spec in config["banks"].items()
+            for where, spec in saved.banks.items()
         }
         heads = {
             setting: SettingHead(
-                config=FusionConfig(**spec["config"]),
-                reads=tuple((where, name) for where, name in spec["reads"]),
+                **msgspec.structs.asdict(spec),
                 params=arrays["heads"][setting]["params"],
                 calibrator=Calibrator(**arrays["heads"][setting]["calibrator"]),
             )
-            for setting, spec in config["heads"].items()
+            for setting, spec in saved.heads.items()
         }
-        return cls(banks=banks, heads=heads, facts=config["facts"])
+        return cls(banks=banks, heads=heads, facts=saved.facts)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
-from extract.records import Setting
+from extract.records import Record, Setting
 from extract.run.directory import RunDir
 from jaxprobe import checkpoint
 from jaxprobe.detector import HeadName
@@ -99,8 +100,26 @@ def pool_names(branch: HeadName, members: Sequence[int]) -> list[str]:
     ]
 
 
+class Round(Record, frozen=True, kw_only=True):
+    """One accepted round of a search; `candidates` are AUROCs by pool position."""
+
+    added: int
+    auroc: float
+    candidates: dict[str, float]
+
+
+class SearchSummary(Record, frozen=True, kw_only=True):
+    """How a search went, as it is saved beside its heads."""
+
+    members: tuple[int, ...]
+    n_slots: int
+    stop: str
+    rounds: tuple[Round, ...]
+
+
 def read_selection(
     run: RunDir, branch: HeadName
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a branch's heads and scores, and the summary of its search."""
-    return checkpoint.restore(run.selection / branch)
+    tree, summary = checkpoint.restore(run.selection / branch, SearchSummary)
+    return tree, msgspec.to_builtins(summary)

@@ -11,7 +11,6 @@ the paper's other variants are rows of `evaluate` already.
 
 import dataclasses
 import itertools
-import json
 import shutil
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
@@ -23,8 +22,8 @@ from extract.records import SETTINGS, Setting
 from extract.run.console import Progress, Update
 from extract.run.contents import row_files
 from extract.run.directory import RunDir
-from extract.run.files import write_json_atomic
-from extract.run.results import ResultRow, publish, rows_file
+from extract.run.files import read_json, write_json_atomic
+from extract.run.results import ON_REQUEST, ResultRow, publish, rows_file
 from extract.run.stages import Stage, side_by_side
 from jaxprobe.checkpoint import load_cache, save_cache
 from jaxprobe.evaluation import METRICS, Scored, bootstrap_of, detection_rows
@@ -327,7 +326,9 @@ def _ablate(
 
 def ablation_summary(run: RunDir) -> dict[str, dict[str, list[str]]]:
     """Return which encoders every variant reads, by setting and name."""
-    return json.loads((_folder(run) / "summary.json").read_text(encoding="utf-8"))
+    again = f"run `{ON_REQUEST['ablate']}` again"
+    kind = dict[str, dict[str, list[str]]]
+    return read_json(_folder(run) / "summary.json", kind, again)
 
 
 ABLATE = Stage(

@@ -24,6 +24,7 @@ from jaxprobe.settings import (
     grid_config,
     select_config,
 )
+from jaxprobe.stage import CALIBRATE_PRESETS
 from pgir.controllers.stage import CONTROL_PRESETS
 from selection.sweep import SWEEP_PRESETS
 
@@ -35,6 +36,7 @@ SECTIONS = {
     "sweep": SWEEP_PRESETS,
     "train": GRID_PRESETS,
     "select": SELECT_PRESETS,
+    "calibrate": CALIBRATE_PRESETS,
     "intervals": INTERVAL_PRESETS,
     "control": CONTROL_PRESETS,
 }

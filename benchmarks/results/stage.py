@@ -1,12 +1,16 @@
 """The stage that writes the report, and the headline of a finished run."""
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
+from benchmarks.results.paired import paired_table
 from benchmarks.results.report import ReportData, write_report
-from benchmarks.results.tables import as_text, controller_table, detection_table
+from benchmarks.results.saved import read_control, read_reliability
+from benchmarks.results.tables import controller_table, detection_table
+from benchmarks.results.terminal import as_text
 from extract.backbone.names import backbone_of
 from extract.records import SETTINGS
 from extract.run.console import Progress, Update
@@ -20,14 +24,17 @@ from extract.run.contents import (
 from extract.run.directory import RunDir
 from extract.run.results import (
     CONTROLLERS,
+    IN_DOMAIN,
+    MACRO,
     ResultTable,
     asked_for,
+    gather,
     read_result_rows,
     rows_file,
 )
 from extract.run.stages import Stage
 from extract.signals.stage import extract_config
-from jaxprobe.features.rows import chosen_layer
+from jaxprobe.features.rows import chosen_layer, read_sweep
 from jaxprobe.settings import grid_config
 from selection.ablation import ablation_summary
 from selection.ranking import ranking_summary
@@ -55,13 +62,9 @@ def _facts(run: RunDir) -> dict[str, str]:
     }
 
 
-def _read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
-
-
 def report_data(run: RunDir) -> ReportData:
     """Collect what the report shows from the run's files."""
-    control = _read_json(run.control / "control.json")
+    control = read_control(run)
     on_request = asked_for(run)
     ranked = SETTINGS if "exhaustive" in on_request else ()
     records = {n: run.stage_record(n) for n in (*IN_ORDER, "report", *on_request)}
@@ -70,9 +73,9 @@ def report_data(run: RunDir) -> ReportData:
         stage_seconds={name: r.seconds for name, r in records.items() if r is not None},
         rows=read_result_rows(run),
         accuracy=count_correct(read_examples(run), read_labels(run)),
-        sweep=_read_json(run.sweep)["settings"],
+        sweep=msgspec.to_builtins(read_sweep(run).settings),
         selection={setting: selection_summary(run, setting) for setting in SETTINGS},
-        reliability=_read_json(run.path / "reliability.json"),
+        reliability=read_reliability(run),
         control={k: control[k] for k in ("tau", "budget", "cap", "frontier")},
         cases=control["cases"],
         ranking={setting: ranking_summary(run, setting) for setting in ranked},
@@ -81,6 +84,7 @@ def report_data(run: RunDir) -> ReportData:
 
 
 def _report(run: RunDir, config: None, update: Update, progress: Progress) -> None:
+    gather(run, progress)
     write_report(report_data(run), run.report)
 
 
@@ -107,17 +111,16 @@ def summary(path: Path) -> dict[str, Any]:
     run = RunDir(path)
     rows = read_result_rows(run)
     table = ResultTable(rows)
-    champion = {"experiment": "detection", "detector": "champion", "split": "test"}
+    pooled = {"dataset": IN_DOMAIN, "split": "test", "seed": "mean"}
+    champion = {"experiment": "detection", "detector": "champion", **pooled}
     headline = {
-        f"{setting}/{metric}": table.value(
-            **champion, setting=setting, metric=metric, seed="mean"
-        )
+        f"{setting}/{metric}": table.value(**champion, setting=setting, metric=metric)
         for setting in SETTINGS
         for metric in ("auroc", "auprc")
     }
     for name in CONTROLLERS:
         headline[f"{name}/em"] = table.value(
-            experiment="controller", detector=name, split="test", metric="em"
+            experiment="controller_macro", detector=name, dataset=MACRO, metric="em"
         )
     selected = [
         f"{setting}: {' '.join(selection_summary(run, setting)['selected'])}"
@@ -125,7 +128,10 @@ def summary(path: Path) -> dict[str, Any]:
     ]
     parts = (
         as_text(detection_table(rows)),
+        "The selected encoders' AUROC minus that of\n" + as_text(paired_table(rows)),
         "\n".join(("Selected encoders", *selected)),
         as_text(controller_table(rows)),
+        "PGIR's exact match / F1 minus that of\n"
+        + as_text(paired_table(rows, "controller_paired")),
     )
     return {"headline": headline, "text": "\n\n".join(parts)}

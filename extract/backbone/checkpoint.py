@@ -16,6 +16,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    Mxfp4Config,
     PreTrainedConfig,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -55,10 +56,13 @@ def window_of(config: Any) -> int | None:
 # Tensors that a text-only model leaves out (towers for images and sounds, heads that
 # predict several tokens), and buffers that older versions saved.
 _HARMLESS = re.compile(
-    r"rotary_emb\.inv_freq$|\.masked_bias$|(^|\.)mtp[._]"
+    r"rotary_emb\.inv_freq$|\.attn\.bias$|\.masked_bias$|(^|\.)mtp[._]"
     r"|(^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector"
     r"|embed_vision|embed_audio)\."
 )
+# What Transformers' configs call the number of layers, and more than any model has.
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+_MOST_LAYERS = 1000
 # Their messages say nothing by themselves: a KeyError's is the key.
 _BARE_ERRORS = (KeyError, AttributeError, TypeError, IndexError, ArithmeticError)
 
@@ -121,10 +125,35 @@ def _check_quantization(name: str, config: dict[str, Any]) -> None:
         )
 
 
-def _check_configs(name: str) -> str | None:
-    """Check a checkpoint's configs; return their commit, which all files are taken of.
+def _check_depth(name: str, config: Any) -> None:
+    """Refuse a config of more layers than can be built in any time."""
+    if not isinstance(config, dict):
+        return
+    for key, value in config.items():
+        _check_depth(name, value)
+        if key in _DEPTHS and isinstance(value, int) and value > _MOST_LAYERS:
+            raise ValueError(
+                f"backbone {name!r}: its config.json says {key}={value}, expected at "
+                f"most {_MOST_LAYERS}; use the config that was saved with the weights"
+            )
 
-    So they are of one commit even if the repository moves on meanwhile.
+
+def _unpacked(quantization: Any) -> Any:
+    """Return how packed weights are loaded: gpt-oss's four bits as numbers.
+
+    Multiplying them as they are needs kernels that are fetched from the Hub; unpacked
+    they are the same numbers on every device, and four times as large.
+    """
+    method = (quantization or {}).get("quant_method")
+    return Mxfp4Config(dequantize=True) if method == "mxfp4" else None
+
+
+def _check_configs(name: str) -> tuple[str | None, Any]:
+    """Check a checkpoint's configs.
+
+    Returns:
+      Their commit, which all files are taken of, so that they are of one even if the
+      repository moves on meanwhile; and what `_unpacked` says of its weights.
     """
     with _loading(name):
         config, _ = PreTrainedConfig.get_config_dict(name)
@@ -135,8 +164,9 @@ def _check_configs(name: str) -> str | None:
             "tokenizer_config.json": tokenizer.get("auto_map"),
         }
     _check_remote_code(name, auto_maps)
+    _check_depth(name, config)
     _check_quantization(name, config)
-    return commit
+    return commit, _unpacked(config.get("quantization_config"))
 
 
 def _load_tokenizer(name: str, commit: str | None) -> Any:
@@ -188,7 +218,8 @@ def load_checkpoint(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     Raises:
       ValueError: whatever is wrong, in one sentence.
     """
-    commit = _check_configs(name)
+    commit, unpacked = _check_configs(name)
+    packing = {} if unpacked is None else {"quantization_config": unpacked}
     with _loading(name):
         model, report = AutoModelForCausalLM.from_pretrained(
             name,
@@ -198,6 +229,7 @@ def load_checkpoint(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # refused below, by name
             output_loading_info=True,
+            **packing,
         )
         tokenizer = _load_tokenizer(name, commit)
     _check_tensors(name, model, report)
@@ -232,12 +264,12 @@ def load_outline(name: str) -> Outline:
         its weights need not be read for that.
     """
     check_name(name)
-    commit = _check_configs(name)
+    commit, unpacked = _check_configs(name)
     with _loading(name):
         config = AutoConfig.from_pretrained(
             name, revision=commit, trust_remote_code=False
         )
-        quantization = getattr(config, "quantization_config", None)
+        quantization = unpacked or getattr(config, "quantization_config", None)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         tokenizer = _load_tokenizer(name, commit)

@@ -3,11 +3,10 @@
 import ctypes
 import dataclasses
 import hashlib
-import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,7 +15,9 @@ import torch
 from extract.backbone.checkpoint import load_checkpoint, window_of
 from extract.backbone.layout import Layout, find_layout
 from extract.backbone.names import BackboneConfig, ModelDtype, check_name, own_device
+from extract.records import Answer
 from extract.run.console import quiet
+from extract.run.files import read_json
 
 # Of <malloc.h>; glibc alone has them.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -143,6 +144,27 @@ def _hash_files(directory: Path) -> str:
     return digest.hexdigest()
 
 
+def check_device(device: str) -> None:
+    """Refuse a device that Torch does not have here.
+
+    Raises:
+      ValueError: says what there is.
+    """
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ValueError(
+            f"device {device!r}: expected a Torch device, such as cpu, cuda or cuda:0"
+        ) from None
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device {device!r}: Torch {torch.__version__} sees "
+            f"{torch.cuda.device_count() or 'no'} GPUs here; go on where it sees them "
+            "(CUDA_VISIBLE_DEVICES, a CUDA build of Torch), or make the run without "
+            "--device cuda"
+        )
+
+
 def load_backbone(
     path: str | Path, *, dtype: ModelDtype = "float32", device: str = "cpu"
 ) -> Backbone:
@@ -161,6 +183,7 @@ def load_backbone(
         raise ValueError(f"dtype: expected one of {choices}, found {dtype!r}")
     name = str(path)
     check_name(name)
+    check_device(device)
     if not device.startswith("cuda"):
         keep_freed_memory()
     directory = Path(name).expanduser()
@@ -189,7 +212,7 @@ def require_answering_model(answers: Path, backbone: Backbone) -> None:
     path = answers / "backend.json"
     if not path.exists():
         return
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = read_json(path, dict[str, Any], f"delete {answers} to answer again")
     revision = str(found.get("revision"))
     # A server's user names its weights as they like: only commits can be compared.
     is_comparable = found.get("backend") == "transformers" or (
@@ -202,6 +225,24 @@ def require_answering_model(answers: Path, backbone: Backbone) -> None:
         f"{backbone.name} is now {backbone.revision[:12]}; put the weights that "
         f"answered back, or delete {answers} to answer again"
     )
+
+
+def require_known_tokens(answers: Iterable[Answer], backbone: Backbone) -> None:
+    """Refuse answers with token ids that the model has no embedding of.
+
+    Raises:
+      ValueError: names the first of them.
+    """
+    n_tokens = backbone.model.get_input_embeddings().weight.shape[0]
+    for answer in answers:
+        stop = () if answer.stop_id is None else (answer.stop_id,)
+        for token in (*answer.prompt_ids, *answer.token_ids, *stop):
+            if token >= n_tokens:
+                raise ValueError(
+                    f"the answer {answer.key} has the token id {token}, but "
+                    f"{backbone.name} knows 0 to {n_tokens - 1}; run `beatrice answer` "
+                    "again with this model"
+                )
 
 
 def open_backbone(config: BackboneConfig) -> Backbone:

@@ -110,12 +110,13 @@ def _probe_ids(backbone: Backbone, lengths: tuple[int, int]) -> torch.Tensor:
 def _read(
     backbone: Backbone,
     final_norm: residual.FinalNorm,
+    head: Head,
     ids: torch.Tensor,
     lengths: tuple[int, ...],
 ) -> _Pass:
     """Run the reading path on `[n_examples, n_tokens]` ids."""
     layout = backbone.layout
-    lens = residual.LogitLens(final_norm, layout.head, ids.roll(-1, dims=1))
+    lens = residual.LogitLens(final_norm, head, ids.roll(-1, dims=1))
     found = _Pass(lens, [layer.scale() for layer in layout.layers])
     spans = torch.tensor([[[0, 3], [3, n - 2], [n - 2, n]] for n in lengths])
     budget = budget_for(ids.device).n_attention_weights
@@ -233,13 +234,15 @@ def _compare_logits(
 def _check_alone(
     backbone: Backbone,
     final_norm: residual.FinalNorm,
+    head: Head,
     ids: torch.Tensor,
     lengths: tuple[int, int],
     together: _Pass,
 ) -> None:
     """Read each example alone and unpadded; nothing may change."""
     for row, length in enumerate(lengths):
-        alone = _read(backbone, final_norm, ids[row : row + 1, :length], (length,))
+        one = ids[row : row + 1, :length]
+        alone = _read(backbone, final_norm, head, one, (length,))
         # The last token's own target is the neighbour's in one of the two.
         pairs = {
             "states": (together.final[row, :length], alone.final[0]),
@@ -259,11 +262,13 @@ def _check_alone(
             )
 
 
-def _check_pushes(backbone: Backbone, found: _Pass, targets: torch.Tensor) -> None:
+def _check_pushes(
+    backbone: Backbone, head: Head, found: _Pass, targets: torch.Tensor
+) -> None:
     """Compare summed pushes with the final norm applied to both ends."""
     # In float32, as the pushes are: the stream's dtype would round both ends.
     norm = copy.deepcopy(backbone.layout.final_norm).float()
-    rows = backbone.layout.head.weight[targets].float()
+    rows = head.rows(targets)
     before, after = [(norm(end) * rows).sum(-1) for end in (found.first, found.last)]
     _check_close(
         found.pushes[..., None],
@@ -286,11 +291,11 @@ def check_parity(
     longest = max(_LENGTHS[0], 0 if window is None else window + _N_BEYOND)
     lengths = longest, _LENGTHS[1]
     ids = _probe_ids(backbone, lengths)
-    together = _read(backbone, final_norm, ids, lengths)
+    together = _read(backbone, final_norm, head, ids, lengths)
     _check_sums(backbone, together.errors)
     if not bool(together.attn.isfinite().all()):
         raise ValueError("unknown residual layout: an attention reading is not finite")
     _check_norm(backbone, together)
     _check_logits(backbone, ids, lengths, together.final, head)
-    _check_pushes(backbone, together, ids.roll(-1, dims=1))
-    _check_alone(backbone, final_norm, ids, lengths, together)
+    _check_pushes(backbone, head, together, ids.roll(-1, dims=1))
+    _check_alone(backbone, final_norm, head, ids, lengths, together)

@@ -20,7 +20,13 @@ from extract.records import Answer, to_json
 from extract.run.console import Progress, Update
 from extract.run.contents import answers_file
 from extract.run.directory import RunDir
-from extract.run.files import JsonLines, write_json_atomic, write_stream_atomic
+from extract.run.files import (
+    JsonLines,
+    from_json,
+    read_json,
+    write_json_atomic,
+    write_stream_atomic,
+)
 
 Key = tuple[str, str, str]  # example, setting, variant
 
@@ -53,10 +59,8 @@ class AnswerRows:
             _write(self.lines.path, [lines[key] for key in there])
 
 
-def _read(
-    path: Path, *, is_whole: bool = False
-) -> Iterator[tuple[Key, dict[str, Any], _Line]]:
-    """Yield keys, rows and their places; an unfinished last line is passed over.
+def _read(path: Path, *, is_whole: bool = False) -> Iterator[tuple[Key, Answer, _Line]]:
+    """Yield keys, answers and their places; an unfinished last line is passed over.
 
     In a file that `is_whole` a damaged line is an error. Elsewhere it is of a worker
     that was killed, and what follows is done again.
@@ -67,18 +71,15 @@ def _read(
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
-                row = json.loads(line)
-            except ValueError as error:
+                again = "restore the file, or delete it to do the stage again"
+                row = from_json(Answer, line, f"{path}, line {number}", again)
+            except ValueError:
                 if is_whole:
-                    raise ValueError(
-                        f"{path}, line {number}: not a JSON object ({error}); restore "
-                        "the file, or delete it to do the stage again"
-                    ) from None
+                    raise
                 return
             if not line.endswith(b"\n"):
                 return
-            key = (row["example_id"], row["setting"], row["variant"])
-            yield key, row, _Line(path, start, len(line))
+            yield row.key, row, _Line(path, start, len(line))
             start += len(line)
 
 
@@ -107,7 +108,7 @@ def answered_keys(run: RunDir, requests: Sequence[Request]) -> set[Key]:
         key
         for file in (*part_files(run), answers_file(run))
         for key, row, _ in _read(file)
-        if asked.get(key) == tuple(row["prompt_ids"])
+        if asked.get(key) == row.prompt_ids
     }
 
 
@@ -118,18 +119,26 @@ def open_answers(
 
     Nobody else writes it meanwhile. What workers wrote is taken in, and their parts go;
     what was set aside is noted.
+
+    Raises:
+      ValueError: they changed after all was answered; rows that are wrong would stay.
     """
     path = answers_file(run)
+    if path.exists() and run.is_altered("answer"):
+        raise ValueError(
+            f"{run.answers} has changed since stage answer wrote it; restore it, or "
+            f"delete {path} to answer again"
+        )
     lines = JsonLines.open(path)
     asked = {request.key: request.prompt.ids for request in requests}
     kept: dict[Key, _Line] = {}
     stale: list[str] = []
     for file in (path, *part_files(run)):
         for key, row, line in _read(file, is_whole=file == path):
-            if key not in kept and asked.get(key) == tuple(row["prompt_ids"]):
+            if key not in kept and asked.get(key) == row.prompt_ids:
                 kept[key] = line
             elif key not in kept or file == path:  # else done twice, by two workers
-                stale.append(json.dumps(row))
+                stale.append(to_json(row))
     if lines.truncated:
         progress.note(lines.truncated)
     if stale:
@@ -193,7 +202,8 @@ def record_backend(run: RunDir, identity: Mapping[str, Any]) -> None:
     wanted = json.loads(json.dumps(dict(identity)))
     if path.exists():
         # Before the file named a schema there was one only.
-        found = {"schema": 1, **json.loads(path.read_text(encoding="utf-8"))}
+        again = "restore it, or delete the folder to answer again"
+        found = {"schema": 1, **read_json(path, dict[str, Any], again)}
         for name in sorted(found.keys() | wanted.keys()):
             if found.get(name) != wanted.get(name):
                 raise ValueError(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from extract.generate.options import (
+    MAX_SAMPLES,
     SERVED_MODEL,
     BackendOptions,
     backend_options,
@@ -86,7 +87,7 @@ def answer(
 @click.option(
     "--n-samples",
     default=10,
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, MAX_SAMPLES),
     help="Drawn answers per question, setting and variant.",
 )
 @click.option(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from extract.run.directory import RunDir
 
 Command = Callable[..., None]
+MAX_SAMPLES = 1000  # of a question; the baselines draw ten, and all are held in memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -245,6 +246,8 @@ def check_backbone(
       ValueError: the model's config or tokenizer cannot be used.
     """
     check_model_option(config.model)
+    if config.device != "cpu":
+        _note_device(config.device)
     path = Path(config.path).expanduser()
     if not path.exists() or (config.model == EMBEDDED and hidden_layers is None):
         return
@@ -261,6 +264,16 @@ def check_backbone(
             f"{wrong[0]}",
             param_hint="--hidden-layers",
         )
+
+
+def _note_device(device: str) -> None:
+    """Say that a device is not here; a run is often made where its GPUs are not."""
+    from extract.backbone.loading import check_device
+
+    try:
+        check_device(device)
+    except ValueError as error:
+        click.echo(f"note: {error}", err=True)
 
 
 @contextlib.contextmanager

@@ -4,13 +4,18 @@ The span comes from the tokenizer's offsets over the exact ids that the model re
 never from tokenising a part again: a part alone may split differently.
 """
 
+import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from extract.records import Passage
+
+_TEMPLATE_SECONDS, _TEMPLATE_CHARACTERS = 10, 1_000_000  # far above any that is meant
 
 
 @functools.lru_cache(maxsize=8)
@@ -100,13 +105,46 @@ class Rendered:
     n_trimmed: int  # characters the template cut off the message's beginning
 
 
+@contextlib.contextmanager
+def _within(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError after a time; in the main thread alone, which gets signals."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"it is not done after {seconds} s")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def _apply(tokenizer: Any, message: str) -> str:
-    return tokenizer.apply_chat_template(
-        [{"role": "user", "content": message}],
-        tokenize=False,
-        add_generation_prompt=True,
-        **TEMPLATE_FIELDS,
-    )
+    try:
+        with _within(_TEMPLATE_SECONDS):
+            text = tokenizer.apply_chat_template(
+                [{"role": "user", "content": message}],
+                tokenize=False,
+                add_generation_prompt=True,
+                **TEMPLATE_FIELDS,
+            )
+    # A template is a program of the checkpoint's authors, so any error can come of it.
+    except Exception as error:
+        raise ValueError(
+            f"the chat template fails ({type(error).__name__}: {str(error)[:200]}); "
+            "ask with plain prompts (without --chat), or mend tokenizer_config.json"
+        ) from error
+    if len(text) > _TEMPLATE_CHARACTERS + 10 * len(message):
+        raise ValueError(
+            f"the chat template makes {len(text)} characters of a message of "
+            f"{len(message)}; ask with plain prompts (without --chat)"
+        )
+    return text
 
 
 def render_message(tokenizer: Any, message: str) -> Rendered:
@@ -223,7 +261,7 @@ def _render(
     return text, (start, start + len(context))
 
 
-def _token_span(
+def token_span(
     offsets: Sequence[tuple[int, int]], characters: tuple[int, int], begin: int
 ) -> tuple[int, int]:
     """Return the tokens that overlap a range of characters.
@@ -283,6 +321,6 @@ def build_prompt(
     ids = tuple(encoded["input_ids"])
     return Prompt(
         ids=ids,
-        context_span=_token_span(encoded["offset_mapping"], characters, begin),
+        context_span=token_span(encoded["offset_mapping"], characters, begin),
         n_unknown=ids.count(tokenizer.unk_token_id),  # 0 where it is None
     )

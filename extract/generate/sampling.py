@@ -14,6 +14,7 @@ from extract.generate.generator import (
     GeneratorPrompt,
     SamplingConfig,
 )
+from extract.generate.options import MAX_SAMPLES
 from extract.generate.replies import Replies
 from extract.generate.requests import Request
 from extract.records import Record, Setting, Variant
@@ -29,8 +30,10 @@ class DrawConfig:
 
     def __post_init__(self) -> None:
         """Refuse no draws, and greedy ones."""
-        if self.n_samples < 1:
-            raise ValueError(f"n_samples: expected at least 1, found {self.n_samples}")
+        if not 1 <= self.n_samples <= MAX_SAMPLES:
+            raise ValueError(
+                f"n_samples: expected 1 to {MAX_SAMPLES}, found {self.n_samples}"
+            )
         if self.sampling.is_greedy:
             raise ValueError(
                 "temperature: expected above 0 for drawn answers, found 0; a greedy "
@@ -58,14 +61,13 @@ class Sample(Record, frozen=True, kw_only=True):
 
 
 def request_prompt(
-    tokenizer: Any, request: Request, *, sample: int = 0, as_text: bool = False
+    tokenizer: Any, request: Request, *, as_text: bool = False
 ) -> GeneratorPrompt:
     """Return a request as a prompt with its exact ids.
 
     Args:
       tokenizer: of the backbone.
       request: the question.
-      sample: which draw.
       as_text: the backend takes text alone and will tokenize it itself.
 
     Raises:
@@ -78,7 +80,7 @@ def request_prompt(
             f"question {request.example_id!r}: its text would be read as other tokens "
             "than its prompt has; use a server that takes token ids (vLLM)"
         )
-    return GeneratorPrompt(text=text, ids=ids, sample=sample)
+    return GeneratorPrompt(text=text, ids=ids)
 
 
 def draw_answers(
@@ -94,8 +96,9 @@ def draw_answers(
     """Draw `n_samples` answers to every request, the draws of one request together."""
     cells = [(r, k) for r in requests for k in range(config.n_samples)]
     prompts = [
-        request_prompt(tokenizer, request, sample=k, as_text=as_text)
-        for request, k in cells
+        dataclasses.replace(prompt, sample=k)
+        for prompt in (request_prompt(tokenizer, r, as_text=as_text) for r in requests)
+        for k in range(config.n_samples)
     ]
     found = replies.generate(generator, prompts, config.sampling, progress)
     written = ("text", "token_ids", "stop_id", "log_probs", "finish")

@@ -125,8 +125,19 @@ def read_answers(run: RunDir, *settings: Setting) -> list[Answer]:
 
 
 def read_labels(run: RunDir) -> dict[Key, Label]:
-    """Return the labels by example, setting and variant."""
-    return {label.key: label for label in read_records(run.labels, Label)}
+    """Return the labels by example, setting and variant.
+
+    Raises:
+      ValueError: an answer is labelled twice.
+    """
+    found: dict[Key, Label] = {}
+    for number, label in enumerate(read_records(run.labels, Label), start=1):
+        if found.setdefault(label.key, label) is not label:
+            raise ValueError(
+                f"{run.labels}, line {number}: a second label of {label.key}, expected "
+                "one; run `beatrice label` again"
+            )
+    return found
 
 
 def label_rule(run: RunDir) -> str:
@@ -144,6 +155,11 @@ def count_correct(
     counts: dict[tuple[str, str, str, str], list[int]] = {}
     by_id = {example.id: example for example in examples}
     for label in labels.values():
+        if label.example_id not in by_id:
+            raise ValueError(
+                f"a label is of the question {label.example_id!r}, which is not in "
+                "examples.jsonl; run `beatrice label` again"
+            )
         example = by_id[label.example_id]
         group = (example.dataset, example.split, label.setting, label.variant)
         tally = counts.setdefault(group, [0, 0])

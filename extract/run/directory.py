@@ -10,13 +10,14 @@ it. Three promises:
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from extract.records import SETTINGS, Setting
-from extract.run.files import sha256_tree, write_json_atomic
+import msgspec
+
+from extract.records import SETTINGS, Record, Setting
+from extract.run.files import read_sealed, seal, sha256_tree, write_json_atomic
 from extract.run.lock import take_lock
 from extract.run.manifest import (
     NewRun,
@@ -59,20 +60,19 @@ MAKE_A_RUN = (
 )
 
 
-def who_writes(path: str) -> str:
+def who_writes(path: str, when: str = "first, which writes it") -> str:
     """Say what to do about a missing file, by its path in the run directory."""
     parts = path.split("/")
     # Rows of a stage lie in `rows/`, named by it.
     name = (parts[1] if parts[0] == "rows" and parts[1:] else parts[0]).split(".")[0]
     verb = _WRITERS.get(name, name if parts[0] == "rows" else None)
     if verb is None:
-        return "run the stage that writes it first"
-    return f"run `beatrice {verb}` first, which writes it"
+        return f"run the stage that writes it {when.split(',')[0]}"
+    return f"run `beatrice {verb}` {when}"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StageRecord:
-    """What a finished stage leaves behind.
+class StageRecord(Record, frozen=True, kw_only=True):
+    """What a finished stage leaves behind; on disk with its own SHA-256.
 
     Attributes:
       inputs: SHA-256 (or another identity) of what it read, by name. A name that is
@@ -93,16 +93,14 @@ class StageRecord:
 
     def write(self, path: Path) -> None:
         """Write the record, in one step."""
-        write_json_atomic(path, dataclasses.asdict(self))
+        write_json_atomic(path, seal(msgspec.structs.asdict(self)))
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
         """Return the record at a path, or None if there is none that can be read."""
-        if not path.exists():
-            return None
         try:
-            return cls(**json.loads(path.read_text()))
-        except (ValueError, TypeError):
+            return msgspec.convert(read_sealed(path, ""), cls)
+        except (ValueError, msgspec.ValidationError):
             return None  # of an older program or damaged: the stage is done again
 
 
@@ -278,7 +276,7 @@ class RunDir:
         """Write down that a stage with a record is done again from now on."""
         record = self.stage_record(name)
         if record is not None and record.finished:
-            dataclasses.replace(record, finished="").write(self._stage_file(name))
+            msgspec.structs.replace(record, finished="").write(self._stage_file(name))
 
     def stage_record(self, name: str) -> StageRecord | None:
         """Return what a stage left behind, or None if it was never finished."""
@@ -309,12 +307,7 @@ class RunDir:
             ("input", record.inputs, now),
             ("output", record.outputs, self._rehash(record.outputs, gone="")),
         ):
-            changed = sorted(
-                key
-                for key in then.keys() | current.keys()
-                if then.get(key) != current.get(key)
-            )
-            if changed:
+            if changed := _differing(then, current):
                 return f"stage {name}: its {kind} {changed[0]} has changed since"
         return None
 
@@ -356,6 +349,13 @@ class RunDir:
 
         return next((found for path in paths if (found := look(path))), None)
 
+    def is_altered(self, name: str) -> bool:
+        """Tell whether a stage's outputs alone, and not its inputs, have changed."""
+        record = self.stage_record(name)
+        if record is None or _differing(record.inputs, self._rehash(record.inputs)):
+            return False
+        return bool(_differing(record.outputs, self._rehash(record.outputs, gone="")))
+
     def stage_done(self, name: str, inputs: Mapping[str, str] | None = None) -> bool:
         """Tell whether a stage is finished and nothing under it has changed."""
         return self.stage_gap(name, inputs) is None
@@ -366,7 +366,31 @@ class RunDir:
         for path, sha in hashes.items():
             if sha is None:
                 raise ValueError(f"{self.path / path} is missing; {who_writes(path)}")
-        return {path: str(sha) for path, sha in hashes.items()}
+        found = {path: str(sha) for path, sha in hashes.items()}
+        self._refuse_altered(found)
+        return found
+
+    def _refuse_altered(self, found: Mapping[str, str]) -> None:
+        """Refuse files that are not as the stage that wrote them left them."""
+        records = {name: self.stage_record(name) for name in self.stage_records()}
+        unknown = set(found)
+        for name, record in records.items():
+            written = record.outputs if record else {}
+            unknown -= written.keys()
+            for path in sorted(found.keys() & written.keys()):
+                if found[path] != written[path]:
+                    raise ValueError(
+                        f"{self.path / path} has changed since stage {name} wrote it; "
+                        f"restore it, or {who_writes(path, 'again')}"
+                    )
+        damaged = [name for name, record in records.items() if record is None]
+        if damaged and unknown:
+            path = min(unknown)
+            raise ValueError(
+                f"{self._stage_file(damaged[0])} is damaged, and nothing else tells "
+                f"whether {path} is as it was written; restore the record, or "
+                f"{who_writes(path, 'again')}"
+            )
 
     def _rehash(
         self, recorded: Mapping[str, str], gone: str | None = None
@@ -389,6 +413,10 @@ class RunDir:
 def _overlap(one: str, other: str) -> bool:
     """Tell whether two paths are the same, or one lies in the other."""
     return f"{one}/".startswith(f"{other}/") or f"{other}/".startswith(f"{one}/")
+
+
+def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    return sorted(k for k in one.keys() | other.keys() if one.get(k) != other.get(k))
 
 
 def _known(setting: Setting) -> Setting:

@@ -1,18 +1,25 @@
-"""Files that are whole or grow by whole lines, and are told apart by their SHA-256.
+"""Files that are whole or grow by whole lines, told apart by SHA-256, read by type.
 
 A file written here is the old one or the new one, never half of either.
 """
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
+import re
 import tempfile
 import time
+import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, BinaryIO, Self, TypeVar
+
+import msgspec
+
+Decoded = TypeVar("Decoded")
 
 
 def sync_folder(folder: Path) -> None:
@@ -111,6 +118,122 @@ _SETTLED = 5.0  # seconds; a file that was changed later than that is hashed aga
 _hashed: dict[tuple[str, int, int, int], str] = {}
 
 
+@functools.cache
+def _decoder(kind: type[Decoded]) -> msgspec.json.Decoder[Decoded]:
+    return msgspec.json.Decoder(kind)
+
+
+def from_json(
+    kind: type[Decoded], text: str | bytes, where: str, what_to_do: str = ""
+) -> Decoded:
+    """Read one JSON value as a type.
+
+    Args:
+      kind: a record's class, or another type that msgspec knows.
+      text: the JSON.
+      where: file, and line number where it has several, for the message.
+      what_to_do: ends the message.
+
+    Raises:
+      ValueError: the text is not such a value; the message says where and why.
+    """
+    try:
+        return _decoder(kind).decode(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        pass  # it is wrong, or holds a NaN, which Python writes and reads
+    try:
+        return msgspec.convert(json.loads(text), kind)
+    except msgspec.ValidationError as error:
+        wrong = _in_words(kind, str(error))
+    except UnicodeDecodeError:
+        wrong = ": not a JSON object (not UTF-8)"
+    except RecursionError:
+        wrong = ": not a JSON object (nested too deeply)"
+    except ValueError as error:
+        wrong = f": not a JSON object ({getattr(error, 'msg', error)})"
+    raise ValueError(f"{where}{wrong}{what_to_do and '; '}{what_to_do}")
+
+
+def _in_words(kind: Any, complaint: str) -> str:
+    """Return what msgspec says ("Expected `int`, got `str` - at `$.stop_id`")."""
+    what, _, path = complaint.partition(" - at `$")
+    path = path.strip(".`")
+    name = what.split("`")[1] if "`" in what else ""
+    holder = _type_at(kind, path)
+    a_holder = f"a {holder.__name__}" if _is_struct(holder) else "an object"
+    if what.startswith("Object contains"):
+        what = f"unknown field {name!r} in {a_holder}"
+        if _is_struct(holder):
+            what += f"; known fields are {', '.join(holder.__struct_fields__)}"
+    elif what.startswith("Object missing"):
+        what = f"{a_holder} needs the field {name!r}"
+    elif what.startswith("Invalid enum value "):
+        choices = ", ".join(map(str, typing.get_args(holder)))
+        found = what.removeprefix("Invalid enum value ")
+        what = f"expected one of {choices or 'the known names'}, found {found}"
+    else:
+        what = what.replace("`", "").replace("Expected", "expected")
+        what = what.replace(", got", ", found")
+    return f", field {path!r}: {what}" if path else f": {what}"
+
+
+def _is_struct(kind: Any) -> bool:
+    return hasattr(kind, "__struct_fields__")
+
+
+def _type_at(kind: Any, path: str) -> Any:
+    """Return the type of a field, such as that of an element of `passages[...]`."""
+    for part in re.findall(r"\w+|\[", path):
+        if part == "[":
+            inner = [one for one in typing.get_args(kind) if one is not Ellipsis]
+            kind = inner[-1] if inner else None
+        elif _is_struct(kind):
+            kind = typing.get_type_hints(kind).get(part)
+    return kind
+
+
+def read_json(path: Path, kind: type[Decoded], what_to_do: str) -> Decoded:
+    """Return what a JSON file of a run holds.
+
+    Args:
+      path: the file.
+      kind: what it is expected to hold.
+      what_to_do: where it does not, in words.
+
+    Raises:
+      ValueError: it is missing or holds something else; names file and field.
+    """
+    try:
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{path} is missing; {what_to_do}") from None
+    return from_json(kind, content, str(path), what_to_do)
+
+
+def seal(value: dict[str, Any]) -> dict[str, Any]:
+    """Return a JSON object with its own SHA-256 as the entry `sha256`."""
+    return value | {"sha256": sha256_json(value)}
+
+
+def read_sealed(path: Path, what_to_do: str) -> dict[str, Any]:
+    """Return the object that `seal` made, without its SHA-256, after checking it.
+
+    Args:
+      path: a JSON file.
+      what_to_do: where it is damaged, in words.
+
+    Raises:
+      ValueError: it is missing, is no such object, or was changed since.
+    """
+    found = read_json(path, dict[str, Any], what_to_do)
+    sha = found.pop("sha256", None)
+    if sha != sha256_json(found):
+        raise ValueError(
+            f"{path} is damaged or edited: its own SHA-256 does not match; {what_to_do}"
+        )
+    return found
+
+
 def sha256_file(path: Path) -> str:
     """Return the SHA-256 of a file's content as hex.
 
@@ -161,19 +284,16 @@ def verify_checksums(folder: Path) -> None:
     Raises:
       ValueError: a file is missing, added or changed, or there are no checksums.
     """
-    try:
-        expected = json.loads((folder / CHECKSUMS).read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"no readable {CHECKSUMS} in {folder}: {error}") from None
+    what_to_do = "copy the folder again or do the stage again"
+    expected = read_json(folder / CHECKSUMS, dict[str, str], what_to_do)
     found = _names(folder)
     if odd := sorted(set(expected) ^ set(found)):
         what = "missing" if odd[0] in expected else f"not in {CHECKSUMS}"
-        raise ValueError(f"{folder} is damaged: {odd[0]} is {what}")
+        raise ValueError(f"{folder} is damaged: {odd[0]} is {what}; {what_to_do}")
     for name in found:
         if sha256_file(folder / name) != expected[name]:
             raise ValueError(
-                f"{folder} is damaged: {name} does not match its SHA-256; copy it "
-                "again or do the stage again"
+                f"{folder} is damaged: {name} does not match its SHA-256; {what_to_do}"
             )
 
 
@@ -247,7 +367,7 @@ class JsonLines:
         with self.path.open("rb") as lines:
             for line in lines:
                 try:
-                    yield json.loads(line)
+                    yield from_json(dict[str, Any], line, "")
                 except ValueError:
                     return  # its reader refuses what is damaged before the end
 
@@ -255,21 +375,17 @@ class JsonLines:
         """Yield the rows that are there."""
         if not self.path.exists():
             return
-        with self.path.open(encoding="utf-8") as lines:
+        with self.path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
-                try:
-                    yield json.loads(line)
-                except ValueError as error:
-                    raise ValueError(
-                        f"{self.path}, line {number}: not a JSON object ({error}); "
-                        "restore the file, or delete it to do the stage again"
-                    ) from None
+                where = f"{self.path}, line {number}"
+                again = "restore the file, or delete it to do the stage again"
+                yield from_json(dict[str, Any], line, where, again)
 
 
 def _is_whole(line: bytes) -> bool:
     """Tell whether a last line is a finished JSON object."""
     try:
-        return line.endswith(b"\n") and isinstance(json.loads(line), dict)
+        return line.endswith(b"\n") and bool(from_json(dict[str, Any], line, ""))
     except ValueError:
         return False
 

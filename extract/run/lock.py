@@ -71,7 +71,7 @@ def _lock_owner(stream: BinaryIO) -> dict[str, Any]:
     """Read who wrote the lock file; empty if nobody did, or was killed doing it."""
     try:
         owner = json.loads(stream.read())
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     finally:
         stream.seek(0)

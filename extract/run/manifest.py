@@ -18,11 +18,18 @@ from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
-from extract.run.files import sync_folder, write_json_atomic, write_temporary
+from extract.run.files import (
+    read_json,
+    read_sealed,
+    seal,
+    sync_folder,
+    write_json_atomic,
+    write_temporary,
+)
 
 Preset = Literal["demo", "smoke", "paper"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)
-FORMAT, VERSION = "beatrice-run", 2
+FORMAT, VERSION = "beatrice-run", 3
 Section = TypeVar("Section")
 
 _PACKAGES = (
@@ -93,6 +100,18 @@ def manifest_file(path: Path) -> Path:
     return path / "manifest.json"
 
 
+class Manifest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """What the file holds, beside its own SHA-256."""
+
+    format: Literal["beatrice-run"]
+    version: Literal[3]
+    preset: Preset
+    seed: int
+    sections: dict[str, dict[str, Any]]
+    created: str
+    versions: dict[str, str]
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """Read the manifest of a run directory.
 
@@ -100,24 +119,25 @@ def read_manifest(path: Path) -> dict[str, Any]:
       `preset`, `seed`, `sections`, `created` and `versions`.
 
     Raises:
-      ValueError: there is none, or another version of this program wrote it.
+      ValueError: there is none, another version of this program wrote it, or it is
+        not as it was written.
     """
     file = manifest_file(path)
     if not file.is_file():
         raise ValueError(f"{path} is no run directory: it has no manifest.json")
-    try:
-        manifest = json.loads(file.read_text())
-        found = manifest["format"], manifest["version"]
-        ours = found == (FORMAT, VERSION) and manifest["preset"] in PRESETS
-        ours = ours and type(manifest["seed"]) is int
-        ours = ours and type(manifest["sections"]) is dict
-    except (ValueError, KeyError, TypeError):
-        ours = False
-    if not ours:
+    found = read_json(file, dict[str, Any], "restore it, or start a new run directory")
+    if (found.get("format"), found.get("version")) != (FORMAT, VERSION):
         raise ValueError(
             f"{file} is not a manifest this program reads ({FORMAT}, version "
             f"{VERSION}); another version made it: start a new run directory"
         )
+    manifest = read_sealed(
+        file, "restore it; settings are given as options of the verbs"
+    )
+    try:
+        msgspec.convert(manifest, Manifest)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{file}: {error}; start a new run directory") from None
     return manifest
 
 
@@ -178,7 +198,8 @@ def agree_on_manifest(path: Path, asked: NewRun) -> None:
             "created": utc_now(),
             "versions": package_versions(),
         }
-        name = write_temporary(file, (json.dumps(manifest, indent=2) + "\n").encode())
+        content = json.dumps(seal(manifest), indent=2, allow_nan=False) + "\n"
+        name = write_temporary(file, content.encode())
         try:
             os.link(name, file)  # unlike a rename, never over another's
             sync_folder(path)
@@ -262,7 +283,7 @@ def settle_section(
         asked = preset if change is None else change(preset)
     if is_recorded:
         manifest["sections"][name] = as_json(asked)
-        write_json_atomic(manifest_file(path), manifest)
+        write_json_atomic(manifest_file(path), seal(manifest))
     return asked
 
 

@@ -22,14 +22,26 @@ from extract.run.files import write_text_atomic
 
 N_DECIMALS = 6
 
+# The "datasets" of rows that are measured on several sets at once. Over the questions
+# of all in-domain sets of a split together, the paper's column "Test"; and the mean
+# over the evaluated sets, each counted once. No set of a run may have these names.
+IN_DOMAIN, MACRO = "in_domain", "macro"
+DATASET_LABELS = {IN_DOMAIN: "in-domain", MACRO: "macro"}
+
 # Printed names of what the rows hold, in the order in which tables list them.
 SETTING_LABELS = {
     "closed_book": "Closed-book",
     "with_context": "With context",
     "both": "Both settings",
 }
-SPLIT_LABELS = {"validation": "validation", "test": "test", "ood": "held out"}
+SPLIT_LABELS = {
+    "validation": "validation",
+    "test": "test",
+    "ood": "held out",
+    "evaluated": "mean of sets",
+}
 METRIC_LABELS = {"auroc": "AUROC", "auprc": "AUPRC", "em": "EM", "f1": "F1"}
+DIFFERENCE = "_difference"  # ends the metric of a row that compares two methods
 
 DETECTORS = {
     "champion": "BEATRICE (selected encoders)",
@@ -47,6 +59,16 @@ CONTROLLERS = {
     "draft_rag": "Always retrieve once, draft in the query",
     "pgir": "PGIR",
 }
+# What the selected encoders are compared with, question by question.
+RIVALS = {
+    "perplexity": DETECTORS["perplexity"],
+    "hidden_only": DETECTORS["hidden_only"],
+    "encoder:P": "Probabilities only",
+    "encoder:R": "Residual stream only",
+    "encoder:A": "Attention only",
+    "early_fusion": DETECTORS["early_fusion"],
+    "tfidf": DETECTORS["tfidf"],
+}
 # Not a controller: what the drafts of PGIR would give to one that knows the answers.
 BOUNDS = {"perfect_judge": "PGIR's drafts, judged without error"}
 CONTROLS = {"permuted_labels": "Trained on permuted labels"}
@@ -55,6 +77,7 @@ SPAN_DECISIONS = {
     "literal": "Answer tokens only",
 }
 
+SHARES = ("auroc", "auprc", "em", "f1", "brier", "ece", "cut")  # or their differences
 RowSetting = Literal["closed_book", "with_context", "both"]
 
 
@@ -74,6 +97,9 @@ class ResultRow(Record, frozen=True, kw_only=True):
       seed: training seed as a string, or "mean" over the seeds.
       label_rule: by which rule the answers were labelled, in words; `publish` fills it
         in, and an unpublished row has None.
+      against: of a difference, what was measured on the same questions and taken away
+        from the detector's value; the interval is that of a paired bootstrap.
+      p_value: of a difference, two-sided; see `jaxprobe.metrics.two_sided_p`.
     """
 
     experiment: str
@@ -90,15 +116,18 @@ class ResultRow(Record, frozen=True, kw_only=True):
     seed: str = "mean"
     reason: str | None = None
     label_rule: str | None = None
+    against: str | None = None
+    p_value: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse a row that hides something.
 
         Raises:
-          ValueError: a number is not finite, an undefined value has no reason, an
-            interval has one end, or a seed or count is not one.
+          ValueError: a number is not finite or out of its range, an undefined value
+            has no reason, an interval is reversed or has one end, or a seed or count
+            is not one.
         """
-        numbers = (self.value, self.ci_low, self.ci_high)
+        numbers = (self.value, self.ci_low, self.ci_high, self.p_value)
         if any(x is not None and not math.isfinite(x) for x in numbers):
             wrong = (
                 f"{numbers} is not finite; write an undefined value as None with its "
@@ -108,10 +137,18 @@ class ResultRow(Record, frozen=True, kw_only=True):
             wrong = "a value of None needs a reason"
         elif (self.ci_low is None) != (self.ci_high is None):
             wrong = "an interval needs both ends or neither"
+        elif self.ci_low is not None and self.ci_low > self.ci_high:
+            wrong = f"its interval is reversed: {self.ci_low} to {self.ci_high}"
+        elif self.metric in SHARES and any(
+            x is not None and abs(x) > 1 for x in numbers
+        ):
+            wrong = f"{numbers} is no share, expected numbers up to 1"
         elif self.n < 0 or self.n_failed < 0:
             wrong = "a count cannot be negative"
         elif self.seed != "mean" and not self.seed.isdecimal():
             wrong = f"seed is {self.seed!r}, expected 'mean' or '0', '1', ..."
+        elif (self.against is not None) != self.metric.endswith(DIFFERENCE):
+            wrong = "a difference says against what, and nothing else does"
         else:
             return
         raise ValueError(f"{self.where}: {wrong}")
@@ -120,7 +157,8 @@ class ResultRow(Record, frozen=True, kw_only=True):
     def where(self) -> str:
         """Name the row in words, for messages."""
         names = (self.experiment, self.detector, self.setting, self.dataset, self.split)
-        return " / ".join((*names, self.metric, f"seed {self.seed}"))
+        against = () if self.against is None else (f"against {self.against}",)
+        return " / ".join((*names, self.metric, *against, f"seed {self.seed}"))
 
 
 def write_rows(rows: Iterable[ResultRow]) -> str:
@@ -128,7 +166,7 @@ def write_rows(rows: Iterable[ResultRow]) -> str:
     lines = []
     for row in rows:
         fields = msgspec.structs.asdict(row)
-        for name in ("value", "ci_low", "ci_high"):
+        for name in ("value", "ci_low", "ci_high", "p_value"):
             if fields[name] is not None:
                 fields[name] = round(float(fields[name]), N_DECIMALS)
         lines.append(json.dumps(fields, ensure_ascii=True, allow_nan=False) + "\n")
@@ -221,7 +259,7 @@ def macro_row(
     undefined = [row.dataset for row in rows if row.value is None]
     return msgspec.structs.replace(
         rows[0],
-        dataset="macro",
+        dataset=MACRO,
         value=None if undefined else sum(row.value for row in rows) / len(rows),
         ci_low=None,
         ci_high=None,
@@ -259,11 +297,27 @@ def publish(run: RunDir, stage: str, rows: list[ResultRow], progress: Progress) 
     rule = label_rule(run)
     rows = [msgspec.structs.replace(row, label_rule=rule) for row in rows]
     write_text_atomic(rows_file(run, stage), write_rows(rows))
+    gather(run, progress, stage)
+
+
+def gather(run: RunDir, progress: Progress, stage: str | None = None) -> None:
+    """Write results.jsonl from the rows of all stages.
+
+    Args:
+      run: of the stages.
+      progress: told of rows that are out of date.
+      stage: the one that is writing its rows and has no record of them yet.
+
+    Raises:
+      ValueError: the rows of another stage have changed since it wrote them.
+    """
     current = {*ALWAYS, stage, *asked_for(run)}
     parts = []
     for name in (*ALWAYS, *ON_REQUEST):
         path = rows_file(run, name)
         if path.exists() and name in current:
+            if name != stage:
+                run.hash_inputs(path)  # refuses what has changed
             parts.append(path.read_text(encoding="utf-8"))
         elif path.exists() and run.stage_record(name) is not None:
             progress.note(
@@ -273,6 +327,25 @@ def publish(run: RunDir, stage: str, rows: list[ResultRow], progress: Progress) 
     write_text_atomic(run.results, "".join(parts))
 
 
+_MEASURED = ("value", "ci_low", "ci_high", "n", "n_failed", "reason")
+
+
 def read_result_rows(run: RunDir) -> list[ResultRow]:
-    """Return every row of the run."""
-    return list(read_rows(run.results))
+    """Return every row of the run.
+
+    Raises:
+      ValueError: there is no row, a line is none, or two rows give one number twice.
+    """
+    found = list(read_rows(run.results))
+    if not found:
+        raise ValueError(f"{run.results} holds no row; run `beatrice evaluate` again")
+    lines: dict[tuple[Any, ...], int] = {}
+    for number, row in enumerate(found, start=1):
+        fields = msgspec.structs.asdict(row).items()
+        identity = tuple(value for name, value in fields if name not in _MEASURED)
+        if lines.setdefault(identity, number) != number:
+            raise ValueError(
+                f"{run.results}, lines {lines[identity]} and {number}: two rows for "
+                f"({row.where}), expected one; run the stages that write them again"
+            )
+    return found

@@ -242,7 +242,9 @@ def run_stage(
       ValueError: an input is missing (the message says which verb writes it), or the
         run has settled on other settings.
     """
-    inputs = run.hash_inputs(*stage.inputs(run))
+    paths = stage.inputs(run)
+    _refuse_stale(run, stage.name, [p.relative_to(run.path).as_posix() for p in paths])
+    inputs = run.hash_inputs(*paths)
     settings = stage.settle(run, change)
 
     def work(update: Update) -> None:

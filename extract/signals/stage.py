@@ -67,7 +67,11 @@ def extract_part(
     Raises:
       ValueError: other weights gave the answers, see `require_answering_model`.
     """
-    from extract.backbone.loading import open_backbone, require_answering_model
+    from extract.backbone.loading import (
+        open_backbone,
+        require_answering_model,
+        require_known_tokens,
+    )
     from extract.signals.extraction import extract
     from extract.signals.reader import SignalReader
 
@@ -79,6 +83,7 @@ def extract_part(
         )
     backbone = open_backbone(backbone_of(run))
     require_answering_model(run.answers, backbone)
+    require_known_tokens(read_answers(run), backbone)
     reader = SignalReader.for_config(backbone, config)
     fingerprint = {"model": backbone.revision, "dtype": str(backbone.dtype)}
     return sum(

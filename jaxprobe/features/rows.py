@@ -4,7 +4,6 @@ Training rows lie on the device, or stay in the store and are read while encoder
 """
 
 import dataclasses
-import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,9 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from extract.records import Setting
+from extract.records import Record, Setting, Share
 from extract.run.contents import read_examples, read_labels
 from extract.run.directory import RunDir
+from extract.run.files import read_json
+from extract.run.results import IN_DOMAIN, MACRO
 from extract.store.read import FeatureStore, open_store
 from jaxprobe.features.families import (
     FamilyTokens,
@@ -57,16 +58,22 @@ class Rows:
     labels: np.ndarray
     is_labelled: np.ndarray
 
-    def where(self, split: str, dataset: str | None = None) -> np.ndarray:
-        """Return the indices of the labelled rows of a split (and a set)."""
-        chosen = (self.splits == split) & self.is_labelled
-        if dataset is not None:
-            chosen &= self.datasets == dataset
-        return np.flatnonzero(chosen)
+    def _chosen(self, split: str, dataset: str) -> np.ndarray:
+        is_split = self.splits == split
+        return (
+            is_split if dataset == IN_DOMAIN else is_split & (self.datasets == dataset)
+        )
+
+    def where(self, split: str, dataset: str = IN_DOMAIN) -> np.ndarray:
+        """Return the indices of the labelled rows of a split, of all its sets or one.
+
+        With context these are the rows of both wordings, as in the paper.
+        """
+        return np.flatnonzero(self._chosen(split, dataset) & self.is_labelled)
 
     def fields_of(self, dataset: str, split: str) -> dict[str, Any]:
         """Return the fields that all result rows on an evaluated set have in common."""
-        chosen = (self.splits == split) & (self.datasets == dataset)
+        chosen = self._chosen(split, dataset)
         return {
             "setting": self.setting,
             "dataset": dataset,
@@ -76,25 +83,41 @@ class Rows:
         }
 
     def evaluated_sets(self) -> list[tuple[str, str]]:
-        """Return the evaluated (dataset, split) pairs, in-domain first."""
+        """Return the evaluated (dataset, split) pairs, in-domain first.
+
+        Before the single sets come those of a split together, except the held-out ones.
+        """
         pairs = dict.fromkeys(zip(self.datasets, self.splits, strict=True))
-        return [(str(d), str(s)) for d, s in pairs if s != "train"]
+        single = [(str(d), str(s)) for d, s in pairs if s != "train"]
+        splits = dict.fromkeys(split for _, split in single if split != "ood")
+        return [*((IN_DOMAIN, split) for split in splits), *single]
 
 
 def load_rows(run: RunDir, setting: Setting) -> tuple[FeatureStore, Rows]:
     """Open a setting's store and say what its rows are.
 
     Raises:
-      ValueError: the store is missing, or a row has no label record.
+      ValueError: the store is missing, a row has no label record, or a dataset is named
+        as rows over several sets are.
     """
     store = open_store(run.features(setting))
     examples = {example.id: example for example in read_examples(run)}
     labels = read_labels(run)
     keys = store.spec.keys
+    if unknown := [key[0] for key in keys if key[0] not in examples]:
+        raise ValueError(
+            f"{store.url} has signals of the question {unknown[0]!r}, which is not in "
+            f"{run.examples}; delete the store and run `beatrice extract` again"
+        )
     unlabelled = [key for key in keys if key not in labels]
     if unlabelled:
         raise ValueError(
             f"{run.labels} has no label for {unlabelled[0]}; run `beatrice label` again"
+        )
+    if clash := {e.dataset for e in examples.values()} & {IN_DOMAIN, MACRO}:
+        raise ValueError(
+            f"{run.examples} has a dataset {clash.pop()!r}, which is what rows over "
+            "several sets are called; give it another name"
         )
     verdicts = [labels[key].label for key in keys]
     return store, Rows(
@@ -127,9 +150,33 @@ def partners(rows: Rows, closed_book: Rows) -> np.ndarray:
     return np.array([place[example_id] for example_id in rows.ids], dtype=np.int64)
 
 
+class LayerCurve(Record, frozen=True, kw_only=True):
+    """A setting's sweep: validation AUROC per layer and seed, and the best layer."""
+
+    layers: tuple[int, ...]
+    auroc: tuple[tuple[Share, ...], ...]
+    best: int
+
+
+class LayerSweep(Record, frozen=True, kw_only=True):
+    """What the sweep found; `layer` serves all settings."""
+
+    layer: int
+    settings: dict[Setting, LayerCurve]
+
+
+def read_sweep(run: RunDir) -> LayerSweep:
+    """Return what the sweep found.
+
+    Raises:
+      ValueError: it has not been made, or its file is not as it was written.
+    """
+    return read_json(run.sweep, LayerSweep, "run `beatrice sweep` again")
+
+
 def chosen_layer(run: RunDir) -> int:
     """Return the layer the hidden family is read from."""
-    return int(json.loads(run.sweep.read_text())["layer"])
+    return read_sweep(run).layer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -174,7 +174,7 @@ def _is_trained(path: Path, key: str) -> bool:
     if not path.exists():
         return False
     try:
-        return checkpoint.restore(path)[1]["key"] == key
+        return checkpoint.restore(path)[1].get("key") == key
     except ValueError:
         return False  # damaged: trained again and replaced
 

@@ -8,6 +8,7 @@ from typing import Literal
 import pytest
 
 from extract.run.directory import RunDir
+from extract.run.files import seal
 from extract.run.manifest import NewRun, read_manifest, settle_section
 
 
@@ -49,9 +50,9 @@ def run(tmp_path):
 
 def rewrite(run, change):
     """Change the stored section as another program, or a person, would."""
-    manifest = json.loads(run.manifest.read_text())
+    manifest = read_manifest(run.path)
     change(manifest["sections"]["train"])
-    run.manifest.write_text(json.dumps(manifest))
+    run.manifest.write_text(json.dumps(seal(manifest)))
 
 
 def test_a_run_continues_with_what_it_was_made_with(run):
@@ -195,11 +196,7 @@ def test_a_section_that_cannot_be_read_is_one_sentence(run, change, reason):
     [
         '{"format": "beatrice-run", "version": 1, "config": {"preset": "smoke"}}',
         '{"format": "beatrice-run", "version": 2, "preset": "smoke", "seed": 0}',
-        '{"format": "beatrice-run", "version": 2, "preset": "big", "seed": 0, '
-        '"sections": {}}',
         '{"name": "web app"}',
-        "[]",
-        "{",
     ],
 )
 def test_a_manifest_of_another_version_says_what_to_do(tmp_path, content):
@@ -209,10 +206,66 @@ def test_a_manifest_of_another_version_says_what_to_do(tmp_path, content):
             RunDir.open(tmp_path, asked)
         assert str(caught.value) == (
             f"{tmp_path / 'manifest.json'} is not a manifest this program reads "
-            "(beatrice-run, version 2); another version made it: start a new run "
+            "(beatrice-run, version 3); another version made it: start a new run "
             "directory"
         )
     assert (tmp_path / "manifest.json").read_text() == content
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"[]", "expected object, found array"),
+        (b"{", "not a JSON object (Expecting property name"),
+        (b"\xff", "not a JSON object (not UTF-8)"),
+        (b"[" * 200_000, "not a JSON object (nested too deeply)"),
+        (b'{"seed": ' + b"1" * 5000 + b"}", "not a JSON object (Exceeds the limit"),
+    ],
+    ids=["a list", "a piece", "bytes", "200,000 brackets", "5,000 digits"],
+)
+def test_a_manifest_that_is_no_object_is_one_sentence(tmp_path, content, words):
+    (tmp_path / "manifest.json").write_bytes(content)
+    with pytest.raises(ValueError) as caught:
+        RunDir.open(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / 'manifest.json'}: {words}")
+    assert str(caught.value).endswith("restore it, or start a new run directory")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda found: found.update(seed=5),
+        lambda found: found["sections"].update(train=None),
+        lambda found: found["sections"]["train"].update(n_seeds=3),
+        lambda found: found.update(seeds=1),
+        lambda found: found.pop("sha256"),
+    ],
+)
+def test_a_manifest_edited_by_hand_is_refused(run, change):
+    run.settle("train", PRESETS)
+    manifest = json.loads(run.manifest.read_text())
+    change(manifest)
+    run.manifest.write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="its own SHA-256 does not match; restore it"):
+        run.settle("train", PRESETS)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda found: found.update(seed="5"), "Expected `int`, got `str`"),
+        (lambda found: found.update(preset="big"), "Invalid enum value 'big'"),
+        (lambda found: found.update(sections=None), "Expected `object`, got `null`"),
+        (lambda found: found["sections"].update(a=None), "Expected `object`"),
+        (lambda found: found.update(seeds=1), "unknown field `seeds`"),
+    ],
+)
+def test_a_manifest_of_other_types_is_one_sentence(run, change, words):
+    manifest = read_manifest(run.path)
+    change(manifest)
+    run.manifest.write_text(json.dumps(seal(manifest)))
+    with pytest.raises(ValueError, match=words):
+        run.settle("train", PRESETS)
 
 
 def test_a_directory_without_a_manifest_is_no_run(tmp_path):

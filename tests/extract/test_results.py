@@ -134,6 +134,43 @@ def test_macro_mean_is_undefined_where_one_of_its_parts_is():
     assert macro_row(ResultTable([known]), "champion", "em", names) is None
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"value": 7.0, "ci_low": None, "ci_high": None}, "is no share"),
+        ({"ci_high": 1.2}, "is no share"),
+        ({"ci_low": 0.9, "ci_high": 0.8}, "its interval is reversed: 0.9 to 0.8"),
+    ],
+)
+def test_a_row_that_cannot_be_measured_is_refused(fields, words):
+    with pytest.raises(ValueError, match=words):
+        row(**fields)
+
+
+def test_two_rows_for_one_number_are_refused(tmp_path):
+    run = RunDir(tmp_path)
+    other = row(value=0.75, n=9)
+    run.results.write_text(write_rows([row(), row(seed="1"), other]))
+    with pytest.raises(ValueError, match="lines 1 and 3: two rows for .*champion"):
+        read_result_rows(run)
+
+
+def test_a_file_without_rows_is_refused(tmp_path):
+    run = RunDir(tmp_path)
+    run.results.write_text("")
+    with pytest.raises(ValueError, match="holds no row; run `beatrice evaluate`"):
+        read_result_rows(run)
+
+
+def test_rows_that_changed_since_their_stage_are_not_gathered(tmp_path):
+    with RunDir.open(tmp_path / "run", NewRun()) as run:
+        publish(run, "evaluate", [row()], Notes())
+        run.mark_stage("evaluate", {}, 1.0, [rows_file(run, "evaluate")])
+        rows_file(run, "evaluate").write_text(write_rows([row(value=0.75)]))
+        with pytest.raises(ValueError, match="evaluate.jsonl has changed since stage"):
+            publish(run, "control", [row(experiment="controller")], Notes())
+
+
 class Notes(list):
     """A progress that keeps its lines."""
 

@@ -148,11 +148,47 @@ def test_a_stage_is_done_until_its_input_or_output_changes(tmp_path):
     assert not run.stage_done("sweep")
 
 
-def test_a_damaged_stage_record_means_the_stage_is_done_again(tmp_path):
+DAMAGE = {
+    "a piece": lambda text: text[:8],
+    "a list": lambda text: "[]",
+    "another type": lambda text: text.replace('"seconds": 0.1', '"seconds": "0.1"'),
+    "another number": lambda text: text.replace("0.1", "0.2"),
+    "brackets": lambda text: "[" * 200_000,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_stage_record_means_the_stage_is_done_again(tmp_path, damage):
     run = RunDir(tmp_path)
     run.mark_stage("sweep", {}, 0.1)
-    (run.stages / "sweep.json").write_text('{"stage"')
+    file = run.stages / "sweep.json"
+    file.write_text(DAMAGE[damage](file.read_text()))
     assert not run.stage_done("sweep")
+
+
+def test_a_file_that_changed_since_its_stage_is_no_input(tmp_path):
+    run = RunDir(tmp_path)
+    write_text_atomic(run.labels, "{}\n")
+    run.mark_stage("label", {}, 0.1, [run.labels])
+    inputs = run.hash_inputs(run.labels)
+    write_text_atomic(run.labels, "[]\n")
+    with pytest.raises(ValueError) as caught:
+        run.hash_inputs(run.labels)
+    assert str(caught.value) == (
+        f"{run.labels} has changed since stage label wrote it; restore it, or run "
+        "`beatrice label` again"
+    )
+    write_text_atomic(run.labels, "{}\n")
+    assert run.hash_inputs(run.labels) == inputs
+
+
+def test_a_file_whose_stage_record_is_damaged_is_no_input(tmp_path):
+    run = RunDir(tmp_path)
+    write_text_atomic(run.labels, "{}\n")
+    run.mark_stage("label", {}, 0.1, [run.labels])
+    (run.stages / "label.json").write_text("{}")
+    with pytest.raises(ValueError, match="label.json is damaged, .* labels.jsonl is"):
+        run.hash_inputs(run.labels)
 
 
 def test_a_stage_cannot_be_marked_before_its_files_exist(tmp_path):

@@ -39,7 +39,7 @@ def test_missing_and_added_files_are_refused(tmp_path):
     (tmp_path / "x" / checkpoint.CONFIG).unlink()
     with pytest.raises(ValueError, match="config.json is missing"):
         checkpoint.restore(tmp_path / "x")
-    with pytest.raises(ValueError, match="no readable checksums.json"):
+    with pytest.raises(ValueError, match="checksums.json is missing; copy the folder"):
         checkpoint.restore(tmp_path / "nowhere")
 
 

@@ -1,0 +1,103 @@
+"""What `evaluate` and `control` leave for the report, read by type."""
+
+from typing import Any
+
+import msgspec
+
+from extract.records import Record, Setting, Share
+from extract.run.directory import RunDir
+from extract.run.files import read_json
+
+
+class Bin(Record, frozen=True, kw_only=True):
+    """One bin of a reliability curve that holds `n` examples."""
+
+    lower: Share
+    upper: Share
+    mean_p: Share
+    accuracy: Share
+    n: int
+
+
+class Curves(Record, frozen=True, kw_only=True):
+    """A setting's reliability, of the head's own probability and the calibrated one."""
+
+    raw: tuple[Bin, ...]
+    calibrated: tuple[Bin, ...]
+    brier_raw: Share
+    brier_calibrated: Share
+    ece_raw: Share
+    ece_calibrated: Share
+
+
+class Point(Record, frozen=True, kw_only=True):
+    """Quality and cost of PGIR on one set at one budget."""
+
+    dataset: str
+    budget: int
+    em: Share
+    f1: Share
+    generations: float
+
+
+class Token(Record, frozen=True, kw_only=True):
+    """A token of a case; the numbers are of the position that emitted it."""
+
+    text: str
+    span: str
+    p: float
+    surprisal: float
+    entropy: float
+    margin: float
+
+
+class ShownDraft(Record, frozen=True, kw_only=True):
+    """A draft of a case, with the passages that it was given."""
+
+    setting: Setting
+    answer: str
+    p_correct: Share
+    correct: bool
+    passages: tuple[str, ...]
+    tokens: tuple[Token, ...]
+
+
+class Case(Record, frozen=True, kw_only=True):
+    """A question of the controller's run, and what was made of it."""
+
+    question: str
+    golds: tuple[str, ...]
+    action: str
+    verdict: str
+    drafts: tuple[ShownDraft, ...]
+
+
+class Control(Record, frozen=True, kw_only=True):
+    """PGIR's policy, what it gives at each budget, and cases."""
+
+    tau: Share
+    budget: int
+    cap: float
+    frontier: tuple[Point, ...]
+    cases: tuple[Case, ...]
+
+
+def read_control(run: RunDir) -> dict[str, Any]:
+    """Return what `control` found, as `ReportData` has it.
+
+    Raises:
+      ValueError: it is missing, or not as it was written.
+    """
+    file = run.control / "control.json"
+    return msgspec.to_builtins(read_json(file, Control, "run `beatrice control` again"))
+
+
+def read_reliability(run: RunDir) -> dict[str, Any]:
+    """Return the reliability of each setting, as `ReportData` has it.
+
+    Raises:
+      ValueError: it is missing, or not as it was written.
+    """
+    file, kind = run.path / "reliability.json", dict[Setting, Curves]
+    found = read_json(file, kind, "run `beatrice evaluate` again")
+    return msgspec.to_builtins(found)
