@@ -243,7 +243,7 @@ def run_stage(
         run has settled on other settings.
     """
     paths = stage.inputs(run)
-    _refuse_stale(run, stage.name, [p.relative_to(run.path).as_posix() for p in paths])
+    refuse_stale(run, stage.name, [p.relative_to(run.path).as_posix() for p in paths])
     inputs = run.hash_inputs(*paths)
     settings = stage.settle(run, change)
 
