@@ -60,7 +60,7 @@ def row(detector, setting, place, metric, value, **changes):
         metric=metric,
         value=value,
         ci_low=None if value is None else round(value - half, 6),
-        ci_high=None if value is None else round(min(value + half, 1.0), 6),
+        ci_high=None if value is None else round(max(value, min(value + half, 1.0)), 6),
         n=398,
         seed="mean",
     )
