@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from pgir.scorer import Scorer
+    from pgir.scoring.scorer import Scorer
 
 __all__ = ["load", "main"]
 
@@ -70,7 +70,7 @@ def load(path: str | Path, *, model: str | None = None) -> "Scorer":
     Raises:
       ValueError: the run has no detector yet, or the backbone is another one.
     """
-    from pgir.scorer import Scorer
+    from pgir.scoring.scorer import Scorer
 
     return Scorer.load(Path(path), model=model)
 

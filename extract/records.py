@@ -6,6 +6,7 @@ cannot turn into an empty one. To change a field: `msgspec.structs.replace`.
 """
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -19,6 +20,31 @@ Variant = Literal["original", "rewritten"]
 Split = Literal["train", "validation", "test", "ood"]
 
 SETTINGS: tuple[Setting, ...] = ("closed_book", "with_context")
+MAX_NAME, MAX_ID = 64, 200  # characters
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+# A part of a path that is empty or all dots, or a climb out of one.
+_NO_PART = re.compile(r"(^|[/\\])\.*([/\\]|$)|\.\.[/\\]")
+
+
+def is_safe_name(name: str) -> bool:
+    """Tell whether a name may become a part of a path, as that of a question set may.
+
+    Letters and digits without accents, `.`, `_` and `-`; not first a dot or a dash,
+    and at most `MAX_NAME` characters.
+    """
+    return len(name) <= MAX_NAME and _NAME.fullmatch(name) is not None
+
+
+def is_safe_id(name: str) -> bool:
+    """Tell whether an id can be shown and looked up: published ones hold slashes too.
+
+    Not empty, nothing that cannot be printed, no part of a path that leads elsewhere,
+    and at most `MAX_ID` characters.
+    """
+    is_shown = name.isprintable() and name == name.strip()
+    return is_shown and len(name) <= MAX_ID and not _NO_PART.search(name)
+
+
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 # No vocabulary is larger; whether an id is one of the model's is seen at its tokenizer.
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
@@ -57,6 +83,25 @@ class Example(Record, frozen=True, kw_only=True):
     passages: tuple[Passage, ...] = ()
     rewritten: tuple[Passage, ...] = ()
     meta: dict[str, Any] = msgspec.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse a name that could become another path, and a question without gold."""
+        if not is_safe_name(self.dataset):
+            raise ValueError(
+                f"field 'dataset': {self.dataset[:80]!r} is no name: letters, digits, "
+                f"'.', '_' and '-', at most {MAX_NAME} characters, the first a letter, "
+                "a digit or '_'"
+            )
+        if not is_safe_id(self.id):
+            raise ValueError(
+                f"field 'id': {self.id[:80]!r} is empty, longer than {MAX_ID} "
+                "characters, a way to another folder, or cannot be shown; give another"
+            )
+        if not any(gold.strip() for gold in self.golds):
+            raise ValueError(
+                f"field 'golds': the question {self.id!r} has no gold answer; give at "
+                "least one"
+            )
 
     def context(self, variant: Variant) -> tuple[Passage, ...]:
         """Return the passages of one variant."""

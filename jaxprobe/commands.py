@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from extract.run.verbs import RUN_DIR, do_or_forecast, dry_run_option, stage_verb
+from extract.run.verbs import RUN_DIR, do_or_forecast, dry_run_option
 
 if TYPE_CHECKING:
     from jaxprobe.settings import GridConfig
@@ -57,8 +57,24 @@ def train(run_dir: Path, is_streamed: bool, is_mixed: bool, dry_run: bool) -> No
     )
 
 
-calibrate = stage_verb(
-    "calibrate",
-    "jaxprobe.stage:CALIBRATE",
-    "Fit the isotonic maps on validation and save the detector.",
+@click.command()
+@RUN_DIR
+@click.option(
+    "--precision",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=None,
+    help="Share of trusted answers to be correct; may be changed.  [default: 0.9]",
 )
+@dry_run_option
+def calibrate(run_dir: Path, precision: float | None, dry_run: bool) -> None:
+    """Fit the isotonic maps and the threshold on validation; save the detector.
+
+    Example: beatrice calibrate runs/demo --precision .95
+    """
+    from extract.run.directory import RunDir
+    from jaxprobe.stage import CALIBRATE, settle_precision
+
+    if precision is not None and not dry_run:
+        with RunDir.open(run_dir) as run:
+            settle_precision(run, precision)
+    do_or_forecast(run_dir, CALIBRATE, dry_run)

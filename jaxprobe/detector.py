@@ -32,6 +32,7 @@ from jaxprobe.features.subsets import SUBSET_NAMES, SUBSETS, FamilyDims, subset_
 from jaxprobe.fit.grid import Trained
 from jaxprobe.model.encoder import Encoder, Params
 from jaxprobe.model.fusion import FusionHead, head_inputs, slots_of
+from jaxprobe.scope import Scope, Threshold
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,7 @@ class EncoderBank:
       params: leaves `[n_seeds, n_kept, ...]`.
       lengths: of the longest spans in training; whoever pads to them compiles once.
         Empty where unknown.
+      scope: where its signals lay in training; None where unknown.
     """
 
     dims: FamilyDims
@@ -54,6 +56,7 @@ class EncoderBank:
     names: tuple[str, ...]
     params: Params
     lengths: tuple[int, ...] = ()
+    scope: Scope | None = None
 
     @classmethod
     def from_trained(
@@ -65,6 +68,7 @@ class EncoderBank:
         config: EncoderConfig,
         standardizer: Standardizer,
         lengths: Sequence[int] = (),
+        scope: Scope | None = None,
     ) -> "EncoderBank":
         """Take some subsets, all seeds, out of a trained grid."""
         seeds = sorted({m.seed for m in trained.members})
@@ -82,6 +86,7 @@ class EncoderBank:
             names=tuple(SUBSET_NAMES[subset_index(name)] for name in names),
             params=params,
             lengths=tuple(lengths),
+            scope=scope,
         )
 
 
@@ -150,12 +155,14 @@ class SettingHead:
       config: shape of the heads.
       params: leaves `[n_seeds, ...]`.
       calibrator: from raw score to probability.
+      threshold: at which answers are trusted; None where none was asked for.
     """
 
     reads: tuple[tuple[Setting, str], ...]
     config: FusionConfig
     params: Params
     calibrator: Calibrator
+    threshold: Threshold | None = None
 
 
 @partial(jax.jit, static_argnames=("head",))
@@ -190,6 +197,7 @@ class _SavedHead(Record, frozen=True, kw_only=True):
 
     reads: tuple[tuple[Setting, str], ...]
     config: FusionConfig
+    threshold: Threshold | None
 
 
 class _Saved(Record, frozen=True, kw_only=True):
@@ -314,6 +322,8 @@ class Detector:
                 "params": bank.params,
                 "standardizer": bank.standardizer._asdict(),
             }
+            if bank.scope is not None:
+                arrays["banks"][where]["scope"] = bank.scope._asdict()
             config["banks"][where] = {
                 "dims": dataclasses.asdict(bank.dims),
                 "config": dataclasses.asdict(bank.config),
@@ -328,6 +338,7 @@ class Detector:
             config["heads"][setting] = {
                 "config": dataclasses.asdict(head.config),
                 "reads": [list(read) for read in head.reads],
+                "threshold": head.threshold and dataclasses.asdict(head.threshold),
             }
         checkpoint.save(Path(path), arrays, config)
 
@@ -335,11 +346,13 @@ class Detector:
     def load(cls, path: Path | str) -> "Detector":
         """Read a detector; every file is checked against its SHA-256 first."""
         arrays, saved = checkpoint.restore(Path(path), _Saved)
+        scopes = {where: found.get("scope") for where, found in arrays["banks"].items()}
         banks = {
             where: EncoderBank(
                 **msgspec.structs.asdict(spec),
                 params=arrays["banks"][where]["params"],
                 standardizer=Standardizer(**arrays["banks"][where]["standardizer"]),
+                scope=scopes[where] and Scope(**scopes[where]),
             )
             for where, spec in saved.banks.items()
         }

@@ -5,31 +5,30 @@ questions, all seeds and both wordings of a context together, so it is the inter
 of the mean that is printed.
 """
 
+import collections
 import dataclasses
 import itertools
-import os
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from extract.run.directory import RunDir
 from extract.run.manifest import Preset
-from extract.run.results import ResultRow
+from extract.run.results import DIFFERENCE, IN_DOMAIN, ResultRow
 from jaxprobe.features.rows import Rows
 from jaxprobe.metrics import (
     BootstrapConfig,
+    Metric,
     auprc,
     auroc,
-    cluster_weights,
     interval_of,
-    weighted_auprc,
-    weighted_auroc,
+    resamples,
+    two_sided_p,
+    weighted_metrics,
 )
 
-METRICS = {"auroc": (auroc, weighted_auroc), "auprc": (auprc, weighted_auprc)}
+METRICS = {"auroc": auroc, "auprc": auprc}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -53,41 +52,95 @@ class Scored:
         return Scored(name=self.name, scores=self.scores[:, where], labels=labels)
 
 
-def _rows_of(
-    scored: Scored,
-    labels: np.ndarray,
-    weights: np.ndarray,
-    shared: Mapping[str, Any],
-) -> list[ResultRow]:
-    """Return one detector's rows on one set: the mean over seeds, then each seed.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class _Measured:
+    """One metric of one detector on one set.
+
+    Attributes:
+      seeds: its value with each training seed.
+      draws: `[n_resamples]` of their mean; None where it is undefined.
+    """
+
+    seeds: list[Metric]
+    draws: np.ndarray | None
+
+    @property
+    def reason(self) -> str | None:
+        """Why the mean is undefined, or None."""
+        return next((p.reason for p in self.seeds if p.reason is not None), None)
+
+    @property
+    def mean(self) -> float:
+        """The mean over seeds."""
+        return float(np.mean([p.value for p in self.seeds]))
+
+    def rows(self, fields: Mapping[str, Any]) -> list[ResultRow]:
+        """Return the mean over seeds, then each seed."""
+        if self.draws is None:
+            return [ResultRow(**fields, value=None, reason=self.reason)]
+        low, high = interval_of(self.draws)
+        mean = ResultRow(**fields, value=self.mean, ci_low=low, ci_high=high)
+        seeds = enumerate(self.seeds if len(self.seeds) > 1 else ())
+        return [
+            mean,
+            *(ResultRow(**fields, value=p.value, seed=str(s)) for s, p in seeds),
+        ]
+
+
+def _measure(
+    detectors: Sequence[Scored], labels: np.ndarray, weights: Iterable[np.ndarray]
+) -> dict[tuple[str, str], _Measured]:
+    """Measure every detector by every metric, on the labelled rows of one set.
 
     Args:
-      scored: of the labelled rows of the set alone.
-      labels: of the same rows, unless the detector has its own.
-      weights: of the same rows, see `cluster_weights`.
-      shared: the fields that all rows have in common.
+      detectors: their scores of these rows alone.
+      labels: of the same rows, where a detector does not have its own.
+      weights: of the same rows, see `resamples`; all detectors share them.
     """
-    labels = labels if scored.labels is None else scored.labels
-    shared = {**shared, "detector": scored.name}
-    made = []
-    for metric, (point, resampled) in METRICS.items():
-        per_seed = [point(scores, labels) for scores in scored.scores]
-        reason = next((p.reason for p in per_seed if p.reason is not None), None)
-        if reason is not None:
-            made.append(ResultRow(**shared, metric=metric, value=None, reason=reason))
-            continue
-        draws = [resampled(scores, labels, weights) for scores in scored.scores]
-        low, high = interval_of(np.mean(draws, axis=0))
-        mean = float(np.mean([p.value for p in per_seed]))
-        made.append(
-            ResultRow(**shared, metric=metric, value=mean, ci_low=low, ci_high=high)
+    cases = {
+        one.name: (one.scores, labels if one.labels is None else one.labels)
+        for one in detectors
+    }
+    seeds = {
+        (name, metric): [point(scores, truth) for scores in own]
+        for name, (own, truth) in cases.items()
+        for metric, point in METRICS.items()
+    }
+    draws: dict[tuple[str, str], list[np.ndarray]] = collections.defaultdict(list)
+    for block in weights:
+        for name, (own, truth) in cases.items():
+            if any(p.reason for p in seeds[name, "auroc"]):
+                continue
+            found = [weighted_metrics(scores, truth, block) for scores in own]
+            for metric in METRICS:
+                mean = np.mean([one[metric] for one in found], axis=0)
+                draws[name, metric].append(mean)
+    return {
+        key: _Measured(
+            seeds=points, draws=np.concatenate(draws[key]) if key in draws else None
         )
-        if len(per_seed) > 1:
-            made += [
-                ResultRow(**shared, metric=metric, value=p.value, seed=str(seed))
-                for seed, p in enumerate(per_seed)
-            ]
-    return made
+        for key, points in seeds.items()
+    }
+
+
+def difference_row(value: float, draws: np.ndarray, **fields: Any) -> ResultRow:
+    """Return the row of a paired difference.
+
+    Args:
+      value: the difference.
+      draws: `[n_resamples]` of it, both sides on the same resamples.
+      **fields: the row's other fields.
+    """
+    low, high = interval_of(draws)
+    p = two_sided_p(draws)
+    return ResultRow(**fields, value=value, ci_low=low, ci_high=high, p_value=p)
+
+
+def _difference(ours: _Measured, rival: _Measured, **fields: Any) -> ResultRow:
+    """Return how much more one detector has than another."""
+    if ours.draws is None or rival.draws is None:
+        return ResultRow(**fields, value=None, reason=ours.reason or rival.reason)
+    return difference_row(ours.mean - rival.mean, ours.draws - rival.draws, **fields)
 
 
 def detection_rows(
@@ -95,6 +148,7 @@ def detection_rows(
     rows: Rows,
     config: BootstrapConfig,
     experiment: str = "detection",
+    pairs: Sequence[tuple[str, str]] = (),
 ) -> list[ResultRow]:
     """Return the rows of all detectors of one setting on all evaluated sets.
 
@@ -103,29 +157,39 @@ def detection_rows(
       rows: what the rows are.
       config: the same resamples serve every detector, so that intervals compare.
       experiment: name of the rows.
+      pairs: names of detectors; how much more the first has than the second becomes a
+        row of the experiment "paired".
     """
-    made = []
+    made: list[ResultRow] = []
+    known: dict[bytes, dict[tuple[str, str], _Measured]] = {}
     for dataset, split in rows.evaluated_sets():
         chosen = rows.where(split, dataset)
         if not len(chosen):
             continue
-        measure = partial(
-            _rows_of,
-            labels=rows.labels[chosen],
-            weights=cluster_weights(rows.ids[chosen], config),
-            shared={"experiment": experiment, **rows.fields_of(dataset, split)},
-        )
-        # NumPy's sums over resamples leave the interpreter free for another detector.
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            parts = pool.map(measure, [scored.take(chosen) for scored in detectors])
-            made += itertools.chain.from_iterable(parts)
+        place = chosen.tobytes()  # one set alone is all the in-domain sets
+        if place not in known:
+            own = [scored.take(chosen) for scored in detectors]
+            weights = resamples(rows.ids[chosen], config)
+            known[place] = _measure(own, rows.labels[chosen], weights)
+        found, shared = known[place], rows.fields_of(dataset, split)
+        for (name, metric), measured in found.items():
+            fields = {"experiment": experiment, "detector": name, "metric": metric}
+            made += measured.rows(fields | shared)
+        for (name, rival), metric in itertools.product(pairs, METRICS):
+            fields = {"experiment": "paired", "detector": name, "against": rival}
+            fields |= {"metric": metric + DIFFERENCE, **shared}
+            made.append(
+                _difference(found[name, metric], found[rival, metric], **fields)
+            )
     return made
 
 
 def permute_by_question(rows: Rows, seed: int) -> np.ndarray:
-    """Return labels permuted among the questions of each set and split.
+    """Return labels permuted among the questions of each split, held-out sets apart.
 
-    Rows of one question stay together: the two wordings of a context are not
+    In-domain sets share one permutation: within each set, its share of right answers
+    would stay, and telling the sets apart would pass for a leak where they are measured
+    together. Rows of one question stay together: the two wordings of a context are not
     independent examples. Rows without a label take no part. Both the training and the
     evaluation labels are permuted, so that any AUROC away from one half is a leak in
     the pipeline.
@@ -135,7 +199,10 @@ def permute_by_question(rows: Rows, seed: int) -> np.ndarray:
     """
     permuted = rows.labels.copy()
     rng = np.random.default_rng(seed)
-    for dataset, split in dict.fromkeys(zip(rows.datasets, rows.splits, strict=True)):
+    places = zip(rows.datasets, rows.splits, strict=True)
+    for dataset, split in dict.fromkeys(
+        (name if split == "ood" else IN_DOMAIN, split) for name, split in places
+    ):
         by_question: dict[str, list[int]] = {}
         for i in rows.where(split, dataset):
             by_question.setdefault(rows.ids[i], []).append(i)
@@ -152,7 +219,7 @@ def permute_by_question(rows: Rows, seed: int) -> np.ndarray:
 class IntervalConfig:
     """The run's section `intervals`: resamples of every interval."""
 
-    n_resamples: int = 1000
+    n_resamples: int = 10_000
 
 
 INTERVAL_PRESETS: dict[Preset, IntervalConfig] = {

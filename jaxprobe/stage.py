@@ -2,37 +2,109 @@
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
 
 from extract.records import SETTINGS, Setting
 from extract.run.console import Progress, Update
+from extract.run.contents import read_examples, row_files
 from extract.run.directory import RunDir
-from extract.run.manifest import read_manifest
+from extract.run.manifest import Preset, read_manifest
 from extract.run.stages import Stage
 from jaxprobe import checkpoint
-from jaxprobe.calibration import fit_calibrator
+from jaxprobe.calibration import Calibrator, cross_fit, fit_calibrator, folds_of
 from jaxprobe.detector import Detector, EncoderBank, HeadName, SettingHead
 from jaxprobe.features.families import Standardizer
-from jaxprobe.features.reading import longest_spans
+from jaxprobe.features.reading import longest_spans, read_features
 from jaxprobe.features.rows import chosen_layer, load_rows
 from jaxprobe.features.subsets import SUBSET_NAMES, FamilyDims
 from jaxprobe.fit.grid import Trained, grid_members
 from jaxprobe.fit.stage import encoder_folders
 from jaxprobe.pool import BRANCHES, branch_setting, read_selection, reads
+from jaxprobe.scope import Scope, choose_threshold, fit_scope, scripts_of
 from jaxprobe.settings import grid_config, select_config, set_compiler
 
+N_FOLDS = 5  # of `fold_calibrators`
 
-def _head(run: RunDir, branch: HeadName) -> SettingHead:
+
+def _validation(
+    run: RunDir, branch: HeadName, champion: Mapping[str, Any]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return scores, labels and question ids of the rows that calibration sees."""
+    _, rows = load_rows(run, branch_setting(branch))
+    where = rows.where("validation")
+    scores = champion["scores"].mean(axis=0)[where]
+    return scores, rows.labels[where], rows.ids[where]
+
+
+def fold_calibrators(run: RunDir, branch: HeadName) -> tuple[Calibrator, ...]:
+    """Return a head's maps by fold of validation questions; see `cross_fit`."""
+    tree, _ = read_selection(run, branch)
+    scores, labels, ids = _validation(run, branch, tree["champion"])
+    return cross_fit(scores, labels, folds_of(ids, N_FOLDS), N_FOLDS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CalibrateConfig:
+    """The run's section `calibrate`.
+
+    Attributes:
+      precision: share of the trusted answers that shall be correct, on validation.
+    """
+
+    precision: float = 0.9
+
+    def __post_init__(self) -> None:
+        """Refuse what is no share."""
+        if not 0 < self.precision <= 1:
+            raise ValueError(
+                f"precision: expected a share above 0 and at most 1, found "
+                f"{self.precision}"
+            )
+
+
+CALIBRATE_PRESETS: dict[Preset, CalibrateConfig] = dict.fromkeys(
+    ("demo", "smoke", "paper"), CalibrateConfig()
+)
+
+
+def settle_precision(run: RunDir, precision: float) -> None:
+    """Let a run have another threshold; its detector is then calibrated again.
+
+    Unlike other settings it may change: no answer, label or weight depends on it.
+    """
+    asked = CalibrateConfig(precision=precision)
+    if run.settle("calibrate", CALIBRATE_PRESETS, is_recorded=False) != asked:
+        (run.stages / "calibrate.json").unlink(missing_ok=True)
+    run.settle("calibrate", CALIBRATE_PRESETS, lambda _: asked, is_replaceable=True)
+
+
+def _head(run: RunDir, branch: HeadName, config: CalibrateConfig) -> SettingHead:
     """Return a calibrated head; calibration sees validation rows alone."""
     tree, summary = read_selection(run, branch)
     champion = tree["champion"]
-    _, rows = load_rows(run, branch_setting(branch))
-    where = rows.where("validation")
-    p_correct = champion["scores"].mean(axis=0)[where]
+    scores, labels, _ = _validation(run, branch, champion)
+    calibrator = fit_calibrator(scores, labels)
     return SettingHead(
         reads=reads(branch, summary["members"]),
         config=dataclasses.replace(select_config(run).head, n_slots=summary["n_slots"]),
         params=champion["params"],
-        calibrator=fit_calibrator(p_correct, rows.labels[where]),
+        calibrator=calibrator,
+        threshold=choose_threshold(calibrator(scores), labels, config.precision),
+    )
+
+
+def _scope(run: RunDir, setting: Setting, dims: FamilyDims) -> Scope:
+    """Return where the signals of a setting's training answers lie."""
+    store, rows = load_rows(run, setting)
+    return fit_scope(
+        partial(read_features, store, setting, chosen_layer(run)),
+        dims,
+        store.spec.lengths,
+        rows.where("train"),
+        rows.where("validation"),
     )
 
 
@@ -49,23 +121,37 @@ def _banks(
             continue
         tree, facts = checkpoint.restore(run.encoders(setting))
         store, _ = load_rows(run, setting)
+        dims = FamilyDims(**facts["dims"])
         banks[setting] = EncoderBank.from_trained(
             Trained(members, tree["params"], tree["info"]),
             [name for name in SUBSET_NAMES if name in read],
-            dims=FamilyDims(**facts["dims"]),
+            dims=dims,
             config=config.encoder,
             standardizer=Standardizer(**tree["standardizer"]),
             lengths=longest_spans(store.spec.spans, setting),
+            scope=_scope(run, setting, dims),
         )
     return banks
 
 
-def _calibrate(run: RunDir, config: None, update: Update, progress: Progress) -> None:
+def _training_scripts(run: RunDir) -> str:
+    """Return the scripts that the training questions and passages are written in."""
+    asked = (e for e in read_examples(run) if e.split == "train")
+    texts = (t for e in asked for t in (e.question, *(p.text for p in e.passages)))
+    return " ".join(scripts_of(texts))
+
+
+def _calibrate(
+    run: RunDir, config: CalibrateConfig, update: Update, progress: Progress
+) -> None:
     set_compiler(run.preset)
     sections = read_manifest(run.path)["sections"]
     prompt, backbone = sections["answer"]["prompt"], sections["backbone"]
     store, _ = load_rows(run, SETTINGS[0])
-    heads = {branch: _head(run, branch) for branch in BRANCHES}
+    heads = {branch: _head(run, branch, config) for branch in BRANCHES}
+    for branch, head in heads.items():
+        if head.threshold is not None:
+            progress.note(f"{branch}: {head.threshold.in_words()}")
     Detector(
         banks=_banks(run, heads),
         heads=heads,
@@ -79,6 +165,7 @@ def _calibrate(run: RunDir, config: None, update: Update, progress: Progress) ->
             "answer_span": sections["extract"]["answer_span"],
             "dtype": store.spec.families["hidden"].dtype,
             "scalars": store.spec.families["prob"].dtype,
+            "scripts": _training_scripts(run),
         },
     ).save(run.detector)
 
@@ -86,11 +173,12 @@ def _calibrate(run: RunDir, config: None, update: Update, progress: Progress) ->
 CALIBRATE = Stage(
     name="calibrate",
     inputs=lambda run: [
-        run.labels,
+        *row_files(run),
         run.sweep,
         run.selection,
         *encoder_folders(run),
     ],
     outputs=lambda run: [run.detector],
     work=_calibrate,
+    presets=CALIBRATE_PRESETS,
 )

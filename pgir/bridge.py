@@ -5,22 +5,18 @@ the jitted detector, so that JAX compiles once per length and not once per quest
 """
 
 import dataclasses
+import threading
 from collections.abc import Sequence
 
 import numpy as np
 
 from extract.backbone.loading import Backbone
 from extract.generate.local import generate
-from extract.generate.prompts import (
-    PromptTemplate,
-    build_prompt,
-    check_text,
-    encode_text,
-)
+from extract.generate.prompts import PromptTemplate, build_prompt
 from extract.generate.requests import GenerationConfig, Request, plan_batches
 from extract.records import Answer, Passage, Setting
 from extract.signals.batch import Signals
-from extract.signals.plan import AnswerSpan, sequence_of
+from extract.signals.plan import AnswerSpan, TokenSequence, sequence_of
 from extract.signals.reader import SignalReader
 from extract.store.families import as_written
 from jaxprobe.detector import Detector, Scores
@@ -116,9 +112,12 @@ class ProbedBackbone:
             )
         self.backbone = backbone
         self.detector = detector
-        self._template = template
-        self._config = config
-        self._answer_span = answer_span
+        self.template = template
+        self.config = config
+        self.answer_span: AnswerSpan = answer_span
+        # Signals are read through hooks on the modules, and a tokenizer keeps settings
+        # of its last call, so one thread at a time uses either.
+        self.lock = threading.RLock()
         self.reader = SignalReader(backbone, (int(detector.facts["layer"]),))
 
     def requests(
@@ -131,7 +130,7 @@ class ProbedBackbone:
                 setting=setting,
                 variant="original",
                 prompt=build_prompt(
-                    self.backbone.tokenizer, self._template, question, context
+                    self.backbone.tokenizer, self.template, question, context
                 ),
             )
             for i, (question, context) in enumerate(
@@ -141,58 +140,22 @@ class ProbedBackbone:
 
     def answer(self, requests: Sequence[Request]) -> list[Answer]:
         """Return greedy answers in the order of the requests."""
-        return generate(self.backbone, requests, self._config)
-
-    def given(self, request: Request, text: str) -> Answer:
-        """Return an answer that already exists, as if the model had written it.
-
-        Raises:
-          ValueError: the answer is empty, no text, or does not fit the window.
-        """
-        check_text(text, "the answer")
-        prompt = request.prompt
-        ids = self._continuation(text)
-        n_tokens = len(prompt.ids) + len(ids)
-        limit = self.backbone.max_length
-        if limit is not None and n_tokens > limit:
-            raise ValueError(
-                f"prompt and answer have {n_tokens} tokens, but {self.backbone.name} "
-                f"has a window of {limit}; give fewer or shorter passages"
-            )
-        stop = self.backbone.tokenizer.eos_token_id
-        return Answer(
-            example_id=request.example_id,
-            setting=request.setting,
-            variant=request.variant,
-            text=text,
-            prompt_ids=prompt.ids,
-            token_ids=ids,
-            stop_id=stop,
-            context_span=prompt.context_span,
-        )
-
-    def _continuation(self, text: str) -> tuple[int, ...]:
-        """Return an answer's ids, without special tokens, as after a prompt's end."""
-        space = "" if self._template.chat else " "  # a chat's reply begins a line
-        encoded = encode_text(
-            self.backbone.tokenizer, space + text.strip(), add_special_tokens=False
-        )
-        return tuple(encoded["input_ids"])
-
-    def count_unknown(self, text: str) -> tuple[int, int]:
-        """Return how many of a text's tokens stand for unknown words, and all."""
-        ids = self._continuation(text)
-        unknown = self.backbone.tokenizer.unk_token_id
-        return sum(token == unknown for token in ids), len(ids)
+        with self.lock:
+            return generate(self.backbone, requests, self.config)
 
     def read(self, answers: Sequence[Answer]) -> Reading:
         """Return the signals of answers, one forward pass per batch."""
-        sequences = [sequence_of(a, answer_span=self._answer_span) for a in answers]
+        return self.read_sequences(
+            [sequence_of(a, answer_span=self.answer_span) for a in answers]
+        )
+
+    def read_sequences(self, sequences: Sequence[TokenSequence]) -> Reading:
+        """Return the signals of sequences, one forward pass per batch."""
         signals: list[Signals | None] = [None] * len(sequences)
-        for batch in plan_batches([len(s.ids) for s in sequences], self._config):
-            for i, one in zip(
-                batch, self.reader.read([sequences[i] for i in batch]), strict=True
-            ):
+        for batch in plan_batches([len(s.ids) for s in sequences], self.config):
+            with self.lock:
+                found = self.reader.read([sequences[i] for i in batch])
+            for i, one in zip(batch, found, strict=True):
                 signals[i] = one
         return Reading(
             [self._as_trained(one) for one in signals if one is not None],
@@ -214,14 +177,14 @@ class ProbedBackbone:
         }
         return dataclasses.replace(signals, **rounded)
 
-    def _features(self, reading: Reading, setting: Setting) -> Features:
+    def features(self, reading: Reading, setting: Setting) -> Features:
         """Return a reading's spans, padded as in training where that is enough."""
         bank = self.detector.banks.get(setting)
         return reading.features(setting, bank.lengths if bank else ())
 
     def score_closed_book(self, reading: Reading) -> Scores:
         """Return the detector's scores of closed-book answers, `[n]` each."""
-        features = self._features(reading, "closed_book")
+        features = self.features(reading, "closed_book")
         return self.detector.score_closed_book(features).first(len(reading.signals))
 
     def score_with_context(self, reading: Reading, closed_book: Reading) -> Scores:
@@ -232,14 +195,18 @@ class ProbedBackbone:
           closed_book: of the closed-book answers to the same questions.
         """
         return self.detector.score_with_context(
-            self._features(reading, "with_context"),
-            self._features(closed_book, "closed_book"),
+            self.features(reading, "with_context"),
+            self.features(closed_book, "closed_book"),
         ).first(len(reading.signals))
 
-    def score_single_pass(self, reading: Reading) -> Scores:
-        """Return the scores of with-context answers from their own pass alone."""
-        features = self._features(reading, "with_context")
-        return self.detector.score_single_pass(features).first(len(reading.signals))
+
+def _drafts(answers: Sequence[Answer], scores: Scores) -> list[Draft]:
+    return [
+        Draft(answer=answer.text, p_correct=float(p_correct), raw=float(raw))
+        for answer, p_correct, raw in zip(
+            answers, scores.p_correct, scores.raw, strict=True
+        )
+    ]
 
 
 class ProbedReader:
@@ -257,16 +224,12 @@ class ProbedReader:
         empty: list[Sequence[Passage]] = [()] * len(questions)
         answers = probed.answer(probed.requests("closed_book", questions, empty))
         self._reading = probed.read(answers)
-        p_correct = probed.score_closed_book(self._reading).p_correct
-        return [
-            Draft(answer=answer.text, p_correct=float(p))
-            for answer, p in zip(answers, p_correct, strict=True)
-        ]
+        return _drafts(answers, probed.score_closed_book(self._reading))
 
     def with_context(
         self, rows: Sequence[int], contexts: Sequence[Sequence[Passage]]
-    ) -> list[tuple[str, float]]:
-        """Return answer and probability for the questions with these indices."""
+    ) -> list[Draft]:
+        """Return a draft for each of the questions with these indices."""
         if self._reading is None:
             raise ValueError("with_context needs the closed-book drafts first")
         if not rows:
@@ -278,8 +241,4 @@ class ProbedReader:
             [self._reading.signals[i] for i in rows],
             self._reading.spans[np.asarray(rows)],
         )
-        scores = probed.score_with_context(probed.read(answers), cached)
-        return [
-            (answer.text, float(p))
-            for answer, p in zip(answers, scores.p_correct, strict=True)
-        ]
+        return _drafts(answers, probed.score_with_context(probed.read(answers), cached))

@@ -1,18 +1,46 @@
 """The verbs that act on the score: `control` and `score`."""
 
+import dataclasses
 import json
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from extract.run.console import quiet
-from extract.run.verbs import RUN_DIR, stage_verb
+from extract.run.verbs import RUN_DIR, do_or_forecast, dry_run_option
 
-control = stage_verb(
-    "control",
-    "pgir.controllers.stage:CONTROL",
-    "Run PGIR and its plain rivals; choose threshold and budget.",
+if TYPE_CHECKING:
+    from pgir.controllers.stage import ControlConfig
+
+
+def with_cap(
+    config: "ControlConfig", *, max_generations: float | None
+) -> "ControlConfig":
+    """Return how the controllers are run, with another cap if one is given."""
+    if max_generations is None:
+        return config
+    return dataclasses.replace(config, max_generations=max_generations)
+
+
+@click.command()
+@RUN_DIR
+@click.option(
+    "--max-generations",
+    type=click.FloatRange(min=1),
+    help="Cap on their mean, in choosing threshold and budget.  [default: 4]",
 )
+@dry_run_option
+def control(run_dir: Path, max_generations: float | None, dry_run: bool) -> None:
+    """Run PGIR and its plain rivals; choose threshold and budget.
+
+    Example: beatrice control runs/paper --max-generations 4.63
+    """
+    from pgir.controllers.stage import CONTROL
+
+    change = partial(with_cap, max_generations=max_generations)
+    do_or_forecast(run_dir, CONTROL, dry_run, change)
 
 
 @click.command()

@@ -1,14 +1,18 @@
 """The stage that takes something away: a signal family, or a token span.
 
 Without a family: the greedy search over the encoders that do not read it. Without a
-span: the champion's encoders trained anew, then its head. Both run in the executables
-of the ordinary stages; the paper's other variants are rows of `evaluate` already.
+span: the champion's encoders trained anew, then its head, in two ways. `zeroed` is the
+paper's (appendix D): the span's signals are zero while training, and the evaluation is
+unchanged. `without` leaves the span out of both. A head reads the answer span's vector,
+so without that span it loses by construction: the encoders' own probabilities, which
+no head has touched, are rows too. All runs in the executables of the ordinary stages;
+the paper's other variants are rows of `evaluate` already.
 """
 
 import dataclasses
 import itertools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -16,7 +20,7 @@ import numpy as np
 
 from extract.records import SETTINGS, Setting
 from extract.run.console import Progress, Update
-from extract.run.contents import store_files
+from extract.run.contents import row_files
 from extract.run.directory import RunDir
 from extract.run.files import read_json, write_json_atomic
 from extract.run.results import ON_REQUEST, ResultRow, publish, rows_file
@@ -25,7 +29,7 @@ from jaxprobe.checkpoint import load_cache, save_cache
 from jaxprobe.evaluation import METRICS, Scored, bootstrap_of, detection_rows
 from jaxprobe.features import reading
 from jaxprobe.features.families import all_but
-from jaxprobe.features.rows import Rows, load_rows, training_rows
+from jaxprobe.features.rows import Rows, TrainingRows, training_rows
 from jaxprobe.features.subsets import FAMILIES, LETTERS, N_SUBSETS, SUBSET_NAMES
 from jaxprobe.fit.grid import Block, default_blocks
 from jaxprobe.fit.stage import (
@@ -35,6 +39,7 @@ from jaxprobe.fit.stage import (
     settings_at_once,
 )
 from jaxprobe.model.encoder import MemberOutputs
+from jaxprobe.model.fusion import PoolOutputs
 from jaxprobe.pool import load_pool, pool_names, read_selection, reads
 from jaxprobe.settings import SELECT_PRESETS, SelectConfig, grid_config, set_compiler
 from selection.greedy import NoSignalError, Selection
@@ -47,12 +52,32 @@ SPANS: dict[Setting, tuple[str, ...]] = {
 }
 
 
+WAYS = ("zeroed", "without")  # in which a span is taken away
+OWN = "_encoders"  # ends the name of a mean of encoders' own probabilities
+
+
+def span_variants(setting: Setting) -> list[str]:
+    """Return the names of what is trained anew in a setting, in the order of tables."""
+    return [f"{way}_{span}_span" for way in WAYS for span in SPANS[setting]]
+
+
 def variants(setting: Setting) -> list[str]:
     """Return the names of what is taken away in a setting, in the order of tables."""
-    return [
-        *(f"without_{family}" for family in FAMILIES),
-        *(f"without_{span}_span" for span in SPANS[setting]),
-    ]
+    return [*(f"without_{family}" for family in FAMILIES), *span_variants(setting)]
+
+
+def rows_without(data: TrainingRows, setting: Setting, variant: str) -> TrainingRows:
+    """Return a setting's training rows as a span variant reads them."""
+    way, name, _ = variant.split("_")
+    span = SPANS[setting].index(name)
+    if way == "zeroed":
+        return data.with_zeroed(span)
+    return data.with_spans(all_but(span, len(SPANS[setting])))
+
+
+def own_scores(pool: PoolOutputs, members: Sequence[int]) -> np.ndarray:
+    """Return the mean of some encoders' own probabilities, `[n_seeds, n_examples]`."""
+    return np.asarray(pool.outputs)[:, list(members), -1].mean(axis=1)
 
 
 def candidates_without(setting: Setting, n_pool: int, family: str) -> list[int]:
@@ -100,8 +125,11 @@ def undefined_rows(name: str, rows: Rows) -> list[ResultRow]:
 
 def _arrays(heads: HeadTrainer, selection: Selection) -> dict[str, np.ndarray]:
     """Return a variant's encoders and the scores of every row, as they are saved."""
-    members = np.array(selection.members)
-    return {"members": members, "scores": heads.scores(selection)}
+    return {
+        "members": np.array(selection.members),
+        "scores": heads.scores(selection),
+        "own": own_scores(heads.pool.all_rows, selection.members),
+    }
 
 
 def _folder(run: RunDir) -> Path:
@@ -110,8 +138,7 @@ def _folder(run: RunDir) -> Path:
 
 def _inputs(run: RunDir) -> list[Path]:
     """Return everything a variant depends on."""
-    selection = run.selection
-    return [run.labels, run.sweep, selection, *encoder_folders(run), *store_files(run)]
+    return [*row_files(run), run.sweep, run.selection, *encoder_folders(run)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,52 +179,52 @@ class Ablation:
         n_seeds = grid_config(self.run).train.n_seeds
         return default_blocks(n_seeds, self.subsets[setting])
 
-    def _outputs_file(self, setting: Setting, span: str) -> Path:
-        return _folder(self.run) / f"{setting}.without_{span}.safetensors"
+    def _outputs_file(self, setting: Setting, variant: str) -> Path:
+        return _folder(self.run) / f"{setting}.{variant}.safetensors"
 
     def _scores_file(self, setting: Setting, variant: str) -> Path:
         return _folder(self.run) / f"{setting}.{variant}.scores.safetensors"
 
     def train_without_spans(self, setting: Setting, tick: Callable[[], None]) -> None:
-        """Train the champions' encoders of a pass, once without each of its spans.
+        """Train the champions' encoders of a pass, once for each of its span variants.
 
         Every member has the weights, batches and noise it began with in the grid: what
-        differs is the span. Finished members and spans are not trained again.
+        differs is the span. Finished members and variants are not trained again.
         """
-        spans, blocks = SPANS[setting], self.blocks(setting)
+        named, blocks = span_variants(setting), self.blocks(setting)
         missing = [
-            span
-            for span in spans
-            if load_cache(self._outputs_file(setting, span), self.key) is None
+            variant
+            for variant in named
+            if load_cache(self._outputs_file(setting, variant), self.key) is None
         ]
-        for _ in range(len(blocks) * (len(spans) - len(missing))):
+        for _ in range(len(blocks) * (len(named) - len(missing))):
             tick()
         if not missing or not blocks:
             return
         config = grid_config(self.run)
         data = training_rows(self.run, setting, streamed=config.stream is not None)
-        for span in missing:
-            without = data.with_spans(all_but(spans.index(span), len(spans)))
+        for variant in missing:
+            without = rows_without(data, setting, variant)
             trainer = MemberTrainer(
                 data=without, config=config, key=self.key, tick=tick
             )
-            members = _folder(self.run) / f"{setting}.without_{span}.members"
+            members = _folder(self.run) / f"{setting}.{variant}.members"
             trained = trainer.train(data.rows.labels, blocks, members)
             outputs = trainer.outputs(trained)._asdict()
-            save_cache(self._outputs_file(setting, span), outputs, self.key)
+            save_cache(self._outputs_file(setting, variant), outputs, self.key)
             shutil.rmtree(members, ignore_errors=True)
 
-    def _outputs_without(self, span: str, setting: Setting) -> MemberOutputs:
-        """Return a pass's outputs, those of the champions' encoders without a span.
+    def _outputs_without(self, variant: str, setting: Setting) -> MemberOutputs:
+        """Return a pass's outputs, those of the champions' encoders as retrained.
 
         The other encoders keep their outputs; no head reads them. So the pool keeps its
         shape, and a head its place in the pool, its draws and its executable.
         """
         outputs = read_member_outputs(self.run, setting)
         subsets = self.subsets[setting]
-        if span not in SPANS[setting] or not subsets:
+        if variant not in span_variants(setting) or not subsets:
             return outputs
-        path = self._outputs_file(setting, span)
+        path = self._outputs_file(setting, variant)
         retrained = MemberOutputs(**load_results(path, self.key, "ablate"))
         return replaced(outputs, retrained, subsets)
 
@@ -207,13 +234,13 @@ class Ablation:
         for variant in variants(setting):
             path = self._scores_file(setting, variant)
             if load_cache(path, self.key) is None:
-                removed = variant.removeprefix("without_")
-                if removed in FAMILIES:
+                if variant in span_variants(setting):
+                    arrays = self._without_span(setting, variant)
+                else:
                     if heads is None:
                         heads = HeadTrainer(load_pool(self.run, setting), self.config)
-                    arrays = self._without_family(heads, removed)
-                else:
-                    arrays = self._without_span(setting, removed.removesuffix("_span"))
+                    family = variant.removeprefix("without_")
+                    arrays = self._without_family(heads, family)
                 save_cache(path, arrays, self.key)
             tick()
 
@@ -226,9 +253,9 @@ class Ablation:
             return {"members": np.zeros(0, np.int32)}
         return _arrays(heads, selection)
 
-    def _without_span(self, setting: Setting, span: str) -> dict[str, np.ndarray]:
+    def _without_span(self, setting: Setting, variant: str) -> dict[str, np.ndarray]:
         """Fit heads on the champion's encoders, retrained without a span."""
-        pool = load_pool(self.run, setting, partial(self._outputs_without, span))
+        pool = load_pool(self.run, setting, partial(self._outputs_without, variant))
         heads = HeadTrainer(pool, self.config)
         return _arrays(heads, heads.fit(self.champions[setting]))
 
@@ -242,13 +269,17 @@ class Ablation:
 
     def rows(self, setting: Setting) -> list[ResultRow]:
         """Return the rows of a setting's variants, undefined ones last."""
-        _, rows = load_rows(self.run, setting)
-        scored, undefined = [], []
+        pool = load_pool(self.run, setting)
+        rows, champion = pool.rows, self.champions[setting]
+        own = own_scores(pool.all_rows, champion)
+        scored, undefined = [Scored(name=f"champion{OWN}", scores=own)], []
         for variant, arrays in self._load(setting).items():
-            if "scores" in arrays:
-                scored.append(Scored(name=variant, scores=arrays["scores"]))
-            else:
+            if "scores" not in arrays:
                 undefined += undefined_rows(variant, rows)
+                continue
+            scored.append(Scored(name=variant, scores=arrays["scores"]))
+            if variant in span_variants(setting):
+                scored.append(Scored(name=variant + OWN, scores=arrays["own"]))
         bootstrap = bootstrap_of(self.run)
         return detection_rows(scored, rows, bootstrap, EXPERIMENT) + undefined
 
@@ -272,7 +303,7 @@ def _ablate(
 ) -> None:
     set_compiler(run.preset)
     ablation = Ablation(run, config.seeded(run.seed))
-    n_blocks = sum(len(ablation.blocks(s)) * len(SPANS[s]) for s in SETTINGS)
+    n_blocks = sum(len(ablation.blocks(s)) * len(span_variants(s)) for s in SETTINGS)
     n_all = n_blocks + sum(len(variants(setting)) for setting in SETTINGS)
     # The with-context heads need the closed-book encoders, so training comes first.
     side_by_side(

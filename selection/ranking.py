@@ -9,8 +9,9 @@ import numpy as np
 
 from extract.records import SETTINGS, Setting
 from extract.run.console import Progress, Update
+from extract.run.contents import row_files
 from extract.run.directory import RunDir
-from extract.run.results import ResultRow, publish, rows_file
+from extract.run.results import IN_DOMAIN, ResultRow, publish, rows_file
 from extract.run.stages import Stage, side_by_side
 from jaxprobe.checkpoint import save_cache
 from jaxprobe.evaluation import Scored, bootstrap_of, detection_rows
@@ -63,7 +64,7 @@ def _rank_rows(
             experiment=EXPERIMENT,
             detector="greedy_three",
             setting=rows.setting,
-            dataset=str(rows.datasets[where[0]]),
+            dataset=IN_DOMAIN,
             split="validation",
             metric=metric,
             value=float(value),
@@ -175,7 +176,7 @@ def ranking_summary(run: RunDir, setting: Setting) -> dict[str, Any]:
 
 EXHAUSTIVE = Stage(
     name="exhaustive",
-    inputs=lambda run: [run.labels, run.selection, *encoder_folders(run)],
+    inputs=lambda run: [*row_files(run), run.selection, *encoder_folders(run)],
     outputs=lambda run: [_folder(run), rows_file(run, "exhaustive")],
     work=_enumerate,
     presets=SELECT_PRESETS,

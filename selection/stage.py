@@ -11,6 +11,7 @@ import numpy as np
 
 from extract.records import SETTINGS, Setting
 from extract.run.console import Progress, Update
+from extract.run.contents import row_files
 from extract.run.directory import RunDir
 from extract.run.results import ON_REQUEST
 from extract.run.stages import Forecast, Stage, side_by_side
@@ -211,7 +212,7 @@ def _forecast(run: RunDir, config: SelectConfig) -> Forecast:
 
 SELECT = Stage(
     name="select",
-    inputs=lambda run: [run.labels, *encoder_folders(run)],
+    inputs=lambda run: [*row_files(run), *encoder_folders(run)],
     outputs=lambda run: [run.selection],
     work=_select,
     presets=SELECT_PRESETS,

@@ -16,7 +16,7 @@ import optax
 
 from extract.records import SETTINGS
 from extract.run.console import Progress, Update
-from extract.run.contents import store_files
+from extract.run.contents import row_files
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
 from extract.run.manifest import Preset
@@ -175,7 +175,8 @@ class SweepSection:
     """The run's section `sweep`.
 
     Attributes:
-      n_rows: most original rows of each split that the probes read.
+      n_rows: most original rows of each split that the probes read; of more, as many
+        are drawn, every dataset and both labels in proportion.
       probe: the protocol; the run's seed takes the place of its own.
     """
 
@@ -190,10 +191,23 @@ SWEEP_PRESETS: dict[Preset, SweepSection] = {
 }
 
 
-def _sweep_rows(rows: Rows, split: str, limit: int) -> np.ndarray:
-    """Return up to `limit` original rows of a split, in stored order."""
+def sweep_rows(rows: Rows, split: str, limit: int, seed: int) -> np.ndarray:
+    """Return the original rows of a split that the probes read, in stored order.
+
+    Of more than `limit`, the rows are put in order of dataset and label, at random
+    within, and taken at even distances: each group has its share, rounded. The states
+    of all rows at all layers would be 16 GB at the paper's sizes.
+
+    Returns:
+      `[n]` indices, at most `limit`.
+    """
     where = rows.where(split)
-    return where[rows.variants[where] == "original"][:limit]
+    where = where[rows.variants[where] == "original"]
+    if len(where) <= limit:
+        return where
+    shuffled = np.random.default_rng(seed).permutation(where)
+    groups = np.lexsort((rows.labels[shuffled], rows.datasets[shuffled]))
+    return np.sort(shuffled[groups[np.arange(limit) * len(where) // limit]])
 
 
 def _sweep(
@@ -205,7 +219,8 @@ def _sweep(
     for number, setting in enumerate(SETTINGS):
         store, rows = load_rows(run, setting)
         train, valid = (
-            _sweep_rows(rows, split, config.n_rows) for split in ("train", "validation")
+            sweep_rows(rows, split, config.n_rows, run.seed)
+            for split in ("train", "validation")
         )
         layers = store.spec.hidden_layers
         states = [
@@ -225,6 +240,8 @@ def _sweep(
             "layers": list(layers),
             "auroc": [[round(float(x), 6) for x in row] for row in sweep.aurocs],
             "best": layers[sweep.best_layer],
+            "n_train": len(train),
+            "n_validation": len(valid),
         }
         update(number + 1, len(SETTINGS))
     # One layer serves both settings, as in the paper: the best of their mean.
@@ -239,7 +256,7 @@ def _sweep(
 
 SWEEP = Stage(
     name="sweep",
-    inputs=lambda run: [run.labels, *store_files(run)],
+    inputs=row_files,
     outputs=lambda run: [run.sweep],
     work=_sweep,
     presets=SWEEP_PRESETS,

@@ -8,6 +8,7 @@ import pytest
 import beatrice
 from extract.backbone.names import BackboneConfig
 from extract.generate.requests import ANSWER_PRESETS
+from extract.label.verdicts import LABEL_PRESETS
 from extract.run.directory import RunDir
 from extract.run.manifest import PRESETS, NewRun, as_json, decode_section
 from extract.run.verbs import load_stage
@@ -23,16 +24,19 @@ from jaxprobe.settings import (
     grid_config,
     select_config,
 )
+from jaxprobe.stage import CALIBRATE_PRESETS
 from pgir.controllers.stage import CONTROL_PRESETS
 from selection.sweep import SWEEP_PRESETS
 
 SECTIONS = {
     "world": WORLD_PRESETS,
     "answer": ANSWER_PRESETS,
+    "label": LABEL_PRESETS,
     "extract": EXTRACT_PRESETS,
     "sweep": SWEEP_PRESETS,
     "train": GRID_PRESETS,
     "select": SELECT_PRESETS,
+    "calibrate": CALIBRATE_PRESETS,
     "intervals": INTERVAL_PRESETS,
     "control": CONTROL_PRESETS,
 }

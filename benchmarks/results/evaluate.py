@@ -15,11 +15,11 @@ from extract.run.contents import (
     left_out_file,
     read_answers,
     read_examples,
-    store_files,
+    row_files,
 )
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
-from extract.run.results import ResultRow, publish, rows_file
+from extract.run.results import IN_DOMAIN, RIVALS, ResultRow, publish, rows_file
 from extract.run.stages import Stage
 from jaxprobe import checkpoint
 from jaxprobe.calibration import Reliability, brier, ece, reliability
@@ -34,8 +34,11 @@ from jaxprobe.settings import grid_config, set_compiler
 N_BINS = 10
 
 
-def detectors_of(run: RunDir, setting: Setting) -> list[Scored]:
-    """Return the scores that every detector gives to every row of a setting."""
+def detectors_of(run: RunDir, setting: Setting) -> tuple[list[Scored], list[ResultRow]]:
+    """Return the scores that every detector gives to every row of a setting.
+
+    And rows of what had to be chosen on validation for them.
+    """
     store, rows = load_rows(run, setting)
     tree, _ = checkpoint.restore(run.encoders(setting))
     n_seeds = grid_config(run).train.n_seeds
@@ -51,17 +54,16 @@ def detectors_of(run: RunDir, setting: Setting) -> list[Scored]:
     scores |= {"hidden_only": logits[:, 0], "early_fusion": logits[:, EVERY_FAMILY]}
     for subset, name in enumerate(SUBSET_NAMES):
         scores[f"encoder:{name}"] = logits[:, subset]
-    scores["tfidf"] = text_scores(run, rows)
+    scores["tfidf"], chosen = text_scores(run, rows)
     scores["perplexity"] = perplexity_scores(store)
     control = tree["control"]
-    return [
-        *(Scored(name=name, scores=own) for name, own in scores.items()),
-        Scored(
-            name="permuted_labels",
-            scores=control["logits"],
-            labels=np.asarray(control["labels"], dtype=bool),
-        ),
-    ]
+    permuted = Scored(
+        name="permuted_labels",
+        scores=control["logits"],
+        labels=np.asarray(control["labels"], dtype=bool),
+    )
+    detectors = [Scored(name=name, scores=own) for name, own in scores.items()]
+    return [*detectors, permuted], [chosen]
 
 
 def _bins(curve: Reliability) -> list[dict[str, Any]]:
@@ -82,7 +84,7 @@ def _bins(curve: Reliability) -> list[dict[str, Any]]:
 def _reliability(
     run: RunDir, setting: Setting
 ) -> tuple[dict[str, Any], list[ResultRow]]:
-    """Return the reliability of the champion on the in-domain test set, and its rows.
+    """Return the reliability of the champion on all in-domain test sets, and its rows.
 
     Both of the head's own probability ("raw") and of the calibrated one.
     """
@@ -107,7 +109,7 @@ def _reliability(
                     experiment="calibration",
                     detector=f"champion:{name}",
                     setting=setting,
-                    dataset="+".join(dict.fromkeys(map(str, rows.datasets[where]))),
+                    dataset=IN_DOMAIN,
                     split="test",
                     metric=metric,
                     value=value,
@@ -123,7 +125,10 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
     made, curves = [], {}
     for n_done, setting in enumerate(SETTINGS, start=1):
         _, rows = load_rows(run, setting)
-        made += detection_rows(detectors_of(run, setting), rows, bootstrap)
+        pairs = [("champion", rival) for rival in RIVALS]
+        detectors, chosen = detectors_of(run, setting)
+        made += chosen
+        made += detection_rows(detectors, rows, bootstrap, pairs=pairs)
         curves[setting], calibration = _reliability(run, setting)
         made += calibration
         update(n_done, len(SETTINGS))
@@ -176,12 +181,11 @@ def prompt_rows(run: RunDir) -> list[ResultRow]:
 EVALUATE = Stage(
     name="evaluate",
     inputs=lambda run: [
-        run.labels,
+        *row_files(run),
         run.answers,
         run.detector,
         run.selection,
         *encoder_folders(run),
-        *store_files(run),
     ],
     outputs=lambda run: [rows_file(run, "evaluate"), run.path / "reliability.json"],
     work=_evaluate,

@@ -12,6 +12,7 @@ from benchmarks.results.tables import number
 from extract.run.results import (
     BOUNDS,
     CONTROLLERS,
+    IN_DOMAIN,
     METRIC_LABELS,
     SETTING_LABELS,
     ResultRow,
@@ -59,15 +60,24 @@ def sweep_pictures(sweep: PerSetting) -> list[Picture]:
     if not sweep:
         return []
     caption = "Pale points are seeds, the line is their mean, the ring the best layer."
+    for setting, found in sweep.items():
+        caption += (
+            f" {SETTING_LABELS[setting]}: {found['n_train']:,} training and "
+            f"{found['n_validation']:,} validation answers."
+        )
     figure = figures.layer_sweep(sweep)
     return [picture(figure, "sweep", "Hidden states, layer by layer", caption)]
 
 
 def _encoder_rows(rows: Sequence[ResultRow], setting: str) -> dict[str, ResultRow]:
-    """Validation AUROC rows of one setting's encoders, by the encoder's letters."""
+    """Validation AUROC rows of one setting's encoders, by the encoder's letters.
+
+    Over all in-domain sets together, on which encoders are also selected.
+    """
     found = ResultTable(rows).select(
         experiment="detection",
         setting=setting,
+        dataset=IN_DOMAIN,
         split="validation",
         metric="auroc",
         seed="mean",

@@ -7,6 +7,7 @@ from typing import Any
 
 import jinja2
 
+from benchmarks.results.paired import gain, paired_table
 from benchmarks.results.pictures import (
     frontier_pictures,
     ranking_pictures,
@@ -21,6 +22,7 @@ from benchmarks.results.tables import (
     exhaustive_table,
     family_table,
     feature_table,
+    interval,
     number,
     set_names,
     span_table,
@@ -31,14 +33,14 @@ from extract.run.results import (
     CONTROLLERS,
     CONTROLS,
     DETECTORS,
+    IN_DOMAIN,
+    MACRO,
     METRIC_LABELS,
     SETTING_LABELS,
     SPAN_DECISIONS,
     SPLIT_LABELS,
     ResultRow,
     ResultTable,
-    controller_rows,
-    macro_row,
 )
 
 P_STEPS = (0.05, 0.25, 0.5, 0.8)  # upper ends of the tints of a token, by its p
@@ -62,10 +64,10 @@ class ReportData:
         mean_p, accuracy, n}`.
       control: `{"tau", "budget", "cap", "frontier": [{dataset, budget, em, f1,
         generations}]}`.
-      cases: `{question, golds, action, verdict, drafts}`; a draft is `{setting, answer,
-        p_correct, correct, passages, tokens}`; a token `{text, span, p, surprisal,
-        entropy, margin}`, the span one of context, question, answer, the numbers those
-        of the position that emits this token.
+      cases: `{dataset, question, golds, action, verdict, drafts}`; a draft is
+        `{setting, answer, p_correct, correct, passages, tokens}`; a token `{text, span,
+        p, surprisal, entropy, margin}`, the span one of context, question, answer, the
+        numbers those of the position that emits this token.
       ranking: per setting what `selection.ranking.ranking_summary` returns.
       ablations: per setting and variant the names of the encoders it reads.
     """
@@ -94,47 +96,45 @@ class Headline:
     detail: str
 
 
-def _interval(row: ResultRow) -> str:
-    """Spell a row's 95 % interval, or that there is none."""
-    if row.ci_low is None or row.ci_high is None:
-        return "no interval"
-    return f"95 % interval {number(row.ci_low)} to {number(row.ci_high)}"
-
-
 def _detection_headlines(table: ResultTable) -> list[Headline]:
-    """The champion's AUROC on each setting's test split."""
+    """The champion's AUROC on all in-domain test questions of each setting."""
     found = []
     for setting in ("closed_book", "with_context"):
-        where = {"setting": setting, "split": "test", "metric": "auroc", "seed": "mean"}
-        for row in table.select(experiment="detection", detector="champion", **where):
-            label = f"AUROC {SETTING_LABELS[setting].lower()}, {row.dataset} test"
+        where = {"setting": setting, "dataset": IN_DOMAIN, "split": "test"}
+        where["seed"] = "mean"
+        for row in table.select(
+            experiment="detection", detector="champion", metric="auroc", **where
+        ):
+            label = f"AUROC {SETTING_LABELS[setting].lower()}, in-domain test"
             if row.value is None:
                 found.append(Headline(label=label, value="–", detail=str(row.reason)))
                 continue
-            detail = f"{_interval(row)}, n = {row.n}"
+            where |= {"experiment": "paired", "metric": "auroc_difference"}
+            than = gain(table.rows, "perplexity", **where)
+            parts = (f"95 % interval {interval(row)}", than, f"n = {row.n}")
+            detail = "; ".join(part for part in parts if part)
             found.append(Headline(label=label, value=number(row.value), detail=detail))
     return found
 
 
 def headlines(data: ReportData) -> list[Headline]:
     """Pick the numbers to see first: detection, calibration, controller."""
-    found = _detection_headlines(ResultTable(data.rows))
+    table = ResultTable(data.rows)
+    found = _detection_headlines(table)
     for setting, fit in data.reliability.items():
         label = f"Calibration error {SETTING_LABELS[setting].lower()}"
         detail = f"{number(fit['ece_raw'])} before calibration"
         value = number(fit["ece_calibrated"])
         found.append(Headline(label=label, value=value, detail=detail))
-    table = controller_rows(data.rows)
-    datasets = list(dict.fromkeys(row.dataset for row in table.rows))
-    names = ("pgir", "vanilla_rag")
-    scores = [macro_row(table, name, "em", datasets) for name in names]
-    cost = macro_row(table, "pgir", "generations", datasets)
-    if None not in (*scores, cost) and None not in (scores[0].value, cost.value):
-        detail = f"{number(cost.value, 'generations')} generations per question"
-        if scores[1].value is not None:
-            detail += f"; always retrieving once: {number(scores[1].value)}"
-        value = number(scores[0].value)
-        found.append(Headline(label="Exact match, PGIR", value=value, detail=detail))
+    pgir = {"experiment": "controller_macro", "detector": "pgir", "dataset": MACRO}
+    em, cost = (table.find(metric=m, **pgir) for m in ("em", "generations"))
+    if em is not None and cost is not None:
+        where = {"experiment": "controller_paired", "dataset": MACRO}
+        than = gain(data.rows, "vanilla_rag", metric="em_difference", **where)
+        spent = f"{number(cost.value, 'generations')} generations per question"
+        detail = "; ".join(part for part in (than, spent) if part)
+        label = "Exact match, PGIR, mean of the sets"
+        found.append(Headline(label=label, value=number(em.value), detail=detail))
     return found
 
 
@@ -177,6 +177,7 @@ def _environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     environment.filters["number"] = number
+    environment.filters["interval"] = interval
     environment.filters["tint"] = lambda p: sum(p >= step for step in P_STEPS)
     return environment
 
@@ -190,6 +191,7 @@ def render_report(data: ReportData) -> str:
             data=data,
             headlines=headlines(data),
             detection=detection_table(data.rows),
+            paired=paired_table(data.rows),
             permuted=detection_table(data.rows, labels=CONTROLS),
             spans=detection_table(
                 data.rows,
@@ -198,6 +200,7 @@ def render_report(data: ReportData) -> str:
                 splits=("validation", "test", "ood"),
             ),
             controller=controller_table(data.rows),
+            controller_paired=paired_table(data.rows, "controller_paired"),
             accuracy=accuracy_grid(data),
             reliability=reliability_pictures(data.reliability),
             sweep=sweep_pictures(data.sweep),

@@ -6,21 +6,26 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.results.paired import paired_table
 from benchmarks.results.report import ReportData, write_report
 from benchmarks.results.saved import read_control, read_reliability
-from benchmarks.results.tables import as_text, controller_table, detection_table
+from benchmarks.results.tables import controller_table, detection_table
+from benchmarks.results.terminal import as_text
 from extract.backbone.names import backbone_of
 from extract.records import SETTINGS
 from extract.run.console import Progress, Update
 from extract.run.contents import (
     count_correct,
-    labels_by,
+    label_rule,
+    question_files,
     read_examples,
     read_labels,
 )
 from extract.run.directory import RunDir
 from extract.run.results import (
     CONTROLLERS,
+    IN_DOMAIN,
+    MACRO,
     ResultTable,
     asked_for,
     gather,
@@ -49,7 +54,7 @@ def _facts(run: RunDir) -> dict[str, str]:
         "Preset": run.preset,
         "Seed": str(run.seed),
         "Questions": ", ".join(f"{n_questions[split]} {split}" for split in splits),
-        "Labels by": labels_by(run),
+        "Labels by": label_rule(run),
         "Layer of the hidden states": str(chosen_layer(run)),
         "Training seeds": str(grid_config(run).train.n_seeds),
         "Answer span": extract.answer_span,
@@ -86,6 +91,7 @@ def _report(run: RunDir, config: None, update: Update, progress: Progress) -> No
 REPORT = Stage(
     name="report",
     inputs=lambda run: [
+        *question_files(run),
         run.sweep,
         run.labels,
         run.selection,
@@ -105,17 +111,16 @@ def summary(path: Path) -> dict[str, Any]:
     run = RunDir(path)
     rows = read_result_rows(run)
     table = ResultTable(rows)
-    champion = {"experiment": "detection", "detector": "champion", "split": "test"}
+    pooled = {"dataset": IN_DOMAIN, "split": "test", "seed": "mean"}
+    champion = {"experiment": "detection", "detector": "champion", **pooled}
     headline = {
-        f"{setting}/{metric}": table.value(
-            **champion, setting=setting, metric=metric, seed="mean"
-        )
+        f"{setting}/{metric}": table.value(**champion, setting=setting, metric=metric)
         for setting in SETTINGS
         for metric in ("auroc", "auprc")
     }
     for name in CONTROLLERS:
         headline[f"{name}/em"] = table.value(
-            experiment="controller", detector=name, split="test", metric="em"
+            experiment="controller_macro", detector=name, dataset=MACRO, metric="em"
         )
     selected = [
         f"{setting}: {' '.join(selection_summary(run, setting)['selected'])}"
@@ -123,7 +128,10 @@ def summary(path: Path) -> dict[str, Any]:
     ]
     parts = (
         as_text(detection_table(rows)),
+        "The selected encoders' AUROC minus that of\n" + as_text(paired_table(rows)),
         "\n".join(("Selected encoders", *selected)),
         as_text(controller_table(rows)),
+        "PGIR's exact match / F1 minus that of\n"
+        + as_text(paired_table(rows, "controller_paired")),
     )
     return {"headline": headline, "text": "\n\n".join(parts)}

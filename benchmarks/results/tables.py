@@ -1,27 +1,26 @@
 """Result rows laid out as tables, once for the page and once for the terminal.
 
 A table is a structure (columns, lines, cells of measures) in which the best value of
-each column and the notes under the table are settled; `as_text` and the page's template
-only spell it out. Ranks go by the printed digits, so two equal numbers rank equally.
+each column and the notes under the table are settled; `terminal.as_text` and the page's
+template only spell it out. Ranks go by the printed digits, so two equal numbers rank
+equally.
 """
 
 import collections
 import dataclasses
-import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import msgspec
-import rich.box
-import rich.console
-import rich.table
-import rich.text
 
 from extract.run.results import (
     BOUNDS,
     CONTROLLERS,
     CONTROLS,
+    DATASET_LABELS,
     DETECTORS,
+    DIFFERENCE,
+    IN_DOMAIN,
     SETTING_LABELS,
     SPLIT_LABELS,
     ResultRow,
@@ -50,6 +49,13 @@ class Measure:
         plural = "" if row.n_failed == 1 else "s"
         failed = f"{row.n_failed} example{plural} left out: no label or no score"
         return undefined + ((failed,) if row.n_failed else ())
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether this is a difference whose interval excludes zero."""
+        row = self.row
+        is_known = row.against is not None and row.ci_low is not None
+        return is_known and row.ci_low * row.ci_high > 0
 
 
 Cell = tuple[Measure | None, ...]  # None: not measured
@@ -94,10 +100,22 @@ class Table:
 
 
 def number(value: float, metric: str = "") -> str:
-    """Spell a value as the tables do: three decimals, no leading zero."""
+    """Spell a value as the tables do: three decimals, no leading zero.
+
+    A cost has two decimals, a difference its sign.
+    """
     if metric == "generations":
         return f"{value:.2f}"
-    return f"{value:.3f}".replace("0.", ".", 1) if abs(value) < 1 else f"{value:.3f}"
+    spelled = f"{value:+.3f}" if metric.endswith(DIFFERENCE) else f"{value:.3f}"
+    return spelled.replace("0.", ".", 1) if abs(value) < 1 else spelled
+
+
+def interval(row: ResultRow) -> str:
+    """Spell a row's interval, empty where there is none."""
+    if row.ci_low is None or row.ci_high is None:
+        return ""
+    link = "–" if row.against is None else " to "
+    return link.join(number(end, row.metric) for end in (row.ci_low, row.ci_high))
 
 
 def _cell(rows: Iterable[ResultRow | None]) -> Cell:
@@ -106,8 +124,8 @@ def _cell(rows: Iterable[ResultRow | None]) -> Cell:
 
 
 def _printed(measure: Measure | None) -> float | None:
-    """Return what a rank goes by; a cost and an undefined value have none."""
-    if measure is None or measure.row.metric == "generations":
+    """Return what a rank goes by; costs, differences, undefined values have none."""
+    if measure is None or measure.row.metric == "generations" or measure.row.against:
         return None
     return None if measure.row.value is None else round(measure.row.value, 3)
 
@@ -149,6 +167,7 @@ def _detection_rows(
     experiment: str,
     labels: Mapping[str, str] | None,
     splits: Sequence[str],
+    metrics: Sequence[str],
 ) -> list[ResultRow]:
     """Keep the seed means that a table of detectors shows."""
 
@@ -161,16 +180,21 @@ def _detection_rows(
     return [
         row
         for row in found
-        if row.split in splits and row.metric in METRICS and is_wanted(row.detector)
+        if row.split in splits and row.metric in metrics and is_wanted(row.detector)
     ]
 
 
 def _places(rows: Iterable[ResultRow], splits: Sequence[str]) -> list[Place]:
-    """Where rows were measured: by setting, then split, then as they came."""
+    """Where rows were measured: by setting, split, all sets at once, then as they came.
+
+    One in-domain set alone is not shown a second time as all of them.
+    """
     settings = list(SETTING_LABELS)
+    found = dict.fromkeys((row.setting, row.dataset, row.split) for row in rows)
+    n_sets = collections.Counter((at, split) for at, _, split in found)
     return sorted(
-        dict.fromkeys((row.setting, row.dataset, row.split) for row in rows),
-        key=lambda place: (settings.index(place[0]), splits.index(place[2])),
+        (p for p in found if p[1] != IN_DOMAIN or n_sets[p[0], p[2]] != 2),
+        key=lambda p: (settings.index(p[0]), splits.index(p[2]), p[1] != IN_DOMAIN),
     )
 
 
@@ -180,6 +204,7 @@ def detection_table(
     experiment: str = "detection",
     labels: Mapping[str, str] | None = None,
     splits: Sequence[str] = ("test", "ood"),
+    metrics: Sequence[str] = METRICS,
 ) -> Table:
     """Lay out detectors against the evaluation sets of both settings, AUROC / AUPRC.
 
@@ -189,8 +214,9 @@ def detection_table(
       labels: detectors and their printed names, in order. None is every detector but
         single encoders and the permuted-label control.
       splits: which splits become columns, in this order.
+      metrics: in the order of a cell.
     """
-    kept = _detection_rows(rows, experiment, labels, splits)
+    kept = _detection_rows(rows, experiment, labels, splits, metrics)
     table = ResultTable(kept)
     names = DETECTORS if labels is None else labels
     places = _places(kept, splits)
@@ -198,10 +224,14 @@ def detection_table(
     def cell(name: str, place: Place) -> Cell:
         at, dataset, split = place
         where = {"setting": at, "dataset": dataset, "split": split}
-        return _cell(table.find(detector=name, metric=m, **where) for m in METRICS)
+        return _cell(table.find(detector=name, metric=m, **where) for m in metrics)
 
     columns = tuple(
-        Column(group=SETTING_LABELS[at], label=dataset, detail=SPLIT_LABELS[split])
+        Column(
+            group=SETTING_LABELS[at],
+            label=DATASET_LABELS.get(dataset, dataset),
+            detail=SPLIT_LABELS[split],
+        )
         for at, dataset, split in places
     )
     found = _ordered((row.detector for row in kept), names)
@@ -271,12 +301,15 @@ FAMILY_VARIANTS = {
     "without_attn": "Without attention",
     "champion": "Full: all four families",
 }
+_SPANS = ("context", "question", "answer")
 SPAN_VARIANTS = {
     "champion": "None: all spans",
-    "without_context_span": "Context",
-    "without_question_span": "Question",
-    "without_answer_span": "Answer",
+    **{f"zeroed_{x}_span": f"{x.capitalize()}, zeroed in training" for x in _SPANS},
+    **{f"without_{x}_span": f"{x.capitalize()}, left out of both" for x in _SPANS},
 }
+# A head reads the answer span's vector: what the encoders say without one.
+for _name, _label in list(SPAN_VARIANTS.items()):
+    SPAN_VARIANTS[f"{_name}_encoders"] = f"{_label} · no head"
 RANKED = {
     "best_three": "Best of all sets of three",
     "greedy_three": "Greedy search after three rounds",
@@ -347,54 +380,3 @@ def set_names(
         (label, [spelled(name, setting) for setting in ablations])
         for name, label in labels.items()
     ]
-
-
-def _cell_text(cell: Cell, notes: Sequence[str]) -> str:
-    """Spell one cell, its interval on a second line."""
-    marks = {"best": "*", "second": "+", None: ""}
-    parts = []
-    for m in cell:
-        if m is None:
-            parts.append("-")
-            continue
-        value = m.row.value
-        shown = "n/a" if value is None else number(value, m.row.metric)
-        refs = "".join(f"[{notes.index(note) + 1}]" for note in m.notes)
-        parts.append(f"{shown}{marks[m.rank]}{refs}")
-    row = cell[0].row if cell[0] else None
-    if row is None or row.ci_low is None or row.ci_high is None:
-        return "/".join(parts)
-    return f"{'/'.join(parts)}\n{number(row.ci_low)}-{number(row.ci_high)}"
-
-
-def _block(table: Table, kept: Sequence[int], title: str | None) -> rich.table.Table:
-    """Build one block of columns."""
-    block = rich.table.Table(title=title, title_justify="left", box=rich.box.SIMPLE)
-    block.add_column(rich.text.Text(table.corner))
-    for i in kept:
-        column = table.columns[i]
-        head = rich.text.Text(f"{column.label}\n{column.detail}")
-        block.add_column(head, no_wrap=True)
-    for line in table.lines:
-        cells = [_cell_text(line.cells[i], table.notes) for i in kept]
-        block.add_row(*map(rich.text.Text, (line.label, *cells)))
-    return block
-
-
-def as_text(table: Table, width: int = 100) -> str:
-    """Spell a table in plain characters; groups are stacked where it is too wide.
-
-    The best value of a column has a `*`, the second a `+`; under the first metric of a
-    cell stands its 95 % interval, and `[1]` refers to the notes below.
-    """
-    console = rich.console.Console(file=io.StringIO(), width=width, color_system=None)
-    n_columns = len(table.columns)
-    if 28 + 13 * n_columns <= width:
-        console.print(_block(table, range(n_columns), None))
-    else:
-        for group in table.groups:
-            kept = [i for i, c in enumerate(table.columns) if c.group == group]
-            console.print(_block(table, kept, group))
-    for index, note in enumerate(table.notes, start=1):
-        console.print(rich.text.Text(f"[{index}] {note}"))
-    return "\n".join(line.rstrip() for line in console.file.getvalue().split("\n"))

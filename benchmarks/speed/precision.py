@@ -92,17 +92,18 @@ class Resamples:
         """Draw the resamples of a setting's test rows."""
         where = rows.where("test")
         self.labels = rows.labels[where]
-        self._weights = metrics.cluster_weights(rows.ids[where], config)
+        self._weights = list(metrics.resamples(rows.ids[where], config))
 
     def compare(self, before: np.ndarray, after: np.ndarray) -> Difference:
         """Compare the same members, `[n_members, n]` each, by their mean."""
         draws, means = [], [aurocs(x, self.labels).mean() for x in (before, after)]
         for logits in (before, after):
             weighted = [
-                metrics.weighted_auroc(one, self.labels, self._weights)
-                for one in logits
+                [metrics.weighted_metrics(one, self.labels, block) for one in logits]
+                for block in self._weights
             ]
-            draws.append(np.mean(weighted, axis=0))
+            parts = [np.mean([x["auroc"] for x in own], axis=0) for own in weighted]
+            draws.append(np.concatenate(parts))
         low, high = metrics.interval_of(draws[1] - draws[0])
         return Difference(float(means[1] - means[0]), low, high)
 

@@ -60,6 +60,33 @@ _GEMMA4 = {
     "global_head_dim": 16,
     "final_logit_softcapping": 3.0,
 }
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+}
+_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
+_HYBRID = {
+    "shared_intermediate_size": 48,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+    **_GRANITE,
+}
+_FALCON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GPTJ = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "rotary_dim": 4}
+_OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": True}
 
 
 def _named(
@@ -142,6 +169,76 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         "GPTNeoX", sizes=_GPT_NEOX, use_parallel_residual=False
     ),
     "gpt2": _gpt2,
+    "granite": _named("Granite", sizes=_NO_HEAD_DIM, **_GRANITE),
+    "granitemoe": _named("GraniteMoe", sizes=_NO_HEAD_DIM, **_EXPERTS, **_GRANITE),
+    "granitemoeshared": _named(
+        "GraniteMoeShared",
+        sizes=_NO_HEAD_DIM,
+        shared_intermediate_size=48,
+        **_EXPERTS,
+        **_GRANITE,
+    ),
+    # Granite 4: recurrent layers between, with and without experts
+    "granitemoehybrid": _named(
+        "GraniteMoeHybrid", sizes=_NO_HEAD_DIM, **_EXPERTS, **_HYBRID
+    ),
+    "granitemoehybrid_dense": _named(
+        "GraniteMoeHybrid", sizes=_NO_HEAD_DIM, num_local_experts=0, **_HYBRID
+    ),
+    "cohere": _named("Cohere", sizes=_NO_HEAD_DIM, use_qk_norm=True, logit_scale=0.5),
+    "cohere2": _named(
+        "Cohere2",
+        sizes=_NO_HEAD_DIM,
+        sliding_window=WINDOW,
+        layer_types=_SLIDING[:3],
+        logit_scale=0.5,
+    ),
+    "gpt_oss": _named(
+        "GptOss",
+        sliding_window=WINDOW,
+        layer_types=_SLIDING[:3],
+        rope_parameters={"rope_type": "default", "rope_theta": 150000.0},
+        **_EXPERTS,
+    ),
+    "glm4": _named("Glm4"),
+    "falcon": _named("Falcon", sizes=_FALCON, bias=True),
+    "falcon_40b": _named(
+        "Falcon", sizes=_FALCON, new_decoder_architecture=True, num_kv_heads=2
+    ),
+    "falcon_alibi": _named(
+        "Falcon",
+        sizes=_FALCON,
+        bias=True,
+        alibi=True,
+        multi_query=False,
+        parallel_attn=False,
+    ),
+    "llama4": _named(
+        "Llama4",
+        "Llama4TextConfig",
+        intermediate_size_mlp=48,
+        num_local_experts=4,
+        interleave_moe_layer_step=2,
+        no_rope_layers=[1, 0, 1],
+        attention_chunk_size=WINDOW,
+        # From here on positions scale queries: by place in the batch, padding included,
+        # so that no padded row may be as long if it is to read as it does alone.
+        floor_scale=16,
+    ),
+    "opt": _named("OPT", sizes=_NO_HEAD_DIM, **_OPT),
+    "gptj": _named("GPTJ", sizes=_GPT, **_GPTJ),
+    "bloom": _named("Bloom", sizes=_GPT, hidden_size=32, n_layer=3, n_head=4),
+    "lfm2": _named(
+        "Lfm2", sizes=_NO_HEAD_DIM, layer_types=["conv", "full_attention", "conv"]
+    ),
+    "lfm2_moe": _named(
+        "Lfm2Moe",
+        sizes=_NO_HEAD_DIM,
+        layer_types=["conv", "full_attention", "conv"],
+        num_dense_layers=1,
+        num_experts_per_tok=2,
+        **_MOE,
+    ),
 }
 
 
@@ -149,8 +246,12 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
 def _randomise(model: PreTrainedModel) -> None:
     """Spread weights out: initial ones give nearly uniform attention and logits."""
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name.endswith("embed_positions"):
+            continue  # GPT-J's sines, which no checkpoint holds
         if "norm" in name or "ln_" in name or name.endswith("layer_scalar"):
             tensor.add_(0.3 * torch.randn_like(tensor))
+        elif name.endswith("sinks"):
+            tensor.normal_()
         elif "router" in name and name.endswith("scale"):
             tensor.add_(0.3 * torch.randn_like(tensor))
         elif "per_layer_input_gate" in name:
@@ -211,6 +312,20 @@ _GEMMA4_WRAPPER["vision_config"] = {
     "head_dim": 8,
     "position_embedding_size": 16,
 }
+_LLAMA4 = {
+    "vision_config": {
+        **_ONE_LAYER,
+        "image_size": 28,
+        "patch_size": 14,
+        "intermediate_size": 64,  # four patches become one
+        "vision_output_dim": 16,
+        "projector_input_dim": 16,
+        "projector_output_dim": 16,
+    },
+    "boi_token_index": N_TEXT_IDS,
+    "eoi_token_index": N_TEXT_IDS + 1,
+    "image_token_index": N_TEXT_IDS + 2,
+}
 # Family -> class and sizes of its released form: the text model beside towers, which
 # are as small as their configs allow and never called.
 WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -219,6 +334,7 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3", _GEMMA3),
     "gemma4": ("Gemma4", _GEMMA4_WRAPPER),
     "gemma4_moe": ("Gemma4", _GEMMA4_WRAPPER),
+    "llama4": ("Llama4", _LLAMA4),
 }
 
 

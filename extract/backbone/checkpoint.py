@@ -16,6 +16,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    Mxfp4Config,
     PreTrainedConfig,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -55,7 +56,7 @@ def window_of(config: Any) -> int | None:
 # Tensors that a text-only model leaves out (towers for images and sounds, heads that
 # predict several tokens), and buffers that older versions saved.
 _HARMLESS = re.compile(
-    r"rotary_emb\.inv_freq$|\.masked_bias$|(^|\.)mtp[._]"
+    r"rotary_emb\.inv_freq$|\.attn\.bias$|\.masked_bias$|(^|\.)mtp[._]"
     r"|(^|\.)(visual|vision_tower|vision_model|audio_tower|multi_modal_projector"
     r"|embed_vision|embed_audio)\."
 )
@@ -137,10 +138,22 @@ def _check_depth(name: str, config: Any) -> None:
             )
 
 
-def _check_configs(name: str) -> str | None:
-    """Check a checkpoint's configs; return their commit, which all files are taken of.
+def _unpacked(quantization: Any) -> Any:
+    """Return how packed weights are loaded: gpt-oss's four bits as numbers.
 
-    So they are of one commit even if the repository moves on meanwhile.
+    Multiplying them as they are needs kernels that are fetched from the Hub; unpacked
+    they are the same numbers on every device, and four times as large.
+    """
+    method = (quantization or {}).get("quant_method")
+    return Mxfp4Config(dequantize=True) if method == "mxfp4" else None
+
+
+def _check_configs(name: str) -> tuple[str | None, Any]:
+    """Check a checkpoint's configs.
+
+    Returns:
+      Their commit, which all files are taken of, so that they are of one even if the
+      repository moves on meanwhile; and what `_unpacked` says of its weights.
     """
     with _loading(name):
         config, _ = PreTrainedConfig.get_config_dict(name)
@@ -153,7 +166,7 @@ def _check_configs(name: str) -> str | None:
     _check_remote_code(name, auto_maps)
     _check_depth(name, config)
     _check_quantization(name, config)
-    return commit
+    return commit, _unpacked(config.get("quantization_config"))
 
 
 def _load_tokenizer(name: str, commit: str | None) -> Any:
@@ -205,7 +218,8 @@ def load_checkpoint(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     Raises:
       ValueError: whatever is wrong, in one sentence.
     """
-    commit = _check_configs(name)
+    commit, unpacked = _check_configs(name)
+    packing = {} if unpacked is None else {"quantization_config": unpacked}
     with _loading(name):
         model, report = AutoModelForCausalLM.from_pretrained(
             name,
@@ -215,6 +229,7 @@ def load_checkpoint(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
             trust_remote_code=False,
             ignore_mismatched_sizes=True,  # refused below, by name
             output_loading_info=True,
+            **packing,
         )
         tokenizer = _load_tokenizer(name, commit)
     _check_tensors(name, model, report)
@@ -249,12 +264,12 @@ def load_outline(name: str) -> Outline:
         its weights need not be read for that.
     """
     check_name(name)
-    commit = _check_configs(name)
+    commit, unpacked = _check_configs(name)
     with _loading(name):
         config = AutoConfig.from_pretrained(
             name, revision=commit, trust_remote_code=False
         )
-        quantization = getattr(config, "quantization_config", None)
+        quantization = unpacked or getattr(config, "quantization_config", None)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         tokenizer = _load_tokenizer(name, commit)

@@ -3,9 +3,11 @@
 In a pre-norm block the attention contribution is the attention module's output; in a
 sandwich or post-norm block it has first gone through a norm. The name
 `post_attention_layernorm` means either, so the presence of `post_feedforward_layernorm`
-decides. Gemma 4 adds a third time (per-layer embeddings), which is folded into the
-feed-forward contribution, and then scales the whole stream. GPT-NeoX adds both to the
-same state; taken in the order attention, feed-forward their pushes still telescope.
+decides; `_KINDS` says what each kind of block adds. Granite multiplies what it adds.
+Gemma 4 adds a third time (per-layer embeddings), which is folded into the feed-forward
+contribution, and then scales the whole stream. GPT-NeoX, GPT-J, Cohere and Falcon add
+both to the same state; taken in the order attention, feed-forward their pushes still
+telescope.
 """
 
 import contextlib
@@ -16,9 +18,59 @@ from typing import Any
 import torch
 
 _LAYER_LISTS = ("layers", "h")
-_ATTENTION_NAMES = ("self_attn", "attention", "attn")
-_RECURRENT_NAMES = ("linear_attn",)
-_FINAL_NORMS = ("norm", "final_layer_norm", "ln_f", "final_layernorm")
+_ATTENTION_NAMES = ("self_attn", "attention", "attn", "self_attention")
+_RECURRENT_NAMES = ("linear_attn", "conv", "mamba")
+_FINAL_NORMS = ("norm", "final_layer_norm", "ln_f", "final_layernorm", "embedding_norm")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """What one kind of block adds; a dot in a name reaches into a module.
+
+    Attributes:
+      ffn: modules whose outputs sum to the feed-forward contribution.
+      att: its output is the attention contribution; None is the mixer itself.
+      is_overwritten: the block may write over the last of these outputs.
+    """
+
+    ffn: tuple[str, ...]
+    att: str | None = None
+    is_overwritten: bool = False
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Return every module that such a block has."""
+        return self.ffn if self.att is None else (self.att, *self.ffn)
+
+
+# A layer is of the first kind all of whose modules it has.
+_KINDS = (
+    _Kind(  # Gemma 4
+        att="post_attention_layernorm",
+        ffn=("post_feedforward_layernorm", "post_per_layer_input_norm"),
+    ),
+    # Gemma 2 and 3, OLMo 2 and 3
+    _Kind(att="post_attention_layernorm", ffn=("post_feedforward_layernorm",)),
+    # GLM-4, whose post_attention_layernorm comes before the feed-forward part
+    _Kind(att="post_self_attn_layernorm", ffn=("post_mlp_layernorm",)),
+    # BLOOM's modules add the stream themselves, so what lies within is taken; Falcon's
+    # block then adds the attention to the same feed-forward tensor, in place.
+    _Kind(att="self_attention.dense", ffn=("mlp.dense_4h_to_h",), is_overwritten=True),
+    _Kind(ffn=("mlp",)),
+    _Kind(ffn=("block_sparse_moe", "shared_mlp")),  # Granite 4
+    _Kind(ffn=("block_sparse_moe",)),  # Granite's experts
+    _Kind(ffn=("shared_mlp",)),  # Granite 4 without experts
+    _Kind(ffn=("feed_forward",)),  # Llama 4, LFM2
+    _Kind(ffn=("fc2",)),  # OPT
+)
+
+# What a config may say that makes a contribution, or its push, something else.
+_IN_THE_WAY = {
+    ("do_layer_norm_before", False): "its blocks norm the stream after every addition, "
+    "so that what they add is not what the stream changes by",
+    ("apply_residual_connection_post_layernorm", True): "its blocks add to the normed "
+    "state and drop the stream itself",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +83,7 @@ class Layer:
       ffn: their outputs sum to the feed-forward contribution.
       mixer: the attention or recurrent module itself.
       has_attention: False where the mixer has no attention matrix.
+      is_overwritten: the layer may write over the feed-forward output.
     """
 
     module: torch.nn.Module
@@ -38,10 +91,15 @@ class Layer:
     ffn: tuple[torch.nn.Module, ...]
     mixer: torch.nn.Module
     has_attention: bool
+    is_overwritten: bool = False
 
     def scale(self) -> torch.Tensor | float:
         """Return what the layer multiplies its output by (Gemma 4), else 1."""
         return getattr(self.module, "layer_scalar", 1.0)
+
+    def multiplier(self) -> float:
+        """Return what the layer multiplies each contribution by (Granite), else 1."""
+        return getattr(self.module, "residual_multiplier", 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,21 +157,43 @@ def _required_child(parent: torch.nn.Module, names: tuple[str, ...], what: str) 
     return child
 
 
+def _submodule(module: torch.nn.Module, path: str) -> torch.nn.Module | None:
+    """Return the module at a dotted path, or None."""
+    for name in path.split("."):
+        module = _first_child(module, (name,))
+        if module is None:
+            return None
+    return module
+
+
 def _layer(module: torch.nn.Module) -> Layer:
     """Classify one decoder layer."""
     names = _ATTENTION_NAMES + _RECURRENT_NAMES
-    att = mixer = _required_child(module, names, "the token mixer")
-    has_attention = _first_child(module, _ATTENTION_NAMES) is not None
-    ffn = (_required_child(module, ("mlp",), "the feed-forward part"),)
-    post_ffn = _first_child(module, ("post_feedforward_layernorm",))
-    if post_ffn is not None:
-        names = ("post_attention_layernorm",)
-        att = _required_child(module, names, "the norm after attention")
-        ffn = (post_ffn,)
-    per_layer_embedding = _first_child(module, ("post_per_layer_input_norm",))
-    if per_layer_embedding is not None:
-        ffn = (*ffn, per_layer_embedding)
-    return Layer(module, att, ffn, mixer, has_attention)
+    mixer = _required_child(module, names, "the token mixer")
+    found = ((k, [_submodule(module, path) for path in k.paths]) for k in _KINDS)
+    kind, parts = next((pair for pair in found if None not in pair[1]), (None, []))
+    if kind is None:
+        plain = tuple(kind.ffn[0] for kind in _KINDS if kind.att is None)
+        _required_child(module, plain, "the feed-forward part")
+    return Layer(
+        module=module,
+        att=mixer if kind.att is None else parts[0],
+        ffn=tuple(parts[-len(kind.ffn) :]),
+        mixer=mixer,
+        has_attention=_first_child(module, _ATTENTION_NAMES) is not None,
+        is_overwritten=kind.is_overwritten,
+    )
+
+
+def _check_config(model: Any) -> None:
+    """Refuse what a config says is in the way of reading contributions."""
+    config = model.config.get_text_config()
+    for (name, value), reason in _IN_THE_WAY.items():
+        if getattr(config, name, None) is value:
+            raise ValueError(
+                f"cannot read {type(model).__name__} with {name} {value}: {reason}; "
+                "use a model without it"
+            )
 
 
 def find_layout(model: Any) -> Layout:
@@ -123,10 +203,20 @@ def find_layout(model: Any) -> Layout:
       model: a Transformers causal LM, or a multimodal wrapper around one.
 
     Raises:
-      ValueError: "unknown residual layout", naming what was not found. A layout
-        that is found can still be wrong; `parity` checks it by its sums.
+      ValueError: "unknown residual layout", naming what was not found, or what is
+        in the way. A layout that is found can still be wrong; `parity` checks it by
+        its sums.
     """
+    _check_config(model)
     decoder = model.get_decoder()
+    if _first_child(decoder, _LAYER_LISTS) is None:
+        # Llama 4 gives the language model for its decoder.
+        decoder = _first_child(decoder, ("model",)) or decoder
+    if _first_child(decoder, ("project_out",)) is not None:
+        raise ValueError(
+            f"cannot read {type(model).__name__}: it projects the states behind its "
+            "final norm (project_out), where no push is defined; use a model without it"
+        )
     blocks = _required_child(decoder, _LAYER_LISTS, "the list of layers")
     head = model.get_output_embeddings()
     if not isinstance(head, torch.nn.Linear):
@@ -145,6 +235,21 @@ def find_layout(model: Any) -> Layout:
 def _tensor(output: Any) -> torch.Tensor:
     """Return the state out of a module's output, which may be a tuple."""
     return output[0] if isinstance(output, tuple) else output
+
+
+def _added(part: torch.Tensor, layer: Layer, h_in: torch.Tensor) -> torch.Tensor:
+    """Return what a layer adds of a module's output, in the shape of the stream."""
+    if part.shape != h_in.shape:
+        # Llama 4's experts and OPT put the tokens of all examples end to end.
+        if part.numel() != h_in.numel() or part.shape[-1] != h_in.shape[-1]:
+            raise ValueError(
+                f"unknown residual layout: {type(layer.module).__name__} adds to a "
+                f"stream of {tuple(h_in.shape)}, its parts give {tuple(part.shape)}"
+            )
+        part = part.view(h_in.shape)
+    multiplier = layer.multiplier()
+    # In the stream's dtype, as the model rounds it.
+    return part if multiplier == 1.0 else (part * multiplier).to(h_in.dtype)
 
 
 @dataclasses.dataclass
@@ -177,7 +282,9 @@ class _LayerWatch:
                 "part before its token mixer"
             )
         part = _tensor(output)
-        # Only Gemma 4 adds twice, in the stream's dtype.
+        if self.layer.is_overwritten:
+            part = part.clone()
+        # Gemma 4 and Granite 4 add twice, in the stream's dtype.
         self.ffn = part if self.ffn is None else self.ffn.float() + part.float()
 
     def _after_layer(self, module: Any, inputs: Any, kwargs: Any, output: Any) -> None:
@@ -190,6 +297,7 @@ class _LayerWatch:
                 f"({type(module).__name__}) did not call its "
                 f"{'token mixer' if att is None else 'feed-forward part'}"
             )
+        att, ffn = (_added(part, self.layer, h_in) for part in (att, ffn))
         self.on_layer(LayerPass(self.index, h_in, att, ffn, _tensor(output)))
 
 

@@ -2,11 +2,11 @@
 
 A layout found by names can be wrong without failing: a residual multiplier, a third
 addition, a scaled stream. On a short batch these identities must hold: our path's
-logits are the untouched model's, which pads to the left as it does when it
-generates; in every layer the contributions sum to the difference of the residual
-stream; the pushes of all layers sum to the difference that the model's own final
-norm makes; and neither padding nor the other example of the batch changes what is
-read of one.
+logits are the untouched model's of the same batch, and of one that is padded to the
+left as when it generates; in every layer the contributions sum to the difference of
+the residual stream; what the decoder puts out is the norm of the last state; the
+pushes of all layers sum to the difference that the model's own final norm makes; and
+neither padding nor the other example of the batch changes what is read of one.
 
 The batch has one row of 7 tokens and one of 11. Where the model's smallest window or
 chunk of attention is at most 1024 tokens, the longer row is three tokens longer than
@@ -30,6 +30,10 @@ from extract.signals.probability import Head
 # Relative. In bf16 sums in float32 differ from the stream's own rounding by 3e-3
 # (reference/backbones.md, 2.1); in float32 the largest seen was 1e-6.
 _SUM_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
+# The same batch through the same kernels. Wider, and a sink, a soft cap or a
+# temperature that only the model's own attention knows would pass in bf16.
+_LOGIT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+# Batches of other shapes, whose products round differently.
 _VALUE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 _PUSH_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 _LENGTHS = (11, 7)
@@ -52,6 +56,7 @@ class _Pass:
       pushes: `[n_examples, n_tokens]`, summed over the layers.
       first: `[n_examples, n_tokens, d_model]`, the embedding.
       last: likewise, after the last layer and before its scale.
+      end: likewise, after its scale, in the stream's dtype.
       final: likewise, final-normed.
       attn: `[n_examples, n_tokens, 2, 2, n_attention_layers, n_heads]`.
     """
@@ -62,6 +67,7 @@ class _Pass:
     pushes: torch.Tensor | float = 0.0
     first: torch.Tensor | None = None
     last: torch.Tensor | None = None
+    end: torch.Tensor | None = None
     final: torch.Tensor | None = None
     attn: torch.Tensor | None = None
 
@@ -75,13 +81,13 @@ class _Pass:
         self.errors.append(float((error / out.norm(dim=-1)).max()))
         scalars = residual.contribution_scalars(layer_pass, self.lens)
         self.pushes = self.pushes + scalars[..., 1] + scalars[..., 3]
-        self.last = out.clone()
+        self.last, self.end = out.clone(), layer_pass.h_out.clone()
 
 
 def _window_of(backbone: Backbone) -> int | None:
     """Return the smallest window of attention in tokens, if it is to be crossed."""
     config = backbone.model.config.get_text_config()
-    names = ("sliding_window", "attention_chunk_size")
+    names = ("sliding_window", "attention_chunk_size", "index_topk")
     windows = [getattr(config, name, None) for name in names]
     longest = min(_LONGEST_WINDOW, (backbone.max_length or 2**62) - _N_BEYOND)
     return min((w for w in windows if w is not None and w <= longest), default=None)
@@ -104,12 +110,13 @@ def _probe_ids(backbone: Backbone, lengths: tuple[int, int]) -> torch.Tensor:
 def _read(
     backbone: Backbone,
     final_norm: residual.FinalNorm,
+    head: Head,
     ids: torch.Tensor,
     lengths: tuple[int, ...],
 ) -> _Pass:
     """Run the reading path on `[n_examples, n_tokens]` ids."""
     layout = backbone.layout
-    lens = residual.LogitLens(final_norm, layout.head, ids.roll(-1, dims=1))
+    lens = residual.LogitLens(final_norm, head, ids.roll(-1, dims=1))
     found = _Pass(lens, [layer.scale() for layer in layout.layers])
     spans = torch.tensor([[[0, 3], [3, n - 2], [n - 2, n]] for n in lengths])
     budget = budget_for(ids.device).n_attention_weights
@@ -154,6 +161,16 @@ def _check_sums(backbone: Backbone, errors: list[float]) -> None:
             )
 
 
+def _check_norm(backbone: Backbone, found: _Pass) -> None:
+    """Require that the decoder puts out the norm of the last state, as N is taken."""
+    _check_close(
+        found.final,
+        backbone.layout.final_norm(found.end),
+        _SUM_TOLERANCE[backbone.dtype],
+        "what the decoder puts out and the final norm of its last state",
+    )
+
+
 def _check_logits(
     backbone: Backbone,
     ids: torch.Tensor,
@@ -161,18 +178,41 @@ def _check_logits(
     final: torch.Tensor,
     head: Head,
 ) -> None:
-    """Compare our logits with the untouched model's, right with left padding."""
+    """Compare our logits with the untouched model's, padded right and left."""
     n_tokens = ids.shape[1]
     counts = torch.tensor(lengths, device=ids.device)[:, None]
-    is_token = torch.arange(n_tokens, device=ids.device) >= n_tokens - counts
+    mask = (torch.arange(n_tokens, device=ids.device) >= n_tokens - counts).long()
     shifted = [row.roll(n_tokens - n) for row, n in zip(ids, lengths, strict=True)]
-    mask = is_token.long()
-    own = backbone.model(
-        input_ids=torch.stack(shifted),
-        attention_mask=mask,
-        position_ids=(mask.cumsum(1) - 1).clamp_min(0),
-        use_cache=False,
-    ).logits
+    left = {
+        "input_ids": torch.stack(shifted),
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp_min(0),
+    }
+    own = backbone.model(input_ids=ids, use_cache=False).logits
+    n_words = head.weight.shape[0]
+    if own.shape[-1] != n_words:
+        raise ValueError(
+            f"unknown residual layout: the model's logits are of {own.shape[-1]} "
+            f"words, but its output embedding has {n_words} rows"
+        )
+    what = "the logits of the reading pass and of the untouched model"
+    _compare_logits(backbone, final, list(own), head, lengths, what, _LOGIT_TOLERANCE)
+    own = backbone.model(**left, use_cache=False).logits
+    rows = [row.roll(n - n_tokens, 0) for row, n in zip(own, lengths, strict=True)]
+    what += ", padded to the left,"
+    _compare_logits(backbone, final, rows, head, lengths, what, _VALUE_TOLERANCE)
+
+
+def _compare_logits(
+    backbone: Backbone,
+    final: torch.Tensor,
+    own: list[torch.Tensor],
+    head: Head,
+    lengths: tuple[int, int],
+    what: str,
+    tolerances: dict[torch.dtype, float],
+) -> None:
+    """Compare the last logits of both rows, and those beyond the window."""
     firsts = [max(0, n - _N_COMPARED) for n in lengths]
     parts = {"": [slice(*edges) for edges in zip(firsts, lengths, strict=True)]}
     window = _window_of(backbone)
@@ -181,15 +221,12 @@ def _check_logits(
         parts[" beyond its attention's window"] = [slice(window, lengths[0])]
     for where, slices in parts.items():
         states = [row[at] for row, at in zip(final, slices, strict=False)]
-        expected = [
-            row.roll(n - n_tokens, dims=0)[at]
-            for row, n, at in zip(own, lengths, slices, strict=False)
-        ]
+        expected = [row[at] for row, at in zip(own, slices, strict=False)]
         _check_close(
-            head.logits(torch.cat(states), 0, own.shape[-1]),
+            head.logits(torch.cat(states), 0, own[0].shape[-1]),
             torch.cat(expected),
-            _VALUE_TOLERANCE[backbone.dtype],
-            f"the logits of the reading pass and of the untouched model{where}",
+            tolerances[backbone.dtype],
+            f"{what}{where}",
             every=backbone.dtype == torch.float32,
         )
 
@@ -197,13 +234,15 @@ def _check_logits(
 def _check_alone(
     backbone: Backbone,
     final_norm: residual.FinalNorm,
+    head: Head,
     ids: torch.Tensor,
     lengths: tuple[int, int],
     together: _Pass,
 ) -> None:
     """Read each example alone and unpadded; nothing may change."""
     for row, length in enumerate(lengths):
-        alone = _read(backbone, final_norm, ids[row : row + 1, :length], (length,))
+        one = ids[row : row + 1, :length]
+        alone = _read(backbone, final_norm, head, one, (length,))
         # The last token's own target is the neighbour's in one of the two.
         pairs = {
             "states": (together.final[row, :length], alone.final[0]),
@@ -223,11 +262,13 @@ def _check_alone(
             )
 
 
-def _check_pushes(backbone: Backbone, found: _Pass, targets: torch.Tensor) -> None:
+def _check_pushes(
+    backbone: Backbone, head: Head, found: _Pass, targets: torch.Tensor
+) -> None:
     """Compare summed pushes with the final norm applied to both ends."""
     # In float32, as the pushes are: the stream's dtype would round both ends.
     norm = copy.deepcopy(backbone.layout.final_norm).float()
-    rows = backbone.layout.head.weight[targets].float()
+    rows = head.rows(targets)
     before, after = [(norm(end) * rows).sum(-1) for end in (found.first, found.last)]
     _check_close(
         found.pushes[..., None],
@@ -250,10 +291,11 @@ def check_parity(
     longest = max(_LENGTHS[0], 0 if window is None else window + _N_BEYOND)
     lengths = longest, _LENGTHS[1]
     ids = _probe_ids(backbone, lengths)
-    together = _read(backbone, final_norm, ids, lengths)
+    together = _read(backbone, final_norm, head, ids, lengths)
     _check_sums(backbone, together.errors)
     if not bool(together.attn.isfinite().all()):
         raise ValueError("unknown residual layout: an attention reading is not finite")
+    _check_norm(backbone, together)
     _check_logits(backbone, ids, lengths, together.final, head)
-    _check_pushes(backbone, together, ids.roll(-1, dims=1))
-    _check_alone(backbone, final_norm, ids, lengths, together)
+    _check_pushes(backbone, head, together, ids.roll(-1, dims=1))
+    _check_alone(backbone, final_norm, head, ids, lengths, together)

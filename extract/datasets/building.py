@@ -94,8 +94,8 @@ def _write_examples(
     digests: dict[str, dict[str, str]] = {}
     seen: set[bytes] = set()
     with (
-        write_stream_atomic(folder / "examples.jsonl") as examples,
-        write_stream_atomic(folder / "passages.jsonl") as passages,
+        write_stream_atomic(folder / "examples.jsonl", is_new=True) as examples,
+        write_stream_atomic(folder / "passages.jsonl", is_new=True) as passages,
     ):
         for dataset in dict.fromkeys(source.dataset for source in sources):
             names = {split: sets.get(dataset, ()) for split, sets in splits.items()}
@@ -150,13 +150,15 @@ def build_examples(
     drawn = _drawn(pools, config, fixed)
     is_new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
+    own = [folder / name for name in ("examples.jsonl", "passages.jsonl")]
+    ours = [path for path in own if not path.exists()]
     try:
         digests = _write_examples(folder, sources, drawn.splits, config)
         if fixed is not None:
             _check_texts(fixed, digests)
     except BaseException:
-        for name in ("examples.jsonl", "passages.jsonl"):
-            (folder / name).unlink(missing_ok=True)
+        for path in ours:
+            path.unlink(missing_ok=True)
         if is_new:
             folder.rmdir()
         raise

@@ -14,7 +14,7 @@ import click
 
 from extract.datasets.config import BuildConfig, Source
 from extract.datasets.options import (
-    SETS,
+    SetName,
     asking_options,
     build_config,
     prompt_config,
@@ -101,14 +101,14 @@ def forecast_data(sources: Sequence[Source], build: BuildConfig) -> Forecast:
 
     for source in sources:
         open_source(source, build)  # says what is refused
+    splits = (build.splits.sizes(s.dataset, s.role) for s in sources)
+    sizes = [size for found in splits for size in found.values()]
     return Forecast(
         stage="data",
-        n_rows=sum(
-            sum(build.splits.sizes(s.dataset, s.role).values()) for s in sources
-        ),
+        n_rows=None if "all" in sizes else sum(sizes),
         basis=(
-            f"rows are the sizes of the splits that are asked for; {len(sources)} "
-            "files were opened and recognised, and not read through"
+            "rows are the sizes of the splits that are asked for, unknown with all; "
+            f"{len(sources)} files were opened and recognised, and not read through"
         ),
     )
 
@@ -140,7 +140,7 @@ _NOTES = (
 )
 @click.option(
     "--dataset",
-    type=click.Choice(SETS),
+    type=SetName(),
     help="With --inspect: the set, where the content does not tell.",
 )
 @click.option(
@@ -158,8 +158,11 @@ _NOTES = (
 def data(run_dir: Path | None, **options: Any) -> None:
     """Read published question sets: say what a file is, or make a run of them.
 
-    The six sets are read in the formats in which they are published, and FlashRAG's
-    and lm-eval's JSON lines; a file is recognised by its content. RUN_DIR becomes a
+    Six sets are read in the formats in which they are published, and any set, under a
+    NAME of its own, as FlashRAG's or lm-eval's JSON lines, as plain lines of "question"
+    and "golds" (and "passages", each a "title" and a "text"), or as the examples.jsonl
+    of a run, whose splits are then kept; a file is recognised by its content. One file
+    may serve as --train and as --dev: no question is in two splits. RUN_DIR becomes a
     run directory as `world` makes one, with splits.json and its SHA-256 sums beside;
     `answer`, `rewrite`, `label`, `extract` and the rest go on from there.
 
@@ -174,6 +177,9 @@ def data(run_dir: Path | None, **options: Any) -> None:
     or one of its records is refused; 2 wrong usage.
 
     Example: beatrice data --inspect hotpot_dev_distractor_v1.json
+
+    Example: beatrice data runs/mine --train capitals=own.jsonl --dev
+    capitals=own.jsonl --n-train all --n-evaluation 50 --context all
 
     Example: beatrice data runs/paper --train hotpotqa=hotpot_train_v1.1.json --dev
     hotpotqa=hotpot_dev_distractor_v1.json --held-out nq=nq-open-oracle.jsonl.gz
@@ -312,6 +318,7 @@ def _inspection_as_text(report: Mapping[str, Any]) -> str:
         f"  refused            {report['refused']}",
     ]
     lines += [f"  {report[key]:<6} {text}" for key, text in _NOTES if report[key]]
+    lines += [f"         {one}" for one in report["twice_encoded_texts"][:_N_SHOWN]]
     shown = report["refusals"][:_N_SHOWN]
     lines += [f"  record {r['record']} ({r['at']}): {r['reason']}" for r in shown]
     if report["refused"] > len(shown):

@@ -10,6 +10,7 @@ from extract.records import Split
 
 Role = Literal["train", "dev", "held-out"]
 Context = Literal["supporting", "all", "none"]
+Size = int | Literal["all"]  # of a split
 HELD_OUT_SIZES = {"popqa": 1000, "nq": 1182, "triviaqa": 1277}
 
 
@@ -19,25 +20,26 @@ class SplitConfig:
 
     Attributes:
       seed: of the hash that orders the questions.
-      n_train: of each set with a training file.
+      n_train: of each set with a training file; "all" takes every question, and of a
+        development file half of them each.
       n_evaluation: validation and test each, of each set with a development file.
       n_held_out: of each set that is never trained on.
     """
 
     seed: int = 0
-    n_train: int = 10_000
-    n_evaluation: int = 500
-    n_held_out: Mapping[str, int] = dataclasses.field(
+    n_train: Size = 10_000
+    n_evaluation: Size = 500
+    n_held_out: Mapping[str, Size] = dataclasses.field(
         default_factory=lambda: dict(HELD_OUT_SIZES)
     )
 
     def __post_init__(self) -> None:
         """Refuse sizes below one."""
         for size in (self.n_train, self.n_evaluation, *self.n_held_out.values()):
-            if size < 1:
+            if size != "all" and size < 1:
                 raise ValueError(f"a split has at least one question, not {size}")
 
-    def sizes(self, dataset: str, role: Role) -> dict[Split, int]:
+    def sizes(self, dataset: str, role: Role) -> dict[Split, Size]:
         """Return the splits that a file's questions go to, with their sizes."""
         if role == "train":
             return {"train": self.n_train}
@@ -46,7 +48,7 @@ class SplitConfig:
         if dataset not in self.n_held_out:
             raise ValueError(
                 f"appendix A holds out {', '.join(HELD_OUT_SIZES)}, and gives no size "
-                f"for {dataset}; say how many with --n-held-out {dataset}=N"
+                f"for {dataset}; say how many with --n-held-out {dataset}=N, or =all"
             )
         return {"ood": self.n_held_out[dataset]}
 

@@ -34,6 +34,8 @@ _A_STRING = re.compile(r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+\"""", re.S)
 _NOTHING_BETWEEN = re.compile(r"\s*[uUrRbBfF]{0,2}")
 _OPENS_A_LIST = re.compile(r"""[\[{]\s*['"\]}]""")
 _OPENS_A_TUPLE = re.compile(r"""\(\s*['"]""")
+_OTHER_LETTERS = re.compile(r"[^\x00-\x7f]+")
+_USUAL = re.compile("[\u00a0-\u017f\u2010-\u2026\u20ac]")  # of European languages
 _PRINTED = re.compile(r"(array|Index|Series)\(\[")
 _MISSING = ("null", "NULL", "nan", "NaN", "None", "<NA>")  # as tables and logs write it
 _SINGULAR = ("answer", "reference", "target")  # names under which a plain text is usual
@@ -215,6 +217,38 @@ def _answers_of_text(value: Any, name: str) -> Any:
             raise
         return value
     return value if isinstance(found, str) else found
+
+
+def _as_byte(character: str) -> bytes:
+    """Return the byte that Windows-1252 shows as a character; it lacks five of them."""
+    try:
+        return character.encode("cp1252")
+    except UnicodeEncodeError:
+        return character.encode("latin-1")
+
+
+def _decoded_run(run: re.Match[str]) -> str:
+    """Return what a run of other letters says if its bytes are UTF-8; else itself.
+
+    One odd letter is no sign: "CAF\u00c9\u2122" would turn into a schwa.
+    """
+    try:
+        found = b"".join(map(_as_byte, run.group())).decode()
+    except UnicodeError:
+        return run.group()
+    return found if len(found) > 1 or _USUAL.match(found) else run.group()
+
+
+def decoded_once(text: str) -> str | None:
+    """Return what a text says that was encoded twice; None where it was not.
+
+    UTF-8 that was read as Windows-1252 and encoded again shows an accented letter as
+    two ("\u00c3\u00a9").
+    """
+    if text.isascii():
+        return None
+    found = _OTHER_LETTERS.sub(_decoded_run, text)
+    return found if found != text else None
 
 
 def has_answers(record: Record) -> bool:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from extract.datasets.fields import decoded_once
 from extract.datasets.files.kinds import FileType
 from extract.datasets.loading import (
     DatasetFile,
@@ -19,10 +20,6 @@ from extract.label.verdicts import normalise
 from extract.run.files import sha256_file
 
 MAX_LISTED = 1000  # refusals kept one by one; all are counted
-# UTF-8 that was decoded as Windows-1252 and encoded again.
-_TWICE_ENCODED = re.compile(
-    "[ÂÃ][\u0080-\u00bf€‚ƒ„…†‡ˆ‰Š‹ŒŽ‘’“”•–—˜™š›œžŸ]|â[\u0080€][\u0080-\u00bf™œž“”¢¦]"
-)
 
 # A value in a reason, in Python's quotes of either kind.
 _A_VALUE = re.compile(
@@ -49,6 +46,7 @@ class Tally:
         self.reasons: collections.Counter[str] = collections.Counter()
         self.refusals: list[Refusal] = []
         self._questions: set[bytes] = set()
+        self._mended: list[str] = []
 
     def add(self, found: Loaded | Refusal) -> None:
         """Count one record."""
@@ -66,6 +64,8 @@ class Tally:
     def _add_question(self, question: Question) -> None:
         n_gold = sum(passage.is_supporting for passage in question.passages)
         words = (question.question, *question.golds)
+        mended = [(one, new) for one in words if (new := decoded_once(one)) is not None]
+        self._mended += [f"{one!r}, meant {new!r}" for one, new in mended]
         text = normalise(question.question).encode()
         key = hashlib.blake2b(text, digest_size=12).digest()
         self.counts.update(
@@ -79,9 +79,7 @@ class Tally:
             empty_passages=question.meta.get("n_empty_passages", 0),
             missing_titles="missing_titles" in question.meta,
             missing_documents=question.meta.get("n_missing_documents", 0),
-            twice_encoded=any(
-                not one.isascii() and _TWICE_ENCODED.search(one) for one in words
-            ),
+            twice_encoded=bool(mended),
             repeated_questions=key in self._questions,
         )
         self._questions.add(key)
@@ -90,6 +88,7 @@ class Tally:
         """Return the numbers, and what was refused."""
         return {
             **self.counts,
+            "twice_encoded_texts": self._mended[:MAX_LISTED],
             "reasons": dict(self.reasons.most_common()),
             "refusals": [
                 {"record": one.number, "at": one.at, "reason": one.reason}

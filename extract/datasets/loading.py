@@ -17,6 +17,7 @@ from extract.datasets.files.streams import RawRecord, RecordStream
 from extract.datasets.readers import dpr, multihop, neutral, single_hop, triviaqa
 from extract.datasets.readers.passages import check_no_passages
 from extract.datasets.readers.question import (
+    DATASETS,
     Format,
     Question,
     dataset_named,
@@ -155,15 +156,18 @@ class DatasetFile:
         """Turn one raw record into a question or a refusal."""
         if raw.value is None:
             return Refusal(raw.number, raw.at, raw.problem or "no record")
-        known = self.format
-        if not known.fits(raw.value):
-            known = self._other_format(raw.value)
+        known, value = self.format, raw.value
+        if not known.fits(value):
+            known = self._other_format(value)
         if known.read is None:
             return Refusal(raw.number, raw.at, f"is of another kind ({known.name})")
+        is_own = self.dataset_from == "given" and self.dataset not in DATASETS
+        if is_own and is_foreign(value.get("dataset")):
+            value = {key: one for key, one in value.items() if key != "dataset"}
         try:
-            question = known.read(raw.value)
+            question = known.read(value)
             if not (question.passages or question.documents):
-                check_no_passages(raw.value)
+                check_no_passages(value)
             if question.documents or known.dataset == "triviaqa":
                 question = attach(question, self.evidence)
         except ValueError as error:
@@ -265,7 +269,8 @@ def open_dataset(
     file = DatasetFile(path=path, type=file_type, format=known, evidence=evidence)
     name, source = _dataset_of(file, records)
     if dataset is not None:
-        if source == "records" and name != dataset:
+        # A name of one's own is no claim to be a published set.
+        if source == "records" and name != dataset and dataset in DATASETS:
             raise ValueError(
                 f"{path} holds {name}, not {dataset}; give it under its own name"
             )

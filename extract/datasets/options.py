@@ -6,20 +6,58 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from extract.records import MAX_NAME, is_safe_name
 from extract.run.verbs import MODEL, SEED, preset_option
 
 if TYPE_CHECKING:
     from extract.datasets.config import BuildConfig, Source
     from extract.generate.requests import PromptConfig
 
-SETS = ("hotpotqa", "musique", "2wikimultihopqa", "popqa", "nq", "triviaqa")
 _CONTEXTS = ("supporting", "all", "none")
 _ROLES = ("train", "dev", "held-out")
 Command = Callable[..., None]
 
 
+A_NAME = (
+    f"letters, digits, '.', '_' and '-', at most {MAX_NAME}, the first a letter, a "
+    "digit or '_'"
+)
+
+
+class SetName(click.ParamType):
+    """The name of a question set, which becomes part of ids and paths."""
+
+    name = "name"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str:
+        """Return the name, or refuse what is none."""
+        if not is_safe_name(value):
+            self.fail(f"expected a name ({A_NAME}), found {value!r}", param, ctx)
+        return value
+
+
+class _Size(click.ParamType):
+    """A number of questions, or `all`."""
+
+    name = "n|all"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
+        """Return the number, or "all"."""
+        if value == "all" or isinstance(value, int):
+            return value
+        if not value.isascii() or not value.isdigit() or int(value) < 1:
+            self.fail(
+                f"expected a whole number above 0, or all, found {value!r}", param, ctx
+            )
+        return int(value)
+
+
 class _Named(click.ParamType):
-    """`NAME=VALUE`, where the name is one of the six sets."""
+    """`NAME=VALUE`, where the name is that of a question set."""
 
     name = "set=value"
 
@@ -33,18 +71,15 @@ class _Named(click.ParamType):
         if isinstance(value, tuple):
             return value
         name, equals, rest = str(value).partition("=")
-        if not equals or not rest or name not in SETS:
+        if not equals or not rest or not is_safe_name(name):
             self.fail(
-                f"expected NAME=VALUE with a name of {', '.join(SETS)}, found "
-                f"{value!r}",
+                f"expected NAME=VALUE with a name ({A_NAME}), found {value!r}",
                 param,
                 ctx,
             )
         if not self._is_size:
             return name, Path(rest)
-        if not rest.isascii() or not rest.isdigit() or int(rest) < 1:
-            self.fail(f"expected a whole number above 0, found {rest!r}", param, ctx)
-        return name, int(rest)
+        return name, _Size().convert(rest, param, ctx)
 
 
 class _Context(click.ParamType):
@@ -59,10 +94,10 @@ class _Context(click.ParamType):
         if isinstance(value, tuple):
             return value
         name, equals, context = str(value).rpartition("=")
-        if context not in _CONTEXTS or (equals and name not in SETS):
+        if context not in _CONTEXTS or (equals and not is_safe_name(name)):
             self.fail(
-                f"expected {', '.join(_CONTEXTS)}, or NAME= and one of them with a "
-                f"name of {', '.join(SETS)}, found {value!r}",
+                f"expected {', '.join(_CONTEXTS)}, or NAME= and one of them, found "
+                f"{value!r}",
                 param,
                 ctx,
             )
@@ -105,21 +140,21 @@ _QUESTIONS = (
     click.option(
         "--n-train",
         default=10_000,
-        type=click.IntRange(min=1),
-        help="Of each set.",
+        type=_Size(),
+        help="Of each set; all takes every question.",
     ),
     click.option(
         "--n-evaluation",
         default=500,
-        type=click.IntRange(min=1),
-        help="Validation and test each, of each set.",
+        type=_Size(),
+        help="Validation and test each, of each set; all halves the questions.",
     ),
     click.option(
         "--n-held-out",
         multiple=True,
         type=_Named(is_size=True),
         metavar="NAME=N",
-        help="Default: popqa=1000, nq=1182, triviaqa=1277.",
+        help="N or all. Default: popqa=1000, nq=1182, triviaqa=1277.",
     ),
     click.option(
         "--context",

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from extract.datasets.config import BuildConfig, Context, Role, Source
+from extract.datasets.fields import decoded_once
 from extract.datasets.loading import DatasetFile, Loaded, Refusal, open_dataset
 from extract.datasets.splits import Candidate, text_key
 from extract.run.files import sha256_file
@@ -28,6 +29,8 @@ class SourceReport:
     records: int = 0
     usable: int = 0
     left_out: int = 0
+    elsewhere: int = 0
+    twice_encoded: list[str] = dataclasses.field(default_factory=list)
     repeats: list[Refusal] = dataclasses.field(default_factory=list)
     refusals: list[Refusal] = dataclasses.field(default_factory=list)
 
@@ -44,6 +47,9 @@ class SourceReport:
             "usable": self.usable,
             "context": self.context,
             "without_passages": self.left_out,
+            "of_another_split": self.elsewhere,
+            "twice_encoded": len(self.twice_encoded),
+            "twice_encoded_texts": self.twice_encoded[:MAX_LISTED],
             "repeated": len(self.repeats),
             "repeats": [dataclasses.asdict(one) for one in self.repeats[:MAX_LISTED]],
             "refused": len(self.refusals),
@@ -56,6 +62,7 @@ def _accepted(
     file: DatasetFile, report: SourceReport, config: BuildConfig
 ) -> Iterator[Loaded]:
     """Yield the questions of a file that can be used; count the others."""
+    splits = config.splits.sizes(report.source.dataset, report.source.role)
     for found in file.read():
         report.records += 1
         if isinstance(found, Refusal):
@@ -65,6 +72,8 @@ def _accepted(
                     "--skip-bad leaves such records out and lists them"
                 )
             report.refusals.append(found)
+        elif found.question.split not in (None, *splits):
+            report.elsewhere += 1
         elif is_usable(found, report.context):
             report.usable += 1
             yield found
@@ -115,7 +124,10 @@ def _read_pool(
             )
         if question.has_made_id:
             first[name] = found.number
-        pool[name] = Candidate(name, text_key(question.question))
+        for text in (question.question, *question.golds):
+            if (mended := decoded_once(text)) is not None:
+                report.twice_encoded.append(f"{text!r}, meant {mended!r}")
+        pool[name] = Candidate(name, text_key(question.question), question.split)
     if not report.usable:
         raise ValueError(
             f"{source.path}: none of {report.records} records has "
@@ -140,6 +152,13 @@ def read_pools(
             f"{source.dataset} {source.role}: {report.usable} of {report.records} "
             f"records can be used ({len(report.refusals)} refused, "
             f"{report.left_out} without {_WANTED[context]}, {len(report.repeats)} "
-            f"repeated){'' if context != 'none' else '; closed-book only'}"
+            f"repeated, {report.elsewhere} of another split)"
+            f"{'' if context != 'none' else '; closed-book only'}"
         )
+        if report.twice_encoded:
+            note(
+                f"{source.path}: {len(report.twice_encoded)} questions or answers look "
+                "as if their text was encoded twice, and no answer will match them; "
+                f"the first: {', '.join(report.twice_encoded[:3])}"
+            )
     return pools, reports

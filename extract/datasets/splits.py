@@ -9,11 +9,11 @@ import dataclasses
 import hashlib
 import json
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from extract.datasets.config import Role, SplitConfig
+from extract.datasets.config import Role, Size, SplitConfig
 from extract.label.verdicts import normalise
 from extract.records import Split
 
@@ -27,10 +27,12 @@ class Candidate:
     Attributes:
       id: in its set.
       text_key: equal for questions with the same normalised text.
+      split: the one it has to go to, or None where that is drawn.
     """
 
     id: str
     text_key: bytes
+    split: Split | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +95,15 @@ def draw_splits(
         pool = sorted(
             pools[dataset, role], key=lambda c: order_key(config.seed, dataset, c.id)
         )
-        left = iter(pool)
+        seen: set[str] = set()  # of this pool: chosen or passed over
         for split, size in config.sizes(dataset, role).items():
             chosen = drawn.splits.setdefault(split, {}).setdefault(dataset, [])
-            while len(chosen) < size and (candidate := next(left, None)):
+            left = [c for c in pool if c.split in (None, split) and c.id not in seen]
+            n_wanted = _n_wanted(split, size, left)
+            for candidate in left:
+                if len(chosen) == n_wanted:
+                    break
+                seen.add(candidate.id)
                 me = (split, dataset, candidate.id)
                 holder = taken.setdefault(candidate.text_key, me)
                 if holder[0] != split or me[1:] in ids:
@@ -109,9 +116,17 @@ def draw_splits(
                     drawn.repeated.append((*me, *holder[1:]))
                 ids.add(me[1:])
                 chosen.append(candidate.id)
-            if len(chosen) < size:
+            if len(chosen) < (1 if size == "all" else size):
                 raise _too_few(dataset, role, config, len(pool), drawn)
     return drawn
+
+
+def _n_wanted(split: Split, size: Size, left: Sequence[Candidate]) -> int:
+    """Return how many go to a split; of all that are free, validation takes half."""
+    if size != "all":
+        return size
+    n_free = sum(candidate.split is None for candidate in left)
+    return len(left) - (n_free // 2 if split == "validation" else 0)
 
 
 def _too_few(
@@ -129,7 +144,7 @@ def _too_few(
         f"{dataset}: {' + '.join(map(str, sizes.values()))} questions are asked for "
         f"{' and '.join(sizes)}, the {role} files have {n_there} that can be used "
         f"({n_passed} of them with a text that another split has); give the whole "
-        f"published file, or a smaller {option}"
+        f"published file, or a smaller {option} (or all, for every one)"
     )
 
 

@@ -154,6 +154,43 @@ def open_answers(
     return AnswerRows(lines, dict.fromkeys(kept))
 
 
+_MANY_CUT = 0.1  # of the answers of a setting
+
+
+def answers_in_words(answers: Iterable[Answer], limit: int) -> list[str]:
+    """Say per setting how many answers were cut at the length limit or are empty.
+
+    Args:
+      answers: all of a run.
+      limit: most tokens of an answer.
+
+    Raises:
+      ValueError: every answer is empty, so that nothing can be concluded.
+    """
+    found: dict[str, list[Answer]] = {}
+    for answer in answers:
+        found.setdefault(answer.setting, []).append(answer)
+    n_all, lines = sum(map(len, found.values())), []
+    if n_all and not any(answer.text for mine in found.values() for answer in mine):
+        raise ValueError(
+            f"all {n_all} answers are empty: the model ends or cannot go on where its "
+            "answer should begin; ask in other words (--template, --chat), look at the "
+            "model's weights, and start another run directory"
+        )
+    for setting, mine in found.items():
+        n_cut = sum(answer.stop_id is None for answer in mine)
+        n_empty = sum(not answer.text for answer in mine)
+        line = f"{setting}: {len(mine)} answers, {n_cut} cut at {limit} tokens, "
+        lines.append(f"{line}{n_empty} empty")
+        if n_cut > _MANY_CUT * len(mine):
+            lines[-1] += (
+                ". A cut answer is half a text, and mostly labelled wrong: the model "
+                "explains or never stops; make the run with --chat or with a larger "
+                "--max-new-tokens"
+            )
+    return lines
+
+
 def record_backend(run: RunDir, identity: Mapping[str, Any]) -> None:
     """Write down which backend answers, or check that it is still the same.
 

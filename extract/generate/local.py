@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -157,7 +158,8 @@ class TransformersGenerator:
         """Yield the (index, text) of each batch; one is skipped if all of it is done.
 
         Raises:
-          ValueError: a prompt and its text do not fit the model's window.
+          ValueError: a prompt and its text do not fit the model's window, or the
+            model's logits are not finite.
         """
         ids = [self.prompt_ids(prompt) for prompt in prompts]
         lengths, n_new = [len(tokens) for tokens in ids], config.max_new_tokens
@@ -210,6 +212,12 @@ class TransformersGenerator:
         end = next((i for i, token in enumerate(tokens) if token in stops), None)
         kept = tokens[:end]
         n_new = len(kept) + (end is not None)
+        if any(map(math.isnan, log_probs[:n_new])):
+            raise ValueError(
+                f"{self.backbone.name} gives logits that are not finite, in "
+                f"{self.identity['dtype']}: its weights are damaged, or too large for "
+                "this type; check them, or load them as float32"
+            )
         return Generated(
             text=self.backbone.tokenizer.decode(kept, skip_special_tokens=True).strip(),
             token_ids=tuple(kept),

@@ -261,7 +261,7 @@ def _render(
     return text, (start, start + len(context))
 
 
-def _token_span(
+def token_span(
     offsets: Sequence[tuple[int, int]], characters: tuple[int, int], begin: int
 ) -> tuple[int, int]:
     """Return the tokens that overlap a range of characters.
@@ -321,6 +321,6 @@ def build_prompt(
     ids = tuple(encoded["input_ids"])
     return Prompt(
         ids=ids,
-        context_span=_token_span(encoded["offset_mapping"], characters, begin),
+        context_span=token_span(encoded["offset_mapping"], characters, begin),
         n_unknown=ids.count(tokenizer.unk_token_id),  # 0 where it is None
     )

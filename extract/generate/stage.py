@@ -16,6 +16,7 @@ from extract.backbone.names import backbone_of
 from extract.generate.answers import (
     AnswerRows,
     answered_keys,
+    answers_in_words,
     append_answers,
     open_answers,
     record_backend,
@@ -44,7 +45,12 @@ from extract.generate.requests import (
 from extract.generate.sampling import DrawConfig, draw_answers, request_prompt
 from extract.records import write_lines
 from extract.run.console import Progress, Update
-from extract.run.contents import left_out_file, question_files, read_examples
+from extract.run.contents import (
+    left_out_file,
+    question_files,
+    read_answers,
+    read_examples,
+)
 from extract.run.directory import RunDir
 from extract.run.files import (
     JsonLines,
@@ -121,6 +127,12 @@ class _LocalAnswers:
         rows.arrange([self.requests[i].key for batch in self.batches for i in batch])
 
 
+def _note_shares(run: RunDir, config: AnswerConfig, progress: Progress) -> None:
+    limit = config.generation.max_new_tokens
+    for line in answers_in_words(read_answers(run), limit):
+        progress.note(f"answer: {line}")
+
+
 def _greedy(config: AnswerConfig) -> SamplingConfig:
     return SamplingConfig(max_new_tokens=config.generation.max_new_tokens)
 
@@ -132,6 +144,7 @@ def _answer(
     rows = open_answers(run, local.requests, progress)
     local.append(rows, update, Worker())
     local.arrange(rows)
+    _note_shares(run, config, progress)
 
 
 def answer_part(run_dir: Path, worker: Worker, progress: Progress) -> None:
@@ -157,6 +170,7 @@ def answer_part(run_dir: Path, worker: Worker, progress: Progress) -> None:
         if run.stage_done("answer", inputs):
             progress.note(f"{name}: already done")
             return
+        run.reopen_stage("answer")
         local = _LocalAnswers(run, answer_config(run), progress)
         file = f"{worker.rank}-of-{worker.world_size}@{socket.gethostname()}"
         lines = JsonLines.open(run.answer_parts / f"{file}.{os.getpid()}.jsonl")
@@ -185,6 +199,7 @@ def answer_part(run_dir: Path, worker: Worker, progress: Progress) -> None:
 
         def gather(update: Update) -> None:
             local.arrange(open_answers(run, local.requests, progress))
+            _note_shares(run, answer_config(run), progress)
 
         once(run, "answer", inputs, [run.answers], progress, gather, began=began)
 
@@ -236,6 +251,7 @@ def answer_by_server(
             ),
             update,
         )
+        _note_shares(run, config, progress)
 
     inputs = run.hash_inputs(*question_files(run)) | {"server": sha256_json(identity)}
     once(run, "answer", inputs, [run.answers], progress, work)

@@ -96,9 +96,14 @@ def rewrite(
 @click.command()
 @RUN_DIR
 @click.option(
+    "--match",
+    type=click.Choice(["exact", "containment"]),
+    help="Without --judge: the answer is a gold, or has one in it as whole words; both "
+    "normalised as SQuAD's script does. Default: the run's own, at first exact.",
+)
+@click.option(
     "--judge",
-    help="Judge by three rubrics: directory, Hub id, or a server's model name. "
-    "Without it, labels are normalised exact match.",
+    help="Judge by three rubrics: directory, Hub id, or a server's model name.",
 )
 @click.option(
     "--vote",
@@ -125,6 +130,7 @@ def rewrite(
 @backend_options
 def label(
     run_dir: Path,
+    match: str | None,
     judge: str | None,
     vote: str,
     audit: bool,
@@ -134,7 +140,7 @@ def label(
     dry_run: bool,
     backend: BackendOptions,
 ) -> None:
-    """Label the answers, by exact match or by judges; audit the labels.
+    """Label the answers, by comparison with golds or by judges; audit the labels.
 
     With --audit and no --judge the labels that are there are audited.
 
@@ -151,20 +157,23 @@ def label(
         raise click.UsageError("--audit asks no model; leave --dry-run out")
     if judge is None and vote != "unanimous":
         raise click.UsageError("--vote is among judges; give --judge too")
+    if match is not None and (judge is not None or audit):
+        raise click.UsageError("--match labels without a judge and without --audit")
     from extract.label.judges import ConsensusConfig
-    from extract.label.stage import LABEL, label_by_judges
+    from extract.label.stage import LABEL, label_by_judges, settle_match
+    from extract.run.directory import RunDir
 
     if judge is not None:
         line = "label --judge"
         with _asking(run_dir, line, judge, backend, dry_run) as (run, generator):
             config = ConsensusConfig(vote=vote, seed=run.seed)
-            label_by_judges(run, generator, config, Progress())
+            # Of a directory its name alone: rows are compared between machines.
+            name = Path(judge).name if Path(judge).is_dir() else judge
+            label_by_judges(run, generator, config, Progress(), name=name)
     elif not audit:
-        if not dry_run:
-            Progress().note(
-                "label: by normalised exact match, without a judge: a right answer in "
-                "words that no gold lists counts as wrong"
-            )
+        if match is not None and not dry_run:
+            with RunDir.open(run_dir) as run:
+                settle_match(run, match)
         do_or_forecast(run_dir, LABEL, dry_run)
     if audit:
         _audit(run_dir, n_sample, annotations, as_json)
@@ -201,7 +210,7 @@ def _agreement(row: dict[str, Any]) -> str:
 
 def _audit_as_text(found: dict[str, Any], human: "HumanAgreement | None") -> str:
     """Return what `audit_labels` found, line by line."""
-    lines = [f"labels by {found['labels_by']}", "", "against exact match"]
+    lines = [f"labels by {found['label_rule']}", "", "against exact match"]
     for row in found["exact_match"]:
         where = f"{row['setting']}, {row['variant']}"
         lines.append(f"  {where:<26}{_agreement(row)}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,37 @@ from extract.label.judges import ConsensusConfig, judge_answers
 from extract.label.rewrite import count_rewrites
 from extract.label.rewriter import RewriteConfig, rewrite_contexts
 from extract.label.rubrics import RUBRICS
-from extract.label.verdicts import exact_label
-from extract.records import Answer, Example, Label, read_records, to_json, write_lines
+from extract.label.verdicts import (
+    LABEL_PRESETS,
+    RULES,
+    LabelConfig,
+    Match,
+    label_by_match,
+)
+from extract.records import (
+    SETTINGS,
+    Answer,
+    Example,
+    Label,
+    read_records,
+    to_json,
+    write_lines,
+)
 from extract.run.console import Progress, Update
-from extract.run.contents import labels_by, read_answers, read_examples
+from extract.run.contents import (
+    label_rule,
+    question_files,
+    read_answers,
+    read_examples,
+    read_questions,
+)
 from extract.run.directory import RunDir
-from extract.run.files import sha256_json, write_json_atomic, write_text_atomic
+from extract.run.files import (
+    sha256_json,
+    write_json_atomic,
+    write_new_text,
+    write_text_atomic,
+)
 from extract.run.stages import Forecast, Stage, once
 
 
@@ -38,34 +64,110 @@ def _pairs(run: RunDir) -> list[tuple[Example, Answer]]:
     return [(examples[a.example_id], a) for a in read_answers(run)]
 
 
-def _exact_labels(run: RunDir) -> list[Label]:
-    return [exact_label(example, answer) for example, answer in _pairs(run)]
+def _matched(run: RunDir, config: LabelConfig) -> list[Label]:
+    return [label_by_match(*pair, config.match) for pair in _pairs(run)]
 
 
-def _label(run: RunDir, config: None, update: Update, progress: Progress) -> None:
-    record = run.stage_record("label")
+def settle_match(run: RunDir, match: Match) -> None:
+    """Let a run's answers be compared in another way; they are then labelled again."""
+    asked = LabelConfig(match=match)
+    if run.settle("label", LABEL_PRESETS, is_recorded=False) != asked:
+        # Before the section: a process killed in between labels by the old rule again.
+        if run.stage_record("label") is not None:
+            run.labels.unlink(missing_ok=True)  # made here, not by a person
+        run.forget_stage("label")
+    run.settle("label", LABEL_PRESETS, lambda _: asked, is_replaceable=True)
+
+
+def _label(
+    run: RunDir, config: LabelConfig, update: Update, progress: Progress
+) -> None:
+    record, rule = run.stage_record("label"), RULES[config.match]
     if record is not None and "judge" in record.inputs:
         progress.note(
-            "label: exact match replaces the judges' labels; their replies stay in "
+            f"label: {rule} replaces the judges' labels; their replies stay in "
             f"{run.replies('judge')}"
         )
-    write_text_atomic(run.labels, write_lines(_exact_labels(run)))
+    progress.note(
+        f"label: by {rule}, without a judge: a right answer in words that no gold "
+        "lists counts as wrong"
+    )
+    labels = _matched(run, config)
+    # Without a record nobody has labelled here, and what is there is a person's.
+    write = write_new_text if record is None else write_text_atomic
+    write(run.labels, write_lines(labels))
+    _note_shares(run, labels, progress)
 
 
-def _forecast(run: RunDir, config: None) -> Forecast:
-    labels = _exact_labels(run)
+_FEW = 10  # answers of the rarer class, below which numbers say little
+
+
+def shares_in_words(
+    examples: Sequence[Example], labels: Sequence[Label]
+) -> Iterator[str]:
+    """Say how many answers are correct, and where too few or all of them are.
+
+    Args:
+      examples: the questions.
+      labels: of answers to them.
+
+    Yields:
+      A line per setting, and one more for each of its training and validation sets
+      that holds one class alone, or almost.
+    """
+    split_of = {example.id: example.split for example in examples}
+    for setting in SETTINGS:
+        mine = [label for label in labels if label.setting == setting]
+        kept = [label for label in mine if label.label is not None]
+        if not mine:
+            continue
+        n, n_correct = len(kept), sum(bool(label.label) for label in kept)
+        share = f" ({100 * n_correct / n:.1f} %)" if n else ""
+        dropped = f", {len(mine) - n} without a label" if n < len(mine) else ""
+        yield f"{setting}: {n_correct} of {n} answers correct{share}{dropped}"
+        for split in ("train", "validation"):
+            held = [bool(x.label) for x in kept if split_of[x.example_id] == split]
+            where, n, n_correct = f"{setting}, {split}", len(held), sum(held)
+            if not any(split_of[x.example_id] == split for x in mine):
+                continue
+            if n_correct in (0, n):
+                yield (
+                    f"{where}: {n_correct} of {n} labelled answers are correct; with "
+                    "one class alone no detector can be trained, chosen or "
+                    "calibrated. Look at the answers; other prompts, more questions, "
+                    "--match containment or a judge may help"
+                )
+            elif min(n_correct, n - n_correct) < _FEW:
+                yield (
+                    f"{where}: {n_correct} correct and {n - n_correct} incorrect "
+                    "answers; what is trained or measured on so few says little"
+                )
+
+
+def _note_shares(run: RunDir, labels: Sequence[Label], progress: Progress) -> None:
+    for line in shares_in_words(read_examples(run), labels):
+        progress.note(f"label: {line}")
+
+
+def _forecast(run: RunDir, config: LabelConfig) -> Forecast:
+    labels = _matched(run, config)
     return Forecast(
         stage="label",
         n_rows=len(labels),
         disk_bytes=sum(len(to_json(label)) + 1 for label in labels),
-        basis="by exact match, no requests",
+        basis=f"by {RULES[config.match]}, no requests",
     )
 
 
 def label_by_judges(
-    run: RunDir, generator: Generator, config: ConsensusConfig, progress: Progress
+    run: RunDir,
+    generator: Generator,
+    config: ConsensusConfig,
+    progress: Progress,
+    *,
+    name: str,
 ) -> None:
-    """Label every answer by the consensus of the rubrics.
+    """Label every answer by the consensus of the rubrics of the judge called `name`.
 
     Writes `labels.jsonl` and, beside the judge's replies, `replies/judge.json` with
     the judge's identity and the counts.
@@ -91,13 +193,15 @@ def label_by_judges(
         write_json_atomic(summary, identity | counted)
         for row in counted["counts"]:
             progress.note("label: " + ", ".join(f"{k} {v}" for k, v in row.items()))
+        _note_shares(run, found.labels, progress)
         progress.note(
             f"label: {found.n_retried} replies asked for again, {found.n_unparsable} "
             "verdicts stayed unparsable"
         )
 
-    inputs = run.hash_inputs(run.examples, run.answers)
+    inputs = run.hash_inputs(*question_files(run), run.answers)
     inputs["judge"] = sha256_json(identity)
+    inputs["rule"] = f"judges: {name}, {config.vote}"
     once(run, "label", inputs, [run.labels, summary], progress, work)
 
 
@@ -112,7 +216,7 @@ def audit_labels(run: RunDir, *, n_sample: int, seed: int) -> dict[str, Any]:
     rows = _labelled(run)
     listed = disagreements(rows)
     found = {
-        "labels_by": labels_by(run),
+        "label_rule": label_rule(run),
         "exact_match": against_exact_match(rows, seed=seed),
         "judges": between_judges(rows, seed=seed),
         "n_disagreements": len(listed),
@@ -148,7 +252,7 @@ def rewrite_run(
     summary = run.replies("rewrite").with_suffix(".json")
 
     def work(update: Update) -> None:
-        examples = list(read_records(run.examples, Example))
+        examples = read_questions(run)
         replies = open_replies(run, "rewrite", progress)
         rewrites = rewrite_contexts(examples, generator, replies, config, update)
         progress.note(f"rewrite: {reused_in_words(replies)}")
@@ -166,8 +270,9 @@ def rewrite_run(
 
 LABEL = Stage(
     name="label",
-    inputs=lambda run: [run.examples, run.answers],
+    inputs=lambda run: [*question_files(run), run.answers],
     outputs=lambda run: [run.labels],
     work=_label,
+    presets=LABEL_PRESETS,
     forecast=_forecast,
 )

@@ -6,15 +6,31 @@ retrieval, where the majority decides and every question is kept.
 """
 
 import collections
+import dataclasses
 import re
 import string
 from collections.abc import Sequence
 from typing import Literal, get_args
 
 from extract.records import Answer, Example, Label
+from extract.run.manifest import Preset
 
 Verdict = Literal["correct", "incorrect", "unparsable"]
 Vote = Literal["unanimous", "majority"]
+Match = Literal["exact", "containment"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LabelConfig:
+    """The run's section `label`: how an answer is compared with golds, unjudged."""
+
+    match: Match = "exact"  # or "containment": a gold somewhere in the answer will do
+
+
+LABEL_PRESETS: dict[Preset, LabelConfig] = dict.fromkeys(
+    get_args(Preset), LabelConfig()
+)
+RULES: dict[Match, str] = {"exact": "exact match", "containment": "containment"}
 
 # Markup that a model may put around its one word, opening and closing. Brackets and
 # strike-through are not among them: they can mean "not this".
@@ -62,11 +78,17 @@ def parse_verdict(text: str) -> Verdict:
 
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation, " "))
+_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation))
+_CLOSED = ("yes", "no", "noanswer")
 
 
 def normalise(text: str) -> str:
-    """Return the text lower-cased, without punctuation, articles or extra space."""
+    """Return the text as SQuAD's script compares it (Rajpurkar et al. 2016).
+
+    Lower-cased, ASCII punctuation deleted, articles made a space, extra space
+    removed: "J.K. Rowling" is "jk rowling", "1,000" is "1000", but "U.S." is "us" and
+    "U.S.A." is "usa". Other marks and accents stay.
+    """
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 
@@ -75,16 +97,32 @@ def exact_match(answer: str, golds: Sequence[str]) -> bool:
     return normalise(answer) in {normalise(gold) for gold in golds}
 
 
+def contains_gold(answer: str, golds: Sequence[str]) -> bool:
+    """Return whether the normalised answer is a gold, or has one in it.
+
+    Whole words, unlike FlashRAG's "acc", by which "no" is in "unknown" and "1" in "10".
+    A gold of which nothing is left, as of "The", is in no answer.
+    """
+    text = f" {normalise(answer)} "
+    found = (normalise(gold) for gold in golds)
+    return exact_match(answer, golds) or any(g and f" {g} " in text for g in found)
+
+
 def token_f1(answer: str, golds: Sequence[str]) -> float:
-    """Return the best token F1 against any gold, after normalising both."""
-    return max(_pair_f1(normalise(answer).split(), normalise(g).split()) for g in golds)
+    """Return the best token F1 against any gold, after normalising both.
+
+    As in HotpotQA's script and FlashRAG: yes, no and noanswer have nothing in common
+    with longer texts, and two texts of which nothing is left score 0.
+    """
+    return max(_pair_f1(normalise(answer), normalise(gold)) for gold in golds)
 
 
-def _pair_f1(answer: list[str], gold: list[str]) -> float:
-    if not answer or not gold:
-        return float(answer == gold)
-    common = sum((collections.Counter(answer) & collections.Counter(gold)).values())
-    return 2 * common / (len(answer) + len(gold))
+def _pair_f1(answer: str, gold: str) -> float:
+    if answer != gold and (answer in _CLOSED or gold in _CLOSED):
+        return 0.0
+    words, wanted = answer.split(), gold.split()
+    common = sum((collections.Counter(words) & collections.Counter(wanted)).values())
+    return 2 * common / (len(words) + len(wanted)) if common else 0.0
 
 
 def consensus(
@@ -120,13 +158,14 @@ def consensus(
     return verdicts[0] == "correct", f"unanimous of {n}"
 
 
-def exact_label(example: Example, answer: Answer) -> Label:
-    """Return the label by normalised exact match, a judge with one rubric.
+def label_by_match(example: Example, answer: Answer, match: Match = "exact") -> Label:
+    """Return the label by comparison with the golds, a judge with one rubric.
 
     It knows no paraphrase: it suits sets whose golds list every accepted wording.
     """
-    is_match = exact_match(answer.text, example.golds)
-    return label_by(answer, ("correct" if is_match else "incorrect",))
+    is_right = {"exact": exact_match, "containment": contains_gold}[match]
+    said = "correct" if is_right(answer.text, example.golds) else "incorrect"
+    return label_by(answer, (said,))
 
 
 def label_by(

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from extract.datasets.splits import text_key
 from extract.label.rewrite import Rewrite, with_rewrites
+from extract.label.verdicts import LABEL_PRESETS, RULES
 from extract.records import (
     SETTINGS,
     Answer,
@@ -13,7 +15,7 @@ from extract.records import (
     Setting,
     read_records,
 )
-from extract.run.directory import RunDir
+from extract.run.directory import MAKE_A_RUN, RunDir
 
 Key = tuple[str, str, str]  # example, setting, variant
 
@@ -48,9 +50,47 @@ def store_files(run: RunDir) -> list[Path]:
     return [folder / name for folder in folders for name in ("index.json", "commits")]
 
 
-def read_examples(run: RunDir) -> list[Example]:
-    """Return the run's questions, with the contexts that were rewritten for it."""
+def row_files(run: RunDir) -> list[Path]:
+    """Return the files that say what the rows of the stores are, with their labels."""
+    return [*question_files(run), run.labels, *store_files(run)]
+
+
+def read_questions(run: RunDir) -> list[Example]:
+    """Return the run's questions as they came, before any rewriting.
+
+    Raises:
+      ValueError: there is none, an id is there twice, or a question is in two splits:
+        what was learned of it in one would be tested in the other.
+    """
     examples = list(read_records(run.examples, Example))
+    if not examples:
+        raise ValueError(f"{run.examples} holds no questions; {MAKE_A_RUN}")
+    lines: dict[str, int] = {}
+    first_of: dict[bytes, Example] = {}
+    for number, example in enumerate(examples, start=1):
+        where = f"{run.examples}, line {number}: the"
+        if (line := lines.setdefault(example.id, number)) != number:
+            raise ValueError(
+                f"{where} id {example.id!r} is that of line {line} already; give every "
+                "question an id of its own"
+            )
+        first = first_of.setdefault(text_key(example.question), example)
+        if first.split != example.split:
+            raise ValueError(
+                f"{where} question {example.question[:80]!r} is in the split "
+                f"{example.split}, and as {first.id!r} in {first.split} too; leave one "
+                f"of the two out, or let the splits be drawn: {MAKE_A_RUN}"
+            )
+    return examples
+
+
+def read_examples(run: RunDir) -> list[Example]:
+    """Return the run's questions, with the contexts that were rewritten for it.
+
+    Raises:
+      ValueError: see `read_questions`.
+    """
+    examples = read_questions(run)
     if not run.rewrites.exists():
         return examples
     found = read_records(run.rewrites, Rewrite)
@@ -68,6 +108,12 @@ def read_answers(run: RunDir, *settings: Setting) -> list[Answer]:
     """
     place = {example.id: i for i, example in enumerate(read_examples(run))}
     answers = list(read_records(answers_file(run), Answer))
+    unknown = next((a for a in answers if a.example_id not in place), None)
+    if unknown is not None:
+        raise ValueError(
+            f"{answers_file(run)} answers the question {unknown.example_id!r}, which "
+            f"is not in {run.examples}; run `beatrice answer` again"
+        )
     return [
         answer
         for setting in settings or SETTINGS
@@ -94,11 +140,12 @@ def read_labels(run: RunDir) -> dict[Key, Label]:
     return found
 
 
-def labels_by(run: RunDir) -> str:
-    """Say in words how the run's labels came about."""
+def label_rule(run: RunDir) -> str:
+    """Say in words by which rule the run's answers are labelled."""
     record = run.stage_record("label")
-    is_judged = record is not None and "judge" in record.inputs
-    return "judge consensus" if is_judged else "normalised exact match"
+    if record is not None and "judge" in record.inputs:
+        return record.inputs.get("rule", "judges")
+    return RULES[run.settle("label", LABEL_PRESETS, is_recorded=False).match]
 
 
 def count_correct(

@@ -53,6 +53,13 @@ _WRITERS = {
 }
 
 
+# What people write and correct by hand: never replaced where it was changed.
+FOR_PEOPLE = ("examples.jsonl", "passages.jsonl", "rewrites.jsonl", "labels.jsonl")
+MAKE_A_RUN = (
+    "questions of your own become a run with `beatrice data NEW_RUN --train NAME=FILE`"
+)
+
+
 def who_writes(path: str, when: str = "first, which writes it") -> str:
     """Say what to do about a missing file, by its path in the run directory."""
     parts = path.split("/")
@@ -73,7 +80,7 @@ class StageRecord(Record, frozen=True, kw_only=True):
       outputs: SHA-256 of the files and folders it wrote, by path in the run
         directory.
       seconds: wall time.
-      finished: UTC.
+      finished: UTC; empty while the stage is done again.
       versions: of Python and packages, as they were then.
     """
 
@@ -265,9 +272,19 @@ class RunDir:
         record.write(self._stage_file(name))
         return record
 
+    def reopen_stage(self, name: str) -> None:
+        """Write down that a stage with a record is done again from now on."""
+        record = self.stage_record(name)
+        if record is not None and record.finished:
+            msgspec.structs.replace(record, finished="").write(self._stage_file(name))
+
     def stage_record(self, name: str) -> StageRecord | None:
-        """Return what a stage left behind, or None if it is not finished."""
+        """Return what a stage left behind, or None if it was never finished."""
         return StageRecord.read(self._stage_file(name))
+
+    def forget_stage(self, name: str) -> None:
+        """Let a stage be done again, whatever it was finished with."""
+        self._stage_file(name).unlink(missing_ok=True)
 
     def stage_records(self) -> list[str]:
         """Return the names of the stages that have a record, oldest first."""
@@ -287,6 +304,8 @@ class RunDir:
         record = self.stage_record(name)
         if record is None:
             return f"stage {name} has no record yet"
+        if not record.finished:
+            return f"stage {name} was begun again and is not finished"
         now = self._rehash(record.inputs) if inputs is None else dict(inputs)
         for kind, then, current in (
             ("input", record.inputs, now),
@@ -295,6 +314,44 @@ class RunDir:
             if changed := _differing(then, current):
                 return f"stage {name}: its {kind} {changed[0]} has changed since"
         return None
+
+    def edited_output(self, name: str) -> str | None:
+        """Return a file that people may correct and is not as a finished stage left it.
+
+        One that is gone is not among them: it is made again.
+        """
+        record = self.stage_record(name)
+        if record is None or not record.finished:
+            return None
+        own = [path for path in FOR_PEOPLE if path in record.outputs]
+        found = {path: sha256_tree(self.path / path) for path in own}
+        return next((p for p in own if found[p] not in (None, record.outputs[p])), None)
+
+    def stale_source(self, paths: Iterable[str]) -> tuple[str, str] | None:
+        """Find, among what a stage is about to read, what is out of date itself.
+
+        Args:
+          paths: files and folders of this run.
+
+        Returns:
+          The stage nearest to the questions whose record does not hold any more, and
+          which of its outputs is read; None where all that was read holds.
+        """
+        records = [r for n in self.stage_records() if (r := self.stage_record(n))]
+        seen: set[str] = set()
+
+        def look(path: str) -> tuple[str, str] | None:
+            for record in records:
+                is_writer = any(_overlap(path, output) for output in record.outputs)
+                if record.stage in seen or not is_writer:
+                    continue
+                seen.add(record.stage)
+                before = next((f for p in record.inputs if (f := look(p))), None)
+                if before or self.stage_gap(record.stage):
+                    return before or (record.stage, path)
+            return None
+
+        return next((found for path in paths if (found := look(path))), None)
 
     def is_altered(self, name: str) -> bool:
         """Tell whether a stage's outputs alone, and not its inputs, have changed."""
@@ -355,6 +412,11 @@ class RunDir:
     def _relative(self, path: Path | str) -> str:
         """Path inside the run directory."""
         return (self.path / path).relative_to(self.path).as_posix()
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Tell whether two paths are the same, or one lies in the other."""
+    return f"{one}/".startswith(f"{other}/") or f"{other}/".startswith(f"{one}/")
 
 
 def _differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import tempfile
+import time
 import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -59,11 +60,38 @@ def write_text_atomic(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
+def write_new_text(path: Path, text: str) -> None:
+    """Write a file that is not there yet, or has this very content.
+
+    Raises:
+      ValueError: a file of other content is there; somebody else's is not replaced.
+    """
+    if not path.exists():
+        write_text_atomic(path, text)
+    elif path.read_bytes() != text.encode():
+        raise OtherContent(path)
+
+
+class OtherContent(ValueError):
+    """A file is in the way that this program did not write."""
+
+    def __init__(self, path: Path) -> None:
+        """Say which, and what to do."""
+        super().__init__(
+            f"{path} is there already with other content, and is not replaced: move it "
+            "elsewhere, or choose another run directory"
+        )
+
+
 @contextlib.contextmanager
-def write_stream_atomic(path: Path) -> Iterator[BinaryIO]:
+def write_stream_atomic(path: Path, *, is_new: bool = False) -> Iterator[BinaryIO]:
     """Yield a stream whose content replaces a file in one step when the block ends.
 
     For content that does not fit in memory; an error inside leaves the old file.
+
+    Args:
+      path: the file.
+      is_new: raise `OtherContent` instead of replacing what is there and differs.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     name = write_temporary(path, b"")
@@ -72,6 +100,8 @@ def write_stream_atomic(path: Path) -> Iterator[BinaryIO]:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
+        if is_new and sha256_tree(path) not in (None, sha256_file(Path(name))):
+            raise OtherContent(path)
         os.replace(name, path)
     except BaseException:
         os.unlink(name)
@@ -82,6 +112,10 @@ def write_stream_atomic(path: Path) -> Iterator[BinaryIO]:
 def write_json_atomic(path: Path, value: Any) -> None:
     """Replace a JSON file in one step; NaN is refused, since JSON has none."""
     write_text_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+_SETTLED = 5.0  # seconds; a file that was changed later than that is hashed again
+_hashed: dict[tuple[str, int, int, int], str] = {}
 
 
 @functools.cache
@@ -201,9 +235,21 @@ def read_sealed(path: Path, what_to_do: str) -> dict[str, Any]:
 
 
 def sha256_file(path: Path) -> str:
-    """Return the SHA-256 of a file's content as hex."""
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    """Return the SHA-256 of a file's content as hex.
+
+    A stage asks about all that its inputs were made of, so every file is asked about
+    by many stages of one process. Its bytes are read once as long as it does not
+    change: one changed a moment ago may change again within a tick of its clock.
+    """
+    at = path.stat()
+    key = (str(path), at.st_ino, at.st_size, at.st_mtime_ns)
+    if key not in _hashed:
+        with path.open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        if time.time() - at.st_mtime < _SETTLED:
+            return found
+        _hashed[key] = found
+    return _hashed[key]
 
 
 def sha256_json(value: Any) -> str:

@@ -295,13 +295,15 @@ def refuse_foreign(path: Path) -> None:
         raise ValueError(f"{path} is a file; a run needs a directory of its own")
     if manifest_file(path).exists():
         return
-    ours = ("lock", ".manifest.json.")  # of a run that was killed while being created
-    others = sorted(p.name for p in path.iterdir() if not p.name.startswith(ours))
+    names = sorted(p.name for p in path.iterdir())
+    # Left by a run that was killed while it was created.
+    others = [n for n in names if n != "lock" and not n.startswith(".manifest.json.")]
     # Looked up again: a worker beside this one may have created the run meanwhile.
     if others and not manifest_file(path).exists():
         raise ValueError(
             f"{path} is not empty and no run directory (it holds {others[0]!r}, and no "
-            "manifest.json); choose another directory"
+            "manifest.json); choose another directory; your own questions stay where "
+            "they are: `beatrice data NEW_RUN --train NAME=FILE` makes a run of them"
         )
 
 

@@ -16,10 +16,17 @@ import msgspec
 
 from extract.records import Record, read_records
 from extract.run.console import Progress
+from extract.run.contents import label_rule
 from extract.run.directory import RunDir
 from extract.run.files import write_text_atomic
 
 N_DECIMALS = 6
+
+# The "datasets" of rows that are measured on several sets at once. Over the questions
+# of all in-domain sets of a split together, the paper's column "Test"; and the mean
+# over the evaluated sets, each counted once. No set of a run may have these names.
+IN_DOMAIN, MACRO = "in_domain", "macro"
+DATASET_LABELS = {IN_DOMAIN: "in-domain", MACRO: "macro"}
 
 # Printed names of what the rows hold, in the order in which tables list them.
 SETTING_LABELS = {
@@ -27,8 +34,14 @@ SETTING_LABELS = {
     "with_context": "With context",
     "both": "Both settings",
 }
-SPLIT_LABELS = {"validation": "validation", "test": "test", "ood": "held out"}
+SPLIT_LABELS = {
+    "validation": "validation",
+    "test": "test",
+    "ood": "held out",
+    "evaluated": "mean of sets",
+}
 METRIC_LABELS = {"auroc": "AUROC", "auprc": "AUPRC", "em": "EM", "f1": "F1"}
+DIFFERENCE = "_difference"  # ends the metric of a row that compares two methods
 
 DETECTORS = {
     "champion": "BEATRICE (selected encoders)",
@@ -45,6 +58,16 @@ CONTROLLERS = {
     "vanilla_rag": "Always retrieve once",
     "draft_rag": "Always retrieve once, draft in the query",
     "pgir": "PGIR",
+}
+# What the selected encoders are compared with, question by question.
+RIVALS = {
+    "perplexity": DETECTORS["perplexity"],
+    "hidden_only": DETECTORS["hidden_only"],
+    "encoder:P": "Probabilities only",
+    "encoder:R": "Residual stream only",
+    "encoder:A": "Attention only",
+    "early_fusion": DETECTORS["early_fusion"],
+    "tfidf": DETECTORS["tfidf"],
 }
 # Not a controller: what the drafts of PGIR would give to one that knows the answers.
 BOUNDS = {"perfect_judge": "PGIR's drafts, judged without error"}
@@ -72,6 +95,11 @@ class ResultRow(Record, frozen=True, kw_only=True):
       n: examples the value is computed on.
       n_failed: examples that should have been there and have no label or no score.
       seed: training seed as a string, or "mean" over the seeds.
+      label_rule: by which rule the answers were labelled, in words; `publish` fills it
+        in, and an unpublished row has None.
+      against: of a difference, what was measured on the same questions and taken away
+        from the detector's value; the interval is that of a paired bootstrap.
+      p_value: of a difference, two-sided; see `jaxprobe.metrics.two_sided_p`.
     """
 
     experiment: str
@@ -87,6 +115,9 @@ class ResultRow(Record, frozen=True, kw_only=True):
     n_failed: int = 0
     seed: str = "mean"
     reason: str | None = None
+    label_rule: str | None = None
+    against: str | None = None
+    p_value: float | None = None
 
     def __post_init__(self) -> None:
         """Refuse a row that hides something.
@@ -96,7 +127,7 @@ class ResultRow(Record, frozen=True, kw_only=True):
             has no reason, an interval is reversed or has one end, or a seed or count
             is not one.
         """
-        numbers = (self.value, self.ci_low, self.ci_high)
+        numbers = (self.value, self.ci_low, self.ci_high, self.p_value)
         if any(x is not None and not math.isfinite(x) for x in numbers):
             wrong = (
                 f"{numbers} is not finite; write an undefined value as None with its "
@@ -116,6 +147,8 @@ class ResultRow(Record, frozen=True, kw_only=True):
             wrong = "a count cannot be negative"
         elif self.seed != "mean" and not self.seed.isdecimal():
             wrong = f"seed is {self.seed!r}, expected 'mean' or '0', '1', ..."
+        elif (self.against is not None) != self.metric.endswith(DIFFERENCE):
+            wrong = "a difference says against what, and nothing else does"
         else:
             return
         raise ValueError(f"{self.where}: {wrong}")
@@ -124,7 +157,8 @@ class ResultRow(Record, frozen=True, kw_only=True):
     def where(self) -> str:
         """Name the row in words, for messages."""
         names = (self.experiment, self.detector, self.setting, self.dataset, self.split)
-        return " / ".join((*names, self.metric, f"seed {self.seed}"))
+        against = () if self.against is None else (f"against {self.against}",)
+        return " / ".join((*names, self.metric, *against, f"seed {self.seed}"))
 
 
 def write_rows(rows: Iterable[ResultRow]) -> str:
@@ -132,7 +166,7 @@ def write_rows(rows: Iterable[ResultRow]) -> str:
     lines = []
     for row in rows:
         fields = msgspec.structs.asdict(row)
-        for name in ("value", "ci_low", "ci_high"):
+        for name in ("value", "ci_low", "ci_high", "p_value"):
             if fields[name] is not None:
                 fields[name] = round(float(fields[name]), N_DECIMALS)
         lines.append(json.dumps(fields, ensure_ascii=True, allow_nan=False) + "\n")
@@ -225,7 +259,7 @@ def macro_row(
     undefined = [row.dataset for row in rows if row.value is None]
     return msgspec.structs.replace(
         rows[0],
-        dataset="macro",
+        dataset=MACRO,
         value=None if undefined else sum(row.value for row in rows) / len(rows),
         ci_low=None,
         ci_high=None,
@@ -240,6 +274,7 @@ ALWAYS = ("evaluate", "control")
 ON_REQUEST = {
     "exhaustive": "beatrice select RUN_DIR --exhaustive",
     "ablate": "beatrice evaluate RUN_DIR --ablations",
+    "optimism": "beatrice select RUN_DIR --optimism",
 }
 
 
@@ -256,8 +291,11 @@ def asked_for(run: RunDir) -> list[str]:
 def publish(run: RunDir, stage: str, rows: list[ResultRow], progress: Progress) -> None:
     """Write a stage's rows and, from all stages, results.jsonl.
 
-    Rows that were asked for and are out of date are left out, and a line says so.
+    Every row gets the rule of the run's labels. Rows that were asked for and are out of
+    date are left out, and a line says so.
     """
+    rule = label_rule(run)
+    rows = [msgspec.structs.replace(row, label_rule=rule) for row in rows]
     write_text_atomic(rows_file(run, stage), write_rows(rows))
     gather(run, progress, stage)
 

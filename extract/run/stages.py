@@ -8,13 +8,13 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, TypeVar
 
 from extract.run.console import Progress, Update
-from extract.run.directory import RunDir
+from extract.run.directory import MAKE_A_RUN, RunDir, who_writes
 from extract.run.manifest import NewRun, Preset
 
 
@@ -76,6 +76,13 @@ _SHOWN: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 )
 
 
+# What to do with a file that a person has changed on purpose.
+_IF_MEANT = {
+    "examples.jsonl": f"start a new run ({MAKE_A_RUN})",
+    "passages.jsonl": f"start a new run ({MAKE_A_RUN})",
+    "rewrites.jsonl": "delete it to have the contexts rewritten again",
+    "labels.jsonl": "move it elsewhere and give it to `beatrice label --import FILE`",
+}
 Item = TypeVar("Item")
 Change = Callable[[Any], Any]
 
@@ -181,13 +188,43 @@ def once(
       work: does it.
       began: by `time.monotonic`, if part of it was done before this call.
     """
-    if run.stage_done(name, inputs):
+    _refuse_stale(run, name, inputs)
+    gap = run.stage_gap(name, inputs)
+    if gap is None:
         progress.note(f"{name}: already done")
         return
+    if run.stage_record(name) is not None:
+        progress.note(f"{gap}; it is done again")
+        run.reopen_stage(name)
     began = time.monotonic() if began is None else began
     with progress.stage(name) as update:
         work(update)
     run.mark_stage(name, inputs, time.monotonic() - began, outputs)
+
+
+def _refuse_stale(run: RunDir, name: str, inputs: Iterable[str]) -> None:
+    """Refuse to work from what is out of date, and to replace what a person changed.
+
+    A stage whose inputs have changed is done again, which is safe: what it keeps of its
+    work, it keeps by what it was made of. But it reads what other stages left, and
+    these have to be done again before; otherwise scores of one split would be reported
+    as those of another.
+
+    Raises:
+      ValueError: says what has changed and what to do.
+    """
+    source = run.stale_source(inputs)
+    stage, path = source or (name, "")
+    if edited := run.edited_output(stage):
+        raise ValueError(
+            f"{run.path / edited} was changed since it was written, and is neither "
+            f"read nor replaced: put it back, or {_IF_MEANT[edited]}"
+        )
+    if source:
+        raise ValueError(
+            f"{name} reads {run.path / path}, which is out of date "
+            f"({run.stage_gap(stage)}); {who_writes(path)}"
+        )
 
 
 def run_stage(
@@ -205,7 +242,9 @@ def run_stage(
       ValueError: an input is missing (the message says which verb writes it), or the
         run has settled on other settings.
     """
-    inputs = run.hash_inputs(*stage.inputs(run))
+    paths = stage.inputs(run)
+    _refuse_stale(run, stage.name, [p.relative_to(run.path).as_posix() for p in paths])
+    inputs = run.hash_inputs(*paths)
     settings = stage.settle(run, change)
 
     def work(update: Update) -> None:

@@ -7,23 +7,42 @@ is handed (past norms and rotary embedding), the attention weights of question a
 answer rows in bounded chunks, reduces them over spans (`span_sums`), and returns the
 model's ordinary attention output. In float32 on a CPU the rows that were read are
 attended with the weights at hand, the others by the fused kernel.
+
+Older decoders ask for no attention function. Of those that call Torch's (Falcon) the
+call is read. The others (GPT-J, BLOOM) return the weights that they used, in half
+precision rounded as they rounded them; these are read layer by layer and taken out of
+what a layer returns, so that one map at most is kept.
 """
 
+import contextlib
 import contextvars
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from extract.backbone.layout import LayerPass, Layout, watch_layers
 from extract.signals.batch import to_device
-from extract.signals.span_sums import AttentionCall, row_chunks, span_readings
+from extract.signals.span_sums import (
+    AttentionCall,
+    AttentionMap,
+    row_chunks,
+    span_readings,
+)
 
 NAME = "span_readings"
-_UNSUPPORTED = ("s_aux", "position_bias")
+# What models of Transformers hand over that changes no weight: positions are in
+# queries and keys by then, windows in the mask, and nothing is dropped outside
+# training. Any other keyword may be a part of the attention, and is refused.
+_INERT = frozenset(
+    ("dropout", "position_ids", "use_cache", "output_attentions", "sliding_window")
+)
 _active: contextvars.ContextVar["SpanReading"] = contextvars.ContextVar("span_reading")
 
 
@@ -51,14 +70,22 @@ class SpanReading:
         starts, stops = spans[:, :, :1], spans[:, :, 1:]
         members = (positions >= starts) & (positions < stops)
         self.members = to_device(members, ids.device)
-        self.budget = budget
+        self.n_tokens, self.budget = n_tokens, budget
         self.layers: dict[int, torch.Tensor | None] = dict.fromkeys(attention_layers)
         later = members[:, 1:].any(dim=(0, 1)).nonzero()
         # Only question and answer rows look back at a span. They are mostly the last.
         self.rows = (int(later[0]), n_tokens) if len(later) else (n_tokens, n_tokens)
 
+    def is_map(self, part: Any) -> bool:
+        """Return whether something a module returned is a map of this batch."""
+        is_tensor = isinstance(part, torch.Tensor) and part.ndim == 4
+        return is_tensor and part.shape[-2:] == (self.n_tokens, self.n_tokens)
+
     def read(
-        self, layer: int, call: AttentionCall, value: torch.Tensor | None
+        self,
+        layer: int,
+        call: AttentionCall | AttentionMap,
+        value: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """Read one layer; given values, return the attention output of `self.rows`."""
         if layer not in self.layers or self.layers[layer] is not None:
@@ -77,10 +104,65 @@ class SpanReading:
         missing = [index for index, value in self.layers.items() if value is None]
         if missing:
             raise ValueError(
-                f"unknown residual layout: the attention of layers {missing} did not "
-                "pass through Transformers' attention interface"
+                f"unknown residual layout: the attention of layers {missing} neither "
+                "passed through Transformers' or Torch's attention function nor came "
+                "with its weights"
             )
         return torch.stack(list(self.layers.values()), dim=-2)
+
+
+def _check_readable(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
+    """Refuse attention that is more than a causal softmax of queries and keys."""
+    found = [n for n, value in kwargs.items() if value is not None and n not in _INERT]
+    if not getattr(module, "is_causal", True):
+        found = ["attention to later tokens"]
+    if found:
+        raise ValueError(
+            f"cannot read the attention of {type(module).__name__}: expected a causal "
+            f"softmax over queries and keys, found {', '.join(sorted(found))}, which "
+            "this version does not read; use another backbone"
+        )
+
+
+def _selected(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    mask: torch.Tensor | None,
+    kwargs: dict[str, Any],
+) -> torch.Tensor | None:
+    """Hide the keys that a sparse layer did not select; takes the keyword that says so.
+
+    Only for the names "eager" and "sdpa" such models put their choice into the mask.
+    DeepSeek's indexer (`indices`, `[n_examples, n_tokens, n_chosen]`) chooses keys for
+    all heads, MiniMax's (`block_indices`, `[n_examples, n_groups, n_tokens, n_chosen]`)
+    blocks of keys for a group of heads, and -1 is no block.
+    """
+    chosen, blocks = kwargs.pop("indices", None), kwargs.pop("block_indices", None)
+    if chosen is None and blocks is None:
+        return mask
+    n_tokens = query.shape[2]
+    keys, size = torch.arange(n_tokens, device=query.device), 1
+    if blocks is None:
+        blocks = chosen[:, None]
+    else:
+        size = module.indexer.block_size
+    n_blocks = -(-n_tokens // size)
+    blocks = blocks.long().masked_fill(blocks < 0, n_blocks)  # a column that is cut off
+    kept = torch.zeros(
+        (*blocks.shape[:-1], n_blocks + 1), dtype=torch.bool, device=query.device
+    )
+    kept = kept.scatter_(-1, blocks, True)[..., keys // size]
+    if kept.shape[1] > 1:
+        kept = kept.repeat_interleave(query.shape[1] // kept.shape[1], dim=1)
+    return kept & (keys <= keys[:, None] if mask is None else mask)
+
+
+def _is_exact(query: torch.Tensor) -> bool:
+    """Return whether rows may be attended with the weights that were read.
+
+    In half precision, and on a GPU, the fused kernel's own rounding is the model's.
+    """
+    return query.dtype == torch.float32 and not query.is_cuda
 
 
 def _attend(
@@ -91,20 +173,16 @@ def _attend(
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Read, then attend as the model would have; Transformers' signature."""
-    unsupported = [name for name in _UNSUPPORTED if kwargs.get(name) is not None]
-    if unsupported or not getattr(module, "is_causal", True):
-        raise ValueError(
-            f"cannot read the attention of {type(module).__name__}: expected causal "
-            f"softmax attention, found {unsupported or 'bidirectional attention'}"
-        )
+    mask = _selected(module, query, attention_mask, kwargs)
+    _check_readable(module, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = AttentionCall(query, key, attention_mask, scale, softcap)
+    call = AttentionCall(query, key, mask, scale, softcap, s_aux)
     reading, n_tokens = _active.get(), query.shape[2]
-    # In half precision, and on a GPU, the fused kernel's own rounding is the model's.
-    is_shared = query.dtype == torch.float32 and not query.is_cuda
+    is_shared = _is_exact(query)
     attended = reading.read(module.layer_idx, call, value if is_shared else None)
     n_fused = reading.rows[0] if is_shared else n_tokens
     if n_fused == 0:
@@ -121,14 +199,14 @@ def _plain_attention(
     budget: int,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """Attend as the model would have; the fused kernel knows no softcap (Gemma 2).
+    """Attend as the model would have; softcap and sinks are not the fused kernel's.
 
     Returns:
       `[n_examples, n_tokens, n_heads, d_head]` in the value's dtype.
     """
     n_examples, n_heads, n_tokens, _ = call.query.shape
     value = value[:, :, :n_tokens]
-    if call.softcap is None:
+    if call.softcap is None and call.sinks is None:
         return sdpa_attention_forward(
             module,
             call.query,
@@ -141,7 +219,7 @@ def _plain_attention(
     values = value.float().repeat_interleave(n_heads // value.shape[1], dim=1)
     per_row = n_examples * n_heads * n_tokens
     chunks = [
-        call.logits(start, stop).softmax(-1) @ values[:, :, :stop]
+        call.weights(start, stop) @ values[:, :, :stop]
         for start, stop in row_chunks((0, n_tokens), per_row, budget)
     ]
     return torch.cat(chunks, dim=2).transpose(1, 2).to(value.dtype).contiguous()
@@ -149,6 +227,73 @@ def _plain_attention(
 
 AttentionInterface.register(NAME, _attend)
 AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+class _OwnAttention(TorchFunctionMode):
+    """Reads the attention of modules that ask for no attention function."""
+
+    def __init__(self, reading: SpanReading) -> None:
+        super().__init__()
+        self.reading = reading
+        self.layer: int | None = None  # whose attention module is running
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is scaled_dot_product_attention and self.layer is not None:
+            attended = self._read_call(*args, **(kwargs or {}))
+            if attended is not None:
+                # So that the check of the logits is one of these weights too.
+                out[:, :, self.reading.rows[0] :] = attended.transpose(1, 2)
+        return out
+
+    def _read_call(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+    ) -> torch.Tensor | None:
+        """Read one call of Torch's attention; without a mask it must be causal."""
+        if attn_mask is None and not is_causal:
+            raise ValueError(
+                f"cannot read the attention of layer {self.layer}: expected causal "
+                "softmax attention, found bidirectional attention"
+            )
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        call = AttentionCall(query, key, attn_mask, scale, None)
+        return self.reading.read(self.layer, call, value if _is_exact(query) else None)
+
+    @contextlib.contextmanager
+    def watching(self, layout: Layout) -> Iterator[None]:
+        """Read every attention layer of one forward."""
+        with contextlib.ExitStack() as handles, self:
+            for index in layout.attention_layers:
+                mixer = layout.layers[index].mixer
+                before = functools.partial(self._before, index)
+                for handle in (
+                    mixer.register_forward_pre_hook(before),
+                    mixer.register_forward_hook(self._after),
+                ):
+                    handles.callback(handle.remove)
+            yield
+
+    def _before(self, index: int, module: Any, inputs: Any) -> None:
+        self.layer = index
+
+    def _after(self, module: Any, inputs: Any, output: Any) -> Any:
+        index, self.layer = self.layer, None
+        if self.reading.layers[index] is not None or not isinstance(output, tuple):
+            return output
+        for at, part in enumerate(output):
+            if self.reading.is_map(part):
+                self.reading.read(index, AttentionMap(part), None)
+                return (*output[:at], None, *output[at + 1 :])
+        return output
 
 
 def run_decoder(
@@ -176,12 +321,20 @@ def run_decoder(
     decoder = layout.decoder
     reading = SpanReading(spans, ids, layout.attention_layers, budget)
     own = decoder.config._attn_implementation
-    decoder.set_attn_implementation(NAME)
+    asks = decoder._can_set_attn_implementation()
+    # Who calls Torch's attention would compute the weights once more to return them.
+    options = {} if asks or own == "sdpa" else {"output_attentions": True}
+    if asks:
+        decoder.set_attn_implementation(NAME)
     token = _active.set(reading)
+    watch = (
+        contextlib.nullcontext() if asks else _OwnAttention(reading).watching(layout)
+    )
     try:
-        with watch_layers(layout, on_layer):
-            output = decoder(input_ids=ids, use_cache=False)
+        with watch, watch_layers(layout, on_layer):
+            output = decoder(input_ids=ids, use_cache=False, **options)
     finally:
         _active.reset(token)
-        decoder.set_attn_implementation(own)
+        if asks:
+            decoder.set_attn_implementation(own)
     return output.last_hidden_state, reading.readings()

@@ -91,11 +91,12 @@ def sequence_of(
 ) -> TokenSequence:
     """Return an answer as the model reads it again, with its spans.
 
-    The question span runs from the end of the context to the last prompt token,
-    exclusive. The answer span is, "emitting", the positions that emitted the answer:
-    from the last prompt token to the last answer token, which emitted the stop
-    token; "literal", the answer tokens alone. If the answer was cut at the length
-    limit its last token emitted nothing we know, and is outside in both.
+    The answer span is, "emitting", the positions that emitted the answer: from the
+    last prompt token to the last answer token, which emitted the stop token;
+    "literal", the answer tokens alone. The question span runs from the end of the
+    context to where the answer span starts, so that the spans part the input (section
+    3.2: "partitioned"). If the answer was cut at the length limit its last token
+    emitted nothing we know, and is outside in both.
 
     Raises:
       ValueError: no prompt, or a context that reaches its last token.
@@ -113,7 +114,7 @@ def sequence_of(
     return TokenSequence(
         ids=ids,
         targets=np.append(ids[1:], ids[-1] if is_cut else answer.stop_id),
-        spans=np.array([context, (context[1], n_prompt - 1), (start, stop)]),
+        spans=np.array([context, (context[1], start), (start, stop)]),
     )
 
 

@@ -25,11 +25,27 @@ class Head:
       weight: `[vocab_size, d_model]`, W_U.
       bias: `[vocab_size]` or None.
       softcap: logits become `softcap * tanh(logits / softcap)`; None for no cap.
+      scale: multiplies the logits (Cohere, Granite), before the cap.
     """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
     softcap: float | None
+    scale: float = 1.0
+
+    def rows(self, words: torch.Tensor) -> torch.Tensor:
+        """Return the rows of W_U that give these words' logits, float32.
+
+        The scale is part of them: a push is how much a contribution moves the logit
+        of the emitted token (section 3.2), and the model's logits are the scaled ones.
+
+        Args:
+          words: ids of any shape `[…]`.
+
+        Returns:
+          `[…, d_model]`.
+        """
+        return self.weight[words].float() * self.scale
 
     def logits(
         self,
@@ -56,6 +72,8 @@ class Head:
             logits = torch.mm(states.float(), weight.float().T, out=out)
         if self.bias is not None:
             logits += self.bias[start:stop].float()
+        if self.scale != 1.0:
+            logits *= self.scale
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits
@@ -65,7 +83,10 @@ def head_of(model: torch.nn.Module) -> Head:
     """Return the output side of a Transformers causal LM."""
     linear = model.get_output_embeddings()
     config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1.0
+    scale /= getattr(config, "logits_scaling", None) or 1.0
     return Head(
+        scale=scale,
         weight=linear.weight,
         bias=linear.bias,
         softcap=getattr(config, "final_logit_softcapping", None),

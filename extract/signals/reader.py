@@ -117,7 +117,7 @@ class SignalReader:
         if self.hidden_spans == "answer":
             hidden_rows = Rows(spans[:, 2].tolist(), n_tokens, device)
         copies, budget = self._copies(), self._budget
-        lens = residual.LogitLens(self._final_norm, layout.head, targets)
+        lens = residual.LogitLens(self._final_norm, self._head, targets)
         stream = residual.StreamReading(self.hidden_layers, hidden_rows, lens, copies)
         final, attn = run_decoder(
             layout,

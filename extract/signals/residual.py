@@ -14,6 +14,7 @@ import torch
 
 from extract.backbone.layout import LayerPass, Layout
 from extract.signals.batch import HostCopies, Rows
+from extract.signals.probability import Head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,17 +73,17 @@ class LogitLens:
     """The next token's logit `<W_U[v_t], N(h)>`, up to a constant per token."""
 
     def __init__(
-        self, final_norm: FinalNorm, head: torch.nn.Module, targets: torch.Tensor
+        self, final_norm: FinalNorm, head: Head, targets: torch.Tensor
     ) -> None:
         """Fix the next tokens.
 
         Args:
           final_norm: N.
-          head: W_U.
+          head: W_U with its scale.
           targets: `[n_examples, n_tokens]` int64, v_t.
         """
         self.final_norm = final_norm
-        self.directions = final_norm.gain * head.weight[targets].float()
+        self.directions = final_norm.gain * head.rows(targets)
         # Subtracting the mean of the direction replaces subtracting the state's.
         if final_norm.is_centred:
             self.directions -= self.directions.mean(-1, keepdim=True)

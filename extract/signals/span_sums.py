@@ -28,10 +28,13 @@ class AttentionCall:
       query: `[n_examples, n_heads, n_tokens, d_head]`.
       key: `[n_examples, n_kv_heads, n_tokens, d_head]`; query head h uses the kv
         head `h // (n_heads / n_kv_heads)`.
-      mask: None (causal), or bool `[n_examples | 1, 1, n_tokens, n_tokens]`, True =
-        visible.
+      mask: None (causal), or `[n_examples | 1, n_heads | 1, n_tokens, n_tokens]`: bool,
+        True = visible, or what is added to the scaled logits, hugely negative for what
+        is invisible (Falcon's alibi).
       scaling: multiplies the logits.
       softcap: bounds the scaled logits (Gemma 2), or None.
+      sinks: `[n_heads]`, one more logit in every row's softmax that belongs to no
+        token (gpt-oss), or None. The weights over tokens then sum to less than one.
     """
 
     query: torch.Tensor
@@ -39,6 +42,22 @@ class AttentionCall:
     mask: torch.Tensor | None
     scaling: float
     softcap: float | None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Return n_examples, n_heads, n_tokens."""
+        return self.query.shape[0], self.query.shape[1], self.query.shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the model computes."""
+        return self.query.device
+
+    def prepared(self) -> "AttentionCall":
+        """Return the call with its keys as many products want them."""
+        # Heads lie apart in memory; a product per chunk would gather them every time.
+        return dataclasses.replace(self, key=self.key.float().contiguous())
 
     def first(self, n_tokens: int) -> "AttentionCall":
         """Return the call cut to the first tokens."""
@@ -54,7 +73,6 @@ class AttentionCall:
         self,
         start: int,
         stop: int,
-        keys: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the attention logits of the rows `[start, stop)`, in float32.
@@ -64,7 +82,6 @@ class AttentionCall:
         Args:
           start: first row.
           stop: row behind the last.
-          keys: `self.key` in float32, for who calls often.
           out: a flat buffer to write to; None makes a new tensor.
 
         Returns:
@@ -76,7 +93,7 @@ class AttentionCall:
         query = self.query[:, :, start:stop].float() * self.scaling
         query = query.reshape(n_examples, n_kv_heads, -1, d_head)
         # Upcast before the product: logits rounded to bf16 move weights by percents.
-        keys = (self.key.float() if keys is None else keys)[:, :, :stop].mT
+        keys = self.key.float()[:, :, :stop].mT
         if out is not None:
             out = out[: query.shape[2] * query.shape[1] * n_examples * stop]
             out = out.view(n_examples, n_kv_heads, -1, stop)
@@ -87,15 +104,77 @@ class AttentionCall:
         self._hide(logits, start, stop)
         return logits
 
+    def weights(self, start: int, stop: int) -> torch.Tensor:
+        """Return the weights of the rows `[start, stop)`, shaped like their logits."""
+        logits = self.logits(start, stop)
+        if self.sinks is None:
+            return logits.softmax(-1)
+        sinks = self.sinks.float()[:, None, None].expand(*logits.shape[:-1], 1)
+        return torch.cat([logits, sinks], dim=-1).softmax(-1)[..., :-1]
+
+    def weights_and_terms(
+        self, start: int, stop: int, buffers: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights a of these rows and a log a, in two flat buffers.
+
+        One exponential per weight: with the largest logit m and its weight w, the
+        logarithm of a row's normaliser is m - log w.
+        """
+        logits = self.logits(start, stop, buffers[0])
+        out = buffers[1][: logits.numel()].view(logits.shape)
+        weights = torch.softmax(logits, -1, out=out)
+        largest = logits.amax(-1, keepdim=True)
+        log_total = largest.sub_(weights.amax(-1, keepdim=True).log_())
+        if self.sinks is not None:
+            whole = torch.logaddexp(log_total, self.sinks.float()[:, None, None])
+            weights.mul_((log_total - whole).exp_())
+            log_total = whole
+        return weights, logits.sub_(log_total).mul_(weights)
+
     def _hide(self, logits: torch.Tensor, start: int, stop: int) -> None:
         """Overwrite the logits of keys that the rows `[start, stop)` do not see."""
         if self.mask is not None:
-            visible = self.mask[:, :, start:stop, :stop]
-            logits.masked_fill_(visible.logical_not(), _HIDDEN)
+            mask = self.mask[:, :, start:stop, :stop]
+            if mask.dtype == torch.bool:
+                logits.masked_fill_(mask.logical_not(), _HIDDEN)
+            else:
+                logits.add_(mask).clamp_min_(_HIDDEN)
             return
         rows = torch.arange(stop - start, device=logits.device)
         # Every row sees all keys before the first row.
         logits[..., start:].masked_fill_(rows > rows[:, None], _HIDDEN)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionMap:
+    """What a model computed by itself, where it hands out no queries and keys.
+
+    Attributes:
+      map: `[n_examples, n_heads, n_tokens, n_tokens]`, its attention weights.
+    """
+
+    map: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Return n_examples, n_heads, n_tokens."""
+        return self.map.shape[0], self.map.shape[1], self.map.shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        """Return where the model computes."""
+        return self.map.device
+
+    def prepared(self) -> "AttentionMap":
+        """Return the map as it is."""
+        return self
+
+    def weights_and_terms(
+        self, start: int, stop: int, buffers: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights a of these rows and a log a; needs no buffers."""
+        weights = self.map[:, :, start:stop, :stop].float()
+        return weights, torch.special.xlogy(weights, weights)
 
 
 def _entropy_and_mass(mass: torch.Tensor, plogp: torch.Tensor) -> torch.Tensor:
@@ -117,20 +196,6 @@ def row_chunks(
         yield start, min(start + size, rows[1])
 
 
-def _weights_and_terms(
-    logits: torch.Tensor, out: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weights a and the terms a log a; overwrites the logits.
-
-    One exponential per weight: with the largest logit m and its weight w, the
-    logarithm of a row's normaliser is m - log w.
-    """
-    weights = torch.softmax(logits, -1, out=out.view(logits.shape))
-    largest = logits.amax(-1, keepdim=True)
-    log_total = largest.sub_(weights.amax(-1, keepdim=True).log_())
-    return weights, logits.sub_(log_total).mul_(weights)
-
-
 def _attended(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return what rows attend to, `[n_examples, n_rows, n_heads, d_head]`."""
     n_examples, n_heads, n_rows, n_keys = weights.shape
@@ -140,7 +205,7 @@ def _attended(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _read_rows(
-    call: AttentionCall,
+    call: AttentionCall | AttentionMap,
     members: torch.Tensor,
     rows: tuple[int, int],
     budget: int,
@@ -153,10 +218,9 @@ def _read_rows(
       (context, question); the same of every key over the rows in (question, answer);
       and `[n_examples, n_rows, n_heads, d_head]`, or None where it is not wanted.
     """
-    n_examples, n_heads, n_tokens, _ = call.query.shape
-    sums = call.query.new_zeros(
-        (2, 2, n_examples, n_heads, 2, n_tokens), dtype=torch.float32
-    )
+    call = call.prepared()
+    n_examples, n_heads, n_tokens = call.shape
+    sums = torch.zeros((2, 2, n_examples, n_heads, 2, n_tokens), device=call.device)
     attended = None
     if value is not None:
         value = value.contiguous()
@@ -165,16 +229,13 @@ def _read_rows(
     by_row, by_key = sums
     in_key_span = members[:, None, :2].float()
     in_row_span = members[:, None, 1:].float()
-    # Heads lie apart in memory; a product per chunk would gather them every time.
-    keys = call.key.float().contiguous()
     per_row = n_examples * n_heads * n_tokens
     chunks = list(row_chunks(rows, per_row, budget))
     size = max((stop - start for start, stop in chunks), default=0) * per_row
     # Reused by every chunk: fresh pages cost more than the sums on a CPU.
-    buffers = torch.empty((2, size), device=keys.device)
+    buffers = torch.empty((2, size), device=call.device)
     for start, stop in chunks:
-        logits = call.logits(start, stop, keys, buffers[0])
-        pair = _weights_and_terms(logits, buffers[1][: logits.numel()])
+        pair = call.weights_and_terms(start, stop, buffers)
         is_key, is_row = in_key_span[..., :stop], in_row_span[..., start:stop]
         at = slice(start - rows[0], stop - rows[0])
         # Every product is a batch over heads, so that a core finds in its own cache
@@ -190,7 +251,7 @@ def _read_rows(
 
 
 def span_readings(
-    call: AttentionCall,
+    call: AttentionCall | AttentionMap,
     members: torch.Tensor,
     rows: tuple[int, int],
     budget: int,
@@ -199,7 +260,7 @@ def span_readings(
     """Read one layer's attention between spans.
 
     Args:
-      call: queries, keys and mask.
+      call: queries, keys and mask; or the weights that the model computed.
       members: `[n_examples, 3, n_tokens]` bool, tokens of context, question, answer.
       rows: `[start, stop)` covering every question and answer token.
       budget: most attention weights alive at once.

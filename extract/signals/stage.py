@@ -9,7 +9,7 @@ from extract.backbone.names import backbone_of
 from extract.generate.forecast import cache_bytes, generation_bytes
 from extract.records import SETTINGS
 from extract.run.console import Progress, Update
-from extract.run.contents import read_answers, store_files
+from extract.run.contents import question_files, read_answers, store_files
 from extract.run.directory import RunDir
 from extract.run.manifest import Preset
 from extract.run.stages import Forecast, Stage
@@ -99,6 +99,8 @@ def extract_alone(run_dir: Path, worker: Worker, progress: Progress) -> None:
     """Do one worker's part, and say what is left to the others."""
     name = f"extract {worker.rank}/{worker.world_size}"
     with RunDir.open(run_dir, exclusive=False) as run:
+        if not run.stage_done("extract"):
+            run.reopen_stage("extract")
         with progress.stage(name) as update:
             n_left = extract_part(run, extract_config(run), update, worker)
     progress.note(
@@ -150,7 +152,7 @@ def _forecast(run: RunDir, config: ExtractConfig) -> Forecast:
 
 EXTRACT = Stage(
     name="extract",
-    inputs=lambda run: [run.answers],
+    inputs=lambda run: [*question_files(run), run.answers],
     outputs=store_files,
     work=_extract,
     presets=EXTRACT_PRESETS,

@@ -10,7 +10,7 @@ import click
 from extract.records import write_lines
 from extract.run.console import Progress, Update
 from extract.run.directory import RunDir
-from extract.run.files import write_text_atomic
+from extract.run.files import write_new_text
 from extract.run.manifest import NewRun, Preset, package_versions
 from extract.run.stages import Forecast, Stage, do
 from extract.run.verbs import MODEL, RUN_DIR, SEED, dry_run_option, preset_option
@@ -50,8 +50,8 @@ def _world(
     run: RunDir, config: WorldSection, update: Update, progress: Progress
 ) -> None:
     examples, passages = _lines(config)
-    write_text_atomic(run.examples, examples)
-    write_text_atomic(run.passages, passages)
+    write_new_text(run.examples, examples)
+    write_new_text(run.passages, passages)
 
 
 def forecast_world(config: WorldSection) -> Forecast:

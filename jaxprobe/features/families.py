@@ -215,6 +215,13 @@ def keep_spans(features: FamilyTokens, span_mask: np.ndarray) -> FamilyTokens:
     return FamilyTokens(features.tokens, masks)
 
 
+def zero_span(features: FamilyTokens, span: int) -> FamilyTokens:
+    """Set one span's signals to zero; unlike `keep_spans` its tokens stay."""
+    at = features.span_slices[span]
+    tokens = tuple(jnp.asarray(x).at[at].set(0.0) for x in features.tokens)
+    return FamilyTokens(tokens, features.masks)
+
+
 def all_but(span: int, n_spans: int) -> np.ndarray:
     """Return the mask that leaves out one span, `[n_spans]` bool."""
     return np.arange(n_spans) != span

@@ -15,12 +15,14 @@ from extract.records import Record, Setting, Share
 from extract.run.contents import read_examples, read_labels
 from extract.run.directory import RunDir
 from extract.run.files import read_json
+from extract.run.results import IN_DOMAIN, MACRO
 from extract.store.read import FeatureStore, open_store
 from jaxprobe.features.families import (
     FamilyTokens,
     Standardizer,
     keep_spans,
     split_families,
+    zero_span,
 )
 from jaxprobe.features.reading import (
     family_dims,
@@ -56,16 +58,22 @@ class Rows:
     labels: np.ndarray
     is_labelled: np.ndarray
 
-    def where(self, split: str, dataset: str | None = None) -> np.ndarray:
-        """Return the indices of the labelled rows of a split (and a set)."""
-        chosen = (self.splits == split) & self.is_labelled
-        if dataset is not None:
-            chosen &= self.datasets == dataset
-        return np.flatnonzero(chosen)
+    def _chosen(self, split: str, dataset: str) -> np.ndarray:
+        is_split = self.splits == split
+        return (
+            is_split if dataset == IN_DOMAIN else is_split & (self.datasets == dataset)
+        )
+
+    def where(self, split: str, dataset: str = IN_DOMAIN) -> np.ndarray:
+        """Return the indices of the labelled rows of a split, of all its sets or one.
+
+        With context these are the rows of both wordings, as in the paper.
+        """
+        return np.flatnonzero(self._chosen(split, dataset) & self.is_labelled)
 
     def fields_of(self, dataset: str, split: str) -> dict[str, Any]:
         """Return the fields that all result rows on an evaluated set have in common."""
-        chosen = (self.splits == split) & (self.datasets == dataset)
+        chosen = self._chosen(split, dataset)
         return {
             "setting": self.setting,
             "dataset": dataset,
@@ -75,16 +83,22 @@ class Rows:
         }
 
     def evaluated_sets(self) -> list[tuple[str, str]]:
-        """Return the evaluated (dataset, split) pairs, in-domain first."""
+        """Return the evaluated (dataset, split) pairs, in-domain first.
+
+        Before the single sets come those of a split together, except the held-out ones.
+        """
         pairs = dict.fromkeys(zip(self.datasets, self.splits, strict=True))
-        return [(str(d), str(s)) for d, s in pairs if s != "train"]
+        single = [(str(d), str(s)) for d, s in pairs if s != "train"]
+        splits = dict.fromkeys(split for _, split in single if split != "ood")
+        return [*((IN_DOMAIN, split) for split in splits), *single]
 
 
 def load_rows(run: RunDir, setting: Setting) -> tuple[FeatureStore, Rows]:
     """Open a setting's store and say what its rows are.
 
     Raises:
-      ValueError: the store is missing, or a row has no label record.
+      ValueError: the store is missing, a row has no label record, or a dataset is named
+        as rows over several sets are.
     """
     store = open_store(run.features(setting))
     examples = {example.id: example for example in read_examples(run)}
@@ -99,6 +113,11 @@ def load_rows(run: RunDir, setting: Setting) -> tuple[FeatureStore, Rows]:
     if unlabelled:
         raise ValueError(
             f"{run.labels} has no label for {unlabelled[0]}; run `beatrice label` again"
+        )
+    if clash := {e.dataset for e in examples.values()} & {IN_DOMAIN, MACRO}:
+        raise ValueError(
+            f"{run.examples} has a dataset {clash.pop()!r}, which is what rows over "
+            "several sets are called; give it another name"
         )
     verdicts = [labels[key].label for key in keys]
     return store, Rows(
@@ -170,6 +189,7 @@ class TrainingRows:
       dims: widths of the families.
       standardizer: fitted on the training rows.
       read: reads standardised tokens of rows of the store, in one padded width.
+      read_train: the same for the rows that are trained on.
       where: training rows and validation rows, indices into the store.
       in_memory: their tokens on the device; None where they are streamed.
     """
@@ -179,6 +199,7 @@ class TrainingRows:
     dims: FamilyDims
     standardizer: Standardizer
     read: ReadRows
+    read_train: ReadRows
     where: tuple[np.ndarray, np.ndarray]
     in_memory: tuple[FamilyTokens, FamilyTokens] | None
 
@@ -191,14 +212,39 @@ class TrainingRows:
         in_memory = self.in_memory and tuple(
             keep_spans(tokens, span_mask) for tokens in self.in_memory
         )
-        return dataclasses.replace(self, read=read, in_memory=in_memory)
+        return dataclasses.replace(
+            self, read=read, read_train=read, in_memory=in_memory
+        )
+
+    def with_zeroed(self, span: int) -> "TrainingRows":
+        """Return the same with a span's signals zero while training, and only then."""
+        in_memory = self.in_memory and (
+            zero_span(self.in_memory[0], span),
+            self.in_memory[1],
+        )
+        return dataclasses.replace(
+            self,
+            read_train=lambda where: zero_span(self.read_train(where), span),
+            in_memory=in_memory,
+        )
 
 
 def training_rows(run: RunDir, setting: Setting, *, streamed: bool) -> TrainingRows:
-    """Fit the standardisation on the training rows, and read them unless streamed."""
+    """Fit the standardisation on the training rows, and read them unless streamed.
+
+    Raises:
+      ValueError: the training or validation rows hold one class alone.
+    """
     store, rows = load_rows(run, setting)
     layer, dims = chosen_layer(run), family_dims(store)
     where = rows.where("train"), rows.where("validation")
+    for split, held in zip(("training", "validation"), where, strict=True):
+        if len(set(rows.labels[held].tolist())) < 2:
+            raise ValueError(
+                f"{setting}: {int(rows.labels[held].sum())} of {len(held)} labelled "
+                f"{split} answers are correct, and one class alone teaches nothing; "
+                "look at the answers, or take more questions"
+            )
     widths = longest_spans(store.spec.spans, setting)
     features = partial(read_features, store, setting, layer, n_tokens=widths)
     if streamed:
@@ -224,6 +270,7 @@ def training_rows(run: RunDir, setting: Setting, *, streamed: bool) -> TrainingR
         dims=dims,
         standardizer=standardizer,
         read=read,
+        read_train=read,
         where=where,
         in_memory=None if streamed else (read(where[0]), read(where[1])),
     )

@@ -13,7 +13,7 @@ import numpy as np
 
 from extract.records import SETTINGS, Setting
 from extract.run.console import Progress, Update
-from extract.run.contents import store_files
+from extract.run.contents import question_files, row_files
 from extract.run.directory import RunDir
 from extract.run.files import sha256_file
 from extract.run.stages import Forecast, Stage, side_by_side
@@ -95,10 +95,12 @@ class MemberTrainer:
             parts = map(labelled, self.data.in_memory, labels_of)
             trained = list(self._train_missing(blocks, folder, *parts))
         else:
-            read, stream = self.data.read, self.config.stream
+            reads = self.data.read_train, self.data.read
             parts = (
-                Streamed(where=where, labels=own, read=read, config=stream)
-                for where, own in zip(self.data.where, labels_of, strict=True)
+                Streamed(where=where, labels=own, read=read, config=self.config.stream)
+                for where, own, read in zip(
+                    self.data.where, labels_of, reads, strict=True
+                )
             )
             trained = [fit_streamed(members, *parts, **self._protocol)]
             for _ in blocks:
@@ -181,7 +183,8 @@ def _train_setting(
     run: RunDir, config: GridConfig, setting: Setting, tick: Callable[[], None]
 ) -> None:
     store_id = open_store(run.features(setting)).id
-    key = f"{sha256_file(run.sweep)} {sha256_file(run.labels)} {store_id}"
+    sources = (*question_files(run), run.labels, run.sweep)
+    key = " ".join((*map(sha256_file, sources), store_id))
     if _is_trained(run.encoders(setting), key):
         return
     data = training_rows(run, setting, streamed=config.stream is not None)
@@ -274,7 +277,7 @@ def _forecast(run: RunDir, config: GridConfig) -> Forecast:
 
 TRAIN = Stage(
     name="train",
-    inputs=lambda run: [run.labels, run.sweep, *store_files(run)],
+    inputs=lambda run: [*row_files(run), run.sweep],
     outputs=encoder_folders,
     work=_train,
     presets=GRID_PRESETS,

@@ -1,7 +1,8 @@
 """Six questions from the controller's run, with what the model showed at each token."""
 
+import collections
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from extract.label.verdicts import exact_match
 from extract.records import Answer, Example, Passage
@@ -97,44 +98,67 @@ def _shown_draft(
     }
 
 
-def choose_cases(
-    traced: Traced, policy: Policy
-) -> list[tuple[int, str, str, Decision]]:
-    """Return the first questions of a set that show each kind of outcome."""
-    outcomes = []
-    for trace, example in zip(traced.traces, traced.examples, strict=True):
-        decision = decide(trace, policy)
-        first, last = (
-            exact_match(trace[r].answer, example.golds) for r in (0, decision.round)
-        )
-        outcomes.append((decision, first, last))
-    chosen: dict[int, tuple[int, str, str, Decision]] = {}
+class Chosen(NamedTuple):
+    """A question that is shown: its set, its place there, and what happened."""
+
+    traced: Traced
+    place: int
+    action: str
+    verdict: str
+    decision: Decision
+
+
+def choose_cases(traced: Sequence[Traced], policy: Policy) -> list[Chosen]:
+    """Return questions that show each kind of outcome, from all sets.
+
+    For each case, in the order of KINDS: the first question of its kind in the set that
+    has been shown least, of equals the earlier one. Nobody picks.
+    """
+    outcomes: list[list[tuple[Decision, bool, bool]]] = []
+    for one in traced:
+        outcomes.append([])
+        for trace, example in zip(one.traces, one.examples, strict=True):
+            decision = decide(trace, policy)
+            first, last = (
+                exact_match(trace[r].answer, example.golds) for r in (0, decision.round)
+            )
+            outcomes[-1].append((decision, first, last))
+    shown: dict[tuple[int, int], Chosen] = {}
     for action, verdict, n_wanted, matches in KINDS:
-        fitting = [
-            i for i, one in enumerate(outcomes) if i not in chosen and matches(*one)
-        ]
-        for i in fitting[:n_wanted]:
-            chosen[i] = (i, action, verdict, outcomes[i][0])
-    return list(chosen.values())
+        for _ in range(n_wanted):
+            n_shown = collections.Counter(place for place, _ in shown)
+            fitting = (
+                (n_shown[s], s, i)
+                for s, own in enumerate(outcomes)
+                for i, outcome in enumerate(own)
+                if (s, i) not in shown and matches(*outcome)
+            )
+            best = min(fitting, default=None)
+            if best is not None:
+                _, s, i = best
+                decision = outcomes[s][i][0]
+                shown[s, i] = Chosen(traced[s], i, action, verdict, decision)
+    return list(shown.values())
 
 
 def make_cases(
     probed: ProbedBackbone,
     passages: Sequence[Passage],
-    traced: Traced,
+    traced: Sequence[Traced],
     policy: Policy,
 ) -> list[dict[str, Any]]:
-    """Return the case studies of a set as the report shows them."""
+    """Return the case studies of the evaluated sets as the report shows them."""
     cases = []
-    for i, action, verdict, decision in choose_cases(traced, policy):
-        example, trace = traced.examples[i], traced.traces[i]
-        drafts = [trace[r] for r in sorted({0, decision.round})]
+    for one in choose_cases(traced, policy):
+        example, trace = one.traced.examples[one.place], one.traced.traces[one.place]
+        drafts = [trace[r] for r in sorted({0, one.decision.round})]
         cases.append(
             {
+                "dataset": example.dataset,
                 "question": example.question,
                 "golds": list(example.golds[:2]),
-                "action": action,
-                "verdict": verdict,
+                "action": one.action,
+                "verdict": one.verdict,
                 "drafts": [_shown_draft(probed, passages, example, d) for d in drafts],
             }
         )

@@ -46,11 +46,13 @@ class Draft:
       answer: its text.
       p_correct: calibrated probability in [0, 1]; closed-book detector for round 0,
         with-context detector after.
+      raw: the score before calibration.
       passages: indices into the corpus, in the order shown; empty in round 0.
     """
 
     answer: str
     p_correct: float
+    raw: float
     passages: tuple[int, ...] = ()
 
 
@@ -65,8 +67,8 @@ class Reader(Protocol):
 
     def with_context(
         self, rows: Sequence[int], contexts: Sequence[Sequence[Passage]]
-    ) -> list[tuple[str, float]]:
-        """Return answer and p_correct for the questions with these indices."""
+    ) -> list[Draft]:
+        """Return a draft for each of the questions with these indices."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,15 +167,24 @@ def trace_questions(
         ]
         rows = [i for i, indices in enumerate(chosen) if indices]
         contexts = [[passages[p] for p in chosen[i]] for i in rows]
-        for i, (answer, p_correct) in zip(
-            rows, reader.with_context(rows, contexts), strict=True
-        ):
-            traces[i].append(
-                Draft(answer=answer, p_correct=p_correct, passages=chosen[i])
-            )
+        for i, draft in zip(rows, reader.with_context(rows, contexts), strict=True):
+            traces[i].append(dataclasses.replace(draft, passages=chosen[i]))
             seen[i] = seen[i] | set(chosen[i])
         on_round(number)
     return [tuple(trace) for trace in traces]
+
+
+def recalibrated(
+    trace: Trace,
+    closed_book: Callable[[float], float],
+    with_context: Callable[[float], float],
+) -> Trace:
+    """Return a trace whose probabilities come from other maps of the raw scores."""
+    maps = [closed_book, *[with_context] * (len(trace) - 1)]
+    return tuple(
+        dataclasses.replace(draft, p_correct=float(p_correct_of(draft.raw)))
+        for draft, p_correct_of in zip(trace, maps, strict=True)
+    )
 
 
 def search_policy(

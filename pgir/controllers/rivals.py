@@ -4,14 +4,15 @@ All of them are read off the traces; see `pgir.controllers.traces`.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from extract.label.verdicts import exact_match, token_f1
 from extract.records import Example
-from extract.run.results import ResultRow
-from jaxprobe.metrics import BootstrapConfig, cluster_weights, interval_of
+from extract.run.results import CONTROLLERS, DIFFERENCE, MACRO, ResultRow
+from jaxprobe.evaluation import difference_row
+from jaxprobe.metrics import BootstrapConfig, interval_of, resamples
 from pgir.controllers.policy import ControllerConfig, Policy, Trace, decide
 from pgir.controllers.traces import Traced
 
@@ -64,55 +65,99 @@ def _measures(
     }
 
 
+class _Drawn(NamedTuple):
+    """A controller's mean of one metric on one set, with its resamples."""
+
+    value: float
+    draws: np.ndarray  # [n_resamples]
+    n: int
+
+    def row(self, **fields: Any) -> ResultRow:
+        """Return the row of the mean."""
+        low, high = interval_of(self.draws)
+        return ResultRow(
+            setting="both",
+            value=self.value,
+            ci_low=low,
+            ci_high=high,
+            n=self.n,
+            **fields,
+        )
+
+    def minus(self, other: "_Drawn", **fields: Any) -> ResultRow:
+        """Return the row of the difference, resampled over the same questions."""
+        fields["metric"] += DIFFERENCE
+        draws = self.draws - other.draws
+        value = self.value - other.value
+        return difference_row(value, draws, setting="both", n=self.n, **fields)
+
+
+Drawn = dict[tuple[str, str], _Drawn]  # by controller and metric
+
+
+def _drawn(one: Traced, policy: Policy, bootstrap: BootstrapConfig) -> Drawn:
+    """Measure every controller on a set."""
+    measured = {
+        (name, metric): values
+        for name, answered in _answers(one, policy).items()
+        for metric, values in _measures(one.examples, answered).items()
+    }
+    every = np.stack(list(measured.values()))
+    ids = np.array([example.id for example in one.examples])
+    parts = [every @ weights for weights in resamples(ids, bootstrap)]
+    draws = np.concatenate(parts, axis=1) / len(ids)
+    return {
+        key: _Drawn(float(values.mean()), own, len(ids))
+        for (key, values), own in zip(measured.items(), draws, strict=True)
+    }
+
+
+def _macro(sets: Sequence[Drawn]) -> Drawn:
+    """Return the unweighted mean over sets, each resampled by itself."""
+    return {
+        key: _Drawn(
+            float(np.mean([one[key].value for one in sets])),
+            np.mean([one[key].draws for one in sets], axis=0),
+            sum(one[key].n for one in sets),
+        )
+        for key in sets[0]
+    }
+
+
+def _rows(drawn: Drawn, experiment: str, **place: str) -> list[ResultRow]:
+    """Return the rows of all controllers, then how much more PGIR has than each."""
+    rows = [
+        one.row(experiment=experiment, detector=name, metric=metric, **place)
+        for (name, metric), one in drawn.items()
+    ]
+    place |= {"experiment": "controller_paired", "detector": "pgir"}
+    return rows + [
+        drawn["pgir", metric].minus(one, against=name, metric=metric, **place)
+        for (name, metric), one in drawn.items()
+        if name != "pgir" and name in CONTROLLERS and metric != "generations"
+    ]
+
+
 def control_rows(
     traced: Sequence[Traced], policy: Policy, bootstrap: BootstrapConfig
 ) -> list[ResultRow]:
     """Return exact match, F1 and generations of every controller.
 
     On every set, and as the unweighted mean over the evaluated sets (experiment
-    `controller_macro`), whose interval resamples the questions of each set.
+    `controller_macro`), whose interval resamples the questions of each set. How much
+    more PGIR has than each other controller, on the same resamples, is the experiment
+    `controller_paired`.
     """
-    rows = []
-    evaluated: dict[tuple[str, str], list[tuple[ResultRow, np.ndarray]]] = {}
+    rows, evaluated = [], []
     for one in traced:
-        ids = np.array([example.id for example in one.examples])
-        weights = cluster_weights(ids, bootstrap)
-        for name, answered in _answers(one, policy).items():
-            for metric, values in _measures(one.examples, answered).items():
-                draws = values @ weights / len(values)
-                row = _row(
-                    draws,
-                    experiment="controller",
-                    detector=name,
-                    dataset=one.dataset,
-                    split=one.split,
-                    metric=metric,
-                    value=float(values.mean()),
-                    n=len(values),
-                )
-                rows.append(row)
-                if one.split != "validation":
-                    evaluated.setdefault((name, metric), []).append((row, draws))
-    for (name, metric), parts in evaluated.items():
-        rows.append(
-            _row(
-                np.mean([draws for _, draws in parts], axis=0),
-                experiment="controller_macro",
-                detector=name,
-                dataset="macro",
-                split="evaluated",
-                metric=metric,
-                value=float(np.mean([row.value for row, _ in parts])),
-                n=sum(row.n for row, _ in parts),
-            )
-        )
+        drawn = _drawn(one, policy, bootstrap)
+        rows += _rows(drawn, "controller", dataset=one.dataset, split=one.split)
+        if one.split != "validation":
+            evaluated.append(drawn)
+    if evaluated:
+        place = {"dataset": MACRO, "split": "evaluated"}
+        rows += _rows(_macro(evaluated), "controller_macro", **place)
     return rows
-
-
-def _row(draws: np.ndarray, **fields: Any) -> ResultRow:
-    """Return a row with the interval of its resampled values, `[n_resamples]`."""
-    low, high = interval_of(draws)
-    return ResultRow(setting="both", ci_low=low, ci_high=high, **fields)
 
 
 def frontier(

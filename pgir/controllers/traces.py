@@ -13,12 +13,16 @@ import msgspec
 from extract.label.verdicts import exact_match
 from extract.records import Example, Passage
 from extract.run.console import Update
+from extract.run.directory import RunDir
 from extract.run.files import read_sealed, seal, write_json_atomic
+from jaxprobe.calibration import folds_of
+from jaxprobe.stage import N_FOLDS, fold_calibrators
 from pgir.bridge import ProbedBackbone, ProbedReader
 from pgir.controllers.policy import (
     ControllerConfig,
     Policy,
     Trace,
+    recalibrated,
     search_policy,
     trace_questions,
 )
@@ -172,12 +176,38 @@ class Tracer:
         return saved
 
 
-def choose_policy(traced: Sequence[Traced], config: ControllerConfig) -> Policy:
-    """Choose threshold and budget on the validation traces of all sets together."""
+Recalibrate = Callable[[Example, Trace], Trace]
+
+
+def choose_policy(
+    traced: Sequence[Traced],
+    config: ControllerConfig,
+    recalibrate: Recalibrate = lambda example, trace: trace,
+) -> Policy:
+    """Choose threshold and budget on the validation traces of all sets together.
+
+    Args:
+      traced: of all sets.
+      config: what is searched.
+      recalibrate: gives each question's trace its probabilities for the search.
+    """
     validation = [one for one in traced if one.split == "validation"]
     examples = [example for one in validation for example in one.examples]
+    traces = [trace for one in validation for trace in one.traces]
     return search_policy(
-        tuple(trace for one in validation for trace in one.traces),
+        tuple(map(recalibrate, examples, traces)),
         lambda i, answer: exact_match(answer, examples[i].golds),
         config,
     )
+
+
+def cross_fitted(run: RunDir) -> Recalibrate:
+    """Return probabilities from maps that have not seen the question's own label."""
+    closed_book = fold_calibrators(run, "closed_book")
+    with_context = fold_calibrators(run, "with_context")
+
+    def recalibrate(example: Example, trace: Trace) -> Trace:
+        (fold,) = folds_of([example.id], N_FOLDS)
+        return recalibrated(trace, closed_book[fold], with_context[fold])
+
+    return recalibrate

@@ -3,8 +3,17 @@
 import itertools
 import zlib
 
+import msgspec
+
 from benchmarks.results.report import ReportData
-from extract.run.results import ResultRow
+from extract.run.results import (
+    CONTROLLERS,
+    IN_DOMAIN,
+    RIVALS,
+    ResultRow,
+    ResultTable,
+    macro_row,
+)
 from tests.benchmarks.ablation_sample import ablation_rows, ablations, rankings
 
 SETTINGS = ("closed_book", "with_context")
@@ -143,6 +152,8 @@ def sweep():
             "layers": list(range(7)),
             "auroc": [[m - 0.006, m + 0.001, m + 0.005] for m in means[setting]],
             "best": max(range(7), key=means[setting].__getitem__),
+            "n_train": 1200,
+            "n_validation": 398,
         }
         for setting in SETTINGS
     }
@@ -212,6 +223,7 @@ def case(question, gold, action, verdict, closed, grounded):
     if grounded:
         drafts.append(draft("with_context", question, *grounded))
     return {
+        "dataset": "microworld",
         "question": question,
         "golds": [gold],
         "action": action,
@@ -263,9 +275,38 @@ def frontier():
         }
 
 
+def paired_rows():
+    """Differences, some of whose intervals exclude zero; the controllers' macro too."""
+    for against, setting, place in itertools.product(RIVALS, SETTINGS, PLACES):
+        fields = dict(experiment="paired", against=against, p_value=0.2)
+        noise = round(0.05 + 0.08 * wobble(against, setting, place), 6)
+        yield row("champion", setting, place, "auroc_difference", noise, **fields)
+    macro = ("macro", "evaluated")
+    for against in list(CONTROLLERS)[:-1]:
+        fields = dict(experiment="controller_paired", against=against, p_value=0.01)
+        for place, metric in itertools.product((*PLACES[1:], macro), ("em", "f1")):
+            value = round(0.08 * wobble(against, place, metric), 6)
+            yield row("pgir", "both", place, f"{metric}_difference", value, **fields)
+    table, sets = ResultTable(list(controller_rows())), [name for name, _ in PLACES[1:]]
+    for name, metric in itertools.product(CONTROLLERS, ("em", "f1", "generations")):
+        mean = macro_row(table, name, metric, sets)
+        fields = dict(experiment="controller_macro", split="evaluated")
+        yield msgspec.structs.replace(mean, **fields)
+
+
+def with_pool(rows):
+    """Add what one in-domain set gives for all of them."""
+    pooled = (
+        msgspec.structs.replace(r, dataset=IN_DOMAIN)
+        for r in rows
+        if r.split in ("validation", "test") and "controller" not in r.experiment
+    )
+    return [*rows, *pooled]
+
+
 def sample_rows():
     """The rows, one of them undefined and one with failed examples."""
-    rows = [*detection_rows(), *controller_rows(), *span_rows()]
+    rows = [*detection_rows(), *controller_rows(), *span_rows(), *paired_rows()]
     rows += ablation_rows(row, PLACES)
     gone = row(
         "tfidf", "with_context", PLACES[3], "auroc", None, reason="one class only"
@@ -274,7 +315,7 @@ def sample_rows():
         "perplexity", "closed_book", PLACES[1], "auroc", 0.8371, n=395, n_failed=3
     )
     changed = {r.where: r for r in (gone, shaky)}
-    return [changed.get(r.where, r) for r in rows]
+    return with_pool([changed.get(r.where, r) for r in rows])
 
 
 def sample_report(**changes):

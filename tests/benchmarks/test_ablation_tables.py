@@ -53,9 +53,13 @@ def test_rows_of_evaluate_alone_make_no_ablation():
 
 def test_a_span_that_a_setting_lacks_is_not_measured():
     table = span_table(sample_rows())
-    assert labels(table) == ["None: all spans", "Context", "Question", "Answer"]
-    context = table.lines[1].cells
-    assert [cell == (None, None) for cell in context] == [True] * 4 + [False] * 4
+    ways = ("zeroed in training", "left out of both")
+    spans = ("Context", "Question", "Answer")
+    whole = ["None: all spans", *(f"{x}, {way}" for way in ways for x in spans)]
+    assert labels(table) == [*whole, *(f"{label} · no head" for label in whole)]
+    for line in table.lines:
+        lacks = [cell == (None, None) for cell in line.cells]
+        assert lacks == [line.label.startswith("Context")] * 4 + [False] * 4
 
 
 def test_ranked_sets_are_shown_where_they_were_chosen_too():

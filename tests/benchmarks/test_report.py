@@ -5,8 +5,14 @@ import msgspec
 import pytest
 
 from benchmarks.results.pictures import frontier_curve, synergy_pictures
-from benchmarks.results.report import missing, render_report, write_report
-from tests.benchmarks.sample import MARKUP, frontier, sample_report, sample_rows
+from benchmarks.results.report import (
+    headlines,
+    missing,
+    render_report,
+    write_report,
+)
+from extract.run.results import IN_DOMAIN
+from tests.benchmarks.sample import MARKUP, frontier, row, sample_report, sample_rows
 
 SECTIONS = (
     "run detection reliability accuracy layers synergy selection exhaustive ablations "
@@ -114,6 +120,24 @@ def test_undefined_values_are_shown_with_their_reason(page):
     assert "<li>3 examples left out: no label or no score</li>" in page
 
 
+def test_headlines_say_what_is_gained_over_a_simple_rival():
+    details = {h.label: h.detail for h in headlines(sample_report())}
+    assert "against answer perplexity" in details["AUROC closed-book, in-domain test"]
+    pgir = details["Exact match, PGIR, mean of the sets"]
+    assert "against always retrieve once" in pgir
+    assert "2.40 generations per question" in pgir
+
+
+def test_synergy_is_measured_on_all_sets_together_not_on_the_last_one():
+    rows = [
+        row(f"encoder:{name}", "closed_book", (dataset, "validation"), "auroc", value)
+        for name, own in (("H", (0.85, 0.9, 0.7)), ("P", (0.65, 0.6, 0.8)))
+        for dataset, value in zip((IN_DOMAIN, "hotpotqa", "musique"), own, strict=True)
+    ]
+    (picture,) = synergy_pictures(rows)
+    assert re.findall(r">\.(\d{3})<", picture.svg) == ["850", "650"]
+
+
 def test_an_undefined_encoder_is_named_below_its_figure():
     rows = []
     for r in sample_rows():
@@ -135,7 +159,7 @@ def test_tokens_carry_their_signals(page):
 
 def test_tints_follow_the_probability():
     token = dict(text="x", span="answer", surprisal=1.0, entropy=1.0, margin=0.1)
-    case = dict(question="q", golds=["g"], action="a", verdict="v")
+    case = dict(dataset="d", question="q", golds=["g"], action="a", verdict="v")
     draft = dict(
         setting="closed_book", answer="x", p_correct=0.5, correct=True, passages=[]
     )
@@ -149,7 +173,7 @@ def test_tints_follow_the_probability():
 def test_an_empty_run_still_makes_a_page_that_says_so():
     page = render_report(sample_report(**EMPTY))
     outline(page)
-    assert page.count('class="empty"') == 16
+    assert page.count('class="empty"') == 18
     assert "Not in this run: BEATRICE" in page
 
 

@@ -1,5 +1,15 @@
-from benchmarks.results.tables import as_text, controller_table, detection_table, number
-from extract.run.results import CONTROLS, DETECTORS, SPAN_DECISIONS
+import msgspec
+
+from benchmarks.results.paired import gain, paired_table
+from benchmarks.results.tables import controller_table, detection_table, number
+from benchmarks.results.terminal import as_text
+from extract.run.results import (
+    CONTROLS,
+    DETECTORS,
+    IN_DOMAIN,
+    RIVALS,
+    SPAN_DECISIONS,
+)
 from tests.benchmarks.sample import PLACES, row, sample_rows
 
 TEST = PLACES[1]
@@ -27,6 +37,50 @@ def test_columns_are_test_then_held_out_in_either_setting():
         for group in ("Closed-book", "With context")
         for place in [("microworld", "test"), *held_out]
     ]
+
+
+def test_all_in_domain_sets_together_come_first_where_there_are_several():
+    rows = sample_rows()
+    other = [
+        msgspec.structs.replace(r, dataset="musique")
+        for r in rows
+        if r.dataset == "microworld"
+    ]
+    columns = detection_table(rows + other).columns
+    names = [(c.label, c.detail) for c in columns if c.group == "Closed-book"]
+    assert names[:3] == [(d, "test") for d in ("in-domain", "microworld", "musique")]
+    alone = [r for r in rows if r.dataset == IN_DOMAIN]
+    assert {c.label for c in detection_table(alone).columns} == {"in-domain"}
+
+
+def test_a_difference_has_its_sign_a_mark_where_it_is_clear_and_no_rank():
+    rows = [
+        row("champion", "closed_book", TEST, "auroc_difference", value, **fields)
+        for value, fields in (
+            (0.05, dict(against="perplexity", p_value=0.01)),
+            (-0.01, dict(against="tfidf", p_value=0.6)),
+        )
+    ]
+    rows = [msgspec.structs.replace(r, experiment="paired") for r in rows]
+    table = paired_table(rows)
+    assert [line.label for line in table.lines] == [
+        RIVALS[name] for name in ("perplexity", "tfidf")
+    ]
+    assert set(ranks(table).values()) == {None}
+    assert [line.cells[0][0].is_clear for line in table.lines] == [True, False]
+    text = as_text(table)
+    assert "+.050!" in text and "+.020 to +.080" in text and "-.010\n" in text + "\n"
+    assert gain(rows, "tfidf", dataset=TEST[0]) == (
+        "-.010 [-.040 to +.020] against text only (TF-IDF)"
+    )
+    assert gain(rows, "perplexity", dataset="nq") == ""
+
+
+def test_pgir_is_laid_out_against_each_controller_and_in_the_mean_of_the_sets():
+    table = paired_table(sample_rows(), "controller_paired")
+    assert [(c.label, c.detail) for c in table.columns][-1] == ("macro", "mean of sets")
+    assert len(table.lines) == 3 and len(table.columns) == 5
+    assert all(len(cell) == 2 for line in table.lines for cell in line.cells)
 
 
 def test_lines_are_the_known_detectors_and_then_the_others():
@@ -103,7 +157,7 @@ def test_a_dataset_that_was_not_run_leaves_no_macro_mean():
     rows = [
         r
         for r in sample_rows()
-        if (r.detector, r.dataset) != ("pgir", "places") or r.experiment == "detection"
+        if r.detector != "pgir" or r.dataset not in ("places", "macro")
     ]
     pgir = controller_table(rows).lines[-2]
     assert pgir.cells[-2] == (None, None) and pgir.cells[2] == (None, None)

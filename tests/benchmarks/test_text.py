@@ -1,9 +1,11 @@
 import numpy as np
 import pytest
+from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
+from benchmarks.baselines import text
 from benchmarks.baselines.perplexity import perplexity_score
-from benchmarks.baselines.text import fit_tfidf, joined_text
+from benchmarks.baselines.text import INVERSE_PENALTIES, joined_text
 
 
 def planted(n, seed):
@@ -18,6 +20,28 @@ def planted(n, seed):
         for question, i in zip(questions, names, strict=True)
     ]
     return texts, names < 20
+
+
+def fit_tfidf(texts, labels):
+    """Fitted and validated on the same, since the penalty does not matter here."""
+    return text.fit_tfidf(texts, labels, texts, labels)
+
+
+def test_validation_chooses_the_penalty():
+    train, valid = planted(200, seed=0), planted(200, seed=1)
+    noisy, chosen = np.random.default_rng(0).random(200) < 0.35, set()
+    for labels in (train[1], train[1] ^ noisy):
+        found = text.fit_tfidf(train[0], labels, *valid)
+        aurocs = {}
+        for penalty in INVERSE_PENALTIES:
+            matrix = found.vectorizer.transform(train[0])
+            again = LogisticRegression(C=penalty, max_iter=2000).fit(matrix, labels)
+            scores = again.predict_proba(found.vectorizer.transform(valid[0]))[:, 1]
+            aurocs[penalty] = roc_auc_score(valid[1], scores)
+        assert found.valid_auroc == pytest.approx(max(aurocs.values()))
+        assert found.regression.C == max(aurocs, key=aurocs.get)
+        chosen.add(found.regression.C)
+    assert len(chosen) == 2  # clean labels and noisy ones want another penalty
 
 
 def test_planted_words_are_found():

@@ -6,11 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.speed.tiny_models import VOCAB_SIZE, tiny_model
 from extract.backbone.checkpoint import check_quantization_support, load_outline
 from extract.backbone.loading import load_backbone
+from extract.signals.reader import SignalReader
 
 
 def save_words(path, n_words, **special):
@@ -117,6 +118,7 @@ def test_a_tensor_without_a_place_is_refused_by_name(checkpoint):
         "model.visual.blocks.0.weight",
         "vision_tower.encoder.weight",
         "mtp.layers.0.weight",
+        "transformer.h.0.attn.bias",  # GPT-J's causal mask
     ],
 )
 def test_what_a_text_model_leaves_out_is_no_reason_to_refuse(checkpoint, name):
@@ -135,3 +137,40 @@ def test_a_word_for_padding_beyond_the_embedding_is_accepted(checkpoint):
     save_words(checkpoint, VOCAB_SIZE, pad_token="[PAD]")
     backbone = load_backbone(checkpoint)
     assert backbone.tokenizer.pad_token_id == VOCAB_SIZE
+
+
+FOUR_BITS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def four_bit_tensors(name, n_experts, n_in, n_out):
+    """Return packed weights as gpt-oss is released, and the numbers they stand for."""
+    codes = torch.randint(0, 16, (n_experts, n_out, n_in // 32, 32))
+    scales = torch.randint(122, 126, codes.shape[:-1])
+    values = torch.tensor(FOUR_BITS + [-value for value in FOUR_BITS])[codes]
+    values = values * torch.exp2(scales - 127.0)[..., None]
+    packed = {
+        f"{name}_blocks": (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8),
+        f"{name}_scales": scales.to(torch.uint8),
+    }
+    return packed, values.flatten(2).mT
+
+
+def test_four_bit_experts_are_unpacked_to_the_numbers_they_stand_for(tmp_path):
+    config = GptOssConfig(
+        **{**tiny_model("gpt_oss").config.to_dict(), "intermediate_size": 32}
+    )
+    path, wanted = tmp_path / "model", {}
+    GptOssForCausalLM(config).save_pretrained(path)
+    save_words(path, VOCAB_SIZE)
+    tensors = load_file(path / "model.safetensors")
+    for name in [key for key in tensors if key.endswith("_proj") and "experts" in key]:
+        packed, wanted[name] = four_bit_tensors(name, *tensors.pop(name).shape)
+        tensors |= packed
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    edit(path, quantization_config={"quant_method": "mxfp4"})
+    backbone = load_backbone(path)
+    assert len(wanted) == 2 * 3
+    for name, values in wanted.items():
+        torch.testing.assert_close(backbone.model.get_parameter(name).data, values)
+    SignalReader(backbone)
+    check_quantization_support(str(path), load_outline(str(path)))

@@ -122,7 +122,7 @@ def test_judges_label_and_the_audit_finds_what_exact_match_misses(run_dir, tmp_p
     n_changed = sum(a != b for a, b in zip(exact, judged, strict=True))
     assert n_changed >= 1
     audit = json.loads(beatrice("label", run_dir, "--audit", "--json").stdout)
-    assert audit["labels_by"] == "judge consensus"
+    assert audit["label_rule"] == "judges: big, unanimous"
     assert audit["n_disagreements"] == n_changed
     assert audit["exact_match"][0]["n_agree"] == len(judged) - n_changed
     assert [pair["kappa"] for pair in audit["judges"]] == [1.0] * 3
@@ -144,7 +144,7 @@ def test_judges_label_and_the_audit_finds_what_exact_match_misses(run_dir, tmp_p
     assert re.search(r"against exact match +(\d+) of \1 agree", done.stdout)
     # Exact match comes back, and says that it replaces the judges.
     done = beatrice("label", run_dir)
-    assert "normalised exact match" in done.stderr
+    assert "by exact match, without a judge" in done.stderr
     assert "replaces the judges' labels" in done.stderr
     assert labels_of(run_dir) == exact
 

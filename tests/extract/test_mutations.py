@@ -9,6 +9,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from benchmarks.speed import oracle
@@ -70,6 +71,14 @@ def test_a_forgotten_softcap_is_refused():
         check(backbone, head=head)
 
 
+@pytest.mark.parametrize("family", ["granite", "granitemoehybrid", "cohere", "cohere2"])
+def test_a_forgotten_scale_of_the_logits_is_refused(family):
+    backbone = Backbone.from_model(tiny_model(family))
+    head = dataclasses.replace(probability.head_of(backbone.model), scale=1.0)
+    with pytest.raises(ValueError, match="the logits"):
+        check(backbone, head=head)
+
+
 def break_layers(backbone, change):
     """Return the backbone with every layer's taps changed."""
     layers = tuple(map(change, backbone.layout.layers))
@@ -77,12 +86,20 @@ def break_layers(backbone, change):
     return dataclasses.replace(backbone, layout=layout)
 
 
-def without_per_layer_embedding(layer):
+def without_the_second_part(layer):
     return dataclasses.replace(layer, ffn=layer.ffn[:1])
 
 
 def before_the_sandwich_norm(layer):
     return dataclasses.replace(layer, att=layer.mixer)
+
+
+def with_the_stream_itself(layer):
+    return dataclasses.replace(layer, att=layer.mixer, ffn=(layer.module.mlp,))
+
+
+def without_a_copy(layer):
+    return dataclasses.replace(layer, is_overwritten=False)
 
 
 def without_the_experts(layer):
@@ -92,11 +109,15 @@ def without_the_experts(layer):
 @pytest.mark.parametrize(
     ("family", "change"),
     [
-        ("gemma4", without_per_layer_embedding),
+        ("gemma4", without_the_second_part),
         ("gemma4_moe", without_the_experts),
         ("gemma3", before_the_sandwich_norm),
         ("olmo2", before_the_sandwich_norm),
         ("olmo3", before_the_sandwich_norm),
+        ("glm4", before_the_sandwich_norm),
+        ("granitemoeshared", without_the_second_part),
+        ("bloom", with_the_stream_itself),
+        ("falcon", without_a_copy),
     ],
 )
 def test_a_wrong_tap_is_refused(family, change):
@@ -116,13 +137,18 @@ def test_attention_and_feed_forward_exchanged_are_refused(family):
         SignalReader(broken)
 
 
-@pytest.mark.parametrize("family", ["gemma4", "gemma4_moe"])
-def test_a_forgotten_layer_scalar_is_refused(family):
+@pytest.mark.parametrize(
+    "family",
+    ["gemma4", "gemma4_moe", "granite", "granitemoe", "granitemoehybrid_dense"],
+)
+def test_a_forgotten_layer_scalar_or_multiplier_is_refused(family):
     backbone = Backbone.from_model(tiny_model(family))
 
     class Unscaled(type(backbone.layout.layers[0])):
         def scale(self):
             return 1.0
+
+        multiplier = scale
 
     def unscale(layer):
         return Unscaled(**vars(layer))
@@ -138,6 +164,18 @@ def test_a_forgotten_mask_function_is_refused(family, monkeypatch):
     monkeypatch.delitem(masks, attention.NAME)
     with pytest.raises(ValueError, match="the logits"):
         SignalReader(Backbone.from_model(tiny_model(family)))
+
+
+def test_a_forgotten_sink_is_refused(monkeypatch):
+    functions = AttentionInterface._global_mapping
+    read = functions[attention.NAME]
+    monkeypatch.setitem(
+        functions,
+        attention.NAME,
+        lambda *args, s_aux, **kwargs: read(*args, **kwargs),
+    )
+    with pytest.raises(ValueError, match="the logits"):
+        SignalReader(Backbone.from_model(tiny_model("gpt_oss")))
 
 
 @pytest.fixture(scope="module")

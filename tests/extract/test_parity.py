@@ -1,10 +1,12 @@
 import pytest
 import torch
 from transformers import (
-    GraniteConfig,
-    GraniteForCausalLM,
+    BloomConfig,
+    BloomForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MptConfig,
+    MptForCausalLM,
     OPTConfig,
     OPTForCausalLM,
 )
@@ -26,22 +28,30 @@ SMALL = {
 }
 
 
-def test_a_residual_multiplier_is_refused_as_an_unknown_layout():
-    config = GraniteConfig(**SMALL, intermediate_size=48, residual_multiplier=0.5)
-    with pytest.raises(ValueError, match="unknown residual layout: in layer"):
-        SignalReader(Backbone.from_model(GraniteForCausalLM(config)))
+def test_a_stream_that_is_normed_after_every_addition_is_refused_by_name():
+    sizes = {"ffn_dim": 48, "word_embed_proj_dim": 32}
+    config = OPTConfig(**SMALL, **sizes, do_layer_norm_before=False)
+    with pytest.raises(ValueError, match="OPT.*do_layer_norm_before False.*norm the"):
+        Backbone.from_model(OPTForCausalLM(config))
 
 
-def test_a_scaled_logit_is_refused_as_an_unknown_layout():
-    config = GraniteConfig(**SMALL, intermediate_size=48, logits_scaling=4.0)
-    with pytest.raises(ValueError, match="unknown residual layout: the logits"):
-        SignalReader(Backbone.from_model(GraniteForCausalLM(config)))
+def test_a_stream_that_is_dropped_for_its_norm_is_refused_by_name():
+    sizes = {"apply_residual_connection_post_layernorm": True, "hidden_size": 32}
+    config = BloomConfig(vocab_size=VOCAB_SIZE, n_layer=2, n_head=4, **sizes)
+    with pytest.raises(ValueError, match="Bloom.*drop the stream"):
+        Backbone.from_model(BloomForCausalLM(config))
+
+
+def test_a_projection_behind_the_final_norm_is_refused_by_name():
+    config = OPTConfig(**SMALL, ffn_dim=48, word_embed_proj_dim=16)
+    with pytest.raises(ValueError, match="OPT.*project_out"):
+        Backbone.from_model(OPTForCausalLM(config))
 
 
 def test_a_block_without_a_known_feed_forward_part_is_refused_by_name():
-    config = OPTConfig(**SMALL, ffn_dim=48, word_embed_proj_dim=32)
-    with pytest.raises(ValueError, match="unknown residual layout.*OPTDecoder"):
-        Backbone.from_model(OPTForCausalLM(config))
+    config = MptConfig(vocab_size=VOCAB_SIZE, d_model=32, n_heads=4, n_layers=2)
+    with pytest.raises(ValueError, match="unknown residual layout.*MptModel"):
+        Backbone.from_model(MptForCausalLM(config))
 
 
 def windowed(window):

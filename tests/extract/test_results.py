@@ -181,8 +181,8 @@ def test_rows_asked_for_are_published_until_they_are_out_of_date(tmp_path):
     with RunDir.open(tmp_path / "run", NewRun()) as run:
         run.labels.write_text("one")
         notes = Notes()
-        ours = row()
-        asked = row(detector="without_hidden", experiment="ablation")
+        ours = row(label_rule="exact match")
+        asked = row(detector="without_hidden", label_rule="exact match")
         publish(run, "evaluate", [ours], notes)
         publish(run, "ablate", [asked], notes)
         inputs = run.hash_inputs(run.labels)
@@ -195,3 +195,14 @@ def test_rows_asked_for_are_published_until_they_are_out_of_date(tmp_path):
         assert "out of date" in notes[0] and "--ablations" in notes[0]
         publish(run, "ablate", [asked], notes)
         assert read_result_rows(run) == [ours, asked]
+
+
+def test_every_published_row_says_by_which_rule_its_answers_were_labelled(tmp_path):
+    with RunDir.open(tmp_path / "run", NewRun()) as run:
+        publish(run, "evaluate", [row(), row(seed="0")], Notes())
+        assert [r.label_rule for r in read_result_rows(run)] == ["exact match"] * 2
+        run.labels.write_text("judged")
+        judged = {"judge": "sha", "rule": "judges: big, majority"}
+        run.mark_stage("label", judged, 1.0, [run.labels])
+        publish(run, "evaluate", [row()], Notes())
+        assert [r.label_rule for r in read_result_rows(run)] == [judged["rule"]]

@@ -33,7 +33,16 @@ def test_an_answer_becomes_a_sequence_with_emitting_spans():
 
 def test_the_literal_answer_span_holds_the_answer_tokens_alone():
     sequence = sequence_of(make_answer(), answer_span="literal")
-    assert sequence.spans.tolist() == [[1, 4], [4, 7], [8, 11]]
+    assert sequence.spans.tolist() == [[1, 4], [4, 8], [8, 11]]
+
+
+@pytest.mark.parametrize("answer_span", ["emitting", "literal"])
+def test_every_token_from_the_context_on_belongs_to_exactly_one_span(answer_span):
+    for context in ((1, 4), (1, 1)):
+        answer = make_answer(context_span=context)
+        spans = sequence_of(answer, answer_span=answer_span).spans
+        held = [t for start, stop in spans for t in range(start, stop)]
+        assert held == list(range(1, 11))
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,7 @@ def test_pushes_sum_to_the_score_of_the_last_state_less_that_of_the_first(reader
     with torch.no_grad():
         gain = norm(passes[-1].h_out / scale) - norm(passes[0].h_in)
         expected = (gain[0] * head.weight[torch.from_numpy(sequence.targets)]).sum(-1)
+        expected *= probability.head_of(backbone.model).scale
     found = reader.read([sequence])[0].resid.reshape(26, -1, 4)[:, :, [1, 3]]
     np.testing.assert_allclose(found.sum((1, 2)), expected.numpy(), atol=1e-4)
 
@@ -234,6 +235,30 @@ def test_only_attention_layers_of_a_hybrid_model_are_read():
     backbone = Backbone.from_model(tiny_model("qwen3_5"))
     assert backbone.attention_layers == (3,)
     assert SignalReader(backbone).shapes["attn"] == (2, 2, 1, 4)
+
+
+@pytest.mark.parametrize("family", ["falcon", "falcon_40b"])
+def test_weights_that_a_decoder_returns_read_as_those_of_the_call_it_makes(family):
+    calls, returns = (Backbone.from_model(tiny_model(family)) for _ in range(2))
+    assert calls.model.config._attn_implementation == "sdpa"
+    returns.model.config._attn_implementation = "eager"
+    batch = make_batch()
+    found, expected = (SignalReader(one).read(batch) for one in (returns, calls))
+    for left, right in zip(found, expected, strict=True):
+        assert largest_difference(left, right) < TOLERANCE
+
+
+def test_a_sink_takes_mass_from_the_tokens():
+    model = tiny_model("gpt_oss")
+    sequence = make_sequence(5, 20, [0, 7], [7, 13], [13, 20])
+    with_sinks = SignalReader(Backbone.from_model(model)).read([sequence])[0].attn
+    for layer in model.model.layers:
+        layer.self_attn.sinks.fill_(-1e4)
+    without = SignalReader(Backbone.from_model(model)).read([sequence])[0].attn
+    # Of the first layer, whose input is the same: towards context and question.
+    masses = [attn[13:, :, 1, 0].sum(1) for attn in (with_sinks, without)]
+    assert (masses[0] < masses[1]).all()
+    assert (masses[1] <= 1 + 1e-6).all()
 
 
 @pytest.mark.parametrize("family", list(WRAPPERS))

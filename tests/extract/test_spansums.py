@@ -4,19 +4,31 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.speed.oracle import attention_reading, exact_map
+from benchmarks.speed.exact.untouched import exact_map
+from benchmarks.speed.oracle import attention_reading
 from extract.signals.probability import Head, token_probabilities
-from extract.signals.span_sums import AttentionCall, span_readings
+from extract.signals.span_sums import AttentionCall, AttentionMap, span_readings
 
 N_TOKENS = 24
 SPANS = [(2, 12), (12, 19), (19, 24)]
 
 
-def make_call(spread, mask=None):
+def make_mask(kind):
+    """No mask, a window of 8 tokens, or alibi and causality in what is added."""
+    positions = torch.arange(N_TOKENS)
+    distance = positions[:, None] - positions
+    if kind == "window":
+        return ((distance >= 0) & (distance < 8))[None, None]
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])[:, None, None]
+    alibi = (-slopes * distance).masked_fill(distance < 0, torch.finfo().min)
+    return alibi[None] if kind == "alibi" else None
+
+
+def make_call(spread, mask=None, sinks=None):
     generator = torch.Generator().manual_seed(3)
     query = spread * torch.randn(1, 4, N_TOKENS, 8, generator=generator)
     key = torch.randn(1, 2, N_TOKENS, 8, generator=generator)
-    return AttentionCall(query, key, mask, 8**-0.5, None)
+    return AttentionCall(query, key, mask, 8**-0.5, None, sinks)
 
 
 def members():
@@ -28,15 +40,14 @@ def members():
 # Spread 40 gives logits of size 100: shifts are needed, and far keys underflow.
 @pytest.mark.parametrize("spread", [1.0, 40.0])
 @pytest.mark.parametrize("budget", [100, 2**20])
-@pytest.mark.parametrize("is_windowed", [False, True])
-def test_readings_and_output_agree_with_the_exact_map(spread, budget, is_windowed):
-    positions = torch.arange(N_TOKENS)
-    distance = positions[:, None] - positions
-    window = ((distance >= 0) & (distance < 8))[None, None]
-    call = make_call(spread, window if is_windowed else None)
+@pytest.mark.parametrize("kind", ["causal", "window", "alibi"])
+@pytest.mark.parametrize("sinks", [None, [-90.0, 0.0, 2.0, 90.0]])
+def test_readings_and_output_agree_with_the_exact_map(spread, budget, kind, sinks):
+    sinks = None if sinks is None else torch.tensor(sinks)
+    call = make_call(spread, make_mask(kind), sinks)
     value = torch.randn(1, 2, N_TOKENS, 8, generator=torch.Generator().manual_seed(4))
     found, attended = span_readings(call, members(), (12, N_TOKENS), budget, value)
-    exact = exact_map(call.query, call.key, call.mask, call.scaling, None)
+    exact = exact_map(call.query, call.key, call.mask, call.scaling, None, sinks)
     for position in range(N_TOKENS):
         for head in range(4):
             expected = attention_reading(exact[head].numpy(), SPANS, position)
@@ -47,6 +58,15 @@ def test_readings_and_output_agree_with_the_exact_map(spread, budget, is_windowe
     values = value[0].double().repeat_interleave(2, dim=0)
     expected = (exact @ values)[:, 12:].transpose(0, 1)
     torch.testing.assert_close(attended[0].double(), expected, rtol=0, atol=2e-5)
+
+
+def test_a_map_reads_as_the_queries_and_keys_it_came_from():
+    call = make_call(1.0, make_mask("alibi"))
+    exact = exact_map(call.query, call.key, call.mask, call.scaling, None)
+    rows = (12, N_TOKENS)
+    found, _ = span_readings(AttentionMap(exact[None].float()), members(), rows, 100)
+    expected, _ = span_readings(call, members(), rows, 2**20)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_no_row_to_read_attends_to_nothing_and_reads_zero():

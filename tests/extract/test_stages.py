@@ -165,3 +165,85 @@ def test_a_stage_that_counts_nothing_says_what_it_reads(run):
     run.close()
     (run.path / "in").write_text("a" * 1234)
     assert "reads 1,234 bytes" in forecast_stage(run.path, planted([]))
+
+
+def chain(done):
+    """Return three stages, each of which repeats the letters of the one before."""
+
+    def copies(source, target, name):
+        def work(run, config, update, progress):
+            done.append(name)
+            (run.path / target).write_text((run.path / source).read_text() * 2)
+
+        return Stage(
+            name=name,
+            inputs=lambda run: [run.path / source],
+            outputs=lambda run: [run.path / target],
+            work=work,
+        )
+
+    return (
+        copies("in", "sweep.json", "sweep"),
+        copies("sweep.json", "selection", "select"),
+        copies("selection", "detector", "calibrate"),
+    )
+
+
+def test_what_was_made_of_other_files_is_not_read(run, capsys):
+    done = []
+    stages = chain(done)
+    for stage in stages:
+        run_stage(stage, run, Progress())
+    (run.path / "in").write_text("b")
+    with pytest.raises(ValueError) as caught:
+        run_stage(stages[2], run, Progress())  # whose own input is as it was
+    assert "calibrate reads" in str(caught.value)
+    assert "its input in has changed since); run `beatrice sweep`" in str(caught.value)
+    assert done == ["sweep", "select", "calibrate"]
+    for stage in stages:  # in order, every one is done again and says so
+        run_stage(stage, run, Progress())
+    assert (run.path / "detector").read_text() == "b" * 8
+    said = capsys.readouterr().err
+    assert "stage sweep: its input in has changed since; it is done again" in said
+
+
+def test_what_was_begun_again_and_not_finished_is_not_read(run):
+    done = []
+    stages = chain(done)
+    for stage in stages:
+        run_stage(stage, run, Progress())
+    run.reopen_stage("sweep")
+    assert run.stage_gap("sweep") == "stage sweep was begun again and is not finished"
+    with pytest.raises(ValueError, match="is not finished.*run `beatrice sweep` first"):
+        run_stage(stages[1], run, Progress())
+    for stage in stages:
+        run_stage(stage, run, Progress())
+    assert done == ["sweep", "select", "calibrate", "sweep"]
+
+
+def label_stage(text):
+    def work(run, config, update, progress):
+        run.labels.write_text(text)
+
+    return Stage(
+        name="label",
+        inputs=lambda run: [run.path / "in"],
+        outputs=lambda run: [run.labels],
+        work=work,
+    )
+
+
+def test_what_a_person_corrected_is_neither_read_nor_replaced(run):
+    reader = dataclasses.replace(chain([])[0], inputs=lambda run: [run.labels])
+    run_stage(label_stage("ours"), run, Progress())
+    run.labels.write_text("corrected by hand")
+    for stage in (label_stage("ours"), reader):
+        with pytest.raises(ValueError, match="labels.jsonl was changed since it was"):
+            run_stage(stage, run, Progress())
+    (run.path / "in").write_text("b")  # a reason to do it again is no reason to replace
+    with pytest.raises(ValueError, match="labels.jsonl was changed since it was wri"):
+        run_stage(label_stage("ours"), run, Progress())
+    assert run.labels.read_text() == "corrected by hand"
+    run.labels.unlink()
+    run_stage(label_stage("ours"), run, Progress())
+    assert run.labels.read_text() == "ours"

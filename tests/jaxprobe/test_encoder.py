@@ -1,3 +1,5 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,7 @@ from jaxprobe.features.subsets import (
     subset_index,
 )
 from jaxprobe.kernels.masked import token_convolution
+from jaxprobe.kernels.projection import Draw
 from jaxprobe.model.encoder import Encoder
 from jaxprobe.model.fusion import FusionHead, head_inputs
 
@@ -115,6 +118,24 @@ def test_empty_spans_give_finite_scores_and_gradients():
     value, grads = jax.jit(jax.value_and_grad(total))(weights("HPRA"))
     assert np.isfinite(value)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize("spans", ["answer", "all"])
+def test_a_span_whose_states_are_not_read_gets_no_noise_in_training(spans):
+    dims = dataclasses.replace(DIMS, hidden_spans=spans)
+    config = dataclasses.replace(CONFIG, dropout=0.0, input_noise=1.0)
+    encoder = Encoder(config, dims)
+    features = random_features()
+    no_answer = (features.masks[0], np.zeros_like(features.masks[1]))
+    families = plain(Features(features.tokens, no_answer), dims)
+    mask, everyone = jnp.asarray(SUBSETS[subset_index("H")]), jnp.arange(6)
+
+    def logits(draw):
+        return encoder.apply(weights("H"), families, mask, draw)[0]
+
+    draw = Draw(everyone, jax.random.key(1), jax.random.key(2))
+    # Nothing is left to be read but, with "all", the question's states and their noise.
+    assert np.allclose(logits(draw), logits(None), atol=1e-6) == (spans == "answer")
 
 
 def naive(params, features, families):

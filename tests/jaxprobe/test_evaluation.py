@@ -1,7 +1,17 @@
 import numpy as np
+import pytest
+from sklearn.metrics import average_precision_score, roc_auc_score
 
-from jaxprobe.evaluation import permute_by_question
+from extract.run.results import IN_DOMAIN, ResultTable
+from jaxprobe.evaluation import Scored, detection_rows, permute_by_question
 from jaxprobe.features.rows import Rows
+from jaxprobe.metrics import (
+    BootstrapConfig,
+    auroc,
+    interval_of,
+    resamples,
+    weighted_metrics,
+)
 
 
 def some_rows(n=200, n_labelled=150, p_right=0.9):
@@ -35,3 +45,128 @@ def test_the_wordings_of_a_question_stay_together():
         return sorted(map(tuple, labels.reshape(-1, 2).tolist()))
 
     assert pairs(permute_by_question(rows, seed=1)) == pairs(rows.labels)
+
+
+RATES = {"hotpotqa": 0.8, "musique": 0.2, "nq": 0.5}
+BOOTSTRAP = BootstrapConfig(n_resamples=200)
+
+
+def several_sets(n=120):
+    """Two in-domain sets and a held-out one; every question in two wordings."""
+    rng = np.random.default_rng(0)
+    places = [(d, s) for d in ("hotpotqa", "musique") for s in ("train", "test")]
+    places.append(("nq", "ood"))
+    labels = [np.repeat(rng.random(n) < RATES[d], 2) for d, _ in places]
+    return Rows(
+        setting="with_context",
+        ids=np.array([f"{d}-{s}-{i // 2}" for d, s in places for i in range(2 * n)]),
+        datasets=np.repeat([d for d, _ in places], 2 * n),
+        splits=np.repeat([s for _, s in places], 2 * n),
+        variants=np.tile(["original", "rewritten"], n * len(places)),
+        labels=np.concatenate(labels),
+        is_labelled=rng.random(2 * n * len(places)) < 0.95,
+    )
+
+
+def noisy(rows, name, strength, seed, n_seeds=3):
+    noise = np.random.default_rng(seed).standard_normal((n_seeds, len(rows.ids)))
+    return Scored(name=name, scores=strength * rows.labels + noise)
+
+
+def measured(rows, *scored, pairs=(), config=BOOTSTRAP):
+    return ResultTable(detection_rows(list(scored), rows, config, pairs=pairs))
+
+
+def test_the_pooled_auroc_is_that_of_all_in_domain_questions_together():
+    rows = several_sets()
+    scored = noisy(rows, "champion", 1.0, 1)
+    table = measured(rows, scored)
+    # Both sets and both wordings; the questions without a label are counted.
+    is_test = rows.splits == "test"
+    where = np.flatnonzero(is_test & rows.is_labelled)
+    assert set(rows.datasets[where]) == {"hotpotqa", "musique"}
+    assert set(rows.variants[where]) == {"original", "rewritten"}
+    pooled = {"dataset": IN_DOMAIN, "split": "test", "seed": "mean"}
+    labels, scores = rows.labels[where], scored.scores[:, where]
+    expected = {
+        "auroc": np.mean([roc_auc_score(labels, one) for one in scores]),
+        "auprc": np.mean([average_precision_score(~labels, -one) for one in scores]),
+    }
+    for metric, value in expected.items():
+        row = table.find(metric=metric, **pooled)
+        assert row.value == pytest.approx(value) and row.ci_low < value < row.ci_high
+        assert (row.n, row.n_failed) == (len(where), is_test.sum() - len(where))
+    single = table.value(metric="auroc", **pooled | {"dataset": "musique"})
+    assert single != pytest.approx(expected["auroc"], abs=1e-3)
+    assert not table.select(dataset=IN_DOMAIN, split="ood")
+
+
+def test_one_in_domain_set_is_its_own_pool():
+    rows = several_sets()
+    rows.datasets[rows.datasets == "musique"] = "hotpotqa"
+    table = measured(rows, noisy(rows, "champion", 1.0, 1))
+    shared = {"split": "test", "metric": "auroc", "seed": "mean"}
+    one, pooled = (table.find(dataset=d, **shared) for d in ("hotpotqa", IN_DOMAIN))
+    assert (one.value, one.ci_low, one.n) == (pooled.value, pooled.ci_low, pooled.n)
+
+
+def test_a_paired_difference_resamples_both_detectors_together():
+    rows = several_sets()
+    ours = noisy(rows, "champion", 1.0, 1)
+    near = Scored(name="near", scores=ours.scores + 0.05 * rows.labels)
+    table = measured(rows, ours, near, pairs=[("champion", "near")])
+    where = rows.where("test")
+    assert len(where) > 400
+    draws, labels = {}, rows.labels[where]
+    (weights,) = resamples(rows.ids[where], BOOTSTRAP)
+    for one in (ours, near):
+        seeds = [
+            weighted_metrics(s, labels, weights)["auroc"] for s in one.scores[:, where]
+        ]
+        draws[one.name] = np.mean(seeds, axis=0)
+    row = table.find(
+        experiment="paired",
+        against="near",
+        dataset=IN_DOMAIN,
+        split="test",
+        metric="auroc_difference",
+    )
+    means = [
+        np.mean([auroc(s, labels).value for s in one.scores[:, where]])
+        for one in (ours, near)
+    ]
+    assert row.value == pytest.approx(means[0] - means[1])
+    expected = interval_of(draws["champion"] - draws["near"])
+    assert (row.ci_low, row.ci_high) == pytest.approx(expected)
+    # Near twins: each has a wide interval, their difference a narrow one.
+    alone = table.find(
+        experiment="detection",
+        detector="champion",
+        dataset=IN_DOMAIN,
+        split="test",
+        metric="auroc",
+        seed="mean",
+    )
+    assert row.ci_high - row.ci_low < 0.7 * (alone.ci_high - alone.ci_low)
+    assert (row.p_value < 0.05) == (row.ci_low > 0 or row.ci_high < 0)
+
+
+def test_a_difference_with_an_undefined_side_says_why():
+    rows = several_sets()
+    ours, rival = noisy(rows, "champion", 1.0, 1), noisy(rows, "rival", 0.5, 2)
+    rows.labels[rows.datasets == "nq"] = True
+    table = measured(rows, ours, rival, pairs=[("champion", "rival")])
+    row = table.find(experiment="paired", dataset="nq", metric="auroc_difference")
+    assert row.value is None and "one class" in row.reason
+
+
+def test_permuted_labels_do_not_tell_in_domain_sets_apart():
+    rows = several_sets(n=2000)
+    permuted = permute_by_question(rows, seed=0)
+    for split in ("train", "test"):
+        shares = [
+            permuted[rows.where(split, d)].mean() for d in ("hotpotqa", "musique")
+        ]
+        assert abs(shares[0] - shares[1]) < 0.06  # from .8 and .2; five s.d.
+    held_out = rows.where("ood", "nq")
+    assert permuted[held_out].sum() == rows.labels[held_out].sum()

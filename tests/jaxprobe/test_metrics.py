@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from jaxprobe.calibration import brier, ece, fit_calibrator, reliability
 from jaxprobe.metrics import (
     BootstrapConfig,
     auprc,
     auroc,
-    cluster_weights,
+    drawn_clusters,
     interval_of,
     masked_auroc,
-    weighted_auprc,
-    weighted_auroc,
+    resamples,
+    two_sided_p,
+    weighted_metrics,
 )
 
 
@@ -61,26 +61,45 @@ def test_auprc_takes_the_incorrect_answer_as_positive():
     assert auprc(scores, labels).value == pytest.approx(expected)
 
 
-def test_weighted_metrics_from_one_sort_equal_sklearn():
+def weights_of(clusters, **config):
+    return np.concatenate(list(resamples(clusters, BootstrapConfig(**config))), axis=1)
+
+
+def test_resampled_metrics_equal_a_plain_loop_over_the_same_draws():
     scores, labels = tied_scores()
-    weights = cluster_weights(np.arange(200) // 2, BootstrapConfig(n_resamples=20))
-    assert (weights[0] == weights[1]).all() and (weights.sum(axis=0) == 200).all()
-    for i, w in enumerate(weights.T):
-        assert weighted_auroc(scores, labels, weights)[i] == pytest.approx(
-            roc_auc_score(labels, scores, sample_weight=w)
-        )
-        assert weighted_auprc(scores, labels, weights)[i] == pytest.approx(
-            average_precision_score(~labels, -scores, sample_weight=w)
-        )
+    config = BootstrapConfig(n_resamples=40, seed=3)
+    clusters = np.arange(200) // 2  # two wordings of a question
+    weights = weights_of(clusters, n_resamples=40, seed=3)
+    found = weighted_metrics(scores, labels, weights)
+    for i, questions in enumerate(drawn_clusters(100, config)):
+        rows = np.concatenate([np.flatnonzero(clusters == q) for q in questions])
+        expected = roc_auc_score(labels[rows], scores[rows])
+        assert found["auroc"][i] == pytest.approx(expected, abs=1e-6)
+        expected = average_precision_score(~labels[rows], -scores[rows])
+        assert found["auprc"][i] == pytest.approx(expected, abs=1e-5)  # float32 sums
 
 
-@pytest.mark.parametrize(
-    ("point", "resampled"), [(auroc, weighted_auroc), (auprc, weighted_auprc)]
-)
-def test_interval_holds_the_value_and_widens_with_clusters(point, resampled):
+def test_resamples_in_blocks_are_the_same_draws():
+    config = BootstrapConfig(n_resamples=300, seed=0)
+    blocks = list(resamples(np.arange(50), config, n_weights=1))
+    assert [block.shape[1] for block in blocks] == [256, 44]
+    assert (
+        np.concatenate(blocks, axis=1) == weights_of(np.arange(50), n_resamples=300)
+    ).all()
+
+
+def test_a_resample_without_a_class_is_undefined():
+    labels = np.array([True, False])
+    found = weighted_metrics(np.arange(2.0), labels, np.array([[0, 2, 1], [2, 0, 1]]))
+    for draws in found.values():
+        assert np.isnan(draws).tolist() == [True, True, False]
+
+
+@pytest.mark.parametrize(("metric", "point"), [("auroc", auroc), ("auprc", auprc)])
+def test_interval_holds_the_value_and_widens_with_clusters(metric, point):
     def interval(scores, labels, clusters):
-        weights = cluster_weights(clusters, BootstrapConfig())
-        return interval_of(resampled(scores, labels, weights))
+        weights = weights_of(clusters, n_resamples=1000)
+        return interval_of(weighted_metrics(scores, labels, weights)[metric])
 
     scores, labels = tied_scores(400)
     low, high = interval(scores, labels, np.arange(400))
@@ -92,31 +111,13 @@ def test_interval_holds_the_value_and_widens_with_clusters(point, resampled):
     assert abs(naive) < 0.7 * abs(copies)
 
 
+def test_p_is_small_far_from_zero_one_at_it_and_never_nothing():
+    draws = np.random.default_rng(0).normal(size=9999)
+    assert two_sided_p(draws) > 0.95 and two_sided_p(np.zeros(10)) == 1.0
+    assert two_sided_p(draws + 1.96) == pytest.approx(0.05, abs=0.01)
+    assert two_sided_p(draws + 9) == two_sided_p(draws - 9) == 2 / 10_000
+    assert two_sided_p(np.array([np.nan, 1.0, 1.0, 1.0])) == 0.5
+
+
 def test_an_interval_leaves_undefined_resamples_out():
     assert interval_of(np.array([0.5, np.nan, 0.5])) == (0.5, 0.5)
-
-
-def test_calibration_is_monotone_and_repairs_a_distorted_probability():
-    rng = np.random.default_rng(0)
-    truth = rng.random(4000)
-    labels = rng.random(4000) < truth
-    calibrator = fit_calibrator(truth**3, labels)
-    p = calibrator(np.linspace(-0.5, 1.5, 300))
-    assert (np.diff(p) >= 0).all() and p.min() >= 0 and p.max() <= 1
-    fresh = rng.random(4000)
-    outcome = rng.random(4000) < fresh
-    assert ece(calibrator(fresh**3), outcome) < 0.05 < ece(fresh**3, outcome)
-    assert brier(calibrator(fresh**3), outcome) < brier(fresh**3, outcome)
-
-
-def test_reliability_bins_count_every_example_and_perfect_ones_have_no_error():
-    p = np.array([0.0, 0.0, 1.0, 1.0])
-    bins = reliability(p, p.astype(bool), n_bins=10)
-    assert bins.count.sum() == 4 and np.isnan(bins.accuracy[5])
-    assert ece(p, p.astype(bool)) == 0.0 and brier(p, p.astype(bool)) == 0.0
-
-
-def test_calibration_refuses_nothing_and_nan():
-    for scores in (np.array([]), np.array([np.nan])):
-        with pytest.raises(ValueError, match="finite scores"):
-            fit_calibrator(scores, np.zeros(len(scores), bool))

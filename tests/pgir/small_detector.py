@@ -13,6 +13,8 @@ from jaxprobe.model.encoder import Encoder
 from jaxprobe.model.fusion import FusionHead, head_inputs
 
 LAYER = 3
+QUESTION = "where was Skiband Rugrond born?"
+PASSAGE = "Skiband Rugrond was born in Guzolt Falls."
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
 FUSION = FusionConfig(hidden=8, n_slots=2)
 

@@ -3,45 +3,22 @@ import dataclasses
 import numpy as np
 import pytest
 
-from extract.backbone.loading import load_backbone
-from extract.backbone.names import WEIGHTS
 from extract.generate.prompts import TEMPLATES
 from extract.generate.requests import GenerationConfig
 from extract.records import Passage
 from jaxprobe.detector import bank_outputs
 from pgir.bridge import ProbedBackbone, ProbedReader, fixed_length
-from pgir.scorer import Scorer
-from tests.pgir.small_detector import LAYER, make_detector
-
-QUESTION = "where was Skiband Rugrond born?"
-PASSAGE = "Skiband Rugrond was born in Guzolt Falls."
-
-
-@pytest.fixture(scope="module")
-def backbone():
-    return load_backbone(WEIGHTS)
-
-
-@pytest.fixture(scope="module")
-def probed(backbone):
-    return ProbedBackbone(
-        backbone,
-        make_detector(backbone),
-        TEMPLATES["short"],
-        GenerationConfig(max_new_tokens=8),
-    )
+from tests.pgir.small_detector import LAYER, PASSAGE, QUESTION
 
 
 def test_lengths_are_rounded_up_to_a_few():
     assert [fixed_length(n) for n in (1, 8, 9, 500, 8193)] == [8, 8, 16, 512, 16384]
 
 
-def test_a_detector_of_another_backbone_is_refused(backbone):
+def test_a_detector_of_another_backbone_is_refused(backbone, probed):
     other = dataclasses.replace(backbone, revision="0" * 64)
     with pytest.raises(ValueError, match="belongs to a backbone of revision"):
-        ProbedBackbone(
-            other, make_detector(backbone), TEMPLATES["short"], GenerationConfig()
-        )
+        ProbedBackbone(other, probed.detector, TEMPLATES["short"], GenerationConfig())
 
 
 def test_the_model_reads_its_answer_from_the_passage(probed):
@@ -84,58 +61,9 @@ def test_spans_are_padded_as_in_training_and_further_only_where_they_are_longer(
     assert len(longer.masks[1][0]) == words + 3
 
 
-def test_an_answer_that_exists_is_read_as_if_the_model_had_written_it(probed):
-    (request,) = probed.requests("closed_book", [QUESTION], [()])
-    (own,) = probed.answer([request])
-    given = probed.given(request, own.text)
-    assert given.token_ids == own.token_ids
-    assert given.stop_id == own.stop_id
-
-
 def test_with_context_before_closed_book_is_refused(probed):
     with pytest.raises(ValueError, match="closed-book drafts first"):
         ProbedReader(probed, [QUESTION]).with_context([0], [[]])
-
-
-def test_scoring_needs_one_pass_and_gives_a_probability(probed):
-    scorer = Scorer(probed)
-    plain = scorer.score(QUESTION, "Guzolt Falls")
-    grounded = scorer.score(QUESTION, "Guzolt Falls", PASSAGE)
-    assert 0 <= plain.p_correct <= 1
-    assert 0 <= grounded.p_correct <= 1
-    assert plain.warnings == grounded.warnings == ()
-
-
-@pytest.mark.parametrize(
-    ("question", "answer", "context", "message"),
-    [
-        (QUESTION, "", None, "the answer is empty"),
-        (" ", "Guzolt Falls", None, "the question is empty"),
-        (QUESTION, "Guzolt Falls", "a\udc00b", "lone surrogate"),
-        (QUESTION, "Guzolt Falls", "وُلد في المدينة القديمة", "does not know"),
-        (QUESTION, "Guzolt Falls", " ".join([PASSAGE] * 90), "window of 512"),
-        (QUESTION, None, None, r"answer: expected a text \(str\), found NoneType"),
-        (b"where?", "Guzolt Falls", None, "question: .* found bytes"),
-        (7, "Guzolt Falls", None, "question: .* found int"),
-        (QUESTION, "Guzolt Falls", [None], r"context\[0\]: .* found NoneType"),
-        (QUESTION, "Guzolt Falls", [PASSAGE, 3], r"context\[1\]: .* found int"),
-        (QUESTION, "Guzolt Falls", 5, "context: .* list of texts, or None .* int"),
-        (QUESTION, "Guzolt Falls", b"a", "context: .* list of texts, or None .* bytes"),
-        (QUESTION, "Guzolt </s> Falls", None, "the text holds '</s>'"),
-        (QUESTION, "Guzolt Falls", "a </s> <s> b", "the text holds '</s>'"),
-    ],
-)
-def test_bad_text_is_refused_in_one_sentence(
-    probed, question, answer, context, message
-):
-    with pytest.raises(ValueError, match=message):
-        Scorer(probed).score(question, answer, context)
-
-
-def test_a_few_unknown_words_are_a_warning(probed):
-    score = Scorer(probed).score(QUESTION, "Guzolt Falls", PASSAGE + " xyzzy")
-    assert len(score.warnings) == 1
-    assert "1 of" in score.warnings[0]
 
 
 def test_the_layer_is_the_one_the_detector_was_trained_on(probed):

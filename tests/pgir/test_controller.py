@@ -1,25 +1,35 @@
+import json
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from extract.records import Passage
+from extract.run.directory import RunDir
+from extract.run.manifest import NewRun
+from pgir.commands import with_cap
 from pgir.controllers.policy import (
     ControllerConfig,
     Draft,
     Policy,
     decide,
     fresh_passages,
+    recalibrated,
     search_policy,
     trace_questions,
 )
+from pgir.controllers.stage import CONTROL, CONTROL_PRESETS
 from pgir.retrieval import Bm25Retriever
 
 CORPUS = [Passage(title=f"t{i}", text=f"word{i} shared") for i in range(12)]
 
 
 def trace_of(*scores):
-    return tuple(Draft(answer=f"a{i}", p_correct=p) for i, p in enumerate(scores))
+    return tuple(
+        Draft(answer=f"a{i}", p_correct=p, raw=p) for i, p in enumerate(scores)
+    )
 
 
 def test_a_confident_closed_book_draft_is_returned_without_retrieval():
@@ -68,13 +78,14 @@ class PlantedReader:
         self.shown = []
 
     def closed_book(self, questions):
-        return [Draft(answer="guess", p_correct=0.1) for _ in questions]
+        return [Draft(answer="guess", p_correct=0.1, raw=0.1) for _ in questions]
 
     def with_context(self, rows, contexts):
         titles = [tuple(p.title for p in context) for context in contexts]
         self.shown += list(zip(rows, titles, strict=True))
         found = [any(p.title == self.wanted for p in c) for c in contexts]
-        return [("right", 0.9) if f else ("guess", 0.2) for f in found]
+        named = [("right", 0.9) if f else ("guess", 0.2) for f in found]
+        return [Draft(answer=a, p_correct=p, raw=p) for a, p in named]
 
 
 def test_no_passage_is_shown_twice_and_every_round_shows_something_new():
@@ -124,6 +135,35 @@ def test_the_search_finds_the_planted_policy_and_obeys_the_cap():
     assert 0.5 < free.threshold <= 0.9
     with pytest.raises(ValueError, match="no policy stays under"):
         search_policy(traces, right, ControllerConfig(max_generations=0.5))
+
+
+def test_other_maps_change_probabilities_by_pass_and_nothing_else():
+    found = recalibrated(trace_of(0.5, 0.4, 0.9), lambda x: x / 2, lambda x: 1 - x)
+    assert [draft.p_correct for draft in found] == pytest.approx([0.25, 0.6, 0.1])
+    assert [(d.answer, d.raw) for d in found] == [("a0", 0.5), ("a1", 0.4), ("a2", 0.9)]
+
+
+def test_a_higher_cap_admits_a_policy_that_costs_more():
+    # Only the fourth retrieval is right, and it is the fifth generation.
+    traces = [trace_of(0.5, 0.4, 0.3, 0.3, 0.9) for _ in range(10)]
+    right = lambda i, answer: answer == "a4"  # noqa: E731
+    budgets = {}
+    for cap in (4.0, 5.0):
+        config = with_cap(CONTROL_PRESETS["paper"], max_generations=cap)
+        searched = ControllerConfig(max_generations=config.max_generations)
+        budgets[cap] = search_policy(traces, right, searched).budget
+    assert budgets[5.0] == 4 > budgets[4.0]
+
+
+def test_the_cap_is_a_setting_of_the_run(tmp_path):
+    change = partial(with_cap, max_generations=4.63)
+    with RunDir.open(tmp_path / "run", NewRun(preset="paper")) as run:
+        assert CONTROL.settle(run, change).max_generations == 4.63
+        section = json.loads((run.path / "manifest.json").read_text())["sections"]
+        assert section["control"]["max_generations"] == 4.63
+        assert CONTROL.settle(run).max_generations == 4.63
+        with pytest.raises(ValueError, match="max_generations=4.63; you asked for"):
+            CONTROL.settle(run, partial(with_cap, max_generations=5.0))
 
 
 def test_bm25_ranks_the_passage_with_the_rare_word_first():

@@ -1,7 +1,12 @@
+import dataclasses
+
+import numpy as np
 import pytest
 
 from extract.records import Example
-from jaxprobe.metrics import BootstrapConfig
+from extract.run.results import ResultTable
+from jaxprobe.metrics import BootstrapConfig, drawn_clusters, interval_of
+from pgir.controllers.cases import choose_cases
 from pgir.controllers.policy import ControllerConfig, Draft, Policy
 from pgir.controllers.rivals import control_rows, frontier
 from pgir.controllers.traces import Traced
@@ -10,7 +15,7 @@ POLICY = Policy(threshold=0.5, budget=2)
 
 
 def trace(*drafts):
-    return tuple(Draft(answer=answer, p_correct=p) for answer, p in drafts)
+    return tuple(Draft(answer=a, p_correct=p, raw=p) for a, p in drafts)
 
 
 def traced():
@@ -45,7 +50,11 @@ def traced():
 
 def measured(metric):
     rows = control_rows([traced()], POLICY, BootstrapConfig(n_resamples=20))
-    return {row.detector: row for row in rows if row.metric == metric}
+    return {
+        row.detector: row
+        for row in rows
+        if row.metric == metric and row.experiment == "controller"
+    }
 
 
 def test_the_query_is_told_apart_from_the_judgement():
@@ -80,3 +89,42 @@ def test_a_larger_budget_never_asks_less():
     assert [point["budget"] for point in points] == [1, 2, 3]
     costs = [point["generations"] for point in points]
     assert costs == sorted(costs) and costs[-1] == pytest.approx(8 / 4)
+
+
+def test_pgir_is_compared_with_each_controller_on_the_same_questions():
+    one = traced()
+    other = dataclasses.replace(one, dataset="held", split="ood", vanilla=("yes",) * 4)
+    rows = control_rows([one, other], POLICY, BootstrapConfig(n_resamples=500))
+    found = ResultTable([r for r in rows if r.experiment == "controller_paired"])
+    assert {r.detector for r in found.rows} == {"pgir"}
+    assert {r.against for r in found.rows} == {"no_rag", "vanilla_rag", "draft_rag"}
+    em = {"metric": "em_difference", "against": "vanilla_rag"}
+    by_set = {r.dataset: r for r in found.select(**em)}
+    assert {d: r.value for d, r in by_set.items()} == {
+        "world": 0.25,
+        "held": -0.5,
+        "macro": -0.125,
+    }
+    for row in by_set.values():
+        assert row.ci_low <= row.value <= row.ci_high and 0 < row.p_value <= 1
+    config = BootstrapConfig(n_resamples=500)
+    gain = np.array([1, 1, -1, 0])  # of pgir over plain retrieval, question by question
+    means = [gain[drawn].mean() for drawn in drawn_clusters(4, config)]
+    row = by_set["world"]
+    assert (row.ci_low, row.ci_high) == pytest.approx(interval_of(np.array(means)))
+
+
+def test_cases_are_taken_from_every_set_by_one_rule():
+    one = traced()
+    others = [dataclasses.replace(one, dataset=d, split="ood") for d in ("nq", "popqa")]
+    found = choose_cases([one, *others], POLICY)
+    shown = [(c.traced.dataset, c.place, c.action) for c in found]
+    assert shown == [
+        ("world", 0, "Accept, no retrieval"),
+        ("nq", 1, "Retrieve, then trust"),
+        ("popqa", 1, "Retrieve, then trust"),
+        ("world", 3, "Retrieve; all flagged, none trusted"),
+        ("nq", 2, "Trusted, and wrong"),
+    ]  # none of the questions was trusted in a second round
+    alone = [c.place for c in choose_cases([one], POLICY)]
+    assert alone == [0, 1, 3, 2]

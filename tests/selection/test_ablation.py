@@ -3,13 +3,23 @@
 import numpy as np
 import pytest
 
-from jaxprobe.features.rows import Rows
-from jaxprobe.features.subsets import FAMILIES, N_SUBSETS, SUBSET_NAMES, subset_index
+from jaxprobe.features.families import FamilyTokens
+from jaxprobe.features.rows import Rows, TrainingRows
+from jaxprobe.features.subsets import (
+    FAMILIES,
+    N_SUBSETS,
+    SUBSET_NAMES,
+    FamilyDims,
+    subset_index,
+)
 from jaxprobe.fit.grid import Member, default_blocks
 from jaxprobe.model.encoder import MemberOutputs
+from jaxprobe.model.fusion import pool_outputs
 from selection.ablation import (
     candidates_without,
+    own_scores,
     replaced,
+    rows_without,
     undefined_rows,
     variants,
 )
@@ -43,10 +53,52 @@ def test_without_a_family_only_the_encoders_that_do_not_read_it_are_left(
 
 
 def test_the_variants_are_four_families_and_the_settings_spans():
-    spans = ["without_question_span", "without_answer_span"]
     families = ["without_hidden", "without_prob", "without_resid", "without_attn"]
-    assert variants("closed_book") == families + spans
-    assert variants("with_context") == [*families, "without_context_span", *spans]
+
+    def spans(*names):
+        return [f"{way}_{x}_span" for way in ("zeroed", "without") for x in names]
+
+    assert variants("closed_book") == families + spans("question", "answer")
+    assert variants("with_context") == families + spans("context", "question", "answer")
+
+
+def test_the_papers_way_zeroes_a_span_in_training_and_evaluates_it_whole():
+    rng = np.random.default_rng(0)
+    masks = tuple(np.ones((2, n), bool) for n in (5, 4))
+    tokens = (rng.normal(size=(4, 5, 3)).astype(np.float32),)
+
+    def read(where):
+        return FamilyTokens(tokens, masks)
+
+    data = TrainingRows(
+        rows=some_rows(),
+        layer=0,
+        dims=FamilyDims(hidden=3, prob=0, resid=0, attn=0),
+        standardizer=None,
+        read=read,
+        read_train=read,
+        where=(np.arange(2), np.arange(2)),
+        in_memory=(read(None), read(None)),
+    )
+    zeroed = rows_without(data, "closed_book", "zeroed_answer_span")
+    for trained in (zeroed.in_memory[0], zeroed.read_train(None)):
+        np.testing.assert_array_equal(trained.tokens[0][:2], tokens[0][:2])
+        assert not np.any(trained.tokens[0][2:]) and np.all(trained.masks[1])
+    for evaluated in (zeroed.in_memory[1], zeroed.read(None)):
+        np.testing.assert_array_equal(evaluated.tokens[0], tokens[0])
+    left_out = rows_without(data, "closed_book", "without_answer_span")
+    for found in (*left_out.in_memory, left_out.read(None), left_out.read_train(None)):
+        assert np.all(found.masks[0]) and not np.any(found.masks[1])
+
+
+def test_the_encoders_alone_say_the_mean_of_their_probabilities():
+    logits = np.random.default_rng(0).normal(size=(2 * N_SUBSETS, 6))
+    pool = pool_outputs(
+        (MemberOutputs(logits, np.zeros((2 * N_SUBSETS, 6, 4))),), 2, np.ones(6, bool)
+    )
+    found = own_scores(pool, (3, 9))
+    by_hand = 1 / (1 + np.exp(-logits.reshape(2, N_SUBSETS, 6)[:, [3, 9]]))
+    np.testing.assert_allclose(found, by_hand.mean(axis=1), rtol=1e-6)
 
 
 def test_the_outputs_of_retrained_encoders_take_the_place_of_the_old_ones():

@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from selection.sweep import SweepConfig, sweep_layers
+from jaxprobe.features.rows import Rows
+from selection.sweep import SweepConfig, sweep_layers, sweep_rows
 
 
 def states(n_examples, seed, layer=2):
@@ -26,3 +27,41 @@ def test_sweep_refuses_one_class_and_other_widths():
         sweep_layers(hidden, labels, hidden, np.ones(50, bool))
     with pytest.raises(ValueError, match="widths differ"):
         sweep_layers(hidden, labels, hidden[:, :3], labels)
+
+
+def several_sets():
+    """Three sets, one after another as they are stored, each in two wordings."""
+    sizes, rates = {"one": 600, "two": 300, "three": 100}, (0.4, 0.2, 0.9)
+    ids, datasets, labels = [], [], []
+    for (name, n), rate in zip(sizes.items(), rates, strict=True):
+        ids += np.repeat([f"{name}-{i}" for i in range(n)], 2).tolist()
+        datasets += [name] * 2 * n
+        labels += np.repeat(np.arange(n) < rate * n, 2).tolist()
+    return Rows(
+        setting="with_context",
+        ids=np.array(ids),
+        datasets=np.array(datasets),
+        splits=np.full(len(ids), "train"),
+        variants=np.tile(["original", "rewritten"], len(ids) // 2),
+        labels=np.array(labels),
+        is_labelled=np.ones(len(ids), bool),
+    )
+
+
+def test_the_rows_of_a_sweep_hold_every_dataset_and_both_labels_in_proportion():
+    rows = several_sets()
+    drawn = sweep_rows(rows, "train", 200, seed=0)
+    assert len(drawn) == 200 and len(set(rows.ids[drawn])) == 200
+    assert set(rows.variants[drawn]) == {"original"} and (np.diff(drawn) > 0).all()
+    shares = {"one": (120, 48), "two": (60, 12), "three": (20, 18)}
+    for name, (n, n_right) in shares.items():
+        own = drawn[rows.datasets[drawn] == name]
+        assert (len(own), rows.labels[own].sum()) == (n, n_right)
+    again, other = (sweep_rows(rows, "train", 200, seed=s) for s in (0, 1))
+    assert (again == drawn).all() and (other != drawn).any()
+
+
+def test_a_sweep_reads_all_rows_where_there_are_no_more_than_it_may():
+    rows = several_sets()
+    everything = sweep_rows(rows, "train", 1000, seed=0)
+    assert everything.tolist() == list(range(0, 2000, 2))

@@ -6,7 +6,7 @@ what they are.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 from extract.datasets import fields
 from extract.datasets.fields import Record
@@ -29,7 +29,7 @@ from extract.datasets.readers.question import (
     is_twowiki,
     unquote,
 )
-from extract.records import Passage
+from extract.records import Passage, Split
 
 _QUESTIONS = ("question", "query", "input", "Question", "problem")
 
@@ -121,9 +121,13 @@ def read_plain(record: Record) -> Question:
 def read_example(record: Record) -> Question:
     """Read one line of an `examples.jsonl` that this program wrote."""
     dataset = fields.text(record, "dataset")
-    name = fields.identity(record, "id")
+    name, split = fields.identity(record, "id"), fields.text(record, "split")
+    if split not in get_args(Split):
+        known = ", ".join(get_args(Split))
+        raise ValueError(f"'split': expected one of {known}, found {split!r}")
     passages = titled_passages(record, "passages") if record.get("passages") else ()
     return Question(
+        split=split,
         id=name.removeprefix(f"{dataset}-") if name else None,
         dataset=dataset,
         question=fields.text(record, "question"),

@@ -40,6 +40,7 @@ class Question:
       documents: evidence on the side.
       meta: what else is worth keeping (JSON values only).
       has_made_id: the id was made of the question's text.
+      split: the one that the record names, or None.
     """
 
     id: str | None
@@ -50,6 +51,7 @@ class Question:
     documents: tuple[Document, ...] = ()
     meta: dict[str, Any] = dataclasses.field(default_factory=dict)
     has_made_id: bool = False
+    split: Split | None = None
 
     def as_example(self, split: Split, passages: tuple[Passage, ...]) -> Example:
         """Return the example of a split, with the passages chosen as its context."""

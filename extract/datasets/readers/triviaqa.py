@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import string
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,9 @@ from extract.label.verdicts import normalise
 from extract.records import Passage
 
 N_WORDS = 100  # a passage, as in DPR's psgs_w100
+# In running text a mark often stands between two words ("Boulevard (1950)", "a-ha"), so
+# it becomes a space, as in TriviaQA's own script; exact match deletes it.
+_MARKS = str.maketrans(dict.fromkeys(string.punctuation, " "))
 
 
 def find_evidence(path: Path) -> Path | None:
@@ -41,17 +45,21 @@ def read_page(folder: Path, document: Document) -> str | None:
         return None
 
 
+def _words(text: str) -> str:
+    return normalise(text.translate(_MARKS))
+
+
 def _passages(title: str, page: str, golds: Sequence[str]) -> Iterator[Passage]:
     """Yield a page in passages of 100 words.
 
     The first that holds a gold answer as whole words is marked: distant supervision.
     """
-    wanted = [f" {found} " for gold in golds if (found := normalise(gold))]
+    wanted = [f" {found} " for gold in golds if (found := _words(gold))]
     words = page.split()
     is_found = False
     for start in range(0, len(words), N_WORDS):
         body = " ".join(words[start : start + N_WORDS])
-        padded = "" if is_found else f" {normalise(body)} "
+        padded = "" if is_found else f" {_words(body)} "
         is_first = any(gold in padded for gold in wanted)
         is_found |= is_first
         yield Passage(title=title, text=body, is_supporting=is_first)

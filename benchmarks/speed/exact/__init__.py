@@ -1,0 +1,1 @@
+"""What the readings of every architecture are held against."""

@@ -1,0 +1,1 @@
+"""Scoring answers that exist: one, many, or a file of them."""

@@ -1,0 +1,297 @@
+"""Scoring answers that exist: the calls for a user who has question and answer."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from extract.backbone.loading import load_backbone
+from extract.backbone.names import model_path
+from extract.generate.requests import GenerationConfig, PromptConfig, plan_batches
+from extract.records import Setting
+from extract.run.directory import RunDir
+from extract.run.manifest import read_manifest
+from jaxprobe.detector import Detector, HeadName, Scores
+from jaxprobe.scope import Threshold
+from jaxprobe.settings import set_compiler
+from pgir.bridge import ProbedBackbone
+from pgir.scoring.given import GivenAnswer
+from pgir.scoring.scope import warn_after, warn_before, why_not
+from pgir.scoring.sequences import Prepared, prepare, render
+
+ROWS_AT_ONCE = 64  # one padded number of examples, so few compilations
+_HEADS: dict[Setting, HeadName] = {
+    "closed_book": "closed_book",
+    "with_context": "single_pass",
+}
+Decision = Literal["trust", "abstain"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Score:
+    """What the detector says of one answer.
+
+    Attributes:
+      p_correct: calibrated probability that the answer is correct, in [0, 1]; None
+        where the detector abstains because it cannot read the answer to any use.
+      raw: the fused score before calibration, in [0, 1]; None likewise.
+      encoders: each selected encoder's own score, in [0, 1].
+      decision: "trust" from the threshold of `beatrice calibrate --precision` on,
+        "abstain" below it and where `p_correct` is None; None where the detector has
+        no threshold.
+      reason: why it abstains, in words.
+      warnings: what makes the number less reliable, in words.
+      tokens: the answer's text, a piece a token.
+      log_probs: of each token, log p in nats under the backbone, at most 0.
+    """
+
+    p_correct: float | None
+    raw: float | None
+    encoders: dict[str, float]
+    decision: Decision | None
+    reason: str | None
+    warnings: tuple[str, ...]
+    tokens: tuple[str, ...]
+    log_probs: tuple[float, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        found = dataclasses.asdict(self)
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in found.items()}
+
+
+class Scorer:
+    """A run's backbone and detector; may be called from several threads.
+
+    Calls from several threads are served one after another: the model is read through
+    hooks, and uses all cores anyway. Many answers are fastest in one `score_many`.
+    """
+
+    def __init__(self, probed: ProbedBackbone) -> None:
+        """Take a backbone with its detector; see `load`."""
+        self._probed = probed
+
+    @classmethod
+    def load(cls, path: Path, *, model: str | None = None) -> "Scorer":
+        """Load the detector of a run and its backbone.
+
+        JAX compiles as the run's stages do, into the same cache on disk.
+
+        Args:
+          path: run directory.
+          model: where the backbone lies, if not where the run found it.
+
+        Raises:
+          ValueError: no detector there yet, or the backbone is another one.
+        """
+        read_manifest(path)  # refuses what is no run
+        run = RunDir(path)
+        folder = run.finished_detector()
+        set_compiler(run.preset)
+        detector = Detector.load(folder)
+        name = model or detector.facts["model"]
+        asking = PromptConfig(
+            template=detector.facts["template"],
+            chat=detector.facts.get("chat", "no") == "yes",
+        )
+        probed = ProbedBackbone(
+            load_backbone(
+                model_path(name), dtype=detector.facts.get("model_dtype", "float32")
+            ),
+            detector,
+            asking.prompt_template(),
+            GenerationConfig(),
+            answer_span=detector.facts["answer_span"],
+        )
+        return cls(probed)
+
+    def threshold(self, setting: Setting) -> Threshold | None:
+        """Return at which P answers of a setting are trusted, and how often rightly."""
+        head = self._probed.detector.heads.get(_HEADS[setting])
+        return head.threshold if head else None
+
+    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return messages as the text that the model reads, in which ranges count."""
+        with self._probed.lock:
+            return render(self._probed.backbone.tokenizer, messages)
+
+    def score(
+        self,
+        question: str | None = None,
+        answer: str | None = None,
+        context: str | Sequence[str] | None = None,
+        **told: Any,
+    ) -> Score:
+        """Return P(the answer is correct) from one forward pass.
+
+        Args:
+          question: as the model was asked.
+          answer: its answer, or anybody's; it is read as if the model had written it.
+          context: the passages the model was shown, or None for closed-book.
+          **told: the prompt that was really used, see `GivenAnswer`: `prompt`,
+            `messages` or `prompt_ids`, and `answer_ids`, `context_range`,
+            `question_range`.
+
+        Raises:
+          ValueError: an argument is of another type, a text is empty or holds control
+            tokens, or is not where it is said to be.
+        """
+        return self.score_many(
+            [{"question": question, "answer": answer, "context": context, **told}]
+        )[0]
+
+    def score_many(
+        self,
+        rows: Iterable[GivenAnswer | Mapping[str, Any]],
+        progress: Callable[[int], None] = lambda n_done: None,
+    ) -> list[Score]:
+        """Return the scores of many answers, in the order of the rows.
+
+        Answers of similar length share forward passes. Numbers are those of `score`
+        up to rounding.
+
+        Args:
+          rows: each a `GivenAnswer`, or a mapping of what `score` takes.
+          progress: called with the number of answers done.
+
+        Raises:
+          ValueError: of a row, as `score`; the message names it, from 0.
+        """
+        prepared = []
+        for number, row in enumerate(rows):
+            try:
+                prepared.append(self.prepare(row))
+            except ValueError as error:
+                where = f"row {number}: " if number or len(prepared) else ""
+                raise ValueError(f"{where}{error}") from None
+        return self.score_prepared(prepared, progress)
+
+    def prepare(self, row: GivenAnswer | Mapping[str, Any]) -> Prepared:
+        """Check one row and make its sequence; the model is not asked.
+
+        Raises:
+          ValueError: as `score`.
+        """
+        if not isinstance(row, GivenAnswer):
+            names = {field.name for field in dataclasses.fields(GivenAnswer)}
+            if odd := sorted(map(str, row.keys() - names)):
+                raise ValueError(
+                    f"unknown argument {odd[0]!r}; known are {', '.join(sorted(names))}"
+                )
+            row = GivenAnswer(**row)
+        with self._probed.lock:
+            return prepare(self._probed, row)
+
+    def score_prepared(
+        self,
+        prepared: Sequence[Prepared],
+        progress: Callable[[int], None] = lambda n_done: None,
+    ) -> list[Score]:
+        """Return the scores of rows that are prepared, see `score_many`."""
+        probed = self._probed
+        scores: dict[int, Score] = {}
+        for i, one in enumerate(prepared):
+            reason = why_not(probed, one)
+            if reason is not None:
+                scores[i] = _abstain(one, reason, warn_before(probed, one))
+        progress(len(scores))
+        for setting in _HEADS:
+            rows = [
+                i
+                for i, one in enumerate(prepared)
+                if one.asked.setting == setting and i not in scores
+            ]
+            for batch in self._batches([len(prepared[i].sequence.ids) for i in rows]):
+                chosen = [rows[j] for j in batch]
+                with probed.lock:
+                    found = self._score(setting, [prepared[i] for i in chosen])
+                scores.update(zip(chosen, found, strict=True))
+                progress(len(scores))
+        return [scores[i] for i in range(len(prepared))]
+
+    def _batches(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
+        """Group rows by length, within the budget of tokens and of rows."""
+        return [
+            batch[first : first + ROWS_AT_ONCE]
+            for batch in plan_batches(lengths, self._probed.config)
+            for first in range(0, len(batch), ROWS_AT_ONCE)
+        ]
+
+    def _score(self, setting: Setting, prepared: Sequence[Prepared]) -> list[Score]:
+        """Score answers of one setting in one forward pass."""
+        probed = self._probed
+        reading = probed.read_sequences([one.sequence for one in prepared])
+        features = probed.features(reading, setting)
+        detector = probed.detector
+        scores = (
+            detector.score_single_pass(features)
+            if setting == "with_context"
+            else detector.score_closed_book(features)
+        ).first(len(prepared))
+        outside = warn_after(probed, features, len(prepared), setting)
+        return [
+            self._one(setting, i, scores, one, signals.prob[one.answer_tokens, 1], more)
+            for i, (one, signals, more) in enumerate(
+                zip(prepared, reading.signals, outside, strict=True)
+            )
+        ]
+
+    def _one(
+        self,
+        setting: Setting,
+        i: int,
+        scores: Scores,
+        prepared: Prepared,
+        surprisal: np.ndarray,
+        outside: list[str],
+    ) -> Score:
+        """Put together what is known of one answer."""
+        warnings = [*warn_before(self._probed, prepared), *outside]
+        if not np.isfinite(scores.raw[i]):
+            reason = "the model's signals of this answer are not finite numbers"
+            return _abstain(prepared, reason, warnings)
+        p_correct = float(scores.p_correct[i])
+        decision, reason = _decide(p_correct, self.threshold(setting))
+        own = map(float, scores.encoders[i])
+        return Score(
+            p_correct=p_correct,
+            raw=float(scores.raw[i]),
+            encoders=dict(zip(scores.encoder_names, own, strict=True)),
+            decision=decision,
+            reason=reason,
+            warnings=tuple(warnings),
+            tokens=prepared.pieces,
+            log_probs=tuple(-float(x) for x in surprisal),
+        )
+
+
+def _decide(
+    p_correct: float, threshold: Threshold | None
+) -> tuple[Decision | None, str | None]:
+    """Return whether an answer is trusted, and why not."""
+    if threshold is None:
+        return None, None
+    if threshold.p_correct is None:
+        return "abstain", threshold.in_words()
+    if p_correct >= threshold.p_correct:
+        return "trust", None
+    return "abstain", (
+        f"P {p_correct:.4f} is below {threshold.p_correct:.4f}, from which on "
+        f"validation answers had precision {threshold.precision:.3f}"
+    )
+
+
+def _abstain(prepared: Prepared, reason: str, warnings: Sequence[str]) -> Score:
+    """Return the score of an answer that cannot be read."""
+    return Score(
+        p_correct=None,
+        raw=None,
+        encoders={},
+        decision="abstain",
+        reason=reason,
+        warnings=tuple(warnings),
+        tokens=prepared.pieces,
+        log_probs=(),
+    )

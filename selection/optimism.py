@@ -1,0 +1,145 @@
+"""How much too good a selection looks on the rows that it was selected on.
+
+One validation split decides early stopping, layer, heads, encoders and calibration, as
+in the paper. Here its questions and those of the in-domain test are parted anew, at
+random, into a half that the greedy search sees and a half that it does not; what it
+reports of the first above what it reaches on the second is its optimism. Halves are
+exchangeable, so that anything chosen beforehand has none: one encoder of all families
+is the control. The encoders themselves stay those of the run.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from extract.records import SETTINGS, Setting
+from extract.run.console import Progress, Update
+from extract.run.directory import RunDir
+from extract.run.results import ResultRow, publish, rows_file
+from extract.run.stages import Stage, side_by_side
+from jaxprobe.checkpoint import load_cache, save_cache
+from jaxprobe.features.rows import Rows
+from jaxprobe.features.subsets import subset_index
+from jaxprobe.fit.stage import encoder_folders
+from jaxprobe.metrics import auroc
+from jaxprobe.model.fusion import PoolOutputs
+from jaxprobe.pool import Pool, load_pool
+from jaxprobe.settings import SELECT_PRESETS, SelectConfig, set_compiler
+from selection.stage import HeadTrainer
+
+EXPERIMENT = "optimism"
+N_SPLITS = 20
+
+
+def halves(rows: Rows, number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Part the labelled in-domain questions that no encoder was trained on.
+
+    Args:
+      rows: of a setting.
+      number: of the split; both settings part the same questions alike.
+      seed: of the run.
+
+    Returns:
+      Rows that a search may see and rows that it may not, indices into the store. Each
+      set of questions is parted evenly, and a rewording goes with its question.
+    """
+    where = np.concatenate([rows.where("validation"), rows.where("test")])
+    is_seen = np.zeros(len(rows.ids), bool)
+    for dataset in np.unique(rows.datasets[where]):
+        ids = np.unique(rows.ids[where[rows.datasets[where] == dataset]])
+        drawn = np.random.default_rng([seed, number]).permutation(ids)
+        is_seen |= np.isin(rows.ids, drawn[: len(ids) // 2])
+    return where[is_seen[where]], where[~is_seen[where]]
+
+
+def searched_on(pool: Pool, seen: np.ndarray) -> Pool:
+    """Return the pool with other validation rows, in a shape that all splits share."""
+    rows = pool.rows
+    where = np.concatenate([rows.where("validation"), rows.where("test")])
+    weights = np.isin(where, seen).astype(np.float32)
+    outputs = np.asarray(pool.all_rows.outputs)[..., where]
+    labels = rows.labels[where].astype(np.float32)
+    return pool._replace(valid=PoolOutputs(outputs, labels, weights))
+
+
+def gaps(
+    pool: Pool, config: SelectConfig, seen: np.ndarray, unseen: np.ndarray
+) -> dict[str, float]:
+    """Return AUROC on the rows seen minus AUROC on the rows unseen, mean over seeds."""
+    heads = HeadTrainer(searched_on(pool, seen), config)
+    every_family = np.asarray(pool.all_rows.outputs)[:, subset_index("HPRA"), -1]
+    scores = {"champion": heads.scores(heads.search()), "early_fusion": every_family}
+
+    def mean(scored: np.ndarray, where: np.ndarray) -> float:
+        labels = pool.rows.labels[where]
+        return float(np.mean([auroc(one[where], labels).value for one in scored]))
+
+    return {name: mean(s, seen) - mean(s, unseen) for name, s in scores.items()}
+
+
+def _rows(found: dict[str, np.ndarray], rows: Rows, n: int) -> list[ResultRow]:
+    """Return means over the splits; the interval holds 95 % of the splits' own."""
+    made = []
+    for name, values in found.items():
+        low, high = np.quantile(values, [0.025, 0.975])
+        made.append(
+            ResultRow(
+                experiment=EXPERIMENT,
+                detector=name,
+                setting=rows.setting,
+                dataset=" + ".join(sorted(set(rows.datasets[rows.where("test")]))),
+                split="test",
+                metric="auroc_gap",
+                value=float(values.mean()),
+                ci_low=float(low),
+                ci_high=float(high),
+                n=n,
+            )
+        )
+    return made
+
+
+def _folder(run: RunDir) -> Path:
+    return run.path / EXPERIMENT
+
+
+def _inputs(run: RunDir) -> list[Path]:
+    return [run.labels, *encoder_folders(run)]
+
+
+def _measure(
+    run: RunDir, config: SelectConfig, update: Update, progress: Progress
+) -> None:
+    set_compiler(run.preset)
+    config = config.seeded(run.seed)
+    key = " ".join(run.hash_inputs(*_inputs(run)).values())
+    rows: dict[Setting, list[ResultRow]] = {}
+
+    def work(setting: Setting, tick: Callable[[], None]) -> None:
+        pool, found = load_pool(run, setting), []
+        for number in range(N_SPLITS):
+            path = _folder(run) / f"{setting}.{number}.safetensors"
+            one = load_cache(path, key)
+            if one is None:
+                parts = halves(pool.rows, number, run.seed)
+                measured = gaps(pool, config, *parts)
+                one = {name: np.array([gap]) for name, gap in measured.items()}
+                save_cache(path, one, key)
+            found.append(one)
+            tick()
+        joined = {n: np.concatenate([one[n] for one in found]) for n in found[0]}
+        rows[setting] = _rows(joined, pool.rows, len(halves(pool.rows, 0, run.seed)[1]))
+
+    side_by_side(work, SETTINGS, update, len(SETTINGS) * N_SPLITS)
+    publish(run, EXPERIMENT, [row for s in SETTINGS for row in rows[s]], progress)
+
+
+OPTIMISM = Stage(
+    name=EXPERIMENT,
+    inputs=_inputs,
+    outputs=lambda run: [_folder(run), rows_file(run, EXPERIMENT)],
+    work=_measure,
+    presets=SELECT_PRESETS,
+    section="select",
+)

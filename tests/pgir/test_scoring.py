@@ -1,0 +1,376 @@
+"""Scores of answers that exist, told in any way, one or many, from any thread."""
+
+import copy
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from extract.generate.requests import GenerationConfig, PromptConfig
+from extract.signals.plan import sequence_of
+from jaxprobe.calibration import Calibrator
+from jaxprobe.scope import Scope, Threshold
+from pgir.bridge import ProbedBackbone
+from pgir.scoring.given import GivenAnswer
+from pgir.scoring.scorer import Scorer
+from pgir.scoring.sequences import prepare
+from tests.pgir.small_detector import PASSAGE, QUESTION
+
+ANSWER = "Guzolt Falls"
+OWN = f"Question: {QUESTION} Answer:"
+WITH_CONTEXT = f"Context: {PASSAGE} Question: {QUESTION} Answer:"
+FOREIGN = f"Read this. {PASSAGE} Now: {QUESTION} where? Answer:"
+CHAT = (
+    "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] | trim }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def scorer(probed):
+    return Scorer(probed)
+
+
+def with_detector(probed, **changes):
+    """The same backbone with another detector."""
+    return ProbedBackbone(
+        probed.backbone,
+        dataclasses.replace(probed.detector, **changes),
+        probed.template,
+        GenerationConfig(),
+    )
+
+
+@pytest.fixture(scope="module")
+def chatting(probed):
+    """The same model, whose tokenizer has a chat template, asked through it."""
+    tokenizer = copy.deepcopy(probed.backbone.tokenizer)
+    tokenizer.chat_template = CHAT
+    backbone = dataclasses.replace(probed.backbone, tokenizer=tokenizer)
+    template = PromptConfig(chat=True).prompt_template()
+    return ProbedBackbone(backbone, probed.detector, template, GenerationConfig())
+
+
+def test_scoring_needs_one_pass_and_gives_a_probability(scorer):
+    plain = scorer.score(QUESTION, ANSWER)
+    grounded = scorer.score(QUESTION, ANSWER, PASSAGE)
+    assert 0 <= plain.p_correct <= 1
+    assert 0 <= grounded.p_correct <= 1
+    assert plain.warnings == grounded.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "context", "message"),
+    [
+        (QUESTION, "", None, "the answer is empty"),
+        (" ", ANSWER, None, "the question is empty"),
+        (QUESTION, ANSWER, "a\udc00b", "lone surrogate"),
+        (QUESTION, None, None, r"answer: expected a text \(str\), found NoneType"),
+        (b"where?", ANSWER, None, "question: .* found bytes"),
+        (7, ANSWER, None, "question: .* found int"),
+        (QUESTION, ANSWER, [None], r"context\[0\]: .* found NoneType"),
+        (QUESTION, ANSWER, [PASSAGE, 3], r"context\[1\]: .* found int"),
+        (QUESTION, ANSWER, 5, "context: .* list of texts, or None .* int"),
+        (QUESTION, ANSWER, b"a", "context: .* list of texts, or None .* bytes"),
+        (QUESTION, "Guzolt </s> Falls", None, "the text holds '</s>'"),
+        (QUESTION, ANSWER, "a </s> <s> b", "the text holds '</s>'"),
+    ],
+)
+def test_bad_text_is_refused_in_one_sentence(
+    scorer, question, answer, context, message
+):
+    with pytest.raises(ValueError, match=message):
+        scorer.score(question, answer, context)
+
+
+def test_a_few_unknown_words_are_a_warning(scorer):
+    score = scorer.score(QUESTION, ANSWER, PASSAGE + " xyzzy")
+    assert len(score.warnings) == 1
+    assert "1 of" in score.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("context", "reason"),
+    [("وُلد في المدينة القديمة", "does not know"), (" ".join([PASSAGE] * 90), "of 512")],
+)
+def test_what_cannot_be_read_is_an_abstention_with_its_reason(scorer, context, reason):
+    score = scorer.score(QUESTION, ANSWER, context)
+    assert score.p_correct is None and score.raw is None
+    assert score.decision == "abstain" and reason in score.reason
+
+
+# The prompt that was really used.
+
+
+def test_an_answer_that_exists_is_read_as_if_the_model_had_written_it(probed):
+    (request,) = probed.requests("closed_book", [QUESTION], [()])
+    (own,) = probed.answer([request])
+    given = prepare(probed, GivenAnswer(question=QUESTION, answer=own.text)).sequence
+    written = sequence_of(own)
+    for name in ("ids", "targets", "spans"):
+        np.testing.assert_array_equal(getattr(given, name), getattr(written, name))
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"prompt": WITH_CONTEXT, "question": QUESTION, "context": PASSAGE},
+        {"prompt": WITH_CONTEXT, "question": QUESTION, "context": [PASSAGE]},
+        {
+            "prompt": WITH_CONTEXT,
+            "context_range": (9, 9 + len(PASSAGE)),
+            "question_range": (
+                WITH_CONTEXT.index(QUESTION),
+                WITH_CONTEXT.index(QUESTION) + len(QUESTION),
+            ),
+        },
+    ],
+)
+def test_the_runs_own_prompt_is_recognised_however_it_is_told(scorer, told):
+    assert scorer.score(answer=f" {ANSWER}", **told) == scorer.score(
+        QUESTION, ANSWER, PASSAGE
+    )
+
+
+def test_the_ids_that_were_read_and_written_give_the_same_score(probed, scorer):
+    (request,) = probed.requests("closed_book", [QUESTION], [()])
+    (own,) = probed.answer([request])
+    score = scorer.score(
+        prompt_ids=own.prompt_ids,
+        answer_ids=[*own.token_ids, own.stop_id],
+        question=QUESTION,
+    )
+    assert score.raw == scorer.score(QUESTION, own.text).raw
+    assert score.warnings == ()
+    assert "".join(score.tokens).replace(" ", "") == own.text.replace(" ", "")
+
+
+def test_another_prompt_is_read_as_it_was_and_warned_of(probed, scorer):
+    told = {"prompt": FOREIGN, "answer": f" {ANSWER}"}
+    found = {"question": QUESTION, "context": PASSAGE}
+    score = scorer.score(**told, **found)
+    assert any("not the detector's own" in w for w in score.warnings)
+    sequence = prepare(probed, GivenAnswer(**told, **found)).sequence
+    decode = probed.backbone.tokenizer.decode
+    words = [
+        decode(sequence.ids[a:b]).replace(" ", "") for a, b in sequence.spans.tolist()
+    ]
+    assert words[0] == PASSAGE.replace(" ", "")
+    assert words[1] == QUESTION.replace(" ", "") + "where?"
+    ranges = {
+        "context_range": (11, 11 + len(PASSAGE)),
+        "question_range": (
+            FOREIGN.index(QUESTION),
+            FOREIGN.index(QUESTION) + len(QUESTION),
+        ),
+    }
+    assert scorer.score(**told, **ranges) == score
+
+
+def test_messages_go_through_the_chat_template(chatting):
+    scorer = Scorer(chatting)
+    own = scorer.score(QUESTION, ANSWER)
+    told = {"messages": [{"role": "user", "content": OWN}], "answer": ANSWER}
+    score = scorer.score(**told, question=QUESTION)
+    # The template's own words are unknown here; of its being another nothing is said.
+    assert (score.raw, len(score.warnings)) == (own.raw, 1)
+    spoken = {
+        **told,
+        "messages": [{"role": "system", "content": PASSAGE}, *told["messages"]],
+    }
+    with_system = prepare(
+        chatting, GivenAnswer(**spoken, question=QUESTION, context=PASSAGE)
+    )
+    assert with_system.asked.setting == "with_context"
+    assert not with_system.asked.is_own
+    text = scorer.render(spoken["messages"])
+    assert text.startswith(f"<s>system: {PASSAGE}") and text.endswith("assistant: ")
+    begin = text.index(PASSAGE)
+    ranged = GivenAnswer(**spoken, context_range=(begin, begin + len(PASSAGE)))
+    np.testing.assert_array_equal(
+        prepare(chatting, ranged).sequence.spans[0], with_system.sequence.spans[0]
+    )
+
+
+def test_without_places_the_last_message_is_the_question(chatting):
+    told = [{"role": "system", "content": "short"}, {"role": "user", "content": OWN}]
+    prepared = prepare(chatting, GivenAnswer(messages=told, answer=ANSWER))
+    start, stop = prepared.sequence.spans[1]
+    words = chatting.backbone.tokenizer.decode(prepared.sequence.ids[start:stop])
+    assert words.replace(" ", "").startswith(OWN.replace(" ", ""))
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"prompt": 3}, "prompt: expected a text"),
+        ({"prompt": OWN, "messages": []}, "expected one prompt, found prompt and mess"),
+        ({"messages": "hello"}, "messages: expected a list"),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\]: expected an object"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "no chat template"),
+        ({"prompt_ids": [1, 10**9]}, "prompt_ids: expected token ids .* 1000000000"),
+        ({"prompt_ids": [-1, 2]}, "prompt_ids: expected token ids .* found -1"),
+        ({"prompt_ids": []}, "prompt_ids: expected token ids .* found none"),
+        ({"prompt_ids": [1.5]}, "prompt_ids: expected a list of whole numbers"),
+        ({"prompt": OWN, "answer_ids": [10**9]}, "answer_ids: expected token ids"),
+        ({"context_range": (0, 2)}, "context_range lies in the text of a prompt"),
+        ({"prompt": OWN, "context_range": (4, 4)}, "0 <= start < stop"),
+        ({"prompt": OWN, "context_range": (0, 9999)}, "at most 49, the length"),
+        ({"prompt": OWN, "context": "not there"}, "passage 1 is not in the prompt"),
+        ({"prompt": OWN, "context": "e"}, "in the prompt's text twice"),
+        ({"prompt": OWN, "question": "why?"}, "the question is not in the prompt"),
+        (
+            {"prompt": OWN, "context_range": (10, 20), "question_range": (0, 5)},
+            "before the context's end",
+        ),
+        ({"prompt": OWN, "context_range": (0, 49)}, "before the last token"),
+        ({"prompts": OWN}, "unknown argument 'prompts'; known are answer"),
+    ],
+)
+def test_a_prompt_that_is_told_wrongly_is_refused_in_one_sentence(
+    scorer, told, message
+):
+    told = {"answer": ANSWER, **told}
+    if not told.keys() & {"prompt", "messages", "prompt_ids"}:
+        told["question"] = QUESTION
+    with pytest.raises(ValueError, match=message):
+        scorer.score(**told)
+
+
+# Many at once.
+
+PLACES = ("Guzolt", "Guzolt Falls", "the city of Guzolt Falls", "Rugrond", "Falls")
+
+
+def mixed_rows(n):
+    """Rows of several lengths, closed-book and with one or two passages."""
+    for i in range(n):
+        yield {
+            "question": QUESTION,
+            "answer": PLACES[i % len(PLACES)],
+            "context": [PASSAGE] * (i % 3) or None,
+        }
+
+
+def test_many_scores_are_those_of_one_by_one(scorer):
+    rows = list(mixed_rows(40))
+    many = scorer.score_many(rows)
+    alone = [scorer.score(**row) for row in rows]
+    # Sums of float32 in another order; no isotonic step of this detector lies near.
+    for name in ("raw", "p_correct"):
+        np.testing.assert_allclose(
+            [getattr(s, name) for s in many],
+            [getattr(s, name) for s in alone],
+            atol=1e-5,
+        )
+    assert [s.tokens for s in many] == [s.tokens for s in alone]
+    np.testing.assert_allclose(
+        np.concatenate([s.log_probs for s in many]),
+        np.concatenate([s.log_probs for s in alone]),
+        atol=1e-4,
+    )
+
+
+def test_log_probabilities_are_those_of_the_untouched_model(probed, scorer):
+    import torch
+
+    score = scorer.score(QUESTION, ANSWER)
+    sequence = prepare(probed, GivenAnswer(question=QUESTION, answer=ANSWER)).sequence
+    with torch.no_grad():
+        logits = probed.backbone.model(torch.from_numpy(sequence.ids)[None]).logits[0]
+    n = len(score.tokens)
+    rows = logits.log_softmax(-1)[-n - 1 : -1]
+    expected = rows[torch.arange(n), torch.from_numpy(sequence.ids)[-n:]]
+    np.testing.assert_allclose(score.log_probs, expected.numpy(), atol=1e-4)
+    assert "".join(score.tokens) == f" {ANSWER}"
+
+
+def test_a_bad_row_of_many_is_named(scorer):
+    rows = [*mixed_rows(2), {"question": QUESTION, "answer": " "}]
+    with pytest.raises(ValueError, match="row 2: the answer is empty"):
+        scorer.score_many(rows)
+
+
+def test_eight_threads_get_the_numbers_of_one(scorer):
+    rows = list(mixed_rows(8)) * 5
+    alone = [scorer.score(**row) for row in rows]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda row: scorer.score(**row), rows))
+    # Threads may split a product otherwise than the main thread does.
+    np.testing.assert_allclose(
+        [s.raw for s in together], [s.raw for s in alone], atol=1e-6
+    )
+
+
+# Scope.
+
+
+def scoped(probed, **changes):
+    """A detector whose with-context signals lay between two bounds in training."""
+    bank = probed.detector.banks["with_context"]
+    total = bank.dims.total
+    scope = Scope(
+        low=np.full(total, -1e9, np.float32),
+        high=np.full(total, 1e9, np.float32),
+        limits=np.zeros(4, np.float32),
+    )._replace(**changes)
+    banks = {**probed.detector.banks}
+    banks["with_context"] = dataclasses.replace(bank, scope=scope, lengths=(12, 30, 9))
+    facts = {**probed.detector.facts, "scripts": "LATIN"}
+    return Scorer(with_detector(probed, banks=banks, facts=facts))
+
+
+def test_an_answer_like_trainings_has_no_warning(probed):
+    assert scoped(probed).score(QUESTION, ANSWER, PASSAGE).warnings == ()
+
+
+def test_signals_outside_the_range_of_training_are_a_warning(probed):
+    total = probed.detector.banks["with_context"].dims.total
+    high = np.full(total, 1e9, np.float32)
+    high[probed.detector.banks["with_context"].dims.slices[1]] = -1e9
+    (warning,) = scoped(probed, high=high).score(QUESTION, ANSWER, PASSAGE).warnings
+    assert "100.0% of the prob signals lie outside" in warning
+
+
+def test_a_longer_context_than_any_in_training_is_a_warning(probed):
+    (warning,) = scoped(probed).score(QUESTION, ANSWER, [PASSAGE] * 2).warnings
+    assert "the context has 16 tokens, more than any" in warning
+
+
+def test_another_script_is_a_warning(probed):
+    score = scoped(probed).score(QUESTION + " где родился", ANSWER, PASSAGE)
+    assert any("in a script" in w and "CYRILLIC" in w for w in score.warnings)
+
+
+def with_threshold(probed, p_correct):
+    """A detector that trusts closed-book answers from a probability on."""
+    head = dataclasses.replace(
+        probed.detector.heads["closed_book"],
+        calibrator=Calibrator(np.array([0.0, 1.0]), np.array([0.5, 0.5])),
+        threshold=Threshold(
+            wanted=0.9,
+            p_correct=p_correct,
+            precision=0.9,
+            low=0.8,
+            high=0.95,
+            coverage=0.3,
+            n=100,
+        ),
+    )
+    heads = {**probed.detector.heads, "closed_book": head}
+    return Scorer(with_detector(probed, heads=heads)).score(QUESTION, ANSWER)
+
+
+def test_an_answer_is_trusted_from_the_threshold_on(probed):
+    assert with_threshold(probed, 0.5).decision == "trust"
+    below = with_threshold(probed, 0.51)
+    assert below.decision == "abstain" and "is below 0.5100" in below.reason
+    assert below.p_correct == 0.5
+    never = with_threshold(probed, None)
+    assert never.decision == "abstain" and "no P reaches" in never.reason
+
+
+def test_without_a_threshold_nothing_is_decided(scorer):
+    score = scorer.score(QUESTION, ANSWER)
+    assert score.decision is None and score.reason is None

@@ -1,0 +1,140 @@
+"""A run that cannot work says so early, in a sentence."""
+
+import json
+import shutil
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from extract.backbone.names import WEIGHTS
+from extract.generate.answers import answers_in_words
+from extract.generate.requests import AnswerConfig, GenerationConfig
+from extract.label.stage import shares_in_words
+from extract.records import Answer, Example, Label, read_records, write_lines
+from extract.run.directory import RunDir
+from tests.extract.small_run import beatrice, questions, smoke
+
+
+@pytest.fixture(scope="module")
+def examples():
+    return questions()
+
+
+def make_run(path, examples, asked):
+    with RunDir.open(path, asked) as run:
+        run.examples.write_text(write_lines(examples))
+        run.passages.write_text("")
+    return path
+
+
+def answer(text="x", **changes):
+    fields = dict(
+        example_id="q",
+        setting="closed_book",
+        variant="original",
+        text=text,
+        prompt_ids=(1, 2),
+        token_ids=(3,),
+        stop_id=0,
+        context_span=(1, 1),
+    )
+    return Answer(**(fields | changes))
+
+
+def label(example, is_right, setting="closed_book"):
+    return Label(
+        example_id=example.id,
+        setting=setting,
+        variant="original",
+        verdicts=("correct" if is_right else "incorrect",),
+        label=is_right,
+        reason="",
+    )
+
+
+def test_a_model_with_damaged_weights_answers_nothing(tmp_path, examples):
+    model = tmp_path / "damaged"
+    shutil.copytree(WEIGHTS, model)
+    weights = load_file(model / "model.safetensors")
+    name = next(name for name in weights if "layers.3.mlp" in name)
+    weights[name][0, 0] = torch.nan
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    run = make_run(tmp_path / "run", examples, smoke(model))
+    done = beatrice("answer", run, code=1)
+    assert "gives logits that are not finite, in float32" in done.stderr
+    assert not (run / "answers" / "answers.jsonl").exists()
+
+
+def test_answers_cut_at_the_length_limit_are_counted_and_loud(tmp_path, examples):
+    short = AnswerConfig(generation=GenerationConfig(max_new_tokens=1))
+    run = make_run(tmp_path / "run", examples, smoke(answer=short))
+    done = beatrice("answer", run)
+    assert (
+        "answer: closed_book: 18 answers, 18 cut at 1 tokens, 0 empty." in done.stderr
+    )
+    assert "larger --max-new-tokens" in done.stderr
+
+
+def test_few_cut_answers_are_counted_without_advice():
+    answers = [answer() for _ in range(19)] + [answer(stop_id=None, text="")]
+    assert answers_in_words(answers, 7) == [
+        "closed_book: 20 answers, 1 cut at 7 tokens, 1 empty"
+    ]
+
+
+def test_nothing_but_empty_answers_is_refused():
+    with pytest.raises(ValueError, match="all 3 answers are empty"):
+        answers_in_words([answer("")] * 3, 10)
+
+
+def test_labels_say_how_many_answers_are_right_and_where_one_class_is_alone():
+    examples = [
+        Example(id=f"{split}-{i}", dataset="d", split=split, question="?", golds=("g",))
+        for split in ("train", "validation", "test")
+        for i in range(20)
+    ]
+    labels = [label(e, e.split != "validation" and e.id[-1] == "0") for e in examples]
+    labels += [label(e, int(e.id[-1]) % 2 == 0, "with_context") for e in examples]
+    labels[0] = msgspec.structs.replace(labels[0], label=None)
+    first, few, alone, whole = shares_in_words(examples, labels)
+    assert first == "closed_book: 3 of 59 answers correct (5.1 %), 1 without a label"
+    assert few.startswith("closed_book, train: 1 correct and 18 incorrect")
+    assert alone.startswith("closed_book, validation: 0 of 20 labelled answers are")
+    assert "one class alone" in alone
+    assert whole == "with_context: 30 of 60 answers correct (50.0 %)"
+
+
+def test_one_class_alone_is_labelled_loudly_and_trained_on_never(tmp_path, examples):
+    hopeless = [msgspec.structs.replace(e, golds=("zzz",)) for e in examples]
+    run = make_run(tmp_path / "run", hopeless, smoke())
+    beatrice("answer", run)
+    done = beatrice("label", run)
+    assert "closed_book, train: 0 of 4 labelled answers are correct" in done.stderr
+    beatrice("extract", run)
+    (run / "sweep.json").write_text(json.dumps({"layer": 1}))
+    done = beatrice("train", run, code=1)
+    assert "0 of 4 labelled training answers are correct" in done.stderr
+
+
+def test_more_than_the_gold_is_right_by_containment_alone(tmp_path, examples):
+    golds = ("Falls", "Works", "Academy")  # last words of names, never a whole answer
+    asked = [msgspec.structs.replace(e, golds=golds) for e in examples]
+    run = make_run(tmp_path / "run", asked, smoke())
+    beatrice("answer", run)
+
+    def labels():
+        return [x.label for x in read_records(run / "labels.jsonl", Label)]
+
+    assert "by exact match" in beatrice("label", run).stderr
+    assert not any(labels())
+    assert "by containment" in beatrice("label", run, "--match", "containment").stderr
+    assert any(labels())
+    assert "already done" in beatrice("label", run).stderr
+    sections = json.loads((run / "manifest.json").read_text())["sections"]
+    assert sections["label"] == {"match": "containment"}
+    found = json.loads(beatrice("label", run, "--audit", "--json").stdout)
+    assert found["label_rule"] == "containment"
+    assert "by exact match" in beatrice("label", run, "--match", "exact").stderr
+    assert not any(labels())
