@@ -8,7 +8,6 @@ import copy
 import json
 import os
 import random
-import time
 
 import pytest
 from click.testing import CliRunner
@@ -16,13 +15,12 @@ from click.testing import CliRunner
 from beatrice import CHAIN, main
 from extract.backbone.names import backbone_of
 from extract.generate.requests import answer_config
-from extract.label.stage import LABEL
-from extract.records import Answer, Passage, read_records, write_lines
+from extract.records import Passage, read_records, write_lines
 from extract.run.console import Progress
 from extract.run.contents import count_correct, read_answers, read_examples, read_labels
 from extract.run.directory import RunDir
-from extract.run.files import read_sealed, seal, write_text_atomic
-from extract.run.manifest import manifest_file, read_manifest
+from extract.run.files import write_text_atomic
+from extract.run.manifest import read_manifest
 from extract.run.results import read_result_rows, read_rows
 from extract.run.stages import once, run_stage
 from extract.run.verbs import load_stage
@@ -123,7 +121,9 @@ def mutant(rng, content, *, is_lines):
     lines = content.splitlines(keepends=True) if is_lines else [content]
     i = rng.randrange(len(lines))
     if kind == "line" and is_lines:
-        return b"".join([*lines[:i], *rng.choice(([], [lines[i]] * 2)), *lines[i + 1 :]])
+        return b"".join(
+            [*lines[:i], *rng.choice(([], [lines[i]] * 2)), *lines[i + 1 :]]
+        )
     lines[i] = json.dumps(spoil(rng, json.loads(lines[i]))).encode() + b"\n"
     return b"".join(lines)
 
@@ -131,7 +131,9 @@ def mutant(rng, content, *, is_lines):
 def consumers(run):
     """Return the verbs that read each file, first and last in the chain."""
     stages = [load_stage(place) for place in CHAIN]
-    inputs = {s.name: [str(p.relative_to(run.path)) for p in s.inputs(run)] for s in stages}
+    inputs = {
+        s.name: [str(p.relative_to(run.path)) for p in s.inputs(run)] for s in stages
+    }
     found = {}
     for name in contents(run):
         verbs = [
@@ -139,7 +141,9 @@ def consumers(run):
             for verb, paths in inputs.items()
             if any(name == path or name.startswith(f"{path}/") for path in paths)
         ]
-        found[name] = list(dict.fromkeys([verbs[0], verbs[-1]])) if verbs else ["report"]
+        found[name] = (
+            list(dict.fromkeys([verbs[0], verbs[-1]])) if verbs else ["report"]
+        )
     return found
 
 

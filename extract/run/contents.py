@@ -15,7 +15,8 @@ from extract.records import (
     Setting,
     read_records,
 )
-from extract.run.directory import MAKE_A_RUN, RunDir
+from extract.run.directory import RunDir
+from extract.run.layout import MAKE_A_RUN
 
 Key = tuple[str, str, str]  # example, setting, variant
 
