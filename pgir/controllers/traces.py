@@ -21,7 +21,9 @@ from pgir.bridge import ProbedBackbone, ProbedReader
 from pgir.controllers.policy import (
     ControllerConfig,
     Policy,
+    QuestionSet,
     Trace,
+    Traced,
     recalibrated,
     search_policy,
     trace_questions,
@@ -29,27 +31,6 @@ from pgir.controllers.policy import (
 from pgir.retrieval import Bm25Retriever
 
 GROUP_SIZE = 200  # questions; fewer of them leave batches half empty
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QuestionSet:
-    """The questions of one dataset and split that the controllers are given."""
-
-    dataset: str
-    split: str
-    examples: tuple[Example, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Traced(QuestionSet):
-    """One set of questions with every draft that any policy could ask for.
-
-    Attributes:
-      vanilla: answers after one retrieval with the question alone.
-    """
-
-    traces: tuple[Trace, ...]
-    vanilla: tuple[str, ...]
 
 
 class SavedTraces(msgspec.Struct, frozen=True, kw_only=True):
