@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from extract.datasets.splits import text_key
 from extract.label.rewrite import Rewrite, with_rewrites
-from extract.label.verdicts import LABEL_PRESETS, RULES
+from extract.label.verdicts import LABEL_PRESETS, RULES, text_key
 from extract.records import (
     SETTINGS,
     Answer,
