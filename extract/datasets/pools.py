@@ -7,7 +7,8 @@ from typing import Any
 from extract.datasets.config import BuildConfig, Context, Role, Source
 from extract.datasets.fields import decoded_once
 from extract.datasets.loading import DatasetFile, Loaded, Refusal, open_dataset
-from extract.datasets.splits import Candidate, text_key
+from extract.datasets.splits import Candidate
+from extract.label.verdicts import text_key
 from extract.run.files import sha256_file
 
 MAX_LISTED = 1000  # refusals named one by one in the manifest; all are counted

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from extract.run.console import Progress, Update
-from extract.run.directory import MAKE_A_RUN, RunDir, who_writes
+from extract.run.directory import RunDir
+from extract.run.layout import FOR_PEOPLE, who_writes
 from extract.run.manifest import NewRun, Preset
 
 
@@ -76,13 +77,6 @@ _SHOWN: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 )
 
 
-# What to do with a file that a person has changed on purpose.
-_IF_MEANT = {
-    "examples.jsonl": f"start a new run ({MAKE_A_RUN})",
-    "passages.jsonl": f"start a new run ({MAKE_A_RUN})",
-    "rewrites.jsonl": "delete it to have the contexts rewritten again",
-    "labels.jsonl": "move it elsewhere and give it to `beatrice label --import FILE`",
-}
 Item = TypeVar("Item")
 Change = Callable[[Any], Any]
 
@@ -218,7 +212,7 @@ def refuse_stale(run: RunDir, name: str, inputs: Iterable[str]) -> None:
     if edited := run.edited_output(stage):
         raise ValueError(
             f"{run.path / edited} was changed since it was written, and is neither "
-            f"read nor replaced: put it back, or {_IF_MEANT[edited]}"
+            f"read nor replaced: put it back, or {FOR_PEOPLE[edited]}"
         )
     if source:
         raise ValueError(
