@@ -109,7 +109,16 @@ class SpanReading:
                 "passed through Transformers' or Torch's attention function nor came "
                 "with its weights"
             )
-        return torch.stack(list(self.layers.values()), dim=-2)
+        found = list(self.layers.values())
+        n_heads = sorted({reading.shape[-1] for reading in found})
+        if len(n_heads) != 1:
+            listed = "layers with " + ", ".join(map(str, n_heads))
+            raise ValueError(
+                "unknown residual layout: expected the same number of attention heads "
+                f"in every layer, found {listed if found else 'no attention'}; use "
+                "another backbone"
+            )
+        return torch.stack(found, dim=-2)
 
 
 def _check_readable(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """What a model does in one forward, caught by other taps than the reader's.
 
 Attention maps come from Transformers' eager path, or from the queries and keys of the
-fused one; states from `output_hidden_states`. What a layer adds is caught where it is
+fused one; states are what layers are handed. What a layer adds is caught where it is
 added: every addition that PyTorch executes is seen, and those to the residual stream
 count, whatever the modules are called.
 """
@@ -230,7 +230,6 @@ def run_model(model: PreTrainedModel, ids: np.ndarray) -> Run:
     with additions, contextlib.nullcontext() if asks else _Calls():
         output = model(
             input_ids=torch.from_numpy(ids)[None],
-            output_hidden_states=True,
             output_attentions=is_eager,
             use_cache=False,
         )
@@ -239,12 +238,12 @@ def run_model(model: PreTrainedModel, ids: np.ndarray) -> Run:
     added = [additions.added(index) for index in range(len(layers))]
     logits = output.logits
     if logits.dtype != torch.float32:
-        logits = _exact_logits(model, ends[1])
+        logits = _exact_logits(model, ends[-1])
     maps = [item[0].double().numpy() for item in output.attentions or ()] or [*_maps]
     return Run(
         logits=logits[0].double().numpy(),
-        # The last of Transformers' hidden states is normed already.
-        states=[state[0] for state in (*output.hidden_states[:-1], ends[0])],
+        # The norm's last call: some norm their embedding by the same module.
+        states=[state[0] for state in (*additions.layers, ends[-2])],
         contributions=[(att, sum(ffn)) for att, *ffn in added],
         maps=maps,
     )
