@@ -149,12 +149,14 @@ def look_at_model(name: str) -> Generator[Finding, None, Shapes | None]:
         window_of,
     )
     from extract.backbone.names import model_path
+    from extract.backbone.twin import require_readable
 
     path, shapes = model_path(name), None
     try:
         outline = load_outline(path)
         shapes = outline_shapes(outline)
         check_quantization_support(path, outline)
+        require_readable(name, outline)
     except (ValueError, OSError) as error:
         text = f"{name} cannot be used: {_one_line(error, 300)}"
         yield Finding("model", "problem", text)
@@ -261,6 +263,7 @@ def outline_shapes(outline: "Outline") -> dict[str, tuple[int, ...]]:
     Raises:
       ValueError: its residual layout is unknown.
     """
+    from extract.backbone.checkpoint import n_heads_of
     from extract.backbone.layout import find_layout
     from extract.store.config import model_shapes
 
@@ -269,7 +272,7 @@ def outline_shapes(outline: "Outline") -> dict[str, tuple[int, ...]]:
         d_model=layout.head.in_features,
         n_layers=len(layout.layers),
         n_attention_layers=len(layout.attention_layers),
-        n_heads=outline.config.num_attention_heads,
+        n_heads=n_heads_of(outline.config),
     )
 
 

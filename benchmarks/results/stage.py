@@ -12,7 +12,7 @@ from benchmarks.results.saved import read_control, read_reliability
 from benchmarks.results.tables import controller_table, detection_table
 from benchmarks.results.terminal import as_text
 from extract.backbone.names import backbone_of
-from extract.records import SETTINGS
+from extract.records import IN_DOMAIN, SETTINGS
 from extract.run.console import Progress, Update
 from extract.run.contents import (
     count_correct,
@@ -23,7 +23,6 @@ from extract.run.contents import (
 from extract.run.directory import RunDir
 from extract.run.results import (
     CONTROLLERS,
-    IN_DOMAIN,
     MACRO,
     ResultTable,
     asked_for,

@@ -13,43 +13,20 @@ import msgspec
 from extract.label.verdicts import exact_match
 from extract.records import Example, Passage
 from extract.run.console import Update
-from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
-from jaxprobe.calibration import folds_of
-from jaxprobe.stage import N_FOLDS, fold_calibrators
 from pgir.bridge import ProbedBackbone, ProbedReader
 from pgir.controllers.policy import (
     ControllerConfig,
     Policy,
+    QuestionSet,
     Trace,
-    recalibrated,
+    Traced,
     search_policy,
     trace_questions,
 )
 from pgir.retrieval import Bm25Retriever
 
 GROUP_SIZE = 200  # questions; fewer of them leave batches half empty
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QuestionSet:
-    """The questions of one dataset and split that the controllers are given."""
-
-    dataset: str
-    split: str
-    examples: tuple[Example, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Traced(QuestionSet):
-    """One set of questions with every draft that any policy could ask for.
-
-    Attributes:
-      vanilla: answers after one retrieval with the question alone.
-    """
-
-    traces: tuple[Trace, ...]
-    vanilla: tuple[str, ...]
 
 
 class SavedTraces(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,15 +175,3 @@ def choose_policy(
         lambda i, answer: exact_match(answer, examples[i].golds),
         config,
     )
-
-
-def cross_fitted(run: RunDir) -> Recalibrate:
-    """Return probabilities from maps that have not seen the question's own label."""
-    closed_book = fold_calibrators(run, "closed_book")
-    with_context = fold_calibrators(run, "with_context")
-
-    def recalibrate(example: Example, trace: Trace) -> Trace:
-        (fold,) = folds_of([example.id], N_FOLDS)
-        return recalibrated(trace, closed_book[fold], with_context[fold])
-
-    return recalibrate
