@@ -127,10 +127,10 @@ def summary(path: Path) -> dict[str, Any]:
     ]
     parts = (
         as_text(detection_table(rows)),
-        "The selected encoders' AUROC minus that of\n" + as_text(paired_table(rows)),
+        "Gain of the selected encoders in AUROC\n" + as_text(paired_table(rows)),
         "\n".join(("Selected encoders", *selected)),
         as_text(controller_table(rows)),
-        "PGIR's exact match / F1 minus that of\n"
+        "Gain of PGIR in exact match / F1\n"
         + as_text(paired_table(rows, "controller_paired")),
     )
     return {"headline": headline, "text": "\n\n".join(parts)}
