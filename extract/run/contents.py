@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from extract.datasets.splits import text_key
 from extract.label.rewrite import Rewrite, with_rewrites
+from extract.label.verdicts import text_key
 from extract.records import (
     SETTINGS,
     Answer,
@@ -14,7 +14,8 @@ from extract.records import (
     Setting,
     read_records,
 )
-from extract.run.directory import MAKE_A_RUN, RunDir
+from extract.run.directory import RunDir
+from extract.run.layout import MAKE_A_RUN
 
 Key = tuple[str, str, str]  # example, setting, variant
 

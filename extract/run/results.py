@@ -288,8 +288,8 @@ def asked_for(run: RunDir) -> list[str]:
 def label_rule(run: RunDir) -> str:
     """Say in words by which rule the run's answers are labelled."""
     record = run.stage_record("label")
-    if record is not None and "judge" in record.inputs:
-        return record.inputs.get("rule", "judges")
+    if record is not None and "rule" in record.inputs:
+        return record.inputs["rule"]
     return RULES[run.settle("label", LABEL_PRESETS, is_recorded=False).match]
 
 
