@@ -22,8 +22,6 @@ from extract.run.contents import (
 )
 from extract.run.directory import RunDir
 from extract.run.results import (
-    CONTROLLERS,
-    MACRO,
     ResultTable,
     asked_for,
     gather,
@@ -117,10 +115,8 @@ def summary(path: Path) -> dict[str, Any]:
         for setting in SETTINGS
         for metric in ("auroc", "auprc")
     }
-    for name in CONTROLLERS:
-        headline[f"{name}/em"] = table.value(
-            experiment="controller_macro", detector=name, dataset=MACRO, metric="em"
-        )
+    for row in table.select(experiment="controller_macro", metric="em"):
+        headline[f"{row.detector}/em"] = row.value
     selected = [
         f"{setting}: {' '.join(selection_summary(run, setting)['selected'])}"
         for setting in SETTINGS
