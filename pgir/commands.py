@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pgir.controllers.stage import ControlConfig
     from pgir.scoring.scorer import Scorer
 
+_ASKED = ("question", "prompt")  # shown of a row on the page: the first that is there
 Results = Sequence[tuple[str | None, Mapping[str, Any]]]
 
 
@@ -164,17 +165,16 @@ def _score_file(
             tally.add(row, result)
             update(tally.n_done, total)
             if html is not None:
-                asked = row.given and (row.given.question or row.given.prompt)
-                shown.append((asked, result))
+                asked = (getattr(row.given, name, None) for name in _ASKED)
+                shown.append((next(filter(None, asked), None), result))
 
         score_rows(
-            scorer,
+            lambda rows: scorer.results(rows, batch_size),
             read_rows(answers),
             sha256_file(run.finished_detector() / CHECKSUMS),
             lines,
             lines.append if lines else lambda some: click.echo("\n".join(some)),
             each,
-            batch_size,
         )
     for setting in SETTINGS:
         threshold = scorer.threshold(setting)

@@ -30,7 +30,9 @@ def scorer(probed):
 def score_lines(scorer, path, out=None, identity="d"):
     """Score a file; returns the results and how they were counted."""
     written, tally = [], Tally()
-    score_rows(scorer, read_rows(path), identity, out, written.extend, tally.add)
+    score_rows(
+        scorer.results, read_rows(path), identity, out, written.extend, tally.add
+    )
     return [json.loads(line) for line in written], tally
 
 
@@ -67,7 +69,7 @@ def test_results_keep_the_order_of_the_file_and_bad_rows_their_place(scorer, tmp
 
 def given(record, tmp_path, write=write_lines):
     (row,) = read_rows(write(tmp_path / "rows.json", [record]))
-    assert row.problem is None
+    assert isinstance(row.given, GivenAnswer), row.given
     return row.given
 
 
@@ -105,7 +107,7 @@ def test_a_record_of_flashrag_is_read_with_what_was_retrieved(tmp_path):
     assert given(record, tmp_path) == GivenAnswer(**own, prompt=PROMPT)
     record["output"]["prompt"] = f"Question: {QUESTION} Answer:"
     (row,) = read_rows(write_lines(tmp_path / "other.jsonl", [record]))
-    assert "1 of 1 retrieved passages are not in its prompt" in row.problem
+    assert "1 of 1 retrieved passages are not in its prompt" in row.given
 
 
 def test_a_file_is_continued_where_it_stopped(scorer, tmp_path):

@@ -27,6 +27,11 @@ CHAT = (
 )
 
 
+def prepared_of(probed, given):
+    """What a model reads of an answer that is given."""
+    return prepare(probed.backbone.tokenizer, probed.template, given)
+
+
 @pytest.fixture(scope="module")
 def scorer(probed):
     return Scorer(probed)
@@ -106,7 +111,9 @@ def test_what_cannot_be_read_is_an_abstention_with_its_reason(scorer, context, r
 def test_an_answer_that_exists_is_read_as_if_the_model_had_written_it(probed):
     (request,) = probed.requests("closed_book", [QUESTION], [()])
     (own,) = probed.answer([request])
-    given = prepare(probed, GivenAnswer(question=QUESTION, answer=own.text)).sequence
+    given = prepared_of(
+        probed, GivenAnswer(question=QUESTION, answer=own.text)
+    ).sequence
     written = sequence_of(own)
     for name in ("ids", "targets", "spans"):
         np.testing.assert_array_equal(getattr(given, name), getattr(written, name))
@@ -151,7 +158,7 @@ def test_another_prompt_is_read_as_it_was_and_warned_of(probed, scorer):
     found = {"question": QUESTION, "context": PASSAGE}
     score = scorer.score(**told, **found)
     assert any("not the detector's own" in w for w in score.warnings)
-    sequence = prepare(probed, GivenAnswer(**told, **found)).sequence
+    sequence = prepared_of(probed, GivenAnswer(**told, **found)).sequence
     decode = probed.backbone.tokenizer.decode
     words = [
         decode(sequence.ids[a:b]).replace(" ", "") for a, b in sequence.spans.tolist()
@@ -179,7 +186,7 @@ def test_messages_go_through_the_chat_template(chatting):
         **told,
         "messages": [{"role": "system", "content": PASSAGE}, *told["messages"]],
     }
-    with_system = prepare(
+    with_system = prepared_of(
         chatting, GivenAnswer(**spoken, question=QUESTION, context=PASSAGE)
     )
     assert with_system.asked.setting == "with_context"
@@ -189,13 +196,13 @@ def test_messages_go_through_the_chat_template(chatting):
     begin = text.index(PASSAGE)
     ranged = GivenAnswer(**spoken, context_range=(begin, begin + len(PASSAGE)))
     np.testing.assert_array_equal(
-        prepare(chatting, ranged).sequence.spans[0], with_system.sequence.spans[0]
+        prepared_of(chatting, ranged).sequence.spans[0], with_system.sequence.spans[0]
     )
 
 
 def test_without_places_the_last_message_is_the_question(chatting):
     told = [{"role": "system", "content": "short"}, {"role": "user", "content": OWN}]
-    prepared = prepare(chatting, GivenAnswer(messages=told, answer=ANSWER))
+    prepared = prepared_of(chatting, GivenAnswer(messages=told, answer=ANSWER))
     start, stop = prepared.sequence.spans[1]
     words = chatting.backbone.tokenizer.decode(prepared.sequence.ids[start:stop])
     assert words.replace(" ", "").startswith(OWN.replace(" ", ""))
@@ -276,7 +283,9 @@ def test_log_probabilities_are_those_of_the_untouched_model(probed, scorer):
     import torch
 
     score = scorer.score(QUESTION, ANSWER)
-    sequence = prepare(probed, GivenAnswer(question=QUESTION, answer=ANSWER)).sequence
+    sequence = prepared_of(
+        probed, GivenAnswer(question=QUESTION, answer=ANSWER)
+    ).sequence
     with torch.no_grad():
         logits = probed.backbone.model(torch.from_numpy(sequence.ids)[None]).logits[0]
     n = len(score.tokens)
