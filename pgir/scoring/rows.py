@@ -155,6 +155,18 @@ def read_rows(path: Path) -> Iterator[Row]:
         )
 
 
+def count_rows(path: Path) -> int:
+    """Return how many rows a file has.
+
+    Raises:
+      ValueError: none, or as `read_rows`.
+    """
+    n = sum(1 for _ in RecordStream(path, recognise(path)))
+    if not n:
+        raise ValueError(f"{path} holds no records; expected an answer a row")
+    return n
+
+
 @dataclasses.dataclass
 class Tally:
     """What became of a file's rows.

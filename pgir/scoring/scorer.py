@@ -139,9 +139,8 @@ class Scorer:
           ValueError: an argument is of another type, a text is empty or holds control
             tokens, or is not where it is said to be.
         """
-        return self.score_many(
-            [{"question": question, "answer": answer, "context": context, **told}]
-        )[0]
+        row = {"question": question, "answer": answer, "context": context, **told}
+        return self.score_prepared([self.prepare(row)])[0]
 
     def score_many(
         self,
@@ -165,8 +164,7 @@ class Scorer:
             try:
                 prepared.append(self.prepare(row))
             except ValueError as error:
-                where = f"row {number}: " if number or len(prepared) else ""
-                raise ValueError(f"{where}{error}") from None
+                raise ValueError(f"row {number}: {error}") from None
         return self.score_prepared(prepared, batch_size)
 
     def results(

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 
+import jax
 import pytest
 from click.testing import CliRunner
 
@@ -164,6 +165,16 @@ def run(probed, tmp_path_factory):
     return path
 
 
+def test_loading_uses_the_compile_cache_of_the_stages(run):
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        beatrice.load(run)
+        assert jax.config.jax_compilation_cache_dir is not None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
 def test_the_verb_scores_a_file_and_fails_if_a_row_is_bad(run, tmp_path):
     rows = [OWN, {**OWN, "answer": " "}, {**OWN, "context": PASSAGE}]
     path = write_lines(tmp_path / "answers.jsonl", rows)
@@ -184,6 +195,15 @@ def test_the_verb_scores_a_file_and_fails_if_a_row_is_bad(run, tmp_path):
     done = CliRunner().invoke(beatrice.main, list(map(str, words[:4])))
     assert done.exit_code == 0
     assert 0 <= json.loads(done.stdout)["p_correct"] <= 1
+
+
+@pytest.mark.parametrize("content", ["", "[]", "\n\n", "hello there", "{}"])
+def test_a_file_without_rows_is_refused_in_one_sentence(run, tmp_path, content):
+    (tmp_path / "answers.jsonl").write_text(content)
+    words = ["score", run, "--file", tmp_path / "answers.jsonl"]
+    done = CliRunner().invoke(beatrice.main, list(map(str, words)))
+    assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
+    assert done.stderr.splitlines()[-1].startswith("Error: ")
 
 
 @pytest.mark.parametrize(

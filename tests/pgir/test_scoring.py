@@ -4,6 +4,7 @@ import copy
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import numpy as np
 import pytest
 
@@ -296,13 +297,14 @@ def test_log_probabilities_are_those_of_the_untouched_model(probed, scorer):
 
 
 def test_a_bad_row_of_many_is_named(scorer):
-    rows = [*mixed_rows(2), {"question": QUESTION, "answer": " "}]
-    with pytest.raises(ValueError, match="row 2: the answer is empty"):
-        scorer.score_many(rows)
+    bad = {"question": QUESTION, "answer": " "}
+    for n in (0, 2):
+        with pytest.raises(ValueError, match=f"row {n}: the answer is empty"):
+            scorer.score_many([*mixed_rows(n), bad])
 
 
 def test_eight_threads_get_the_numbers_of_one(scorer):
-    rows = list(mixed_rows(8)) * 5
+    rows = list(mixed_rows(8)) * 2
     alone = [scorer.score(**row) for row in rows]
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(lambda row: scorer.score(**row), rows))
@@ -350,6 +352,17 @@ def test_a_longer_context_than_any_in_training_is_a_warning(probed):
 def test_another_script_is_a_warning(probed):
     score = scoped(probed).score(QUESTION + " где родился", ANSWER, PASSAGE)
     assert any("in a script" in w and "CYRILLIC" in w for w in score.warnings)
+
+
+def test_signals_that_are_no_numbers_are_an_abstention(probed):
+    head = probed.detector.heads["closed_book"]
+    # Stands for a model whose states overflow: what comes of them is no number either.
+    params = jax.tree.map(lambda x: np.full_like(x, np.nan), head.params)
+    broken = dataclasses.replace(head, params=params)
+    heads = {**probed.detector.heads, "closed_book": broken}
+    score = Scorer(with_detector(probed, heads=heads)).score(QUESTION, ANSWER)
+    assert (score.p_correct, score.decision) == (None, "abstain")
+    assert "not finite" in score.reason
 
 
 def with_threshold(probed, p_correct):
