@@ -20,6 +20,9 @@ Variant = Literal["original", "rewritten"]
 Split = Literal["train", "validation", "test", "ood"]
 
 SETTINGS: tuple[Setting, ...] = ("closed_book", "with_context")
+# What stands for a set in numbers over the questions of all in-domain sets together,
+# the paper's column "Test"; no name of a set holds a space.
+IN_DOMAIN = "all in-domain"
 MAX_NAME, MAX_ID = 64, 200  # characters
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 # A part of a path that is empty or all dots, or a climb out of one.

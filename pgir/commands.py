@@ -20,13 +20,13 @@ _ASKED = ("question", "prompt")  # shown of a row on the page: the first that is
 Results = Sequence[tuple[str | None, Mapping[str, Any]]]
 
 
-def with_cap(
-    config: "ControlConfig", *, max_generations: float | None
+def with_options(
+    config: "ControlConfig", *, max_generations: float | None, cross_fit: bool
 ) -> "ControlConfig":
-    """Return how the controllers are run, with another cap if one is given."""
-    if max_generations is None:
-        return config
-    return dataclasses.replace(config, max_generations=max_generations)
+    """Return how the controllers are run, as the two options say."""
+    if max_generations is not None:
+        config = dataclasses.replace(config, max_generations=max_generations)
+    return dataclasses.replace(config, cross_fit=True) if cross_fit else config
 
 
 @click.command()
@@ -36,15 +36,22 @@ def with_cap(
     type=click.FloatRange(min=1),
     help="Cap on their mean, in choosing threshold and budget.  [default: 4]",
 )
+@click.option(
+    "--cross-fit",
+    is_flag=True,
+    help="Also choose them on probabilities from maps fitted on other questions.",
+)
 @dry_run_option
-def control(run_dir: Path, max_generations: float | None, dry_run: bool) -> None:
+def control(
+    run_dir: Path, max_generations: float | None, cross_fit: bool, dry_run: bool
+) -> None:
     """Run PGIR and its plain rivals; choose threshold and budget.
 
     Example: beatrice control runs/paper --max-generations 4.63
     """
     from pgir.controllers.stage import CONTROL
 
-    change = partial(with_cap, max_generations=max_generations)
+    change = partial(with_options, max_generations=max_generations, cross_fit=cross_fit)
     do_or_forecast(run_dir, CONTROL, dry_run, change)
 
 

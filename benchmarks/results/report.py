@@ -27,13 +27,13 @@ from benchmarks.results.tables import (
     set_names,
     span_table,
 )
+from extract.records import IN_DOMAIN
 from extract.run.files import write_text_atomic
 from extract.run.results import (
     BOUNDS,
     CONTROLLERS,
     CONTROLS,
     DETECTORS,
-    IN_DOMAIN,
     MACRO,
     METRIC_LABELS,
     SETTING_LABELS,

@@ -12,11 +12,10 @@ from benchmarks.results.saved import read_control, read_reliability
 from benchmarks.results.tables import controller_table, detection_table
 from benchmarks.results.terminal import as_text
 from extract.backbone.names import backbone_of
-from extract.records import SETTINGS
+from extract.records import IN_DOMAIN, SETTINGS
 from extract.run.console import Progress, Update
 from extract.run.contents import (
     count_correct,
-    label_rule,
     question_files,
     read_examples,
     read_labels,
@@ -24,11 +23,11 @@ from extract.run.contents import (
 from extract.run.directory import RunDir
 from extract.run.results import (
     CONTROLLERS,
-    IN_DOMAIN,
     MACRO,
     ResultTable,
     asked_for,
     gather,
+    label_rule,
     read_result_rows,
     rows_file,
 )

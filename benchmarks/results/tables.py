@@ -13,14 +13,13 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from extract.records import IN_DOMAIN
 from extract.run.results import (
     BOUNDS,
     CONTROLLERS,
     CONTROLS,
-    DATASET_LABELS,
     DETECTORS,
     DIFFERENCE,
-    IN_DOMAIN,
     SETTING_LABELS,
     SPLIT_LABELS,
     ResultRow,
@@ -229,7 +228,7 @@ def detection_table(
     columns = tuple(
         Column(
             group=SETTING_LABELS[at],
-            label=DATASET_LABELS.get(dataset, dataset),
+            label=dataset,
             detail=SPLIT_LABELS[split],
         )
         for at, dataset, split in places

@@ -7,6 +7,7 @@ never from tokenising a part again: a part alone may split differently.
 import contextlib
 import dataclasses
 import functools
+import html
 import re
 import signal
 import threading
@@ -201,17 +202,34 @@ class PromptTemplate:
     closed_book: str  # holds `{question}`
     with_context: str  # holds `{context}` once, before `{question}`
     between: str  # separates passages
+    # Whether a passage's title stands before its text. Published passages often leave
+    # their subject to the title ("It was released in 1994"), and whoever rewrites a
+    # context reads what the model reads.
+    has_titles: bool
     chat: bool = False  # send as a user's message through the chat template
+
+    def passage_text(self, passage: Passage) -> str:
+        """Return one passage as it is shown: "Title: text", or its text alone."""
+        # HotpotQA's titles are escaped HTML, its texts are not.
+        title = html.unescape(passage.title).strip()
+        return f"{title}: {passage.text}" if self.has_titles and title else passage.text
+
+    def context_text(self, passages: Sequence[Passage]) -> str:
+        """Return the context as the model reads it, and as it is rewritten."""
+        return self.between.join(map(self.passage_text, passages))
 
 
 TEMPLATES: dict[TemplateName, PromptTemplate] = {
-    # What the microworld's model was taught.
+    # What the microworld's model was taught. Every text of it names its subject, which
+    # is its title.
     "short": PromptTemplate(
         closed_book="Question: {question} Answer:",
         with_context="Context: {context} Question: {question} Answer:",
         between=" ",
+        has_titles=False,
     ),
-    # Appendix A of the paper, "Answering prompt".
+    # Appendix A of the paper, "Answering prompt"; it says "retrieved passage", and
+    # nothing of titles.
     "paper": PromptTemplate(
         closed_book=(
             "Please answer the following question based on your knowledge.\n\n"
@@ -224,6 +242,7 @@ TEMPLATES: dict[TemplateName, PromptTemplate] = {
             "with the final answer without any explanation or reasoning process:"
         ),
         between="\n",
+        has_titles=True,
     ),
 }
 
@@ -308,12 +327,13 @@ def build_prompt(
     check_text(question, "the question")
     for number, passage in enumerate(passages, start=1):
         check_text(passage.text, f"passage {number}")
+        check_text(template.passage_text(passage), f"the title of passage {number}")
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
             f"the tokenizer {type(tokenizer).__name__} has no offsets; "
             "use a model with a fast tokenizer (tokenizer.json)"
         )
-    context = template.between.join(p.text for p in passages) if passages else None
+    context = template.context_text(passages) if passages else None
     text, characters = _render(template, question, context)
     begin = 0
     if template.chat:

@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from extract.datasets.splits import text_key
 from extract.label.rewrite import Rewrite, with_rewrites
-from extract.label.verdicts import LABEL_PRESETS, RULES
+from extract.label.verdicts import text_key
 from extract.records import (
     SETTINGS,
     Answer,
@@ -15,7 +14,8 @@ from extract.records import (
     Setting,
     read_records,
 )
-from extract.run.directory import MAKE_A_RUN, RunDir
+from extract.run.directory import RunDir
+from extract.run.layout import MAKE_A_RUN
 
 Key = tuple[str, str, str]  # example, setting, variant
 
@@ -138,14 +138,6 @@ def read_labels(run: RunDir) -> dict[Key, Label]:
                 "one; run `beatrice label` again"
             )
     return found
-
-
-def label_rule(run: RunDir) -> str:
-    """Say in words by which rule the run's answers are labelled."""
-    record = run.stage_record("label")
-    if record is not None and "judge" in record.inputs:
-        return record.inputs.get("rule", "judges")
-    return RULES[run.settle("label", LABEL_PRESETS, is_recorded=False).match]
 
 
 def count_correct(

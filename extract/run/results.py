@@ -14,19 +14,15 @@ from typing import Any, Literal
 
 import msgspec
 
+from extract.label.verdicts import LABEL_PRESETS, RULES
 from extract.records import Record, read_records
 from extract.run.console import Progress
-from extract.run.contents import label_rule
 from extract.run.directory import RunDir
 from extract.run.files import write_text_atomic
 
 N_DECIMALS = 6
 
-# The "datasets" of rows that are measured on several sets at once. Over the questions
-# of all in-domain sets of a split together, the paper's column "Test"; and the mean
-# over the evaluated sets, each counted once. No set of a run may have these names.
-IN_DOMAIN, MACRO = "in_domain", "macro"
-DATASET_LABELS = {IN_DOMAIN: "in-domain", MACRO: "macro"}
+MACRO = "macro"  # what stands for a set in the mean over sets, each counted once
 
 # Printed names of what the rows hold, in the order in which tables list them.
 SETTING_LABELS = {
@@ -58,6 +54,7 @@ CONTROLLERS = {
     "vanilla_rag": "Always retrieve once",
     "draft_rag": "Always retrieve once, draft in the query",
     "pgir": "PGIR",
+    "pgir_cross_fit": "PGIR, τ and B on cross-fitted probabilities",
 }
 # What the selected encoders are compared with, question by question.
 RIVALS = {
@@ -139,7 +136,7 @@ class ResultRow(Record, frozen=True, kw_only=True):
             wrong = "an interval needs both ends or neither"
         elif self.ci_low is not None and self.ci_low > self.ci_high:
             wrong = f"its interval is reversed: {self.ci_low} to {self.ci_high}"
-        elif self.metric in SHARES and any(
+        elif self.metric.removesuffix(DIFFERENCE) in SHARES and any(
             x is not None and abs(x) > 1 for x in numbers
         ):
             wrong = f"{numbers} is no share, expected numbers up to 1"
@@ -288,6 +285,14 @@ def asked_for(run: RunDir) -> list[str]:
     return [name for name in ON_REQUEST if run.stage_done(name)]
 
 
+def label_rule(run: RunDir) -> str:
+    """Say in words by which rule the run's answers are labelled."""
+    record = run.stage_record("label")
+    if record is not None and "rule" in record.inputs:
+        return record.inputs["rule"]
+    return RULES[run.settle("label", LABEL_PRESETS, is_recorded=False).match]
+
+
 def publish(run: RunDir, stage: str, rows: list[ResultRow], progress: Progress) -> None:
     """Write a stage's rows and, from all stages, results.jsonl.
 
@@ -327,7 +332,7 @@ def gather(run: RunDir, progress: Progress, stage: str | None = None) -> None:
     write_text_atomic(run.results, "".join(parts))
 
 
-_MEASURED = ("value", "ci_low", "ci_high", "n", "n_failed", "reason")
+_MEASURED = ("value", "ci_low", "ci_high", "n", "n_failed", "reason", "p_value")
 
 
 def read_result_rows(run: RunDir) -> list[ResultRow]:

@@ -11,11 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from extract.records import Record, Setting, Share
+from extract.records import IN_DOMAIN, Record, Setting, Share
 from extract.run.contents import read_examples, read_labels
 from extract.run.directory import RunDir
 from extract.run.files import read_json
-from extract.run.results import IN_DOMAIN, MACRO
 from extract.store.read import FeatureStore, open_store
 from jaxprobe.features.families import (
     FamilyTokens,
@@ -97,8 +96,7 @@ def load_rows(run: RunDir, setting: Setting) -> tuple[FeatureStore, Rows]:
     """Open a setting's store and say what its rows are.
 
     Raises:
-      ValueError: the store is missing, a row has no label record, or a dataset is named
-        as rows over several sets are.
+      ValueError: the store is missing, or a row has no label record.
     """
     store = open_store(run.features(setting))
     examples = {example.id: example for example in read_examples(run)}
@@ -113,11 +111,6 @@ def load_rows(run: RunDir, setting: Setting) -> tuple[FeatureStore, Rows]:
     if unlabelled:
         raise ValueError(
             f"{run.labels} has no label for {unlabelled[0]}; run `beatrice label` again"
-        )
-    if clash := {e.dataset for e in examples.values()} & {IN_DOMAIN, MACRO}:
-        raise ValueError(
-            f"{run.examples} has a dataset {clash.pop()!r}, which is what rows over "
-            "several sets are called; give it another name"
         )
     verdicts = [labels[key].label for key in keys]
     return store, Rows(
@@ -151,11 +144,16 @@ def partners(rows: Rows, closed_book: Rows) -> np.ndarray:
 
 
 class LayerCurve(Record, frozen=True, kw_only=True):
-    """A setting's sweep: validation AUROC per layer and seed, and the best layer."""
+    """A setting's sweep: validation AUROC per layer and seed, and the best layer.
+
+    `n_train` and `n_validation` are the answers that the probes read.
+    """
 
     layers: tuple[int, ...]
     auroc: tuple[tuple[Share, ...], ...]
     best: int
+    n_train: int
+    n_validation: int
 
 
 class LayerSweep(Record, frozen=True, kw_only=True):
@@ -236,7 +234,6 @@ def training_rows(run: RunDir, setting: Setting, *, streamed: bool) -> TrainingR
       ValueError: the training or validation rows hold one class alone.
     """
     store, rows = load_rows(run, setting)
-    layer, dims = chosen_layer(run), family_dims(store)
     where = rows.where("train"), rows.where("validation")
     for split, held in zip(("training", "validation"), where, strict=True):
         if len(set(rows.labels[held].tolist())) < 2:
@@ -245,6 +242,7 @@ def training_rows(run: RunDir, setting: Setting, *, streamed: bool) -> TrainingR
                 f"{split} answers are correct, and one class alone teaches nothing; "
                 "look at the answers, or take more questions"
             )
+    layer, dims = chosen_layer(run), family_dims(store)
     widths = longest_spans(store.spec.spans, setting)
     features = partial(read_features, store, setting, layer, n_tokens=widths)
     if streamed:
