@@ -238,11 +238,3 @@ def test_a_world_is_counted_before_there_is_a_run(tmp_path):
     beatrice(*line)
     made = [tmp_path / "run" / f"{x}.jsonl" for x in ("examples", "passages")]
     assert numbers["rows"] == sum(path.read_bytes().count(b"\n") for path in made)
-
-
-def test_controls_dry_run_loads_no_detector(tmp_path):
-    run = tmp_path / "run"
-    beatrice("world", run, "--preset", "smoke")
-    (run / "detector").mkdir()
-    (run / "detector" / "weights").write_text("nothing that could be loaded")
-    assert "requests" in beatrice("control", run, "--dry-run").stdout
