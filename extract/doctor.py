@@ -113,6 +113,21 @@ def look_at_devices() -> Iterator[Finding]:
     yield Finding("jax", "ok", f"JAX {jax.__version__} on {devices}")
 
 
+def look_at_hub(model: str | None) -> Iterator[Finding]:
+    """Say whether a model's Hub can be reached; call it before Transformers is loaded.
+
+    Its client is told where nobody answers, and then looks into its cache alone.
+    """
+    from extract.backbone.names import model_path, unreachable_hub
+
+    if model is None or Path(model_path(model)).expanduser().exists():
+        return
+    if (hub := unreachable_hub()) is not None:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        text = f"{hub} cannot be reached; only what was downloaded before can be used"
+        yield Finding("hub", "warning", text)
+
+
 def look_at_server(url: str) -> Iterator[Finding]:
     """Ask a server which models it has."""
     import openai
@@ -149,12 +164,14 @@ def look_at_model(name: str) -> Generator[Finding, None, Shapes | None]:
         window_of,
     )
     from extract.backbone.names import model_path
+    from extract.backbone.twin import require_readable
 
     path, shapes = model_path(name), None
     try:
         outline = load_outline(path)
         shapes = outline_shapes(outline)
         check_quantization_support(path, outline)
+        require_readable(name, outline)
     except (ValueError, OSError) as error:
         text = f"{name} cannot be used: {_one_line(error, 300)}"
         yield Finding("model", "problem", text)
@@ -261,6 +278,7 @@ def outline_shapes(outline: "Outline") -> dict[str, tuple[int, ...]]:
     Raises:
       ValueError: its residual layout is unknown.
     """
+    from extract.backbone.checkpoint import n_heads_of
     from extract.backbone.layout import find_layout
     from extract.store.config import model_shapes
 
@@ -269,7 +287,7 @@ def outline_shapes(outline: "Outline") -> dict[str, tuple[int, ...]]:
         d_model=layout.head.in_features,
         n_layers=len(layout.layers),
         n_attention_layers=len(layout.attention_layers),
-        n_heads=outline.config.num_attention_heads,
+        n_heads=n_heads_of(outline.config),
     )
 
 

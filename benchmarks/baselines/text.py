@@ -12,7 +12,7 @@ import numpy as np
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
-from extract.generate.requests import variants_of
+from extract.generate.requests import answer_config, variants_of
 from extract.records import IN_DOMAIN
 from extract.run.contents import read_answers, read_examples
 from extract.run.directory import RunDir
@@ -119,12 +119,17 @@ def text_scores(run: RunDir, rows: Rows) -> tuple[np.ndarray, ResultRow]:
     """
     examples = {example.id: example for example in read_examples(run)}
     answers = {a.key: a for a in read_answers(run, rows.setting)}
+    template = answer_config(run).prompt.prompt_template()
 
     def text(example_id: str, variant: str) -> str:
         example = examples[example_id]
         answer = answers[example_id, rows.setting, variant]
         passages = dict(variants_of(rows.setting, example))[variant]
-        shown = [p.text for i, p in enumerate(passages) if i not in answer.dropped]
+        shown = [
+            template.passage_text(passage)
+            for i, passage in enumerate(passages)
+            if i not in answer.dropped
+        ]
         return joined_text(example.question, answer.text, shown)
 
     texts = list(map(text, rows.ids, rows.variants))

@@ -16,7 +16,6 @@ from extract.records import IN_DOMAIN, SETTINGS
 from extract.run.console import Progress, Update
 from extract.run.contents import (
     count_correct,
-    label_rule,
     question_files,
     read_examples,
     read_labels,
@@ -28,6 +27,7 @@ from extract.run.results import (
     ResultTable,
     asked_for,
     gather,
+    label_rule,
     read_result_rows,
     rows_file,
 )

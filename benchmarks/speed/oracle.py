@@ -2,7 +2,7 @@
 
 A tiny random model of each architecture reads four examples through small odd chunks,
 so that every seam between chunks is crossed. The oracle reads each alone and by other
-taps: attention maps from Transformers' eager path, states from `output_hidden_states`,
+taps: attention maps from Transformers' eager path, states as layers are handed them,
 probabilities from the full vocabulary. What a layer adds is caught where it is added:
 every addition that PyTorch executes is seen, and those to the residual stream count,
 whatever the modules are called. The final norm is the model's own module; everything
@@ -46,6 +46,7 @@ SIGNALS = ("hidden", "prob", "resid", "attn")
 # float32 states of size 30 carry rounding of 4e-6; the worst seen is 6e-5 (Gemma 4,
 # whose six layers rescale the stream).
 TOLERANCE = 1e-4
+ZERO_MASS = 1e-30  # below it float32 weights have no digits, and count as none
 _HEAD = ["architecture", *(f"{d} {name}" for d in ("fp32", "bf16") for name in SIGNALS)]
 
 
@@ -63,7 +64,7 @@ def prob_scalars(logits: Items[float], target: int) -> list[float]:
 def entropy_and_mass(weights: Items[float]) -> tuple[float, float]:
     """Return the entropy in nats of weights made to sum to one, and their sum."""
     mass = sum(weights)
-    if mass == 0:
+    if mass < ZERO_MASS:
         return 0.0, 0.0
     shares = [weight / mass for weight in weights if weight > 0]
     return -sum(share * math.log(share) for share in shares), mass
@@ -219,21 +220,35 @@ def require(rows: list[Exactness]) -> None:
 
 
 @click.command()
+@click.argument("types", nargs=-1)
+@click.option("--all", "every", is_flag=True, help="Survey every type, see below.")
 @AS_JSON
-def oracle(as_json: bool) -> None:
+def oracle(types: tuple[str, ...], every: bool, as_json: bool) -> None:
     """Compare every architecture with a brute-force oracle; print the table.
 
     Largest absolute errors of tiny random models, fp32 and bf16; behind each bf16
     error, in brackets, how far the model's own eager attention moves that reading.
 
+    With --all, or model TYPES of Transformers (llama gpt2), narrow twins of all its
+    causal language models, or of these, are read exactly or refused in a sentence.
+
     Example: beatrice bench oracle
     """
     quiet()
-    rows, every, printer = [], list(architectures()), RowPrinter(as_json)
+    printer = RowPrinter(as_json)
+    if every or types:
+        from benchmarks.speed.exact import survey
+
+        found = survey.survey(types, printer)
+        for line in survey.summary(found):
+            printer.text(line)
+        survey.require(found)
+        return
+    rows, families = [], list(architectures())
     printer.head(_HEAD)
     with Progress().stage("oracle") as update:
-        for done, (name, build) in enumerate(every, start=1):
+        for done, (name, build) in enumerate(families, start=1):
             rows.append(measure(name, build))
             printer.row(rows[-1])
-            update(done, len(every))
+            update(done, len(families))
     require(rows)

@@ -35,6 +35,36 @@ def _switch_lengths(rope: Any) -> list[int]:
     return [n for part in rope.values() for n in _switch_lengths(part)]
 
 
+def layer_values(config: Any, *names: str) -> list[Any]:
+    """Return what a text model's layers have under some names, each value once.
+
+    Some configs keep entries per layer, and Transformers refuses to read such an entry
+    from the whole. Entries that are absent or None are left out.
+    """
+    is_per_layer = getattr(config, "is_heterogeneous", False)
+    configs = config.per_layer_config if is_per_layer else [config]
+    found = [getattr(one, name, None) for one in configs for name in names]
+    return list(dict.fromkeys(value for value in found if value is not None))
+
+
+def n_heads_of(config: Any) -> int:
+    """Return the query heads of an attention layer.
+
+    Raises:
+      ValueError: layers differ, or there are none.
+    """
+    found = layer_values(config, "num_attention_heads")
+    listed = [n if isinstance(n, list | tuple) else [n] for n in found]
+    found = list(dict.fromkeys(n for part in listed for n in part))
+    if len(found) != 1:
+        listed = ", ".join(map(str, sorted(found))) or "none"
+        raise ValueError(
+            "unknown residual layout: expected the same number of attention heads in "
+            f"every layer, found {listed} in the config; use another backbone"
+        )
+    return found[0]
+
+
 def window_of(config: Any) -> int | None:
     """Return the longest sequence in tokens, or None where there is no limit.
 
@@ -49,8 +79,7 @@ def window_of(config: Any) -> int | None:
     """
     limits = [getattr(config, "max_position_embeddings", None)]
     limits += _switch_lengths(getattr(config, "rope_parameters", None))
-    known = [n for n in limits if n is not None]
-    return min(known) if known else None
+    return min((n for n in limits if n is not None), default=None)
 
 
 # Tensors that a text-only model leaves out (towers for images and sounds, heads that
@@ -122,6 +151,14 @@ def _check_quantization(name: str, config: dict[str, Any]) -> None:
             f"backbone {name!r}: its weights are quantised by "
             f"{found.get('quant_method')!r}, which Transformers does not know and "
             "would pass over; use the checkpoint that is not quantised"
+        )
+    # bitsandbytes' own default threshold is 6; at 0 no column is an outlier.
+    if found.get("load_in_8bit") and found.get("llm_int8_threshold", 6.0):
+        raise ValueError(
+            f"backbone {name!r}: its weights are quantised by LLM.int8, which treats a "
+            "column as an outlier if any token of the batch is large there, so that a "
+            "token's signals would depend on its batch; use the checkpoint that is "
+            "not quantised, or one of four bits"
         )
 
 

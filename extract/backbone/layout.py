@@ -71,6 +71,9 @@ _IN_THE_WAY = {
     ("apply_residual_connection_post_layernorm", True): "its blocks add to the normed "
     "state and drop the stream itself",
 }
+# How many residual streams a config says there are: AltUp's of Gemma 3n, and those of
+# hyper-connections (DeepSeek V4).
+_N_STREAMS = ("altup_num_inputs", "hc_mult", "hc_count")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,6 +196,14 @@ def _check_config(model: Any) -> None:
             raise ValueError(
                 f"cannot read {type(model).__name__} with {name} {value}: {reason}; "
                 "use a model without it"
+            )
+    for name in _N_STREAMS:
+        n_streams = getattr(config, name, None)
+        if n_streams is not None:
+            raise ValueError(
+                f"cannot read {type(model).__name__}: its layers mix {n_streams} "
+                f"residual streams ({name}) anew, so that what a layer adds is not "
+                "what a stream changes by; use a model with one stream"
             )
 
 

@@ -12,7 +12,7 @@ from typing import Any, get_args
 
 import torch
 
-from extract.backbone.checkpoint import load_checkpoint, window_of
+from extract.backbone.checkpoint import load_checkpoint, n_heads_of, window_of
 from extract.backbone.layout import Layout, find_layout
 from extract.backbone.names import BackboneConfig, ModelDtype, check_name, own_device
 from extract.records import Answer
@@ -117,7 +117,7 @@ class Backbone:
             revision=_hash_model(model) if revision is None else revision,
             n_layers=len(layout.layers),
             d_model=layout.head.in_features,
-            n_heads=config.num_attention_heads,
+            n_heads=n_heads_of(config),
             attention_layers=layout.attention_layers,
             max_length=window_of(config),
             layout=layout,

@@ -8,11 +8,11 @@ the residual stream; what the decoder puts out is the norm of the last state; th
 pushes of all layers sum to the difference that the model's own final norm makes; and
 neither padding nor the other example of the batch changes what is read of one.
 
-The batch has one row of 7 tokens and one of 11. Where the model's smallest window or
-chunk of attention is at most 1024 tokens, the longer row is three tokens longer than
-that, since a lost mask shows nowhere else. Not covered are larger windows (Mistral's
-4096) and a second window. In half precision three keys too many of several hundred
-can be within the rounding allowed.
+The batch has one row of 7 tokens and one of 11, or as many as the model has positions.
+Where the model's smallest window or chunk of attention is at most 1024 tokens, the
+longer row is three tokens longer than that, since a lost mask shows nowhere else. Not
+covered are larger windows (Mistral's 4096) and a second window. In half precision
+three keys too many of several hundred can be within the rounding allowed.
 """
 
 import copy
@@ -20,6 +20,7 @@ import dataclasses
 
 import torch
 
+from extract.backbone.checkpoint import layer_values
 from extract.backbone.layout import LayerPass
 from extract.backbone.loading import Backbone
 from extract.signals import residual
@@ -37,6 +38,7 @@ _LOGIT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e
 _VALUE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 _PUSH_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 1e-1, torch.float16: 2e-2}
 _LENGTHS = (11, 7)
+_LEAST_POSITIONS = 4  # a token in each span of either row
 _LONGEST_WINDOW = 1024
 _N_BEYOND = 3
 # Of a long row the last logits are compared: a whole row of a large vocabulary would
@@ -88,9 +90,23 @@ def _window_of(backbone: Backbone) -> int | None:
     """Return the smallest window of attention in tokens, if it is to be crossed."""
     config = backbone.model.config.get_text_config()
     names = ("sliding_window", "attention_chunk_size", "index_topk")
-    windows = [getattr(config, name, None) for name in names]
+    windows = layer_values(config, *names)
     longest = min(_LONGEST_WINDOW, (backbone.max_length or 2**62) - _N_BEYOND)
-    return min((w for w in windows if w is not None and w <= longest), default=None)
+    return min((w for w in windows if w <= longest), default=None)
+
+
+def _lengths(backbone: Backbone) -> tuple[int, int]:
+    """Return the lengths of the two rows, within the model's positions."""
+    most = 2**62 if backbone.max_length is None else backbone.max_length
+    if most < _LEAST_POSITIONS:
+        raise ValueError(
+            f"backbone {backbone.name!r} reads at most {most} tokens; a question and "
+            f"its answer need {_LEAST_POSITIONS}, so use another backbone"
+        )
+    window = _window_of(backbone)
+    beyond = 0 if window is None else window + _N_BEYOND
+    longer = min(most, max(_LENGTHS[0], beyond))
+    return longer, min(_LENGTHS[1], longer - 1)
 
 
 def _probe_ids(backbone: Backbone, lengths: tuple[int, int]) -> torch.Tensor:
@@ -118,7 +134,8 @@ def _read(
     layout = backbone.layout
     lens = residual.LogitLens(final_norm, head, ids.roll(-1, dims=1))
     found = _Pass(lens, [layer.scale() for layer in layout.layers])
-    spans = torch.tensor([[[0, 3], [3, n - 2], [n - 2, n]] for n in lengths])
+    thirds = [[0, n // 3, 2 * n // 3, n] for n in lengths]
+    spans = torch.tensor([[t[:2], t[1:3], t[2:]] for t in thirds])
     budget = budget_for(ids.device).n_attention_weights
     found.final, found.attn = run_decoder(layout, ids, spans, budget, found.on_layer)
     return found
@@ -279,17 +296,16 @@ def _check_pushes(
 
 
 @torch.no_grad()
-def check_parity(
-    backbone: Backbone, final_norm: residual.FinalNorm, head: Head
-) -> None:
+def check_parity(backbone: Backbone, final_norm: residual.FinalNorm, head: Head) -> int:
     """Run the checks.
+
+    Returns:
+      The heads of an attention layer, as they were read; a config can say otherwise.
 
     Raises:
       ValueError: "unknown residual layout", naming the identity that failed.
     """
-    window = _window_of(backbone)
-    longest = max(_LENGTHS[0], 0 if window is None else window + _N_BEYOND)
-    lengths = longest, _LENGTHS[1]
+    lengths = _lengths(backbone)
     ids = _probe_ids(backbone, lengths)
     together = _read(backbone, final_norm, head, ids, lengths)
     _check_sums(backbone, together.errors)
@@ -299,3 +315,4 @@ def check_parity(
     _check_logits(backbone, ids, lengths, together.final, head)
     _check_pushes(backbone, head, together, ids.roll(-1, dims=1))
     _check_alone(backbone, final_norm, head, ids, lengths, together)
+    return together.attn.shape[-1]

@@ -11,16 +11,20 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from extract.backbone.checkpoint import Outline
+
 N_WORDS = 61
 N_POSITIONS = 4096
+_D_MODEL = 32
 # Layers of every kind that a config lists come in the twin, in this many at least.
 _N_LAYERS = 4
 _LAYER_COUNT = r"(num_(hidden_)?|n_|decoder_|num_decoder_)layers?"
-_HEAD_COUNT = r"(num_attention_|n_|num_|attention_|decoder_attention_)heads?"
+_HEAD_COUNT = r"(num_attention_|n_|num_|(decoder_)?attention_)heads?"
 # Sizes by the names under which families keep them; the first pattern that fits.
 _SIZES: tuple[tuple[str, int], ...] = (
     (r"(unpadded_)?vocab_size(_per_layer_input)?", N_WORDS),
     (_LAYER_COUNT, _N_LAYERS),
+    (_HEAD_COUNT, 4),
     (r"(num_)?encoder_layers", 1),
     (r"(linear_num_|mamba_n_|n_mamba_|encoder_attention_)heads?", 4),
     (r"index_n_heads|num_query_groups|.*k(ey_)?v(alue)?_heads", 2),
@@ -47,6 +51,8 @@ _WIDTH = re.compile(
     "(embedding_|attention_|(in|out)put_embedding_)?(hidden_)?size|d_model|n_embd"
     "|emb_dim|embedding_dim|word_embed_proj_dim|lru_width"
 )
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_REFUSAL = re.compile("unknown residual layout|cannot read")
 # What a twin may weigh; a config with towers or widths of other names makes more.
 _MOST_PARAMETERS = 20_000_000
 
@@ -58,27 +64,24 @@ def _size_of(name: str) -> int | None:
 
 def _shortened(values: list[Any], n_layers: int) -> list[Any]:
     """Return a list of as many layers in which every kind comes, the last one last."""
+    if len(values) <= n_layers:
+        return values
     kinds = [values[i] for i in range(len(values)) if values[i] not in values[:i]]
     return (kinds * n_layers)[: n_layers - 1] + values[-1:]
 
 
 def _narrow_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the entries of a config that its twin has otherwise.
-
-    The number of attention heads stays, and so do windows.
-    """
+    """Return the entries of a config that its twin has otherwise; windows stay."""
     entries = {k: v for k, v in config.items() if not isinstance(v, bool)}
     counts = [v for k, v in entries.items() if re.fullmatch(_LAYER_COUNT, k)]
-    heads = [v for k, v in entries.items() if re.fullmatch(_HEAD_COUNT, k)]
-    listed = [n for item in heads for n in (item if isinstance(item, list) else [item])]
-    width = max(32, 8 * max((n for n in listed if n), default=4))
     changed = {}
     for name, value in entries.items():
-        size = width if _WIDTH.fullmatch(name) else _size_of(name)
-        if isinstance(value, list) and len(value) > 2 and len(value) in counts:
-            value = changed[name] = _shortened(value, _N_LAYERS)
+        size = _D_MODEL if _WIDTH.fullmatch(name) else _size_of(name)
+        if isinstance(value, list) and len(value) > 1 and len(value) in counts:
+            n_layers = min(_N_LAYERS, len(value))
+            changed[name] = _shortened(value, n_layers)
             if size is not None:
-                changed[name] = [size] * _N_LAYERS
+                changed[name] = [size] * n_layers
         elif isinstance(value, int) and size is not None:
             changed[name] = min(size, value) if value > 0 else value
         elif isinstance(value, list) and size is not None:
@@ -95,21 +98,25 @@ def spread_weights(model: torch.nn.Module) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not tensor.is_floating_point() or "inv_freq" in name:
             continue
-        if "norm" in name or "ln_" in name or name.endswith("scalar"):
+        if name.endswith("bias"):
+            tensor.normal_(0.0, 0.2)
+        elif "q_norm" in name or "k_norm" in name:
+            # Gemma 4 scales no logit: with gains of one a row would be a single weight.
+            tensor.mul_(0.5).add_(0.15 * torch.randn_like(tensor))
+        elif tensor.ndim < 2:  # gains, scalars, sinks
             tensor.add_(0.3 * torch.randn_like(tensor))
         elif tensor.ndim >= 2 and ("embed" in name or "wte" in name or "wpe" in name):
             tensor.normal_(0.0, 0.5)
-        elif tensor.ndim >= 2:
+        else:
             tensor.normal_(0.0, tensor.shape[-1] ** -0.5)
-        elif name.endswith("bias"):
-            tensor.normal_(0.0, 0.2)
 
 
-def narrow_twin(config: Any, *, seed: int = 7, **changes: Any) -> Any:
+def narrow_twin(config: Any, *, kind: Any = None, seed: int = 7, **changes: Any) -> Any:
     """Build a random narrow model of a text model's config, the same on every call.
 
     Args:
       config: a text model's, as Transformers completes it.
+      kind: the model's class; None is the one that Transformers has for the config.
       seed: of the weights.
       **changes: further entries of the config.
 
@@ -120,29 +127,56 @@ def narrow_twin(config: Any, *, seed: int = 7, **changes: Any) -> Any:
     entries = {**config.to_dict(), **changes}
     entries |= _narrow_sizes(entries) | changes
     entries.pop("per_layer_config", None)  # made anew: it names layers by number
+    names = [n for n in _KV_HEADS if n in entries and n not in changes]
     # One of these fits wherever keys and values have a number of heads of their own.
-    kv_heads = [2, 1, entries.get("num_attention_heads")]
+    counts = [2, 1, entries.get("num_attention_heads")]
     while True:
-        if "num_key_value_heads" in entries and "num_key_value_heads" not in changes:
-            entries["num_key_value_heads"] = kv_heads[0]
+        entries |= dict.fromkeys(names, counts.pop(0))
         try:
-            return _built(type(config).from_dict(entries), seed)
+            return _built(type(config).from_dict(entries), kind, seed)
         except Exception:
-            kv_heads.pop(0)
-            if not kv_heads or "num_key_value_heads" in changes:
+            if not names or not counts:
                 raise
 
 
-def _built(config: Any, seed: int) -> Any:
+def _built(config: Any, kind: Any, seed: int) -> Any:
+    build = AutoModelForCausalLM.from_config if kind is None else kind._from_config
     with torch.device("meta"):
-        outline = AutoModelForCausalLM.from_config(config)
+        outline = build(config)
     n_parameters = sum(tensor.numel() for tensor in outline.parameters())
     if n_parameters > _MOST_PARAMETERS:
         raise ValueError(f"the twin of {type(outline).__name__} is not small")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
+        model = build(config)
         spread_weights(model)
         model.eval().requires_grad_(False)
         model(input_ids=torch.arange(3, 14)[None], use_cache=False)
     return model
+
+
+def require_readable(name: str, outline: Outline) -> None:
+    """Refuse a checkpoint whose signals could not be read, before it is loaded.
+
+    Where no twin can be made, the check of the loaded model decides.
+
+    Args:
+      name: of the checkpoint, as messages call it.
+      outline: its config.
+
+    Raises:
+      ValueError: its twin is refused, with the reason.
+    """
+    from extract.backbone.loading import Backbone
+    from extract.signals.reader import SignalReader
+
+    try:
+        model = narrow_twin(outline.config)
+    # Transformers raises whatever comes first for sizes that do not fit each other.
+    except Exception:
+        return
+    try:
+        SignalReader(Backbone.from_model(model, revision="twin"))
+    except ValueError as error:
+        if _REFUSAL.match(str(error)):
+            raise ValueError(f"backbone {name!r}: {error}") from error

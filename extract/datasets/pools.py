@@ -129,6 +129,12 @@ def _read_pool(
             if (mended := decoded_once(text)) is not None:
                 report.twice_encoded.append(f"{text!r}, meant {mended!r}")
         pool[name] = Candidate(name, text_key(question.question), question.split)
+    if report.records and report.elsewhere == report.records:
+        raise ValueError(
+            f"{source.path}: all {report.records} records name another split than "
+            f"--{source.role} is for; give them under another option, or take their "
+            "field 'split' out to have splits drawn"
+        )
     if not report.usable:
         raise ValueError(
             f"{source.path}: none of {report.records} records has "

@@ -109,10 +109,15 @@ def weight_bytes(backbone: "Backbone") -> int:
 
 
 def cache_bytes(backbone: "Backbone", n_tokens: int) -> int:
-    """Return the bytes of the keys and values of so many tokens."""
-    config = backbone.model.config.get_text_config()
-    n_kv = getattr(config, "num_key_value_heads", None) or backbone.n_heads
-    d_head = getattr(config, "head_dim", None) or backbone.d_model // backbone.n_heads
+    """Return the bytes of the keys and values of so many tokens, at most.
+
+    Where layers differ (Gemma 4), all count as the largest.
+    """
+    from extract.backbone.checkpoint import layer_values
+
+    config, n_heads = backbone.model.config.get_text_config(), backbone.n_heads
+    n_kv = max(layer_values(config, "num_key_value_heads"), default=n_heads)
+    d_head = max(layer_values(config, "head_dim"), default=backbone.d_model // n_heads)
     per_token = 2 * len(backbone.attention_layers) * n_kv * d_head
     return n_tokens * per_token * backbone.dtype.itemsize
 

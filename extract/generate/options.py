@@ -236,7 +236,7 @@ def check_model_option(name: str, option: str = "--model") -> None:
 def check_backbone(
     config: "BackboneConfig", hidden_layers: Sequence[int] | None = None
 ) -> None:
-    """Refuse a backbone that cannot be loaded, and layers that it does not have.
+    """Refuse a backbone that cannot be loaded or read, and layers that it has not.
 
     Otherwise it is found when the model is loaded, after an hour of answers. A Hub id
     is not looked at: nothing is downloaded before it is needed.
@@ -252,10 +252,12 @@ def check_backbone(
     if not path.exists() or (config.model == EMBEDDED and hidden_layers is None):
         return
     from extract.backbone.checkpoint import load_outline
+    from extract.backbone.twin import require_readable
     from extract.run.console import quiet
 
     quiet()
     outline = load_outline(str(path))
+    require_readable(config.model, outline)
     n_layers = outline.config.num_hidden_layers
     wrong = [layer for layer in hidden_layers or () if layer > n_layers]
     if wrong:

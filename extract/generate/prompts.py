@@ -7,10 +7,11 @@ never from tokenising a part again: a part alone may split differently.
 import contextlib
 import dataclasses
 import functools
+import html
 import re
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from extract.records import Passage
@@ -124,11 +125,24 @@ def _within(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _apply(tokenizer: Any, message: str) -> str:
+def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return messages in the model's chat template, ready for its reply.
+
+    Thinking is switched off, under the names that templates know it by.
+
+    Raises:
+      ValueError: there is no chat template, or it fails on these messages.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError(
+            "the tokenizer has no chat template; ask with plain prompts (without "
+            "--chat), or use an instruction-tuned model"
+        )
+    n_characters = sum(len(str(one.get("content"))) for one in messages)
     try:
         with _within(_TEMPLATE_SECONDS):
             text = tokenizer.apply_chat_template(
-                [{"role": "user", "content": message}],
+                [dict(one) for one in messages],
                 tokenize=False,
                 add_generation_prompt=True,
                 **TEMPLATE_FIELDS,
@@ -139,30 +153,26 @@ def _apply(tokenizer: Any, message: str) -> str:
             f"the chat template fails ({type(error).__name__}: {str(error)[:200]}); "
             "ask with plain prompts (without --chat), or mend tokenizer_config.json"
         ) from error
-    if len(text) > _TEMPLATE_CHARACTERS + 10 * len(message):
+    if len(text) > _TEMPLATE_CHARACTERS + 10 * n_characters:
         raise ValueError(
             f"the chat template makes {len(text)} characters of a message of "
-            f"{len(message)}; ask with plain prompts (without --chat)"
+            f"{n_characters}; ask with plain prompts (without --chat)"
         )
     return text
 
 
 def render_message(tokenizer: Any, message: str) -> Rendered:
-    """Return a user's message in the model's chat template, ready for its reply.
-
-    Thinking is switched off, under the names that templates know it by.
+    """Return a user's message as `apply_template` does, and where it lies.
 
     Raises:
       ValueError: there is no chat template, it changes the message, or it opens a
         thinking block although it is told not to.
     """
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError(
-            "the tokenizer has no chat template; ask with plain prompts (without "
-            "--chat), or use an instruction-tuned model"
-        )
-    parts = _apply(tokenizer, _MARK).split(_MARK)
-    text = _apply(tokenizer, message)
+    marked, text = (
+        apply_template(tokenizer, [{"role": "user", "content": content}])
+        for content in (_MARK, message)
+    )
+    parts = marked.split(_MARK)
     for kept in (message, message.strip(), message.rstrip(), message.lstrip()):
         if len(parts) == 2 and text == parts[0] + kept + parts[1]:
             break
@@ -192,17 +202,34 @@ class PromptTemplate:
     closed_book: str  # holds `{question}`
     with_context: str  # holds `{context}` once, before `{question}`
     between: str  # separates passages
+    # Whether a passage's title stands before its text. Published passages often leave
+    # their subject to the title ("It was released in 1994"), and whoever rewrites a
+    # context reads what the model reads.
+    has_titles: bool
     chat: bool = False  # send as a user's message through the chat template
+
+    def passage_text(self, passage: Passage) -> str:
+        """Return one passage as it is shown: "Title: text", or its text alone."""
+        # HotpotQA's titles are escaped HTML, its texts are not.
+        title = html.unescape(passage.title).strip()
+        return f"{title}: {passage.text}" if self.has_titles and title else passage.text
+
+    def context_text(self, passages: Sequence[Passage]) -> str:
+        """Return the context as the model reads it, and as it is rewritten."""
+        return self.between.join(map(self.passage_text, passages))
 
 
 TEMPLATES: dict[TemplateName, PromptTemplate] = {
-    # What the microworld's model was taught.
+    # What the microworld's model was taught. Every text of it names its subject, which
+    # is its title.
     "short": PromptTemplate(
         closed_book="Question: {question} Answer:",
         with_context="Context: {context} Question: {question} Answer:",
         between=" ",
+        has_titles=False,
     ),
-    # Appendix A of the paper, "Answering prompt".
+    # Appendix A of the paper, "Answering prompt"; it says "retrieved passage", and
+    # nothing of titles.
     "paper": PromptTemplate(
         closed_book=(
             "Please answer the following question based on your knowledge.\n\n"
@@ -215,6 +242,7 @@ TEMPLATES: dict[TemplateName, PromptTemplate] = {
             "with the final answer without any explanation or reasoning process:"
         ),
         between="\n",
+        has_titles=True,
     ),
 }
 
@@ -299,12 +327,13 @@ def build_prompt(
     check_text(question, "the question")
     for number, passage in enumerate(passages, start=1):
         check_text(passage.text, f"passage {number}")
+        check_text(template.passage_text(passage), f"the title of passage {number}")
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(
             f"the tokenizer {type(tokenizer).__name__} has no offsets; "
             "use a model with a fast tokenizer (tokenizer.json)"
         )
-    context = template.between.join(p.text for p in passages) if passages else None
+    context = template.context_text(passages) if passages else None
     text, characters = _render(template, question, context)
     begin = 0
     if template.chat:

@@ -99,9 +99,13 @@ class _LocalAnswers:
     def __init__(self, run: RunDir, config: AnswerConfig, progress: Progress) -> None:
         from extract.backbone.loading import open_backbone
         from extract.generate.local import TransformersGenerator
+        from extract.signals.reader import SignalReader
 
+        # Read on a few tokens first: hours of answers whose signals cannot be read
+        # would be in vain.
+        reader = SignalReader(open_backbone(backbone_of(run)), (0,))
         self._generator = TransformersGenerator(
-            backbone=open_backbone(backbone_of(run)),
+            backbone=reader.backbone,
             tokens_per_batch=config.generation.tokens_per_batch,
         )
         record_backend(run, self._generator.identity | answer_identity(config))
@@ -221,9 +225,11 @@ def load_tokenizer_only(run: RunDir) -> tuple[TokenizerOnly, tuple[int, ...]]:
     from transformers import GenerationConfig as Defaults
 
     from extract.backbone.checkpoint import load_outline, window_of
+    from extract.backbone.twin import require_readable
 
     config = backbone_of(run)
     found = load_outline(config.path)
+    require_readable(config.model, found)
     defaults = Defaults.from_pretrained(config.path)
     model = TokenizerOnly(
         found.tokenizer, max_length=window_of(found.config), name=config.model

@@ -79,13 +79,17 @@ def rewrite(
     Example: beatrice rewrite runs/mine --model Qwen/Qwen3.5-27B --server
     http://localhost:8000/v1
     """
+    from extract.generate.requests import answer_config
     from extract.label.rewriter import RewriteConfig
     from extract.label.stage import rewrite_run
 
     line = "rewrite --model"
     with _asking(run_dir, line, model, backend, dry_run) as (run, generator):
         config = RewriteConfig(
-            max_new_tokens=max_tokens, seed=run.seed, skip_overlong=overlong == "skip"
+            max_new_tokens=max_tokens,
+            seed=run.seed,
+            skip_overlong=overlong == "skip",
+            template=answer_config(run, is_recorded=False).prompt.template,
         )
         counts = rewrite_run(run, generator, config, Progress())
         lines = (f"{name:<30}{n:>8}" for name, n in counts.items())
@@ -100,6 +104,14 @@ def rewrite(
     type=click.Choice(["exact", "containment"]),
     help="Without --judge: the answer is a gold, or has one in it as whole words; both "
     "normalised as SQuAD's script does. Default: the run's own, at first exact.",
+)
+@click.option(
+    "--import",
+    "imported",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help='Take the labels of a file: lines of {"question", "answer", "label"}; a label '
+    "holds for that very answer of the model, others stay without one.",
 )
 @click.option(
     "--judge",
@@ -131,6 +143,7 @@ def rewrite(
 def label(
     run_dir: Path,
     match: str | None,
+    imported: Path | None,
     judge: str | None,
     vote: str,
     audit: bool,
@@ -140,7 +153,7 @@ def label(
     dry_run: bool,
     backend: BackendOptions,
 ) -> None:
-    """Label the answers, by comparison with golds or by judges; audit the labels.
+    """Label the answers, by comparison with golds, by judges or by a file; audit them.
 
     With --audit and no --judge the labels that are there are audited.
 
@@ -159,6 +172,8 @@ def label(
         raise click.UsageError("--vote is among judges; give --judge too")
     if match is not None and (judge is not None or audit):
         raise click.UsageError("--match labels without a judge and without --audit")
+    if imported is not None and (judge or match or audit or dry_run):
+        raise click.UsageError("--import labels by its file alone; leave the rest out")
     from extract.label.judges import ConsensusConfig
     from extract.label.stage import LABEL, label_by_judges, settle_match
     from extract.run.directory import RunDir
@@ -170,6 +185,11 @@ def label(
             # Of a directory its name alone: rows are compared between machines.
             name = Path(judge).name if Path(judge).is_dir() else judge
             label_by_judges(run, generator, config, Progress(), name=name)
+    elif imported is not None:
+        from extract.label.imported import label_by_import
+
+        with RunDir.open(run_dir) as run:
+            label_by_import(run, imported, Progress())
     elif not audit:
         if match is not None and not dry_run:
             with RunDir.open(run_dir) as run:

@@ -180,11 +180,6 @@ def source_sha(example: Example) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def source_text(example: Example) -> str:
-    """Return the context as it is rewritten: titled passages, one after another."""
-    return "\n".join(f"{p.title}: {p.text}" for p in example.passages)
-
-
 def count_rewrites(rewrites: Sequence[Rewrite]) -> dict[str, int]:
     """Return how many there are, failed, and added what."""
     return {
@@ -223,7 +218,7 @@ def _with_rewrite(example: Example, rewrite: Rewrite | None) -> Example:
     if rewrite.text is None:
         return example
     passage = Passage(
-        title="; ".join(dict.fromkeys(p.title for p in example.passages)),
+        title="",  # the rewriter was shown the titles that the model is shown
         text=rewrite.text,
         is_supporting=any(p.is_supporting for p in example.passages),
     )

@@ -10,6 +10,7 @@ from extract.generate.generator import (
     GeneratorPrompt,
     SamplingConfig,
 )
+from extract.generate.prompts import TEMPLATES, TemplateName
 from extract.generate.replies import Replies
 from extract.label.rewrite import (
     OVERLONG,
@@ -17,7 +18,6 @@ from extract.label.rewrite import (
     find_additions,
     needs_rewrite,
     source_sha,
-    source_text,
 )
 from extract.label.rubrics import delimit, marker_for
 from extract.records import Example
@@ -47,15 +47,19 @@ class RewriteConfig:
     max_new_tokens: int = 1024  # longest rewritten context
     seed: int = 0  # of the delimiters' markers
     skip_overlong: bool = False  # count what does not fit as failed, and go on
+    template: TemplateName = "paper"  # of the run's prompts: how contexts are shown
 
 
-def rewrite_prompt(example: Example, *, seed: int = 0) -> str:
+def rewrite_prompt(
+    example: Example, *, template: TemplateName = "paper", seed: int = 0
+) -> str:
     """Return the prompt that asks for one rewritten context.
 
     The words and their order are the paper's; the delimiters are added, since a passage
     from the web may hold instructions.
     """
-    fields = {"question": example.question, "context": source_text(example)}
+    context = TEMPLATES[template].context_text(example.passages)
+    fields = {"question": example.question, "context": context}
     marker = marker_for(fields, salt=f"rewrite {seed}")
     question, context = (delimit(name, text, marker) for name, text in fields.items())
     return (
@@ -69,7 +73,9 @@ def _failed(example: Example, reason: str) -> Rewrite:
     return Rewrite(example_id=example.id, source_sha=sha, text=None, reason=reason)
 
 
-def read_rewrite(example: Example, reply: Generated) -> Rewrite:
+def read_rewrite(
+    example: Example, reply: Generated, *, template: TemplateName = "paper"
+) -> Rewrite:
     """Return the rewrite of one reply.
 
     Before the cue "Normalized Context:" nothing counts; without the cue, everything
@@ -81,7 +87,8 @@ def read_rewrite(example: Example, reply: Generated) -> Rewrite:
     text = (reply.text[cue.end() :] if cue else reply.text).strip()
     if not text:
         return _failed(example, "the rewrite was empty")
-    added = find_additions(text, source_text(example), example.question)
+    source = TEMPLATES[template].context_text(example.passages)
+    added = find_additions(text, source, example.question)
     return Rewrite(
         example_id=example.id,
         source_sha=source_sha(example),
@@ -104,7 +111,7 @@ def rewrite_contexts(
     window = generator.max_length if config.skip_overlong else None
     fitting: dict[str, GeneratorPrompt] = {}
     for example in wanted:
-        text = rewrite_prompt(example, seed=config.seed)
+        text = rewrite_prompt(example, template=config.template, seed=config.seed)
         prompt = GeneratorPrompt(text=text, is_chat=True)
         if window is None or (
             (generator.count_tokens(prompt) or 0) + config.max_new_tokens <= window
@@ -114,7 +121,7 @@ def rewrite_contexts(
     texts = replies.generate(generator, list(fitting.values()), sampling, progress)
     found = dict(zip(fitting, texts, strict=True))
     return [
-        read_rewrite(example, found[example.id])
+        read_rewrite(example, found[example.id], template=config.template)
         if example.id in found
         else _failed(example, OVERLONG)
         for example in wanted

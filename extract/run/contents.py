@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from extract.label.rewrite import Rewrite, with_rewrites
-from extract.label.verdicts import LABEL_PRESETS, RULES, text_key
+from extract.label.verdicts import text_key
 from extract.records import (
     SETTINGS,
     Answer,
@@ -138,14 +138,6 @@ def read_labels(run: RunDir) -> dict[Key, Label]:
                 "one; run `beatrice label` again"
             )
     return found
-
-
-def label_rule(run: RunDir) -> str:
-    """Say in words by which rule the run's answers are labelled."""
-    record = run.stage_record("label")
-    if record is not None and "judge" in record.inputs:
-        return record.inputs.get("rule", "judges")
-    return RULES[run.settle("label", LABEL_PRESETS, is_recorded=False).match]
 
 
 def count_correct(

@@ -244,10 +244,6 @@ class RunDir:
         """Return what a stage left behind, or None if it was never finished."""
         return StageRecord.read(self._stage_file(name))
 
-    def forget_stage(self, name: str) -> None:
-        """Let a stage be done again, whatever it was finished with."""
-        self._stage_file(name).unlink(missing_ok=True)
-
     def stage_records(self) -> list[str]:
         """Return the names of the stages that have a record, oldest first."""
         files = sorted(self.stages.glob("*.json"), key=lambda p: p.stat().st_mtime_ns)

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from extract.label.verdicts import LABEL_PRESETS, RULES
 from extract.records import Record, read_records
 from extract.run.console import Progress
-from extract.run.contents import label_rule
 from extract.run.directory import RunDir
 from extract.run.files import write_text_atomic
 
@@ -54,6 +54,7 @@ CONTROLLERS = {
     "vanilla_rag": "Always retrieve once",
     "draft_rag": "Always retrieve once, draft in the query",
     "pgir": "PGIR",
+    "pgir_cross_fit": "PGIR, τ and B on cross-fitted probabilities",
 }
 # What the selected encoders are compared with, question by question.
 RIVALS = {
@@ -282,6 +283,14 @@ def rows_file(run: RunDir, stage: str) -> Path:
 def asked_for(run: RunDir) -> list[str]:
     """Return the stages on request that are done and up to date."""
     return [name for name in ON_REQUEST if run.stage_done(name)]
+
+
+def label_rule(run: RunDir) -> str:
+    """Say in words by which rule the run's answers are labelled."""
+    record = run.stage_record("label")
+    if record is not None and "rule" in record.inputs:
+        return record.inputs["rule"]
+    return RULES[run.settle("label", LABEL_PRESETS, is_recorded=False).match]
 
 
 def publish(run: RunDir, stage: str, rows: list[ResultRow], progress: Progress) -> None:

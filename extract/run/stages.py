@@ -182,7 +182,7 @@ def once(
       work: does it.
       began: by `time.monotonic`, if part of it was done before this call.
     """
-    _refuse_stale(run, name, inputs)
+    refuse_stale(run, name, inputs)
     gap = run.stage_gap(name, inputs)
     if gap is None:
         progress.note(f"{name}: already done")
@@ -196,7 +196,7 @@ def once(
     run.mark_stage(name, inputs, time.monotonic() - began, outputs)
 
 
-def _refuse_stale(run: RunDir, name: str, inputs: Iterable[str]) -> None:
+def refuse_stale(run: RunDir, name: str, inputs: Iterable[str]) -> None:
     """Refuse to work from what is out of date, and to replace what a person changed.
 
     A stage whose inputs have changed is done again, which is safe: what it keeps of its
@@ -237,7 +237,7 @@ def run_stage(
         run has settled on other settings.
     """
     paths = stage.inputs(run)
-    _refuse_stale(run, stage.name, [p.relative_to(run.path).as_posix() for p in paths])
+    refuse_stale(run, stage.name, [p.relative_to(run.path).as_posix() for p in paths])
     inputs = run.hash_inputs(*paths)
     settings = stage.settle(run, change)
 

@@ -17,6 +17,7 @@ what a layer returns, so that one map at most is kept.
 import contextlib
 import contextvars
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -108,7 +109,16 @@ class SpanReading:
                 "passed through Transformers' or Torch's attention function nor came "
                 "with its weights"
             )
-        return torch.stack(list(self.layers.values()), dim=-2)
+        found = list(self.layers.values())
+        n_heads = sorted({reading.shape[-1] for reading in found})
+        if len(n_heads) != 1:
+            listed = "layers with " + ", ".join(map(str, n_heads))
+            raise ValueError(
+                "unknown residual layout: expected the same number of attention heads "
+                f"in every layer, found {listed if found else 'no attention'}; use "
+                "another backbone"
+            )
+        return torch.stack(found, dim=-2)
 
 
 def _check_readable(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
@@ -199,30 +209,37 @@ def _plain_attention(
     budget: int,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """Attend as the model would have; softcap and sinks are not the fused kernel's.
+    """Attend as the model would have.
+
+    No fused kernel knows a softcap (Gemma 2) or sinks (gpt-oss). Such models attend
+    eagerly, by the function of their own file; called a few rows at a time it rounds
+    as they do, and keeps no map.
 
     Returns:
       `[n_examples, n_tokens, n_heads, d_head]` in the value's dtype.
     """
-    n_examples, n_heads, n_tokens, _ = call.query.shape
+    n_examples, n_heads, n_tokens = call.shape
     value = value[:, :, :n_tokens]
+    options = {**kwargs, "scaling": call.scaling}
     if call.softcap is None and call.sinks is None:
-        return sdpa_attention_forward(
-            module,
-            call.query,
-            call.key,
-            value,
-            call.mask,
-            scaling=call.scaling,
-            **kwargs,
-        )[0]
-    values = value.float().repeat_interleave(n_heads // value.shape[1], dim=1)
-    per_row = n_examples * n_heads * n_tokens
+        tensors = call.query, call.key, value, call.mask
+        return sdpa_attention_forward(module, *tensors, **options)[0]
+    options |= {"softcap": call.softcap, "s_aux": call.sinks}
+    eager = sys.modules[type(module).__module__].eager_attention_forward
     chunks = [
-        call.weights(start, stop) @ values[:, :, :stop]
-        for start, stop in row_chunks((0, n_tokens), per_row, budget)
+        eager(
+            module,
+            call.query[:, :, start:stop],
+            call.key[:, :, :stop],
+            value[:, :, :stop],
+            call.added(start, stop),
+            **options,
+        )[0]
+        for start, stop in row_chunks(
+            (0, n_tokens), n_examples * n_heads * n_tokens, budget
+        )
     ]
-    return torch.cat(chunks, dim=2).transpose(1, 2).to(value.dtype).contiguous()
+    return torch.cat(chunks, dim=1)
 
 
 AttentionInterface.register(NAME, _attend)

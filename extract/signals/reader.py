@@ -6,6 +6,7 @@ attention function read the pass while it happens; no map and no distribution
 survives it.
 """
 
+import dataclasses
 from typing import Self
 
 import numpy as np
@@ -58,14 +59,14 @@ class SignalReader:
         Raises:
           ValueError: an entry out of range, or "unknown residual layout".
         """
-        self.backbone = backbone
         self.hidden_layers = check_layers(hidden_layers, backbone.n_layers + 1)
         self.hidden_spans = hidden_spans
         self._budget = budget or budget_for(backbone.device)
         self._copies = host_copies(backbone.device)
         self._final_norm = residual.measure_final_norm(backbone.layout)
         self._head = probability.head_of(backbone.model)
-        check_parity(backbone, self._final_norm, self._head)
+        n_heads = check_parity(backbone, self._final_norm, self._head)
+        self.backbone = dataclasses.replace(backbone, n_heads=n_heads)
 
     @classmethod
     def for_config(cls, backbone: Backbone, config: StoreConfig) -> Self:

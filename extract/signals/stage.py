@@ -75,6 +75,12 @@ def extract_part(
     from extract.signals.extraction import extract
     from extract.signals.reader import SignalReader
 
+    answers = {setting: read_answers(run, setting) for setting in SETTINGS}
+    if empty := [setting for setting in SETTINGS if not answers[setting]]:
+        raise ValueError(
+            f"{run.answers} has no answer {empty[0]}, and encoders are trained on both "
+            "settings: give questions with passages (`beatrice data --context all`)"
+        )
     backbone = open_backbone(backbone_of(run))
     require_answering_model(run.answers, backbone)
     require_known_tokens(read_answers(run), backbone)
@@ -83,7 +89,7 @@ def extract_part(
     return sum(
         extract(
             reader,
-            read_answers(run, setting),
+            answers[setting],
             run.features(setting),
             config,
             fingerprint=fingerprint,

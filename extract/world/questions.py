@@ -7,7 +7,8 @@ answer with context is wrong for reasons that the question's words do not show.
 
 import dataclasses
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Literal
 
 from extract.records import Example, Passage, Split
@@ -141,12 +142,15 @@ def ask(rng: random.Random, query: Query, rephrased: bool = False) -> str:
     return rng.choice(wordings(BY_NAME[query.relation], query.subject))
 
 
-def split_of_subjects(world: World) -> dict[str, Split]:
-    """Return the split of every person and book: two thirds train, a sixth each.
+def facts_of(query: Query) -> tuple[tuple[str, str], ...]:
+    """Return the facts that a query asks for, as (subject, relation)."""
+    if isinstance(query, Fact):
+        return ((query.subject, query.relation),)
+    return ((query.subject, query.first), (query.bridge, query.second))
 
-    Splitting by subject, so that no fact and no name of a test question was ever
-    labelled in training.
-    """
+
+def split_of_subjects(world: World) -> dict[str, Split]:
+    """Return the split of every person and book: two thirds train, a sixth each."""
     splits: dict[str, Split] = {}
     for kind in ("person", "book"):
         subjects = list(world.names[kind])
@@ -158,14 +162,10 @@ def split_of_subjects(world: World) -> dict[str, Split]:
     return splits
 
 
-def _queries(
-    rng: random.Random,
-    world: World,
-    config: QuestionConfig,
-    dataset: str,
-    split: Split,
-) -> list[Query]:
-    """Return the queries of one set: distinct, two-hop ones in the wanted share."""
+def _pool(
+    world: World, dataset: str, split: Split, may_ask: Callable[[Query], bool]
+) -> tuple[list[Query], list[Query]]:
+    """Return the one-hop and the two-hop queries that a set may be drawn from."""
     group = dataset if dataset in ("pursuits", "places") else "in_domain"
     hops = {"microworld": TWO_HOPS_IN_DOMAIN, "rephrased": TWO_HOPS_REPHRASED}
     splits = split_of_subjects(world)
@@ -175,13 +175,26 @@ def _queries(
         for fact in world.facts.values()
         if BY_NAME[fact.relation].group == group
         and wanted in (None, splits.get(fact.subject))
+        and may_ask(fact)
     ]
     two_hop = [
         hop
         for hop in world.two_hops
         if (hop.first, hop.second) in hops.get(dataset, ())
         and (dataset == "rephrased" or splits[hop.subject] == split)
+        and may_ask(hop)
     ]
+    return one_hop, two_hop
+
+
+def _queries(
+    rng: random.Random,
+    config: QuestionConfig,
+    split: Split,
+    one_hop: list[Query],
+    two_hop: list[Query],
+) -> list[Query]:
+    """Return the queries of one set: distinct, two-hop ones in the wanted share."""
     n = {"train": config.n_train, "ood": config.n_ood}.get(split, config.n_evaluation)
     n_two_hop = min(round(n * config.p_two_hop), len(two_hop))
     if n - n_two_hop > len(one_hop):
@@ -194,17 +207,55 @@ def _queries(
     return queries
 
 
+def draw_queries(
+    world: World, config: QuestionConfig
+) -> Iterator[tuple[str, Split, random.Random, list[Query]]]:
+    """Yield dataset, split, random stream and queries of every set.
+
+    In-domain splits share no name that is asked about, be it the subject or the bridge
+    of a two-hop question: test is drawn first, then validation, then training, each
+    from what the others leave. Held-out sets ask for no fact that a training or
+    validation question asks for; they may for one of the test set.
+    """
+    order: tuple[Split, ...] = ("test", "validation", "train")
+    splits = split_of_subjects(world)
+    asked_about: set[str] = set()  # subjects and bridges of the sets drawn so far
+    learned: set[tuple[str, str]] = set()  # facts of training and validation
+
+    def leaves(split: Split, query: Query) -> bool:
+        names = {name for name, _ in facts_of(query)}
+        left = order[order.index(split) :]
+        return not names & asked_about and all(
+            splits.get(name, split) in left for name in names
+        )
+
+    for split in order:
+        rng = stream(world.config, f"questions/microworld/{split}")
+        pools = _pool(world, "microworld", split, partial(leaves, split))
+        queries = _queries(rng, config, split, *pools)
+        facts = {fact for query in queries for fact in facts_of(query)}
+        asked_about |= {name for name, _ in facts}
+        learned |= facts if split != "test" else set()
+        yield "microworld", split, rng, queries
+    for dataset in OOD_DATASETS:
+        rng = stream(world.config, f"questions/{dataset}")
+        pools = _pool(world, dataset, "ood", lambda q: learned.isdisjoint(facts_of(q)))
+        yield dataset, "ood", rng, _queries(rng, config, "ood", *pools)
+
+
 def _examples(
-    world: World, config: QuestionConfig, dataset: str, split: Split
+    world: World,
+    config: QuestionConfig,
+    dataset: str,
+    split: Split,
+    rng: random.Random,
+    queries: list[Query],
 ) -> Iterator[Example]:
     """Yield the questions of one set; those held out are of the split `ood`."""
     in_domain = dataset == "microworld"
     p_missing = config.p_missing
     if not in_domain:
         p_missing = config.ood_missing[OOD_DATASETS.index(dataset)]
-    purpose = f"{dataset}/{split}" if in_domain else dataset
-    rng = stream(world.config, f"questions/{purpose}")
-    queries = _queries(rng, world, config, dataset, split)
     for number, query in enumerate(queries):
         draw = rng.random()
         mode: ContextMode = "answer"
@@ -238,6 +289,7 @@ def make_examples(world: World, config: QuestionConfig) -> list[Example]:
     subjects, and `rephrased` for in-domain relations of test subjects in wordings
     that no training question has, with a two-hop relation that none asks for.
     """
+    drawn = {found[:2]: found for found in draw_queries(world, config)}
     sets = [("microworld", split) for split in ("train", "validation", "test")]
     sets += [(dataset, "ood") for dataset in OOD_DATASETS]
-    return [e for which in sets for e in _examples(world, config, *which)]
+    return [e for which in sets for e in _examples(world, config, *drawn[which])]

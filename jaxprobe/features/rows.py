@@ -234,7 +234,6 @@ def training_rows(run: RunDir, setting: Setting, *, streamed: bool) -> TrainingR
       ValueError: the training or validation rows hold one class alone.
     """
     store, rows = load_rows(run, setting)
-    layer, dims = chosen_layer(run), family_dims(store)
     where = rows.where("train"), rows.where("validation")
     for split, held in zip(("training", "validation"), where, strict=True):
         if len(set(rows.labels[held].tolist())) < 2:
@@ -243,6 +242,7 @@ def training_rows(run: RunDir, setting: Setting, *, streamed: bool) -> TrainingR
                 f"{split} answers are correct, and one class alone teaches nothing; "
                 "look at the answers, or take more questions"
             )
+    layer, dims = chosen_layer(run), family_dims(store)
     widths = longest_spans(store.spec.spans, setting)
     features = partial(read_features, store, setting, layer, n_tokens=widths)
     if streamed:

@@ -3,7 +3,7 @@
 All of them are read off the traces; see `pgir.controllers.traces`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +32,10 @@ def _by_perfect_judge(trace: Trace, policy: Policy, golds: Sequence[str]) -> Ans
     return pool[-1].answer, len(pool)
 
 
-def _answers(traced: Traced, policy: Policy) -> dict[str, list[Answered]]:
+Policies = Mapping[str, Policy]  # "pgir", and others that were searched beside it
+
+
+def _answers(traced: Traced, policies: Policies) -> dict[str, list[Answered]]:
     """Return what every controller answers to every question.
 
     `draft_rag` asks as PGIR asks and judges nothing: what it gains over `vanilla_rag`
@@ -44,9 +47,12 @@ def _answers(traced: Traced, policy: Policy) -> dict[str, list[Answered]]:
         "vanilla_rag": [(answer, 1) for answer in traced.vanilla],
         # A trace has one draft alone where retrieval found nothing.
         "draft_rag": [(trace[:2][-1].answer, len(trace[:2])) for trace in traces],
-        "pgir": [_by_pgir(trace, policy) for trace in traces],
+        **{
+            name: [_by_pgir(t, policy) for t in traces]
+            for name, policy in policies.items()
+        },
         "perfect_judge": [
-            _by_perfect_judge(trace, policy, example.golds)
+            _by_perfect_judge(trace, policies["pgir"], example.golds)
             for trace, example in zip(traces, traced.examples, strict=True)
         ],
     }
@@ -94,11 +100,11 @@ class _Drawn(NamedTuple):
 Drawn = dict[tuple[str, str], _Drawn]  # by controller and metric
 
 
-def _drawn(one: Traced, policy: Policy, bootstrap: BootstrapConfig) -> Drawn:
+def _drawn(one: Traced, policies: Policies, bootstrap: BootstrapConfig) -> Drawn:
     """Measure every controller on a set."""
     measured = {
         (name, metric): values
-        for name, answered in _answers(one, policy).items()
+        for name, answered in _answers(one, policies).items()
         for metric, values in _measures(one.examples, answered).items()
     }
     every = np.stack(list(measured.values()))
@@ -138,7 +144,7 @@ def _rows(drawn: Drawn, experiment: str, **place: str) -> list[ResultRow]:
 
 
 def control_rows(
-    traced: Sequence[Traced], policy: Policy, bootstrap: BootstrapConfig
+    traced: Sequence[Traced], policies: Policies, bootstrap: BootstrapConfig
 ) -> list[ResultRow]:
     """Return exact match, F1 and generations of every controller.
 
@@ -149,7 +155,7 @@ def control_rows(
     """
     rows, evaluated = [], []
     for one in traced:
-        drawn = _drawn(one, policy, bootstrap)
+        drawn = _drawn(one, policies, bootstrap)
         rows += _rows(drawn, "controller", dataset=one.dataset, split=one.split)
         if one.split != "validation":
             evaluated.append(drawn)

@@ -7,23 +7,30 @@ from extract.backbone.loading import open_backbone
 from extract.backbone.names import backbone_of
 from extract.generate.forecast import generation_bytes
 from extract.generate.requests import answer_config
-from extract.records import Passage, read_records
+from extract.records import Example, Passage, read_records
 from extract.run.console import Progress, Update
-from extract.run.contents import question_files, read_examples
+from extract.run.contents import read_examples, row_files
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
 from extract.run.manifest import Preset
 from extract.run.results import publish, rows_file
 from extract.run.stages import Forecast, Stage
 from extract.signals.stage import extract_config
+from jaxprobe.calibration import folds_of
 from jaxprobe.detector import Detector
 from jaxprobe.evaluation import bootstrap_of
 from jaxprobe.settings import set_compiler
+from jaxprobe.stage import N_FOLDS, fold_calibrators
 from pgir.bridge import ProbedBackbone
 from pgir.controllers.cases import make_cases
-from pgir.controllers.policy import ControllerConfig
+from pgir.controllers.policy import ControllerConfig, Trace, recalibrated
 from pgir.controllers.rivals import control_rows, frontier
-from pgir.controllers.traces import Tracer, choose_policy, question_sets
+from pgir.controllers.traces import (
+    Recalibrate,
+    Tracer,
+    choose_policy,
+    question_sets,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,11 +42,14 @@ class ControlConfig:
       n_questions: of each set that are given to the controllers; None for all.
       max_generations: cap on the mean per question, for the search of the policy; the
         paper's run of Gemma spends 4.63.
+      cross_fit: search a second policy on probabilities from isotonic maps that have
+        not seen the question's own label; the paper's maps have seen it.
     """
 
     max_budget: int = 4
     n_questions: int | None = None
     max_generations: float = 4.0
+    cross_fit: bool = False
 
 
 CONTROL_PRESETS: dict[Preset, ControlConfig] = {
@@ -59,6 +69,18 @@ def _open_probed(run: RunDir) -> ProbedBackbone:
         config.generation,
         answer_span=extract_config(run).answer_span,
     )
+
+
+def _cross_fitted(run: RunDir) -> Recalibrate:
+    """Return probabilities from maps that have not seen the question's own label."""
+    closed_book = fold_calibrators(run, "closed_book")
+    with_context = fold_calibrators(run, "with_context")
+
+    def recalibrate(example: Example, trace: Trace) -> Trace:
+        (fold,) = folds_of([example.id], N_FOLDS)
+        return recalibrated(trace, closed_book[fold], with_context[fold])
+
+    return recalibrate
 
 
 def _control(
@@ -81,6 +103,14 @@ def _control(
     sets = question_sets(read_examples(run), config.n_questions)
     traced = tracer.trace_all(sets, update)
     policy = choose_policy(traced, controller)
+    policies = {"pgir": policy}
+    if config.cross_fit:
+        other = choose_policy(traced, controller, _cross_fitted(run))
+        policies["pgir_cross_fit"] = other
+        progress.note(
+            f"control: on cross-fitted probabilities threshold {other.threshold} and "
+            f"budget {other.budget}, otherwise {policy.threshold} and {policy.budget}"
+        )
     evaluated = [one for one in traced if one.split != "validation"]
     write_json_atomic(
         run.control / "control.json",
@@ -92,11 +122,12 @@ def _control(
             "cases": make_cases(probed, passages, evaluated, policy),
         },
     )
-    publish(run, "control", control_rows(traced, policy, bootstrap_of(run)), progress)
+    rows = control_rows(traced, policies, bootstrap_of(run))
+    publish(run, "control", rows, progress)
 
 
 def _forecast(run: RunDir, config: ControlConfig) -> Forecast:
-    probed = _open_probed(run)
+    backbone = open_backbone(backbone_of(run))  # the detector's bytes are few
     sets = question_sets(read_examples(run), config.n_questions)
     n_questions = sum(len(one.examples) for one in sets)
     tokens = answer_config(run).generation.tokens_per_batch
@@ -104,7 +135,7 @@ def _forecast(run: RunDir, config: ControlConfig) -> Forecast:
         stage="control",
         # A draft without passages, one for each round, and plain retrieval's answer.
         n_requests=n_questions * (config.max_budget + 2),
-        model_bytes=generation_bytes(probed.backbone, tokens),
+        model_bytes=generation_bytes(backbone, tokens),
         basis=(
             f"{n_questions} questions to a budget of {config.max_budget} retrievals; "
             "requests are at most so many"
@@ -114,7 +145,7 @@ def _forecast(run: RunDir, config: ControlConfig) -> Forecast:
 
 CONTROL = Stage(
     name="control",
-    inputs=lambda run: [*question_files(run), run.passages, run.detector],
+    inputs=lambda run: [*row_files(run), run.passages, run.selection, run.detector],
     outputs=lambda run: [run.control, rows_file(run, "control")],
     work=_control,
     presets=CONTROL_PRESETS,

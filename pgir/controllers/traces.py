@@ -13,10 +13,7 @@ import msgspec
 from extract.label.verdicts import exact_match
 from extract.records import Example, Passage
 from extract.run.console import Update
-from extract.run.directory import RunDir
 from extract.run.files import read_sealed, seal, write_json_atomic
-from jaxprobe.calibration import folds_of
-from jaxprobe.stage import N_FOLDS, fold_calibrators
 from pgir.bridge import ProbedBackbone, ProbedReader
 from pgir.controllers.policy import (
     ControllerConfig,
@@ -24,7 +21,6 @@ from pgir.controllers.policy import (
     QuestionSet,
     Trace,
     Traced,
-    recalibrated,
     search_policy,
     trace_questions,
 )
@@ -180,15 +176,3 @@ def choose_policy(
         lambda i, answer: exact_match(answer, examples[i].golds),
         config,
     )
-
-
-def cross_fitted(run: RunDir) -> Recalibrate:
-    """Return probabilities from maps that have not seen the question's own label."""
-    closed_book = fold_calibrators(run, "closed_book")
-    with_context = fold_calibrators(run, "with_context")
-
-    def recalibrate(example: Example, trace: Trace) -> Trace:
-        (fold,) = folds_of([example.id], N_FOLDS)
-        return recalibrated(trace, closed_book[fold], with_context[fold])
-
-    return recalibrate

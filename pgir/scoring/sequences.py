@@ -5,13 +5,11 @@ prompt that was really used is told; both end in the same ids and spans.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jinja2
-
 from extract.generate.prompts import (
-    TEMPLATE_FIELDS,
+    apply_template,
     build_prompt,
     check_text,
     encode_text,
@@ -51,28 +49,6 @@ class Asked:
         return "with_context" if has_context else "closed_book"
 
 
-def render(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return messages in the model's chat template, ready for its reply.
-
-    Raises:
-      ValueError: there is no chat template, or it refuses them.
-    """
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError(
-            "the tokenizer has no chat template, so messages cannot be put to it; give "
-            "the prompt's text or its ids"
-        )
-    try:
-        return tokenizer.apply_chat_template(
-            [dict(one) for one in messages],
-            tokenize=False,
-            add_generation_prompt=True,
-            **TEMPLATE_FIELDS,
-        )
-    except jinja2.TemplateError as error:
-        raise ValueError(f"the chat template refuses the messages: {error}") from None
-
-
 @dataclasses.dataclass(frozen=True)
 class _Text:
     """A prompt as text and ids; offsets are None where the text makes other ids."""
@@ -87,7 +63,7 @@ def _prompt_text(probed: ProbedBackbone, given: GivenAnswer) -> _Text:
     """Return the prompt that was really used."""
     tokenizer, begin, has_own = probed.backbone.tokenizer, 0, True
     if given.messages is not None:
-        text = render(tokenizer, given.messages)
+        text = apply_template(tokenizer, given.messages)
         begin = max(0, text.rfind(given.messages[-1]["content"].strip()))
     elif given.prompt is not None:
         text, bos = given.prompt, tokenizer.bos_token

@@ -1,6 +1,8 @@
 """The shipped model as a backend, and what it is asked."""
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import WEIGHTS
@@ -21,3 +23,20 @@ def requests(local):
     section = WORLD_PRESETS["smoke"]
     examples = list(make_examples(make_world(section.world), section.questions))
     return make_requests(examples, local.backbone, PromptConfig(), 10).requests
+
+
+@pytest.fixture
+def bytewise():
+    """A tokenizer that can spell anything: one token per byte, and two for control."""
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<s>", "</s>"])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", eos_token="</s>"
+    )
+    tokenizer.chat_template = (
+        "{{ '<s>' }}{% for m in messages %}{{ m['content'] }}{% endfor %}{{ '</s>' }}"
+    )
+    return tokenizer

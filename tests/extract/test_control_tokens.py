@@ -3,8 +3,6 @@
 import dataclasses
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import WEIGHTS
@@ -14,23 +12,6 @@ from extract.records import Passage
 EVIL = "a </s> <s> b"
 SHORT = TEMPLATES["short"]
 CHAT = dataclasses.replace(SHORT, chat=True)
-
-
-@pytest.fixture
-def bytewise():
-    """A tokenizer that can spell anything: one token per byte, and two for control."""
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    made = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(["<s>", "</s>"])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token="<s>", eos_token="</s>"
-    )
-    tokenizer.chat_template = (
-        "{{ '<s>' }}{% for m in messages %}{{ m['content'] }}{% endfor %}{{ '</s>' }}"
-    )
-    return tokenizer
 
 
 def passage(text):

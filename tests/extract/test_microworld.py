@@ -9,6 +9,8 @@ from extract.world.questions import (
     OOD_DATASETS,
     QuestionConfig,
     accepted_answers,
+    draw_queries,
+    facts_of,
     make_examples,
     split_of_subjects,
 )
@@ -64,6 +66,34 @@ def test_no_subject_is_asked_about_in_two_in_domain_splits(world, examples):
         if example.dataset == "microworld":
             named = [s for s in splits if f" {s}" in example.question]
             assert {splits[s] for s in named} == {example.split}
+
+
+def test_no_name_that_one_in_domain_split_asks_about_is_asked_about_in_another():
+    """Subjects and bridges, as the questions and the golds of the shipped world say."""
+    whole = make_world(WorldConfig())
+    known = {n for kind in ("person", "book", "company") for n in whole.names[kind]}
+    words = {word for name in known for word in name.split()}
+    owner = {}
+    for example in make_examples(whole, QuestionConfig()):
+        if example.dataset != "microworld":
+            continue
+        asked = example.question.replace("?", "").split()
+        subject = " ".join(word for word in asked if word in words or word == "The")
+        bridges = {gold.partition(", ")[0] for gold in example.golds if ", " in gold}
+        assert subject in known and len(bridges & known) == example.meta["n_hops"] - 1
+        for name in {subject, *bridges} & known:
+            assert owner.setdefault(name, example.split) == example.split
+
+
+def test_no_set_asks_for_a_fact_that_training_or_validation_asks_for(world):
+    asked = {
+        (dataset, split): {fact for query in queries for fact in facts_of(query)}
+        for dataset, split, _, queries in draw_queries(world, QUESTIONS)
+    }
+    for learned in ("train", "validation"):
+        for one, facts in asked.items():
+            if one != ("microworld", learned):
+                assert not facts & asked["microworld", learned]
 
 
 def test_no_question_text_occurs_in_two_splits(examples):

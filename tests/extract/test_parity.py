@@ -1,3 +1,6 @@
+import copy
+
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -11,9 +14,20 @@ from transformers import (
     OPTForCausalLM,
 )
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from benchmarks.speed.tiny_models import VOCAB_SIZE
+from benchmarks.speed import oracle
+from benchmarks.speed.tiny_models import (
+    VOCAB_SIZE,
+    make_batch,
+    make_sequence,
+    tiny_model,
+)
+from extract.backbone.checkpoint import Outline
 from extract.backbone.loading import Backbone
+from extract.backbone.twin import narrow_twin
+from extract.doctor import outline_shapes
+from extract.generate.forecast import cache_bytes
 from extract.signals import attention
 from extract.signals.reader import SignalReader
 
@@ -90,3 +104,91 @@ def test_a_window_lost_with_the_mask_function_is_refused(window, dtype, monkeypa
 def test_a_window_too_long_to_be_crossed_is_not_checked(monkeypatch):
     monkeypatch.delitem(AttentionMaskInterface._global_mapping, attention.NAME)
     SignalReader(windowed(2000))
+
+
+def with_two_heads(model, layers):
+    """Give some layers two heads of attention where the config says four."""
+    for layer in layers:
+        mixer = model.model.layers[layer].self_attn
+        narrow = copy.deepcopy(model.config)
+        narrow.num_attention_heads = 2
+        layer_attention = type(mixer)(narrow, layer)
+        layer_attention.config = model.config  # which names how to attend
+        model.model.layers[layer].self_attn = layer_attention.requires_grad_(False)
+    return model.eval()
+
+
+def test_layers_with_other_numbers_of_heads_are_refused_in_a_sentence():
+    model = with_two_heads(tiny_model("llama"), [1])
+    with pytest.raises(ValueError, match="same number of .* heads .* with 2, 4;"):
+        SignalReader(Backbone.from_model(model))
+
+
+def test_the_announced_heads_are_the_layers_where_the_config_says_otherwise():
+    model = with_two_heads(tiny_model("llama"), [0, 1, 2])
+    reader = SignalReader(Backbone.from_model(model))
+    found = reader.read(make_batch())[0]
+    assert reader.shapes["attn"] == found.attn.shape[1:] == (2, 2, 3, 2)
+    assert reader.backbone.n_heads == 2
+    expected = oracle.oracle_batch(model, "eager")[0]["attn"]
+    np.testing.assert_allclose(found.attn, expected, atol=oracle.TOLERANCE)
+
+
+SLIDING = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "head_dim": 16,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+
+
+def test_a_config_with_heads_per_layer_is_refused_in_a_sentence():
+    config = CONFIG_MAPPING["dots3_note_text"]()
+    sliding = {f"swa_{name}": size for name, size in SLIDING.items()}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    model = narrow_twin(config, **heads, **sliding)
+    message = "same number of attention heads in every layer, found 2, 4 in the config"
+    with pytest.raises(ValueError, match=message):
+        Backbone.from_model(model)
+    with pytest.raises(ValueError, match=message):
+        outline_shapes(Outline(model, model.config, None, None))
+
+
+def test_the_cache_of_layers_with_other_heads_is_that_of_the_largest():
+    backbone = Backbone.from_model(tiny_model("gemma4"))
+    d_head = [layer.self_attn.head_dim for layer in backbone.model.model.layers]
+    assert sorted(set(d_head)) == [8, 16]
+    assert cache_bytes(backbone, 10) == 10 * 2 * 6 * (2 * 16) * 4
+
+
+def with_positions(n_positions):
+    """A GPT-2 with a table of so many positions."""
+    model = tiny_model("gpt2")
+    table = model.transformer.wpe.weight[:n_positions]
+    model.transformer.wpe = torch.nn.Embedding.from_pretrained(table)
+    model.config.max_position_embeddings = n_positions
+    return model
+
+
+@pytest.mark.parametrize("n_positions", [4, 6, 8, 10])
+def test_a_model_of_few_positions_is_read(n_positions):
+    model = with_positions(n_positions)
+    reader = SignalReader(Backbone.from_model(model))
+    sequence = make_sequence(1, n_positions, [0, 1], [1, 2], [2, n_positions])
+    expected = oracle.oracle_signals(
+        oracle.copy_with_attention(model, "eager"), sequence
+    )
+    found = reader.read([sequence])[0]
+    for field in oracle.SIGNALS:
+        np.testing.assert_allclose(
+            getattr(found, field), expected[field], atol=oracle.TOLERANCE
+        )
+
+
+def test_a_model_of_too_few_positions_is_refused_in_a_sentence():
+    model = with_positions(3)
+    with pytest.raises(ValueError, match="reads at most 3 tokens.*need 4"):
+        SignalReader(Backbone.from_model(model))

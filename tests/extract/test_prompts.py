@@ -2,8 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extract.generate.generator import Generated
 from extract.generate.prompts import TEMPLATES, build_prompt
-from extract.records import Passage
+from extract.label.rewrite import with_rewrites
+from extract.label.rewriter import read_rewrite, rewrite_prompt
+from extract.records import Example, Passage
 from extract.world.facts import WorldConfig, make_world
 from extract.world.model import make_tokenizer
 
@@ -21,6 +24,62 @@ def test_the_context_span_holds_the_passages_and_nothing_else(texts):
     prompt = build_prompt(TOKENIZER, TEMPLATES["short"], TEXTS[0], passages(texts))
     start, stop = prompt.context_span
     assert TOKENIZER.decode(prompt.ids[start:stop]) == " ".join(texts)
+
+
+TITLED = [
+    Passage(title="Sid &amp; Nancy", text="It was released in 1986."),
+    Passage(title="", text="A film of Alex Cox."),
+    Passage(title=" ", text="Another."),
+]
+SHOWN = {
+    "paper": "Sid & Nancy: It was released in 1986.\nA film of Alex Cox.\nAnother.",
+    "short": "It was released in 1986. A film of Alex Cox. Another.",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_context_has_its_titles_in_the_papers_words_alone(bytewise, name):
+    prompt = build_prompt(bytewise, TEMPLATES[name], "when?", TITLED)
+    start, stop = prompt.context_span
+    assert bytewise.decode(prompt.ids[start:stop]) == SHOWN[name]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_context_is_rewritten_as_the_model_reads_it(name):
+    example = Example(
+        id="q",
+        dataset="d",
+        split="train",
+        question="when?",
+        golds=("1986",),
+        passages=tuple(TITLED),
+    )
+    context = TEMPLATES[name].context_text(TITLED)
+    assert f"\n{context}\n" in rewrite_prompt(example, template=name)
+    reply = Generated(
+        text="Sid & Nancy came out in 1986.",
+        token_ids=None,
+        stop_id=None,
+        log_probs=None,
+        finish="stop",
+        n_prompt_tokens=None,
+        n_new_tokens=None,
+    )
+    rewrite = read_rewrite(example, reply, template=name)
+    # A name that the prompt does not show is an addition of the rewriter's.
+    assert ("Nancy" in str(rewrite.added_entities)) == (name == "short")
+    (rewritten,) = with_rewrites([example], {"q": rewrite})[0].rewritten
+    assert TEMPLATES[name].context_text([rewritten]) == reply.text
+
+
+def test_texts_of_the_microworld_name_the_subject_that_is_their_title():
+    assert all(passage.title in passage.text for passage in WORLD.passages)
+
+
+def test_a_surrogate_in_a_title_that_is_shown_is_refused():
+    bad = [Passage(title="b\ud800d", text="fine")]
+    with pytest.raises(ValueError, match="the title of passage 1 has the lone"):
+        build_prompt(TOKENIZER, TEMPLATES["paper"], "who?", bad)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

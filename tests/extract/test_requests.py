@@ -32,7 +32,7 @@ def chatty(tokenizer):
 
 
 def passages(*texts):
-    return tuple(Passage(title="t", text=text) for text in texts)
+    return tuple(Passage(title="", text=text) for text in texts)
 
 
 def example(name="e", texts=(), rewritten=()):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from extract.records import Passage
 from extract.run.directory import RunDir
 from extract.run.manifest import NewRun
-from pgir.commands import with_cap
+from pgir.commands import with_options
 from pgir.controllers.policy import (
     ControllerConfig,
     Draft,
@@ -149,21 +149,25 @@ def test_a_higher_cap_admits_a_policy_that_costs_more():
     right = lambda i, answer: answer == "a4"  # noqa: E731
     budgets = {}
     for cap in (4.0, 5.0):
-        config = with_cap(CONTROL_PRESETS["paper"], max_generations=cap)
+        config = with_options(
+            CONTROL_PRESETS["paper"], max_generations=cap, cross_fit=False
+        )
         searched = ControllerConfig(max_generations=config.max_generations)
         budgets[cap] = search_policy(traces, right, searched).budget
     assert budgets[5.0] == 4 > budgets[4.0]
 
 
 def test_the_cap_is_a_setting_of_the_run(tmp_path):
-    change = partial(with_cap, max_generations=4.63)
+    change = partial(with_options, max_generations=4.63, cross_fit=False)
     with RunDir.open(tmp_path / "run", NewRun(preset="paper")) as run:
         assert CONTROL.settle(run, change).max_generations == 4.63
         section = json.loads((run.path / "manifest.json").read_text())["sections"]
         assert section["control"]["max_generations"] == 4.63
         assert CONTROL.settle(run).max_generations == 4.63
         with pytest.raises(ValueError, match="max_generations=4.63; you asked for"):
-            CONTROL.settle(run, partial(with_cap, max_generations=5.0))
+            CONTROL.settle(
+                run, partial(with_options, max_generations=5.0, cross_fit=False)
+            )
 
 
 def test_bm25_ranks_the_passage_with_the_rare_word_first():

@@ -48,7 +48,7 @@ def traced():
 
 
 def measured(metric):
-    rows = control_rows([traced()], POLICY, BootstrapConfig(n_resamples=20))
+    rows = control_rows([traced()], {"pgir": POLICY}, BootstrapConfig(n_resamples=20))
     return {
         row.detector: row
         for row in rows
@@ -93,7 +93,9 @@ def test_a_larger_budget_never_asks_less():
 def test_pgir_is_compared_with_each_controller_on_the_same_questions():
     one = traced()
     other = dataclasses.replace(one, dataset="held", split="ood", vanilla=("yes",) * 4)
-    rows = control_rows([one, other], POLICY, BootstrapConfig(n_resamples=500))
+    rows = control_rows(
+        [one, other], {"pgir": POLICY}, BootstrapConfig(n_resamples=500)
+    )
     found = ResultTable([r for r in rows if r.experiment == "controller_paired"])
     assert {r.detector for r in found.rows} == {"pgir"}
     assert {r.against for r in found.rows} == {"no_rag", "vanilla_rag", "draft_rag"}

@@ -1,7 +1,7 @@
 """What a model does in one forward, caught by other taps than the reader's.
 
 Attention maps come from Transformers' eager path, or from the queries and keys of the
-fused one; states from `output_hidden_states`. What a layer adds is caught where it is
+fused one; states are what layers are handed. What a layer adds is caught where it is
 added: every addition that PyTorch executes is seen, and those to the residual stream
 count, whatever the modules are called.
 """
@@ -9,6 +9,7 @@ count, whatever the modules are called.
 import contextlib
 import copy
 import dataclasses
+import sys
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 FUSED = "oracle_fused"
 _maps: list[np.ndarray] = []  # of the fused run under way
-_NORMS = ("norm", "final_layer_norm", "ln_f", "embedding_norm")
+_NORMS = ("norm", "final_layer_norm", "ln_f", "embedding_norm", "final_layernorm")
 _ADDITIONS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
 
@@ -133,10 +134,16 @@ def _fused(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
-    # The fused kernel has no softcap (Gemma 2) and no sinks (gpt-oss): the exact
-    # product stands in for it.
-    values = value[0].double().repeat_interleave(len(found) // value.shape[1], dim=0)
-    return (found @ values).to(value.dtype).transpose(0, 1)[None].contiguous(), None
+    # No fused kernel has a softcap (Gemma 2) or sinks (gpt-oss): models that have one
+    # attend eagerly under every name.
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    causal = torch.ones(found.shape[-2:], dtype=torch.bool).tril()
+    visible = causal if attention_mask is None else attention_mask
+    added = torch.zeros(visible.shape).masked_fill(
+        ~visible, torch.finfo(query.dtype).min
+    )
+    options = {**kwargs, "scaling": scale, "softcap": softcap, "s_aux": s_aux}
+    return eager(module, query, key, value, added.to(query.dtype), **options)
 
 
 class _Calls(TorchFunctionMode):
@@ -185,7 +192,9 @@ def layers_and_norm(model: PreTrainedModel) -> tuple[Any, torch.nn.Module]:
 def logit_scale(model: PreTrainedModel) -> float:
     """Return what the model multiplies its logits by."""
     config = model.config.get_text_config()
-    return getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
+    names = ("logit_scale", "logits_scaling")
+    scale, divisor = [getattr(config, name, None) or 1.0 for name in names]
+    return scale / divisor
 
 
 def _exact_logits(model: PreTrainedModel, final: torch.Tensor) -> torch.Tensor:
@@ -219,7 +228,6 @@ def run_model(model: PreTrainedModel, ids: np.ndarray) -> Run:
     with additions, contextlib.nullcontext() if asks else _Calls():
         output = model(
             input_ids=torch.from_numpy(ids)[None],
-            output_hidden_states=True,
             output_attentions=is_eager,
             use_cache=False,
         )
@@ -228,12 +236,12 @@ def run_model(model: PreTrainedModel, ids: np.ndarray) -> Run:
     added = [additions.added(index) for index in range(len(layers))]
     logits = output.logits
     if logits.dtype != torch.float32:
-        logits = _exact_logits(model, ends[1])
+        logits = _exact_logits(model, ends[-1])
     maps = [item[0].double().numpy() for item in output.attentions or ()] or [*_maps]
     return Run(
         logits=logits[0].double().numpy(),
-        # The last of Transformers' hidden states is normed already.
-        states=[state[0] for state in (*output.hidden_states[:-1], ends[0])],
+        # The norm's last call: some norm their embedding by the same module.
+        states=[state[0] for state in (*additions.layers, ends[-2])],
         contributions=[(att, sum(ffn)) for att, *ffn in added],
         maps=maps,
     )
