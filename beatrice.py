@@ -92,7 +92,10 @@ class _Verbs(click.Group):
         return getattr(module, name.replace("-", "_"))
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a verb; an expected failure becomes one sentence and exit code 1."""
+        """Run a verb; an expected failure becomes one sentence and exit code 1.
+
+        Ctrl-C ends it with the code that a shell gives to what was interrupted.
+        """
         try:
             return super().invoke(ctx)
         # Any other error is the program's own mistake, and shows where it was made.
@@ -100,6 +103,9 @@ class _Verbs(click.Group):
             from extract.run.console import in_one_sentence
 
             raise click.ClickException(in_one_sentence(error)) from error
+        except KeyboardInterrupt:
+            click.echo("Stopped; the same line again continues.", err=True)
+            raise click.exceptions.Exit(130) from None
 
 
 def make_demo() -> click.Command:

@@ -75,11 +75,13 @@ def doctor(
     from extract import doctor as checks
     from extract.run.console import quiet
 
+    hub = list(checks.look_at_hub(model))
     quiet()
     findings = [
         *checks.look_at_packages(),
         *checks.look_at_machine((run_dir or Path.cwd()).absolute()),
         *checks.look_at_devices(),
+        *hub,
         *(checks.look_at_model(model) if model is not None else ()),
         *(checks.look_at_run(run_dir) if run_dir is not None else ()),
         *(checks.look_at_server(server) if server is not None else ()),

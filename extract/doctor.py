@@ -113,6 +113,21 @@ def look_at_devices() -> Iterator[Finding]:
     yield Finding("jax", "ok", f"JAX {jax.__version__} on {devices}")
 
 
+def look_at_hub(model: str | None) -> Iterator[Finding]:
+    """Say whether a model's Hub can be reached; call it before Transformers is loaded.
+
+    Its client is told where nobody answers, and then looks into its cache alone.
+    """
+    from extract.backbone.names import model_path, unreachable_hub
+
+    if model is None or Path(model_path(model)).expanduser().exists():
+        return
+    if (hub := unreachable_hub()) is not None:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        text = f"{hub} cannot be reached; only what was downloaded before can be used"
+        yield Finding("hub", "warning", text)
+
+
 def look_at_server(url: str) -> Iterator[Finding]:
     """Ask a server which models it has."""
     import openai

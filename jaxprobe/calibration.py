@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from sklearn.isotonic import IsotonicRegression
 
 
 class Calibrator(NamedTuple):
@@ -62,6 +61,9 @@ def fit_calibrator(
     Raises:
       ValueError: if there is no example, or a score is not finite.
     """
+    # Here, since it takes a second to load, and most stages fit no map.
+    from sklearn.isotonic import IsotonicRegression
+
     scores = np.asarray(scores, np.float64)
     if not scores.size or not np.isfinite(scores).all():
         raise ValueError(

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from extract.records import IN_DOMAIN
 from extract.run.directory import RunDir
 from extract.run.manifest import Preset
-from extract.run.results import DIFFERENCE, IN_DOMAIN, ResultRow
+from extract.run.results import DIFFERENCE, ResultRow
 from jaxprobe.features.rows import Rows
 from jaxprobe.metrics import (
     BootstrapConfig,

@@ -2,17 +2,22 @@
 
 import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from extract.run.console import quiet
+from extract.run.console import Progress, quiet
 from extract.run.verbs import RUN_DIR, do_or_forecast, dry_run_option
 
 if TYPE_CHECKING:
+    from extract.run.directory import RunDir
     from pgir.controllers.stage import ControlConfig
+
+_ASKED = ("question", "prompt")  # shown of a row on the page: the first that is there
+Results = Sequence[tuple[str | None, Mapping[str, Any]]]
 
 
 def with_options(
@@ -52,37 +57,144 @@ def control(
 
 @click.command()
 @RUN_DIR
-@click.option("--question", required=True, help="As the model was asked.")
-@click.option("--answer", required=True, help="The answer to be judged.")
+@click.option("--question", default=None, help="As the model was asked.")
+@click.option("--answer", default=None, help="The answer to be judged.")
 @click.option(
     "--context", multiple=True, help="A passage the model was shown; repeatable."
+)
+@click.option(
+    "--file",
+    "answers",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="Answers, a row each: own, lm-eval's or FlashRAG's.",
+)
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Where a file's results go; continued if it is there.  [default: stdout]",
+)
+@click.option(
+    "--html",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write a page with the answers' tokens tinted by their probability.",
+)
+@click.option(
+    "--batch-size",
+    type=click.IntRange(min=1),
+    default=64,
+    help="Most rows of a file in one forward pass.",
 )
 @click.option("--model", default=None, help="Where the backbone lies, if moved.")
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 def score(
     run_dir: Path,
-    question: str,
-    answer: str,
+    question: str | None,
+    answer: str | None,
     context: tuple[str, ...],
+    answers: Path | None,
+    out: Path | None,
+    html: Path | None,
+    batch_size: int,
     model: str | None,
     as_json: bool,
 ) -> None:
-    """Score an answer that exists: one forward pass, P(correct) back.
+    """Score answers that exist: one, or a file of them; P(correct) back.
+
+    A file's results are JSON lines in its order; a row that cannot be scored is named
+    in its place, and the exit code is then 1.
 
     Example: beatrice score runs/demo --question "who wrote X?" --answer "Y"
     """
+    if answers is None and (question is None or answer is None):
+        raise click.UsageError("give --question and --answer, or --file")
+    if answers is not None and (question, answer, context) != (None, None, ()):
+        raise click.UsageError("a --file has its own questions, answers and contexts")
+    if answers is None and out is not None:
+        raise click.UsageError("--out is for the results of a --file")
     quiet()
     from extract.run.directory import RunDir
     from extract.run.manifest import read_manifest
 
     read_manifest(run_dir)  # what is no run, or not finished, is refused at once
     RunDir(run_dir).finished_detector()
-    from pgir.scorer import Scorer
+    if answers is not None:
+        _score_file(RunDir(run_dir), model, answers, out, html, batch_size)
+        return
+    from pgir.scoring.scorer import Scorer
 
     found = Scorer.load(run_dir, model=model).score(question, answer, context or None)
     for warning in found.warnings:
         click.echo(f"warning: {warning}", err=True)
+    if found.decision is not None:
+        click.echo(": ".join(filter(None, (found.decision, found.reason))), err=True)
+    if html is not None:
+        _write_page(
+            html, f"{run_dir.name}: one answer", "", [(question, found.as_json())]
+        )
     if as_json:
         click.echo(json.dumps(found.as_json()))
     else:
-        click.echo(f"{found.p_correct:.3f}")
+        p_correct = found.p_correct
+        click.echo("abstain" if p_correct is None else f"{p_correct:.3f}")
+
+
+def _write_page(html: Path, title: str, summary: str, results: Results) -> None:
+    """Write the page of some results."""
+    from extract.run.files import write_text_atomic
+    from pgir.scoring.page import page
+
+    write_text_atomic(html, page(title, summary, results))
+
+
+def _score_file(
+    run: "RunDir",
+    model: str | None,
+    answers: Path,
+    out: Path | None,
+    html: Path | None,
+    batch_size: int,
+) -> None:
+    """Score a file's rows; raise at the end if any of them could not be scored."""
+    from extract.records import SETTINGS
+    from extract.run.files import CHECKSUMS, JsonLines, sha256_file
+    from pgir.scoring.rows import Tally, count_rows, read_rows, score_rows
+
+    progress, tally, shown = Progress(), Tally(), []
+    total = count_rows(answers)  # a file that cannot be read is refused at once
+    from pgir.scoring.scorer import Scorer
+
+    scorer = Scorer.load(run.path, model=model)
+    lines = JsonLines.open(out) if out else None
+    if lines and lines.truncated:
+        progress.note(lines.truncated)
+    with progress.stage("score") as update:
+
+        def each(row: Any, result: Mapping[str, Any]) -> None:
+            tally.add(row, result)
+            update(tally.n_done, total)
+            if html is not None:
+                asked = (getattr(row.given, name, None) for name in _ASKED)
+                shown.append((next(filter(None, asked), None), result))
+
+        score_rows(
+            lambda rows: scorer.results(rows, batch_size),
+            read_rows(answers),
+            sha256_file(run.finished_detector() / CHECKSUMS),
+            lines,
+            lines.append if lines else lambda some: click.echo("\n".join(some)),
+            each,
+        )
+    for setting in SETTINGS:
+        threshold = scorer.threshold(setting)
+        if threshold is not None:
+            progress.note(f"{setting}: trusted is {threshold.in_words()}")
+    progress.note(tally.in_words())
+    if html is not None:
+        _write_page(
+            html, f"{answers.name}, read by {run.path.name}", tally.in_words(), shown
+        )
+    if tally.bad:
+        raise click.ClickException(
+            f"{len(tally.bad)} of {tally.n_done} rows could not be scored; the first, "
+            f"{tally.bad[0]}"
+        )

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from extract.records import SETTINGS, Setting
+from extract.records import IN_DOMAIN, SETTINGS, Setting
 from extract.run.console import Progress, Update
 from extract.run.contents import row_files
 from extract.run.directory import RunDir
-from extract.run.results import IN_DOMAIN, ResultRow, publish, rows_file
+from extract.run.results import ResultRow, publish, rows_file
 from extract.run.stages import Stage, side_by_side
 from jaxprobe.checkpoint import save_cache
 from jaxprobe.evaluation import Scored, bootstrap_of, detection_rows

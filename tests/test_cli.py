@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -165,6 +166,23 @@ def test_a_stage_without_its_inputs_says_so(small_run):
 def test_a_verb_on_no_run_says_so(tmp_path):
     for verb in ("answer", "verify"):
         assert_one_sentence(beatrice(verb, tmp_path / "nothing"), "nothing")
+
+
+def test_who_presses_ctrl_c_gets_the_code_of_what_was_interrupted(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "beatrice", "demo", str(tmp_path), "--preset", "smoke"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for line in process.stderr:
+        if line.startswith("world: done"):
+            process.send_signal(signal.SIGINT)
+            break
+    _, said = process.communicate()
+    assert process.returncode == 130
+    assert said.strip().splitlines()[-1] == "Stopped; the same line again continues."
+    assert "Traceback" not in said
 
 
 def test_scoring_with_an_unfinished_run_says_so(small_run):

@@ -13,9 +13,10 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
 from extract.generate.requests import answer_config, variants_of
+from extract.records import IN_DOMAIN
 from extract.run.contents import read_answers, read_examples
 from extract.run.directory import RunDir
-from extract.run.results import IN_DOMAIN, ResultRow
+from extract.run.results import ResultRow
 from jaxprobe.features.rows import Rows
 from jaxprobe.metrics import auroc
 

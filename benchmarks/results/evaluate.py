@@ -9,7 +9,7 @@ import numpy as np
 from benchmarks.baselines.perplexity import perplexity_scores
 from benchmarks.baselines.text import text_scores
 from extract.generate.requests import answer_config
-from extract.records import SETTINGS, Setting
+from extract.records import IN_DOMAIN, SETTINGS, Setting
 from extract.run.console import Progress, Update
 from extract.run.contents import (
     left_out_file,
@@ -19,7 +19,7 @@ from extract.run.contents import (
 )
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
-from extract.run.results import IN_DOMAIN, RIVALS, ResultRow, publish, rows_file
+from extract.run.results import RIVALS, ResultRow, publish, rows_file
 from extract.run.stages import Stage
 from jaxprobe import checkpoint
 from jaxprobe.calibration import Reliability, brier, ece, reliability

@@ -9,10 +9,10 @@ from matplotlib.figure import Figure
 
 from benchmarks.results import figures
 from benchmarks.results.tables import number
+from extract.records import IN_DOMAIN
 from extract.run.results import (
     BOUNDS,
     CONTROLLERS,
-    IN_DOMAIN,
     METRIC_LABELS,
     SETTING_LABELS,
     ResultRow,

@@ -65,6 +65,7 @@ class ShownDraft(Record, frozen=True, kw_only=True):
 class Case(Record, frozen=True, kw_only=True):
     """A question of the controller's run, and what was made of it."""
 
+    dataset: str
     question: str
     golds: tuple[str, ...]
     action: str

@@ -13,14 +13,13 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from extract.records import IN_DOMAIN
 from extract.run.results import (
     BOUNDS,
     CONTROLLERS,
     CONTROLS,
-    DATASET_LABELS,
     DETECTORS,
     DIFFERENCE,
-    IN_DOMAIN,
     SETTING_LABELS,
     SPLIT_LABELS,
     ResultRow,
@@ -106,6 +105,7 @@ def number(value: float, metric: str = "") -> str:
     """
     if metric == "generations":
         return f"{value:.2f}"
+    value = round(value, 3) + 0.0  # no minus before a zero
     spelled = f"{value:+.3f}" if metric.endswith(DIFFERENCE) else f"{value:.3f}"
     return spelled.replace("0.", ".", 1) if abs(value) < 1 else spelled
 
@@ -229,7 +229,7 @@ def detection_table(
     columns = tuple(
         Column(
             group=SETTING_LABELS[at],
-            label=DATASET_LABELS.get(dataset, dataset),
+            label=dataset,
             detail=SPLIT_LABELS[split],
         )
         for at, dataset, split in places

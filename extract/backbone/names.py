@@ -3,6 +3,8 @@
 import dataclasses
 import os
 import re
+import socket
+import urllib.parse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -50,6 +52,25 @@ def check_name(name: str) -> None:
 def model_path(name: str) -> str:
     """Return what Transformers loads: a directory, or a Hub id as it is."""
     return str(WEIGHTS) if name == EMBEDDED else name
+
+
+def unreachable_hub(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the Hub's address if nobody answers there, or None.
+
+    Hugging Face's client would find out by itself, but asks five times for each file
+    and waits between, half a minute in all. Behind a proxy only the client can tell.
+    """
+    proxies = ("https_proxy", "http_proxy", "all_proxy")
+    if any(environ.get(n) or environ.get(n.upper()) for n in proxies):
+        return None
+    address = environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    parts = urllib.parse.urlsplit(address)
+    port = parts.port or (80 if parts.scheme == "http" else 443)
+    try:
+        socket.create_connection((parts.hostname or "", port), timeout=3).close()
+    except OSError:
+        return address
+    return None
 
 
 def own_device(

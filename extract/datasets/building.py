@@ -21,8 +21,8 @@ from extract.datasets.splits import (
     questions_digest,
     read_splits,
     seal,
-    text_key,
 )
+from extract.label.verdicts import text_key
 from extract.records import Passage, Split, to_json
 from extract.run.files import sha256_file, write_json_atomic, write_stream_atomic
 

@@ -7,7 +7,8 @@ from typing import Any
 from extract.datasets.config import BuildConfig, Context, Role, Source
 from extract.datasets.fields import decoded_once
 from extract.datasets.loading import DatasetFile, Loaded, Refusal, open_dataset
-from extract.datasets.splits import Candidate, text_key
+from extract.datasets.splits import Candidate
+from extract.label.verdicts import text_key
 from extract.run.files import sha256_file
 
 MAX_LISTED = 1000  # refusals named one by one in the manifest; all are counted
@@ -128,6 +129,12 @@ def _read_pool(
             if (mended := decoded_once(text)) is not None:
                 report.twice_encoded.append(f"{text!r}, meant {mended!r}")
         pool[name] = Candidate(name, text_key(question.question), question.split)
+    if report.records and report.elsewhere == report.records:
+        raise ValueError(
+            f"{source.path}: all {report.records} records name another split than "
+            f"--{source.role} is for; give them under another option, or take their "
+            "field 'split' out to have splits drawn"
+        )
     if not report.usable:
         raise ValueError(
             f"{source.path}: none of {report.records} records has "

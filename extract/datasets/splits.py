@@ -8,13 +8,11 @@ move it. No question text is in two splits.
 import dataclasses
 import hashlib
 import json
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from extract.datasets.config import Role, Size, SplitConfig
-from extract.label.verdicts import normalise
 from extract.records import Split
 
 ROLES: tuple[Role, ...] = ("dev", "held-out", "train")  # evaluation chooses first
@@ -61,12 +59,6 @@ class Draw:
     splits: dict[Split, dict[str, list[str]]]
     conflicts: list[Conflict]
     repeated: list[tuple[Split, str, str, str, str]]
-
-
-def text_key(question: str) -> bytes:
-    """Return what is equal for questions that differ in case, marks or articles."""
-    folded = unicodedata.normalize("NFKC", question).casefold()
-    return hashlib.blake2b((normalise(folded) or folded).encode()).digest()[:16]
 
 
 def order_key(seed: int, dataset: str, name: str) -> bytes:

@@ -119,16 +119,8 @@ def open_answers(
 
     Nobody else writes it meanwhile. What workers wrote is taken in, and their parts go;
     what was set aside is noted.
-
-    Raises:
-      ValueError: they changed after all was answered; rows that are wrong would stay.
     """
     path = answers_file(run)
-    if path.exists() and run.is_altered("answer"):
-        raise ValueError(
-            f"{run.answers} has changed since stage answer wrote it; restore it, or "
-            f"delete {path} to answer again"
-        )
     lines = JsonLines.open(path)
     asked = {request.key: request.prompt.ids for request in requests}
     kept: dict[Key, _Line] = {}

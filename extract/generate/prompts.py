@@ -11,7 +11,7 @@ import html
 import re
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from extract.records import Passage
@@ -125,11 +125,24 @@ def _within(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _apply(tokenizer: Any, message: str) -> str:
+def apply_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return messages in the model's chat template, ready for its reply.
+
+    Thinking is switched off, under the names that templates know it by.
+
+    Raises:
+      ValueError: there is no chat template, or it fails on these messages.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ValueError(
+            "the tokenizer has no chat template; ask with plain prompts (without "
+            "--chat), or use an instruction-tuned model"
+        )
+    n_characters = sum(len(str(one.get("content"))) for one in messages)
     try:
         with _within(_TEMPLATE_SECONDS):
             text = tokenizer.apply_chat_template(
-                [{"role": "user", "content": message}],
+                [dict(one) for one in messages],
                 tokenize=False,
                 add_generation_prompt=True,
                 **TEMPLATE_FIELDS,
@@ -140,30 +153,26 @@ def _apply(tokenizer: Any, message: str) -> str:
             f"the chat template fails ({type(error).__name__}: {str(error)[:200]}); "
             "ask with plain prompts (without --chat), or mend tokenizer_config.json"
         ) from error
-    if len(text) > _TEMPLATE_CHARACTERS + 10 * len(message):
+    if len(text) > _TEMPLATE_CHARACTERS + 10 * n_characters:
         raise ValueError(
             f"the chat template makes {len(text)} characters of a message of "
-            f"{len(message)}; ask with plain prompts (without --chat)"
+            f"{n_characters}; ask with plain prompts (without --chat)"
         )
     return text
 
 
 def render_message(tokenizer: Any, message: str) -> Rendered:
-    """Return a user's message in the model's chat template, ready for its reply.
-
-    Thinking is switched off, under the names that templates know it by.
+    """Return a user's message as `apply_template` does, and where it lies.
 
     Raises:
       ValueError: there is no chat template, it changes the message, or it opens a
         thinking block although it is told not to.
     """
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError(
-            "the tokenizer has no chat template; ask with plain prompts (without "
-            "--chat), or use an instruction-tuned model"
-        )
-    parts = _apply(tokenizer, _MARK).split(_MARK)
-    text = _apply(tokenizer, message)
+    marked, text = (
+        apply_template(tokenizer, [{"role": "user", "content": content}])
+        for content in (_MARK, message)
+    )
+    parts = marked.split(_MARK)
     for kept in (message, message.strip(), message.rstrip(), message.lstrip()):
         if len(parts) == 2 and text == parts[0] + kept + parts[1]:
             break

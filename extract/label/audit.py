@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from sklearn.metrics import cohen_kappa_score
 
 from extract.label.rubrics import RUBRICS
 from extract.label.verdicts import exact_match
@@ -67,6 +66,9 @@ def agreement(
         the same distribution as drawing the items one by one.
       seed: of the resamples.
     """
+    # Here, since a second of the verb's start would go into loading it.
+    from sklearn.metrics import cohen_kappa_score
+
     n = len(pairs)
     a, b = np.array(pairs, dtype=bool).reshape(n, 2).T
     cells = np.array([(a & b).sum(), (a & ~b).sum(), (~a & b).sum(), (~a & ~b).sum()])

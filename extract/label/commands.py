@@ -106,6 +106,14 @@ def rewrite(
     "normalised as SQuAD's script does. Default: the run's own, at first exact.",
 )
 @click.option(
+    "--import",
+    "imported",
+    metavar="FILE",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help='Take the labels of a file: lines of {"question", "answer", "label"}; a label '
+    "holds for that very answer of the model, others stay without one.",
+)
+@click.option(
     "--judge",
     help="Judge by three rubrics: directory, Hub id, or a server's model name.",
 )
@@ -135,6 +143,7 @@ def rewrite(
 def label(
     run_dir: Path,
     match: str | None,
+    imported: Path | None,
     judge: str | None,
     vote: str,
     audit: bool,
@@ -144,7 +153,7 @@ def label(
     dry_run: bool,
     backend: BackendOptions,
 ) -> None:
-    """Label the answers, by comparison with golds or by judges; audit the labels.
+    """Label the answers, by comparison with golds, by judges or by a file; audit them.
 
     With --audit and no --judge the labels that are there are audited.
 
@@ -163,6 +172,8 @@ def label(
         raise click.UsageError("--vote is among judges; give --judge too")
     if match is not None and (judge is not None or audit):
         raise click.UsageError("--match labels without a judge and without --audit")
+    if imported is not None and (judge or match or audit or dry_run):
+        raise click.UsageError("--import labels by its file alone; leave the rest out")
     from extract.label.judges import ConsensusConfig
     from extract.label.stage import LABEL, label_by_judges, settle_match
     from extract.run.directory import RunDir
@@ -174,6 +185,11 @@ def label(
             # Of a directory its name alone: rows are compared between machines.
             name = Path(judge).name if Path(judge).is_dir() else judge
             label_by_judges(run, generator, config, Progress(), name=name)
+    elif imported is not None:
+        from extract.label.imported import label_by_import
+
+        with RunDir.open(run_dir) as run:
+            label_by_import(run, imported, Progress())
     elif not audit:
         if match is not None and not dry_run:
             with RunDir.open(run_dir) as run:

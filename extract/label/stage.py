@@ -43,6 +43,7 @@ from extract.records import (
 )
 from extract.run.console import Progress, Update
 from extract.run.contents import (
+    check_answered,
     question_files,
     read_answers,
     read_examples,
@@ -56,26 +57,31 @@ from extract.run.files import (
     write_text_atomic,
 )
 from extract.run.results import label_rule
-from extract.run.stages import Forecast, Stage, once
+from extract.run.stages import Forecast, Stage, once, refuse_stale
 
 
-def _pairs(run: RunDir) -> list[tuple[Example, Answer]]:
+def answered_questions(run: RunDir) -> list[tuple[Example, Answer]]:
+    """Return every answer of a run with its question.
+
+    Raises:
+      ValueError: not all are answered yet.
+    """
+    check_answered(run)
     examples = {example.id: example for example in read_examples(run)}
     return [(examples[a.example_id], a) for a in read_answers(run)]
 
 
 def _matched(run: RunDir, config: LabelConfig) -> list[Label]:
-    return [label_by_match(*pair, config.match) for pair in _pairs(run)]
+    return [label_by_match(*pair, config.match) for pair in answered_questions(run)]
 
 
 def settle_match(run: RunDir, match: Match) -> None:
     """Let a run's answers be compared in another way; they are then labelled again."""
     asked = LabelConfig(match=match)
     if run.settle("label", LABEL_PRESETS, is_recorded=False) != asked:
+        refuse_stale(run, "label", ())
         # Before the section: a process killed in between labels by the old rule again.
-        if run.stage_record("label") is not None:
-            run.labels.unlink(missing_ok=True)  # made here, not by a person
-        run.forget_stage("label")
+        run.reopen_stage("label")
     run.settle("label", LABEL_PRESETS, lambda _: asked, is_replaceable=True)
 
 
@@ -88,6 +94,8 @@ def _label(
             f"label: {rule} replaces the judges' labels; their replies stay in "
             f"{run.replies('judge')}"
         )
+    if record is not None and "imported" in record.inputs:
+        progress.note(f"label: {rule} replaces labels {record.inputs['rule']}")
     progress.note(
         f"label: by {rule}, without a judge: a right answer in words that no gold "
         "lists counts as wrong"
@@ -96,7 +104,7 @@ def _label(
     # Without a record nobody has labelled here, and what is there is a person's.
     write = write_new_text if record is None else write_text_atomic
     write(run.labels, write_lines(labels))
-    _note_shares(run, labels, progress)
+    note_shares(run, labels, progress)
 
 
 _FEW = 10  # answers of the rarer class, below which numbers say little
@@ -144,7 +152,8 @@ def shares_in_words(
                 )
 
 
-def _note_shares(run: RunDir, labels: Sequence[Label], progress: Progress) -> None:
+def note_shares(run: RunDir, labels: Sequence[Label], progress: Progress) -> None:
+    """Print what `shares_in_words` says."""
     for line in shares_in_words(read_examples(run), labels):
         progress.note(f"label: {line}")
 
@@ -157,6 +166,11 @@ def _forecast(run: RunDir, config: LabelConfig) -> Forecast:
         disk_bytes=sum(len(to_json(label)) + 1 for label in labels),
         basis=f"by {RULES[config.match]}, no requests",
     )
+
+
+def label_inputs(run: RunDir) -> dict[str, str]:
+    """Return the identities of the files that every way of labelling reads."""
+    return run.hash_inputs(*question_files(run), run.answers)
 
 
 def label_by_judges(
@@ -182,7 +196,9 @@ def label_by_judges(
 
     def work(update: Update) -> None:
         replies = open_replies(run, "judge", progress)
-        found = judge_answers(_pairs(run), generator, replies, config, update)
+        found = judge_answers(
+            answered_questions(run), generator, replies, config, update
+        )
         progress.note(f"label: {reused_in_words(replies)}")
         write_text_atomic(run.labels, write_lines(found.labels))
         counted = {
@@ -193,13 +209,13 @@ def label_by_judges(
         write_json_atomic(summary, identity | counted)
         for row in counted["counts"]:
             progress.note("label: " + ", ".join(f"{k} {v}" for k, v in row.items()))
-        _note_shares(run, found.labels, progress)
+        note_shares(run, found.labels, progress)
         progress.note(
             f"label: {found.n_retried} replies asked for again, {found.n_unparsable} "
             "verdicts stayed unparsable"
         )
 
-    inputs = run.hash_inputs(*question_files(run), run.answers)
+    inputs = label_inputs(run)
     inputs["judge"] = sha256_json(identity)
     inputs["rule"] = f"judges: {name}, {config.vote}"
     once(run, "label", inputs, [run.labels, summary], progress, work)

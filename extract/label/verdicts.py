@@ -7,8 +7,10 @@ retrieval, where the majority decides and every question is kept.
 
 import collections
 import dataclasses
+import hashlib
 import re
 import string
+import unicodedata
 from collections.abc import Sequence
 from typing import Literal, get_args
 
@@ -90,6 +92,12 @@ def normalise(text: str) -> str:
     "U.S.A." is "usa". Other marks and accents stay.
     """
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def text_key(question: str) -> bytes:
+    """Return what is equal for questions that differ in case, marks or articles."""
+    folded = unicodedata.normalize("NFKC", question).casefold()
+    return hashlib.blake2b((normalise(folded) or folded).encode()).digest()[:16]
 
 
 def exact_match(answer: str, golds: Sequence[str]) -> bool:

@@ -38,7 +38,9 @@ class RunPath(click.Path):
 
 
 # What TensorStore adds to its messages, each a page long.
-_DUMPS = re.compile(r"\s*\[(tensorstore_spec|source locations|transform)=.*", re.DOTALL)
+_DUMPS = re.compile(
+    r"\s*\[(os_error_code|tensorstore_spec|source locations|transform)=.*", re.DOTALL
+)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_IN_WORDS = tuple(map(os.strerror, _FULL))
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from extract.datasets.splits import text_key
 from extract.label.rewrite import Rewrite, with_rewrites
+from extract.label.verdicts import text_key
 from extract.records import (
     SETTINGS,
     Answer,
@@ -14,7 +14,8 @@ from extract.records import (
     Setting,
     read_records,
 )
-from extract.run.directory import MAKE_A_RUN, RunDir
+from extract.run.directory import RunDir
+from extract.run.layout import MAKE_A_RUN
 
 Key = tuple[str, str, str]  # example, setting, variant
 
@@ -94,6 +95,19 @@ def read_examples(run: RunDir) -> list[Example]:
         return examples
     found = read_records(run.rewrites, Rewrite)
     return with_rewrites(examples, {rewrite.example_id: rewrite for rewrite in found})
+
+
+def check_answered(run: RunDir) -> None:
+    """Refuse to go on with a part of the answers.
+
+    Raises:
+      ValueError: `beatrice answer` was begun and is not finished.
+    """
+    if (run.answers / "backend.json").exists() and run.stage_record("answer") is None:
+        raise ValueError(
+            f"the answers in {run.answers} are not finished: run `beatrice answer` "
+            "first, which continues"
+        )
 
 
 def read_answers(run: RunDir, *settings: Setting) -> list[Answer]:

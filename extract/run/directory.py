@@ -18,7 +18,8 @@ import msgspec
 
 from extract.records import SETTINGS, Record, Setting
 from extract.run.files import read_sealed, seal, sha256_tree, write_json_atomic
-from extract.run.lock import take_lock
+from extract.run.layout import FOR_PEOPLE, who_writes
+from extract.run.lock import take_lock, utc_now
 from extract.run.manifest import (
     NewRun,
     Preset,
@@ -29,46 +30,7 @@ from extract.run.manifest import (
     read_section,
     refuse_foreign,
     settle_section,
-    utc_now,
 )
-
-# The first part of the path, without its ending, or the name of a stage's rows.
-_WRITERS = {
-    "examples": "world` or `beatrice data",
-    "passages": "world` or `beatrice data",
-    "rewrites": "rewrite",
-    "answers": "answer",
-    "labels": "label",
-    "samples": "sample",
-    "features": "extract",
-    "sweep": "sweep",
-    "encoders": "train",
-    "selection": "select",
-    "detector": "calibrate",
-    "reliability": "evaluate",
-    "control": "control",
-    "results": "report",
-    "exhaustive": "select --exhaustive",
-    "ablate": "evaluate --ablations",
-}
-
-
-# What people write and correct by hand: never replaced where it was changed.
-FOR_PEOPLE = ("examples.jsonl", "passages.jsonl", "rewrites.jsonl", "labels.jsonl")
-MAKE_A_RUN = (
-    "questions of your own become a run with `beatrice data NEW_RUN --train NAME=FILE`"
-)
-
-
-def who_writes(path: str, when: str = "first, which writes it") -> str:
-    """Say what to do about a missing file, by its path in the run directory."""
-    parts = path.split("/")
-    # Rows of a stage lie in `rows/`, named by it.
-    name = (parts[1] if parts[0] == "rows" and parts[1:] else parts[0]).split(".")[0]
-    verb = _WRITERS.get(name, name if parts[0] == "rows" else None)
-    if verb is None:
-        return f"run the stage that writes it {when.split(',')[0]}"
-    return f"run `beatrice {verb}` {when}"
 
 
 class StageRecord(Record, frozen=True, kw_only=True):
@@ -282,10 +244,6 @@ class RunDir:
         """Return what a stage left behind, or None if it was never finished."""
         return StageRecord.read(self._stage_file(name))
 
-    def forget_stage(self, name: str) -> None:
-        """Let a stage be done again, whatever it was finished with."""
-        self._stage_file(name).unlink(missing_ok=True)
-
     def stage_records(self) -> list[str]:
         """Return the names of the stages that have a record, oldest first."""
         files = sorted(self.stages.glob("*.json"), key=lambda p: p.stat().st_mtime_ns)
@@ -303,6 +261,8 @@ class RunDir:
         """
         record = self.stage_record(name)
         if record is None:
+            if self._stage_file(name).exists():
+                return f"stage {name}: its record is damaged"
             return f"stage {name} has no record yet"
         if not record.finished:
             return f"stage {name} was begun again and is not finished"
@@ -352,13 +312,6 @@ class RunDir:
             return None
 
         return next((found for path in paths if (found := look(path))), None)
-
-    def is_altered(self, name: str) -> bool:
-        """Tell whether a stage's outputs alone, and not its inputs, have changed."""
-        record = self.stage_record(name)
-        if record is None or _differing(record.inputs, self._rehash(record.inputs)):
-            return False
-        return bool(_differing(record.outputs, self._rehash(record.outputs, gone="")))
 
     def stage_done(self, name: str, inputs: Mapping[str, str] | None = None) -> bool:
         """Tell whether a stage is finished and nothing under it has changed."""

@@ -48,41 +48,6 @@ def write_temporary(path: Path, content: bytes) -> str:
     return name
 
 
-def write_text_atomic(path: Path, text: str) -> None:
-    """Replace a file in one step; a crash leaves the old content or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    name = write_temporary(path, text.encode())
-    try:
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
-    sync_folder(path.parent)
-
-
-def write_new_text(path: Path, text: str) -> None:
-    """Write a file that is not there yet, or has this very content.
-
-    Raises:
-      ValueError: a file of other content is there; somebody else's is not replaced.
-    """
-    if not path.exists():
-        write_text_atomic(path, text)
-    elif path.read_bytes() != text.encode():
-        raise OtherContent(path)
-
-
-class OtherContent(ValueError):
-    """A file is in the way that this program did not write."""
-
-    def __init__(self, path: Path) -> None:
-        """Say which, and what to do."""
-        super().__init__(
-            f"{path} is there already with other content, and is not replaced: move it "
-            "elsewhere, or choose another run directory"
-        )
-
-
 @contextlib.contextmanager
 def write_stream_atomic(path: Path, *, is_new: bool = False) -> Iterator[BinaryIO]:
     """Yield a stream whose content replaces a file in one step when the block ends.
@@ -107,6 +72,35 @@ def write_stream_atomic(path: Path, *, is_new: bool = False) -> Iterator[BinaryI
         os.unlink(name)
         raise
     sync_folder(path.parent)
+
+
+def write_text_atomic(path: Path, text: str) -> None:
+    """Replace a file in one step; a crash leaves the old content or the new."""
+    with write_stream_atomic(path) as stream:
+        stream.write(text.encode())
+
+
+def write_new_text(path: Path, text: str) -> None:
+    """Write a file that is not there yet, or has this very content.
+
+    Raises:
+      ValueError: a file of other content is there; somebody else's is not replaced.
+    """
+    if not path.exists():
+        write_text_atomic(path, text)
+    elif path.read_bytes() != text.encode():
+        raise OtherContent(path)
+
+
+class OtherContent(ValueError):
+    """A file is in the way that this program did not write."""
+
+    def __init__(self, path: Path) -> None:
+        """Say which, and what to do."""
+        super().__init__(
+            f"{path} is there already with other content, and is not replaced: move it "
+            "elsewhere, or choose another run directory"
+        )
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
@@ -226,8 +220,7 @@ def read_sealed(path: Path, what_to_do: str) -> dict[str, Any]:
       ValueError: it is missing, is no such object, or was changed since.
     """
     found = read_json(path, dict[str, Any], what_to_do)
-    sha = found.pop("sha256", None)
-    if sha != sha256_json(found):
+    if found.pop("sha256", None) != sha256_json(found):
         raise ValueError(
             f"{path} is damaged or edited: its own SHA-256 does not match; {what_to_do}"
         )

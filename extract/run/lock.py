@@ -1,5 +1,6 @@
 """One process holds a directory at a time, or several workers share it."""
 
+import datetime
 import fcntl
 import json
 import os
@@ -7,7 +8,10 @@ import socket
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from extract.run.manifest import utc_now
+
+def utc_now() -> str:
+    """Return the time in UTC, to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 class InUse(ValueError):

@@ -7,7 +7,6 @@ verb reads its own section, and nobody needs to know all of them.
 """
 
 import dataclasses
-import datetime
 import importlib.metadata
 import json
 import os
@@ -26,6 +25,7 @@ from extract.run.files import (
     write_json_atomic,
     write_temporary,
 )
+from extract.run.lock import utc_now
 
 Preset = Literal["demo", "smoke", "paper"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)
@@ -60,11 +60,6 @@ def package_versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
-
-
-def utc_now() -> str:
-    """Return the time in UTC, to the second."""
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,14 +15,14 @@ from typing import Any, Literal
 import msgspec
 
 from extract.label.verdicts import LABEL_PRESETS, RULES
-from extract.records import IN_DOMAIN, MACRO, Record, read_records
+from extract.records import Record, read_records
 from extract.run.console import Progress
 from extract.run.directory import RunDir
 from extract.run.files import write_text_atomic
 
 N_DECIMALS = 6
 
-DATASET_LABELS = {IN_DOMAIN: "in-domain", MACRO: "macro"}
+MACRO = "macro"  # what stands for a set in the mean over sets, each counted once
 
 # Printed names of what the rows hold, in the order in which tables list them.
 SETTING_LABELS = {
@@ -49,12 +49,13 @@ DETECTORS = {
     "tfidf": "Text only (TF-IDF)",
     "perplexity": "Answer perplexity",
 }
+CROSS_FIT = "pgir_cross_fit"  # is there only where `control --cross-fit` asks for it
 CONTROLLERS = {
     "no_rag": "Never retrieve",
     "vanilla_rag": "Always retrieve once",
     "draft_rag": "Always retrieve once, draft in the query",
     "pgir": "PGIR",
-    "pgir_cross_fit": "PGIR, τ and B on cross-fitted probabilities",
+    CROSS_FIT: "PGIR, τ and B on cross-fitted probabilities",
 }
 # What the selected encoders are compared with, question by question.
 RIVALS = {
@@ -136,7 +137,7 @@ class ResultRow(Record, frozen=True, kw_only=True):
             wrong = "an interval needs both ends or neither"
         elif self.ci_low is not None and self.ci_low > self.ci_high:
             wrong = f"its interval is reversed: {self.ci_low} to {self.ci_high}"
-        elif self.metric in SHARES and any(
+        elif self.metric.removesuffix(DIFFERENCE) in SHARES and any(
             x is not None and abs(x) > 1 for x in numbers
         ):
             wrong = f"{numbers} is no share, expected numbers up to 1"
@@ -288,8 +289,8 @@ def asked_for(run: RunDir) -> list[str]:
 def label_rule(run: RunDir) -> str:
     """Say in words by which rule the run's answers are labelled."""
     record = run.stage_record("label")
-    if record is not None and "judge" in record.inputs:
-        return record.inputs.get("rule", "judges")
+    if record is not None and "rule" in record.inputs:
+        return record.inputs["rule"]
     return RULES[run.settle("label", LABEL_PRESETS, is_recorded=False).match]
 
 
@@ -332,7 +333,7 @@ def gather(run: RunDir, progress: Progress, stage: str | None = None) -> None:
     write_text_atomic(run.results, "".join(parts))
 
 
-_MEASURED = ("value", "ci_low", "ci_high", "n", "n_failed", "reason")
+_MEASURED = ("value", "ci_low", "ci_high", "n", "n_failed", "reason", "p_value")
 
 
 def read_result_rows(run: RunDir) -> list[ResultRow]:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from extract.run.console import Progress, Update
-from extract.run.directory import MAKE_A_RUN, RunDir, who_writes
+from extract.run.directory import RunDir
+from extract.run.layout import FOR_PEOPLE, who_writes
 from extract.run.manifest import NewRun, Preset
 
 
@@ -76,13 +77,6 @@ _SHOWN: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 )
 
 
-# What to do with a file that a person has changed on purpose.
-_IF_MEANT = {
-    "examples.jsonl": f"start a new run ({MAKE_A_RUN})",
-    "passages.jsonl": f"start a new run ({MAKE_A_RUN})",
-    "rewrites.jsonl": "delete it to have the contexts rewritten again",
-    "labels.jsonl": "move it elsewhere and give it to `beatrice label --import FILE`",
-}
 Item = TypeVar("Item")
 Change = Callable[[Any], Any]
 
@@ -188,7 +182,7 @@ def once(
       work: does it.
       began: by `time.monotonic`, if part of it was done before this call.
     """
-    _refuse_stale(run, name, inputs)
+    refuse_stale(run, name, inputs)
     gap = run.stage_gap(name, inputs)
     if gap is None:
         progress.note(f"{name}: already done")
@@ -202,7 +196,7 @@ def once(
     run.mark_stage(name, inputs, time.monotonic() - began, outputs)
 
 
-def _refuse_stale(run: RunDir, name: str, inputs: Iterable[str]) -> None:
+def refuse_stale(run: RunDir, name: str, inputs: Iterable[str]) -> None:
     """Refuse to work from what is out of date, and to replace what a person changed.
 
     A stage whose inputs have changed is done again, which is safe: what it keeps of its
@@ -218,7 +212,7 @@ def _refuse_stale(run: RunDir, name: str, inputs: Iterable[str]) -> None:
     if edited := run.edited_output(stage):
         raise ValueError(
             f"{run.path / edited} was changed since it was written, and is neither "
-            f"read nor replaced: put it back, or {_IF_MEANT[edited]}"
+            f"read nor replaced: put it back, or {FOR_PEOPLE[edited]}"
         )
     if source:
         raise ValueError(
@@ -243,7 +237,7 @@ def run_stage(
         run has settled on other settings.
     """
     paths = stage.inputs(run)
-    _refuse_stale(run, stage.name, [p.relative_to(run.path).as_posix() for p in paths])
+    refuse_stale(run, stage.name, [p.relative_to(run.path).as_posix() for p in paths])
     inputs = run.hash_inputs(*paths)
     settings = stage.settle(run, change)
 

@@ -9,7 +9,7 @@ model's ordinary attention output. In float32 on a CPU the rows that were read a
 attended with the weights at hand, the others by the fused kernel.
 
 Older decoders ask for no attention function. Of those that call Torch's (Falcon) the
-call is read. The others (GPT-J, BLOOM) return the weights that they used, in half
+call is read. The others (GPT-J, MPT, BLOOM) return the weights that they used, in half
 precision rounded as they rounded them; these are read layer by layer and taken out of
 what a layer returns, so that one map at most is kept.
 """
@@ -17,6 +17,7 @@ what a layer returns, so that one map at most is kept.
 import contextlib
 import contextvars
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -208,30 +209,37 @@ def _plain_attention(
     budget: int,
     kwargs: dict[str, Any],
 ) -> torch.Tensor:
-    """Attend as the model would have; softcap and sinks are not the fused kernel's.
+    """Attend as the model would have.
+
+    No fused kernel knows a softcap (Gemma 2) or sinks (gpt-oss). Such models attend
+    eagerly, by the function of their own file; called a few rows at a time it rounds
+    as they do, and keeps no map.
 
     Returns:
       `[n_examples, n_tokens, n_heads, d_head]` in the value's dtype.
     """
-    n_examples, n_heads, n_tokens, _ = call.query.shape
+    n_examples, n_heads, n_tokens = call.shape
     value = value[:, :, :n_tokens]
+    options = {**kwargs, "scaling": call.scaling}
     if call.softcap is None and call.sinks is None:
-        return sdpa_attention_forward(
-            module,
-            call.query,
-            call.key,
-            value,
-            call.mask,
-            scaling=call.scaling,
-            **kwargs,
-        )[0]
-    values = value.float().repeat_interleave(n_heads // value.shape[1], dim=1)
-    per_row = n_examples * n_heads * n_tokens
+        tensors = call.query, call.key, value, call.mask
+        return sdpa_attention_forward(module, *tensors, **options)[0]
+    options |= {"softcap": call.softcap, "s_aux": call.sinks}
+    eager = sys.modules[type(module).__module__].eager_attention_forward
     chunks = [
-        call.weights(start, stop) @ values[:, :, :stop]
-        for start, stop in row_chunks((0, n_tokens), per_row, budget)
+        eager(
+            module,
+            call.query[:, :, start:stop],
+            call.key[:, :, :stop],
+            value[:, :, :stop],
+            call.added(start, stop),
+            **options,
+        )[0]
+        for start, stop in row_chunks(
+            (0, n_tokens), n_examples * n_heads * n_tokens, budget
+        )
     ]
-    return torch.cat(chunks, dim=2).transpose(1, 2).to(value.dtype).contiguous()
+    return torch.cat(chunks, dim=1)
 
 
 AttentionInterface.register(NAME, _attend)

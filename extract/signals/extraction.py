@@ -8,6 +8,7 @@ not depend on what was there.
 
 import concurrent.futures
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -130,8 +131,9 @@ def _read_unit(
     plan: ExtractionPlan,
     unit: Unit,
     missing: Sequence[int],
+    tick: Callable[[], None],
 ) -> dict[int, dict[str, np.ndarray]]:
-    """Read the missing ranges of one unit.
+    """Read the missing ranges of one unit; `tick` is called for each of their answers.
 
     Returns:
       For each missing range `[n_rows, …]` per family, in the stored type.
@@ -146,8 +148,11 @@ def _read_unit(
     range_of = dict(zip(range(first, last), lookup.tolist(), strict=True))
     needed = [b for b in unit.batches if any(range_of[i] in rows for i in b)]
     for example, reading in read_batches(reader, sequences, needed):
-        for name, kept in rows.get(range_of[example], {}).items():
+        if range_of[example] not in rows:
+            continue
+        for name, kept in rows[range_of[example]].items():
             kept.put(example, getattr(reading, name))
+        tick()
     found: dict[int, dict[str, np.ndarray]] = {}
     for range_id, families in rows.items():
         found[range_id] = {}
@@ -167,22 +172,18 @@ def _write_units(
     read: Callable[[Unit, Sequence[int]], dict[int, dict[str, np.ndarray]]],
     store: FeatureStore,
     todo: Sequence[tuple[Unit, Sequence[int]]],
-    progress: Callable[[int, int], None],
 ) -> None:
     """Write each unit while the next one is read; at most two are in memory."""
-    counts = np.cumsum([len(missing) for _, missing in todo]).tolist()
     pending: concurrent.futures.Future[None] | None = None
     with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:
-        for number, (unit, missing) in enumerate(todo):
+        for unit, missing in todo:
             rows = read(unit, missing)
             if pending is not None:
                 pending.result()
-                progress(counts[number - 1], counts[-1])
             pending = pool.submit(_write_unit, store, rows)
             del rows  # the writer's alone, which lets go of it range by range
         if pending is not None:
             pending.result()
-            progress(counts[-1], counts[-1])
 
 
 def run_plan(
@@ -207,13 +208,18 @@ def run_plan(
     done = done_ranges(store)
     every = [(unit, [r for r in unit.ranges if r not in done]) for unit in mine]
     todo = [(unit, missing) for unit, missing in every if missing]
-    _write_units(
-        lambda unit, missing: _read_unit(reader, sequences, plan, unit, missing),
-        store,
-        todo,
-        progress or (lambda done, total: None),
-    )
     written = [range_id for _, missing in todo for range_id in missing]
+    n_answers = int(np.diff(plan.spec.range_examples)[written].sum())
+    n_read = itertools.count(1)
+
+    def tick() -> None:
+        if progress is not None:
+            progress(next(n_read), n_answers)
+
+    def read(unit: Unit, missing: Sequence[int]) -> dict[int, dict[str, np.ndarray]]:
+        return _read_unit(reader, sequences, plan, unit, missing, tick)
+
+    _write_units(read, store, todo)
     edges = [plan.spec.range_rows(range_id) for range_id in written]
     return ExtractionReport(
         n_written=len(written),
@@ -249,7 +255,7 @@ def extract(
         revision, precision; JSON values.
       rank: which worker this is; it does the units `rank::world_size`.
       world_size: number of workers, see `rank_and_world_size`.
-      progress: called with (ranges done now, ranges to do now).
+      progress: called with (answers read now, answers to read now).
 
     Raises:
       ValueError: the store at `url` is another one, or cannot be written there.

@@ -104,13 +104,13 @@ class AttentionCall:
         self._hide(logits, start, stop)
         return logits
 
-    def weights(self, start: int, stop: int) -> torch.Tensor:
-        """Return the weights of the rows `[start, stop)`, shaped like their logits."""
-        logits = self.logits(start, stop)
-        if self.sinks is None:
-            return logits.softmax(-1)
-        sinks = self.sinks.float()[:, None, None].expand(*logits.shape[:-1], 1)
-        return torch.cat([logits, sinks], dim=-1).softmax(-1)[..., :-1]
+    def added(self, start: int, stop: int) -> torch.Tensor:
+        """Return the mask of the rows `[start, stop)` as what eager attention adds."""
+        rows = torch.zeros((1, 1, stop - start, stop), device=self.device)
+        if self.mask is not None:
+            rows = rows.expand(*self.mask.shape[:2], -1, -1).contiguous()
+        self._hide(rows, start, stop)
+        return rows.to(self.query.dtype)
 
     def weights_and_terms(
         self, start: int, stop: int, buffers: torch.Tensor

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from sklearn.preprocessing import StandardScaler
 
 from jaxprobe.features.subsets import FamilyDims
 
@@ -127,6 +126,9 @@ def standardizer_of(parts: Iterable[Features]) -> Standardizer:
     Raises:
       ValueError: no token is real.
     """
+    # Here, since it takes a second to load, and most stages only look at rows.
+    from sklearn.preprocessing import StandardScaler
+
     scaler = StandardScaler()
     for features in parts:
         spans = zip(features.tokens, features.masks, strict=True)

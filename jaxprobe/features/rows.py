@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from extract.records import IN_DOMAIN, MACRO, Record, Setting, Share
+from extract.records import IN_DOMAIN, Record, Setting, Share
 from extract.run.contents import read_examples, read_labels
 from extract.run.directory import RunDir
 from extract.run.files import read_json
@@ -96,8 +96,7 @@ def load_rows(run: RunDir, setting: Setting) -> tuple[FeatureStore, Rows]:
     """Open a setting's store and say what its rows are.
 
     Raises:
-      ValueError: the store is missing, a row has no label record, or a dataset is named
-        as rows over several sets are.
+      ValueError: the store is missing, or a row has no label record.
     """
     store = open_store(run.features(setting))
     examples = {example.id: example for example in read_examples(run)}
@@ -112,11 +111,6 @@ def load_rows(run: RunDir, setting: Setting) -> tuple[FeatureStore, Rows]:
     if unlabelled:
         raise ValueError(
             f"{run.labels} has no label for {unlabelled[0]}; run `beatrice label` again"
-        )
-    if clash := {e.dataset for e in examples.values()} & {IN_DOMAIN, MACRO}:
-        raise ValueError(
-            f"{run.examples} has a dataset {clash.pop()!r}, which is what rows over "
-            "several sets are called; give it another name"
         )
     verdicts = [labels[key].label for key in keys]
     return store, Rows(
@@ -150,11 +144,16 @@ def partners(rows: Rows, closed_book: Rows) -> np.ndarray:
 
 
 class LayerCurve(Record, frozen=True, kw_only=True):
-    """A setting's sweep: validation AUROC per layer and seed, and the best layer."""
+    """A setting's sweep: validation AUROC per layer and seed, and the best layer.
+
+    `n_train` and `n_validation` are the answers that the probes read.
+    """
 
     layers: tuple[int, ...]
     auroc: tuple[tuple[Share, ...], ...]
     best: int
+    n_train: int
+    n_validation: int
 
 
 class LayerSweep(Record, frozen=True, kw_only=True):

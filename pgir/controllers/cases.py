@@ -10,8 +10,7 @@ from extract.signals.batch import Signals
 from extract.signals.plan import sequence_of
 from jaxprobe.features.reading import SPAN_NAMES
 from pgir.bridge import ProbedBackbone
-from pgir.controllers.policy import Decision, Draft, Policy, decide
-from pgir.controllers.traces import Traced
+from pgir.controllers.policy import Decision, Draft, Policy, Traced, decide
 
 Match = Callable[[Decision, bool, bool], bool]  # decision, draft right, final right
 

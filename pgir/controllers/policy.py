@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from extract.records import Passage
+from extract.records import Example, Passage
 from pgir.retrieval import Retriever
 
 
@@ -57,6 +57,27 @@ class Draft:
 
 
 Trace = tuple[Draft, ...]  # round 0 is closed-book, round r the r-th retrieval
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuestionSet:
+    """The questions of one dataset and split that the controllers are given."""
+
+    dataset: str
+    split: str
+    examples: tuple[Example, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Traced(QuestionSet):
+    """One set of questions with every draft that any policy could ask for.
+
+    Attributes:
+      vanilla: answers after one retrieval with the question alone.
+    """
+
+    traces: tuple[Trace, ...]
+    vanilla: tuple[str, ...]
 
 
 class Reader(Protocol):

@@ -13,8 +13,7 @@ from extract.records import Example
 from extract.run.results import CONTROLLERS, DIFFERENCE, MACRO, ResultRow
 from jaxprobe.evaluation import difference_row
 from jaxprobe.metrics import BootstrapConfig, interval_of, resamples
-from pgir.controllers.policy import ControllerConfig, Policy, Trace, decide
-from pgir.controllers.traces import Traced
+from pgir.controllers.policy import ControllerConfig, Policy, Trace, Traced, decide
 
 Answered = tuple[str, int]  # the answer to a question, and how many were generated
 

@@ -127,7 +127,7 @@ def _control(
 
 
 def _forecast(run: RunDir, config: ControlConfig) -> Forecast:
-    probed = _open_probed(run)
+    backbone = open_backbone(backbone_of(run))  # the detector's bytes are few
     sets = question_sets(read_examples(run), config.n_questions)
     n_questions = sum(len(one.examples) for one in sets)
     tokens = answer_config(run).generation.tokens_per_batch
@@ -135,7 +135,7 @@ def _forecast(run: RunDir, config: ControlConfig) -> Forecast:
         stage="control",
         # A draft without passages, one for each round, and plain retrieval's answer.
         n_requests=n_questions * (config.max_budget + 2),
-        model_bytes=generation_bytes(probed.backbone, tokens),
+        model_bytes=generation_bytes(backbone, tokens),
         basis=(
             f"{n_questions} questions to a budget of {config.max_budget} retrievals; "
             "requests are at most so many"

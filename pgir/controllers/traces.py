@@ -13,39 +13,20 @@ import msgspec
 from extract.label.verdicts import exact_match
 from extract.records import Example, Passage
 from extract.run.console import Update
-from extract.run.files import write_json_atomic
+from extract.run.files import read_sealed, seal, write_json_atomic
 from pgir.bridge import ProbedBackbone, ProbedReader
 from pgir.controllers.policy import (
     ControllerConfig,
     Policy,
+    QuestionSet,
     Trace,
+    Traced,
     search_policy,
     trace_questions,
 )
 from pgir.retrieval import Bm25Retriever
 
 GROUP_SIZE = 200  # questions; fewer of them leave batches half empty
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QuestionSet:
-    """The questions of one dataset and split that the controllers are given."""
-
-    dataset: str
-    split: str
-    examples: tuple[Example, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Traced(QuestionSet):
-    """One set of questions with every draft that any policy could ask for.
-
-    Attributes:
-      vanilla: answers after one retrieval with the question alone.
-    """
-
-    traces: tuple[Trace, ...]
-    vanilla: tuple[str, ...]
 
 
 class SavedTraces(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,8 +116,8 @@ class Tracer:
     def _load(self, one: QuestionSet) -> SavedTraces | None:
         """Return saved traces, or None if there are none made from these inputs."""
         try:
-            saved = msgspec.json.decode(self._file(one).read_bytes(), type=SavedTraces)
-        except (FileNotFoundError, msgspec.MsgspecError):
+            saved = msgspec.convert(read_sealed(self._file(one), ""), SavedTraces)
+        except (ValueError, msgspec.ValidationError):
             return None  # not there, or damaged: traced again
         return saved if saved.key == self.key else None
 
@@ -167,7 +148,8 @@ class Tracer:
                     vanilla=tuple(vanilla[own]),
                 )
             )
-            write_json_atomic(self._file(one), msgspec.to_builtins(saved[-1]))
+            found = seal(msgspec.to_builtins(saved[-1]))
+            write_json_atomic(self._file(one), found)
         return saved
 
 

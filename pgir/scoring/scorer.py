@@ -1,7 +1,7 @@
 """Scoring answers that exist: the calls for a user who has question and answer."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import model_path
+from extract.generate.prompts import apply_template
 from extract.generate.requests import GenerationConfig, PromptConfig, plan_batches
 from extract.records import Setting
 from extract.run.directory import RunDir
@@ -17,11 +18,11 @@ from jaxprobe.detector import Detector, HeadName, Scores
 from jaxprobe.scope import Threshold
 from jaxprobe.settings import set_compiler
 from pgir.bridge import ProbedBackbone
-from pgir.scoring.given import GivenAnswer
+from pgir.scoring.given import GivenAnswer, Prepared
 from pgir.scoring.scope import warn_after, warn_before, why_not
-from pgir.scoring.sequences import Prepared, prepare, render
+from pgir.scoring.sequences import prepare
 
-ROWS_AT_ONCE = 64  # one padded number of examples, so few compilations
+BATCH_SIZE = 64  # one of the bridge's padded numbers of examples: few compilations
 _HEADS: dict[Setting, HeadName] = {
     "closed_book": "closed_book",
     "with_context": "single_pass",
@@ -115,7 +116,7 @@ class Scorer:
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return messages as the text that the model reads, in which ranges count."""
         with self._probed.lock:
-            return render(self._probed.backbone.tokenizer, messages)
+            return apply_template(self._probed.backbone.tokenizer, messages)
 
     def score(
         self,
@@ -138,14 +139,13 @@ class Scorer:
           ValueError: an argument is of another type, a text is empty or holds control
             tokens, or is not where it is said to be.
         """
-        return self.score_many(
-            [{"question": question, "answer": answer, "context": context, **told}]
-        )[0]
+        row = {"question": question, "answer": answer, "context": context, **told}
+        return self.score_prepared([self.prepare(row)])[0]
 
     def score_many(
         self,
         rows: Iterable[GivenAnswer | Mapping[str, Any]],
-        progress: Callable[[int], None] = lambda n_done: None,
+        batch_size: int = BATCH_SIZE,
     ) -> list[Score]:
         """Return the scores of many answers, in the order of the rows.
 
@@ -154,7 +154,7 @@ class Scorer:
 
         Args:
           rows: each a `GivenAnswer`, or a mapping of what `score` takes.
-          progress: called with the number of answers done.
+          batch_size: most answers in one forward pass.
 
         Raises:
           ValueError: of a row, as `score`; the message names it, from 0.
@@ -164,9 +164,30 @@ class Scorer:
             try:
                 prepared.append(self.prepare(row))
             except ValueError as error:
-                where = f"row {number}: " if number or len(prepared) else ""
-                raise ValueError(f"{where}{error}") from None
-        return self.score_prepared(prepared, progress)
+                raise ValueError(f"row {number}: {error}") from None
+        return self.score_prepared(prepared, batch_size)
+
+    def results(
+        self, rows: Sequence[GivenAnswer | str], batch_size: int = BATCH_SIZE
+    ) -> list[dict[str, Any]]:
+        """Return scores as JSON values; a row that has none says why in `error`.
+
+        Args:
+          rows: each an answer, or what is wrong with it.
+          batch_size: most answers in one forward pass.
+        """
+        prepared, found = {}, {}
+        for i, row in enumerate(rows):
+            try:
+                if isinstance(row, str):
+                    raise ValueError(row)
+                prepared[i] = self.prepare(row)
+            except ValueError as error:
+                found[i] = {"error": str(error)}
+        scores = self.score_prepared(list(prepared.values()), batch_size)
+        for i, score in zip(prepared, scores, strict=True):
+            found[i] = score.as_json()
+        return [found[i] for i in range(len(rows))]
 
     def prepare(self, row: GivenAnswer | Mapping[str, Any]) -> Prepared:
         """Check one row and make its sequence; the model is not asked.
@@ -182,41 +203,49 @@ class Scorer:
                 )
             row = GivenAnswer(**row)
         with self._probed.lock:
-            return prepare(self._probed, row)
+            return prepare(
+                self._probed.backbone.tokenizer,
+                self._probed.template,
+                row,
+                answer_span=self._probed.answer_span,
+            )
 
     def score_prepared(
-        self,
-        prepared: Sequence[Prepared],
-        progress: Callable[[int], None] = lambda n_done: None,
+        self, prepared: Sequence[Prepared], batch_size: int = BATCH_SIZE
     ) -> list[Score]:
         """Return the scores of rows that are prepared, see `score_many`."""
         probed = self._probed
         scores: dict[int, Score] = {}
         for i, one in enumerate(prepared):
-            reason = why_not(probed, one)
+            reason = why_not(probed.backbone, one)
             if reason is not None:
-                scores[i] = _abstain(one, reason, warn_before(probed, one))
-        progress(len(scores))
+                scores[i] = _abstain(one, reason, self._warn(one))
         for setting in _HEADS:
             rows = [
                 i
                 for i, one in enumerate(prepared)
                 if one.asked.setting == setting and i not in scores
             ]
-            for batch in self._batches([len(prepared[i].sequence.ids) for i in rows]):
+            lengths = [len(prepared[i].sequence.ids) for i in rows]
+            for batch in self._batches(lengths, batch_size):
                 chosen = [rows[j] for j in batch]
                 with probed.lock:
                     found = self._score(setting, [prepared[i] for i in chosen])
                 scores.update(zip(chosen, found, strict=True))
-                progress(len(scores))
         return [scores[i] for i in range(len(prepared))]
 
-    def _batches(self, lengths: Sequence[int]) -> list[tuple[int, ...]]:
+    def _warn(self, prepared: Prepared) -> list[str]:
+        """Say what can be told of a row without the model."""
+        return warn_before(self._probed.detector, self._probed.backbone, prepared)
+
+    def _batches(
+        self, lengths: Sequence[int], batch_size: int
+    ) -> list[tuple[int, ...]]:
         """Group rows by length, within the budget of tokens and of rows."""
         return [
-            batch[first : first + ROWS_AT_ONCE]
+            batch[first : first + batch_size]
             for batch in plan_batches(lengths, self._probed.config)
-            for first in range(0, len(batch), ROWS_AT_ONCE)
+            for first in range(0, len(batch), batch_size)
         ]
 
     def _score(self, setting: Setting, prepared: Sequence[Prepared]) -> list[Score]:
@@ -230,7 +259,7 @@ class Scorer:
             if setting == "with_context"
             else detector.score_closed_book(features)
         ).first(len(prepared))
-        outside = warn_after(probed, features, len(prepared), setting)
+        outside = warn_after(detector, features, len(prepared), setting)
         return [
             self._one(setting, i, scores, one, signals.prob[one.answer_tokens, 1], more)
             for i, (one, signals, more) in enumerate(
@@ -248,7 +277,7 @@ class Scorer:
         outside: list[str],
     ) -> Score:
         """Put together what is known of one answer."""
-        warnings = [*warn_before(self._probed, prepared), *outside]
+        warnings = [*self._warn(prepared), *outside]
         if not np.isfinite(scores.raw[i]):
             reason = "the model's signals of this answer are not finite numbers"
             return _abstain(prepared, reason, warnings)

@@ -11,7 +11,7 @@ from benchmarks.results.report import (
     render_report,
     write_report,
 )
-from extract.run.results import IN_DOMAIN
+from extract.records import IN_DOMAIN
 from tests.benchmarks.sample import MARKUP, frontier, row, sample_report, sample_rows
 
 SECTIONS = (

@@ -3,10 +3,10 @@ import msgspec
 from benchmarks.results.paired import gain, paired_table
 from benchmarks.results.tables import controller_table, detection_table, number
 from benchmarks.results.terminal import as_text
+from extract.records import IN_DOMAIN
 from extract.run.results import (
     CONTROLS,
     DETECTORS,
-    IN_DOMAIN,
     RIVALS,
     SPAN_DECISIONS,
 )
@@ -48,9 +48,9 @@ def test_all_in_domain_sets_together_come_first_where_there_are_several():
     ]
     columns = detection_table(rows + other).columns
     names = [(c.label, c.detail) for c in columns if c.group == "Closed-book"]
-    assert names[:3] == [(d, "test") for d in ("in-domain", "microworld", "musique")]
+    assert names[:3] == [(d, "test") for d in (IN_DOMAIN, "microworld", "musique")]
     alone = [r for r in rows if r.dataset == IN_DOMAIN]
-    assert {c.label for c in detection_table(alone).columns} == {"in-domain"}
+    assert {c.label for c in detection_table(alone).columns} == {IN_DOMAIN}
 
 
 def test_a_difference_has_its_sign_a_mark_where_it_is_clear_and_no_rank():
@@ -181,3 +181,5 @@ def test_numbers_have_three_decimals_and_no_leading_zero():
     spelled = [number(x) for x in (0.8391, 1.0, 0.0, -0.012, 0.9999, 0.10)]
     assert spelled == [".839", "1.000", ".000", "-.012", "1.000", ".100"]
     assert number(2.404, "generations") == "2.40"
+    gains = [number(x, "em_difference") for x in (0.0051, -0.0002, -0.3)]
+    assert gains == ["+.005", "+.000", "-.300"]

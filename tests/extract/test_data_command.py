@@ -82,10 +82,10 @@ def test_splits_are_drawn_checked_and_refused_when_changed(hotpot, tmp_path):
         ("out",),
         ("out", "--inspect", "x"),
         ("out", "--train", "x.json"),
-        ("out", "--train", "squad=x.json"),
+        ("out", "--train", "../squad=x.json"),
         ("out", "--check", "--train", "nq=x"),
         ("out", "--train", "nq=x", "--n-held-out", "nq=many"),
-        ("--inspect", "x", "--dataset", "squad"),
+        ("--inspect", "x", "--dataset", "../squad"),
     ],
 )
 def test_wrong_usage_is_told_from_a_refusal(arguments):

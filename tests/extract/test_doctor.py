@@ -2,11 +2,12 @@
 
 import json
 import shutil
+import socket
 
 from benchmarks.speed.tiny_models import tiny_model
 from extract.backbone.checkpoint import load_outline
-from extract.backbone.names import WEIGHTS
-from extract.doctor import outline_shapes
+from extract.backbone.names import WEIGHTS, unreachable_hub
+from extract.doctor import look_at_hub, outline_shapes
 from extract.run.directory import RunDir
 from extract.signals.plan import ExtractConfig
 from extract.store.config import as_size
@@ -106,3 +107,13 @@ def test_a_run_says_which_stages_are_done_and_which_are_stale(tmp_path):
     found = doctor(run)
     assert found["run"]["status"] == "warning"
     assert "passages.jsonl has changed" in found["run"]["text"]
+
+
+def test_a_hub_where_nobody_answers_is_told_without_asking_again_and_again():
+    nobody = {"HF_ENDPOINT": "http://127.0.0.1:9"}
+    assert unreachable_hub(nobody) == "http://127.0.0.1:9"
+    assert unreachable_hub({**nobody, "HTTPS_PROXY": "http://proxy:3128"}) is None
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        assert unreachable_hub({"HF_ENDPOINT": f"http://127.0.0.1:{port}"}) is None
+    assert list(look_at_hub("embedded")) == list(look_at_hub(None)) == []

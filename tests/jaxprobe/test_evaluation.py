@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from extract.run.results import IN_DOMAIN, ResultTable
+from extract.records import IN_DOMAIN, is_safe_name
+from extract.run.results import ResultTable
 from jaxprobe.evaluation import Scored, detection_rows, permute_by_question
 from jaxprobe.features.rows import Rows
 from jaxprobe.metrics import (
@@ -108,6 +109,10 @@ def test_one_in_domain_set_is_its_own_pool():
     shared = {"split": "test", "metric": "auroc", "seed": "mean"}
     one, pooled = (table.find(dataset=d, **shared) for d in ("hotpotqa", IN_DOMAIN))
     assert (one.value, one.ci_low, one.n) == (pooled.value, pooled.ci_low, pooled.n)
+
+
+def test_no_set_can_have_the_name_of_all_sets():
+    assert not is_safe_name(IN_DOMAIN)
 
 
 def test_a_paired_difference_resamples_both_detectors_together():

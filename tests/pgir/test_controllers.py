@@ -7,9 +7,8 @@ from extract.records import Example
 from extract.run.results import ResultTable
 from jaxprobe.metrics import BootstrapConfig, drawn_clusters, interval_of
 from pgir.controllers.cases import choose_cases
-from pgir.controllers.policy import ControllerConfig, Draft, Policy
+from pgir.controllers.policy import ControllerConfig, Draft, Policy, Traced
 from pgir.controllers.rivals import control_rows, frontier
-from pgir.controllers.traces import Traced
 
 POLICY = Policy(threshold=0.5, budget=2)
 

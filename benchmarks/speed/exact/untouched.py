@@ -9,19 +9,21 @@ count, whatever the modules are called.
 import contextlib
 import copy
 import dataclasses
+import sys
 from typing import Any
 
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, HyperCLOVAXConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 FUSED = "oracle_fused"
+_LISTS = ("h", "blocks", "layers")
 _maps: list[np.ndarray] = []  # of the fused run under way
-_NORMS = ("norm", "final_layer_norm", "ln_f", "embedding_norm", "final_layernorm")
+_NORMS = "norm final_layer_norm ln_f final_layernorm embedding_norm norm_f".split()
 _ADDITIONS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
 
@@ -133,10 +135,16 @@ def _fused(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
-    # The fused kernel has no softcap (Gemma 2) and no sinks (gpt-oss): the exact
-    # product stands in for it.
-    values = value[0].double().repeat_interleave(len(found) // value.shape[1], dim=0)
-    return (found @ values).to(value.dtype).transpose(0, 1)[None].contiguous(), None
+    # No fused kernel has a softcap (Gemma 2) or sinks (gpt-oss): models that have one
+    # attend eagerly under every name.
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    causal = torch.ones(found.shape[-2:], dtype=torch.bool).tril()
+    visible = causal if attention_mask is None else attention_mask
+    added = torch.zeros(visible.shape).masked_fill(
+        ~visible, torch.finfo(query.dtype).min
+    )
+    options = {**kwargs, "scaling": scale, "softcap": softcap, "s_aux": s_aux}
+    return eager(module, query, key, value, added.to(query.dtype), **options)
 
 
 class _Calls(TorchFunctionMode):
@@ -179,15 +187,16 @@ def layers_and_norm(model: PreTrainedModel) -> tuple[Any, torch.nn.Module]:
     """Return the decoder's layers and its final norm."""
     body = decoder_of(model)
     norm = next(getattr(body, name) for name in _NORMS if hasattr(body, name))
-    return body.h if hasattr(body, "h") else body.layers, norm
+    return next(getattr(body, n) for n in _LISTS if hasattr(body, n)), norm
 
 
 def logit_scale(model: PreTrainedModel) -> float:
     """Return what the model multiplies its logits by."""
     config = model.config.get_text_config()
-    names = ("logit_scale", "logits_scaling")
-    scale, divisor = [getattr(config, name, None) or 1.0 for name in names]
-    return scale / divisor
+    factor = getattr(config, "logits_scaling", None) or 1.0
+    if not isinstance(config, HyperCLOVAXConfig):
+        factor = 1.0 / factor
+    return factor * (getattr(config, "logit_scale", None) or 1.0)
 
 
 def _exact_logits(model: PreTrainedModel, final: torch.Tensor) -> torch.Tensor:

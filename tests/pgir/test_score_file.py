@@ -1,0 +1,219 @@
+"""A file of answers: its layouts, its bad rows, its results, and the page of them."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import pytest
+from click.testing import CliRunner
+
+import beatrice
+from extract.run.directory import RunDir
+from extract.run.files import JsonLines
+from extract.run.manifest import NewRun
+from pgir.scoring.given import GivenAnswer
+from pgir.scoring.page import page
+from pgir.scoring.rows import Tally, read_rows, score_rows
+from pgir.scoring.scorer import Scorer
+from tests.extract.published import lm_eval, write_array, write_lines
+from tests.pgir.small_detector import PASSAGE, QUESTION
+
+OWN = {"id": "a", "question": QUESTION, "answer": "Guzolt Falls"}
+PROMPT = f"Context: {PASSAGE} Question: {QUESTION} Answer:"
+
+
+@pytest.fixture(scope="module")
+def scorer(probed):
+    return Scorer(probed)
+
+
+def score_lines(scorer, path, out=None, identity="d"):
+    """Score a file; returns the results and how they were counted."""
+    written, tally = [], Tally()
+    score_rows(
+        scorer.results, read_rows(path), identity, out, written.extend, tally.add
+    )
+    return [json.loads(line) for line in written], tally
+
+
+def test_results_keep_the_order_of_the_file_and_bad_rows_their_place(scorer, tmp_path):
+    rows = [
+        {**OWN, "context": PASSAGE, "latency": 3},
+        {**OWN, "id": 7, "answer": ""},
+        OWN,
+        {"id": "c", "question": QUESTION},
+        {**OWN, "context": [PASSAGE, 5]},
+        {**OWN, "answer": "a </s> b"},
+        {"prompt": PROMPT, "answer": " Guzolt Falls", "context": PASSAGE},
+    ]
+    path = write_lines(tmp_path / "answers.jsonl", rows)
+    with path.open("a") as file:
+        file.write('{"question": \n[1, 2]\n')
+        file.write(json.dumps({**OWN, "answer": " ".join(["Falls"] * 600)}) + "\n")
+    results, tally = score_lines(scorer, path)
+    assert [r["line"] for r in results] == list(range(1, 11))
+    assert [r["id"] for r in results[:4]] == ["a", 7, "a", "c"]
+    bad = {r["line"]: r["error"] for r in results if "error" in r}
+    assert sorted(bad) == [2, 4, 5, 6, 8, 9]
+    assert "the answer is empty" in bad[2] and "no 'answer'" in bad[4]
+    assert "context[1]: expected a text" in bad[5] and "</s>" in bad[6]
+    assert results[0]["p_correct"] == pytest.approx(
+        scorer.score(QUESTION, "Guzolt Falls", PASSAGE).p_correct, abs=1e-5
+    )
+    assert results[9]["p_correct"] is None and "window" in results[9]["reason"]
+    assert tally.in_words() == (
+        "10 rows: 0 trusted, 1 abstained, 6 bad; fields not read: 'latency' (1)"
+    )
+    assert tally.bad[0].startswith("line 2: ")
+
+
+def given(record, tmp_path, write=write_lines):
+    (row,) = read_rows(write(tmp_path / "rows.json", [record]))
+    assert isinstance(row.given, GivenAnswer), row.given
+    return row.given
+
+
+def test_a_log_of_lm_eval_is_read_under_the_prompt_that_it_holds(tmp_path):
+    found = given({**lm_eval(3), "arguments": [["Q: who did thing 3", {}]]}, tmp_path)
+    assert found == GivenAnswer(
+        prompt="Q: who did thing 3",
+        question="who did thing 3",
+        answer=" Ann\n",  # as it was generated, not as it was filtered
+        context=[],
+    )
+    asked = {"role": "user", "content": "who did thing 3"}
+    newer = {"gen_args_0": {"arg_0": [json.dumps([asked])], "arg_1": {}}}
+    found = given({**lm_eval(3), "arguments": newer}, tmp_path)
+    assert found.messages == [asked] and found.question == "who did thing 3"
+    plain = {**lm_eval(3)}
+    del plain["arguments"]
+    assert given(plain, tmp_path).is_own
+
+
+def test_a_record_of_flashrag_is_read_with_what_was_retrieved(tmp_path):
+    record = {
+        "id": "test_1",
+        "question": QUESTION,
+        "golden_answers": ["Guzolt Falls"],
+        "output": {
+            "pred": "Guzolt Falls",
+            "retrieval_result": [{"id": "1", "contents": f"Skiband\n{PASSAGE}"}],
+            "metric_score": {"em": 1.0},
+        },
+    }
+    own = {"question": QUESTION, "answer": "Guzolt Falls", "context": [PASSAGE]}
+    assert given(record, tmp_path, write_array) == GivenAnswer(**own)
+    record["output"]["prompt"] = PROMPT
+    assert given(record, tmp_path) == GivenAnswer(**own, prompt=PROMPT)
+    record["output"]["prompt"] = f"Question: {QUESTION} Answer:"
+    (row,) = read_rows(write_lines(tmp_path / "other.jsonl", [record]))
+    assert "1 of 1 retrieved passages are not in its prompt" in row.given
+
+
+def test_a_file_is_continued_where_it_stopped(scorer, tmp_path):
+    path = write_lines(tmp_path / "answers.jsonl", [OWN, {**OWN, "answer": ""}, OWN])
+    results, _ = score_lines(scorer, path)
+    out = tmp_path / "out.jsonl"
+    out.write_text("".join(json.dumps(r) + "\n" for r in results[:2]) + '{"line": 3,')
+    rest, tally = score_lines(scorer, path, JsonLines.open(out))
+    assert [r["line"] for r in rest] == [3]
+    assert (tally.n_done, len(tally.bad)) == (3, 1)
+
+
+@pytest.mark.parametrize("change", [{"identity": "other"}, {"answer": "Falls"}])
+def test_results_of_other_rows_or_another_detector_are_not_continued(
+    scorer, tmp_path, change
+):
+    path = write_lines(tmp_path / "answers.jsonl", [OWN])
+    results, _ = score_lines(scorer, path)
+    out = write_lines(tmp_path / "out.jsonl", results)
+    identity = change.pop("identity", "d")
+    write_lines(path, [{**OWN, **change}])
+    with pytest.raises(ValueError, match="another row or another detector"):
+        score_lines(scorer, path, JsonLines(out), identity)
+
+
+def test_the_page_tints_tokens_by_their_probability_and_says_so():
+    result = {
+        "line": 4,
+        "id": "<b>",
+        "p_correct": 0.25,
+        "decision": "abstain",
+        "reason": "P is below",
+        "tokens": [" Gu", "<zolt", " Falls"],
+        "log_probs": [-4.0, -0.1, -1.0],
+        "warnings": ["a warning"],
+    }
+    text = page("A page", "1 row", [("where?", result), (None, {"error": "bad"})])
+    assert '<span class="t0" title="log p = -4.000"> Gu</span>' in text  # p = 0.018
+    assert '<span title="log p = -0.100">&lt;zolt</span>' in text  # p = 0.905
+    assert '<span class="t2" title="log p = -1.000"> Falls</span>' in text  # 0.368
+    assert "its probability p under the backbone" in text
+    assert "P(correct) = 0.250" in text and "&lt;b&gt;" in text and "bad" in text
+    assert not re.search(r"<script|https?://|<link|<img", text)
+
+
+@pytest.fixture(scope="module")
+def run(probed, tmp_path_factory):
+    """A run with a detector of its own, as `score` finds it."""
+    path = tmp_path_factory.mktemp("run") / "run"
+    with RunDir.open(path, NewRun(preset="paper", seed=0)) as run:
+        made = {"template": "short", "model": "embedded", "answer_span": "emitting"}
+        facts = {**probed.detector.facts, **made}
+        dataclasses.replace(probed.detector, facts=facts).save(run.detector)
+    return path
+
+
+def test_loading_uses_the_compile_cache_of_the_stages(run):
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        beatrice.load(run)
+        assert jax.config.jax_compilation_cache_dir is not None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_the_verb_scores_a_file_and_fails_if_a_row_is_bad(run, tmp_path):
+    rows = [OWN, {**OWN, "answer": " "}, {**OWN, "context": PASSAGE}]
+    path = write_lines(tmp_path / "answers.jsonl", rows)
+    out, html = tmp_path / "out.jsonl", tmp_path / "page.html"
+    words = ["score", run, "--file", path, "--out", out, "--html", html]
+    done = CliRunner().invoke(beatrice.main, list(map(str, words)))
+    assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
+    assert (
+        "1 of 3 rows could not be scored; the first, line 2: the answer is empty"
+        in (done.stderr)
+    )
+    assert [row["line"] for row in JsonLines(out).rows()] == [1, 2, 3]
+    assert "Guzolt" in html.read_text()
+    before = out.read_bytes()
+    assert CliRunner().invoke(beatrice.main, list(map(str, words))).exit_code == 1
+    assert out.read_bytes() == before
+    write_lines(path, [OWN])
+    done = CliRunner().invoke(beatrice.main, list(map(str, words[:4])))
+    assert done.exit_code == 0
+    assert 0 <= json.loads(done.stdout)["p_correct"] <= 1
+
+
+@pytest.mark.parametrize("content", ["", "[]", "\n\n", "hello there", "{}"])
+def test_a_file_without_rows_is_refused_in_one_sentence(run, tmp_path, content):
+    (tmp_path / "answers.jsonl").write_text(content)
+    words = ["score", run, "--file", tmp_path / "answers.jsonl"]
+    done = CliRunner().invoke(beatrice.main, list(map(str, words)))
+    assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
+    assert done.stderr.splitlines()[-1].startswith("Error: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--question", "q?"], "give --question and --answer, or --file"),
+        (["--file", __file__, "--answer", "a"], "has its own questions"),
+        (["--question", "q?", "--answer", "a", "--out", "x"], "results of a --file"),
+    ],
+)
+def test_options_that_do_not_fit_together_are_a_usage_error(words, message):
+    done = CliRunner().invoke(beatrice.main, ["score", "nowhere", *words])
+    assert done.exit_code == 2 and message in done.stderr

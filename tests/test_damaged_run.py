@@ -1,0 +1,269 @@
+"""A finished run, damaged one file at a time: told in a sentence, or nothing changes.
+
+A thousand mutants of its JSON files go through what reads them and through the verbs.
+None may end in a traceback, and none may be accepted and change a number.
+"""
+
+import copy
+import json
+import os
+import random
+import shutil
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from beatrice import CHAIN, main
+from benchmarks.results.saved import read_control, read_reliability
+from extract.backbone.names import backbone_of
+from extract.generate.requests import answer_config
+from extract.records import Passage, read_records, write_lines
+from extract.run.console import Progress
+from extract.run.contents import count_correct, read_answers, read_examples, read_labels
+from extract.run.directory import RunDir
+from extract.run.files import read_sealed, write_text_atomic
+from extract.run.manifest import read_manifest
+from extract.run.results import read_result_rows, read_rows
+from extract.run.stages import once, run_stage
+from extract.run.verbs import load_stage
+from extract.signals.stage import extract_config
+from extract.store.read import open_store
+from extract.store.write import verify
+from extract.world.commands import WorldSection
+from extract.world.facts import WorldConfig, make_world
+from extract.world.questions import QuestionConfig, make_examples
+from jaxprobe import checkpoint
+from jaxprobe.detector import Detector
+from jaxprobe.features.rows import read_sweep
+from jaxprobe.pool import read_selection
+from jaxprobe.settings import grid_config, select_config
+from pgir.controllers.traces import SavedTraces
+from tests.extract.small_run import smoke
+
+N_MUTANTS = 1000
+JUNK = (None, True, -1, 0, 7, 2.5, 10**9, 10**30, "", "x", "7", [], {}, [1], [[]])
+JUNK += ({"a": 1}, [None], "../..", float("nan"))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Make a run of a few questions, all stages."""
+    path = tmp_path_factory.mktemp("damaged") / "run"
+    world = make_world(WorldConfig())
+    questions = QuestionConfig(n_train=32, n_evaluation=24, n_ood=4)
+
+    def make(_):
+        examples = make_examples(world, questions)
+        write_text_atomic(run.examples, write_lines(examples))
+        write_text_atomic(run.passages, write_lines(world.passages[:200]))
+
+    with RunDir.open(path, smoke(world=WorldSection(questions=questions))) as run:
+        once(run, "world", {}, [run.examples, run.passages], Progress(), make)
+        for place in CHAIN[1:]:
+            run_stage(load_stage(place), run, Progress())
+    return RunDir(path)
+
+
+def contents(run):
+    """Return all JSON of a run, by path in it."""
+    files = [*run.path.rglob("*.json"), *run.path.rglob("*.jsonl")]
+    return {str(f.relative_to(run.path)): f.read_bytes() for f in sorted(files)}
+
+
+def read(run, name):
+    """Read a file as the stages do; each may raise ValueError and nothing else."""
+    top, *inner = name.split("/")
+    traces = name.startswith("control/traces")
+    if traces:
+        return msgspec.convert(read_sealed(run.path / name, ""), SavedTraces)
+    if top == "manifest.json":
+        read_manifest(run.path)
+        for section in (backbone_of, answer_config, extract_config, grid_config):
+            section(run)
+        return select_config(run)
+    readers = {
+        "stages": lambda: run.stage_record(inner[0].removesuffix(".json")),
+        "sweep.json": lambda: read_sweep(run),
+        "examples.jsonl": lambda: read_examples(run),
+        "passages.jsonl": lambda: list(read_records(run.passages, Passage)),
+        "answers": lambda: read_answers(run),
+        "labels.jsonl": lambda: count_correct(read_examples(run), read_labels(run)),
+        "selection": lambda: read_selection(run, inner[0]),
+        "encoders": lambda: checkpoint.restore(run.encoders(inner[0])),
+        "detector": lambda: Detector.load(run.detector),
+        "features": lambda: verify(open_store(run.features(inner[0]))),
+        "control": lambda: read_control(run),
+        "reliability.json": lambda: read_reliability(run),
+        "results.jsonl": lambda: read_result_rows(run),
+        "rows": lambda: list(read_rows(run.path / name)),
+    }
+    return readers.get(top, lambda: None)()
+
+
+def spoil(rng, value):
+    """Replace, remove, or nudge something at a random depth."""
+    if isinstance(value, dict) and value and rng.random() > 0.1:
+        key = rng.choice(list(value))
+        if rng.random() < 0.1:
+            return {k: v for k, v in value.items() if k != key}
+        return value | {key: spoil(rng, value[key])}
+    if isinstance(value, list) and value and rng.random() > 0.1:
+        i = rng.randrange(len(value))
+        return [*value[:i], spoil(rng, value[i]), *value[i + 1 :]]
+    if isinstance(value, float | int) and rng.random() < 0.3:
+        return value + 1
+    return copy.deepcopy(rng.choice(JUNK))
+
+
+def mutant(rng, content, *, is_lines):
+    """Return the content with a bit flipped, a part cut out, or a value changed."""
+    kind = rng.choice(("bit", "end", "part", "value", "value", "line"))
+    if kind == "bit":
+        place = rng.randrange(len(content))
+        changed = bytes([content[place] ^ 1 << rng.randrange(8)])
+        return content[:place] + changed + content[place + 1 :]
+    if kind in ("end", "part"):
+        start = rng.randrange(len(content))
+        stop = len(content) if kind == "end" else start + rng.randrange(1, 40)
+        return content[:start] + content[stop:]
+    lines = content.splitlines(keepends=True) if is_lines else [content]
+    i = rng.randrange(len(lines))
+    if kind == "line" and is_lines:
+        return b"".join(
+            [*lines[:i], *rng.choice(([], [lines[i]] * 2)), *lines[i + 1 :]]
+        )
+    lines[i] = json.dumps(spoil(rng, json.loads(lines[i]))).encode() + b"\n"
+    return b"".join(lines)
+
+
+def consumers(run):
+    """Return the verbs that read each file; report where no stage names it."""
+    stages = [load_stage(place) for place in CHAIN]
+    inputs = {
+        s.name: [str(p.relative_to(run.path)) for p in s.inputs(run)] for s in stages
+    }
+    found = {}
+    for name in contents(run):
+        verbs = [
+            verb
+            for verb, paths in inputs.items()
+            if any(name == path or name.startswith(f"{path}/") for path in paths)
+        ]
+        found[name] = verbs or ["report"]
+    return found
+
+
+def call(verb, run):
+    """Return how a verb ends; a traceback fails the test."""
+    done = CliRunner().invoke(main, [verb, str(run.path)])
+    assert done.exit_code in (0, 1), (done.exit_code, done.output, done.exception)
+    if done.exit_code:
+        assert isinstance(done.exception, SystemExit), repr(done.exception)
+        last = done.output.strip().splitlines()[-1]
+        assert last.startswith("Error: ") and len(last) < 900, last
+    return done
+
+
+def write_all(run, files):
+    """Put files back as they were."""
+    for name, content in files.items():
+        if (run.path / name).read_bytes() != content:
+            (run.path / name).write_bytes(content)
+
+
+def numbers(files):
+    """Return the files that hold a run's numbers."""
+    return {n: c for n, c in files.items() if n.startswith(("rows/", "results.jsonl"))}
+
+
+def test_a_thousand_mutants_end_in_a_sentence_or_change_no_number(run):
+    whole, verbs = contents(run), consumers(run)
+    # The page is drawn again for these two, which takes a second.
+    slow = {"results.jsonl": 2, "stages/report.json": 2}
+    quick = [name for name in whole if name not in slow]
+    names = [name for name, n in slow.items() for _ in range(n)]
+    names += [quick[i % len(quick)] for i in range(N_MUTANTS - len(names))]
+    n_refused = 0
+    for number, name in enumerate(names):
+        seed = f"{os.environ.get('BEATRICE_MUTANT_SEED', '0')} {number} {name}"
+        rng = random.Random(seed)
+        content = mutant(rng, whole[name], is_lines=name.endswith("l"))
+        if content == whole[name]:
+            continue
+        (run.path / name).write_bytes(content)
+        try:
+            try:
+                read(run, name)
+            except ValueError as error:
+                assert "Traceback" not in str(error)
+            done = call(rng.choice(verbs[name]), run)
+        except Exception as error:
+            raise AssertionError(f"mutant {seed!r}: {content[:300]!r}") from error
+        n_refused += done.exit_code
+        if done.exit_code == 0:
+            after = {n: c for n, c in numbers(contents(run)).items() if n != name}
+            was = {n: c for n, c in numbers(whole).items() if n != name}
+            assert after == was, f"mutant {seed!r} was accepted and changed a number"
+        write_all(run, whole)
+    assert n_refused > N_MUTANTS // 2
+
+
+def edit(name, **fields):
+    """Return a change of one record of a file of lines."""
+
+    def change(run):
+        lines = (run.path / name).read_text().splitlines(keepends=True)
+        lines[-1] = json.dumps(json.loads(lines[-1]) | fields) + "\n"
+        (run.path / name).write_text("".join(lines))
+
+    return change
+
+
+def replaced(name, old, new):
+    """Return a change of a part of a file."""
+
+    def change(run):
+        content = (run.path / name).read_text()
+        assert old in content
+        (run.path / name).write_text(content.replace(old, new))
+
+    return change
+
+
+PLAUSIBLE = {
+    "another split": replaced("examples.jsonl", '"split": "test"', '"split": "ood"'),
+    "another gold": edit("examples.jsonl", golds=["Atlantis"]),
+    "another answer": edit("answers/answers.jsonl", text="Atlantis"),
+    "another label": replaced("labels.jsonl", '"label": false', '"label": true'),
+    "another layer": replaced("sweep.json", '"layer": ', '"layer": 1'),
+    "another threshold": replaced("control/control.json", '"tau": 0', '"tau": 1'),
+    "another row": edit("rows/evaluate.jsonl", value=0.123),
+    "another result": edit("results.jsonl", value=0.123),
+    "another curve": replaced("reliability.json", '"lower": 0.0', '"lower": 0.01'),
+    "another seed": replaced("manifest.json", '"seed": 0', '"seed": 1'),
+    "another member": replaced("selection/closed_book/config.json", ".", ".0"),
+}
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "report"])
+@pytest.mark.parametrize("edited", PLAUSIBLE)
+def test_an_edit_that_could_be_true_changes_no_number(run, tmp_path, edited, verb):
+    copied = RunDir(shutil.copytree(run.path, tmp_path / "run"))
+    whole = contents(copied)
+    PLAUSIBLE[edited](copied)
+    changed = {n for n, c in contents(copied).items() if c != whole[n]}
+    assert len(changed) == 1
+    (copied.stages / f"{verb}.json").unlink()  # so that it has to read all it reads
+    done = call(verb, copied)
+    after = {n for n, c in numbers(contents(copied)).items() if c != whole[n]}
+    assert after <= changed, done.output
+
+
+def test_verify_names_every_file_that_was_edited(run):
+    whole = contents(run)
+    for edited, change in PLAUSIBLE.items():
+        change(run)
+        assert call("verify", run).exit_code == 1, edited
+        write_all(run, whole)
+    assert call("verify", run).exit_code == 0
