@@ -1,4 +1,4 @@
-"""What a person tells of an answer that exists, checked before any model is asked."""
+"""What a person tells of an answer that exists, and what becomes of it."""
 
 import dataclasses
 import numbers
@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+
+from extract.records import Setting
+from extract.signals.plan import TokenSequence
 
 Range = tuple[int, int]
 _PROMPTS = ("prompt", "messages", "prompt_ids")
@@ -123,3 +126,56 @@ class GivenAnswer:
         """The passages of the context; none for closed-book."""
         one = isinstance(self.context, str)
         return [self.context] if one else list(self.context or ())
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the model had read when it began to answer.
+
+    Attributes:
+      ids: the prompt's, special tokens included.
+      context_span: `[start, stop)` of the context in them; equal numbers without one.
+      question_start: first token of the question span, or None where it follows the
+        context, as in training.
+      is_own: whether the run's own template makes the same ids.
+      parts: what is in the prompt, in words, and its ids.
+      text: what was asked, without the template's words where it is the run's own.
+    """
+
+    ids: tuple[int, ...]
+    context_span: Range
+    question_start: int | None
+    is_own: bool
+    parts: list[tuple[str, tuple[int, ...]]]
+    text: str
+
+    @property
+    def setting(self) -> Setting:
+        """Closed-book where no token is context."""
+        has_context = self.context_span[0] < self.context_span[1]
+        return "with_context" if has_context else "closed_book"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """An answer ready to be read.
+
+    Attributes:
+      asked: the prompt.
+      sequence: prompt and answer with their spans.
+      parts: of prompt and answer, in words, with their ids.
+      pieces: the answer's text, a piece a token.
+      text: everything that was asked and answered.
+    """
+
+    asked: Asked
+    sequence: TokenSequence
+    parts: list[tuple[str, tuple[int, ...]]]
+    pieces: tuple[str, ...]
+    text: str
+
+    @property
+    def answer_tokens(self) -> slice:
+        """Positions that emitted the answer's tokens."""
+        first = len(self.asked.ids) - 1
+        return slice(first, first + len(self.pieces))
