@@ -261,6 +261,8 @@ class RunDir:
         """
         record = self.stage_record(name)
         if record is None:
+            if self._stage_file(name).exists():
+                return f"stage {name}: its record is damaged"
             return f"stage {name} has no record yet"
         if not record.finished:
             return f"stage {name} was begun again and is not finished"

@@ -1,4 +1,4 @@
-"""Every causal language model of Transformers: read exactly, or refused in a sentence?
+"""Every causal language model of Transformers: exact, or refused in a sentence?
 
 Of each type a narrow random twin is made from its default config. What the reader finds
 is held against the oracle's brute force, which shares no tap with it: on a ragged batch
@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import click
 import numpy as np
 import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -24,13 +25,13 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from benchmarks.speed.commands import RowPrinter
+from benchmarks.speed.commands import AS_JSON, RowPrinter
 from benchmarks.speed.exact.untouched import FUSED, copy_with_attention
 from benchmarks.speed.oracle import SIGNALS, Readings, oracle_signals
 from benchmarks.speed.tiny_models import make_batch, make_sequence
 from extract.backbone.loading import Backbone
 from extract.backbone.twin import N_POSITIONS, narrow_twin
-from extract.run.console import Progress
+from extract.run.console import Progress, quiet
 from extract.signals.plan import TokenSequence
 from extract.signals.reader import SignalReader
 
@@ -79,6 +80,7 @@ _ENTRIES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"] * 2},
     "hunyuan_v1_dense": _ONE_HEAD_SIZE,
     "hunyuan_v1_moe": _ONE_HEAD_SIZE,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": {
         "expert_ffn_hidden_size": 32,
@@ -221,7 +223,7 @@ def survey_one(name: str, lengths: Lengths = "short") -> Surveyed:
     )
 
 
-def survey(names: Sequence[str], printer: RowPrinter) -> list[Surveyed]:
+def survey_types(names: Sequence[str], printer: RowPrinter) -> list[Surveyed]:
     """Survey types at all lengths, and print each row as it is there.
 
     Args:
@@ -271,3 +273,23 @@ def require(rows: Sequence[Surveyed]) -> None:
             "expected every type read exactly or refused in a sentence, found wrong: "
             + ", ".join(wrong)
         )
+
+
+@click.command()
+@click.argument("types", nargs=-1)
+@AS_JSON
+def survey(types: tuple[str, ...], as_json: bool) -> None:
+    """Read every causal language model of Transformers, or refuse it in a sentence.
+
+    Narrow random twins of all of them, or of model TYPES (llama gpt2), are held against
+    a brute-force oracle: a row each for short texts, for texts beyond small windows and
+    for one of 2,300 tokens, then the counts, and why types are refused.
+
+    Example: beatrice bench survey llama gpt_oss
+    """
+    quiet()
+    printer = RowPrinter(as_json)
+    rows = survey_types(types, printer)
+    for line in summary(rows):
+        printer.text(line)
+    require(rows)

@@ -1,0 +1,224 @@
+"""What a person can hand in wrong: a sentence and an exit code, and at once."""
+
+import json
+import resource
+import shutil
+
+import numpy as np
+import pytest
+import tensorstore
+import torch
+
+from benchmarks.results.saved import read_control, read_reliability
+from benchmarks.speed.tiny_models import tiny_model
+from extract.backbone.checkpoint import load_outline
+from extract.backbone.loading import (
+    Backbone,
+    check_device,
+    load_backbone,
+    require_known_tokens,
+)
+from extract.backbone.names import WEIGHTS, BackboneConfig
+from extract.doctor import look_at_run
+from extract.generate.options import check_backbone
+from extract.generate.prompts import render_message
+from extract.records import Answer, Label, to_json, write_lines
+from extract.run.console import in_one_sentence
+from extract.run.contents import count_correct, read_labels
+from extract.run.directory import RunDir
+from extract.run.files import from_json
+from extract.run.manifest import NewRun
+from extract.store.read import as_url
+from extract.world.facts import WorldConfig, make_world
+from extract.world.model import make_tokenizer
+from jaxprobe.features.rows import chosen_layer
+from tests.extract.small_run import beatrice, questions
+
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+TOKENIZER = make_tokenizer(make_world(WorldConfig(n_people=20, n_strangers=5)))
+
+
+@pytest.fixture
+def on_cuda(tmp_path):
+    """Make a run whose model is to be on a GPU."""
+    run = RunDir.open(tmp_path / "run", NewRun(
+        preset="smoke", sections={"backbone": BackboneConfig(device="cuda")}
+    ))  # fmt: skip
+    run.examples.write_text(write_lines(questions()))
+    run.close()
+    return run
+
+
+@WITHOUT_GPU
+def test_a_gpu_that_is_not_there_stops_a_run_before_its_model_is_loaded(on_cuda):
+    done = beatrice("answer", on_cuda.path, code=1)
+    assert "device 'cuda:0': Torch" in done.output
+    assert "sees no GPUs here; go on where it sees them" in done.output
+
+
+@WITHOUT_GPU
+def test_the_doctor_of_a_run_names_a_gpu_that_is_not_there(on_cuda):
+    found = {one.about: one for one in look_at_run(on_cuda.path)}
+    assert found["device"].status == "problem"
+    assert "sees no GPUs here" in found["device"].text
+
+
+@WITHOUT_GPU
+def test_a_run_may_be_made_where_its_gpu_is_not_and_says_so(capsys):
+    check_backbone(BackboneConfig(device="cuda"))
+    assert "note: device 'cuda'" in capsys.readouterr().err
+
+
+def test_a_device_that_torch_does_not_know_is_refused():
+    with pytest.raises(ValueError, match="device 'tpu': expected a Torch device"):
+        check_device("tpu")
+
+
+def answer(**changes):
+    fields = dict(
+        example_id="q",
+        setting="closed_book",
+        variant="original",
+        text="x",
+        prompt_ids=(1, 5),
+        token_ids=(6,),
+        stop_id=2,
+        context_span=(1, 1),
+    )
+    return Answer(**(fields | changes))
+
+
+def test_a_token_below_zero_is_no_token():
+    line = to_json(answer()).replace("[6]", "[-1]")
+    with pytest.raises(ValueError, match="field 'token_ids.*expected int >= 0"):
+        from_json(Answer, line, "here")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"prompt_ids": (1, 10**9)}, {"token_ids": (10**9,)}, {"stop_id": 10**9}],
+)
+def test_a_token_that_the_model_does_not_know_is_named(changes):
+    backbone = Backbone.from_model(tiny_model("llama"))
+    require_known_tokens([answer()], backbone)
+    with pytest.raises(ValueError, match=r"\('q', .*has the token id 1000000000, but"):
+        require_known_tokens([answer(), answer(**changes)], backbone)
+
+
+def label(example_id):
+    return Label(
+        example_id=example_id,
+        setting="closed_book",
+        variant="original",
+        verdicts=("correct",),
+        label=True,
+        reason="",
+    )
+
+
+def test_a_label_of_an_unknown_question_or_a_second_one_is_named(tmp_path):
+    run = RunDir(tmp_path)
+    run.labels.write_text(write_lines([label("q"), label("q")]))
+    with pytest.raises(ValueError, match="labels.jsonl, line 2: a second label of"):
+        read_labels(run)
+    labels = {one.key: one for one in [label("nowhere")]}
+    with pytest.raises(ValueError, match="question 'nowhere', which is not in"):
+        count_correct(questions(), labels)
+
+
+@pytest.mark.parametrize("content", ["{}", "0", "2.5", "true", "[]", "{", "", "[" * 99])
+def test_a_file_of_another_stage_that_holds_something_else_is_named(tmp_path, content):
+    run = RunDir(tmp_path)
+    run.control.mkdir()
+    for path, read, verb in (
+        (run.sweep, chosen_layer, "sweep"),
+        (run.path / "reliability.json", read_reliability, "evaluate"),
+        (run.control / "control.json", read_control, "control"),
+    ):
+        if (path.name, content) == ("reliability.json", "{}"):
+            continue  # a run without in-domain test questions
+        path.write_text(content)
+        with pytest.raises(ValueError) as caught:
+            read(run)
+        assert str(caught.value).startswith(f"{path}")
+        assert str(caught.value).endswith(f"run `beatrice {verb}` again")
+
+
+TEMPLATES = {
+    "no template at all": ("{% for", "TemplateSyntaxError"),
+    "a division by zero": ("{{ 1 / 0 }}", "ZeroDivisionError"),
+    "an error of its own": ("{{ raise_exception('no') }}", "TemplateError"),
+    "a door": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "SecurityError"),
+    "a long loop": ("{% for i in range(10**9) %}{% endfor %}", "OverflowError"),
+    "a wall of text": ("{{ 'a' * 3000000 }}", "3000000 characters"),
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_chat_template_that_fails_is_a_sentence(name):
+    template, words = TEMPLATES[name]
+    tokenizer = make_tokenizer(make_world(WorldConfig(n_people=20, n_strangers=5)))
+    tokenizer.chat_template = template
+    with pytest.raises(ValueError, match=f"the chat template .*{words}.*plain prompts"):
+        render_message(tokenizer, "who?")
+
+
+@pytest.mark.slow
+def test_a_chat_template_that_does_not_end_is_a_sentence():
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+    tokenizer = make_tokenizer(make_world(WorldConfig(n_people=20, n_strangers=5)))
+    tokenizer.chat_template = loop + "{% endfor %}"
+    with pytest.raises(ValueError, match="fails .TimeoutError: it is not done after"):
+        render_message(tokenizer, "who?")
+
+
+def test_a_billion_samples_are_refused_before_anything_is_made(tmp_path):
+    options = ("--n-samples", 1_000_000_000, "--dry-run")
+    done = beatrice("sample", tmp_path / "run", *options, code=2)
+    assert "1000000000 is not in the range 1<=x<=1000" in done.output
+
+
+def test_a_config_of_a_million_layers_is_refused_and_not_built(tmp_path):
+    path = shutil.copytree(WEIGHTS, tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    config["num_hidden_layers"] = 10**6
+    (path / "config.json").write_text(json.dumps(config))
+    for load in (load_outline, load_backbone):
+        with pytest.raises(ValueError, match="num_hidden_layers=1000000, expected at"):
+            load(str(path))
+
+
+@pytest.fixture
+def little_room():
+    """Let no file grow beyond 64 KiB, as a full disk would."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_is_a_sentence_that_says_what_to_do(tmp_path, little_room):
+    done = beatrice("world", tmp_path / "run", "--preset", "smoke", code=1)
+    last = done.output.strip().splitlines()[-1]
+    assert last.startswith("Error: a file cannot grow, as on a full disk (")
+    assert last.endswith("make room and run the same line again: it continues")
+
+
+def test_a_store_on_a_full_disk_is_the_same_sentence(tmp_path, little_room):
+    spec = {"driver": "zarr3", "kvstore": as_url(tmp_path / "x")}
+    spec["metadata"] = {"shape": [1 << 16], "data_type": "float32"}
+    array = tensorstore.open(spec, create=True).result()
+    with pytest.raises(ValueError) as caught:
+        array.write(np.ones(1 << 16, np.float32)).result()
+    said = in_one_sentence(caught.value)
+    assert said.startswith("a file cannot grow, as on a full disk (")
+    assert "tensorstore_spec" not in said and "[" not in said
+
+
+def test_what_the_system_says_of_a_file_names_it_without_a_number(tmp_path):
+    with pytest.raises(OSError) as caught:
+        (tmp_path / "gone").read_text()
+    assert in_one_sentence(caught.value) == (
+        f"{tmp_path / 'gone'}: No such file or directory; look whether it is there and "
+        "may be read and written"
+    )
