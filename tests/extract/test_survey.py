@@ -78,7 +78,7 @@ def test_a_wrong_type_fails_the_survey_and_is_named(capsys):
     wrong = dataclasses.replace(rows[0], outcome="wrong", reason="KeyError: 'x'")
     with pytest.raises(ValueError, match=r"found wrong: doge \(short\)"):
         require([*rows, wrong])
-    assert "wrong: doge (short): KeyError: 'x'" in list(summary([*rows, wrong]))
+    assert "* wrong: KeyError: 'x' (1): doge" in list(summary([*rows, wrong]))
     assert capsys.readouterr().out.count('"outcome": "refused"') == len(rows)
 
 
