@@ -23,6 +23,7 @@ SETTINGS: tuple[Setting, ...] = ("closed_book", "with_context")
 # What stands for a set in numbers over the questions of all in-domain sets together,
 # the paper's column "Test"; no name of a set holds a space.
 IN_DOMAIN = "all in-domain"
+ACROSS_SETS = (IN_DOMAIN, "macro")  # what rows over several sets are called
 MAX_NAME, MAX_ID = 64, 200  # characters
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 # A part of a path that is empty or all dots, or a climb out of one.
@@ -30,12 +31,13 @@ _NO_PART = re.compile(r"(^|[/\\])\.*([/\\]|$)|\.\.[/\\]")
 
 
 def is_safe_name(name: str) -> bool:
-    """Tell whether a name may become a part of a path, as that of a question set may.
+    """Tell whether a question set may have a name, which becomes a part of paths.
 
-    Letters and digits without accents, `.`, `_` and `-`; not first a dot or a dash,
-    and at most `MAX_NAME` characters.
+    Letters and digits without accents, `.`, `_` and `-`; not first a dot or a dash, at
+    most `MAX_NAME` characters, and not what results over several sets are called.
     """
-    return len(name) <= MAX_NAME and _NAME.fullmatch(name) is not None
+    is_short = len(name) <= MAX_NAME and name not in ACROSS_SETS
+    return is_short and _NAME.fullmatch(name) is not None
 
 
 def is_safe_id(name: str) -> bool:
@@ -93,7 +95,7 @@ class Example(Record, frozen=True, kw_only=True):
             raise ValueError(
                 f"field 'dataset': {self.dataset[:80]!r} is no name: letters, digits, "
                 f"'.', '_' and '-', at most {MAX_NAME} characters, the first a letter, "
-                "a digit or '_'"
+                f"a digit or '_'; and none of {', '.join(ACROSS_SETS)}"
             )
         if not is_safe_id(self.id):
             raise ValueError(

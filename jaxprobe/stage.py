@@ -77,7 +77,7 @@ def settle_precision(run: RunDir, precision: float) -> None:
     """
     asked = CalibrateConfig(precision=precision)
     if run.settle("calibrate", CALIBRATE_PRESETS, is_recorded=False) != asked:
-        run.forget_stage("calibrate")
+        run.reopen_stage("calibrate")
     run.settle("calibrate", CALIBRATE_PRESETS, lambda _: asked, is_replaceable=True)
 
 

@@ -15,8 +15,8 @@ from extract.run.verbs import RUN_DIR, do_or_forecast, dry_run_option
 if TYPE_CHECKING:
     from extract.run.directory import RunDir
     from pgir.controllers.stage import ControlConfig
-    from pgir.scoring.scorer import Scorer
 
+_ASKED = ("question", "prompt")  # shown of a row on the page: the first that is there
 Results = Sequence[tuple[str | None, Mapping[str, Any]]]
 
 
@@ -117,13 +117,12 @@ def score(
 
     read_manifest(run_dir)  # what is no run, or not finished, is refused at once
     RunDir(run_dir).finished_detector()
+    if answers is not None:
+        _score_file(RunDir(run_dir), model, answers, out, html, batch_size)
+        return
     from pgir.scoring.scorer import Scorer
 
-    scorer = Scorer.load(run_dir, model=model)
-    if answers is not None:
-        _score_file(scorer, RunDir(run_dir), answers, out, html, batch_size)
-        return
-    found = scorer.score(question, answer, context or None)
+    found = Scorer.load(run_dir, model=model).score(question, answer, context or None)
     for warning in found.warnings:
         click.echo(f"warning: {warning}", err=True)
     if found.decision is not None:
@@ -148,8 +147,8 @@ def _write_page(html: Path, title: str, summary: str, results: Results) -> None:
 
 
 def _score_file(
-    scorer: "Scorer",
     run: "RunDir",
+    model: str | None,
     answers: Path,
     out: Path | None,
     html: Path | None,
@@ -158,10 +157,13 @@ def _score_file(
     """Score a file's rows; raise at the end if any of them could not be scored."""
     from extract.records import SETTINGS
     from extract.run.files import CHECKSUMS, JsonLines, sha256_file
-    from pgir.scoring.rows import Tally, read_rows, score_rows
+    from pgir.scoring.rows import Tally, count_rows, read_rows, score_rows
 
     progress, tally, shown = Progress(), Tally(), []
-    total = sum(1 for _ in read_rows(answers))
+    total = count_rows(answers)  # a file that cannot be read is refused at once
+    from pgir.scoring.scorer import Scorer
+
+    scorer = Scorer.load(run.path, model=model)
     lines = JsonLines.open(out) if out else None
     if lines and lines.truncated:
         progress.note(lines.truncated)
@@ -171,17 +173,16 @@ def _score_file(
             tally.add(row, result)
             update(tally.n_done, total)
             if html is not None:
-                asked = row.given and (row.given.question or row.given.prompt)
-                shown.append((asked, result))
+                asked = (getattr(row.given, name, None) for name in _ASKED)
+                shown.append((next(filter(None, asked), None), result))
 
         score_rows(
-            scorer,
+            lambda rows: scorer.results(rows, batch_size),
             read_rows(answers),
             sha256_file(run.finished_detector() / CHECKSUMS),
             lines,
             lines.append if lines else lambda some: click.echo("\n".join(some)),
             each,
-            batch_size,
         )
     for setting in SETTINGS:
         threshold = scorer.threshold(setting)

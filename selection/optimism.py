@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from extract.records import SETTINGS, Setting
+from extract.records import IN_DOMAIN, SETTINGS, Setting
 from extract.run.console import Progress, Update
 from extract.run.directory import RunDir
 from extract.run.results import ResultRow, publish, rows_file
@@ -88,7 +88,7 @@ def _rows(found: dict[str, np.ndarray], rows: Rows, n: int) -> list[ResultRow]:
                 experiment=EXPERIMENT,
                 detector=name,
                 setting=rows.setting,
-                dataset=" + ".join(sorted(set(rows.datasets[rows.where("test")]))),
+                dataset=IN_DOMAIN,
                 split="test",
                 metric="auroc_gap",
                 value=float(values.mean()),

@@ -8,8 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from extract.backbone.loading import load_backbone
 from extract.backbone.names import WEIGHTS
 from extract.generate.answers import answers_in_words
+from extract.generate.generator import GeneratorPrompt, SamplingConfig
+from extract.generate.local import TransformersGenerator
 from extract.generate.requests import AnswerConfig, GenerationConfig
 from extract.label.stage import shares_in_words
 from extract.records import Answer, Example, Label, read_records, write_lines
@@ -63,7 +66,11 @@ def test_a_model_with_damaged_weights_answers_nothing(tmp_path, examples):
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     run = make_run(tmp_path / "run", examples, smoke(model))
     done = beatrice("answer", run, code=1)
-    assert "gives logits that are not finite, in float32" in done.stderr
+    assert "states of layer 3 are not finite in float32" in done.stderr
+    # Where nothing is looked at on loading, as of a judge, the first text tells.
+    generator = TransformersGenerator(backbone=load_backbone(model))
+    with pytest.raises(ValueError, match="logits that are not finite, in float32"):
+        dict(generator.stream([GeneratorPrompt(text="who?")], SamplingConfig()))
     assert not (run / "answers" / "answers.jsonl").exists()
 
 

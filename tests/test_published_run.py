@@ -1,13 +1,14 @@
-"""A run of published questions goes the whole way, to the rows of the results.
+"""A run of two question sets goes the whole way, to the report.
 
-The files are in HotpotQA's form and ask what the embedded model knows, so that there
-are right and wrong answers to tell apart.
+One set is in HotpotQA's form, one in plain lines. Both ask what the embedded model
+knows, so that there are right and wrong answers to tell apart.
 """
 
 import json
 
 import pytest
 
+from extract.records import IN_DOMAIN
 from extract.world.commands import WORLD_PRESETS
 from extract.world.facts import make_world
 from extract.world.questions import make_examples
@@ -31,33 +32,49 @@ def hotpot_form(example):
     }
 
 
+def plain_form(example):
+    """Return it as a person writes one."""
+    passages = [{"title": p.title, "text": p.text} for p in example.passages]
+    golds = list(example.golds)
+    return {"question": example.question, "golds": golds, "passages": passages}
+
+
 @pytest.mark.slow
-def test_a_run_of_published_questions_goes_to_the_rows_of_the_results(tmp_path):
+def test_a_run_of_two_sets_goes_the_whole_way_and_pools_them(tmp_path):
     config = WORLD_PRESETS["smoke"]
-    files = {"train": [], "dev": []}
-    for example in make_examples(make_world(config.world), config.questions):
-        if example.split != "ood":
-            role = "train" if example.split == "train" else "dev"
-            files[role].append(hotpot_form(example))
-    for role, records in files.items():
-        (tmp_path / role).write_text(json.dumps(records))
+    options = []
+    for is_plain, name in enumerate(("hotpotqa", "mine")):
+        parts = {"train": [], "dev": []}
+        examples = make_examples(make_world(config.world), config.questions)
+        for example in [e for e in examples if e.split != "ood"][is_plain::2]:
+            form = plain_form if is_plain else hotpot_form
+            part = parts["train" if example.split == "train" else "dev"]
+            part.append(form(example))
+        for role, records in parts.items():
+            path = tmp_path / f"{name}.{role}"
+            lines = [json.dumps(one) + "\n" for one in records]
+            path.write_text("".join(lines) if is_plain else json.dumps(records))
+            options += [f"--{role}", f"{name}={path}"]
     run = tmp_path / "run"
-    n_train, n_evaluation = len(files["train"]), len(files["dev"]) // 3
     call(
-        *("data", run, "--preset", "smoke", "--template", "short"),
-        *("--train", f"hotpotqa={tmp_path / 'train'}", "--n-train", n_train),
-        *("--dev", f"hotpotqa={tmp_path / 'dev'}", "--n-evaluation", n_evaluation),
+        *("data", run, "--preset", "smoke", "--template", "short", *options),
+        *("--n-train", "all", "--n-evaluation", "all", "--context", "all"),
         *("--overlong", "drop-passages", "--max-new-tokens", 10),
     )
-    for verb in "answer label extract sweep train select calibrate evaluate".split():
-        said = call(verb, run).stderr
-        assert f"{verb}: done in" in said
+    verbs = "answer label extract sweep train select calibrate evaluate control report"
+    for verb in verbs.split():
+        assert f"{verb}: done in" in call(verb, run).stderr
     rows = [json.loads(x) for x in (run / "results.jsonl").read_text().splitlines()]
-    measured = [
-        r for r in rows if r["detector"] == "champion" and r["metric"] == "auroc"
-    ]
-    assert {r["setting"] for r in measured} == {"closed_book", "with_context"}
-    assert {r["dataset"] for r in rows} == {"hotpotqa"}
+    assert {r["dataset"] for r in rows} == {"hotpotqa", "mine", IN_DOMAIN, "macro"}
+    for setting in ("closed_book", "with_context"):
+        n = {
+            r["dataset"]: r["n"]
+            for r in rows
+            if (r["detector"], r["metric"], r["seed"]) == ("champion", "auroc", "mean")
+            and (r["setting"], r["split"]) == (setting, "test")
+        }
+        assert n[IN_DOMAIN] == n["hotpotqa"] + n["mine"]
     cut = [row for row in rows if row["experiment"] == "prompts"]
     assert cut and all(row["value"] == 0 for row in cut)
+    assert IN_DOMAIN in (run / "report.html").read_text()
     assert "every checksum holds" in call("verify", run).stdout

@@ -1,4 +1,4 @@
-"""What the selected encoders and PGIR have more than each rival, question by question.
+"""Gains of the selected encoders and of PGIR over each rival, question by question.
 
 Both sides are resampled together, which accounts for what their scores share; two
 separate intervals would not. Nothing corrects for the number of comparisons.

@@ -22,8 +22,6 @@ from extract.run.contents import (
 )
 from extract.run.directory import RunDir
 from extract.run.results import (
-    CONTROLLERS,
-    MACRO,
     ResultTable,
     asked_for,
     gather,
@@ -117,20 +115,18 @@ def summary(path: Path) -> dict[str, Any]:
         for setting in SETTINGS
         for metric in ("auroc", "auprc")
     }
-    for name in CONTROLLERS:
-        headline[f"{name}/em"] = table.value(
-            experiment="controller_macro", detector=name, dataset=MACRO, metric="em"
-        )
+    for row in table.select(experiment="controller_macro", metric="em"):
+        headline[f"{row.detector}/em"] = row.value
     selected = [
         f"{setting}: {' '.join(selection_summary(run, setting)['selected'])}"
         for setting in SETTINGS
     ]
     parts = (
         as_text(detection_table(rows)),
-        "The selected encoders' AUROC minus that of\n" + as_text(paired_table(rows)),
+        "Gain of the selected encoders in AUROC\n" + as_text(paired_table(rows)),
         "\n".join(("Selected encoders", *selected)),
         as_text(controller_table(rows)),
-        "PGIR's exact match / F1 minus that of\n"
+        "Gain of PGIR in exact match / F1\n"
         + as_text(paired_table(rows, "controller_paired")),
     )
     return {"headline": headline, "text": "\n\n".join(parts)}

@@ -105,6 +105,7 @@ def number(value: float, metric: str = "") -> str:
     """
     if metric == "generations":
         return f"{value:.2f}"
+    value = round(value, 3) + 0.0  # no minus before a zero
     spelled = f"{value:+.3f}" if metric.endswith(DIFFERENCE) else f"{value:.3f}"
     return spelled.replace("0.", ".", 1) if abs(value) < 1 else spelled
 

@@ -22,10 +22,11 @@ import click
 
 from extract.run.console import table_head, table_row
 
-# Subcommand -> what its help begins with; it lies in the module of its name.
+# Subcommand -> what its help begins with; the module has its name, or is named below.
 BENCHES = {
     "data": "Stream made-up HotpotQA files through the loader.",
     "oracle": "Compare every architecture with a brute-force oracle.",
+    "survey": "Read every model type of Transformers, or say why not.",
     "extract": "Time a full reading beside the bare forward with logits.",
     "train": "Time the training grid beside PyTorch.",
     "store": "Train from a store and with everything in memory.",
@@ -35,6 +36,8 @@ BENCHES = {
     "precision": "Train encoders on hidden states in narrower types.",
     "mixed": "Train a run's encoders once more, in mixed precision.",
 }
+# Subcommands whose module has another name.
+_ELSEWHERE = {"mixed": "precision", "survey": "exact.survey"}
 AS_JSON = click.option(
     "--json", "as_json", is_flag=True, help="Print rows as JSON lines."
 )
@@ -54,7 +57,7 @@ class _Benches(click.Group):
         """Import one benchmark's command."""
         if name not in BENCHES:
             return None
-        module = "precision" if name == "mixed" else name
+        module = _ELSEWHERE.get(name, name)
         return getattr(importlib.import_module(f"benchmarks.speed.{module}"), name)
 
     def format_commands(

@@ -220,35 +220,21 @@ def require(rows: list[Exactness]) -> None:
 
 
 @click.command()
-@click.argument("types", nargs=-1)
-@click.option("--all", "every", is_flag=True, help="Survey every type, see below.")
 @AS_JSON
-def oracle(types: tuple[str, ...], every: bool, as_json: bool) -> None:
+def oracle(as_json: bool) -> None:
     """Compare every architecture with a brute-force oracle; print the table.
 
     Largest absolute errors of tiny random models, fp32 and bf16; behind each bf16
     error, in brackets, how far the model's own eager attention moves that reading.
 
-    With --all, or model TYPES of Transformers (llama gpt2), narrow twins of all its
-    causal language models, or of these, are read exactly or refused in a sentence.
-
     Example: beatrice bench oracle
     """
     quiet()
-    printer = RowPrinter(as_json)
-    if every or types:
-        from benchmarks.speed.exact import survey
-
-        found = survey.survey(types, printer)
-        for line in survey.summary(found):
-            printer.text(line)
-        survey.require(found)
-        return
-    rows, families = [], list(architectures())
+    rows, every, printer = [], list(architectures()), RowPrinter(as_json)
     printer.head(_HEAD)
     with Progress().stage("oracle") as update:
-        for done, (name, build) in enumerate(families, start=1):
+        for done, (name, build) in enumerate(every, start=1):
             rows.append(measure(name, build))
             printer.row(rows[-1])
-            update(done, len(families))
+            update(done, len(every))
     require(rows)

@@ -86,6 +86,14 @@ _FALCON = {
     "eos_token_id": 2,
 }
 _GPTJ = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 128, "rotary_dim": 4}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
 _OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32, "do_layer_norm_before": True}
 
 
@@ -155,6 +163,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
         **_GEMMA4,
         **_MOE,
     ),
+    "phi": _named("Phi", sizes=_NO_HEAD_DIM),
     "phi3": _named("Phi3"),
     "olmo": _named("Olmo", sizes=_NO_HEAD_DIM),
     "olmo2": _named("Olmo2", sizes=_NO_HEAD_DIM),
@@ -185,6 +194,10 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "granitemoehybrid_dense": _named(
         "GraniteMoeHybrid", sizes=_NO_HEAD_DIM, num_local_experts=0, **_HYBRID
     ),
+    "hyperclovax": _named(
+        "HyperCLOVAX", sizes=_NO_HEAD_DIM, use_post_norm=True, **_GRANITE
+    ),
+    "minicpm3": _named("MiniCPM3", sizes=_NO_HEAD_DIM, dim_model_base=16, **_LATENT),
     "cohere": _named("Cohere", sizes=_NO_HEAD_DIM, use_qk_norm=True, logit_scale=0.5),
     "cohere2": _named(
         "Cohere2",
@@ -227,6 +240,7 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "opt": _named("OPT", sizes=_NO_HEAD_DIM, **_OPT),
     "gptj": _named("GPTJ", sizes=_GPT, **_GPTJ),
+    "mpt": _named("Mpt", sizes=_GPT, d_model=32, n_heads=4, n_layers=3),
     "bloom": _named("Bloom", sizes=_GPT, hidden_size=32, n_layer=3, n_head=4),
     "lfm2": _named(
         "Lfm2", sizes=_NO_HEAD_DIM, layer_types=["conv", "full_attention", "conv"]

@@ -3,24 +3,27 @@
 In a pre-norm block the attention contribution is the attention module's output; in a
 sandwich or post-norm block it has first gone through a norm. The name
 `post_attention_layernorm` means either, so the presence of `post_feedforward_layernorm`
-decides; `_KINDS` says what each kind of block adds. Granite multiplies what it adds.
-Gemma 4 adds a third time (per-layer embeddings), which is folded into the feed-forward
-contribution, and then scales the whole stream. GPT-NeoX, GPT-J, Cohere and Falcon add
-both to the same state; taken in the order attention, feed-forward their pushes still
-telescope.
+decides; `_KINDS` says what each kind of block adds. Some multiply what they add
+(`_MULTIPLIERS`). Gemma 4 adds a third time (per-layer embeddings), which is folded into
+the feed-forward contribution, and then scales the whole stream. GPT-NeoX, GPT-J, Cohere
+and Falcon add both to the same state; taken in the order attention, feed-forward their
+pushes still telescope.
 """
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-_LAYER_LISTS = ("layers", "h")
+_LAYER_LISTS = ("layers", "h", "blocks")
 _ATTENTION_NAMES = ("self_attn", "attention", "attn", "self_attention")
 _RECURRENT_NAMES = ("linear_attn", "conv", "mamba")
-_FINAL_NORMS = ("norm", "final_layer_norm", "ln_f", "final_layernorm", "embedding_norm")
+_MULTIPLIERS = ("residual_multiplier", "residual_scale")  # Granite, MiniCPM 3
+_FINAL_NORMS = (
+    "norm final_layer_norm ln_f final_layernorm embedding_norm norm_f".split()
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +56,8 @@ _KINDS = (
     _Kind(att="post_attention_layernorm", ffn=("post_feedforward_layernorm",)),
     # GLM-4, whose post_attention_layernorm comes before the feed-forward part
     _Kind(att="post_self_attn_layernorm", ffn=("post_mlp_layernorm",)),
+    # HyperCLOVA X, which has no norm there unless it is told to
+    _Kind(att="post_norm1", ffn=("post_norm2",)),
     # BLOOM's modules add the stream themselves, so what lies within is taken; Falcon's
     # block then adds the attention to the same feed-forward tensor, in place.
     _Kind(att="self_attention.dense", ffn=("mlp.dense_4h_to_h",), is_overwritten=True),
@@ -62,6 +67,7 @@ _KINDS = (
     _Kind(ffn=("shared_mlp",)),  # Granite 4 without experts
     _Kind(ffn=("feed_forward",)),  # Llama 4, LFM2
     _Kind(ffn=("fc2",)),  # OPT
+    _Kind(ffn=("ffn.down_proj",)),  # MPT, whose module adds the stream itself
 )
 
 # What a config may say that makes a contribution, or its push, something else.
@@ -101,8 +107,9 @@ class Layer:
         return getattr(self.module, "layer_scalar", 1.0)
 
     def multiplier(self) -> float:
-        """Return what the layer multiplies each contribution by (Granite), else 1."""
-        return getattr(self.module, "residual_multiplier", 1.0)
+        """Return what the layer multiplies each contribution by, else 1."""
+        found = (getattr(self.module, name, None) for name in _MULTIPLIERS)
+        return next((value for value in found if value is not None), 1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,13 +148,13 @@ class LayerPass:
     h_out: torch.Tensor
 
 
-def _first_child(parent: torch.nn.Module, names: tuple[str, ...]) -> Any:
+def _first_child(parent: torch.nn.Module, names: Sequence[str]) -> Any:
     """Return the first child module present under one of the names, or None."""
     found = (getattr(parent, name, None) for name in names)
     return next((child for child in found if isinstance(child, torch.nn.Module)), None)
 
 
-def _required_child(parent: torch.nn.Module, names: tuple[str, ...], what: str) -> Any:
+def _required_child(parent: torch.nn.Module, names: Sequence[str], what: str) -> Any:
     """Return such a child, or name those that are there."""
     child = _first_child(parent, names)
     if child is None:

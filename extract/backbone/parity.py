@@ -17,6 +17,7 @@ three keys too many of several hundred can be within the rounding allowed.
 
 import copy
 import dataclasses
+import math
 
 import torch
 
@@ -169,6 +170,13 @@ def _check_close(
 def _check_sums(backbone: Backbone, errors: list[float]) -> None:
     """Require that contributions sum to the change of the stream in every layer."""
     for index, error in enumerate(errors):
+        if math.isnan(error):
+            raise ValueError(
+                f"{backbone.name}: states of layer {index} are not finite in "
+                f"{str(backbone.dtype).removeprefix('torch.')}: its weights are "
+                "damaged, or too large for this type; check them, or load them as "
+                "float32"
+            )
         if not error <= _SUM_TOLERANCE[backbone.dtype]:
             raise ValueError(
                 f"unknown residual layout: in layer {index} of "

@@ -52,7 +52,8 @@ _WIDTH = re.compile(
     "|emb_dim|embedding_dim|word_embed_proj_dim|lru_width"
 )
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
-_REFUSAL = re.compile("unknown residual layout|cannot read")
+# Where a config spaces its attention layers by a period, a twin can have none.
+_REFUSAL = re.compile("(unknown residual layout|cannot read)(?!.*found no attention)")
 # What a twin may weigh; a config with towers or widths of other names makes more.
 _MOST_PARAMETERS = 20_000_000
 
@@ -168,7 +169,8 @@ def require_readable(name: str, outline: Outline) -> None:
       ValueError: its twin is refused, with the reason.
     """
     from extract.backbone.loading import Backbone
-    from extract.signals.reader import SignalReader
+    from extract.backbone.parity import check_parity
+    from extract.signals import probability, residual
 
     try:
         model = narrow_twin(outline.config)
@@ -176,7 +178,9 @@ def require_readable(name: str, outline: Outline) -> None:
     except Exception:
         return
     try:
-        SignalReader(Backbone.from_model(model, revision="twin"))
+        twin = Backbone.from_model(model, revision="twin")
+        final_norm = residual.measure_final_norm(twin.layout)
+        check_parity(twin, final_norm, probability.head_of(model))
     except ValueError as error:
         if _REFUSAL.match(str(error)):
             raise ValueError(f"backbone {name!r}: {error}") from error

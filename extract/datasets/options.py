@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from extract.records import MAX_NAME, is_safe_name
+from extract.records import ACROSS_SETS, MAX_NAME, is_safe_name
 from extract.run.verbs import MODEL, SEED, preset_option
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ Command = Callable[..., None]
 
 A_NAME = (
     f"letters, digits, '.', '_' and '-', at most {MAX_NAME}, the first a letter, a "
-    "digit or '_'"
+    f"digit or '_'; none of {', '.join(ACROSS_SETS)}"
 )
 
 

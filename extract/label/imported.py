@@ -5,8 +5,8 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from extract.datasets.splits import text_key
-from extract.label.stage import label_inputs, note_shares
+from extract.label.stage import answered_questions, label_inputs, note_shares
+from extract.label.verdicts import text_key
 from extract.records import (
     Answer,
     Example,
@@ -18,7 +18,6 @@ from extract.records import (
     write_lines,
 )
 from extract.run.console import Progress, Update
-from extract.run.contents import read_answers, read_examples
 from extract.run.directory import RunDir
 from extract.run.files import sha256_file, write_text_atomic
 from extract.run.stages import once
@@ -162,9 +161,7 @@ def label_by_import(run: RunDir, path: Path, progress: Progress) -> None:
     """
 
     def work(update: Update) -> None:
-        examples = {example.id: example for example in read_examples(run)}
-        pairs = [(examples[a.example_id], a) for a in read_answers(run)]
-        made = import_labels(path, pairs)
+        made = import_labels(path, answered_questions(run))
         write_text_atomic(run.labels, write_lines(made.labels))
         progress.note(
             f"label: {made.n_lines} lines of {path}; {made.n_other_question} are about "

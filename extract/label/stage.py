@@ -43,6 +43,7 @@ from extract.records import (
 )
 from extract.run.console import Progress, Update
 from extract.run.contents import (
+    check_answered,
     question_files,
     read_answers,
     read_examples,
@@ -59,13 +60,19 @@ from extract.run.results import label_rule
 from extract.run.stages import Forecast, Stage, once, refuse_stale
 
 
-def _pairs(run: RunDir) -> list[tuple[Example, Answer]]:
+def answered_questions(run: RunDir) -> list[tuple[Example, Answer]]:
+    """Return every answer of a run with its question.
+
+    Raises:
+      ValueError: not all are answered yet.
+    """
+    check_answered(run)
     examples = {example.id: example for example in read_examples(run)}
     return [(examples[a.example_id], a) for a in read_answers(run)]
 
 
 def _matched(run: RunDir, config: LabelConfig) -> list[Label]:
-    return [label_by_match(*pair, config.match) for pair in _pairs(run)]
+    return [label_by_match(*pair, config.match) for pair in answered_questions(run)]
 
 
 def settle_match(run: RunDir, match: Match) -> None:
@@ -189,7 +196,9 @@ def label_by_judges(
 
     def work(update: Update) -> None:
         replies = open_replies(run, "judge", progress)
-        found = judge_answers(_pairs(run), generator, replies, config, update)
+        found = judge_answers(
+            answered_questions(run), generator, replies, config, update
+        )
         progress.note(f"label: {reused_in_words(replies)}")
         write_text_atomic(run.labels, write_lines(found.labels))
         counted = {

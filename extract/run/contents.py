@@ -97,6 +97,19 @@ def read_examples(run: RunDir) -> list[Example]:
     return with_rewrites(examples, {rewrite.example_id: rewrite for rewrite in found})
 
 
+def check_answered(run: RunDir) -> None:
+    """Refuse to go on with a part of the answers.
+
+    Raises:
+      ValueError: `beatrice answer` was begun and is not finished.
+    """
+    if (run.answers / "backend.json").exists() and run.stage_record("answer") is None:
+        raise ValueError(
+            f"the answers in {run.answers} are not finished: run `beatrice answer` "
+            "first, which continues"
+        )
+
+
 def read_answers(run: RunDir, *settings: Setting) -> list[Answer]:
     """Return answers, setting by setting, in the order of the questions.
 

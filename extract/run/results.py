@@ -49,12 +49,13 @@ DETECTORS = {
     "tfidf": "Text only (TF-IDF)",
     "perplexity": "Answer perplexity",
 }
+CROSS_FIT = "pgir_cross_fit"  # is there only where `control --cross-fit` asks for it
 CONTROLLERS = {
     "no_rag": "Never retrieve",
     "vanilla_rag": "Always retrieve once",
     "draft_rag": "Always retrieve once, draft in the query",
     "pgir": "PGIR",
-    "pgir_cross_fit": "PGIR, τ and B on cross-fitted probabilities",
+    CROSS_FIT: "PGIR, τ and B on cross-fitted probabilities",
 }
 # What the selected encoders are compared with, question by question.
 RIVALS = {

@@ -9,7 +9,7 @@ model's ordinary attention output. In float32 on a CPU the rows that were read a
 attended with the weights at hand, the others by the fused kernel.
 
 Older decoders ask for no attention function. Of those that call Torch's (Falcon) the
-call is read. The others (GPT-J, BLOOM) return the weights that they used, in half
+call is read. The others (GPT-J, MPT, BLOOM) return the weights that they used, in half
 precision rounded as they rounded them; these are read layer by layer and taken out of
 what a layer returns, so that one map at most is kept.
 """

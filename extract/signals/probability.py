@@ -84,9 +84,11 @@ def head_of(model: torch.nn.Module) -> Head:
     linear = model.get_output_embeddings()
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0
-    scale /= getattr(config, "logits_scaling", None) or 1.0
+    scaling = getattr(config, "logits_scaling", None) or 1.0
+    # HyperCLOVA X multiplies by what Granite and MiniCPM divide by.
+    multiplies = config.model_type.startswith("hyperclovax")
     return Head(
-        scale=scale,
+        scale=scale * scaling if multiplies else scale / scaling,
         weight=linear.weight,
         bias=linear.bias,
         softcap=getattr(config, "final_logit_softcapping", None),

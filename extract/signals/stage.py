@@ -9,7 +9,12 @@ from extract.backbone.names import backbone_of
 from extract.generate.forecast import cache_bytes, generation_bytes
 from extract.records import SETTINGS
 from extract.run.console import Progress, Update
-from extract.run.contents import question_files, read_answers, store_files
+from extract.run.contents import (
+    check_answered,
+    question_files,
+    read_answers,
+    store_files,
+)
 from extract.run.directory import RunDir
 from extract.run.manifest import Preset
 from extract.run.stages import Forecast, Stage
@@ -75,6 +80,7 @@ def extract_part(
     from extract.signals.extraction import extract
     from extract.signals.reader import SignalReader
 
+    check_answered(run)
     answers = {setting: read_answers(run, setting) for setting in SETTINGS}
     if empty := [setting for setting in SETTINGS if not answers[setting]]:
         raise ValueError(

@@ -19,9 +19,8 @@ from extract.datasets.files.streams import RecordStream
 from extract.datasets.loading import recognise_record
 from extract.run.files import JsonLines, sha256_json
 from pgir.scoring.given import GivenAnswer
-from pgir.scoring.scorer import BATCH_SIZE, Scorer
 
-BATCHES_TOGETHER = 8  # of rows that are read, sorted by length and written together
+ROWS_TOGETHER = 512  # read, sorted by length and written together
 _OWN = tuple(field.name for field in dataclasses.fields(GivenAnswer))
 _LM_EVAL = "lm-eval samples"
 
@@ -34,8 +33,7 @@ class Row:
       line: its number in the file, from 1.
       at: where it lies, in words.
       id: its own, or None.
-      given: what is scored; None where the record tells no answer.
-      problem: why it does not.
+      given: what is scored, or why the record tells no answer.
       unread: fields of the record that are not read.
       digest: of the whole record.
     """
@@ -43,13 +41,12 @@ class Row:
     line: int
     at: str
     id: str | int | None
-    given: GivenAnswer | None
-    problem: str | None
+    given: GivenAnswer | str
     unread: tuple[str, ...]
     digest: str
 
 
-def _shown(record: Record, passages: Sequence[str]) -> dict[str, Any]:
+def _shown(record: Record, passages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
     """Return the prompt in a log, with those of the passages that are in it."""
     found: Any = record.get("arguments", record.get("prompt"))
     while isinstance(found, (list, dict)) and found and not _is_messages(found):
@@ -61,9 +58,11 @@ def _shown(record: Record, passages: Sequence[str]) -> dict[str, Any]:
             pass
     if _is_messages(found):
         text = "\n".join(str(one.get("content")) for one in found)
-        return {"messages": found, "context": [p for p in passages if p in text]}
+        shown = [p for p in passages if p["text"] in text]
+        return {"messages": found, "context": shown}
     if isinstance(found, str) and found:
-        return {"prompt": found, "context": [p for p in passages if p in found]}
+        shown = [p for p in passages if p["text"] in found]
+        return {"prompt": found, "context": shown}
     return {"context": list(passages)}
 
 
@@ -82,18 +81,23 @@ def _of_log(record: Record) -> dict[str, Any]:
     response: Any = record.get("resps") or record.get("filtered_resps")
     while isinstance(response, list) and response:
         response = response[0]
-    told = _shown(record, [passage.text for passage in question.passages])
+    passages = [{"title": p.title, "text": p.text} for p in question.passages]
+    told = _shown(record, passages)
     text = told.get("prompt") or str(told.get("messages", question.question))
     asked = {"question": question.question} if question.question in text else {}
     return {**told, **asked, "answer": response}
 
 
-def _passage(found: Any) -> str:
-    """Return a passage's text; in `contents` a line with its title comes before."""
-    if isinstance(found, Mapping):
-        contents = fields.expect(found.get("contents", found.get("text")), str, "text")
-        return contents.split("\n", 1)[-1] if "contents" in found else contents
-    return fields.expect(found, str, "context")
+def _passage(found: Any) -> dict[str, str]:
+    """Return a passage; in `contents` its title is the line before its text."""
+    if not isinstance(found, Mapping):
+        return {"title": "", "text": fields.expect(found, str, "context")}
+    if "contents" in found:
+        contents = fields.expect(found["contents"], str, "contents")
+        title, _, text = contents.partition("\n")
+        return {"title": title, "text": text} if text else {"title": "", "text": title}
+    text = fields.expect(found.get("text"), str, "text")
+    return {"title": fields.expect(found.get("title", ""), str, "title"), "text": text}
 
 
 def _of_flashrag(record: Record) -> dict[str, Any]:
@@ -137,7 +141,9 @@ def read_rows(path: Path) -> Iterator[Row]:
       ValueError: the file is not JSON, a table or Parquet, or is cut off.
     """
     for raw in RecordStream(path, recognise(path)):
-        given, unread, problem, name = None, (), raw.problem, None
+        given: GivenAnswer | str = raw.problem or "no record"
+        unread: tuple[str, ...] = ()
+        name = None
         if raw.value is not None:
             name = raw.value.get("id", raw.value.get("doc_id"))
             name = name if isinstance(name, (str, int)) else None
@@ -145,34 +151,27 @@ def read_rows(path: Path) -> Iterator[Row]:
                 told, unread = _told(raw.value)
                 given = GivenAnswer(**told)
             except ValueError as error:
-                problem = str(error)
+                given = str(error)
         yield Row(
             line=raw.number,
             at=raw.at,
             id=name,
             given=given,
-            problem=problem,
             unread=unread,
             digest=sha256_json([raw.value, raw.problem]),
         )
 
 
-def _score_together(
-    scorer: Scorer, rows: Sequence[Row], batch_size: int
-) -> list[dict[str, Any]]:
-    """Return the results of some rows; a bad one says why and stops no other."""
-    prepared, found = {}, {}
-    for i, row in enumerate(rows):
-        try:
-            if row.given is None:
-                raise ValueError(row.problem)
-            prepared[i] = scorer.prepare(row.given)
-        except ValueError as error:
-            found[i] = {"error": str(error)}
-    scores = scorer.score_prepared(list(prepared.values()), batch_size)
-    for i, score in zip(prepared, scores, strict=True):
-        found[i] = score.as_json()
-    return [found[i] for i in range(len(rows))]
+def count_rows(path: Path) -> int:
+    """Return how many rows a file has.
+
+    Raises:
+      ValueError: none, or as `read_rows`.
+    """
+    n = sum(1 for _ in RecordStream(path, recognise(path)))
+    if not n:
+        raise ValueError(f"{path} holds no records; expected an answer a row")
+    return n
 
 
 @dataclasses.dataclass
@@ -214,24 +213,22 @@ class Tally:
 
 
 def score_rows(
-    scorer: Scorer,
+    score: Callable[[list[GivenAnswer | str]], list[dict[str, Any]]],
     rows: Iterable[Row],
     identity: str,
     out: JsonLines | None,
     write: Callable[[list[str]], None],
     each: Callable[[Row, Mapping[str, Any]], None],
-    batch_size: int = BATCH_SIZE,
 ) -> None:
     """Score rows in order; those that `out` has already are not scored again.
 
     Args:
-      scorer: scores them.
+      score: `Scorer.results`, of some rows at a time.
       rows: of a file.
       identity: of the detector, so that no file mixes two detectors' numbers.
       out: results of an earlier call; None where there is none.
       write: takes results as JSON lines, some rows at a time.
       each: called with every row and its result, in order.
-      batch_size: most rows in one forward pass.
 
     Raises:
       ValueError: `out` has results of other rows or of another detector.
@@ -245,12 +242,11 @@ def score_rows(
                 "give a new --out, or delete it to score all again"
             )
         each(row, old)
-    while some := list(itertools.islice(stream, BATCHES_TOGETHER * batch_size)):
+    while some := list(itertools.islice(stream, ROWS_TOGETHER)):
+        found = score([row.given for row in some])
         results = [
-            {"line": row.line, "id": row.id, "key": _key(row, identity), **found}
-            for row, found in zip(
-                some, _score_together(scorer, some, batch_size), strict=True
-            )
+            {"line": row.line, "id": row.id, "key": _key(row, identity), **result}
+            for row, result in zip(some, found, strict=True)
         ]
         write([json.dumps(result, allow_nan=False) for result in results])
         for row, result in zip(some, results, strict=True):

@@ -6,54 +6,58 @@ scripts, and the ranges of the signals, see `jaxprobe.scope`.
 
 import numpy as np
 
+from extract.generate.requests import PromptModel
+from extract.records import Setting
+from jaxprobe.detector import Detector
 from jaxprobe.features.families import Features
 from jaxprobe.features.reading import SPAN_NAMES, SPANS
 from jaxprobe.features.subsets import FAMILIES
 from jaxprobe.scope import count_scripts, share_outside
-from pgir.bridge import ProbedBackbone
-from pgir.scoring.sequences import Prepared
+from pgir.scoring.given import Prepared
 
 MOST_UNKNOWN = 0.5  # share of a text's tokens that the model may not know
 _MOST_FOREIGN = 0.1  # share of letters in a script that training did not have
 
 
-def why_not(probed: ProbedBackbone, prepared: Prepared) -> str | None:
+def why_not(model: PromptModel, prepared: Prepared) -> str | None:
     """Say why an answer cannot be read to any use, or return None."""
-    backbone, n_tokens = probed.backbone, len(prepared.sequence.ids)
-    if backbone.max_length is not None and n_tokens > backbone.max_length:
+    n_tokens = len(prepared.sequence.ids)
+    if model.max_length is not None and n_tokens > model.max_length:
         return (
-            f"prompt and answer have {n_tokens} tokens, but {backbone.name} has a "
-            f"window of {backbone.max_length}; give fewer or shorter passages"
+            f"prompt and answer have {n_tokens} tokens, but {model.name} has a "
+            f"window of {model.max_length}; give fewer or shorter passages"
         )
     for what, ids in prepared.parts:
-        n_unknown = ids.count(backbone.tokenizer.unk_token_id)  # 0 where it is None
+        n_unknown = ids.count(model.tokenizer.unk_token_id)  # 0 where it is None
         if n_unknown > MOST_UNKNOWN * len(ids):
             return (
-                f"{what} has {n_unknown} of {len(ids)} tokens that {backbone.name} "
+                f"{what} has {n_unknown} of {len(ids)} tokens that {model.name} "
                 "does not know, so its signals mean nothing; use a backbone that reads "
                 "this script or vocabulary"
             )
     return None
 
 
-def warn_before(probed: ProbedBackbone, prepared: Prepared) -> list[str]:
+def warn_before(
+    detector: Detector, model: PromptModel, prepared: Prepared
+) -> list[str]:
     """Say what can be told without the model."""
-    facts, asked = probed.detector.facts, prepared.asked
+    facts, asked = detector.facts, prepared.asked
     found = []
     if not asked.is_own:
-        chat = "with" if probed.template.chat else "without"
+        chat = "with" if facts.get("chat") == "yes" else "without"
         found.append(
             "the prompt is not the detector's own (template "
             f"{facts.get('template', 'unknown')!r}, {chat} chat template): P was "
             "calibrated under that one, and how far it holds here is not known"
         )
-    unknown = probed.backbone.tokenizer.unk_token_id
+    unknown = model.tokenizer.unk_token_id
     for what, ids in prepared.parts:
         if n_unknown := ids.count(unknown):
             found.append(
                 f"{what} has {n_unknown} of {len(ids)} tokens unknown to the model"
             )
-    bank = probed.detector.banks.get(asked.setting)
+    bank = detector.banks.get(asked.setting)
     lengths = np.diff(prepared.sequence.spans)[:, 0]
     longest = bank.lengths if bank else ()  # empty where unknown
     for span, most in zip(SPANS[asked.setting], longest, strict=False):
@@ -79,10 +83,10 @@ def _warn_of_script(known: str, text: str) -> list[str]:
 
 
 def warn_after(
-    probed: ProbedBackbone, features: Features, n: int, setting: str
+    detector: Detector, features: Features, n: int, setting: Setting
 ) -> list[list[str]]:
     """Say, of each of the first `n` answers, which signals are unlike training's."""
-    bank = probed.detector.banks.get(setting)
+    bank = detector.banks.get(setting)
     if bank is None or bank.scope is None:
         return [[] for _ in range(n)]
     shares = share_outside(features, bank.dims, bank.scope.low, bank.scope.high)

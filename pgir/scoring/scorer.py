@@ -18,9 +18,9 @@ from jaxprobe.detector import Detector, HeadName, Scores
 from jaxprobe.scope import Threshold
 from jaxprobe.settings import set_compiler
 from pgir.bridge import ProbedBackbone
-from pgir.scoring.given import GivenAnswer
+from pgir.scoring.given import GivenAnswer, Prepared
 from pgir.scoring.scope import warn_after, warn_before, why_not
-from pgir.scoring.sequences import Prepared, prepare
+from pgir.scoring.sequences import prepare
 
 BATCH_SIZE = 64  # one of the bridge's padded numbers of examples: few compilations
 _HEADS: dict[Setting, HeadName] = {
@@ -122,7 +122,7 @@ class Scorer:
         self,
         question: str | None = None,
         answer: str | None = None,
-        context: str | Sequence[str] | None = None,
+        context: str | Sequence[str | Mapping[str, str]] | None = None,
         **told: Any,
     ) -> Score:
         """Return P(the answer is correct) from one forward pass.
@@ -130,7 +130,8 @@ class Scorer:
         Args:
           question: as the model was asked.
           answer: its answer, or anybody's; it is read as if the model had written it.
-          context: the passages the model was shown, or None for closed-book.
+          context: the passages the model was shown, each a text or `{"title", "text"}`;
+            None for closed-book.
           **told: the prompt that was really used, see `GivenAnswer`: `prompt`,
             `messages` or `prompt_ids`, and `answer_ids`, `context_range`,
             `question_range`.
@@ -139,9 +140,8 @@ class Scorer:
           ValueError: an argument is of another type, a text is empty or holds control
             tokens, or is not where it is said to be.
         """
-        return self.score_many(
-            [{"question": question, "answer": answer, "context": context, **told}]
-        )[0]
+        row = {"question": question, "answer": answer, "context": context, **told}
+        return self.score_prepared([self.prepare(row)])[0]
 
     def score_many(
         self,
@@ -165,9 +165,30 @@ class Scorer:
             try:
                 prepared.append(self.prepare(row))
             except ValueError as error:
-                where = f"row {number}: " if number or len(prepared) else ""
-                raise ValueError(f"{where}{error}") from None
+                raise ValueError(f"row {number}: {error}") from None
         return self.score_prepared(prepared, batch_size)
+
+    def results(
+        self, rows: Sequence[GivenAnswer | str], batch_size: int = BATCH_SIZE
+    ) -> list[dict[str, Any]]:
+        """Return scores as JSON values; a row that has none says why in `error`.
+
+        Args:
+          rows: each an answer, or what is wrong with it.
+          batch_size: most answers in one forward pass.
+        """
+        prepared, found = {}, {}
+        for i, row in enumerate(rows):
+            try:
+                if isinstance(row, str):
+                    raise ValueError(row)
+                prepared[i] = self.prepare(row)
+            except ValueError as error:
+                found[i] = {"error": str(error)}
+        scores = self.score_prepared(list(prepared.values()), batch_size)
+        for i, score in zip(prepared, scores, strict=True):
+            found[i] = score.as_json()
+        return [found[i] for i in range(len(rows))]
 
     def prepare(self, row: GivenAnswer | Mapping[str, Any]) -> Prepared:
         """Check one row and make its sequence; the model is not asked.
@@ -183,7 +204,12 @@ class Scorer:
                 )
             row = GivenAnswer(**row)
         with self._probed.lock:
-            return prepare(self._probed, row)
+            return prepare(
+                self._probed.backbone.tokenizer,
+                self._probed.template,
+                row,
+                answer_span=self._probed.answer_span,
+            )
 
     def score_prepared(
         self, prepared: Sequence[Prepared], batch_size: int = BATCH_SIZE
@@ -192,9 +218,9 @@ class Scorer:
         probed = self._probed
         scores: dict[int, Score] = {}
         for i, one in enumerate(prepared):
-            reason = why_not(probed, one)
+            reason = why_not(probed.backbone, one)
             if reason is not None:
-                scores[i] = _abstain(one, reason, warn_before(probed, one))
+                scores[i] = _abstain(one, reason, self._warn(one))
         for setting in _HEADS:
             rows = [
                 i
@@ -208,6 +234,10 @@ class Scorer:
                     found = self._score(setting, [prepared[i] for i in chosen])
                 scores.update(zip(chosen, found, strict=True))
         return [scores[i] for i in range(len(prepared))]
+
+    def _warn(self, prepared: Prepared) -> list[str]:
+        """Say what can be told of a row without the model."""
+        return warn_before(self._probed.detector, self._probed.backbone, prepared)
 
     def _batches(
         self, lengths: Sequence[int], batch_size: int
@@ -230,7 +260,7 @@ class Scorer:
             if setting == "with_context"
             else detector.score_closed_book(features)
         ).first(len(prepared))
-        outside = warn_after(probed, features, len(prepared), setting)
+        outside = warn_after(detector, features, len(prepared), setting)
         return [
             self._one(setting, i, scores, one, signals.prob[one.answer_tokens, 1], more)
             for i, (one, signals, more) in enumerate(
@@ -248,7 +278,7 @@ class Scorer:
         outside: list[str],
     ) -> Score:
         """Put together what is known of one answer."""
-        warnings = [*warn_before(self._probed, prepared), *outside]
+        warnings = [*self._warn(prepared), *outside]
         if not np.isfinite(scores.raw[i]):
             reason = "the model's signals of this answer are not finite numbers"
             return _abstain(prepared, reason, warnings)

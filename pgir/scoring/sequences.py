@@ -5,48 +5,21 @@ prompt that was really used is told; both end in the same ids and spans.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from extract.generate.prompts import (
+    PromptTemplate,
     apply_template,
     build_prompt,
     check_text,
     encode_text,
     token_span,
 )
-from extract.records import Answer, Passage, Setting
-from extract.signals.plan import TokenSequence, sequence_of
-from pgir.bridge import ProbedBackbone
-from pgir.scoring.given import GivenAnswer, Range
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What the model had read when it began to answer.
-
-    Attributes:
-      ids: the prompt's, special tokens included.
-      context_span: `[start, stop)` of the context in them; equal numbers without one.
-      question_start: first token of the question span, or None where it follows the
-        context, as in training.
-      is_own: whether the run's own template makes the same ids.
-      parts: what is in the prompt, in words, and its ids.
-      text: what was asked, without the template's words where it is the run's own.
-    """
-
-    ids: tuple[int, ...]
-    context_span: Range
-    question_start: int | None
-    is_own: bool
-    parts: list[tuple[str, tuple[int, ...]]]
-    text: str
-
-    @property
-    def setting(self) -> Setting:
-        """Closed-book where no token is context."""
-        has_context = self.context_span[0] < self.context_span[1]
-        return "with_context" if has_context else "closed_book"
+from extract.records import Answer, Passage
+from extract.signals.plan import AnswerSpan, sequence_of
+from pgir.scoring.given import Asked, GivenAnswer, Prepared, Range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,9 +32,9 @@ class _Text:
     begin: int  # character at which what was asked begins, if nothing tells
 
 
-def _prompt_text(probed: ProbedBackbone, given: GivenAnswer) -> _Text:
+def _prompt_text(tokenizer: Any, given: GivenAnswer) -> _Text:
     """Return the prompt that was really used."""
-    tokenizer, begin, has_own = probed.backbone.tokenizer, 0, True
+    begin, has_own = 0, True
     if given.messages is not None:
         text = apply_template(tokenizer, given.messages)
         begin = max(0, text.rfind(given.messages[-1]["content"].strip()))
@@ -93,12 +66,12 @@ def _check_ids(tokenizer: Any, ids: Sequence[int], name: str) -> None:
         )
 
 
-def _find_context(text: str, passages: Sequence[str]) -> Range | None:
+def _find_context(text: str, passages: Sequence[Passage]) -> Range | None:
     """Find passages one after another; from the first one's begin to the last's end."""
     edges: list[int] = []
     for number, passage in enumerate(passages, start=1):
-        check_text(passage, f"passage {number}")
-        part, after = passage.strip(), edges[-1] if edges else 0
+        check_text(passage.text, f"passage {number}")
+        part, after = passage.text.strip(), edges[-1] if edges else 0
         at = text.find(part, after)
         if at < 0:
             raise ValueError(
@@ -151,23 +124,23 @@ def _places(prompt: _Text, given: GivenAnswer) -> tuple[Range | None, Range | No
     return context, question
 
 
-def _ask_exactly(probed: ProbedBackbone, given: GivenAnswer) -> Asked:
+def _ask_exactly(tokenizer: Any, template: PromptTemplate, given: GivenAnswer) -> Asked:
     """Return the prompt that was really used, with the spans that are told or found.
 
     The question span begins where the question does if that is known; else as in
     training, behind the context, or closed-book with the last message or the prompt.
     """
-    prompt = _prompt_text(probed, given)
+    prompt = _prompt_text(tokenizer, given)
     context, question = _places(prompt, given)
     own = None
     if question is not None:
-        shown = [prompt.text[slice(*context)]] if context else []
+        cut = [Passage(title="", text=prompt.text[slice(*context)])] if context else []
         try:
             own = build_prompt(
-                probed.backbone.tokenizer,
-                probed.template,
+                tokenizer,
+                template,
                 prompt.text[slice(*question)],
-                [Passage(title="", text=text) for text in shown],
+                given.passages or cut,
             )
         except ValueError:
             pass  # the template cannot make it, so it is not the template's
@@ -175,7 +148,7 @@ def _ask_exactly(probed: ProbedBackbone, given: GivenAnswer) -> Asked:
     if own is not None and own.ids == prompt.ids:
         span = own.context_span
     elif prompt.offsets is None:
-        special = set(probed.backbone.tokenizer.all_special_ids)
+        special = set(tokenizer.all_special_ids)
         first = next((i for i, x in enumerate(prompt.ids) if x not in special), 0)
         span = (first, first)
     else:
@@ -199,53 +172,44 @@ def _ask_exactly(probed: ProbedBackbone, given: GivenAnswer) -> Asked:
     )
 
 
-def _ask_own(probed: ProbedBackbone, given: GivenAnswer) -> Asked:
+def _ask_own(tokenizer: Any, template: PromptTemplate, given: GivenAnswer) -> Asked:
     """Return the prompt that the run's own template makes."""
-    passages = [Passage(title="", text=text) for text in given.passages]
-    tokenizer, question = probed.backbone.tokenizer, str(given.question)
-    prompt = build_prompt(tokenizer, probed.template, question, passages)
+    question = str(given.question)
+    prompt = build_prompt(tokenizer, template, question, given.passages)
     named = [("the question", question)]
-    named += [(f"passage {i}", t) for i, t in enumerate(given.passages, start=1)]
+    named += [
+        (f"passage {i}", f"{one.title} {one.text}".strip())
+        for i, one in enumerate(given.passages, start=1)
+    ]
     return Asked(
         ids=prompt.ids,
         context_span=prompt.context_span,
         question_start=None,
         is_own=True,
-        parts=[(what, continue_with(probed, text)[0]) for what, text in named],
+        parts=[(what, _continue(tokenizer, f" {text}")[0]) for what, text in named],
         text=" ".join(text for _, text in named),
     )
 
 
-def continue_with(
-    probed: ProbedBackbone, text: str, *, is_exact: bool = False
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the ids of a text as it follows a prompt, and the text piece by piece.
-
-    Args:
-      probed: gives tokenizer and template.
-      text: an answer.
-      is_exact: take its white space as it is; else that of the run's own answers.
-    """
-    if not is_exact:
-        space = "" if probed.template.chat else " "  # a chat's reply begins a line
-        text = space + text.strip()
-    encoded = encode_text(probed.backbone.tokenizer, text, add_special_tokens=False)
+def _continue(tokenizer: Any, text: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the ids of a text as it follows another, and the text piece by piece."""
+    encoded = encode_text(tokenizer, text, add_special_tokens=False)
     stops = [stop for _, stop in encoded["offset_mapping"]]
-    starts = [0, *stops[:-1]]
-    pieces = (text[a:b] for a, b in zip(starts, stops, strict=True))
+    pieces = (text[a:b] for a, b in itertools.pairwise([0, *stops]))
     return tuple(encoded["input_ids"]), tuple(pieces)
 
 
 def _answered(
-    probed: ProbedBackbone, given: GivenAnswer
+    tokenizer: Any, template: PromptTemplate, given: GivenAnswer
 ) -> tuple[tuple[int, ...], tuple[str, ...], int | None]:
     """Return the answer's ids, its text piece by piece, and the stop token."""
-    tokenizer = probed.backbone.tokenizer
     stop = tokenizer.eos_token_id
     if given.answer_ids is None:
         check_text(str(given.answer), "the answer")
-        exact = not given.is_own
-        return (*continue_with(probed, str(given.answer), is_exact=exact), stop)
+        text = str(given.answer)
+        if given.is_own:  # as the run's own answers begin; a chat's begins a line
+            text = ("" if template.chat else " ") + text.strip()
+        return (*_continue(tokenizer, text), stop)
     ids = given.answer_ids
     _check_ids(tokenizer, ids, "answer_ids")
     if ids[-1] in tokenizer.all_special_ids:
@@ -253,40 +217,28 @@ def _answered(
     return ids, tuple(tokenizer.decode([i]) for i in ids), stop
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """An answer ready to be read.
-
-    Attributes:
-      asked: the prompt.
-      sequence: prompt and answer with their spans.
-      parts: of prompt and answer, in words, with their ids.
-      pieces: the answer's text, a piece a token.
-      text: everything that was asked and answered.
-    """
-
-    asked: Asked
-    sequence: TokenSequence
-    parts: list[tuple[str, tuple[int, ...]]]
-    pieces: tuple[str, ...]
-    text: str
-
-    @property
-    def answer_tokens(self) -> slice:
-        """Positions that emitted the answer's tokens."""
-        first = len(self.asked.ids) - 1
-        return slice(first, first + len(self.pieces))
-
-
-def prepare(probed: ProbedBackbone, given: GivenAnswer) -> Prepared:
+def prepare(
+    tokenizer: Any,
+    template: PromptTemplate,
+    given: GivenAnswer,
+    *,
+    answer_span: AnswerSpan = "emitting",
+) -> Prepared:
     """Make the sequence of an answer that exists.
+
+    Args:
+      tokenizer: a fast one, of the model that is to read it.
+      template: the run's own.
+      given: what a person tells.
+      answer_span: as in training.
 
     Raises:
       ValueError: a text is empty or no text, holds control tokens, or is not where it
         is said to be.
     """
-    asked = _ask_own(probed, given) if given.is_own else _ask_exactly(probed, given)
-    ids, pieces, stop = _answered(probed, given)
+    ask = _ask_own if given.is_own else _ask_exactly
+    asked = ask(tokenizer, template, given)
+    ids, pieces, stop = _answered(tokenizer, template, given)
     answer = Answer(
         example_id="given",
         setting=asked.setting,
@@ -297,7 +249,7 @@ def prepare(probed: ProbedBackbone, given: GivenAnswer) -> Prepared:
         stop_id=stop,
         context_span=asked.context_span,
     )
-    sequence = sequence_of(answer, answer_span=probed.answer_span)
+    sequence = sequence_of(answer, answer_span=answer_span)
     if asked.question_start is not None:
         spans = sequence.spans.copy()
         spans[1, 0] = asked.question_start

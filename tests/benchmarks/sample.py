@@ -9,7 +9,6 @@ import msgspec
 from benchmarks.results.report import ReportData
 from extract.records import IN_DOMAIN
 from extract.run.results import (
-    CONTROLLERS,
     RIVALS,
     ResultRow,
     ResultTable,
@@ -284,13 +283,14 @@ def paired_rows():
         noise = round(0.05 + 0.08 * wobble(against, setting, place), 6)
         yield row("champion", setting, place, "auroc_difference", noise, **fields)
     macro = ("macro", "evaluated")
-    for against in list(CONTROLLERS)[:-1]:
+    for against in ("no_rag", "vanilla_rag", "draft_rag"):
         fields = dict(experiment="controller_paired", against=against, p_value=0.01)
         for place, metric in itertools.product((*PLACES[1:], macro), ("em", "f1")):
             value = round(0.08 * wobble(against, place, metric), 6)
             yield row("pgir", "both", place, f"{metric}_difference", value, **fields)
     table, sets = ResultTable(list(controller_rows())), [name for name, _ in PLACES[1:]]
-    for name, metric in itertools.product(CONTROLLERS, ("em", "f1", "generations")):
+    names = dict.fromkeys(r.detector for r in table.rows)
+    for name, metric in itertools.product(names, ("em", "f1", "generations")):
         mean = macro_row(table, name, metric, sets)
         fields = dict(experiment="controller_macro", split="evaluated")
         yield msgspec.structs.replace(mean, **fields)

@@ -181,3 +181,5 @@ def test_numbers_have_three_decimals_and_no_leading_zero():
     spelled = [number(x) for x in (0.8391, 1.0, 0.0, -0.012, 0.9999, 0.10)]
     assert spelled == [".839", "1.000", ".000", "-.012", "1.000", ".100"]
     assert number(2.404, "generations") == "2.40"
+    gains = [number(x, "em_difference") for x in (0.0051, -0.0002, -0.3)]
+    assert gains == ["+.005", "+.000", "-.300"]

@@ -6,9 +6,10 @@ import pytest
 
 from extract.label.imported import import_labels
 from extract.records import Answer, Example, Label, read_records, to_json, write_lines
-from extract.run.contents import answers_file, label_rule
+from extract.run.contents import answers_file
 from extract.run.directory import RunDir
 from extract.run.files import write_text_atomic
+from extract.run.results import label_rule
 from tests.extract.small_run import beatrice, smoke
 
 

@@ -142,6 +142,19 @@ def test_questions_that_were_changed_are_neither_read_nor_replaced(tmp_path, ver
     assert "examples.jsonl was changed since it was written, and is neither" in said
     assert "put it back, or start a new run" in said
     assert (run / "examples.jsonl").read_bytes() == changed
+    assert "examples.jsonl has changed since" in beatrice("verify", run, code=1).output
+
+
+def test_half_of_the_answers_are_not_labelled(tmp_path):
+    with RunDir.open(tmp_path / "run", smoke()) as run:
+        run.examples.write_text(write_lines(questions()))
+        run.passages.write_text("")
+    beatrice("answer", run.path)
+    (run.stages / "answer.json").unlink()  # as if it had been killed before the end
+    said = beatrice("label", run.path, code=1).output
+    assert "are not finished: run `beatrice answer` first" in said
+    beatrice("answer", run.path)
+    beatrice("label", run.path)
 
 
 def test_labels_of_swapped_splits_are_not_taken_for_done(tmp_path):

@@ -6,10 +6,10 @@ import torch
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
+    CTRLConfig,
+    CTRLLMHeadModel,
     MistralConfig,
     MistralForCausalLM,
-    MptConfig,
-    MptForCausalLM,
     OPTConfig,
     OPTForCausalLM,
 )
@@ -62,10 +62,10 @@ def test_a_projection_behind_the_final_norm_is_refused_by_name():
         Backbone.from_model(OPTForCausalLM(config))
 
 
-def test_a_block_without_a_known_feed_forward_part_is_refused_by_name():
-    config = MptConfig(vocab_size=VOCAB_SIZE, d_model=32, n_heads=4, n_layers=2)
-    with pytest.raises(ValueError, match="unknown residual layout.*MptModel"):
-        Backbone.from_model(MptForCausalLM(config))
+def test_a_block_without_a_known_token_mixer_is_refused_by_name():
+    config = CTRLConfig(vocab_size=VOCAB_SIZE, n_embd=32, n_layer=2, n_head=4, dff=48)
+    with pytest.raises(ValueError, match="unknown residual layout.*token mixer of"):
+        Backbone.from_model(CTRLLMHeadModel(config))
 
 
 def windowed(window):

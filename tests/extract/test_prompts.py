@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,9 +39,11 @@ SHOWN = {
 }
 
 
+@pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_context_has_its_titles_in_the_papers_words_alone(bytewise, name):
-    prompt = build_prompt(bytewise, TEMPLATES[name], "when?", TITLED)
+def test_a_context_has_its_titles_in_the_papers_words_alone(bytewise, name, chat):
+    template = dataclasses.replace(TEMPLATES[name], chat=chat)
+    prompt = build_prompt(bytewise, template, "when?", TITLED)
     start, stop = prompt.context_span
     assert bytewise.decode(prompt.ids[start:stop]) == SHOWN[name]
 

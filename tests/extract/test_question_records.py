@@ -30,6 +30,7 @@ def line(**changes):
         ({"dataset": ""}, "'' is no name"),
         ({"dataset": "a" * 65}, "at most 64 characters"),
         ({"dataset": "städte"}, "is no name"),
+        ({"dataset": "macro"}, "none of all in-domain, macro"),
         ({"id": "../"}, "'../' is empty"),
         ({"id": "capitals-../../x"}, "a way to another folder"),
         ({"id": ""}, "'' is empty"),

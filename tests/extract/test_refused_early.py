@@ -9,6 +9,7 @@ from benchmarks.speed.tiny_models import FAMILIES, tiny_model
 from extract.backbone.checkpoint import Outline, load_outline
 from extract.backbone.loading import Backbone
 from extract.backbone.twin import narrow_twin, require_readable
+from extract.signals.reader import SignalReader
 from tests.extract.small_run import beatrice
 from tests.extract.test_backbone import edit_config, save_tokenizer
 from tests.extract.test_doctor import doctor
@@ -54,6 +55,14 @@ def test_no_family_that_is_read_is_refused_by_its_twin(family):
     config = tiny_model(family).config.get_text_config()
     require_readable(family, Outline(None, config, None, None))
     narrow_twin(config)  # so that the twin was asked
+
+
+def test_a_twin_too_short_for_an_attention_layer_refuses_nothing():
+    config = CONFIG_MAPPING["jamba"]()
+    assert config.attn_layer_offset == 4  # of a twin's four layers none
+    with pytest.raises(ValueError, match="found no attention"):
+        SignalReader(Backbone.from_model(narrow_twin(config)))
+    require_readable("jamba", Outline(None, config, None, None))
 
 
 def test_gemma_3n_is_refused_for_its_streams():

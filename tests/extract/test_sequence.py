@@ -86,7 +86,7 @@ def test_a_closed_book_question_starts_where_the_empty_context_stands():
 
 @pytest.mark.parametrize("context_span", [(-1, 2), (3, 2), (1, 8)])
 def test_a_context_outside_the_prompt_is_refused(context_span):
-    with pytest.raises(ValueError, match="expected a context span"):
+    with pytest.raises(ValueError, match="expected (a context span|\\[start, stop\\))"):
         sequence_of(make_answer(context_span=context_span))
 
 

@@ -261,6 +261,15 @@ def test_weights_that_a_decoder_returns_read_as_those_of_the_call_it_makes(famil
         assert largest_difference(left, right) < TOLERANCE
 
 
+def test_no_map_of_a_decoder_that_returns_its_weights_is_kept():
+    backbone, seen = Backbone.from_model(tiny_model("gptj")), []
+    decoder = backbone.layout.decoder
+    handle = decoder.register_forward_hook(lambda *args: seen.append(args[-1]))
+    forward(backbone, make_batch()[:1])
+    handle.remove()
+    assert seen[0].attentions == (None, None, None)
+
+
 def test_a_sink_takes_mass_from_the_tokens():
     model = tiny_model("gpt_oss")
     sequence = make_sequence(5, 20, [0, 7], [7, 13], [13, 20])

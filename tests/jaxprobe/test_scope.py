@@ -3,6 +3,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from extract.run.directory import RunDir
+from extract.run.manifest import NewRun
 from jaxprobe.detector import Detector
 from jaxprobe.features.families import Features
 from jaxprobe.features.subsets import FamilyDims
@@ -13,6 +15,7 @@ from jaxprobe.scope import (
     scripts_of,
     share_outside,
 )
+from jaxprobe.stage import CALIBRATE_PRESETS, CalibrateConfig, settle_precision
 from tests.jaxprobe.test_detector import made  # noqa: F401, a fixture
 
 DIMS = FamilyDims(hidden=3, prob=2, resid=2, attn=1)
@@ -126,3 +129,19 @@ def test_a_detector_keeps_its_scope_and_thresholds(made, tmp_path):  # noqa: F81
     assert loaded.heads["with_context"].threshold is None
     np.testing.assert_array_equal(loaded.banks["closed_book"].scope.low, scope.low)
     assert loaded.banks["with_context"].scope is None
+
+
+def test_another_precision_calibrates_again_and_the_same_does_not(tmp_path):
+    with RunDir.open(tmp_path / "run", NewRun(preset="smoke", seed=0)) as run:
+        run.mark_stage("calibrate", {}, 0.0)
+        settle_precision(run, 0.9)  # the default
+        assert run.stage_done("calibrate")
+        settle_precision(run, 0.8)
+        assert not run.stage_done("calibrate")
+        assert run.settle("calibrate", CALIBRATE_PRESETS).precision == 0.8
+
+
+@pytest.mark.parametrize("precision", [0.0, 1.5, float("nan")])
+def test_a_precision_that_is_no_share_is_refused(precision):
+    with pytest.raises(ValueError, match="expected a share above 0"):
+        CalibrateConfig(precision=precision)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 
+import jax
 import pytest
 from click.testing import CliRunner
 
@@ -30,7 +31,9 @@ def scorer(probed):
 def score_lines(scorer, path, out=None, identity="d"):
     """Score a file; returns the results and how they were counted."""
     written, tally = [], Tally()
-    score_rows(scorer, read_rows(path), identity, out, written.extend, tally.add)
+    score_rows(
+        scorer.results, read_rows(path), identity, out, written.extend, tally.add
+    )
     return [json.loads(line) for line in written], tally
 
 
@@ -67,7 +70,7 @@ def test_results_keep_the_order_of_the_file_and_bad_rows_their_place(scorer, tmp
 
 def given(record, tmp_path, write=write_lines):
     (row,) = read_rows(write(tmp_path / "rows.json", [record]))
-    assert row.problem is None
+    assert isinstance(row.given, GivenAnswer), row.given
     return row.given
 
 
@@ -99,13 +102,14 @@ def test_a_record_of_flashrag_is_read_with_what_was_retrieved(tmp_path):
             "metric_score": {"em": 1.0},
         },
     }
-    own = {"question": QUESTION, "answer": "Guzolt Falls", "context": [PASSAGE]}
+    own = {"question": QUESTION, "answer": "Guzolt Falls"}
+    own["context"] = [{"title": "Skiband", "text": PASSAGE}]
     assert given(record, tmp_path, write_array) == GivenAnswer(**own)
     record["output"]["prompt"] = PROMPT
     assert given(record, tmp_path) == GivenAnswer(**own, prompt=PROMPT)
     record["output"]["prompt"] = f"Question: {QUESTION} Answer:"
     (row,) = read_rows(write_lines(tmp_path / "other.jsonl", [record]))
-    assert "1 of 1 retrieved passages are not in its prompt" in row.problem
+    assert "1 of 1 retrieved passages are not in its prompt" in row.given
 
 
 def test_a_file_is_continued_where_it_stopped(scorer, tmp_path):
@@ -162,6 +166,16 @@ def run(probed, tmp_path_factory):
     return path
 
 
+def test_loading_uses_the_compile_cache_of_the_stages(run):
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        beatrice.load(run)
+        assert jax.config.jax_compilation_cache_dir is not None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+
+
 def test_the_verb_scores_a_file_and_fails_if_a_row_is_bad(run, tmp_path):
     rows = [OWN, {**OWN, "answer": " "}, {**OWN, "context": PASSAGE}]
     path = write_lines(tmp_path / "answers.jsonl", rows)
@@ -182,6 +196,15 @@ def test_the_verb_scores_a_file_and_fails_if_a_row_is_bad(run, tmp_path):
     done = CliRunner().invoke(beatrice.main, list(map(str, words[:4])))
     assert done.exit_code == 0
     assert 0 <= json.loads(done.stdout)["p_correct"] <= 1
+
+
+@pytest.mark.parametrize("content", ["", "[]", "\n\n", "hello there", "{}"])
+def test_a_file_without_rows_is_refused_in_one_sentence(run, tmp_path, content):
+    (tmp_path / "answers.jsonl").write_text(content)
+    words = ["score", run, "--file", tmp_path / "answers.jsonl"]
+    done = CliRunner().invoke(beatrice.main, list(map(str, words)))
+    assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
+    assert done.stderr.splitlines()[-1].startswith("Error: ")
 
 
 @pytest.mark.parametrize(

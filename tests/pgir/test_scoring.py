@@ -4,6 +4,7 @@ import copy
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import numpy as np
 import pytest
 
@@ -25,6 +26,11 @@ CHAT = (
     "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] | trim }} {% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+
+
+def prepared_of(probed, given):
+    """What a model reads of an answer that is given."""
+    return prepare(probed.backbone.tokenizer, probed.template, given)
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +77,7 @@ def test_scoring_needs_one_pass_and_gives_a_probability(scorer):
         (7, ANSWER, None, "question: .* found int"),
         (QUESTION, ANSWER, [None], r"context\[0\]: .* found NoneType"),
         (QUESTION, ANSWER, [PASSAGE, 3], r"context\[1\]: .* found int"),
+        (QUESTION, ANSWER, [{"text": PASSAGE}], r"context\[0\]: .* title and text"),
         (QUESTION, ANSWER, 5, "context: .* list of texts, or None .* int"),
         (QUESTION, ANSWER, b"a", "context: .* list of texts, or None .* bytes"),
         (QUESTION, "Guzolt </s> Falls", None, "the text holds '</s>'"),
@@ -106,7 +113,9 @@ def test_what_cannot_be_read_is_an_abstention_with_its_reason(scorer, context, r
 def test_an_answer_that_exists_is_read_as_if_the_model_had_written_it(probed):
     (request,) = probed.requests("closed_book", [QUESTION], [()])
     (own,) = probed.answer([request])
-    given = prepare(probed, GivenAnswer(question=QUESTION, answer=own.text)).sequence
+    given = prepared_of(
+        probed, GivenAnswer(question=QUESTION, answer=own.text)
+    ).sequence
     written = sequence_of(own)
     for name in ("ids", "targets", "spans"):
         np.testing.assert_array_equal(getattr(given, name), getattr(written, name))
@@ -117,6 +126,11 @@ def test_an_answer_that_exists_is_read_as_if_the_model_had_written_it(probed):
     [
         {"prompt": WITH_CONTEXT, "question": QUESTION, "context": PASSAGE},
         {"prompt": WITH_CONTEXT, "question": QUESTION, "context": [PASSAGE]},
+        {
+            "prompt": WITH_CONTEXT,
+            "question": QUESTION,
+            "context": [{"title": "", "text": PASSAGE}],
+        },
         {
             "prompt": WITH_CONTEXT,
             "context_range": (9, 9 + len(PASSAGE)),
@@ -151,7 +165,7 @@ def test_another_prompt_is_read_as_it_was_and_warned_of(probed, scorer):
     found = {"question": QUESTION, "context": PASSAGE}
     score = scorer.score(**told, **found)
     assert any("not the detector's own" in w for w in score.warnings)
-    sequence = prepare(probed, GivenAnswer(**told, **found)).sequence
+    sequence = prepared_of(probed, GivenAnswer(**told, **found)).sequence
     decode = probed.backbone.tokenizer.decode
     words = [
         decode(sequence.ids[a:b]).replace(" ", "") for a, b in sequence.spans.tolist()
@@ -179,7 +193,7 @@ def test_messages_go_through_the_chat_template(chatting):
         **told,
         "messages": [{"role": "system", "content": PASSAGE}, *told["messages"]],
     }
-    with_system = prepare(
+    with_system = prepared_of(
         chatting, GivenAnswer(**spoken, question=QUESTION, context=PASSAGE)
     )
     assert with_system.asked.setting == "with_context"
@@ -189,13 +203,13 @@ def test_messages_go_through_the_chat_template(chatting):
     begin = text.index(PASSAGE)
     ranged = GivenAnswer(**spoken, context_range=(begin, begin + len(PASSAGE)))
     np.testing.assert_array_equal(
-        prepare(chatting, ranged).sequence.spans[0], with_system.sequence.spans[0]
+        prepared_of(chatting, ranged).sequence.spans[0], with_system.sequence.spans[0]
     )
 
 
 def test_without_places_the_last_message_is_the_question(chatting):
     told = [{"role": "system", "content": "short"}, {"role": "user", "content": OWN}]
-    prepared = prepare(chatting, GivenAnswer(messages=told, answer=ANSWER))
+    prepared = prepared_of(chatting, GivenAnswer(messages=told, answer=ANSWER))
     start, stop = prepared.sequence.spans[1]
     words = chatting.backbone.tokenizer.decode(prepared.sequence.ids[start:stop])
     assert words.replace(" ", "").startswith(OWN.replace(" ", ""))
@@ -276,7 +290,9 @@ def test_log_probabilities_are_those_of_the_untouched_model(probed, scorer):
     import torch
 
     score = scorer.score(QUESTION, ANSWER)
-    sequence = prepare(probed, GivenAnswer(question=QUESTION, answer=ANSWER)).sequence
+    sequence = prepared_of(
+        probed, GivenAnswer(question=QUESTION, answer=ANSWER)
+    ).sequence
     with torch.no_grad():
         logits = probed.backbone.model(torch.from_numpy(sequence.ids)[None]).logits[0]
     n = len(score.tokens)
@@ -287,13 +303,14 @@ def test_log_probabilities_are_those_of_the_untouched_model(probed, scorer):
 
 
 def test_a_bad_row_of_many_is_named(scorer):
-    rows = [*mixed_rows(2), {"question": QUESTION, "answer": " "}]
-    with pytest.raises(ValueError, match="row 2: the answer is empty"):
-        scorer.score_many(rows)
+    bad = {"question": QUESTION, "answer": " "}
+    for n in (0, 2):
+        with pytest.raises(ValueError, match=f"row {n}: the answer is empty"):
+            scorer.score_many([*mixed_rows(n), bad])
 
 
 def test_eight_threads_get_the_numbers_of_one(scorer):
-    rows = list(mixed_rows(8)) * 5
+    rows = list(mixed_rows(8)) * 2
     alone = [scorer.score(**row) for row in rows]
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(lambda row: scorer.score(**row), rows))
@@ -341,6 +358,17 @@ def test_a_longer_context_than_any_in_training_is_a_warning(probed):
 def test_another_script_is_a_warning(probed):
     score = scoped(probed).score(QUESTION + " где родился", ANSWER, PASSAGE)
     assert any("in a script" in w and "CYRILLIC" in w for w in score.warnings)
+
+
+def test_signals_that_are_no_numbers_are_an_abstention(probed):
+    head = probed.detector.heads["closed_book"]
+    # Stands for a model whose states overflow: what comes of them is no number either.
+    params = jax.tree.map(lambda x: np.full_like(x, np.nan), head.params)
+    broken = dataclasses.replace(head, params=params)
+    heads = {**probed.detector.heads, "closed_book": broken}
+    score = Scorer(with_detector(probed, heads=heads)).score(QUESTION, ANSWER)
+    assert (score.p_correct, score.decision) == (None, "abstain")
+    assert "not finite" in score.reason
 
 
 def with_threshold(probed, p_correct):

@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, HyperCLOVAXConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 FUSED = "oracle_fused"
+_LISTS = ("h", "blocks", "layers")
 _maps: list[np.ndarray] = []  # of the fused run under way
-_NORMS = ("norm", "final_layer_norm", "ln_f", "embedding_norm", "final_layernorm")
+_NORMS = "norm final_layer_norm ln_f final_layernorm embedding_norm norm_f".split()
 _ADDITIONS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
 
 
@@ -186,15 +187,16 @@ def layers_and_norm(model: PreTrainedModel) -> tuple[Any, torch.nn.Module]:
     """Return the decoder's layers and its final norm."""
     body = decoder_of(model)
     norm = next(getattr(body, name) for name in _NORMS if hasattr(body, name))
-    return body.h if hasattr(body, "h") else body.layers, norm
+    return next(getattr(body, n) for n in _LISTS if hasattr(body, n)), norm
 
 
 def logit_scale(model: PreTrainedModel) -> float:
     """Return what the model multiplies its logits by."""
     config = model.config.get_text_config()
-    names = ("logit_scale", "logits_scaling")
-    scale, divisor = [getattr(config, name, None) or 1.0 for name in names]
-    return scale / divisor
+    factor = getattr(config, "logits_scaling", None) or 1.0
+    if not isinstance(config, HyperCLOVAXConfig):
+        factor = 1.0 / factor
+    return factor * (getattr(config, "logit_scale", None) or 1.0)
 
 
 def _exact_logits(model: PreTrainedModel, final: torch.Tensor) -> torch.Tensor:

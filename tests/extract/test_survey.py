@@ -1,0 +1,87 @@
+"""The survey of Transformers' types: a part of it, and whether it would notice."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from benchmarks.speed.commands import RowPrinter
+from benchmarks.speed.exact.survey import (
+    SIGNALS,
+    TOLERANCE,
+    relative_errors,
+    require,
+    summary,
+    survey_one,
+    survey_types,
+)
+
+# One of each kind: a recurrent mixer, latent attention, windows, alibi or parallel
+# blocks, sparse keys, sinks, multipliers.
+EXACT = (
+    "bamba",
+    "deepseek_v3",
+    "exaone4",
+    "falcon",
+    "glm_moe_dsa",
+    "gpt_neo",
+    "gpt_oss",
+    "granite",
+    "granite_swa",
+    "phi",
+)
+REFUSED = {
+    "doge": "miss the change of the residual stream",
+    "gemma3n": "4 residual streams",
+    "inkling_text": "position_bias",
+    "mllama": "teach extract/backbone/layout.py this family",
+    "rwkv": "expected the list of layers",
+}
+
+
+@pytest.mark.parametrize("lengths", ["short", "beyond"])
+@pytest.mark.parametrize("name", EXACT)
+def test_a_type_that_is_read_is_exact_within_windows_and_beyond(name, lengths):
+    row = survey_one(name, lengths)
+    assert row.outcome == "exact", row.reason
+    assert max(row.errors.values()) < TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "reason"), REFUSED.items())
+def test_a_type_that_is_refused_has_its_reason(name, reason):
+    row = survey_one(name)
+    assert row.outcome == "refused", row.reason
+    assert reason in row.reason
+
+
+def readings(n_tokens=20):
+    rng = np.random.default_rng(0)
+    return [{name: rng.normal(size=(n_tokens, 3)) for name in SIGNALS}]
+
+
+@pytest.mark.parametrize("family", SIGNALS)
+@pytest.mark.parametrize("change", [1e-3, np.nan])
+def test_one_number_that_is_off_is_an_error(family, change):
+    found, expected = readings(), readings()
+    assert max(relative_errors(found, expected).values()) == 0
+    found[0][family][3, 1] += change
+    errors = relative_errors(found, expected)
+    assert [name for name in SIGNALS if not errors[name] < TOLERANCE] == [family]
+    assert max(relative_errors(found, expected, n_spared=1).values()) == 0
+    found[0][family] = found[0][family][:, :2]
+    assert relative_errors(found, expected)[family] == np.inf
+
+
+def test_a_wrong_type_fails_the_survey_and_is_named(capsys):
+    rows = survey_types(["doge"], RowPrinter(as_json=True))
+    require(rows)
+    wrong = dataclasses.replace(rows[0], outcome="wrong", reason="KeyError: 'x'")
+    with pytest.raises(ValueError, match=r"found wrong: doge \(short\)"):
+        require([*rows, wrong])
+    assert "* wrong: KeyError: 'x' (1): doge" in list(summary([*rows, wrong]))
+    assert capsys.readouterr().out.count('"outcome": "refused"') == len(rows)
+
+
+@pytest.mark.slow
+def test_every_type_is_exact_or_refused():
+    require(survey_types([], RowPrinter(as_json=True)))
