@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from extract.records import Answer
 from extract.run.directory import RunDir
 from extract.run.files import JsonLines
 from extract.run.stages import bytes_in_words
@@ -265,10 +266,10 @@ def _look_at_store(run: RunDir, shapes: Shapes) -> Iterator[Finding]:
 def _count_tokens(run: RunDir, answer_span: str) -> dict[str, int]:
     """Count the tokens of a run's answers, and of their answer spans."""
     n_tokens = n_answer = 0
-    for row in JsonLines(run.answers / "answers.jsonl").whole_rows():
-        n_tokens += len(row["prompt_ids"]) + len(row["token_ids"])
-        n_answer += len(row["token_ids"]) + (answer_span == "emitting")
-        n_answer -= row["stop_id"] is None  # the last token emitted nothing we know
+    for row in JsonLines(run.answers / "answers.jsonl").whole_rows(Answer):
+        n_tokens += len(row.prompt_ids) + len(row.token_ids)
+        n_answer += len(row.token_ids) + (answer_span == "emitting")
+        n_answer -= row.stop_id is None  # the last token emitted nothing we know
     return {"n_tokens": n_tokens, "n_answer": n_answer}
 
 

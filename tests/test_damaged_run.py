@@ -16,14 +16,14 @@ from click.testing import CliRunner
 
 from beatrice import CHAIN, main
 from benchmarks.results.saved import read_control, read_reliability
-from extract.backbone.names import backbone_of
+from extract.backbone.names import BackboneConfig, backbone_of
 from extract.generate.requests import answer_config
 from extract.records import Passage, read_records, write_lines
 from extract.run.console import Progress
 from extract.run.contents import count_correct, read_answers, read_examples, read_labels
 from extract.run.directory import RunDir
 from extract.run.files import read_sealed, write_text_atomic
-from extract.run.manifest import read_manifest
+from extract.run.manifest import NewRun, read_manifest
 from extract.run.results import read_result_rows, read_rows
 from extract.run.stages import once, run_stage
 from extract.run.verbs import load_stage
@@ -39,7 +39,6 @@ from jaxprobe.features.rows import read_sweep
 from jaxprobe.pool import read_selection
 from jaxprobe.settings import grid_config, select_config
 from pgir.controllers.traces import SavedTraces
-from tests.extract.small_run import smoke
 
 N_MUTANTS = 1000
 JUNK = (None, True, -1, 0, 7, 2.5, 10**9, 10**30, "", "x", "7", [], {}, [1], [[]])
@@ -51,14 +50,18 @@ def run(tmp_path_factory):
     """Make a run of a few questions, all stages."""
     path = tmp_path_factory.mktemp("damaged") / "run"
     world = make_world(WorldConfig())
-    questions = QuestionConfig(n_train=32, n_evaluation=24, n_ood=4)
+    questions = QuestionConfig(n_train=24, n_evaluation=16, n_ood=2)
+    sections = {
+        "backbone": BackboneConfig(n_threads=1),
+        "world": WorldSection(questions=questions),
+    }
 
     def make(_):
         examples = make_examples(world, questions)
         write_text_atomic(run.examples, write_lines(examples))
         write_text_atomic(run.passages, write_lines(world.passages[:200]))
 
-    with RunDir.open(path, smoke(world=WorldSection(questions=questions))) as run:
+    with RunDir.open(path, NewRun(preset="smoke", sections=sections)) as run:
         once(run, "world", {}, [run.examples, run.passages], Progress(), make)
         for place in CHAIN[1:]:
             run_stage(load_stage(place), run, Progress())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from extract.backbone.names import EMBEDDED, check_name, model_path
 
@@ -311,6 +312,13 @@ def open_asking(
             click.echo(found.forecast.as_text())
 
 
+class _Spent(msgspec.Struct, frozen=True):
+    """What is counted of a reply; its other fields are passed over."""
+
+    n_prompt_tokens: int | None
+    n_new_tokens: int | None
+
+
 def _paid_tokens(run: "RunDir", stage: str) -> tuple[int, int]:
     """Return prompt and new tokens of the texts that are there of a stage.
 
@@ -318,21 +326,22 @@ def _paid_tokens(run: "RunDir", stage: str) -> tuple[int, int]:
     What a server did not count is not known.
     """
     from extract.generate.answers import part_files
+    from extract.records import Answer
     from extract.run.contents import answers_file
     from extract.run.files import JsonLines
 
     if stage == "answer":
         files = [answers_file(run), *part_files(run)]
         counts = (
-            (len(r["prompt_ids"]), len(r["token_ids"]) + (r["stop_id"] is not None))
+            (len(r.prompt_ids), len(r.token_ids) + (r.stop_id is not None))
             for file in files
-            for r in JsonLines(file).whole_rows()
+            for r in JsonLines(file).whole_rows(Answer)
         )
     else:
         replies = JsonLines(run.replies({"label": "judge"}.get(stage, stage)))
         counts = (
-            (row["n_prompt_tokens"] or 0, row["n_new_tokens"] or 0)
-            for row in replies.whole_rows()
+            (row.n_prompt_tokens or 0, row.n_new_tokens or 0)
+            for row in replies.whole_rows(_Spent)
         )
     n_prompt = n_new = 0
     for prompt, new in counts:

@@ -350,17 +350,17 @@ class JsonLines:
         if batch:
             _append(self.path, "".join(line + "\n" for line in batch).encode())
 
-    def whole_rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows of a file that is not held; a truncated last line is skipped.
+    def whole_rows(self, kind: type[Decoded]) -> Iterator[Decoded]:
+        """Yield a file's rows as a type, up to the first that is none, as is a cut one.
 
-        Nothing is set aside; who goes on with the file opens it.
+        Nothing is set aside, nor the file held; who goes on with it opens it.
         """
         if not self.path.exists():
             return
         with self.path.open("rb") as lines:
             for line in lines:
                 try:
-                    yield from_json(dict[str, Any], line, "")
+                    yield from_json(kind, line, "")
                 except ValueError:
                     return  # its reader refuses what is damaged before the end
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from extract.records import Setting
+from extract.records import Passage, Setting
 from extract.signals.plan import TokenSequence
 
 Range = tuple[int, int]
@@ -16,6 +16,13 @@ _PROMPTS = ("prompt", "messages", "prompt_ids")
 
 def _refuse(name: str, expected: str, found: Any) -> None:
     raise ValueError(f"{name}: expected {expected}, found {type(found).__name__}")
+
+
+def _is_titled(value: Any) -> bool:
+    """Tell whether a value is a passage with its title."""
+    return isinstance(value, Mapping) and all(
+        isinstance(value.get(name), str) for name in ("title", "text")
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +38,8 @@ class GivenAnswer:
       question: as the model was asked.
       answer: its answer, or anybody's; under a prompt, its exact text, with the white
         space that it began with.
-      context: passages that the model was shown; None for closed-book.
+      context: passages that the model was shown, each a text or `{"title", "text"}`;
+        None for closed-book.
       prompt: text that was sent to be completed. Control tokens in it are read as
         such; the tokenizer's own come before it unless it begins with them.
       messages: `{"role", "content"}`, put through the model's chat template, thinking
@@ -47,7 +55,7 @@ class GivenAnswer:
 
     question: str | None = None
     answer: str | None = None
-    context: str | Sequence[str] | None = None
+    context: str | Sequence[str | Mapping[str, str]] | None = None
     prompt: str | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
     prompt_ids: Sequence[int] | None = None
@@ -58,9 +66,10 @@ class GivenAnswer:
     def __post_init__(self) -> None:
         """Refuse, by name, what is of another type or tells too much or too little."""
         if isinstance(self.context, (list, tuple)):
-            for i, text in enumerate(self.context):
-                if not isinstance(text, str):
-                    _refuse(f"context[{i}]", "a text (str)", text)
+            for i, one in enumerate(self.context):
+                if not isinstance(one, str) and not _is_titled(one):
+                    kinds = "a text (str), or an object with texts title and text"
+                    _refuse(f"context[{i}]", kinds, one)
         elif self.context is not None and not isinstance(self.context, str):
             kinds = "a text (str), a list of texts, or None for closed-book"
             _refuse("context", kinds, self.context)
@@ -122,10 +131,16 @@ class GivenAnswer:
         return all(getattr(self, name) is None for name in _PROMPTS)
 
     @property
-    def passages(self) -> list[str]:
+    def passages(self) -> list[Passage]:
         """The passages of the context; none for closed-book."""
         one = isinstance(self.context, str)
-        return [self.context] if one else list(self.context or ())
+        every = [self.context] if one else list(self.context or ())
+        return [
+            Passage(title="", text=passage)
+            if isinstance(passage, str)
+            else Passage(title=passage["title"], text=passage["text"])
+            for passage in every
+        ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,7 @@ class Row:
     digest: str
 
 
-def _shown(record: Record, passages: Sequence[str]) -> dict[str, Any]:
+def _shown(record: Record, passages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
     """Return the prompt in a log, with those of the passages that are in it."""
     found: Any = record.get("arguments", record.get("prompt"))
     while isinstance(found, (list, dict)) and found and not _is_messages(found):
@@ -58,9 +58,11 @@ def _shown(record: Record, passages: Sequence[str]) -> dict[str, Any]:
             pass
     if _is_messages(found):
         text = "\n".join(str(one.get("content")) for one in found)
-        return {"messages": found, "context": [p for p in passages if p in text]}
+        shown = [p for p in passages if p["text"] in text]
+        return {"messages": found, "context": shown}
     if isinstance(found, str) and found:
-        return {"prompt": found, "context": [p for p in passages if p in found]}
+        shown = [p for p in passages if p["text"] in found]
+        return {"prompt": found, "context": shown}
     return {"context": list(passages)}
 
 
@@ -79,18 +81,23 @@ def _of_log(record: Record) -> dict[str, Any]:
     response: Any = record.get("resps") or record.get("filtered_resps")
     while isinstance(response, list) and response:
         response = response[0]
-    told = _shown(record, [passage.text for passage in question.passages])
+    passages = [{"title": p.title, "text": p.text} for p in question.passages]
+    told = _shown(record, passages)
     text = told.get("prompt") or str(told.get("messages", question.question))
     asked = {"question": question.question} if question.question in text else {}
     return {**told, **asked, "answer": response}
 
 
-def _passage(found: Any) -> str:
-    """Return a passage's text; in `contents` a line with its title comes before."""
-    if isinstance(found, Mapping):
-        contents = fields.expect(found.get("contents", found.get("text")), str, "text")
-        return contents.split("\n", 1)[-1] if "contents" in found else contents
-    return fields.expect(found, str, "context")
+def _passage(found: Any) -> dict[str, str]:
+    """Return a passage; in `contents` its title is the line before its text."""
+    if not isinstance(found, Mapping):
+        return {"title": "", "text": fields.expect(found, str, "context")}
+    if "contents" in found:
+        contents = fields.expect(found["contents"], str, "contents")
+        title, _, text = contents.partition("\n")
+        return {"title": title, "text": text} if text else {"title": "", "text": title}
+    text = fields.expect(found.get("text"), str, "text")
+    return {"title": fields.expect(found.get("title", ""), str, "title"), "text": text}
 
 
 def _of_flashrag(record: Record) -> dict[str, Any]:

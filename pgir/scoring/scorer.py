@@ -122,7 +122,7 @@ class Scorer:
         self,
         question: str | None = None,
         answer: str | None = None,
-        context: str | Sequence[str] | None = None,
+        context: str | Sequence[str | Mapping[str, str]] | None = None,
         **told: Any,
     ) -> Score:
         """Return P(the answer is correct) from one forward pass.
@@ -130,7 +130,8 @@ class Scorer:
         Args:
           question: as the model was asked.
           answer: its answer, or anybody's; it is read as if the model had written it.
-          context: the passages the model was shown, or None for closed-book.
+          context: the passages the model was shown, each a text or `{"title", "text"}`;
+            None for closed-book.
           **told: the prompt that was really used, see `GivenAnswer`: `prompt`,
             `messages` or `prompt_ids`, and `answer_ids`, `context_range`,
             `question_range`.

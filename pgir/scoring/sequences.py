@@ -66,12 +66,12 @@ def _check_ids(tokenizer: Any, ids: Sequence[int], name: str) -> None:
         )
 
 
-def _find_context(text: str, passages: Sequence[str]) -> Range | None:
+def _find_context(text: str, passages: Sequence[Passage]) -> Range | None:
     """Find passages one after another; from the first one's begin to the last's end."""
     edges: list[int] = []
     for number, passage in enumerate(passages, start=1):
-        check_text(passage, f"passage {number}")
-        part, after = passage.strip(), edges[-1] if edges else 0
+        check_text(passage.text, f"passage {number}")
+        part, after = passage.text.strip(), edges[-1] if edges else 0
         at = text.find(part, after)
         if at < 0:
             raise ValueError(
@@ -134,13 +134,13 @@ def _ask_exactly(tokenizer: Any, template: PromptTemplate, given: GivenAnswer) -
     context, question = _places(prompt, given)
     own = None
     if question is not None:
-        shown = [prompt.text[slice(*context)]] if context else []
+        cut = [Passage(title="", text=prompt.text[slice(*context)])] if context else []
         try:
             own = build_prompt(
                 tokenizer,
                 template,
                 prompt.text[slice(*question)],
-                [Passage(title="", text=text) for text in shown],
+                given.passages or cut,
             )
         except ValueError:
             pass  # the template cannot make it, so it is not the template's
@@ -174,11 +174,13 @@ def _ask_exactly(tokenizer: Any, template: PromptTemplate, given: GivenAnswer) -
 
 def _ask_own(tokenizer: Any, template: PromptTemplate, given: GivenAnswer) -> Asked:
     """Return the prompt that the run's own template makes."""
-    passages = [Passage(title="", text=text) for text in given.passages]
     question = str(given.question)
-    prompt = build_prompt(tokenizer, template, question, passages)
+    prompt = build_prompt(tokenizer, template, question, given.passages)
     named = [("the question", question)]
-    named += [(f"passage {i}", t) for i, t in enumerate(given.passages, start=1)]
+    named += [
+        (f"passage {i}", f"{one.title} {one.text}".strip())
+        for i, one in enumerate(given.passages, start=1)
+    ]
     return Asked(
         ids=prompt.ids,
         context_span=prompt.context_span,

@@ -102,7 +102,8 @@ def test_a_record_of_flashrag_is_read_with_what_was_retrieved(tmp_path):
             "metric_score": {"em": 1.0},
         },
     }
-    own = {"question": QUESTION, "answer": "Guzolt Falls", "context": [PASSAGE]}
+    own = {"question": QUESTION, "answer": "Guzolt Falls"}
+    own["context"] = [{"title": "Skiband", "text": PASSAGE}]
     assert given(record, tmp_path, write_array) == GivenAnswer(**own)
     record["output"]["prompt"] = PROMPT
     assert given(record, tmp_path) == GivenAnswer(**own, prompt=PROMPT)

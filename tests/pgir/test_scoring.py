@@ -77,6 +77,7 @@ def test_scoring_needs_one_pass_and_gives_a_probability(scorer):
         (7, ANSWER, None, "question: .* found int"),
         (QUESTION, ANSWER, [None], r"context\[0\]: .* found NoneType"),
         (QUESTION, ANSWER, [PASSAGE, 3], r"context\[1\]: .* found int"),
+        (QUESTION, ANSWER, [{"text": PASSAGE}], r"context\[0\]: .* title and text"),
         (QUESTION, ANSWER, 5, "context: .* list of texts, or None .* int"),
         (QUESTION, ANSWER, b"a", "context: .* list of texts, or None .* bytes"),
         (QUESTION, "Guzolt </s> Falls", None, "the text holds '</s>'"),
@@ -125,6 +126,11 @@ def test_an_answer_that_exists_is_read_as_if_the_model_had_written_it(probed):
     [
         {"prompt": WITH_CONTEXT, "question": QUESTION, "context": PASSAGE},
         {"prompt": WITH_CONTEXT, "question": QUESTION, "context": [PASSAGE]},
+        {
+            "prompt": WITH_CONTEXT,
+            "question": QUESTION,
+            "context": [{"title": "", "text": PASSAGE}],
+        },
         {
             "prompt": WITH_CONTEXT,
             "context_range": (9, 9 + len(PASSAGE)),
