@@ -35,7 +35,7 @@ REFUSED = {
     "gemma3n": "4 residual streams",
     "inkling_text": "position_bias",
     "mllama": "teach extract/backbone/layout.py this family",
-    "rwkv": "expected the list of layers",
+    "roberta": "expected the list of layers",
 }
 
 

@@ -262,7 +262,8 @@ def summary(rows: Sequence[Surveyed]) -> Iterator[str]:
     kinds: dict[str, list[str]] = {}
     for row in rows:
         if row.lengths == "short" or row.outcome == "wrong":
-            kind = ": ".join(filter(None, (row.outcome, _kind_of(row.reason))))
+            why = _kind_of(row.reason) if row.outcome == "refused" else row.reason
+            kind = ": ".join(filter(None, (row.outcome, why)))
             kinds.setdefault(kind, []).append(row.name)
     for kind, names in sorted(kinds.items()):
         yield f"* {kind} ({len(names)}): {', '.join(dict.fromkeys(names))}"
