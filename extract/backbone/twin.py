@@ -81,7 +81,9 @@ def _narrow_sizes(config: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, list) and len(value) > 1 and len(value) in counts:
             n_layers = min(_N_LAYERS, len(value))
             changed[name] = _shortened(value, n_layers)
-            if size is not None:
+            if name == "num_attention_heads_per_layer":  # Laguna: what differs stays so
+                changed[name] = [4 if n == max(value) else 2 for n in changed[name]]
+            elif size is not None:
                 changed[name] = [size] * n_layers
         elif isinstance(value, int) and size is not None:
             changed[name] = min(size, value) if value > 0 else value
