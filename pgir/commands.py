@@ -49,10 +49,16 @@ def control(
 
     Example: beatrice control runs/paper --max-generations 4.63
     """
-    from pgir.controllers.stage import CONTROL
+    from extract.run.directory import RunDir
+    from pgir.controllers.stage import CONTROL, settle_search
 
-    change = partial(with_options, max_generations=max_generations, cross_fit=cross_fit)
-    do_or_forecast(run_dir, CONTROL, dry_run, change)
+    if not dry_run and (cross_fit or max_generations is not None):
+        change = partial(
+            with_options, max_generations=max_generations, cross_fit=cross_fit
+        )
+        with RunDir.open(run_dir) as run:
+            settle_search(run, change)
+    do_or_forecast(run_dir, CONTROL, dry_run)
 
 
 @click.command()

@@ -174,6 +174,8 @@ def test_who_presses_ctrl_c_gets_the_code_of_what_was_interrupted(tmp_path):
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell starts what it runs in the background deaf to Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     for line in process.stderr:
         if line.startswith("world: done"):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+from collections.abc import Callable
 
 from extract.backbone.loading import open_backbone
 from extract.backbone.names import backbone_of
@@ -69,6 +70,19 @@ def _open_probed(run: RunDir) -> ProbedBackbone:
         config.generation,
         answer_span=extract_config(run).answer_span,
     )
+
+
+def settle_search(
+    run: RunDir, change: Callable[[ControlConfig], ControlConfig]
+) -> None:
+    """Let policies be searched in another way; what was traced stays.
+
+    Unlike other settings these may change: nothing but tables depends on them.
+    """
+    held = run.settle("control", CONTROL_PRESETS, is_recorded=False)
+    if change(held) != held:
+        run.reopen_stage("control")
+    run.settle("control", CONTROL_PRESETS, change, is_replaceable=True)
 
 
 def _cross_fitted(run: RunDir) -> Recalibrate:

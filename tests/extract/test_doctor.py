@@ -4,10 +4,13 @@ import json
 import shutil
 import socket
 
+import msgspec
+
 from benchmarks.speed.tiny_models import tiny_model
 from extract.backbone.checkpoint import load_outline
 from extract.backbone.names import WEIGHTS, unreachable_hub
 from extract.doctor import look_at_hub, outline_shapes
+from extract.records import Answer, write_lines
 from extract.run.directory import RunDir
 from extract.signals.plan import ExtractConfig
 from extract.store.config import as_size
@@ -73,11 +76,20 @@ def test_a_model_that_asks_for_code_is_a_problem(tmp_path):
 
 def test_an_answered_run_is_measured_by_what_it_keeps(tmp_path):
     kept = ExtractConfig(hidden_layers=(2,), hidden_spans="answer")
-    row = {"prompt_ids": [1, 2, 3], "token_ids": [4, 5], "stop_id": 2}
+    answer = Answer(
+        example_id="q1",
+        setting="closed_book",
+        variant="original",
+        text="here",
+        prompt_ids=(1, 2, 3),
+        token_ids=(4, 5),
+        stop_id=2,
+        context_span=(1, 1),
+    )
+    cut = msgspec.structs.replace(answer, setting="with_context", stop_id=None)
     with RunDir.open(tmp_path / "run", smoke(extract=kept)) as run:
         run.answers.mkdir()
-        lines = [json.dumps(row), json.dumps({**row, "stop_id": None})]
-        (run.answers / "answers.jsonl").write_text("\n".join(lines) + "\n")
+        (run.answers / "answers.jsonl").write_text(write_lines([answer, cut]))
     text = doctor(run.path)["features"]["text"]
     assert "10 tokens, 5 of them in answer spans" in text  # the second was cut
     assert "layer 2 on the answer span as bfloat16" in text
