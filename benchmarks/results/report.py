@@ -208,6 +208,7 @@ def render_report(data: ReportData) -> str:
             sweep=sweep_pictures(data.sweep),
             synergy=synergy_pictures(data.rows),
             selection=selection_pictures(data.selection),
+            optimism=ResultTable(data.rows).select(experiment="optimism"),
             frontier=frontier_pictures(data.control, data.rows),
             missing=missing(data),
             features=feature_table(data.rows),

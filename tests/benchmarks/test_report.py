@@ -128,6 +128,22 @@ def test_headlines_say_what_is_gained_over_a_simple_rival():
     assert "2.40 generations per question" in pgir
 
 
+def test_how_much_too_good_validation_looks_is_told_beside_the_selection(page):
+    assert "too good validation looks" not in page
+    measured = row(
+        "champion",
+        "with_context",
+        (IN_DOMAIN, "test"),
+        "auroc_gap",
+        0.0217,
+        experiment="optimism",
+        ci_low=-0.05,
+        ci_high=0.09,
+    )
+    told = render_report(sample_report(rows=[*sample_report().rows, measured]))
+    assert "With context, the set searched:\n+0.022 [-0.050 to +0.090]." in told
+
+
 def test_synergy_is_measured_on_all_sets_together_not_on_the_last_one():
     rows = [
         row(f"encoder:{name}", "closed_book", (dataset, "validation"), "auroc", value)
