@@ -169,13 +169,16 @@ def test_a_verb_on_no_run_says_so(tmp_path):
 
 
 def test_who_presses_ctrl_c_gets_the_code_of_what_was_interrupted(tmp_path):
+    # A shell starts what it runs in the background deaf to Ctrl-C.
+    listening = (
+        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+        "; runpy.run_module('beatrice', run_name='__main__')"
+    )
     process = subprocess.Popen(
-        [sys.executable, "-m", "beatrice", "demo", str(tmp_path), "--preset", "smoke"],
+        [sys.executable, "-c", listening, "demo", str(tmp_path), "--preset", "smoke"],
         cwd=ROOT,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell starts what it runs in the background deaf to Ctrl-C.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     for line in process.stderr:
         if line.startswith("world: done"):
