@@ -4,7 +4,7 @@ Training rows lie on the device, or stay in the store and are read while encoder
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ from jaxprobe.features.reading import (
 )
 from jaxprobe.features.subsets import FamilyDims
 
-ROWS_AT_ONCE = 1024  # examples standardised and encoded together, to bound memory
+_MOST_ROWS, _MOST_BYTES = 1024, 1 << 29  # standardised and encoded together
 ReadRows = Callable[[np.ndarray], FamilyTokens]  # of rows of the store, `[n]`
 
 
@@ -188,6 +188,7 @@ class TrainingRows:
       standardizer: fitted on the training rows.
       read: reads standardised tokens of rows of the store, in one padded width.
       read_train: the same for the rows that are trained on.
+      n_at_once: rows that are read together, see `rows_at_once`.
       where: training rows and validation rows, indices into the store.
       in_memory: their tokens on the device; None where they are streamed.
     """
@@ -198,6 +199,7 @@ class TrainingRows:
     standardizer: Standardizer
     read: ReadRows
     read_train: ReadRows
+    n_at_once: int
     where: tuple[np.ndarray, np.ndarray]
     in_memory: tuple[FamilyTokens, FamilyTokens] | None
 
@@ -244,9 +246,11 @@ def training_rows(run: RunDir, setting: Setting, *, streamed: bool) -> TrainingR
             )
     layer, dims = chosen_layer(run), family_dims(store)
     widths = longest_spans(store.spec.spans, setting)
+    n_at_once = rows_at_once(widths, dims)
     features = partial(read_features, store, setting, layer, n_tokens=widths)
     if streamed:
-        standardizer = fit_reading_of(lambda: map(features, _parts(where[0])), dims)
+        parts = _parts(where[0], n_at_once)
+        standardizer = fit_reading_of(lambda: map(features, parts), dims)
     else:
         standardizer = fit_reading(features(where[0]), dims)
 
@@ -258,7 +262,7 @@ def training_rows(run: RunDir, setting: Setting, *, streamed: bool) -> TrainingR
         return jax.tree.map(lambda x: np.asarray(x)[:, : len(part)], tokens)
 
     def read(some: np.ndarray) -> FamilyTokens:
-        parts = map(read_part, _parts(some))
+        parts = map(read_part, _parts(some, n_at_once))
         joined = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *parts)
         return jax.device_put(joined)
 
@@ -269,10 +273,22 @@ def training_rows(run: RunDir, setting: Setting, *, streamed: bool) -> TrainingR
         standardizer=standardizer,
         read=read,
         read_train=read,
+        n_at_once=n_at_once,
         where=where,
         in_memory=None if streamed else (read(where[0]), read(where[1])),
     )
 
 
-def _parts(where: np.ndarray) -> list[np.ndarray]:
-    return [where[i : i + ROWS_AT_ONCE] for i in range(0, len(where), ROWS_AT_ONCE)]
+def rows_at_once(widths: Sequence[int], dims: FamilyDims) -> int:
+    """Return how many examples are standardised and encoded together, a power of two.
+
+    Args:
+      widths: tokens of the padded spans.
+      dims: channels of a token; an example of the paper's takes eight megabytes.
+    """
+    fitting = _MOST_BYTES // (4 * sum(widths) * dims.total)
+    return 1 << (max(1, min(fitting, _MOST_ROWS)).bit_length() - 1)
+
+
+def _parts(where: np.ndarray, n_at_once: int) -> list[np.ndarray]:
+    return [where[i : i + n_at_once] for i in range(0, len(where), n_at_once)]

@@ -23,7 +23,6 @@ from jaxprobe.checkpoint import load_cache, save_cache
 from jaxprobe.evaluation import permute_by_question
 from jaxprobe.features.reading import family_dims, longest_spans
 from jaxprobe.features.rows import (
-    ROWS_AT_ONCE,
     TrainingRows,
     load_rows,
     training_rows,
@@ -141,7 +140,7 @@ class MemberTrainer:
         """
         encoder = Encoder(self.config.encoder, self.data.dims)
         n_rows = len(self.data.rows.ids)
-        size = -(-n_rows // -(-n_rows // ROWS_AT_ONCE))
+        size = -(-n_rows // -(-n_rows // self.data.n_at_once))
         parts = []
         for start in range(0, n_rows, size):
             where = np.minimum(np.arange(start, start + size), n_rows - 1)

@@ -9,7 +9,8 @@ from jaxprobe.features.families import (
     keep_spans,
     split_families,
 )
-from jaxprobe.features.subsets import subset_index
+from jaxprobe.features.rows import rows_at_once
+from jaxprobe.features.subsets import FamilyDims, subset_index
 from jaxprobe.fit.grid import Block, labelled, member_outputs, train_block
 from tests.jaxprobe.test_grid import CONFIG, DIMS, ENCODER, TRAIN, planted, train
 
@@ -94,6 +95,15 @@ def test_every_choice_of_spans_trains_in_one_executable(plain):
     for span in (QUESTION, ANSWER):
         train([BLOCK], without(plain, span), TRAIN)
     assert train_block._cache_size() == n_traces
+
+
+def test_long_texts_and_wide_models_are_read_fewer_at_a_time():
+    wide = FamilyDims(hidden=4096, prob=5, resid=128, attn=2048)
+    for widths in ((300, 40, 16), (4000, 100, 50), (40_000, 100, 50)):
+        n = rows_at_once(widths, wide)
+        assert n == 1 or 4 * n * sum(widths) * wide.total <= 2**29
+        assert n & (n - 1) == 0  # so that few executables serve all
+    assert rows_at_once((60, 15, 8), DIMS) == 1024
 
 
 def test_wrong_masks_are_refused(plain):

@@ -78,6 +78,7 @@ def test_the_papers_way_zeroes_a_span_in_training_and_evaluates_it_whole():
         standardizer=None,
         read=read,
         read_train=read,
+        n_at_once=2,
         where=(np.arange(2), np.arange(2)),
         in_memory=(read(None), read(None)),
     )
