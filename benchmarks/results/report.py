@@ -43,8 +43,7 @@ from extract.run.results import (
     ResultRow,
     ResultTable,
 )
-
-P_STEPS = (0.05, 0.25, 0.5, 0.8)  # upper ends of the tints of a token, by its p
+from pgir.scoring.page import P_STEPS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import jinja2
 
-P_STEPS = (0.05, 0.25, 0.5, 0.8)  # upper ends of the tints, as in the report's cases
+P_STEPS = (0.05, 0.25, 0.5, 0.8)  # upper ends of the tints of a token, by its p
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title><style>
