@@ -60,7 +60,9 @@ def verify_run(path: Path) -> list[str]:
 
 @click.command()
 @click.argument("run_dir", required=False, type=RunPath())
-@click.option("--model", help="Also look at a backbone: directory, Hub id, embedded.")
+@click.option(
+    "--model", help="Also look at a backbone: directory, GGUF file, Hub id, embedded."
+)
 @click.option("--server", help="Also ask an OpenAI-compatible server, up to /v1.")
 @click.option("--json", "as_json", is_flag=True, help="Print findings as JSON lines.")
 def doctor(

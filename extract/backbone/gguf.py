@@ -32,12 +32,14 @@ from transformers.modeling_gguf_pytorch_utils import (
     get_gguf_hf_weights_map,
     load_gguf_checkpoint,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 # Of a value in the header, by its type: see gguf.GGUFValueType.
 _FORMATS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
+_ROPE_FREQS = "rope_freqs.weight"  # in place of parameters in the metadata
 # Longer arrays are the vocabulary's, which only the tokenizer needs.
 _LONGEST_VALUE = 4096
 # Values dequantised at once: what gguf makes on the way is about ten times as large.
@@ -81,6 +83,11 @@ class Header:
     def architecture(self) -> str:
         """What the file calls the model's architecture."""
         return str(self.values["general.architecture"])
+
+    @property
+    def weights(self) -> dict[str, Entry]:
+        """The tensors that are weights of the model."""
+        return {k: v for k, v in self.tensors.items() if k != _ROPE_FREQS}
 
 
 class _Cursor:
@@ -236,7 +243,57 @@ def config_of(header: Header) -> Any:
     what = f"Transformers reads no causal model from GGUF of {header.architecture!r}"
     with _reading(header.path, what):
         values = _config_values(header)
-        return CONFIG_MAPPING[values["model_type"]].from_dict(values)
+        config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+        _set_rotary_scaling(header, config)
+    return config
+
+
+def _set_rotary_scaling(header: Header, config: Any) -> None:
+    """Put how rotary frequencies are scaled into a config, or refuse.
+
+    Transformers passes over it in silence: Llama 3.1 and later, and Gemma 3 from 4B on,
+    would read every position wrongly.
+    """
+    prefix = f"{header.architecture}.rope.scaling"
+    kind = header.values.get(f"{prefix}.type", "none")
+    rope = config.rope_parameters or {}
+    rope = rope.get("full_attention", rope)  # Gemma's local layers are not scaled
+    if kind == "linear":
+        rope |= {"rope_type": "linear", "factor": header.values[f"{prefix}.factor"]}
+    elif kind != "none" and rope.get("rope_type") != kind:
+        raise _Refusal(
+            header.path,
+            f"its rotary positions are scaled by {kind!r}, which Transformers does not "
+            "read from GGUF; use the model's safetensors",
+        )
+    if _ROPE_FREQS in header.tensors:
+        _set_llama3_scaling(header, config, rope)
+
+
+def _set_llama3_scaling(header: Header, config: Any, rope: dict[str, Any]) -> None:
+    """Find the parameters of a file's factors: Llama 3.1's, but for the largest."""
+    content = np.memmap(header.path, mode="r", dtype=np.uint8)
+    with ThreadPoolExecutor(1) as thread:
+        factors = _values(content, header.tensors[_ROPE_FREQS], thread)
+    if (factors == 1).all():
+        return
+    plain = torch.arange(0, 2 * len(factors), 2) / (2 * len(factors))
+    scaled = {
+        "rope_type": "llama3",
+        "factor": float(factors.max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    rope |= scaled
+    found, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    expected = 1 / (rope["rope_theta"] ** plain * torch.from_numpy(factors))
+    if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-4):
+        raise _Refusal(
+            header.path,
+            "its rotary factors (rope_freqs.weight) are not those of Llama 3, and "
+            "Transformers reads no others from GGUF; use the model's safetensors",
+        )
 
 
 def tokenizer_of(header: Header, config: Any) -> Any:
@@ -266,7 +323,8 @@ def generation_of(header: Header, config: Any, tokenizer: Any) -> GenerationConf
     control = tokenizer.added_tokens_decoder.items()
     found += [i for i, t in control if t.special and t.content in _ENDS_OF_TURN]
     generation = GenerationConfig.from_model_config(config)
-    stops = list(dict.fromkeys(i for i in found if i is not None))
+    known = (i for i in found if i is not None and i < header.n_tokens)
+    stops = list(dict.fromkeys(known))
     generation.eos_token_id = stops or generation.eos_token_id
     return generation
 
@@ -282,7 +340,7 @@ def _mapping_of(header: Header, config: Any, model: Any, processor: Any) -> Any:
     found = {}
     for source in (alone, model):
         found = get_gguf_hf_weights_map(source, processor, kind)
-        unread = [name for name in header.tensors if _place(found, name) is None]
+        unread = [name for name in header.weights if _place(found, name) is None]
         if not unread:
             return found
     raise _Refusal(
@@ -319,7 +377,7 @@ class Weights:
             make = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)
             self._processor = make(config=_config_values(header))
             self._mapping = _mapping_of(header, config, model, self._processor)
-            places = {n: str(_place(self._mapping, n)) for n in header.tensors}
+            places = {n: str(_place(self._mapping, n)) for n in header.weights}
             shapes = {k: tuple(v.shape) for k, v in model.state_dict().items()}
         self._sources = list(places.values())
         self.shapes = {name: shapes[name] for name in dict.fromkeys(self._sources)}
@@ -342,7 +400,7 @@ class Weights:
         content = np.memmap(header.path, mode="r", dtype=np.uint8)
         joined: dict[str, Any] = {}
         with ThreadPoolExecutor(2) as threads:
-            for name, entry in header.tensors.items():
+            for name, entry in header.weights.items():
                 place = waiting.pop(0)
                 with _reading(header.path, f"{name!r} cannot be dequantised"):
                     done = self._processor.process(

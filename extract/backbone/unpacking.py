@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import ml_dtypes
 import numpy as np
@@ -47,14 +47,33 @@ def _kept(path: Path) -> Path:
     return cache_folder() / f"{sha256_file(path)}-{_RECIPE}"
 
 
-def _write_outline(header: Header, folder: Path) -> object:
+def _write_outline(header: Header, folder: Path) -> Any:
     """Write config, tokenizer and stop tokens; return the config."""
     config = config_of(header)
     tokenizer = tokenizer_of(header, config)
     config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    _write_tokenizer(tokenizer, folder, header.n_tokens)
     generation_of(header, config, tokenizer).save_pretrained(folder)
     return config
+
+
+def _write_tokenizer(tokenizer: Any, folder: Path, n_tokens: int) -> None:
+    """Write a tokenizer that is loaded as it is.
+
+    Transformers' classes add tokens of their own (`<|endoftext|>`, `<mask>`) to a
+    vocabulary that lacks them; the model has no embedding of these.
+    """
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    values = json.loads(path.read_bytes()) | {"tokenizer_class": "TokenizersBackend"}
+    if len(tokenizer) > n_tokens:
+        content = json.loads((folder / "tokenizer.json").read_bytes())
+        tokens = content["added_tokens"]
+        content["added_tokens"] = [t for t in tokens if t["id"] < n_tokens]
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+        added = [t["content"] for t in tokens if t["id"] >= n_tokens]
+        values = {k: v for k, v in values.items() if v not in added}
+    path.write_text(json.dumps(values, indent=2))
 
 
 def _write_weights(weights: Weights, path: Path, update: Update) -> None:
@@ -82,7 +101,8 @@ def _write_weights(weights: Weights, path: Path, update: Update) -> None:
         for name, values in weights.read():
             begin, _ = heads[name]["data_offsets"]
             stream.seek(8 + len(text) + begin)
-            stream.write(values.astype(_DTYPES[weights.dtypes[name]], copy=False).data)
+            stored = values.astype(_DTYPES[weights.dtypes[name]], copy=False)
+            stream.write(stored.view(np.uint8).data)
             update(done := done + 1, len(heads))
         stream.flush()
         os.fsync(stream.fileno())

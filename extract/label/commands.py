@@ -45,7 +45,9 @@ def _asking(
 
 @click.command()
 @RUN_DIR
-@click.option("--model", required=True, help="Rewriter: directory, Hub id, or name.")
+@click.option(
+    "--model", required=True, help="Rewriter: directory, GGUF file, Hub id, or name."
+)
 @click.option(
     "--max-tokens",
     default=1024,
@@ -115,7 +117,8 @@ def rewrite(
 )
 @click.option(
     "--judge",
-    help="Judge by three rubrics: directory, Hub id, or a server's model name.",
+    help="Judge by three rubrics: directory, GGUF file, Hub id, or a server's model "
+    "name.",
 )
 @click.option(
     "--vote",

@@ -20,7 +20,7 @@ SEED = click.IntRange(0, 2**31 - 1)  # what every generator of draws takes
 MODEL = click.option(
     "--model",
     default="embedded",
-    help="Backbone: a directory, a Hub id, or the embedded one.",
+    help="Backbone: a directory, a GGUF file, a Hub id, or the embedded one.",
 )
 dry_run_option = click.option(
     "--dry-run",
