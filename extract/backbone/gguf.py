@@ -1,4 +1,4 @@
-"""What lies in a GGUF file, as Transformers understands it: config, names, weights.
+"""What lies in a GGUF file, as Transformers understands it: config and tokenizer.
 
 Transformers' own way through `from_pretrained(gguf_file=…)` reads the header three
 times with the gguf package, which makes several views of NumPy for each of its words:
@@ -9,29 +9,19 @@ with `struct`, and Transformers is shown a header without vocabulary for the con
 import contextlib
 import dataclasses
 import math
-import re
 import struct
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import gguf
 import numpy as np
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    GenerationConfig,
-    TokenizersBackend,
-)
-from transformers.modeling_gguf_pytorch_utils import (
-    TENSOR_PROCESSORS,
-    TensorProcessor,
-    get_gguf_hf_weights_map,
-    load_gguf_checkpoint,
-)
+from transformers import GenerationConfig, TokenizersBackend
+from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, get_gguf_config
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
@@ -133,23 +123,24 @@ class _Cursor:
         return found, element, n_elements
 
 
-class _Refusal(ValueError):
+class Refusal(ValueError):
     """A sentence about a file that cannot be used."""
 
     def __init__(self, path: Path, text: str) -> None:
+        """Say which file, what is wrong with it, and what to do."""
         super().__init__(f"backbone {str(path)!r}: {text}")
 
 
 @contextlib.contextmanager
-def _reading(path: Path, what: str) -> Iterator[None]:
+def reading(path: Path, what: str) -> Iterator[None]:
     """Turn whatever a damaged or unknown file makes a library raise into a sentence."""
     try:
         yield
-    except (OSError, _Refusal):
+    except (OSError, Refusal):
         raise  # says which file
     except Exception as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise _Refusal(path, f"{what} ({cause}); fetch the file again") from error
+        raise Refusal(path, f"{what} ({cause}); fetch the file again") from error
 
 
 def read_header(path: Path) -> Header:
@@ -159,7 +150,7 @@ def read_header(path: Path) -> Header:
       ValueError: the file is damaged, cut short, or of another format or version.
     """
     content = np.memmap(path, mode="r", dtype=np.uint8)
-    with _reading(path, "its header is damaged"):
+    with reading(path, "its header is damaged"):
         return _parsed(path, content)
 
 
@@ -167,7 +158,7 @@ def _parsed(path: Path, content: np.ndarray) -> Header:
     cursor = _Cursor(content)
     magic, version, n_tensors, n_values = cursor.take("IIQQ")
     if magic != gguf.GGUF_MAGIC or version not in (2, 3):
-        raise _Refusal(path, "expected a GGUF file of version 2 or 3")
+        raise Refusal(path, "expected a GGUF file of version 2 or 3")
     types: dict[str, tuple[int, int | None]] = {}
     values: dict[str, Any] = {}
     n_tokens = 0
@@ -192,16 +183,16 @@ def _parsed(path: Path, content: np.ndarray) -> Header:
             shape, kind, begin + offset, math.prod(shape) // n_block * n_bytes
         )
         if entry.start + entry.n_bytes > len(content):
-            raise _Refusal(
+            raise Refusal(
                 path,
                 f"it is cut short: {name!r} ends at byte {entry.start + entry.n_bytes},"
                 f" the file at {len(content)}; fetch the file again",
             )
         tensors[name] = entry
     if "general.architecture" not in values:
-        raise _Refusal(path, "expected a model, found no general.architecture in it")
+        raise Refusal(path, "expected a model, found no general.architecture in it")
     if not n_tokens:
-        raise _Refusal(path, "expected a tokenizer in the file, found no words")
+        raise Refusal(path, "expected a tokenizer in the file, found no words")
     return Header(path, types, values, n_tokens, tensors)
 
 
@@ -224,8 +215,11 @@ def _without_vocabulary(header: Header, path: Path) -> None:
     writer.close()
 
 
-def _config_values(header: Header) -> dict[str, Any]:
+def config_values(header: Header) -> dict[str, Any]:
     """Return the config that Transformers makes of a file's metadata."""
+    if header.architecture in GGUF_CONFIG_ARCHS:
+        metadata = header.values | {"tokenizer.ggml.tokens": header.n_tokens}
+        return get_gguf_config(metadata, tuple(header.tensors))
     with tempfile.TemporaryDirectory(prefix="beatrice-") as folder:
         short = Path(folder) / "header.gguf"
         _without_vocabulary(header, short)
@@ -241,8 +235,8 @@ def config_of(header: Header) -> Any:
       ValueError: Transformers reads no GGUF file of this architecture.
     """
     what = f"Transformers reads no causal model from GGUF of {header.architecture!r}"
-    with _reading(header.path, what):
-        values = _config_values(header)
+    with reading(header.path, what):
+        values = config_values(header)
         config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
         _set_rotary_scaling(header, config)
     return config
@@ -261,7 +255,7 @@ def _set_rotary_scaling(header: Header, config: Any) -> None:
     if kind == "linear":
         rope |= {"rope_type": "linear", "factor": header.values[f"{prefix}.factor"]}
     elif kind != "none" and rope.get("rope_type") != kind:
-        raise _Refusal(
+        raise Refusal(
             header.path,
             f"its rotary positions are scaled by {kind!r}, which Transformers does not "
             "read from GGUF; use the model's safetensors",
@@ -274,7 +268,7 @@ def _set_llama3_scaling(header: Header, config: Any, rope: dict[str, Any]) -> No
     """Find the parameters of a file's factors: Llama 3.1's, but for the largest."""
     content = np.memmap(header.path, mode="r", dtype=np.uint8)
     with ThreadPoolExecutor(1) as thread:
-        factors = _values(content, header.tensors[_ROPE_FREQS], thread)
+        factors = dequantized(content, header.tensors[_ROPE_FREQS], thread)
     if (factors == 1).all():
         return
     plain = torch.arange(0, 2 * len(factors), 2) / (2 * len(factors))
@@ -289,7 +283,7 @@ def _set_llama3_scaling(header: Header, config: Any, rope: dict[str, Any]) -> No
     found, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     expected = 1 / (rope["rope_theta"] ** plain * torch.from_numpy(factors))
     if found.shape != expected.shape or not torch.allclose(found, expected, rtol=1e-4):
-        raise _Refusal(
+        raise Refusal(
             header.path,
             "its rotary factors (rope_freqs.weight) are not those of Llama 3, and "
             "Transformers reads no others from GGUF; use the model's safetensors",
@@ -302,7 +296,7 @@ def tokenizer_of(header: Header, config: Any) -> Any:
     if kind.__name__ == "MistralCommonBackend":  # reads files that are not in a GGUF
         kind = TokenizersBackend
     with (
-        _reading(header.path, "its tokenizer cannot be used"),
+        reading(header.path, "its tokenizer cannot be used"),
         tempfile.TemporaryDirectory(prefix="beatrice-") as folder,
     ):
         # Alone: a template or tokenizer that lies beside the file is not the file's.
@@ -329,104 +323,16 @@ def generation_of(header: Header, config: Any, tokenizer: Any) -> GenerationConf
     return generation
 
 
-def _mapping_of(header: Header, config: Any, model: Any, processor: Any) -> Any:
-    """Return Transformers' name of each tensor of the file, or refuse what has none."""
-    kind = config.model_type
-    # The names of all submodules are needed for a few models only (Bloom's), and take
-    # most of the time: asked for when the whole model's names are not enough.
-    alone = SimpleNamespace(
-        config=config, state_dict=model.state_dict, named_children=lambda: ()
-    )
-    found = {}
-    for source in (alone, model):
-        found = get_gguf_hf_weights_map(source, processor, kind)
-        unread = [name for name in header.weights if _place(found, name) is None]
-        if not unread:
-            return found
-    raise _Refusal(
-        header.path,
-        f"Transformers has no place for {len(unread)} of its tensors, first "
-        f"{unread[0]!r}, and would pass over them in silence; use the model's "
-        "safetensors",
-    )
+def dequantized(
+    content: np.ndarray, entry: Entry, threads: ThreadPoolExecutor
+) -> np.ndarray:
+    """Return one tensor as float32, dequantised some rows at a time.
 
-
-def _place(mapping: dict[str, str], name: str) -> str | None:
-    """Return where a tensor goes; those of experts are listed without their ending."""
-    return mapping.get(name) or mapping.get(re.sub(r"\.weight$", "", name))
-
-
-class Weights:
-    """The tensors of a file under Transformers' names, dequantised one after another.
-
-    Attributes:
-      shapes: of each tensor, by name.
-      dtypes: "F16" and "BF16" where the file holds a matrix so, else "F32".
+    Args:
+      content: `[n_bytes]` uint8, the file.
+      entry: where the tensor lies in it.
+      threads: which share the rows.
     """
-
-    def __init__(self, header: Header, config: Any) -> None:
-        """Match names and shapes; no weight is read.
-
-        Raises:
-          ValueError: a tensor is not one of this model, or the other way about.
-        """
-        self._header = header
-        with _reading(header.path, "its tensors cannot be matched"):
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(config)
-            make = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)
-            self._processor = make(config=_config_values(header))
-            self._mapping = _mapping_of(header, config, model, self._processor)
-            places = {n: str(_place(self._mapping, n)) for n in header.weights}
-            shapes = {k: tuple(v.shape) for k, v in model.state_dict().items()}
-        self._sources = list(places.values())
-        self.shapes = {name: shapes[name] for name in dict.fromkeys(self._sources)}
-        self.dtypes = dict.fromkeys(self.shapes, "F32")
-        for name, place in places.items():
-            kind = header.tensors[name].kind.name
-            # Vectors are changed by some processors (norms), matrices only turned.
-            if kind in ("F16", "BF16") and len(self.shapes[place]) > 1:
-                if self._sources.count(place) == 1:
-                    self.dtypes[place] = kind
-
-    def read(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield each tensor once as `[…]` float32, with its name; one is in memory.
-
-        Raises:
-          ValueError: a tensor is of a type that cannot be dequantised, or its shape is
-            not the model's.
-        """
-        header, waiting = self._header, list(self._sources)
-        content = np.memmap(header.path, mode="r", dtype=np.uint8)
-        joined: dict[str, Any] = {}
-        with ThreadPoolExecutor(2) as threads:
-            for name, entry in header.weights.items():
-                place = waiting.pop(0)
-                with _reading(header.path, f"{name!r} cannot be dequantised"):
-                    done = self._processor.process(
-                        weights=_values(content, entry, threads),
-                        name=name,
-                        tensor_key_mapping=self._mapping,
-                        parsed_parameters={"tensors": joined},
-                    )
-                if done.name is not None:
-                    yield place, self._checked(place, done.weights)
-                elif place not in waiting:  # all its parts are there
-                    yield place, self._checked(place, joined.pop(place).numpy())
-                del done
-
-    def _checked(self, name: str, values: np.ndarray) -> np.ndarray:
-        if values.shape != self.shapes[name]:
-            raise _Refusal(
-                self._header.path,
-                f"it holds {name!r} as {list(values.shape)}, but the model of its "
-                f"metadata has it as {list(self.shapes[name])}",
-            )
-        return np.ascontiguousarray(values)
-
-
-def _values(content: np.ndarray, entry: Entry, threads: ThreadPoolExecutor) -> Any:
-    """Dequantise one tensor, some rows at a time."""
     n_columns = entry.shape[-1]
     rows = content[entry.start : entry.start + entry.n_bytes]
     rows = rows.reshape(math.prod(entry.shape[:-1]), -1)

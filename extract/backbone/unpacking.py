@@ -16,12 +16,12 @@ import numpy as np
 
 from extract.backbone.gguf import (
     Header,
-    Weights,
     config_of,
     generation_of,
     read_header,
     tokenizer_of,
 )
+from extract.backbone.gguf_weights import Weights
 from extract.backbone.names import is_gguf
 from extract.run.console import Progress, Update
 from extract.run.files import (

@@ -7,6 +7,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -32,6 +34,10 @@ def tiny(architecture, **changes):
     torch.manual_seed(0)
     if architecture == "llama":
         model = LlamaForCausalLM(LlamaConfig(**{**SHAPE, **changes}))
+    elif architecture == "lfm2":
+        kinds = {"layer_types": ["conv", "full_attention"], "norm_eps": 1e-5}
+        kinds |= {"block_auto_adjust_ff_dim": False, "tie_word_embeddings": True}
+        model = Lfm2ForCausalLM(Lfm2Config(**{**SHAPE, **kinds, **changes}))
     else:
         shape = {**SHAPE, "sliding_window": 4, "tie_word_embeddings": True, **changes}
         model = Gemma3ForCausalLM(Gemma3TextConfig(**shape))
@@ -45,6 +51,8 @@ def _as_llama_cpp(architecture, name, values, config):
     """Return a tensor as llama.cpp's converter lays it out."""
     if architecture == "gemma3" and name.endswith("norm.weight"):
         return values + 1
+    if name.endswith("conv.conv.weight"):
+        return values[:, 0]
     heads = {
         "q_proj": config.num_attention_heads,
         "k_proj": config.num_key_value_heads,
@@ -84,15 +92,21 @@ def write_gguf(
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if architecture == "lfm2":
+        writer.add_head_count_kv([0, config.num_key_value_heads])
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+        writer.add_vocab_size(config.vocab_size)
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     if architecture == "gemma3":
         writer.add_key_length(config.head_dim)
         writer.add_sliding_window(config.sliding_window)
         writer.add_rope_freq_base(1e6)
     else:
         writer.add_rope_dimension_count(config.head_dim)
-        writer.add_rope_freq_base(10_000.0)
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     if scaling:
         writer.add_string(f"{architecture}.rope.scaling.type", scaling)
         writer.add_rope_scaling_factor(8.0)
