@@ -9,13 +9,14 @@ import numpy as np
 from benchmarks.baselines.perplexity import perplexity_scores
 from benchmarks.baselines.text import text_scores
 from extract.generate.requests import answer_config
-from extract.records import IN_DOMAIN, SETTINGS, Setting
+from extract.records import IN_DOMAIN, Setting
 from extract.run.console import Progress, Update
 from extract.run.contents import (
     left_out_file,
     read_answers,
     read_examples,
     row_files,
+    settings_of,
 )
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
@@ -48,7 +49,7 @@ def detectors_of(run: RunDir, setting: Setting) -> tuple[list[Scored], list[Resu
         name: heads[name]["scores"]
         for name in ("champion", "late_fusion_singles", "late_fusion_all")
     }
-    if setting == "with_context":
+    if setting == "with_context" and len(settings_of(run)) > 1:
         alone, _ = read_selection(run, "single_pass")
         scores["without_closed_book"] = alone["champion"]["scores"]
     scores |= {"hidden_only": logits[:, 0], "early_fusion": logits[:, EVERY_FAMILY]}
@@ -123,7 +124,8 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
     set_compiler(run.preset)
     bootstrap = bootstrap_of(run)
     made, curves = [], {}
-    for n_done, setting in enumerate(SETTINGS, start=1):
+    settings = settings_of(run)
+    for n_done, setting in enumerate(settings, start=1):
         _, rows = load_rows(run, setting)
         pairs = [("champion", rival) for rival in RIVALS]
         detectors, chosen = detectors_of(run, setting)
@@ -131,7 +133,7 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
         made += detection_rows(detectors, rows, bootstrap, pairs=pairs)
         curves[setting], calibration = _reliability(run, setting)
         made += calibration
-        update(n_done, len(SETTINGS))
+        update(n_done, len(settings))
     if answer_config(run).prompt.overlong != "refuse":
         made += prompt_rows(run)
     write_json_atomic(run.path / "reliability.json", curves)
