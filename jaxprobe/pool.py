@@ -1,8 +1,8 @@
 """The pool that heads are selected from: encoders of both passes, by position.
 
 With context the pool is the with-context encoders, then the closed-book ones reading
-the closed-book pass of the same question. Closed-book it is the closed-book encoders, and
-in a run of one setting alone that setting's.
+the closed-book pass of the same question. Closed-book it is the closed-book encoders.
+In a run of one setting it is that setting's alone.
 """
 
 from collections.abc import Callable, Sequence
