@@ -41,7 +41,8 @@ def _shown(question: Question, context: Context) -> tuple[Passage, ...]:
         return ()
     if context == "all":
         return question.passages
-    return tuple(p for p in question.passages if p.is_supporting)
+    found = tuple(p for p in question.passages if p.is_supporting)
+    return found[:1] if context == "first" else found
 
 
 class _Row(NamedTuple):
