@@ -29,7 +29,7 @@ from extract.run.lock import utc_now
 
 Preset = Literal["demo", "smoke", "paper"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)
-FORMAT, VERSION = "beatrice-run", 3
+FORMAT, VERSION = "beatrice-run", 4
 Section = TypeVar("Section")
 
 _PACKAGES = (
