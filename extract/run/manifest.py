@@ -99,7 +99,7 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What the file holds, beside its own SHA-256."""
 
     format: Literal["beatrice-run"]
-    version: Literal[3]
+    version: Literal[4]
     preset: Preset
     seed: int
     sections: dict[str, dict[str, Any]]
