@@ -35,6 +35,7 @@ TITLED = [
     Passage(title=" ", text="Another."),
 ]
 SHOWN = {
+    "few-shot": "Sid & Nancy: It was released in 1986.\nA film of Alex Cox.\nAnother.",
     "paper": "Sid & Nancy: It was released in 1986.\nA film of Alex Cox.\nAnother.",
     "short": "It was released in 1986. A film of Alex Cox. Another.",
 }
