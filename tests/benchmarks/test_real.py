@@ -67,9 +67,7 @@ TINY = PackagedModel(
     file="tiny.gguf",
     sha256=hashlib.sha256(b"".join(CONTENT)).hexdigest(),
     n_bytes=30,
-    pieces=tuple(
-        (f"tiny_model_part{i}==1.0", f"part{i}/data.bin") for i in range(2)
-    ),
+    pieces=tuple((f"tiny_model_part{i}==1.0", f"part{i}/data.bin") for i in range(2)),
     terms=("tiny_model==1.0", "TERMS.html"),
     licence="Tiny's own terms",
     minutes={},
@@ -127,9 +125,7 @@ def write_questions(folder, n_train=128, n_evaluation=32, n_ood=40):
     known = [e for e in asked if e.split != "ood"]
     held_out = [e for e in asked if e.split == "ood"]
     folder.mkdir()
-    rows = [
-        {"question": e.question, "answer": str(list(e.golds))} for e in known[::2]
-    ]
+    rows = [{"question": e.question, "answer": str(list(e.golds))} for e in known[::2]]
     pub.write_table(folder / "trivia.csv", rows, header=False)
     oracle = [
         {
