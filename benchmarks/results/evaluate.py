@@ -10,6 +10,7 @@ from benchmarks.baselines.length import (
     length_features,
     length_scores,
     majority_scores,
+    rows_at_equal_length,
 )
 from benchmarks.baselines.perplexity import perplexity_scores
 from benchmarks.baselines.probe import probe_scores
@@ -142,6 +143,8 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
         detectors, chosen = detectors_of(run, setting)
         made += chosen
         made += detection_rows(detectors, rows, bootstrap, pairs=pairs)
+        n_tokens = length_features(run, rows)[:, 0]
+        made += rows_at_equal_length(detectors, rows, n_tokens, bootstrap)
         curves[setting], calibration = _reliability(run, setting)
         made += calibration
         update(n_done, len(SETTINGS))
