@@ -61,6 +61,7 @@ class Loopback:
             temperature=body["temperature"],
             top_p=body.get("top_p", 1.0),
             top_k=body.get("top_k") or None,
+            stop=tuple(body.get("stop") or ()),
         )
         with self._model_lock:
             ((_, found),) = self.generator.stream([prompt], config)
