@@ -1,6 +1,8 @@
 """The stage that calibrates the selected heads and saves the detector."""
 
 import dataclasses
+import json
+from collections import Counter
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -9,7 +11,7 @@ import numpy as np
 
 from extract.records import SETTINGS, Setting
 from extract.run.console import Progress, Update
-from extract.run.contents import read_examples, row_files
+from extract.run.contents import read_answers, read_examples, row_files
 from extract.run.directory import RunDir
 from extract.run.manifest import Preset, read_manifest
 from extract.run.stages import Stage
@@ -141,6 +143,12 @@ def _training_scripts(run: RunDir) -> str:
     return " ".join(scripts_of(texts))
 
 
+def _usual_stop(run: RunDir) -> str:
+    """Return the token that ended most answers, as text; "" where none ended."""
+    found = Counter(a.stop_id for a in read_answers(run) if a.stop_id is not None)
+    return str(found.most_common(1)[0][0]) if found else ""
+
+
 def _calibrate(
     run: RunDir, config: CalibrateConfig, update: Update, progress: Progress
 ) -> None:
@@ -160,6 +168,8 @@ def _calibrate(
             "layer": str(chosen_layer(run)),
             "template": prompt["template"],
             "chat": "yes" if prompt["chat"] else "no",
+            "shots": json.dumps(prompt["shots"]),
+            "stop_id": _usual_stop(run),
             "model_dtype": backbone["dtype"],
             "model": backbone["model"],
             "answer_span": sections["extract"]["answer_span"],

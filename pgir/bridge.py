@@ -12,8 +12,9 @@ import numpy as np
 
 from extract.backbone.loading import Backbone
 from extract.generate.local import generate
-from extract.generate.prompts import PromptTemplate, build_prompt
+from extract.generate.prompts import build_prompt
 from extract.generate.requests import GenerationConfig, Request, plan_batches
+from extract.generate.templates import PromptTemplate
 from extract.records import Answer, Passage, Setting
 from extract.signals.batch import Signals
 from extract.signals.plan import AnswerSpan, TokenSequence, sequence_of

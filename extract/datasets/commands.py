@@ -20,6 +20,7 @@ from extract.datasets.options import (
     prompt_config,
     question_options,
     sources_of,
+    stop_strings,
     take_files,
 )
 from extract.run.console import Progress, RunPath, Update
@@ -267,7 +268,11 @@ def _make_run(
     )
     check_backbone(backbone, kept.get("hidden_layers"))
     generation = ANSWER_PRESETS[preset].generation
-    length = options["max_new_tokens"] or generation.max_new_tokens
+    generation = dataclasses.replace(
+        generation,
+        max_new_tokens=options["max_new_tokens"] or generation.max_new_tokens,
+        stop=stop_strings(options),
+    )
     asked = NewRun(
         preset=preset,
         seed=options["seed"],
@@ -277,7 +282,7 @@ def _make_run(
             "answer": dataclasses.replace(
                 ANSWER_PRESETS[preset],
                 prompt=prompt_config(options),
-                generation=dataclasses.replace(generation, max_new_tokens=length),
+                generation=generation,
             ),
             "extract": dataclasses.replace(EXTRACT_PRESETS[preset], **kept),
         },

@@ -192,9 +192,24 @@ _ASKING = (
     ),
     click.option(
         "--template",
-        type=click.Choice(["paper", "short"]),
+        type=click.Choice(["paper", "short", "few-shot"]),
         default="paper",
-        help="The prompt's words: appendix A's, or what the embedded model was taught.",
+        help="The prompt's words: appendix A's, what the embedded model was taught, or "
+        "worked examples before the question, which a base model needs.",
+    ),
+    click.option(
+        "--shots",
+        metavar="FILE",
+        type=click.Path(path_type=Path),
+        help="The worked examples, JSON lines of question, answer and context; "
+        "default: four of our own.",
+    ),
+    click.option(
+        "--stop",
+        multiple=True,
+        metavar="TEXT",
+        help=r"Ends an answer where it begins; may be given several times, \\n is a "
+        "line feed. Default: a line feed with few-shot, else nothing.",
     ),
     click.option(
         "--chat/--plain",
@@ -273,10 +288,24 @@ def build_config(options: dict[str, Any]) -> "BuildConfig":
 def prompt_config(options: dict[str, Any]) -> "PromptConfig":
     """Return how the questions are put."""
     from extract.generate.requests import PromptConfig
+    from extract.generate.templates import SHOTS, read_shots
 
+    is_shown = options["template"] == "few-shot"
+    if options["shots"] is not None and not is_shown:
+        raise click.UsageError("--shots is for --template few-shot; give both")
+    given = SHOTS if options["shots"] is None else read_shots(options["shots"])
     return PromptConfig(
+        shots=given if is_shown else (),
         template=options["template"],
         chat=options["chat"],
         overlong=options["overlong"],
         window=options["window"],
     )
+
+
+def stop_strings(options: dict[str, Any]) -> tuple[str, ...]:
+    """Return the texts that end an answer; a shell cannot easily give a line feed."""
+    given = tuple(text.replace(r"\n", "\n") for text in options["stop"])
+    if not all(given):
+        raise click.BadParameter("expected a text, found none", param_hint="--stop")
+    return given or (("\n",) if options["template"] == "few-shot" else ())

@@ -70,6 +70,7 @@ def answer_identity(config: AnswerConfig) -> dict[str, Any]:
     return dataclasses.asdict(config.prompt) | {
         "schema": SCHEMA_VERSION,
         "max_new_tokens": config.generation.max_new_tokens,
+        "stop": list(config.generation.stop),
     }
 
 
@@ -138,7 +139,9 @@ def _note_shares(run: RunDir, config: AnswerConfig, progress: Progress) -> None:
 
 
 def _greedy(config: AnswerConfig) -> SamplingConfig:
-    return SamplingConfig(max_new_tokens=config.generation.max_new_tokens)
+    return SamplingConfig(
+        max_new_tokens=config.generation.max_new_tokens, stop=config.generation.stop
+    )
 
 
 def _answer(

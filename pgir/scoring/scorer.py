@@ -5,12 +5,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import model_path
 from extract.generate.prompts import apply_template
 from extract.generate.requests import GenerationConfig, PromptConfig, plan_batches
+from extract.generate.templates import Shot
 from extract.records import Setting
 from extract.run.directory import RunDir
 from extract.run.manifest import read_manifest
@@ -96,6 +98,9 @@ class Scorer:
         asking = PromptConfig(
             template=detector.facts["template"],
             chat=detector.facts.get("chat", "no") == "yes",
+            shots=msgspec.json.decode(
+                detector.facts.get("shots", "[]"), type=tuple[Shot, ...]
+            ),
         )
         probed = ProbedBackbone(
             load_backbone(
@@ -203,12 +208,14 @@ class Scorer:
                     f"unknown argument {odd[0]!r}; known are {', '.join(sorted(names))}"
                 )
             row = GivenAnswer(**row)
+        stop = self._probed.detector.facts.get("stop_id")
         with self._probed.lock:
             return prepare(
                 self._probed.backbone.tokenizer,
                 self._probed.template,
                 row,
                 answer_span=self._probed.answer_span,
+                stop_id=int(stop) if stop else None,
             )
 
     def score_prepared(
