@@ -96,6 +96,36 @@ def auprc(scores: np.ndarray, labels: np.ndarray) -> Metric:
     return Metric(float((found / flagged).mean()))
 
 
+def stratified_auroc(
+    scores: np.ndarray, labels: np.ndarray, strata: np.ndarray
+) -> Metric:
+    """AUROC within strata: of right-wrong pairs of one stratum, the share in order.
+
+    Pairs of two strata do not count, so what only tells strata apart has one half. Each
+    pair counts once, ties half; a stratum of one class has no pair.
+
+    Args:
+      scores: `[n_examples]`.
+      labels: `[n_examples]` bool.
+      strata: `[n_examples]`, equal where examples are compared.
+    """
+    if reason := _undefined(scores, labels):
+        return Metric(math.nan, reason)
+    credit = n_pairs = 0.0
+    for own in paired_strata(labels, strata):
+        n = float(labels[own].sum() * (~labels[own]).sum())
+        credit, n_pairs = credit + n * auroc(scores[own], labels[own]).value, n_pairs + n
+    if not n_pairs:
+        return Metric(math.nan, "no stratum has right and wrong answers")
+    return Metric(credit / n_pairs)
+
+
+def paired_strata(labels: np.ndarray, strata: np.ndarray) -> list[np.ndarray]:
+    """Return the indices of each stratum that has right and wrong answers."""
+    found = (np.flatnonzero(strata == one) for one in np.unique(strata))
+    return [own for own in found if 0 < labels[own].sum() < len(own)]
+
+
 def _rising(
     scores: np.ndarray, labels: np.ndarray, weights: np.ndarray
 ) -> Iterator[tuple[np.ndarray | None, np.ndarray | None]]:
@@ -156,6 +186,25 @@ def weighted_metrics(
             # As for AUROC, a resample without a right answer says nothing of ranking.
             "auprc": np.where(n_right >= 1, precision / found, np.float32(np.nan)),
         }
+
+
+def weighted_stratified(
+    scores: np.ndarray, labels: np.ndarray, weights: np.ndarray, *, strata: np.ndarray
+) -> dict[str, np.ndarray]:
+    """`stratified_auroc` under many weightings of the same examples.
+
+    Arguments and result are those of `weighted_metrics`, with AUROC alone; NaN where a
+    resample has no pair.
+    """
+    credit, n_pairs = np.zeros((2, weights.shape[1]))
+    for own in paired_strata(labels, strata):
+        drawn, is_right = weights[own], labels[own]
+        n = drawn[is_right].sum(axis=0) * drawn[~is_right].sum(axis=0)
+        found = weighted_metrics(scores[own], is_right, drawn)["auroc"]
+        credit += np.where(n > 0, found, 0) * n
+        n_pairs += n
+    with np.errstate(invalid="ignore"):
+        return {"auroc": credit / n_pairs}
 
 
 def drawn_clusters(n_clusters: int, config: BootstrapConfig) -> Iterator[np.ndarray]:

@@ -6,7 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.baselines.length import (
+    length_features,
+    length_scores,
+    majority_scores,
+)
 from benchmarks.baselines.perplexity import perplexity_scores
+from benchmarks.baselines.probe import probe_scores
 from benchmarks.baselines.text import text_scores
 from extract.generate.requests import answer_config
 from extract.records import IN_DOMAIN, SETTINGS, Setting
@@ -19,13 +25,13 @@ from extract.run.contents import (
 )
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
-from extract.run.results import RIVALS, ResultRow, publish, rows_file
+from extract.run.results import FLOORS, RIVALS, ResultRow, publish, rows_file
 from extract.run.stages import Stage
 from jaxprobe import checkpoint
 from jaxprobe.calibration import Reliability, brier, ece, reliability
 from jaxprobe.detector import Detector
 from jaxprobe.evaluation import Scored, bootstrap_of, detection_rows
-from jaxprobe.features.rows import load_rows
+from jaxprobe.features.rows import chosen_layer, load_rows
 from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
 from jaxprobe.fit.stage import EVERY_FAMILY, encoder_folders
 from jaxprobe.pool import read_selection
@@ -56,6 +62,10 @@ def detectors_of(run: RunDir, setting: Setting) -> tuple[list[Scored], list[Resu
         scores[f"encoder:{name}"] = logits[:, subset]
     scores["tfidf"], chosen = text_scores(run, rows)
     scores["perplexity"] = perplexity_scores(store)
+    scores["answer_length"] = length_scores(length_features(run, rows), rows)
+    scores["majority"] = majority_scores(rows)
+    probes, of_probes = probe_scores(store, rows, chosen_layer(run))
+    scores |= probes
     control = tree["control"]
     permuted = Scored(
         name="permuted_labels",
@@ -63,7 +73,7 @@ def detectors_of(run: RunDir, setting: Setting) -> tuple[list[Scored], list[Resu
         labels=np.asarray(control["labels"], dtype=bool),
     )
     detectors = [Scored(name=name, scores=own) for name, own in scores.items()]
-    return [*detectors, permuted], [chosen]
+    return [*detectors, permuted], [chosen, *of_probes]
 
 
 def _bins(curve: Reliability) -> list[dict[str, Any]]:
@@ -125,7 +135,10 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
     made, curves = [], {}
     for n_done, setting in enumerate(SETTINGS, start=1):
         _, rows = load_rows(run, setting)
-        pairs = [("champion", rival) for rival in RIVALS]
+        pairs = {
+            "paired": [("champion", rival) for rival in RIVALS],
+            "floor_paired": FLOORS.items(),
+        }
         detectors, chosen = detectors_of(run, setting)
         made += chosen
         made += detection_rows(detectors, rows, bootstrap, pairs=pairs)

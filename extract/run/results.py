@@ -48,6 +48,13 @@ DETECTORS = {
     "late_fusion_all": "Late fusion, all encoders",
     "tfidf": "Text only (TF-IDF)",
     "perplexity": "Answer perplexity",
+    "answer_length": "Answer length",
+    "majority": "Majority class",
+    "probe:H": "Linear probe on hidden states",
+    "probe:P": "Linear probe on probabilities",
+    "probe:R": "Linear probe on the residual stream",
+    "probe:A": "Linear probe on attention",
+    "probe:HPRA": "Linear probe on all families",
 }
 CROSS_FIT = "pgir_cross_fit"  # is there only where `control --cross-fit` asks for it
 CONTROLLERS = {
@@ -66,6 +73,17 @@ RIVALS = {
     "encoder:A": "Attention only",
     "early_fusion": DETECTORS["early_fusion"],
     "tfidf": DETECTORS["tfidf"],
+    "answer_length": DETECTORS["answer_length"],
+    "probe:H": DETECTORS["probe:H"],
+    "probe:HPRA": DETECTORS["probe:HPRA"],
+}
+# What each encoder is compared with: a linear probe that reads the same signals.
+FLOORS = {
+    "encoder:H": "probe:H",
+    "encoder:P": "probe:P",
+    "encoder:R": "probe:R",
+    "encoder:A": "probe:A",
+    "early_fusion": "probe:HPRA",
 }
 # Not a controller: what the drafts of PGIR would give to one that knows the answers.
 BOUNDS = {"perfect_judge": "PGIR's drafts, judged without error"}

@@ -33,6 +33,13 @@ STRENGTH = {
     "without_closed_book": 0.885,
     "tfidf": 0.74,
     "perplexity": 0.84,
+    "answer_length": 0.6,
+    "majority": 0.5,
+    "probe:H": 0.85,
+    "probe:P": 0.83,
+    "probe:R": 0.82,
+    "probe:A": 0.81,
+    "probe:HPRA": 0.88,
     "permuted_labels": 0.5,
 }
 SUBSETS = [
