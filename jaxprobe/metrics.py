@@ -114,7 +114,10 @@ def stratified_auroc(
     credit = n_pairs = 0.0
     for own in paired_strata(labels, strata):
         n = float(labels[own].sum() * (~labels[own]).sum())
-        credit, n_pairs = credit + n * auroc(scores[own], labels[own]).value, n_pairs + n
+        credit, n_pairs = (
+            credit + n * auroc(scores[own], labels[own]).value,
+            n_pairs + n,
+        )
     if not n_pairs:
         return Metric(math.nan, "no stratum has right and wrong answers")
     return Metric(credit / n_pairs)

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.results.findings import as_latex, as_markdown, findings, remarks
 from benchmarks.results.paired import paired_table
 from benchmarks.results.report import ReportData, write_report
 from benchmarks.results.saved import read_control, read_reliability
@@ -21,6 +22,7 @@ from extract.run.contents import (
     read_labels,
 )
 from extract.run.directory import RunDir
+from extract.run.files import write_text_atomic
 from extract.run.results import (
     ResultTable,
     asked_for,
@@ -80,9 +82,20 @@ def report_data(run: RunDir) -> ReportData:
     )
 
 
+def findings_files(run: RunDir) -> list[Path]:
+    """Return where the answers to the paper's questions lie: Markdown and LaTeX."""
+    return [run.path / f"findings.{kind}" for kind in ("md", "tex")]
+
+
 def _report(run: RunDir, config: None, update: Update, progress: Progress) -> None:
     gather(run, progress)
-    write_report(report_data(run), run.report)
+    data = report_data(run)
+    answered = findings(data.rows, data.accuracy)
+    told = remarks(data.rows, data.accuracy, data.sweep, data.selection)
+    markdown, latex = findings_files(run)
+    write_text_atomic(markdown, as_markdown(answered, told))
+    write_text_atomic(latex, as_latex(answered))
+    write_report(data, run.report)
 
 
 REPORT = Stage(
@@ -98,7 +111,7 @@ REPORT = Stage(
         rows_file(run, "control"),
         *(rows_file(run, name) for name in asked_for(run)),
     ],
-    outputs=lambda run: [run.report, run.results],
+    outputs=lambda run: [run.report, run.results, *findings_files(run)],
     work=_report,
 )
 

@@ -85,6 +85,11 @@ FLOORS = {
     "encoder:A": "probe:A",
     "early_fusion": "probe:HPRA",
 }
+# What a family has alone before perplexity, and what it adds to the other three.
+FAMILY_PAIRS = (
+    *((f"encoder:{family}", "perplexity") for family in "HPRA"),
+    *(("early_fusion", f"encoder:{others}") for others in ("PRA", "HRA", "HPA", "HPR")),
+)
 # Not a controller: what the drafts of PGIR would give to one that knows the answers.
 BOUNDS = {"perfect_judge": "PGIR's drafts, judged without error"}
 CONTROLS = {"permuted_labels": "Trained on permuted labels"}
