@@ -15,13 +15,14 @@ from benchmarks.baselines.perplexity import perplexity_scores
 from benchmarks.baselines.probe import layer_scores, probe_scores
 from benchmarks.baselines.text import text_scores
 from extract.generate.requests import answer_config
-from extract.records import IN_DOMAIN, SETTINGS, Setting
+from extract.records import IN_DOMAIN, Setting
 from extract.run.console import Progress, Update
 from extract.run.contents import (
     left_out_file,
     read_answers,
     read_examples,
     row_files,
+    settings_of,
 )
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
@@ -63,7 +64,7 @@ def detectors_of(run: RunDir, setting: Setting) -> tuple[list[Scored], list[Resu
         name: heads[name]["scores"]
         for name in ("champion", "late_fusion_singles", "late_fusion_all")
     }
-    if setting == "with_context":
+    if setting == "with_context" and len(settings_of(run)) > 1:
         alone, _ = read_selection(run, "single_pass")
         scores["without_closed_book"] = alone["champion"]["scores"]
     scores |= {"hidden_only": logits[:, 0], "early_fusion": logits[:, EVERY_FAMILY]}
@@ -163,7 +164,8 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
     set_compiler(run.preset)
     bootstrap = bootstrap_of(run)
     made, curves = [], {}
-    for n_done, setting in enumerate(SETTINGS, start=1):
+    settings = settings_of(run)
+    for n_done, setting in enumerate(settings, start=1):
         store, rows = load_rows(run, setting)
         pairs = {
             "paired": [("champion", rival) for rival in RIVALS],
@@ -176,7 +178,7 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
         made += layer_rows(store, rows, chosen_layer(run), bootstrap)
         curves[setting], calibration = _reliability(run, setting)
         made += calibration
-        update(n_done, len(SETTINGS))
+        update(n_done, len(settings))
     if answer_config(run).prompt.overlong != "refuse":
         made += prompt_rows(run)
     write_json_atomic(run.path / "reliability.json", curves)

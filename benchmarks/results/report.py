@@ -65,6 +65,7 @@ class ReportData:
         mean_p, accuracy, n}`.
       control: `{"tau", "budget", "cap", "frontier": [{dataset, budget, em, f1,
         generations}]}`.
+      why_no_control: why there are no controllers, in words; empty where there are.
       cases: `{dataset, question, golds, action, verdict, drafts}`; a draft is
         `{setting, answer, p_correct, correct, passages, tokens}`; a token `{text, span,
         p, surprisal, entropy, margin}`, the span one of context, question, answer, the
@@ -82,6 +83,7 @@ class ReportData:
     reliability: Mapping[str, Mapping[str, Any]]
     control: Mapping[str, Any]
     cases: Sequence[Mapping[str, Any]]
+    why_no_control: str = ""
     ranking: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     ablations: Mapping[str, Mapping[str, Sequence[str]]] = dataclasses.field(
         default_factory=dict
@@ -156,10 +158,11 @@ def accuracy_grid(data: ReportData) -> dict[str, Any]:
 
 def missing(data: ReportData) -> list[str]:
     """Name the detectors and controllers that a full run has and this one lacks."""
-    expected = {
-        "detection": {**DETECTORS, **CONTROLS},
-        "controller": {**CONTROLLERS, **BOUNDS},
-    }
+    expected = {"detection": {**DETECTORS, **CONTROLS}}
+    if not data.why_no_control:
+        expected["controller"] = {**CONTROLLERS, **BOUNDS}
+    if len(data.selection) == 1:  # of the with-context pass beside the other
+        del expected["detection"]["without_closed_book"]
     return [
         label
         for experiment, labels in expected.items()

@@ -379,4 +379,5 @@ def set_names(
     return [
         (label, [spelled(name, setting) for setting in ablations])
         for name, label in labels.items()
+        if name == "champion" or any(name in found for found in ablations.values())
     ]
