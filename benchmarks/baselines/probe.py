@@ -8,18 +8,20 @@ channel are read, of the question and the passages the mean.
 import numpy as np
 
 from benchmarks.baselines.linear import scores_of, standardise
-from extract.records import IN_DOMAIN
+from extract.records import IN_DOMAIN, Setting
 from extract.run.results import ResultRow
 from extract.store.read import FeatureStore, read_family
 from jaxprobe.features.reading import ANSWER, SPANS, mean_answer_states
 from jaxprobe.features.rows import Rows
 from jaxprobe.features.subsets import FAMILIES, LETTERS
 
-_MOST_BYTES = 1 << 26  # of one family's rows in memory together
-
 
 def pooled_signals(
-    store: FeatureStore, setting: str, family: str, layer: int | None
+    store: FeatureStore,
+    setting: Setting,
+    family: str,
+    layer: int | None,
+    most_bytes: int = 1 << 26,
 ) -> np.ndarray:
     """Return what a probe reads of one family of every row.
 
@@ -30,6 +32,7 @@ def pooled_signals(
       setting: decides which spans are read.
       family: one of `FAMILIES`.
       layer: of the hidden family; None for the others.
+      most_bytes: of the family's tokens in memory together, as float32.
 
     Returns:
       `[n_rows, n_parts * width]` float32: mean, least and largest of the answer, then
@@ -42,7 +45,7 @@ def pooled_signals(
     width = int(np.prod(shape))
     pooled = np.zeros((len(spec.keys), 3 + len(others), width), np.float32)
     first_rows = spec.family_offsets(family)[:-1]
-    part = first_rows // max(1, _MOST_BYTES // (4 * width))
+    part = first_rows // max(1, most_bytes // (4 * width))
     for chunk in np.split(np.arange(len(part)), np.flatnonzero(np.diff(part)) + 1):
         ragged = read_family(store, family, chunk, layer=layer)
         for i, row in enumerate(chunk):

@@ -10,6 +10,7 @@ from benchmarks.baselines.length import (
     length_features,
     length_scores,
     majority_scores,
+    rows_at_equal_length,
 )
 from benchmarks.baselines.perplexity import perplexity_scores
 from benchmarks.baselines.probe import layer_scores, probe_scores
@@ -176,6 +177,8 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
         made += chosen
         made += detection_rows(detectors, rows, bootstrap, pairs=pairs)
         made += layer_rows(store, rows, chosen_layer(run), bootstrap)
+        n_tokens = length_features(run, rows)[:, 0]
+        made += rows_at_equal_length(detectors, rows, n_tokens, bootstrap)
         curves[setting], calibration = _reliability(run, setting)
         made += calibration
         update(n_done, len(settings))

@@ -8,7 +8,12 @@ from typing import Any
 import jinja2
 
 from benchmarks.results.findings import findings, grids, measured, remarks, sentences
-from benchmarks.results.paired import gain, paired_table
+from benchmarks.results.paired import (
+    equal_length_table,
+    floor_table,
+    gain,
+    paired_table,
+)
 from benchmarks.results.pictures import (
     frontier_pictures,
     ranking_pictures,
@@ -202,6 +207,9 @@ def render_report(data: ReportData) -> str:
             remarks=remarks(data.rows, data.accuracy, data.sweep, data.selection),
             detection=detection_table(data.rows),
             paired=paired_table(data.rows),
+            floors=floor_table(data.rows),
+            at_equal_length=equal_length_table(data.rows),
+            at_equal_length_paired=paired_table(data.rows, "at_equal_length_paired"),
             permuted=detection_table(data.rows, labels=CONTROLS),
             spans=detection_table(
                 data.rows,

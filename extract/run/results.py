@@ -90,6 +90,12 @@ FAMILY_PAIRS = (
     *((f"encoder:{family}", "perplexity") for family in "HPRA"),
     *(("early_fusion", f"encoder:{others}") for others in ("PRA", "HRA", "HPA", "HPR")),
 )
+# What is measured among answers of equally many tokens too; the first against the rest.
+AT_EQUAL_LENGTH = {
+    "champion": DETECTORS["champion"],
+    **RIVALS,
+    **{name: DETECTORS[name] for name in ("probe:P", "probe:R", "probe:A")},
+}
 # Not a controller: what the drafts of PGIR would give to one that knows the answers.
 BOUNDS = {"perfect_judge": "PGIR's drafts, judged without error"}
 CONTROLS = {"permuted_labels": "Trained on permuted labels"}
@@ -98,7 +104,8 @@ SPAN_DECISIONS = {
     "literal": "Answer tokens only",
 }
 
-SHARES = ("auroc", "auprc", "em", "f1", "brier", "ece", "cut")  # or their differences
+# Of these a value lies in [0, 1], and a difference in [-1, 1].
+SHARES = ("auroc", "auprc", "em", "f1", "brier", "ece", "cut", "unmatched")
 RowSetting = Literal["closed_book", "with_context", "both"]
 
 

@@ -9,7 +9,9 @@ import msgspec
 from benchmarks.results.report import ReportData
 from extract.records import IN_DOMAIN
 from extract.run.results import (
+    AT_EQUAL_LENGTH,
     FAMILY_PAIRS,
+    FLOORS,
     RIVALS,
     ResultRow,
     ResultTable,
@@ -290,6 +292,19 @@ def paired_rows():
         fields = dict(experiment="paired", against=against, p_value=0.2)
         noise = round(0.05 + 0.08 * wobble(against, setting, place), 6)
         yield row("champion", setting, place, "auroc_difference", noise, **fields)
+    for detector, setting, place in itertools.product(
+        AT_EQUAL_LENGTH, SETTINGS, PLACES
+    ):
+        fields = dict(experiment="at_equal_length")
+        yield row(detector, setting, place, "auroc", 0.7, **fields)
+        if detector == "champion":
+            yield row("answers", setting, place, "unmatched", 0.1, **fields)
+            continue
+        fields = dict(experiment="at_equal_length_paired", against=detector)
+        yield row("champion", setting, place, "auroc_difference", 0.01, **fields)
+    for encoder, setting, place in itertools.product(FLOORS, SETTINGS, PLACES):
+        fields = dict(experiment="floor_paired", against=FLOORS[encoder])
+        yield row(encoder, setting, place, "auroc_difference", 0.02, **fields)
     macro = ("macro", "evaluated")
     for against in ("no_rag", "vanilla_rag", "draft_rag"):
         fields = dict(experiment="controller_paired", against=against, p_value=0.01)
