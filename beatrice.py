@@ -39,6 +39,7 @@ VERBS = {
     "evaluate": "benchmarks.commands",
     "control": "pgir.commands",
     "report": "benchmarks.commands",
+    "compare": "benchmarks.commands",
     "score": "pgir.commands",
     "doctor": "extract.commands",
     "bench": "benchmarks.speed.commands",

@@ -11,7 +11,7 @@ from benchmarks.baselines.linear import scores_of, standardise
 from extract.records import IN_DOMAIN, Setting
 from extract.run.results import ResultRow
 from extract.store.read import FeatureStore, read_family
-from jaxprobe.features.reading import ANSWER, SPANS
+from jaxprobe.features.reading import ANSWER, SPANS, mean_answer_states
 from jaxprobe.features.rows import Rows
 from jaxprobe.features.subsets import FAMILIES, LETTERS
 
@@ -103,3 +103,19 @@ def probe_scores(
             )
         )
     return scores, chosen
+
+
+def layer_scores(store: FeatureStore, rows: Rows, layer: int) -> np.ndarray:
+    """Return the scores of a probe on the mean hidden state of the answer.
+
+    Args:
+      store: an extracted setting.
+      rows: what its rows are.
+      layer: from which the states are read (0 is the embedding).
+
+    Returns:
+      `[1, n_rows]` log-odds.
+    """
+    states = mean_answer_states(store, np.arange(len(rows.ids)), layer)
+    standardise(states, rows.where("train"))
+    return scores_of(states, rows)[0]

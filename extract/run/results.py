@@ -85,6 +85,11 @@ FLOORS = {
     "encoder:A": "probe:A",
     "early_fusion": "probe:HPRA",
 }
+# What a family has alone before perplexity, and what it adds to the other three.
+FAMILY_PAIRS = (
+    *((f"encoder:{family}", "perplexity") for family in "HPRA"),
+    *(("early_fusion", f"encoder:{others}") for others in ("PRA", "HRA", "HPA", "HPR")),
+)
 # What is measured among answers of equally many tokens too; the first against the rest.
 AT_EQUAL_LENGTH = {
     "champion": DETECTORS["champion"],

@@ -10,6 +10,7 @@ from benchmarks.results.report import ReportData
 from extract.records import IN_DOMAIN
 from extract.run.results import (
     AT_EQUAL_LENGTH,
+    FAMILY_PAIRS,
     FLOORS,
     RIVALS,
     ResultRow,
@@ -318,6 +319,15 @@ def paired_rows():
         yield msgspec.structs.replace(mean, **fields)
 
 
+def finding_rows():
+    """What families have before perplexity, and add to the others; and the layers."""
+    pairs = (*FAMILY_PAIRS, ("layer:chosen", "layer:first"))
+    for (name, against), setting, place in itertools.product(pairs, SETTINGS, PLACES):
+        fields = dict(experiment="finding", against=against, p_value=0.2)
+        noise = round(0.05 + 0.08 * wobble(name, against, setting, place), 6)
+        yield row(name, setting, place, "auroc_difference", noise, **fields)
+
+
 def with_pool(rows):
     """Add what one in-domain set gives for all of them."""
     pooled = (
@@ -331,6 +341,7 @@ def with_pool(rows):
 def sample_rows():
     """The rows, one of them undefined and one with failed examples."""
     rows = [*detection_rows(), *controller_rows(), *span_rows(), *paired_rows()]
+    rows += finding_rows()
     rows += ablation_rows(row, PLACES)
     gone = row(
         "tfidf", "with_context", PLACES[3], "auroc", None, reason="one class only"
