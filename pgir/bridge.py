@@ -12,8 +12,9 @@ import numpy as np
 
 from extract.backbone.loading import Backbone
 from extract.generate.local import generate
-from extract.generate.prompts import PromptTemplate, build_prompt
+from extract.generate.prompts import build_prompt
 from extract.generate.requests import GenerationConfig, Request, plan_batches
+from extract.generate.templates import PromptTemplate
 from extract.records import Answer, Passage, Setting
 from extract.signals.batch import Signals
 from extract.signals.plan import AnswerSpan, TokenSequence, sequence_of
@@ -57,6 +58,7 @@ class Reading:
         """
         lengths = [len(s.prob) for s in self.signals]
         starts = np.cumsum([0, *lengths[:-1]])
+        firsts = np.array([s.first_token for s in self.signals])
         rows = {
             "hidden": np.concatenate([s.hidden[:, 0] for s in self.signals]),
             "prob": np.concatenate([s.prob for s in self.signals]),
@@ -69,7 +71,7 @@ class Reading:
         n_extra = fixed_length(len(starts), ROWS) - len(starts)
         return assemble(
             rows,
-            np.concatenate([starts, np.zeros(n_extra, dtype=np.int64)]),
+            np.concatenate([starts - firsts, np.zeros(n_extra, dtype=np.int64)]),
             np.concatenate([self.spans, np.zeros((n_extra, 3, 2), dtype=np.int64)]),
             setting,
             [

@@ -143,6 +143,7 @@ def sample(
         config = answer_config(run, is_recorded=not dry_run)
         sampling = SamplingConfig(
             max_new_tokens=config.generation.max_new_tokens,
+            stop=config.generation.stop,
             temperature=temperature,
             top_p=top_p,
             top_k=top_k or None,

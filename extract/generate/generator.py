@@ -11,6 +11,8 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+import msgspec
+
 from extract.records import Record
 
 Finish = Literal["stop", "length"]
@@ -27,6 +29,7 @@ class SamplingConfig:
     top_p: float = 1.0  # keep the most probable tokens up to this mass
     top_k: int | None = None  # keep at most this many tokens; None keeps all
     seed: int = 0  # of the draws
+    stop: tuple[str, ...] = ()  # end a text where one begins, see `cut_at_stop`
 
     def __post_init__(self) -> None:
         """Refuse what no backend can do."""
@@ -36,6 +39,7 @@ class SamplingConfig:
             ("temperature", finite, "a finite number of at least 0"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("top_k", self.top_k is None or self.top_k >= 1, "None or at least 1"),
+            ("stop", all(self.stop), "texts of at least one character"),
         ):
             if not holds:
                 found = getattr(self, name)
@@ -48,9 +52,13 @@ class SamplingConfig:
 
     def as_key(self) -> dict[str, Any]:
         """Return what changes a text; draws change no greedy one."""
+        stop = {"stop": list(self.stop)} if self.stop else {}
         if self.is_greedy:
-            return {"max_new_tokens": self.max_new_tokens, "temperature": 0.0}
-        return dataclasses.asdict(self)
+            greedy = {"max_new_tokens": self.max_new_tokens, "temperature": 0.0}
+            return greedy | stop
+        drawn = dataclasses.asdict(self)
+        del drawn["stop"]
+        return drawn | stop
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,6 +97,64 @@ class Generated(Record, frozen=True, kw_only=True):
     finish: Finish  # "length" if the text was cut at its limit
     n_prompt_tokens: int | None  # as the model counts
     n_new_tokens: int | None  # likewise, the stop token included
+
+
+def find_stop(text: str, stop: Sequence[str]) -> int | None:
+    """Return the character at which the first of the stop strings begins, or None."""
+    places = [place for one in stop if (place := text.find(one)) >= 0]
+    return min(places, default=None)
+
+
+def cut_at_stop(
+    reply: Generated, stop: Sequence[str], tokenizer: Any | None
+) -> Generated:
+    """Return a text as it was before the first of the stop strings.
+
+    The token in which that string begins is the stop token: the model chose to end
+    there, and its choice is read as one of the answer. What that token holds before
+    the string (the full stop, where a full stop and a line feed are one token)
+    belongs to the text, not to the ids.
+
+    Args:
+      reply: of any backend; its ids include the stop string, if they are told.
+      stop: texts.
+      tokenizer: of the model, where ids are told.
+
+    Raises:
+      ValueError: there are ids, and no tokenizer to find the string in them.
+    """
+    if reply.token_ids is None or not stop:
+        place = find_stop(reply.text, stop)
+        if place is None:
+            return reply
+        return msgspec.structs.replace(
+            reply, text=reply.text[:place].strip(), finish="stop"
+        )
+    if tokenizer is None:
+        raise ValueError("stop strings need the model's tokenizer beside token ids")
+    text = decode_ids(tokenizer, reply.token_ids)
+    place = find_stop(text, stop)
+    if place is None:
+        return reply
+    n_kept = 0
+    while len(decode_ids(tokenizer, reply.token_ids[: n_kept + 1])) <= place:
+        n_kept += 1
+    log_probs = reply.log_probs and reply.log_probs[: n_kept + 1]
+    return msgspec.structs.replace(
+        reply,
+        text=text[:place].strip(),
+        token_ids=reply.token_ids[:n_kept],
+        stop_id=reply.token_ids[n_kept],
+        log_probs=log_probs,
+        finish="stop",
+    )
+
+
+def decode_ids(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Return the text of some ids, without special tokens, spaces as they are."""
+    return tokenizer.decode(
+        list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
 
 
 class Generator(Protocol):

@@ -1,15 +1,19 @@
 """The backend on this machine: Transformers, in batches of similar length."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -20,7 +24,10 @@ from extract.generate.generator import (
     Generated,
     GeneratorPrompt,
     SamplingConfig,
+    cut_at_stop,
+    decode_ids,
     draw_seed,
+    find_stop,
     stop_ids_of,
     tokenizer_identity,
 )
@@ -91,6 +98,43 @@ class _Choice(LogitsProcessor):
     def log_probs(self) -> list[list[float]]:
         """Return `[n_rows, n_new_tokens]` in nats, of the model itself."""
         return torch.cat(self._found, dim=1).tolist()
+
+
+class _AtText(StoppingCriteria):
+    """Ends a row when its text holds a stop string.
+
+    Texts are decoded, since one string is many tokens: a line feed ends hundreds.
+    """
+
+    def __init__(self, tokenizer: Any, width: int, stop: Sequence[str]) -> None:
+        self._tokenizer, self._width, self._stop = tokenizer, width, stop
+
+    def __call__(
+        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **_: Any
+    ) -> torch.BoolTensor:
+        """Return `[n_rows]`, whether each row is done."""
+        texts = (
+            decode_ids(self._tokenizer, row)
+            for row in input_ids[:, self._width :].tolist()
+        )
+        found = [find_stop(text, self._stop) is not None for text in texts]
+        return torch.tensor(found, device=input_ids.device)
+
+
+@contextlib.contextmanager
+def _contiguous_states(backbone: Backbone) -> Iterator[None]:
+    """Give the output matrix its states in one piece.
+
+    Of a prompt only the last states are multiplied, which is a view with holes. Torch
+    multiplies such a view in bfloat16 on a CPU by a copy of the matrix for every row:
+    58 GB for 172 rows and 262,144 words.
+    """
+    head = backbone.model.get_output_embeddings()
+    hook = head.register_forward_pre_hook(lambda _, given: (given[0].contiguous(),))
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,36 +222,48 @@ class TransformersGenerator:
                 continue
             seeds = [draw_seed(prompts[i], config) for i in batch]
             choice = _Choice(config, seeds, self.backbone.device)
-            written = self._continue([ids[i] for i in batch], n_new, choice)
+            written = self._continue([ids[i] for i in batch], config, choice)
             rows = zip(batch, written, choice.log_probs(), strict=True)
-            yield [(i, self._text(len(ids[i]), *found)) for i, *found in rows]
+            yield [
+                (i, self._text(len(ids[i]), tokens, log_probs, config.stop))
+                for i, tokens, log_probs in rows
+            ]
 
     @torch.inference_mode()
     def _continue(
-        self, prompts: Sequence[Sequence[int]], n_new: int, choice: _Choice
+        self, prompts: Sequence[Sequence[int]], config: SamplingConfig, choice: _Choice
     ) -> list[list[int]]:
         """Return the ids `[n_prompts, n_new_tokens]` that are chosen."""
         width, stops = max(map(len, prompts)), stop_ids(self.backbone)
         # Padded on the left, since generation appends to the right.
         ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts])
+        at_text = _AtText(self.backbone.tokenizer, width, config.stop)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-        written = self.backbone.model.generate(
-            input_ids=ids.to(self.backbone.device),
-            attention_mask=mask.to(self.backbone.device),
-            max_new_tokens=n_new,
-            do_sample=False,  # draws are made by the processor
-            num_beams=1,
-            repetition_penalty=1.0,  # some checkpoints bring another as their default
-            eos_token_id=list(stops),
-            pad_token_id=stops[0],
-            logits_processor=LogitsProcessorList([choice]),
-        )
+        with _contiguous_states(self.backbone):
+            written = self.backbone.model.generate(
+                input_ids=ids.to(self.backbone.device),
+                attention_mask=mask.to(self.backbone.device),
+                max_new_tokens=config.max_new_tokens,
+                do_sample=False,  # draws are made by the processor
+                num_beams=1,
+                repetition_penalty=1.0,  # some checkpoints have another default
+                eos_token_id=list(stops),
+                pad_token_id=stops[0],
+                logits_processor=LogitsProcessorList([choice]),
+                stopping_criteria=StoppingCriteriaList(
+                    [at_text] if config.stop else []
+                ),
+            )
         return written[:, width:].tolist()
 
     def _text(
-        self, n_prompt: int, tokens: list[int], log_probs: list[float]
+        self,
+        n_prompt: int,
+        tokens: list[int],
+        log_probs: list[float],
+        stop: Sequence[str],
     ) -> Generated:
-        """Return what was written before the stop token and the padding behind it."""
+        """Return what was written before it stopped, and the padding behind that."""
         stops = stop_ids(self.backbone)
         end = next((i for i, token in enumerate(tokens) if token in stops), None)
         kept = tokens[:end]
@@ -218,7 +274,7 @@ class TransformersGenerator:
                 f"{self.identity['dtype']}: its weights are damaged, or too large for "
                 "this type; check them, or load them as float32"
             )
-        return Generated(
+        whole = Generated(
             text=self.backbone.tokenizer.decode(kept, skip_special_tokens=True).strip(),
             token_ids=tuple(kept),
             stop_id=None if end is None else tokens[end],
@@ -227,6 +283,12 @@ class TransformersGenerator:
             n_prompt_tokens=n_prompt,
             n_new_tokens=n_new,
         )
+        found = cut_at_stop(whole, stop, self.backbone.tokenizer)
+        if found is whole:
+            return whole
+        # What stands behind the stop token is padding, or was written for other rows.
+        n_new = len(found.token_ids or ()) + 1
+        return msgspec.structs.replace(found, n_new_tokens=n_new)
 
 
 def generate(
@@ -250,5 +312,6 @@ def generate(
         backbone=backbone, tokens_per_batch=config.tokens_per_batch
     )
     prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r in requests]
-    found = dict(generator.stream(prompts, SamplingConfig(max_new_tokens=n_new)))
+    sampling = SamplingConfig(max_new_tokens=n_new, stop=config.stop)
+    found = dict(generator.stream(prompts, sampling))
     return [request.answer(found[i]) for i, request in enumerate(requests)]

@@ -218,7 +218,7 @@ def open_generator(
             prompt=options.price_prompt, new=options.price_new, cap=options.max_cost
         ),
     )
-    with ServedGenerator(config, stop_ids, earlier) as generator:
+    with ServedGenerator(config, stop_ids, earlier, tokenizer) as generator:
         yield generator
 
 

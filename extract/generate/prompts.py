@@ -7,13 +7,13 @@ never from tokenising a part again: a part alone may split differently.
 import contextlib
 import dataclasses
 import functools
-import html
 import re
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
+from extract.generate.templates import PromptTemplate
 from extract.records import Passage
 
 _TEMPLATE_SECONDS, _TEMPLATE_CHARACTERS = 10, 1_000_000  # far above any that is meant
@@ -192,68 +192,13 @@ def render_message(tokenizer: Any, message: str) -> Rendered:
     return Rendered(text, start, start + len(kept), message.find(kept))
 
 
-TemplateName = Literal["short", "paper"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptTemplate:
-    """The words around question and context."""
-
-    closed_book: str  # holds `{question}`
-    with_context: str  # holds `{context}` once, before `{question}`
-    between: str  # separates passages
-    # Whether a passage's title stands before its text. Published passages often leave
-    # their subject to the title ("It was released in 1994"), and whoever rewrites a
-    # context reads what the model reads.
-    has_titles: bool
-    chat: bool = False  # send as a user's message through the chat template
-
-    def passage_text(self, passage: Passage) -> str:
-        """Return one passage as it is shown: "Title: text", or its text alone."""
-        # HotpotQA's titles are escaped HTML, its texts are not.
-        title = html.unescape(passage.title).strip()
-        return f"{title}: {passage.text}" if self.has_titles and title else passage.text
-
-    def context_text(self, passages: Sequence[Passage]) -> str:
-        """Return the context as the model reads it, and as it is rewritten."""
-        return self.between.join(map(self.passage_text, passages))
-
-
-TEMPLATES: dict[TemplateName, PromptTemplate] = {
-    # What the microworld's model was taught. Every text of it names its subject, which
-    # is its title.
-    "short": PromptTemplate(
-        closed_book="Question: {question} Answer:",
-        with_context="Context: {context} Question: {question} Answer:",
-        between=" ",
-        has_titles=False,
-    ),
-    # Appendix A of the paper, "Answering prompt"; it says "retrieved passage", and
-    # nothing of titles.
-    "paper": PromptTemplate(
-        closed_book=(
-            "Please answer the following question based on your knowledge.\n\n"
-            "Question: {question}\n\nDirectly answer with the final answer without "
-            "any explanation or reasoning process:"
-        ),
-        with_context=(
-            "{context}\n\nPlease answer the following question based on your "
-            "knowledge and the context.\n\nQuestion: {question}\n\nDirectly answer "
-            "with the final answer without any explanation or reasoning process:"
-        ),
-        between="\n",
-        has_titles=True,
-    ),
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class Prompt:
     """The ids the model reads and where the context lies in them."""
 
     ids: tuple[int, ...]  # special tokens included
-    # `[start, stop)`; without a context equal numbers, after the leading special tokens
-    # and a chat's header.
+    # `[start, stop)`; without a context equal numbers, after the leading special
+    # tokens, a chat's header and the worked examples.
     context_span: tuple[int, int]
     n_unknown: int  # tokens that stand for text the tokenizer has no word for
 
@@ -275,18 +220,6 @@ def check_text(text: str, what: str) -> None:
             f"{what} has the lone surrogate U+{ord(lone.group()):04X} at character "
             f"{lone.start()}, which is no text; decode the source as UTF-8"
         )
-
-
-def _render(
-    template: PromptTemplate, question: str, context: str | None
-) -> tuple[str, tuple[int, int]]:
-    """Return the prompt's text and the characters of the context in it."""
-    if context is None:
-        return template.closed_book.replace("{question}", question), (0, 0)
-    before, after = template.with_context.split("{context}")
-    start = len(before)
-    text = before + context + after.replace("{question}", question)
-    return text, (start, start + len(context))
 
 
 def token_span(
@@ -334,17 +267,22 @@ def build_prompt(
             "use a model with a fast tokenizer (tokenizer.json)"
         )
     context = template.context_text(passages) if passages else None
-    text, characters = _render(template, question, context)
-    begin = 0
+    text, characters = template.render(question, context)
+    begin = 0 if context is not None else characters[0]
     if template.chat:
         rendered = render_message(tokenizer, text)
-        text, begin = rendered.text, rendered.start
+        text, begin = (
+            rendered.text,
+            rendered.start + max(0, begin - rendered.n_trimmed),
+        )
         if context is not None:
             start, stop = (max(0, c - rendered.n_trimmed) for c in characters)
-            characters = (start + begin, stop + begin)
+            characters = (start + rendered.start, stop + rendered.start)
         # The template writes its own special tokens, as text.
         encoded = tokenizer(text, return_offsets_mapping=True, add_special_tokens=False)
-        _refuse_control_tokens(tokenizer, text, encoded, (begin, rendered.stop))
+        _refuse_control_tokens(
+            tokenizer, text, encoded, (rendered.start, rendered.stop)
+        )
     else:
         encoded = encode_text(tokenizer, text, add_special_tokens=True)
     ids = tuple(encoded["input_ids"])

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from typing import Any, Literal, Protocol, get_args
 
 from extract.generate.generator import Generated
-from extract.generate.prompts import (
+from extract.generate.prompts import Prompt, build_prompt
+from extract.generate.templates import (
     TEMPLATES,
-    Prompt,
     PromptTemplate,
+    Shot,
     TemplateName,
-    build_prompt,
 )
 from extract.records import (
     SETTINGS,
@@ -37,6 +37,7 @@ class GenerationConfig:
 
     max_new_tokens: int = 16
     tokens_per_batch: int = 16_384  # prompt and answer tokens, padding included
+    stop: tuple[str, ...] = ()  # texts that end an answer, see `SamplingConfig`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +128,7 @@ class PromptConfig:
     chat: bool = False  # through the chat template, thinking switched off
     overlong: Overlong = "refuse"  # what happens to a prompt that does not fit
     window: int | None = None  # most tokens with the answer; None: the model's own
+    shots: tuple[Shot, ...] = ()  # of the template "few-shot", which needs some
 
     def __post_init__(self) -> None:
         """Refuse choices that do not exist."""
@@ -138,10 +140,17 @@ class PromptConfig:
                 )
         if self.window is not None and self.window < 2:
             raise ValueError(f"window: expected at least 2 tokens, found {self.window}")
+        if (self.template == "few-shot") != bool(self.shots):
+            raise ValueError(
+                f"shots: the template {self.template!r} has {len(self.shots)} worked "
+                "examples; the template few-shot needs some, and no other takes any"
+            )
 
     def prompt_template(self) -> PromptTemplate:
         """Return the words around question and context."""
-        return dataclasses.replace(TEMPLATES[self.template], chat=self.chat)
+        return dataclasses.replace(
+            TEMPLATES[self.template], chat=self.chat, shots=self.shots
+        )
 
 
 class LeftOut(Record, frozen=True):
@@ -190,6 +199,7 @@ def make_requests(
     model: PromptModel,
     config: PromptConfig,
     max_new_tokens: int,
+    settings: Sequence[Setting] = SETTINGS,
 ) -> Requests:
     """Return what has to be answered: every setting and variant of every question.
 
@@ -198,6 +208,7 @@ def make_requests(
       model: gives the tokenizer and the window.
       config: how they are put.
       max_new_tokens: of the longest answer, which has to fit too.
+      settings: of the run.
 
     Raises:
       ValueError: prompts do not fit, and passages may not or cannot be left out; or a
@@ -210,7 +221,7 @@ def make_requests(
     made, too_long = Requests([], []), []
     cells = (
         (example, setting, variant, passages)
-        for setting in SETTINGS
+        for setting in settings
         for example in examples
         for variant, passages in variants_of(setting, example)
     )
@@ -255,8 +266,16 @@ def _prompt(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerConfig:
-    """The run's section `answer`: how questions are put, and answered greedily."""
+    """The run's section `answer`: what is asked, how, and answered greedily.
 
+    Attributes:
+      settings: those asked for; a run has the ones that its questions allow, see
+        `extract.run.contents.settings_of`.
+      prompt: how questions are put.
+      generation: how long answers and batches are.
+    """
+
+    settings: tuple[Setting, ...] = SETTINGS
     prompt: PromptConfig = PromptConfig()
     generation: GenerationConfig = GenerationConfig()
 

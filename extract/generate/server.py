@@ -21,6 +21,7 @@ from extract.generate.generator import (
     Generated,
     GeneratorPrompt,
     SamplingConfig,
+    cut_at_stop,
     draw_seed,
 )
 from extract.generate.prompts import TEMPLATE_FIELDS
@@ -112,11 +113,17 @@ def _seconds_before_retry(error: openai.OpenAIError, attempt: int) -> float:
     return min(_FIRST * 2**attempt, _LONGEST) * random.uniform(0.75, 1.0)
 
 
+def _stop_reason(choice: Any) -> Any:
+    """Return what vLLM says of a text's end: a stop string, a token, or nothing."""
+    return getattr(choice, "stop_reason", None)
+
+
 def _read(reply: Any, is_chat: bool, stop_ids: Collection[int]) -> Generated:
     """Return the generated text of a reply.
 
     A server gives the stop token among its ids or leaves it out. Where the model has
-    only one (`stop_ids`, as far as known) it can have been no other.
+    only one (`stop_ids`, as far as known) it can have been no other, unless the server
+    says that it stopped at a text.
 
     Raises:
       ValueError: there is no one text, or it ended in a way that makes it no answer.
@@ -137,7 +144,7 @@ def _read(reply: Any, is_chat: bool, stop_ids: Collection[int]) -> Generated:
     if ids is not None and choice.finish_reason == "stop":
         if ids and ids[-1] in stop_ids:
             *ids, stop_id = ids
-        elif len(stop_ids) == 1:
+        elif len(stop_ids) == 1 and not isinstance(_stop_reason(choice), str):
             (stop_id,) = stop_ids
     log_probs = None
     if choice.logprobs and not is_chat:
@@ -169,6 +176,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
         config: ServerConfig,
         stop_ids: Sequence[int] = (),
         earlier: tuple[int, int] = (0, 0),
+        tokenizer: Any = None,
     ) -> None:
         """Prepare a client; nothing is sent yet.
 
@@ -177,8 +185,9 @@ class ServedGenerator(contextlib.AbstractContextManager):
           stop_ids: the model's stop tokens, where they are known.
           earlier: prompt and new tokens that other processes have paid for, and that
             count towards the cap.
+          tokenizer: of the model, where stop strings are to be found in its ids.
         """
-        self.config = config
+        self.config, self._tokenizer = config, tokenizer
         self.account = Account(config.prices, config.prices.cost(*earlier))
         self._stop_ids = frozenset(stop_ids)
         self._client = openai.OpenAI(
@@ -289,6 +298,7 @@ class ServedGenerator(contextlib.AbstractContextManager):
         try:
             found = client.completions.create(**self._fields(prompt, config))
             reply = _read(found, prompt.is_chat, self._stop_ids)
+            reply = cut_at_stop(reply, config.stop, self._tokenizer)
             if reply.n_prompt_tokens is not None:
                 n_prompt = reply.n_prompt_tokens
             if reply.n_new_tokens is not None:
@@ -337,6 +347,8 @@ class ServedGenerator(contextlib.AbstractContextManager):
         else:
             as_ids = is_vllm and prompt.ids is not None
             fields["prompt"] = list(prompt.ids) if as_ids else prompt.text
+        if config.stop:
+            fields["stop"] = list(config.stop)
         if self.config.log_probs:
             fields["logprobs"] = True if prompt.is_chat else 1
         top_k = None if config.is_greedy else config.top_k
@@ -347,6 +359,8 @@ class ServedGenerator(contextlib.AbstractContextManager):
             extra = {"top_k": top_k or 0, "min_p": 0.0, "repetition_penalty": 1.0}
             if prompt.is_chat:
                 extra["chat_template_kwargs"] = TEMPLATE_FIELDS
+            if config.stop:
+                extra["include_stop_str_in_output"] = True
             fields["extra_body"] = {**extra, "return_token_ids": True}
         elif top_k is not None:
             raise ValueError(

@@ -10,8 +10,8 @@ from extract.generate.generator import (
     GeneratorPrompt,
     SamplingConfig,
 )
-from extract.generate.prompts import TEMPLATES, TemplateName
 from extract.generate.replies import Replies
+from extract.generate.templates import TEMPLATES, TemplateName
 from extract.label.rewrite import (
     OVERLONG,
     Rewrite,

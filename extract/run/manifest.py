@@ -29,7 +29,7 @@ from extract.run.lock import utc_now
 
 Preset = Literal["demo", "smoke", "paper"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)
-FORMAT, VERSION = "beatrice-run", 3
+FORMAT, VERSION = "beatrice-run", 4
 Section = TypeVar("Section")
 
 _PACKAGES = (
@@ -99,7 +99,7 @@ class Manifest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """What the file holds, beside its own SHA-256."""
 
     format: Literal["beatrice-run"]
-    version: Literal[3]
+    version: Literal[4]
     preset: Preset
     seed: int
     sections: dict[str, dict[str, Any]]

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from extract.generate.prompts import (
-    PromptTemplate,
     apply_template,
     build_prompt,
     check_text,
     encode_text,
     token_span,
 )
+from extract.generate.templates import PromptTemplate
 from extract.records import Answer, Passage
 from extract.signals.plan import AnswerSpan, sequence_of
 from pgir.scoring.given import Asked, GivenAnswer, Prepared, Range
@@ -200,10 +200,9 @@ def _continue(tokenizer: Any, text: str) -> tuple[tuple[int, ...], tuple[str, ..
 
 
 def _answered(
-    tokenizer: Any, template: PromptTemplate, given: GivenAnswer
+    tokenizer: Any, template: PromptTemplate, given: GivenAnswer, stop: int | None
 ) -> tuple[tuple[int, ...], tuple[str, ...], int | None]:
     """Return the answer's ids, its text piece by piece, and the stop token."""
-    stop = tokenizer.eos_token_id
     if given.answer_ids is None:
         check_text(str(given.answer), "the answer")
         text = str(given.answer)
@@ -212,7 +211,7 @@ def _answered(
         return (*_continue(tokenizer, text), stop)
     ids = given.answer_ids
     _check_ids(tokenizer, ids, "answer_ids")
-    if ids[-1] in tokenizer.all_special_ids:
+    if ids[-1] == stop or ids[-1] in tokenizer.all_special_ids:
         ids, stop = ids[:-1], ids[-1]
     return ids, tuple(tokenizer.decode([i]) for i in ids), stop
 
@@ -223,6 +222,7 @@ def prepare(
     given: GivenAnswer,
     *,
     answer_span: AnswerSpan = "emitting",
+    stop_id: int | None = None,
 ) -> Prepared:
     """Make the sequence of an answer that exists.
 
@@ -231,6 +231,7 @@ def prepare(
       template: the run's own.
       given: what a person tells.
       answer_span: as in training.
+      stop_id: what ended the answers in training; None takes the tokenizer's.
 
     Raises:
       ValueError: a text is empty or no text, holds control tokens, or is not where it
@@ -238,7 +239,8 @@ def prepare(
     """
     ask = _ask_own if given.is_own else _ask_exactly
     asked = ask(tokenizer, template, given)
-    ids, pieces, stop = _answered(tokenizer, template, given)
+    usual = tokenizer.eos_token_id if stop_id is None else stop_id
+    ids, pieces, stop = _answered(tokenizer, template, given, usual)
     answer = Answer(
         example_id="given",
         setting=asked.setting,

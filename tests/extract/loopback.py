@@ -10,6 +10,8 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import msgspec
+
 from extract.generate.generator import GeneratorPrompt, SamplingConfig
 
 
@@ -64,7 +66,25 @@ class Loopback:
         )
         with self._model_lock:
             ((_, found),) = self.generator.stream([prompt], config)
+        if body.get("stop"):
+            found = self.stopped(found, body["stop"])
         return 200, self.choice(found, body, is_chat)
+
+    def stopped(self, found, stop):
+        """Return a text as vLLM ends it: with the token that completes the string."""
+        decode = self.generator.backbone.tokenizer.decode
+        for n in range(1, len(found.token_ids) + 1):
+            text = decode(found.token_ids[:n])
+            if any(one in text for one in stop):
+                return msgspec.structs.replace(
+                    found,
+                    text=text,
+                    token_ids=found.token_ids[:n],
+                    stop_id=None,
+                    log_probs=found.log_probs[:n],
+                    finish="stop",
+                )
+        return found
 
     def choice(self, found, body, is_chat):
         choice = {"index": 0, "finish_reason": found.finish}

@@ -6,7 +6,8 @@ import pytest
 
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import WEIGHTS
-from extract.generate.prompts import TEMPLATES, build_prompt, encode_text
+from extract.generate.prompts import build_prompt, encode_text
+from extract.generate.templates import TEMPLATES
 from extract.records import Passage
 
 EVIL = "a </s> <s> b"

@@ -206,7 +206,7 @@ def test_a_manifest_of_another_version_says_what_to_do(tmp_path, content):
             RunDir.open(tmp_path, asked)
         assert str(caught.value) == (
             f"{tmp_path / 'manifest.json'} is not a manifest this program reads "
-            "(beatrice-run, version 3); another version made it: start a new run "
+            "(beatrice-run, version 4); another version made it: start a new run "
             "directory"
         )
     assert (tmp_path / "manifest.json").read_text() == content

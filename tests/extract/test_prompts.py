@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from extract.generate.generator import Generated
-from extract.generate.prompts import TEMPLATES, build_prompt
+from extract.generate.prompts import build_prompt
+from extract.generate.templates import TEMPLATES
 from extract.label.rewrite import with_rewrites
 from extract.label.rewriter import read_rewrite, rewrite_prompt
 from extract.records import Example, Passage
@@ -34,6 +35,7 @@ TITLED = [
     Passage(title=" ", text="Another."),
 ]
 SHOWN = {
+    "few-shot": "Sid & Nancy: It was released in 1986.\nA film of Alex Cox.\nAnother.",
     "paper": "Sid & Nancy: It was released in 1986.\nA film of Alex Cox.\nAnother.",
     "short": "It was released in 1986. A film of Alex Cox. Another.",
 }

@@ -4,8 +4,8 @@ import pytest
 
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import WEIGHTS
-from extract.generate.prompts import TEMPLATES
 from extract.generate.requests import GenerationConfig
+from extract.generate.templates import TEMPLATES
 from pgir.bridge import ProbedBackbone
 from tests.pgir.small_detector import make_detector
 

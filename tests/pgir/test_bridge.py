@@ -3,8 +3,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from extract.generate.prompts import TEMPLATES
 from extract.generate.requests import GenerationConfig
+from extract.generate.templates import TEMPLATES
 from extract.records import Passage
 from jaxprobe.detector import bank_outputs
 from pgir.bridge import ProbedBackbone, ProbedReader, fixed_length
