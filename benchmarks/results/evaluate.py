@@ -131,8 +131,11 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
         detectors, chosen = detectors_of(run, setting)
         made += chosen
         made += detection_rows(detectors, rows, bootstrap, pairs=pairs)
-        curves[setting], calibration = _reliability(run, setting)
-        made += calibration
+        if len(rows.where("test")):
+            curves[setting], calibration = _reliability(run, setting)
+            made += calibration
+        else:
+            progress.note(f"evaluate: {setting}: no test answer, so no reliability")
         update(n_done, len(settings))
     if answer_config(run).prompt.overlong != "refuse":
         made += prompt_rows(run)
