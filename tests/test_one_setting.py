@@ -203,6 +203,6 @@ def test_context_alone_is_refused_of_questions_without_passages(tmp_path):
 
 def test_there_is_nothing_to_reword_where_no_context_is_asked(tmp_path):
     run = make_run(tmp_path / "run", questions(), ("closed_book",))
-    server = ["--server", "http://localhost:1/v1", "--rewriter", "m"]
+    server = ["--server", "http://localhost:1/v1", "--model", "m"]
     done = beatrice("rewrite", run.path, *server, code=1)
     assert "no context to rewrite" in done.stderr
