@@ -16,7 +16,7 @@ from extract.backbone.names import WEIGHTS
 
 ROOT = Path(__file__).parent.parent
 VERBS = (
-    "demo data world rewrite answer label sample extract verify sweep train select "
+    "demo real data world rewrite answer label sample extract verify sweep train select "
     "calibrate evaluate control report score doctor bench"
 ).split()
 

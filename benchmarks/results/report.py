@@ -7,7 +7,13 @@ from typing import Any
 
 import jinja2
 
-from benchmarks.results.paired import gain, paired_table
+from benchmarks.results.findings import findings, grids, measured, remarks, sentences
+from benchmarks.results.paired import (
+    equal_length_table,
+    floor_table,
+    gain,
+    paired_table,
+)
 from benchmarks.results.pictures import (
     frontier_pictures,
     ranking_pictures,
@@ -182,20 +188,28 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["number"] = number
     environment.filters["interval"] = interval
+    environment.filters["measured"] = measured
     environment.filters["tint"] = lambda p: sum(p >= step for step in P_STEPS)
     return environment
 
 
 def render_report(data: ReportData) -> str:
     """Return the page."""
+    answered = findings(data.rows, data.accuracy)
     return (
         _environment()
         .get_template("report.html.j2")
         .render(
             data=data,
             headlines=headlines(data),
+            findings=grids(answered),
+            sentences=sentences(answered),
+            remarks=remarks(data.rows, data.accuracy, data.sweep, data.selection),
             detection=detection_table(data.rows),
             paired=paired_table(data.rows),
+            floors=floor_table(data.rows),
+            at_equal_length=equal_length_table(data.rows),
+            at_equal_length_paired=paired_table(data.rows, "at_equal_length_paired"),
             permuted=detection_table(data.rows, labels=CONTROLS),
             spans=detection_table(
                 data.rows,

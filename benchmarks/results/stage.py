@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.results.findings import as_latex, as_markdown, findings, remarks
 from benchmarks.results.paired import paired_table
 from benchmarks.results.report import ReportData, write_report
 from benchmarks.results.saved import read_control, read_reliability
@@ -24,6 +25,7 @@ from extract.run.contents import (
     settings_of,
 )
 from extract.run.directory import RunDir
+from extract.run.files import write_text_atomic
 from extract.run.results import (
     ResultTable,
     asked_for,
@@ -93,9 +95,20 @@ def report_data(run: RunDir) -> ReportData:
     )
 
 
+def findings_files(run: RunDir) -> list[Path]:
+    """Return where the answers to the paper's questions lie: Markdown and LaTeX."""
+    return [run.path / f"findings.{kind}" for kind in ("md", "tex")]
+
+
 def _report(run: RunDir, config: None, update: Update, progress: Progress) -> None:
     gather(run, progress)
-    write_report(report_data(run), run.report)
+    data = report_data(run)
+    answered = findings(data.rows, data.accuracy)
+    told = remarks(data.rows, data.accuracy, data.sweep, data.selection)
+    markdown, latex = findings_files(run)
+    write_text_atomic(markdown, as_markdown(answered, told))
+    write_text_atomic(latex, as_latex(answered))
+    write_report(data, run.report)
 
 
 def _inputs(run: RunDir) -> list[Path]:
@@ -115,7 +128,7 @@ def _inputs(run: RunDir) -> list[Path]:
 REPORT = Stage(
     name="report",
     inputs=_inputs,
-    outputs=lambda run: [run.report, run.results],
+    outputs=lambda run: [run.report, run.results, *findings_files(run)],
     work=_report,
 )
 

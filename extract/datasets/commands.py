@@ -211,7 +211,7 @@ def data(run_dir: Path | None, **options: Any) -> None:
         found = forecast_data(sources_of(files), build_config(options))
         click.echo(found.as_text())
     else:
-        _make_run(Path(run_dir or "."), files, options)
+        make_run(Path(run_dir or "."), files, options)
 
 
 def _inspect(path: Path, options: Mapping[str, Any]) -> None:
@@ -251,10 +251,19 @@ def _check(run_dir: Path, as_json: bool) -> None:
     )
 
 
-def _make_run(
+def make_run(
     run_dir: Path, files: list[tuple[str, str, Path]], options: dict[str, Any]
 ) -> None:
-    """Draw the splits and make the run directory."""
+    """Draw the splits, make the run directory, and print what was drawn.
+
+    Args:
+      run_dir: created if absent; the same call again continues.
+      files: (role, set, path) of each.
+      options: of the verb `data`, without the files.
+
+    Raises:
+      ValueError: see `make_data_run`.
+    """
     import dataclasses
 
     from extract.backbone.names import BackboneConfig, default_dtype

@@ -16,6 +16,21 @@ if TYPE_CHECKING:
 
 Command = Callable[..., None]
 
+# What `demo` does, in order: where each stage stands. Real questions take the place of
+# the world's in `real`.
+CHAIN = (
+    "extract.world.commands:WORLD",
+    "extract.generate.stage:ANSWER",
+    "extract.label.stage:LABEL",
+    "extract.signals.stage:EXTRACT",
+    "selection.sweep:SWEEP",
+    "jaxprobe.fit.stage:TRAIN",
+    "selection.stage:SELECT",
+    "jaxprobe.stage:CALIBRATE",
+    "benchmarks.results.evaluate:EVALUATE",
+    "pgir.controllers.stage:CONTROL",
+    "benchmarks.results.stage:REPORT",
+)
 RUN_DIR = click.argument("run_dir", type=RunPath())
 SEED = click.IntRange(0, 2**31 - 1)  # what every generator of draws takes
 MODEL = click.option(
