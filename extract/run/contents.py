@@ -91,7 +91,7 @@ def settings_in_words(run: RunDir) -> str:
         n_with[example.dataset] += bool(example.passages)
     for setting, counts in (("closed_book", n_all), ("with_context", n_with)):
         if setting in found:
-            sets = (f"{name} {counts[name]}" for name in n_all)
+            sets = (f"{name} {counts[name] or '–'}" for name in n_all)
             parts.append(f"{setting}: {counts.total()} questions ({', '.join(sets)})")
         else:
             parts.append(f"{setting}: not in this run")
