@@ -39,6 +39,7 @@ VERBS = {
     "evaluate": "benchmarks.commands",
     "control": "pgir.commands",
     "report": "benchmarks.commands",
+    "compare": "benchmarks.commands",
     "score": "pgir.commands",
     "doctor": "extract.commands",
     "bench": "benchmarks.speed.commands",
@@ -116,7 +117,9 @@ def make_demo() -> click.Command:
 
         Example: beatrice demo runs/demo
         """
+        from extract.records import SETTINGS
         from extract.run.console import Progress
+        from extract.run.contents import settings_of
         from extract.run.directory import RunDir
         from extract.run.stages import run_stage
 
@@ -124,6 +127,8 @@ def make_demo() -> click.Command:
         with RunDir.open(run_dir, asked) as run:
             for place in CHAIN:
                 stage = load_stage(place)
+                if stage.name == "control" and settings_of(run) != SETTINGS:
+                    continue  # it needs both, and the report says so
                 change = None
                 if stage.name == "train":
                     change = partial(

@@ -74,6 +74,7 @@ def make_data_run(
       ValueError: a file is refused or too small, or the directory holds another run.
     """
     from extract.datasets.building import build_examples, check_folder
+    from extract.run.contents import settings_in_words
 
     with _nothing_half_made(path), RunDir.open(path, asked) as run:
         for left in run.path.glob(".*.tmp"):  # of a run that was killed; we hold it
@@ -81,6 +82,12 @@ def make_data_run(
 
         def work(update: Update) -> None:
             build_examples(run.path, sources, build, fixed=fixed, note=progress.note)
+            try:
+                progress.note(f"data: {settings_in_words(run)}")
+            except ValueError:  # not with these questions, of which nothing is left
+                for path in outputs:
+                    path.unlink()
+                raise
 
         inputs = {f"{s.dataset} {s.role}": sha256_file(s.path) for s in sources}
         outputs = [run.examples, run.passages, splits_file(run)]
@@ -290,6 +297,7 @@ def make_run(
             "data": data_config(sources, build, fixed),
             "answer": dataclasses.replace(
                 ANSWER_PRESETS[preset],
+                settings=options["settings"],
                 prompt=prompt_config(options),
                 generation=generation,
             ),

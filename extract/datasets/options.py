@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from extract.records import ACROSS_SETS, MAX_NAME, is_safe_name
-from extract.run.verbs import MODEL, SEED, preset_option
+from extract.run.verbs import MODEL, SEED, SETTINGS_OPTION, preset_option
 
 if TYPE_CHECKING:
     from extract.datasets.config import BuildConfig, Source
@@ -211,6 +211,7 @@ _ASKING = (
         "paper",
         "Sizes of encoders and training: the paper's, or a microworld run's.",
     ),
+    SETTINGS_OPTION,
     click.option(
         "--template",
         type=click.Choice(["paper", "short", "few-shot"]),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from extract.records import SETTINGS
 from extract.run.console import RunPath
 from extract.run.manifest import PRESETS
 
@@ -36,6 +37,18 @@ MODEL = click.option(
     "--model",
     default="embedded",
     help="Backbone: a directory, a Hub id, or the embedded one.",
+)
+SETTINGS_ASKED = {
+    "both": SETTINGS,
+    "closed-book": ("closed_book",),
+    "with-context": ("with_context",),
+}
+SETTINGS_OPTION = click.option(
+    "--settings",
+    type=click.Choice(list(SETTINGS_ASKED)),
+    default="both",
+    callback=lambda context, option, name: SETTINGS_ASKED[name],
+    help="How every question is asked; with context those that have passages.",
 )
 dry_run_option = click.option(
     "--dry-run",
