@@ -96,12 +96,15 @@ class StageCost(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
       seconds: wall time, of its last start alone.
+      cpu_seconds: of all cores during that start; where other work shares the machine,
+        half of it is what two cores alone would take at least.
       n_starts: more than one if it was stopped in between.
       peak_bytes: most memory of the process during that start.
       disk_bytes: of the run directory after it.
     """
 
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     n_starts: int = 0
     peak_bytes: int = 0
     disk_bytes: int = 0
@@ -151,13 +154,14 @@ def measured(run: RunDir, stage: str) -> Iterator[None]:
     costs[stage] = msgspec.structs.replace(before, n_starts=before.n_starts + 1)
     _write(run, costs)
     _begin_peak()
-    began = time.monotonic()
+    began, cpu_began = time.monotonic(), time.process_time()
     yield
     if done_before is not None and run.stage_record(stage) == done_before:
         costs[stage] = before
     else:
         costs[stage] = StageCost(
             seconds=round(time.monotonic() - began, 1),
+            cpu_seconds=round(time.process_time() - cpu_began, 1),
             n_starts=before.n_starts + 1,
             peak_bytes=_peak_bytes(),
             disk_bytes=disk_bytes(run.path),
@@ -167,21 +171,24 @@ def measured(run: RunDir, stage: str) -> Iterator[None]:
 
 def costs_in_words(costs: Mapping[str, StageCost]) -> str:
     """Return the costs as a table in plain characters, with the totals below."""
+    every = costs.values()
+    total = StageCost(
+        seconds=sum(cost.seconds for cost in every),
+        cpu_seconds=sum(cost.cpu_seconds for cost in every),
+        n_starts=sum(cost.n_starts for cost in every),
+        peak_bytes=max((cost.peak_bytes for cost in every), default=0),
+        disk_bytes=max((cost.disk_bytes for cost in every), default=0),
+    )
     lines = [
-        f"{'stage':<12}{'minutes':>9}{'peak memory':>13}{'disk after':>12}  starts"
+        f"{'stage':<12}{'minutes':>9}{'of cores':>10}{'peak memory':>13}"
+        f"{'disk after':>12}{'starts':>8}"
     ]
     lines += [
-        f"{name:<12}{cost.seconds / 60:>9.1f}{bytes_in_words(cost.peak_bytes):>13}"
-        f"{bytes_in_words(cost.disk_bytes):>12}{cost.n_starts:>8}"
-        for name, cost in costs.items()
+        f"{name:<12}{cost.seconds / 60:>9.1f}{cost.cpu_seconds / 60:>10.1f}"
+        f"{bytes_in_words(cost.peak_bytes):>13}{bytes_in_words(cost.disk_bytes):>12}"
+        f"{cost.n_starts:>8}"
+        for name, cost in {**costs, "all": total}.items()
     ]
-    total = sum(cost.seconds for cost in costs.values())
-    peak = max((cost.peak_bytes for cost in costs.values()), default=0)
-    disk = max((cost.disk_bytes for cost in costs.values()), default=0)
-    lines.append(
-        f"{'all':<12}{total / 60:>9.1f}{bytes_in_words(peak):>13}"
-        f"{bytes_in_words(disk):>12}"
-    )
-    if any(cost.n_starts > 1 for cost in costs.values()):
+    if any(cost.n_starts > 1 for cost in every):
         lines.append("(of a stage that was stopped, the last start alone is timed)")
     return "\n".join(lines)

@@ -30,6 +30,15 @@ def test_the_sizes_are_those_of_appendix_a():
         config.sizes("hotpotqa", "held-out")
 
 
+def test_one_set_may_have_a_size_of_training_of_its_own():
+    config = small(n_train_of={"nq": 7})
+    pools = {(name, "train"): candidates(100, word=name) for name in ("nq", "popqa")}
+    drawn = draw_splits(pools, config).splits["train"]
+    assert {name: len(ids) for name, ids in drawn.items()} == {"nq": 7, "popqa": 30}
+    with pytest.raises(ValueError, match="at least one question, not 0"):
+        small(n_train_of={"nq": 0})
+
+
 def test_the_draw_does_not_depend_on_the_order_of_the_file():
     pool = candidates(200)
     shuffled = random.Random(1).sample(pool, len(pool))
