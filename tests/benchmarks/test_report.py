@@ -15,8 +15,8 @@ from extract.records import IN_DOMAIN
 from tests.benchmarks.sample import MARKUP, frontier, row, sample_report, sample_rows
 
 SECTIONS = (
-    "findings run detection reliability accuracy layers synergy selection exhaustive ablations "
-    "controller cases checks notes"
+    "findings run detection reliability accuracy layers synergy selection exhaustive "
+    "ablations controller cases checks notes"
 ).split()
 EMPTY = dict(
     facts={},
