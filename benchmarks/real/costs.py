@@ -5,6 +5,7 @@ import resource
 import shutil
 import sys
 import time
+import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +34,7 @@ def cpu_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 class Needs(NamedTuple):
-    """What a run takes, at most.
+    """What a run takes; what is empty or None has not been measured.
 
     Attributes:
       minutes: by stage, on two cores.
@@ -41,17 +42,26 @@ class Needs(NamedTuple):
       disk_bytes: of the run directory.
     """
 
-    minutes: Mapping[str, float]
-    memory_bytes: int
-    disk_bytes: int
+    minutes: Mapping[str, float] = types.MappingProxyType({})
+    memory_bytes: int | None = None
+    disk_bytes: int | None = None
 
     def in_words(self) -> str:
         """Return the needs in a line."""
-        return (
-            f"about {sum(self.minutes.values()):.0f} minutes on two cores, "
-            f"{bytes_in_words(self.memory_bytes)} of memory, "
-            f"{bytes_in_words(self.disk_bytes)} of disk"
-        )
+        known = [
+            f"about {sum(self.minutes.values()):.0f} minutes on two cores"
+            if self.minutes
+            else "",
+            *(
+                f"{bytes_in_words(n)} of {name}"
+                for n, name in (
+                    (self.memory_bytes, "memory"),
+                    (self.disk_bytes, "disk"),
+                )
+                if n is not None
+            ),
+        ]
+        return ", ".join(filter(None, known)) or "what nobody has measured yet"
 
 
 def free_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
@@ -80,8 +90,8 @@ def check_needs(run_dir: Path, needs: Needs, memory: int | None) -> None:
     free = shutil.disk_usage(there).free
     held = disk_bytes(run_dir) if run_dir.exists() else 0
     for name, needed, found in (
-        ("disk", needs.disk_bytes - held, free),
-        ("memory", needs.memory_bytes, memory),
+        ("disk", max(0, (needs.disk_bytes or 0) - held), free),
+        ("memory", needs.memory_bytes or 0, memory),
     ):
         if found is not None and found < needed:
             raise ValueError(
