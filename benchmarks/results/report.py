@@ -9,6 +9,7 @@ import jinja2
 
 from benchmarks.results.findings import findings, grids, measured, remarks, sentences
 from benchmarks.results.paired import (
+    answer_table,
     equal_length_table,
     floor_table,
     gain,
@@ -220,6 +221,7 @@ def render_report(data: ReportData) -> str:
             controller=controller_table(data.rows),
             controller_paired=paired_table(data.rows, "controller_paired"),
             accuracy=accuracy_grid(data),
+            answers=answer_table(data.rows),
             reliability=reliability_pictures(data.reliability),
             sweep=sweep_pictures(data.sweep),
             synergy=synergy_pictures(data.rows),

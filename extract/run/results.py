@@ -31,6 +31,7 @@ SETTING_LABELS = {
     "both": "Both settings",
 }
 SPLIT_LABELS = {
+    "train": "training",
     "validation": "validation",
     "test": "test",
     "ood": "held out",
