@@ -15,6 +15,7 @@ from benchmarks.baselines.length import (
 from benchmarks.baselines.perplexity import perplexity_scores
 from benchmarks.baselines.probe import layer_scores, probe_scores
 from benchmarks.baselines.text import text_scores
+from benchmarks.results.annotated import annotated_rows, human_files
 from extract.generate.answers import shares_of
 from extract.generate.requests import answer_config
 from extract.records import IN_DOMAIN, Answer, Setting
@@ -180,6 +181,7 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
         made += layer_rows(store, rows, chosen_layer(run), bootstrap)
         n_tokens = length_features(run, rows)[:, 0]
         made += rows_at_equal_length(detectors, rows, n_tokens, bootstrap)
+        made += annotated_rows(run, detectors, rows, bootstrap)
         curves[setting], calibration = _reliability(run, setting)
         made += calibration
         update(n_done, len(settings))
@@ -262,6 +264,7 @@ EVALUATE = Stage(
         run.detector,
         run.selection,
         *encoder_folders(run),
+        *human_files(run),
     ],
     outputs=lambda run: [rows_file(run, "evaluate"), run.path / "reliability.json"],
     work=_evaluate,
