@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import WEIGHTS
-from extract.generate.answers import answers_in_words
+from extract.generate.answers import answers_in_words, is_hedge, shares_of
 from extract.generate.generator import GeneratorPrompt, SamplingConfig
 from extract.generate.local import TransformersGenerator
 from extract.generate.requests import AnswerConfig, GenerationConfig
@@ -79,17 +79,45 @@ def test_answers_cut_at_the_length_limit_are_counted_and_loud(tmp_path, examples
     short = AnswerConfig(generation=GenerationConfig(max_new_tokens=1))
     run = make_run(tmp_path / "run", examples, smoke(answer=short))
     done = beatrice("answer", run)
-    assert (
-        "answer: closed_book: 18 answers, 18 cut at 1 tokens, 0 empty." in done.stderr
-    )
+    assert "answer: closed_book: 18 answers, 18 cut at 1 tokens, 0 empty" in done.stderr
     assert "larger --max-new-tokens" in done.stderr
 
 
 def test_few_cut_answers_are_counted_without_advice():
     answers = [answer() for _ in range(19)] + [answer(stop_id=None, text="")]
     assert answers_in_words(answers, 7) == [
-        "closed_book: 20 answers, 1 cut at 7 tokens, 1 empty"
+        "closed_book: 20 answers, 1 cut at 7 tokens, 1 empty, 0 hedges or refusals"
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"),
+    [
+        ("I don't know.", True),
+        ("I don’t know", True),
+        (" Unknown", True),
+        ("I cannot answer that", True),
+        ("As an AI language model, I", True),
+        ("It depends on the edition", True),
+        ("The answer is not mentioned in the passage.", True),
+        ("None", True),
+        ("The Unknown Soldier", False),
+        ("Unknown Pleasures", True),  # a list of words cannot tell a title
+        ("None of the above albums", False),
+        ("Sorrento", False),
+        ("Paris", False),
+        ("", False),
+    ],
+)
+def test_hedges_and_refusals_are_told_by_how_an_answer_begins(text, counts):
+    assert is_hedge(text) == counts
+
+
+def test_hedges_are_counted_and_nothing_is_dropped():
+    answers = [answer(text=x) for x in ("Oslo", "I do not know", "unclear", "")]
+    (line,) = answers_in_words(answers, 7)
+    assert line.endswith("4 answers, 0 cut at 7 tokens, 1 empty, 2 hedges or refusals")
+    assert shares_of(answers) == {"cut_off": 0.0, "empty": 0.25, "hedged": 0.5}
 
 
 def test_nothing_but_empty_answers_is_refused():

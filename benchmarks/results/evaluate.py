@@ -15,8 +15,10 @@ from benchmarks.baselines.length import (
 from benchmarks.baselines.perplexity import perplexity_scores
 from benchmarks.baselines.probe import layer_scores, probe_scores
 from benchmarks.baselines.text import text_scores
+from benchmarks.results.annotated import annotated_rows, human_files
+from extract.generate.answers import shares_of
 from extract.generate.requests import answer_config
-from extract.records import IN_DOMAIN, Setting
+from extract.records import IN_DOMAIN, Answer, Setting
 from extract.run.console import Progress, Update
 from extract.run.contents import (
     left_out_file,
@@ -179,16 +181,42 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
         made += layer_rows(store, rows, chosen_layer(run), bootstrap)
         n_tokens = length_features(run, rows)[:, 0]
         made += rows_at_equal_length(detectors, rows, n_tokens, bootstrap)
+        made += annotated_rows(run, detectors, rows, bootstrap)
         if len(rows.where("test")):
             curves[setting], calibration = _reliability(run, setting)
             made += calibration
         else:
             progress.note(f"evaluate: {setting}: no test answer, so no reliability")
         update(n_done, len(settings))
+    made += answer_rows(run)
     if answer_config(run).prompt.overlong != "refuse":
         made += prompt_rows(run)
     write_json_atomic(run.path / "reliability.json", curves)
     publish(run, "evaluate", made, progress)
+
+
+def answer_rows(run: RunDir) -> list[ResultRow]:
+    """Return per set, split and setting the shares of `shares_of`: no answer is out."""
+    examples = {example.id: example for example in read_examples(run)}
+    groups: dict[tuple[Setting, str, str], list[Answer]] = {}
+    for answer in read_answers(run):
+        example = examples[answer.example_id]
+        place = answer.setting, example.dataset, example.split
+        groups.setdefault(place, []).append(answer)
+    return [
+        ResultRow(
+            experiment="answers",
+            detector="backbone",
+            setting=setting,
+            dataset=dataset,
+            split=split,
+            metric=metric,
+            value=value,
+            n=len(own),
+        )
+        for (setting, dataset, split), own in groups.items()
+        for metric, value in shares_of(own).items()
+    ]
 
 
 def prompt_rows(run: RunDir) -> list[ResultRow]:
@@ -239,6 +267,7 @@ EVALUATE = Stage(
         run.detector,
         run.selection,
         *encoder_folders(run),
+        *human_files(run),
     ],
     outputs=lambda run: [rows_file(run, "evaluate"), run.path / "reliability.json"],
     work=_evaluate,

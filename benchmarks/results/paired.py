@@ -60,6 +60,40 @@ def equal_length_table(rows: Sequence[ResultRow]) -> Table:
     return dataclasses.replace(found, lines=tuple(lines))
 
 
+def noise_table(rows: Sequence[ResultRow]) -> Table:
+    """Share of labels that a person disputes."""
+    return detection_table(
+        rows,
+        experiment="label_noise",
+        labels={"labels:right": "Labelled right", "labels:wrong": "Labelled wrong"},
+        splits=("annotated",),
+        metrics=("disputed",),
+    )
+
+
+def annotated_table(rows: Sequence[ResultRow]) -> Table:
+    """AUROC on annotated answers by the labels, without the disputed, by a person."""
+    return detection_table(
+        rows,
+        experiment="annotated",
+        labels=AT_EQUAL_LENGTH,
+        splits=("annotated",),
+        metrics=("auroc",),
+    )
+
+
+def answer_table(rows: Sequence[ResultRow]) -> Table:
+    """Shares of answers that were cut off, are empty, and are hedges or refusals."""
+    found = detection_table(
+        rows,
+        experiment="answers",
+        labels={"backbone": "Cut off / empty / hedges"},
+        splits=("train", "validation", "test", "ood"),
+        metrics=("cut_off", "empty", "hedged"),
+    )
+    return dataclasses.replace(found, corner="Share of answers")
+
+
 def floor_table(rows: Sequence[ResultRow]) -> Table:
     """How much more each encoder has than a linear probe of the same signals."""
     labels = {**RIVALS, "encoder:H": DETECTORS["hidden_only"]}

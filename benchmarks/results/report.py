@@ -9,9 +9,12 @@ import jinja2
 
 from benchmarks.results.findings import findings, grids, measured, remarks, sentences
 from benchmarks.results.paired import (
+    annotated_table,
+    answer_table,
     equal_length_table,
     floor_table,
     gain,
+    noise_table,
     paired_table,
 )
 from benchmarks.results.pictures import (
@@ -220,6 +223,9 @@ def render_report(data: ReportData) -> str:
             controller=controller_table(data.rows),
             controller_paired=paired_table(data.rows, "controller_paired"),
             accuracy=accuracy_grid(data),
+            answers=answer_table(data.rows),
+            noise=noise_table(data.rows),
+            annotated=annotated_table(data.rows),
             reliability=reliability_pictures(data.reliability),
             sweep=sweep_pictures(data.sweep),
             synergy=synergy_pictures(data.rows),

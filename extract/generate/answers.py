@@ -9,6 +9,7 @@ takes them in.
 import contextlib
 import dataclasses
 import json
+import re
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -146,6 +147,44 @@ def open_answers(
     return AnswerRows(lines, dict.fromkeys(kept))
 
 
+# How an answer says that it is none; read at its start, after small words are lowered.
+# A short list on purpose: it counts what is plainly no answer, and drops nothing.
+_HEDGE = re.compile(
+    r"\W*((i|we) (do not|don't|don’t|cannot|can't|can’t|am not|am unable|have no)\b"
+    r"|i'm (not sure|unable|sorry)|i’m (not sure|unable|sorry)|sorry\b"
+    r"|as an? (ai|language model|large language model)\b|it depends\b"
+    r"|(it is |this is |the answer is )?"
+    r"(not known|unknown|unclear|uncertain|not (mentioned|stated|given|specified)"
+    r"|impossible to (say|tell|know))\b"
+    r"|there is (no|not enough) (information|answer|context)\b"
+    r"|(no|not enough) (information|answer|context)\b|(none|n/a)\W*$)",
+    re.IGNORECASE,
+)
+
+
+def is_hedge(text: str) -> bool:
+    """Return whether an answer begins by refusing, or by saying that it is unknown.
+
+    By a list of English words: "I don't know", "unknown", "I cannot", "as an AI", "it
+    depends", "not mentioned", "no information", and their like. An empty text is none.
+    """
+    return _HEDGE.match(text) is not None
+
+
+def shares_of(answers: Sequence[Answer]) -> dict[str, float]:
+    """Return the shares of answers that are cut off, empty, and hedges or refusals.
+
+    Args:
+      answers: at least one.
+    """
+    counts = {
+        "cut_off": sum(answer.stop_id is None for answer in answers),
+        "empty": sum(not answer.text.strip() for answer in answers),
+        "hedged": sum(is_hedge(answer.text) for answer in answers),
+    }
+    return {name: n / len(answers) for name, n in counts.items()}
+
+
 _MANY_CUT = 0.1  # of the answers of a setting
 
 
@@ -173,7 +212,8 @@ def answers_in_words(answers: Iterable[Answer], limit: int) -> list[str]:
         n_cut = sum(answer.stop_id is None for answer in mine)
         n_empty = sum(not answer.text for answer in mine)
         line = f"{setting}: {len(mine)} answers, {n_cut} cut at {limit} tokens, "
-        lines.append(f"{line}{n_empty} empty")
+        n_hedges = sum(is_hedge(answer.text) for answer in mine)
+        lines.append(f"{line}{n_empty} empty, {n_hedges} hedges or refusals")
         if n_cut > _MANY_CUT * len(mine):
             lines[-1] += (
                 ". A cut answer is half a text, and mostly labelled wrong: the model "

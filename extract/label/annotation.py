@@ -1,7 +1,9 @@
 """A sample of answers for a person to judge blind: a CSV out, the same CSV in.
 
-The file shows question, golds and answer, not the verdicts. The person fills
-the column `human` with correct or incorrect; what is left empty is counted.
+The file shows question, golds, passages and answer, not the verdicts. The person fills
+the column `human` with correct or incorrect; what is left empty is counted. Half of the
+sample is labelled right and half wrong, so that each kind of mistake has an interval;
+what that says of all answers is weighted by how many have either label.
 """
 
 import csv
@@ -9,17 +11,19 @@ import dataclasses
 import hashlib
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from extract.generate.requests import variants_of
 from extract.label.audit import Agreement, LabelledAnswer, agreement
 from extract.label.verdicts import parse_verdict
 from extract.run.files import write_text_atomic
 
+Key = tuple[str, str, str]  # example, setting, variant
 COLUMNS = tuple(
-    "item example_id setting variant question golds answer check human".split()
+    "item example_id setting variant question golds passages answer check human".split()
 )
 
 
@@ -28,27 +32,41 @@ def draw_sample(
 ) -> list[LabelledAnswer]:
     """Draw answers that have a label, evenly over the settings (paper: 50 and 50).
 
+    And evenly over right and wrong, of test and held-out questions where there are any:
+    what detectors are measured on.
+
     Args:
       rows: all, in the order of their keys.
-      n: how many; fewer if there are not so many, and where one setting has too few
-        the other gives more.
+      n: how many; fewer if there are not so many, and where one kind has too few the
+        others give more.
       seed: of the draw.
 
     Returns:
       The sample in a random order.
     """
     rng = np.random.default_rng(seed)
-    kept = [row for row in rows if row.label.label is not None]
-    piles = []
-    for setting in sorted({row.label.setting for row in kept}):
-        pile = [row for row in kept if row.label.setting == setting]
-        piles.append([pile[i] for i in rng.permutation(len(pile))])
+    piles = [
+        [pile[i] for i in rng.permutation(len(pile))]
+        for _, pile in sorted(_kinds(rows).items())
+    ]
     chosen: list[LabelledAnswer] = []
     while len(chosen) < n and any(piles):
         for pile in piles:
             if pile and len(chosen) < n:
                 chosen.append(pile.pop())
     return [chosen[i] for i in rng.permutation(len(chosen))]
+
+
+def _kinds(
+    rows: Sequence[LabelledAnswer],
+) -> dict[tuple[str, bool], list[LabelledAnswer]]:
+    """Return the answers that may be drawn, by setting and label."""
+    kept = [row for row in rows if row.label.label is not None]
+    evaluated = [row for row in kept if row.example.split in ("test", "ood")]
+    kinds: dict[tuple[str, bool], list[LabelledAnswer]] = {}
+    for row in evaluated or kept:
+        kinds.setdefault((row.label.setting, bool(row.label.label)), []).append(row)
+    return kinds
 
 
 def checksum(row: LabelledAnswer) -> str:
@@ -66,6 +84,16 @@ def _shown(text: str) -> str:
     return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
 
 
+def _passages(row: LabelledAnswer) -> str:
+    """Return the titles and texts that the model saw, a line each."""
+    shown = dict(variants_of(row.label.setting, row.example)).get(row.label.variant, ())
+    return "\n".join(
+        f"{passage.title}: {passage.text}"
+        for i, passage in enumerate(shown or ())
+        if i not in row.answer.dropped
+    )
+
+
 def sample_csv(sample: Sequence[LabelledAnswer]) -> str:
     """Return the sample as CSV, the column `human` empty."""
     stream = io.StringIO()
@@ -77,6 +105,7 @@ def sample_csv(sample: Sequence[LabelledAnswer]) -> str:
             *row.group,
             row.example.question,
             " | ".join(row.example.golds),
+            _passages(row),
             row.answer.text,
             checksum(row),
         )
@@ -102,12 +131,74 @@ def write_sample(path: Path, sample: Sequence[LabelledAnswer]) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LabelNoise:
+    """How often a person disputes one label in one setting."""
+
+    setting: str
+    label: bool  # what the labels say
+    n_all: int  # evaluated answers with this label
+    n: int  # of them, annotated
+    n_disputed: int  # of these, the person says otherwise
+    ci_low: float | None  # Wilson's 95 % interval of the share; None without any
+    ci_high: float | None
+
+    def in_words(self) -> str:
+        """Return one line for a person."""
+        said, truly = ("right", "wrong") if self.label else ("wrong", "right")
+        line = f"{self.setting}: {self.n_disputed} of {self.n} labelled {said} are "
+        if self.ci_low is None:
+            return f"{line}{truly}"
+        return f"{line}{truly} [{self.ci_low:.3f}, {self.ci_high:.3f}]"
+
+
+def label_noise(
+    rows: Sequence[LabelledAnswer], human: Mapping[Key, bool]
+) -> tuple[LabelNoise, ...]:
+    """Count what a person disputes, per setting and label.
+
+    Args:
+      rows: all labelled answers.
+      human: the person's verdicts by key.
+    """
+    # Here, since a second of the verb's start would go into loading it.
+    from scipy.stats import binomtest
+
+    found = []
+    for (setting, label), pile in sorted(_kinds(rows).items()):
+        own = [human[row.label.key] for row in pile if row.label.key in human]
+        n, n_disputed = len(own), sum(one != label for one in own)
+        interval = (None, None)
+        if n:
+            interval = binomtest(n_disputed, n).proportion_ci(0.95, method="wilson")
+        fields = {"setting": setting, "label": label, "n_all": len(pile), "n": n}
+        fields |= {"n_disputed": n_disputed}
+        low, high = (None if x is None else float(x) for x in interval)
+        found.append(LabelNoise(**fields, ci_low=low, ci_high=high))
+    return tuple(found)
+
+
+def noise_in_words(noise: Sequence[LabelNoise]) -> list[str]:
+    """Return a line for each label of each setting, and one for all of its answers."""
+    lines = []
+    for setting in dict.fromkeys(one.setting for one in noise):
+        own = [one for one in noise if one.setting == setting]
+        lines += [one.in_words() for one in own]
+        if all(one.n for one in own):
+            share = sum(x.n_all * x.n_disputed / x.n for x in own)
+            share /= sum(x.n_all for x in own)
+            lines.append(f"{setting}: of all answers, {100 * share:.1f} % mislabelled")
+    return lines
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class HumanAgreement:
     """What a person's annotations say about the labels."""
 
     judge: Agreement  # of the person with the labels
     exact: Agreement  # of the person with exact match
     n_empty: int  # items that were not annotated
+    noise: tuple[LabelNoise, ...]
+    verdicts: tuple[tuple[str, str, str, bool], ...]  # key, and is it correct?
 
 
 def _read_rows(path: Path) -> list[dict[str, str]]:
@@ -175,4 +266,6 @@ def read_annotations(
         judge=agreement(labels, seed=seed),
         exact=agreement([(human, row.exact) for human, row in rated], seed=seed),
         n_empty=len(seen) - len(rated),
+        noise=label_noise(rows, {row.label.key: human for human, row in rated}),
+        verdicts=tuple((*row.label.key, human) for human, row in rated),
     )

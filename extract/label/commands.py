@@ -233,6 +233,8 @@ def _agreement(row: dict[str, Any]) -> str:
 
 def _audit_as_text(found: dict[str, Any], human: "HumanAgreement | None") -> str:
     """Return what `audit_labels` found, line by line."""
+    from extract.label.annotation import noise_in_words
+
     lines = [f"labels by {found['label_rule']}", "", "against exact match"]
     for row in found["exact_match"]:
         where = f"{row['setting']}, {row['variant']}"
@@ -250,6 +252,7 @@ def _audit_as_text(found: dict[str, Any], human: "HumanAgreement | None") -> str
         lines += ["", f"a person, {human.n_empty} items left empty"]
         lines.append(f"  {'against the labels':<26}{human.judge.in_words()}")
         lines.append(f"  {'against exact match':<26}{human.exact.in_words()}")
+        lines += [f"  {line}" for line in noise_in_words(human.noise)]
     lines += ["", f"{found['n_disagreements']} disagreements in"]
     lines += [f"  {found['disagreements']}", "to be judged blind"]
     return "\n".join([*lines, f"  {found['sample']}"])

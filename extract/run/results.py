@@ -31,10 +31,12 @@ SETTING_LABELS = {
     "both": "Both settings",
 }
 SPLIT_LABELS = {
+    "train": "training",
     "validation": "validation",
     "test": "test",
     "ood": "held out",
     "evaluated": "mean of sets",
+    "annotated": "annotated by a person",
 }
 METRIC_LABELS = {"auroc": "AUROC", "auprc": "AUPRC", "em": "EM", "f1": "F1"}
 DIFFERENCE = "_difference"  # ends the metric of a row that compares two methods
@@ -105,7 +107,7 @@ SPAN_DECISIONS = {
 }
 
 # Of these a value lies in [0, 1], and a difference in [-1, 1].
-SHARES = ("auroc", "auprc", "em", "f1", "brier", "ece", "cut", "unmatched")
+SHARES = ("auroc", "auprc", "em", "f1", "brier", "ece", "cut", "unmatched", "disputed")
 RowSetting = Literal["closed_book", "with_context", "both"]
 
 

@@ -90,6 +90,13 @@ def detection_rows():
             )
 
 
+def answer_rows():
+    for setting, place in itertools.product(SETTINGS, PLACES):
+        for metric in ("cut_off", "empty", "hedged"):
+            fields = dict(experiment="answers", ci_low=None, ci_high=None)
+            yield row("backbone", setting, place, metric, 0.02, **fields)
+
+
 def controller_rows():
     scores = {
         "no_rag": ("closed_book", 0.34, 1.0),
@@ -340,7 +347,13 @@ def with_pool(rows):
 
 def sample_rows():
     """The rows, one of them undefined and one with failed examples."""
-    rows = [*detection_rows(), *controller_rows(), *span_rows(), *paired_rows()]
+    rows = [
+        *detection_rows(),
+        *controller_rows(),
+        *span_rows(),
+        *answer_rows(),
+        *paired_rows(),
+    ]
     rows += finding_rows()
     rows += ablation_rows(row, PLACES)
     gone = row(

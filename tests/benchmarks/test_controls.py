@@ -1,5 +1,7 @@
 """Controls for what is easy: length, the commoner class, a linear probe."""
 
+import json
+
 import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
@@ -11,6 +13,8 @@ from benchmarks.baselines.length import (
 )
 from benchmarks.baselines.linear import standardise
 from benchmarks.baselines.probe import pooled_signals, probe_scores
+from benchmarks.results.annotated import annotated_rows
+from extract.run.directory import RunDir
 from extract.run.results import AT_EQUAL_LENGTH, ResultTable
 from extract.store.families import Family
 from extract.store.spec import StoreSpec
@@ -227,3 +231,51 @@ def test_answers_without_a_counterpart_of_their_length_are_counted():
         detector="champion", **where | {"split": "validation"}, metric="auroc"
     )
     assert undefined.value is None and "no stratum" in undefined.reason
+
+
+def annotated(tmp_path, rows, disputed):
+    """A person's verdicts on every test row, as `label --audit` leaves them."""
+    run = RunDir(tmp_path)
+    run.audit.mkdir()
+    test = rows.where("test")
+    verdicts = [
+        [rows.ids[i], "closed_book", "original", bool(rows.labels[i] ^ (i in disputed))]
+        for i in test
+    ]
+    noise = []
+    for label in (True, False):
+        own = [i for i in test if rows.labels[i] == label]
+        n_disputed = sum(i in disputed for i in own)
+        noise.append(dict(setting="closed_book", label=label, n_all=3 * len(own)))
+        noise[-1] |= dict(n=len(own), n_disputed=n_disputed, ci_low=0.0, ci_high=1.0)
+    found = {"noise": noise, "verdicts": verdicts}
+    (run.audit / "human.json").write_text(json.dumps(found))
+    return run
+
+
+def test_mislabelled_answers_cost_auroc_that_a_person_gives_back(tmp_path):
+    rng = np.random.default_rng(2)
+    truth = rng.random(900) < 0.4
+    slips = np.flatnonzero(rng.random(900) < 0.15)
+    labels = truth.copy()
+    labels[slips] ^= True
+    rows = some_rows(labels)
+    scores = (2.5 * truth + rng.standard_normal(900))[None]
+    run = annotated(tmp_path, rows, set(slips.tolist()))
+    scored = [Scored(name="champion", scores=scores)]
+    table = ResultTable(annotated_rows(run, scored, rows, BOOTSTRAP))
+    by = {x.dataset: x for x in table.select(experiment="annotated")}
+    test = rows.where("test")
+    expected = roc_auc_score(labels[test], scores[0, test])
+    assert by["labels"].value == pytest.approx(expected, abs=1e-5)
+    expected = roc_auc_score(truth[test], scores[0, test])
+    assert by["a person"].value == pytest.approx(expected, abs=0.02)  # weighted
+    assert by["labels"].value < by["undisputed labels"].ci_low
+    assert by["undisputed labels"].n == 300 - len(set(slips) & set(test))
+    shares = table.select(experiment="label_noise")
+    assert [row.detector for row in shares] == ["labels:right", "labels:wrong"]
+
+
+def test_without_a_persons_verdicts_there_are_no_rows_of_them(tmp_path):
+    rows = some_rows(np.arange(90) % 3 == 0)
+    assert annotated_rows(RunDir(tmp_path), [], rows, BOOTSTRAP) == []

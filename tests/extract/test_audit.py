@@ -1,6 +1,10 @@
 import csv
+import dataclasses
 import io
+import itertools
+import re
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +13,7 @@ from sklearn.metrics import cohen_kappa_score
 
 from extract.label.annotation import (
     draw_sample,
+    noise_in_words,
     read_annotations,
     sample_csv,
     write_sample,
@@ -22,7 +27,7 @@ from extract.label.audit import (
     join_labels,
 )
 from extract.label.verdicts import consensus
-from extract.records import Answer, Example, Label
+from extract.records import Answer, Example, Label, Passage
 
 
 def labelled(verdicts, texts=None, settings=("closed_book", "with_context")):
@@ -172,6 +177,65 @@ def test_a_sample_is_seeded_even_over_settings_and_without_dropped_answers():
     assert draw_sample(rows, 100, seed=4) != sample
     dropped = join_labels(*labelled([SPLIT, YES, NO]))
     assert {row.example.id for row in draw_sample(dropped, 100)} == {"q1", "q2"}
+
+
+def test_half_of_a_sample_is_labelled_right_and_half_wrong():
+    labels = [row.label.label for row in draw_sample(many(), 100)]
+    assert labels.count(True) == labels.count(False) == 50
+
+
+def test_evaluated_answers_are_drawn_where_there_are_any():
+    rows = [
+        dataclasses.replace(row, example=msgspec.structs.replace(row.example, split=s))
+        for row, s in zip(many(120), ["train", "test", "ood"] * 40, strict=True)
+    ]
+    assert {row.example.split for row in draw_sample(rows, 60)} == {"test", "ood"}
+
+
+def test_planted_label_noise_is_found_and_weighted_by_how_many_have_each_label(
+    tmp_path,
+):
+    rows, path = many(), tmp_path / "sample.csv"  # two in three are labelled right
+    write_sample(path, draw_sample(rows, 100))
+    n_wrong = itertools.count()
+
+    def decide(i, row):
+        is_slip = row["answer"] == "no" and next(n_wrong) % 5 == 0  # ten of fifty
+        return "correct" if row["answer"] == "yes" or is_slip else "incorrect"
+
+    filled(path, decide)
+    found = read_annotations(path, rows)
+    by_label = {
+        x: [one for one in found.noise if one.label is x] for x in (True, False)
+    }
+    assert sum(one.n_disputed for one in by_label[True]) == 0
+    assert sum(one.n_disputed for one in by_label[False]) == 10
+    for one in found.noise:
+        # Wilson 1927: where the score test of a share has |z| = 1.96.
+        for p in (one.ci_low, one.ci_high):
+            z = (one.n_disputed / one.n - p) / max(1e-12, p * (1 - p) / one.n) ** 0.5
+            assert p == pytest.approx(0, abs=1e-9) or abs(z) == pytest.approx(
+                1.96, abs=1e-3
+            )
+    shares = [
+        float(re.search(r"([\d.]+) % mislabelled", line)[1])
+        for line in noise_in_words(found.noise)
+        if "all answers" in line
+    ]
+    assert len(shares) == 2 and np.mean(shares) == pytest.approx(100 / 15, abs=0.1)
+    assert len(found.verdicts) == 100
+
+
+def test_the_sample_shows_the_passages_that_the_model_saw():
+    (closed, shown), (first, second) = many(2), ("seen", "left out")
+    passages = tuple(
+        Passage(title=x, text=x, is_supporting=True) for x in (first, second)
+    )
+    example = msgspec.structs.replace(shown.example, passages=passages)
+    answer = msgspec.structs.replace(shown.answer, dropped=(1,))
+    shown = dataclasses.replace(shown, example=example, answer=answer)
+    found = list(csv.DictReader(io.StringIO(sample_csv([closed, shown]))))
+    assert [row["passages"] for row in found] == ["", "seen: seen"]
 
 
 def test_a_small_setting_is_filled_up_from_the_other():
