@@ -3,10 +3,16 @@ VENV := .venv
 RUN ?= runs/demo
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint setup clean
+.PHONY: demo real test lint setup clean
 
 demo: $(STAMP)
 	$(VENV)/bin/beatrice demo $(RUN)
+
+# Published questions below DATA, a released model: make real DATA=DIR MODEL=smollm2
+MODEL ?= gemma
+real: $(STAMP)
+	@test -n "$(DATA)" || { echo "make real DATA=DIR: a folder with questions of TriviaQA, NQ and PopQA"; exit 2; }
+	$(VENV)/bin/beatrice real "$(DATA)" "runs/$(notdir $(MODEL))" --model "$(MODEL)"
 
 test: $(STAMP)
 	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile

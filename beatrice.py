@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from extract.run.verbs import CHAIN
+
 if TYPE_CHECKING:
     from pgir.scoring.scorer import Scorer
 
@@ -21,6 +23,7 @@ __all__ = ["load", "main"]
 # The module in which a verb lives, in the order of the data, which is that of the help.
 VERBS = {
     "demo": "beatrice",
+    "real": "benchmarks.real.commands",
     "data": "extract.datasets.commands",
     "world": "extract.world.commands",
     "rewrite": "extract.label.commands",
@@ -36,24 +39,11 @@ VERBS = {
     "evaluate": "benchmarks.commands",
     "control": "pgir.commands",
     "report": "benchmarks.commands",
+    "compare": "benchmarks.commands",
     "score": "pgir.commands",
     "doctor": "extract.commands",
     "bench": "benchmarks.speed.commands",
 }
-# What `demo` does, in order: where each stage stands.
-CHAIN = (
-    "extract.world.commands:WORLD",
-    "extract.generate.stage:ANSWER",
-    "extract.label.stage:LABEL",
-    "extract.signals.stage:EXTRACT",
-    "selection.sweep:SWEEP",
-    "jaxprobe.fit.stage:TRAIN",
-    "selection.stage:SELECT",
-    "jaxprobe.stage:CALIBRATE",
-    "benchmarks.results.evaluate:EVALUATE",
-    "pgir.controllers.stage:CONTROL",
-    "benchmarks.results.stage:REPORT",
-)
 
 
 def load(path: str | Path, *, model: str | None = None) -> "Scorer":
@@ -127,7 +117,9 @@ def make_demo() -> click.Command:
 
         Example: beatrice demo runs/demo
         """
+        from extract.records import SETTINGS
         from extract.run.console import Progress
+        from extract.run.contents import settings_of
         from extract.run.directory import RunDir
         from extract.run.stages import run_stage
 
@@ -135,6 +127,8 @@ def make_demo() -> click.Command:
         with RunDir.open(run_dir, asked) as run:
             for place in CHAIN:
                 stage = load_stage(place)
+                if stage.name == "control" and settings_of(run) != SETTINGS:
+                    continue  # it needs both, and the report says so
                 change = None
                 if stage.name == "train":
                     change = partial(

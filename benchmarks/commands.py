@@ -1,10 +1,10 @@
-"""The verbs `evaluate` and `report`."""
+"""The verbs `evaluate`, `report` and `compare`."""
 
 from pathlib import Path
 
 import click
 
-from extract.run.console import Progress
+from extract.run.console import Progress, RunPath
 from extract.run.verbs import RUN_DIR, do_or_forecast, dry_run_option, stage_verb
 
 report = stage_verb(
@@ -35,3 +35,21 @@ def evaluate(run_dir: Path, ablations: bool, dry_run: bool) -> None:
         do_or_forecast(run_dir, ABLATE, dry_run)
     if not dry_run and (run_dir / "report.html").exists():
         Progress().note(f"report: `beatrice report {run_dir}` shows the rows of now")
+
+
+@click.command()
+@click.argument("run_a", type=RunPath())
+@click.argument("run_b", type=RunPath())
+@click.option("--out", type=click.Path(path_type=Path), help="Write it there too.")
+def compare(run_a: Path, run_b: Path, out: Path | None) -> None:
+    """Lay two runs side by side: rankings, headline rows, answers.
+
+    Example: beatrice compare runs/gemma runs/smollm2 --out comparison.md
+    """
+    from benchmarks.results.compare import comparison
+    from extract.run.files import write_text_atomic
+
+    text = comparison(run_a, run_b)
+    if out is not None:
+        write_text_atomic(out, text)
+    click.echo(text)

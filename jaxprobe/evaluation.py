@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,10 @@ from jaxprobe.metrics import (
     auroc,
     interval_of,
     resamples,
+    stratified_auroc,
     two_sided_p,
     weighted_metrics,
+    weighted_stratified,
 )
 
 METRICS = {"auroc": auroc, "auprc": auprc}
@@ -89,7 +92,10 @@ class _Measured:
 
 
 def _measure(
-    detectors: Sequence[Scored], labels: np.ndarray, weights: Iterable[np.ndarray]
+    detectors: Sequence[Scored],
+    labels: np.ndarray,
+    weights: Iterable[np.ndarray],
+    strata: np.ndarray | None,
 ) -> dict[tuple[str, str], _Measured]:
     """Measure every detector by every metric, on the labelled rows of one set.
 
@@ -97,7 +103,13 @@ def _measure(
       detectors: their scores of these rows alone.
       labels: of the same rows, where a detector does not have its own.
       weights: of the same rows, see `resamples`; all detectors share them.
+      strata: of the same rows, within which alone answers are compared; None compares
+        all.
     """
+    metrics, weighted = METRICS, weighted_metrics
+    if strata is not None:
+        metrics = {"auroc": partial(stratified_auroc, strata=strata)}
+        weighted = partial(weighted_stratified, strata=strata)
     cases = {
         one.name: (one.scores, labels if one.labels is None else one.labels)
         for one in detectors
@@ -105,15 +117,15 @@ def _measure(
     seeds = {
         (name, metric): [point(scores, truth) for scores in own]
         for name, (own, truth) in cases.items()
-        for metric, point in METRICS.items()
+        for metric, point in metrics.items()
     }
     draws: dict[tuple[str, str], list[np.ndarray]] = collections.defaultdict(list)
     for block in weights:
         for name, (own, truth) in cases.items():
             if any(p.reason for p in seeds[name, "auroc"]):
                 continue
-            found = [weighted_metrics(scores, truth, block) for scores in own]
-            for metric in METRICS:
+            found = [weighted(scores, truth, block) for scores in own]
+            for metric in metrics:
                 mean = np.mean([one[metric] for one in found], axis=0)
                 draws[name, metric].append(mean)
     return {
@@ -149,7 +161,8 @@ def detection_rows(
     rows: Rows,
     config: BootstrapConfig,
     experiment: str = "detection",
-    pairs: Sequence[tuple[str, str]] = (),
+    pairs: Mapping[str, Iterable[tuple[str, str]]] | None = None,
+    strata: np.ndarray | None = None,
 ) -> list[ResultRow]:
     """Return the rows of all detectors of one setting on all evaluated sets.
 
@@ -158,8 +171,10 @@ def detection_rows(
       rows: what the rows are.
       config: the same resamples serve every detector, so that intervals compare.
       experiment: name of the rows.
-      pairs: names of detectors; how much more the first has than the second becomes a
-        row of the experiment "paired".
+      pairs: of an experiment, names of detectors; how much more the first has than the
+        second becomes a row of it.
+      strata: `[n_rows]`; AUROC is then measured within strata alone, see
+        `stratified_auroc`.
     """
     made: list[ResultRow] = []
     known: dict[bytes, dict[tuple[str, str], _Measured]] = {}
@@ -171,17 +186,21 @@ def detection_rows(
         if place not in known:
             own = [scored.take(chosen) for scored in detectors]
             weights = resamples(rows.ids[chosen], config)
-            known[place] = _measure(own, rows.labels[chosen], weights)
+            within = None if strata is None else strata[chosen]
+            known[place] = _measure(own, rows.labels[chosen], weights, within)
         found, shared = known[place], rows.fields_of(dataset, split)
         for (name, metric), measured in found.items():
             fields = {"experiment": experiment, "detector": name, "metric": metric}
             made += measured.rows(fields | shared)
-        for (name, rival), metric in itertools.product(pairs, METRICS):
-            fields = {"experiment": "paired", "detector": name, "against": rival}
-            fields |= {"metric": metric + DIFFERENCE, **shared}
-            made.append(
-                _difference(found[name, metric], found[rival, metric], **fields)
-            )
+        for compared, chosen_pairs in (pairs or {}).items():
+            for (name, rival), metric in itertools.product(chosen_pairs, METRICS):
+                if (name, metric) not in found:
+                    continue
+                fields = {"experiment": compared, "detector": name, "against": rival}
+                fields |= {"metric": metric + DIFFERENCE, **shared}
+                made.append(
+                    _difference(found[name, metric], found[rival, metric], **fields)
+                )
     return made
 
 

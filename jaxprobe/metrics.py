@@ -96,14 +96,52 @@ def auprc(scores: np.ndarray, labels: np.ndarray) -> Metric:
     return Metric(float((found / flagged).mean()))
 
 
+def stratified_auroc(
+    scores: np.ndarray, labels: np.ndarray, strata: np.ndarray
+) -> Metric:
+    """AUROC within strata: of right-wrong pairs of one stratum, the share in order.
+
+    Pairs of two strata do not count, so what only tells strata apart has one half. Each
+    pair counts once, ties half; a stratum of one class has no pair.
+
+    Args:
+      scores: `[n_examples]`.
+      labels: `[n_examples]` bool.
+      strata: `[n_examples]`, equal where examples are compared.
+    """
+    if reason := _undefined(scores, labels):
+        return Metric(math.nan, reason)
+    credit = n_pairs = 0.0
+    for own in paired_strata(labels, strata):
+        n = float(labels[own].sum() * (~labels[own]).sum())
+        credit, n_pairs = (
+            credit + n * auroc(scores[own], labels[own]).value,
+            n_pairs + n,
+        )
+    if not n_pairs:
+        return Metric(math.nan, "no stratum has right and wrong answers")
+    return Metric(credit / n_pairs)
+
+
+def paired_strata(labels: np.ndarray, strata: np.ndarray) -> list[np.ndarray]:
+    """Return the indices of each stratum that has right and wrong answers."""
+    found = (np.flatnonzero(strata == one) for one in np.unique(strata))
+    return [own for own in found if 0 < labels[own].sum() < len(own)]
+
+
 def _rising(
-    scores: np.ndarray, labels: np.ndarray, weights: np.ndarray
+    scores: np.ndarray,
+    labels: np.ndarray,
+    weights: np.ndarray,
+    among: np.ndarray | None = None,
 ) -> Iterator[tuple[np.ndarray | None, np.ndarray | None]]:
     """Yield the weights of the right and of the wrong answers at each rising score.
 
-    `[n_resamples]` each; None where only the other kind has this score.
+    `[n_resamples]` each; None where only the other kind has this score. `among` are the
+    indices of the answers that count; None is all.
     """
-    order = np.argsort(scores, kind="stable")
+    among = np.arange(len(scores)) if among is None else among
+    order = among[np.argsort(scores[among], kind="stable")]
     edges = np.flatnonzero(np.diff(scores[order], prepend=np.nan, append=np.nan))
     for start, stop in itertools.pairwise(edges.tolist()):
         tied = order[start:stop]
@@ -156,6 +194,29 @@ def weighted_metrics(
             # As for AUROC, a resample without a right answer says nothing of ranking.
             "auprc": np.where(n_right >= 1, precision / found, np.float32(np.nan)),
         }
+
+
+def weighted_stratified(
+    scores: np.ndarray, labels: np.ndarray, weights: np.ndarray, *, strata: np.ndarray
+) -> dict[str, np.ndarray]:
+    """`stratified_auroc` under many weightings of the same examples.
+
+    Arguments and result are those of `weighted_metrics`, with AUROC alone; NaN where a
+    resample has no pair.
+    """
+    credit, n_pairs, part = np.zeros((3, weights.shape[1]), np.float32)
+    for own in paired_strata(labels, strata):
+        found, n_right = np.zeros((2, weights.shape[1]), np.float32)
+        for right, wrong in _rising(scores, labels, weights, own):
+            if right is not None:
+                n_right += right
+                beaten = found if wrong is None else found + 0.5 * wrong
+                credit += np.multiply(right, beaten, out=part)
+            if wrong is not None:
+                found += wrong
+        n_pairs += n_right * found
+    with np.errstate(invalid="ignore"):
+        return {"auroc": credit / n_pairs}
 
 
 def drawn_clusters(n_clusters: int, config: BootstrapConfig) -> Iterator[np.ndarray]:

@@ -2,6 +2,7 @@
 
 With context the pool is the with-context encoders, then the closed-book ones reading
 the closed-book pass of the same question. Closed-book it is the closed-book encoders.
+In a run of one setting it is that setting's alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ import msgspec
 import numpy as np
 
 from extract.records import Record, Setting
+from extract.run.contents import settings_of
 from extract.run.directory import RunDir
 from jaxprobe import checkpoint
 from jaxprobe.detector import HeadName
@@ -56,7 +58,7 @@ def load_pool(
     outputs_of = outputs_of or partial(read_member_outputs, run)
     _, rows = load_rows(run, setting)
     passes = [outputs_of(setting)]
-    if setting == "with_context":
+    if setting == "with_context" and "closed_book" in settings_of(run):
         _, closed_book = load_rows(run, "closed_book")
         where = partners(rows, closed_book)
         passes.append(_take(outputs_of("closed_book"), where))
@@ -81,6 +83,12 @@ def _take(outputs: MemberOutputs, where: np.ndarray) -> MemberOutputs:
 def branch_setting(branch: HeadName) -> Setting:
     """Return the setting whose answers a branch scores."""
     return "closed_book" if branch == "closed_book" else "with_context"
+
+
+def branches_of(run: RunDir) -> tuple[HeadName, ...]:
+    """Return the branches that score answers of a run's settings."""
+    settings = settings_of(run)
+    return tuple(branch for branch in BRANCHES if branch_setting(branch) in settings)
 
 
 def reads(branch: HeadName, members: Sequence[int]) -> tuple[tuple[Setting, str], ...]:

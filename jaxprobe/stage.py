@@ -9,9 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from extract.records import SETTINGS, Setting
+from extract.records import Setting
 from extract.run.console import Progress, Update
-from extract.run.contents import read_answers, read_examples, row_files
+from extract.run.contents import (
+    read_answers,
+    read_examples,
+    row_files,
+    settings_of,
+)
 from extract.run.directory import RunDir
 from extract.run.manifest import Preset, read_manifest
 from extract.run.stages import Stage
@@ -24,7 +29,7 @@ from jaxprobe.features.rows import chosen_layer, load_rows
 from jaxprobe.features.subsets import SUBSET_NAMES, FamilyDims
 from jaxprobe.fit.grid import Trained, grid_members
 from jaxprobe.fit.stage import encoder_folders
-from jaxprobe.pool import BRANCHES, branch_setting, read_selection, reads
+from jaxprobe.pool import branch_setting, branches_of, read_selection, reads
 from jaxprobe.scope import Scope, choose_threshold, fit_scope, scripts_of
 from jaxprobe.settings import grid_config, select_config, set_compiler
 
@@ -117,7 +122,7 @@ def _banks(
     config = grid_config(run)
     members = grid_members(config.train.n_seeds)
     banks = {}
-    for setting in SETTINGS:
+    for setting in settings_of(run):
         read = {subset for h in heads.values() for s, subset in h.reads if s == setting}
         if not read:
             continue
@@ -155,8 +160,8 @@ def _calibrate(
     set_compiler(run.preset)
     sections = read_manifest(run.path)["sections"]
     prompt, backbone = sections["answer"]["prompt"], sections["backbone"]
-    store, _ = load_rows(run, SETTINGS[0])
-    heads = {branch: _head(run, branch, config) for branch in BRANCHES}
+    store, _ = load_rows(run, settings_of(run)[0])
+    heads = {branch: _head(run, branch, config) for branch in branches_of(run)}
     for branch, head in heads.items():
         if head.threshold is not None:
             progress.note(f"{branch}: {head.threshold.in_words()}")

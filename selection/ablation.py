@@ -18,9 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from extract.records import SETTINGS, Setting
+from extract.records import Setting
 from extract.run.console import Progress, Update
-from extract.run.contents import row_files
+from extract.run.contents import row_files, settings_of
 from extract.run.directory import RunDir
 from extract.run.files import read_json, write_json_atomic
 from extract.run.results import ON_REQUEST, ResultRow, publish, rows_file
@@ -159,19 +159,25 @@ class Ablation:
         return " ".join(self.run.hash_inputs(*_inputs(self.run)).values())
 
     @cached_property
+    def settings(self) -> tuple[Setting, ...]:
+        """Of the run."""
+        return settings_of(self.run)
+
+    @cached_property
     def champions(self) -> dict[Setting, tuple[int, ...]]:
         """Pool positions of the selected encoders, by setting."""
-        return {s: tuple(read_selection(self.run, s)[1]["members"]) for s in SETTINGS}
+        found = {s: read_selection(self.run, s)[1]["members"] for s in self.settings}
+        return {setting: tuple(members) for setting, members in found.items()}
 
     @cached_property
     def subsets(self) -> dict[Setting, tuple[int, ...]]:
         """The encoders of each pass that a champion reads, as rows of SUBSETS."""
-        read = {pair for s in SETTINGS for pair in reads(s, self.champions[s])}
+        read = {pair for s in self.settings for pair in reads(s, self.champions[s])}
         return {
             setting: tuple(
                 sorted(SUBSET_NAMES.index(n) for s, n in read if s == setting)
             )
-            for setting in SETTINGS
+            for setting in self.settings
         }
 
     def blocks(self, setting: Setting) -> tuple[Block, ...]:
@@ -290,8 +296,10 @@ class Ablation:
                 variant: pool_names(setting, arrays["members"].tolist())
                 for variant, arrays in self._load(setting).items()
             }
-            for setting in SETTINGS
+            for setting in self.settings
         }
+        if len(self.settings) == 1:
+            return summary
         alone = read_selection(self.run, "single_pass")[1]["members"]
         names = pool_names("single_pass", alone)  # its scores are rows of `evaluate`
         summary["with_context"]["without_closed_book"] = names
@@ -303,23 +311,24 @@ def _ablate(
 ) -> None:
     set_compiler(run.preset)
     ablation = Ablation(run, config.seeded(run.seed))
-    n_blocks = sum(len(ablation.blocks(s)) * len(span_variants(s)) for s in SETTINGS)
-    n_all = n_blocks + sum(len(variants(setting)) for setting in SETTINGS)
+    settings = ablation.settings
+    n_blocks = sum(len(ablation.blocks(s)) * len(span_variants(s)) for s in settings)
+    n_all = n_blocks + sum(len(variants(setting)) for setting in settings)
     # The with-context heads need the closed-book encoders, so training comes first.
     side_by_side(
         ablation.train_without_spans,
-        SETTINGS,
+        settings,
         update,
         n_all,
         at_once=settings_at_once(grid_config(run)),
     )
     side_by_side(
         ablation.make_variants,
-        SETTINGS,
+        settings,
         lambda done, total: update(n_blocks + done, total),
         n_all,
     )
-    rows = [row for setting in SETTINGS for row in ablation.rows(setting)]
+    rows = [row for setting in settings for row in ablation.rows(setting)]
     publish(run, "ablate", rows, progress)
     write_json_atomic(_folder(run) / "summary.json", ablation.summary())
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from extract.records import IN_DOMAIN, SETTINGS, Setting
+from extract.records import IN_DOMAIN, Setting
 from extract.run.console import Progress, Update
+from extract.run.contents import settings_of
 from extract.run.directory import RunDir
 from extract.run.results import ResultRow, publish, rows_file
 from extract.run.stages import Stage, side_by_side
@@ -131,8 +132,9 @@ def _measure(
         joined = {n: np.concatenate([one[n] for one in found]) for n in found[0]}
         rows[setting] = _rows(joined, pool.rows, len(halves(pool.rows, 0, run.seed)[1]))
 
-    side_by_side(work, SETTINGS, update, len(SETTINGS) * N_SPLITS)
-    publish(run, EXPERIMENT, [row for s in SETTINGS for row in rows[s]], progress)
+    settings = settings_of(run)
+    side_by_side(work, settings, update, len(settings) * N_SPLITS)
+    publish(run, EXPERIMENT, [row for s in settings for row in rows[s]], progress)
 
 
 OPTIMISM = Stage(

@@ -9,7 +9,7 @@ import numpy as np
 
 from extract.records import IN_DOMAIN, SETTINGS, Setting
 from extract.run.console import Progress, Update
-from extract.run.contents import row_files
+from extract.run.contents import row_files, settings_of
 from extract.run.directory import RunDir
 from extract.run.results import ResultRow, publish, rows_file
 from extract.run.stages import Stage, side_by_side
@@ -130,7 +130,8 @@ def _enumerate(
 ) -> None:
     set_compiler(run.preset)
     config = config.seeded(run.seed)
-    heads = {s: HeadTrainer(load_pool(run, s), config) for s in SETTINGS}
+    settings = settings_of(run)
+    heads = {s: HeadTrainer(load_pool(run, s), config) for s in settings}
     searches = {
         setting: Enumeration(
             train=trainer.pool.train,
@@ -151,8 +152,8 @@ def _enumerate(
     def work(setting: Setting, tick: Callable[[], None]) -> None:
         rows[setting] = _rank_setting(run, heads[setting], searches[setting], tick)
 
-    side_by_side(work, SETTINGS, update, n_missing)
-    publish(run, "exhaustive", [row for s in SETTINGS for row in rows[s]], progress)
+    side_by_side(work, settings, update, n_missing)
+    publish(run, "exhaustive", [row for s in settings for row in rows[s]], progress)
     for search in searches.values():  # the rankings hold all of it now
         shutil.rmtree(search.folder, ignore_errors=True)
 

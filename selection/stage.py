@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from extract.records import SETTINGS, Setting
+from extract.records import Setting
 from extract.run.console import Progress, Update
-from extract.run.contents import row_files
+from extract.run.contents import row_files, settings_of
 from extract.run.directory import RunDir
 from extract.run.results import ON_REQUEST
 from extract.run.stages import Forecast, Stage, side_by_side
@@ -21,9 +21,9 @@ from jaxprobe.detector import HeadName
 from jaxprobe.features.subsets import N_SUBSETS, subset_index
 from jaxprobe.fit.stage import encoder_folders
 from jaxprobe.pool import (
-    BRANCHES,
     Pool,
     branch_setting,
+    branches_of,
     load_pool,
     pool_names,
     read_selection,
@@ -158,7 +158,7 @@ def _select_setting(
 ) -> None:
     """Select in a setting, for every branch that scores its answers."""
     heads = HeadTrainer(load_pool(run, setting), config)
-    for branch in BRANCHES:
+    for branch in branches_of(run):
         if branch_setting(branch) != setting:
             continue
         if branch == "single_pass":  # searches the with-context half of the same pool
@@ -187,16 +187,17 @@ def _select(
 ) -> None:
     set_compiler(run.preset)
     work = partial(_select_setting, run, config.seeded(run.seed))
-    # Both settings at once, for the same reason as in training.
-    side_by_side(work, SETTINGS, update, len(BRANCHES))
+    # All settings at once, for the same reason as in training.
+    side_by_side(work, settings_of(run), update, len(branches_of(run)))
 
 
 def _forecast(run: RunDir, config: SelectConfig) -> Forecast:
     """Count the heads of one round of every search, and what the pools hold."""
     n_heads = n_bytes = 0
-    for setting in SETTINGS:
+    branches = branches_of(run)
+    for setting in settings_of(run):
         *parts, _ = load_pool(run, setting)
-        n_calls = sum(branch_setting(branch) == setting for branch in BRANCHES)
+        n_calls = sum(branch_setting(branch) == setting for branch in branches)
         n_heads += n_calls * parts[0].n_pool * parts[0].n_seeds
         n_bytes += sum(np.asarray(part.outputs).nbytes for part in parts)
     return Forecast(

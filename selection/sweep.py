@@ -14,9 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from extract.records import SETTINGS
 from extract.run.console import Progress, Update
-from extract.run.contents import row_files
+from extract.run.contents import row_files, settings_of
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
 from extract.run.manifest import Preset
@@ -216,7 +215,8 @@ def _sweep(
     set_compiler(run.preset)
     probe = dataclasses.replace(config.probe, root_seed=run.seed)
     found: dict[str, Any] = {}
-    for number, setting in enumerate(SETTINGS):
+    settings = settings_of(run)
+    for number, setting in enumerate(settings, start=1):
         store, rows = load_rows(run, setting)
         train, valid = (
             sweep_rows(rows, split, config.n_rows, run.seed)
@@ -243,10 +243,10 @@ def _sweep(
             "n_train": len(train),
             "n_validation": len(valid),
         }
-        update(number + 1, len(SETTINGS))
-    # One layer serves both settings, as in the paper: the best of their mean.
+        update(number, len(settings))
+    # One layer serves all settings, as in the paper: the best of their mean.
     mean = np.mean([np.mean(f["auroc"], axis=1) for f in found.values()], axis=0)
-    best = found[SETTINGS[0]]["layers"][int(np.argmax(mean))]
+    best = layers[int(np.argmax(mean))]
     if len(layers) == 1:
         progress.note(
             f"sweep: the store keeps layer {best} alone, so there is nothing to choose"

@@ -16,6 +16,7 @@ from extract.generate.local import TransformersGenerator
 from extract.generate.requests import AnswerConfig, GenerationConfig
 from extract.label.stage import shares_in_words
 from extract.records import Answer, Example, Label, read_records, write_lines
+from extract.run.contents import too_few_answers
 from extract.run.directory import RunDir
 from tests.extract.small_run import beatrice, questions, smoke
 
@@ -105,12 +106,34 @@ def test_labels_say_how_many_answers_are_right_and_where_one_class_is_alone():
     labels = [label(e, e.split != "validation" and e.id[-1] == "0") for e in examples]
     labels += [label(e, int(e.id[-1]) % 2 == 0, "with_context") for e in examples]
     labels[0] = msgspec.structs.replace(labels[0], label=None)
-    first, few, alone, whole = shares_in_words(examples, labels)
+    first, few, alone, whole, hardly = shares_in_words(examples, labels)
     assert first == "closed_book: 3 of 59 answers correct (5.1 %), 1 without a label"
     assert few.startswith("closed_book, train: 1 correct and 18 incorrect")
     assert alone.startswith("closed_book, validation: 0 of 20 labelled answers are")
     assert "one class alone" in alone
     assert whole == "with_context: 30 of 60 answers correct (50.0 %)"
+    assert hardly.startswith("with_context, train: 10 correct and 10 incorrect")
+
+
+@pytest.mark.parametrize(
+    ("n_correct", "n_wrong", "is_enough"),
+    [(150, 150, True), (149, 900, False), (900, 149, False)],
+)
+def test_a_setting_with_fewer_than_150_of_either_class_cannot_conclude(
+    n_correct, n_wrong, is_enough
+):
+    n = n_correct + n_wrong
+    row = {"split": "train", "setting": "closed_book", "variant": "original"}
+    row |= {"n": n - 100, "n_correct": n_correct - 50, "dataset": "nq"}
+    more = row | {"n": 100, "n_correct": 50, "dataset": "triviaqa"}
+    # Neither other splits nor other wordings of the same questions make it enough.
+    others = [row | {"split": "test"}, row | {"variant": "rewritten"}]
+    found = too_few_answers([row, more, *others])
+    assert (found == {}) == is_enough
+    if not is_enough:
+        told = f"{n_correct} correct and {n_wrong} incorrect training answers"
+        assert told in found["closed_book"]
+        assert "cannot conclude" in found["closed_book"]
 
 
 def test_one_class_alone_is_labelled_loudly_and_trained_on_never(tmp_path, examples):

@@ -12,22 +12,18 @@ import numpy as np
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
+from benchmarks.baselines.linear import fit_linear
 from extract.generate.requests import answer_config, variants_of
 from extract.records import IN_DOMAIN
 from extract.run.contents import read_answers, read_examples
 from extract.run.directory import RunDir
 from extract.run.results import ResultRow
 from jaxprobe.features.rows import Rows
-from jaxprobe.metrics import auroc
 
 
 def joined_text(question: str, answer: str, passages: Sequence[str] = ()) -> str:
     """Return what the detector reads of one answer: a line for each part."""
     return "\n".join((question, answer, *passages))
-
-
-# Inverse strengths of the penalty, from which validation chooses; the paper gives none.
-INVERSE_PENALTIES = (0.01, 0.1, 1.0, 10.0, 100.0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,45 +67,13 @@ def fit_tfidf(
     Raises:
       ValueError: the lengths differ, or only one class is there.
     """
-    is_correct, is_valid_correct = (
-        _classes(*one, split)
-        for split, *one in (
-            ("training", texts, labels),
-            ("validation", valid_texts, valid_labels),
-        )
-    )
     # One-letter words and digits are answers too; scikit-learn's own pattern drops
     # them.
     vectorizer = TfidfVectorizer(ngram_range=(1, 2), token_pattern=r"(?u)\b\w+\b")
     train = vectorizer.fit_transform(texts)
     valid = vectorizer.transform(valid_texts)
-
-    def fitted(inverse_penalty: float) -> TextDetector:
-        regression = LogisticRegression(C=inverse_penalty, max_iter=2000)
-        p_correct = regression.fit(train, is_correct).predict_proba(valid)[:, 1]
-        found = auroc(p_correct, is_valid_correct).value
-        return TextDetector(
-            vectorizer=vectorizer, regression=regression, valid_auroc=found
-        )
-
-    # Of equals, the strongest penalty: the first.
-    return max(map(fitted, INVERSE_PENALTIES), key=lambda one: one.valid_auroc)
-
-
-def _classes(texts: Sequence[str], labels: Sequence[bool], split: str) -> np.ndarray:
-    """Return the labels as an array, or refuse them."""
-    is_correct = np.asarray(labels, dtype=bool)
-    if is_correct.shape != (len(texts),):
-        raise ValueError(
-            f"labels have shape {is_correct.shape}, expected one per text "
-            f"({len(texts)})"
-        )
-    if is_correct.all() or not is_correct.any():
-        raise ValueError(
-            f"the {len(texts)} {split} labels hold one class only; a text detector "
-            "needs correct and incorrect answers"
-        )
-    return is_correct
+    found = fit_linear(train, labels, valid, valid_labels)
+    return TextDetector(vectorizer=vectorizer, **found._asdict())
 
 
 def text_scores(run: RunDir, rows: Rows) -> tuple[np.ndarray, ResultRow]:

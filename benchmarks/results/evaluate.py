@@ -6,28 +6,45 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.baselines.length import (
+    length_features,
+    length_scores,
+    majority_scores,
+    rows_at_equal_length,
+)
 from benchmarks.baselines.perplexity import perplexity_scores
+from benchmarks.baselines.probe import layer_scores, probe_scores
 from benchmarks.baselines.text import text_scores
 from extract.generate.requests import answer_config
-from extract.records import IN_DOMAIN, SETTINGS, Setting
+from extract.records import IN_DOMAIN, Setting
 from extract.run.console import Progress, Update
 from extract.run.contents import (
     left_out_file,
     read_answers,
     read_examples,
     row_files,
+    settings_of,
 )
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
-from extract.run.results import RIVALS, ResultRow, publish, rows_file
+from extract.run.results import (
+    FAMILY_PAIRS,
+    FLOORS,
+    RIVALS,
+    ResultRow,
+    publish,
+    rows_file,
+)
 from extract.run.stages import Stage
+from extract.store.read import FeatureStore
 from jaxprobe import checkpoint
 from jaxprobe.calibration import Reliability, brier, ece, reliability
 from jaxprobe.detector import Detector
 from jaxprobe.evaluation import Scored, bootstrap_of, detection_rows
-from jaxprobe.features.rows import load_rows
+from jaxprobe.features.rows import Rows, chosen_layer, load_rows
 from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
 from jaxprobe.fit.stage import EVERY_FAMILY, encoder_folders
+from jaxprobe.metrics import BootstrapConfig
 from jaxprobe.pool import read_selection
 from jaxprobe.settings import grid_config, set_compiler
 
@@ -48,7 +65,7 @@ def detectors_of(run: RunDir, setting: Setting) -> tuple[list[Scored], list[Resu
         name: heads[name]["scores"]
         for name in ("champion", "late_fusion_singles", "late_fusion_all")
     }
-    if setting == "with_context":
+    if setting == "with_context" and len(settings_of(run)) > 1:
         alone, _ = read_selection(run, "single_pass")
         scores["without_closed_book"] = alone["champion"]["scores"]
     scores |= {"hidden_only": logits[:, 0], "early_fusion": logits[:, EVERY_FAMILY]}
@@ -56,6 +73,10 @@ def detectors_of(run: RunDir, setting: Setting) -> tuple[list[Scored], list[Resu
         scores[f"encoder:{name}"] = logits[:, subset]
     scores["tfidf"], chosen = text_scores(run, rows)
     scores["perplexity"] = perplexity_scores(store)
+    scores["answer_length"] = length_scores(length_features(run, rows), rows)
+    scores["majority"] = majority_scores(rows)
+    probes, of_probes = probe_scores(store, rows, chosen_layer(run))
+    scores |= probes
     control = tree["control"]
     permuted = Scored(
         name="permuted_labels",
@@ -63,7 +84,28 @@ def detectors_of(run: RunDir, setting: Setting) -> tuple[list[Scored], list[Resu
         labels=np.asarray(control["labels"], dtype=bool),
     )
     detectors = [Scored(name=name, scores=own) for name, own in scores.items()]
-    return [*detectors, permuted], [chosen]
+    return [*detectors, permuted], [chosen, *of_probes]
+
+
+def layer_rows(
+    store: FeatureStore, rows: Rows, layer: int, config: BootstrapConfig
+) -> list[ResultRow]:
+    """Return what the layer that is read has before the first and the last one kept.
+
+    Each by logistic regression on the mean state of the answer, as in the sweep; but
+    measured on sets that the choice of the layer has not seen.
+    """
+    kept = store.spec.hidden_layers
+    layers = {"layer:chosen": layer, "layer:first": kept[0], "layer:last": kept[-1]}
+    distinct = [n for n, x in layers.items() if n == "layer:chosen" or x != layer]
+    if len(distinct) == 1:
+        return []
+    detectors = [
+        Scored(name=name, scores=layer_scores(store, rows, layers[name]))
+        for name in distinct
+    ]
+    pairs = {"finding": [("layer:chosen", name) for name in distinct[1:]]}
+    return detection_rows(detectors, rows, config, "layer", pairs)
 
 
 def _bins(curve: Reliability) -> list[dict[str, Any]]:
@@ -123,15 +165,23 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
     set_compiler(run.preset)
     bootstrap = bootstrap_of(run)
     made, curves = [], {}
-    for n_done, setting in enumerate(SETTINGS, start=1):
-        _, rows = load_rows(run, setting)
-        pairs = [("champion", rival) for rival in RIVALS]
+    settings = settings_of(run)
+    for n_done, setting in enumerate(settings, start=1):
+        store, rows = load_rows(run, setting)
+        pairs = {
+            "paired": [("champion", rival) for rival in RIVALS],
+            "floor_paired": FLOORS.items(),
+            "finding": FAMILY_PAIRS,
+        }
         detectors, chosen = detectors_of(run, setting)
         made += chosen
         made += detection_rows(detectors, rows, bootstrap, pairs=pairs)
+        made += layer_rows(store, rows, chosen_layer(run), bootstrap)
+        n_tokens = length_features(run, rows)[:, 0]
+        made += rows_at_equal_length(detectors, rows, n_tokens, bootstrap)
         curves[setting], calibration = _reliability(run, setting)
         made += calibration
-        update(n_done, len(SETTINGS))
+        update(n_done, len(settings))
     if answer_config(run).prompt.overlong != "refuse":
         made += prompt_rows(run)
     write_json_atomic(run.path / "reliability.json", curves)

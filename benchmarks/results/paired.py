@@ -1,4 +1,4 @@
-"""Gains of the selected encoders and of PGIR over each rival, question by question.
+"""Gains over rivals, question by question, and what is left at equal answer length.
 
 Both sides are resampled together, which accounts for what their scores share; two
 separate intervals would not. Nothing corrects for the number of comparisons.
@@ -9,10 +9,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from benchmarks.results.tables import Table, detection_table, interval, number
+from benchmarks.results.tables import Cell, Table, detection_table, interval, number
 from extract.run.results import (
+    AT_EQUAL_LENGTH,
     CONTROLLERS,
+    DETECTORS,
     DIFFERENCE,
+    FLOORS,
     RIVALS,
     ResultRow,
     ResultTable,
@@ -24,9 +27,10 @@ def paired_table(rows: Sequence[ResultRow], experiment: str = "paired") -> Table
 
     Args:
       rows: result rows.
-      experiment: "paired" for AUROC, "controller_paired" for exact match and F1.
+      experiment: "paired" or "at_equal_length_paired" for AUROC, or
+        "controller_paired" for exact match and F1.
     """
-    is_detection = experiment == "paired"
+    is_detection = experiment != "controller_paired"
     names = ("auroc",) if is_detection else ("em", "f1")
     by_rival = [
         msgspec.structs.replace(row, detector=row.against)
@@ -35,11 +39,42 @@ def paired_table(rows: Sequence[ResultRow], experiment: str = "paired") -> Table
     found = detection_table(
         by_rival,
         experiment=experiment,
-        labels=RIVALS if is_detection else CONTROLLERS,
+        labels=AT_EQUAL_LENGTH if is_detection else CONTROLLERS,
         splits=("test", "ood", "evaluated"),
         metrics=[f"{name}{DIFFERENCE}" for name in names],
     )
     return dataclasses.replace(found, corner="Against")
+
+
+def equal_length_table(rows: Sequence[ResultRow]) -> Table:
+    """AUROC among answers of equally many tokens, and the share without such a pair."""
+    labels = {**AT_EQUAL_LENGTH, "answers": "Share of answers without a counterpart"}
+    metrics = ("auroc", "unmatched")
+    found = detection_table(
+        rows, experiment="at_equal_length", labels=labels, metrics=metrics
+    )
+    lines = (
+        dataclasses.replace(line, cells=tuple(map(_either, line.cells)))
+        for line in found.lines
+    )
+    return dataclasses.replace(found, lines=tuple(lines))
+
+
+def floor_table(rows: Sequence[ResultRow]) -> Table:
+    """How much more each encoder has than a linear probe of the same signals."""
+    labels = {**RIVALS, "encoder:H": DETECTORS["hidden_only"]}
+    return detection_table(
+        rows,
+        experiment="floor_paired",
+        labels={name: labels[name] for name in FLOORS},
+        metrics=(f"auroc{DIFFERENCE}",),
+    )
+
+
+def _either(cell: Cell) -> Cell:
+    """Return the one measure of a cell's two; a share is in no order with AUROCs."""
+    own, share = cell
+    return (own or share and dataclasses.replace(share, rank=None),)
 
 
 def gain(rows: Sequence[ResultRow], against: str, **where: str) -> str:
@@ -53,6 +88,6 @@ def gain(rows: Sequence[ResultRow], against: str, **where: str) -> str:
     row = ResultTable(rows).find(against=against, **where)
     if row is None or row.value is None:
         return ""
-    label = {**RIVALS, **CONTROLLERS}[against]
+    label = {**AT_EQUAL_LENGTH, **CONTROLLERS}[against]
     spelled = number(row.value, row.metric)
     return f"{spelled} [{interval(row)}] against {label[0].lower()}{label[1:]}"

@@ -7,7 +7,13 @@ from typing import Any
 
 import jinja2
 
-from benchmarks.results.paired import gain, paired_table
+from benchmarks.results.findings import findings, grids, measured, remarks, sentences
+from benchmarks.results.paired import (
+    equal_length_table,
+    floor_table,
+    gain,
+    paired_table,
+)
 from benchmarks.results.pictures import (
     frontier_pictures,
     ranking_pictures,
@@ -64,6 +70,7 @@ class ReportData:
         mean_p, accuracy, n}`.
       control: `{"tau", "budget", "cap", "frontier": [{dataset, budget, em, f1,
         generations}]}`.
+      why_no_control: why there are no controllers, in words; empty where there are.
       cases: `{dataset, question, golds, action, verdict, drafts}`; a draft is
         `{setting, answer, p_correct, correct, passages, tokens}`; a token `{text, span,
         p, surprisal, entropy, margin}`, the span one of context, question, answer, the
@@ -81,6 +88,7 @@ class ReportData:
     reliability: Mapping[str, Mapping[str, Any]]
     control: Mapping[str, Any]
     cases: Sequence[Mapping[str, Any]]
+    why_no_control: str = ""
     ranking: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     ablations: Mapping[str, Mapping[str, Sequence[str]]] = dataclasses.field(
         default_factory=dict
@@ -155,10 +163,11 @@ def accuracy_grid(data: ReportData) -> dict[str, Any]:
 
 def missing(data: ReportData) -> list[str]:
     """Name the detectors and controllers that a full run has and this one lacks."""
-    expected = {
-        "detection": {**DETECTORS, **CONTROLS},
-        "controller": {**CONTROLLERS, **BOUNDS},
-    }
+    expected = {"detection": {**DETECTORS, **CONTROLS}}
+    if not data.why_no_control:
+        expected["controller"] = {**CONTROLLERS, **BOUNDS}
+    if len(data.selection) == 1:  # of the with-context pass beside the other
+        del expected["detection"]["without_closed_book"]
     return [
         label
         for experiment, labels in expected.items()
@@ -179,20 +188,28 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["number"] = number
     environment.filters["interval"] = interval
+    environment.filters["measured"] = measured
     environment.filters["tint"] = lambda p: sum(p >= step for step in P_STEPS)
     return environment
 
 
 def render_report(data: ReportData) -> str:
     """Return the page."""
+    answered = findings(data.rows, data.accuracy)
     return (
         _environment()
         .get_template("report.html.j2")
         .render(
             data=data,
             headlines=headlines(data),
+            findings=grids(answered),
+            sentences=sentences(answered),
+            remarks=remarks(data.rows, data.accuracy, data.sweep, data.selection),
             detection=detection_table(data.rows),
             paired=paired_table(data.rows),
+            floors=floor_table(data.rows),
+            at_equal_length=equal_length_table(data.rows),
+            at_equal_length_paired=paired_table(data.rows, "at_equal_length_paired"),
             permuted=detection_table(data.rows, labels=CONTROLS),
             spans=detection_table(
                 data.rows,

@@ -1,26 +1,31 @@
 """The stage that writes the report, and the headline of a finished run."""
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from benchmarks.results.findings import as_latex, as_markdown, findings, remarks
 from benchmarks.results.paired import paired_table
 from benchmarks.results.report import ReportData, write_report
 from benchmarks.results.saved import read_control, read_reliability
 from benchmarks.results.tables import controller_table, detection_table
 from benchmarks.results.terminal import as_text
 from extract.backbone.names import backbone_of
-from extract.records import IN_DOMAIN, SETTINGS
+from extract.records import IN_DOMAIN, SETTINGS, Setting
 from extract.run.console import Progress, Update
 from extract.run.contents import (
     count_correct,
     question_files,
     read_examples,
     read_labels,
+    settings_in_words,
+    settings_of,
 )
 from extract.run.directory import RunDir
+from extract.run.files import write_text_atomic
 from extract.run.results import (
     ResultTable,
     asked_for,
@@ -50,6 +55,7 @@ def _facts(run: RunDir) -> dict[str, str]:
         "Backbone": backbone_of(run).model,
         "Preset": run.preset,
         "Seed": str(run.seed),
+        "Settings": settings_in_words(run),
         "Questions": ", ".join(f"{n_questions[split]} {split}" for split in splits),
         "Labels by": label_rule(run),
         "Layer of the hidden states": str(chosen_layer(run)),
@@ -59,11 +65,19 @@ def _facts(run: RunDir) -> dict[str, str]:
     }
 
 
+def _why_no_control(settings: Sequence[Setting]) -> str:
+    """Say why a run has no controllers."""
+    if len(settings) < len(SETTINGS):
+        return f"needs both settings, and this run has {settings[0]} alone"
+    return "was not run: `beatrice control RUN_DIR` does it"
+
+
 def report_data(run: RunDir) -> ReportData:
     """Collect what the report shows from the run's files."""
-    control = read_control(run)
+    settings, has_control = settings_of(run), run.stage_record("control") is not None
+    control = read_control(run) if has_control else {}
     on_request = asked_for(run)
-    ranked = SETTINGS if "exhaustive" in on_request else ()
+    ranked = settings if "exhaustive" in on_request else ()
     records = {n: run.stage_record(n) for n in (*IN_ORDER, "report", *on_request)}
     return ReportData(
         facts=_facts(run),
@@ -71,34 +85,50 @@ def report_data(run: RunDir) -> ReportData:
         rows=read_result_rows(run),
         accuracy=count_correct(read_examples(run), read_labels(run)),
         sweep=msgspec.to_builtins(read_sweep(run).settings),
-        selection={setting: selection_summary(run, setting) for setting in SETTINGS},
+        selection={setting: selection_summary(run, setting) for setting in settings},
         reliability=read_reliability(run),
-        control={k: control[k] for k in ("tau", "budget", "cap", "frontier")},
-        cases=control["cases"],
+        control={k: v for k, v in control.items() if k != "cases"},
+        cases=control.get("cases", ()),
+        why_no_control="" if has_control else _why_no_control(settings),
         ranking={setting: ranking_summary(run, setting) for setting in ranked},
         ablations=ablation_summary(run) if "ablate" in on_request else {},
     )
 
 
+def findings_files(run: RunDir) -> list[Path]:
+    """Return where the answers to the paper's questions lie: Markdown and LaTeX."""
+    return [run.path / f"findings.{kind}" for kind in ("md", "tex")]
+
+
 def _report(run: RunDir, config: None, update: Update, progress: Progress) -> None:
     gather(run, progress)
-    write_report(report_data(run), run.report)
+    data = report_data(run)
+    answered = findings(data.rows, data.accuracy)
+    told = remarks(data.rows, data.accuracy, data.sweep, data.selection)
+    markdown, latex = findings_files(run)
+    write_text_atomic(markdown, as_markdown(answered, told))
+    write_text_atomic(latex, as_latex(answered))
+    write_report(data, run.report)
 
 
-REPORT = Stage(
-    name="report",
-    inputs=lambda run: [
+def _inputs(run: RunDir) -> list[Path]:
+    has_control = run.stage_record("control") is not None
+    return [
         *question_files(run),
         run.sweep,
         run.labels,
         run.selection,
         run.path / "reliability.json",
-        run.control,
         rows_file(run, "evaluate"),
-        rows_file(run, "control"),
+        *((run.control, rows_file(run, "control")) if has_control else ()),
         *(rows_file(run, name) for name in asked_for(run)),
-    ],
-    outputs=lambda run: [run.report, run.results],
+    ]
+
+
+REPORT = Stage(
+    name="report",
+    inputs=_inputs,
+    outputs=lambda run: [run.report, run.results, *findings_files(run)],
     work=_report,
 )
 
@@ -112,21 +142,22 @@ def summary(path: Path) -> dict[str, Any]:
     champion = {"experiment": "detection", "detector": "champion", **pooled}
     headline = {
         f"{setting}/{metric}": table.value(**champion, setting=setting, metric=metric)
-        for setting in SETTINGS
+        for setting in settings_of(run)
         for metric in ("auroc", "auprc")
     }
     for row in table.select(experiment="controller_macro", metric="em"):
         headline[f"{row.detector}/em"] = row.value
     selected = [
         f"{setting}: {' '.join(selection_summary(run, setting)['selected'])}"
-        for setting in SETTINGS
+        for setting in settings_of(run)
     ]
-    parts = (
+    parts = [
         as_text(detection_table(rows)),
         "Gain of the selected encoders in AUROC\n" + as_text(paired_table(rows)),
         "\n".join(("Selected encoders", *selected)),
-        as_text(controller_table(rows)),
-        "Gain of PGIR in exact match / F1\n"
-        + as_text(paired_table(rows, "controller_paired")),
-    )
+    ]
+    if run.stage_record("control") is not None:
+        gains = as_text(paired_table(rows, "controller_paired"))
+        parts.append(as_text(controller_table(rows)))
+        parts.append(f"Gain of PGIR in exact match / F1\n{gains}")
     return {"headline": headline, "text": "\n\n".join(parts)}

@@ -184,7 +184,7 @@ def _detection_rows(
     ]
 
 
-def _places(rows: Iterable[ResultRow], splits: Sequence[str]) -> list[Place]:
+def places_of(rows: Iterable[ResultRow], splits: Sequence[str]) -> list[Place]:
     """Where rows were measured: by setting, split, all sets at once, then as they came.
 
     One in-domain set alone is not shown a second time as all of them.
@@ -219,7 +219,7 @@ def detection_table(
     kept = _detection_rows(rows, experiment, labels, splits, metrics)
     table = ResultTable(kept)
     names = DETECTORS if labels is None else labels
-    places = _places(kept, splits)
+    places = places_of(kept, splits)
 
     def cell(name: str, place: Place) -> Cell:
         at, dataset, split = place
@@ -379,4 +379,5 @@ def set_names(
     return [
         (label, [spelled(name, setting) for setting in ablations])
         for name, label in labels.items()
+        if name == "champion" or any(name in found for found in ablations.values())
     ]

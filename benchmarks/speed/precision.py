@@ -21,9 +21,9 @@ import numpy as np
 from benchmarks.speed.commands import AS_JSON, RowPrinter
 from extract.backbone.loading import open_backbone
 from extract.backbone.names import backbone_of
-from extract.records import SETTINGS, Setting
+from extract.records import Setting
 from extract.run.console import Progress, Update, quiet
-from extract.run.contents import read_answers
+from extract.run.contents import read_answers, settings_of
 from extract.run.directory import RunDir
 from extract.run.verbs import RUN_DIR
 from extract.signals.extraction import extract
@@ -251,8 +251,9 @@ def measure_precision(
     """
     config = grid_config(run)
     reader = SignalReader(open_backbone(backbone_of(run)), (chosen_layer(run),))
-    done, total = itertools.count(1), len(SETTINGS) * len(encoders) * len(CHOICES)
-    for setting in SETTINGS:
+    settings = settings_of(run)
+    done, total = itertools.count(1), len(settings) * len(encoders) * len(CHOICES)
+    for setting in settings:
         data = Reread(run, setting, reader)
         resamples = Resamples(data.rows, bootstrap_of(run))
         for name in encoders:
@@ -289,8 +290,8 @@ def measure_mixed(run: RunDir, update: Update) -> Iterator[MixedCost]:
             "made with --mixed; name another run"
         )
     blocks, done = grid.default_blocks(config.train.n_seeds), itertools.count(1)
-    total = len(SETTINGS) * len(blocks)
-    for setting in SETTINGS:
+    total = len(settings_of(run)) * len(blocks)
+    for setting in settings_of(run):
         single = read_member_outputs(run, setting).logits  # before minutes of training
         data = training_rows(run, setting, streamed=config.stream is not None)
         trainer = MemberTrainer(

@@ -41,7 +41,8 @@ def _shown(question: Question, context: Context) -> tuple[Passage, ...]:
         return ()
     if context == "all":
         return question.passages
-    return tuple(p for p in question.passages if p.is_supporting)
+    found = tuple(p for p in question.passages if p.is_supporting)
+    return found[:1] if context == "first" else found
 
 
 class _Row(NamedTuple):
@@ -178,13 +179,19 @@ def data_config(
       fixed: a manifest whose splits are used, or None.
 
     Raises:
-      ValueError: a file is missing, the manifest is none, or a set has a context of
-        its own and no file.
+      ValueError: a file is missing, the manifest is none, or a set has a context or a
+        size of its own and no file.
     """
     for dataset in sorted(config.contexts.keys() - {s.dataset for s in sources}):
         raise ValueError(
             f"--context {dataset}={config.contexts[dataset]}: no file of {dataset} is "
             "given; leave it out, or give one"
+        )
+    trained = {s.dataset for s in sources if s.role == "train"}
+    for dataset in sorted(config.splits.n_train_of.keys() - trained):
+        raise ValueError(
+            f"--n-train {dataset}={config.splits.n_train_of[dataset]}: no training "
+            f"file of {dataset} is given; leave it out, or give one"
         )
     for source in sources:
         if not source.path.is_file():

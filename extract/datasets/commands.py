@@ -74,6 +74,7 @@ def make_data_run(
       ValueError: a file is refused or too small, or the directory holds another run.
     """
     from extract.datasets.building import build_examples, check_folder
+    from extract.run.contents import settings_in_words
 
     with _nothing_half_made(path), RunDir.open(path, asked) as run:
         for left in run.path.glob(".*.tmp"):  # of a run that was killed; we hold it
@@ -81,6 +82,12 @@ def make_data_run(
 
         def work(update: Update) -> None:
             build_examples(run.path, sources, build, fixed=fixed, note=progress.note)
+            try:
+                progress.note(f"data: {settings_in_words(run)}")
+            except ValueError:  # not with these questions, of which nothing is left
+                for path in outputs:
+                    path.unlink()
+                raise
 
         inputs = {f"{s.dataset} {s.role}": sha256_file(s.path) for s in sources}
         outputs = [run.examples, run.passages, splits_file(run)]
@@ -204,7 +211,7 @@ def data(run_dir: Path | None, **options: Any) -> None:
         found = forecast_data(sources_of(files), build_config(options))
         click.echo(found.as_text())
     else:
-        _make_run(Path(run_dir or "."), files, options)
+        make_run(Path(run_dir or "."), files, options)
 
 
 def _inspect(path: Path, options: Mapping[str, Any]) -> None:
@@ -244,10 +251,19 @@ def _check(run_dir: Path, as_json: bool) -> None:
     )
 
 
-def _make_run(
+def make_run(
     run_dir: Path, files: list[tuple[str, str, Path]], options: dict[str, Any]
 ) -> None:
-    """Draw the splits and make the run directory."""
+    """Draw the splits, make the run directory, and print what was drawn.
+
+    Args:
+      run_dir: created if absent; the same call again continues.
+      files: (role, set, path) of each.
+      options: of the verb `data`, without the files.
+
+    Raises:
+      ValueError: see `make_data_run`.
+    """
     import dataclasses
 
     from extract.backbone.names import BackboneConfig, default_dtype
@@ -281,6 +297,7 @@ def _make_run(
             "data": data_config(sources, build, fixed),
             "answer": dataclasses.replace(
                 ANSWER_PRESETS[preset],
+                settings=options["settings"],
                 prompt=prompt_config(options),
                 generation=generation,
             ),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from extract.records import Split
 
 Role = Literal["train", "dev", "held-out"]
-Context = Literal["supporting", "all", "none"]
+Context = Literal["supporting", "first", "all", "none"]
 Size = int | Literal["all"]  # of a split
 HELD_OUT_SIZES = {"popqa": 1000, "nq": 1182, "triviaqa": 1277}
 
@@ -22,12 +22,14 @@ class SplitConfig:
       seed: of the hash that orders the questions.
       n_train: of each set with a training file; "all" takes every question, and of a
         development file half of them each.
+      n_train_of: the same for sets that differ from the others.
       n_evaluation: validation and test each, of each set with a development file.
       n_held_out: of each set that is never trained on.
     """
 
     seed: int = 0
     n_train: Size = 10_000
+    n_train_of: Mapping[str, Size] = dataclasses.field(default_factory=dict)
     n_evaluation: Size = 500
     n_held_out: Mapping[str, Size] = dataclasses.field(
         default_factory=lambda: dict(HELD_OUT_SIZES)
@@ -35,14 +37,15 @@ class SplitConfig:
 
     def __post_init__(self) -> None:
         """Refuse sizes below one."""
-        for size in (self.n_train, self.n_evaluation, *self.n_held_out.values()):
+        of_sets = (*self.n_train_of.values(), *self.n_held_out.values())
+        for size in (self.n_train, self.n_evaluation, *of_sets):
             if size != "all" and size < 1:
                 raise ValueError(f"a split has at least one question, not {size}")
 
     def sizes(self, dataset: str, role: Role) -> dict[Split, Size]:
         """Return the splits that a file's questions go to, with their sizes."""
         if role == "train":
-            return {"train": self.n_train}
+            return {"train": self.n_train_of.get(dataset, self.n_train)}
         if role == "dev":
             return {"validation": self.n_evaluation, "test": self.n_evaluation}
         if dataset not in self.n_held_out:
@@ -67,9 +70,10 @@ class BuildConfig:
     """What is built.
 
     Attributes:
-      context: passages of an example: the supporting ones, as in the paper, all that
-        came with it, or none. With `supporting`, questions without one are left out;
-        with `none`, questions are asked closed-book only.
+      context: passages of an example: the supporting ones, as in the paper, the first
+        of these, all that came with it, or none. With `supporting` and `first`,
+        questions without one are left out; with `none`, questions are asked closed-book
+        only.
       contexts: the same for sets that differ from the others.
       skip_bad: leave refused records out and list them, instead of stopping.
       evidence: TriviaQA's folder of pages, if it is not beside the file.

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from extract.records import ACROSS_SETS, MAX_NAME, is_safe_name
-from extract.run.verbs import MODEL, SEED, preset_option
+from extract.run.verbs import MODEL, SEED, SETTINGS_OPTION, preset_option
 
 if TYPE_CHECKING:
     from extract.datasets.config import BuildConfig, Source
     from extract.generate.requests import PromptConfig
 
-_CONTEXTS = ("supporting", "all", "none")
+_CONTEXTS = ("supporting", "first", "all", "none")
 _ROLES = ("train", "dev", "held-out")
 Command = Callable[..., None]
 
@@ -82,6 +82,22 @@ class _Named(click.ParamType):
         return name, _Size().convert(rest, param, ctx)
 
 
+class _TrainSize(click.ParamType):
+    """`N` of all sets, or `NAME=N` of one."""
+
+    name = "n"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[str | None, Any]:
+        """Return the set, or None for all, and the number or "all"."""
+        if isinstance(value, tuple):
+            return value
+        if "=" in str(value):
+            return _Named(is_size=True).convert(value, param, ctx)
+        return None, _Size().convert(value, param, ctx)
+
+
 class _Context(click.ParamType):
     """`CONTEXT` of all sets, or `NAME=CONTEXT` of one."""
 
@@ -104,17 +120,20 @@ class _Context(click.ParamType):
         return name or None, context
 
 
-def _contexts(given: Sequence[tuple[str | None, str]]) -> dict[str | None, str]:
-    """Return the context of each set that was named, and of None for the others."""
-    found: dict[str | None, str] = {None: "supporting"}
-    for i, (name, context) in enumerate(given):
-        if name in [other for other, _ in given[:i]]:
+def _by_set(
+    option: str, given: Sequence[tuple[str | None, Any]], default: Any
+) -> tuple[Any, dict[str, Any]]:
+    """Return what holds for all sets, and for each that was named."""
+    found: dict[str | None, Any] = {}
+    for name, value in given:
+        if name in found:
             raise click.UsageError(
-                f"--context {f'{name}=' if name else ''}{context}: another one was "
+                f"{option} {f'{name}=' if name else ''}{value}: another one was "
                 f"given for {name or 'all sets'} before; give one"
             )
-        found[name] = context
-    return found
+        found[name] = value
+    common = found.pop(None, default)
+    return common, {name: one for name, one in found.items() if name is not None}
 
 
 def _files(role: str, text: str) -> Any:
@@ -139,9 +158,10 @@ _QUESTIONS = (
     ),
     click.option(
         "--n-train",
-        default=10_000,
-        type=_Size(),
-        help="Of each set; all takes every question.",
+        multiple=True,
+        type=_TrainSize(),
+        metavar="[NAME=]N",
+        help="N or all; with NAME= of one set alone. Default: 10000 of each.",
     ),
     click.option(
         "--n-evaluation",
@@ -161,7 +181,8 @@ _QUESTIONS = (
         multiple=True,
         type=_Context(),
         metavar="[NAME=]CONTEXT",
-        help="Passages of an example: supporting (the default), all or none; questions "
+        help="Passages of an example: supporting (the default), the first of these, "
+        "all or none; questions "
         "without are left out, and counted. With NAME= of one set alone: with none, "
         "its questions are asked closed-book only.",
     ),
@@ -190,6 +211,7 @@ _ASKING = (
         "paper",
         "Sizes of encoders and training: the paper's, or a microworld run's.",
     ),
+    SETTINGS_OPTION,
     click.option(
         "--template",
         type=click.Choice(["paper", "short", "few-shot"]),
@@ -268,14 +290,15 @@ def build_config(options: dict[str, Any]) -> "BuildConfig":
     """Return what is to be built."""
     from extract.datasets.config import HELD_OUT_SIZES, BuildConfig, SplitConfig
 
+    n_train, n_train_of = _by_set("--n-train", options["n_train"], 10_000)
     splits = SplitConfig(
         seed=options["seed"],
-        n_train=options["n_train"],
+        n_train=n_train,
+        n_train_of=n_train_of,
         n_evaluation=options["n_evaluation"],
         n_held_out=HELD_OUT_SIZES | dict(options["n_held_out"]),
     )
-    contexts = _contexts(options["context"])
-    common = contexts.pop(None)
+    common, contexts = _by_set("--context", options["context"], "supporting")
     return BuildConfig(
         splits=splits,
         context=common,

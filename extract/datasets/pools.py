@@ -14,6 +14,7 @@ from extract.run.files import sha256_file
 MAX_LISTED = 1000  # refusals named one by one in the manifest; all are counted
 _WANTED = {
     "supporting": "a supporting passage",
+    "first": "a supporting passage",
     "all": "a passage",
     "none": "an answer",
 }
@@ -85,7 +86,7 @@ def _accepted(
 def is_usable(found: Loaded, context: Context) -> bool:
     """Tell whether a question has the passages that are asked for."""
     passages = found.question.passages
-    if context == "supporting":
+    if context in ("supporting", "first"):
         return any(passage.is_supporting for passage in passages)
     return context == "none" or bool(passages)
 

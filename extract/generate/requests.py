@@ -199,6 +199,7 @@ def make_requests(
     model: PromptModel,
     config: PromptConfig,
     max_new_tokens: int,
+    settings: Sequence[Setting] = SETTINGS,
 ) -> Requests:
     """Return what has to be answered: every setting and variant of every question.
 
@@ -207,6 +208,7 @@ def make_requests(
       model: gives the tokenizer and the window.
       config: how they are put.
       max_new_tokens: of the longest answer, which has to fit too.
+      settings: of the run.
 
     Raises:
       ValueError: prompts do not fit, and passages may not or cannot be left out; or a
@@ -219,7 +221,7 @@ def make_requests(
     made, too_long = Requests([], []), []
     cells = (
         (example, setting, variant, passages)
-        for setting in SETTINGS
+        for setting in settings
         for example in examples
         for variant, passages in variants_of(setting, example)
     )
@@ -264,8 +266,16 @@ def _prompt(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerConfig:
-    """The run's section `answer`: how questions are put, and answered greedily."""
+    """The run's section `answer`: what is asked, how, and answered greedily.
 
+    Attributes:
+      settings: those asked for; a run has the ones that its questions allow, see
+        `extract.run.contents.settings_of`.
+      prompt: how questions are put.
+      generation: how long answers and batches are.
+    """
+
+    settings: tuple[Setting, ...] = SETTINGS
     prompt: PromptConfig = PromptConfig()
     generation: GenerationConfig = GenerationConfig()
 

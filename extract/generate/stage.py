@@ -50,6 +50,8 @@ from extract.run.contents import (
     question_files,
     read_answers,
     read_examples,
+    settings_in_words,
+    settings_of,
 )
 from extract.run.directory import RunDir
 from extract.run.files import (
@@ -75,15 +77,16 @@ def answer_identity(config: AnswerConfig) -> dict[str, Any]:
 
 
 def _make_requests(run: RunDir, model: PromptModel, config: AnswerConfig) -> Requests:
-    return make_requests(
-        read_examples(run), model, config.prompt, config.generation.max_new_tokens
-    )
+    limit = config.generation.max_new_tokens
+    examples, settings = read_examples(run), settings_of(run)
+    return make_requests(examples, model, config.prompt, limit, settings)
 
 
 def _asked(
     run: RunDir, model: PromptModel, config: AnswerConfig, progress: Progress
 ) -> list[Request]:
     """Return what the run asks; what it does not ask is written down and counted."""
+    progress.note(f"answer: {settings_in_words(run)}")
     made = _make_requests(run, model, config)
     if made.left_out:
         write_text_atomic(left_out_file(run), write_lines(made.left_out))
@@ -229,11 +232,12 @@ def load_tokenizer_only(run: RunDir) -> tuple[TokenizerOnly, tuple[int, ...]]:
 
     from extract.backbone.checkpoint import load_outline, window_of
     from extract.backbone.twin import require_readable
+    from extract.backbone.unpacking import unpacked
 
     config = backbone_of(run)
     found = load_outline(config.path)
     require_readable(config.model, found)
-    defaults = Defaults.from_pretrained(config.path)
+    defaults = Defaults.from_pretrained(unpacked(config.path))
     model = TokenizerOnly(
         found.tokenizer, max_length=window_of(found.config), name=config.model
     )
@@ -315,7 +319,7 @@ def draw_run(
     def work(update: Update) -> None:
         replies = open_replies(run, "sample", progress)
         examples = [e for e in read_examples(run) if e.split in splits]
-        made = make_requests(examples, model, prompt, limit)
+        made = make_requests(examples, model, prompt, limit, settings_of(run))
         if made.note:
             progress.note(f"sample: {made.note}")
         samples = draw_answers(

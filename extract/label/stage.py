@@ -44,10 +44,12 @@ from extract.records import (
 from extract.run.console import Progress, Update
 from extract.run.contents import (
     check_answered,
+    count_correct,
     question_files,
     read_answers,
     read_examples,
     read_questions,
+    too_few_answers,
 )
 from extract.run.directory import RunDir
 from extract.run.files import (
@@ -107,7 +109,7 @@ def _label(
     note_shares(run, labels, progress)
 
 
-_FEW = 10  # answers of the rarer class, below which numbers say little
+_FEW = 10  # validation answers of the rarer class, below which numbers say little
 
 
 def shares_in_words(
@@ -121,8 +123,10 @@ def shares_in_words(
 
     Yields:
       A line per setting, and one more for each of its training and validation sets
-      that holds one class alone, or almost.
+      that holds one class alone, or too few of one.
     """
+    by_key = {label.key: label for label in labels}
+    too_few = too_few_answers(count_correct(examples, by_key))
     split_of = {example.id: example.split for example in examples}
     for setting in SETTINGS:
         mine = [label for label in labels if label.setting == setting]
@@ -145,7 +149,9 @@ def shares_in_words(
                     "calibrated. Look at the answers; other prompts, more questions, "
                     "--match containment or a judge may help"
                 )
-            elif min(n_correct, n - n_correct) < _FEW:
+            elif split == "train" and setting in too_few:
+                yield f"{setting}, train: {too_few[setting]}"
+            elif split == "validation" and min(n_correct, n - n_correct) < _FEW:
                 yield (
                     f"{where}: {n_correct} correct and {n - n_correct} incorrect "
                     "answers; what is trained or measured on so few says little"

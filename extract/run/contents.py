@@ -1,9 +1,11 @@
 """What lies in a run directory, read without Torch: questions, answers, labels."""
 
-from collections.abc import Sequence
+import collections
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from extract.generate.requests import answer_config
 from extract.label.rewrite import Rewrite, with_rewrites
 from extract.label.verdicts import text_key
 from extract.records import (
@@ -35,6 +37,65 @@ def left_out_file(run: RunDir) -> Path:
     return run.answers / "left_out.jsonl"
 
 
+def settings_of(run: RunDir) -> tuple[Setting, ...]:
+    """Return the settings that a run has: those asked for that its questions allow.
+
+    With context, some question to train on and some to validate on need passages;
+    those of test and held-out questions alone would be answered in vain.
+
+    Raises:
+      ValueError: with context alone was asked for, and the questions do not allow it.
+    """
+    asked = answer_config(run, is_recorded=False).settings
+    if "with_context" not in asked or not run.examples.exists():
+        return asked  # where questions are missing, whoever needs them says so
+    has_passages: dict[str, bool] = {}
+    for example in read_records(run.examples, Example):
+        seen = has_passages.get(example.split, False)
+        has_passages[example.split] = seen or bool(example.passages)
+    taught = [has_passages[s] for s in ("train", "validation") if s in has_passages]
+    if all(taught or [any(has_passages.values())]):
+        return asked
+    if asked == ("with_context",):
+        raise ValueError(
+            f"{run.path} is to be answered with context alone, but no training or no "
+            "validation question has passages: give such questions (`beatrice data "
+            "--context all`), or ask for another of --settings"
+        )
+    return ("closed_book",)
+
+
+def require_both_settings(run: RunDir, verb: str) -> None:
+    """Refuse what compares answers without and with context in a run of one setting.
+
+    Raises:
+      ValueError: the run has one setting alone.
+    """
+    if (found := settings_of(run)) != SETTINGS:
+        raise ValueError(
+            f"{verb} needs answers without and with context, and {run.path} has "
+            f"{found[0]} alone; make a run with both of --settings, of questions with "
+            "passages"
+        )
+
+
+def settings_in_words(run: RunDir) -> str:
+    """Say which settings a run has, and of how many questions of each set."""
+    found, parts = settings_of(run), []
+    n_all: collections.Counter[str] = collections.Counter()
+    n_with: collections.Counter[str] = collections.Counter()
+    for example in read_records(run.examples, Example):
+        n_all[example.dataset] += 1
+        n_with[example.dataset] += bool(example.passages)
+    for setting, counts in (("closed_book", n_all), ("with_context", n_with)):
+        if setting in found:
+            sets = (f"{name} {counts[name]}" for name in n_all)
+            parts.append(f"{setting}: {counts.total()} questions ({', '.join(sets)})")
+        else:
+            parts.append(f"{setting}: not in this run")
+    return "; ".join(parts)
+
+
 def splits_file(run: RunDir) -> Path:
     """Return the manifest of a run's splits; absent in the microworld."""
     return run.path / "splits.json"
@@ -46,7 +107,7 @@ def store_files(run: RunDir) -> list[Path]:
     Not their arrays, which can be hundreds of gigabytes; the commit records hold their
     checksums, and `beatrice verify` reads them all.
     """
-    folders = [run.features(setting) for setting in SETTINGS]
+    folders = [run.features(setting) for setting in settings_of(run)]
     return [folder / name for folder in folders for name in ("index.json", "commits")]
 
 
@@ -149,6 +210,41 @@ def read_labels(run: RunDir) -> dict[Key, Label]:
             raise ValueError(
                 f"{run.labels}, line {number}: a second label of {label.key}, expected "
                 "one; run `beatrice label` again"
+            )
+    return found
+
+
+ENOUGH = 150  # right training answers of a setting, and wrong ones
+
+
+def too_few_answers(counts: Sequence[Mapping[str, Any]]) -> dict[Setting, str]:
+    """Say for which settings a run cannot conclude anything, whatever comes out.
+
+    The paper names no such number. With 150 of one class and 850 of the other, the
+    standard error of an AUROC of .75 is .024 (Hanley and McNeil, 1982), about what
+    separates detectors in the paper; validation and test have fewer still.
+
+    Args:
+      counts: as `count_correct` gives them; the original wording of training counts.
+
+    Returns:
+      A sentence with both counts, by setting; nothing for one that has enough.
+    """
+    found: dict[Setting, str] = {}
+    for setting in SETTINGS:
+        mine = [
+            row
+            for row in counts
+            if (row["split"], row["setting"]) == ("train", setting)
+            and row["variant"] == "original"
+        ]
+        n_correct = sum(row["n_correct"] for row in mine)
+        n_wrong = sum(row["n"] for row in mine) - n_correct
+        if mine and min(n_correct, n_wrong) < ENOUGH:
+            found[setting] = (
+                f"{n_correct} correct and {n_wrong} incorrect training answers; with "
+                f"fewer than {ENOUGH} of either this run cannot conclude for this "
+                "setting"
             )
     return found
 

@@ -48,6 +48,13 @@ DETECTORS = {
     "late_fusion_all": "Late fusion, all encoders",
     "tfidf": "Text only (TF-IDF)",
     "perplexity": "Answer perplexity",
+    "answer_length": "Answer length",
+    "majority": "Majority class",
+    "probe:H": "Linear probe on hidden states",
+    "probe:P": "Linear probe on probabilities",
+    "probe:R": "Linear probe on the residual stream",
+    "probe:A": "Linear probe on attention",
+    "probe:HPRA": "Linear probe on all families",
 }
 CROSS_FIT = "pgir_cross_fit"  # is there only where `control --cross-fit` asks for it
 CONTROLLERS = {
@@ -66,6 +73,28 @@ RIVALS = {
     "encoder:A": "Attention only",
     "early_fusion": DETECTORS["early_fusion"],
     "tfidf": DETECTORS["tfidf"],
+    "answer_length": DETECTORS["answer_length"],
+    "probe:H": DETECTORS["probe:H"],
+    "probe:HPRA": DETECTORS["probe:HPRA"],
+}
+# What each encoder is compared with: a linear probe that reads the same signals.
+FLOORS = {
+    "encoder:H": "probe:H",
+    "encoder:P": "probe:P",
+    "encoder:R": "probe:R",
+    "encoder:A": "probe:A",
+    "early_fusion": "probe:HPRA",
+}
+# What a family has alone before perplexity, and what it adds to the other three.
+FAMILY_PAIRS = (
+    *((f"encoder:{family}", "perplexity") for family in "HPRA"),
+    *(("early_fusion", f"encoder:{others}") for others in ("PRA", "HRA", "HPA", "HPR")),
+)
+# What is measured among answers of equally many tokens too; the first against the rest.
+AT_EQUAL_LENGTH = {
+    "champion": DETECTORS["champion"],
+    **RIVALS,
+    **{name: DETECTORS[name] for name in ("probe:P", "probe:R", "probe:A")},
 }
 # Not a controller: what the drafts of PGIR would give to one that knows the answers.
 BOUNDS = {"perfect_judge": "PGIR's drafts, judged without error"}
@@ -75,7 +104,8 @@ SPAN_DECISIONS = {
     "literal": "Answer tokens only",
 }
 
-SHARES = ("auroc", "auprc", "em", "f1", "brier", "ece", "cut")  # or their differences
+# Of these a value lies in [0, 1], and a difference in [-1, 1].
+SHARES = ("auroc", "auprc", "em", "f1", "brier", "ece", "cut", "unmatched")
 RowSetting = Literal["closed_book", "with_context", "both"]
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from extract.records import SETTINGS
 from extract.run.console import RunPath
 from extract.run.manifest import PRESETS
 
@@ -15,12 +16,39 @@ if TYPE_CHECKING:
 
 Command = Callable[..., None]
 
+# What `demo` does, in order: where each stage stands. Real questions take the place of
+# the world's in `real`.
+CHAIN = (
+    "extract.world.commands:WORLD",
+    "extract.generate.stage:ANSWER",
+    "extract.label.stage:LABEL",
+    "extract.signals.stage:EXTRACT",
+    "selection.sweep:SWEEP",
+    "jaxprobe.fit.stage:TRAIN",
+    "selection.stage:SELECT",
+    "jaxprobe.stage:CALIBRATE",
+    "benchmarks.results.evaluate:EVALUATE",
+    "pgir.controllers.stage:CONTROL",
+    "benchmarks.results.stage:REPORT",
+)
 RUN_DIR = click.argument("run_dir", type=RunPath())
 SEED = click.IntRange(0, 2**31 - 1)  # what every generator of draws takes
 MODEL = click.option(
     "--model",
     default="embedded",
     help="Backbone: a directory, a Hub id, or the embedded one.",
+)
+SETTINGS_ASKED = {
+    "both": SETTINGS,
+    "closed-book": ("closed_book",),
+    "with-context": ("with_context",),
+}
+SETTINGS_OPTION = click.option(
+    "--settings",
+    type=click.Choice(list(SETTINGS_ASKED)),
+    default="both",
+    callback=lambda context, option, name: SETTINGS_ASKED[name],
+    help="How every question is asked; with context those that have passages.",
 )
 dry_run_option = click.option(
     "--dry-run",

@@ -7,12 +7,12 @@ from typing import Any
 
 from extract.backbone.names import backbone_of
 from extract.generate.forecast import cache_bytes, generation_bytes
-from extract.records import SETTINGS
 from extract.run.console import Progress, Update
 from extract.run.contents import (
     check_answered,
     question_files,
     read_answers,
+    settings_of,
     store_files,
 )
 from extract.run.directory import RunDir
@@ -51,7 +51,7 @@ def settle_kept(run: RunDir, given: Mapping[str, Any]) -> ExtractConfig:
     """
     config = extract_config(run)
     asked = dataclasses.replace(config, **given)
-    folders = [run.features(setting) for setting in SETTINGS]
+    folders = [run.features(setting) for setting in settings_of(run)]
     if asked != config and any((f / "index.json").exists() for f in folders):
         raise ValueError(
             f"{run.path} has features already: {config.in_words()}; you asked for "
@@ -64,7 +64,7 @@ def settle_kept(run: RunDir, given: Mapping[str, Any]) -> ExtractConfig:
 def extract_part(
     run: RunDir, config: ExtractConfig, update: Update, worker: Worker
 ) -> int:
-    """Do one worker's part of the extraction, both settings.
+    """Do one worker's part of the extraction, in the run's settings.
 
     Returns:
       How many ranges are not there yet, of any worker.
@@ -81,11 +81,12 @@ def extract_part(
     from extract.signals.reader import SignalReader
 
     check_answered(run)
-    answers = {setting: read_answers(run, setting) for setting in SETTINGS}
-    if empty := [setting for setting in SETTINGS if not answers[setting]]:
+    answers = {setting: read_answers(run, setting) for setting in settings_of(run)}
+    if empty := [setting for setting, found in answers.items() if not found]:
         raise ValueError(
-            f"{run.answers} has no answer {empty[0]}, and encoders are trained on both "
-            "settings: give questions with passages (`beatrice data --context all`)"
+            f"{run.answers} has no answer {empty[0]}: no passage of any question fits "
+            "the model's window; give shorter passages, or make the run with "
+            "--settings closed-book"
         )
     backbone = open_backbone(backbone_of(run))
     require_answering_model(run.answers, backbone)
@@ -95,7 +96,7 @@ def extract_part(
     return sum(
         extract(
             reader,
-            answers[setting],
+            found,
             run.features(setting),
             config,
             fingerprint=fingerprint,
@@ -103,7 +104,7 @@ def extract_part(
             world_size=worker.world_size,
             progress=update,
         ).n_missing
-        for setting in SETTINGS
+        for setting, found in answers.items()
     )
 
 

@@ -13,7 +13,14 @@ from extract.run.directory import RunDir
 from extract.run.files import write_new_text
 from extract.run.manifest import NewRun, Preset, package_versions
 from extract.run.stages import Forecast, Stage, do
-from extract.run.verbs import MODEL, RUN_DIR, SEED, dry_run_option, preset_option
+from extract.run.verbs import (
+    MODEL,
+    RUN_DIR,
+    SEED,
+    SETTINGS_OPTION,
+    dry_run_option,
+    preset_option,
+)
 from extract.signals.commands import kept_options, take_kept
 from extract.world.facts import WorldConfig, make_world
 from extract.world.questions import QuestionConfig, make_examples
@@ -115,6 +122,7 @@ def new_world_options(command: Callable[..., None]) -> Callable[..., None]:
             type=SEED,
             help="Of training and bootstrap.",
         ),
+        SETTINGS_OPTION,
         MODEL,
         preset_option("demo", "Sizes: demo takes minutes on two cores, smoke one."),
     ):
@@ -126,6 +134,7 @@ def new_world(options: dict[str, Any]) -> NewRun:
     """Take the options of a new run; a wrong model is found before it is made."""
     from extract.backbone.names import BackboneConfig
     from extract.generate.options import check_backbone
+    from extract.generate.requests import ANSWER_PRESETS
     from extract.signals.stage import EXTRACT_PRESETS
 
     preset, kept = options.pop("preset"), take_kept(options)
@@ -137,6 +146,9 @@ def new_world(options: dict[str, Any]) -> NewRun:
         sections={
             "backbone": backbone,
             "world": WORLD_PRESETS[preset],
+            "answer": dataclasses.replace(
+                ANSWER_PRESETS[preset], settings=options.pop("settings")
+            ),
             "extract": dataclasses.replace(EXTRACT_PRESETS[preset], **kept),
         },
     )

@@ -13,7 +13,7 @@ import numpy as np
 
 from extract.records import SETTINGS, Setting
 from extract.run.console import Progress, Update
-from extract.run.contents import question_files, row_files
+from extract.run.contents import question_files, row_files, settings_of
 from extract.run.directory import RunDir
 from extract.run.files import sha256_file
 from extract.run.stages import Forecast, Stage, side_by_side
@@ -211,12 +211,13 @@ def _train_setting(
 def _train(run: RunDir, config: GridConfig, update: Update, progress: Progress) -> None:
     set_compiler(run.preset)
     config = config.seeded(run.seed)
+    settings = settings_of(run)
     n_each = len(default_blocks(config.train.n_seeds)) + config.train.n_seeds
     side_by_side(
         partial(_train_setting, run, config),
-        SETTINGS,
+        settings,
         update,
-        n_each * len(SETTINGS),
+        n_each * len(settings),
         at_once=settings_at_once(config),
     )
 
@@ -228,8 +229,8 @@ def read_member_outputs(run: RunDir, setting: Setting) -> MemberOutputs:
 
 
 def encoder_folders(run: RunDir) -> list[Path]:
-    """Return the checkpoints of both settings."""
-    return [run.encoders(setting) for setting in SETTINGS]
+    """Return the checkpoints of the run's settings."""
+    return [run.encoders(setting) for setting in settings_of(run)]
 
 
 def _forecast(run: RunDir, config: GridConfig) -> Forecast:
@@ -239,7 +240,8 @@ def _forecast(run: RunDir, config: GridConfig) -> Forecast:
     ones included; memory is that of the tokens in memory, or of two groups of a stream.
     """
     n_flops = in_memory = outputs = 0
-    for setting in SETTINGS:
+    settings = settings_of(run)
+    for setting in settings:
         store, rows = load_rows(run, setting)
         widths, dims = longest_spans(store.spec.spans, setting), family_dims(store)
         n_train = len(rows.where("train"))
@@ -267,7 +269,7 @@ def _forecast(run: RunDir, config: GridConfig) -> Forecast:
         memory_bytes=in_memory,
         disk_bytes=outputs,
         basis=(
-            f"{n_members} members in each of {len(SETTINGS)} settings, at most "
+            f"{n_members} members for {' and '.join(settings)} each, at most "
             f"{config.train.max_epochs} epochs each (early stopping makes them fewer); "
             "disk is that of their outputs, weights come on top"
         ),

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 from collections.abc import Callable
+from pathlib import Path
 
 from extract.backbone.loading import open_backbone
 from extract.backbone.names import backbone_of
@@ -10,7 +11,7 @@ from extract.generate.forecast import generation_bytes
 from extract.generate.requests import answer_config
 from extract.records import Example, Passage, read_records
 from extract.run.console import Progress, Update
-from extract.run.contents import read_examples, row_files
+from extract.run.contents import read_examples, require_both_settings, row_files
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
 from extract.run.manifest import Preset
@@ -114,7 +115,14 @@ def _control(
         passages=passages,
         config=controller,
     )
-    sets = question_sets(read_examples(run), config.n_questions)
+    examples = read_examples(run)
+    sets = question_sets(examples, config.n_questions)
+    asked = {one.dataset for one in sets}
+    if bare := {e.dataset for e in examples if e.split != "train"} - asked:
+        progress.note(
+            f"control: {', '.join(sorted(bare))} left out: no question has passages, "
+            "and there is nothing to find for them"
+        )
     traced = tracer.trace_all(sets, update)
     policy = choose_policy(traced, controller)
     policies = {"pgir": policy}
@@ -157,9 +165,14 @@ def _forecast(run: RunDir, config: ControlConfig) -> Forecast:
     )
 
 
+def _inputs(run: RunDir) -> list[Path]:
+    require_both_settings(run, "control")
+    return [*row_files(run), run.passages, run.selection, run.detector]
+
+
 CONTROL = Stage(
     name="control",
-    inputs=lambda run: [*row_files(run), run.passages, run.selection, run.detector],
+    inputs=_inputs,
     outputs=lambda run: [run.control, rows_file(run, "control")],
     work=_control,
     presets=CONTROL_PRESETS,

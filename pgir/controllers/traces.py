@@ -38,7 +38,9 @@ class SavedTraces(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def question_sets(examples: Sequence[Example], limit: int | None) -> list[QuestionSet]:
-    """Return the evaluated sets in file order, validation first.
+    """Return the evaluated sets that have passages, in file order, validation first.
+
+    Of a set without, the corpus that is searched has none either.
 
     Args:
       examples: of the run, of all splits.
@@ -51,6 +53,7 @@ def question_sets(examples: Sequence[Example], limit: int | None) -> list[Questi
     return [
         QuestionSet(dataset=dataset, split=split, examples=tuple(own[:limit]))
         for (dataset, split), own in sets.items()
+        if any(example.passages for example in own)
     ]
 
 

@@ -143,7 +143,7 @@ class Scorer:
 
         Raises:
           ValueError: an argument is of another type, a text is empty or holds control
-            tokens, or is not where it is said to be.
+            tokens, or is not where it is said to be; or the run has not its setting.
         """
         row = {"question": question, "answer": answer, "context": context, **told}
         return self.score_prepared([self.prepare(row)])[0]
@@ -210,13 +210,22 @@ class Scorer:
             row = GivenAnswer(**row)
         stop = self._probed.detector.facts.get("stop_id")
         with self._probed.lock:
-            return prepare(
+            prepared = prepare(
                 self._probed.backbone.tokenizer,
                 self._probed.template,
                 row,
                 answer_span=self._probed.answer_span,
                 stop_id=int(stop) if stop else None,
             )
+        heads = self._probed.detector.heads
+        if _HEADS[prepared.asked.setting] not in heads:
+            has = next(setting for setting, head in _HEADS.items() if head in heads)
+            raise ValueError(
+                f"this answer is {prepared.asked.setting}, and the run was trained on "
+                f"{has} answers alone: score one of those, or make a run with both "
+                "settings"
+            )
+        return prepared
 
     def score_prepared(
         self, prepared: Sequence[Prepared], batch_size: int = BATCH_SIZE

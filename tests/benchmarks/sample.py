@@ -9,6 +9,9 @@ import msgspec
 from benchmarks.results.report import ReportData
 from extract.records import IN_DOMAIN
 from extract.run.results import (
+    AT_EQUAL_LENGTH,
+    FAMILY_PAIRS,
+    FLOORS,
     RIVALS,
     ResultRow,
     ResultTable,
@@ -33,6 +36,13 @@ STRENGTH = {
     "without_closed_book": 0.885,
     "tfidf": 0.74,
     "perplexity": 0.84,
+    "answer_length": 0.6,
+    "majority": 0.5,
+    "probe:H": 0.85,
+    "probe:P": 0.83,
+    "probe:R": 0.82,
+    "probe:A": 0.81,
+    "probe:HPRA": 0.88,
     "permuted_labels": 0.5,
 }
 SUBSETS = [
@@ -282,6 +292,19 @@ def paired_rows():
         fields = dict(experiment="paired", against=against, p_value=0.2)
         noise = round(0.05 + 0.08 * wobble(against, setting, place), 6)
         yield row("champion", setting, place, "auroc_difference", noise, **fields)
+    for detector, setting, place in itertools.product(
+        AT_EQUAL_LENGTH, SETTINGS, PLACES
+    ):
+        fields = dict(experiment="at_equal_length")
+        yield row(detector, setting, place, "auroc", 0.7, **fields)
+        if detector == "champion":
+            yield row("answers", setting, place, "unmatched", 0.1, **fields)
+            continue
+        fields = dict(experiment="at_equal_length_paired", against=detector)
+        yield row("champion", setting, place, "auroc_difference", 0.01, **fields)
+    for encoder, setting, place in itertools.product(FLOORS, SETTINGS, PLACES):
+        fields = dict(experiment="floor_paired", against=FLOORS[encoder])
+        yield row(encoder, setting, place, "auroc_difference", 0.02, **fields)
     macro = ("macro", "evaluated")
     for against in ("no_rag", "vanilla_rag", "draft_rag"):
         fields = dict(experiment="controller_paired", against=against, p_value=0.01)
@@ -294,6 +317,15 @@ def paired_rows():
         mean = macro_row(table, name, metric, sets)
         fields = dict(experiment="controller_macro", split="evaluated")
         yield msgspec.structs.replace(mean, **fields)
+
+
+def finding_rows():
+    """What families have before perplexity, and add to the others; and the layers."""
+    pairs = (*FAMILY_PAIRS, ("layer:chosen", "layer:first"))
+    for (name, against), setting, place in itertools.product(pairs, SETTINGS, PLACES):
+        fields = dict(experiment="finding", against=against, p_value=0.2)
+        noise = round(0.05 + 0.08 * wobble(name, against, setting, place), 6)
+        yield row(name, setting, place, "auroc_difference", noise, **fields)
 
 
 def with_pool(rows):
@@ -309,6 +341,7 @@ def with_pool(rows):
 def sample_rows():
     """The rows, one of them undefined and one with failed examples."""
     rows = [*detection_rows(), *controller_rows(), *span_rows(), *paired_rows()]
+    rows += finding_rows()
     rows += ablation_rows(row, PLACES)
     gone = row(
         "tfidf", "with_context", PLACES[3], "auroc", None, reason="one class only"

@@ -15,8 +15,8 @@ from extract.records import IN_DOMAIN
 from tests.benchmarks.sample import MARKUP, frontier, row, sample_report, sample_rows
 
 SECTIONS = (
-    "run detection reliability accuracy layers synergy selection exhaustive ablations "
-    "controller cases checks notes"
+    "findings run detection reliability accuracy layers synergy selection exhaustive "
+    "ablations controller cases checks notes"
 ).split()
 EMPTY = dict(
     facts={},
@@ -189,7 +189,7 @@ def test_tints_follow_the_probability():
 def test_an_empty_run_still_makes_a_page_that_says_so():
     page = render_report(sample_report(**EMPTY))
     outline(page)
-    assert page.count('class="empty"') == 18
+    assert page.count('class="empty"') == 19
     assert "Not in this run: BEATRICE" in page
 
 

@@ -4,8 +4,9 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
 from benchmarks.baselines import text
+from benchmarks.baselines.linear import INVERSE_PENALTIES
 from benchmarks.baselines.perplexity import perplexity_score
-from benchmarks.baselines.text import INVERSE_PENALTIES, joined_text
+from benchmarks.baselines.text import joined_text
 
 
 def planted(n, seed):
@@ -99,7 +100,7 @@ def test_nothing_to_score_is_no_error():
 @pytest.mark.parametrize(
     ("texts", "labels", "message"),
     [
-        (["a"], [True, False], "one per text"),
+        (["a"], [True, False], "one per answer"),
         (["a", "b"], [True, True], "one class only"),
     ],
 )

@@ -74,8 +74,10 @@ def noisy(rows, name, strength, seed, n_seeds=3):
     return Scored(name=name, scores=strength * rows.labels + noise)
 
 
-def measured(rows, *scored, pairs=(), config=BOOTSTRAP):
-    return ResultTable(detection_rows(list(scored), rows, config, pairs=pairs))
+def measured(rows, *scored, pairs=(), config=BOOTSTRAP, strata=None):
+    pairs = {"paired": pairs}
+    made = detection_rows(list(scored), rows, config, pairs=pairs, strata=strata)
+    return ResultTable(made)
 
 
 def test_the_pooled_auroc_is_that_of_all_in_domain_questions_together():

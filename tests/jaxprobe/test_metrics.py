@@ -12,8 +12,10 @@ from jaxprobe.metrics import (
     interval_of,
     masked_auroc,
     resamples,
+    stratified_auroc,
     two_sided_p,
     weighted_metrics,
+    weighted_stratified,
 )
 
 
@@ -121,3 +123,51 @@ def test_p_is_small_far_from_zero_one_at_it_and_never_nothing():
 
 def test_an_interval_leaves_undefined_resamples_out():
     assert interval_of(np.array([0.5, np.nan, 0.5])) == (0.5, 0.5)
+
+
+def in_strata(n=600, n_strata=12, seed=0):
+    """Labels that are likelier right in later strata, and their strata."""
+    rng = np.random.default_rng(seed)
+    strata = rng.integers(n_strata, size=n)
+    return rng.random(n) < (strata + 1) / (n_strata + 1), strata, rng
+
+
+def test_what_only_tells_strata_apart_has_one_half_within_them():
+    labels, strata, _ = in_strata()
+    assert auroc(strata.astype(float), labels).value > 0.7
+    assert stratified_auroc(strata.astype(float), labels, strata).value == 0.5
+
+
+def test_what_goes_beyond_the_strata_stays():
+    labels, strata, rng = in_strata()
+    signal = rng.standard_normal(len(labels)) + 1.5 * labels
+    alone = auroc(signal, labels).value
+    within = stratified_auroc(signal + 100 * strata, labels, strata).value
+    assert within == pytest.approx(alone, abs=0.03) and within > 0.8
+
+
+def test_the_stratified_auroc_is_the_share_of_its_pairs():
+    labels, strata, rng = in_strata(n=80)
+    scores = rng.integers(5, size=80).astype(float)  # many ties
+    right, wrong = np.flatnonzero(labels), np.flatnonzero(~labels)
+    pairs = [(i, j) for i in right for j in wrong if strata[i] == strata[j]]
+    credit = [0.5 + 0.5 * np.sign(scores[i] - scores[j]) for i, j in pairs]
+    found = stratified_auroc(scores, labels, strata).value
+    assert found == pytest.approx(np.mean(credit))
+    assert stratified_auroc(scores, labels, 0 * strata) == auroc(scores, labels)
+
+
+def test_a_weighted_stratified_auroc_is_that_of_repeated_examples():
+    labels, strata, rng = in_strata(n=60)
+    scores = rng.integers(9, size=60).astype(float)
+    weights = rng.integers(3, size=(60, 4)).astype(np.float32)
+    found = weighted_stratified(scores, labels, weights, strata=strata)["auroc"]
+    for value, weight in zip(found, weights.T.astype(int), strict=True):
+        again = [np.repeat(x, weight) for x in (scores, labels, strata)]
+        assert value == pytest.approx(stratified_auroc(*again).value, abs=1e-6)
+
+
+def test_strata_of_one_class_have_no_auroc():
+    labels = np.array([True, True, False])
+    found = stratified_auroc(np.arange(3.0), labels, labels)
+    assert np.isnan(found.value) and "no stratum" in found.reason

@@ -1,0 +1,103 @@
+"""Logistic regression on fixed features: how every trained rival here is fitted."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.sparse import spmatrix
+from sklearn.linear_model import LogisticRegression
+
+from jaxprobe.features.rows import Rows
+from jaxprobe.metrics import auroc
+
+# Inverse strengths of the penalty, from which validation chooses; the paper gives none.
+INVERSE_PENALTIES = (0.01, 0.1, 1.0, 10.0, 100.0)
+
+
+class LinearFit(NamedTuple):
+    """A fitted regression, and the validation AUROC by which it was chosen."""
+
+    regression: LogisticRegression
+    valid_auroc: float
+
+
+def fit_linear(
+    train: np.ndarray | spmatrix,
+    labels: Sequence[bool],
+    valid: np.ndarray | spmatrix,
+    valid_labels: Sequence[bool],
+) -> LinearFit:
+    """Fit on training answers; validation AUROC chooses the penalty.
+
+    Of equals, the strongest penalty.
+
+    Args:
+      train: `[n_train, n_features]`.
+      labels: `n_train`, True where the answer is correct.
+      valid: `[n_validation, n_features]`.
+      valid_labels: of the same.
+
+    Raises:
+      ValueError: the lengths differ, or only one class is there.
+    """
+    is_correct = _classes(labels, train.shape[0], "training")
+    is_valid_correct = _classes(valid_labels, valid.shape[0], "validation")
+
+    def fitted(inverse_penalty: float) -> LinearFit:
+        regression = LogisticRegression(C=inverse_penalty, max_iter=2000)
+        scores = regression.fit(train, is_correct).decision_function(valid)
+        return LinearFit(regression, auroc(scores, is_valid_correct).value)
+
+    return max(map(fitted, INVERSE_PENALTIES), key=lambda one: one.valid_auroc)
+
+
+def _classes(labels: Sequence[bool], n: int, split: str) -> np.ndarray:
+    """Return `n` labels of both classes as an array, or refuse them."""
+    is_correct = np.asarray(labels, dtype=bool)
+    if is_correct.shape != (n,):
+        raise ValueError(
+            f"labels have shape {is_correct.shape}, expected one per answer ({n})"
+        )
+    if is_correct.all() or not is_correct.any():
+        raise ValueError(
+            f"the {n} {split} labels hold one class only; a trained rival needs "
+            "correct and incorrect answers"
+        )
+    return is_correct
+
+
+def standardise(features: np.ndarray, train: np.ndarray) -> None:
+    """Give every feature mean 0 on the training rows, and all one variance, in place.
+
+    Together the features of a training row have variance 1, so that one range of
+    penalties serves ten features and ten thousand, and blocks of different width can
+    stand side by side.
+
+    Args:
+      features: `[n_rows, n_features]` float; one that is constant on the training rows
+        is only centred.
+      train: `[n_train]` indices.
+    """
+    spread = features[train].std(axis=0)
+    features -= features[train].mean(axis=0)
+    features /= np.where(spread > 0, spread, 1) * np.sqrt(features.shape[1])
+
+
+def scores_of(features: np.ndarray, rows: Rows) -> tuple[np.ndarray, float]:
+    """Fit on the training rows of a setting, and score all.
+
+    Args:
+      features: `[n_rows, n_features]` of every row.
+      rows: what the rows are.
+
+    Returns:
+      `[1, n_rows]` log-odds, and the inverse penalty that validation chose.
+
+    Raises:
+      ValueError: training or validation rows hold one class only.
+    """
+    train, valid = rows.where("train"), rows.where("validation")
+    fit, _ = fit_linear(
+        features[train], rows.labels[train], features[valid], rows.labels[valid]
+    )
+    return fit.decision_function(features)[None].astype(np.float64), fit.C

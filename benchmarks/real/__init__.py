@@ -1,0 +1,1 @@
+"""A released model on published questions, from one command to the report."""

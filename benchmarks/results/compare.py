@@ -1,0 +1,269 @@
+"""Two runs beside each other: do the same combinations win, do the answers agree?"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from scipy.stats import rankdata
+
+from benchmarks.results.findings import (
+    Finding,
+    findings,
+    measured,
+    place_name,
+    questions_of,
+)
+from benchmarks.results.tables import interval, number
+from extract.records import IN_DOMAIN, Setting
+from extract.run.contents import (
+    count_correct,
+    read_examples,
+    read_labels,
+    settings_of,
+)
+from extract.run.directory import RunDir
+from extract.run.results import (
+    DETECTORS,
+    RIVALS,
+    SETTING_LABELS,
+    ResultRow,
+    ResultTable,
+    read_result_rows,
+)
+from jaxprobe import checkpoint
+from jaxprobe.evaluation import bootstrap_of
+from jaxprobe.features.rows import load_rows
+from jaxprobe.features.subsets import N_SUBSETS
+from jaxprobe.metrics import (
+    BootstrapConfig,
+    interval_of,
+    resamples,
+    weighted_metrics,
+)
+from jaxprobe.settings import grid_config
+
+
+class Ranked(NamedTuple):
+    """What the encoders of a run say of its validation answers.
+
+    Attributes:
+      ids: `[n]` questions; two wordings of one share an id.
+      labels: `[n]` bool.
+      scores: `[n_seeds, 15, n]`, higher = more likely correct.
+    """
+
+    ids: np.ndarray
+    labels: np.ndarray
+    scores: np.ndarray
+
+
+class Agreement(NamedTuple):
+    """Spearman's correlation of two rankings of the subsets, with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def in_words(self) -> str:
+        """Return the value and its interval."""
+        if not np.isfinite(self.value):
+            return "undefined: one class only, or all subsets are equally good"
+        return f"{number(self.value)} [{number(self.low)} to {number(self.high)}]"
+
+
+def subset_aurocs(found: Ranked, weights: np.ndarray) -> np.ndarray:
+    """Return every subset's AUROC, mean over seeds, under many weightings.
+
+    Args:
+      found: of a run.
+      weights: `[n, n_resamples]` float32 counts.
+
+    Returns:
+      `[n_subsets, n_resamples]`; NaN where a resample lacks a class.
+    """
+    return np.stack(
+        [
+            np.mean(
+                [
+                    weighted_metrics(own, found.labels, weights)["auroc"]
+                    for own in found.scores[:, subset]
+                ],
+                axis=0,
+            )
+            for subset in range(found.scores.shape[1])
+        ]
+    )
+
+
+def rank_correlation(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    """Spearman's correlation down each column, `[n_subsets, n]` each; NaN if constant.
+
+    Returns:
+      `[n]` in [-1, 1].
+    """
+    a, b = (rankdata(x, axis=0, nan_policy="propagate") for x in (first, second))
+    a, b = a - a.mean(axis=0), b - b.mean(axis=0)
+    with np.errstate(invalid="ignore"):
+        return (a * b).sum(axis=0) / np.sqrt((a**2).sum(axis=0) * (b**2).sum(axis=0))
+
+
+def agreement(first: Ranked, second: Ranked, config: BootstrapConfig) -> Agreement:
+    """Do two runs rank the subsets of signal families alike?
+
+    The paper's conservation of the ranking between its two models, .78. It gives no
+    interval. Ours resamples the validation questions of both runs and computes all
+    AUROCs anew. It does not resample the subsets: they are all there are, and they
+    share families, so they are no sample of anything. What is by chance is which
+    questions were asked. A question that both runs were asked is drawn for both
+    together. Resampled AUROCs have more noise than the sample's, so the interval lies
+    somewhat nearer to zero than one around the value would.
+
+    Args:
+      first: a run's validation answers.
+      second: those of another run with the same subsets.
+      config: of the bootstrap.
+    """
+    n = len(first.ids)
+    ones = [np.ones((len(x.ids), 1), np.float32) for x in (first, second)]
+
+    def correlate(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return rank_correlation(subset_aurocs(first, a), subset_aurocs(second, b))
+
+    value = float(correlate(*ones)[0])
+    if not np.isfinite(value):
+        return Agreement(value, value, value)
+    together = np.concatenate([first.ids, second.ids])
+    blocks = resamples(together, config)
+    draws = np.concatenate([correlate(block[:n], block[n:]) for block in blocks])
+    return Agreement(value, *interval_of(draws))
+
+
+def validation_answers(run: RunDir, setting: Setting) -> Ranked:
+    """Return what a run's encoders say of its validation answers of a setting."""
+    _, rows = load_rows(run, setting)
+    tree, _ = checkpoint.restore(run.encoders(setting))
+    n_seeds = grid_config(run).train.n_seeds
+    logits = tree["outputs"]["logits"].reshape(n_seeds, N_SUBSETS, -1)
+    where = rows.where("validation")
+    return Ranked(rows.ids[where], rows.labels[where], logits[:, :, where])
+
+
+class Side(NamedTuple):
+    """One of the two runs: its directory, its rows and its answers."""
+
+    run: RunDir
+    rows: list[ResultRow]
+    answered: list[Finding]
+
+    @classmethod
+    def read(cls, path: Path) -> "Side":
+        """Read a run that has been evaluated."""
+        run = RunDir(path)
+        rows = read_result_rows(run)
+        counts = count_correct(read_examples(run), read_labels(run))
+        return cls(run, rows, findings(rows, counts))
+
+
+def _set_of(found: Finding | ResultRow) -> str:
+    """Name a set so that two runs on other questions meet in their in-domain ones."""
+    if isinstance(found, ResultRow):
+        return IN_DOMAIN if found.split == "test" else f"{found.dataset}, held out"
+    return IN_DOMAIN if found.place[2] == "test" else place_name(found.place)
+
+
+def _headline(sides: Sequence[Side], setting: Setting) -> list[str]:
+    """Lay out the AUROC of both runs, all in-domain test sets and the held-out ones."""
+    names = {**DETECTORS, **RIVALS}
+    found: list[dict[tuple[str, str], ResultRow]] = []
+    for side in sides:
+        rows = ResultTable(side.rows).select(
+            experiment="detection", metric="auroc", seed="mean", setting=setting
+        )
+        found.append(
+            {
+                (row.detector, _set_of(row)): row
+                for row in rows
+                if row.split == "ood" or (row.split, row.dataset) == ("test", IN_DOMAIN)
+            }
+        )
+    sets = list(dict.fromkeys(place for own in found for _, place in own))
+    lines = ["| AUROC | " + " | ".join(f"{s}: A | B" for s in sets) + " |"]
+    lines += ["|---" * (1 + 2 * len(sets)) + "|"]
+    for name, label in names.items():
+        cells = [own.get((name, place)) for place in sets for own in found]
+        if any(cells):
+            lines.append(f"| {label} | " + " | ".join(map(_spelled, cells)) + " |")
+    return lines
+
+
+def _spelled(row: ResultRow | None) -> str:
+    if row is None:
+        return "–"
+    return f"{number(row.value)} [{interval(row)}]" if row.value is not None else "n/a"
+
+
+def _answers(sides: Sequence[Side], setting: Setting) -> list[str]:
+    """Lay out both runs' answers to each question on the sets that both have."""
+    both = []
+    for side in sides:
+        own: dict[tuple[str, str], Finding] = {}
+        for one in side.answered:  # the first of the test sets is all of them together
+            if one.place[0] == setting and one.answer is not None:
+                own.setdefault((one.question, _set_of(one)), one)
+        both.append(own)
+    wordings = questions_of(None)
+    shared = [key for key in both[0] if key in both[1]]
+    pairs = [(both[0][key].answer, both[1][key].answer) for key in shared]
+    n_same, n_told = (
+        sum(a == b for a, b in pairs),
+        sum({a, b} <= {"yes", "no"} for a, b in pairs),
+    )
+    n_opposite = sum({a, b} == {"yes", "no"} for a, b in pairs)
+    lines = [
+        f"The answers agree on {n_same} of {len(pairs)}; where both say yes or no "
+        f"({n_told}), {n_opposite} are opposite.",
+        "",
+        "| | on | A | B | |",
+        "|---|---|---|---|---|",
+    ]
+    for key in shared:
+        a, b = both[0][key], both[1][key]
+        same = "same" if a.answer == b.answer else "differs"
+        cells = (f"**{x.answer}** {measured(x)}" for x in (a, b))
+        text = wordings[key[0]].text
+        lines.append(f"| {text} | {key[1]} | {' | '.join(cells)} | {same} |")
+    return lines
+
+
+def comparison(first: Path, second: Path) -> str:
+    """Return the comparison of two evaluated runs as Markdown.
+
+    Raises:
+      ValueError: a run has not been evaluated, or they have no setting in common.
+    """
+    sides = [Side.read(path) for path in (first, second)]
+    shared = [s for s in settings_of(sides[0].run) if s in settings_of(sides[1].run)]
+    if not shared:
+        raise ValueError(
+            f"{first} and {second} have no setting in common; compare runs that were "
+            "both answered closed-book, or both with context"
+        )
+    lines = [f"A: {first}", "", f"B: {second}", ""]
+    for setting in shared:
+        ranked = [validation_answers(side.run, setting) for side in sides]
+        found = agreement(*ranked, bootstrap_of(sides[0].run))
+        n_answers = " and ".join(str(len(x.ids)) for x in ranked)
+        lines += [
+            f"## {SETTING_LABELS[setting]}",
+            "",
+            "Spearman's correlation of the fifteen subsets' validation AUROC: "
+            f"**{found.in_words()}** ({n_answers} answers, resampled by question; in "
+            "the paper, between its two models, .78).",
+            "",
+            *_headline(sides, setting),
+            "",
+            *_answers(sides, setting),
+            "",
+        ]
+    return "\n".join(lines)
