@@ -4,10 +4,12 @@ What is measured on a CPU is told in `reading`. On a GPU the time of a reading i
 held against the peak, and a profile tells where the rest goes. Two real backbones with
 random weights are built there: what a reading costs does not depend on what the
 weights say. The sizes are those of the released checkpoints (Qwen3.5-9B, and the text
-model of Gemma 4 E4B).
+model of Gemma 4 E4B). With `--model` a model of one's own answers prompts with worked
+examples, and its answers are read, beside the bare forward over the same tokens.
 """
 
 import dataclasses
+import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,13 +34,19 @@ from benchmarks.speed.reading import (
     LoopConfig,
     LoopCost,
     Times,
+    alternate,
     batch_configs,
     measure_loops,
     measure_reading,
 )
-from extract.backbone.loading import Backbone
+from extract.backbone.loading import Backbone, load_backbone
+from extract.backbone.names import ModelDtype, model_path
+from extract.generate.local import generate
+from extract.generate.prompts import build_prompt
+from extract.generate.requests import GenerationConfig, Request
+from extract.generate.templates import SHOTS, TEMPLATES
 from extract.run.console import Progress, quiet
-from extract.signals.plan import ExtractConfig
+from extract.signals.plan import ExtractConfig, sequence_of
 from extract.signals.reader import SignalReader
 
 _N_KERNELS = 12
@@ -228,7 +236,113 @@ def measure_gpu(
     )
 
 
+EXAMPLES_HEAD = (
+    "model, dtype, tokens, of them read, bare tokens/s, answer tokens/s, "
+    "answer / bare, extract tokens/s, extract / bare"
+).split(", ")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExamplesCost:
+    """One row: tokens per second with worked examples in every prompt.
+
+    Attributes:
+      model: its name.
+      dtype: of weights and stream.
+      n_tokens: of prompts and answers.
+      n_read: of them, those that signals are read of.
+      bare: tokens per second of a forward with all logits; median over rounds.
+      answer: the same of greedy generation.
+      extract: the same of reading all four families.
+    """
+
+    model: str
+    dtype: str
+    n_tokens: int
+    n_read: int
+    bare: float
+    answer: float
+    extract: float
+
+    def cells(self) -> list[str]:
+        """Return the cells of the row in the order of `EXAMPLES_HEAD`."""
+        counts = [str(self.n_tokens), str(self.n_read), f"{self.bare:.0f}"]
+        rates = [
+            cell
+            for rate in (self.answer, self.extract)
+            for cell in (f"{rate:.0f}", f"{rate / self.bare:.2f}")
+        ]
+        return [self.model, self.dtype, *counts, *rates]
+
+
+def measure_with_examples(
+    backbone: Backbone, n_rounds: int, n_questions: int = 24
+) -> ExamplesCost:
+    """Let bare forward, answering and reading take turns on one batch.
+
+    Args:
+      backbone: with its tokenizer.
+      n_rounds: of each, after one unmeasured.
+      n_questions: prompts of the batch, closed-book; at most 16 new tokens each.
+    """
+    template = dataclasses.replace(TEMPLATES["few-shot"], shots=SHOTS)
+    requests = [
+        Request(
+            example_id=str(code),
+            setting="closed_book",
+            variant="original",
+            prompt=build_prompt(
+                backbone.tokenizer,
+                template,
+                f"Which country has the international calling code +{code}?",
+                (),
+            ),
+        )
+        for code in range(30, 30 + n_questions)
+    ]
+    config = GenerationConfig(stop=("\n",))
+    reader = SignalReader(backbone)
+    answers = generate(backbone, requests, config)
+    sequences = [sequence_of(answer) for answer in answers]
+    n_tokens = sum(len(sequence.ids) for sequence in sequences)
+    longest = max(sequences, key=lambda sequence: len(sequence.ids)).ids
+    ids = torch.from_numpy(longest).repeat(n_questions, 1).to(backbone.device)
+
+    @torch.inference_mode()
+    def bare() -> None:
+        backbone.model(input_ids=ids, use_cache=False)
+
+    runs = [
+        bare,
+        lambda: generate(backbone, requests, config),
+        lambda: reader.read(sequences),
+    ]
+    seconds = [
+        statistics.median(side) for side in zip(*alternate(runs, n_rounds), strict=True)
+    ]
+    return ExamplesCost(
+        model=backbone.name,
+        dtype=str(backbone.dtype).removeprefix("torch."),
+        n_tokens=n_tokens,
+        n_read=sum(len(signals.prob) for signals in reader.read(sequences)),
+        bare=ids.numel() / seconds[0],
+        answer=n_tokens / seconds[1],
+        extract=n_tokens / seconds[2],
+    )
+
+
 @click.command()
+@click.option(
+    "--model",
+    help="Measure this model alone, on prompts with worked examples.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="Type of that model.",
+)
 @click.option(
     "--pairs",
     type=click.IntRange(min=1),
@@ -236,7 +350,7 @@ def measure_gpu(
     help="Runs of each per row.",
 )
 @AS_JSON
-def extract(pairs: int, as_json: bool) -> None:
+def extract(model: str | None, dtype: ModelDtype, pairs: int, as_json: bool) -> None:
     """Time a full reading beside the bare forward with logits; print the tables.
 
     Llama-shaped, d=512, 8 layers, fp32 readings, every hidden layer kept. Both take
@@ -244,10 +358,19 @@ def extract(pairs: int, as_json: bool) -> None:
     into a store beside its own reading, on the same batches; and on a GPU both, and a
     profile, for Qwen3.5-9B and Gemma 4 E4B at full size with random weights.
 
+    With --model: tokens per second of `answer` and `extract` on prompts with worked
+    examples beside the bare forward, for that model.
+
     Example: beatrice bench extract --pairs 7
     """
     quiet()
     torch.set_num_threads(N_THREADS)
+    if model is not None:
+        printer = RowPrinter(as_json)
+        printer.head(EXAMPLES_HEAD)
+        backbone = load_backbone(model_path(model), dtype=dtype)
+        printer.row(measure_with_examples(backbone, pairs))
+        return
     has_gpu = torch.cuda.is_available()
     configs = batch_configs(has_gpu=has_gpu)
     printer = RowPrinter(as_json)

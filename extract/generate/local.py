@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import torch
 from transformers import (
+    DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteria,
@@ -18,6 +19,7 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from extract.backbone.loading import Backbone
 from extract.generate.generator import (
@@ -34,6 +36,8 @@ from extract.generate.generator import (
 from extract.generate.prompts import render_message
 from extract.generate.requests import GenerationConfig, Request, plan_batches
 from extract.records import Answer
+
+_FEWEST_SHARED = 16  # a forward of its own for fewer costs about what it saves
 
 
 def stop_ids(backbone: Backbone) -> tuple[int, ...]:
@@ -83,8 +87,11 @@ class _Choice(LogitsProcessor):
     ) -> torch.FloatTensor:
         """Return `[n_rows, n_vocabulary]` logits; the largest of a row is taken."""
         log_probs = scores.to(torch.float32).log_softmax(-1)
-        scores = self._warpers(input_ids, scores)
-        if self._generators:
+        if not self._generators:
+            # The largest itself: to find its place costs ten times as much on a CPU.
+            self._found.append(log_probs.amax(-1, keepdim=True))
+        else:
+            scores = self._warpers(input_ids, scores)
             size, device = scores.shape[1], scores.device
             rows = [
                 torch.rand(size, generator=generator, device=device)
@@ -92,7 +99,7 @@ class _Choice(LogitsProcessor):
             ]
             tiny = torch.finfo(torch.float32).tiny
             scores = scores - torch.log(-torch.log(torch.stack(rows).clamp_min(tiny)))
-        self._found.append(log_probs.gather(-1, scores.argmax(-1, keepdim=True)))
+            self._found.append(log_probs.gather(-1, scores.argmax(-1, keepdim=True)))
         return scores
 
     def log_probs(self) -> list[list[float]]:
@@ -135,6 +142,48 @@ def _contiguous_states(backbone: Backbone) -> Iterator[None]:
         yield
     finally:
         hook.remove()
+
+
+def _n_shared(prompts: Sequence[Sequence[int]]) -> int:
+    """Return how many ids all prompts begin with; the last one of each is its own."""
+    first, last = min(prompts), max(prompts)  # no two differ earlier than these
+    pairs = enumerate(zip(first, last, strict=False))
+    n_equal = next((i for i, (a, b) in pairs if a != b), len(first))
+    return min(n_equal, min(map(len, prompts)) - 1)
+
+
+def _shared_states(
+    backbone: Backbone, prompts: Sequence[Sequence[int]], width: int
+) -> DynamicCache | None:
+    """Return the keys and values of what all prompts begin with, computed once.
+
+    Every row's lie as they would if the row were computed by itself behind its padding
+    on the left; of a row that is shorter than `width` tokens the last ones are left
+    out, and are computed with the rest of it.
+
+    Returns:
+      None where too little is common to be worth it, where a layer keeps other states
+      than keys and values (recurrent ones, an indexer's), or where a sliding window
+      is shorter than what is common: then every row is computed from its beginning.
+    """
+    n_shared = _n_shared(prompts)
+    if len(prompts) < 2 or n_shared < _FEWEST_SHARED:
+        return None
+    cache = DynamicCache(config=backbone.model.config.get_text_config(decoder=True))
+    kinds = {type(layer) for layer in cache.layers}
+    if not kinds or not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
+        return None
+    ids = torch.tensor([list(prompts[0][:n_shared])], device=backbone.device)
+    backbone.layout.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
+    filled = [layer for layer in cache.layers if layer.is_initialized]
+    if not filled or any(layer.keys.shape[-2] != n_shared for layer in filled):
+        return None
+    n_padding = torch.tensor([[width - len(own)] for own in prompts])
+    places = (torch.arange(n_shared) - n_padding).clamp_min(0).to(backbone.device)
+    for layer in filled:
+        layer.keys = layer.keys[0][:, places].transpose(0, 1).contiguous()
+        layer.values = layer.values[0][:, places].transpose(0, 1).contiguous()
+    return cache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -243,6 +292,7 @@ class TransformersGenerator:
             written = self.backbone.model.generate(
                 input_ids=ids.to(self.backbone.device),
                 attention_mask=mask.to(self.backbone.device),
+                past_key_values=_shared_states(self.backbone, prompts, width),
                 max_new_tokens=config.max_new_tokens,
                 do_sample=False,  # draws are made by the processor
                 num_beams=1,

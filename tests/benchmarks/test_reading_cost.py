@@ -8,11 +8,13 @@ from click.testing import CliRunner
 
 from benchmarks.speed.commands import measure_fresh
 from benchmarks.speed.extract import (
+    EXAMPLES_HEAD,
     GPU_HEAD,
     extract,
     flops_per_token,
     full_model,
     measure_gpu,
+    measure_with_examples,
 )
 from benchmarks.speed.reading import (
     HEAD,
@@ -30,7 +32,8 @@ from benchmarks.speed.reading import (
     peak_above,
 )
 from benchmarks.speed.tiny_models import tiny_model
-from extract.backbone.loading import Backbone
+from extract.backbone.loading import Backbone, load_backbone
+from extract.backbone.names import WEIGHTS
 from extract.signals.plan import ExtractConfig
 from extract.signals.reader import SignalReader
 
@@ -167,6 +170,13 @@ def test_small_models_of_their_kind_are_measured(family):
     assert cost.flops > 0 and cost.times.ratio > 0 and cost.loop.share > 0
     assert len(cost.cells()) == len(GPU_HEAD)
     assert "aten::" in cost.profile
+
+
+def test_answering_and_reading_with_worked_examples_are_measured_on_the_same_tokens():
+    row = measure_with_examples(load_backbone(WEIGHTS), 1, n_questions=3)
+    assert min(row.bare, row.answer, row.extract) > 0
+    assert 0 < row.n_read <= row.n_tokens
+    assert len(row.cells()) == len(EXAMPLES_HEAD)
 
 
 def test_no_runs_are_refused():

@@ -1,0 +1,92 @@
+"""What all prompts of a batch begin with is computed once, and no text changes."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+from benchmarks.speed.tiny_models import N_TEXT_IDS, tiny_model
+from extract.backbone.loading import Backbone
+from extract.generate import local
+from extract.generate.generator import GeneratorPrompt, SamplingConfig
+from extract.generate.local import TransformersGenerator
+
+N_SHARED = 40
+
+
+class Words:
+    """A tokenizer of numbers."""
+
+    def decode(self, ids, **_):
+        return " ".join(map(str, ids))
+
+
+def backbone_of(name):
+    model = tiny_model(name)
+    model.generation_config.eos_token_id = 0
+    model.generation_config.pad_token_id = 0
+    return Backbone.from_model(model, tokenizer=Words())
+
+
+def prompts_with(n_shared):
+    rng = np.random.default_rng(0)
+    common = rng.integers(3, N_TEXT_IDS, n_shared).tolist()
+    tails = [rng.integers(3, N_TEXT_IDS, n).tolist() for n in (9, 4, 1, 12, 9, 6)]
+    return [(*common, *tail) for tail in tails]
+
+
+def written(backbone, prompts):
+    generator = TransformersGenerator(backbone=backbone)
+    asked = [GeneratorPrompt(text="", ids=ids) for ids in prompts]
+    found = dict(generator.stream(asked, SamplingConfig(max_new_tokens=6)))
+    return [found[i] for i in range(len(prompts))]
+
+
+# Full attention, learned positions, ALiBi, windows shorter than what is common,
+# recurrent layers, and layers that share their keys.
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "gpt2", "bloom", "gemma3", "mistral_window", "qwen3_5", "gemma4"],
+)
+def test_texts_are_those_of_each_prompt_by_itself(name):
+    backbone, prompts = backbone_of(name), prompts_with(N_SHARED)
+    together = written(backbone, prompts)
+    for prompt, found in zip(prompts, together, strict=True):
+        alone = written(backbone, [prompt])[0]
+        assert found.token_ids == alone.token_ids
+        # Padding and the cache change the order of float32 sums.
+        assert found.log_probs == pytest.approx(alone.log_probs, abs=2e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom"])
+def test_what_is_common_is_computed_once(name):
+    backbone, prompts = backbone_of(name), prompts_with(N_SHARED)
+    with torch.inference_mode():
+        cache = local._shared_states(backbone, prompts, N_SHARED + 12)
+    assert isinstance(cache, DynamicCache)
+    assert cache.get_seq_length() == N_SHARED
+    n_read = []
+    handle = backbone.layout.layers[0].module.register_forward_pre_hook(
+        lambda module, given: n_read.append(given[0].shape[:2])
+    )
+    written(backbone, prompts)
+    handle.remove()
+    assert n_read[:2] == [(1, N_SHARED), (6, 12)]
+
+
+@pytest.mark.parametrize(
+    ("name", "n_shared"), [("llama", 15), ("mistral_window", 40), ("qwen3_5", 40)]
+)
+def test_little_in_common_short_windows_and_recurrent_states_share_nothing(
+    name, n_shared
+):
+    backbone, prompts = backbone_of(name), prompts_with(n_shared)
+    with torch.inference_mode():
+        assert local._shared_states(backbone, prompts, n_shared + 12) is None
+
+
+def test_the_last_token_of_the_shortest_prompt_is_its_own():
+    prompts = prompts_with(N_SHARED)
+    assert local._n_shared([*prompts, prompts[0][:30]]) == 29
+    assert local._n_shared([prompts[0], prompts[0]]) == len(prompts[0]) - 1
+    assert local._n_shared([(1, 2, 3), (2, 2, 3)]) == 0
