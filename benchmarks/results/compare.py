@@ -184,8 +184,7 @@ def _headline(sides: Sequence[Side], setting: Setting) -> list[str]:
             {
                 (row.detector, _set_of(row)): row
                 for row in rows
-                if row.split == "ood"
-                or (row.split, row.dataset) == ("test", IN_DOMAIN)
+                if row.split == "ood" or (row.split, row.dataset) == ("test", IN_DOMAIN)
             }
         )
     sets = list(dict.fromkeys(place for own in found for _, place in own))

@@ -15,6 +15,7 @@ from benchmarks.baselines.length import (
 from benchmarks.baselines.perplexity import perplexity_scores
 from benchmarks.baselines.probe import layer_scores, probe_scores
 from benchmarks.baselines.text import text_scores
+from benchmarks.results.shown import shown_sets
 from extract.generate.requests import answer_config
 from extract.records import IN_DOMAIN, Setting
 from extract.run.console import Progress, Update
@@ -164,7 +165,7 @@ def _reliability(
 def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> None:
     set_compiler(run.preset)
     bootstrap = bootstrap_of(run)
-    made, curves = [], {}
+    made, curves, shown = [], {}, []
     settings = settings_of(run)
     for n_done, setting in enumerate(settings, start=1):
         store, rows = load_rows(run, setting)
@@ -179,12 +180,14 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
         made += layer_rows(store, rows, chosen_layer(run), bootstrap)
         n_tokens = length_features(run, rows)[:, 0]
         made += rows_at_equal_length(detectors, rows, n_tokens, bootstrap)
+        shown += shown_sets(run, store, rows, progress)
         curves[setting], calibration = _reliability(run, setting)
         made += calibration
         update(n_done, len(settings))
     if answer_config(run).prompt.overlong != "refuse":
         made += prompt_rows(run)
     write_json_atomic(run.path / "reliability.json", curves)
+    write_json_atomic(run.path / "shown.json", shown)
     publish(run, "evaluate", made, progress)
 
 
@@ -237,6 +240,10 @@ EVALUATE = Stage(
         run.selection,
         *encoder_folders(run),
     ],
-    outputs=lambda run: [rows_file(run, "evaluate"), run.path / "reliability.json"],
+    outputs=lambda run: [
+        rows_file(run, "evaluate"),
+        run.path / "reliability.json",
+        run.path / "shown.json",
+    ],
     work=_evaluate,
 )

@@ -4,9 +4,10 @@ import collections
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from extract.label.verdicts import exact_match
 from extract.records import Answer, Example, Passage
-from extract.signals.batch import Signals
 from extract.signals.plan import sequence_of
 from jaxprobe.features.reading import SPAN_NAMES
 from pgir.bridge import ProbedBackbone
@@ -49,8 +50,17 @@ KINDS: tuple[tuple[str, str, int, Match], ...] = (
 )
 
 
-def _tokens(probed: ProbedBackbone, answer: Answer, signals: Signals) -> list[dict]:
-    """Return the tokens of a sequence; each shows how probable it was."""
+def shown_tokens(
+    decode: Callable[[list[int]], str], answer: Answer, prob: np.ndarray
+) -> list[dict[str, Any]]:
+    """Return the tokens of a sequence as the report shows them.
+
+    Args:
+      decode: gives the text of token ids.
+      answer: the exact ids.
+      prob: `[n_tokens, 5]`, the prob family of the same sequence; each token is shown
+        with the numbers of the position that emitted it.
+    """
     # Whose text a token is, whichever positions the run reads as the answer.
     spans = sequence_of(answer, answer_span="emitting").spans
     rows = []
@@ -64,10 +74,10 @@ def _tokens(probed: ProbedBackbone, answer: Answer, signals: Signals) -> list[di
         span = next(inside, None)
         if span is None or place == 0:
             continue
-        p, surprisal, entropy, _, margin = signals.prob[place - 1].tolist()
+        p, surprisal, entropy, _, margin = prob[place - 1].tolist()
         rows.append(
             {
-                "text": probed.backbone.tokenizer.decode([token]),
+                "text": decode([token]),
                 "span": span,
                 "p": p,
                 "surprisal": surprisal,
@@ -93,7 +103,7 @@ def _shown_draft(
         "p_correct": draft.p_correct,
         "correct": exact_match(answer.text, example.golds),
         "passages": [passage.text for passage in context],
-        "tokens": _tokens(probed, answer, signals),
+        "tokens": shown_tokens(probed.backbone.tokenizer.decode, answer, signals.prob),
     }
 
 

@@ -15,8 +15,8 @@ from extract.records import IN_DOMAIN
 from tests.benchmarks.sample import MARKUP, frontier, row, sample_report, sample_rows
 
 SECTIONS = (
-    "findings run detection reliability accuracy layers synergy selection exhaustive ablations "
-    "controller cases checks notes"
+    "findings run detection reliability accuracy layers synergy selection exhaustive "
+    "ablations controller answers cases checks notes"
 ).split()
 EMPTY = dict(
     facts={},
@@ -28,6 +28,7 @@ EMPTY = dict(
     reliability={},
     control={},
     cases=[],
+    shown=[],
     ranking={},
     ablations={},
 )
@@ -173,6 +174,16 @@ def test_tokens_carry_their_signals(page):
     )
 
 
+def test_each_kind_of_answer_is_shown_and_a_missing_kind_is_said(page):
+    section = page[page.index('<section id="answers">') :]
+    section = section[: section.index("</section>")]
+    assert section.count("<h3") == 8  # four kinds of two settings
+    assert section.count("No answer of this set is wrong and missed.") == 2
+    assert "gold: Karvia / Osk and 7 more" in section
+    assert 'title="trusted from .710"' in section
+    assert section.count("a very long answer " * 20) == 2  # whole
+
+
 def test_tints_follow_the_probability():
     token = dict(text="x", span="answer", surprisal=1.0, entropy=1.0, margin=0.1)
     case = dict(dataset="d", question="q", golds=["g"], action="a", verdict="v")
@@ -189,7 +200,7 @@ def test_tints_follow_the_probability():
 def test_an_empty_run_still_makes_a_page_that_says_so():
     page = render_report(sample_report(**EMPTY))
     outline(page)
-    assert page.count('class="empty"') == 19
+    assert page.count('class="empty"') == 23
     assert "Not in this run: BEATRICE" in page
 
 
