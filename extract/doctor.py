@@ -264,10 +264,13 @@ def _look_at_store(run: RunDir, shapes: Shapes) -> Iterator[Finding]:
 
 
 def _count_tokens(run: RunDir, answer_span: str) -> dict[str, int]:
-    """Count the tokens of a run's answers, and of their answer spans."""
+    """Count the tokens of a run's answers that are read, and of their answer spans."""
+    from extract.signals.plan import first_read
+
     n_tokens = n_answer = 0
     for row in JsonLines(run.answers / "answers.jsonl").whole_rows(Answer):
         n_tokens += len(row.prompt_ids) + len(row.token_ids)
+        n_tokens -= first_read(row.context_span[0])
         n_answer += len(row.token_ids) + (answer_span == "emitting")
         n_answer -= row.stop_id is None  # the last token emitted nothing we know
     return {"n_tokens": n_tokens, "n_answer": n_answer}

@@ -130,13 +130,18 @@ def paired_strata(labels: np.ndarray, strata: np.ndarray) -> list[np.ndarray]:
 
 
 def _rising(
-    scores: np.ndarray, labels: np.ndarray, weights: np.ndarray
+    scores: np.ndarray,
+    labels: np.ndarray,
+    weights: np.ndarray,
+    among: np.ndarray | None = None,
 ) -> Iterator[tuple[np.ndarray | None, np.ndarray | None]]:
     """Yield the weights of the right and of the wrong answers at each rising score.
 
-    `[n_resamples]` each; None where only the other kind has this score.
+    `[n_resamples]` each; None where only the other kind has this score. `among` are the
+    indices of the answers that count; None is all.
     """
-    order = np.argsort(scores, kind="stable")
+    among = np.arange(len(scores)) if among is None else among
+    order = among[np.argsort(scores[among], kind="stable")]
     edges = np.flatnonzero(np.diff(scores[order], prepend=np.nan, append=np.nan))
     for start, stop in itertools.pairwise(edges.tolist()):
         tied = order[start:stop]
@@ -199,13 +204,17 @@ def weighted_stratified(
     Arguments and result are those of `weighted_metrics`, with AUROC alone; NaN where a
     resample has no pair.
     """
-    credit, n_pairs = np.zeros((2, weights.shape[1]))
+    credit, n_pairs, part = np.zeros((3, weights.shape[1]), np.float32)
     for own in paired_strata(labels, strata):
-        drawn, is_right = weights[own], labels[own]
-        n = drawn[is_right].sum(axis=0) * drawn[~is_right].sum(axis=0)
-        found = weighted_metrics(scores[own], is_right, drawn)["auroc"]
-        credit += np.where(n > 0, found, 0) * n
-        n_pairs += n
+        found, n_right = np.zeros((2, weights.shape[1]), np.float32)
+        for right, wrong in _rising(scores, labels, weights, own):
+            if right is not None:
+                n_right += right
+                beaten = found if wrong is None else found + 0.5 * wrong
+                credit += np.multiply(right, beaten, out=part)
+            if wrong is not None:
+                found += wrong
+        n_pairs += n_right * found
     with np.errstate(invalid="ignore"):
         return {"auroc": credit / n_pairs}
 

@@ -98,7 +98,7 @@ def fit_scope(
     Args:
       read: returns the features of rows of the store.
       dims: channels of the pass.
-      lengths: `[n_rows]` tokens.
+      lengths: `[n_rows]` tokens that are read.
       train: rows; at least one.
       validation: rows; at least one.
     """

@@ -109,7 +109,7 @@ def _scope(run: RunDir, setting: Setting, dims: FamilyDims) -> Scope:
     return fit_scope(
         partial(read_features, store, setting, chosen_layer(run)),
         dims,
-        store.spec.lengths,
+        store.spec.n_read,
         rows.where("train"),
         rows.where("validation"),
     )

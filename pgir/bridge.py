@@ -58,6 +58,7 @@ class Reading:
         """
         lengths = [len(s.prob) for s in self.signals]
         starts = np.cumsum([0, *lengths[:-1]])
+        firsts = np.array([s.first_token for s in self.signals])
         rows = {
             "hidden": np.concatenate([s.hidden[:, 0] for s in self.signals]),
             "prob": np.concatenate([s.prob for s in self.signals]),
@@ -70,7 +71,7 @@ class Reading:
         n_extra = fixed_length(len(starts), ROWS) - len(starts)
         return assemble(
             rows,
-            np.concatenate([starts, np.zeros(n_extra, dtype=np.int64)]),
+            np.concatenate([starts - firsts, np.zeros(n_extra, dtype=np.int64)]),
             np.concatenate([self.spans, np.zeros((n_extra, 3, 2), dtype=np.int64)]),
             setting,
             [

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.results.saved import N_SHOWN
+from extract.backbone.names import backbone_of
 from extract.records import Answer, Example
 from extract.run.console import Progress
 from extract.run.contents import read_answers, read_examples
@@ -20,6 +21,7 @@ from extract.store.read import FeatureStore, read_family
 from jaxprobe.detector import Detector
 from jaxprobe.features.rows import Rows
 from jaxprobe.pool import read_selection
+from pgir.scoring.page import shown_tokens
 
 TRUSTED_FROM = 0.5  # where the run has no threshold of its own
 
@@ -78,12 +80,11 @@ Spell = Callable[[Answer, np.ndarray], list[dict[str, Any]]]
 
 def _speller(run: RunDir, progress: Progress) -> Spell | None:
     """Return what spells tokens, or None where the run's backbone is not there."""
-    # Both load Torch, which the tables and figures do without.
-    from extract.generate.stage import load_tokenizer_only
-    from pgir.controllers.cases import shown_tokens
+    # Loads Torch, which the tables and figures do without.
+    from extract.backbone.checkpoint import load_outline
 
     try:
-        decode = load_tokenizer_only(run)[0].tokenizer.decode
+        decode = load_outline(backbone_of(run).path).tokenizer.decode
     except (ValueError, OSError) as error:
         progress.note(
             "evaluate: the answers to look at have no tokens, since the tokenizer "

@@ -199,7 +199,8 @@ class Reread:
                 ragged = read_family(self.store, name, where, layer=layer)
                 dtype = kept.dtype if name == "hidden" else kept.scalars
                 rows[name] = as_written(ragged.values, dtype)
-            return assemble(rows, ragged.starts, spec.spans[where], setting, widths)
+            starts = ragged.starts - ragged.first_tokens
+            return assemble(rows, starts, spec.spans[where], setting, widths)
 
         split = {name: features(where) for name, where in self.where.items()}
         standardizer = fit_reading(split["train"], dims)
@@ -211,7 +212,7 @@ class Reread:
         """Return what a choice would store of a sequence, in the mean."""
         spec = self.store.spec
         n_answer = (spec.spans[:, 2, 1] - spec.spans[:, 2, 0]).mean()
-        n_rows = {"all": spec.lengths.mean(), "answer": n_answer}
+        n_rows = {"all": spec.n_read.mean(), "answer": n_answer}
         shapes = {name: spec.families[name].shape for name in FAMILIES}
         families = stored_families(shapes, kept).values()
         return float(sum(one.row_bytes * n_rows[one.spans] for one in families))

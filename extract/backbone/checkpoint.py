@@ -23,6 +23,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from extract.backbone.names import check_name
+from extract.backbone.unpacking import outlined
 
 
 def _switch_lengths(rope: Any) -> list[int]:
@@ -294,13 +295,18 @@ def load_outline(name: str) -> Outline:
     """Load what a checkpoint is, but not its weights; seconds, however large it is.
 
     Args:
-      name: a directory or Hub id.
+      name: a directory, GGUF file or Hub id.
 
     Raises:
       ValueError: it could not be loaded, or would be refused if it were, as far as
         its weights need not be read for that.
     """
     check_name(name)
+    with outlined(name) as source:
+        return _load_outline(source)
+
+
+def _load_outline(name: str) -> Outline:
     commit, unpacked = _check_configs(name)
     with _loading(name):
         config = AutoConfig.from_pretrained(

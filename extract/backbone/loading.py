@@ -14,10 +14,16 @@ import torch
 
 from extract.backbone.checkpoint import load_checkpoint, n_heads_of, window_of
 from extract.backbone.layout import Layout, find_layout
-from extract.backbone.names import BackboneConfig, ModelDtype, check_name, own_device
+from extract.backbone.names import (
+    BackboneConfig,
+    ModelDtype,
+    check_name,
+    own_device,
+)
+from extract.backbone.unpacking import unpacked
 from extract.records import Answer
 from extract.run.console import quiet
-from extract.run.files import read_json
+from extract.run.files import read_json, sha256_file
 
 # Of <malloc.h>; glibc alone has them.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -56,7 +62,8 @@ class Backbone:
       model: in evaluation mode, no parameter requires a gradient.
       tokenizer: or None for a model made in memory.
       name: the path or Hub id it was loaded from.
-      revision: the Hub's commit hash; else the SHA-256 of its weights and config.
+      revision: the Hub's commit hash; else the SHA-256 of the GGUF file, or of weights
+        and config.
       n_layers: decoder layers; a resid axis has `n_layers + 1` entries.
       d_model: width of the residual stream.
       n_heads: query heads per attention layer.
@@ -135,7 +142,9 @@ def _hash_model(model: Any) -> str:
 
 
 def _hash_files(directory: Path) -> str:
-    """Return the SHA-256 of a checkpoint's weight and config files."""
+    """Return the SHA-256 of a GGUF file, or of a checkpoint's weights and config."""
+    if directory.is_file():
+        return sha256_file(directory)
     digest = hashlib.sha256()
     for path in (directory / "config.json", *sorted(directory.glob("*.safetensors"))):
         digest.update(path.name.encode())
@@ -171,7 +180,7 @@ def load_backbone(
     """Load a frozen backbone; on a CPU, also `keep_freed_memory`.
 
     Args:
-      path: a directory written by `save_pretrained`, or a Hub id.
+      path: a directory written by `save_pretrained`, a GGUF file, or a Hub id.
       dtype: of weights and residual stream; readings are float32 in any case.
       device: a Torch device, such as "cpu" or "cuda:0".
 
@@ -186,11 +195,10 @@ def load_backbone(
     check_device(device)
     if not device.startswith("cuda"):
         keep_freed_memory()
-    directory = Path(name).expanduser()
-    is_local = directory.exists()
-    source = str(directory) if is_local else name
-    model, tokenizer = load_checkpoint(source, getattr(torch, dtype))
-    revision = _hash_files(directory) if is_local else model.config._commit_hash
+    place = Path(name).expanduser()
+    is_local = place.exists()
+    model, tokenizer = load_checkpoint(unpacked(name), getattr(torch, dtype))
+    revision = _hash_files(place) if is_local else model.config._commit_hash
     return Backbone.from_model(
         model.to(device), tokenizer, name=name, revision=revision
     )

@@ -18,10 +18,18 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
+def is_gguf(name: str) -> bool:
+    """Tell whether a name is a file, which can only be a GGUF file."""
+    return Path(name).expanduser().is_file()
+
+
 def _check_directory(directory: Path) -> None:
     """Say in one sentence what a directory lacks to be a checkpoint."""
     if not directory.is_dir():
-        lack = "a model directory, found a file"
+        with directory.open("rb") as content:
+            if content.read(4) == b"GGUF":
+                return
+        lack = "a model directory or a GGUF file, found another file"
     elif not (directory / "config.json").is_file():
         lack = "a directory written by save_pretrained, found no config.json in it"
     elif not any(directory.glob("*.safetensors")):
@@ -38,10 +46,12 @@ def _check_directory(directory: Path) -> None:
 
 
 def check_name(name: str) -> None:
-    """Check that a name is a checkpoint directory or could be a Hub id."""
+    """Check that a name is a directory or GGUF file, or could be a Hub id."""
     path = Path(name).expanduser()
     if path.exists():
         _check_directory(path)
+    elif path.suffix == ".gguf":
+        raise ValueError(f"backbone {name!r}: no such file")
     elif not _HUB_ID.fullmatch(name):
         raise ValueError(
             f"backbone {name!r}: no such directory, and not a Hub id of the form "
@@ -50,7 +60,7 @@ def check_name(name: str) -> None:
 
 
 def model_path(name: str) -> str:
-    """Return what Transformers loads: a directory, or a Hub id as it is."""
+    """Return what `load_backbone` loads: a path, or a Hub id as it is."""
     return str(WEIGHTS) if name == EMBEDDED else name
 
 
@@ -110,7 +120,7 @@ class BackboneConfig:
     """The run's section `backbone`: which model answers and is read.
 
     Attributes:
-      model: directory or Hub id, or "embedded".
+      model: directory, GGUF file or Hub id, or "embedded".
       dtype: of the weights where the model is loaded here.
       device: likewise; under torchrun, "cuda" is each process's own GPU.
       n_threads: of Torch; sums are rounded by it, so it is part of the run.
@@ -123,7 +133,7 @@ class BackboneConfig:
 
     @property
     def path(self) -> str:
-        """What Transformers loads."""
+        """What `load_backbone` loads."""
         return model_path(self.model)
 
 

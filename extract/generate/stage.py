@@ -232,11 +232,12 @@ def load_tokenizer_only(run: RunDir) -> tuple[TokenizerOnly, tuple[int, ...]]:
 
     from extract.backbone.checkpoint import load_outline, window_of
     from extract.backbone.twin import require_readable
+    from extract.backbone.unpacking import unpacked
 
     config = backbone_of(run)
     found = load_outline(config.path)
     require_readable(config.model, found)
-    defaults = Defaults.from_pretrained(config.path)
+    defaults = Defaults.from_pretrained(unpacked(config.path))
     model = TokenizerOnly(
         found.tokenizer, max_length=window_of(found.config), name=config.model
     )

@@ -132,19 +132,21 @@ def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Signals:
-    """The four families of one example; a row for every token of the sequence.
+    """The four families of one example; a row for every token from one on.
 
     Attributes:
-      hidden: `[n_tokens, n_layers_kept, d_model]` float32, un-normed residual states;
+      first_token: which token has the first row, see `extract.signals.plan.first_read`.
+      hidden: `[n_rows, n_layers_kept, d_model]` float32, un-normed residual states;
         rows of the answer span alone where the reader keeps no others.
-      prob: `[n_tokens, 5]` float32: p(v), -log p(v) and entropy in nats, top p,
+      prob: `[n_rows, 5]` float32: p(v), -log p(v) and entropy in nats, top p,
         margin.
-      resid: `[n_tokens, 4 * n_layers]` float32: per layer attention norm, attention
+      resid: `[n_rows, 4 * n_layers]` float32: per layer attention norm, attention
         push, feed-forward norm, feed-forward push.
-      attn: `[n_tokens, 2, 2, n_attention_layers, n_heads]` float32: per partner span
+      attn: `[n_rows, 2, 2, n_attention_layers, n_heads]` float32: per partner span
         (the other two, ordered) entropy in nats and mass.
     """
 
+    first_token: int
     hidden: np.ndarray
     prob: np.ndarray
     resid: np.ndarray
@@ -195,6 +197,7 @@ class PendingSignals:
       scalars: prob, resid and attn, each `[n_rows, …]` float32, likewise.
       hidden_rows: where each example's rows of `hidden` are.
       rows: where its rows of the others are.
+      firsts: the token of each example that has its first row.
       copies: to be waited for before anything is read.
     """
 
@@ -202,6 +205,7 @@ class PendingSignals:
     scalars: dict[FamilyName, torch.Tensor]
     hidden_rows: list[slice]
     rows: list[slice]
+    firsts: list[int]
     copies: HostCopies
 
     def result(self) -> Iterator[Signals]:
@@ -212,8 +216,10 @@ class PendingSignals:
         """
         self.copies.wait()
         scalars = {name: values.numpy() for name, values in self.scalars.items()}
-        for own, rows in zip(self.hidden_rows, self.rows, strict=True):
+        places = zip(self.firsts, self.hidden_rows, self.rows, strict=True)
+        for first, own, rows in places:
             yield Signals(
+                first_token=first,
                 hidden=self.hidden[:, own].float().transpose(0, 1).numpy(),
                 **{name: values[rows] for name, values in scalars.items()},
             )

@@ -74,13 +74,14 @@ class _RangeRows:
 
         Args:
           example: which answer.
-          reading: `[n_tokens, …]`, or no more than the rows that are kept.
+          reading: of the last tokens `[n_rows, …]`, or of those that are kept alone.
         """
         offsets = self._spec.family_offsets(self._name)[example : example + 2]
         first, last = (offsets - self._start).tolist()
         if len(reading) > last - first:
             token = int(self._spec.first_tokens(self._name)[example])
-            reading = reading[token : token + last - first]
+            row = token - (int(self._spec.lengths[example]) - len(reading))
+            reading = reading[row : row + last - first]
         # Written where they stay: what lies between is a pass over cold memory.
         out = self.arrays[self._name][first:last]
         encoded = encode(reading, self._spec.families[self._name].dtype, out)

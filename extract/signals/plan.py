@@ -23,6 +23,7 @@ _UNIT_BYTES = 8 << 30
 _SHARD_BYTES = 128 << 20
 _FEWEST_ROWS = 256
 _WANTED_RANGES = 64
+_FEWEST_SPARED = 48  # Llama 3's chat header has 30 tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,6 +119,19 @@ def sequence_of(
     )
 
 
+def first_read(context_start: int) -> int:
+    """Return the first token whose signals are read.
+
+    Tokens before the context belong to no span, and nothing is computed from their
+    signals. Worked examples are many such tokens; a chat's header is few, and is read,
+    so that stores of prompts without examples are those from before there were any.
+
+    Args:
+      context_start: where the context span starts, also if it is empty.
+    """
+    return int(context_start) if context_start >= _FEWEST_SPARED else 0
+
+
 class Reader(Protocol):
     """What reads signals, see `extract.signals.reader.SignalReader`."""
 
@@ -131,7 +145,8 @@ class Reader(Protocol):
     def start(self, sequences: list[Any]) -> Any:
         """Begin to read a batch.
 
-        Its `result()` gives an object per sequence, `[n_tokens, …]` by family.
+        Its `result()` gives an object per sequence, `[n_rows, …]` by family: rows of
+        the last `n_rows` tokens, those before `first_read` may be missing.
         """
 
 
@@ -179,7 +194,7 @@ def n_rows_of(
     that workers share the load and an interruption costs little; at least 256.
 
     Args:
-      lengths: `[n_examples]` tokens.
+      lengths: `[n_examples]` tokens that are read.
       families: what is stored.
       n_answer: tokens of all answer spans; None counts a family of the answer span
         as if it kept every token.
@@ -204,7 +219,7 @@ def tokens_per_unit(
     wait in the host's memory, see `extract.signals.extraction.run_plan`.
 
     Args:
-      lengths: `[n_examples]` tokens.
+      lengths: `[n_examples]` tokens that are read.
       families: what is stored.
       tokens_per_batch: the budget of a batch.
       n_answer: as in `n_rows_of`.
@@ -290,6 +305,7 @@ def plan_extraction(
     _check_reader(reader, config)
     lengths = np.array([len(item.ids) for item in sequences], dtype=np.int64)
     spans = np.stack([item.spans for item in sequences]).astype(np.int64)
+    firsts = np.array([first_read(start) for start in spans[:, 0, 0]], dtype=np.int64)
     n_answer = int((spans[:, 2, 1] - spans[:, 2, 0]).sum())
     families = stored_families(reader.shapes, config)
     spec = StoreSpec(
@@ -297,7 +313,9 @@ def plan_extraction(
         keys=tuple(keys),
         lengths=lengths,
         spans=spans,
-        rows_per_shard=config.rows_per_shard or n_rows_of(lengths, families, n_answer),
+        firsts=firsts,
+        rows_per_shard=config.rows_per_shard
+        or n_rows_of(lengths - firsts, families, n_answer),
         hidden_layers=tuple(reader.hidden_layers),
         fingerprint={
             **fingerprint,
@@ -306,7 +324,9 @@ def plan_extraction(
             "sequences_sha256": _hash_sequences(sequences),
         },
     )
-    n_tokens = tokens_per_unit(lengths, families, config.tokens_per_batch, n_answer)
+    n_tokens = tokens_per_unit(
+        lengths - firsts, families, config.tokens_per_batch, n_answer
+    )
     edges = _unit_edges(spec, n_tokens)
     if len(edges) <= spec.n_ranges:
         # Which examples share a batch moves values by rounding. Where every unit is

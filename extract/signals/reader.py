@@ -26,7 +26,7 @@ from extract.signals.batch import (
     host_copies,
     pad_batch,
 )
-from extract.signals.plan import TokenSequence
+from extract.signals.plan import TokenSequence, first_read
 from extract.store.config import StoreConfig, check_layers, model_shapes
 from extract.store.families import Spans
 
@@ -53,7 +53,7 @@ class SignalReader:
           hidden_layers: entries of the resid axis to keep, out of `n_layers + 1`: 0 is
             the embedding, l the output of layer l, un-normed. None keeps all.
           hidden_spans: tokens whose hidden states are read; the other families are
-            read for all.
+            read for all from `first_read` on.
           budget: sizes of chunks; None chooses by the backbone's device.
 
         Raises:
@@ -114,11 +114,14 @@ class SignalReader:
         ids = pad_batch([sequence.ids for sequence in sequences], device)
         targets = pad_batch([sequence.targets for sequence in sequences], device)
         spans = np.stack([sequence.spans for sequence in sequences])
-        rows = hidden_rows = Rows([(0, n) for n in lengths], n_tokens, device)
+        firsts = [first_read(start) for start in spans[:, 0, 0]]
+        read = list(zip(firsts, lengths, strict=True))
+        rows = hidden_rows = Rows(read, n_tokens, device)
         if self.hidden_spans == "answer":
             hidden_rows = Rows(spans[:, 2].tolist(), n_tokens, device)
         copies, budget = self._copies(), self._budget
-        lens = residual.LogitLens(self._final_norm, self._head, targets)
+        first = min(firsts)
+        lens = residual.LogitLens(self._final_norm, self._head, targets[:, first:])
         stream = residual.StreamReading(self.hidden_layers, hidden_rows, lens, copies)
         final, attn = run_decoder(
             layout,
@@ -134,12 +137,14 @@ class SignalReader:
             n_tokens_per_chunk=budget.n_tokens_per_chunk,
             n_words_per_block=budget.n_words_per_block,
         )
-        resid = rows.of(torch.cat(stream.resid, dim=-1))
-        scalars = {"prob": prob, "resid": resid, "attn": rows.of(attn)}
+        resid = torch.cat(stream.resid, dim=-1)
+        resid = torch.nn.functional.pad(resid, (0, 0, first, 0))
+        scalars = {"prob": prob, "resid": rows.of(resid), "attn": rows.of(attn)}
         return PendingSignals(
             hidden=stream.states(),
             scalars={name: copies.copy(values) for name, values in scalars.items()},
             hidden_rows=hidden_rows.slices(),
             rows=rows.slices(),
+            firsts=firsts,
             copies=copies,
         )

@@ -80,9 +80,11 @@ class LogitLens:
         Args:
           final_norm: N.
           head: W_U with its scale.
-          targets: `[n_examples, n_tokens]` int64, v_t.
+          targets: `[n_examples, n_read]` int64, v_t of the last tokens; those before
+            are not read.
         """
         self.final_norm = final_norm
+        self.n_read = targets.shape[1]
         self.directions = final_norm.gain * head.rows(targets)
         # Subtracting the mean of the direction replaces subtracting the state's.
         if final_norm.is_centred:
@@ -91,7 +93,7 @@ class LogitLens:
         self._products = torch.empty_like(self.directions)
 
     def __call__(self, states: torch.Tensor) -> torch.Tensor:
-        """Return logits `[n_examples, n_tokens]` of float32 states `[…, d_model]`."""
+        """Return logits `[n_examples, n_read]` of float32 states `[…, d_model]`."""
         if self.final_norm.is_centred:
             # Two passes: one pass (mean of squares less square of the mean) loses
             # digits where single activations are massive.
@@ -111,11 +113,11 @@ def contribution_scalars(layer_pass: LayerPass, lens: LogitLens) -> torch.Tensor
     such a scale.
 
     Returns:
-      `[n_examples, n_tokens, 4]` float32; norms in the stream's units, pushes in
-      logits before any softcap.
+      `[n_examples, n_read, 4]` float32, of the tokens that the lens reads; norms in
+      the stream's units, pushes in logits before any softcap.
     """
-    before = layer_pass.h_in.float()
-    att, ffn = layer_pass.att.float(), layer_pass.ffn.float()
+    parts = layer_pass.h_in, layer_pass.att, layer_pass.ffn
+    before, att, ffn = (part[:, -lens.n_read :].float() for part in parts)
     logit_before = lens(before)
     state = before + att
     logit_between = lens(state)

@@ -133,7 +133,7 @@ def _extract(
 def _forecast(run: RunDir, config: ExtractConfig) -> Forecast:
     """Return what extraction needs; the store's size is exact before compression."""
     from extract.backbone.loading import open_backbone
-    from extract.signals.plan import sequence_of
+    from extract.signals.plan import first_read, sequence_of
     from extract.signals.reader import SignalReader
 
     backbone = open_backbone(backbone_of(run))
@@ -143,21 +143,22 @@ def _forecast(run: RunDir, config: ExtractConfig) -> Forecast:
         for answer in read_answers(run)
     ]
     n_tokens = sum(len(sequence.ids) for sequence in sequences)
+    n_read = n_tokens - sum(first_read(s.spans[0, 0]) for s in sequences)
     n_answer = int(sum(s.spans[2, 1] - s.spans[2, 0] for s in sequences))
     every_layer = (backbone.n_layers + 1, backbone.d_model)
     shapes = {**reader.shapes, "hidden": every_layer}
-    stored = stored_bytes(shapes, config, n_tokens=n_tokens, n_answer=n_answer)
+    stored = stored_bytes(shapes, config, n_tokens=n_read, n_answer=n_answer)
     batch = config.tokens_per_batch
     signals = sum(Family(shape=tuple(s)).row_bytes for s in reader.shapes.values())
     without_cache = generation_bytes(backbone, batch) - cache_bytes(backbone, batch)
     return Forecast(
         stage="extract",
-        n_rows=n_tokens,
+        n_rows=n_read,
         n_prompt_tokens=n_tokens,
         model_bytes=without_cache + batch * signals,
         disk_bytes=sum(stored.values()),
         basis=(
-            f"rows are tokens of {len(sequences)} answers; memory is that of the "
+            f"rows are tokens read of {len(sequences)} answers; memory is that of the "
             "weights and of one batch's signals"
         ),
     )

@@ -166,7 +166,8 @@ class Ragged:
       starts: `[n_examples]` int64.
       lengths: `[n_examples]` int64, rows of each example.
       first_tokens: `[n_examples]` int64, the token of each example that has the first
-        row; 0 where every token has a row.
+        row; 0 where every token has a row. What is at token t of example i lies in row
+        `starts[i] + t - first_tokens[i]`.
     """
 
     values: np.ndarray

@@ -28,6 +28,8 @@ class StoreSpec:
       keys: `n_examples` rows that name the examples, unique.
       lengths: `[n_examples]` int64, tokens of each example, at least 1.
       spans: `[n_examples, 3, 2]` int64, see the glossary.
+      firsts: `[n_examples]` int64, the token of each example from which on families
+        have rows; behind the worked examples of a prompt. None is all zeros.
       rows_per_shard: rows of one file, a power of two.
       hidden_layers: the layer numbers behind the layer axis of `hidden`.
       fingerprint: what else the values depend on (model, revision, precision, …);
@@ -41,9 +43,12 @@ class StoreSpec:
     rows_per_shard: int
     hidden_layers: tuple[int, ...]
     fingerprint: Mapping[str, Any]
+    firsts: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         """Check that the fields agree with each other."""
+        if self.firsts is None:
+            object.__setattr__(self, "firsts", np.zeros_like(self.lengths))
         n_examples = len(self.keys)
         rows = self.rows_per_shard
         if rows < 1 or rows & (rows - 1):
@@ -66,20 +71,27 @@ class StoreSpec:
         """Check that spans are inside their examples."""
         inside = (self.spans >= 0) & (self.spans <= self.lengths[:, None, None])
         ordered = self.spans[..., 0] <= self.spans[..., 1]
-        bad = (self.lengths < 1) | ~inside.all((1, 2)) | ~ordered.all(1)
+        bad = (self.n_read < 1) | ~inside.all((1, 2)) | ~ordered.all(1)
+        bad |= (self.firsts < 0) | (self.firsts > self.spans[:, 0, 0])
         if bad.any():
             first = int(np.argmax(bad))
             raise ValueError(
                 f"example {self.keys[first]} has {self.lengths[first]} tokens and the "
-                f"spans {self.spans[first].tolist()}; spans are [start, stop) inside "
-                "the example"
+                f"spans {self.spans[first].tolist()}, with rows from token "
+                f"{self.firsts[first]} on; spans are [start, stop) inside the example, "
+                "and its rows begin before them"
             )
+
+    @functools.cached_property
+    def n_read(self) -> np.ndarray:
+        """`[n_examples]` int64: the tokens that have rows."""
+        return self.lengths - self.firsts
 
     @functools.cached_property
     def range_examples(self) -> np.ndarray:
         """`[n_ranges + 1]` int64: range r holds the examples from r to r + 1."""
         edges, used = [0], 0
-        for example, length in enumerate(self.lengths.tolist()):
+        for example, length in enumerate(self.n_read.tolist()):
             if example > edges[-1] and used + length > self.rows_per_shard:
                 edges.append(example)
                 used = 0
@@ -89,13 +101,13 @@ class StoreSpec:
     @functools.cached_property
     def range_shards(self) -> np.ndarray:
         """`[n_ranges + 1]` int64: range r owns the shards from r to r + 1."""
-        rows = np.add.reduceat(self.lengths, self.range_examples[:-1])
+        rows = np.add.reduceat(self.n_read, self.range_examples[:-1])
         return np.concatenate([[0], np.cumsum(-(-rows // self.rows_per_shard))])
 
     @functools.cached_property
     def offsets(self) -> np.ndarray:
         """`[n_examples + 1]` int64: example i owns the token rows from i to i + 1."""
-        return np.concatenate([[0], np.cumsum(self.lengths)])
+        return np.concatenate([[0], np.cumsum(self.n_read)])
 
     @functools.cached_property
     def _answer_offsets(self) -> np.ndarray:
@@ -110,7 +122,7 @@ class StoreSpec:
     def first_tokens(self, name: str) -> np.ndarray:
         """`[n_examples]` int64: the token of each example that has the first row."""
         is_all = self.families[name].spans == "all"
-        return np.zeros_like(self.lengths) if is_all else self.spans[:, 2, 0]
+        return self.firsts if is_all else self.spans[:, 2, 0]
 
     @property
     def n_ranges(self) -> int:
@@ -149,7 +161,10 @@ class StoreSpec:
 
     def examples_bytes(self) -> bytes:
         """Return the content of `examples.safetensors`."""
-        return safetensors.numpy.save({"lengths": self.lengths, "spans": self.spans})
+        tensors = {"lengths": self.lengths, "spans": self.spans}
+        if self.firsts.any():  # else the bytes are those from before there was a choice
+            tensors["firsts"] = self.firsts
+        return safetensors.numpy.save(tensors)
 
     def index_bytes(self) -> bytes:
         """Return the content of `index.json`; equal specs give equal bytes."""
@@ -212,6 +227,7 @@ def parse_spec(index: Mapping[str, Any], examples: bytes, url: str) -> StoreSpec
         keys=tuple(map(tuple, index["keys"])),
         lengths=tensors["lengths"],
         spans=tensors["spans"],
+        firsts=tensors.get("firsts"),
         rows_per_shard=index["rows_per_shard"],
         hidden_layers=tuple(index["hidden_layers"]),
         fingerprint=index["fingerprint"],

@@ -69,7 +69,7 @@ def pad_span(
 
     Args:
       rows: `[n_rows, d_total]`.
-      starts: `[n_examples]`, first row of each example.
+      starts: `[n_examples]`, the row of each example's token 0, or where it would be.
       spans: `[n_examples, 2]`, `[start, stop)` inside the example.
       n_tokens: padded length; no span is longer.
 
@@ -110,7 +110,7 @@ def assemble(
 
     Args:
       families: by name `[n_rows, ...]`; `hidden` of one layer.
-      starts: `[n_examples]`, first row of each example.
+      starts: as in `pad_span`.
       spans: `[n_examples, 3, 2]`, see the glossary in `extract/store/read.py`.
       setting: decides which spans are read.
       n_tokens: padded length per span; None takes the longest of each.
@@ -162,7 +162,7 @@ def read_features(
     rows = {name: ragged.values for name, ragged in families.items()}
     if store.spec.families["hidden"].spans == "answer":
         rows["hidden"] = _spread(families["hidden"], every)
-    return assemble(rows, every.starts, spans, setting, n_tokens)
+    return assemble(rows, every.starts - every.first_tokens, spans, setting, n_tokens)
 
 
 def _spread(kept: Ragged, every: Ragged) -> np.ndarray:
@@ -173,7 +173,8 @@ def _spread(kept: Ragged, every: Ragged) -> np.ndarray:
     """
     spread = np.zeros((len(every.values), *kept.values.shape[1:]), kept.values.dtype)
     within = np.arange(len(kept.values)) - np.repeat(kept.starts, kept.lengths)
-    first = np.repeat(every.starts + kept.first_tokens, kept.lengths)
+    begins = every.starts + kept.first_tokens - every.first_tokens
+    first = np.repeat(begins, kept.lengths)
     spread[first + within] = kept.values
     return spread
 

@@ -18,7 +18,9 @@ import numpy as np
 from jaxprobe.config import FusionConfig
 from jaxprobe.kernels.masked import materialize
 from jaxprobe.kernels.random import hashed_bits
-from jaxprobe.model.encoder import ChannelMap, MemberOutputs, Params
+from jaxprobe.model.encoder import MemberOutputs, Params
+
+_SUREST = 1e-6  # a probability further from 1/2 counts as this one
 
 
 @jax.custom_vjp
@@ -226,7 +228,21 @@ class FusionHead(nn.Module):
         )
         x = x + gap_kernel.T @ gaps + bias[:, None]
         norm = nn.LayerNorm(reduction_axes=0, feature_axes=0, name="norm")
-        return ChannelMap(1, "float32", name="out")(nn.gelu(norm(x)))[0]
+        weights = self.param("out_kernel", nn.initializers.zeros, (cfg.hidden,))
+        offset = self.param("out_bias", nn.initializers.zeros, ())
+        return _mean_logit(scores, keep) + weights @ nn.gelu(norm(x)) + offset
+
+
+def _mean_logit(scores: jax.Array, keep: jax.Array) -> jax.Array:
+    """Return the mean logit `[n_examples]` of the encoders that are seen.
+
+    Args:
+      scores: `[n_slots, n_examples]` probabilities.
+      keep: `[n_slots, n_examples]` 1 where an encoder is seen, else 0.
+    """
+    p_correct = jnp.clip(scores, _SUREST, 1 - _SUREST)
+    logits = jnp.log(p_correct) - jnp.log1p(-p_correct)
+    return (logits * keep).sum(0) / jnp.maximum(keep.sum(0), 1.0)
 
 
 def kernel_init(

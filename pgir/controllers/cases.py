@@ -4,14 +4,11 @@ import collections
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from extract.label.verdicts import exact_match
-from extract.records import Answer, Example, Passage
-from extract.signals.plan import sequence_of
-from jaxprobe.features.reading import SPAN_NAMES
+from extract.records import Example, Passage
 from pgir.bridge import ProbedBackbone
 from pgir.controllers.policy import Decision, Draft, Policy, Traced, decide
+from pgir.scoring.page import shown_tokens
 
 Match = Callable[[Decision, bool, bool], bool]  # decision, draft right, final right
 
@@ -48,44 +45,6 @@ KINDS: tuple[tuple[str, str, int, Match], ...] = (
         lambda d, first, last: d.is_accepted and not last,
     ),
 )
-
-
-def shown_tokens(
-    decode: Callable[[list[int]], str], answer: Answer, prob: np.ndarray
-) -> list[dict[str, Any]]:
-    """Return the tokens of a sequence as the report shows them.
-
-    Args:
-      decode: gives the text of token ids.
-      answer: the exact ids.
-      prob: `[n_tokens, 5]`, the prob family of the same sequence; each token is shown
-        with the numbers of the position that emitted it.
-    """
-    # Whose text a token is, whichever positions the run reads as the answer.
-    spans = sequence_of(answer, answer_span="emitting").spans
-    rows = []
-    for place, token in enumerate([*answer.prompt_ids, *answer.token_ids]):
-        # An answer token is shown with the position that emitted it, one before.
-        inside = (
-            name
-            for name, (start, stop) in zip(SPAN_NAMES, spans, strict=True)
-            if start <= place - (name == "answer") < stop
-        )
-        span = next(inside, None)
-        if span is None or place == 0:
-            continue
-        p, surprisal, entropy, _, margin = prob[place - 1].tolist()
-        rows.append(
-            {
-                "text": decode([token]),
-                "span": span,
-                "p": p,
-                "surprisal": surprisal,
-                "entropy": entropy,
-                "margin": margin,
-            }
-        )
-    return rows
 
 
 def _shown_draft(

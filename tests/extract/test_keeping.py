@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from extract.signals.extraction import run_plan
 from extract.signals.plan import ExtractConfig, plan_extraction
@@ -96,6 +97,33 @@ def test_a_store_gives_back_what_its_type_and_spans_hold(tmp_path, dtype, spans)
             prob.example(i).astype(np.float32), as_written(reading.prob, "bfloat16")
         )
     assert verify(store) == []
+
+
+@pytest.mark.parametrize("spans", ["all", "answer"])
+def test_worked_examples_before_the_spans_have_no_rows(tmp_path, spans):
+    ids = np.arange(80)
+    with_examples = np.array([[48, 48], [48, 70], [70, 79]])
+    without = np.array([[47, 60], [60, 70], [70, 80]])
+    sequences = [TokenIds(ids, ids, own) for own in (with_examples, without)]
+    config = ExtractConfig(hidden_spans=spans, dtype="float32")
+    reader, keys = WaveReader(), [("q0",), ("q1",)]
+    plan = plan_extraction(sequences, keys, reader, config, {})
+    run_plan(reader, sequences, plan, in_memory(tmp_path))
+    store, every = open_store(in_memory(tmp_path)), reader.read_one(ids)
+    assert verify(store) == []
+    prob, hidden = read_family(store, "prob"), read_family(store, "hidden")
+    assert prob.first_tokens.tolist() == [48, 0]
+    np.testing.assert_array_equal(prob.example(0), every.prob[48:])
+    np.testing.assert_array_equal(prob.example(1), every.prob)
+    first, last = (70, 79) if spans == "answer" else (48, 80)
+    np.testing.assert_array_equal(hidden.example(0), every.hidden[first:last])
+    answers = read_family(store, "prob", span=2)
+    np.testing.assert_array_equal(answers.example(0), every.prob[70:79])
+
+
+def test_a_store_without_worked_examples_says_nothing_of_first_rows(tmp_path):
+    spec = extracted(in_memory(tmp_path)).spec
+    assert set(safetensors.numpy.load(spec.examples_bytes())) == {"lengths", "spans"}
 
 
 @pytest.mark.parametrize("spans", ["all", "answer"])

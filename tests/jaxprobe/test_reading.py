@@ -41,9 +41,13 @@ def setting(request):
     return request.param
 
 
-def stored(hidden_spans):
-    """The same signals with the hidden states of all tokens, or of the answers."""
+def stored(hidden_spans, is_spared=False):
+    """The same signals: hidden states of all tokens, or of the answers alone.
+
+    Every other example may have rows from its context on alone.
+    """
     spans, lengths = spans_and_lengths()
+    firsts = spans[:, 0, 0] * (np.arange(N) % 2) * is_spared
     families = {
         "hidden": Family(
             shape=(len(LAYERS), D), by_layer=True, spans=hidden_spans, dtype="float32"
@@ -57,6 +61,7 @@ def stored(hidden_spans):
         keys=tuple((f"q{i}",) for i in range(N)),
         lengths=lengths,
         spans=spans,
+        firsts=firsts,
         rows_per_shard=32,
         hidden_layers=LAYERS,
         fingerprint={},
@@ -68,10 +73,14 @@ def stored(hidden_spans):
     }
     place = np.concatenate([np.arange(n) for n in lengths])
     bounds = np.repeat(spans[:, 2], lengths, axis=0)
+    is_read = place >= np.repeat(firsts, lengths)
     if hidden_spans == "answer":
         is_answer = (place >= bounds[:, 0]) & (place < bounds[:, 1])
         every["hidden"] = every["hidden"][is_answer]
-    store = create_store(f"memory://reading-{hidden_spans}", spec)
+    for name, family in families.items():
+        if family.spans == "all":
+            every[name] = every[name][is_read]
+    store = create_store(f"memory://reading-{hidden_spans}-{is_spared}", spec)
     for range_id in range(spec.n_ranges):
         part = {}
         for name in families:
@@ -97,6 +106,23 @@ def test_a_store_of_answers_reads_as_the_whole_one_without_the_other_states(sett
     last = answers.span_slices[-1]
     assert not hidden[: last.start].any()
     assert hidden[last].any() and np.asarray(whole.tokens[0])[0].any()
+
+
+@pytest.mark.parametrize("hidden_spans", ["all", "answer"])
+def test_a_store_without_the_rows_before_the_spans_reads_as_the_whole_one(
+    setting, hidden_spans
+):
+    whole, spared = (stored(hidden_spans, is_spared) for is_spared in (False, True))
+    assert spared.spec.offsets[-1] == whole.spec.offsets[-1] - N // 2
+    some = np.array([5, 2, 3])
+    for examples in (None, some):
+        one, other = (
+            read_features(store, setting, 3, examples) for store in (whole, spared)
+        )
+        for left, right in zip(one.tokens, other.tokens, strict=True):
+            np.testing.assert_array_equal(left, right)
+    means = (mean_answer_states(store, some, 1) for store in (whole, spared))
+    np.testing.assert_array_equal(*means)
 
 
 def test_a_live_pass_with_every_state_reads_as_the_store_of_answers(setting):

@@ -1,0 +1,199 @@
+"""Runs whose questions have no passages, some have, or are asked with them alone."""
+
+import dataclasses
+import json
+
+import msgspec
+import pytest
+
+import beatrice as program
+from extract.generate.requests import ANSWER_PRESETS
+from extract.records import IN_DOMAIN, SETTINGS, read_records, write_lines
+from extract.run.contents import read_examples, settings_of
+from extract.run.directory import RunDir
+from extract.run.results import ResultRow, ResultTable
+from tests.extract.small_run import beatrice, questions, smoke
+
+BARE = {"bare", "rephrased"}  # sets without passages in a mixed run
+ASKED = {
+    "closed-book": SETTINGS,  # of questions without passages
+    "mixed": SETTINGS,
+    "with-context": ("with_context",),
+}
+HAS = {
+    "closed-book": ("closed_book",),
+    "mixed": SETTINGS,
+    "with-context": ("with_context",),
+}
+VERBS = "answer label extract verify sweep train select calibrate evaluate".split()
+
+
+def bare(example, dataset):
+    return msgspec.structs.replace(example, dataset=dataset, passages=(), rewritten=())
+
+
+def examples_of(case, n_train=96):
+    """Return questions of the microworld, with passages as the case has them."""
+    found = questions(n_train=n_train, n_evaluation=n_train // 2, n_ood=n_train // 8)
+    if case == "closed-book":
+        return [bare(one, one.dataset) for one in found]
+    if case == "with-context":
+        return found
+    held_out = [one for one in found if one.split == "ood"]
+    own = [one for one in found if one.split != "ood"]
+    own = [bare(one, "bare") if i % 3 == 0 else one for i, one in enumerate(own)]
+    return own + [
+        bare(one, one.dataset) if one.dataset in BARE else one for one in held_out
+    ]
+
+
+def make_run(path, examples, settings):
+    answer = dataclasses.replace(ANSWER_PRESETS["smoke"], settings=settings)
+    with RunDir.open(path, smoke(answer=answer)) as run:
+        run.examples.write_text(write_lines(examples))
+        passages = {p.text: p for one in examples for p in one.passages}
+        run.passages.write_text(write_lines(passages.values()))
+    return run
+
+
+@pytest.fixture(scope="module", params=list(ASKED))
+def case(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def run(case, tmp_path_factory):
+    """A run of each case, up to its report."""
+    path = tmp_path_factory.mktemp("runs") / case
+    made = make_run(path, examples_of(case), ASKED[case])
+    for verb in VERBS:
+        beatrice(verb, path)
+    if case == "mixed":
+        beatrice("control", path)
+    else:
+        beatrice("select", path, "--exhaustive", "--optimism")
+    beatrice("evaluate", path, "--ablations")
+    beatrice("report", path)
+    return made
+
+
+def sets_of(run, setting):
+    """Return the evaluated sets of a setting, with their counts of answers."""
+    found = ResultTable(list(read_records(run.results, ResultRow))).select(
+        detector="champion",
+        experiment="detection",
+        setting=setting,
+        metric="auroc",
+        seed="mean",
+    )
+    return {(row.dataset, row.split): row.n for row in found}
+
+
+@pytest.mark.slow
+def test_every_verb_works_on_the_settings_that_a_run_has(run, case):
+    assert settings_of(run) == HAS[case]
+    for folder in ("features", "encoders"):
+        found = {path.name for path in (run.path / folder).iterdir()}
+        assert found == set(HAS[case])
+    assert "every checksum holds" in beatrice("verify", run.path).stdout
+    beatrice("doctor", run.path)
+
+
+@pytest.mark.slow
+def test_rows_are_of_the_questions_that_a_setting_has(run, case):
+    examples = read_examples(run)
+    for setting in SETTINGS:
+        if setting not in HAS[case]:
+            assert not sets_of(run, setting)
+            continue
+        n = {}
+        for one in examples:
+            n_rows = (
+                1
+                if setting == "closed_book"
+                else len([*filter(None, (one.passages, one.rewritten))])
+            )
+            if one.split != "train" and n_rows:
+                key = (one.dataset, one.split)
+                n[key] = n.get(key, 0) + n_rows
+                if one.split != "ood":
+                    key = (IN_DOMAIN, one.split)
+                    n[key] = n.get(key, 0) + n_rows
+        assert sets_of(run, setting) == n
+        if case == "mixed":
+            assert (setting == "closed_book") == (("bare", "test") in n)
+
+
+@pytest.mark.slow
+def test_an_answer_is_scored_in_the_settings_that_a_run_has(run, case):
+    asked = {
+        "closed_book": {"question": "who?", "answer": "Pivack"},
+        "with_context": {"question": "who?", "answer": "a", "context": "it is Pivack."},
+    }
+    scorer = program.load(run.path)
+    for setting, row in asked.items():
+        if setting in HAS[case]:
+            (many,) = scorer.score_many([row])
+            assert 0 <= many.p_correct <= 1
+            assert scorer.score(**row).p_correct == pytest.approx(many.p_correct)
+            continue
+        with pytest.raises(ValueError, match=f"trained on {HAS[case][0]} answers"):
+            scorer.score(**row)
+        options = [x for name, text in row.items() for x in (f"--{name}", text)]
+        done = beatrice("score", run.path, *options, code=1)
+        assert f"this answer is {setting}" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_report_says_what_a_run_has_and_shows_no_other(run, case):
+    page = run.report.read_text(encoding="utf-8")
+    assert ("PGIR needs both settings" in page) == (case != "mixed")
+    assert ("Never retrieve" in page) == (case == "mixed")
+    for setting, label in (("closed_book", "blue"), ("with_context", "orange")):
+        assert (f'id="selection-{setting}' in page or setting in page) or label
+    if case == "mixed":  # a set without passages has no accuracy with context
+        line = page.split('<th scope="row">bare<small>test</small></th>')[1]
+        assert line.split("</tr>")[0].count('<span class="none">–</span>') == 2
+
+
+@pytest.mark.slow
+def test_control_leaves_out_the_sets_in_which_there_is_nothing_to_find(run, case):
+    if case != "mixed":
+        done = beatrice("control", run.path, code=1)
+        assert f"has {HAS[case][0]} alone" in done.stderr
+        return
+    rows = [json.loads(x) for x in run.results.read_text().splitlines()]
+    found = {r["dataset"] for r in rows if r["experiment"] == "controller"}
+    assert found and not found & BARE
+
+
+@pytest.mark.parametrize("case", list(ASKED))
+def test_a_run_has_the_settings_that_its_questions_allow(case, tmp_path):
+    made = make_run(tmp_path / "run", examples_of(case, n_train=8), ASKED[case])
+    assert settings_of(made) == HAS[case]
+
+
+def test_passages_of_held_out_questions_alone_teach_no_setting(tmp_path):
+    found = questions()
+    own = [one if one.split == "ood" else bare(one, one.dataset) for one in found]
+    assert settings_of(make_run(tmp_path / "run", own, SETTINGS)) == ("closed_book",)
+
+
+def test_half_may_be_left_unasked(tmp_path):
+    run = make_run(tmp_path / "run", questions(), ("closed_book",))
+    done = beatrice("answer", run.path)
+    assert "with_context: not in this run" in done.stderr
+    lines = (run.answers / "answers.jsonl").read_text().splitlines()
+    assert {json.loads(line)["setting"] for line in lines} == {"closed_book"}
+
+
+def test_context_alone_is_refused_of_questions_without_passages(tmp_path):
+    own = tmp_path / "own.jsonl"
+    lines = [{"question": f"{i}?", "golds": [str(i)]} for i in range(20)]
+    own.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["--train", f"own={own}", "--dev", f"own={own}", "--n-train", 10]
+    options += ["--n-evaluation", 4, "--context", "none", "--settings", "with-context"]
+    done = beatrice("data", tmp_path / "run", *options, code=1)
+    assert "no training or no validation question has passages" in done.stderr
+    assert not (tmp_path / "run").exists()
+    beatrice("data", tmp_path / "run", *options[:-2])  # control: closed-book it is
