@@ -16,6 +16,7 @@ from benchmarks.baselines.perplexity import perplexity_scores
 from benchmarks.baselines.probe import layer_scores, probe_scores
 from benchmarks.baselines.text import text_scores
 from benchmarks.results.annotated import annotated_rows, human_files
+from benchmarks.results.shown import shown_sets
 from extract.generate.answers import shares_of
 from extract.generate.requests import answer_config
 from extract.records import IN_DOMAIN, Answer, Setting
@@ -166,7 +167,7 @@ def _reliability(
 def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> None:
     set_compiler(run.preset)
     bootstrap = bootstrap_of(run)
-    made, curves = [], {}
+    made, curves, shown = [], {}, []
     settings = settings_of(run)
     for n_done, setting in enumerate(settings, start=1):
         store, rows = load_rows(run, setting)
@@ -181,6 +182,7 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
         made += layer_rows(store, rows, chosen_layer(run), bootstrap)
         n_tokens = length_features(run, rows)[:, 0]
         made += rows_at_equal_length(detectors, rows, n_tokens, bootstrap)
+        shown += shown_sets(run, store, rows, progress)
         made += annotated_rows(run, detectors, rows, bootstrap)
         if len(rows.where("test")):
             curves[setting], calibration = _reliability(run, setting)
@@ -192,6 +194,7 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
     if answer_config(run).prompt.overlong != "refuse":
         made += prompt_rows(run)
     write_json_atomic(run.path / "reliability.json", curves)
+    write_json_atomic(run.path / "shown.json", shown)
     publish(run, "evaluate", made, progress)
 
 
@@ -269,6 +272,10 @@ EVALUATE = Stage(
         *encoder_folders(run),
         *human_files(run),
     ],
-    outputs=lambda run: [rows_file(run, "evaluate"), run.path / "reliability.json"],
+    outputs=lambda run: [
+        rows_file(run, "evaluate"),
+        run.path / "reliability.json",
+        run.path / "shown.json",
+    ],
     work=_evaluate,
 )

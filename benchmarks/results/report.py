@@ -25,6 +25,7 @@ from benchmarks.results.pictures import (
     sweep_pictures,
     synergy_pictures,
 )
+from benchmarks.results.saved import N_SHOWN
 from benchmarks.results.tables import (
     controller_table,
     detection_table,
@@ -78,6 +79,7 @@ class ReportData:
         `{setting, answer, p_correct, correct, passages, tokens}`; a token `{text, span,
         p, surprisal, entropy, margin}`, the span one of context, question, answer, the
         numbers those of the position that emits this token.
+      shown: answers to look at, by setting and set, as `saved.ShownSet` has them.
       ranking: per setting what `selection.ranking.ranking_summary` returns.
       ablations: per setting and variant the names of the encoders it reads.
     """
@@ -91,6 +93,7 @@ class ReportData:
     reliability: Mapping[str, Mapping[str, Any]]
     control: Mapping[str, Any]
     cases: Sequence[Mapping[str, Any]]
+    shown: Sequence[Mapping[str, Any]] = ()
     why_no_control: str = ""
     ranking: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     ablations: Mapping[str, Mapping[str, Sequence[str]]] = dataclasses.field(
@@ -240,8 +243,10 @@ def render_report(data: ReportData) -> str:
             set_names=set_names(data.selection, data.ablations),
             ranking=ranking_pictures(data.ranking),
             setting_labels=SETTING_LABELS,
+            split_labels=SPLIT_LABELS,
             metric_labels=METRIC_LABELS,
             p_steps=P_STEPS,
+            n_shown=N_SHOWN,
         )
     )
 

@@ -8,6 +8,8 @@ from extract.records import Record, Setting, Share
 from extract.run.directory import RunDir
 from extract.run.files import read_json
 
+N_SHOWN = 3  # answers of each kind of each set
+
 
 class Bin(Record, frozen=True, kw_only=True):
     """One bin of a reliability curve that holds `n` examples."""
@@ -73,6 +75,35 @@ class Case(Record, frozen=True, kw_only=True):
     drafts: tuple[ShownDraft, ...]
 
 
+class ShownAnswer(Record, frozen=True, kw_only=True):
+    """An answer of a set; `golds` are the first of `n_golds`."""
+
+    id: str
+    question: str
+    golds: tuple[str, ...]
+    n_golds: int
+    draft: ShownDraft
+
+
+class ShownKind(Record, frozen=True, kw_only=True):
+    """Some of the `n` answers of one kind, see `benchmarks.results.shown.KINDS`."""
+
+    name: str
+    n: int
+    answers: tuple[ShownAnswer, ...]
+
+
+class ShownSet(Record, frozen=True, kw_only=True):
+    """What is shown of the `n` answers of a set; trusted from P = `threshold`."""
+
+    setting: Setting
+    dataset: str
+    split: str
+    n: int
+    threshold: Share
+    kinds: tuple[ShownKind, ...]
+
+
 class Control(Record, frozen=True, kw_only=True):
     """PGIR's policy, what it gives at each budget, and cases."""
 
@@ -102,3 +133,14 @@ def read_reliability(run: RunDir) -> dict[str, Any]:
     file, kind = run.path / "reliability.json", dict[Setting, Curves]
     found = read_json(file, kind, "run `beatrice evaluate` again")
     return msgspec.to_builtins(found)
+
+
+def read_shown(run: RunDir) -> list[dict[str, Any]]:
+    """Return the answers to look at, as `ReportData` has them.
+
+    Raises:
+      ValueError: they are missing, or not as they were written.
+    """
+    file, kind = run.path / "shown.json", tuple[ShownSet, ...]
+    found = read_json(file, kind, "run `beatrice evaluate` again")
+    return msgspec.to_builtins(list(found))

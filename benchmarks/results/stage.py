@@ -10,7 +10,7 @@ import msgspec
 from benchmarks.results.findings import as_latex, as_markdown, findings, remarks
 from benchmarks.results.paired import paired_table
 from benchmarks.results.report import ReportData, write_report
-from benchmarks.results.saved import read_control, read_reliability
+from benchmarks.results.saved import read_control, read_reliability, read_shown
 from benchmarks.results.tables import controller_table, detection_table
 from benchmarks.results.terminal import as_text
 from extract.backbone.names import backbone_of
@@ -87,6 +87,7 @@ def report_data(run: RunDir) -> ReportData:
         sweep=msgspec.to_builtins(read_sweep(run).settings),
         selection={setting: selection_summary(run, setting) for setting in settings},
         reliability=read_reliability(run),
+        shown=read_shown(run),
         control={k: v for k, v in control.items() if k != "cases"},
         cases=control.get("cases", ()),
         why_no_control="" if has_control else _why_no_control(settings),
@@ -119,6 +120,7 @@ def _inputs(run: RunDir) -> list[Path]:
         run.labels,
         run.selection,
         run.path / "reliability.json",
+        run.path / "shown.json",
         rows_file(run, "evaluate"),
         *((run.control, rows_file(run, "control")) if has_control else ()),
         *(rows_file(run, name) for name in asked_for(run)),

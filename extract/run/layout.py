@@ -14,6 +14,7 @@ _WRITERS = {
     "selection": "select",
     "detector": "calibrate",
     "reliability": "evaluate",
+    "shown": "evaluate",
     "control": "control",
     "results": "report",
     "exhaustive": "select --exhaustive",

@@ -5,12 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from extract.label.verdicts import exact_match
-from extract.records import Answer, Example, Passage
-from extract.signals.batch import Signals
-from extract.signals.plan import sequence_of
-from jaxprobe.features.reading import SPAN_NAMES
+from extract.records import Example, Passage
 from pgir.bridge import ProbedBackbone
 from pgir.controllers.policy import Decision, Draft, Policy, Traced, decide
+from pgir.scoring.page import shown_tokens
 
 Match = Callable[[Decision, bool, bool], bool]  # decision, draft right, final right
 
@@ -49,35 +47,6 @@ KINDS: tuple[tuple[str, str, int, Match], ...] = (
 )
 
 
-def _tokens(probed: ProbedBackbone, answer: Answer, signals: Signals) -> list[dict]:
-    """Return the tokens of a sequence; each shows how probable it was."""
-    # Whose text a token is, whichever positions the run reads as the answer.
-    spans = sequence_of(answer, answer_span="emitting").spans
-    rows = []
-    for place, token in enumerate([*answer.prompt_ids, *answer.token_ids]):
-        # An answer token is shown with the position that emitted it, one before.
-        inside = (
-            name
-            for name, (start, stop) in zip(SPAN_NAMES, spans, strict=True)
-            if start <= place - (name == "answer") < stop
-        )
-        span = next(inside, None)
-        if span is None or place == 0:
-            continue
-        p, surprisal, entropy, _, margin = signals.prob[place - 1].tolist()
-        rows.append(
-            {
-                "text": probed.backbone.tokenizer.decode([token]),
-                "span": span,
-                "p": p,
-                "surprisal": surprisal,
-                "entropy": entropy,
-                "margin": margin,
-            }
-        )
-    return rows
-
-
 def _shown_draft(
     probed: ProbedBackbone, passages: Sequence[Passage], example: Example, draft: Draft
 ) -> dict[str, Any]:
@@ -93,7 +62,7 @@ def _shown_draft(
         "p_correct": draft.p_correct,
         "correct": exact_match(answer.text, example.golds),
         "passages": [passage.text for passage in context],
-        "tokens": _tokens(probed, answer, signals),
+        "tokens": shown_tokens(probed.backbone.tokenizer.decode, answer, signals.prob),
     }
 
 

@@ -6,10 +6,15 @@ number for the whole answer, read from more than these probabilities.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jinja2
+import numpy as np
+
+from extract.records import Answer
+from extract.signals.plan import sequence_of
+from jaxprobe.features.reading import SPAN_NAMES
 
 P_STEPS = (0.05, 0.25, 0.5, 0.8)  # upper ends of the tints of a token, by its p
 
@@ -88,3 +93,41 @@ def page(
     template = jinja2.Environment(autoescape=True).from_string(_PAGE)
     rows = [_entry(asked, result) for asked, result in results]
     return template.render(title=title, summary=summary, steps=P_STEPS, rows=rows)
+
+
+def shown_tokens(
+    decode: Callable[[list[int]], str], answer: Answer, prob: np.ndarray
+) -> list[dict[str, Any]]:
+    """Return the tokens of a sequence as the report shows them.
+
+    Args:
+      decode: gives the text of token ids.
+      answer: the exact ids.
+      prob: `[n_tokens, 5]`, the prob family of the same sequence; each token is shown
+        with the numbers of the position that emitted it.
+    """
+    # Whose text a token is, whichever positions the run reads as the answer.
+    spans = sequence_of(answer, answer_span="emitting").spans
+    rows = []
+    for place, token in enumerate([*answer.prompt_ids, *answer.token_ids]):
+        # An answer token is shown with the position that emitted it, one before.
+        inside = (
+            name
+            for name, (start, stop) in zip(SPAN_NAMES, spans, strict=True)
+            if start <= place - (name == "answer") < stop
+        )
+        span = next(inside, None)
+        if span is None or place == 0:
+            continue
+        p, surprisal, entropy, _, margin = prob[place - 1].tolist()
+        rows.append(
+            {
+                "text": decode([token]),
+                "span": span,
+                "p": p,
+                "surprisal": surprisal,
+                "entropy": entropy,
+                "margin": margin,
+            }
+        )
+    return rows

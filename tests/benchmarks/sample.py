@@ -266,6 +266,25 @@ def cases():
     ]
 
 
+def shown():
+    """A set of each setting with an answer of each kind but one."""
+    for setting in SETTINGS:
+        of_kind = [
+            ("right and trusted", ("Karvia", 0.97, True)),
+            ("wrong and caught", ("a very long answer " * 20, 0.02, False)),
+            ("wrong and missed", None),
+            ("right and distrusted", ("<i>Osk</i>", 0.1, True)),
+        ]
+        kinds = []
+        for name, said in of_kind:
+            asked = {"id": f"q-{name}", "question": f"{MARKUP} {name}?"}
+            asked |= {"golds": ["Karvia", "Osk"], "n_golds": 9}
+            own = [asked | {"draft": draft(setting, MARKUP, *said)}] if said else []
+            kinds.append({"name": name, "n": len(own), "answers": own})
+        place = {"setting": setting, "dataset": "microworld", "split": "test"}
+        yield {**place, "n": 398, "threshold": 0.71, "kinds": kinds}
+
+
 def accuracy():
     for place, setting in itertools.product(PLACES, SETTINGS):
         for variant in ("original", "rewritten"):
@@ -392,6 +411,7 @@ def sample_report(**changes):
         reliability=reliability(),
         control={"tau": 0.6, "budget": 3, "cap": 4.0, "frontier": list(frontier())},
         cases=cases(),
+        shown=list(shown()),
         ranking=rankings(),
         ablations=ablations(),
     )

@@ -16,7 +16,7 @@ from tests.benchmarks.sample import MARKUP, frontier, row, sample_report, sample
 
 SECTIONS = (
     "findings run detection reliability accuracy layers synergy selection exhaustive "
-    "ablations controller cases checks notes"
+    "ablations controller answers cases checks notes"
 ).split()
 EMPTY = dict(
     facts={},
@@ -28,6 +28,7 @@ EMPTY = dict(
     reliability={},
     control={},
     cases=[],
+    shown=[],
     ranking={},
     ablations={},
 )
@@ -171,6 +172,16 @@ def test_tokens_carry_their_signals(page):
         r'entropy \d\.\d\d nats, margin 0\.\d\d"',
         page,
     )
+
+
+def test_each_kind_of_answer_is_shown_and_a_missing_kind_is_said(page):
+    section = page[page.index('<section id="answers">') :]
+    section = section[: section.index("</section>")]
+    assert section.count("<h3") == 8  # four kinds of two settings
+    assert section.count("No answer of this set is wrong and missed.") == 2
+    assert "gold: Karvia / Osk and 7 more" in section
+    assert 'title="trusted from .710"' in section
+    assert section.count("a very long answer " * 20) == 2  # whole
 
 
 def test_tints_follow_the_probability():

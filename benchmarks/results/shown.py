@@ -1,0 +1,162 @@
+"""Answers to look at: the surest right and wrong ones of every set, chosen by a rule.
+
+Nobody picks: of each kind the three test answers with the highest, or the lowest,
+calibrated P(correct); of equals the smaller id, since isotonic calibration gives many
+answers one P. Contexts in their original wording alone.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.results.saved import N_SHOWN
+from extract.backbone.names import backbone_of
+from extract.records import Answer, Example
+from extract.run.console import Progress
+from extract.run.contents import read_answers, read_examples
+from extract.run.directory import RunDir
+from extract.store.read import FeatureStore, read_family
+from jaxprobe.detector import Detector
+from jaxprobe.features.rows import Rows
+from jaxprobe.pool import read_selection
+from pgir.scoring.page import shown_tokens
+
+TRUSTED_FROM = 0.5  # where the run has no threshold of its own
+
+
+class Kind(NamedTuple):
+    """A kind of answer, and which of them are shown.
+
+    Attributes:
+      name: in words.
+      is_correct: by its label.
+      is_trusted: whether its P is at least the threshold.
+      is_highest: whether the highest P come first, or the lowest.
+    """
+
+    name: str
+    is_correct: bool
+    is_trusted: bool
+    is_highest: bool
+
+
+KINDS = (
+    Kind("right and trusted", True, True, True),
+    Kind("wrong and caught", False, False, False),
+    Kind("wrong and missed", False, True, True),
+    Kind("right and distrusted", True, False, False),
+)
+
+
+def choose_answers(
+    p_correct: np.ndarray,
+    labels: np.ndarray,
+    ids: Sequence[str],
+    threshold: float,
+) -> list[tuple[Kind, int, list[int]]]:
+    """Return, for each kind, how many there are and the indices of those to show.
+
+    Args:
+      p_correct: `[n]` calibrated.
+      labels: `[n]` bool.
+      ids: `n`, all different; they settle ties.
+      threshold: answers with at least this P are trusted.
+    """
+    found = []
+    for kind in KINDS:
+        own = np.flatnonzero(
+            (labels == kind.is_correct) & ((p_correct >= threshold) == kind.is_trusted)
+        )
+        sign = -1.0 if kind.is_highest else 1.0
+        first = sorted(own.tolist(), key=lambda i: (sign * p_correct[i], ids[i]))
+        found.append((kind, len(own), first[:N_SHOWN]))
+    return found
+
+
+Spell = Callable[[Answer, np.ndarray], list[dict[str, Any]]]
+
+
+def _speller(run: RunDir, progress: Progress) -> Spell | None:
+    """Return what spells tokens, or None where the run's backbone is not there."""
+    # Loads Torch, which the tables and figures do without.
+    from extract.backbone.checkpoint import load_outline
+
+    try:
+        decode = load_outline(backbone_of(run).path).tokenizer.decode
+    except (ValueError, OSError) as error:
+        progress.note(
+            "evaluate: the answers to look at have no tokens, since the tokenizer "
+            f"could not be loaded: {str(error).splitlines()[0]}"
+        )
+        return None
+    return partial(shown_tokens, decode)
+
+
+def shown_sets(
+    run: RunDir, store: FeatureStore, rows: Rows, progress: Progress
+) -> list[dict[str, Any]]:
+    """Return the answers to look at of every test and held-out set of a setting.
+
+    Args:
+      run: with a calibrated detector.
+      store: of the setting; the tokens' probabilities are read there.
+      rows: what its rows are.
+      progress: told if the tokens cannot be spelled.
+
+    Returns:
+      As `benchmarks.results.saved.ShownSet` has them.
+    """
+    head = Detector.load(run.detector).heads[rows.setting]
+    tree, _ = read_selection(run, rows.setting)
+    p_correct = head.calibrator(tree["champion"]["scores"].mean(axis=0))
+    wanted = head.threshold and head.threshold.p_correct
+    threshold = TRUSTED_FROM if wanted is None else float(wanted)
+    examples = {example.id: example for example in read_examples(run)}
+    answers = {a.key: a for a in read_answers(run, rows.setting)}
+    spell = _speller(run, progress)
+    made = []
+    for dataset, split in rows.evaluated_sets():
+        if split == "validation" or " " in dataset:  # all in-domain sets together
+            continue
+        where = rows.where(split, dataset)
+        where = where[rows.variants[where] == "original"]
+        ids = rows.ids[where].tolist()
+        kinds = []
+        for kind, n, chosen in choose_answers(
+            p_correct[where], rows.labels[where], ids, threshold
+        ):
+            shown = []
+            for i in chosen:
+                answer = answers[ids[i], rows.setting, "original"]
+                prob = read_family(store, "prob", where[i : i + 1]).example(0)
+                draft = _draft(examples[ids[i]], answer, prob, spell)
+                draft |= {"p_correct": float(p_correct[where[i]])}
+                draft |= {"correct": kind.is_correct}
+                example = examples[ids[i]]
+                golds = list(example.golds[:4])
+                asked = {"id": ids[i], "question": example.question, "golds": golds}
+                shown.append({**asked, "n_golds": len(example.golds), "draft": draft})
+            kinds.append({"name": kind.name, "n": n, "answers": shown})
+        place = {"setting": rows.setting, "dataset": dataset, "split": split}
+        made.append({**place, "n": len(where), "threshold": threshold, "kinds": kinds})
+    return made
+
+
+def _draft(
+    example: Example,
+    answer: Answer,
+    prob: np.ndarray,
+    spell: Spell | None,
+) -> dict[str, Any]:
+    """Return an answer as the page shows drafts; the context's tokens are left out."""
+    passages = example.passages if answer.setting == "with_context" else ()
+    given = [p.text for i, p in enumerate(passages) if i not in answer.dropped]
+    tokens = spell(answer, prob) if spell else []
+    return {
+        "setting": answer.setting,
+        "answer": answer.text,
+        "passages": given,
+        "tokens": [token for token in tokens if token["span"] != "context"],
+    }

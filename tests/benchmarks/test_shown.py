@@ -1,0 +1,36 @@
+import numpy as np
+
+from benchmarks.results.shown import choose_answers
+
+P = np.array([0.9, 0.1, 0.8, 0.2, 0.9, 0.9, 0.9, 0.4])
+LABELS = np.array([1, 0, 0, 1, 1, 1, 1, 0], bool)
+IDS = ["h", "b", "c", "d", "e", "f", "g", "a"]
+
+
+def chosen(p_correct=P, labels=LABELS, ids=IDS, threshold=0.5):
+    found = choose_answers(p_correct, labels, ids, threshold)
+    return {kind.name: (n, [ids[i] for i in places]) for kind, n, places in found}
+
+
+def test_of_each_kind_the_surest_are_shown():
+    found = chosen()
+    assert found["wrong and caught"] == (2, ["b", "a"])  # the lowest P first
+    assert found["wrong and missed"] == (1, ["c"])
+    assert found["right and distrusted"] == (1, ["d"])
+
+
+def test_of_equals_the_smaller_id_is_shown_whatever_the_order():
+    assert chosen()["right and trusted"] == (4, ["e", "f", "g"])
+    order = np.random.default_rng(0).permutation(len(P))
+    mixed = chosen(P[order], LABELS[order], [IDS[i] for i in order])
+    assert mixed == chosen()
+
+
+def test_an_answer_at_the_threshold_is_trusted():
+    found = chosen(threshold=0.8)
+    assert found["wrong and missed"] == (1, ["c"])
+    assert chosen(threshold=0.81)["wrong and missed"] == (0, [])
+
+
+def test_the_four_kinds_share_out_all_answers():
+    assert sum(n for n, _ in chosen().values()) == len(P)
