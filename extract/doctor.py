@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from extract.records import Answer
+from extract.run.contents import settings_in_words
 from extract.run.directory import RunDir
 from extract.run.files import JsonLines
 from extract.run.stages import bytes_in_words
@@ -221,7 +222,9 @@ def look_at_run(path: Path) -> Iterator[Finding]:
     records = run.stage_records()
     gaps = [gap for name in records if (gap := run.stage_gap(name))]
     done = [name for name in records if run.stage_done(name)]
-    text = "; ".join([f"{path}: done are {', '.join(done) or 'no stages'}", *gaps])
+    has = [settings_in_words(run)] if run.examples.exists() else []
+    parts = [f"{path}: done are {', '.join(done) or 'no stages'}", *has, *gaps]
+    text = "; ".join(parts)
     yield Finding("run", "warning" if gaps else "ok", text)
     shapes = yield from look_at_model(config.model)
     if shapes is not None:

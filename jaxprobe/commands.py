@@ -43,7 +43,7 @@ def with_options(
 @MIXED
 @dry_run_option
 def train(run_dir: Path, is_streamed: bool, is_mixed: bool, dry_run: bool) -> None:
-    """Train all fifteen encoders, every seed, both settings.
+    """Train all fifteen encoders, every seed, every setting of the run.
 
     Example: beatrice train runs/demo
     """

@@ -126,12 +126,11 @@ def test_rows_are_of_the_questions_that_a_setting_has(run, case):
 
 @pytest.mark.slow
 def test_an_answer_is_scored_in_the_settings_that_a_run_has(run, case):
-    asked = {
-        "closed_book": {"question": "who?", "answer": "Pivack"},
-        "with_context": {"question": "who?", "answer": "a", "context": "it is Pivack."},
-    }
+    one = next(e for e in examples_of("with-context") if e.split == "test")
+    row = {"question": one.question, "answer": one.golds[0]}
+    told = {"closed_book": row, "with_context": row | {"context": one.passages[0].text}}
     scorer = program.load(run.path)
-    for setting, row in asked.items():
+    for setting, row in told.items():
         if setting in HAS[case]:
             (many,) = scorer.score_many([row])
             assert 0 <= many.p_correct <= 1
@@ -149,8 +148,11 @@ def test_the_report_says_what_a_run_has_and_shows_no_other(run, case):
     page = run.report.read_text(encoding="utf-8")
     assert ("PGIR needs both settings" in page) == (case != "mixed")
     assert ("Never retrieve" in page) == (case == "mixed")
-    for setting, label in (("closed_book", "blue"), ("with_context", "orange")):
-        assert (f'id="selection-{setting}' in page or setting in page) or label
+    for setting, label in (
+        ("closed_book", "closed-book"),
+        ("with_context", "with context"),
+    ):
+        assert (f"AUROC {label}, in-domain test" in page) == (setting in HAS[case])
     if case == "mixed":  # a set without passages has no accuracy with context
         line = page.split('<th scope="row">bare<small>test</small></th>')[1]
         assert line.split("</tr>")[0].count('<span class="none">–</span>') == 2
@@ -197,3 +199,10 @@ def test_context_alone_is_refused_of_questions_without_passages(tmp_path):
     assert "no training or no validation question has passages" in done.stderr
     assert not (tmp_path / "run").exists()
     beatrice("data", tmp_path / "run", *options[:-2])  # control: closed-book it is
+
+
+def test_there_is_nothing_to_reword_where_no_context_is_asked(tmp_path):
+    run = make_run(tmp_path / "run", questions(), ("closed_book",))
+    server = ["--server", "http://localhost:1/v1", "--model", "m"]
+    done = beatrice("rewrite", run.path, *server, code=1)
+    assert "no context to rewrite" in done.stderr

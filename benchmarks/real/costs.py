@@ -5,6 +5,7 @@ import resource
 import shutil
 import sys
 import time
+import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -33,7 +34,7 @@ def cpu_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 class Needs(NamedTuple):
-    """What a run takes, at most.
+    """What a run takes; what is empty or None has not been measured.
 
     Attributes:
       minutes: by stage, on two cores.
@@ -41,17 +42,26 @@ class Needs(NamedTuple):
       disk_bytes: of the run directory.
     """
 
-    minutes: Mapping[str, float]
-    memory_bytes: int
-    disk_bytes: int
+    minutes: Mapping[str, float] = types.MappingProxyType({})
+    memory_bytes: int | None = None
+    disk_bytes: int | None = None
 
     def in_words(self) -> str:
         """Return the needs in a line."""
-        return (
-            f"about {sum(self.minutes.values()):.0f} minutes on two cores, "
-            f"{bytes_in_words(self.memory_bytes)} of memory, "
-            f"{bytes_in_words(self.disk_bytes)} of disk"
-        )
+        known = [
+            f"about {sum(self.minutes.values()):.0f} minutes on two cores"
+            if self.minutes
+            else "",
+            *(
+                f"{bytes_in_words(n)} of {name}"
+                for n, name in (
+                    (self.memory_bytes, "memory"),
+                    (self.disk_bytes, "disk"),
+                )
+                if n is not None
+            ),
+        ]
+        return ", ".join(filter(None, known)) or "what nobody has measured yet"
 
 
 def free_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
@@ -80,8 +90,8 @@ def check_needs(run_dir: Path, needs: Needs, memory: int | None) -> None:
     free = shutil.disk_usage(there).free
     held = disk_bytes(run_dir) if run_dir.exists() else 0
     for name, needed, found in (
-        ("disk", needs.disk_bytes - held, free),
-        ("memory", needs.memory_bytes, memory),
+        ("disk", max(0, (needs.disk_bytes or 0) - held), free),
+        ("memory", needs.memory_bytes or 0, memory),
     ):
         if found is not None and found < needed:
             raise ValueError(
@@ -96,12 +106,15 @@ class StageCost(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     Attributes:
       seconds: wall time, of its last start alone.
+      cpu_seconds: of all cores during that start; where other work shares the machine,
+        half of it is what two cores alone would take at least.
       n_starts: more than one if it was stopped in between.
       peak_bytes: most memory of the process during that start.
       disk_bytes: of the run directory after it.
     """
 
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     n_starts: int = 0
     peak_bytes: int = 0
     disk_bytes: int = 0
@@ -151,13 +164,14 @@ def measured(run: RunDir, stage: str) -> Iterator[None]:
     costs[stage] = msgspec.structs.replace(before, n_starts=before.n_starts + 1)
     _write(run, costs)
     _begin_peak()
-    began = time.monotonic()
+    began, cpu_began = time.monotonic(), time.process_time()
     yield
     if done_before is not None and run.stage_record(stage) == done_before:
         costs[stage] = before
     else:
         costs[stage] = StageCost(
             seconds=round(time.monotonic() - began, 1),
+            cpu_seconds=round(time.process_time() - cpu_began, 1),
             n_starts=before.n_starts + 1,
             peak_bytes=_peak_bytes(),
             disk_bytes=disk_bytes(run.path),
@@ -167,21 +181,24 @@ def measured(run: RunDir, stage: str) -> Iterator[None]:
 
 def costs_in_words(costs: Mapping[str, StageCost]) -> str:
     """Return the costs as a table in plain characters, with the totals below."""
+    every = costs.values()
+    total = StageCost(
+        seconds=sum(cost.seconds for cost in every),
+        cpu_seconds=sum(cost.cpu_seconds for cost in every),
+        n_starts=sum(cost.n_starts for cost in every),
+        peak_bytes=max((cost.peak_bytes for cost in every), default=0),
+        disk_bytes=max((cost.disk_bytes for cost in every), default=0),
+    )
     lines = [
-        f"{'stage':<12}{'minutes':>9}{'peak memory':>13}{'disk after':>12}  starts"
+        f"{'stage':<12}{'minutes':>9}{'of cores':>10}{'peak memory':>13}"
+        f"{'disk after':>12}{'starts':>8}"
     ]
     lines += [
-        f"{name:<12}{cost.seconds / 60:>9.1f}{bytes_in_words(cost.peak_bytes):>13}"
-        f"{bytes_in_words(cost.disk_bytes):>12}{cost.n_starts:>8}"
-        for name, cost in costs.items()
+        f"{name:<12}{cost.seconds / 60:>9.1f}{cost.cpu_seconds / 60:>10.1f}"
+        f"{bytes_in_words(cost.peak_bytes):>13}{bytes_in_words(cost.disk_bytes):>12}"
+        f"{cost.n_starts:>8}"
+        for name, cost in {**costs, "all": total}.items()
     ]
-    total = sum(cost.seconds for cost in costs.values())
-    peak = max((cost.peak_bytes for cost in costs.values()), default=0)
-    disk = max((cost.disk_bytes for cost in costs.values()), default=0)
-    lines.append(
-        f"{'all':<12}{total / 60:>9.1f}{bytes_in_words(peak):>13}"
-        f"{bytes_in_words(disk):>12}"
-    )
-    if any(cost.n_starts > 1 for cost in costs.values()):
+    if any(cost.n_starts > 1 for cost in every):
         lines.append("(of a stage that was stopped, the last start alone is timed)")
     return "\n".join(lines)

@@ -179,8 +179,11 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
         made += layer_rows(store, rows, chosen_layer(run), bootstrap)
         n_tokens = length_features(run, rows)[:, 0]
         made += rows_at_equal_length(detectors, rows, n_tokens, bootstrap)
-        curves[setting], calibration = _reliability(run, setting)
-        made += calibration
+        if len(rows.where("test")):
+            curves[setting], calibration = _reliability(run, setting)
+            made += calibration
+        else:
+            progress.note(f"evaluate: {setting}: no test answer, so no reliability")
         update(n_done, len(settings))
     if answer_config(run).prompt.overlong != "refuse":
         made += prompt_rows(run)

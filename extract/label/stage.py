@@ -49,6 +49,7 @@ from extract.run.contents import (
     read_answers,
     read_examples,
     read_questions,
+    settings_of,
     too_few_answers,
 )
 from extract.run.directory import RunDir
@@ -266,6 +267,10 @@ def rewrite_run(
 
     The questions' file stays as it is; `read_examples` joins the two.
     """
+    if "with_context" not in settings_of(run):
+        raise ValueError(
+            f"{run.path} has closed_book alone, so there is no context to rewrite"
+        )
     identity = {
         "schema": SCHEMA_VERSION,
         "rewriter": dict(generator.identity),

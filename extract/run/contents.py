@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from extract.generate.requests import answer_config
 from extract.label.rewrite import Rewrite, with_rewrites
 from extract.label.verdicts import text_key
 from extract.records import (
@@ -18,6 +17,7 @@ from extract.records import (
 )
 from extract.run.directory import RunDir
 from extract.run.layout import MAKE_A_RUN
+from extract.run.manifest import read_manifest
 
 Key = tuple[str, str, str]  # example, setting, variant
 
@@ -46,7 +46,9 @@ def settings_of(run: RunDir) -> tuple[Setting, ...]:
     Raises:
       ValueError: with context alone was asked for, and the questions do not allow it.
     """
-    asked = answer_config(run, is_recorded=False).settings
+    # Of the section `answer`; its class would bring prompts and templates along.
+    section = read_manifest(run.path)["sections"].get("answer", {})
+    asked: tuple[Setting, ...] = tuple(section.get("settings", SETTINGS))
     if "with_context" not in asked or not run.examples.exists():
         return asked  # where questions are missing, whoever needs them says so
     has_passages: dict[str, bool] = {}
@@ -89,7 +91,7 @@ def settings_in_words(run: RunDir) -> str:
         n_with[example.dataset] += bool(example.passages)
     for setting, counts in (("closed_book", n_all), ("with_context", n_with)):
         if setting in found:
-            sets = (f"{name} {counts[name]}" for name in n_all)
+            sets = (f"{name} {counts[name] or '–'}" for name in n_all)
             parts.append(f"{setting}: {counts.total()} questions ({', '.join(sets)})")
         else:
             parts.append(f"{setting}: not in this run")

@@ -242,7 +242,8 @@ def training_rows(run: RunDir, setting: Setting, *, streamed: bool) -> TrainingR
             raise ValueError(
                 f"{setting}: {int(rows.labels[held].sum())} of {len(held)} labelled "
                 f"{split} answers are correct, and one class alone teaches nothing; "
-                "look at the answers, or take more questions"
+                "look at the answers, take more questions, or make the run without "
+                "this setting (--settings)"
             )
     layer, dims = chosen_layer(run), family_dims(store)
     widths = longest_spans(store.spec.spans, setting)

@@ -70,9 +70,6 @@ TINY = PackagedModel(
     pieces=tuple((f"tiny_model_part{i}==1.0", f"part{i}/data.bin") for i in range(2)),
     terms=("tiny_model==1.0", "TERMS.html"),
     licence="Tiny's own terms",
-    minutes={},
-    row_bytes=(0, 0),
-    memory_bytes=0,
 )
 
 
@@ -186,6 +183,10 @@ def test_sets_that_are_missing_are_all_named_with_what_would_do(tmp_path):
 
 def test_what_does_not_fit_is_refused_with_what_is_there(tmp_path):
     fits = Needs({}, 1 << 20, 1 << 20)
+    check_needs(tmp_path / "run", Needs(), 1)
+    assert Needs().in_words() == "what nobody has measured yet"
+    told = "about 5 minutes on two cores, 1.0 MiB of memory, 1.0 MiB of disk"
+    assert fits._replace(minutes={"answer": 2, "train": 3}).in_words() == told
     check_needs(tmp_path / "run", fits, 1 << 30)
     check_needs(tmp_path / "run", fits, None)
     with pytest.raises(ValueError, match="2.0 GiB of memory, 1.0 GiB are free"):

@@ -111,7 +111,10 @@ def test_one_set_may_have_a_context_of_its_own(hotpot, tmp_path):
     twice = beatrice(*command, "--context", "all")
     assert twice.returncode == 2
     assert "another one was given" in twice.stderr
-    done = beatrice(*command, "--context", "popqa=none", "--json")
+    command += ["--context", "popqa=none"]
+    unknown = beatrice(*command, "--n-train", "popqa=3")
+    assert_one_sentence(unknown, "no training file of popqa is given")
+    done = beatrice(*command, "--json")
     assert done.returncode == 0, done.stderr
     assert "closed-book only" in done.stderr
     sources = json.loads(done.stdout)["sources"]

@@ -30,6 +30,15 @@ def test_the_sizes_are_those_of_appendix_a():
         config.sizes("hotpotqa", "held-out")
 
 
+def test_one_set_may_have_a_size_of_training_of_its_own():
+    config = small(n_train_of={"nq": 7})
+    pools = {(name, "train"): candidates(100, word=name) for name in ("nq", "popqa")}
+    drawn = draw_splits(pools, config).splits["train"]
+    assert {name: len(ids) for name, ids in drawn.items()} == {"nq": 7, "popqa": 30}
+    with pytest.raises(ValueError, match="at least one question, not 0"):
+        small(n_train_of={"nq": 0})
+
+
 def test_the_draw_does_not_depend_on_the_order_of_the_file():
     pool = candidates(200)
     shuffled = random.Random(1).sample(pool, len(pool))
@@ -298,3 +307,21 @@ def test_two_files_with_the_same_ids_are_refused(sources, tmp_path):
         build_examples(
             tmp_path / "out", [sources[0], sources[0]], BuildConfig(splits=small())
         )
+
+
+def test_the_first_supporting_passage_alone_may_be_shown(tmp_path):
+    def paragraph(title, is_gold):
+        return {"title": title, "text": f"{title}.", "is_supporting": is_gold}
+
+    titles = {"other": False, "subject": True, "object": True}
+    paragraphs = [paragraph(*one) for one in titles.items()]
+    rows = [pub.popqa(i) | {"paragraphs": paragraphs} for i in range(12)]
+    path = pub.write_array(tmp_path / "popqa.json", rows)
+    source = Source(dataset="popqa", role="held-out", path=path)
+    for context, shown in (("first", 1), ("supporting", 2), ("all", 3)):
+        config = BuildConfig(splits=small(), context=context)
+        build_examples(tmp_path / context, [source], config)
+        found = list(read_records(tmp_path / context / "examples.jsonl", Example))
+        assert {len(example.passages) for example in found} == {shown}
+        if context == "first":
+            assert {e.passages[0].title for e in found} == {"subject"}
