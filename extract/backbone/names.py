@@ -18,11 +18,6 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
-def is_gguf(name: str) -> bool:
-    """Tell whether a name is a file, which can only be a GGUF file."""
-    return Path(name).expanduser().is_file()
-
-
 def _check_directory(directory: Path) -> None:
     """Say in one sentence what a directory lacks to be a checkpoint."""
     if not directory.is_dir():

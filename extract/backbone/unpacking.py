@@ -22,7 +22,6 @@ from extract.backbone.gguf import (
     tokenizer_of,
 )
 from extract.backbone.gguf_weights import Weights
-from extract.backbone.names import is_gguf
 from extract.run.console import Progress, Update
 from extract.run.files import (
     sha256_file,
@@ -139,7 +138,7 @@ def unpacked(name: str) -> str:
       ValueError: the file is damaged, or of an architecture that cannot be read.
     """
     path = Path(name).expanduser()
-    if not is_gguf(name):
+    if not path.is_file():
         return str(path) if path.exists() else name
     kept = _kept(path)
     if _is_whole(kept):
@@ -178,8 +177,8 @@ def outlined(name: str) -> Iterator[str]:
       ValueError: as `unpacked` does.
     """
     path = Path(name).expanduser()
-    if not is_gguf(name) or _kept(path).is_dir():
-        yield str(_kept(path)) if is_gguf(name) else unpacked(name)
+    if not path.is_file() or _kept(path).is_dir():
+        yield str(_kept(path)) if path.is_file() else unpacked(name)
         return
     header = read_header(path)
     with tempfile.TemporaryDirectory(prefix="beatrice-") as folder:
