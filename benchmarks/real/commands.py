@@ -125,12 +125,15 @@ def _needs(
 def _do_all(run_dir: Path, minutes: Mapping[str, float], progress: Progress) -> None:
     """Do every stage, saying which it is, and print the headline and the costs."""
     from benchmarks.real.costs import costs_in_words, measured, read_costs
+    from benchmarks.real.training import settle_training
     from benchmarks.results.stage import summary
     from extract.run.directory import RunDir
     from extract.run.stages import run_stage
 
-    stages = [load_stage(place) for place in CHAIN[1:]]
+    # Retrieval has a verb of its own, and hours of generations.
+    stages = [load_stage(place) for place in CHAIN[1:] if "controllers" not in place]
     with RunDir.open(run_dir) as run:
+        settle_training(run)
         for number, stage in enumerate(stages, start=1):
             expected = minutes.get(stage.name)
             about = "" if expected is None else f", about {expected:.1f} min"
