@@ -64,9 +64,13 @@ class SelectConfig:
 # once it is compiled. The paper's are those of its section 3 and appendix B.
 GRID_PRESETS: dict[Preset, GridConfig] = {
     "demo": GridConfig(
-        encoder=EncoderConfig(projection=16, hidden=16, n_blocks=2, n_groups=4),
+        # Six epochs of two blocks left the hidden and attention encoders below logistic
+        # regression on the same signals.
+        encoder=EncoderConfig(
+            projection=16, hidden=16, n_blocks=1, n_groups=4, input_noise=0.1
+        ),
         train=TrainConfig(
-            learning_rate=2e-3, batch_size=256, max_epochs=6, lr_patience=2, patience=3
+            learning_rate=2e-3, batch_size=128, max_epochs=12, lr_patience=2, patience=4
         ),
     ),
     "smoke": GridConfig(
