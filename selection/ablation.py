@@ -208,7 +208,12 @@ class Ablation:
         if not missing or not blocks:
             return
         config = grid_config(self.run)
-        data = training_rows(self.run, setting, streamed=config.stream is not None)
+        data = training_rows(
+            self.run,
+            setting,
+            streamed=config.stream is not None,
+            n_batch=config.train.batch_size,
+        )
         for variant in missing:
             without = rows_without(data, setting, variant)
             trainer = MemberTrainer(

@@ -231,7 +231,7 @@ def _trained_logits(
     subset = subset_index(name)
     blocks = [grid.Block((subset,), (seed,)) for seed in range(config.train.n_seeds)]
     parts = list(
-        grid.fit_blocks(blocks, train, valid, encoder=encoder, config=config.train)
+        grid.fit_blocks(blocks, [train], [valid], encoder=encoder, config=config.train)
     )
 
     def logits(split: str) -> np.ndarray:
@@ -293,7 +293,12 @@ def measure_mixed(run: RunDir, update: Update) -> Iterator[MixedCost]:
     total = len(settings_of(run)) * len(blocks)
     for setting in settings_of(run):
         single = read_member_outputs(run, setting).logits  # before minutes of training
-        data = training_rows(run, setting, streamed=config.stream is not None)
+        data = training_rows(
+            run,
+            setting,
+            streamed=config.stream is not None,
+            n_batch=config.train.batch_size,
+        )
         trainer = MemberTrainer(
             data=data,
             config=config.mixed(),

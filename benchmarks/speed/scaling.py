@@ -125,7 +125,7 @@ class Grid:
         )
         trained = fit_blocks(
             [Block((subset,), (seed,)) for subset, seed in members],
-            *data,
+            *([part] for part in data),
             encoder=Encoder(workload.encoder, workload.dims),
             config=config,
             n_threads=self.at_once,

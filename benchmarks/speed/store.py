@@ -160,7 +160,7 @@ def _train(mode: Mode, store: FeatureStore, config: StreamedWork) -> dict[str, f
             return [fit_streamed(config.members, train, valid, **fixed)]
 
     else:
-        data = [labelled(x.read(x.where), x.labels) for x in (train, valid)]
+        data = [[labelled(x.read(x.where), x.labels)] for x in (train, valid)]
         blocks = [Block((m.subset,), (m.seed,)) for m in config.members]
 
         def run() -> list[Trained]:

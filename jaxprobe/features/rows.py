@@ -6,7 +6,7 @@ Training rows lie on the device, or stay in the store and are read while encoder
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,16 +24,30 @@ from jaxprobe.features.families import (
     zero_span,
 )
 from jaxprobe.features.reading import (
+    SPANS,
     family_dims,
     fit_reading,
     fit_reading_of,
-    longest_spans,
     read_features,
 )
 from jaxprobe.features.subsets import FamilyDims
+from jaxprobe.features.widths import width_groups, widths_of
 
 _MOST_ROWS, _MOST_BYTES = 1024, 1 << 29  # standardised and encoded together
-ReadRows = Callable[[np.ndarray], FamilyTokens]  # of rows of the store, `[n]`
+# Of rows of the store, `[n]`, in the padded widths of all spans, or the given ones.
+ReadRows = Callable[..., FamilyTokens]
+
+
+class Held(NamedTuple):
+    """Rows of similar length on the device.
+
+    Attributes:
+      places: `[n]` which of the training or validation rows they are.
+      tokens: their tokens, `n` examples.
+    """
+
+    places: np.ndarray
+    tokens: FamilyTokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -186,11 +200,13 @@ class TrainingRows:
       layer: entry of the resid axis for the hidden family (0 is the embedding).
       dims: widths of the families.
       standardizer: fitted on the training rows.
-      read: reads standardised tokens of rows of the store, in one padded width.
+      read: reads standardised tokens of rows of the store, in one padded width, or in
+        the widths that are given as well.
       read_train: the same for the rows that are trained on.
-      n_at_once: rows that are read together, see `rows_at_once`.
+      lengths: `[n_rows, n_spans]` tokens of the spans of every row of the store.
       where: training rows and validation rows, indices into the store.
-      in_memory: their tokens on the device; None where they are streamed.
+      in_memory: their tokens on the device, by groups of similar length; None where
+        they are streamed.
     """
 
     rows: Rows
@@ -199,18 +215,19 @@ class TrainingRows:
     standardizer: Standardizer
     read: ReadRows
     read_train: ReadRows
-    n_at_once: int
+    lengths: np.ndarray
     where: tuple[np.ndarray, np.ndarray]
-    in_memory: tuple[FamilyTokens, FamilyTokens] | None
+    in_memory: tuple[tuple[Held, ...], tuple[Held, ...]] | None
 
     def with_spans(self, span_mask: np.ndarray) -> "TrainingRows":
         """Return the same rows with some spans left out; see `keep_spans`."""
 
-        def read(where: np.ndarray) -> FamilyTokens:
-            return keep_spans(self.read(where), span_mask)
+        def read(where: np.ndarray, *widths: Any) -> FamilyTokens:
+            return keep_spans(self.read(where, *widths), span_mask)
 
         in_memory = self.in_memory and tuple(
-            keep_spans(tokens, span_mask) for tokens in self.in_memory
+            tuple(Held(places, keep_spans(held, span_mask)) for places, held in part)
+            for part in self.in_memory
         )
         return dataclasses.replace(
             self, read=read, read_train=read, in_memory=in_memory
@@ -219,18 +236,28 @@ class TrainingRows:
     def with_zeroed(self, span: int) -> "TrainingRows":
         """Return the same with a span's signals zero while training, and only then."""
         in_memory = self.in_memory and (
-            zero_span(self.in_memory[0], span),
+            tuple(Held(p, zero_span(held, span)) for p, held in self.in_memory[0]),
             self.in_memory[1],
         )
         return dataclasses.replace(
             self,
-            read_train=lambda where: zero_span(self.read_train(where), span),
+            read_train=lambda where, *widths: zero_span(
+                self.read_train(where, *widths), span
+            ),
             in_memory=in_memory,
         )
 
 
-def training_rows(run: RunDir, setting: Setting, *, streamed: bool) -> TrainingRows:
+def training_rows(
+    run: RunDir, setting: Setting, *, streamed: bool, n_batch: int
+) -> TrainingRows:
     """Fit the standardisation on the training rows, and read them unless streamed.
+
+    Args:
+      run: with an extracted setting.
+      setting: which.
+      streamed: leave the rows in the store.
+      n_batch: rows of a training batch, which decides how rows are grouped by length.
 
     Raises:
       ValueError: the training or validation rows hold one class alone.
@@ -246,26 +273,42 @@ def training_rows(run: RunDir, setting: Setting, *, streamed: bool) -> TrainingR
                 "this setting (--settings)"
             )
     layer, dims = chosen_layer(run), family_dims(store)
-    widths = longest_spans(store.spec.spans, setting)
-    n_at_once = rows_at_once(widths, dims)
-    features = partial(read_features, store, setting, layer, n_tokens=widths)
-    if streamed:
-        parts = _parts(where[0], n_at_once)
-        standardizer = fit_reading_of(lambda: map(features, parts), dims)
+    spans = store.spec.spans[:, list(SPANS[setting])]
+    lengths = spans[..., 1] - spans[..., 0]
+    whole = widths_of(lengths)
+    features = partial(read_features, store, setting, layer)
+    groups = [width_groups(lengths[split], n_batch) for split in where]
+    if streamed or len(groups[0]) > 1:
+        parts = [
+            part
+            for places in groups[0]
+            for part in _parts(where[0][places], rows_at_once(whole, dims))
+        ]
+        standardizer = fit_reading_of(
+            lambda: (features(part, widths_of(lengths[part])) for part in parts), dims
+        )
     else:
-        standardizer = fit_reading(features(where[0]), dims)
+        standardizer = fit_reading(features(where[0], whole), dims)
 
-    def read_part(part: np.ndarray) -> FamilyTokens:
+    def read_part(widths: tuple[int, ...], part: np.ndarray) -> FamilyTokens:
         # Padded to a power of two, so that few executables serve all.
         n_more = (1 << (len(part) - 1).bit_length()) - len(part)
-        padded = features(np.pad(part, (0, n_more), mode="edge"))
+        padded = features(np.pad(part, (0, n_more), mode="edge"), widths)
         tokens = split_families(padded, dims, standardizer)
         return jax.tree.map(lambda x: np.asarray(x)[:, : len(part)], tokens)
 
-    def read(some: np.ndarray) -> FamilyTokens:
-        parts = map(read_part, _parts(some, n_at_once))
+    def read(some: np.ndarray, widths: tuple[int, ...] = whole) -> FamilyTokens:
+        parts = map(
+            partial(read_part, widths), _parts(some, rows_at_once(widths, dims))
+        )
         joined = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *parts)
         return jax.device_put(joined)
+
+    def held(split: np.ndarray, groups: Sequence[np.ndarray]) -> tuple[Held, ...]:
+        return tuple(
+            Held(places, read(split[places], widths_of(lengths[split[places]])))
+            for places in groups
+        )
 
     return TrainingRows(
         rows=rows,
@@ -274,9 +317,9 @@ def training_rows(run: RunDir, setting: Setting, *, streamed: bool) -> TrainingR
         standardizer=standardizer,
         read=read,
         read_train=read,
-        n_at_once=n_at_once,
+        lengths=lengths,
         where=where,
-        in_memory=None if streamed else (read(where[0]), read(where[1])),
+        in_memory=None if streamed else tuple(map(held, where, groups)),
     )
 
 

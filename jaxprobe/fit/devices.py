@@ -9,6 +9,7 @@ the same function with the same arguments.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from jaxprobe.fit.grid import (
     Trained,
     block_learner,
     fit_blocks,
+    shuffled,
     trained_block,
 )
 from jaxprobe.fit.loop import fit
@@ -50,8 +52,8 @@ def _placed(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
 
 def fit_on_mesh(
     block: Block,
-    train: Labelled,
-    valid: Labelled,
+    train: Sequence[Labelled],
+    valid: Sequence[Labelled],
     *,
     encoder: Encoder,
     config: TrainConfig,
@@ -64,7 +66,8 @@ def fit_on_mesh(
 
     Args:
       block: every subset with every seed.
-      train: training rows; the same on every host, and copied to every device.
+      train: groups of training rows, the same on every host; each is copied to every
+        device.
       valid: validation rows, likewise.
       encoder: the module.
       config: the protocol.
@@ -79,22 +82,23 @@ def fit_on_mesh(
     whole = Block(tuple(subsets.tolist()), block.seeds)
     family_masks, subsets, seeds = BlockArrays.of(whole)
     split = _placed((family_masks, subsets), mesh, PartitionSpec(AXIS))
-    seeds, train, valid = _placed((seeds, train, valid), mesh, PartitionSpec())
+    given = (seeds, list(train), list(valid))
+    seeds, train, valid = _placed(given, mesh, PartitionSpec())
     learner = block_learner(
         BlockArrays(*split, seeds),
-        train.features,
+        train[0].features,
         encoder=encoder,
         config=config,
         mesh=mesh,
     )
-    (state,) = fit([learner], lambda _: [train], lambda: [valid], config)
+    (state,) = fit([learner], partial(shuffled, train, config), lambda: valid, config)
     return trained_block(block, state)
 
 
 def fit_everywhere(
     blocks: Sequence[Block],
-    train: Labelled,
-    valid: Labelled,
+    train: Sequence[Labelled],
+    valid: Sequence[Labelled],
     *,
     encoder: Encoder,
     config: TrainConfig,

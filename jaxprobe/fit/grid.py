@@ -314,16 +314,27 @@ def trained_block(block: Block, state: FitState) -> Trained:
     return Trained(block.members, *jax.tree.map(fetch, (state.best_params, state.info)))
 
 
+def shuffled(
+    groups: Sequence[Labelled], config: TrainConfig, epoch: int
+) -> list[Labelled]:
+    """Return groups in an epoch's order, the same for every member."""
+    order = np.random.default_rng((config.root_seed, epoch)).permutation(len(groups))
+    return [groups[i] for i in order]
+
+
 def fit_blocks(
     blocks: Sequence[Block],
-    train: Labelled,
-    valid: Labelled,
+    train: Sequence[Labelled],
+    valid: Sequence[Labelled],
     *,
     encoder: Encoder,
     config: TrainConfig,
     n_threads: int | None = None,
 ) -> Iterator[Trained]:
     """Train blocks and yield each as it is done, in order.
+
+    Rows come in groups of similar length, most often one; an epoch takes them in an
+    order of its own, and a batch is of one group.
 
     To continue an interrupted run, pass the blocks that are still missing. On a CPU as
     many blocks run at once as there are cores (or `n_threads`), each in a thread of its
@@ -335,9 +346,11 @@ def fit_blocks(
     def one(block: Block) -> Trained:
         with _CORES:
             learner = block_learner(
-                BlockArrays.of(block), train.features, encoder=encoder, config=config
+                BlockArrays.of(block), train[0].features, encoder=encoder, config=config
             )
-            (state,) = fit([learner], lambda _: [train], lambda: [valid], config)
+            (state,) = fit(
+                [learner], partial(shuffled, train, config), lambda: valid, config
+            )
             return trained_block(block, state)
 
     use_one_blas_thread()

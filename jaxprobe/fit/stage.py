@@ -25,9 +25,11 @@ from jaxprobe.features.reading import family_dims, longest_spans
 from jaxprobe.features.rows import (
     TrainingRows,
     load_rows,
+    rows_at_once,
     training_rows,
 )
 from jaxprobe.features.subsets import N_SUBSETS, subset_index
+from jaxprobe.features.widths import width_groups, widths_of
 from jaxprobe.fit.devices import fit_everywhere
 from jaxprobe.fit.grid import (
     Block,
@@ -91,8 +93,11 @@ class MemberTrainer:
         members = [member for block in blocks for member in block.members]
         labels_of = [labels[where] for where in self.data.where]
         if self.data.in_memory is not None:
-            parts = map(labelled, self.data.in_memory, labels_of)
-            trained = list(self._train_missing(blocks, folder, *parts))
+            held = [
+                [labelled(tokens, own[places]) for places, tokens in part]
+                for part, own in zip(self.data.in_memory, labels_of, strict=True)
+            ]
+            trained = list(self._train_missing(blocks, folder, *held))
         else:
             reads = self.data.read_train, self.data.read
             parts = (
@@ -112,7 +117,11 @@ class MemberTrainer:
         return {"encoder": encoder, "config": self.config.train}
 
     def _train_missing(
-        self, blocks: Sequence[Block], folder: Path, train: Labelled, valid: Labelled
+        self,
+        blocks: Sequence[Block],
+        folder: Path,
+        train: Sequence[Labelled],
+        valid: Sequence[Labelled],
     ) -> Iterator[Trained]:
         """Yield every block, trained now or by an earlier, interrupted run."""
         missing = {}
@@ -135,22 +144,28 @@ class MemberTrainer:
     def outputs(self, trained: Trained) -> MemberOutputs:
         """Return every member's outputs on every stored row, a few rows at a time.
 
-        All parts have one shape, so that one executable serves them; the last one
-        repeats its last row, which is cut off again.
+        All parts of rows of similar length have one shape, so that one executable
+        serves them; the last one repeats its last row, which is cut off again.
         """
         encoder = Encoder(self.config.encoder, self.data.dims)
-        n_rows = len(self.data.rows.ids)
-        size = -(-n_rows // -(-n_rows // self.data.n_at_once))
-        parts = []
-        for start in range(0, n_rows, size):
-            where = np.minimum(np.arange(start, start + size), n_rows - 1)
-            tokens = self.data.read(where)
-            outputs = member_outputs(trained, tokens, encoder=encoder)
-            parts.append(jax.device_get(outputs))
-        return MemberOutputs(
-            np.concatenate([part.logits for part in parts], axis=1)[:, :n_rows],
-            np.concatenate([part.pooled for part in parts], axis=1)[:, :n_rows],
-        )
+        lengths = self.data.lengths
+        order, parts = [], []
+        for group in width_groups(lengths, self.config.train.batch_size):
+            widths = widths_of(lengths[group])
+            n_parts = -(-len(group) // rows_at_once(widths, self.data.dims))
+            size = -(-len(group) // n_parts)
+            for start in range(0, len(group), size):
+                rows = group[start : start + size]
+                tokens = self.data.read(
+                    np.pad(rows, (0, size - len(rows)), "edge"), widths
+                )
+                outputs = member_outputs(trained, tokens, encoder=encoder)
+                order.append(rows)
+                logits, pooled = jax.device_get(outputs)
+                n_real = len(rows)
+                parts.append(MemberOutputs(logits[:, :n_real], pooled[:, :n_real]))
+        place = np.argsort(np.concatenate(order))
+        return jax.tree.map(lambda *x: np.concatenate(x, axis=1)[:, place], *parts)
 
 
 def _load_block(path: Path, block: Block, key: str) -> Trained | None:
@@ -186,7 +201,12 @@ def _train_setting(
     key = " ".join((*map(sha256_file, sources), store_id))
     if _is_trained(run.encoders(setting), key):
         return
-    data = training_rows(run, setting, streamed=config.stream is not None)
+    data = training_rows(
+        run,
+        setting,
+        streamed=config.stream is not None,
+        n_batch=config.train.batch_size,
+    )
     trainer = MemberTrainer(data=data, config=config, key=key, tick=tick)
     folder = run.encoders(setting).with_name(f"{setting}.members")
     n_seeds = config.train.n_seeds

@@ -11,11 +11,11 @@ def main(out, coordinator=None, n_hosts="1", host="0"):
         jax.distributed.initialize(coordinator, int(n_hosts), int(host))
     from jaxprobe.fit.devices import fit_on_mesh, member_mesh
     from jaxprobe.fit.grid import Block
-    from tests.jaxprobe.test_grid import ENCODER, TRAIN, planted_parts
+    from tests.jaxprobe.test_grid import ENCODER, TRAIN, in_one_group, planted_parts
 
     trained = fit_on_mesh(
         Block((0, 3, 7, 11, 14), (0, 1)),
-        *planted_parts(),
+        *in_one_group(planted_parts()),
         encoder=ENCODER,
         config=TRAIN,
         mesh=member_mesh(),

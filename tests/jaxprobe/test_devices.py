@@ -10,7 +10,7 @@ import pytest
 
 from jaxprobe.fit.devices import fit_everywhere
 from jaxprobe.fit.grid import Block, fit_blocks
-from tests.jaxprobe.test_grid import ENCODER, TRAIN, planted_parts
+from tests.jaxprobe.test_grid import ENCODER, TRAIN, in_one_group, planted_parts
 
 ROOT = Path(__file__).parents[2]
 BLOCK = Block((0, 3, 7, 11, 14), (0, 1))  # five subsets: they come out even nowhere
@@ -18,7 +18,9 @@ BLOCK = Block((0, 3, 7, 11, 14), (0, 1))  # five subsets: they come out even now
 
 @pytest.fixture(scope="module")
 def alone():
-    (trained,) = fit_blocks([BLOCK], *planted_parts(), encoder=ENCODER, config=TRAIN)
+    (trained,) = fit_blocks(
+        [BLOCK], *in_one_group(planted_parts()), encoder=ENCODER, config=TRAIN
+    )
     return trained
 
 
@@ -73,6 +75,8 @@ def test_two_hosts_train_what_one_does_and_both_have_all_of_it(alone, tmp_path):
 def test_one_device_trains_blocks_one_by_one():
     blocks = [Block((0,), (0,)), Block((3,), (1,))]
     trained = list(
-        fit_everywhere(blocks, *planted_parts(), encoder=ENCODER, config=TRAIN)
+        fit_everywhere(
+            blocks, *in_one_group(planted_parts()), encoder=ENCODER, config=TRAIN
+        )
     )
     assert [t.members for t in trained] == [block.members for block in blocks]

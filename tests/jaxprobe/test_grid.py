@@ -59,8 +59,14 @@ def parts():
     return planted_parts()
 
 
+def in_one_group(parts):
+    return [[part] for part in parts]
+
+
 def train(blocks, parts, config=TRAIN):
-    return list(fit_blocks(blocks, *parts, encoder=ENCODER, config=config))
+    return list(
+        fit_blocks(blocks, *in_one_group(parts), encoder=ENCODER, config=config)
+    )
 
 
 def test_members_are_found_where_the_signal_is_planted_and_only_there(parts):

@@ -122,7 +122,7 @@ def test_one_group_that_holds_everything_trains_as_the_resident_grid():
         config=CONFIG,
     )
     resident = [
-        labelled(split_families(features, DIMS, IDENTITY), labels)
+        [labelled(split_families(features, DIMS, IDENTITY), labels)]
         for features, labels in (data, valid)
     ]
     blocks = [Block((m.subset,), (m.seed,)) for m in members]

@@ -5,7 +5,7 @@ import pytest
 
 from extract.records import IN_DOMAIN
 from jaxprobe.features.families import FamilyTokens
-from jaxprobe.features.rows import Rows, TrainingRows
+from jaxprobe.features.rows import Held, Rows, TrainingRows
 from jaxprobe.features.subsets import (
     FAMILIES,
     N_SUBSETS,
@@ -78,18 +78,20 @@ def test_the_papers_way_zeroes_a_span_in_training_and_evaluates_it_whole():
         standardizer=None,
         read=read,
         read_train=read,
-        n_at_once=2,
+        lengths=np.full((4, 2), (5, 4)),
         where=(np.arange(2), np.arange(2)),
-        in_memory=(read(None), read(None)),
+        in_memory=((Held(np.arange(2), read(None)),),) * 2,
     )
     zeroed = rows_without(data, "closed_book", "zeroed_answer_span")
-    for trained in (zeroed.in_memory[0], zeroed.read_train(None)):
+    ((own_train,), (own_valid,)) = zeroed.in_memory
+    for trained in (own_train.tokens, zeroed.read_train(None)):
         np.testing.assert_array_equal(trained.tokens[0][:2], tokens[0][:2])
         assert not np.any(trained.tokens[0][2:]) and np.all(trained.masks[1])
-    for evaluated in (zeroed.in_memory[1], zeroed.read(None)):
+    for evaluated in (own_valid.tokens, zeroed.read(None)):
         np.testing.assert_array_equal(evaluated.tokens[0], tokens[0])
     left_out = rows_without(data, "closed_book", "without_answer_span")
-    for found in (*left_out.in_memory, left_out.read(None), left_out.read_train(None)):
+    held = [held.tokens for part in left_out.in_memory for held in part]
+    for found in (*held, left_out.read(None), left_out.read_train(None)):
         assert np.all(found.masks[0]) and not np.any(found.masks[1])
 
 
