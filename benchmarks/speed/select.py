@@ -113,16 +113,37 @@ def rows_of_set(outputs: np.ndarray) -> torch.Tensor:
     return torch.cat([*slots, *differences], dim=1).contiguous()
 
 
-@torch.no_grad()
-def torch_head(d_row: int, n_pairs: int, hidden: int) -> torch.nn.Sequential:
-    """Return a head of rows `[n_examples, d_row]`; weights of differences are zero."""
-    first, last = torch.nn.Linear(d_row, hidden), torch.nn.Linear(hidden, 1)
-    for layer in (first, last):
-        layer.weight.normal_(0.0, layer.in_features**-0.5)
-        layer.bias.zero_()
-    first.weight[:, d_row - n_pairs :] = 0.0
-    norm = torch.nn.LayerNorm(hidden, eps=EPSILON)
-    return torch.nn.Sequential(first, norm, torch.nn.GELU("tanh"), last)
+class TorchHead(torch.nn.Module):
+    """A head of rows `[n_examples, d_row]`: the mean logit, and a correction of zero.
+
+    Args:
+      d_row: see `rows_of_set`.
+      n_members: encoders in a row; a score of zero is that of a hidden one.
+      hidden: width.
+    """
+
+    @torch.no_grad()
+    def __init__(self, d_row: int, n_members: int, hidden: int) -> None:
+        """Draw the first layer's weights; the last one's are zero."""
+        super().__init__()
+        n_pairs = n_members * (n_members - 1) // 2
+        width = (d_row - n_pairs) // n_members
+        self.scores = slice(width - 1, d_row - n_pairs, width)
+        first, last = torch.nn.Linear(d_row, hidden), torch.nn.Linear(hidden, 1)
+        first.weight.normal_(0.0, d_row**-0.5)
+        first.weight[:, d_row - n_pairs :] = 0.0
+        for zero in (first.bias, last.weight, last.bias):
+            zero.zero_()
+        norm = torch.nn.LayerNorm(hidden, eps=EPSILON)
+        self.mlp = torch.nn.Sequential(first, norm, torch.nn.GELU("tanh"), last)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return logits `[n_examples]`."""
+        scores = rows[:, self.scores]
+        seen = (scores > 0).float()
+        logits = torch.logit(scores, eps=1e-6) * seen
+        mean = logits.sum(dim=1) / seen.sum(dim=1).clamp_min(1.0)
+        return mean + self.mlp(rows)[:, 0]
 
 
 def _hidden_rows(rows: torch.Tensor, n_members: int, rate: float) -> torch.Tensor:
@@ -147,8 +168,7 @@ def fit_head(
 ) -> float:
     """Train one head, see `jaxprobe.fit.loop.fit`; return its best validation AUROC."""
     rows, labels = train
-    n_pairs = n_members * (n_members - 1) // 2
-    head = torch_head(rows.shape[1], n_pairs, shape.hidden)
+    head = TorchHead(rows.shape[1], n_members, shape.hidden)
     optimizer = torch.optim.AdamW(
         head.parameters(),
         lr=config.learning_rate,
@@ -159,12 +179,12 @@ def fit_head(
     for _ in range(config.max_epochs):
         for where in torch.randperm(len(rows)).split(config.batch_size):
             batch = _hidden_rows(rows[where], n_members, shape.encoder_dropout)
-            loss = binary_cross_entropy_with_logits(head(batch)[:, 0], labels[where])
+            loss = binary_cross_entropy_with_logits(head(batch), labels[where])
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             optimizer.step()
         with torch.no_grad():
-            logits = head(valid[0])[:, 0].numpy()
+            logits = head(valid[0]).numpy()
         auroc = float(roc_auc_score(valid[1], logits))
         epochs_since_best = 0 if auroc > best else epochs_since_best + 1
         best = max(best, auroc)
@@ -195,7 +215,7 @@ def _rows(outputs: PoolOutputs, members: tuple[int, ...], seed: int) -> torch.Te
     return rows_of_set(np.asarray(outputs.outputs[seed])[np.asarray(members)])
 
 
-def _as_torch(params: Any, n_members: int, n_slots: int) -> torch.nn.Sequential:
+def _as_torch(params: Any, n_members: int, n_slots: int) -> TorchHead:
     """Return a trained head without the weights of its empty slots."""
     tree = params["params"]
     d_output = tree["kernel"].shape[0] // n_slots
@@ -208,11 +228,11 @@ def _as_torch(params: Any, n_members: int, n_slots: int) -> torch.nn.Sequential:
         "0.bias": tree["bias"],
         "1.weight": tree["norm"]["scale"],
         "1.bias": tree["norm"]["bias"],
-        "3.weight": tree["out"]["kernel"],
-        "3.bias": tree["out"]["bias"],
+        "3.weight": tree["out_kernel"][None],
+        "3.bias": tree["out_bias"][None],
     }
-    head = torch_head(len(kernel), 0, len(tree["bias"]))
-    head.load_state_dict({name: torch.tensor(x) for name, x in arrays.items()})
+    head = TorchHead(len(kernel), n_members, len(tree["bias"]))
+    head.mlp.load_state_dict({name: torch.tensor(x) for name, x in arrays.items()})
     return head
 
 
@@ -228,7 +248,7 @@ def largest_difference(
         ours = fusion.apply_head(params, slots, mask, outputs, np.int32(0), head=head)
         twin = _as_torch(params, len(members), shape.n_slots)
         with torch.no_grad():
-            theirs = twin(_rows(outputs, members, 0))[:, 0].numpy()
+            theirs = twin(_rows(outputs, members, 0)).numpy()
         gaps.append(np.abs(np.asarray(ours) - theirs).max())
     return float(np.max(gaps))  # NaN if one is
 

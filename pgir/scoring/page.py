@@ -14,7 +14,6 @@ import numpy as np
 
 from extract.records import Answer
 from extract.signals.plan import sequence_of
-from jaxprobe.features.reading import SPAN_NAMES
 
 P_STEPS = (0.05, 0.25, 0.5, 0.8)  # upper ends of the tints of a token, by its p
 
@@ -106,6 +105,8 @@ def shown_tokens(
       prob: `[n_tokens, 5]`, the prob family of the same sequence; each token is shown
         with the numbers of the position that emitted it.
     """
+    from jaxprobe.features.reading import SPAN_NAMES  # the report needs no JAX
+
     # Whose text a token is, whichever positions the run reads as the answer.
     spans = sequence_of(answer, answer_span="emitting").spans
     rows = []

@@ -130,7 +130,9 @@ def test_judges_label_and_the_audit_finds_what_exact_match_misses(run_dir, tmp_p
 
     sample = run_dir / "audit" / "sample.csv"
     rows = list(csv.DictReader(io.StringIO(sample.read_text())))
-    assert len(rows) == min(100, len(judged))
+    splits = {e.id: e.split for e in read_examples(RunDir(run_dir))}
+    drawn_from = [row["example_id"] for row in rows]
+    assert rows and {splits[i] for i in drawn_from} <= {"test", "ood"}
     for row in rows:
         golds = row["golds"].split(" | ")
         row["human"] = "correct" if row["answer"] in golds else "incorrect"
@@ -241,6 +243,7 @@ def test_drawn_answers_are_the_same_twice_and_carry_log_probs(run_dir):
             "top_p": 0.9,
             "top_k": 50,
             "seed": 0,
+            "stop": [],
         },
     }
 
