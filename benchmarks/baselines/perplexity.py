@@ -35,7 +35,7 @@ def perplexity_score(prob_rows: np.ndarray, answer_span: tuple[int, int]) -> flo
 def perplexity_scores(store: FeatureStore) -> np.ndarray:
     """Return the score of every row of a store, `[1, n_rows]`."""
     ragged = read_family(store, "prob")
-    spans = store.spec.spans[:, 2].tolist()
+    spans = (store.spec.spans[:, 2] - ragged.first_tokens[:, None]).tolist()
     return np.array(
         [[perplexity_score(ragged.example(i), span) for i, span in enumerate(spans)]]
     )

@@ -17,7 +17,7 @@ from extract.records import Answer, Example
 from extract.run.console import Progress
 from extract.run.contents import read_answers, read_examples
 from extract.run.directory import RunDir
-from extract.store.read import FeatureStore, read_family
+from extract.store.read import FeatureStore, Ragged, read_family
 from jaxprobe.detector import Detector
 from jaxprobe.features.rows import Rows
 from jaxprobe.pool import read_selection
@@ -75,7 +75,7 @@ def choose_answers(
     return found
 
 
-Spell = Callable[[Answer, np.ndarray], list[dict[str, Any]]]
+Spell = Callable[[Answer, np.ndarray, int], list[dict[str, Any]]]
 
 
 def _speller(run: RunDir, progress: Progress) -> Spell | None:
@@ -130,7 +130,7 @@ def shown_sets(
             shown = []
             for i in chosen:
                 answer = answers[ids[i], rows.setting, "original"]
-                prob = read_family(store, "prob", where[i : i + 1]).example(0)
+                prob = read_family(store, "prob", where[i : i + 1])
                 draft = _draft(examples[ids[i]], answer, prob, spell)
                 draft |= {"p_correct": float(p_correct[where[i]])}
                 draft |= {"correct": kind.is_correct}
@@ -147,13 +147,14 @@ def shown_sets(
 def _draft(
     example: Example,
     answer: Answer,
-    prob: np.ndarray,
+    prob: Ragged,
     spell: Spell | None,
 ) -> dict[str, Any]:
     """Return an answer as the page shows drafts; the context's tokens are left out."""
     passages = example.passages if answer.setting == "with_context" else ()
     given = [p.text for i, p in enumerate(passages) if i not in answer.dropped]
-    tokens = spell(answer, prob) if spell else []
+    first_token = int(prob.first_tokens[0])
+    tokens = spell(answer, prob.example(0), first_token) if spell else []
     return {
         "setting": answer.setting,
         "answer": answer.text,

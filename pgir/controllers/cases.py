@@ -62,7 +62,9 @@ def _shown_draft(
         "p_correct": draft.p_correct,
         "correct": exact_match(answer.text, example.golds),
         "passages": [passage.text for passage in context],
-        "tokens": shown_tokens(probed.backbone.tokenizer.decode, answer, signals.prob),
+        "tokens": shown_tokens(
+            probed.backbone.tokenizer.decode, answer, signals.prob, signals.first_token
+        ),
     }
 
 

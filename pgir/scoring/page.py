@@ -95,7 +95,10 @@ def page(
 
 
 def shown_tokens(
-    decode: Callable[[list[int]], str], answer: Answer, prob: np.ndarray
+    decode: Callable[[list[int]], str],
+    answer: Answer,
+    prob: np.ndarray,
+    first_token: int = 0,
 ) -> list[dict[str, Any]]:
     """Return the tokens of a sequence as the report shows them.
 
@@ -103,7 +106,9 @@ def shown_tokens(
       decode: gives the text of token ids.
       answer: the exact ids.
       prob: `[n_tokens, 5]`, the prob family of the same sequence; each token is shown
-        with the numbers of the position that emitted it.
+        with the numbers of the position that emitted it. A token whose position has
+        none (the first of all) is left out.
+      first_token: which token the first row is of.
     """
     from jaxprobe.features.reading import SPAN_NAMES  # the report needs no JAX
 
@@ -118,9 +123,9 @@ def shown_tokens(
             if start <= place - (name == "answer") < stop
         )
         span = next(inside, None)
-        if span is None or place == 0:
+        if span is None or place <= first_token:
             continue
-        p, surprisal, entropy, _, margin = prob[place - 1].tolist()
+        p, surprisal, entropy, _, margin = prob[place - 1 - first_token].tolist()
         rows.append(
             {
                 "text": decode([token]),

@@ -1,6 +1,8 @@
 import numpy as np
 
 from benchmarks.results.shown import choose_answers
+from extract.records import Answer
+from pgir.scoring.page import shown_tokens
 
 P = np.array([0.9, 0.1, 0.8, 0.2, 0.9, 0.9, 0.9, 0.4])
 LABELS = np.array([1, 0, 0, 1, 1, 1, 1, 0], bool)
@@ -34,3 +36,21 @@ def test_an_answer_at_the_threshold_is_trusted():
 
 def test_the_four_kinds_share_out_all_answers():
     assert sum(n for n, _ in chosen().values()) == len(P)
+
+
+def test_tokens_are_shown_with_their_own_numbers_where_the_first_rows_are_spared():
+    answer = Answer(
+        example_id="q",
+        setting="closed_book",
+        variant="original",
+        text="x",
+        prompt_ids=tuple(range(10)),
+        token_ids=(10, 11),
+        stop_id=2,
+        context_span=(6, 6),
+    )
+    prob = np.arange(12 * 5, dtype=float).reshape(12, 5)
+    whole = shown_tokens(str, answer, prob)
+    spared = shown_tokens(str, answer, prob[6:], 6)
+    assert [token["text"] for token in whole] == [f"[{i}]" for i in (6, 7, 8, 10, 11)]
+    assert spared == whole[1:]  # what emitted the first one was not kept

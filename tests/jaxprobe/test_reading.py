@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from benchmarks.baselines.perplexity import perplexity_scores
 from extract.store.families import Family
 from extract.store.read import read_family
 from extract.store.spec import StoreSpec
@@ -123,6 +124,7 @@ def test_a_store_without_the_rows_before_the_spans_reads_as_the_whole_one(
             np.testing.assert_array_equal(left, right)
     means = (mean_answer_states(store, some, 1) for store in (whole, spared))
     np.testing.assert_array_equal(*means)
+    np.testing.assert_array_equal(*map(perplexity_scores, (whole, spared)))
 
 
 def test_a_live_pass_with_every_state_reads_as_the_store_of_answers(setting):
