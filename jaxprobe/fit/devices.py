@@ -24,10 +24,9 @@ from jaxprobe.fit.grid import (
     Trained,
     block_learner,
     fit_blocks,
-    shuffled,
     trained_block,
 )
-from jaxprobe.fit.loop import fit
+from jaxprobe.fit.loop import fit, shuffled
 from jaxprobe.kernels.matmul import use_one_blas_thread
 from jaxprobe.model.encoder import Encoder
 

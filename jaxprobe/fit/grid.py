@@ -32,6 +32,7 @@ from jaxprobe.fit.loop import (
     Learner,
     epoch_batches,
     fit,
+    shuffled,
     start_fit,
     take_steps,
     to_host,
@@ -314,14 +315,6 @@ def trained_block(block: Block, state: FitState) -> Trained:
     return Trained(block.members, *jax.tree.map(fetch, (state.best_params, state.info)))
 
 
-def shuffled(
-    groups: Sequence[Labelled], config: TrainConfig, epoch: int
-) -> list[Labelled]:
-    """Return groups in an epoch's order, the same for every member."""
-    order = np.random.default_rng((config.root_seed, epoch)).permutation(len(groups))
-    return [groups[i] for i in order]
-
-
 def fit_blocks(
     blocks: Sequence[Block],
     train: Sequence[Labelled],
@@ -333,9 +326,7 @@ def fit_blocks(
 ) -> Iterator[Trained]:
     """Train blocks and yield each as it is done, in order.
 
-    Rows come in groups of similar length, most often one; an epoch takes them in an
-    order of its own, and a batch is of one group.
-
+    Rows come in groups of similar length, most often one; a batch is of one group.
     To continue an interrupted run, pass the blocks that are still missing. On a CPU as
     many blocks run at once as there are cores (or `n_threads`), each in a thread of its
     own: one alone keeps all cores awake for little more than one core's work. Calls

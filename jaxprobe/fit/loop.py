@@ -131,6 +131,12 @@ def fit(
     return states
 
 
+def shuffled(groups: Sequence[Rows], config: TrainConfig, epoch: int) -> list[Rows]:
+    """Return groups in an epoch's order, the same for every member."""
+    order = np.random.default_rng((config.root_seed, epoch)).permutation(len(groups))
+    return [groups[i] for i in order]
+
+
 def to_host(x: jax.Array) -> np.ndarray:
     """Fetch an array, whole on every host."""
     if x.is_fully_addressable:
