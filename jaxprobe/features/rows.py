@@ -264,14 +264,7 @@ def training_rows(
     """
     store, rows = load_rows(run, setting)
     where = rows.where("train"), rows.where("validation")
-    for split, held in zip(("training", "validation"), where, strict=True):
-        if len(set(rows.labels[held].tolist())) < 2:
-            raise ValueError(
-                f"{setting}: {int(rows.labels[held].sum())} of {len(held)} labelled "
-                f"{split} answers are correct, and one class alone teaches nothing; "
-                "look at the answers, take more questions, or make the run without "
-                "this setting (--settings)"
-            )
+    _refuse_one_class(rows, where)
     layer, dims = chosen_layer(run), family_dims(store)
     spans = store.spec.spans[:, list(SPANS[setting])]
     lengths = spans[..., 1] - spans[..., 0]
@@ -321,6 +314,18 @@ def training_rows(
         where=where,
         in_memory=None if streamed else tuple(map(held, where, groups)),
     )
+
+
+def _refuse_one_class(rows: Rows, where: tuple[np.ndarray, np.ndarray]) -> None:
+    """Raise if the training or validation rows are all right or all wrong."""
+    for split, held in zip(("training", "validation"), where, strict=True):
+        if len(set(rows.labels[held].tolist())) < 2:
+            raise ValueError(
+                f"{rows.setting}: {int(rows.labels[held].sum())} of {len(held)} "
+                f"labelled {split} answers are correct, and one class alone teaches "
+                "nothing; look at the answers, take more questions, or make the run "
+                "without this setting (--settings)"
+            )
 
 
 def rows_at_once(widths: Sequence[int], dims: FamilyDims) -> int:
