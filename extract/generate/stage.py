@@ -50,6 +50,7 @@ from extract.run.contents import (
     question_files,
     read_answers,
     read_examples,
+    samples_file,
     settings_in_words,
     settings_of,
 )
@@ -314,7 +315,7 @@ def draw_run(
         "splits": list(splits),
         "draws": dataclasses.asdict(draws),
     }
-    path, limit = run.samples / "samples.jsonl", draws.sampling.max_new_tokens
+    path, limit = samples_file(run), draws.sampling.max_new_tokens
 
     def work(update: Update) -> None:
         replies = open_replies(run, "sample", progress)

@@ -32,6 +32,11 @@ def answers_file(run: RunDir) -> Path:
     return run.answers / "answers.jsonl"
 
 
+def samples_file(run: RunDir) -> Path:
+    """Return the file of all drawn answers; absent where none were drawn."""
+    return run.samples / "samples.jsonl"
+
+
 def left_out_file(run: RunDir) -> Path:
     """Return the list of what was not asked; absent where everything was."""
     return run.answers / "left_out.jsonl"
