@@ -8,6 +8,7 @@ of the mean that is printed.
 import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -41,7 +42,8 @@ class Scored:
 
     Attributes:
       name: as in the rows, such as "champion" or "encoder:HP".
-      scores: `[n_seeds, n_rows]`, higher = more likely correct.
+      scores: `[n_seeds, n_rows]`, higher = more likely correct; NaN where the detector
+        is undefined, and the row is then left out of its numbers and counted.
       labels: `[n_rows]` bool to measure against, or None for the rows' own; only
         the permuted-label control has others.
     """
@@ -50,8 +52,13 @@ class Scored:
     scores: np.ndarray
     labels: np.ndarray | None = None
 
+    @property
+    def is_defined(self) -> np.ndarray:
+        """Where every seed has a score, `[n_rows]` bool."""
+        return ~np.isnan(self.scores).any(axis=0)
+
     def take(self, where: np.ndarray) -> "Scored":
-        """Return the same of some rows, `[n]` indices."""
+        """Return the same of some rows, `[n]` indices or bool of all."""
         labels = None if self.labels is None else self.labels[where]
         return Scored(name=self.name, scores=self.scores[:, where], labels=labels)
 
@@ -63,10 +70,12 @@ class _Measured:
     Attributes:
       seeds: its value with each training seed.
       draws: `[n_resamples]` of their mean; None where it is undefined.
+      n_left_out: labelled rows on which the detector is undefined.
     """
 
     seeds: list[Metric]
     draws: np.ndarray | None
+    n_left_out: int
 
     @property
     def reason(self) -> str | None:
@@ -80,6 +89,7 @@ class _Measured:
 
     def rows(self, fields: Mapping[str, Any]) -> list[ResultRow]:
         """Return the mean over seeds, then each seed."""
+        fields = _less(fields, self.n_left_out)
         if self.draws is None:
             return [ResultRow(**fields, value=None, reason=self.reason)]
         low, high = interval_of(self.draws)
@@ -89,6 +99,16 @@ class _Measured:
             mean,
             *(ResultRow(**fields, value=p.value, seed=str(s)) for s, p in seeds),
         ]
+
+
+def _less(fields: Mapping[str, Any], n_left_out: int) -> dict[str, Any]:
+    """Return a row's fields with some of its rows counted as failed."""
+    n, n_failed = fields["n"] - n_left_out, fields["n_failed"] + n_left_out
+    return {**fields, "n": n, "n_failed": n_failed}
+
+
+def _no_score(scores: np.ndarray, labels: np.ndarray) -> Metric:
+    return Metric(math.nan, "the detector gives no score here")
 
 
 def _measure(
@@ -106,34 +126,56 @@ def _measure(
       strata: of the same rows, within which alone answers are compared; None compares
         all.
     """
-    metrics, weighted = METRICS, weighted_metrics
-    if strata is not None:
-        metrics = {"auroc": partial(stratified_auroc, strata=strata)}
-        weighted = partial(weighted_stratified, strata=strata)
-    cases = {
-        one.name: (one.scores, labels if one.labels is None else one.labels)
-        for one in detectors
-    }
-    seeds = {
-        (name, metric): [point(scores, truth) for scores in own]
-        for name, (own, truth) in cases.items()
-        for metric, point in metrics.items()
-    }
+    cases = []
+    for one in detectors:
+        where = one.is_defined
+        truth = (labels if one.labels is None else one.labels)[where]
+        metrics, weighted = METRICS, weighted_metrics
+        if strata is not None:
+            metrics = {"auroc": partial(stratified_auroc, strata=strata[where])}
+            weighted = partial(weighted_stratified, strata=strata[where])
+        scores = one.scores[:, where]
+        if not where.any():
+            metrics = dict.fromkeys(metrics, _no_score)
+        seeds = {
+            metric: [point(own, truth) for own in scores]
+            for metric, point in metrics.items()
+        }
+        cases.append((one.name, where, scores, truth, weighted, seeds))
     draws: dict[tuple[str, str], list[np.ndarray]] = collections.defaultdict(list)
     for block in weights:
-        for name, (own, truth) in cases.items():
-            if any(p.reason for p in seeds[name, "auroc"]):
+        for name, where, scores, truth, weighted, seeds in cases:
+            if any(p.reason for p in seeds["auroc"]):
                 continue
-            found = [weighted(scores, truth, block) for scores in own]
-            for metric in metrics:
+            counts = block if where.all() else block[where]
+            found = [weighted(own, truth, counts) for own in scores]
+            for metric in seeds:
                 mean = np.mean([one[metric] for one in found], axis=0)
                 draws[name, metric].append(mean)
     return {
-        key: _Measured(
-            seeds=points, draws=np.concatenate(draws[key]) if key in draws else None
+        (name, metric): _Measured(
+            seeds=points,
+            draws=np.concatenate(draws[name, metric]) if draws[name, metric] else None,
+            n_left_out=int((~where).sum()),
         )
-        for key, points in seeds.items()
+        for name, where, _, _, _, seeds in cases
+        for metric, points in seeds.items()
     }
+
+
+def _measure_rows(
+    detectors: Sequence[Scored],
+    chosen: np.ndarray,
+    *,
+    rows: Rows,
+    config: BootstrapConfig,
+    strata: np.ndarray | None,
+) -> dict[tuple[str, str], _Measured]:
+    """Measure detectors on some rows, `[n]` indices, which may be none."""
+    own = [scored.take(chosen) for scored in detectors]
+    weights = resamples(rows.ids[chosen], config) if len(chosen) else ()
+    within = None if strata is None else strata[chosen]
+    return _measure(own, rows.labels[chosen], weights, within)
 
 
 def difference_row(value: float, draws: np.ndarray, **fields: Any) -> ResultRow:
@@ -150,7 +192,8 @@ def difference_row(value: float, draws: np.ndarray, **fields: Any) -> ResultRow:
 
 
 def _difference(ours: _Measured, rival: _Measured, **fields: Any) -> ResultRow:
-    """Return how much more one detector has than another."""
+    """Return how much more one detector has than another, on the same rows."""
+    fields = _less(fields, ours.n_left_out)
     if ours.draws is None or rival.draws is None:
         return ResultRow(**fields, value=None, reason=ours.reason or rival.reason)
     return difference_row(ours.mean - rival.mean, ours.draws - rival.draws, **fields)
@@ -178,16 +221,15 @@ def detection_rows(
     """
     made: list[ResultRow] = []
     known: dict[bytes, dict[tuple[str, str], _Measured]] = {}
+    by_name = {one.name: one for one in detectors}
+    measure = partial(_measure_rows, rows=rows, config=config, strata=strata)
     for dataset, split in rows.evaluated_sets():
         chosen = rows.where(split, dataset)
         if not len(chosen):
             continue
         place = chosen.tobytes()  # one set alone is all the in-domain sets
         if place not in known:
-            own = [scored.take(chosen) for scored in detectors]
-            weights = resamples(rows.ids[chosen], config)
-            within = None if strata is None else strata[chosen]
-            known[place] = _measure(own, rows.labels[chosen], weights, within)
+            known[place] = measure(detectors, chosen)
         found, shared = known[place], rows.fields_of(dataset, split)
         for (name, metric), measured in found.items():
             fields = {"experiment": experiment, "detector": name, "metric": metric}
@@ -198,9 +240,19 @@ def detection_rows(
                     continue
                 fields = {"experiment": compared, "detector": name, "against": rival}
                 fields |= {"metric": metric + DIFFERENCE, **shared}
-                made.append(
-                    _difference(found[name, metric], found[rival, metric], **fields)
-                )
+                pair = [found[name, metric], found[rival, metric]]
+                if any(one.n_left_out for one in pair):
+                    both = [by_name[name], by_name[rival]]
+                    common = chosen[
+                        np.all([x.is_defined[chosen] for x in both], axis=0)
+                    ]
+                    again = measure(both, common)
+                    n_left_out = len(chosen) - len(common)
+                    pair = [
+                        dataclasses.replace(again[x, metric], n_left_out=n_left_out)
+                        for x in (name, rival)
+                    ]
+                made.append(_difference(*pair, **fields))
     return made
 
 

@@ -167,6 +167,32 @@ def test_a_difference_with_an_undefined_side_says_why():
     assert row.value is None and "one class" in row.reason
 
 
+def test_what_has_no_score_is_left_out_and_counted_and_pairs_are_of_common_rows():
+    rows = several_sets()
+    ours, part = noisy(rows, "champion", 1.0, 1), noisy(rows, "part", 0.5, 2)
+    nowhere = Scored(name="nowhere", scores=np.full_like(part.scores, np.nan))
+    where = rows.where("test")
+    part.scores[0, where[::3]] = np.nan  # one seed's lack is the detector's
+    rest = np.setdiff1d(where, where[::3])
+    table = measured(
+        rows, ours, part, nowhere, pairs=[("champion", "part"), ("champion", "nowhere")]
+    )
+    place = {"dataset": IN_DOMAIN, "split": "test"}
+
+    def mean(one, at):
+        return np.mean([auroc(s[at], rows.labels[at]).value for s in one.scores])
+
+    row = table.find(detector="part", metric="auroc", seed="mean", **place)
+    whole = table.find(detector="champion", metric="auroc", seed="mean", **place)
+    assert row.value == pytest.approx(mean(part, rest))
+    assert row.n == len(rest) and row.n_failed == whole.n_failed + len(where[::3])
+    pair = table.find(against="part", metric="auroc_difference", **place)
+    assert pair.value == pytest.approx(mean(ours, rest) - mean(part, rest))
+    assert pair.n == len(rest)
+    for row in table.select(metric="auroc_difference", against="nowhere"):
+        assert row.value is None and "no score" in row.reason and row.n == 0
+
+
 def test_permuted_labels_do_not_tell_in_domain_sets_apart():
     rows = several_sets(n=2000)
     permuted = permute_by_question(rows, seed=0)
