@@ -7,8 +7,8 @@ channel are read, of the question and the passages the mean.
 
 import numpy as np
 
-from benchmarks.baselines.linear import scores_of, standardise
-from extract.records import IN_DOMAIN, Setting
+from benchmarks.baselines.linear import chosen_row, scores_of, standardise
+from extract.records import Setting
 from extract.run.results import ResultRow
 from extract.store.read import FeatureStore, read_family
 from jaxprobe.features.reading import ANSWER, SPANS, mean_answer_states
@@ -93,15 +93,7 @@ def probe_scores(
         features = np.concatenate([families[x] for x in letters], axis=1)
         name = f"probe:{letters}"
         scores[name], inverse_penalty = scores_of(features, rows)
-        chosen.append(
-            ResultRow(
-                experiment="chosen",
-                detector=name,
-                metric="inverse_penalty",
-                value=inverse_penalty,
-                **rows.fields_of(IN_DOMAIN, "validation"),
-            )
-        )
+        chosen.append(chosen_row(rows, name, "inverse_penalty", inverse_penalty))
     return scores, chosen
 
 

@@ -12,9 +12,8 @@ import numpy as np
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
-from benchmarks.baselines.linear import fit_linear
+from benchmarks.baselines.linear import chosen_row, fit_linear
 from extract.generate.requests import answer_config, variants_of
-from extract.records import IN_DOMAIN
 from extract.run.contents import read_answers, read_examples
 from extract.run.directory import RunDir
 from extract.run.results import ResultRow
@@ -50,6 +49,13 @@ class TextDetector:
         return self.regression.predict_proba(self.vectorizer.transform(texts))[:, 1]
 
 
+def word_pairs() -> TfidfVectorizer:
+    """Return TF-IDF of words and pairs of neighbours, to be fitted."""
+    # One-letter words and digits are answers too; scikit-learn's own pattern drops
+    # them.
+    return TfidfVectorizer(ngram_range=(1, 2), token_pattern=r"(?u)\b\w+\b")
+
+
 def fit_tfidf(
     texts: Sequence[str],
     labels: Sequence[bool],
@@ -67,20 +73,15 @@ def fit_tfidf(
     Raises:
       ValueError: the lengths differ, or only one class is there.
     """
-    # One-letter words and digits are answers too; scikit-learn's own pattern drops
-    # them.
-    vectorizer = TfidfVectorizer(ngram_range=(1, 2), token_pattern=r"(?u)\b\w+\b")
+    vectorizer = word_pairs()
     train = vectorizer.fit_transform(texts)
     valid = vectorizer.transform(valid_texts)
     found = fit_linear(train, labels, valid, valid_labels)
     return TextDetector(vectorizer=vectorizer, **found._asdict())
 
 
-def text_scores(run: RunDir, rows: Rows) -> tuple[np.ndarray, ResultRow]:
-    """Return the text-only detector's scores of every row, `[1, n_rows]`.
-
-    And the row of the penalty that validation chose.
-    """
+def texts_of(run: RunDir, rows: Rows) -> list[str]:
+    """Return what a text-only detector reads of every row, see `joined_text`."""
     examples = {example.id: example for example in read_examples(run)}
     answers = {a.key: a for a in read_answers(run, rows.setting)}
     template = answer_config(run).prompt.prompt_template()
@@ -96,7 +97,15 @@ def text_scores(run: RunDir, rows: Rows) -> tuple[np.ndarray, ResultRow]:
         ]
         return joined_text(example.question, answer.text, shown)
 
-    texts = list(map(text, rows.ids, rows.variants))
+    return list(map(text, rows.ids, rows.variants))
+
+
+def text_scores(run: RunDir, rows: Rows) -> tuple[np.ndarray, ResultRow]:
+    """Return the text-only detector's scores of every row, `[1, n_rows]`.
+
+    And the row of the penalty that validation chose.
+    """
+    texts = texts_of(run, rows)
     train, valid = rows.where("train"), rows.where("validation")
     detector = fit_tfidf(
         [texts[i] for i in train],
@@ -104,10 +113,5 @@ def text_scores(run: RunDir, rows: Rows) -> tuple[np.ndarray, ResultRow]:
         [texts[i] for i in valid],
         rows.labels[valid],
     )
-    return detector.score(texts)[None], ResultRow(
-        experiment="chosen",
-        detector="tfidf",
-        metric="inverse_penalty",
-        value=detector.regression.C,
-        **rows.fields_of(IN_DOMAIN, "validation"),
-    )
+    chosen = chosen_row(rows, "tfidf", "inverse_penalty", detector.regression.C)
+    return detector.score(texts)[None], chosen

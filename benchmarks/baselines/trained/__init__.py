@@ -1,0 +1,1 @@
+"""Published detectors that learn from labelled answers, one a file."""
