@@ -70,6 +70,19 @@ def test_text_is_split_into_sentences(text, sentences):
     assert sentences_of(text) == sentences
 
 
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("It's (the) U.S.", ["it", "'s", "(", "the", ")", "u.s."]),
+        ("1,000.5 km.", ["1,000.5", "km", "."]),
+        ("Well-known 'x'", ["well", "-", "known", "'", "x", "'"]),
+        ("Gu\u0308n", ["g\u00fcn"]),
+    ],
+)
+def test_text_is_split_into_tokens(text, tokens):
+    assert tokens_of(text) == tokens
+
+
 def test_no_word_is_lost_between_sentences():
     words = [word for one in sentences_of(PASSAGE) for word in tokens_of(one)]
     assert words == tokens_of(PASSAGE)

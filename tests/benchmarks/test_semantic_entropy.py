@@ -141,9 +141,8 @@ def test_a_score_is_of_its_own_row_and_the_same_every_time(tmp_path, detector):
     relations = relations_by(by_last_word)
     drawn = [["a", "b"], ["a", "a", "b"], ["c"]]
     one = evidence(tmp_path / "one", drawn, relations=relations)
-    again = evidence(
-        tmp_path / "again", [drawn[0], drawn[2], drawn[1]], relations=relations
-    )
+    other = [drawn[0], drawn[2], drawn[1]]
+    again = evidence(tmp_path / "again", other, relations=relations)
     found = detector.score(one).scores
     np.testing.assert_array_equal(found, detector.score(again).scores[:, [0, 2, 1]])
 
@@ -206,7 +205,9 @@ def test_lower_bounds_shift_the_estimate_as_in_the_reference():
 def test_the_prior_is_counted_on_the_first_training_rows_and_cut():
     config = BayesConfig()
     assert prior_of([1, 1, 2, 9], config) == {1: 0.5, 2: 0.25, 7: 0.25}
-    with pytest.raises(ValueError, match="no training answer has drawn answers"):
+    with pytest.raises(
+        ValueError, match="no training or validation question has drawn"
+    ):
         prior_of([], config)
 
 
@@ -232,6 +233,24 @@ def test_only_the_training_rows_change_the_prior(tmp_path):
     # One draw alone says little where some questions have two meanings.
     assert scores(detector, one)[1] == scores(detector, two)[1] == 0
     assert scores(detector, three)[1] < -0.05
+
+
+def test_without_drawn_training_answers_the_prior_is_that_of_validation(tmp_path):
+    detector = named(DETECTORS, "semantic_entropy_bayesian:words")
+    splits = ["train", "validation", "test", "validation"]
+    drawn = [[], ["a", "b"], ["a"], ["a"]]
+    found = detector.score(evidence(tmp_path, drawn, splits=splits))
+    (row,) = found.chosen
+    assert (row.split, row.metric, row.value) == ("validation", "n_prior_rows", 2)
+    alike = [[], ["a", "a"], ["a"], ["a"]]
+    sure = detector.score(evidence(tmp_path / "sure", alike, splits=splits))
+    assert found.scores[0, 2] < -0.05 < sure.scores[0, 2] == 0
+
+
+def test_drawn_test_answers_alone_give_no_prior(tmp_path):
+    detector = named(DETECTORS, "semantic_entropy_bayesian:words")
+    with pytest.raises(ValueError, match="beatrice sample --split train"):
+        detector.score(evidence(tmp_path, [[], ["a"]]))
 
 
 def test_a_bound_counts_each_text_once_and_the_stop_token_too():

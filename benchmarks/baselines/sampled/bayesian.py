@@ -22,13 +22,15 @@ from benchmarks.baselines.sampled.clustering import (
     distinct_clusters,
 )
 from extract.generate.sampling import Sample
+from extract.records import IN_DOMAIN
+from extract.run.results import ResultRow
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BayesConfig:
     """How the entropy is estimated; defaults are those of the notebook."""
 
-    n_prior_rows: int = 200  # training rows that tell how many meanings there are
+    n_prior_rows: int = 200  # which tell how many meanings there are
     most_meanings: int = 7  # of the prior; more count as this many
     concentration: float = 0.5  # of the Dirichlet prior, per meaning
     n_draws: int = 1000  # of the importance sampling
@@ -40,22 +42,23 @@ _NOTEBOOK = BayesConfig()
 
 
 def prior_of(n_meanings: Sequence[int], config: BayesConfig) -> dict[int, float]:
-    """Return how often training rows have so many meanings.
+    """Return how often rows have so many meanings.
 
     Args:
-      n_meanings: clusters of each training row, at least 1.
+      n_meanings: clusters of each row that the prior is counted on, at least 1.
       config: of the estimate.
 
     Returns:
       Shares of the numbers of meanings that occur, ascending.
 
     Raises:
-      ValueError: there is no training row.
+      ValueError: there is no row.
     """
     if not len(n_meanings):
         raise ValueError(
-            "no training answer has drawn answers beside it, from which the prior on "
-            "the number of meanings is counted; draw answers for the training split too"
+            "no training or validation question has drawn answers, expected some, from "
+            "which the prior on the number of meanings is counted; draw answers for "
+            "them (`beatrice sample --split train`)"
         )
     held, counts = np.unique(
         np.minimum(n_meanings, config.most_meanings), return_counts=True
@@ -170,40 +173,66 @@ def _draws(n_meanings: int, config: BayesConfig) -> np.ndarray:
 
 
 def bayesian_scores(
-    evidence: Evidence, equivalences: Equivalences, config: BayesConfig = _NOTEBOOK
+    evidence: Evidence,
+    equivalences: Equivalences,
+    name: str,
+    config: BayesConfig = _NOTEBOOK,
 ) -> Found:
     """Return minus the expected entropy of every row; NaN where nothing was drawn.
 
+    Args:
+      evidence: of the rows.
+      equivalences: tells which answers mean the same.
+      name: of the detector, for the row that says on how many rows of which split the
+        prior was counted: the first of training, or of validation where nothing was
+        drawn for any of training. Labels are not read.
+      config: of the estimate.
+
     Raises:
-      ValueError: nothing was drawn for any training row.
+      ValueError: nothing was drawn for any row of either.
     """
+    rows, samples = evidence.rows, evidence.samples
     clusters = clusters_of(evidence, equivalences, distinct_clusters)
-    drawn = [i for i in evidence.rows.where("train") if len(clusters[i])]
-    n_meanings = [clusters[i].max() + 1 for i in drawn[: config.n_prior_rows]]
+    drawn = {
+        split: [i for i in rows.where(split) if samples[i]][: config.n_prior_rows]
+        for split in ("train", "validation")
+    }
+    split = "train" if drawn["train"] else "validation"
+    n_meanings = [int(clusters[i].max()) + 1 for i in drawn[split]]
     prior = prior_of(n_meanings, config)
     scores = np.full((config.n_seeds, len(clusters)), math.nan)
-    for i, (samples, ids) in enumerate(zip(evidence.samples, clusters, strict=True)):
-        if samples:
-            bounds = lower_bounds(samples, ids)
+    for i, (row, ids) in enumerate(zip(samples, clusters, strict=True)):
+        if row:
+            bounds = lower_bounds(row, ids)
             scores[:, i] = -bayesian_entropies(np.bincount(ids), bounds, prior, config)
-    return Found(scores)
+    chosen = ResultRow(
+        experiment="chosen",
+        detector=name,
+        metric="n_prior_rows",
+        value=len(n_meanings),
+        **rows.fields_of(IN_DOMAIN, split),
+    )
+    return Found(scores, (chosen,))
 
 
-# The paper counts the meanings of a hundred answers for its prior.
-_PRIOR = "the prior on the number of meanings is counted from the pool of drawn answers"
+_PRIOR = (
+    "the prior on the number of meanings is counted on as many samples as the run has, "
+    "not 100"
+)
 
 
 def _detector(ending: str, note: str, equivalences: Equivalences) -> Detector:
     """Return the detector with one way to tell which answers mean the same."""
     kind = {} if equivalences is by_words else {"entailment"}
+    name = "semantic_entropy_bayesian" + (ending and f":{ending}")
     return Detector(
-        name="semantic_entropy_bayesian" + (ending and f":{ending}"),
+        name=name,
         title="Semantic entropy, Bayesian" + (ending and f" ({ending})"),
         source=(
             "Ciosek et al., TMLR 2025, SE-Bayes; spotify-research/"
             "bayesian-semantic-entropy d4f1be3, estimation_final.ipynb"
         ),
-        score=partial(bayesian_scores, equivalences=equivalences),
+        score=partial(bayesian_scores, equivalences=equivalences, name=name),
         needs=frozenset({"samples", *kind}),
         variant="; ".join(filter(None, (note, _PRIOR))),
     )
