@@ -106,8 +106,8 @@ def expected_entropy(
 
     The posterior is a Dirichlet above the bounds; self-normalised importance sampling
     draws from the uniform distribution above them. A thousand draws leave an error of
-    0.006 where every meaning was seen (7 and 3 of ten), and of 0.05 with two more that
-    were not; all rows share the draws, so that most of it is the same for all.
+    0.005 where every meaning was seen (7 and 3 of ten), and of 0.06 with two more that
+    were not; all rows share the draws, so that no row's error is luck of its own.
 
     Args:
       counts: `[n_meanings]` samples of each meaning, 0 of one that was not seen.

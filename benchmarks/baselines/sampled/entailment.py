@@ -31,8 +31,8 @@ class Entailment:
       max_tokens: of a pair; the longer text of a longer pair is cut.
       n_batch: pairs that are read together.
       progress: told how many pairs are read, of how many.
-      known: what was found for each pair, so that no pair is read twice: detectors ask
-        for the same ones. A gigabyte holds some two million.
+      known: what was found for each pair, so that no pair is read twice: several
+        detectors ask for the same ones.
     """
 
     model: Any
