@@ -1,0 +1,95 @@
+"""Small evidence with drawn answers: a run directory of a few records."""
+
+import numpy as np
+
+from benchmarks.baselines.detector import Evidence
+from extract.generate.sampling import Sample
+from extract.records import Answer, Example, write_lines
+from extract.run.contents import answers_file, samples_file
+from extract.run.directory import RunDir
+from jaxprobe.features.rows import Rows
+
+
+def sample(text, log_probs=(-1.0, -0.5), token_ids=(7,), number=0, row=0):
+    """One drawn answer of row `row`; by default a token and the stop token."""
+    return Sample(
+        example_id=f"q{row}",
+        setting="closed_book",
+        variant="original",
+        sample=number,
+        text=text,
+        token_ids=token_ids,
+        stop_id=0,
+        log_probs=log_probs,
+        finish="stop",
+    )
+
+
+def evidence(folder, drawn, answers=None, labels=None, splits=None, **fields):
+    """Return evidence of as many rows as `drawn`, whose items are texts or samples."""
+    n = len(drawn)
+    run = RunDir(folder)
+    answers_file(run).parent.mkdir(parents=True)
+    samples_file(run).parent.mkdir()
+    splits = ["train", *["test"] * (n - 1)] if splits is None else splits
+    examples = [
+        Example(
+            id=f"q{i}", dataset="d", split=splits[i], question=f"Q{i}?", golds=("g",)
+        )
+        for i in range(n)
+    ]
+    written = [
+        Answer(
+            example_id=f"q{i}",
+            setting="closed_book",
+            variant="original",
+            text="Paris." if answers is None else answers[i],
+            prompt_ids=(1,),
+            token_ids=(7,),
+            stop_id=0,
+            context_span=(0, 0),
+        )
+        for i in range(n)
+    ]
+    samples = [
+        sample(one, number=k, row=i)
+        if isinstance(one, str)
+        else sample(one.text, one.log_probs, one.token_ids, k, i)
+        for i, row in enumerate(drawn)
+        for k, one in enumerate(row)
+    ]
+    run.examples.write_text(write_lines(examples))
+    answers_file(run).write_text(write_lines(written))
+    samples_file(run).write_text(write_lines(samples))
+    rows = Rows(
+        setting="closed_book",
+        ids=np.array([example.id for example in examples]),
+        datasets=np.full(n, "d"),
+        splits=np.array(splits),
+        variants=np.full(n, "original"),
+        labels=np.ones(n, bool) if labels is None else np.asarray(labels, bool),
+        is_labelled=np.ones(n, bool),
+    )
+    return Evidence(run=run, store=None, rows=rows, layer=0, **fields)
+
+
+def relations_by(rule):
+    """Return a stand-in for an NLI model: `rule(premise, hypothesis)` gives P(...)."""
+    return lambda pairs: np.array([rule(*pair) for pair in pairs]).reshape(-1, 3)
+
+
+def by_last_word(premise, hypothesis):
+    """Entailed where the last word is the same, else contradicted."""
+    is_same = premise.split()[-1:] == hypothesis.split()[-1:]
+    return (0.9, 0.08, 0.02) if is_same else (0.02, 0.08, 0.9)
+
+
+def scores(detector, drawn):
+    """Return the scores of the only or first seed."""
+    return detector.score(drawn).scores[0]
+
+
+def named(detectors, name):
+    """Return the detector of a name."""
+    (found,) = (one for one in detectors if one.name == name)
+    return found
