@@ -55,6 +55,7 @@ def test_guessing_has_the_auprc_of_the_share_of_wrong_answers_and_no_rank():
     assert first.label == CHANCE
     ((auroc, auprc),) = first.cells
     assert auroc is None and auprc.row.value == 0.9 and auprc.rank is None
+    assert auprc.row.metric == "auprc"
     assert [m.rank for m in table.lines[1].cells[0]] == ["best", "best"]
 
 
