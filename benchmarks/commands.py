@@ -5,11 +5,7 @@ from pathlib import Path
 import click
 
 from extract.run.console import Progress, RunPath
-from extract.run.verbs import RUN_DIR, do_or_forecast, dry_run_option, stage_verb
-
-report = stage_verb(
-    "report", "benchmarks.results.stage:REPORT", "Write report.html from the rows."
-)
+from extract.run.verbs import RUN_DIR, do_or_forecast, dry_run_option, load_stage
 
 
 @click.command()
@@ -35,6 +31,26 @@ def evaluate(run_dir: Path, ablations: bool, dry_run: bool) -> None:
         do_or_forecast(run_dir, ABLATE, dry_run)
     if not dry_run and (run_dir / "report.html").exists():
         Progress().note(f"report: `beatrice report {run_dir}` shows the rows of now")
+
+
+@click.command()
+@RUN_DIR
+@click.option(
+    "--ledger",
+    is_flag=True,
+    help="Also print the paper's tables with this run's numbers and what differs.",
+)
+@dry_run_option
+def report(run_dir: Path, ledger: bool, dry_run: bool) -> None:
+    """Write report.html from the rows.
+
+    Example: beatrice report runs/demo --ledger
+    """
+    do_or_forecast(run_dir, load_stage("benchmarks.results.stage:REPORT"), dry_run)
+    if ledger and not dry_run:
+        from benchmarks.results.ledger import ledger as ledger_of
+
+        click.echo(ledger_of(run_dir))
 
 
 @click.command()

@@ -76,3 +76,16 @@ def test_mixed_precision_is_measured_for_every_encoder(run):
     for row in rows:
         _, low, high = row["difference"]
         assert low <= high and 0 <= row["mixed"] <= 1
+
+
+@pytest.mark.slow
+def test_the_ledger_lays_the_run_beside_the_paper_and_says_what_differs(run):
+    told = call("report", run, "--ledger").stdout
+    assert "| Backbone | Qwen3.5-9B and Gemma 4 E4B | embedded |" in told
+    assert "## tab:main-detection (Qwen3.5-9B)" in told
+    assert "## tab:pgir-application (Qwen3.5-9B)" in told
+    assert "of 1,500" not in told and "1,500 questions in the paper" in told
+    written = (run / "panorama.md").read_text()
+    assert "| Random AUPRC (error rate) |" in written
+    assert "### Against the strongest rival of each column" in written
+    assert written.count("After Holm's correction over 8 columns") == 2

@@ -10,6 +10,7 @@ training answers (`extract.run.contents.too_few_answers`), whatever its rows say
 """
 
 import dataclasses
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -199,20 +200,28 @@ def place_name(place: Place) -> str:
     return dataset if dataset == IN_DOMAIN else f"{dataset}, {SPLIT_LABELS[split]}"
 
 
+def seed_spread(table: ResultTable, place: Place) -> float | None:
+    """Return the SD of the selected set's AUROC over training seeds; None with one."""
+    setting, dataset, split = place
+    where = {"setting": setting, "dataset": dataset, "split": split, "metric": "auroc"}
+    rows = table.select(experiment="detection", detector="champion", **where)
+    values = [r.value for r in rows if r.seed != "mean" and r.value is not None]
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
 def _seeds(table: ResultTable, place: Place) -> str:
     """Say how far apart the seeds of the selected set are, beside its interval."""
     setting, dataset, split = place
     where = {"setting": setting, "dataset": dataset, "split": split, "metric": "auroc"}
     rows = table.select(experiment="detection", detector="champion", **where)
-    values = [r.value for r in rows if r.seed != "mean" and r.value is not None]
+    n_seeds = sum(r.seed != "mean" for r in rows)
     mean = next((r for r in rows if r.seed == "mean" and r.ci_low is not None), None)
-    if len(values) < 2 or mean is None or mean.ci_high is None:
+    spread = seed_spread(table, place)
+    if spread is None or mean is None or mean.ci_high is None:
         return ""
-    centre = sum(values) / len(values)
-    spread = (sum((v - centre) ** 2 for v in values) / (len(values) - 1)) ** 0.5
     half = (mean.ci_high - mean.ci_low) / 2
     return (
-        f"{place_name(place)} SD {number(spread)} over {len(values)} seeds, beside "
+        f"{place_name(place)} SD {number(spread)} over {n_seeds} seeds, beside "
         f"±{number(half)} for the questions"
     )
 
@@ -337,24 +346,25 @@ def as_markdown(answered: Sequence[Finding], told: Mapping[str, Sequence[str]]) 
 
 
 _TEX = {"_": r"\_", "%": r"\%", "&": r"\&", "#": r"\#", "$": r"\$", "–": "--"}
-_TEX |= {"−": "$-$", "±": r"$\pm$", "→": r"$\to$"}
+_TEX |= {"−": "$-$", "±": r"$\pm$", "→": r"$\to$", "†": r"$^\dagger$"}
+
+
+def tex(text: str) -> str:
+    """Return a text with what LaTeX reads as commands escaped."""
+    return "".join(_TEX.get(letter, letter) for letter in text)
 
 
 def as_latex(answered: Sequence[Finding]) -> str:
     """Spell the answers as LaTeX tables (booktabs), one a setting."""
-
-    def safe(text: str) -> str:
-        return "".join(_TEX.get(letter, letter) for letter in text)
-
     parts = []
     for grid in grids(answered):
         columns = "l" + "l" * len(grid.heads)
         lines = [rf"\begin{{tabular}}{{{columns}}}", r"\toprule"]
-        lines += [" & ".join((SETTING_LABELS[grid.setting], *map(safe, grid.heads)))]
+        lines += [" & ".join((SETTING_LABELS[grid.setting], *map(tex, grid.heads)))]
         lines[-1] += r" \\"
         lines.append(r"\midrule")
         for text, own in grid.lines:
             cells = (f"{f.answer}: {measured(f)}" if f.answer else "–" for f in own)
-            lines.append(" & ".join(map(safe, (text, *cells))) + r" \\")
+            lines.append(" & ".join(map(tex, (text, *cells))) + r" \\")
         parts.append("\n".join([*lines, r"\bottomrule", r"\end{tabular}"]) + "\n")
     return "\n".join(parts)

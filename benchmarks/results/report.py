@@ -7,6 +7,8 @@ from typing import Any
 
 import jinja2
 
+from benchmarks.panorama.layout import panoramas
+from benchmarks.panorama.significance import HEADS, TITLES, cells_of, leads, sentence
 from benchmarks.results.findings import findings, grids, measured, remarks, sentences
 from benchmarks.results.paired import (
     annotated_table,
@@ -195,6 +197,8 @@ def _environment() -> jinja2.Environment:
     environment.filters["number"] = number
     environment.filters["interval"] = interval
     environment.filters["measured"] = measured
+    environment.filters["lead_cells"] = cells_of
+    environment.filters["lead_sentence"] = sentence
     environment.filters["tint"] = lambda p: sum(p >= step for step in P_STEPS)
     return environment
 
@@ -212,7 +216,10 @@ def render_report(data: ReportData) -> str:
             sentences=sentences(answered),
             remarks=remarks(data.rows, data.accuracy, data.sweep, data.selection),
             detection=detection_table(data.rows),
+            panoramas=panoramas(data.rows),
             paired=paired_table(data.rows),
+            leads={title: leads(data.rows, name) for name, title in TITLES.items()},
+            lead_heads=HEADS,
             floors=floor_table(data.rows),
             at_equal_length=equal_length_table(data.rows),
             at_equal_length_paired=paired_table(data.rows, "at_equal_length_paired"),

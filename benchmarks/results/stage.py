@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from benchmarks.panorama import layout, significance
 from benchmarks.results.findings import as_latex, as_markdown, findings, remarks
 from benchmarks.results.paired import paired_table
 from benchmarks.results.report import ReportData, write_report
@@ -27,6 +28,7 @@ from extract.run.contents import (
 from extract.run.directory import RunDir
 from extract.run.files import write_text_atomic
 from extract.run.results import (
+    ResultRow,
     ResultTable,
     asked_for,
     gather,
@@ -101,6 +103,23 @@ def findings_files(run: RunDir) -> list[Path]:
     return [run.path / f"findings.{kind}" for kind in ("md", "tex")]
 
 
+def panorama_files(run: RunDir) -> list[Path]:
+    """Return where the tables of all detectors lie: Markdown and LaTeX."""
+    return [run.path / f"panorama.{kind}" for kind in ("md", "tex")]
+
+
+def _write_panorama(run: RunDir, rows: Sequence[ResultRow]) -> None:
+    """Write the paper's tables of detectors, and which leads are sure."""
+    tables = layout.panoramas(rows)
+    of_leads = significance.as_markdown(rows), significance.as_latex(rows)
+    spelled = {h: layout.as_markdown(table) for h, table in tables.items()}
+    markdown = [f"### {h}\n\n{text}" for h, text in spelled.items()]
+    latex = [f"% {h}\n{layout.as_latex(table)}" for h, table in tables.items()]
+    texts = ([*markdown, of_leads[0]], [*latex, of_leads[1]])
+    for path, parts in zip(panorama_files(run), texts, strict=True):
+        write_text_atomic(path, "\n".join(parts))
+
+
 def _report(run: RunDir, config: None, update: Update, progress: Progress) -> None:
     gather(run, progress)
     data = report_data(run)
@@ -109,6 +128,7 @@ def _report(run: RunDir, config: None, update: Update, progress: Progress) -> No
     markdown, latex = findings_files(run)
     write_text_atomic(markdown, as_markdown(answered, told))
     write_text_atomic(latex, as_latex(answered))
+    _write_panorama(run, data.rows)
     write_report(data, run.report)
 
 
@@ -130,7 +150,12 @@ def _inputs(run: RunDir) -> list[Path]:
 REPORT = Stage(
     name="report",
     inputs=_inputs,
-    outputs=lambda run: [run.report, run.results, *findings_files(run)],
+    outputs=lambda run: [
+        run.report,
+        run.results,
+        *findings_files(run),
+        *panorama_files(run),
+    ],
     work=_report,
 )
 

@@ -200,7 +200,7 @@ def test_tints_follow_the_probability():
 def test_an_empty_run_still_makes_a_page_that_says_so():
     page = render_report(sample_report(**EMPTY))
     outline(page)
-    assert page.count('class="empty"') == 24
+    assert page.count('class="empty"') == 27
     assert "Not in this run: BEATRICE" in page
 
 

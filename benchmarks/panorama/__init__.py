@@ -1,0 +1,1 @@
+"""All detectors side by side, as the paper's tables have them, and what is sure."""
