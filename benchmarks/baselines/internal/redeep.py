@@ -137,7 +137,8 @@ _FAIR = (
     "units that are scaled"
 )
 _JSD = (
-    "; the Jensen-Shannon divergence as in the paper, where the code exchanges arguments"
+    "; the Jensen-Shannon divergence as in the paper, where the code exchanges its "
+    "arguments"
 )
 # Detector: title, whether it reads heads, the reading of layers.
 _KINDS = {
