@@ -84,7 +84,7 @@ class Progress:
             with _bar(name) as update:
                 yield update
         else:
-            yield _plain_lines(name, began)
+            yield _plain_lines(name)
         self.note(f"{name}: done in {time.monotonic() - began:.1f} s")
 
 
@@ -104,26 +104,42 @@ def _bar(name: str) -> Iterator[Update]:
         transient=True,
     ) as bars:
         task = bars.add_task(name, total=None, rate="")
-        began = time.monotonic()
+        rate_of = rates(time.monotonic)
 
         def update(done: int, total: int) -> None:
-            rate = f"{done / max(time.monotonic() - began, 1e-9):.3g}/s"
-            bars.update(task, completed=done, total=total, rate=rate)
+            bars.update(task, completed=done, total=total, rate=rate_of(done))
 
         yield update
 
 
-def _plain_lines(name: str, began: float) -> Update:
+def rates(clock: Callable[[], float]) -> Callable[[int], str]:
+    """Return what says how many a second were done, given the count so far.
+
+    A stage counts anew for each setting: the earlier one's time is not this one's.
+    """
+    began, before = clock(), 0
+
+    def rate_of(done: int) -> str:
+        nonlocal began, before
+        now = clock()
+        if done < before:
+            began = now
+        before = done
+        return f"{done / (now - began):.3g}/s" if now > began else ""
+
+    return rate_of
+
+
+def _plain_lines(name: str) -> Update:
     """Return an update that prints a line with the rate every ten seconds."""
-    last = began
+    rate_of, last = rates(time.monotonic), time.monotonic()
 
     def update(done: int, total: int) -> None:
         nonlocal last
-        now = time.monotonic()
+        rate, now = rate_of(done), time.monotonic()
         if now - last >= 10:
             last = now
-            rate = done / max(now - began, 1e-9)
-            click.echo(f"{name}: {done} of {total}, {rate:.3g}/s", err=True)
+            click.echo(f"{name}: {done} of {total}, {rate}", err=True)
 
     return update
 

@@ -6,7 +6,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from extract.run.console import Progress
+from extract.run.console import Progress, rates
 from extract.run.directory import RunDir
 from extract.run.manifest import NewRun, read_manifest
 from extract.run.stages import (
@@ -247,3 +247,11 @@ def test_what_a_person_corrected_is_neither_read_nor_replaced(run):
     run.labels.unlink()
     run_stage(label_stage("ours"), run, Progress())
     assert run.labels.read_text() == "ours"
+
+
+def test_a_count_that_begins_anew_has_a_rate_of_its_own():
+    now = iter((0.0, 100.0, 101.0, 111.0))
+    rate_of = rates(lambda: next(now))
+    assert rate_of(200) == "2/s"  # one setting: 200 in 100 seconds
+    assert rate_of(1) == ""  # the next one begins
+    assert rate_of(51) == "5.1/s"
