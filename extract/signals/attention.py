@@ -29,13 +29,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from extract.backbone.layout import LayerPass, Layout, watch_layers
-from extract.signals.batch import to_device
-from extract.signals.span_sums import (
-    AttentionCall,
-    AttentionMap,
-    row_chunks,
-    span_readings,
-)
+from extract.signals.reductions import AttentionReading, SpanReading
+from extract.signals.span_sums import AttentionCall, AttentionMap, row_chunks
 
 NAME = "span_readings"
 # What models of Transformers hand over that changes no weight: positions are in
@@ -44,81 +39,7 @@ NAME = "span_readings"
 _INERT = frozenset(
     ("dropout", "position_ids", "use_cache", "output_attentions", "sliding_window")
 )
-_active: contextvars.ContextVar["SpanReading"] = contextvars.ContextVar("span_reading")
-
-
-class SpanReading:
-    """The readings of one forward, filled layer by layer."""
-
-    def __init__(
-        self,
-        spans: torch.Tensor,
-        ids: torch.Tensor,
-        attention_layers: tuple[int, ...],
-        budget: int,
-    ) -> None:
-        """Begin a reading.
-
-        Args:
-          spans: `[n_examples, 3, 2]` int64 on the host, absolute and half-open,
-            context < question < answer.
-          ids: `[n_examples, n_tokens]`, the padded batch where the model computes.
-          attention_layers: layers that have an attention matrix, in order.
-          budget: most attention weights alive at once; bounds the chunk of rows.
-        """
-        n_tokens = ids.shape[1]
-        positions = torch.arange(n_tokens)
-        starts, stops = spans[:, :, :1], spans[:, :, 1:]
-        members = (positions >= starts) & (positions < stops)
-        self.members = to_device(members, ids.device)
-        self.n_tokens, self.budget = n_tokens, budget
-        self.layers: dict[int, torch.Tensor | None] = dict.fromkeys(attention_layers)
-        later = members[:, 1:].any(dim=(0, 1)).nonzero()
-        # Only question and answer rows look back at a span. They are mostly the last.
-        self.rows = (int(later[0]), n_tokens) if len(later) else (n_tokens, n_tokens)
-
-    def is_map(self, part: Any) -> bool:
-        """Return whether something a module returned is a map of this batch."""
-        is_tensor = isinstance(part, torch.Tensor) and part.ndim == 4
-        return is_tensor and part.shape[-2:] == (self.n_tokens, self.n_tokens)
-
-    def read(
-        self,
-        layer: int,
-        call: AttentionCall | AttentionMap,
-        value: torch.Tensor | None,
-    ) -> torch.Tensor | None:
-        """Read one layer; given values, return the attention output of `self.rows`."""
-        if layer not in self.layers or self.layers[layer] is not None:
-            raise ValueError(
-                f"unknown residual layout: layer {layer} attended "
-                f"{'twice' if layer in self.layers else 'unexpectedly'}; expected "
-                f"each of the layers {tuple(self.layers)} once"
-            )
-        self.layers[layer], attended = span_readings(
-            call, self.members, self.rows, self.budget, value
-        )
-        return attended
-
-    def readings(self) -> torch.Tensor:
-        """Return `[n_examples, n_tokens, 2, 2, n_attention_layers, n_heads]`."""
-        missing = [index for index, value in self.layers.items() if value is None]
-        if missing:
-            raise ValueError(
-                f"unknown residual layout: the attention of layers {missing} neither "
-                "passed through Transformers' or Torch's attention function nor came "
-                "with its weights"
-            )
-        found = list(self.layers.values())
-        n_heads = sorted({reading.shape[-1] for reading in found})
-        if len(n_heads) != 1:
-            listed = "layers with " + ", ".join(map(str, n_heads))
-            raise ValueError(
-                "unknown residual layout: expected the same number of attention heads "
-                f"in every layer, found {listed if found else 'no attention'}; use "
-                "another backbone"
-            )
-        return torch.stack(found, dim=-2)
+_active: contextvars.ContextVar[AttentionReading] = contextvars.ContextVar("reading")
 
 
 def _check_readable(module: torch.nn.Module, kwargs: dict[str, Any]) -> None:
@@ -249,7 +170,7 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 class _OwnAttention(TorchFunctionMode):
     """Reads the attention of modules that ask for no attention function."""
 
-    def __init__(self, reading: SpanReading) -> None:
+    def __init__(self, reading: AttentionReading) -> None:
         super().__init__()
         self.reading = reading
         self.layer: int | None = None  # whose attention module is running
@@ -320,23 +241,37 @@ def run_decoder(
     budget: int,
     on_layer: Callable[[LayerPass], None],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a decoder once and read its attention on the way.
-
-    The model's own attention is put back at the end: generation relies on its name.
+    """Run a decoder once and read its attention between spans on the way.
 
     Args:
       layout: the model's modules.
       ids: `[n_examples, n_tokens]` int64 on the model's device.
       spans: as in `SpanReading`.
-      budget: as in `SpanReading`.
+      budget: likewise.
       on_layer: as in `watch_layers`.
 
     Returns:
       Final-normed states `[n_examples, n_tokens, d_model]`, and the readings
       `[n_examples, n_tokens, 2, 2, n_attention_layers, n_heads]`.
     """
-    decoder = layout.decoder
     reading = SpanReading(spans, ids, layout.attention_layers, budget)
+    return run_reading(layout, ids, reading, on_layer), reading.readings()
+
+
+def run_reading(
+    layout: Layout,
+    ids: torch.Tensor,
+    reading: AttentionReading,
+    on_layer: Callable[[LayerPass], None],
+) -> torch.Tensor:
+    """Run a decoder once, its attention through a reading, see `run_decoder`.
+
+    The model's own attention is put back at the end: generation relies on its name.
+
+    Returns:
+      Final-normed states `[n_examples, n_tokens, d_model]`.
+    """
+    decoder = layout.decoder
     own = decoder.config._attn_implementation
     asks = decoder._can_set_attn_implementation()
     # Who calls Torch's attention would compute the weights once more to return them.
@@ -354,4 +289,4 @@ def run_decoder(
         _active.reset(token)
         if asks:
             decoder.set_attn_implementation(own)
-    return output.last_hidden_state, reading.readings()
+    return output.last_hidden_state

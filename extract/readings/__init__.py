@@ -1,0 +1,1 @@
+"""What rival detectors read in a pass of their own, reduced to small arrays."""

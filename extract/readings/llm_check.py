@@ -1,0 +1,182 @@
+"""LLM-Check's scores of one forward (Sriramanan et al., NeurIPS 2024).
+
+Followed: GaurangSriramanan/LLM_Check_Hallucination_Detection at 2f3bf9e. Its script
+scores hidden states and attention over the whole sequence (here `_all`); with a flag,
+over the answer tokens alone. Its entropies are of the distributions at the answer
+tokens, which predict the token behind each: the first token's is missed, and one behind
+the last is counted. The `_corrected` ones are of those that predict the answer. All are
+higher or lower for wrong answers depending on the data; nothing is oriented here.
+"""
+
+import math
+
+import torch
+
+from extract.backbone.layout import LayerPass
+from extract.readings.part import Batch, Part
+
+_RIDGE = 1e-3
+_N_TOP = 50
+
+
+def hidden_score(states: torch.Tensor) -> torch.Tensor:
+    """Return the mean log singular value of the centred Gram matrix, in nats.
+
+    Every row is centred over its own features, as in the code; the paper does not
+    centre. In float64: where there are more tokens than features, or equal ones, the
+    determinant is of the 0.001 on the diagonal.
+
+    Args:
+      states: `[n_tokens, d_model]`; NaN comes of no token.
+    """
+    rows = states.double()
+    rows = rows - rows.mean(-1, keepdim=True)
+    gram = rows @ rows.mT
+    gram.diagonal().add_(_RIDGE)
+    n_tokens = len(rows)
+    return torch.linalg.slogdet(gram).logabsdet / n_tokens if n_tokens else _nan(rows)
+
+
+def window_entropy(
+    entropies: torch.Tensor, n_words: int, width: int = 1
+) -> torch.Tensor:
+    """Return the largest mean entropy of a window, divided by the vocabulary's size.
+
+    Args:
+      entropies: `[n_tokens]` nats; NaN comes of no token.
+      n_words: vocabulary size.
+      width: tokens of a window; windows do not overlap, the last may be shorter.
+    """
+    if not len(entropies):
+        return _nan(entropies)
+    means = [window.mean() for window in entropies.split(width)]
+    return torch.stack(means).amax() / n_words
+
+
+def top_entropies(log_probs: torch.Tensor, n_top: int = _N_TOP) -> torch.Tensor:
+    """Return the mean of -q log q over the largest words, q their softmax.
+
+    Args:
+      log_probs: `[n_tokens, vocab_size]` logits or log-probabilities.
+      n_top: words; all of a smaller vocabulary.
+
+    Returns:
+      `[n_tokens]`: their entropy in nats, divided by their number.
+    """
+    top = log_probs.topk(min(n_top, log_probs.shape[-1]), dim=-1).values
+    return _entropy(top.log_softmax(-1)) / top.shape[-1]
+
+
+def _entropy(log_probs: torch.Tensor) -> torch.Tensor:
+    """Return entropies in nats; a probability that underflows counts zero."""
+    return -(log_probs.exp() * log_probs).sum(-1)
+
+
+def _nan(like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(math.nan, device=like.device)
+
+
+class HiddenScores(Part):
+    """The hidden score of every layer, `[n_layers]`; the last one's states are normed.
+
+    So they are where the official code takes them, Transformers' `hidden_states`.
+    """
+
+    names = ("llmcheck_hidden", "llmcheck_hidden_all")
+
+    def __init__(self, batch: Batch, wanted: frozenset[str]) -> None:
+        """Begin a batch."""
+        super().__init__(batch, wanted)
+        whole = [(0, n) for n in batch.lengths]
+        edges = dict(zip(self.names, (batch.answer_edges, whole), strict=True))
+        self._edges = {name: edges[name] for name in edges if name in wanted}
+        self._scores = {name: [[] for _ in whole] for name in self._edges}
+
+    def on_layer(self, layer_pass: LayerPass) -> None:
+        """Score the output of every layer but the last."""
+        if layer_pass.index < self.batch.backbone.n_layers - 1:
+            self._add(layer_pass.h_out)
+
+    def _add(self, states: torch.Tensor) -> None:
+        for name, edges in self._edges.items():
+            for row, (start, stop) in enumerate(edges):
+                self._scores[name][row].append(hidden_score(states[row, start:stop]))
+
+    def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+        """Score the last."""
+        self._add(final)
+        return {k: [torch.stack(v) for v in rows] for k, rows in self._scores.items()}
+
+
+class DiagonalScores(Part):
+    """Sum over heads of the mean log weight that tokens give to themselves.
+
+    `[n_attention_layers]`. The logarithms are taken before the weights are rounded, so
+    that they are finite where the official code's can be minus infinity.
+    """
+
+    names = ("llmcheck_attention", "llmcheck_attention_all")
+    reads_weights = True
+
+    def __init__(self, batch: Batch, wanted: frozenset[str]) -> None:
+        """Begin a batch."""
+        super().__init__(batch, wanted)
+        whole = [(0, n) for n in batch.lengths]
+        self._edges = dict(zip(self.names, (batch.answer_edges, whole), strict=True))
+        self._sums: dict[str, dict[int, torch.Tensor]] = {}
+
+    def first_row(self) -> int:
+        """Return the first row of the sequence, or of an answer."""
+        wanted = [self._edges[name] for name in self.names if name in self.wanted]
+        return min(start for edges in wanted for start, _ in edges)
+
+    def on_weights(self, layer: int, log_weights: torch.Tensor, start: int) -> None:
+        """Add the diagonal of some rows."""
+        diagonal = log_weights.diagonal(start, -2, -1).double().sum(1)
+        places = torch.arange(start, start + diagonal.shape[1], device=diagonal.device)
+        for name in self.wanted & set(self.names):
+            edges = torch.tensor(self._edges[name], device=diagonal.device)[:, :, None]
+            is_own = (places >= edges[:, 0]) & (places < edges[:, 1])
+            added = diagonal.masked_fill(~is_own, 0.0).sum(1)
+            sums = self._sums.setdefault(name, {})
+            sums[layer] = sums[layer] + added if layer in sums else added
+
+    def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+        """Divide by the tokens; an answer without tokens has NaN."""
+        found = {}
+        for name, sums in self._sums.items():
+            counts = [stop - start for start, stop in self._edges[name]]
+            every = torch.stack([sums[layer] for layer in sorted(sums)], dim=1)
+            found[name] = list(every / every.new_tensor(counts)[:, None])
+        return found
+
+
+class Entropies(Part):
+    """Window entropy (of one token) and logit entropy (of 50 words): scalars."""
+
+    names = (
+        "window_entropy",
+        "window_entropy_corrected",
+        "logit_entropy",
+        "logit_entropy_corrected",
+    )
+
+    def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+        """Read the distributions at the answer, and where it is predicted."""
+        # One stretch holds both: from the predictor of the first token to the last.
+        edges = [(start - 1, stop) for start, stop in self.batch.answer_edges]
+        rows = self.batch.rows(edges)
+        whole, top = [], []
+        for _, log_probs in self.batch.log_probs(rows.of(final), is_normed=True):
+            whole.append(_entropy(log_probs))
+            top.append(top_entropies(log_probs))
+        n_words = self.batch.head.weight.shape[0]
+        found: dict[str, list[torch.Tensor]] = {name: [] for name in self.names}
+        for own in rows.slices():
+            parts = {"": slice(1, None), "_corrected": slice(0, -1)}
+            for suffix, part in parts.items():
+                entropies = torch.cat(whole)[own][part]
+                window = window_entropy(entropies, n_words)
+                found[f"window_entropy{suffix}"].append(window)
+                found[f"logit_entropy{suffix}"].append(torch.cat(top)[own][part].mean())
+        return {name: values for name, values in found.items() if name in self.wanted}

@@ -1,0 +1,156 @@
+"""LUMINA's two scores (Yeh et al., 2026, arXiv 2509.21875).
+
+Followed: deeplearning-wisc/LUMINA (c43ff41), read at the positions that predict the
+answer's tokens and averaged over them. Where the model's words come from its own
+layers the processing rate is high; where the passages decide them, so is the
+discrepancy to the same answer read behind other passages.
+"""
+
+import numpy as np
+import torch
+
+from extract.backbone.layout import LayerPass
+from extract.readings.part import Batch, Part, mean_rows
+from extract.signals.batch import Rows, pad_batch
+
+_N_TOP = 100
+_GUARD = 1e-8  # of the official code, under an entropy that divides
+
+
+def processing_rate(
+    matches: torch.Tensor, entropies: torch.Tensor, emphasis: torch.Tensor
+) -> torch.Tensor:
+    """Return the information processing rate of every token.
+
+    Args:
+      matches: `[n_tokens, n_layers]`: what each layer's lens gives to the word that the
+        model finds likeliest, divided by what the model gives it.
+      entropies: `[n_tokens, n_layers]` nats, of each layer's lens.
+      emphasis: `[n_tokens]`: the answer's token's probability divided by that word's.
+
+    Returns:
+      `[n_tokens]`: with l from 1, the sum of l (1 - min(match, 1)) over that of
+      l / entropy, times the emphasis. The last factor stands in the code alone.
+    """
+    weights = torch.arange(1, matches.shape[-1] + 1, device=matches.device)
+    late = (weights * (1 - matches.clamp_max(1.0))).sum(-1)
+    return late / (weights / (entropies + _GUARD)).sum(-1) * emphasis
+
+
+def discrepancy(
+    own: torch.Tensor, other: torch.Tensor, embeddings: torch.Tensor, n_top: int = 100
+) -> torch.Tensor:
+    """Return the squared maximum mean discrepancy of two next-token distributions.
+
+    Of each the largest probabilities are kept, not renormalised; words are as near as
+    (1 + cos) / 2 of their input embeddings. The double sums of the definition are half
+    of (sum P - sum Q)^2 + |sum P e - sum Q e|^2, with e of length 1.
+
+    Args:
+      own: `[n_rows, vocab_size]` log P, behind the question's own passages.
+      other: the same of Q, behind others.
+      embeddings: `[≥ vocab_size, d_model]`, of the input.
+      n_top: words kept, at most the vocabulary.
+
+    Returns:
+      `[n_rows]`, at least 0.
+    """
+    total, mean = 0.0, 0.0
+    for sign, log_probs in ((1, own), (-1, other)):
+        top = log_probs.topk(min(n_top, log_probs.shape[-1]), dim=-1)
+        unit = torch.nn.functional.normalize(embeddings[top.indices].float(), dim=-1)
+        weights = sign * top.values.exp()
+        total = total + weights.sum(-1)
+        mean = mean + (weights[..., None] * unit).sum(-2)
+    return (total.square() + mean.square().sum(-1)) / 2
+
+
+class ProcessingRates(Part):
+    """The information processing rate: a scalar.
+
+    "lumina_ipr" reads every layer as the official code does, which norms the last
+    state twice (Transformers' last hidden state is normed already); of
+    "lumina_ipr_inner" the last layer is left out, as the paper's sum leaves it out.
+    """
+
+    names = ("lumina_ipr", "lumina_ipr_inner")
+
+    def __init__(self, batch: Batch, wanted: frozenset[str]) -> None:
+        """Begin a batch."""
+        super().__init__(batch, wanted)
+        self._rows = batch.rows(batch.predictor_edges)
+        # Kept until the model's own likeliest word is known: `[n_rows, d_model]` each.
+        self._states: list[torch.Tensor] = []
+
+    def on_layer(self, layer_pass: LayerPass) -> None:
+        """Keep the states that predict the answer."""
+        if layer_pass.index < self.batch.backbone.n_layers - 1:
+            self._states.append(self._rows.of(layer_pass.h_out))
+
+    def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+        """Read every layer's lens; NaN for an answer without tokens."""
+        states = self._rows.of(final)
+        ids = [i for answer in self.batch.answers for i in answer.token_ids]
+        told = torch.tensor(ids, device=states.device, dtype=torch.long)
+        best, best_word, log_told = (states.new_zeros(len(told)) for _ in range(3))
+        best, log_told, best_word = best.float(), log_told.float(), best_word.long()
+        for rows, log_probs in self.batch.log_probs(states, is_normed=True):
+            best[rows], best_word[rows] = log_probs.max(-1)
+            log_told[rows] = log_probs.gather(1, told[rows, None])[:, 0]
+        lenses = [self._lens(h, best_word) for h in (*self._states, states)]
+        log_match, entropies = torch.stack(lenses, dim=-1)
+        matches, emphasis = (log_match - best[:, None]).exp(), (log_told - best).exp()
+        n_layers = matches.shape[1]
+        found = {}
+        for name, n_read in zip(self.names, (n_layers, n_layers - 1), strict=True):
+            if name in self.wanted:
+                parts = matches[:, :n_read], entropies[:, :n_read]
+                rates = processing_rate(*parts, emphasis)
+                found[name] = mean_rows(rates, self._rows.slices())
+        return found
+
+    def _lens(self, states: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        """Return `[2, n_rows]`: log-probability of the words, entropy in nats."""
+        found = torch.zeros((2, len(words)), device=states.device)
+        for rows, log_probs in self.batch.log_probs(states, is_normed=False):
+            found[0, rows] = log_probs.gather(1, words[rows, None])[:, 0]
+            found[1, rows] = -(log_probs.exp() * log_probs).sum(-1)
+        return found
+
+
+class Discrepancies(Part):
+    """The mean discrepancy: a scalar, NaN where no other passages are given.
+
+    It costs a second forward, of the same answer ids behind the other prompt.
+    """
+
+    names = ("lumina_mmd",)
+
+    def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+        """Read the answer behind the other passages."""
+        batch = self.batch
+        cells = zip(batch.answers, batch.swapped, batch.predictor_edges, strict=True)
+        ids, edges, own_edges = [], [], []
+        for answer, prompt, own in cells:
+            is_read = prompt is not None and len(answer.token_ids) > 0
+            own_edges.append(own if is_read else (0, 0))
+            if is_read:
+                ids.append(np.array(prompt + answer.token_ids))
+                edges.append((len(prompt) - 1, len(ids[-1]) - 1))
+        if not ids:
+            return {"lumina_mmd": [torch.tensor(torch.nan)] * len(own_edges)}
+        padded = pad_batch(ids, batch.backbone.device)
+        decoder = batch.backbone.layout.decoder
+        other = decoder(input_ids=padded, use_cache=False).last_hidden_state
+        other = Rows(edges, padded.shape[1], batch.backbone.device).of(other)
+        rows = batch.rows(own_edges)
+        embeddings = batch.backbone.model.get_input_embeddings().weight
+        pairs = zip(
+            batch.log_probs(rows.of(final), is_normed=True),
+            batch.log_probs(other, is_normed=True),
+            strict=True,
+        )
+        values = torch.cat(
+            [discrepancy(p, q, embeddings, _N_TOP) for (_, p), (_, q) in pairs]
+        )
+        return {"lumina_mmd": mean_rows(values, rows.slices())}

@@ -1,0 +1,177 @@
+"""A part of a pass: one group of readings, and the batch that it reads.
+
+A part sees the pass while it happens (log attention weights in chunks of rows, then the
+layer's states) and gives its readings when the decoder has ended. Positions are as in
+the whole repository: a sequence is the exact ids of prompt and answer, and the token t
+of an answer behind `n_prompt` ids is predicted at position `n_prompt + t - 1`.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from extract.backbone.layout import LayerPass
+from extract.backbone.loading import Backbone
+from extract.records import Answer
+from extract.signals.batch import ReadingBudget, Rows, pad_batch
+from extract.signals.probability import Head, head_of
+
+
+def cue_length(answers: Sequence[Answer]) -> int:
+    """Return how many tokens all prompts end with, at least 1.
+
+    This is the answer cue with what a chat template closes a turn by ("?" too, where
+    every question ends with it). Lookback-Lens counts it among the new tokens, and
+    finds its length from the words of its own prompts; ids need no words.
+    """
+    prompts = {answer.prompt_ids for answer in answers}
+    if len(prompts) < 2:
+        return 1
+    first, last = min(ids[::-1] for ids in prompts), max(ids[::-1] for ids in prompts)
+    pairs = enumerate(zip(first, last, strict=False))
+    shared = next((i for i, (a, b) in pairs if a != b), min(len(first), len(last)) - 1)
+    return max(1, shared)
+
+
+def batches_of(lengths: Sequence[int], tokens_per_batch: int) -> list[list[int]]:
+    """Group places by length, padding included in the budget."""
+    batches: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        is_full = not batches or (
+            (len(batches[-1]) + 1) * lengths[batches[-1][0]] > tokens_per_batch
+        )
+        if is_full:
+            batches.append([])
+        batches[-1].append(i)
+    return batches
+
+
+def check_window(backbone: Backbone, n_tokens: int) -> None:
+    """Refuse a sequence that is longer than the model's window."""
+    if backbone.max_length is not None and n_tokens > backbone.max_length:
+        raise ValueError(
+            f"a sequence has {n_tokens} tokens, backbone {backbone.name!r} reads at "
+            f"most {backbone.max_length}; leave it out (None), or shorten its prompt"
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """Some answers that are read together.
+
+    Attributes:
+      backbone: that reads.
+      answers: at least one.
+      swapped: prompts of the same questions behind other passages, None where there is
+        none; read by those who ask for them alone.
+      n_cue: tokens of the answer cue, see `cue_length`.
+      budget: sizes of chunks.
+    """
+
+    backbone: Backbone
+    answers: Sequence[Answer]
+    swapped: Sequence[tuple[int, ...] | None]
+    n_cue: int
+    budget: ReadingBudget
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Return the tokens of every sequence."""
+        return [len(a.prompt_ids) + len(a.token_ids) for a in self.answers]
+
+    @cached_property
+    def ids(self) -> torch.Tensor:
+        """Return `[n_examples, n_tokens]`, padded to the right with inert ids."""
+        rows = [np.array(a.prompt_ids + a.token_ids) for a in self.answers]
+        return pad_batch(rows, self.backbone.device)
+
+    @cached_property
+    def head(self) -> Head:
+        """Return the output side of the model."""
+        return head_of(self.backbone.model)
+
+    @cached_property
+    def answer_edges(self) -> list[tuple[int, int]]:
+        """Return `[start, stop)` of the answer tokens, without the stop token."""
+        firsts = [len(answer.prompt_ids) for answer in self.answers]
+        return list(zip(firsts, self.lengths, strict=True))
+
+    @cached_property
+    def predictor_edges(self) -> list[tuple[int, int]]:
+        """Return `[start, stop)` of the positions that predict the answer tokens."""
+        return [(start - 1, stop - 1) for start, stop in self.answer_edges]
+
+    def rows(self, edges: list[tuple[int, int]]) -> Rows:
+        """Return what picks these positions out of `[n_examples, n_tokens, …]`."""
+        return Rows(edges, max(self.lengths), self.backbone.device)
+
+    def log_probs(
+        self, states: torch.Tensor, *, is_normed: bool
+    ) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield next-token distributions of states, a chunk of rows at a time.
+
+        Args:
+          states: `[n_rows, d_model]` of the residual stream.
+          is_normed: whether the final norm was applied to them.
+
+        Yields:
+          Which rows, and `[n_chunk, vocab_size]` float32 log-probabilities.
+        """
+        n_words = self.head.weight.shape[0]
+        n_logits = self.budget.n_tokens_per_chunk * self.budget.n_words_per_block
+        size = max(1, n_logits // n_words)
+        for start in range(0, len(states), size):
+            rows = slice(start, min(start + size, len(states)))
+            chunk = states[rows].to(self.head.weight.dtype)
+            if not is_normed:
+                chunk = self.backbone.layout.final_norm(chunk)
+            yield rows, self.head.logits(chunk, 0, n_words).log_softmax(-1)
+
+
+class Part:
+    """One group of readings of a batch; what a part does not override costs nothing.
+
+    Attributes:
+      names: of its readings.
+      reads_weights: whether it needs `on_weights`.
+    """
+
+    names: tuple[str, ...] = ()
+    reads_weights = False
+
+    def __init__(self, batch: Batch, wanted: frozenset[str]) -> None:
+        """Begin a batch; of the part's names only those wanted are given."""
+        self.batch, self.wanted = batch, wanted
+
+    def first_row(self) -> int:
+        """Return the first row of attention that the part needs."""
+        return min(start for start, _ in self.batch.predictor_edges)
+
+    def on_weights(self, layer: int, log_weights: torch.Tensor, start: int) -> None:
+        """Read some rows of a layer's attention, in order.
+
+        Args:
+          layer: which.
+          log_weights: `[n_examples, n_heads, n_rows, start + n_rows]` float32, nats;
+            below -1e29 where a key is not seen. Not to be changed.
+          start: position of the first row.
+        """
+
+    def on_layer(self, layer_pass: LayerPass) -> None:
+        """Read what a layer did to the stream; nothing of it may be kept uncopied."""
+
+    def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+        """Return the readings of every example.
+
+        Args:
+          final: `[n_examples, n_tokens, d_model]`, final-normed.
+        """
+        raise NotImplementedError
+
+
+def mean_rows(values: torch.Tensor, slices: Sequence[slice]) -> list[torch.Tensor]:
+    """Return the mean row of each slice of `[n_rows, …]`; NaN where it is empty."""
+    return [values[own].mean(0) for own in slices]

@@ -1,0 +1,220 @@
+"""What rival detectors read beyond the four families, in a pass of its own.
+
+The exact ids of prompt and answer are read once more, a batch at a time; each group of
+readings (`Part`) reduces what it sees at once. What is not asked for is not computed:
+without a reading of attention the model attends with its own kernel.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from extract.backbone.layout import LayerPass, watch_layers
+from extract.backbone.loading import Backbone
+from extract.readings.branches import ExactAnswerStates
+from extract.readings.llm_check import DiagonalScores, Entropies, HiddenScores
+from extract.readings.lookback import Lookback
+from extract.readings.lumina import Discrepancies, ProcessingRates
+from extract.readings.part import (
+    Batch,
+    Part,
+    batches_of,
+    check_window,
+    cue_length,
+)
+from extract.readings.redeep import ContextScores, KnowledgeScores
+from extract.readings.second_passes import SECOND_PASSES
+from extract.records import Answer
+from extract.signals.attention import run_reading
+from extract.signals.batch import budget_for
+from extract.signals.reductions import AttentionReading
+from extract.signals.span_sums import AttentionCall, AttentionMap, row_chunks
+
+PARTS: tuple[type[Part], ...] = (
+    HiddenScores,
+    DiagonalScores,
+    Entropies,
+    Lookback,
+    ContextScores,
+    KnowledgeScores,
+    ProcessingRates,
+    Discrepancies,
+    ExactAnswerStates,
+)
+READINGS = tuple(n for part in PARTS for n in part.names) + tuple(SECOND_PASSES)
+# Answers in memory at once; of these, those of similar length are read together.
+_N_AHEAD = 256
+_TOKENS_PER_BATCH = 4096
+
+
+class _WeightReading(AttentionReading):
+    """Shows the log attention weights to the parts that read them."""
+
+    def __init__(self, batch: Batch, parts: Sequence[Part]) -> None:
+        """Begin a forward; the model's own kernel attends, for no row is shared."""
+        n_tokens = batch.ids.shape[1]
+        layers = batch.backbone.attention_layers
+        budget = batch.budget.n_attention_weights
+        super().__init__(n_tokens, layers, (n_tokens, n_tokens), budget)
+        self._parts = parts
+        self._first = max(0, min(part.first_row() for part in parts))
+
+    def reduce(
+        self,
+        layer: int,
+        call: AttentionCall | AttentionMap,
+        value: torch.Tensor | None,
+    ) -> tuple[bool, torch.Tensor | None]:
+        """Show a layer's weights in chunks of rows."""
+        call = call.prepared()
+        n_examples, n_heads, n_tokens = call.shape
+        per_row = n_examples * n_heads * n_tokens
+        for start, stop in row_chunks((self._first, n_tokens), per_row, self.budget):
+            log_weights = _log_weights(call, start, stop)
+            for part in self._parts:
+                part.on_weights(layer, log_weights, start)
+        if value is None:
+            return True, None
+        return True, value.new_empty((n_examples, 0, n_heads, value.shape[-1]))
+
+
+def _log_weights(
+    call: AttentionCall | AttentionMap, start: int, stop: int
+) -> torch.Tensor:
+    """Return the log weights of some rows, `[n_examples, n_heads, n_rows, stop]`."""
+    if isinstance(call, AttentionMap):
+        return call.map[:, :, start:stop, :stop].float().log()
+    logits = call.logits(start, stop)
+    log_total = logits.logsumexp(-1, keepdim=True)
+    if call.sinks is not None:
+        log_total = torch.logaddexp(log_total, call.sinks.float()[:, None, None])
+    return logits.sub_(log_total)
+
+
+def check_names(names: Sequence[str]) -> frozenset[str]:
+    """Return the names, or refuse those that no part reads.
+
+    Raises:
+      ValueError: names them and lists those there are.
+    """
+    if unknown := sorted(set(names) - set(READINGS)):
+        raise ValueError(
+            f"no reading is called {', '.join(unknown)}; expected some of "
+            f"{', '.join(READINGS)}"
+        )
+    return frozenset(names)
+
+
+def read(
+    backbone: Backbone,
+    answers: Sequence[Answer],
+    names: Sequence[str],
+    *,
+    swapped: Sequence[tuple[int, ...] | None] | None = None,
+    truth_prompts: Sequence[tuple[int, ...] | None] | None = None,
+    drawn: Sequence[Sequence[tuple[int, ...] | None]] | None = None,
+    n_cue: int | None = None,
+    tokens_per_batch: int = _TOKENS_PER_BATCH,
+) -> Iterator[dict[str, np.ndarray]]:
+    """Read the answers again and reduce what is seen to the readings asked for.
+
+    Args:
+      backbone: the model that gave the answers.
+      answers: of one setting; of any length.
+      names: of `READINGS`; what each is stands at the part that gives it.
+      swapped: for "lumina_mmd", one per answer: the ids of the same prompt with other
+        passages, see `extract.readings.prompts.swapped_prompts`.
+      truth_prompts: for "p_true", one per answer, see `truth_prompt`.
+      drawn: for "sample_states", the token ids of each answer's draws.
+      n_cue: for "lookback", see `cue_length`; None takes it from these answers, so
+        give it where they are read in several calls.
+      tokens_per_batch: most tokens of a batch, padding included; a longer sequence is a
+        batch of its own. What is read does not depend on it, up to rounding.
+
+    Yields:
+      For each answer, in order, float32 arrays by name; NaN where a reading is
+      undefined, such as for an answer without tokens.
+
+    Raises:
+      ValueError: an unknown name, something that a reading needs is missing, or a
+        sequence is longer than the model's window.
+    """
+    wanted = check_names(names)
+    given = {"lumina_mmd": swapped, "p_true": truth_prompts, "sample_states": drawn}
+    for name in wanted & set(given):
+        if given[name] is None or len(given[name]) != len(answers):
+            n_given = "none" if given[name] is None else len(given[name])
+            raise ValueError(
+                f"the reading {name!r} needs what it reads for each of {len(answers)} "
+                f"answers, found {n_given}; see `extract.readings.reader.read`"
+            )
+    cue = cue_length(answers) if n_cue is None else n_cue
+    for start in range(0, len(answers), _N_AHEAD):
+        ahead = slice(start, start + _N_AHEAD)
+        own = {name: given[name][ahead] for name in wanted & set(given)}
+        found = _read_some(backbone, answers[ahead], wanted, own, cue, tokens_per_batch)
+        yield from found
+
+
+@torch.no_grad()
+def _read_some(
+    backbone: Backbone,
+    answers: Sequence[Answer],
+    wanted: frozenset[str],
+    given: dict[str, Any],
+    n_cue: int,
+    tokens_per_batch: int,
+) -> list[dict[str, np.ndarray]]:
+    """Read some answers, those of similar length together."""
+    found: list[dict[str, np.ndarray]] = [{} for _ in answers]
+    swapped = given.get("lumina_mmd", [None] * len(answers))
+    kinds = [part for part in PARTS if wanted & set(part.names)]
+    lengths = [
+        max(len(answer.prompt_ids), len(other or ())) + len(answer.token_ids)
+        for answer, other in zip(answers, swapped, strict=True)
+    ]
+    for places in batches_of(lengths, tokens_per_batch) if kinds else ():
+        batch = Batch(
+            backbone=backbone,
+            answers=[answers[i] for i in places],
+            swapped=[swapped[i] for i in places],
+            n_cue=n_cue,
+            budget=budget_for(backbone.device),
+        )
+        check_window(backbone, lengths[places[0]])
+        for name, values in _read_batch(batch, kinds, wanted).items():
+            for place, value in zip(places, values, strict=True):
+                found[place][name] = value.float().cpu().numpy()
+    for name, second_pass in SECOND_PASSES.items():
+        if name in wanted:
+            values = second_pass(backbone, answers, given[name], tokens_per_batch)
+            for place, value in enumerate(values):
+                found[place][name] = value
+    return found
+
+
+def _read_batch(
+    batch: Batch, kinds: Sequence[type[Part]], wanted: frozenset[str]
+) -> dict[str, list[torch.Tensor]]:
+    """Run the decoder once before the parts, and return what they found."""
+    parts = [kind(batch, wanted) for kind in kinds]
+    layout = batch.backbone.layout
+
+    def on_layer(layer_pass: LayerPass) -> None:
+        for part in parts:
+            part.on_layer(layer_pass)
+
+    if readers := [part for part in parts if part.reads_weights]:
+        reading = _WeightReading(batch, readers)
+        final = run_reading(layout, batch.ids, reading, on_layer)
+        reading.found()
+    else:
+        with watch_layers(layout, on_layer):
+            output = layout.decoder(input_ids=batch.ids, use_cache=False)
+        final = output.last_hidden_state
+    found: dict[str, list[torch.Tensor]] = {}
+    for part in parts:
+        found |= part.finish(final)
+    return found

@@ -1,0 +1,138 @@
+"""ReDeEP's two scores (Sun et al., 2025): external context, parametric knowledge.
+
+Followed: Jeryi-Sun/ReDEeP-ICLR at e969202, token level, at the positions that predict
+the answer's tokens; here the mean over them. Its candidate "copying heads" are a list
+per published model, made by a script that is lost: all heads are read, and whoever
+trains the detector chooses.
+"""
+
+import math
+
+import torch
+
+from extract.backbone.layout import LayerPass
+from extract.readings.part import Batch, Part, mean_rows
+
+_SHARE = 0.1
+_UNSEEN = -1e29
+
+
+def n_attended(n_prompt: int) -> int:
+    """Return how many prompt tokens count as attended: a tenth, at least one."""
+    return max(1, math.floor(_SHARE * n_prompt))
+
+
+def divergences(mid: torch.Tensor, post: torch.Tensor) -> torch.Tensor:
+    """Compare two next-token distributions P and Q of every row.
+
+    Args:
+      mid: `[n_rows, vocab_size]` log P.
+      post: the same of Q.
+
+    Returns:
+      `[n_rows, 2]` nats, with M their mean: the Jensen-Shannon divergence, half of
+      KL(P|M) + KL(Q|M), as in the paper; and half of KL(M|P) + KL(M|Q), what the
+      official code computes with arguments exchanged (there a mean over words times a
+      million, in half precision; here their sum).
+    """
+    between = torch.logaddexp(mid, post) - math.log(2)
+    from_mid, from_post = mid - between, post - between
+    shannon = mid.exp() * from_mid + post.exp() * from_post
+    swapped = -between.exp() * (from_mid + from_post)
+    return torch.stack([shannon.sum(-1), swapped.sum(-1)], dim=-1) / 2
+
+
+class ContextScores(Part):
+    """The external context score of every head, `[n_attention_layers, n_heads]`.
+
+    The cosine between the final state that predicts a token and the mean final state
+    of the tenth of the prompt that the head attends to most. Keys that a head does not
+    see (a sliding window) never count; a position that sees none of the prompt is left
+    out of the mean.
+    """
+
+    names = ("redeep_ecs",)
+    reads_weights = True
+
+    def __init__(self, batch: Batch, wanted: frozenset[str]) -> None:
+        """Begin a batch."""
+        super().__init__(batch, wanted)
+        # What is attended to is known before the final states are: `[n_heads, n_rows,
+        # n_attended]` places per example and layer, minus one where a key is unseen.
+        self._places: list[dict[int, list[torch.Tensor]]] = [{} for _ in batch.answers]
+
+    def on_weights(self, layer: int, log_weights: torch.Tensor, start: int) -> None:
+        """Keep which prompt tokens some rows attend to most."""
+        for example, (first, stop) in enumerate(self.batch.predictor_edges):
+            own = slice(max(first - start, 0), max(stop - start, 0))
+            n_prompt = first + 1
+            rows = log_weights[example, :, own, :n_prompt]
+            if rows.shape[1]:
+                top = rows.topk(n_attended(n_prompt), dim=-1)
+                places = top.indices.masked_fill_(top.values < _UNSEEN, -1).int()
+            else:
+                places = rows.new_empty((len(rows), 0, n_attended(n_prompt))).int()
+            self._places[example].setdefault(layer, []).append(places)
+
+    def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+        """Compare the states; NaN for an answer without tokens."""
+        found = []
+        for example, (first, stop) in enumerate(self.batch.predictor_edges):
+            prompt = final[example, : first + 1].float()
+            told = final[example, first:stop].float()
+            scores = [
+                _cosines(torch.cat(kept, dim=1).long(), prompt, told)
+                for _, kept in sorted(self._places[example].items())
+            ]
+            found.append(torch.stack(scores))
+        return {"redeep_ecs": found}
+
+
+def _cosines(
+    places: torch.Tensor, prompt: torch.Tensor, told: torch.Tensor
+) -> torch.Tensor:
+    """Return the mean cosine of every head, `[n_heads]`, from what it attends to."""
+    n_prompt = len(prompt)
+    counts = prompt.new_zeros((*places.shape[:2], n_prompt + 1))
+    counts.scatter_(-1, places.masked_fill(places < 0, n_prompt), 1.0)
+    chosen = counts[..., :n_prompt]
+    # Cosines do not depend on the length, so the sum serves for the mean.
+    cosines = torch.cosine_similarity(chosen @ prompt, told, dim=-1)
+    return cosines.masked_fill(chosen.sum(-1) == 0, torch.nan).nanmean(-1)
+
+
+class KnowledgeScores(Part):
+    """The parametric knowledge score of every layer, `[n_layers]` in nats.
+
+    How far a layer's feed-forward part moves the next-token distribution that the
+    logit lens reads: the mean over the answer's tokens of `divergences`.
+    """
+
+    names = ("redeep_pks", "redeep_pks_swapped")
+
+    def __init__(self, batch: Batch, wanted: frozenset[str]) -> None:
+        """Begin a batch."""
+        super().__init__(batch, wanted)
+        self._rows = batch.rows(batch.predictor_edges)
+        self._layers: list[torch.Tensor] = []
+
+    def on_layer(self, layer_pass: LayerPass) -> None:
+        """Compare the stream before and behind the feed-forward part."""
+        mid = self._rows.of(layer_pass.h_in + layer_pass.att)
+        post = self._rows.of(layer_pass.h_out)
+        pairs = zip(
+            self.batch.log_probs(mid, is_normed=False),
+            self.batch.log_probs(post, is_normed=False),
+            strict=True,
+        )
+        found = [divergences(before, after) for (_, before), (_, after) in pairs]
+        self._layers.append(torch.cat(found) if found else mid.new_empty((0, 2)))
+
+    def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+        """Average over the answer's tokens; NaN where there is none."""
+        every = torch.stack(self._layers, dim=1).float()
+        means = mean_rows(every, self._rows.slices())
+        pairs = enumerate(self.names)
+        return {
+            name: [m[:, k] for m in means] for k, name in pairs if name in self.wanted
+        }

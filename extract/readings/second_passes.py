@@ -1,0 +1,133 @@
+"""Readings of other sequences than the answer's: P(True), and states of drawn answers.
+
+Each returns one float32 array per answer, NaN where there is nothing to read.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from extract.backbone.layout import LayerPass, watch_layers
+from extract.backbone.loading import Backbone
+from extract.readings.part import batches_of, check_window
+from extract.records import Answer
+from extract.signals.batch import pad_batch
+from extract.signals.probability import head_of
+
+Ids = tuple[int, ...]
+
+
+def middle_entry(n_layers: int) -> int:
+    """Return the middle of the `n_layers + 1` states, as EigenScore's code does.
+
+    0 is the embedding: 16 of 32 layers, 20 of 40 (alibaba/eigenscore at ea8062a).
+    """
+    return (n_layers + 1) // 2
+
+
+def _end_states(
+    backbone: Backbone,
+    sequences: Sequence[Ids],
+    entry: int,
+    tokens_per_batch: int,
+) -> torch.Tensor:
+    """Return the states at the last tokens, `[n_sequences, d_model]` on the host.
+
+    Args:
+      backbone: that reads.
+      sequences: ids, none empty.
+      entry: of Transformers' `hidden_states`; the last is final-normed.
+      tokens_per_batch: as in `extract.readings.reader.read`.
+    """
+    found = torch.empty((len(sequences), backbone.d_model), dtype=backbone.dtype)
+    for places in batches_of([len(ids) for ids in sequences], tokens_per_batch):
+        check_window(backbone, len(sequences[places[0]]))
+        rows = [np.array(sequences[i]) for i in places]
+        ids = pad_batch(rows, backbone.device)
+        ends = torch.tensor([len(row) - 1 for row in rows], device=ids.device)
+        every = torch.arange(len(rows), device=ids.device)
+        seen: list[torch.Tensor] = []
+
+        def on_layer(layer_pass: LayerPass) -> None:
+            if layer_pass.index + 1 == entry:
+                seen.append(layer_pass.h_out[every, ends])  # noqa: B023
+
+        with watch_layers(backbone.layout, on_layer):
+            output = backbone.layout.decoder(input_ids=ids, use_cache=False)
+        if entry == backbone.n_layers:
+            seen = [output.last_hidden_state[every, ends]]
+        found[places] = seen[0].cpu()
+    return found
+
+
+def truth_probabilities(
+    backbone: Backbone,
+    answers: Sequence[Answer],
+    prompts: Sequence[Ids | None],
+    tokens_per_batch: int,
+) -> list[np.ndarray]:
+    """Return P(True) of every answer, a scalar in [0, 1].
+
+    Args:
+      backbone: that gave the answers.
+      answers: whose prompts these are.
+      prompts: ids that end with the token of the option "A"; its probability behind
+        the others is read, not renormalised against "B", as the code of semantic
+        uncertainty does (jlko/semantic_uncertainty at a8d9aa8).
+      tokens_per_batch: as in `extract.readings.reader.read`.
+    """
+    found = [np.array(np.nan, np.float32) for _ in answers]
+    asked = [(i, ids) for i, ids in enumerate(prompts) if ids is not None]
+    sequences = [ids[:-1] for _, ids in asked]
+    if not asked:
+        return found
+    states = _end_states(backbone, sequences, backbone.n_layers, tokens_per_batch)
+    head = head_of(backbone.model)
+    for (place, ids), state in zip(asked, states, strict=True):
+        logits = head.logits(state[None].to(backbone.device), 0, head.weight.shape[0])
+        found[place] = logits.softmax(-1)[0, ids[-1]].cpu().numpy()
+    return found
+
+
+def sample_states(
+    backbone: Backbone,
+    answers: Sequence[Answer],
+    drawn: Sequence[Sequence[Ids | None]],
+    tokens_per_batch: int,
+) -> list[np.ndarray]:
+    """Return the middle state at the last token of every drawn answer.
+
+    The last token that is not the stop token: the official code looks for the last id
+    above 2, which is the same for its models, and of an answer of one token reads the
+    first token of the prompt. Equal draws are read once.
+
+    Args:
+      backbone: that drew them.
+      answers: to whose prompts they were drawn.
+      drawn: token ids without the stop token, or None where they are not known.
+      tokens_per_batch: as in `extract.readings.reader.read`.
+
+    Returns:
+      Per answer `[n_samples, d_model]`; a row of NaN for a draw without tokens.
+    """
+    entry = middle_entry(backbone.n_layers)
+    cells = [
+        (place, draw, (*answers[place].prompt_ids, *ids))
+        for place, draws in enumerate(drawn)
+        for draw, ids in enumerate(draws)
+        if ids
+    ]
+    places = {ids: i for i, ids in enumerate(dict.fromkeys(ids for *_, ids in cells))}
+    states = _end_states(backbone, list(places), entry, tokens_per_batch)
+    shapes = [(len(draws), backbone.d_model) for draws in drawn]
+    found = [np.full(shape, np.nan, np.float32) for shape in shapes]
+    for place, draw, ids in cells:
+        found[place][draw] = states[places[ids]].float().numpy()
+    return found
+
+
+SECOND_PASSES: dict[str, Callable[..., list[np.ndarray]]] = {
+    "p_true": truth_probabilities,
+    "sample_states": sample_states,
+}

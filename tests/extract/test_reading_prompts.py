@@ -1,0 +1,184 @@
+"""The second prompt and the swapped passages."""
+
+import dataclasses
+
+import msgspec
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from extract.generate.prompts import build_prompt
+from extract.generate.requests import TokenizerOnly
+from extract.generate.templates import TEMPLATES
+from extract.readings.prompts import (
+    other_passages,
+    swapped_prompt,
+    truth_prompt,
+    truth_text,
+)
+from extract.readings.reader import read
+from extract.records import Answer, Example, Passage
+from tests.extract.small_run import questions
+
+SHORT = TEMPLATES["short"]
+
+
+@pytest.fixture(scope="module")
+def wordwise():
+    """A tokenizer of words with the space before them, where it knows "A"."""
+    words = truth_text("who?", "Ann", ("Bob",)).replace("\n", " \n ").split(" ")
+    known = dict.fromkeys(["<s>", "[UNK]", "\n", *words, "A", "B", ":"])
+    made = Tokenizer(models.WordLevel({w: i for i, w in enumerate(known)}, "[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(["<s>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token="<s>", unk_token="[UNK]"
+    )
+
+
+def test_the_question_about_an_answer_is_that_of_the_official_code():
+    assert truth_text("Who?", " Ann", ("Bob\n", "Ann")) == (
+        "Question: Who?\nBrainstormed Answers: Bob\nAnn\nAnn\nPossible answer: Ann\n"
+        "Is the possible answer:\nA) True\nB) False\nThe possible answer is:"
+    )
+    assert "Brainstormed Answers: Ann\nPossible answer: Ann\n" in truth_text(
+        "Who?", "Ann", ()
+    )
+
+
+def test_a_truth_prompt_ends_with_the_option_behind_the_text(wordwise):
+    model = TokenizerOnly(wordwise)
+    ids = truth_prompt(model, "who?", "Ann", ("Bob",))
+    text = truth_text("who?", "Ann", ("Bob",))
+    assert ids[:-1] == tuple(wordwise(text)["input_ids"])
+    assert wordwise.convert_ids_to_tokens(ids[-1]) == "A"
+    assert truth_prompt(TokenizerOnly(wordwise, len(ids)), "who?", "Ann", ("Bob",))
+    short = TokenizerOnly(wordwise, len(ids) - 2)
+    assert truth_prompt(short, "who?", "Ann", ("Bob",)) is None
+
+
+def test_without_one_known_token_for_the_option_there_is_no_truth_prompt(
+    bytewise, local
+):
+    assert truth_prompt(TokenizerOnly(bytewise), "who?", "Ann") is None
+    # The microworld's words hold no "A".
+    assert truth_prompt(local.backbone, "who?", "Ann") is None
+
+
+def example(number, titles, golds=("gold",), dataset="d", texts=None):
+    texts = [f"text {number} {title}" for title in titles] if texts is None else texts
+    return Example(
+        id=f"q{number}",
+        dataset=dataset,
+        split="train",
+        question=f"question {number}?",
+        golds=golds,
+        passages=tuple(
+            Passage(title=title, text=text)
+            for title, text in zip(titles, texts, strict=True)
+        ),
+    )
+
+
+def answered(one, dropped=()):
+    return Answer(
+        example_id=one.id,
+        setting="with_context",
+        variant="original",
+        text="a",
+        prompt_ids=(1, 2),
+        token_ids=(3,),
+        stop_id=4,
+        context_span=(0, 1),
+        dropped=dropped,
+    )
+
+
+def titles_of(found):
+    return [[passage.title for passage in passages] for passages in found]
+
+
+def test_the_next_question_of_the_set_lends_as_many_passages():
+    every = [
+        example(0, "ab"),
+        example(1, "cd", dataset="other"),
+        example(2, "efg"),
+        example(3, "h"),
+        example(4, "ij"),
+    ]
+    found = other_passages(every[0], answered(every[0]), every)
+    assert titles_of(found) == [["e", "f"], ["i", "j"]]
+    # Behind the last comes the first.
+    found = other_passages(every[4], answered(every[4]), every)
+    assert titles_of(found) == [["a", "b"], ["e", "f"]]
+    found = other_passages(every[2], answered(every[2], dropped=(1, 2)), every)
+    assert titles_of(found) == [["h"], ["i"], ["a"]]
+
+
+def test_passages_with_an_own_title_or_a_gold_answer_are_not_lent():
+    every = [
+        example(0, ["Sid &amp; Nancy"], golds=("Paris",)),
+        example(1, ["sid & nancy"]),
+        example(2, ["x"], texts=["It is in PARIS."]),
+        example(3, ["Paris"]),
+        example(4, ["y"]),
+    ]
+    found = other_passages(every[0], answered(every[0]), every)
+    assert titles_of(found) == [["y"]]
+
+
+def test_without_titles_texts_tell_passages_apart():
+    every = [example(i, [""], texts=[t]) for i, t in enumerate(["same", "same", "b"])]
+    found = other_passages(every[0], answered(every[0]), every)
+    assert [passages[0].text for passages in found] == ["b"]
+
+
+def test_a_swapped_prompt_asks_the_same_behind_other_passages(bytewise):
+    every = [example(0, "a"), example(1, "b"), example(2, "c")]
+    own = answered(every[0])
+    model = TokenizerOnly(bytewise)
+    ids = swapped_prompt(model, SHORT, every[0], own, every)
+    expected = build_prompt(bytewise, SHORT, "question 0?", every[1].passages)
+    assert ids == expected.ids
+    assert swapped_prompt(model, SHORT, every[0], own, every[:1]) is None
+    # What does not fit the window with the answer gives way to what does.
+    longer = msgspec.structs.replace(
+        every[1], passages=(Passage(title="b", text="much longer " * 9),)
+    )
+    window = dataclasses.replace(model, max_length=len(ids) + 1)
+    lent = [every[0], longer, every[2]]
+    found = swapped_prompt(window, SHORT, every[0], own, lent)
+    assert found == build_prompt(bytewise, SHORT, "question 0?", lent[2].passages).ids
+
+
+def test_other_passages_change_what_the_microworlds_model_says(local):
+    """A discrepancy of zero would mean that the swap does nothing."""
+    every = [one for one in questions(12, 0, 0) if one.passages]
+    backbone = local.backbone
+    prompts = [
+        build_prompt(backbone.tokenizer, SHORT, one.question, one.passages)
+        for one in every
+    ]
+    answers = [
+        msgspec.structs.replace(
+            answered(one),
+            prompt_ids=prompt.ids,
+            context_span=prompt.context_span,
+            token_ids=tuple(prompt.ids[-4:-2]),
+        )
+        for one, prompt in zip(every, prompts, strict=True)
+    ]
+    own = [answer.prompt_ids for answer in answers]
+    swapped = [
+        swapped_prompt(backbone, SHORT, one, answer, every)
+        for one, answer in zip(every, answers, strict=True)
+    ]
+    assert None not in swapped
+    found = [
+        np.array([one["lumina_mmd"] for one in read(*given, swapped=each)])
+        for given in [(backbone, answers, ["lumina_mmd"])]
+        for each in (own, swapped)
+    ]
+    assert np.abs(found[0]).max() < 1e-6
+    assert found[1].mean() > 1e-3
