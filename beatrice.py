@@ -37,6 +37,7 @@ VERBS = {
     "select": "selection.commands",
     "calibrate": "jaxprobe.commands",
     "evaluate": "benchmarks.commands",
+    "baselines": "benchmarks.commands",
     "control": "pgir.commands",
     "report": "benchmarks.commands",
     "compare": "benchmarks.commands",

@@ -1,11 +1,17 @@
-"""The verbs `evaluate`, `report` and `compare`."""
+"""The verbs `evaluate`, `baselines`, `report` and `compare`."""
 
+import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from extract.run.console import Progress, RunPath
+from extract.run.directory import RunDir
 from extract.run.verbs import RUN_DIR, do_or_forecast, dry_run_option, load_stage
+
+if TYPE_CHECKING:
+    from benchmarks.baselines.stage import BaselinesConfig
 
 
 @click.command()
@@ -31,6 +37,64 @@ def evaluate(run_dir: Path, ablations: bool, dry_run: bool) -> None:
         do_or_forecast(run_dir, ABLATE, dry_run)
     if not dry_run and (run_dir / "report.html").exists():
         Progress().note(f"report: `beatrice report {run_dir}` shows the rows of now")
+
+
+@click.command()
+@click.argument("run_dir", type=RunPath(), required=False)
+@click.option("--only", multiple=True, metavar="NAME", help="These; all by default.")
+@click.option(
+    "--nli",
+    type=click.Path(exists=True, file_okay=False),
+    help="Directory of an NLI model, for those that ask what follows from what.",
+)
+@click.option("--list", "is_list", is_flag=True, help="Say which there are, and stop.")
+@click.option(
+    "--check",
+    metavar="MODULE:NAME",
+    help="Say what a detector of your own does wrong on the run's answers, and stop.",
+)
+@dry_run_option
+def baselines(
+    run_dir: Path | None,
+    only: tuple[str, ...],
+    nli: str | None,
+    is_list: bool,
+    check: str | None,
+    dry_run: bool,
+) -> None:
+    """Judge published detectors on the run's answers, with intervals and costs.
+
+    Example: beatrice baselines runs/demo --only saplma_last --only p_true
+    """
+    if is_list:
+        from benchmarks.baselines.catalogue import catalogue, listed
+
+        click.echo(listed(catalogue().values()))
+        return
+    if run_dir is None:
+        raise click.UsageError("missing argument 'RUN_DIR'; or give --list")
+    if check is not None:
+        from benchmarks.baselines.conformance import check_detector
+
+        faults = check_detector(run_dir, check)
+        click.echo("\n".join(faults) or f"{check}: nothing wrong was found")
+        if faults:
+            raise click.exceptions.Exit(1)
+        return
+    from benchmarks.baselines.stage import BASELINES, chosen_detectors
+
+    def change(config: "BaselinesConfig") -> "BaselinesConfig":
+        found = str(Path(nli).resolve()) if nli else config.nli
+        asked = dataclasses.replace(config, only=only or config.only, nli=found)
+        chosen_detectors(asked)  # refuses a name that is not known
+        return asked
+
+    if not dry_run:
+        with RunDir.open(run_dir) as run:
+            before = BASELINES.settle(run)
+            if BASELINES.settle(run, change, is_replaceable=True) != before:
+                run.reopen_stage(BASELINES.name)
+    do_or_forecast(run_dir, BASELINES, dry_run, change if dry_run else None)
 
 
 @click.command()

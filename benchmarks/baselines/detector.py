@@ -21,11 +21,10 @@ from jaxprobe.features.rows import Rows
 
 # Beyond the pass that gave the answer and its four families:
 #   samples        answers drawn to the same prompt (`beatrice sample`)
-#   entailment     which answers mean the same: an NLI model, or equality of their words
-#   readings       what `beatrice baselines` reads in a pass of its own over the answer
+#   entailment     an NLI model, which tells what follows from what
 #   second_prompt  a question about the answer is put to the backbone
 #   swapped        the answer is read behind another question's passages
-Need = Literal["samples", "entailment", "readings", "second_prompt", "swapped"]
+Need = Literal["samples", "entailment", "second_prompt", "swapped"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,9 +51,14 @@ class Evidence:
     relations: Callable[[Sequence[tuple[str, str]]], np.ndarray] | None = None
 
     @cached_property
+    def questions(self) -> list[Example]:
+        """All questions of the run, in its order."""
+        return read_examples(self.run)
+
+    @cached_property
     def examples(self) -> list[Example]:
         """The question of every row."""
-        known = {example.id: example for example in read_examples(self.run)}
+        known = {example.id: example for example in self.questions}
         return [known[i] for i in self.rows.ids]
 
     @cached_property
@@ -103,6 +107,8 @@ class Detector:
       source: paper and section, and the official code that was followed.
       score: gives every row its score.
       needs: beyond the pass that gave the answer.
+      reads: names of `extract.readings.reader.READINGS`, which `beatrice baselines`
+        reads in a pass of its own.
       is_trained: whether it learns from labels of the training split.
       variant: what differs from the published one, in a sentence; empty where nothing.
       settings: where it is defined.
@@ -113,6 +119,7 @@ class Detector:
     source: str
     score: Callable[[Evidence], Found]
     needs: frozenset[Need] = frozenset()
+    reads: tuple[str, ...] = ()
     is_trained: bool = False
     variant: str = ""
     settings: tuple[Setting, ...] = SETTINGS

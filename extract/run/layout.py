@@ -15,6 +15,7 @@ _WRITERS = {
     "detector": "calibrate",
     "reliability": "evaluate",
     "shown": "evaluate",
+    "readings": "baselines",
     "control": "control",
     "results": "report",
     "exhaustive": "select --exhaustive",

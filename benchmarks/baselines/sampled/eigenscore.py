@@ -82,7 +82,8 @@ DETECTORS = (
         title="EigenScore",
         source=_SOURCE,
         score=partial(eigen_scores, is_official=True),
-        needs=frozenset({"samples", "readings"}),
+        needs=frozenset({"samples"}),
+        reads=("sample_states",),
         variant="answers are drawn at the pool's temperature, not 0.5; the last token "
         "before the stop is read whatever its id",
     ),
@@ -91,7 +92,8 @@ DETECTORS = (
         title="EigenScore (paper's formula)",
         source=_SOURCE,
         score=partial(eigen_scores, is_official=False),
-        needs=frozenset({"samples", "readings"}),
+        needs=frozenset({"samples"}),
+        reads=("sample_states",),
         variant="the covariance is not divided by d_model - 1 and the logarithm is "
         "natural, as in the paper; read as the other",
     ),

@@ -87,6 +87,15 @@ def entropy_scores(
     return Found(np.array([values]))
 
 
+def discrete_entropies(evidence: Evidence, equivalences: Equivalences) -> np.ndarray:
+    """Return the entropy by counts of every row, `[n_rows]` nats; NaN without samples.
+
+    Semantic entropy probes learn it.
+    """
+    found = entropy_scores(evidence, _discrete, equivalences, official_clusters)
+    return -found.scores[0]
+
+
 _SOURCE = (
     "Farquhar et al., Nature 2024; jlko/semantic_uncertainty a8d9aa8, "
     "semantic_entropy.py: "

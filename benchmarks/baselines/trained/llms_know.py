@@ -44,7 +44,7 @@ LLMS_KNOW = Detector(
     source="Orgad et al. (ICLR 2025), section 3; technion-cs-nlp/LLMsKnow bee3ec5, "
     "probe.py",
     score=_score,
-    needs=frozenset({"readings"}),
+    reads=("mlp_exact_answer",),
     is_trained=True,
     # The official extraction finds the gold answer in right ones, at test time too.
     variant="The exact answer is the whole greedy answer, which is short after worked "

@@ -38,7 +38,7 @@ LOOKBACK_LENS = Detector(
     source="Chuang et al. (EMNLP 2024), section 2; voidism/Lookback-Lens f2846ef, "
     "step03_lookback_lens.py",
     score=_score,
-    needs=frozenset({"readings"}),
+    reads=("lookback",),
     is_trained=True,
     variant="One example an answer, the mean over all its steps, and the label is "
     "correctness, not faithfulness to the context.",

@@ -7,6 +7,13 @@ import numpy as np
 
 from benchmarks.baselines.detector import Detector, Evidence, Found
 from benchmarks.baselines.linear import chosen_row
+from benchmarks.baselines.sampled.clustering import (
+    BY_WORDS,
+    Equivalences,
+    by_entailment,
+    by_words,
+)
+from benchmarks.baselines.sampled.entropy import discrete_entropies
 from benchmarks.baselines.trained.layers import (
     last_steps,
     logistic_log_odds,
@@ -126,52 +133,61 @@ def official_second_last(last: np.ndarray) -> np.ndarray:
 
 
 def _score(
-    evidence: Evidence, *, name: str, step_of: Callable[[np.ndarray], np.ndarray]
+    evidence: Evidence,
+    *,
+    name: str,
+    step_of: Callable[[np.ndarray], np.ndarray],
+    equivalences: Equivalences,
 ) -> Found:
     """Probe the states at a step of every answer."""
-    from benchmarks.baselines.sampled.semantic_entropy import semantic_entropies
-
     store = evidence.store
     states_of = partial(states_at, store, step_of(last_steps(store)))
-    entropies = semantic_entropies(evidence)
+    entropies = discrete_entropies(evidence, equivalences)
     layers = store.spec.hidden_layers
     return entropy_probe(states_of, layers, entropies, evidence.rows, name)
 
 
-def _detector(
-    name: str, title: str, step_of: Callable[[np.ndarray], np.ndarray], variant: str
-) -> Detector:
-    """Return the probe of one token position."""
-    return Detector(
-        name=name,
-        title=title,
-        source="Kossen et al. (2024), arXiv 2406.15927, section 4; "
-        "OATML/semantic-entropy-probes 02e2167, train-latent-probe.ipynb",
-        score=partial(_score, name=name, step_of=step_of),
-        needs=frozenset({"samples", "entailment"}),
-        is_trained=True,
-        variant=f"{variant} The range of layers is chosen on validation answers, the "
-        "code's on test; fitted on training answers alone.",
-    )
+def _detectors(
+    name: str, title: str, step_of: Callable[[np.ndarray], np.ndarray], token: str
+) -> tuple[Detector, Detector]:
+    """Return the probes of one token position: with an NLI model, and by words."""
+
+    def one(ending: str, note: str, equivalences: Equivalences) -> Detector:
+        own = name + (ending and f":{ending}")
+        kind = {} if equivalences is by_words else {"entailment"}
+        return Detector(
+            name=own,
+            title=title + (ending and f" ({ending})"),
+            source="Kossen et al. (2024), arXiv 2406.15927, section 4; "
+            "OATML/semantic-entropy-probes 02e2167, train-latent-probe.ipynb",
+            score=partial(_score, name=own, step_of=step_of, equivalences=equivalences),
+            needs=frozenset({"samples", *kind}),
+            is_trained=True,
+            variant=f"{token}; the range of layers is chosen on validation answers, "
+            "the code's on test; fitted on training answers alone" + note,
+        )
+
+    return one("", "", by_entailment), one("words", f"; {BY_WORDS}", by_words)
 
 
-SEP = _detector(
-    "sep",
-    "SEP",
-    official_second_last,
-    "The token of the code, which stands one before the second-last.",
+DETECTORS = (
+    *_detectors(
+        "sep",
+        "SEP",
+        official_second_last,
+        "the token of the code, which stands one before the second-last",
+    ),
+    *_detectors(
+        "sep_corrected",
+        "SEP, second-last token",
+        second_last,
+        "corrected: the second-last answer token, which the paper names and the code "
+        "misses by one",
+    ),
+    *_detectors(
+        "sep_tbg",
+        "SEP, before the answer",
+        before_generation,
+        "the last prompt token, before the answer is generated",
+    ),
 )
-SEP_CORRECTED = _detector(
-    "sep_corrected",
-    "SEP, second-last token",
-    second_last,
-    "Corrected: the second-last answer token, which the paper names and the code "
-    "misses by one.",
-)
-SEP_TBG = _detector(
-    "sep_tbg",
-    "SEP, before the answer",
-    before_generation,
-    "The last prompt token, before the answer is generated.",
-)
-DETECTORS = (SEP, SEP_CORRECTED, SEP_TBG)

@@ -1,0 +1,100 @@
+"""What a detector does wrong: shape, repetition, test labels, orientation, gaps."""
+
+import dataclasses
+import importlib
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.baselines.catalogue import catalogue
+from benchmarks.baselines.detector import Detector, Evidence
+from benchmarks.baselines.readings import kept_readings
+from extract.run.contents import settings_of
+from extract.run.directory import RunDir
+from jaxprobe.evaluation import Scored
+from jaxprobe.features.rows import chosen_layer, load_rows
+from jaxprobe.metrics import auroc
+
+
+def find_detector(place: str) -> Detector:
+    """Return the detector of a name in the catalogue, or of `module:NAME`.
+
+    Raises:
+      ValueError: there is no such detector.
+    """
+    if (known := catalogue().get(place)) is not None:
+        return known
+    module, _, name = place.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError as error:
+        raise ValueError(f"{place}: {error}; give MODULE:NAME of a detector") from None
+    if not isinstance(found, Detector):
+        raise ValueError(
+            f"{place} is {type(found).__name__}, expected a Detector "
+            "(benchmarks/baselines/detector.py); give MODULE:NAME of one"
+        )
+    return found
+
+
+def check_detector(run_dir: Path, place: str) -> list[str]:
+    """Return what a detector does wrong on a run's answers, a sentence each.
+
+    Args:
+      run_dir: a run whose signals are extracted and labelled.
+      place: see `find_detector`.
+    """
+    detector = find_detector(place)
+    with RunDir.open(run_dir) as run:
+        settings = [s for s in settings_of(run) if s in detector.settings]
+        faults = []
+        for setting in settings:
+            store, rows = load_rows(run, setting)
+            evidence = Evidence(
+                run=run, store=store, rows=rows, layer=chosen_layer(run)
+            )
+            kept = kept_readings(evidence, detector.reads, lambda n: None)
+            evidence = dataclasses.replace(evidence, readings=kept.values)
+            faults += [f"{setting}: {x}" for x in faults_of(detector, evidence)]
+    return faults
+
+
+def faults_of(detector: Detector, evidence: Evidence) -> list[str]:
+    """Return what a detector does wrong on some evidence, a sentence each."""
+    rows = evidence.rows
+    n_rows = len(rows.ids)
+    scores = np.asarray(detector.score(evidence).scores)
+    if (
+        scores.ndim != 2
+        or scores.shape[1] != n_rows
+        or not np.issubdtype(scores.dtype, np.floating)
+    ):
+        return [
+            f"scores are {scores.dtype} {list(scores.shape)}, expected floats "
+            f"[n_seeds, {n_rows}]"
+        ]
+    faults = []
+    again = np.asarray(detector.score(evidence).scores)
+    if not np.array_equal(scores, again, equal_nan=True):
+        faults.append("the same evidence gives other scores the second time")
+    is_tested = np.isin(rows.splits, ("test", "ood"))
+    turned = dataclasses.replace(
+        rows, labels=np.where(is_tested, ~rows.labels, rows.labels)
+    )
+    other = detector.score(dataclasses.replace(evidence, rows=turned)).scores
+    if not np.array_equal(scores, other, equal_nan=True):
+        faults.append("the labels of test questions change the scores: it reads them")
+    if np.isinf(scores).any():
+        faults.append("a score is infinite; give NaN where it is undefined")
+    defined = Scored(name=detector.name, scores=scores).is_defined
+    if not defined.any():
+        return [*faults, "no answer has a score"]
+    where = rows.where("validation")
+    where = where[defined[where]]
+    means = [auroc(own[where], rows.labels[where]).value for own in scores]
+    if np.mean(means) < 0.5:
+        faults.append(
+            f"AUROC on validation is {np.mean(means):.3f}: higher should be likelier "
+            "correct; is the sign turned?"
+        )
+    return faults

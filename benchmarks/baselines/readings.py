@@ -1,0 +1,167 @@
+"""What detectors read beyond the four families, kept in the run part by part.
+
+A part is some hundred answers; its readings are files of their own, one a name, so that
+what is stopped continues and what another detector asks for later is read alone.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.baselines.detector import Evidence
+from extract.generate.requests import answer_config
+from extract.run.contents import answers_file, samples_file
+from extract.run.files import sha256_file
+from jaxprobe.checkpoint import load_cache, save_cache
+
+if TYPE_CHECKING:
+    from extract.backbone.loading import Backbone
+
+_ANSWERS_PER_PART = 256
+_OF_SAMPLES = ("sample_states", "p_true")
+
+
+class Kept(NamedTuple):
+    """Readings of all rows, and what they cost.
+
+    Attributes:
+      values: by name, `[n_rows, ...]` float32; NaN where a reading is undefined.
+      seconds: by name, of all rows and over all starts; what is read in one pass
+        shares its time evenly.
+    """
+
+    values: dict[str, np.ndarray]
+    seconds: dict[str, float]
+
+
+class _Reading:
+    """Reads parts of a setting's answers; the model is loaded when one is missing."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        """Say whose answers are read."""
+        self._evidence = evidence
+
+    @cached_property
+    def _backbone(self) -> "Backbone":
+        from extract.backbone.loading import open_backbone, require_answering_model
+        from extract.backbone.names import backbone_of
+
+        run = self._evidence.run
+        backbone = open_backbone(backbone_of(run))
+        require_answering_model(run.answers, backbone)
+        return backbone
+
+    @cached_property
+    def _n_cue(self) -> int:
+        from extract.readings.part import cue_length
+
+        return cue_length(self._evidence.answers)
+
+    def part(self, rows: slice, names: Sequence[str]) -> dict[str, np.ndarray]:
+        """Read some answers."""
+        from extract.readings.reader import read
+
+        given = {
+            argument: [one(i) for i in range(rows.start, rows.stop)]
+            for name, (argument, one) in self._given().items()
+            if name in names
+        }
+        answers = self._evidence.answers[rows]
+        found = list(read(self._backbone, answers, names, n_cue=self._n_cue, **given))
+        stacked = {name: [one[name] for one in found] for name in names}
+        return {name: _stack(values) for name, values in stacked.items()}
+
+    def _given(self) -> Mapping[str, tuple[str, Callable[[int], Any]]]:
+        """Return by name what else `read` is to be given, of each row."""
+        return {
+            "lumina_mmd": ("swapped", self._swapped),
+            "p_true": ("truth_prompts", self._truth_prompt),
+            "sample_states": (
+                "drawn",
+                lambda i: [sample.token_ids for sample in self._evidence.samples[i]],
+            ),
+        }
+
+    def _swapped(self, i: int) -> tuple[int, ...] | None:
+        from extract.readings.prompts import swapped_prompt
+
+        evidence = self._evidence
+        template = answer_config(evidence.run).prompt.prompt_template()
+        return swapped_prompt(
+            self._backbone,
+            template,
+            evidence.examples[i],
+            evidence.answers[i],
+            evidence.questions,
+        )
+
+    def _truth_prompt(self, i: int) -> tuple[int, ...] | None:
+        from extract.readings.prompts import truth_prompt
+
+        evidence = self._evidence
+        ideas = [sample.text for sample in evidence.samples[i]]
+        question, answer = evidence.examples[i].question, evidence.answers[i].text
+        return truth_prompt(self._backbone, question, answer, ideas)
+
+
+def _stack(values: Sequence[np.ndarray]) -> np.ndarray:
+    """Stack readings; those of fewer samples get rows of NaN behind."""
+    shape = np.max([value.shape for value in values], axis=0).astype(int)
+    found = np.full((len(values), *shape), np.nan, np.float32)
+    for own, value in zip(found, values, strict=True):
+        own[tuple(map(slice, value.shape))] = value
+    return found
+
+
+def kept_readings(
+    evidence: Evidence, names: Sequence[str], tick: Callable[[int], None]
+) -> Kept:
+    """Return readings of every row, read now or by an earlier, interrupted run.
+
+    Args:
+      evidence: whose answers are read, and where they are kept.
+      names: of `extract.readings.reader.READINGS`.
+      tick: called with the number of rows that are there.
+
+    Raises:
+      ValueError: other weights gave the answers, or a prompt is longer than the window.
+    """
+    reading = _Reading(evidence)
+    folder = evidence.run.path / "readings" / evidence.rows.setting
+    parts: list[dict[str, np.ndarray]] = []
+    keys = {name: _key(evidence, name) for name in names}
+    seconds = dict.fromkeys(names, 0.0)
+    for rows in _parts(len(evidence.rows.ids)):
+        paths = {n: folder / n / f"{rows.start:07d}.safetensors" for n in names}
+        held = {name: load_cache(paths[name], keys[name]) for name in names}
+        missing = [name for name in names if held[name] is None]
+        if missing:
+            began = time.monotonic()
+            made = reading.part(rows, missing)
+            share = np.float64((time.monotonic() - began) / len(missing))
+            for name in missing:
+                held[name] = {"values": made[name], "seconds": share}
+                save_cache(paths[name], held[name], keys[name])
+        parts.append({name: own["values"] for name, own in held.items()})
+        for name, own in held.items():
+            seconds[name] += float(own["seconds"])
+        tick(rows.stop)
+    every = {name: [x for part in parts for x in part[name]] for name in names}
+    return Kept({name: _stack(values) for name, values in every.items()}, seconds)
+
+
+def _parts(n_rows: int) -> Iterator[slice]:
+    for start in range(0, n_rows, _ANSWERS_PER_PART):
+        yield slice(start, min(start + _ANSWERS_PER_PART, n_rows))
+
+
+def _key(evidence: Evidence, name: str) -> str:
+    """Return the identity of all that a reading depends on."""
+    sources: list[Path] = [answers_file(evidence.run), evidence.run.examples]
+    if name in _OF_SAMPLES and samples_file(evidence.run).exists():
+        sources.append(samples_file(evidence.run))
+    return " ".join((name, evidence.rows.setting, *map(sha256_file, sources)))
