@@ -19,6 +19,10 @@ from extract.records import Answer
 from extract.signals.batch import ReadingBudget, Rows, pad_batch
 from extract.signals.probability import Head, head_of
 
+# Next-token distributions in memory at once, 64 MiB each: 64 rows of the largest
+# vocabularies, so that reading the head's weights is shared.
+_LOGITS_PER_CHUNK = 2**24
+
 
 def cue_length(answers: Sequence[Answer]) -> int:
     """Return how many tokens all prompts end with, at least 1.
@@ -120,15 +124,19 @@ class Batch:
         Yields:
           Which rows, and `[n_chunk, vocab_size]` float32 log-probabilities.
         """
-        n_words = self.head.weight.shape[0]
-        n_logits = self.budget.n_tokens_per_chunk * self.budget.n_words_per_block
-        size = max(1, n_logits // n_words)
+        n_words, width = self.head.weight.shape[0], self.budget.n_words_per_block
+        size = max(1, _LOGITS_PER_CHUNK // n_words)
         for start in range(0, len(states), size):
             rows = slice(start, min(start + size, len(states)))
             chunk = states[rows].to(self.head.weight.dtype)
             if not is_normed:
                 chunk = self.backbone.layout.final_norm(chunk)
-            yield rows, self.head.logits(chunk, 0, n_words).log_softmax(-1)
+            logits = torch.empty((len(chunk), n_words), device=chunk.device)
+            # By blocks of words, for a product in float32 converts the head's weights.
+            for word in range(0, n_words, width):
+                stop = min(word + width, n_words)
+                logits[:, word:stop] = self.head.logits(chunk, word, stop)
+            yield rows, logits.sub_(logits.logsumexp(-1, keepdim=True))
 
 
 class Part:

@@ -15,6 +15,8 @@ from extract.readings.part import Batch, Part, mean_rows
 
 _SHARE = 0.1
 _UNSEEN = -1e29
+_WEIGHTS_PER_BLOCK = 2**17
+_LEAST = 1e-37  # a float32 that is not subnormal
 
 
 def n_attended(n_prompt: int) -> int:
@@ -35,11 +37,18 @@ def divergences(mid: torch.Tensor, post: torch.Tensor) -> torch.Tensor:
       official code computes with arguments exchanged (there a mean over words times a
       million, in half precision; here their sum).
     """
-    between = torch.logaddexp(mid, post) - math.log(2)
-    from_mid, from_post = mid - between, post - between
-    shannon = mid.exp() * from_mid + post.exp() * from_post
-    swapped = -between.exp() * (from_mid + from_post)
-    return torch.stack([shannon.sum(-1), swapped.sum(-1)], dim=-1) / 2
+    found = mid.new_zeros((len(mid), 2))
+    width = max(1, _WEIGHTS_PER_BLOCK // max(1, len(mid)))
+    # By blocks of words, which stay in a CPU's cache for all the passes over them.
+    for p, q in zip(mid.split(width, -1), post.split(width, -1), strict=True):
+        first, second = p.exp(), q.exp()
+        between = (first + second).div_(2)
+        # Where both underflow the term is zero, and so is what multiplies this.
+        log_between = between.clamp_min(_LEAST).log_()
+        from_mid, from_post = p - log_between, q - log_between
+        found[:, 1] -= between.mul_(from_mid + from_post).sum(-1)
+        found[:, 0] += (first.mul_(from_mid) + second.mul_(from_post)).sum(-1)
+    return found / 2
 
 
 class ContextScores(Part):
@@ -118,7 +127,7 @@ class KnowledgeScores(Part):
 
     def on_layer(self, layer_pass: LayerPass) -> None:
         """Compare the stream before and behind the feed-forward part."""
-        mid = self._rows.of(layer_pass.h_in + layer_pass.att)
+        mid = self._rows.of(layer_pass.h_in) + self._rows.of(layer_pass.att)
         post = self._rows.of(layer_pass.h_out)
         pairs = zip(
             self.batch.log_probs(mid, is_normed=False),
