@@ -46,11 +46,13 @@ class Scored:
         is undefined, and the row is then left out of its numbers and counted.
       labels: `[n_rows]` bool to measure against, or None for the rows' own; only
         the permuted-label control has others.
+      reason: why there is no score, where none of a set is defined.
     """
 
     name: str
     scores: np.ndarray
     labels: np.ndarray | None = None
+    reason: str = "the detector gives no score here"
 
     @property
     def is_defined(self) -> np.ndarray:
@@ -60,7 +62,7 @@ class Scored:
     def take(self, where: np.ndarray) -> "Scored":
         """Return the same of some rows, `[n]` indices or bool of all."""
         labels = None if self.labels is None else self.labels[where]
-        return Scored(name=self.name, scores=self.scores[:, where], labels=labels)
+        return dataclasses.replace(self, scores=self.scores[:, where], labels=labels)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,8 +109,8 @@ def _less(fields: Mapping[str, Any], n_left_out: int) -> dict[str, Any]:
     return {**fields, "n": n, "n_failed": n_failed}
 
 
-def _no_score(scores: np.ndarray, labels: np.ndarray) -> Metric:
-    return Metric(math.nan, "the detector gives no score here")
+def _no_score(scores: np.ndarray, labels: np.ndarray, *, reason: str) -> Metric:
+    return Metric(math.nan, reason)
 
 
 def _measure(
@@ -136,7 +138,7 @@ def _measure(
             weighted = partial(weighted_stratified, strata=strata[where])
         scores = one.scores[:, where]
         if not where.any():
-            metrics = dict.fromkeys(metrics, _no_score)
+            metrics = dict.fromkeys(metrics, partial(_no_score, reason=one.reason))
         seeds = {
             metric: [point(own, truth) for own in scores]
             for metric, point in metrics.items()

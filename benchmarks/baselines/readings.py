@@ -5,17 +5,16 @@ what is stopped continues and what another detector asks for later is read alone
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.baselines.detector import Evidence
 from extract.generate.requests import answer_config
-from extract.run.contents import answers_file, samples_file
-from extract.run.files import sha256_file
+from extract.run.contents import answers_file, question_files, samples_file
+from extract.run.files import sha256_tree
 from jaxprobe.checkpoint import load_cache, save_cache
 
 if TYPE_CHECKING:
@@ -118,14 +117,14 @@ def _stack(values: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def kept_readings(
-    evidence: Evidence, names: Sequence[str], tick: Callable[[int], None]
+    evidence: Evidence, names: Sequence[str], tick: Callable[[], None] = lambda: None
 ) -> Kept:
     """Return readings of every row, read now or by an earlier, interrupted run.
 
     Args:
       evidence: whose answers are read, and where they are kept.
       names: of `extract.readings.reader.READINGS`.
-      tick: called with the number of rows that are there.
+      tick: called once for each of `parts_of`, when it is there.
 
     Raises:
       ValueError: other weights gave the answers, or a prompt is longer than the window.
@@ -133,9 +132,9 @@ def kept_readings(
     reading = _Reading(evidence)
     folder = evidence.run.path / "readings" / evidence.rows.setting
     parts: list[dict[str, np.ndarray]] = []
-    keys = {name: _key(evidence, name) for name in names}
+    keys = identities(evidence, names)
     seconds = dict.fromkeys(names, 0.0)
-    for rows in _parts(len(evidence.rows.ids)):
+    for rows in parts_of(len(evidence.rows.ids)):
         paths = {n: folder / n / f"{rows.start:07d}.safetensors" for n in names}
         held = {name: load_cache(paths[name], keys[name]) for name in names}
         missing = [name for name in names if held[name] is None]
@@ -149,19 +148,32 @@ def kept_readings(
         parts.append({name: own["values"] for name, own in held.items()})
         for name, own in held.items():
             seconds[name] += float(own["seconds"])
-        tick(rows.stop)
+        tick()
     every = {name: [x for part in parts for x in part[name]] for name in names}
     return Kept({name: _stack(values) for name, values in every.items()}, seconds)
 
 
-def _parts(n_rows: int) -> Iterator[slice]:
-    for start in range(0, n_rows, _ANSWERS_PER_PART):
-        yield slice(start, min(start + _ANSWERS_PER_PART, n_rows))
+def parts_of(n_rows: int) -> list[slice]:
+    """Return the rows that are read and kept together."""
+    starts = range(0, n_rows, _ANSWERS_PER_PART)
+    return [slice(start, min(start + _ANSWERS_PER_PART, n_rows)) for start in starts]
 
 
-def _key(evidence: Evidence, name: str) -> str:
-    """Return the identity of all that a reading depends on."""
-    sources: list[Path] = [answers_file(evidence.run), evidence.run.examples]
-    if name in _OF_SAMPLES and samples_file(evidence.run).exists():
-        sources.append(samples_file(evidence.run))
-    return " ".join((name, evidence.rows.setting, *map(sha256_file, sources)))
+def identities(evidence: Evidence, names: Iterable[str]) -> dict[str, str]:
+    """Return the identity of all that each reading depends on, by name.
+
+    Of the answers, the questions and, where the drawn answers are read too, of these.
+    Labels and the layer of the sweep are no part of it.
+    """
+    run = evidence.run
+    files = [answers_file(run), *question_files(run)]
+    shas = [str(sha256_tree(file)) for file in files]
+    drawn = str(sha256_tree(samples_file(run)))
+    return {
+        name: " ".join((name, evidence.rows.setting, *shas, *_drawn(name, drawn)))
+        for name in names
+    }
+
+
+def _drawn(name: str, sha: str) -> tuple[str, ...]:
+    return (sha,) if name in _OF_SAMPLES else ()

@@ -1,17 +1,19 @@
 """The stage that judges rival detectors on the answers of a run."""
 
 import dataclasses
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from benchmarks.baselines.catalogue import catalogue
 from benchmarks.baselines.detector import Detector, Evidence, Found
-from benchmarks.baselines.readings import Kept, kept_readings
+from benchmarks.baselines.readings import Kept, identities, kept_readings, parts_of
+from benchmarks.panorama.costs import Judged, judged_file
 from benchmarks.panorama.significance import is_rival
 from extract.records import Setting
 from extract.run.console import Progress, Update
@@ -32,6 +34,7 @@ from jaxprobe.pool import read_selection
 from jaxprobe.settings import set_compiler
 
 OURS = "champion"
+Relations = Callable[[Sequence[tuple[str, str]]], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +42,8 @@ class BaselinesConfig:
     """Which rivals a run is judged with.
 
     Attributes:
-      only: names; empty takes all for which everything is there.
+      only: names; empty takes all for which everything is there. Those that were
+        judged before, on the same answers, stay in the rows.
       nli: directory of an NLI model; without one, those that need it are left out.
     """
 
@@ -52,34 +56,6 @@ BASELINES_PRESETS: dict[Preset, BaselinesConfig] = {
     "smoke": BaselinesConfig(),
     "paper": BaselinesConfig(),
 }
-
-
-class Judged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a detector is, and what it costs a question.
-
-    Attributes:
-      seconds: of scoring, its share of the readings, and of drawing its samples.
-      n_forwards: beside the pass that gave the answer, none of which generates.
-      n_new_tokens: generated beside the answer, mean.
-      n_rows: answers that it was asked about.
-    """
-
-    name: str
-    title: str
-    setting: Setting
-    source: str
-    variant: str
-    needs: tuple[str, ...]
-    is_trained: bool
-    seconds: float
-    n_forwards: int
-    n_new_tokens: float
-    n_rows: int
-
-
-def judged_file(run: RunDir) -> Path:
-    """Return where what the detectors are and cost is written, for the report."""
-    return run.path / "baselines" / "detectors.json"
 
 
 def unmet(detector: Detector, run: RunDir, config: BaselinesConfig) -> str | None:
@@ -104,46 +80,110 @@ def chosen_detectors(config: BaselinesConfig) -> list[Detector]:
     return [one for name, one in known.items() if name in wanted]
 
 
-def _key(detector: Detector, run: RunDir, config: BaselinesConfig) -> str:
-    """Return the identity of all that a detector's scores depend on."""
-    sources = [*row_files(run), run.answers, run.sweep]
-    if "samples" in detector.needs:
-        sources.append(samples_file(run))
-    if "entailment" in detector.needs:
-        sources.append(Path(str(config.nli)))
-    shas = [str(sha256_tree(path)) for path in sources]
-    return " ".join((detector.name, detector.variant, *shas))
+class Scores(NamedTuple):
+    """What a detector said of a setting, and what that took.
+
+    Attributes:
+      found: its scores, of one seed and all NaN where it could not be fitted.
+      seconds: of scoring and of its share of the readings.
+      reason: why there is no score, or empty.
+    """
+
+    found: Found
+    seconds: float
+    reason: str = ""
 
 
-def _scored(
-    detector: Detector, evidence: Evidence, key: str, note: Callable[[str], None]
-) -> tuple[Found, float]:
-    """Return a detector's scores and its seconds, made now or by an earlier start."""
-    folder = evidence.run.path / "baselines" / evidence.rows.setting
-    path = folder / f"{detector.name.replace(':', '-')}.safetensors"
-    if (held := load_cache(path, key)) is not None:
+class _Metered:
+    """An NLI model whose time is charged to all that ask for a pair.
+
+    It reads a pair once; the detector that asks first would pay for all others.
+    """
+
+    def __init__(self, relations: Relations) -> None:
+        self._relations = relations
+        self._seconds: dict[tuple[str, str], float] = {}
+        self.owed = 0.0  # beyond what the clock shows
+
+    def __call__(self, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
+        """Return the relations of pairs."""
+        asked = set(pairs)
+        new = asked - set(self._seconds)
+        self.owed += sum(self._seconds[pair] for pair in asked - new)
+        began = time.monotonic()
+        found = self._relations(pairs)
+        share = (time.monotonic() - began) / max(1, len(new))
+        self._seconds.update(dict.fromkeys(new, share))
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Kept:
+    """The scores of detectors on one setting, by file in the run.
+
+    Attributes:
+      evidence: of the setting, without readings.
+      shas: identities of what all detectors read, and of an NLI model and of drawn
+        answers.
+    """
+
+    evidence: Evidence
+    shas: Mapping[str, str]
+
+    def _path(self, name: str) -> Path:
+        folder = self.evidence.run.path / "baselines" / self.evidence.rows.setting
+        return folder / f"{name.replace(':', '-')}.safetensors"
+
+    def _key(self, detector: Detector) -> str:
+        """Return the identity of all that a detector's scores depend on.
+
+        The layer of the sweep is part of it, with all of the run's rows, and so are
+        its readings: P(True) is shown drawn answers, which may come later.
+        """
+        extra = [self.shas[need] for need in sorted(detector.needs & set(self.shas))]
+        readings = identities(self.evidence, detector.reads).values()
+        own = (detector.name, detector.variant, self.shas["run"])
+        return " ".join((*own, *extra, *readings))
+
+    def load(self, detector: Detector) -> Scores | None:
+        """Return what a detector said before, if of the same things."""
+        path = self._path(detector.name)
+        if (held := load_cache(path, self._key(detector))) is None:
+            return None
         chosen = tuple(read_rows(path.with_suffix(".jsonl")))
-        return Found(held["scores"], chosen), float(held["seconds"])
-    began = time.monotonic()
+        reason = held["reason"].tobytes().decode()
+        return Scores(Found(held["scores"], chosen), float(held["seconds"]), reason)
+
+    def save(self, detector: Detector, scores: Scores) -> None:
+        """Keep what a detector said; the scores last, without which it said nothing."""
+        path = self._path(detector.name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        chosen = write_rows(scores.found.chosen)
+        write_text_atomic(path.with_suffix(".jsonl"), chosen)
+        arrays = {
+            "scores": scores.found.scores,
+            "seconds": np.float64(scores.seconds),
+            "reason": np.frombuffer(scores.reason.encode(), np.uint8),
+        }
+        save_cache(path, arrays, self._key(detector))
+
+
+def _score(detector: Detector, evidence: Evidence, seconds: float) -> Scores:
+    """Ask a detector; `seconds` its readings took."""
+    began, reason = time.monotonic(), ""
     try:
         found = detector.score(evidence)
     except ValueError as error:  # such as a split of one class
-        note(f"baselines: {evidence.rows.setting}: {detector.name}: {error}")
+        reason = str(error)
         found = Found(np.full((1, len(evidence.rows.ids)), np.nan))
-    seconds = time.monotonic() - began
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text_atomic(path.with_suffix(".jsonl"), write_rows(found.chosen))
-    arrays = {"scores": np.asarray(found.scores), "seconds": np.float64(seconds)}
-    save_cache(path, arrays, key)
-    return found, seconds
+    found = Found(np.asarray(found.scores, np.float64), tuple(found.chosen))
+    return Scores(found, time.monotonic() - began + seconds, reason)
 
 
-def _judged(
-    detector: Detector, evidence: Evidence, seconds: float, kept: Kept
-) -> Judged:
+def _judged(detector: Detector, evidence: Evidence, scores: Scores) -> Judged:
     """Say what a detector cost."""
     n_rows, reads = len(evidence.rows.ids), set(detector.reads)
-    per_question = (seconds + sum(kept.seconds[name] for name in reads)) / n_rows
+    per_question = scores.seconds / n_rows
     drawn = (
         [row for row in evidence.samples if row] if "samples" in detector.needs else []
     )
@@ -153,8 +193,9 @@ def _judged(
     if drawn and record is not None:
         n_drawn = sum(1 for line in samples_file(evidence.run).open())
         per_question += record.seconds / n_drawn * n_samples
-    own = reads - {"p_true", "sample_states", "lumina_mmd"}
-    n_forwards = bool(own) + ("p_true" in reads) + 2 * ("lumina_mmd" in reads)
+    # Everything of the answer behind its own prompt is read in one pass.
+    is_read = bool(reads - {"p_true", "sample_states"})
+    n_others = ("p_true" in reads) + ("lumina_mmd" in reads)
     return Judged(
         name=detector.name,
         title=detector.title,
@@ -164,43 +205,79 @@ def _judged(
         needs=tuple(sorted(detector.needs)),
         is_trained=detector.is_trained,
         seconds=per_question,
-        n_forwards=n_forwards + n_samples * ("sample_states" in reads),
+        n_forwards=is_read + n_others + n_samples * ("sample_states" in reads),
         n_new_tokens=float(np.mean(n_new)) if n_new else 0.0,
         n_rows=n_rows,
+        reason=scores.reason,
     )
 
 
 def _setting(
     run: RunDir,
     setting: Setting,
-    detectors: Sequence[Detector],
-    config: BaselinesConfig,
-    relations: Any,
-    tick: Callable[[], None],
+    asked: Sequence[Detector],
+    shas: Mapping[str, str],
+    relations: _Metered | None,
+    update: Update,
     progress: Progress,
 ) -> tuple[list[ResultRow], list[Judged]]:
-    """Judge detectors on one setting."""
+    """Judge detectors on one setting, those of earlier starts among them."""
     store, rows = load_rows(run, setting)
     evidence = Evidence(
         run=run, store=store, rows=rows, layer=chosen_layer(run), relations=relations
     )
-    names = sorted({name for one in detectors for name in one.reads})
-    kept = kept_readings(evidence, names, lambda n: None)
-    evidence = dataclasses.replace(evidence, readings=kept.values)
-    scored, made, judged = [], [], []
-    for detector in detectors:
-        key = _key(detector, run, config)
-        found, seconds = _scored(detector, evidence, key, progress.note)
-        scored.append(Scored(name=detector.name, scores=found.scores))
-        made += found.chosen
-        judged.append(_judged(detector, evidence, seconds, kept))
+    kept = _Kept(evidence=evidence, shas=shas)
+    every = [one for one in catalogue().values() if setting in one.settings]
+    held = {one.name: kept.load(one) for one in every}
+    names_asked = {one.name for one in asked}
+    new = [d for d in every if d.name in names_asked and held[d.name] is None]
+    reads = sorted({name for one in new for name in one.reads})
+    ticks = itertools.count(1)
+    total = len(new) + len(parts_of(len(rows.ids))) * bool(reads)
+
+    def tick() -> None:
+        update(next(ticks), total)
+
+    read = kept_readings(evidence, reads, tick) if reads else Kept({}, {})
+    evidence = dataclasses.replace(evidence, readings=read.values)
+    for detector in new:
+        before = relations.owed if relations else 0.0
+        spent = sum(read.seconds[name] for name in set(detector.reads))
+        scores = _score(detector, evidence, spent)
+        if relations:
+            seconds = scores.seconds + relations.owed - before
+            scores = scores._replace(seconds=seconds)
+        kept.save(detector, scores)
+        held[detector.name] = scores
         tick()
+    found = {one: scores for one in every if (scores := held[one.name]) is not None}
+    for one, scores in found.items():
+        if scores.reason:
+            progress.note(f"baselines: {setting}: {one.name}: {scores.reason}")
     heads, _ = read_selection(run, setting)
     ours = Scored(name=OURS, scores=heads[OURS]["scores"])
+    scored = [
+        Scored(name=one.name, scores=scores.found.scores)
+        if not scores.reason
+        else Scored(name=one.name, scores=scores.found.scores, reason=scores.reason)
+        for one, scores in found.items()
+    ]
     pairs = {"paired": [(OURS, one.name) for one in scored if is_rival(one.name)]}
-    every = detection_rows([ours, *scored], rows, bootstrap_of(run), pairs=pairs)
-    of_ours = [r for r in every if r.experiment == "detection" and r.detector == OURS]
-    return [*made, *(r for r in every if r not in of_ours)], judged
+    made = detection_rows([ours, *scored], rows, bootstrap_of(run), pairs=pairs)
+    is_told = [r.experiment != "detection" or r.detector != OURS for r in made]
+    chosen = [row for scores in found.values() for row in scores.found.chosen]
+    judged = [_judged(one, evidence, scores) for one, scores in found.items()]
+    return [*chosen, *itertools.compress(made, is_told)], judged
+
+
+def _shas(run: RunDir, config: BaselinesConfig) -> dict[str, str]:
+    """Return the identities of what detectors read: of the run, and by need."""
+    common = [*row_files(run), run.answers, run.sweep]
+    return {
+        "run": " ".join(str(sha256_tree(path)) for path in common),
+        "samples": str(sha256_tree(samples_file(run))),
+        "entailment": str(config.nli and sha256_tree(Path(config.nli))),
+    }
 
 
 def _baselines(
@@ -212,26 +289,16 @@ def _baselines(
     for name, reason in lacks.items():
         if reason is not None:
             progress.note(f"baselines: {name} {reason}")
+    possible = [one for one in asked if lacks[one.name] is None]
     relations = None
-    if config.nli is not None:
+    if config.nli is not None and any("entailment" in d.needs for d in possible):
         from benchmarks.baselines.sampled.entailment import load_entailment
 
-        relations = load_entailment(Path(config.nli))
-    settings = settings_of(run)
-    possible = {
-        s: [d for d in asked if s in d.settings and lacks[d.name] is None]
-        for s in settings
-    }
-    total, n_done = sum(map(len, possible.values())), 0
-
-    def tick() -> None:
-        nonlocal n_done
-        n_done += 1
-        update(n_done, total)
-
+        relations = _Metered(load_entailment(Path(config.nli), progress=update))
+    shas = _shas(run, config)
     made, judged = [], []
-    for setting, detectors in possible.items():
-        rows, own = _setting(run, setting, detectors, config, relations, tick, progress)
+    for setting in settings_of(run):
+        rows, own = _setting(run, setting, possible, shas, relations, update, progress)
         made += rows
         judged += own
     write_json_atomic(judged_file(run), msgspec.to_builtins(judged))

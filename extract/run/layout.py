@@ -16,6 +16,7 @@ _WRITERS = {
     "reliability": "evaluate",
     "shown": "evaluate",
     "readings": "baselines",
+    "baselines": "baselines",
     "control": "control",
     "results": "report",
     "exhaustive": "select --exhaustive",

@@ -305,6 +305,7 @@ ON_REQUEST = {
     "exhaustive": "beatrice select RUN_DIR --exhaustive",
     "ablate": "beatrice evaluate RUN_DIR --ablations",
     "optimism": "beatrice select RUN_DIR --optimism",
+    "baselines": "beatrice baselines RUN_DIR",
 }
 
 
