@@ -1,8 +1,12 @@
 """How encoders and heads are trained on a few thousand answers of a released model.
 
 The paper's protocol is for ten times the rows; the demo's sizes are for minutes on an
-invented world. These widths and epochs took the demo's hidden and attention encoders
-above logistic regression on the same signals; on a released model they are untried.
+invented world. Noise and dropout are what Gemma 3 270M's closed-book validation
+answers chose: with .1 and .2 an encoder fell below logistic regression on its own
+signals (validation AUROC of all four families .821, the regression .842; of hidden
+states .794 and .811), with .5 and .2 it was .834 (two seeds averaged), with 1 and .5
+.836 to .847. A running mean of the weights, and a linear path from the projected
+signals to the logit, added nothing to that.
 """
 
 from extract.run.directory import RunDir
@@ -16,10 +20,10 @@ from jaxprobe.settings import (
 
 GRID = GridConfig(
     encoder=EncoderConfig(
-        projection=32, hidden=32, n_blocks=1, n_groups=4, dropout=0.2, input_noise=0.1
+        projection=32, hidden=32, n_blocks=1, n_groups=4, dropout=0.5, input_noise=1.0
     ),
     train=TrainConfig(
-        learning_rate=1e-3, batch_size=128, max_epochs=30, lr_patience=3, patience=8
+        learning_rate=1e-3, batch_size=128, max_epochs=24, lr_patience=3, patience=6
     ),
 )
 SELECT = SelectConfig(
