@@ -312,14 +312,12 @@ def test_permuted_labels_teach_nothing_from_readings(score, tmp_path):
 def test_every_trained_detector_says_what_it_is():
     modules = linear_probe, llms_know, lookback_lens, saplma, sep
     detectors = [one for module in modules for one in module.DETECTORS]
-    assert len({one.name for one in detectors}) == len(detectors) == 8
+    assert len({one.name for one in detectors}) == len(detectors) == 11
     assert all(one.is_trained and one.source and one.variant for one in detectors)
-    needs = {one.name: set(one.needs) for one in detectors if one.needs}
-    samples, readings = {"samples", "entailment"}, {"readings"}
-    assert needs == {
-        "sep": samples,
-        "sep_corrected": samples,
-        "sep_tbg": samples,
-        "llms_know": readings,
-        "lookback_lens": readings,
-    }
+    for one in detectors:
+        is_probe_of_entropy = one.name.startswith("sep")
+        assert ("samples" in one.needs) == is_probe_of_entropy
+        has_model = is_probe_of_entropy and not one.name.endswith(":words")
+        assert ("entailment" in one.needs) == has_model
+    reads = {one.name: one.reads for one in detectors if one.reads}
+    assert reads == {"llms_know": ("mlp_exact_answer",), "lookback_lens": ("lookback",)}

@@ -171,7 +171,7 @@ def _single(name: str, title: str, read: str, differs: str) -> Detector:
         title=f"LLM-Check ({title})",
         source=_SOURCE,
         score=partial(single_score, name=read, detector=name),
-        needs=frozenset() if read == "perplexity" else frozenset({"readings"}),
+        reads=() if read == "perplexity" else (read,),
         variant=_CHOSEN.format(" and the layer" if has_layers else "") + differs,
     )
 
@@ -181,7 +181,7 @@ LLM_CHECK_COMBINED = Detector(
     title="LLM-Check (combined)",
     source=_SOURCE,
     score=partial(combined_score, names=_COMBINED, detector="llmcheck_combined"),
-    needs=frozenset({"readings"}),
+    reads=tuple(n for n in _COMBINED.values() if n != "perplexity"),
     # Neither the paper nor the code combines them; the paper leaves it to later work.
     variant="own definition: the mean of hidden, attention, perplexity, window entropy "
     "and entropy, each oriented on validation and standardised on training answers",
@@ -190,7 +190,3 @@ DETECTORS = (
     *(_single(name, *rest) for name, rest in _SINGLE.items()),
     LLM_CHECK_COMBINED,
 )
-READ_BY: Mapping[str, tuple[str, ...]] = {
-    **{name: (read,) for name, (_, read, _) in _SINGLE.items() if read != "perplexity"},
-    "llmcheck_combined": tuple(n for n in _COMBINED.values() if n != "perplexity"),
-}

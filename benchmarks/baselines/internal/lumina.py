@@ -1,6 +1,5 @@
 """LUMINA: what the model adds by itself against what the passages change, untrained."""
 
-from collections.abc import Mapping
 from functools import partial
 
 from benchmarks.baselines.detector import Detector, Evidence, Found
@@ -60,13 +59,10 @@ DETECTORS = tuple(
         title=title,
         source=_SOURCE,
         score=partial(lumina, rate=rate, discrepancy=discrepancy),
-        needs=frozenset({"readings", "swapped"} if discrepancy else {"readings"}),
+        needs=frozenset({"swapped"} if discrepancy else ()),
+        reads=(*((rate,) if rate else ()), *(("lumina_mmd",) if discrepancy else ())),
         variant=variant,
         settings=("with_context",),
     )
     for name, (title, rate, discrepancy, variant) in _KINDS.items()
 )
-READ_BY: Mapping[str, tuple[str, ...]] = {
-    name: (*((rate,) if rate else ()), *(("lumina_mmd",) if discrepancy else ()))
-    for name, (_, rate, discrepancy, _) in _KINDS.items()
-}

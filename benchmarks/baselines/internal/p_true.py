@@ -1,7 +1,5 @@
 """P(True): the backbone is asked whether its own answer is true."""
 
-from collections.abc import Mapping
-
 from benchmarks.baselines.detector import Detector, Evidence, Found
 from benchmarks.baselines.internal.choice import reading
 
@@ -24,9 +22,9 @@ P_TRUE = Detector(
     source="Kadavath et al. (2022), section 3; jlko/semantic_uncertainty a8d9aa8, "
     "p_true.py",
     score=p_true,
-    needs=frozenset({"readings", "second_prompt"}),
+    needs=frozenset({"second_prompt"}),
+    reads=("p_true",),
     variant="without the 20 worked examples, which are labelled answers to other "
     "questions; the brainstormed ideas are the drawn answers where there are any",
 )
 DETECTORS = (P_TRUE,)
-READ_BY: Mapping[str, tuple[str, ...]] = {"p_true": ("p_true",)}

@@ -5,7 +5,6 @@ the test answers. Here heads and layers are ranked, and scores scaled, on the tr
 answers; validation chooses how many are summed and the weight.
 """
 
-from collections.abc import Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -154,14 +153,10 @@ DETECTORS = tuple(
         title=title,
         source=_SOURCE,
         score=partial(redeep, context=heads, knowledge=layers, detector=name),
-        needs=frozenset({"readings"}),
+        reads=(*(("redeep_ecs",) if heads else ()), *((layers,) if layers else ())),
         is_trained=True,
         variant=_FAIR + (_JSD if name.endswith(":paper") else ""),
         settings=("with_context",),
     )
     for name, (title, heads, layers) in _KINDS.items()
 )
-READ_BY: Mapping[str, tuple[str, ...]] = {
-    name: (*(("redeep_ecs",) if heads else ()), *((layers,) if layers else ()))
-    for name, (_, heads, layers) in _KINDS.items()
-}
