@@ -111,8 +111,8 @@ def _stack(values: Sequence[np.ndarray]) -> np.ndarray:
     """Stack readings; those of fewer samples get rows of NaN behind."""
     shape = np.max([value.shape for value in values], axis=0).astype(int)
     found = np.full((len(values), *shape), np.nan, np.float32)
-    for own, value in zip(found, values, strict=True):
-        own[tuple(map(slice, value.shape))] = value
+    for i, value in enumerate(values):
+        found[(i, *map(slice, value.shape))] = value
     return found
 
 
@@ -147,7 +147,7 @@ def kept_readings(
                 save_cache(paths[name], held[name], keys[name])
         parts.append({name: own["values"] for name, own in held.items()})
         for name, own in held.items():
-            seconds[name] += float(own["seconds"])
+            seconds[name] += own["seconds"].item()
         tick()
     every = {name: [x for part in parts for x in part[name]] for name in names}
     return Kept({name: _stack(values) for name, values in every.items()}, seconds)

@@ -152,7 +152,7 @@ class _Kept:
             return None
         chosen = tuple(read_rows(path.with_suffix(".jsonl")))
         reason = held["reason"].tobytes().decode()
-        return Scores(Found(held["scores"], chosen), float(held["seconds"]), reason)
+        return Scores(Found(held["scores"], chosen), held["seconds"].item(), reason)
 
     def save(self, detector: Detector, scores: Scores) -> None:
         """Keep what a detector said; the scores last, without which it said nothing."""
