@@ -76,7 +76,7 @@ def baselines(
     if check is not None:
         from benchmarks.baselines.conformance import check_detector
 
-        faults = check_detector(run_dir, check)
+        faults = check_detector(run_dir, check, Path(nli) if nli else None)
         click.echo("\n".join(faults) or f"{check}: nothing wrong was found")
         if faults:
             raise click.exceptions.Exit(1)

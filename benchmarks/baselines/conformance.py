@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import math
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,14 @@ import numpy as np
 from benchmarks.baselines.catalogue import catalogue
 from benchmarks.baselines.detector import Detector, Evidence
 from benchmarks.baselines.readings import kept_readings
+from benchmarks.baselines.stage import BaselinesConfig, unmet
 from extract.run.contents import settings_of
 from extract.run.directory import RunDir
 from jaxprobe.evaluation import Scored
 from jaxprobe.features.rows import chosen_layer, load_rows
 from jaxprobe.metrics import auroc
+
+_SPREADS = 3  # of AUROC under chance, below which a score points the wrong way
 
 
 def find_detector(place: str) -> Detector:
@@ -37,23 +41,38 @@ def find_detector(place: str) -> Detector:
     return found
 
 
-def check_detector(run_dir: Path, place: str) -> list[str]:
+def check_detector(run_dir: Path, place: str, nli: Path | None = None) -> list[str]:
     """Return what a detector does wrong on a run's answers, a sentence each.
 
     Args:
-      run_dir: a run whose signals are extracted and labelled.
+      run_dir: a run whose signals are extracted, labelled and swept.
       place: see `find_detector`.
+      nli: directory of an NLI model, for those that need one.
+
+    Raises:
+      ValueError: the run lacks what the detector needs.
     """
     detector = find_detector(place)
     with RunDir.open(run_dir) as run:
+        if lack := unmet(detector, run, BaselinesConfig(nli=nli and str(nli))):
+            raise ValueError(f"{detector.name} {lack}")
+        relations = None
+        if nli is not None:
+            from benchmarks.baselines.sampled.entailment import load_entailment
+
+            relations = load_entailment(nli)
         settings = [s for s in settings_of(run) if s in detector.settings]
         faults = []
         for setting in settings:
             store, rows = load_rows(run, setting)
             evidence = Evidence(
-                run=run, store=store, rows=rows, layer=chosen_layer(run)
+                run=run,
+                store=store,
+                rows=rows,
+                layer=chosen_layer(run),
+                relations=relations,
             )
-            kept = kept_readings(evidence, detector.reads, lambda n: None)
+            kept = kept_readings(evidence, detector.reads)
             evidence = dataclasses.replace(evidence, readings=kept.values)
             faults += [f"{setting}: {x}" for x in faults_of(detector, evidence)]
     return faults
@@ -91,10 +110,34 @@ def faults_of(detector: Detector, evidence: Evidence) -> list[str]:
         return [*faults, "no answer has a score"]
     where = rows.where("validation")
     where = where[defined[where]]
-    means = [auroc(own[where], rows.labels[where]).value for own in scores]
-    if np.mean(means) < 0.5:
+    mean = np.mean([auroc(own[where], rows.labels[where]).value for own in scores])
+    n_right, n_wrong = int(rows.labels[where].sum()), int((~rows.labels[where]).sum())
+    # What chance alone rarely goes below: the rank sum of scores that tell nothing.
+    spread = math.sqrt((len(where) + 1) / (12 * max(1, n_right * n_wrong)))
+    if mean < 0.5 - _SPREADS * spread:
         faults.append(
-            f"AUROC on validation is {np.mean(means):.3f}: higher should be likelier "
-            "correct; is the sign turned?"
+            f"AUROC on validation is {mean:.3f}: higher should be likelier correct; "
+            "is the sign turned?"
         )
+    return faults + _faults_of_readings(detector, evidence, scores)
+
+
+def _faults_of_readings(
+    detector: Detector, evidence: Evidence, scores: np.ndarray
+) -> list[str]:
+    """Return what happens to scores where every second test answer is not read."""
+    if not detector.reads:
+        return []
+    gone = np.flatnonzero(np.isin(evidence.rows.splits, ("test", "ood")))[::2]
+    readings = {name: values.copy() for name, values in evidence.readings.items()}
+    for values in readings.values():
+        values[gone] = np.nan
+    less = dataclasses.replace(evidence, readings=readings)
+    found = np.asarray(detector.score(less).scores)
+    faults = []
+    if np.isfinite(found[:, gone]).any():
+        faults.append("an answer that was not read has a score; give NaN")
+    rest = np.delete(np.arange(scores.shape[1]), gone)
+    if not np.array_equal(scores[:, rest], found[:, rest], equal_nan=True):
+        faults.append("a score depends on which other test answers there are")
     return faults

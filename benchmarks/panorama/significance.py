@@ -11,7 +11,7 @@ over it is understated and a lag overstated. The bootstrap does not choose anew.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from benchmarks.results.findings import place_name, seed_spread, tex
@@ -153,6 +153,10 @@ def leads(rows: Sequence[ResultRow], against: Against) -> list[Lead]:
     ]
 
 
+def _printed(titles: Mapping[str, str] | None) -> dict[str | None, str]:
+    return {**DETECTORS, **RIVALS, **(titles or {})}
+
+
 def _auroc(row: ResultRow | None) -> str:
     return "–" if row is None or row.value is None else number(row.value)
 
@@ -170,8 +174,13 @@ def _seeds(lead: Lead) -> str:
     return f"{number(lead.seeds_sd)}, questions ±{number(half)}"
 
 
-def cells_of(lead: Lead) -> tuple[str, ...]:
-    """Spell a lead, a text for each of `HEADS`; † where its interval excludes zero."""
+def cells_of(lead: Lead, titles: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Spell a lead, a text for each of `HEADS`; † where its interval excludes zero.
+
+    Args:
+      lead: of a column.
+      titles: printed names beyond those of `DETECTORS`.
+    """
     row = lead.difference
     if row is None:
         spelled = "not compared"
@@ -183,7 +192,7 @@ def cells_of(lead: Lead) -> tuple[str, ...]:
         spelled = f"{number(row.value, row.metric)}{mark} [{interval(row)}]"
     return (
         f"{SETTING_LABELS[lead.place[0]]}, {place_name(lead.place)}",
-        {**DETECTORS, **RIVALS}.get(lead.rival, lead.rival or "none"),
+        _printed(titles).get(lead.rival, lead.rival or "none"),
         _auroc(lead.ours),
         _auroc(lead.theirs),
         spelled,
@@ -193,7 +202,7 @@ def cells_of(lead: Lead) -> tuple[str, ...]:
     )
 
 
-def sentence(found: Sequence[Lead]) -> str:
+def sentence(found: Sequence[Lead], titles: Mapping[str, str] | None = None) -> str:
     """Say on how many columns the lead and the lag are sure after the correction."""
     known = [one for one in found if one.p_holm is not None]
     sure = [one.difference.value > 0 for one in known if one.is_sure]
@@ -202,13 +211,16 @@ def sentence(found: Sequence[Lead]) -> str:
         f"After Holm's correction over {len(known)} columns the selected set leads for "
         f"sure (p < .05) on {sum(sure)} and lags on {lags}."
     )
-    above = {name for one in found for name in one.uncompared}
+    printed = _printed(titles)
+    above = {printed.get(x, x) for one in found for x in one.uncompared}
     if above:
         told += f" Stronger somewhere, but not compared: {', '.join(sorted(above))}."
     return told
 
 
-def as_markdown(rows: Sequence[ResultRow]) -> str:
+def as_markdown(
+    rows: Sequence[ResultRow], titles: Mapping[str, str] | None = None
+) -> str:
     """Spell both comparisons as Markdown; a corrected p below .05 is bold."""
     parts = []
     for against, title in TITLES.items():
@@ -216,22 +228,22 @@ def as_markdown(rows: Sequence[ResultRow]) -> str:
         lines = [f"### {title}", "", "| " + " | ".join(HEADS) + " |"]
         lines.append("|---" * len(HEADS) + "|")
         for one in found:
-            cells = list(cells_of(one))
+            cells = list(cells_of(one, titles))
             if one.is_sure:
                 cells[6] = f"**{cells[6]}**"
             lines.append("| " + " | ".join(cells) + " |")
-        parts.append("\n".join([*lines, "", sentence(found), ""]))
+        parts.append("\n".join([*lines, "", sentence(found, titles), ""]))
     return "\n".join(parts)
 
 
-def as_latex(rows: Sequence[ResultRow]) -> str:
+def as_latex(rows: Sequence[ResultRow], titles: Mapping[str, str] | None = None) -> str:
     """Spell both comparisons as LaTeX tables (booktabs)."""
     parts = []
     for against, title in TITLES.items():
         lines = [f"% {title}", r"\begin{tabular}{lllllrrl}", r"\toprule"]
         lines += [" & ".join(map(tex, HEADS)) + r" \\", r"\midrule"]
         for one in leads(rows, against):
-            cells = list(map(tex, cells_of(one)))
+            cells = list(map(tex, cells_of(one, titles)))
             if one.is_sure:
                 cells[6] = rf"\textbf{{{cells[6]}}}"
             lines.append(" & ".join(cells) + r" \\")

@@ -7,7 +7,10 @@ from typing import Any
 
 import jinja2
 
+from benchmarks.panorama.costs import HEADS as COST_HEADS
+from benchmarks.panorama.costs import Judged, cost_tables, titles_of
 from benchmarks.panorama.layout import panoramas
+from benchmarks.panorama.scatter import cost_pictures
 from benchmarks.panorama.significance import HEADS, TITLES, cells_of, leads, sentence
 from benchmarks.results.findings import findings, grids, measured, remarks, sentences
 from benchmarks.results.paired import (
@@ -84,6 +87,7 @@ class ReportData:
       shown: answers to look at, by setting and set, as `saved.ShownSet` has them.
       ranking: per setting what `selection.ranking.ranking_summary` returns.
       ablations: per setting and variant the names of the encoders it reads.
+      judged: what the rivals of `beatrice baselines` are and cost.
     """
 
     facts: dict[str, str]
@@ -101,6 +105,7 @@ class ReportData:
     ablations: Mapping[str, Mapping[str, Sequence[str]]] = dataclasses.field(
         default_factory=dict
     )
+    judged: Sequence[Judged] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,6 +211,7 @@ def _environment() -> jinja2.Environment:
 def render_report(data: ReportData) -> str:
     """Return the page."""
     answered = findings(data.rows, data.accuracy)
+    titles = titles_of(data.judged)
     return (
         _environment()
         .get_template("report.html.j2")
@@ -216,7 +222,11 @@ def render_report(data: ReportData) -> str:
             sentences=sentences(answered),
             remarks=remarks(data.rows, data.accuracy, data.sweep, data.selection),
             detection=detection_table(data.rows),
-            panoramas=panoramas(data.rows),
+            panoramas=panoramas(data.rows, titles),
+            titles=titles,
+            cost_heads=COST_HEADS,
+            cost_tables=cost_tables(data.judged, data.rows),
+            cost_pictures=cost_pictures(data.judged, data.rows),
             paired=paired_table(data.rows),
             leads={title: leads(data.rows, name) for name, title in TITLES.items()},
             lead_heads=HEADS,

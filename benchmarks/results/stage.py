@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from benchmarks.panorama import layout, significance
+from benchmarks.panorama import costs, layout, significance
 from benchmarks.results.findings import as_latex, as_markdown, findings, remarks
 from benchmarks.results.paired import paired_table
 from benchmarks.results.report import ReportData, write_report
@@ -95,6 +95,7 @@ def report_data(run: RunDir) -> ReportData:
         why_no_control="" if has_control else _why_no_control(settings),
         ranking={setting: ranking_summary(run, setting) for setting in ranked},
         ablations=ablation_summary(run) if "ablate" in on_request else {},
+        judged=costs.read_judged(run) if "baselines" in on_request else (),
     )
 
 
@@ -108,14 +109,21 @@ def panorama_files(run: RunDir) -> list[Path]:
     return [run.path / f"panorama.{kind}" for kind in ("md", "tex")]
 
 
-def _write_panorama(run: RunDir, rows: Sequence[ResultRow]) -> None:
+def _write_panorama(
+    run: RunDir, rows: Sequence[ResultRow], judged: Sequence[costs.Judged]
+) -> None:
     """Write the paper's tables of detectors, and which leads are sure."""
-    tables = layout.panoramas(rows)
-    of_leads = significance.as_markdown(rows), significance.as_latex(rows)
+    titles = costs.titles_of(judged)
+    tables = layout.panoramas(rows, titles)
+    of_leads = [
+        spell(rows, titles)
+        for spell in (significance.as_markdown, significance.as_latex)
+    ]
     spelled = {h: layout.as_markdown(table) for h, table in tables.items()}
     markdown = [f"### {h}\n\n{text}" for h, text in spelled.items()]
     latex = [f"% {h}\n{layout.as_latex(table)}" for h, table in tables.items()]
-    texts = ([*markdown, of_leads[0]], [*latex, of_leads[1]])
+    of_costs = costs.as_markdown(judged, rows)
+    texts = ([*markdown, of_leads[0], of_costs], [*latex, of_leads[1]])
     for path, parts in zip(panorama_files(run), texts, strict=True):
         write_text_atomic(path, "\n".join(parts))
 
@@ -128,7 +136,7 @@ def _report(run: RunDir, config: None, update: Update, progress: Progress) -> No
     markdown, latex = findings_files(run)
     write_text_atomic(markdown, as_markdown(answered, told))
     write_text_atomic(latex, as_latex(answered))
-    _write_panorama(run, data.rows)
+    _write_panorama(run, data.rows, data.judged)
     write_report(data, run.report)
 
 
@@ -144,6 +152,7 @@ def _inputs(run: RunDir) -> list[Path]:
         rows_file(run, "evaluate"),
         *((run.control, rows_file(run, "control")) if has_control else ()),
         *(rows_file(run, name) for name in asked_for(run)),
+        *([costs.judged_file(run)] if "baselines" in asked_for(run) else []),
     ]
 
 

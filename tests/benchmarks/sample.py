@@ -6,6 +6,7 @@ import zlib
 
 import msgspec
 
+from benchmarks.panorama.costs import Judged
 from benchmarks.results.report import ReportData
 from extract.records import IN_DOMAIN
 from extract.run.results import (
@@ -385,6 +386,28 @@ def sample_rows():
     return with_pool([changed.get(r.where, r) for r in rows])
 
 
+def judged():
+    """Costs of three rivals that have rows."""
+    kinds = {"perplexity": (0.0001, 0), "tfidf": (0.002, 0), "answer_length": (0.3, 2)}
+    return [
+        Judged(
+            name=name,
+            title=f"Rival {name}",
+            setting=setting,
+            source="a paper",
+            variant=MARKUP,
+            needs=("samples",) if n_forwards else (),
+            is_trained=name == "tfidf",
+            seconds=seconds,
+            n_forwards=n_forwards,
+            n_new_tokens=float(n_forwards),
+            n_rows=100,
+        )
+        for setting in ("closed_book", "with_context")
+        for name, (seconds, n_forwards) in kinds.items()
+    ]
+
+
 def sample_report(**changes):
     """The whole made-up run."""
     fields = dict(
@@ -414,5 +437,6 @@ def sample_report(**changes):
         shown=list(shown()),
         ranking=rankings(),
         ablations=ablations(),
+        judged=judged(),
     )
     return ReportData(**(fields | changes))
