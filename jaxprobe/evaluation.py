@@ -197,7 +197,8 @@ def _difference(ours: _Measured, rival: _Measured, **fields: Any) -> ResultRow:
     """Return how much more one detector has than another, on the same rows."""
     fields = _less(fields, ours.n_left_out)
     if ours.draws is None or rival.draws is None:
-        return ResultRow(**fields, value=None, reason=ours.reason or rival.reason)
+        # The rival's first: it alone may have no score, which leaves ours without rows.
+        return ResultRow(**fields, value=None, reason=rival.reason or ours.reason)
     return difference_row(ours.mean - rival.mean, ours.draws - rival.draws, **fields)
 
 

@@ -34,10 +34,10 @@ def catalogue() -> dict[str, Detector]:
 
 def listed(detectors: Iterable[Detector]) -> str:
     """Return a line for each detector: name, title, what it needs, where it is from."""
-    return "\n".join(
-        f"{one.name:<32}{one.title:<40}{_needs(one):<34}{one.source}"
-        for one in detectors
-    )
+    cells = [(one.name, one.title, _needs(one), one.source) for one in detectors]
+    widths = [2 + max(map(len, column)) for column in zip(*cells, strict=True)]
+    pad = [[f"{x:<{w}}" for x, w in zip(own, widths, strict=True)] for own in cells]
+    return "\n".join("".join(own).rstrip() for own in pad)
 
 
 def _needs(detector: Detector) -> str:
