@@ -79,12 +79,12 @@ def statistics(a):
 
 def maps(attentions, n=32):
     """`[n_layers, n_heads, 23]` of the maps of one sequence."""
-    return [[statistics(cells(np.array(h), n)) for h in heads] for heads in attentions]
+    return [[statistics(cells(h.numpy(), n)) for h in heads] for heads in attentions]
 
 
 def trace(states, n=8):
     """`[n, d_model]`: means of standardised states `[n_tokens, d_model]`."""
-    rows = [(x - x.mean()) / math.sqrt(x.var() + 1e-5) for x in np.array(states)]
+    rows = [(x - x.mean()) / math.sqrt(x.var() + 1e-5) for x in states.numpy()]
     size = len(rows)
     return [
         np.mean(rows[i * size // n : math.ceil((i + 1) * size / n)], axis=0)
