@@ -17,6 +17,7 @@ _FILES = (
     "trained.linear_probe",
     "trained.llms_know",
     "trained.sep",
+    "trained.gnosis",
     "internal.llm_check",
     "internal.p_true",
     "trained.lookback_lens",

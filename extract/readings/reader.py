@@ -14,6 +14,7 @@ import torch
 from extract.backbone.layout import LayerPass, watch_layers
 from extract.backbone.loading import Backbone
 from extract.readings.branches import ExactAnswerStates
+from extract.readings.gnosis import AttentionStatistics, StateTrace
 from extract.readings.llm_check import DiagonalScores, Entropies, HiddenScores
 from extract.readings.lookback import Lookback
 from extract.readings.lumina import Discrepancies, ProcessingRates
@@ -42,6 +43,8 @@ PARTS: tuple[type[Part], ...] = (
     ProcessingRates,
     Discrepancies,
     ExactAnswerStates,
+    AttentionStatistics,
+    StateTrace,
 )
 READINGS = tuple(n for part in PARTS for n in part.names) + tuple(SECOND_PASSES)
 # Answers in memory at once; of these, those of similar length are read together.

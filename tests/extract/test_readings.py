@@ -15,6 +15,7 @@ from extract.readings.reader import PARTS, READINGS, read
 from extract.readings.second_passes import SECOND_PASSES, middle_entry
 from extract.records import Answer
 from extract.signals.batch import ReadingBudget, budget_for
+from tests.extract import gnosis_loops
 
 CUE = (5, 9, 7)
 OWN = tuple(name for part in PARTS for name in part.names)
@@ -191,6 +192,8 @@ def expected(model, answer, swapped, n_cue):
             for t in range(n_told)
         ]
         found["lumina_mmd"] = np.mean(values)
+    found["gnosis_maps"] = gnosis_loops.maps(seen.maps)
+    found["gnosis_states"] = gnosis_loops.trace(seen.states[-1][p - 1 :])
     found["mlp_exact_answer"] = [part[len(ids) - 1].numpy() for part in seen.ffn]
     return found
 
@@ -260,6 +263,7 @@ def test_the_middle_of_32_layers_is_16_and_of_40_is_20():
 
 def test_an_answer_without_tokens_has_nan_where_its_tokens_are_read(backbone, found):
     whole = {"llmcheck_hidden_all", "llmcheck_attention_all", "lookback"}
+    whole |= {"gnosis_maps", "gnosis_states"}
     ahead = {"window_entropy", "logit_entropy"}
     for name in set(OWN):
         assert found[3][name].shape == found[0][name].shape, name
