@@ -18,6 +18,7 @@ from extract.run.files import from_json
 Setting = Literal["closed_book", "with_context"]
 Variant = Literal["original", "rewritten"]
 Split = Literal["train", "validation", "test", "ood"]
+Finish = Literal["stop", "length"]
 
 SETTINGS: tuple[Setting, ...] = ("closed_book", "with_context")
 # What stands for a set in numbers over the questions of all in-domain sets together,
@@ -150,6 +151,25 @@ class Answer(Record, frozen=True, kw_only=True):
     def key(self) -> tuple[str, str, str]:
         """Return what identifies this row: example, setting, variant."""
         return (self.example_id, self.setting, self.variant)
+
+
+class Sample(Record, frozen=True, kw_only=True):
+    """One drawn answer; what was written stands in the fields of `Generated`.
+
+    Semantic entropy's code takes log-probabilities after temperature, top-p and top-k,
+    here they are the model's own; at temperature 1 that is the same up to the mass that
+    was cut off.
+    """
+
+    example_id: str
+    setting: Setting
+    variant: Variant
+    sample: int  # 0 to n_samples - 1
+    text: str
+    token_ids: tuple[int, ...] | None
+    stop_id: int | None
+    log_probs: tuple[float, ...] | None
+    finish: Finish
 
 
 class Label(Record, frozen=True, kw_only=True):

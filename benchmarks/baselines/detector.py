@@ -11,8 +11,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from extract.generate.sampling import Sample
-from extract.records import SETTINGS, Answer, Example, Setting, read_records
+from extract.records import SETTINGS, Answer, Example, Sample, Setting, read_records
 from extract.run.contents import read_answers, read_examples, samples_file
 from extract.run.directory import RunDir
 from extract.run.results import ResultRow

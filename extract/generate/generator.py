@@ -9,13 +9,11 @@ import hashlib
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
-from extract.records import Record
-
-Finish = Literal["stop", "length"]
+from extract.records import Finish, Record
 
 SCHEMA_VERSION = 1  # of keys and of stored replies; raise it when either changes
 

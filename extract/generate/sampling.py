@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from extract.generate.generator import (
-    Finish,
     Generator,
     GeneratorPrompt,
     SamplingConfig,
@@ -17,7 +16,7 @@ from extract.generate.generator import (
 from extract.generate.options import MAX_SAMPLES
 from extract.generate.replies import Replies
 from extract.generate.requests import Request
-from extract.records import Record, Setting, Variant
+from extract.records import Sample
 from extract.run.console import Update
 
 
@@ -39,25 +38,6 @@ class DrawConfig:
                 "temperature: expected above 0 for drawn answers, found 0; a greedy "
                 "answer would be the same every time"
             )
-
-
-class Sample(Record, frozen=True, kw_only=True):
-    """One drawn answer; what was written stands in the fields of `Generated`.
-
-    Semantic entropy's code takes log-probabilities after temperature, top-p and top-k,
-    here they are the model's own; at temperature 1 that is the same up to the mass that
-    was cut off.
-    """
-
-    example_id: str
-    setting: Setting
-    variant: Variant
-    sample: int  # 0 to n_samples - 1
-    text: str
-    token_ids: tuple[int, ...] | None
-    stop_id: int | None
-    log_probs: tuple[float, ...] | None
-    finish: Finish
 
 
 def request_prompt(

@@ -3,8 +3,7 @@
 import numpy as np
 
 from benchmarks.baselines.detector import Evidence
-from extract.generate.sampling import Sample
-from extract.records import Answer, Example, write_lines
+from extract.records import Answer, Example, Sample, write_lines
 from extract.run.contents import answers_file, samples_file
 from extract.run.directory import RunDir
 from jaxprobe.features.rows import Rows

@@ -21,8 +21,7 @@ from benchmarks.baselines.sampled.clustering import (
     clusters_of,
     distinct_clusters,
 )
-from extract.generate.sampling import Sample
-from extract.records import IN_DOMAIN
+from extract.records import IN_DOMAIN, Sample
 from extract.run.results import ResultRow
 
 

@@ -21,7 +21,7 @@ from benchmarks.baselines.sampled.clustering import (
     official_clusters,
     paper_clusters,
 )
-from extract.generate.sampling import Sample
+from extract.records import Sample
 
 
 def mean_log_prob(sample: Sample) -> float:
