@@ -112,10 +112,7 @@ def _needs(
     ]
     n = (sum(sizes), sum(with_context))
     return Needs(
-        minutes={
-            stage: (n[0] * each[0] + n[1] * each[1]) / 1000
-            for stage, each in model.minutes.items()
-        },
+        minutes={stage: sum(n) * each / 1000 for stage, each in model.minutes.items()},
         memory_bytes=model.memory_bytes,
         disk_bytes=model.row_bytes
         and n[0] * model.row_bytes[0] + n[1] * model.row_bytes[1],
