@@ -113,7 +113,7 @@ def _bar(name: str) -> Iterator[Update]:
 
 
 def rates(clock: Callable[[], float]) -> Callable[[int], str]:
-    """Return what says how many a second were done, given the count so far.
+    """Return what says how many a second were done, given the count; "" at first.
 
     A stage counts anew for each setting: the earlier one's time is not this one's.
     """
@@ -139,7 +139,8 @@ def _plain_lines(name: str) -> Update:
         rate, now = rate_of(done), time.monotonic()
         if now - last >= 10:
             last = now
-            click.echo(f"{name}: {done} of {total}, {rate}", err=True)
+            counted = (f"{name}: {done} of {total}", rate)
+            click.echo(", ".join(filter(None, counted)), err=True)
 
     return update
 
