@@ -92,7 +92,7 @@ def measured(
         return row and row.value
 
     found = [(one, auroc(one)) for one in judged]
-    return sorted(found, key=lambda pair: -1.0 if pair[1] is None else -pair[1])
+    return sorted(found, key=lambda pair: 1.0 if pair[1] is None else -pair[1])
 
 
 def _needs(one: Judged) -> str:

@@ -74,8 +74,9 @@ def test_what_reads_drawn_answers_is_drawn_so_even_if_trained():
 
 
 def test_rivals_go_by_their_titles():
-    titles = titles_of(judged())
-    found = [cells_of(lead, titles)[1] for lead in leads(sample_rows(), "strongest")]
-    assert any(name.startswith("Rival ") for name in found)
+    assert titles_of(judged())["tfidf"] == "Rival tfidf"
+    found = leads(sample_rows(), "strongest")
+    titles = {lead.rival: f"Rival {lead.rival}" for lead in found}
+    assert all(cells_of(lead, titles)[1].startswith("Rival ") for lead in found)
     rows = sample_report().rows
     assert not re.search("Rival", str([cells_of(x) for x in leads(rows, "strongest")]))

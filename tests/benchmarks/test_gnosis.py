@@ -35,12 +35,12 @@ def rows_of(labels):
 
 
 def planted(labels, where):
-    """Noise, but for one head of one layer, or one channel of one step."""
+    """Noise, but for one statistic of every head, or one channel of one step."""
     rng = np.random.default_rng(1)
     maps = rng.standard_normal((N, 2, 3, 23)).astype(np.float32)
     states = rng.standard_normal((N, 8, 6)).astype(np.float32)
     if where == "maps":
-        maps[:, 1, 2, 4] += 4 * labels
+        maps[:, :, :, 4] += 4 * labels[:, None, None]
     else:
         states[:, 5, 2] += 4 * labels
     return maps, states
