@@ -6,6 +6,7 @@ the whole repository: a sequence is the exact ids of prompt and answer, and the 
 of an answer behind `n_prompt` ids is predicted at position `n_prompt + t - 1`.
 """
 
+import abc
 import dataclasses
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -139,7 +140,7 @@ class Batch:
             yield rows, logits.sub_(logits.logsumexp(-1, keepdim=True))
 
 
-class Part:
+class Part(abc.ABC):
     """One group of readings of a batch; what a part does not override costs nothing.
 
     Attributes:
@@ -167,17 +168,19 @@ class Part:
             below -1e29 where a key is not seen. Not to be changed.
           start: position of the first row.
         """
+        return  # most parts read no attention
 
     def on_layer(self, layer_pass: LayerPass) -> None:
         """Read what a layer did to the stream; nothing of it may be kept uncopied."""
+        return  # nor every part the stream
 
+    @abc.abstractmethod
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
         """Return the readings of every example.
 
         Args:
           final: `[n_examples, n_tokens, d_model]`, final-normed.
         """
-        raise NotImplementedError
 
 
 def mean_rows(values: torch.Tensor, slices: Sequence[slice]) -> list[torch.Tensor]:

@@ -1,5 +1,6 @@
 """What the attention of one forward is reduced to, while the model attends."""
 
+import abc
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from extract.signals.batch import to_device
 from extract.signals.span_sums import AttentionCall, AttentionMap, span_readings
 
 
-class AttentionReading:
+class AttentionReading(abc.ABC):
     """What one forward's attention is reduced to, filled layer by layer."""
 
     def __init__(
@@ -34,6 +35,7 @@ class AttentionReading:
         is_tensor = isinstance(part, torch.Tensor) and part.ndim == 4
         return is_tensor and part.shape[-2:] == (self.n_tokens, self.n_tokens)
 
+    @abc.abstractmethod
     def reduce(
         self,
         layer: int,
@@ -41,7 +43,6 @@ class AttentionReading:
         value: torch.Tensor | None,
     ) -> tuple[Any, torch.Tensor | None]:
         """Return what is kept of a layer; given values, the output of `self.rows`."""
-        raise NotImplementedError
 
     def read(
         self,
