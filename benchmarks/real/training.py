@@ -2,11 +2,12 @@
 
 The paper's protocol is for ten times the rows; the demo's sizes are for minutes on an
 invented world. Noise and dropout are what Gemma 3 270M's closed-book validation
-answers chose: with .1 and .2 an encoder fell below logistic regression on its own
-signals (validation AUROC of all four families .821, the regression .842; of hidden
-states .794 and .811), with .5 and .2 it was .834 (two seeds averaged), with 1 and .5
-.836 to .847. A running mean of the weights, and a linear path from the projected
-signals to the logit, added nothing to that.
+answers chose. With .1 and .2 an encoder fell below logistic regression on its own
+signals (validation AUROC of all four families .821, mean of three seeds, the regression
+.842; of hidden states .794 and .811). Of two seeds averaged, all four: .834 with .5 and
+.2, .847 with 1 and .5. A running mean of the weights (.828 with .1 and .2, .831 with .5
+and .2), and a linear path from the projected signals to the logit (.836 with 1 and .5),
+did no better.
 """
 
 from extract.run.directory import RunDir

@@ -7,7 +7,7 @@ import numpy as np
 from scipy.stats import rankdata
 
 from benchmarks.baselines.detector import Evidence
-from extract.records import IN_DOMAIN
+from benchmarks.baselines.linear import chosen_row
 from extract.run.results import ResultRow
 from jaxprobe.features.rows import Rows
 
@@ -109,13 +109,4 @@ def chosen_rows(
     rows: Rows, detector: str, values: Mapping[str, float]
 ) -> tuple[ResultRow, ...]:
     """Return the rows that say what validation chose for a detector, by metric."""
-    return tuple(
-        ResultRow(
-            experiment="chosen",
-            detector=detector,
-            metric=metric,
-            value=value,
-            **rows.fields_of(IN_DOMAIN, "validation"),
-        )
-        for metric, value in values.items()
-    )
+    return tuple(chosen_row(rows, detector, *one) for one in values.items())
