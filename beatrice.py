@@ -38,6 +38,8 @@ VERBS = {
     "calibrate": "jaxprobe.commands",
     "evaluate": "benchmarks.commands",
     "baselines": "benchmarks.commands",
+    "corpus": "pgir.retrieval.commands",
+    "retrieve": "pgir.retrieval.commands",
     "control": "pgir.commands",
     "report": "benchmarks.commands",
     "compare": "benchmarks.commands",

@@ -11,6 +11,7 @@ import click
 
 from extract.run.console import Progress, quiet
 from extract.run.verbs import RUN_DIR, do_or_forecast, dry_run_option
+from pgir.retrieval.commands import retrieval_options, settle_options
 
 if TYPE_CHECKING:
     from extract.run.directory import RunDir
@@ -41,17 +42,26 @@ def with_options(
     is_flag=True,
     help="Also choose them on probabilities from maps fitted on other questions.",
 )
+@retrieval_options
 @dry_run_option
 def control(
-    run_dir: Path, max_generations: float | None, cross_fit: bool, dry_run: bool
+    run_dir: Path,
+    max_generations: float | None,
+    cross_fit: bool,
+    dry_run: bool,
+    **retrieval: Any,
 ) -> None:
     """Run PGIR and its plain rivals; choose threshold and budget.
+
+    Without --corpus or --url the passages that came with the questions are searched.
 
     Example: beatrice control runs/paper --max-generations 4.63
     """
     from extract.run.directory import RunDir
     from pgir.controllers.stage import CONTROL, settle_search
 
+    if not dry_run:
+        settle_options(run_dir, retrieval, "control")
     if not dry_run and (cross_fit or max_generations is not None):
         change = partial(
             with_options, max_generations=max_generations, cross_fit=cross_fit

@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from extract.records import Example, Passage
-from pgir.retrieval import Retriever
+from pgir.retrieval.bm25 import Retriever
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

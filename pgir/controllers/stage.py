@@ -9,7 +9,7 @@ from extract.backbone.loading import open_backbone
 from extract.backbone.names import backbone_of
 from extract.generate.forecast import generation_bytes
 from extract.generate.requests import answer_config
-from extract.records import Example, Passage, read_records
+from extract.records import Example
 from extract.run.console import Progress, Update
 from extract.run.contents import read_examples, require_both_settings, row_files
 from extract.run.directory import RunDir
@@ -33,6 +33,7 @@ from pgir.controllers.traces import (
     choose_policy,
     question_sets,
 )
+from pgir.retrieval.choice import retrieval_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,16 +104,20 @@ def _control(
 ) -> None:
     set_compiler(run.preset)
     probed = _open_probed(run)
-    passages = list(read_records(run.passages, Passage))
+    searched = retrieval_of(run, progress.note)
+    passages = searched.passages
     hashes = run.hash_inputs(run.examples, run.passages, run.detector).values()
     controller = ControllerConfig(
         max_budget=config.max_budget, max_generations=config.max_generations
     )
     tracer = Tracer(
         folder=run.control,
-        key=hashlib.sha256("\n".join(hashes).encode()).hexdigest(),
+        key=hashlib.sha256(
+            "\n".join([*hashes, searched.identity]).encode()
+        ).hexdigest(),
         probed=probed,
         passages=passages,
+        retriever=searched.retriever,
         config=controller,
     )
     examples = read_examples(run)

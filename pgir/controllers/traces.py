@@ -24,7 +24,7 @@ from pgir.controllers.policy import (
     search_policy,
     trace_questions,
 )
-from pgir.retrieval import Bm25Retriever
+from pgir.retrieval.bm25 import Retriever
 
 GROUP_SIZE = 200  # questions; fewer of them leave batches half empty
 
@@ -78,7 +78,8 @@ class Tracer:
       folder: of the traces, one file per set.
       key: identity of everything they depend on.
       probed: the backbone with the run's detector.
-      passages: of the run, to search in.
+      passages: to search in.
+      retriever: ranks them.
       config: how far the controller searches.
     """
 
@@ -86,6 +87,7 @@ class Tracer:
     key: str
     probed: ProbedBackbone
     passages: Sequence[Passage]
+    retriever: Retriever
     config: ControllerConfig
 
     def trace_all(self, sets: Sequence[QuestionSet], update: Update) -> list[Traced]:
@@ -95,7 +97,6 @@ class Tracer:
           sets: what is traced.
           update: told rounds done and to do.
         """
-        retriever = Bm25Retriever(self.passages)
         groups = _groups(sets)
         n_rounds = self.config.max_budget + 1
         traced: list[Traced] = []
@@ -106,7 +107,7 @@ class Tracer:
                 def on_round(number: int, i: int = i) -> None:
                     update(i * n_rounds + number + 1, len(groups) * n_rounds)
 
-                saved = self._trace(group, retriever, on_round)
+                saved = self._trace(group, on_round)
             traced += [
                 Traced(**vars(one), traces=own.traces, vanilla=own.vanilla)
                 for one, own in zip(group, saved, strict=True)
@@ -127,16 +128,15 @@ class Tracer:
     def _trace(
         self,
         group: Sequence[QuestionSet],
-        retriever: Bm25Retriever,
         on_round: Callable[[int], None],
     ) -> list[SavedTraces]:
         """Trace the questions of several sets together, and save each set's traces."""
         questions = [example.question for one in group for example in one.examples]
         reader = ProbedReader(self.probed, questions)
         traces = trace_questions(
-            questions, reader, retriever, self.passages, self.config, on_round
+            questions, reader, self.retriever, self.passages, self.config, on_round
         )
-        ranking = retriever.search(questions, self.config.n_passages)
+        ranking = self.retriever.search(questions, self.config.n_passages)
         contexts = [[self.passages[p] for p in row] for row in ranking]
         requests = self.probed.requests("with_context", questions, contexts)
         vanilla = [answer.text for answer in self.probed.answer(requests)]

@@ -26,7 +26,7 @@ from pgir.controllers.stage import (
     ControlConfig,
     settle_search,
 )
-from pgir.retrieval import Bm25Retriever
+from pgir.retrieval.bm25 import Bm25Retriever
 
 CORPUS = [Passage(title=f"t{i}", text=f"word{i} shared") for i in range(12)]
 

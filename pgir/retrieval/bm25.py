@@ -2,17 +2,18 @@
 
 import logging
 from collections.abc import Sequence
-from typing import Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Protocol
 
 from extract.records import Passage
+
+if TYPE_CHECKING:  # the help of every verb is shown without NumPy
+    import numpy as np
 
 
 class Retriever(Protocol):
     """Ranks the passages of one corpus."""
 
-    def search(self, queries: Sequence[str], depth: int) -> np.ndarray:
+    def search(self, queries: Sequence[str], depth: int) -> "np.ndarray":
         """Return `[n_queries, depth]` passage indices, best first."""
 
 
@@ -39,8 +40,10 @@ class Bm25Retriever:
         texts = [f"{passage.title} {passage.text}" for passage in passages]
         self._index.index(_words(texts), show_progress=False)
 
-    def search(self, queries: Sequence[str], depth: int) -> np.ndarray:
+    def search(self, queries: Sequence[str], depth: int) -> "np.ndarray":
         """Return `[n_queries, min(depth, n_passages)]` indices, best first."""
+        import numpy as np
+
         found, _ = self._index.retrieve(
             _words(queries),
             k=min(depth, self._n),

@@ -1,0 +1,306 @@
+"""A corpus: the passages of any files, each once, on disk and read by line.
+
+Corpora are read as they are published (DPR's `psgs_w100.tsv`, the JSON lines of
+FlashRAG and Search-R1, HippoRAG's lists of titles and texts), and so are the contexts
+of question sets; what a question marks as gold is written down beside, so that
+retrieval can be judged.
+"""
+
+import dataclasses
+import hashlib
+import mmap
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, overload
+
+import msgspec
+import numpy as np
+
+from extract.datasets.files.streams import RecordStream
+from extract.datasets.loading import FileRefused, Loaded, open_dataset
+from extract.datasets.readers.question import Question
+from extract.label.verdicts import text_key
+from extract.records import Passage, Record, read_records, to_json
+from extract.run.files import (
+    read_sealed,
+    seal,
+    sha256_file,
+    write_json_atomic,
+    write_stream_atomic,
+)
+
+# A passage is what a prompt can hold. TriviaQA's evidence is whole pages, of which
+# nothing says which paragraph holds the answer.
+MOST_WORDS = 1000
+_WORDS = re.compile(r"\W+")
+_AGAIN = "build the corpus again in another folder"
+Note = Callable[[str], None]
+
+
+class Gold(Record, frozen=True, kw_only=True):
+    """A question, and the places in the corpus of the passages marked as gold."""
+
+    dataset: str
+    id: str
+    question: str
+    golds: tuple[str, ...]
+    passages: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SourceFile:
+    """What one file brought.
+
+    Attributes:
+      n_found: passages in it.
+      n_new: of them, those that no earlier file had.
+      n_long: left out for more than `MOST_WORDS` words.
+    """
+
+    name: str
+    sha256: str
+    n_found: int
+    n_new: int
+    n_long: int
+
+
+class Corpus(Sequence[Passage]):
+    """The passages of a finished corpus, read from disk one by one.
+
+    Attributes:
+      identity: SHA-256 of the passages; an index names the one that it was built on.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Open a corpus; every file is checked against its SHA-256.
+
+        Raises:
+          ValueError: there is none, or it is damaged.
+        """
+        if not (folder / "corpus.json").is_file():
+            raise ValueError(
+                f"{folder} holds no finished corpus: build one with `beatrice corpus "
+                f"{folder} --source FILE`"
+            )
+        self.folder = folder
+        self.facts = read_sealed(folder / "corpus.json", _AGAIN)
+        for name, expected in self.facts["files"].items():
+            path = folder / name
+            if not path.is_file() or sha256_file(path) != expected:
+                raise ValueError(
+                    f"{path} is damaged: it does not match its SHA-256; restore it, or "
+                    f"{_AGAIN}"
+                )
+        self.identity: str = self.facts["files"]["passages.jsonl"]
+        self._lines = np.load(folder / "lines.npy", mmap_mode="r")
+        with (folder / "passages.jsonl").open("rb") as stream:
+            self._bytes = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        self._decode = msgspec.json.Decoder(Passage).decode
+
+    def __len__(self) -> int:
+        """Return the number of passages."""
+        return len(self._lines) - 1
+
+    @overload
+    def __getitem__(self, place: int) -> Passage: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Passage]: ...
+    def __getitem__(self, place: int | slice) -> Passage | list[Passage]:
+        """Return the passage at a place, or those of a slice."""
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        if not 0 <= place < len(self):
+            raise IndexError(f"passage {place} of {len(self)}")
+        start, stop = int(self._lines[place]), int(self._lines[place + 1])
+        return self._decode(self._bytes[start:stop])
+
+    def golds(self) -> list[Gold]:
+        """Return the questions whose gold passages are known."""
+        return list(read_records(self.folder / "gold.jsonl", Gold))
+
+
+def as_document(passage: Passage) -> str:
+    """Return a passage as FlashRAG and Search-R1 write it, and as encoders read it.
+
+    The title in double quotes, a line end, the text; the text alone without a title.
+    """
+    return f'"{passage.title}"\n{passage.text}' if passage.title else passage.text
+
+
+def from_document(contents: str) -> Passage:
+    """Return the passage of a document; the inverse of `as_document`."""
+    first, end, rest = contents.partition("\n")
+    if not end:
+        return Passage(title="", text=contents)
+    is_quoted = len(first) > 1 and first[0] == first[-1] == '"'
+    return Passage(title=first[1:-1] if is_quoted else first, text=rest)
+
+
+def _key(passage: Passage) -> int:
+    """Return what two wordings of one passage share: letters and digits, any case.
+
+    Eight bytes: among 21 million passages two that differ share one with probability
+    1.2e-5, and a whole digest would take 2 GB more.
+    """
+    words = _WORDS.sub(" ", f"{passage.title} {passage.text}".casefold()).strip()
+    digest = hashlib.blake2b(words.encode("utf-8", "replace"), digest_size=8).digest()
+    return int.from_bytes(digest)
+
+
+def _passage(record: Mapping[str, Any], where: str) -> Passage:
+    """Return the passage in a record of a corpus."""
+    contents = record.get("contents")
+    if isinstance(contents, str) and "text" not in record:
+        return from_document(contents)
+    title, text = record.get("title") or "", record.get("text")
+    if not isinstance(text, str) or not isinstance(title, str):
+        raise ValueError(
+            f"{where}: expected a passage with 'title' and 'text', or 'contents'"
+        )
+    return Passage(title=title.strip(), text=text.strip())
+
+
+Found = tuple[Question | None, Sequence[Passage]]
+
+
+def read_source(path: Path, note: Note) -> Iterator[Found]:
+    """Yield what a file holds: passages, or questions with theirs.
+
+    Args:
+      path: of a corpus or of a question set, in any published layout.
+      note: told of a file that holds neither, which yields nothing.
+
+    Raises:
+      ValueError: a record of a corpus is no passage.
+    """
+    try:
+        questions = open_dataset(path)
+    except FileRefused as refused:
+        if refused.format is None or not refused.format.startswith("passages"):
+            note(f"{path.name}: left out, neither passages nor questions")
+            return
+        for raw in RecordStream(path, refused.type):
+            if raw.value is None:
+                raise ValueError(f"{path}, {raw.at}: {raw.problem}") from None
+            yield None, [_passage(raw.value, f"{path}, {raw.at}")]
+        return
+    except ValueError:
+        note(f"{path.name}: left out, neither passages nor questions")
+        return
+    for found in questions.read():
+        if isinstance(found, Loaded):
+            yield found.question, found.question.passages
+
+
+class _Writer:
+    """Passages and gold passages, each once, as they are written."""
+
+    def __init__(self) -> None:
+        self.places: dict[int, int] = {}
+        self.lines = [0]
+        self.asked: set[tuple[str, bytes]] = set()
+        self.n_found = self.n_new = self.n_long = 0
+
+    def add(self, passage: Passage, stream: Any) -> int | None:
+        """Write a passage unless it is there; return its place."""
+        self.n_found += 1
+        if not passage.text.strip() or len(passage.text.split()) > MOST_WORDS:
+            self.n_long += 1
+            return None
+        place = self.places.setdefault(_key(passage), len(self.places))
+        if place == len(self.lines) - 1:
+            self.n_new += 1
+            bare = Passage(title=passage.title, text=passage.text)
+            line = f"{to_json(bare)}\n".encode()
+            stream.write(line)
+            self.lines.append(self.lines[-1] + len(line))
+        return place
+
+    def ask(self, question: Question, places: Sequence[int | None]) -> Gold | None:
+        """Return a question's gold passages, or None without any or asked before."""
+        own = zip(question.passages, places, strict=True)
+        golds = [at for passage, at in own if passage.is_supporting and at is not None]
+        name = question.dataset or "unknown"
+        key = (name, text_key(question.question))
+        if not golds or key in self.asked:
+            return None
+        self.asked.add(key)
+        return Gold(
+            dataset=name,
+            id=str(question.id),
+            question=question.question,
+            golds=question.golds,
+            passages=tuple(dict.fromkeys(golds)),
+        )
+
+
+def source_files(sources: Sequence[Path]) -> list[Path]:
+    """Return the files among paths and, sorted, below those that are folders."""
+    files: list[Path] = []
+    for source in sources:
+        inside = sorted(source.rglob("*")) if source.is_dir() else [source]
+        files += [path for path in inside if path.is_file()]
+    if not files:
+        raise ValueError("a corpus needs at least one file, found none")
+    return files
+
+
+def build_corpus(folder: Path, sources: Sequence[Path], note: Note) -> Corpus:
+    """Build a corpus, or open the one that is there if it is of the same files.
+
+    Memory grows with the number of passages (some 150 bytes each), not with the files.
+
+    Args:
+      folder: created if absent.
+      sources: files of passages or questions; folders stand for all files below them.
+      note: told of each file.
+
+    Raises:
+      ValueError: the folder holds another corpus, or no file holds a passage.
+    """
+    files = source_files(sources)
+    asked = [[path.name, sha256_file(path)] for path in files]
+    if (folder / "corpus.json").exists():
+        corpus = Corpus(folder)
+        if corpus.facts["asked"] != asked:
+            raise ValueError(
+                f"{folder} holds a corpus of other files; choose another folder"
+            )
+        return corpus
+    writer, reports = _Writer(), []
+    folder.mkdir(parents=True, exist_ok=True)
+    with (
+        write_stream_atomic(folder / "passages.jsonl") as passages,
+        write_stream_atomic(folder / "gold.jsonl") as golds,
+    ):
+        for path, (name, sha256) in zip(files, asked, strict=True):
+            writer.n_found = writer.n_new = writer.n_long = 0
+            for question, own in read_source(path, note):
+                places = [writer.add(passage, passages) for passage in own]
+                gold = writer.ask(question, places) if question is not None else None
+                if gold is not None:
+                    golds.write(f"{to_json(gold)}\n".encode())
+            report = SourceFile(
+                name=name,
+                sha256=sha256,
+                n_found=writer.n_found,
+                n_new=writer.n_new,
+                n_long=writer.n_long,
+            )
+            if report.n_found:
+                reports.append(dataclasses.asdict(report))
+                note(f"{name}: {report.n_found} passages, {report.n_new} of them new")
+        if not writer.places:
+            raise ValueError("none of the files holds a passage")
+    with write_stream_atomic(folder / "lines.npy") as stream:
+        np.save(stream, np.array(writer.lines, np.int64))
+    names = ("passages.jsonl", "gold.jsonl", "lines.npy")
+    facts = {
+        "asked": asked,
+        "sources": reports,
+        "n_passages": len(writer.places),
+        "files": {name: sha256_file(folder / name) for name in names},
+    }
+    write_json_atomic(folder / "corpus.json", seal(facts))
+    return Corpus(folder)
