@@ -40,6 +40,7 @@ VERBS = {
     "baselines": "benchmarks.commands",
     "corpus": "pgir.retrieval.commands",
     "retrieve": "pgir.retrieval.commands",
+    "transfer": "benchmarks.retrieved.commands",
     "control": "pgir.commands",
     "report": "benchmarks.commands",
     "compare": "benchmarks.commands",

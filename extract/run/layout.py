@@ -18,6 +18,7 @@ _WRITERS = {
     "readings": "baselines",
     "baselines": "baselines",
     "control": "control",
+    "retrieved": "transfer",
     "results": "report",
     "exhaustive": "select --exhaustive",
     "ablate": "evaluate --ablations",

@@ -1,0 +1,1 @@
+"""Detectors trained on gold contexts, on answers from retrieved ones."""
