@@ -275,7 +275,7 @@ def build_index(vectors: Vectors, config: IndexConfig) -> Path | None:
     with write_stream_atomic(folder / name) as stream:
         faiss.write_index(index, faiss.PyCallbackIOWriter(stream.write))
     sha256 = sha256_file(folder / name)
-    facts = {"vectors": of_vectors, "config": settings, "sha256": sha256}
+    facts = {"vectors": of_vectors, "config": settings, "file": sha256}
     write_json_atomic(about, seal(facts))
     return folder / name
 
@@ -300,7 +300,7 @@ def open_index(vectors: Vectors, form: Form) -> tuple[Any, IndexConfig]:
     held = read_sealed(folder / f"{form}.json", _AGAIN)
     if held["vectors"] != sha256_file(folder / "vectors.json"):
         raise ValueError(f"{path} was built of other vectors; build it again")
-    if not path.is_file() or sha256_file(path) != held["sha256"]:
+    if not path.is_file() or sha256_file(path) != held["file"]:
         raise ValueError(
             f"{path} is damaged: it does not match its SHA-256; delete it and "
             f"{form}.json, and the same `beatrice corpus` makes it again"

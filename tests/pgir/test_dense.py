@@ -1,0 +1,253 @@
+"""Dense retrieval finds what exact search finds, and refuses what is not its own."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from pgir.retrieval.dense import DenseRetriever
+from pgir.retrieval.encoder import TextEncoder, encoder_config
+from pgir.retrieval.index import (
+    IndexConfig,
+    Vectors,
+    build_index,
+    build_vectors,
+    index_folder,
+    open_index,
+)
+from tests.pgir.small_corpus import make_corpus, save_encoder, text_of
+from tests.process import ROOT
+
+pytest.importorskip("faiss")
+N = 300
+NOTHING = lambda done, total: None  # noqa: E731
+BUILD = """
+import sys, time
+from pathlib import Path
+from pgir.retrieval.corpus import Corpus
+from pgir.retrieval.encoder import EncoderConfig, TextEncoder
+from pgir.retrieval.index import *
+corpus = Corpus(Path(sys.argv[1]))
+encoder = TextEncoder(EncoderConfig(path=Path(sys.argv[2]), max_tokens=48))
+folder = index_folder(corpus, encoder.config.path.name)
+there = len(list(folder.glob("vectors-*")))
+def update(done, total):
+    if done > 16 * there:
+        print(done, flush=True)
+        time.sleep(float(sys.argv[3]))
+vectors = build_vectors(folder, corpus, encoder, IndexConfig(rows_per_shard=16), update)
+for form in ("sq8", "ivf_pq"):
+    build_index(vectors, IndexConfig(form=form, n_codes=4))
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A corpus with an encoder and indexes of every form."""
+    folder = tmp_path_factory.mktemp("dense")
+    corpus = make_corpus(folder, N)
+    encoder = TextEncoder(save_encoder(folder / "tiny"))
+    made = index_folder(corpus, "tiny")
+    config = IndexConfig(rows_per_shard=64)
+    vectors = build_vectors(made, corpus, encoder, config, NOTHING)
+    for form in ("sq8", "ivf_pq"):
+        build_index(vectors, IndexConfig(form=form, n_codes=4, n_rescored=100))
+    return corpus, encoder, vectors
+
+
+def test_a_batch_encodes_as_one_text_at_a_time_in_unit_vectors(built):
+    _, encoder, _ = built
+    texts = [text_of(i) for i in range(9)] + ["river"]
+    together = encoder.encode(texts, "passage")
+    alone = np.concatenate([encoder.encode([text], "passage") for text in texts])
+    # Padding changes the order of float32 sums.
+    np.testing.assert_allclose(together, alone, atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(together, axis=1), 1, atol=1e-5)
+
+
+def test_pooling_is_the_mean_over_the_tokens_of_the_text(built):
+    _, encoder, _ = built
+    found = encoder._tokenizer("river city", return_tensors="pt")
+    with torch.inference_mode():
+        states = encoder._model(**found).last_hidden_state[0].mean(0)
+    expected = (states / states.norm()).numpy()
+    np.testing.assert_allclose(
+        encoder.encode(["river city"], "query")[0], expected, atol=1e-5
+    )
+
+
+def test_e5_gets_its_prefixes_by_name_and_others_none(tmp_path):
+    e5 = save_encoder(tmp_path / "e5-base-v2").path
+    found = encoder_config(e5)
+    assert (found.query_prefix, found.passage_prefix) == ("query: ", "passage: ")
+    assert encoder_config(e5, query_prefix="ask: ").query_prefix == "ask: "
+    other = encoder_config(save_encoder(tmp_path / "se57en").path)
+    assert (other.query_prefix, other.passage_prefix) == ("", "")
+    plain = TextEncoder(encoder_config(e5, query_prefix="", max_tokens=48))
+    asked = TextEncoder(encoder_config(e5, max_tokens=48))
+    np.testing.assert_allclose(
+        asked.encode(["river"], "query"),
+        plain.encode(["query: river"], "query"),
+        atol=1e-6,
+    )
+    assert plain.identity != asked.identity
+
+
+def test_flat_search_is_the_inner_product_beside_torch_and_jax(built):
+    import jax.numpy as jnp
+
+    corpus, encoder, vectors = built
+    queries = encoder.encode([text_of(i) for i in range(0, N, 7)], "query")
+    matrix = vectors.take(np.arange(N))
+    found = DenseRetriever(corpus, encoder).search_vectors(queries, 5)
+    products = np.asarray(jnp.asarray(queries) @ jnp.asarray(matrix).T)
+    torch_products = torch.from_numpy(queries) @ torch.from_numpy(matrix).T
+    np.testing.assert_allclose(products, torch_products.numpy(), atol=1e-5)
+    best = np.sort(products, axis=1)[:, ::-1][:, :5]
+    np.testing.assert_allclose(
+        np.take_along_axis(products, found, axis=1), best, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("form", ["sq8", "ivf_pq"])
+def test_a_lossy_index_finds_what_flat_finds_once_all_is_rescored(built, form):
+    corpus, encoder, vectors = built
+    queries = encoder.encode([text_of(i) for i in range(0, N, 7)], "query")
+    flat = DenseRetriever(corpus, encoder).search_vectors(queries, 20)
+    lossy = DenseRetriever(corpus, encoder, form)
+    found = lossy.search_vectors(queries, 20)
+    assert found.shape == (len(queries), 20) and (found >= 0).all()
+    assert all(len(set(row)) == 20 for row in found.tolist())
+    every = lossy.search_vectors(queries, N)  # more than its lists nearby can hold
+    matrix = vectors.take(np.arange(N))
+    scores = np.take_along_axis(queries @ matrix.T, every, axis=1)
+    assert (np.diff(scores, axis=1) <= 1e-6).all()
+    top = np.take_along_axis(queries @ matrix.T, flat, axis=1)
+    np.testing.assert_allclose(scores[:, :20], top, atol=1e-5)
+
+
+def test_a_planted_passage_is_found_and_a_permuted_index_misses_it(built):
+    corpus, encoder, vectors = built
+    asked = [f'"Title {i}"\n{text_of(i)}' for i in range(0, N, 11)]
+    found = DenseRetriever(corpus, encoder).search(asked, 3)
+    planted = np.arange(0, N, 11)
+    assert (found == planted[:, None]).any(axis=1).mean() > 0.95
+    shuffled = np.random.default_rng(0).permutation(N)[found]
+    assert (shuffled == planted[:, None]).any(axis=1).mean() < 0.2
+
+
+def test_a_build_killed_again_and_again_gives_the_same_bytes(tmp_path):
+    corpus = make_corpus(tmp_path, N)
+    encoder = save_encoder(tmp_path / "tiny")
+    whole = index_folder(corpus, "tiny")
+    words = [sys.executable, "-c", BUILD, str(corpus.folder), str(encoder.path)]
+    subprocess.run([*words, "0"], cwd=ROOT, check=True, capture_output=True)
+    expected = {p.name: p.read_bytes() for p in whole.iterdir()}
+    shutil.rmtree(whole)
+    for _ in range(2):  # each after one more shard
+        process = subprocess.Popen(
+            [*words, "30"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        process.stdout.readline()
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        assert not (whole / "vectors.json").exists()
+    process = subprocess.Popen(
+        [*words, "0.05"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    for _ in range(4):
+        process.stdout.readline()
+    time.sleep(0.02)  # somewhere inside a shard
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    subprocess.run([*words, "0"], cwd=ROOT, check=True, capture_output=True)
+    found = {p.name: p.read_bytes() for p in whole.iterdir() if p.suffix != ".tmp"}
+    assert found == expected
+
+
+def spoil(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.fixture
+def copied(built, tmp_path):
+    """The same in a folder that a test may spoil."""
+    corpus, encoder, _ = built
+    folder = tmp_path / "corpus"
+    shutil.copytree(corpus.folder, folder)
+    return type(corpus)(folder), encoder
+
+
+def test_one_flipped_bit_of_an_index_is_refused_by_name(copied):
+    corpus, encoder = copied
+    folder = index_folder(corpus, "tiny")
+    spoil(folder / "sq8.faiss")
+    with pytest.raises(ValueError, match=r"sq8\.faiss is damaged"):
+        DenseRetriever(corpus, encoder, "sq8")
+    assert len(DenseRetriever(corpus, encoder).search(["river"], 2)[0]) == 2
+    spoil(folder / "vectors-00001.npy")
+    with pytest.raises(ValueError, match=r"vectors-00001\.npy is damaged"):
+        DenseRetriever(corpus, encoder)
+
+
+def test_what_is_damaged_and_deleted_is_made_again_as_it_was(copied):
+    corpus, encoder = copied
+    folder = index_folder(corpus, "tiny")
+    expected = (folder / "vectors-00001.npy").read_bytes()
+    (folder / "vectors-00001.npy").unlink()
+    (folder / "vectors.json").unlink()
+    build_vectors(folder, corpus, encoder, IndexConfig(), NOTHING)
+    assert (folder / "vectors-00001.npy").read_bytes() == expected
+
+
+def test_an_index_of_another_encoder_is_refused_by_name(copied, tmp_path):
+    corpus, _ = copied
+    other = TextEncoder(save_encoder(tmp_path / "x" / "tiny", seed=1))
+    with pytest.raises(ValueError, match="by another encoder"):
+        DenseRetriever(corpus, other)
+    folder = index_folder(corpus, "tiny")
+    with pytest.raises(ValueError, match="by another encoder"):
+        build_vectors(folder, corpus, other, IndexConfig(), NOTHING)
+
+
+def test_an_index_of_another_corpus_is_refused_by_name(copied, tmp_path):
+    corpus, encoder = copied
+    other = make_corpus(tmp_path / "other", N - 1)
+    shutil.copytree(index_folder(corpus, "tiny"), index_folder(other, "tiny"))
+    with pytest.raises(ValueError, match="on another corpus"):
+        DenseRetriever(other, encoder)
+
+
+def test_a_form_that_was_not_built_is_asked_for(built, tmp_path):
+    corpus, encoder, vectors = built
+    shutil.copytree(vectors.folder, tmp_path / "own")
+    (tmp_path / "own" / "ivf_pq.json").unlink()
+    with pytest.raises(ValueError, match="--index ivf_pq"):
+        open_index(Vectors(tmp_path / "own"), "ivf_pq")
+
+
+def test_without_faiss_one_sentence_says_what_to_install(built):
+    corpus, encoder, _ = built
+    code = "import sys; sys.modules['faiss'] = None; import beatrice; beatrice.main()"
+    words = ["retrieve", corpus.folder, "--retriever", "dense", "--question", "x"]
+    words += ["--encoder", encoder.config.path, "--max-tokens", 48]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, words)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "pip install 'beatrice-probe[dense]'" in done.stderr
+    assert "Traceback" not in done.stderr
