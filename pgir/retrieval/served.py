@@ -201,6 +201,7 @@ class ServedRetriever:
             with urllib.request.urlopen(request, timeout=self._timeout) as reply:
                 content = reply.read(_MOST_BYTES)
         except urllib.error.HTTPError as error:
+            error.close()  # it holds the connection
             raise _Failed(f"it answered with status {error.code}") from None
         except TimeoutError:
             raise _Failed(f"no reply came in {self._timeout:g} seconds") from None

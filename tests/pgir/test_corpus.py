@@ -1,4 +1,4 @@
-"""A corpus holds the passages of published files, each once, and knows the gold ones."""
+"""A corpus holds the passages of published files, each once; gold ones are known."""
 
 import json
 
@@ -15,9 +15,7 @@ from pgir.retrieval.corpus import (
 from tests.extract.small_run import beatrice
 from tests.pgir.small_corpus import make_corpus, write_passages
 
-PSGS = (
-    'id\ttext\ttitle\n1\t"He said ""no"" twice."\tAaron\n2\t"Second block."\tAaron\n'
-)
+PSGS = 'id\ttext\ttitle\n1\t"He said ""no"" twice."\tAaron\n2\t"Second block."\tAaron\n'
 TITLES = [
     {"title": "Aaron", "text": 'He said "no" twice', "idx": 0},
     {"title": "Zoe", "text": "Zoe is new."},

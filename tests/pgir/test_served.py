@@ -1,0 +1,196 @@
+"""A retriever behind HTTP: both protocols, and servers that die, dawdle or babble."""
+
+import contextlib
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pytest
+
+from extract.records import Passage
+from pgir.retrieval.bm25 import Bm25Retriever
+from pgir.retrieval.served import RetrievalFailed, ServedRetriever, read_reply
+from pgir.retrieval.server import RetrievalServer
+
+CORPUS = [Passage(title=f"T{i}", text=f"word{i} shared text") for i in range(12)]
+QUERIES = ["word3", "word7 shared", "word1"]
+
+
+@contextlib.contextmanager
+def serving(server):
+    """Run a server in a thread until the block ends."""
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}
+    )
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def own_server():
+    return RetrievalServer(Bm25Retriever(CORPUS), CORPUS, port=0)
+
+
+def client(url, cache, **options):
+    options = {"pause": 0.01, "n_attempts": 2, **options}
+    return ServedRetriever(url, cache, **options)
+
+
+def titles(retriever, rows):
+    return [[retriever.passages[i].title for i in row] for row in rows]
+
+
+def post(url, value):
+    content = value if isinstance(value, bytes) else json.dumps(value).encode()
+    request = urllib.request.Request(url, content)
+    with urllib.request.urlopen(request, timeout=10) as reply:
+        return json.load(reply)
+
+
+@pytest.mark.parametrize("path", ["/retrieve", "/batch_search"])
+def test_both_protocols_find_what_the_retriever_finds(tmp_path, path):
+    expected = Bm25Retriever(CORPUS).search(QUERIES, 3)
+    with serving(own_server()) as url:
+        served = client(url + path, tmp_path / "cache.jsonl")
+        found = served.search(QUERIES, 3)
+    assert titles(served, found) == [[CORPUS[i].title for i in row] for row in expected]
+    assert served.passages[found[0][0]] == CORPUS[3]
+
+
+def test_replies_have_the_shapes_that_the_two_protocols_say():
+    with serving(own_server()) as url:
+        scored = post(
+            f"{url}/retrieve", {"queries": ["word3"], "topk": 2, "return_scores": True}
+        )
+        bare = post(f"{url}/retrieve", {"queries": ["word3"], "topk": 2})
+        one = post(
+            f"{url}/search", {"query": "word3", "top_n": 2, "return_score": False}
+        )
+        many = post(
+            f"{url}/batch_search",
+            {"query": ["word3"], "top_n": 2, "return_score": True},
+        )
+        default = post(f"{url}/retrieve", {"queries": ["word3"]})
+    document = {"id": "3", "contents": '"T3"\nword3 shared text'}
+    assert scored["result"][0][0] == {"document": document, "score": 1.0}
+    assert bare["result"][0][0] == one[0] == many[0][0][0] == document
+    assert many[1] == [[1.0, 0.5]]
+    assert len(default["result"][0]) == 3
+    assert read_reply(scored, 1, 2) == read_reply(bare, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "status"),
+    [
+        ("/retrieve", b"no json", 400),
+        ("/retrieve", {"queries": []}, 400),
+        ("/retrieve", {"queries": ["x"], "topk": 0}, 400),
+        ("/retrieve", {"queries": [7]}, 400),
+        ("/elsewhere", {"queries": ["x"]}, 404),
+    ],
+)
+def test_a_wrong_request_gets_its_reason_and_the_server_lives_on(path, value, status):
+    with serving(own_server()) as url:
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            post(url + path, value)
+        with refused.value as reply:
+            assert reply.code == status and json.load(reply)["error"]
+        assert post(f"{url}/retrieve", {"queries": ["word3"]})["result"]
+
+
+def test_what_was_asked_keeps_its_index_and_is_not_asked_again(tmp_path):
+    cache = tmp_path / "cache.jsonl"
+    with serving(own_server()) as url:
+        first = client(f"{url}/retrieve", cache)
+        found = first.search(QUERIES, 3)
+    again = client(f"{url}/retrieve", cache)  # nobody answers there any more
+    np.testing.assert_array_equal(again.search(QUERIES, 3), found)
+    assert again.passages == first.passages
+
+
+class Moody(ThreadingHTTPServer):
+    """A server that does to some questions what its moods say."""
+
+    def __init__(self, moods, n_requests=10_000):
+        self.moods, self.left, self.asked = moods, n_requests, []
+        super().__init__(("127.0.0.1", 0), _Moods)
+
+
+class _Moods(BaseHTTPRequestHandler):
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server = self.server
+        server.asked.append(asked["queries"])
+        moods = {server.moods.get(query, "well") for query in asked["queries"]}
+        server.left -= 1
+        if server.left < 0 or "dead" in moods:
+            self.connection.close()
+            return
+        if "slow" in moods:
+            time.sleep(0.5)
+        document = {"contents": '"A"\ntext'}
+        content = json.dumps({"result": [[document] * 2] * len(asked["queries"])})
+        if "babble" in moods:
+            content = "<html>busy</html>"
+        if "short" in moods:
+            content = json.dumps({"result": [[document]] * len(asked["queries"])})
+        self.send_response(500 if "broken" in moods else 200)
+        self.end_headers()
+        with contextlib.suppress(OSError):  # who asked has gone
+            self.wfile.write(content.encode())
+
+    def log_message(self, *words):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("mood", "reason"),
+    [
+        ("dead", "the connection broke"),
+        ("slow", "no reply came in 0.2 seconds"),
+        ("babble", "its reply is no ranking"),
+        ("short", "expected 2 documents for a question, found 1"),
+        ("broken", "status 500"),
+    ],
+)
+def test_only_the_questions_a_server_fails_are_failed_and_retried(
+    tmp_path, mood, reason
+):
+    cache, queries = tmp_path / "cache.jsonl", ["a", "b", "poison", "c"]
+    server = Moody({"poison": mood})
+    with serving(server) as url:
+        asking = client(f"{url}/retrieve", cache, timeout=0.2)
+        with pytest.raises(RetrievalFailed, match="1 of 4 questions") as failed:
+            asking.search(queries, 2)
+        assert list(failed.value.reasons) == [2]
+        assert reason in failed.value.reasons[2]
+        assert sorted(failed.value.found) == [0, 1, 3]
+        server.moods.clear()  # it recovers
+        server.asked.clear()
+        again = client(f"{url}/retrieve", cache, timeout=5)
+        assert again.search(queries, 2).shape == (4, 2)
+        assert server.asked == [["poison"]]
+
+
+def test_a_server_that_is_gone_fails_the_rest_at_once(tmp_path):
+    with serving(own_server()) as url:
+        pass
+    asking = client(f"{url}/retrieve", tmp_path / "cache.jsonl", n_attempts=2)
+    began = time.monotonic()
+    with pytest.raises(RetrievalFailed, match="cannot be reached") as failed:
+        asking.search([f"q{i}" for i in range(200)], 2)
+    assert len(failed.value.reasons) == 200 and not failed.value.found
+    assert time.monotonic() - began < 5  # one request's attempts, not two hundred's
+
+
+def test_a_url_of_no_protocol_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="ends in /retrieve"):
+        ServedRetriever("http://127.0.0.1:8000/", tmp_path / "cache.jsonl")
