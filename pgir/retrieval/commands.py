@@ -282,7 +282,7 @@ def _recall(
     """Print how many gold passages each retriever finds."""
     from pgir.retrieval.bm25 import Bm25Retriever
     from pgir.retrieval.dense import DenseRetriever
-    from pgir.retrieval.fused import FusedRetriever
+    from pgir.retrieval.fused import LEAST_DEPTH, fuse_all
     from pgir.retrieval.recall import DEPTHS, agreement, measure, recall_table
 
     golds = corpus.golds()
@@ -291,22 +291,21 @@ def _recall(
             f"{corpus.folder} has no question with gold passages: build it with a "
             "--source of questions too"
         )
-    bm25 = Bm25Retriever(corpus)
-    retrievers: dict[str, Any] = {"BM25": bm25}
-    if encoder is not None:
-        dense = DenseRetriever(corpus, encoder, form)
-        retrievers |= {
-            encoder.config.path.name: dense,
-            "fused": FusedRetriever([bm25, dense]),
-        }
-    measured, counts = {}, {}
-    for name, own in retrievers.items():
-        measured[name], counts = measure(own, corpus, golds)
+    questions = [gold.question for gold in golds]
+    rankings = {"BM25": Bm25Retriever(corpus).search(questions, LEAST_DEPTH)}
     lost: dict[int, float] = {}
-    if encoder is not None and form != "flat":
-        queries = encoder.encode([gold.question for gold in golds], "query")
-        exact = DenseRetriever(corpus, encoder).search_vectors(queries, max(DEPTHS))
-        lost = agreement(dense.search_vectors(queries, max(DEPTHS)), exact)
+    if encoder is not None:
+        queries = encoder.encode(questions, "query")
+        dense = DenseRetriever(corpus, encoder, form)
+        found = dense.search_vectors(queries, LEAST_DEPTH)
+        fused = fuse_all([rankings["BM25"], found], max(DEPTHS))
+        rankings |= {encoder.config.path.name: found, "fused": fused}
+        if form != "flat":
+            flat = DenseRetriever(corpus, encoder)
+            lost = agreement(found, flat.search_vectors(queries, max(DEPTHS)))
+    measured, counts = {}, {}
+    for name, own in rankings.items():
+        measured[name], counts = measure(own, corpus, golds)
     if as_json:
         rows = [
             {"dataset": dataset, "n": counts[dataset], "retriever": name,

@@ -9,7 +9,7 @@ from pgir.retrieval.bm25 import Retriever
 # Cormack, Clarke and Büttcher (SIGIR 2009): what keeps the first ranks from deciding
 # alone. Their value; none was tuned.
 RANK_CONSTANT = 60
-_LEAST_DEPTH = 100  # of each ranking that is fused
+LEAST_DEPTH = 100  # of each ranking that is fused
 
 
 class FusedRetriever:
@@ -30,13 +30,21 @@ class FusedRetriever:
 
     def search(self, queries: Sequence[str], depth: int) -> np.ndarray:
         """Return `[n_queries, min(depth, n_passages)]` indices, best first."""
-        deeper = max(_LEAST_DEPTH, 2 * depth)
+        deeper = max(LEAST_DEPTH, 2 * depth)
         rankings = [one.search(queries, deeper) for one in self._retrievers]
-        width = min(depth, *(ranking.shape[1] for ranking in rankings))
-        rows = zip(*rankings, strict=True)
-        return np.array([fuse(own)[:width] for own in rows], np.int64).reshape(
-            len(queries), width
-        )
+        return fuse_all(rankings, depth)
+
+
+def fuse_all(rankings: Sequence[np.ndarray], depth: int) -> np.ndarray:
+    """Return the fused rankings of some queries, `[n_queries, depth]` or fewer columns.
+
+    Args:
+      rankings: of each retriever, `[n_queries, n]` indices, best first.
+      depth: most passages of a query.
+    """
+    width = min(depth, *(ranking.shape[1] for ranking in rankings))
+    rows = [fuse(own)[:width] for own in zip(*rankings, strict=True)]
+    return np.array(rows, np.int64).reshape(len(rows), width)
 
 
 def fuse(rankings: Sequence[np.ndarray]) -> np.ndarray:

@@ -7,7 +7,6 @@ import numpy as np
 
 from extract.label.verdicts import normalise
 from extract.records import Passage
-from pgir.retrieval.bm25 import Retriever
 from pgir.retrieval.corpus import Gold
 
 DEPTHS = (3, 5, 20)
@@ -54,16 +53,15 @@ def has_answer(
 
 
 def measure(
-    retriever: Retriever, passages: Sequence[Passage], golds: Sequence[Gold]
+    found: np.ndarray, passages: Sequence[Passage], golds: Sequence[Gold]
 ) -> tuple[Measured, dict[str, int]]:
     """Return recall and has-answer per question set, and how many questions each has.
 
     Args:
-      retriever: over the passages.
-      passages: what its indices mean.
-      golds: questions whose gold passages are known.
+      found: `[n_questions, n]` indices, best first.
+      passages: what the indices mean.
+      golds: the questions, with their gold passages.
     """
-    found = retriever.search([gold.question for gold in golds], max(DEPTHS))
     sums: dict[tuple[str, str], collections.Counter[int]] = {}
     counts: collections.Counter[str] = collections.Counter()
     for gold, ranking in zip(golds, found, strict=True):

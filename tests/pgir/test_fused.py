@@ -69,7 +69,7 @@ def test_means_are_per_question_set():
         for i, (name, place) in enumerate([("a", 0), ("a", 25), ("b", 4)])
     ]
     passages = [Passage(title="", text=str(i)) for i in range(30)]
-    found, counts = measure(Fixed(range(30)), passages, golds)
+    found, counts = measure(np.tile(np.arange(30), (3, 1)), passages, golds)
     assert counts == {"a": 2, "b": 1}
     assert found["a", "recall"] == {3: 0.5, 5: 0.5, 20: 0.5}
     assert found["b", "recall"] == {3: 0.0, 5: 1.0, 20: 1.0}
