@@ -211,7 +211,6 @@ def block_learner(
             states, number, block, group, **fixed
         ),
         lambda states, group: block_logits(states, block, group, **fixed),
-        is_first_kept=encoder.config.is_linear_first,
     )
 
 

@@ -29,6 +29,7 @@ from jaxprobe.fit.loop import (
     take_steps,
 )
 from jaxprobe.kernels.random import HEADS, stream_key
+from jaxprobe.metrics import masked_auroc
 from jaxprobe.model.encoder import Params
 from jaxprobe.model.fusion import FusionHead, PoolOutputs
 
@@ -105,16 +106,25 @@ def _kernel_and_rest(params: Params) -> tuple[Any, Callable[[Any], Params]]:
 def start_heads(
     sets: _Set,
     train: PoolOutputs,
+    valid: PoolOutputs,
     *,
     head: FusionHead,
     config: TrainConfig,
 ) -> FitState:
-    """States before the first epoch, leaves `[n_seeds, n_sets, ...]`."""
+    """States before the first epoch, leaves `[n_seeds, n_sets, ...]`.
+
+    They count as weights that may be kept: what training does not improve on the
+    validation rows stays the mean logit.
+    """
 
     def one_head(seed: jax.Array, one: _Set) -> FitState:
         key = _head_keys(config, seed, one)[0]
         params = head.init(key, train.outputs[seed][..., :1], *one)
         state = start_fit(params, config, _kernel_and_rest)
+        logits = head.apply(params, valid.outputs[seed], *one)
+        first = masked_auroc(logits, valid.labels, valid.weights)
+        info = state.info._replace(best_auroc=jnp.nan_to_num(first, nan=-1.0))
+        state = state._replace(info=info)
         # A set of nothing is done before it begins.
         since_best = jnp.where(one.slot_mask.any(), 0, config.patience)
         return state._replace(epochs_since_best=since_best)
@@ -221,12 +231,11 @@ def fit_heads(
     given = _Set(jnp.asarray(sets), jnp.asarray(slot_masks))
     fixed = {"head": head, "config": dataclasses.replace(config, n_microbatches=1)}
     learner = Learner(
-        lambda: start_heads(given, train, **fixed),
+        lambda: start_heads(given, train, valid, **fixed),
         lambda states, number, group: train_heads(
             states, number, given, group, **fixed
         ),
         lambda states, group: head_logits(states, given, group, **fixed),
-        is_first_kept=True,  # what training does not improve stays the mean logit
     )
     (state,) = fit([learner], lambda _: [train], lambda: [valid], fixed["config"])
     trained = jax.device_get((state.best_params, state.info))

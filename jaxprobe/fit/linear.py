@@ -5,6 +5,10 @@ finds in the same signals. So the regression comes first, one for each subset of
 families, and the network starts as zero and learns what it leaves. On training rows the
 regression has seen the labels, and would leave nothing there: in its place stand
 regressions that have not seen the row's question.
+
+A network that does not rank the validation answers better than the regression alone, by
+more than one standard error of the difference, is silenced: the best of many epochs is
+better by chance.
 """
 
 import dataclasses
@@ -23,6 +27,7 @@ from jaxprobe.features.families import FamilyTokens
 from jaxprobe.features.subsets import N_FAMILIES, N_SUBSETS, SUBSETS
 from jaxprobe.fit.grid import Trained
 from jaxprobe.kernels.matmul import use_one_blas_thread
+from jaxprobe.metrics import auroc, auroc_gain
 from jaxprobe.model.linear import LinearPart, pooled_signals
 from jaxprobe.regression import fit_linear, logistic_regression
 
@@ -147,6 +152,33 @@ def with_linear_parts(trained: Trained, grid: LinearGrid) -> Trained:
     subsets = [member.subset for member in trained.members]
     part = LinearPart(tuple(k[subsets] for k in grid.kernels), grid.bias[subsets])
     return trained._replace(params={**trained.params, **part.variables()})
+
+
+def silence(
+    trained: Trained, logits: np.ndarray, grid: LinearGrid, labels: np.ndarray
+) -> Trained:
+    """Let the linear part alone speak where the network gains nothing on it.
+
+    Args:
+      trained: members with their linear parts.
+      logits: `[n_members, n_validation]` of network and linear part together.
+      grid: the linear parts.
+      labels: `[n_validation]` bool.
+    """
+    linear = [grid.valid[member.subset] for member in trained.members]
+    gains = [auroc_gain(*pair, labels) for pair in zip(logits, linear, strict=True)]
+    is_silent = np.array([gain <= error for gain, error in gains])
+    last = trained.params["params"]["mlp_out"]
+    silenced = jax.tree.map(
+        lambda x: np.where(is_silent.reshape(-1, *[1] * (x.ndim - 1)), 0.0, x), last
+    )
+    network = {**trained.params["params"], "mlp_out": silenced}
+    alone = np.array([auroc(x, labels).value for x in linear], np.float32)
+    best = np.where(is_silent, alone, trained.info.best_auroc)
+    return trained._replace(
+        params={**trained.params, "params": network},
+        info=trained.info._replace(best_auroc=best),
+    )
 
 
 def save_linear(path: Path, grid: LinearGrid, key: str) -> None:

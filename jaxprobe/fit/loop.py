@@ -79,17 +79,11 @@ class Learner(NamedTuple):
       train: takes the steps on a group, given the state and the number of groups
         before this one; returns the state and the mean loss, `[n, m]`.
       logits: of the rows of a group, given the state; `[n, m, n_rows]`.
-      is_first_kept: the weights before the first epoch are kept as well, unless
-        training improves on them.
     """
 
     start: Callable[[], FitState]
     train: Callable[[FitState, np.int32, Any], tuple[FitState, jax.Array]]
     logits: Callable[[FitState, Any], jax.Array]
-    is_first_kept: bool = False
-
-
-Truth = tuple[tuple[jax.Array, jax.Array], ...]  # labels and weights of every group
 
 
 def fit(
@@ -111,17 +105,13 @@ def fit(
       The last state of every learner, with its best weights.
     """
     states = [learner.start() for learner in learners]
-    first = [i for i, learner in enumerate(learners) if learner.is_first_kept]
-    if first:
-        logits, truth = _validated(learners, states, first, valid)
-        for i in first:
-            states[i] = keep_first(states[i], logits[i], truth)
     number = 0
     for epoch in range(config.max_epochs):
         active = [i for i, s in enumerate(states) if to_host(s.is_active(config)).any()]
         if not active:
             break
-        losses: dict[int, tuple[jax.Array, ...]] = dict.fromkeys(active, ())
+        losses, logits = ({i: () for i in active} for _ in range(2))
+        truth: tuple[tuple[jax.Array, jax.Array], ...] = ()
         for group in train(epoch):
             for i in active:
                 states[i], loss = learners[i].train(states[i], np.int32(number), group)
@@ -129,29 +119,16 @@ def fit(
             jax.block_until_ready(losses)
             number += 1
             del group  # before the next one is there
-        logits, truth = _validated(learners, states, active, valid)
+        for group in valid():
+            for i in active:
+                logits[i] += (learners[i].logits(states[i], group),)
+            jax.block_until_ready(logits)
+            truth += ((group.labels, group.weights),)
+            del group
         for i in active:
             results = losses[i], logits[i], truth
             states[i] = end_epoch(states[i], np.int32(epoch), *results, config=config)
     return states
-
-
-def _validated(
-    learners: Sequence[Learner],
-    states: Sequence[FitState],
-    active: Sequence[int],
-    valid: Callable[[], Iterable[Rows]],
-) -> tuple[dict[int, tuple[jax.Array, ...]], Truth]:
-    """Logits of the active learners on every validation group, and its truth."""
-    logits: dict[int, tuple[jax.Array, ...]] = dict.fromkeys(active, ())
-    truth: Truth = ()
-    for group in valid():
-        for i in active:
-            logits[i] += (learners[i].logits(states[i], group),)
-        jax.block_until_ready(logits)
-        truth += ((group.labels, group.weights),)
-        del group  # before the next one is there
-    return logits, truth
 
 
 def shuffled(groups: Sequence[Rows], config: TrainConfig, epoch: int) -> list[Rows]:
@@ -271,28 +248,13 @@ def _gradient(loss, params: Any, batch: tuple[jax.Array, ...], keys: Keys):
     return jax.lax.scan(add, zero, (parts, keys))[0]
 
 
-@jax.jit
-def keep_first(
-    states: FitState, logits: tuple[jax.Array, ...], truth: Truth
-) -> FitState:
-    """Let weights before the first epoch count; arguments as of `end_epoch`."""
-    labels, weights = (jnp.concatenate(x) for x in zip(*truth, strict=True))
-
-    def one(state: FitState, logits: jax.Array) -> FitState:
-        auroc = masked_auroc(logits, labels, weights)
-        best = jnp.nan_to_num(auroc, nan=-1.0)
-        return state._replace(info=state.info._replace(best_auroc=best))
-
-    return jax.vmap(jax.vmap(one))(states, jnp.concatenate(logits, axis=-1))
-
-
 @partial(jax.jit, static_argnames="config")
 def end_epoch(
     states: FitState,
     epoch: jax.Array,
     losses: tuple[jax.Array, ...],
     logits: tuple[jax.Array, ...],
-    truth: Truth,
+    truth: tuple[tuple[jax.Array, jax.Array], ...],
     *,
     config: TrainConfig,
 ) -> FitState:

@@ -41,6 +41,7 @@ from jaxprobe.fit.linear import (
     fit_linear_parts,
     load_linear,
     save_linear,
+    silence,
     with_linear_parts,
 )
 from jaxprobe.fit.loop import FitInfo
@@ -98,10 +99,13 @@ class MemberTrainer:
         members = [member for block in blocks for member in block.members]
         if not self.config.encoder.is_linear_first:
             trained = self._train(labels, blocks, folder, None)
-            return trained, self._outputs(trained)
+            return trained, self._outputs(trained, self._every)
         linear = self._linear_parts(labels, {m.subset for m in members}, folder)
         trained = with_linear_parts(self._train(labels, blocks, folder, linear), linear)
-        outputs = self._outputs(trained)
+        valid = self.data.where[1]
+        logits = self._outputs(trained, valid).logits
+        trained = silence(trained, logits, linear, labels[valid])
+        outputs = self._outputs(trained, self._every)
         subsets = [member.subset for member in trained.members]
         outputs.logits[:, self.data.where[0]] += (linear.train - linear.fitted)[subsets]
         return trained, outputs
@@ -197,12 +201,15 @@ class MemberTrainer:
             self.tick()
             yield block
 
-    def _outputs(self, trained: Trained) -> MemberOutputs:
-        """Return every member's outputs on every stored row, a few rows at a time."""
+    @property
+    def _every(self) -> np.ndarray:
+        return np.arange(len(self.data.lengths))
+
+    def _outputs(self, trained: Trained, where: np.ndarray) -> MemberOutputs:
+        """Return every member's outputs on rows of the store, a few at a time."""
         encoder = Encoder(self.config.encoder, self.data.dims)
         order, parts = [], []
-        every = np.arange(len(self.data.lengths))
-        for rows, tokens in self._in_parts(every, self.data.read):
+        for rows, tokens in self._in_parts(where, self.data.read):
             outputs = member_outputs(trained, tokens, encoder=encoder)
             order.append(rows)
             logits, pooled = jax.device_get(outputs)

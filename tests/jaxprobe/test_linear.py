@@ -15,6 +15,7 @@ from jaxprobe.fit.linear import (
     fit_linear_parts,
     load_linear,
     save_linear,
+    silence,
     with_linear_parts,
 )
 from jaxprobe.metrics import auroc
@@ -84,7 +85,7 @@ def test_pooled_signals_are_means_and_extremes_of_each_example_alone():
 def test_an_encoder_begins_as_logistic_regression_on_its_pooled_signals(rows):
     (tokens, labels), (valid_tokens, _) = rows
     grid = grid_of(rows, "PR")
-    still = dataclasses.replace(TRAIN, learning_rate=1e-12, max_epochs=1)
+    still = dataclasses.replace(TRAIN, learning_rate=1e-12, max_epochs=1)  # at zero
     member = with_linear_parts(trained_on(rows, grid, "PR", still), grid)
     said = member_outputs(member, valid_tokens, encoder=ENCODER).logits[0]
 
@@ -114,14 +115,20 @@ def test_a_family_that_is_not_read_has_no_weight(rows):
         assert not np.delete(kernel, subset, axis=0).any()
 
 
-def test_an_encoder_is_never_kept_below_its_regression_on_validation_rows(rows):
-    grid = grid_of(rows, "R")
-    wild = dataclasses.replace(TRAIN, learning_rate=3.0)
-    first = auroc(grid.valid[subset_index("R")], rows[1][1]).value
-    assert trained_on(rows, grid, "R", wild).info.best_auroc[0] >= first - 1e-6
-    # Without the regression's say the same steps end below it.
-    apart = grid._replace(train=grid.train * 0, valid=grid.valid * 0)
-    assert trained_on(rows, apart, "R", wild).info.best_auroc[0] < first
+def test_a_network_that_gains_nothing_is_silenced_and_one_that_gains_is_not(rows):
+    grid, subset = grid_of(rows, "R"), subset_index("R")
+    still = dataclasses.replace(TRAIN, max_epochs=1)
+    member = with_linear_parts(trained_on(rows, grid, "R", still), grid)
+    tokens, labels = rows[1]
+    noise = np.random.default_rng(0).standard_normal(len(labels))
+    for added, is_silent in ((0.05 * noise, True), (3.0 * labels, False)):
+        kept = silence(member, grid.valid[[subset]] + added, grid, labels)
+        assert is_silent == (not kept.params["params"]["mlp_out"]["kernel"].any())
+        if is_silent:
+            said = member_outputs(kept, tokens, encoder=ENCODER).logits[0]
+            np.testing.assert_allclose(said, grid.valid[subset], atol=1e-4)
+            expected = auroc(grid.valid[subset], labels).value
+            assert kept.info.best_auroc[0] == pytest.approx(expected)
 
 
 def test_the_network_finds_what_no_weight_on_pooled_signals_can():
