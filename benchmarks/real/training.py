@@ -7,7 +7,7 @@ figure is a validation AUROC, unless it says otherwise.
 A network alone fell below logistic regression on its own signals, with context by .017
 in the residual contributions, and by more on PopQA, which it had never seen (HPRA .718,
 the regression .796). So the regression comes first (`jaxprobe.fit.linear`). What a
-network adds to it comes slowly, and stopping after six epochs without a gain stops it
+network adds to it comes slowly, and stopping after six epochs without a gain stopped it
 at nothing: with context, of two seeds averaged, P has .736 from the regression and .769
 after 24 epochs, A .835 and .841, R .806 and .811, HPRA .865 and .863.
 
