@@ -39,6 +39,18 @@ class GridConfig:
         encoder = dataclasses.replace(self.encoder, matmul_dtype="bfloat16")
         return dataclasses.replace(self, encoder=encoder)
 
+    def linear_first(self) -> "GridConfig":
+        """Return the same with encoders that begin as regressions.
+
+        A network gains on its regression late, so training does not stop early.
+        """
+        n = self.train.max_epochs
+        return dataclasses.replace(
+            self,
+            encoder=dataclasses.replace(self.encoder, is_linear_first=True),
+            train=dataclasses.replace(self.train, lr_patience=n, patience=n),
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelectConfig:
