@@ -42,14 +42,11 @@ class GridConfig:
     def linear_first(self) -> "GridConfig":
         """Return the same with encoders that begin as regressions.
 
-        A network gains on its regression late, so training does not stop early.
+        A network gains on its regression slowly, so its rate stays.
         """
-        n = self.train.max_epochs
-        return dataclasses.replace(
-            self,
-            encoder=dataclasses.replace(self.encoder, is_linear_first=True),
-            train=dataclasses.replace(self.train, lr_patience=n, patience=n),
-        )
+        encoder = dataclasses.replace(self.encoder, is_linear_first=True)
+        train = dataclasses.replace(self.train, lr_patience=self.train.max_epochs)
+        return dataclasses.replace(self, encoder=encoder, train=train)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
