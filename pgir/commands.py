@@ -11,7 +11,11 @@ import click
 
 from extract.run.console import Progress, quiet
 from extract.run.verbs import RUN_DIR, do_or_forecast, dry_run_option
-from pgir.retrieval.commands import retrieval_options, settle_options
+from pgir.retrieval.commands import (
+    retrieval_options,
+    settle_options,
+    take_retrieval,
+)
 
 if TYPE_CHECKING:
     from extract.run.directory import RunDir
@@ -49,7 +53,7 @@ def control(
     max_generations: float | None,
     cross_fit: bool,
     dry_run: bool,
-    **retrieval: Any,
+    **options: Any,
 ) -> None:
     """Run PGIR and its plain rivals; choose threshold and budget.
 
@@ -61,7 +65,7 @@ def control(
     from pgir.controllers.stage import CONTROL, settle_search
 
     if not dry_run:
-        settle_options(run_dir, retrieval, "control")
+        settle_options(run_dir, take_retrieval(options), "control")
     if not dry_run and (cross_fit or max_generations is not None):
         change = partial(
             with_options, max_generations=max_generations, cross_fit=cross_fit

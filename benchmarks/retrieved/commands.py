@@ -57,7 +57,7 @@ def transfer(
     --judge` may judge it before the same line is typed again.
 
     Example: beatrice transfer runs/gemma --corpus corpora/six --retriever fused
-    --encoder all-MiniLM-L6-v2
+    --retriever-encoder all-MiniLM-L6-v2
     """
     from benchmarks.retrieved.questions import TRANSFER_PRESETS
     from benchmarks.retrieved.stage import NAME, forecast, transfer_run

@@ -53,7 +53,7 @@ class RetrievalConfig:
         if is_dense and (self.corpus is None or self.encoder is None):
             raise ValueError(
                 f"the {self.retriever} retriever needs a corpus and the encoder that "
-                "it was indexed with (--corpus, --encoder)"
+                "it was indexed with (--corpus, --retriever-encoder)"
             )
         if (self.retriever == "served") != (self.url is not None):
             raise ValueError("a URL goes with the served retriever, and with no other")

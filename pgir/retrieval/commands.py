@@ -1,6 +1,7 @@
 """The verbs `corpus` and `retrieve`: building what is searched, and searching it."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,19 @@ _FOLDER = click.Path(file_okay=False, path_type=Path)
 _ENCODER = ("query_prefix", "passage_prefix", "max_tokens", "dtype")
 
 
-def encoder_options(verb: "Callable[..., None]") -> "Callable[..., None]":
-    """Add the options that say by which encoder passages are found."""
+def encoder_options(
+    verb: "Callable[..., None]", flag: str = "--encoder"
+) -> "Callable[..., None]":
+    """Add the options that say by which encoder passages are found.
+
+    Args:
+      verb: takes them.
+      flag: the first of them, where the verb knows other encoders.
+    """
     for option in reversed(
         (
             click.option(
-                "--encoder",
+                flag,
                 type=click.Path(exists=True, file_okay=False, path_type=Path),
                 help="Directory of a text encoder, such as E5 or MiniLM.",
             ),
@@ -78,11 +86,17 @@ def retrieval_options(verb: "Callable[..., None]") -> "Callable[..., None]":
                 "--url",
                 help="A retrieval server's, up to /retrieve or /batch_search.",
             ),
-            encoder_options,
+            partial(encoder_options, flag="--retriever-encoder"),
         )
     ):  # fmt: skip
         verb = option(verb)
     return verb
+
+
+def take_retrieval(options: dict[str, Any]) -> dict[str, Any]:
+    """Take what `retrieval_options` added out of a verb's options."""
+    names = ("corpus", "retriever", "form", "url", "retriever_encoder")
+    return {name: options.pop(name) for name in (*names, *_ENCODER) if name in options}
 
 
 def settle_options(run_dir: Path, options: "Mapping[str, Any]", *stages: str) -> None:
@@ -90,7 +104,7 @@ def settle_options(run_dir: Path, options: "Mapping[str, Any]", *stages: str) ->
 
     Args:
       run_dir: an existing run.
-      options: those of `retrieval_options`.
+      options: those of `retrieval_options`, see `take_retrieval`.
       *stages: that search, and are done again where the choice has changed.
     """
     given = {name: value for name, value in options.items() if value is not None}
@@ -101,8 +115,8 @@ def settle_options(run_dir: Path, options: "Mapping[str, Any]", *stages: str) ->
 
     own = {name: given[name] for name in _ENCODER if name in given}
     paths = {
-        name: str(given[name].resolve()) if name in given else None
-        for name in ("corpus", "encoder")
+        name: str(given[key].resolve()) if key in given else None
+        for name, key in (("corpus", "corpus"), ("encoder", "retriever_encoder"))
     }
     asked = RetrievalConfig(
         retriever="served" if "url" in given else given.get("retriever", "bm25"),

@@ -33,7 +33,7 @@ _BATCH = 32  # questions in a request
 _MOST_BYTES = 64 << 20  # of a reply
 
 
-class RetrievalFailed(ValueError):
+class RetrievalFailed(OSError):
     """Some questions got no passages.
 
     Attributes:
