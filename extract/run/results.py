@@ -63,8 +63,15 @@ CONTROLLERS = {
     "no_rag": "Never retrieve",
     "vanilla_rag": "Always retrieve once",
     "draft_rag": "Always retrieve once, draft in the query",
+    "skr": "SKR",
+    "adaptive_rag": "Adaptive-RAG",
+    "dragin": "DRAGIN",
+    "seakr": "SeaKR",
+    "probing_rag": "Probing-RAG",
+    "perplexity": "PGIR's loop, answer perplexity in it",
     "pgir": "PGIR",
     CROSS_FIT: "PGIR, τ and B on cross-fitted probabilities",
+    "pgir_query": "PGIR, its query chosen on validation",
 }
 # What the selected encoders are compared with, question by question.
 RIVALS = {
@@ -98,8 +105,12 @@ AT_EQUAL_LENGTH = {
     **RIVALS,
     **{name: DETECTORS[name] for name in ("probe:P", "probe:R", "probe:A")},
 }
-# Not a controller: what the drafts of PGIR would give to one that knows the answers.
-BOUNDS = {"perfect_judge": "PGIR's drafts, judged without error"}
+# No controllers: what PGIR would give if a part of it knew the answers.
+BOUNDS = {
+    "perfect_gate": "PGIR, first draft judged without error",
+    "perfect_choice": "PGIR, the kept draft chosen without error",
+    "perfect_judge": "PGIR's drafts, judged without error",
+}
 CONTROLS = {"permuted_labels": "Trained on permuted labels"}
 SPAN_DECISIONS = {
     "emitting": "From the position that emits the answer",

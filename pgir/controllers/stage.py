@@ -2,20 +2,23 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Literal, get_args
 
 from extract.backbone.loading import open_backbone
 from extract.backbone.names import backbone_of
 from extract.generate.forecast import generation_bytes
 from extract.generate.requests import answer_config
+from extract.label.verdicts import exact_match
 from extract.records import Example, Passage, read_records
 from extract.run.console import Progress, Update
 from extract.run.contents import read_examples, require_both_settings, row_files
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
 from extract.run.manifest import Preset
-from extract.run.results import publish, rows_file
+from extract.run.results import CONTROLLERS, CROSS_FIT, publish, rows_file
 from extract.run.stages import Forecast, Stage
 from extract.signals.stage import extract_config
 from jaxprobe.calibration import folds_of
@@ -24,15 +27,41 @@ from jaxprobe.evaluation import bootstrap_of
 from jaxprobe.settings import set_compiler
 from jaxprobe.stage import N_FOLDS, fold_calibrators
 from pgir.bridge import ProbedBackbone
+from pgir.controllers.calls import Plan, no_rag, vanilla_rag
 from pgir.controllers.cases import make_cases
-from pgir.controllers.policy import ControllerConfig, Trace, recalibrated
-from pgir.controllers.rivals import control_rows, frontier
-from pgir.controllers.traces import (
-    Recalibrate,
-    Tracer,
-    choose_policy,
-    question_sets,
+from pgir.controllers.perplexity import enter_perplexity
+from pgir.controllers.policy import (
+    ControllerConfig,
+    Knows,
+    Policy,
+    Trace,
+    Traced,
+    draft_rag,
+    recalibrated,
+    with_golds,
 )
+from pgir.controllers.rivals import control_rows, frontier, seconds_of
+from pgir.controllers.services import open_services
+from pgir.controllers.session import (
+    Recalibrate,
+    Session,
+    question_sets,
+    training_questions,
+)
+from pgir.controllers.skr import enter_skr, question_encoder
+from pgir.controllers.waves import Journal, Waves
+
+RivalName = Literal[
+    "perplexity", "skr", "adaptive_rag", "dragin", "seakr", "probing_rag"
+]
+EVERY_RIVAL: tuple[RivalName, ...] = get_args(RivalName)
+
+# What no controller knows: the names of bounds, and which part is told.
+KNOWS: dict[str, Knows] = {
+    "perfect_judge": "judge",
+    "perfect_gate": "gate",
+    "perfect_choice": "choice",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,21 +71,42 @@ class ControlConfig:
     Attributes:
       max_budget: most retrieval rounds traced.
       n_questions: of each set that are given to the controllers; None for all.
-      max_generations: cap on the mean per question, for the search of the policy; the
-        paper's run of Gemma spends 4.63.
+      max_generations: cap on the mean per question, for the search of every
+        controller's setting; the paper's run of Gemma spends 4.63.
       cross_fit: search a second policy on probabilities from isotonic maps that have
         not seen the question's own label; the paper's maps have seen it.
+      rivals: the published controllers that PGIR is compared with.
+      n_training: training questions whose outcomes the trained ones learn from.
+      encoder: folder of a sentence encoder for those that read questions alone; None
+        counts their words.
+      queries: run PGIR with other queries too, and say which is best on validation.
     """
 
     max_budget: int = 4
     n_questions: int | None = None
     max_generations: float = 4.0
     cross_fit: bool = False
+    rivals: tuple[RivalName, ...] = EVERY_RIVAL
+    n_training: int = 2000
+    encoder: str | None = None
+    queries: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a rival that does not exist."""
+        if unknown := sorted(set(self.rivals) - set(EVERY_RIVAL)):
+            raise ValueError(
+                f"rivals: expected some of {', '.join(EVERY_RIVAL)}, found "
+                f"{', '.join(unknown)}"
+            )
 
 
 CONTROL_PRESETS: dict[Preset, ControlConfig] = {
-    "demo": ControlConfig(n_questions=250),
-    "smoke": ControlConfig(max_budget=2, n_questions=8),
+    "demo": ControlConfig(
+        n_questions=250, n_training=500, rivals=("perplexity", "skr")
+    ),
+    "smoke": ControlConfig(
+        max_budget=2, n_questions=8, n_training=16, rivals=("perplexity", "skr")
+    ),
     "paper": ControlConfig(),
 }
 
@@ -76,7 +126,7 @@ def _open_probed(run: RunDir) -> ProbedBackbone:
 def settle_search(
     run: RunDir, change: Callable[[ControlConfig], ControlConfig]
 ) -> None:
-    """Let policies be searched in another way; what was traced stays.
+    """Let controllers be run in another way; what was asked of the model stays.
 
     Unlike other settings these may change: nothing but tables depends on them.
     """
@@ -98,53 +148,100 @@ def _cross_fitted(run: RunDir) -> Recalibrate:
     return recalibrate
 
 
+def _open_session(
+    run: RunDir, probed: ProbedBackbone, config: ControlConfig, update: Update
+) -> tuple[Session, Sequence[Passage]]:
+    """Return the run's questions, and what runs controllers on them."""
+    passages = list(read_records(run.passages, Passage))
+    hashes = run.hash_inputs(run.passages, run.detector).values()
+    journal = Journal(
+        run.control / "calls.jsonl",
+        hashlib.sha256("\n".join(hashes).encode()).hexdigest(),
+    )
+    examples = read_examples(run)
+    session = Session(
+        waves=Waves(open_services(probed, passages, journal), journal),
+        sets=question_sets(examples, config.n_questions),
+        training=training_questions(examples, config.n_training),
+        config=ControllerConfig(
+            max_budget=config.max_budget, max_generations=config.max_generations
+        ),
+        update=update,
+    )
+    return session, passages
+
+
+def _enter_pgir(
+    session: Session, run: RunDir, config: ControlConfig
+) -> tuple[list[Traced], Policy]:
+    """Run PGIR, what it is made of, and what bounds it."""
+    controller = session.config
+    traced = session.trace("trace", controller)
+    session.answer("no_rag", lambda e: no_rag(e.question))
+    session.answer("vanilla_rag", lambda e: vanilla_rag(e.question, controller.search))
+    session.answer("draft_rag", lambda e: draft_rag(e.question, controller))
+    policy = session.enter("pgir", traced, controller)
+    if config.cross_fit:
+        cross_fitted = _cross_fitted(run)
+        session.enter(CROSS_FIT, traced, controller, recalibrate=cross_fitted)
+    for name, knows in KNOWS.items():
+
+        def told(example: Example, knows: Knows = knows) -> Plan[str]:
+            right = partial(exact_match, golds=example.golds)
+            return with_golds(example.question, policy, controller, knows, right)
+
+        session.answer(name, told)
+    return traced, policy
+
+
+def _enter_rivals(session: Session, run: RunDir, config: ControlConfig) -> None:
+    """Run the controllers that PGIR is compared with."""
+    encoder = question_encoder(
+        [example.question for example in session.training],
+        Path(config.encoder) if config.encoder else None,
+    )
+    enter: dict[RivalName, Callable[[], None]] = {
+        "perplexity": lambda: enter_perplexity(session, run),
+        "skr": lambda: enter_skr(session, encoder),
+    }
+    for name in EVERY_RIVAL:
+        if name in config.rivals and name in enter:
+            enter[name]()
+
+
 def _control(
     run: RunDir, config: ControlConfig, update: Update, progress: Progress
 ) -> None:
     set_compiler(run.preset)
     probed = _open_probed(run)
-    passages = list(read_records(run.passages, Passage))
-    hashes = run.hash_inputs(run.examples, run.passages, run.detector).values()
-    controller = ControllerConfig(
-        max_budget=config.max_budget, max_generations=config.max_generations
-    )
-    tracer = Tracer(
-        folder=run.control,
-        key=hashlib.sha256("\n".join(hashes).encode()).hexdigest(),
-        probed=probed,
-        passages=passages,
-        config=controller,
-    )
+    session, passages = _open_session(run, probed, config, update)
     examples = read_examples(run)
-    sets = question_sets(examples, config.n_questions)
-    asked = {one.dataset for one in sets}
+    asked = {one.dataset for one in session.sets}
     if bare := {e.dataset for e in examples if e.split != "train"} - asked:
         progress.note(
             f"control: {', '.join(sorted(bare))} left out: no question has passages, "
             "and there is nothing to find for them"
         )
-    traced = tracer.trace_all(sets, update)
-    policy = choose_policy(traced, controller)
-    policies = {"pgir": policy}
-    if config.cross_fit:
-        other = choose_policy(traced, controller, _cross_fitted(run))
-        policies["pgir_cross_fit"] = other
-        progress.note(
-            f"control: on cross-fitted probabilities threshold {other.threshold} and "
-            f"budget {other.budget}, otherwise {policy.threshold} and {policy.budget}"
-        )
+    traced, policy = _enter_pgir(session, run, config)
+    if config.queries:
+        session.enter_queries()
+    _enter_rivals(session, run, config)
+    for name, setting in session.chosen.items():
+        progress.note(f"control: {CONTROLLERS.get(name, name)}: {setting}")
     evaluated = [one for one in traced if one.split != "validation"]
     write_json_atomic(
         run.control / "control.json",
         {
             "tau": policy.threshold,
             "budget": policy.budget,
-            "cap": controller.max_generations,
-            "frontier": frontier(traced, policy, controller),
+            "cap": session.config.max_generations,
+            "frontier": frontier(traced, policy, session.config),
             "cases": make_cases(probed, passages, evaluated, policy),
         },
     )
-    rows = control_rows(traced, policies, bootstrap_of(run))
+    spent = seconds_of(session.sets, session.answers)
+    write_json_atomic(run.control / "seconds.json", spent)
+    rows = control_rows(session.sets, session.answers, bootstrap_of(run))
     publish(run, "control", rows, progress)
 
 
@@ -160,7 +257,7 @@ def _forecast(run: RunDir, config: ControlConfig) -> Forecast:
         model_bytes=generation_bytes(backbone, tokens),
         basis=(
             f"{n_questions} questions to a budget of {config.max_budget} retrievals; "
-            "requests are at most so many"
+            "requests are at most so many, those of rivals apart"
         ),
     )
 
