@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-Kind = Literal["search", "answer", "score", "words", "spread", "probe"]
+Kind = Literal["search", "answer", "score", "words", "attended", "spread", "probe"]
 T = TypeVar("T")
 
 
@@ -24,11 +24,13 @@ class Call(msgspec.Struct, frozen=True):
     Attributes:
       kind: "search" ranks passages for the text; the others take the text as the
         question: "answer" generates greedily, "score" judges that answer by the
-        detector, "words" reads its words (DRAGIN), "spread" draws answers and measures
-        how far they lie apart (SeaKR), "probe" judges it by rival probes (Probing-RAG).
+        detector, "words" and "attended" read its words (DRAGIN), "spread" draws answers
+        and measures how far they lie apart (SeaKR), "probe" judges it by rival probes
+        (Probing-RAG).
       text: the question, or the query.
       passages: indices into the corpus, in the order shown; none is closed-book.
-      n: of a search its depth, of a spread its draws.
+      n: of a search its depth, of a spread its draws, of a probe the answers that it
+        was trained on.
     """
 
     kind: Kind
@@ -70,11 +72,35 @@ class Scored(msgspec.Struct, frozen=True):
     raw: float
 
 
+class Words(msgspec.Struct, frozen=True):
+    """The words of an answer, with what each gets of attention, and its entropy."""
+
+    words: tuple[str, ...]
+    attention: tuple[float, ...]
+    entropy: tuple[float, ...]  # nats, mean over the word's tokens
+
+
+class Attended(msgspec.Struct, frozen=True):
+    """The words of a question and its answer.
+
+    Attributes:
+      words: in order, the question's first.
+      rows: of every word of the answer, how much it attends to each of `words`.
+    """
+
+    words: tuple[str, ...]
+    rows: tuple[tuple[float, ...], ...]
+
+
 # What each kind of call gives, as it is read back from disk.
 VALUES: dict[str, Any] = {
     "search": tuple[int, ...],
     "answer": Reply,
     "score": Scored,
+    "words": Words,
+    "attended": Attended,
+    "spread": tuple[float, int],
+    "probe": tuple[float, float],
 }
 
 

@@ -190,7 +190,7 @@ class Scoring:
 
 
 def open_services(
-    probed: ProbedBackbone,
+    answering: Answering,
     passages: Sequence[Passage],
     journal: Journal,
     retriever: Retriever | None = None,
@@ -198,12 +198,11 @@ def open_services(
     """Return what serves the calls that need no training.
 
     Args:
-      probed: the backbone with the run's detector.
+      answering: the backbone.
       passages: the corpus.
       journal: where calls are kept.
       retriever: ranks the passages; None takes BM25.
     """
-    answering = Answering(probed, passages)
     return {
         "search": Searching(retriever or Bm25Retriever(passages)),
         "answer": answering,

@@ -85,12 +85,10 @@ class Rival:
     Attributes:
       grid: settings tried, the published one first; the first of equals is taken.
       plan: what it does with a question under a setting.
-      note: what of it is not as published, in words, for the row's reader.
     """
 
     grid: Sequence[Any]
     plan: Callable[[Any, Example], Plan[str]]
-    note: str = ""
 
 
 @dataclasses.dataclass

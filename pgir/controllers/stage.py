@@ -27,8 +27,10 @@ from jaxprobe.evaluation import bootstrap_of
 from jaxprobe.settings import set_compiler
 from jaxprobe.stage import N_FOLDS, fold_calibrators
 from pgir.bridge import ProbedBackbone
+from pgir.controllers.adaptive import enter_adaptive
 from pgir.controllers.calls import Plan, no_rag, vanilla_rag
 from pgir.controllers.cases import make_cases
+from pgir.controllers.dragin import enter_dragin
 from pgir.controllers.perplexity import enter_perplexity
 from pgir.controllers.policy import (
     ControllerConfig,
@@ -40,8 +42,10 @@ from pgir.controllers.policy import (
     recalibrated,
     with_golds,
 )
+from pgir.controllers.probing import enter_probing
 from pgir.controllers.rivals import control_rows, frontier, seconds_of
-from pgir.controllers.services import open_services
+from pgir.controllers.seakr import enter_seakr
+from pgir.controllers.services import Answering, open_services
 from pgir.controllers.session import (
     Recalibrate,
     Session,
@@ -79,6 +83,7 @@ class ControlConfig:
       n_training: training questions whose outcomes the trained ones learn from.
       encoder: folder of a sentence encoder for those that read questions alone; None
         counts their words.
+      n_draws: answers that SeaKR draws at a time.
       queries: run PGIR with other queries too, and say which is best on validation.
     """
 
@@ -90,6 +95,7 @@ class ControlConfig:
     n_training: int = 2000
     encoder: str | None = None
     queries: bool = False
+    n_draws: int = 20
 
     def __post_init__(self) -> None:
         """Refuse a rival that does not exist."""
@@ -149,18 +155,21 @@ def _cross_fitted(run: RunDir) -> Recalibrate:
 
 
 def _open_session(
-    run: RunDir, probed: ProbedBackbone, config: ControlConfig, update: Update
-) -> tuple[Session, Sequence[Passage]]:
+    run: RunDir,
+    answering: Answering,
+    passages: Sequence[Passage],
+    config: ControlConfig,
+    update: Update,
+) -> Session:
     """Return the run's questions, and what runs controllers on them."""
-    passages = list(read_records(run.passages, Passage))
     hashes = run.hash_inputs(run.passages, run.detector).values()
     journal = Journal(
         run.control / "calls.jsonl",
         hashlib.sha256("\n".join(hashes).encode()).hexdigest(),
     )
     examples = read_examples(run)
-    session = Session(
-        waves=Waves(open_services(probed, passages, journal), journal),
+    return Session(
+        waves=Waves(open_services(answering, passages, journal), journal),
         sets=question_sets(examples, config.n_questions),
         training=training_questions(examples, config.n_training),
         config=ControllerConfig(
@@ -168,7 +177,6 @@ def _open_session(
         ),
         update=update,
     )
-    return session, passages
 
 
 def _enter_pgir(
@@ -194,18 +202,34 @@ def _enter_pgir(
     return traced, policy
 
 
-def _enter_rivals(session: Session, run: RunDir, config: ControlConfig) -> None:
+def _enter_rivals(
+    session: Session,
+    run: RunDir,
+    config: ControlConfig,
+    answering: Answering,
+    passages: Sequence[Passage],
+) -> None:
     """Run the controllers that PGIR is compared with."""
     encoder = question_encoder(
         [example.question for example in session.training],
         Path(config.encoder) if config.encoder else None,
     )
+    answered = {example.id for example in session.training}
+    others = [
+        example
+        for example in read_examples(run)
+        if example.split == "train" and example.id not in answered
+    ]
     enter: dict[RivalName, Callable[[], None]] = {
         "perplexity": lambda: enter_perplexity(session, run),
         "skr": lambda: enter_skr(session, encoder),
+        "adaptive_rag": lambda: enter_adaptive(session, encoder, others),
+        "dragin": lambda: enter_dragin(session, answering),
+        "seakr": lambda: enter_seakr(session, answering, config.n_draws),
+        "probing_rag": lambda: enter_probing(session, answering, passages),
     }
     for name in EVERY_RIVAL:
-        if name in config.rivals and name in enter:
+        if name in config.rivals:
             enter[name]()
 
 
@@ -214,7 +238,9 @@ def _control(
 ) -> None:
     set_compiler(run.preset)
     probed = _open_probed(run)
-    session, passages = _open_session(run, probed, config, update)
+    passages = list(read_records(run.passages, Passage))
+    answering = Answering(probed, passages)
+    session = _open_session(run, answering, passages, config, update)
     examples = read_examples(run)
     asked = {one.dataset for one in session.sets}
     if bare := {e.dataset for e in examples if e.split != "train"} - asked:
@@ -225,7 +251,7 @@ def _control(
     traced, policy = _enter_pgir(session, run, config)
     if config.queries:
         session.enter_queries()
-    _enter_rivals(session, run, config)
+    _enter_rivals(session, run, config, answering, passages)
     for name, setting in session.chosen.items():
         progress.note(f"control: {CONTROLLERS.get(name, name)}: {setting}")
     evaluated = [one for one in traced if one.split != "validation"]

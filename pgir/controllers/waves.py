@@ -10,7 +10,7 @@ leaves out those that are there: its numbers are those of a run that was not kil
 import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -152,7 +152,7 @@ class Waves:
 
     def __init__(
         self,
-        services: Mapping[str, Service],
+        services: dict[str, Service],
         journal: Journal,
         group_size: int = GROUP_SIZE,
     ) -> None:
