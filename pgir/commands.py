@@ -64,21 +64,38 @@ def with_options(config: "ControlConfig", **given: Any) -> "ControlConfig":
 )
 @click.option(
     "--queries",
-    is_flag=True,
-    default=None,
-    help="Also run PGIR with other queries.",
+    type=click.Choice(["paper", "choose", "all"]),
+    help="Search as the paper, also as is best on validation, or in all ways.",
+)
+@click.option(
+    "--pace",
+    type=click.IntRange(min=1),
+    help="Only time so many questions, one at a time and in waves.",
 )
 @dry_run_option
 def control(
-    run_dir: Path, rivals: tuple[str, ...], dry_run: bool, **given: Any
+    run_dir: Path,
+    rivals: tuple[str, ...],
+    pace: int | None,
+    dry_run: bool,
+    **given: Any,
 ) -> None:
     """Run PGIR and its rivals; choose their settings on validation.
 
     Example: beatrice control runs/paper --max-generations 4.63 --only all
     """
     from extract.run.directory import RunDir
-    from pgir.controllers.stage import CONTROL, EVERY_RIVAL, settle_search
+    from pgir.controllers.stage import (
+        CONTROL,
+        EVERY_RIVAL,
+        measure_pace,
+        settle_search,
+    )
 
+    if pace is not None:
+        with RunDir.open(run_dir) as run:
+            click.echo(measure_pace(run, pace).in_words())
+        return
     known = {"none": (), "all": EVERY_RIVAL} | {name: (name,) for name in EVERY_RIVAL}
     if unknown := [name for name in rivals if name not in known]:
         raise click.UsageError(

@@ -13,6 +13,7 @@ import shutil
 import msgspec
 import pytest
 from click.testing import CliRunner
+from pgir.controllers.traces import SavedTraces
 
 from beatrice import CHAIN, main
 from benchmarks.results.saved import read_control, read_reliability
@@ -38,7 +39,6 @@ from jaxprobe.detector import Detector
 from jaxprobe.features.rows import read_sweep
 from jaxprobe.pool import read_selection
 from jaxprobe.settings import grid_config, select_config
-from pgir.controllers.traces import SavedTraces
 
 N_MUTANTS = 1000
 JUNK = (None, True, -1, 0, 7, 2.5, 10**9, 10**30, "", "x", "7", [], {}, [1], [[]])

@@ -71,7 +71,8 @@ CONTROLLERS = {
     "perplexity": "PGIR's loop, answer perplexity in it",
     "pgir": "PGIR",
     CROSS_FIT: "PGIR, τ and B on cross-fitted probabilities",
-    "pgir_query": "PGIR, its query chosen on validation",
+    "perplexity_query": "PGIR's loop, perplexity in it, query chosen on validation",
+    "pgir_query": "PGIR, query chosen on validation",
 }
 # What the selected encoders are compared with, question by question.
 RIVALS = {

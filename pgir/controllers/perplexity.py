@@ -6,18 +6,17 @@ for each setting fitted on the same validation answers, so that drafts with and 
 passages can be compared, and one threshold means one probability.
 """
 
-import dataclasses
 from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from extract.records import SETTINGS, Example, Setting
+from extract.records import SETTINGS, Setting
 from extract.run.directory import RunDir
 from extract.store.read import FeatureStore, read_family
 from jaxprobe.calibration import fit_calibrator
 from jaxprobe.features.rows import load_rows
 from pgir.controllers.calls import Plan, Reply
-from pgir.controllers.policy import Judge, Trace, recalibrated
+from pgir.controllers.policy import Judge
 from pgir.controllers.session import Session
 
 Map = Callable[[np.ndarray], np.ndarray]
@@ -69,19 +68,11 @@ def perplexity_judge(maps: Mapping[Setting, Map]) -> Judge:
     return judge
 
 
-def enter_perplexity(session: Session, run: RunDir) -> None:
+def enter_perplexity(session: Session, judge: Judge) -> None:
     """Choose threshold and budget on validation, and run.
 
-    The drafts are PGIR's own, since no query depends on a probability; where the loop
-    is run for the account, no pass of the detector is asked for.
+    Where the loop is run no pass of the detector is asked for, nor paid.
     """
-    maps = perplexity_maps(run)
-
-    def recalibrate(example: Example, trace: Trace) -> Trace:
-        plain = (dataclasses.replace(draft, raw=draft.log_prob) for draft in trace)
-        return recalibrated(tuple(plain), maps["closed_book"], maps["with_context"])
-
-    sets = [one for one in session.sets if one.split == "validation"]
-    traced = session.trace("trace:perplexity", session.config, sets)
-    judge = perplexity_judge(maps)
-    session.enter("perplexity", traced, session.config, judge, recalibrate)
+    label = "trace:perplexity"
+    traced = session.trace(label, session.config, session.validation_sets, judge)
+    session.enter("perplexity", traced, session.config, judge)

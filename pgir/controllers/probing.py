@@ -79,7 +79,7 @@ def fit_probe(states: np.ndarray, labels: np.ndarray, seed: int) -> torch.nn.Mod
         torch.from_numpy(states[kept]),
         torch.from_numpy(labels[kept]).long(),
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(seed)
         probe = make_probe(states.shape[1])
         optimizer = torch.optim.AdamW(probe.parameters(), lr=_LEARNING_RATE)
@@ -207,8 +207,9 @@ def probing_rag(
         wrong, right = yield Call("probe", question, passages, n=n_training)
         if wrong + theta < right:
             return reply.text
-        output = (shown(passages), question, reply.text)
-        query = " ".join(output) if passages else question
+        query = question
+        if passages:
+            query = f"{shown(passages)} {question} {reply.text}"
         ranking = yield Call("search", query, n=config.depth)
         passages = tuple(ranking[: config.n_passages])
         reply = yield Call("answer", question, passages)

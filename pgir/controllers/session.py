@@ -24,6 +24,7 @@ from pgir.controllers.policy import (
     Trace,
     Traced,
     beatrice,
+    decide,
     drafts,
     pgir,
     search_policy,
@@ -154,8 +155,7 @@ class Session:
     @property
     def validation(self) -> list[Example]:
         """Return the validation questions of all sets together."""
-        own = (one.examples for one in self.sets if one.split == "validation")
-        return [example for examples in own for example in examples]
+        return [example for one in self.validation_sets for example in one.examples]
 
     def answer(self, name: str, plan_of: PlanOf) -> None:
         """Run a controller on every set, and keep what it answers."""
@@ -184,11 +184,12 @@ class Session:
         label: str,
         config: ControllerConfig,
         sets: Sequence[QuestionSet] | None = None,
+        judge: Judge = beatrice,
     ) -> list[Traced]:
         """Trace every question of some sets (None: all) to the full budget."""
         sets = self.sets if sets is None else sets
         examples = [example for one in sets for example in one.examples]
-        found = self.run(label, examples, lambda e: drafts(e.question, config))
+        found = self.run(label, examples, lambda e: drafts(e.question, config, judge))
         traces = _split([done.value for done in found], sets)
         return [
             Traced(**vars(one), traces=tuple(own))
@@ -213,34 +214,47 @@ class Session:
           recalibrate: gives a trace the probabilities to search on.
         """
         policy = choose_policy(traced, config, recalibrate)
-        self.chosen[name] = dataclasses.asdict(policy)
-        self.answer(name, lambda e: pgir(e.question, policy, config, judge))
+        self._run_policy(name, policy, config, judge)
         return policy
 
-    def enter_queries(self) -> str:
-        """Run PGIR with other queries; return the one that is best on validation.
+    @property
+    def validation_sets(self) -> list[QuestionSet]:
+        """Return the validation sets alone."""
+        return [one for one in self.sets if one.split == "validation"]
+
+    def enter_query(self, name: str, judge: Judge, *, show_all: bool) -> None:
+        """Choose PGIR's query on validation too, and run it as `<name>_query`.
 
         Quality decides, then cost; the paper's query is tried first and keeps a tie.
+
+        Args:
+          name: of the controller.
+          judge: of drafts.
+          show_all: also run those that were not chosen, as `<name>:<query>`.
         """
-        sets = [one for one in self.sets if one.split == "validation"]
-        tried = {}
-        for name, fields in QUERIES.items():
+        tried, entered = {}, {}
+        for query, fields in QUERIES.items():
             config = dataclasses.replace(self.config, **fields)
-            traced = self.trace(f"trace:{name}", config, sets)
-            self.enter(f"pgir:{name}", traced, config)
-            found = [
-                done
-                for one, answers in zip(self.sets, self.answers, strict=True)
-                for done in answers[f"pgir:{name}"]
-                if one.split == "validation"
-            ]
-            spent = np.array([done.cost.generations for done in found])
-            tried[name] = right_of(self.validation, found), spent
+            label = f"trace:{name}:{query}"
+            traced = self.trace(label, config, self.validation_sets, judge)
+            policy = choose_policy(traced, config)
+            traces = [trace for one in traced for trace in one.traces]
+            decisions = [decide(trace, policy) for trace in traces]
+            kept = zip(self.validation, traces, decisions, strict=True)
+            right = [exact_match(t[d.round].answer, e.golds) for e, t, d in kept]
+            spent = np.array([d.n_generations for d in decisions])
+            tried[query], entered[query] = (np.array(right), spent), (policy, config)
+            if show_all:
+                self._run_policy(f"{name}:{query}", policy, config, judge)
         best = best_under_cap(tried, self.config.max_generations)
-        self.chosen["pgir_query"] = best
-        for answers in self.answers:
-            answers["pgir_query"] = answers[f"pgir:{best}"]
-        return best
+        self._run_policy(f"{name}_query", *entered[best], judge)
+        self.chosen[f"{name}_query"] |= {"query": best}
+
+    def _run_policy(
+        self, name: str, policy: Policy, config: ControllerConfig, judge: Judge
+    ) -> None:
+        self.chosen[name] = dataclasses.asdict(policy)
+        self.answer(name, lambda e: pgir(e.question, policy, config, judge))
 
     @functools.cached_property
     def outcomes(self) -> tuple[list[Done], list[Done]]:

@@ -2,10 +2,12 @@
 
 import dataclasses
 import hashlib
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from tempfile import TemporaryDirectory
+from typing import Literal, NamedTuple, get_args
 
 from extract.backbone.loading import open_backbone
 from extract.backbone.names import backbone_of
@@ -31,14 +33,20 @@ from pgir.controllers.adaptive import enter_adaptive
 from pgir.controllers.calls import Plan, no_rag, vanilla_rag
 from pgir.controllers.cases import make_cases
 from pgir.controllers.dragin import enter_dragin
-from pgir.controllers.perplexity import enter_perplexity
+from pgir.controllers.perplexity import (
+    enter_perplexity,
+    perplexity_judge,
+    perplexity_maps,
+)
 from pgir.controllers.policy import (
     ControllerConfig,
     Knows,
     Policy,
     Trace,
     Traced,
+    beatrice,
     draft_rag,
+    drafts,
     recalibrated,
     with_golds,
 )
@@ -53,8 +61,9 @@ from pgir.controllers.session import (
     training_questions,
 )
 from pgir.controllers.skr import enter_skr, question_encoder
-from pgir.controllers.waves import Journal, Waves
+from pgir.controllers.waves import GROUP_SIZE, Journal, Waves
 
+Queries = Literal["paper", "choose", "all"]
 RivalName = Literal[
     "perplexity", "skr", "adaptive_rag", "dragin", "seakr", "probing_rag"
 ]
@@ -84,7 +93,8 @@ class ControlConfig:
       encoder: folder of a sentence encoder for those that read questions alone; None
         counts their words.
       n_draws: answers that SeaKR draws at a time.
-      queries: run PGIR with other queries too, and say which is best on validation.
+      queries: "paper" searches with the question and the last draft; "choose" also
+        runs the query that is best on validation; "all" runs every other, too.
     """
 
     max_budget: int = 4
@@ -94,7 +104,7 @@ class ControlConfig:
     rivals: tuple[RivalName, ...] = EVERY_RIVAL
     n_training: int = 2000
     encoder: str | None = None
-    queries: bool = False
+    queries: Queries = "choose"
     n_draws: int = 20
 
     def __post_init__(self) -> None:
@@ -104,14 +114,26 @@ class ControlConfig:
                 f"rivals: expected some of {', '.join(EVERY_RIVAL)}, found "
                 f"{', '.join(unknown)}"
             )
+        if self.queries not in get_args(Queries):
+            raise ValueError(
+                f"queries: expected one of {', '.join(get_args(Queries))}, found "
+                f"{self.queries!r}"
+            )
 
 
 CONTROL_PRESETS: dict[Preset, ControlConfig] = {
+    # SeaKR draws 20 answers wherever others write one: by name, or with `--only all`.
     "demo": ControlConfig(
-        n_questions=250, n_training=500, rivals=("perplexity", "skr")
+        n_questions=250,
+        n_training=500,
+        rivals=tuple(name for name in EVERY_RIVAL if name != "seakr"),
     ),
     "smoke": ControlConfig(
-        max_budget=2, n_questions=8, n_training=16, rivals=("perplexity", "skr")
+        max_budget=2,
+        n_questions=8,
+        n_training=16,
+        n_draws=3,
+        queries="paper",
     ),
     "paper": ControlConfig(),
 }
@@ -214,6 +236,7 @@ def _enter_rivals(
         [example.question for example in session.training],
         Path(config.encoder) if config.encoder else None,
     )
+    judge = perplexity_judge(perplexity_maps(run))
     answered = {example.id for example in session.training}
     others = [
         example
@@ -221,7 +244,7 @@ def _enter_rivals(
         if example.split == "train" and example.id not in answered
     ]
     enter: dict[RivalName, Callable[[], None]] = {
-        "perplexity": lambda: enter_perplexity(session, run),
+        "perplexity": lambda: enter_perplexity(session, judge),
         "skr": lambda: enter_skr(session, encoder),
         "adaptive_rag": lambda: enter_adaptive(session, encoder, others),
         "dragin": lambda: enter_dragin(session, answering),
@@ -231,6 +254,8 @@ def _enter_rivals(
     for name in EVERY_RIVAL:
         if name in config.rivals:
             enter[name]()
+    if "perplexity" in config.rivals and config.queries != "paper":
+        session.enter_query("perplexity", judge, show_all=False)
 
 
 def _control(
@@ -249,8 +274,8 @@ def _control(
             "and there is nothing to find for them"
         )
     traced, policy = _enter_pgir(session, run, config)
-    if config.queries:
-        session.enter_queries()
+    if config.queries != "paper":
+        session.enter_query("pgir", beatrice, show_all=config.queries == "all")
     _enter_rivals(session, run, config, answering, passages)
     for name, setting in session.chosen.items():
         progress.note(f"control: {CONTROLLERS.get(name, name)}: {setting}")
@@ -269,6 +294,53 @@ def _control(
     write_json_atomic(run.control / "seconds.json", spent)
     rows = control_rows(session.sets, session.answers, bootstrap_of(run))
     publish(run, "control", rows, progress)
+
+
+class Pace(NamedTuple):
+    """How fast questions are drafted, one at a time and in waves."""
+
+    n_questions: int
+    n_generations: int
+    alone: float  # generations a second
+    in_waves: float
+
+    def in_words(self) -> str:
+        """Return the two rates in a sentence."""
+        return (
+            f"{self.n_generations} generations for {self.n_questions} questions, each "
+            f"scored: {self.alone:.1f} a second one question at a time, "
+            f"{self.in_waves:.1f} in waves, {self.in_waves / self.alone:.1f} times as "
+            "many"
+        )
+
+
+def measure_pace(run: RunDir, n_questions: int) -> Pace:
+    """Trace some evaluated questions to the full budget, twice; nothing is kept.
+
+    What is compiled is compiled before: each way drafts the same questions once
+    unmeasured.
+    """
+    set_compiler(run.preset)
+    probed = _open_probed(run)
+    passages = list(read_records(run.passages, Passage))
+    answering = Answering(probed, passages)
+    sets = question_sets(read_examples(run), n_questions)
+    examples = [e for one in sets if one.split != "validation" for e in one.examples]
+    examples = examples[:: max(1, len(examples) // n_questions)][:n_questions]
+    rates: dict[int, float] = {}
+    total = 0.0
+    for group_size in (1, GROUP_SIZE):
+        for _ in range(2):
+            with TemporaryDirectory() as folder:
+                journal = Journal(Path(folder) / "calls.jsonl", "pace")
+                services = open_services(answering, passages, journal)
+                waves = Waves(services, journal, group_size)
+                began = time.perf_counter()
+                plans = [drafts(e.question, ControllerConfig()) for e in examples]
+                found = waves.run("pace", plans)
+                total = sum(done.cost.generations for done in found if done)
+                rates[group_size] = total / (time.perf_counter() - began)
+    return Pace(len(examples), int(total), rates[1], rates[GROUP_SIZE])
 
 
 def _forecast(run: RunDir, config: ControlConfig) -> Forecast:
