@@ -68,12 +68,13 @@ CONTROLLERS = {
     "dragin": "DRAGIN",
     "seakr": "SeaKR",
     "probing_rag": "Probing-RAG",
-    "perplexity": "PGIR's loop, answer perplexity in it",
+    "perplexity_rag": "PGIR's loop, answer perplexity in it",
     "pgir": "PGIR",
     CROSS_FIT: "PGIR, τ and B on cross-fitted probabilities",
-    "perplexity_query": "PGIR's loop, perplexity in it, query chosen on validation",
+    "perplexity_rag_query": "PGIR's loop, perplexity in it, query chosen on validation",
     "pgir_query": "PGIR, query chosen on validation",
 }
+OPTIONAL = (CROSS_FIT, "pgir_query", "perplexity_rag_query")
 # What the selected encoders are compared with, question by question.
 RIVALS = {
     "perplexity": DETECTORS["perplexity"],
@@ -82,10 +83,7 @@ RIVALS = {
     "encoder:R": "Residual stream only",
     "encoder:A": "Attention only",
     "early_fusion": DETECTORS["early_fusion"],
-    "tfidf": DETECTORS["tfidf"],
-    "answer_length": DETECTORS["answer_length"],
-    "probe:H": DETECTORS["probe:H"],
-    "probe:HPRA": DETECTORS["probe:HPRA"],
+    **{n: DETECTORS[n] for n in ("tfidf", "answer_length", "probe:H", "probe:HPRA")},
 }
 # What each encoder is compared with: a linear probe that reads the same signals.
 FLOORS = {

@@ -73,6 +73,6 @@ def enter_perplexity(session: Session, judge: Judge) -> None:
 
     Where the loop is run no pass of the detector is asked for, nor paid.
     """
-    label = "trace:perplexity"
+    label = "trace:perplexity_rag"
     traced = session.trace(label, session.config, session.validation_sets, judge)
-    session.enter("perplexity", traced, session.config, judge)
+    session.enter("perplexity_rag", traced, session.config, judge)

@@ -20,6 +20,8 @@ from pgir.controllers.policy import (
 )
 
 QUALITY = ("em", "f1")
+# Whose gain over every other controller is a row, and of which experiment.
+PAIRED = {"pgir": "controller_paired", "pgir_query": "controller_query_paired"}
 Answers = Mapping[str, Sequence[Done]]  # by controller, one per question
 
 
@@ -107,12 +109,17 @@ def _rows(drawn: Drawn, experiment: str, **place: str) -> list[ResultRow]:
         one.row(experiment=experiment, detector=name, metric=metric, **place)
         for (name, metric), one in drawn.items()
     ]
-    place |= {"experiment": "controller_paired", "detector": "pgir"}
-    return rows + [
-        drawn["pgir", metric].minus(one, against=name, metric=metric, **place)
-        for (name, metric), one in drawn.items()
-        if name != "pgir" and name in CONTROLLERS and metric in QUALITY
-    ]
+    for ours, paired in PAIRED.items():
+        place |= {"experiment": paired, "detector": ours}
+        rows += [
+            drawn[ours, metric].minus(one, against=name, metric=metric, **place)
+            for (name, metric), one in drawn.items()
+            if (ours, metric) in drawn
+            and name != ours
+            and name in CONTROLLERS
+            and metric in QUALITY
+        ]
+    return rows
 
 
 def control_rows(
@@ -123,7 +130,8 @@ def control_rows(
     On every set, and as the unweighted mean over the evaluated sets (experiment
     `controller_macro`), whose interval resamples the questions of each set. How much
     more PGIR has than each other controller, on the same resamples, is the experiment
-    `controller_paired`.
+    `controller_paired`, and of PGIR with the query that validation chose
+    `controller_query_paired`.
 
     Args:
       sets: of questions.
@@ -142,25 +150,44 @@ def control_rows(
     return rows
 
 
-def seconds_of(
+def seconds_rows(
     sets: Sequence[QuestionSet], answers: Sequence[Answers]
-) -> dict[str, dict[str, float]]:
-    """Return the mean seconds of a question, by controller and evaluated set.
+) -> list[ResultRow]:
+    """Return the mean seconds of a question, of every controller.
 
-    They are no rows, which are the same wherever they are measured.
+    The unweighted mean over evaluated sets. Kept apart from the other rows, which are
+    the same wherever they are measured.
     """
-    found: dict[str, dict[str, float]] = {}
-    for one, own in zip(sets, answers, strict=True):
-        for name, dones in own.items() if one.split != "validation" else ():
-            seconds = float(np.mean([done.cost.seconds for done in dones]))
-            found.setdefault(name, {})[one.dataset] = round(seconds, 4)
-    return found
+    pairs = zip(sets, answers, strict=True)
+    own = [one for asked, one in pairs if asked.split != "validation"]
+    return [
+        ResultRow(
+            experiment="controller_macro",
+            detector=name,
+            setting="both",
+            dataset=MACRO,
+            split="evaluated",
+            metric="seconds",
+            value=float(
+                np.mean([np.mean([d.cost.seconds for d in one[name]]) for one in own])
+            ),
+            n=sum(len(one[name]) for one in own),
+        )
+        for name in (own[0] if own else ())
+    ]
 
 
 def frontier(
-    traced: Sequence[Traced], policy: Policy, config: ControllerConfig
+    name: str, traced: Sequence[Traced], policy: Policy, config: ControllerConfig
 ) -> list[dict[str, Any]]:
-    """Return quality against cost for every budget at the chosen threshold."""
+    """Return quality against cost for every budget at the chosen threshold.
+
+    Args:
+      name: of the controller.
+      traced: to the full budget.
+      policy: its threshold is kept.
+      config: what was searched.
+    """
     points = []
     for one in traced:
         if one.split == "validation":
@@ -173,5 +200,6 @@ def frontier(
             found = _quality(one.examples, texts)
             found["generations"] = [d.n_generations for d in decisions]
             means = {name: float(np.mean(values)) for name, values in found.items()}
-            points.append({"dataset": one.dataset, "budget": budget, **means})
+            place = {"controller": name, "dataset": one.dataset, "budget": budget}
+            points.append(place | means)
     return points

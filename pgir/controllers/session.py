@@ -222,7 +222,9 @@ class Session:
         """Return the validation sets alone."""
         return [one for one in self.sets if one.split == "validation"]
 
-    def enter_query(self, name: str, judge: Judge, *, show_all: bool) -> None:
+    def enter_query(
+        self, name: str, judge: Judge, *, show_all: bool
+    ) -> tuple[Policy, ControllerConfig]:
         """Choose PGIR's query on validation too, and run it as `<name>_query`.
 
         Quality decides, then cost; the paper's query is tried first and keeps a tie.
@@ -249,6 +251,7 @@ class Session:
         best = best_under_cap(tried, self.config.max_generations)
         self._run_policy(f"{name}_query", *entered[best], judge)
         self.chosen[f"{name}_query"] |= {"query": best}
+        return entered[best]
 
     def _run_policy(
         self, name: str, policy: Policy, config: ControllerConfig, judge: Judge

@@ -18,9 +18,9 @@ from extract.records import Example, Passage, read_records
 from extract.run.console import Progress, Update
 from extract.run.contents import read_examples, require_both_settings, row_files
 from extract.run.directory import RunDir
-from extract.run.files import write_json_atomic
+from extract.run.files import write_json_atomic, write_text_atomic
 from extract.run.manifest import Preset
-from extract.run.results import CONTROLLERS, CROSS_FIT, publish, rows_file
+from extract.run.results import CONTROLLERS, CROSS_FIT, publish, rows_file, write_rows
 from extract.run.stages import Forecast, Stage
 from extract.signals.stage import extract_config
 from jaxprobe.calibration import folds_of
@@ -51,7 +51,7 @@ from pgir.controllers.policy import (
     with_golds,
 )
 from pgir.controllers.probing import enter_probing
-from pgir.controllers.rivals import control_rows, frontier, seconds_of
+from pgir.controllers.rivals import control_rows, frontier, seconds_rows
 from pgir.controllers.seakr import enter_seakr
 from pgir.controllers.services import Answering, open_services
 from pgir.controllers.session import (
@@ -65,7 +65,7 @@ from pgir.controllers.waves import GROUP_SIZE, Journal, Waves
 
 Queries = Literal["paper", "choose", "all"]
 RivalName = Literal[
-    "perplexity", "skr", "adaptive_rag", "dragin", "seakr", "probing_rag"
+    "perplexity_rag", "skr", "adaptive_rag", "dragin", "seakr", "probing_rag"
 ]
 EVERY_RIVAL: tuple[RivalName, ...] = get_args(RivalName)
 
@@ -244,7 +244,7 @@ def _enter_rivals(
         if example.split == "train" and example.id not in answered
     ]
     enter: dict[RivalName, Callable[[], None]] = {
-        "perplexity": lambda: enter_perplexity(session, judge),
+        "perplexity_rag": lambda: enter_perplexity(session, judge),
         "skr": lambda: enter_skr(session, encoder),
         "adaptive_rag": lambda: enter_adaptive(session, encoder, others),
         "dragin": lambda: enter_dragin(session, answering),
@@ -254,8 +254,8 @@ def _enter_rivals(
     for name in EVERY_RIVAL:
         if name in config.rivals:
             enter[name]()
-    if "perplexity" in config.rivals and config.queries != "paper":
-        session.enter_query("perplexity", judge, show_all=False)
+    if "perplexity_rag" in config.rivals and config.queries != "paper":
+        session.enter_query("perplexity_rag", judge, show_all=False)
 
 
 def _control(
@@ -274,8 +274,13 @@ def _control(
             "and there is nothing to find for them"
         )
     traced, policy = _enter_pgir(session, run, config)
+    curve = frontier("pgir", traced, policy, session.config)
     if config.queries != "paper":
-        session.enter_query("pgir", beatrice, show_all=config.queries == "all")
+        show_all = config.queries == "all"
+        best, with_query = session.enter_query("pgir", beatrice, show_all=show_all)
+        evaluated = [one for one in session.sets if one.split != "validation"]
+        retraced = session.trace("trace:query", with_query, evaluated)
+        curve += frontier("pgir_query", retraced, best, with_query)
     _enter_rivals(session, run, config, answering, passages)
     for name, setting in session.chosen.items():
         progress.note(f"control: {CONTROLLERS.get(name, name)}: {setting}")
@@ -286,31 +291,41 @@ def _control(
             "tau": policy.threshold,
             "budget": policy.budget,
             "cap": session.config.max_generations,
-            "frontier": frontier(traced, policy, session.config),
+            "frontier": curve,
             "cases": make_cases(probed, passages, evaluated, policy),
         },
     )
-    spent = seconds_of(session.sets, session.answers)
-    write_json_atomic(run.control / "seconds.json", spent)
+    spent = seconds_rows(session.sets, session.answers)
+    write_text_atomic(run.control / "seconds.jsonl", write_rows(spent))
     rows = control_rows(session.sets, session.answers, bootstrap_of(run))
     publish(run, "control", rows, progress)
 
 
 class Pace(NamedTuple):
-    """How fast questions are drafted, one at a time and in waves."""
+    """How fast questions are drafted, one at a time and in waves.
+
+    Attributes:
+      n_questions: traced to the full budget, every draft scored.
+      n_generations: for all of them.
+      wall: generations a second, alone and in waves.
+      processor: generations a second of processor time, likewise; of a machine that
+        has other work to do this is the number to compare.
+    """
 
     n_questions: int
     n_generations: int
-    alone: float  # generations a second
-    in_waves: float
+    wall: tuple[float, float]
+    processor: tuple[float, float]
 
     def in_words(self) -> str:
-        """Return the two rates in a sentence."""
+        """Return the rates in a sentence."""
+        (alone, waves), (alone_cpu, waves_cpu) = self.wall, self.processor
         return (
             f"{self.n_generations} generations for {self.n_questions} questions, each "
-            f"scored: {self.alone:.1f} a second one question at a time, "
-            f"{self.in_waves:.1f} in waves, {self.in_waves / self.alone:.1f} times as "
-            "many"
+            f"scored; one question at a time {alone:.1f} a second "
+            f"({alone_cpu:.1f} a second of processor time), in waves {waves:.1f} "
+            f"({waves_cpu:.1f}): {waves / alone:.1f} ({waves_cpu / alone_cpu:.1f}) "
+            "times as many"
         )
 
 
@@ -327,20 +342,21 @@ def measure_pace(run: RunDir, n_questions: int) -> Pace:
     sets = question_sets(read_examples(run), n_questions)
     examples = [e for one in sets if one.split != "validation" for e in one.examples]
     examples = examples[:: max(1, len(examples) // n_questions)][:n_questions]
-    rates: dict[int, float] = {}
-    total = 0.0
-    for group_size in (1, GROUP_SIZE):
+    wall, processor, total = [0.0, 0.0], [0.0, 0.0], 0.0
+    for place, group_size in enumerate((1, GROUP_SIZE)):
         for _ in range(2):
             with TemporaryDirectory() as folder:
                 journal = Journal(Path(folder) / "calls.jsonl", "pace")
                 services = open_services(answering, passages, journal)
                 waves = Waves(services, journal, group_size)
-                began = time.perf_counter()
+                began = time.perf_counter(), time.process_time()
                 plans = [drafts(e.question, ControllerConfig()) for e in examples]
                 found = waves.run("pace", plans)
                 total = sum(done.cost.generations for done in found if done)
-                rates[group_size] = total / (time.perf_counter() - began)
-    return Pace(len(examples), int(total), rates[1], rates[GROUP_SIZE])
+                wall[place] = total / (time.perf_counter() - began[0])
+                processor[place] = total / (time.process_time() - began[1])
+    rates = (wall[0], wall[1]), (processor[0], processor[1])
+    return Pace(len(examples), int(total), *rates)
 
 
 def _forecast(run: RunDir, config: ControlConfig) -> Forecast:

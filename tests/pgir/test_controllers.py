@@ -146,7 +146,7 @@ def test_intervals_hold_the_mean():
 
 
 def test_a_larger_budget_never_asks_less():
-    points = frontier([traced()], POLICY, ControllerConfig(max_budget=3))
+    points = frontier("pgir", [traced()], POLICY, ControllerConfig(max_budget=3))
     assert [point["budget"] for point in points] == [1, 2, 3]
     costs = [point["generations"] for point in points]
     assert costs == sorted(costs) and costs[-1] == pytest.approx(8 / 4)
