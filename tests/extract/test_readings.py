@@ -366,9 +366,8 @@ def matrix():
 
 
 def test_the_hidden_score_has_its_golden_value():
-    assert float(llm_check.hidden_score(matrix())) == pytest.approx(
-        -0.93214521812, abs=1e-9
-    )
+    scores = llm_check.hidden_scores(matrix()[None], [(0, 3)])
+    assert scores.tolist() == pytest.approx([-0.93214521812], abs=1e-9)
 
 
 def test_the_attention_score_has_its_golden_value(backbone):
