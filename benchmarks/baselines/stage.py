@@ -12,9 +12,16 @@ import numpy as np
 
 from benchmarks.baselines.catalogue import catalogue
 from benchmarks.baselines.detector import Detector, Evidence, Found
-from benchmarks.baselines.readings import Kept, identities, kept_readings, parts_of
+from benchmarks.baselines.readings import (
+    FORMAT,
+    Kept,
+    identities,
+    kept_readings,
+    parts_of,
+)
 from benchmarks.panorama.costs import Judged, judged_file
 from benchmarks.panorama.significance import is_rival
+from benchmarks.real.costs import begin_peak, peak_bytes
 from extract.records import Setting
 from extract.run.console import Progress, Update
 from extract.run.contents import row_files, samples_file, settings_of
@@ -86,11 +93,13 @@ class Scores(NamedTuple):
     Attributes:
       found: its scores, of one seed and all NaN where it could not be fitted.
       seconds: of scoring and of its share of the readings.
+      peak_bytes: most memory of the process while it was scored or read.
       reason: why there is no score, or empty.
     """
 
     found: Found
     seconds: float
+    peak_bytes: int = 0
     reason: str = ""
 
 
@@ -142,7 +151,7 @@ class _Kept:
         """
         extra = [self.shas[need] for need in sorted(detector.needs & set(self.shas))]
         readings = identities(self.evidence, detector.reads).values()
-        own = (detector.name, detector.variant, self.shas["run"])
+        own = (FORMAT, detector.name, detector.variant, self.shas["run"])
         return " ".join((*own, *extra, *readings))
 
     def load(self, detector: Detector) -> Scores | None:
@@ -152,7 +161,8 @@ class _Kept:
             return None
         chosen = tuple(read_rows(path.with_suffix(".jsonl")))
         reason = held["reason"].tobytes().decode()
-        return Scores(Found(held["scores"], chosen), held["seconds"].item(), reason)
+        cost = held["seconds"].item(), held["peak_bytes"].item()
+        return Scores(Found(held["scores"], chosen), *cost, reason)
 
     def save(self, detector: Detector, scores: Scores) -> None:
         """Keep what a detector said; the scores last, without which it said nothing."""
@@ -163,21 +173,25 @@ class _Kept:
         arrays = {
             "scores": scores.found.scores,
             "seconds": np.float64(scores.seconds),
+            "peak_bytes": np.int64(scores.peak_bytes),
             "reason": np.frombuffer(scores.reason.encode(), np.uint8),
         }
         save_cache(path, arrays, self._key(detector))
 
 
-def _score(detector: Detector, evidence: Evidence, seconds: float) -> Scores:
-    """Ask a detector; `seconds` its readings took."""
-    began, reason = time.monotonic(), ""
+def _score(detector: Detector, evidence: Evidence, read: Kept) -> Scores:
+    """Ask a detector, whose readings cost what `read` says."""
+    begin_peak()
+    began, reason, own = time.monotonic(), "", set(detector.reads)
     try:
         found = detector.score(evidence)
     except ValueError as error:  # such as a split of one class
         reason = str(error)
         found = Found(np.full((1, len(evidence.rows.ids)), np.nan))
     found = Found(np.asarray(found.scores, np.float64), tuple(found.chosen))
-    return Scores(found, time.monotonic() - began + seconds, reason)
+    seconds = time.monotonic() - began + sum(read.seconds[name] for name in own)
+    peaks = (peak_bytes(), *(read.peak_bytes[name] for name in own))
+    return Scores(found, seconds, max(peaks), reason)
 
 
 def _judged(detector: Detector, evidence: Evidence, scores: Scores) -> Judged:
@@ -205,6 +219,7 @@ def _judged(detector: Detector, evidence: Evidence, scores: Scores) -> Judged:
         needs=tuple(sorted(detector.needs)),
         is_trained=detector.is_trained,
         seconds=per_question,
+        peak_bytes=scores.peak_bytes,
         n_forwards=is_read + n_others + n_samples * ("sample_states" in reads),
         n_new_tokens=float(np.mean(n_new)) if n_new else 0.0,
         n_rows=n_rows,
@@ -238,12 +253,11 @@ def _setting(
     def tick() -> None:
         update(next(ticks), total)
 
-    read = kept_readings(evidence, reads, tick) if reads else Kept({}, {})
+    read = kept_readings(evidence, reads, tick) if reads else Kept({}, {}, {})
     evidence = dataclasses.replace(evidence, readings=read.values)
     for detector in new:
         before = relations.owed if relations else 0.0
-        spent = sum(read.seconds[name] for name in set(detector.reads))
-        scores = _score(detector, evidence, spent)
+        scores = _score(detector, evidence, read)
         if relations:
             seconds = scores.seconds + relations.owed - before
             scores = scores._replace(seconds=seconds)
