@@ -203,7 +203,9 @@ def identities(evidence: Evidence, names: Iterable[str]) -> dict[str, str]:
     shas = [str(sha256_tree(file)) for file in files]
     drawn = str(sha256_tree(samples_file(run)))
     return {
-        name: " ".join((FORMAT, name, evidence.rows.setting, *shas, *_drawn(name, drawn)))
+        name: " ".join(
+            (FORMAT, name, evidence.rows.setting, *shas, *_drawn(name, drawn))
+        )
         for name in names
     }
 

@@ -33,7 +33,7 @@ from extract.run.files import (
 )
 from extract.run.manifest import Preset
 from extract.run.results import ResultRow, publish, read_rows, rows_file, write_rows
-from extract.run.stages import Stage
+from extract.run.stages import Forecast, Stage
 from jaxprobe.checkpoint import load_cache, save_cache
 from jaxprobe.evaluation import Scored, bootstrap_of, detection_rows
 from jaxprobe.features.rows import chosen_layer, load_rows
@@ -49,12 +49,15 @@ class BaselinesConfig:
     """Which rivals a run is judged with.
 
     Attributes:
-      only: names; empty takes all for which everything is there. Those that were
-        judged before, on the same answers, stay in the rows.
+      only: names; empty takes those that need nothing beyond the run's signals and
+        texts. Those that were judged before, on the same answers, stay in the rows.
+      again: without names, also those that read the answers again, or read something
+        else, where everything that they need is there.
       nli: directory of an NLI model; without one, those that need it are left out.
     """
 
     only: tuple[str, ...] = ()
+    again: bool = False
     nli: str | None = None
 
 
@@ -83,8 +86,10 @@ def chosen_detectors(config: BaselinesConfig) -> list[Detector]:
     known = catalogue()
     if unknown := [name for name in config.only if name not in known]:
         raise ValueError(f"no detector {unknown[0]!r}; there are {', '.join(known)}")
-    wanted = config.only or tuple(known)
-    return [one for name, one in known.items() if name in wanted]
+    if config.only:
+        return [one for name, one in known.items() if name in config.only]
+    every = known.values()
+    return [one for one in every if config.again or not (one.needs or one.reads)]
 
 
 class Scores(NamedTuple):
@@ -227,6 +232,33 @@ def _judged(detector: Detector, evidence: Evidence, scores: Scores) -> Judged:
     )
 
 
+class _Left(NamedTuple):
+    """What earlier starts said of a setting, by name, and whom is still to be asked."""
+
+    kept: _Kept
+    held: dict[str, Scores | None]
+    new: list[Detector]
+
+
+def _left(
+    run: RunDir,
+    setting: Setting,
+    asked: Sequence[Detector],
+    shas: Mapping[str, str],
+    relations: _Metered | None = None,
+) -> _Left:
+    """Find what was said before of a setting."""
+    store, rows = load_rows(run, setting)
+    evidence = Evidence(
+        run=run, store=store, rows=rows, layer=chosen_layer(run), relations=relations
+    )
+    kept = _Kept(evidence=evidence, shas=shas)
+    every = [one for one in catalogue().values() if setting in one.settings]
+    held = {one.name: kept.load(one) for one in every}
+    names = {one.name for one in asked}
+    return _Left(kept, held, [d for d in every if d.name in names and not held[d.name]])
+
+
 def _setting(
     run: RunDir,
     setting: Setting,
@@ -237,18 +269,11 @@ def _setting(
     progress: Progress,
 ) -> tuple[list[ResultRow], list[Judged]]:
     """Judge detectors on one setting, those of earlier starts among them."""
-    store, rows = load_rows(run, setting)
-    evidence = Evidence(
-        run=run, store=store, rows=rows, layer=chosen_layer(run), relations=relations
-    )
-    kept = _Kept(evidence=evidence, shas=shas)
-    every = [one for one in catalogue().values() if setting in one.settings]
-    held = {one.name: kept.load(one) for one in every}
-    names_asked = {one.name for one in asked}
-    new = [d for d in every if d.name in names_asked and held[d.name] is None]
+    kept, held, new = _left(run, setting, asked, shas, relations)
+    evidence = kept.evidence
     reads = sorted({name for one in new for name in one.reads})
     ticks = itertools.count(1)
-    total = len(new) + len(parts_of(len(rows.ids))) * bool(reads)
+    total = len(new) + len(parts_of(len(evidence.rows.ids))) * bool(reads)
 
     def tick() -> None:
         update(next(ticks), total)
@@ -264,7 +289,8 @@ def _setting(
         kept.save(detector, scores)
         held[detector.name] = scores
         tick()
-    found = {one: scores for one in every if (scores := held[one.name]) is not None}
+    known = catalogue()
+    found = {known[n]: scores for n, scores in held.items() if scores is not None}
     for one, scores in found.items():
         if scores.reason:
             progress.note(f"baselines: {setting}: {one.name}: {scores.reason}")
@@ -277,7 +303,9 @@ def _setting(
         for one, scores in found.items()
     ]
     pairs = {"paired": [(OURS, one.name) for one in scored if is_rival(one.name)]}
-    made = detection_rows([ours, *scored], rows, bootstrap_of(run), pairs=pairs)
+    made = detection_rows(
+        [ours, *scored], evidence.rows, bootstrap_of(run), pairs=pairs
+    )
     is_told = [r.experiment != "detection" or r.detector != OURS for r in made]
     chosen = [row for scores in found.values() for row in scores.found.chosen]
     judged = [_judged(one, evidence, scores) for one, scores in found.items()]
@@ -319,6 +347,22 @@ def _baselines(
     publish(run, "baselines", made, progress)
 
 
+def forecast(run: RunDir, config: BaselinesConfig) -> Forecast:
+    """Return what judging would take; its readings are timed on a few answers."""
+    from benchmarks.baselines.forecast import forecast_of
+
+    asked = chosen_detectors(config)
+    lacks = {one.name: unmet(one, run, config) for one in asked}
+    # Answers that are not drawn yet are counted; a model that is not given is not.
+    possible = [d for d in asked if "--nli" not in (lacks[d.name] or "")]
+    shas = _shas(run, config)
+    lefts = [_left(run, setting, possible, shas) for setting in settings_of(run)]
+    return forecast_of(
+        {left.kept.evidence: left.new for left in lefts},
+        {name: reason for name, reason in lacks.items() if reason is not None},
+    )
+
+
 BASELINES = Stage(
     name="baselines",
     inputs=lambda run: [
@@ -331,4 +375,5 @@ BASELINES = Stage(
     outputs=lambda run: [rows_file(run, "baselines"), judged_file(run)],
     work=_baselines,
     presets=BASELINES_PRESETS,
+    forecast=forecast,
 )

@@ -21,8 +21,8 @@ from extract.signals.batch import ReadingBudget, Rows, pad_batch
 from extract.signals.probability import Head, head_of
 
 # Next-token distributions in memory at once, 256 MiB: 256 rows of the largest
-# vocabularies, which share reading and converting the head's weights. On one core 262,144
-# words of 640 numbers take 3.0 ns a logit then, 8 ns with 64 rows (bfloat16, AMX).
+# vocabularies, which share reading and converting the head's weights. On one core
+# 262,144 words of 640 numbers take 3.0 ns a logit then, 8 ns with 64 rows (bfloat16).
 _LOGITS_PER_CHUNK = 2**26
 _LOGITS_CACHED = 2**18  # on a CPU: rows that stay in its second-level cache
 

@@ -125,9 +125,19 @@ def test_the_list_has_a_line_for_every_detector():
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     path = tmp_path_factory.mktemp("judged") / "run"
-    done = call("demo", path, "--preset", "smoke")
+    call("demo", path, "--preset", "smoke")
+    found = RunDir(path)
+    quick = {name for name, x in catalogue().items() if not (x.needs or x.reads)}
+    assert {name for name, _ in judged(found)} == quick
+    done = call("baselines", path, "--again", "--dry-run")
+    told = done.stdout
+    assert "all of them, read together" in told and "redeep_pks" in told
+    assert "prompt tokens" in told and "sequences are read" in told
+    assert not (path / "readings").exists()
+    done = call("baselines", path, "--again")
     assert "baselines: eigenscore needs drawn answers" in done.stderr
-    return RunDir(path)
+    call("report", path)
+    return found
 
 
 def stamps(run):
