@@ -63,6 +63,11 @@ def evaluate(run_dir: Path, ablations: bool, dry_run: bool) -> None:
     type=click.Path(exists=True, file_okay=False),
     help="Directory of an NLI model, for those that ask what follows from what.",
 )
+@click.option(
+    "--encoder",
+    type=click.Path(exists=True, file_okay=False),
+    help="Directory of a text encoder, for the one that is fine-tuned.",
+)
 @click.option("--list", "is_list", is_flag=True, help="Say which there are, and stop.")
 @click.option(
     "--check",
@@ -80,6 +85,7 @@ def baselines(
     again: bool,
     is_all: bool,
     nli: str | None,
+    encoder: str | None,
     is_list: bool,
     check: str | None,
     dry_run: bool,
@@ -106,13 +112,13 @@ def baselines(
     from benchmarks.baselines.stage import BASELINES, chosen_detectors, forecast
 
     def change(config: "BaselinesConfig") -> "BaselinesConfig":
-        found = str(Path(nli).resolve()) if nli else config.nli
         is_more = again or is_all
         asked = dataclasses.replace(
             config,
             only=only or (() if is_more else config.only),
             again=is_more or config.again,
-            nli=found,
+            nli=str(Path(nli).resolve()) if nli else config.nli,
+            encoder=str(Path(encoder).resolve()) if encoder else config.encoder,
         )
         chosen_detectors(asked)  # refuses a name that is not known
         return asked

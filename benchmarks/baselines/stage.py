@@ -54,11 +54,13 @@ class BaselinesConfig:
       again: without names, also those that read the answers again, or read something
         else, where everything that they need is there.
       nli: directory of an NLI model; without one, those that need it are left out.
+      encoder: directory of a text encoder, in the same way.
     """
 
     only: tuple[str, ...] = ()
     again: bool = False
     nli: str | None = None
+    encoder: str | None = None
 
 
 BASELINES_PRESETS: dict[Preset, BaselinesConfig] = {
@@ -74,6 +76,8 @@ def unmet(detector: Detector, run: RunDir, config: BaselinesConfig) -> str | Non
         return f"needs drawn answers: `beatrice sample {run.path}`"
     if "entailment" in detector.needs and config.nli is None:
         return "needs an NLI model: --nli DIRECTORY"
+    if "encoder" in detector.needs and config.encoder is None:
+        return "needs a text encoder: --encoder DIRECTORY"
     return None
 
 
@@ -243,16 +247,21 @@ class _Left(NamedTuple):
 def _left(
     run: RunDir,
     setting: Setting,
+    config: BaselinesConfig,
     asked: Sequence[Detector],
-    shas: Mapping[str, str],
     relations: _Metered | None = None,
 ) -> _Left:
     """Find what was said before of a setting."""
     store, rows = load_rows(run, setting)
     evidence = Evidence(
-        run=run, store=store, rows=rows, layer=chosen_layer(run), relations=relations
+        run=run,
+        store=store,
+        rows=rows,
+        layer=chosen_layer(run),
+        relations=relations,
+        encoder=Path(config.encoder) if config.encoder else None,
     )
-    kept = _Kept(evidence=evidence, shas=shas)
+    kept = _Kept(evidence=evidence, shas=_shas(run, config))
     every = [one for one in catalogue().values() if setting in one.settings]
     held = {one.name: kept.load(one) for one in every}
     names = {one.name for one in asked}
@@ -262,14 +271,14 @@ def _left(
 def _setting(
     run: RunDir,
     setting: Setting,
+    config: BaselinesConfig,
     asked: Sequence[Detector],
-    shas: Mapping[str, str],
     relations: _Metered | None,
     update: Update,
     progress: Progress,
 ) -> tuple[list[ResultRow], list[Judged]]:
     """Judge detectors on one setting, those of earlier starts among them."""
-    kept, held, new = _left(run, setting, asked, shas, relations)
+    kept, held, new = _left(run, setting, config, asked, relations)
     evidence = kept.evidence
     reads = sorted({name for one in new for name in one.reads})
     ticks = itertools.count(1)
@@ -319,6 +328,7 @@ def _shas(run: RunDir, config: BaselinesConfig) -> dict[str, str]:
         "run": " ".join(str(sha256_tree(path)) for path in common),
         "samples": str(sha256_tree(samples_file(run))),
         "entailment": str(config.nli and sha256_tree(Path(config.nli))),
+        "encoder": str(config.encoder and sha256_tree(Path(config.encoder))),
     }
 
 
@@ -337,10 +347,11 @@ def _baselines(
         from benchmarks.baselines.sampled.entailment import load_entailment
 
         relations = _Metered(load_entailment(Path(config.nli), progress=update))
-    shas = _shas(run, config)
     made, judged = [], []
     for setting in settings_of(run):
-        rows, own = _setting(run, setting, possible, shas, relations, update, progress)
+        rows, own = _setting(
+            run, setting, config, possible, relations, update, progress
+        )
         made += rows
         judged += own
     write_json_atomic(judged_file(run), msgspec.to_builtins(judged))
@@ -354,9 +365,8 @@ def forecast(run: RunDir, config: BaselinesConfig) -> Forecast:
     asked = chosen_detectors(config)
     lacks = {one.name: unmet(one, run, config) for one in asked}
     # Answers that are not drawn yet are counted; a model that is not given is not.
-    possible = [d for d in asked if "--nli" not in (lacks[d.name] or "")]
-    shas = _shas(run, config)
-    lefts = [_left(run, setting, possible, shas) for setting in settings_of(run)]
+    possible = [d for d in asked if "DIRECTORY" not in (lacks[d.name] or "")]
+    lefts = [_left(run, setting, config, possible) for setting in settings_of(run)]
     return forecast_of(
         {left.kept.evidence: left.new for left in lefts},
         {name: reason for name, reason in lacks.items() if reason is not None},

@@ -27,6 +27,7 @@ NEEDS = {
     "entailment": "an NLI model",
     "second_prompt": "a second prompt",
     "swapped": "other passages",
+    "encoder": "a text encoder",
     "labels": "training labels",
 }
 

@@ -47,7 +47,7 @@ def hidden_scores(
     gram = rows @ rows.mT
     gram.diagonal(dim1=-2, dim2=-1).add_(_RIDGE)
     n_padded = places.shape[1] - counts[:, 0]
-    found = _log_determinants(gram) - n_padded * math.log(_RIDGE)
+    found = _log_determinants(gram) - n_padded.double() * math.log(_RIDGE)
     return (found / counts[:, 0]).masked_fill(counts[:, 0] == 0, math.nan)
 
 
