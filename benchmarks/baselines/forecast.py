@@ -1,12 +1,12 @@
 """What judging rivals would take: sequences and tokens counted, readings timed."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from benchmarks.baselines.detector import Detector, Evidence
-from benchmarks.baselines.readings import Reading, unread
 from extract.run.contents import samples_file
 from extract.run.stages import Forecast
 
@@ -18,13 +18,18 @@ _TRUTH_TOKENS = 35
 
 
 def forecast_of(
-    left: Mapping[Evidence, Sequence[Detector]], lacks: Mapping[str, str]
+    left: Mapping[Evidence, Sequence[Detector]],
+    lacks: Mapping[str, str],
+    unread: Callable[[Evidence, Sequence[str]], dict[str, np.ndarray]],
+    reading_of: Callable[[Evidence], Any],
 ) -> Forecast:
     """Return what is left to do; every group of readings is timed on a few answers.
 
     Args:
       left: by the evidence of each setting, the detectors that have no scores yet.
       lacks: why some cannot be judged, by name.
+      unread: see `benchmarks.baselines.readings.unread`.
+      reading_of: gives what has `benchmarks.baselines.readings.Reading.some`.
     """
     lines, n_read, n_forwards, n_new = [], 0, 0, 0
     for evidence, detectors in left.items():
@@ -35,7 +40,7 @@ def forecast_of(
         counts = _sequences(evidence, rows)
         n_forwards += sum(len(own) for own in counts.values())
         n_read += sum(sum(own) for own in counts.values())
-        lines += _timed(evidence, rows)
+        lines += _timed(evidence, rows, reading_of(evidence))
         if any("samples" in one.needs for one in detectors):
             n_new += _undrawn(evidence)
     lines.insert(0, f"{n_forwards:,} sequences are read, which write nothing")
@@ -80,7 +85,9 @@ def _is_own(name: str) -> bool:
     return name not in ("p_true", "sample_states")
 
 
-def _timed(evidence: Evidence, rows: Mapping[str, np.ndarray]) -> list[str]:
+def _timed(
+    evidence: Evidence, rows: Mapping[str, np.ndarray], reading: Any
+) -> list[str]:
     """Say what each group of readings takes alone, and all that is left together."""
     if not rows:
         return []
@@ -89,7 +96,7 @@ def _timed(evidence: Evidence, rows: Mapping[str, np.ndarray]) -> list[str]:
     groups = [part.names for part in PARTS]
     groups += [("p_true",), ("sample_states",)]
     asked = [tuple(n for n in names if n in rows) for names in groups]
-    reading, lines = Reading(evidence), []
+    lines = []
     places = _of_all_lengths(evidence, next(iter(rows.values())))
     reading.some(places[:1], list(rows))  # what is loaded or compiled once
     for names in (*filter(None, asked), tuple(rows)):

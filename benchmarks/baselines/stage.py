@@ -15,9 +15,11 @@ from benchmarks.baselines.detector import Detector, Evidence, Found
 from benchmarks.baselines.readings import (
     FORMAT,
     Kept,
+    Reading,
     identities,
     kept_readings,
     parts_of,
+    unread,
 )
 from benchmarks.panorama.costs import Judged, judged_file
 from benchmarks.panorama.significance import is_rival
@@ -370,6 +372,8 @@ def forecast(run: RunDir, config: BaselinesConfig) -> Forecast:
     return forecast_of(
         {left.kept.evidence: left.new for left in lefts},
         {name: reason for name, reason in lacks.items() if reason is not None},
+        unread,
+        Reading,
     )
 
 

@@ -66,7 +66,9 @@ def test_learning_from_the_test_answers_is_caught(given, name):
         names = {"train": "test", "test": "train", "validation": "validation"}
         splits = np.array([names[split] for split in evidence.rows.splits])
         rows = dataclasses.replace(evidence.rows, splits=splits)
-        return own(dataclasses.replace(evidence, rows=rows))
+        other = dataclasses.replace(evidence, rows=rows)
+        vars(other)["samples"] = evidence.samples
+        return own(other)
 
     # By their labels, or by what was read or drawn of them.
     assert faults_of(broken(name, exchanged), given) != []
