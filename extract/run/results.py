@@ -83,7 +83,9 @@ RIVALS = {
     "encoder:R": "Residual stream only",
     "encoder:A": "Attention only",
     "early_fusion": DETECTORS["early_fusion"],
-    **{n: DETECTORS[n] for n in ("tfidf", "answer_length", "probe:H", "probe:HPRA")},
+    "tfidf": DETECTORS["tfidf"],
+    "answer_length": DETECTORS["answer_length"],
+    **{name: title for name, title in DETECTORS.items() if name.startswith("probe:")},
 }
 # What each encoder is compared with: a linear probe that reads the same signals.
 FLOORS = {
@@ -99,11 +101,7 @@ FAMILY_PAIRS = (
     *(("early_fusion", f"encoder:{others}") for others in ("PRA", "HRA", "HPA", "HPR")),
 )
 # What is measured among answers of equally many tokens too; the first against the rest.
-AT_EQUAL_LENGTH = {
-    "champion": DETECTORS["champion"],
-    **RIVALS,
-    **{name: DETECTORS[name] for name in ("probe:P", "probe:R", "probe:A")},
-}
+AT_EQUAL_LENGTH = {"champion": DETECTORS["champion"], **RIVALS}
 # No controllers: what PGIR would give if a part of it knew the answers.
 BOUNDS = {
     "perfect_gate": "PGIR, first draft judged without error",
