@@ -15,7 +15,7 @@ from extract.generate.local import generate
 from extract.generate.prompts import build_prompt
 from extract.generate.requests import GenerationConfig, Request, plan_batches
 from extract.generate.templates import PromptTemplate
-from extract.records import Answer, Passage, Setting
+from extract.records import Answer, Setting
 from extract.signals.batch import Signals
 from extract.signals.plan import AnswerSpan, TokenSequence, sequence_of
 from extract.signals.reader import SignalReader
@@ -24,7 +24,6 @@ from jaxprobe.detector import Detector, Scores
 from jaxprobe.features.families import Features
 from jaxprobe.features.reading import SPANS, assemble
 from jaxprobe.features.subsets import FAMILIES
-from pgir.controllers.policy import Draft
 
 # Padded lengths of spans longer than any in training: each rounded up to one of these,
 # so a new question rarely means a new compilation.
@@ -200,47 +199,3 @@ class ProbedBackbone:
             self.features(reading, "with_context"),
             self.features(closed_book, "closed_book"),
         ).first(len(reading.signals))
-
-
-def _drafts(answers: Sequence[Answer], scores: Scores) -> list[Draft]:
-    return [
-        Draft(answer=answer.text, p_correct=float(p_correct), raw=float(raw))
-        for answer, p_correct, raw in zip(
-            answers, scores.p_correct, scores.raw, strict=True
-        )
-    ]
-
-
-class ProbedReader:
-    """The controller's view of a probed backbone, over one list of questions."""
-
-    def __init__(self, probed: ProbedBackbone, questions: Sequence[str]) -> None:
-        """Take the questions; their closed-book reading is cached for later rounds."""
-        self._probed = probed
-        self._questions = list(questions)
-        self._reading: Reading | None = None
-
-    def closed_book(self, questions: Sequence[str]) -> list[Draft]:
-        """Return one closed-book draft per question."""
-        probed = self._probed
-        empty: list[Sequence[Passage]] = [()] * len(questions)
-        answers = probed.answer(probed.requests("closed_book", questions, empty))
-        self._reading = probed.read(answers)
-        return _drafts(answers, probed.score_closed_book(self._reading))
-
-    def with_context(
-        self, rows: Sequence[int], contexts: Sequence[Sequence[Passage]]
-    ) -> list[Draft]:
-        """Return a draft for each of the questions with these indices."""
-        if self._reading is None:
-            raise ValueError("with_context needs the closed-book drafts first")
-        if not rows:
-            return []
-        probed = self._probed
-        questions = [self._questions[i] for i in rows]
-        answers = probed.answer(probed.requests("with_context", questions, contexts))
-        cached = Reading(
-            [self._reading.signals[i] for i in rows],
-            self._reading.spans[np.asarray(rows)],
-        )
-        return _drafts(answers, probed.score_with_context(probed.read(answers), cached))

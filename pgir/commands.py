@@ -25,13 +25,10 @@ _ASKED = ("question", "prompt")  # shown of a row on the page: the first that is
 Results = Sequence[tuple[str | None, Mapping[str, Any]]]
 
 
-def with_options(
-    config: "ControlConfig", *, max_generations: float | None, cross_fit: bool
-) -> "ControlConfig":
-    """Return how the controllers are run, as the two options say."""
-    if max_generations is not None:
-        config = dataclasses.replace(config, max_generations=max_generations)
-    return dataclasses.replace(config, cross_fit=True) if cross_fit else config
+def with_options(config: "ControlConfig", **given: Any) -> "ControlConfig":
+    """Return how the controllers are run, as the options say; None leaves a field."""
+    told = {name: value for name, value in given.items() if value is not None}
+    return dataclasses.replace(config, **told)
 
 
 @click.command()
@@ -39,39 +36,87 @@ def with_options(
 @click.option(
     "--max-generations",
     type=click.FloatRange(min=1),
-    help="Cap on their mean, in choosing threshold and budget.  [default: 4]",
+    help="Cap on their mean, in choosing settings on validation.  [default: 4]",
 )
 @click.option(
     "--cross-fit",
     is_flag=True,
-    help="Also choose them on probabilities from maps fitted on other questions.",
+    default=None,
+    help="Also choose PGIR's on probabilities from maps fitted on other questions.",
+)
+@click.option(
+    "--only",
+    "rivals",
+    multiple=True,
+    help="A rival to run, or none or all; repeatable.",
+)
+@click.option(
+    "--limit",
+    "n_questions",
+    type=click.IntRange(min=1),
+    help="Most questions of each set.",
+)
+@click.option(
+    "--training",
+    "n_training",
+    type=click.IntRange(min=1),
+    help="Training questions that trained rivals learn from.",
+)
+@click.option(
+    "--encoder",
+    type=click.Path(exists=True, file_okay=False),
+    help="A sentence encoder's folder, for rivals that read questions alone.",
+)
+@click.option(
+    "--queries",
+    type=click.Choice(["paper", "choose", "all"]),
+    help="Search as the paper, also as is best on validation, or in all ways.",
+)
+@click.option(
+    "--pace",
+    type=click.IntRange(min=1),
+    help="Only time so many questions, one at a time and in waves.",
 )
 @retrieval_options
 @dry_run_option
 def control(
     run_dir: Path,
-    max_generations: float | None,
-    cross_fit: bool,
+    rivals: tuple[str, ...],
+    pace: int | None,
     dry_run: bool,
-    **options: Any,
+    **given: Any,
 ) -> None:
-    """Run PGIR and its plain rivals; choose threshold and budget.
+    """Run PGIR and its rivals; choose their settings on validation.
 
     Without --corpus or --url the passages that came with the questions are searched.
 
-    Example: beatrice control runs/paper --max-generations 4.63
+    Example: beatrice control runs/paper --max-generations 4.63 --only all
     """
     from extract.run.directory import RunDir
-    from pgir.controllers.stage import CONTROL, settle_search
+    from pgir.controllers.stage import (
+        CONTROL,
+        EVERY_RIVAL,
+        measure_pace,
+        settle_search,
+    )
 
+    searched = take_retrieval(given)
     if not dry_run:
-        settle_options(run_dir, take_retrieval(options), "control")
-    if not dry_run and (cross_fit or max_generations is not None):
-        change = partial(
-            with_options, max_generations=max_generations, cross_fit=cross_fit
-        )
+        settle_options(run_dir, searched, "control")
+    if pace is not None:
         with RunDir.open(run_dir) as run:
-            settle_search(run, change)
+            click.echo(measure_pace(run, pace).in_words())
+        return
+    known = {"none": (), "all": EVERY_RIVAL} | {name: (name,) for name in EVERY_RIVAL}
+    if unknown := [name for name in rivals if name not in known]:
+        raise click.UsageError(
+            f"--only: no rival is called {unknown[0]!r}; expected {', '.join(known)}"
+        )
+    named = {one for name in rivals for one in known[name]}
+    given["rivals"] = tuple(n for n in EVERY_RIVAL if n in named) if rivals else None
+    if not dry_run and any(value is not None for value in given.values()):
+        with RunDir.open(run_dir) as run:
+            settle_search(run, partial(with_options, **given))
     do_or_forecast(run_dir, CONTROL, dry_run)
 
 

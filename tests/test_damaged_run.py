@@ -10,7 +10,6 @@ import os
 import random
 import shutil
 
-import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -22,7 +21,7 @@ from extract.records import Passage, read_records, write_lines
 from extract.run.console import Progress
 from extract.run.contents import count_correct, read_answers, read_examples, read_labels
 from extract.run.directory import RunDir
-from extract.run.files import read_sealed, write_text_atomic
+from extract.run.files import write_text_atomic
 from extract.run.manifest import NewRun, read_manifest
 from extract.run.results import read_result_rows, read_rows
 from extract.run.stages import once, run_stage
@@ -38,7 +37,6 @@ from jaxprobe.detector import Detector
 from jaxprobe.features.rows import read_sweep
 from jaxprobe.pool import read_selection
 from jaxprobe.settings import grid_config, select_config
-from pgir.controllers.traces import SavedTraces
 
 N_MUTANTS = 1000
 JUNK = (None, True, -1, 0, 7, 2.5, 10**9, 10**30, "", "x", "7", [], {}, [1], [[]])
@@ -77,9 +75,6 @@ def contents(run):
 def read(run, name):
     """Read a file as the stages do; each may raise ValueError and nothing else."""
     top, *inner = name.split("/")
-    traces = name.startswith("control/traces")
-    if traces:
-        return msgspec.convert(read_sealed(run.path / name, ""), SavedTraces)
     if top == "manifest.json":
         read_manifest(run.path)
         for section in (backbone_of, answer_config, extract_config, grid_config):

@@ -7,11 +7,13 @@ what is stopped continues and what another detector asks for later is read alone
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.baselines.detector import Evidence
+from benchmarks.real.costs import begin_peak, peak_bytes
 from extract.generate.requests import answer_config
 from extract.run.contents import answers_file, question_files, samples_file
 from extract.run.files import sha256_tree
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from extract.backbone.loading import Backbone
 
 _ANSWERS_PER_PART = 256
+FORMAT = "2"  # of what is kept: 2 holds the peak of memory too
 _OF_SAMPLES = ("sample_states", "p_true")
 
 
@@ -31,13 +34,16 @@ class Kept(NamedTuple):
       values: by name, `[n_rows, ...]` float32; NaN where a reading is undefined.
       seconds: by name, of all rows and over all starts; what is read in one pass
         shares its time evenly.
+      peak_bytes: by name, most memory of the process in a pass that read it, the
+        backbone and what else it holds included.
     """
 
     values: dict[str, np.ndarray]
     seconds: dict[str, float]
+    peak_bytes: dict[str, int]
 
 
-class _Reading:
+class Reading:
     """Reads parts of a setting's answers; the model is loaded when one is missing."""
 
     def __init__(self, evidence: Evidence) -> None:
@@ -61,15 +67,19 @@ class _Reading:
         return cue_length(self._evidence.answers)
 
     def part(self, rows: slice, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """Read some answers."""
+        """Read answers that follow each other."""
+        return self.some(range(rows.start, rows.stop), names)
+
+    def some(self, rows: Sequence[int], names: Sequence[str]) -> dict[str, np.ndarray]:
+        """Read the answers of some rows."""
         from extract.readings.reader import read
 
         given = {
-            argument: [one(i) for i in range(rows.start, rows.stop)]
+            argument: [one(i) for i in rows]
             for name, (argument, one) in self._given().items()
             if name in names
         }
-        answers = self._evidence.answers[rows]
+        answers = [self._evidence.answers[i] for i in rows]
         found = list(read(self._backbone, answers, names, n_cue=self._n_cue, **given))
         stacked = {name: [one[name] for one in found] for name in names}
         return {name: _stack(values) for name, values in stacked.items()}
@@ -129,28 +139,51 @@ def kept_readings(
     Raises:
       ValueError: other weights gave the answers, or a prompt is longer than the window.
     """
-    reading = _Reading(evidence)
-    folder = evidence.run.path / "readings" / evidence.rows.setting
+    reading = Reading(evidence)
     parts: list[dict[str, np.ndarray]] = []
     keys = identities(evidence, names)
-    seconds = dict.fromkeys(names, 0.0)
+    seconds, peaks = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
     for rows in parts_of(len(evidence.rows.ids)):
-        paths = {n: folder / n / f"{rows.start:07d}.safetensors" for n in names}
+        paths = {name: _path(evidence, name, rows) for name in names}
         held = {name: load_cache(paths[name], keys[name]) for name in names}
         missing = [name for name in names if held[name] is None]
         if missing:
+            begin_peak()
             began = time.monotonic()
             made = reading.part(rows, missing)
             share = np.float64((time.monotonic() - began) / len(missing))
+            cost = {"seconds": share, "peak_bytes": np.int64(peak_bytes())}
             for name in missing:
-                held[name] = {"values": made[name], "seconds": share}
+                held[name] = {"values": made[name], **cost}
                 save_cache(paths[name], held[name], keys[name])
         parts.append({name: own["values"] for name, own in held.items()})
         for name, own in held.items():
             seconds[name] += own["seconds"].item()
+            peaks[name] = max(peaks[name], own["peak_bytes"].item())
         tick()
     every = {name: [x for part in parts for x in part[name]] for name in names}
-    return Kept({name: _stack(values) for name, values in every.items()}, seconds)
+    stacked = {name: _stack(values) for name, values in every.items()}
+    return Kept(stacked, seconds, peaks)
+
+
+def _path(evidence: Evidence, name: str, rows: slice) -> Path:
+    folder = evidence.run.path / "readings" / evidence.rows.setting / name
+    return folder / f"{rows.start:07d}.safetensors"
+
+
+def unread(evidence: Evidence, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return by name the places of the rows that `kept_readings` would read now."""
+    keys, places = identities(evidence, names), np.arange(len(evidence.rows.ids))
+    parts = parts_of(len(places))
+    found = {}
+    for name in names:
+        left = [
+            places[rows]
+            for rows in parts
+            if load_cache(_path(evidence, name, rows), keys[name]) is None
+        ]
+        found[name] = np.concatenate(left) if left else places[:0]
+    return found
 
 
 def parts_of(n_rows: int) -> list[slice]:
@@ -170,7 +203,9 @@ def identities(evidence: Evidence, names: Iterable[str]) -> dict[str, str]:
     shas = [str(sha256_tree(file)) for file in files]
     drawn = str(sha256_tree(samples_file(run)))
     return {
-        name: " ".join((name, evidence.rows.setting, *shas, *_drawn(name, drawn)))
+        name: " ".join(
+            (FORMAT, name, evidence.rows.setting, *shas, *_drawn(name, drawn))
+        )
         for name in names
     }
 

@@ -8,6 +8,7 @@ every distinction is also one of shape, fill or position.
 """
 
 import io
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -263,40 +264,47 @@ def selection_path(rounds: Sequence[Mapping[str, Any]], setting: str) -> Figure:
 
 
 def frontier(
-    curve: Sequence[Mapping[str, float]],
+    curves: Mapping[str, Sequence[Mapping[str, float]]],
     rivals: Mapping[str, tuple[float, float]],
     metric: str,
     budget: int,
 ) -> Figure:
-    """Draw answer quality against cost, one point per budget of the controller.
+    """Draw answer quality against cost, one point per budget of each loop.
 
     Args:
-      curve: `{"budget", "generations", metric}` per budget.
+      curves: per controller with a budget, the paper's first, `{"budget",
+        "generations", metric}` for each.
       rivals: per controller its generations per question and its score.
       metric: "em" or "f1".
-      budget: the budget B that was chosen, marked with a ring.
+      budget: the budget B that was chosen for the first, marked with a ring.
     """
-    points = sorted(curve, key=lambda point: point["budget"])
     with styled():
         figure, axes = _axes()
-        colour = STRONG["closed_book"]
-        x, y = [p["generations"] for p in points], [p[metric] for p in points]
-        axes.plot(x, y, "-o", color=colour, markersize=5, label="PGIR")
-        for point in points:
-            here = (point["generations"], point[metric])
-            is_chosen = point["budget"] == budget
-            if is_chosen:
-                _ring(axes, *here, colour)
-            weight = "bold" if is_chosen else "normal"
-            _name(axes, f"B={point['budget']}", *here, colour, fontweight=weight)
-        marks = ("s", "D", "^", "v", "P", "X", "<", ">")
-        for marker, (label, (cost, score)) in zip(marks, rivals.items(), strict=False):
+        heights = [score for _, score in rivals.values()]
+        colours = (STRONG["closed_book"], INK, MUTED)
+        for place, (label, curve) in enumerate(curves.items()):
+            points = sorted(curve, key=lambda point: point["budget"])
+            colour = colours[place % len(colours)]
+            x, y = [p["generations"] for p in points], [p[metric] for p in points]
+            axes.plot(x, y, "-o", color=colour, markersize=5, label=label)
+            heights += y
+            for point in points:
+                here = (point["generations"], point[metric])
+                is_chosen = place == 0 and point["budget"] == budget
+                if is_chosen:
+                    _ring(axes, *here, colour)
+                weight = "bold" if is_chosen else "normal"
+                _name(axes, f"B={point['budget']}", *here, colour, fontweight=weight)
+        shapes = itertools.cycle(("s", "D", "^", "v", "P", "X", "<", ">", "*", "h"))
+        for marker, (label, (cost, score)) in zip(shapes, rivals.items(), strict=False):
             axes.plot(cost, score, marker, color=STRONG["with_context"], label=label)
-        low, high = _cropped(y + [score for _, score in rivals.values()], 0.15)
+        low, high = _cropped(heights, 0.15)
         axes.set(ylim=(low - 0.1 * (high - low), high))
         axes.set(xlabel="generations per question", ylabel=METRIC_LABELS[metric])
         axes.margins(x=0.1)
-        axes.legend(loc="lower right")
+        n_lines = -(-(len(curves) + len(rivals)) // 2)
+        figure.set_size_inches(6.0, 3.6 + 0.18 * n_lines)
+        figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     return figure
 
 

@@ -28,9 +28,9 @@ def paired_table(rows: Sequence[ResultRow], experiment: str = "paired") -> Table
     Args:
       rows: result rows.
       experiment: "paired" or "at_equal_length_paired" for AUROC, or
-        "controller_paired" for exact match and F1.
+        "controller_paired" or "controller_query_paired" for exact match and F1.
     """
-    is_detection = experiment != "controller_paired"
+    is_detection = not experiment.startswith("controller")
     names = ("auroc",) if is_detection else ("em", "f1")
     by_rival = [
         msgspec.structs.replace(row, detector=row.against)

@@ -11,7 +11,6 @@ from benchmarks.results import figures
 from benchmarks.results.tables import number
 from extract.records import IN_DOMAIN
 from extract.run.results import (
-    BOUNDS,
     CONTROLLERS,
     METRIC_LABELS,
     SETTING_LABELS,
@@ -164,20 +163,24 @@ def frontier_pictures(
     """EM and F1 against generations per question."""
     if not control.get("frontier"):
         return []
-    curve, datasets = frontier_curve(control["frontier"])
+    by_name: dict[str, list[Mapping[str, Any]]] = {}
+    for entry in control["frontier"]:
+        by_name.setdefault(entry["controller"], []).append(entry)
+    curves = {}
+    for name, entries in by_name.items():
+        curves[CONTROLLERS.get(name, name)], datasets = frontier_curve(entries)
     table = controller_rows(rows)
     pictures = []
     for metric in ("em", "f1"):
         rivals = {}
         for name in dict.fromkeys(row.detector for row in table.rows):
-            if name == "pgir" or name in BOUNDS:
+            if name in by_name or name not in CONTROLLERS:
                 continue
             score = macro_row(table, name, metric, datasets)
             cost = macro_row(table, name, "generations", datasets)
             if score and cost and None not in (score.value, cost.value):
-                label = CONTROLLERS.get(name, name)
-                rivals[label] = (cost.value, score.value)
-        figure = figures.frontier(curve, rivals, metric, control["budget"])
+                rivals[CONTROLLERS[name]] = (cost.value, score.value)
+        figure = figures.frontier(curves, rivals, metric, control["budget"])
         caption = f"Mean over {', '.join(datasets)}. The ring marks the chosen budget."
         title = f"{METRIC_LABELS[metric]} against cost"
         pictures.append(picture(figure, f"frontier-{metric}", title, caption))

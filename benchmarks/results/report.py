@@ -45,13 +45,12 @@ from benchmarks.results.tables import (
 from extract.records import IN_DOMAIN
 from extract.run.files import write_text_atomic
 from extract.run.results import (
-    BOUNDS,
     CONTROLLERS,
     CONTROLS,
-    CROSS_FIT,
     DETECTORS,
     MACRO,
     METRIC_LABELS,
+    OPTIONAL,
     SETTING_LABELS,
     SPAN_DECISIONS,
     SPLIT_LABELS,
@@ -77,8 +76,8 @@ class ReportData:
       reliability: per setting `{"raw": bins, "calibrated": bins, "brier_raw",
         "brier_calibrated", "ece_raw", "ece_calibrated"}`; a bin is `{lower, upper,
         mean_p, accuracy, n}`.
-      control: `{"tau", "budget", "cap", "frontier": [{dataset, budget, em, f1,
-        generations}]}`.
+      control: `{"tau", "budget", "cap", "frontier": [{controller, dataset, budget, em,
+        f1, generations}]}`.
       why_no_control: why there are no controllers, in words; empty where there are.
       cases: `{dataset, question, golds, action, verdict, drafts}`; a draft is
         `{setting, answer, p_correct, correct, passages, tokens}`; a token `{text, span,
@@ -178,14 +177,14 @@ def missing(data: ReportData) -> list[str]:
     """Name the detectors and controllers that a full run has and this one lacks."""
     expected = {"detection": {**DETECTORS, **CONTROLS}}
     if not data.why_no_control:
-        expected["controller"] = {**CONTROLLERS, **BOUNDS}
+        expected["controller"] = CONTROLLERS
     if len(data.selection) == 1:  # of the with-context pass beside the other
         del expected["detection"]["without_closed_book"]
     return [
         label
         for experiment, labels in expected.items()
         for name, label in labels.items()
-        if name != CROSS_FIT
+        if name not in OPTIONAL
         and not ResultTable(data.rows).select(experiment=experiment, detector=name)
     ]
 
@@ -221,7 +220,7 @@ def render_report(data: ReportData) -> str:
             findings=grids(answered),
             sentences=sentences(answered),
             remarks=remarks(data.rows, data.accuracy, data.sweep, data.selection),
-            detection=detection_table(data.rows),
+            detection=detection_table(data.rows, titles=titles),
             panoramas=panoramas(data.rows, titles),
             titles=titles,
             cost_heads=COST_HEADS,
@@ -242,6 +241,7 @@ def render_report(data: ReportData) -> str:
             ),
             controller=controller_table(data.rows),
             controller_paired=paired_table(data.rows, "controller_paired"),
+            controller_query=paired_table(data.rows, "controller_query_paired"),
             accuracy=accuracy_grid(data),
             answers=answer_table(data.rows),
             noise=noise_table(data.rows),

@@ -7,6 +7,7 @@ import msgspec
 from extract.records import Record, Setting, Share
 from extract.run.directory import RunDir
 from extract.run.files import read_json
+from extract.run.results import ResultRow, read_rows
 
 N_SHOWN = 3  # answers of each kind of each set
 
@@ -33,8 +34,9 @@ class Curves(Record, frozen=True, kw_only=True):
 
 
 class Point(Record, frozen=True, kw_only=True):
-    """Quality and cost of PGIR on one set at one budget."""
+    """Quality and cost of PGIR on one set at one budget; "pgir" is the paper's."""
 
+    controller: str
     dataset: str
     budget: int
     em: Share
@@ -122,6 +124,15 @@ def read_control(run: RunDir) -> dict[str, Any]:
     """
     file = run.control / "control.json"
     return msgspec.to_builtins(read_json(file, Control, "run `beatrice control` again"))
+
+
+def read_seconds(run: RunDir) -> list[ResultRow]:
+    """Return what a question takes each controller, on the machine it was run on.
+
+    Not among the rows of results.jsonl, which are the same wherever they are made.
+    """
+    file = run.control / "seconds.jsonl"
+    return list(read_rows(file)) if file.exists() else []
 
 
 def read_reliability(run: RunDir) -> dict[str, Any]:

@@ -11,7 +11,12 @@ from benchmarks.panorama import costs, layout, significance
 from benchmarks.results.findings import as_latex, as_markdown, findings, remarks
 from benchmarks.results.paired import paired_table
 from benchmarks.results.report import ReportData, write_report
-from benchmarks.results.saved import read_control, read_reliability, read_shown
+from benchmarks.results.saved import (
+    read_control,
+    read_reliability,
+    read_seconds,
+    read_shown,
+)
 from benchmarks.results.tables import controller_table, detection_table
 from benchmarks.results.terminal import as_text
 from extract.backbone.names import backbone_of
@@ -84,7 +89,7 @@ def report_data(run: RunDir) -> ReportData:
     return ReportData(
         facts=_facts(run),
         stage_seconds={name: r.seconds for name, r in records.items() if r is not None},
-        rows=read_result_rows(run),
+        rows=[*read_result_rows(run), *read_seconds(run)],
         accuracy=count_correct(read_examples(run), read_labels(run)),
         sweep=msgspec.to_builtins(read_sweep(run).settings),
         selection={setting: selection_summary(run, setting) for setting in settings},
@@ -187,8 +192,9 @@ def summary(path: Path) -> dict[str, Any]:
         f"{setting}: {' '.join(selection_summary(run, setting)['selected'])}"
         for setting in settings_of(run)
     ]
+    judged = costs.read_judged(run) if "baselines" in asked_for(run) else ()
     parts = [
-        as_text(detection_table(rows)),
+        as_text(detection_table(rows, titles=costs.titles_of(judged))),
         "Gain of the selected encoders in AUROC\n" + as_text(paired_table(rows)),
         "\n".join(("Selected encoders", *selected)),
     ]

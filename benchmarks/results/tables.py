@@ -125,7 +125,7 @@ def _cell(rows: Iterable[ResultRow | None]) -> Cell:
 
 def _printed(measure: Measure | None) -> float | None:
     """Return what a rank goes by; costs, differences, undefined values have none."""
-    if measure is None or measure.row.metric == "generations" or measure.row.against:
+    if measure is None or measure.row.metric in COSTS or measure.row.against:
         return None
     return None if measure.row.value is None else round(measure.row.value, 3)
 
@@ -205,6 +205,7 @@ def detection_table(
     labels: Mapping[str, str] | None = None,
     splits: Sequence[str] = ("test", "ood"),
     metrics: Sequence[str] = METRICS,
+    titles: Mapping[str, str] | None = None,
 ) -> Table:
     """Lay out detectors against the evaluation sets of both settings, AUROC / AUPRC.
 
@@ -215,10 +216,11 @@ def detection_table(
         single encoders and the permuted-label control.
       splits: which splits become columns, in this order.
       metrics: in the order of a cell.
+      titles: without `labels`, printed names beyond those of `DETECTORS`.
     """
     kept = _detection_rows(rows, experiment, labels, splits, metrics)
     table = ResultTable(kept)
-    names = DETECTORS if labels is None else labels
+    names = {**DETECTORS, **(titles or {})} if labels is None else labels
     places = places_of(kept, splits)
 
     def cell(name: str, place: Place) -> Cell:
@@ -243,6 +245,17 @@ def detection_table(
     return _ranked(Table(corner="Detector", columns=columns, lines=lines))
 
 
+# What a controller spends on a question, and the column's name and unit.
+COSTS = {
+    "generations": ("generations", "per question"),
+    "sequences": ("texts", "written"),
+    "tokens": ("tokens", "read, written"),
+    "retrievals": ("searches", "per question"),
+    "forwards": ("passes", "over text"),
+    "seconds": ("seconds", "this machine"),
+}
+
+
 def controller_table(rows: Sequence[ResultRow]) -> Table:
     """Lay out controllers against datasets, EM / F1, with macro means and cost.
 
@@ -257,13 +270,17 @@ def controller_table(rows: Sequence[ResultRow]) -> Table:
         found = macro.find(detector=name, metric=metric)
         return found or macro_row(table, name, metric, datasets)
 
+    measured = {row.metric for row in (*table.rows, *macro.rows)}
+    costs = [cost for cost in COSTS if cost == "generations" or cost in measured]
+
     def cells(name: str) -> tuple[Cell, ...]:
         found = [
             [table.find(detector=name, dataset=d, metric=m) for m in ("em", "f1")]
             for d in datasets
         ]
         means = [mean(name, "em"), mean(name, "f1")]
-        return tuple(map(_cell, [*found, means, [mean(name, "generations")]]))
+        spent = [[mean(name, cost)] for cost in costs]
+        return tuple(map(_cell, [*found, means, *spent]))
 
     labels = {**CONTROLLERS, **BOUNDS}
     names = _ordered((row.detector for row in table.rows), labels)
@@ -276,7 +293,9 @@ def controller_table(rows: Sequence[ResultRow]) -> Table:
         Column(group="Exact match / F1", label=label, detail=detail)
         for label, detail in [*heads, ("macro", "mean")]
     ]
-    columns.append(Column(group="Cost", label="generations", detail="per question"))
+    for cost in costs:
+        label, detail = COSTS[cost]
+        columns.append(Column(group="Cost", label=label, detail=detail))
     rivals = tuple(line for name, line in lines.items() if name not in BOUNDS)
     bounds = tuple(line for name, line in lines.items() if name in BOUNDS)
     ranked = _ranked(Table(corner="Controller", columns=tuple(columns), lines=rivals))

@@ -63,9 +63,18 @@ CONTROLLERS = {
     "no_rag": "Never retrieve",
     "vanilla_rag": "Always retrieve once",
     "draft_rag": "Always retrieve once, draft in the query",
+    "skr": "SKR",
+    "adaptive_rag": "Adaptive-RAG",
+    "dragin": "DRAGIN",
+    "seakr": "SeaKR",
+    "probing_rag": "Probing-RAG",
+    "perplexity_rag": "PGIR's loop, answer perplexity in it",
     "pgir": "PGIR",
     CROSS_FIT: "PGIR, τ and B on cross-fitted probabilities",
+    "perplexity_rag_query": "PGIR's loop, perplexity in it, query chosen on validation",
+    "pgir_query": "PGIR, query chosen on validation",
 }
+OPTIONAL = (CROSS_FIT, "pgir_query", "perplexity_rag_query")
 # What the selected encoders are compared with, question by question.
 RIVALS = {
     "perplexity": DETECTORS["perplexity"],
@@ -76,8 +85,7 @@ RIVALS = {
     "early_fusion": DETECTORS["early_fusion"],
     "tfidf": DETECTORS["tfidf"],
     "answer_length": DETECTORS["answer_length"],
-    "probe:H": DETECTORS["probe:H"],
-    "probe:HPRA": DETECTORS["probe:HPRA"],
+    **{name: title for name, title in DETECTORS.items() if name.startswith("probe:")},
 }
 # What each encoder is compared with: a linear probe that reads the same signals.
 FLOORS = {
@@ -93,13 +101,13 @@ FAMILY_PAIRS = (
     *(("early_fusion", f"encoder:{others}") for others in ("PRA", "HRA", "HPA", "HPR")),
 )
 # What is measured among answers of equally many tokens too; the first against the rest.
-AT_EQUAL_LENGTH = {
-    "champion": DETECTORS["champion"],
-    **RIVALS,
-    **{name: DETECTORS[name] for name in ("probe:P", "probe:R", "probe:A")},
+AT_EQUAL_LENGTH = {"champion": DETECTORS["champion"], **RIVALS}
+# No controllers: what PGIR would give if a part of it knew the answers.
+BOUNDS = {
+    "perfect_gate": "PGIR, first draft judged without error",
+    "perfect_choice": "PGIR, the kept draft chosen without error",
+    "perfect_judge": "PGIR's drafts, judged without error",
 }
-# Not a controller: what the drafts of PGIR would give to one that knows the answers.
-BOUNDS = {"perfect_judge": "PGIR's drafts, judged without error"}
 CONTROLS = {"permuted_labels": "Trained on permuted labels"}
 SPAN_DECISIONS = {
     "emitting": "From the position that emits the answer",

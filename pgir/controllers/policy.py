@@ -11,23 +11,41 @@ every threshold and budget is then decided on the same trace.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Literal, get_args
 
 import numpy as np
 
-from extract.records import Example, Passage
-from pgir.retrieval.bm25 import Retriever
+from extract.records import Example
+from pgir.controllers.calls import Call, Plan, Reply, SearchConfig
+
+Query = Literal["draft", "question", "question_first", "sure_draft", "fused", "both"]
+_RANK_OFFSET = 60  # of reciprocal ranks (Cormack et al., SIGIR 2009)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ControllerConfig:
-    """How far and how wide PGIR searches (section 4)."""
+    """How far and how wide PGIR searches (section 4).
 
-    n_passages: int = 3  # k, passages a round
-    max_budget: int = 4  # largest B traced
-    depth: int = 60  # how deep a ranking may be paged
+    Attributes:
+      n_passages: k, passages a round.
+      max_budget: largest B traced.
+      depth: how deep a ranking may be paged.
+      thresholds: tried for tau.
+      max_generations: cap on the mean per question, for the search.
+      query: with what is searched. "draft" is the paper's: the question and the last
+        draft. "question" never takes a draft, "question_first" only from the second
+        round on, "sure_draft" one of at least `sure`. "fused" joins the rankings of
+        both queries by reciprocal rank, "both" shows k passages of either.
+      sure: least score of a draft that "sure_draft" searches with.
+    """
+
+    n_passages: int = 3
+    max_budget: int = 4
+    depth: int = 60
     thresholds: tuple[float, ...] = tuple(round(0.05 * i, 2) for i in range(1, 20))
-    max_generations: float = 4.0  # cap on the mean per question, for the search
+    max_generations: float = 4.0
+    query: Query = "draft"
+    sure: float = 0.5
 
     def __post_init__(self) -> None:
         """Check that a trace can be made."""
@@ -36,6 +54,18 @@ class ControllerConfig:
                 "PGIR needs at least one passage a round and one round, found "
                 f"n_passages={self.n_passages}, max_budget={self.max_budget}"
             )
+        if self.query not in get_args(Query):
+            raise ValueError(
+                f"query: expected one of {', '.join(get_args(Query))}, found "
+                f"{self.query!r}"
+            )
+
+    @property
+    def search(self) -> SearchConfig:
+        """Return what PGIR shares with the other controllers."""
+        return SearchConfig(
+            n_passages=self.n_passages, depth=self.depth, max_rounds=self.max_budget
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,12 +77,14 @@ class Draft:
       p_correct: calibrated probability in [0, 1]; closed-book detector for round 0,
         with-context detector after.
       raw: the score before calibration.
+      log_prob: mean log-probability of its tokens, in nats.
       passages: indices into the corpus, in the order shown; empty in round 0.
     """
 
     answer: str
     p_correct: float
     raw: float
+    log_prob: float
     passages: tuple[int, ...] = ()
 
 
@@ -70,26 +102,30 @@ class QuestionSet:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traced(QuestionSet):
-    """One set of questions with every draft that any policy could ask for.
-
-    Attributes:
-      vanilla: answers after one retrieval with the question alone.
-    """
+    """One set of questions with every draft that any policy could ask for."""
 
     traces: tuple[Trace, ...]
-    vanilla: tuple[str, ...]
 
 
-class Reader(Protocol):
-    """Answers questions and scores its own answers."""
+# Judges an answer to a question that was shown some passages.
+Judge = Callable[[str, tuple[int, ...], Reply], Plan[tuple[float, float]]]
+Accept = Callable[[Draft], bool]
 
-    def closed_book(self, questions: Sequence[str]) -> list[Draft]:
-        """Return one draft a question."""
 
-    def with_context(
-        self, rows: Sequence[int], contexts: Sequence[Sequence[Passage]]
-    ) -> list[Draft]:
-        """Return a draft for each of the questions with these indices."""
+def beatrice(
+    question: str, passages: tuple[int, ...], reply: Reply
+) -> Plan[tuple[float, float]]:
+    """Judge an answer by the run's detector: calibrated, and raw."""
+    scored = yield Call("score", question, passages)
+    return scored.p_correct, scored.raw
+
+
+def _unjudged(
+    question: str, passages: tuple[int, ...], reply: Reply
+) -> Plan[tuple[float, float]]:
+    """Judge nothing, and ask for nothing."""
+    return 0.0, 0.0
+    yield  # a plan without a call
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,50 +185,136 @@ def fresh_passages(
     return ()
 
 
-def trace_questions(
-    questions: Sequence[str],
-    reader: Reader,
-    retriever: Retriever,
-    passages: Sequence[Passage],
+def _fused(rankings: Sequence[Sequence[int]]) -> list[int]:
+    """Join rankings by the sum of reciprocal ranks; of equals the smaller index."""
+    gains: dict[int, float] = {}
+    for ranking in rankings:
+        for rank, passage in enumerate(ranking, start=1):
+            gains[passage] = gains.get(passage, 0) + 1 / (_RANK_OFFSET + rank)
+    return sorted(gains, key=lambda passage: (-gains[passage], passage))
+
+
+def _fresh_of_round(
+    question: str, trace: Sequence[Draft], config: ControllerConfig
+) -> Plan[tuple[int, ...]]:
+    """Search for a round's passages, none of which the trace has shown."""
+    seen = frozenset(passage for draft in trace for passage in draft.passages)
+    with_draft = f"{question} {trace[-1].answer}"
+    query = config.query
+    if query in ("fused", "both"):
+        queries = [question, with_draft]
+    elif (
+        query == "question"
+        or (query == "question_first" and len(trace) == 1)
+        or (query == "sure_draft" and trace[-1].p_correct < config.sure)
+    ):
+        queries = [question]
+    else:
+        queries = [with_draft]
+    rankings = []
+    for text in queries:
+        rankings.append((yield Call("search", text, n=config.depth)))
+    if query != "both":
+        ranking = rankings[0] if len(rankings) == 1 else _fused(rankings)
+        return fresh_passages(ranking, seen, config.n_passages)
+    found: tuple[int, ...] = ()
+    for ranking in rankings:
+        found += fresh_passages(ranking, seen | set(found), config.n_passages)
+    return found
+
+
+def drafts(
+    question: str,
     config: ControllerConfig,
-    on_round: Callable[[int], None] = lambda _: None,
-) -> list[Trace]:
-    """Draft every question closed-book and through all rounds, in lock-step.
+    judge: Judge = beatrice,
+    accept: Accept = lambda draft: False,
+) -> Plan[Trace]:
+    """Draft a question closed-book and round after round, until a draft is accepted.
 
     Args:
-      questions: not empty strings.
-      reader: the backbone with its detector.
-      retriever: ranks `passages`.
-      passages: the corpus.
-      config: k, B and depth.
-      on_round: told each finished round.
+      question: not empty.
+      config: k, B, depth and query.
+      judge: of drafts.
+      accept: of drafts; none traces the whole budget.
 
     Returns:
-      A trace per question: up to `max_budget + 1` drafts, fewer where the ranking
-      is used up.
+      Up to `max_budget + 1` drafts, fewer where one was accepted or the ranking is
+      used up.
     """
-    traces = [[draft] for draft in reader.closed_book(questions)]
-    on_round(0)
-    seen: list[frozenset[int]] = [frozenset()] * len(questions)
-    for number in range(1, config.max_budget + 1):
-        queries = [
-            f"{question} {trace[-1].answer}"
-            for question, trace in zip(questions, traces, strict=True)
-        ]
-        rankings = retriever.search(queries, config.depth)
-        chosen = [
-            fresh_passages(ranking, shown, config.n_passages)
-            if len(trace) == number
-            else ()
-            for ranking, shown, trace in zip(rankings, seen, traces, strict=True)
-        ]
-        rows = [i for i, indices in enumerate(chosen) if indices]
-        contexts = [[passages[p] for p in chosen[i]] for i in rows]
-        for i, draft in zip(rows, reader.with_context(rows, contexts), strict=True):
-            traces[i].append(dataclasses.replace(draft, passages=chosen[i]))
-            seen[i] = seen[i] | set(chosen[i])
-        on_round(number)
-    return [tuple(trace) for trace in traces]
+    trace: list[Draft] = []
+    passages: tuple[int, ...] = ()
+    while True:
+        reply = yield Call("answer", question, passages)
+        p_correct, raw = yield from judge(question, passages, reply)
+        draft = Draft(
+            answer=reply.text,
+            p_correct=p_correct,
+            raw=raw,
+            log_prob=reply.log_prob,
+            passages=passages,
+        )
+        trace.append(draft)
+        if accept(draft) or len(trace) > config.max_budget:
+            return tuple(trace)
+        passages = yield from _fresh_of_round(question, trace, config)
+        if not passages:
+            return tuple(trace)
+
+
+def pgir(
+    question: str, policy: Policy, config: ControllerConfig, judge: Judge = beatrice
+) -> Plan[str]:
+    """Answer as a policy says."""
+    limited = dataclasses.replace(config, max_budget=policy.budget)
+    trace = yield from drafts(
+        question, limited, judge, lambda draft: draft.p_correct >= policy.threshold
+    )
+    return trace[decide(trace, policy).round].answer
+
+
+def draft_rag(question: str, config: ControllerConfig) -> Plan[str]:
+    """Retrieve once as PGIR does, draft in the query, and judge nothing.
+
+    What it gains over `vanilla_rag` is the query's, what PGIR gains over it is the
+    detector's.
+    """
+    limited = dataclasses.replace(config, max_budget=1)
+    trace = yield from drafts(question, limited, _unjudged)
+    return trace[-1].answer
+
+
+Knows = Literal["judge", "gate", "choice"]
+
+
+def with_golds(
+    question: str,
+    policy: Policy,
+    config: ControllerConfig,
+    knows: Knows,
+    is_right: Callable[[str], bool],
+) -> Plan[str]:
+    """Answer with PGIR's drafts, one of its parts being told what is right.
+
+    No controllers but bounds: how much the part could still give. "judge" stops at the
+    first right draft; "gate" knows whether the closed-book draft is right, and goes on
+    as the policy says; "choice" stops where the policy does, and returns a right draft
+    if there is one by then.
+    """
+    limited = dataclasses.replace(config, max_budget=policy.budget)
+    trusted: Accept = lambda draft: draft.p_correct >= policy.threshold  # noqa: E731
+    right: Accept = lambda draft: is_right(draft.answer)  # noqa: E731
+    accept: dict[Knows, Accept] = {
+        "judge": right,
+        "gate": lambda draft: (trusted if draft.passages else right)(draft),
+        "choice": trusted,
+    }
+    trace = yield from drafts(question, limited, beatrice, accept[knows])
+    if knows == "gate":
+        pool = trace[1:] or trace
+        return pool[decide(pool, policy).round].answer
+    known = [draft.answer for draft in trace if right(draft)]
+    rest = trace[-1] if knows == "judge" else trace[decide(trace, policy).round]
+    return known[0] if known else rest.answer
 
 
 def recalibrated(

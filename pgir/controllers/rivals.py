@@ -1,7 +1,4 @@
-"""What every controller answers, at what cost, and how good that is.
-
-All of them are read off the traces; see `pgir.controllers.traces`.
-"""
+"""What every controller answered, at what cost, and how good that is, as rows."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,61 +10,38 @@ from extract.records import Example
 from extract.run.results import CONTROLLERS, DIFFERENCE, MACRO, ResultRow
 from jaxprobe.evaluation import difference_row
 from jaxprobe.metrics import BootstrapConfig, interval_of, resamples
-from pgir.controllers.policy import ControllerConfig, Policy, Trace, Traced, decide
+from pgir.controllers.calls import COUNTED, Done
+from pgir.controllers.policy import (
+    ControllerConfig,
+    Policy,
+    QuestionSet,
+    Traced,
+    decide,
+)
 
-Answered = tuple[str, int]  # the answer to a question, and how many were generated
-
-
-def _by_pgir(trace: Trace, policy: Policy) -> Answered:
-    decision = decide(trace, policy)
-    return trace[decision.round].answer, decision.n_generations
-
-
-def _by_perfect_judge(trace: Trace, policy: Policy, golds: Sequence[str]) -> Answered:
-    """Return the first right answer within the budget, else the last."""
-    pool = trace[: policy.budget + 1]
-    for n_generations, draft in enumerate(pool, start=1):
-        if exact_match(draft.answer, golds):
-            return draft.answer, n_generations
-    return pool[-1].answer, len(pool)
+QUALITY = ("em", "f1")
+# Whose gain over every other controller is a row, and of which experiment.
+PAIRED = {"pgir": "controller_paired", "pgir_query": "controller_query_paired"}
+Answers = Mapping[str, Sequence[Done]]  # by controller, one per question
 
 
-Policies = Mapping[str, Policy]  # "pgir", and others that were searched beside it
-
-
-def _answers(traced: Traced, policies: Policies) -> dict[str, list[Answered]]:
-    """Return what every controller answers to every question.
-
-    `draft_rag` asks as PGIR asks and judges nothing: what it gains over `vanilla_rag`
-    is the query's, what PGIR gains over it is the detector's.
-    """
-    traces = traced.traces
-    return {
-        "no_rag": [(trace[0].answer, 1) for trace in traces],
-        "vanilla_rag": [(answer, 1) for answer in traced.vanilla],
-        # A trace has one draft alone where retrieval found nothing.
-        "draft_rag": [(trace[:2][-1].answer, len(trace[:2])) for trace in traces],
-        **{
-            name: [_by_pgir(t, policy) for t in traces]
-            for name, policy in policies.items()
-        },
-        "perfect_judge": [
-            _by_perfect_judge(trace, policies["pgir"], example.golds)
-            for trace, example in zip(traces, traced.examples, strict=True)
-        ],
-    }
-
-
-def _measures(
-    examples: Sequence[Example], answered: Sequence[Answered]
-) -> dict[str, np.ndarray]:
-    """Return exact match, F1 and generations per question, `[n_examples]` each."""
-    pairs = [(a, e.golds) for e, (a, _) in zip(examples, answered, strict=True)]
+def _quality(examples: Sequence[Example], texts: Sequence[str]) -> dict[str, Any]:
+    pairs = [(text, e.golds) for e, text in zip(examples, texts, strict=True)]
     return {
         "em": np.array([exact_match(*pair) for pair in pairs], np.float64),
         "f1": np.array([token_f1(*pair) for pair in pairs], np.float64),
-        "generations": np.array([n for _, n in answered], np.float64),
     }
+
+
+def measures(
+    examples: Sequence[Example], answers: Sequence[Done]
+) -> dict[str, np.ndarray]:
+    """Return exact match, F1 and what was spent per question, `[n_examples]` each."""
+    found = _quality(examples, [done.value for done in answers])
+    for name in COUNTED:
+        own = [getattr(done.cost, name) for done in answers]
+        found[name] = np.array(own, np.float64)
+    return found
 
 
 class _Drawn(NamedTuple):
@@ -100,12 +74,12 @@ class _Drawn(NamedTuple):
 Drawn = dict[tuple[str, str], _Drawn]  # by controller and metric
 
 
-def _drawn(one: Traced, policies: Policies, bootstrap: BootstrapConfig) -> Drawn:
+def _drawn(one: QuestionSet, answers: Answers, bootstrap: BootstrapConfig) -> Drawn:
     """Measure every controller on a set."""
     measured = {
         (name, metric): values
-        for name, answered in _answers(one, policies).items()
-        for metric, values in _measures(one.examples, answered).items()
+        for name, answered in answers.items()
+        for metric, values in measures(one.examples, answered).items()
     }
     every = np.stack(list(measured.values()))
     ids = np.array([example.id for example in one.examples])
@@ -135,27 +109,38 @@ def _rows(drawn: Drawn, experiment: str, **place: str) -> list[ResultRow]:
         one.row(experiment=experiment, detector=name, metric=metric, **place)
         for (name, metric), one in drawn.items()
     ]
-    place |= {"experiment": "controller_paired", "detector": "pgir"}
-    return rows + [
-        drawn["pgir", metric].minus(one, against=name, metric=metric, **place)
-        for (name, metric), one in drawn.items()
-        if name != "pgir" and name in CONTROLLERS and metric != "generations"
-    ]
+    for ours, paired in PAIRED.items():
+        place |= {"experiment": paired, "detector": ours}
+        rows += [
+            drawn[ours, metric].minus(one, against=name, metric=metric, **place)
+            for (name, metric), one in drawn.items()
+            if (ours, metric) in drawn
+            and name != ours
+            and name in CONTROLLERS
+            and metric in QUALITY
+        ]
+    return rows
 
 
 def control_rows(
-    traced: Sequence[Traced], policies: Policies, bootstrap: BootstrapConfig
+    sets: Sequence[QuestionSet], answers: Sequence[Answers], bootstrap: BootstrapConfig
 ) -> list[ResultRow]:
-    """Return exact match, F1 and generations of every controller.
+    """Return exact match, F1 and cost of every controller.
 
     On every set, and as the unweighted mean over the evaluated sets (experiment
     `controller_macro`), whose interval resamples the questions of each set. How much
     more PGIR has than each other controller, on the same resamples, is the experiment
-    `controller_paired`.
+    `controller_paired`, and of PGIR with the query that validation chose
+    `controller_query_paired`.
+
+    Args:
+      sets: of questions.
+      answers: of every controller to each set.
+      bootstrap: how often questions are resampled.
     """
     rows, evaluated = [], []
-    for one in traced:
-        drawn = _drawn(one, policies, bootstrap)
+    for one, own in zip(sets, answers, strict=True):
+        drawn = _drawn(one, own, bootstrap)
         rows += _rows(drawn, "controller", dataset=one.dataset, split=one.split)
         if one.split != "validation":
             evaluated.append(drawn)
@@ -165,18 +150,56 @@ def control_rows(
     return rows
 
 
+def seconds_rows(
+    sets: Sequence[QuestionSet], answers: Sequence[Answers]
+) -> list[ResultRow]:
+    """Return the mean seconds of a question, of every controller.
+
+    The unweighted mean over evaluated sets. Kept apart from the other rows, which are
+    the same wherever they are measured.
+    """
+    pairs = zip(sets, answers, strict=True)
+    own = [one for asked, one in pairs if asked.split != "validation"]
+    return [
+        ResultRow(
+            experiment="controller_macro",
+            detector=name,
+            setting="both",
+            dataset=MACRO,
+            split="evaluated",
+            metric="seconds",
+            value=float(
+                np.mean([np.mean([d.cost.seconds for d in one[name]]) for one in own])
+            ),
+            n=sum(len(one[name]) for one in own),
+        )
+        for name in (own[0] if own else ())
+    ]
+
+
 def frontier(
-    traced: Sequence[Traced], policy: Policy, config: ControllerConfig
+    name: str, traced: Sequence[Traced], policy: Policy, config: ControllerConfig
 ) -> list[dict[str, Any]]:
-    """Return quality against cost for every budget at the chosen threshold."""
+    """Return quality against cost for every budget at the chosen threshold.
+
+    Args:
+      name: of the controller.
+      traced: to the full budget.
+      policy: its threshold is kept.
+      config: what was searched.
+    """
     points = []
     for one in traced:
         if one.split == "validation":
             continue
         for budget in range(1, config.max_budget + 1):
             limited = Policy(threshold=policy.threshold, budget=budget)
-            answered = [_by_pgir(trace, limited) for trace in one.traces]
-            measures = _measures(one.examples, answered)
-            means = {name: float(values.mean()) for name, values in measures.items()}
-            points.append({"dataset": one.dataset, "budget": budget, **means})
+            decisions = [decide(trace, limited) for trace in one.traces]
+            pairs = zip(one.traces, decisions, strict=True)
+            texts = [trace[decision.round].answer for trace, decision in pairs]
+            found = _quality(one.examples, texts)
+            found["generations"] = [d.n_generations for d in decisions]
+            means = {name: float(np.mean(values)) for name, values in found.items()}
+            place = {"controller": name, "dataset": one.dataset, "budget": budget}
+            points.append(place | means)
     return points

@@ -2,20 +2,25 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal, NamedTuple, get_args
 
 from extract.backbone.loading import open_backbone
 from extract.backbone.names import backbone_of
 from extract.generate.forecast import generation_bytes
 from extract.generate.requests import answer_config
-from extract.records import Example
+from extract.label.verdicts import exact_match
+from extract.records import Example, Passage
 from extract.run.console import Progress, Update
 from extract.run.contents import read_examples, require_both_settings, row_files
 from extract.run.directory import RunDir
-from extract.run.files import write_json_atomic
+from extract.run.files import write_json_atomic, write_text_atomic
 from extract.run.manifest import Preset
-from extract.run.results import publish, rows_file
+from extract.run.results import CONTROLLERS, CROSS_FIT, publish, rows_file, write_rows
 from extract.run.stages import Forecast, Stage
 from extract.signals.stage import extract_config
 from jaxprobe.calibration import folds_of
@@ -24,16 +29,53 @@ from jaxprobe.evaluation import bootstrap_of
 from jaxprobe.settings import set_compiler
 from jaxprobe.stage import N_FOLDS, fold_calibrators
 from pgir.bridge import ProbedBackbone
+from pgir.controllers.adaptive import enter_adaptive
+from pgir.controllers.calls import Plan, no_rag, vanilla_rag
 from pgir.controllers.cases import make_cases
-from pgir.controllers.policy import ControllerConfig, Trace, recalibrated
-from pgir.controllers.rivals import control_rows, frontier
-from pgir.controllers.traces import (
-    Recalibrate,
-    Tracer,
-    choose_policy,
-    question_sets,
+from pgir.controllers.dragin import enter_dragin
+from pgir.controllers.perplexity import (
+    enter_perplexity,
+    perplexity_judge,
+    perplexity_maps,
 )
-from pgir.retrieval.choice import retrieval_of
+from pgir.controllers.policy import (
+    ControllerConfig,
+    Knows,
+    Policy,
+    Trace,
+    Traced,
+    beatrice,
+    draft_rag,
+    drafts,
+    recalibrated,
+    with_golds,
+)
+from pgir.controllers.probing import enter_probing
+from pgir.controllers.rivals import control_rows, frontier, seconds_rows
+from pgir.controllers.seakr import enter_seakr
+from pgir.controllers.services import Answering, open_services
+from pgir.controllers.session import (
+    Recalibrate,
+    Session,
+    question_sets,
+    training_questions,
+)
+from pgir.controllers.skr import enter_skr, question_encoder
+from pgir.controllers.waves import GROUP_SIZE, Journal, Waves
+from pgir.retrieval.choice import Retrieval, retrieval_of
+
+Queries = Literal["paper", "choose", "all"]
+RivalName = Literal[
+    "perplexity_rag", "skr", "adaptive_rag", "dragin", "seakr", "probing_rag"
+]
+EVERY_RIVAL: tuple[RivalName, ...] = get_args(RivalName)
+
+# What no controller knows: the names of bounds, and which part is told.
+KNOWS: dict[str, Knows] = {
+    "perfect_judge": "judge",
+    "perfect_gate": "gate",
+    "perfect_choice": "choice",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,21 +85,57 @@ class ControlConfig:
     Attributes:
       max_budget: most retrieval rounds traced.
       n_questions: of each set that are given to the controllers; None for all.
-      max_generations: cap on the mean per question, for the search of the policy; the
-        paper's run of Gemma spends 4.63.
+      max_generations: cap on the mean per question, for the search of every
+        controller's setting; the paper's run of Gemma spends 4.63.
       cross_fit: search a second policy on probabilities from isotonic maps that have
         not seen the question's own label; the paper's maps have seen it.
+      rivals: the published controllers that PGIR is compared with.
+      n_training: training questions whose outcomes the trained ones learn from.
+      encoder: folder of a sentence encoder for those that read questions alone; None
+        counts their words.
+      n_draws: answers that SeaKR draws at a time.
+      queries: "paper" searches with the question and the last draft; "choose" also
+        runs the query that is best on validation; "all" runs every other, too.
     """
 
     max_budget: int = 4
     n_questions: int | None = None
     max_generations: float = 4.0
     cross_fit: bool = False
+    rivals: tuple[RivalName, ...] = EVERY_RIVAL
+    n_training: int = 2000
+    encoder: str | None = None
+    queries: Queries = "choose"
+    n_draws: int = 20
+
+    def __post_init__(self) -> None:
+        """Refuse a rival that does not exist."""
+        if unknown := sorted(set(self.rivals) - set(EVERY_RIVAL)):
+            raise ValueError(
+                f"rivals: expected some of {', '.join(EVERY_RIVAL)}, found "
+                f"{', '.join(unknown)}"
+            )
+        if self.queries not in get_args(Queries):
+            raise ValueError(
+                f"queries: expected one of {', '.join(get_args(Queries))}, found "
+                f"{self.queries!r}"
+            )
 
 
 CONTROL_PRESETS: dict[Preset, ControlConfig] = {
-    "demo": ControlConfig(n_questions=250),
-    "smoke": ControlConfig(max_budget=2, n_questions=8),
+    # SeaKR draws 20 answers wherever others write one: by name, or with `--only all`.
+    "demo": ControlConfig(
+        n_questions=250,
+        n_training=500,
+        rivals=tuple(name for name in EVERY_RIVAL if name != "seakr"),
+    ),
+    "smoke": ControlConfig(
+        max_budget=2,
+        n_questions=8,
+        n_training=16,
+        n_draws=3,
+        queries="paper",
+    ),
     "paper": ControlConfig(),
 }
 
@@ -77,7 +155,7 @@ def _open_probed(run: RunDir) -> ProbedBackbone:
 def settle_search(
     run: RunDir, change: Callable[[ControlConfig], ControlConfig]
 ) -> None:
-    """Let policies be searched in another way; what was traced stays.
+    """Let controllers be run in another way; what was asked of the model stays.
 
     Unlike other settings these may change: nothing but tables depends on them.
     """
@@ -99,6 +177,89 @@ def _cross_fitted(run: RunDir) -> Recalibrate:
     return recalibrate
 
 
+def _open_session(
+    run: RunDir,
+    answering: Answering,
+    searched: Retrieval,
+    config: ControlConfig,
+    update: Update,
+) -> Session:
+    """Return the run's questions, and what runs controllers on them."""
+    hashes = run.hash_inputs(run.passages, run.detector).values()
+    journal = Journal(
+        run.control / "calls.jsonl",
+        hashlib.sha256("\n".join([*hashes, searched.identity]).encode()).hexdigest(),
+    )
+    examples = read_examples(run)
+    services = open_services(answering, searched.passages, journal, searched.retriever)
+    return Session(
+        waves=Waves(services, journal),
+        sets=question_sets(examples, config.n_questions),
+        training=training_questions(examples, config.n_training),
+        config=ControllerConfig(
+            max_budget=config.max_budget, max_generations=config.max_generations
+        ),
+        update=update,
+    )
+
+
+def _enter_pgir(
+    session: Session, run: RunDir, config: ControlConfig
+) -> tuple[list[Traced], Policy]:
+    """Run PGIR, what it is made of, and what bounds it."""
+    controller = session.config
+    traced = session.trace("trace", controller)
+    session.answer("no_rag", lambda e: no_rag(e.question))
+    session.answer("vanilla_rag", lambda e: vanilla_rag(e.question, controller.search))
+    session.answer("draft_rag", lambda e: draft_rag(e.question, controller))
+    policy = session.enter("pgir", traced, controller)
+    if config.cross_fit:
+        cross_fitted = _cross_fitted(run)
+        session.enter(CROSS_FIT, traced, controller, recalibrate=cross_fitted)
+    for name, knows in KNOWS.items():
+
+        def told(example: Example, knows: Knows = knows) -> Plan[str]:
+            right = partial(exact_match, golds=example.golds)
+            return with_golds(example.question, policy, controller, knows, right)
+
+        session.answer(name, told)
+    return traced, policy
+
+
+def _enter_rivals(
+    session: Session,
+    run: RunDir,
+    config: ControlConfig,
+    answering: Answering,
+    passages: Sequence[Passage],
+) -> None:
+    """Run the controllers that PGIR is compared with."""
+    encoder = question_encoder(
+        [example.question for example in session.training],
+        Path(config.encoder) if config.encoder else None,
+    )
+    judge = perplexity_judge(perplexity_maps(run))
+    answered = {example.id for example in session.training}
+    others = [
+        example
+        for example in read_examples(run)
+        if example.split == "train" and example.id not in answered
+    ]
+    enter: dict[RivalName, Callable[[], None]] = {
+        "perplexity_rag": lambda: enter_perplexity(session, judge),
+        "skr": lambda: enter_skr(session, encoder),
+        "adaptive_rag": lambda: enter_adaptive(session, encoder, others),
+        "dragin": lambda: enter_dragin(session, answering),
+        "seakr": lambda: enter_seakr(session, answering, config.n_draws),
+        "probing_rag": lambda: enter_probing(session, answering, passages),
+    }
+    for name in EVERY_RIVAL:
+        if name in config.rivals:
+            enter[name]()
+    if "perplexity_rag" in config.rivals and config.queries != "paper":
+        session.enter_query("perplexity_rag", judge, show_all=False)
+
+
 def _control(
     run: RunDir, config: ControlConfig, update: Update, progress: Progress
 ) -> None:
@@ -106,51 +267,102 @@ def _control(
     probed = _open_probed(run)
     searched = retrieval_of(run, progress.note)
     passages = searched.passages
-    hashes = run.hash_inputs(run.examples, run.passages, run.detector).values()
-    controller = ControllerConfig(
-        max_budget=config.max_budget, max_generations=config.max_generations
-    )
-    tracer = Tracer(
-        folder=run.control,
-        key=hashlib.sha256(
-            "\n".join([*hashes, searched.identity]).encode()
-        ).hexdigest(),
-        probed=probed,
-        passages=passages,
-        retriever=searched.retriever,
-        config=controller,
-    )
+    answering = Answering(probed, passages)
+    session = _open_session(run, answering, searched, config, update)
     examples = read_examples(run)
-    sets = question_sets(examples, config.n_questions)
-    asked = {one.dataset for one in sets}
+    asked = {one.dataset for one in session.sets}
     if bare := {e.dataset for e in examples if e.split != "train"} - asked:
         progress.note(
             f"control: {', '.join(sorted(bare))} left out: no question has passages, "
             "and there is nothing to find for them"
         )
-    traced = tracer.trace_all(sets, update)
-    policy = choose_policy(traced, controller)
-    policies = {"pgir": policy}
-    if config.cross_fit:
-        other = choose_policy(traced, controller, _cross_fitted(run))
-        policies["pgir_cross_fit"] = other
-        progress.note(
-            f"control: on cross-fitted probabilities threshold {other.threshold} and "
-            f"budget {other.budget}, otherwise {policy.threshold} and {policy.budget}"
-        )
+    traced, policy = _enter_pgir(session, run, config)
+    curve = frontier("pgir", traced, policy, session.config)
+    if config.queries != "paper":
+        show_all = config.queries == "all"
+        best, with_query = session.enter_query("pgir", beatrice, show_all=show_all)
+        evaluated = [one for one in session.sets if one.split != "validation"]
+        retraced = session.trace("trace:query", with_query, evaluated)
+        curve += frontier("pgir_query", retraced, best, with_query)
+    _enter_rivals(session, run, config, answering, passages)
+    for name, setting in session.chosen.items():
+        progress.note(f"control: {CONTROLLERS.get(name, name)}: {setting}")
     evaluated = [one for one in traced if one.split != "validation"]
     write_json_atomic(
         run.control / "control.json",
         {
             "tau": policy.threshold,
             "budget": policy.budget,
-            "cap": controller.max_generations,
-            "frontier": frontier(traced, policy, controller),
+            "cap": session.config.max_generations,
+            "frontier": curve,
             "cases": make_cases(probed, passages, evaluated, policy),
         },
     )
-    rows = control_rows(traced, policies, bootstrap_of(run))
+    spent = seconds_rows(session.sets, session.answers)
+    write_text_atomic(run.control / "seconds.jsonl", write_rows(spent))
+    rows = control_rows(session.sets, session.answers, bootstrap_of(run))
     publish(run, "control", rows, progress)
+
+
+class Pace(NamedTuple):
+    """How fast questions are drafted, one at a time and in waves.
+
+    Attributes:
+      n_questions: traced to the full budget, every draft scored.
+      n_generations: for all of them.
+      wall: generations a second, alone and in waves.
+      processor: generations a second of processor time, likewise; of a machine that
+        has other work to do this is the number to compare.
+    """
+
+    n_questions: int
+    n_generations: int
+    wall: tuple[float, float]
+    processor: tuple[float, float]
+
+    def in_words(self) -> str:
+        """Return the rates in a sentence."""
+        (alone, waves), (alone_cpu, waves_cpu) = self.wall, self.processor
+        return (
+            f"{self.n_generations} generations for {self.n_questions} questions, each "
+            f"scored; one question at a time {alone:.1f} a second "
+            f"({alone_cpu:.1f} a second of processor time), in waves {waves:.1f} "
+            f"({waves_cpu:.1f}): {waves / alone:.1f} ({waves_cpu / alone_cpu:.1f}) "
+            "times as many"
+        )
+
+
+def measure_pace(run: RunDir, n_questions: int) -> Pace:
+    """Trace some evaluated questions to the full budget, twice; nothing is kept.
+
+    What is compiled is compiled before: each way drafts the same questions once
+    unmeasured.
+    """
+    set_compiler(run.preset)
+    probed = _open_probed(run)
+    searched = retrieval_of(run)
+    passages = searched.passages
+    answering = Answering(probed, passages)
+    sets = question_sets(read_examples(run), n_questions)
+    examples = [e for one in sets if one.split != "validation" for e in one.examples]
+    examples = examples[:: max(1, len(examples) // n_questions)][:n_questions]
+    wall, processor, total = [0.0, 0.0], [0.0, 0.0], 0.0
+    for place, group_size in enumerate((1, GROUP_SIZE)):
+        for _ in range(2):
+            with TemporaryDirectory() as folder:
+                journal = Journal(Path(folder) / "calls.jsonl", "pace")
+                services = open_services(
+                    answering, passages, journal, searched.retriever
+                )
+                waves = Waves(services, journal, group_size)
+                began = time.perf_counter(), time.process_time()
+                plans = [drafts(e.question, ControllerConfig()) for e in examples]
+                found = waves.run("pace", plans)
+                total = sum(done.cost.generations for done in found if done)
+                wall[place] = total / (time.perf_counter() - began[0])
+                processor[place] = total / (time.process_time() - began[1])
+    rates = (wall[0], wall[1]), (processor[0], processor[1])
+    return Pace(len(examples), int(total), *rates)
 
 
 def _forecast(run: RunDir, config: ControlConfig) -> Forecast:
@@ -165,7 +377,7 @@ def _forecast(run: RunDir, config: ControlConfig) -> Forecast:
         model_bytes=generation_bytes(backbone, tokens),
         basis=(
             f"{n_questions} questions to a budget of {config.max_budget} retrievals; "
-            "requests are at most so many"
+            "requests are at most so many, those of rivals apart"
         ),
     )
 

@@ -11,7 +11,12 @@ import numpy as np
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import model_path
 from extract.generate.prompts import apply_template
-from extract.generate.requests import GenerationConfig, PromptConfig, plan_batches
+from extract.generate.requests import (
+    GenerationConfig,
+    PromptConfig,
+    answer_config,
+    plan_batches,
+)
 from extract.generate.templates import Shot
 from extract.records import Setting
 from extract.run.directory import RunDir
@@ -102,13 +107,16 @@ class Scorer:
                 detector.facts.get("shots", "[]"), type=tuple[Shot, ...]
             ),
         )
+        generation = answer_config(run, is_recorded=False).generation
         probed = ProbedBackbone(
             load_backbone(
                 model_path(name), dtype=detector.facts.get("model_dtype", "float32")
             ),
             detector,
             asking.prompt_template(),
-            GenerationConfig(),
+            GenerationConfig(
+                max_new_tokens=generation.max_new_tokens, stop=generation.stop
+            ),
             answer_span=detector.facts["answer_span"],
         )
         return cls(probed)
@@ -122,6 +130,12 @@ class Scorer:
         """Return messages as the text that the model reads, in which ranges count."""
         with self._probed.lock:
             return apply_template(self._probed.backbone.tokenizer, messages)
+
+    def answer(self, questions: Sequence[str]) -> list[str]:
+        """Return the backbone's closed-book answers, as the run's own were written."""
+        probed, none = self._probed, [()] * len(questions)
+        requests = probed.requests("closed_book", questions, none)
+        return [answer.text for answer in probed.answer(requests)]
 
     def score(
         self,

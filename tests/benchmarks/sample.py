@@ -98,11 +98,15 @@ def answer_rows():
             yield row("backbone", setting, place, metric, 0.02, **fields)
 
 
+PUBLISHED = "skr adaptive_rag dragin seakr probing_rag perplexity_rag".split()
+
+
 def controller_rows():
     scores = {
         "no_rag": ("closed_book", 0.34, 1.0),
         "vanilla_rag": ("with_context", 0.52, 1.0),
         "draft_rag": ("both", 0.55, 2.0),
+        **{name: ("both", 0.53, 1.7) for name in PUBLISHED},
         "pgir": ("both", 0.58, 2.4),
         "perfect_judge": ("both", 0.66, 2.2),
     }
@@ -305,6 +309,7 @@ def frontier():
     for place, budget in itertools.product(PLACES[1:], range(5)):
         gain = 0.24 * (1 - 0.5**budget)
         yield {
+            "controller": "pgir",
             "dataset": place[0],
             "budget": budget,
             "em": 0.34 + gain + 0.2 * wobble(place),
@@ -399,6 +404,7 @@ def judged():
             needs=("samples",) if n_forwards else (),
             is_trained=name == "tfidf",
             seconds=seconds,
+            peak_bytes=2**30 if n_forwards else None,
             n_forwards=n_forwards,
             n_new_tokens=float(n_forwards),
             n_rows=100,

@@ -5,7 +5,12 @@ import dataclasses
 import numpy as np
 
 from benchmarks.baselines import readings
-from benchmarks.baselines.readings import identities, kept_readings, parts_of
+from benchmarks.baselines.readings import (
+    identities,
+    kept_readings,
+    parts_of,
+    unread,
+)
 from extract.records import read_records, write_lines
 from extract.run.contents import answers_file, samples_file
 from extract.run.files import write_text_atomic
@@ -15,12 +20,13 @@ from tests.benchmarks.drawn import evidence, sample
 NAMES = ("llmcheck_hidden", "p_true")
 
 
-def keep(given, name, values, seconds=2.0):
+def keep(given, name, values, seconds=2.0, peak_bytes=0):
     """Leave parts on disk as an earlier start would."""
     folder = given.run.path / "readings" / given.rows.setting / name
     key = identities(given, [name])[name]
     for rows in parts_of(len(values)):
         arrays = {"values": values[rows], "seconds": np.float64(seconds)}
+        arrays["peak_bytes"] = np.int64(peak_bytes + rows.start)
         save_cache(folder / f"{rows.start:07d}.safetensors", arrays, key)
 
 
@@ -41,6 +47,13 @@ def test_what_an_earlier_start_read_is_not_read_again(tmp_path):
     np.testing.assert_array_equal(found.values["llmcheck_hidden"], states)
     np.testing.assert_array_equal(found.values["p_true"], scalars)
     assert found.seconds == dict.fromkeys(NAMES, 4.0) and len(ticks) == 2
+    # The most of the parts, not their sum.
+    assert found.peak_bytes == dict.fromkeys(NAMES, 256)
+    assert {name: len(rows) for name, rows in unread(given, NAMES).items()} == {
+        name: 0 for name in NAMES
+    }
+    (given.run.path / "readings/closed_book/p_true/0000256.safetensors").unlink()
+    assert unread(given, NAMES)["p_true"].tolist() == list(range(256, 300))
 
 
 def test_other_answers_or_questions_are_read_again_and_other_labels_are_not(tmp_path):

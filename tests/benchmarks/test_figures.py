@@ -27,7 +27,12 @@ def drawn():
         "sweep": figures.layer_sweep(sample.sweep()),
         "synergy": figures.synergy(SYNERGY, "with_context"),
         "selection": figures.selection_path(rounds, "with_context"),
-        "frontier": figures.frontier(curve, {"Never retrieve": (1, 0.3)}, "em", 1),
+        "frontier": figures.frontier(
+            {"PGIR": curve, "another query": curve[1:]},
+            {"Never retrieve": (1, 0.3)},
+            "em",
+            1,
+        ),
     }
 
 

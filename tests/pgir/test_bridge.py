@@ -7,7 +7,7 @@ from extract.generate.requests import GenerationConfig
 from extract.generate.templates import TEMPLATES
 from extract.records import Passage
 from jaxprobe.detector import bank_outputs
-from pgir.bridge import ProbedBackbone, ProbedReader, fixed_length
+from pgir.bridge import ProbedBackbone, fixed_length
 from tests.pgir.small_detector import LAYER, PASSAGE, QUESTION
 
 
@@ -59,11 +59,6 @@ def test_spans_are_padded_as_in_training_and_further_only_where_they_are_longer(
     longer = reading.features("closed_book", (question - 1, words + 3))
     assert len(longer.masks[0][0]) == fixed_length(question)
     assert len(longer.masks[1][0]) == words + 3
-
-
-def test_with_context_before_closed_book_is_refused(probed):
-    with pytest.raises(ValueError, match="closed-book drafts first"):
-        ProbedReader(probed, [QUESTION]).with_context([0], [[]])
 
 
 def test_the_layer_is_the_one_the_detector_was_trained_on(probed):

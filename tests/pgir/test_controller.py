@@ -1,7 +1,6 @@
 import json
 from functools import partial
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,15 +9,18 @@ from extract.records import Passage
 from extract.run.directory import RunDir
 from extract.run.manifest import NewRun
 from pgir.commands import with_options
+from pgir.controllers.calls import Scored
 from pgir.controllers.policy import (
     ControllerConfig,
     Draft,
     Policy,
     decide,
+    drafts,
     fresh_passages,
+    pgir,
     recalibrated,
     search_policy,
-    trace_questions,
+    with_golds,
 )
 from pgir.controllers.stage import (
     CONTROL,
@@ -27,13 +29,15 @@ from pgir.controllers.stage import (
     settle_search,
 )
 from pgir.retrieval.bm25 import Bm25Retriever
+from tests.pgir.played import played, reply
 
 CORPUS = [Passage(title=f"t{i}", text=f"word{i} shared") for i in range(12)]
 
 
 def trace_of(*scores):
     return tuple(
-        Draft(answer=f"a{i}", p_correct=p, raw=p) for i, p in enumerate(scores)
+        Draft(answer=f"a{i}", p_correct=p, raw=p, log_prob=-1.0)
+        for i, p in enumerate(scores)
     )
 
 
@@ -75,60 +79,116 @@ def test_a_page_without_news_is_skipped_for_a_deeper_one():
     assert fresh_passages([1, 2], frozenset({1, 2}), 3) == ()
 
 
-class PlantedReader:
-    """Right once it is shown passage `wanted`; its score says so."""
+def planted(ranking=lambda query: range(12), wanted=None):
+    """Right, and surely so, once it is shown passage `wanted`."""
 
-    def __init__(self, wanted):
-        self.wanted = wanted
-        self.shown = []
+    def serve(call):
+        if call.kind == "search":
+            return tuple(ranking(call.text))[: call.n]
+        found = wanted in call.passages
+        if call.kind == "score":
+            return Scored(0.9, 0.9) if found else Scored(0.2, 0.2)
+        return reply("right" if found else "guess")
 
-    def closed_book(self, questions):
-        return [Draft(answer="guess", p_correct=0.1, raw=0.1) for _ in questions]
+    return serve
 
-    def with_context(self, rows, contexts):
-        titles = [tuple(p.title for p in context) for context in contexts]
-        self.shown += list(zip(rows, titles, strict=True))
-        found = [any(p.title == self.wanted for p in c) for c in contexts]
-        named = [("right", 0.9) if f else ("guess", 0.2) for f in found]
-        return [Draft(answer=a, p_correct=p, raw=p) for a, p in named]
+
+def shown(trace):
+    return [draft.passages for draft in trace]
 
 
 def test_no_passage_is_shown_twice_and_every_round_shows_something_new():
-    reader = PlantedReader("none")
-    config = ControllerConfig(max_budget=4, depth=12)
-    traces = trace_questions(
-        ["word1 shared"], reader, Bm25Retriever(CORPUS), CORPUS, config
-    )
-    shown = [title for _, titles in reader.shown for title in titles]
-    assert len(shown) == len(set(shown)) == 12
-    assert len(traces[0]) == 5
+    trace, _ = played(drafts("who?", ControllerConfig(depth=12)), planted())
+    assert shown(trace) == [(), (0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)]
 
 
 def test_a_used_up_corpus_ends_the_trace_early():
-    reader = PlantedReader("none")
-    config = ControllerConfig(max_budget=4, depth=12)
-    traces = trace_questions(
-        ["word1"], reader, Bm25Retriever(CORPUS[:4]), CORPUS[:4], config
-    )
-    assert len(traces[0]) == 3
+    serve = planted(lambda query: range(4))
+    trace, _ = played(drafts("who?", ControllerConfig()), serve)
+    assert shown(trace) == [(), (0, 1, 2), (3,)]
+
+
+def queries_of(trace_config, serve=None):
+    _, calls = played(drafts("who?", trace_config), serve or planted())
+    return [call.text for call in calls if call.kind == "search"]
 
 
 def test_the_draft_is_part_of_the_next_query():
-    queries = []
+    assert queries_of(ControllerConfig(max_budget=1)) == ["who? guess"]
 
-    class Recorder:
-        def search(self, texts, depth):
-            queries.append(list(texts))
-            return np.arange(depth)[None, :].repeat(len(texts), axis=0)
 
-    trace_questions(
-        ["who?"],
-        PlantedReader("none"),
-        Recorder(),
-        CORPUS,
-        ControllerConfig(max_budget=1, depth=6),
-    )
-    assert queries == [["who? guess"]]
+@pytest.mark.parametrize(
+    ("query", "asked"),
+    [
+        ("question", ["who?", "who?"]),
+        ("question_first", ["who?", "who? right"]),
+        ("sure_draft", ["who?", "who? right"]),  # sure of what passage 1 says
+        ("fused", ["who?", "who? guess"]),
+        ("both", ["who?", "who? guess"]),
+    ],
+)
+def test_other_queries_take_the_draft_where_they_say(query, asked):
+    config = ControllerConfig(max_budget=2, query=query, depth=12)
+    found = queries_of(config, planted(wanted=1))
+    assert found[:2] == asked
+
+
+def by_query(query):
+    return (0, 1, 2, 3) if query == "who?" else (2, 9, 8, 0)
+
+
+def test_fused_rankings_put_first_what_both_rank_high():
+    config = ControllerConfig(max_budget=1, query="fused")
+    trace, _ = played(drafts("who?", config), planted(by_query))
+    assert shown(trace)[1] == (2, 0, 1)  # ranks 3 and 1, 1 and 4; then 2 alone
+
+
+def test_passages_of_both_queries_are_shown_once_each():
+    config = ControllerConfig(max_budget=1, query="both")
+    trace, _ = played(drafts("who?", config), planted(by_query))
+    assert shown(trace)[1] == (0, 1, 2, 9, 8)
+
+
+def test_a_query_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="query: expected one of draft, question"):
+        ControllerConfig(query="both_ways")
+
+
+@pytest.mark.parametrize("threshold", [0.1, 0.5, 0.95])
+def test_the_loop_answers_as_the_policy_decides_on_the_trace(threshold):
+    policy, config = Policy(threshold=threshold, budget=3), ControllerConfig()
+    serve = planted(wanted=4)
+    trace, _ = played(drafts("who?", config), serve)
+    decision = decide(trace, policy)
+    answer, calls = played(pgir("who?", policy, config), serve)
+    assert answer == trace[decision.round].answer
+    n_answers = sum(call.kind == "answer" for call in calls)
+    assert n_answers == decision.n_generations
+
+
+def test_who_knows_the_answers_loses_only_what_the_other_parts_lose():
+    # Round 1 is trusted and wrong, round 2 would be right.
+    scores = {(): 0.3, (0, 1, 2): 0.8, (3, 4, 5): 0.9}
+
+    def serve(call):
+        if call.kind == "search":
+            return range(6)
+        p = scores[call.passages]
+        texts = {(): "guess", (0, 1, 2): "wrong", (3, 4, 5): "right"}
+        return Scored(p, p) if call.kind == "score" else reply(texts[call.passages])
+
+    policy, config = Policy(threshold=0.7, budget=2), ControllerConfig()
+
+    def told(knows, truth):
+        plan = with_golds("who?", policy, config, knows, lambda a: a == truth)
+        answer, calls = played(plan, serve)
+        return answer, sum(call.kind == "answer" for call in calls)
+
+    assert told("judge", "right") == ("right", 3)
+    assert told("gate", "right") == ("wrong", 2)
+    assert told("gate", "guess") == ("guess", 1)
+    assert told("choice", "right") == ("wrong", 2)  # never drafted
+    assert told("choice", "guess") == ("guess", 2)  # drafted, and thrown away
 
 
 def test_the_search_finds_the_planted_policy_and_obeys_the_cap():
@@ -154,16 +214,14 @@ def test_a_higher_cap_admits_a_policy_that_costs_more():
     right = lambda i, answer: answer == "a4"  # noqa: E731
     budgets = {}
     for cap in (4.0, 5.0):
-        config = with_options(
-            CONTROL_PRESETS["paper"], max_generations=cap, cross_fit=False
-        )
+        config = with_options(CONTROL_PRESETS["paper"], max_generations=cap)
         searched = ControllerConfig(max_generations=config.max_generations)
         budgets[cap] = search_policy(traces, right, searched).budget
     assert budgets[5.0] == 4 > budgets[4.0]
 
 
 def test_the_cap_is_a_setting_of_the_run(tmp_path):
-    change = partial(with_options, max_generations=4.63, cross_fit=False)
+    change = partial(with_options, max_generations=4.63, cross_fit=None)
     with RunDir.open(tmp_path / "run", NewRun(preset="paper")) as run:
         assert CONTROL.settle(run, change).max_generations == 4.63
         section = json.loads((run.path / "manifest.json").read_text())["sections"]

@@ -6,15 +6,28 @@ import pytest
 from extract.records import Example
 from extract.run.results import ResultTable
 from jaxprobe.metrics import BootstrapConfig, drawn_clusters, interval_of
+from pgir.controllers.calls import Cost, Done, Scored, no_rag, vanilla_rag
 from pgir.controllers.cases import choose_cases
-from pgir.controllers.policy import ControllerConfig, Draft, Policy, Traced
+from pgir.controllers.policy import (
+    ControllerConfig,
+    Draft,
+    Policy,
+    Traced,
+    draft_rag,
+    pgir,
+    with_golds,
+)
 from pgir.controllers.rivals import control_rows, frontier
+from tests.pgir.played import played, reply
 
 POLICY = Policy(threshold=0.5, budget=2)
 
 
+RANKED = ("no_rag", "vanilla_rag", "draft_rag", "pgir", "perfect_judge")
+
+
 def trace(*drafts):
-    return tuple(Draft(answer=a, p_correct=p, raw=p) for a, p in drafts)
+    return tuple(Draft(answer=a, p_correct=p, raw=p, log_prob=-1.0) for a, p in drafts)
 
 
 def traced():
@@ -38,17 +51,57 @@ def traced():
         )
         for i in range(len(traces))
     )
-    return Traced(
-        dataset="world",
-        split="test",
-        examples=examples,
-        traces=traces,
-        vanilla=("no", "no", "yes", "no"),
-    )
+    return Traced(dataset="world", split="test", examples=examples, traces=traces)
+
+
+PLAIN = (90, 91, 92)  # what the question alone finds
+
+
+def serve_from(own, vanilla):
+    """Give the drafts of a trace, round by round of three passages."""
+
+    def serve(call):
+        if call.kind == "search":
+            is_plain = call.text.endswith("?")
+            return PLAIN if is_plain else range(3 * (len(own) - 1))
+        if call.passages == PLAIN:
+            return reply(vanilla)
+        draft = own[call.passages[0] // 3 + 1] if call.passages else own[0]
+        if call.kind == "score":
+            return Scored(draft.p_correct, draft.raw)
+        return reply(draft.answer)
+
+    return serve
+
+
+def answers_of(one, vanilla=("no", "no", "yes", "no")):
+    """What every controller answers, its cost counted from its calls."""
+    config = ControllerConfig()
+    found = {name: [] for name in RANKED}
+    for example, own, plain in zip(one.examples, one.traces, vanilla, strict=True):
+        asked = example.question
+        plans = (
+            no_rag(asked),
+            vanilla_rag(asked, config.search),
+            draft_rag(asked, config),
+            pgir(asked, POLICY, config),
+            with_golds(asked, POLICY, config, "judge", lambda a: a == "yes"),
+        )
+        for name, plan in zip(RANKED, plans, strict=True):
+            value, calls = played(plan, serve_from(own, plain))
+            kinds = [call.kind for call in calls]
+            cost = Cost(
+                generations=kinds.count("answer"),
+                retrievals=kinds.count("search"),
+                forwards=kinds.count("score"),
+            )
+            found[name].append(Done(value, cost))
+    return found
 
 
 def measured(metric):
-    rows = control_rows([traced()], {"pgir": POLICY}, BootstrapConfig(n_resamples=20))
+    one = traced()
+    rows = control_rows([one], [answers_of(one)], BootstrapConfig(n_resamples=20))
     return {
         row.detector: row
         for row in rows
@@ -78,13 +131,22 @@ def test_every_answer_that_was_generated_is_paid_for():
     }
 
 
+def test_searches_and_passes_over_written_text_are_paid_for_too():
+    searches = {name: row.value for name, row in measured("retrievals").items()}
+    assert searches["no_rag"] == 0 and searches["vanilla_rag"] == 1
+    # Of the first question the ranking is used up, which a search has to find out.
+    assert searches["pgir"] == (0 + 1 + 0 + 2) / 4
+    passes = {name: row.value for name, row in measured("forwards").items()}
+    assert passes["draft_rag"] == 0 and passes["pgir"] == (1 + 2 + 1 + 3) / 4
+
+
 def test_intervals_hold_the_mean():
     for row in measured("em").values():
         assert row.ci_low <= row.value <= row.ci_high
 
 
 def test_a_larger_budget_never_asks_less():
-    points = frontier([traced()], POLICY, ControllerConfig(max_budget=3))
+    points = frontier("pgir", [traced()], POLICY, ControllerConfig(max_budget=3))
     assert [point["budget"] for point in points] == [1, 2, 3]
     costs = [point["generations"] for point in points]
     assert costs == sorted(costs) and costs[-1] == pytest.approx(8 / 4)
@@ -92,9 +154,11 @@ def test_a_larger_budget_never_asks_less():
 
 def test_pgir_is_compared_with_each_controller_on_the_same_questions():
     one = traced()
-    other = dataclasses.replace(one, dataset="held", split="ood", vanilla=("yes",) * 4)
+    other = dataclasses.replace(one, dataset="held", split="ood")
     rows = control_rows(
-        [one, other], {"pgir": POLICY}, BootstrapConfig(n_resamples=500)
+        [one, other],
+        [answers_of(one), answers_of(other, ("yes",) * 4)],
+        BootstrapConfig(n_resamples=500),
     )
     found = ResultTable([r for r in rows if r.experiment == "controller_paired"])
     assert {r.detector for r in found.rows} == {"pgir"}

@@ -1,0 +1,199 @@
+"""What a controller may ask for, and what that costs.
+
+A controller is a generator function over one question: it yields calls and is sent
+what each gives, so that it reads like its paper, and whoever runs it may serve the
+calls of a thousand questions together (`pgir.controllers.waves`). The cost is counted
+from the calls, the same for all; see `Cost`.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Generator
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import msgspec
+import numpy as np
+
+Kind = Literal["search", "answer", "score", "words", "attended", "spread", "probe"]
+T = TypeVar("T")
+
+
+class Call(msgspec.Struct, frozen=True):
+    """One thing asked for; equal calls give equal values, and are made once.
+
+    Attributes:
+      kind: "search" ranks passages for the text; the others take the text as the
+        question: "answer" generates greedily, "score" judges that answer by the
+        detector, "words" and "attended" read its words (DRAGIN), "spread" draws answers
+        and measures how far they lie apart (SeaKR), "probe" judges it by rival probes
+        (Probing-RAG).
+      text: the question, or the query.
+      passages: indices into the corpus, in the order shown; none is closed-book.
+      n: of a search its depth, of a spread its draws, of a probe the answers that it
+        was trained on.
+    """
+
+    kind: Kind
+    text: str
+    passages: tuple[int, ...] = ()
+    n: int = 0
+
+
+Plan = Generator[Call, Any, T]  # a controller on one question; returns its T
+
+
+class Reply(msgspec.Struct, frozen=True, kw_only=True):
+    """A generated answer.
+
+    Attributes:
+      log_probs: in nats, one per id and one for the stop token if it was written.
+      n_prompt_tokens: that the model read.
+      n_shown: passages in the prompt; the last ones asked for are left out where the
+        model's window holds no more.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    stop_id: int | None
+    log_probs: tuple[float, ...]
+    n_prompt_tokens: int
+    n_shown: int
+
+    @property
+    def log_prob(self) -> float:
+        """Return the mean log-probability in nats: minus the log of the perplexity."""
+        return float(np.mean(self.log_probs))
+
+
+class Scored(msgspec.Struct, frozen=True):
+    """What a detector says: `p_correct` in [0, 1], `raw` before calibration."""
+
+    p_correct: float
+    raw: float
+
+
+class Words(msgspec.Struct, frozen=True):
+    """The words of an answer, with what each gets of attention, and its entropy."""
+
+    words: tuple[str, ...]
+    attention: tuple[float, ...]
+    entropy: tuple[float, ...]  # nats, mean over the word's tokens
+
+
+class Attended(msgspec.Struct, frozen=True):
+    """The words of a question and its answer.
+
+    Attributes:
+      words: in order, the question's first.
+      rows: of every word of the answer, how much it attends to each of `words`.
+    """
+
+    words: tuple[str, ...]
+    rows: tuple[tuple[float, ...], ...]
+
+
+# What each kind of call gives, as it is read back from disk.
+VALUES: dict[str, Any] = {
+    "search": tuple[int, ...],
+    "answer": Reply,
+    "score": Scored,
+    "words": Words,
+    "attended": Attended,
+    "spread": tuple[float, int],
+    "probe": tuple[float, float],
+}
+
+
+class Cost(NamedTuple):
+    """What a controller spends on a question.
+
+    Attributes:
+      generations: requests to the model to write; one may write several texts.
+      sequences: texts written, those drawn included.
+      tokens: read and written by them; draws of one prompt read it once.
+      retrievals: searches.
+      forwards: passes over text that is written already, which an engine that reads
+        while it writes would not need for answers of its own.
+      seconds: of the wall clock, an equal share of each batch that served it.
+    """
+
+    generations: float = 0
+    sequences: float = 0
+    tokens: float = 0
+    retrievals: float = 0
+    forwards: float = 0
+    seconds: float = 0
+
+    def plus(self, other: "Cost") -> "Cost":
+        """Return the sum."""
+        return Cost(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+COUNTED = Cost._fields[:-1]  # the same on every machine; seconds are not
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """What a controller returned for a question, and spent on it."""
+
+    value: Any
+    cost: Cost
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchConfig:
+    """What all controllers share: k passages a round, of rankings of one depth."""
+
+    n_passages: int = 3
+    depth: int = 60
+    max_rounds: int = 4  # most retrievals of those that retrieve again
+
+
+def no_rag(question: str) -> Plan[str]:
+    """Answer closed-book."""
+    reply = yield Call("answer", question)
+    return reply.text
+
+
+def vanilla_rag(question: str, config: SearchConfig) -> Plan[str]:
+    """Retrieve once with the question, and answer."""
+    ranking = yield Call("search", question, n=config.depth)
+    reply = yield Call("answer", question, tuple(ranking[: config.n_passages]))
+    return reply.text
+
+
+def content_words(text: str) -> list[str]:
+    """Return the words of a text that are no function words, lower case.
+
+    In the place of spaCy's tags (noun, adjective, verb, proper noun, number), which
+    SeaKR and DRAGIN take, the stop words of scikit-learn: no tagger is among our
+    packages, and a made-up name has no tag to be had.
+    """
+    from sklearn.feature_extraction.text import ENGLISH_STOP_WORDS
+
+    words = re.findall(r"\w[\w'-]*", text.lower())
+    return [word for word in words if word not in ENGLISH_STOP_WORDS]
+
+
+Right = Callable[[int, str], bool]  # whether an answer to the i-th question is right
+
+
+def best_under_cap(
+    candidates: dict[Any, tuple[np.ndarray, np.ndarray]], cap: float
+) -> Any:
+    """Return the setting with the best mean quality that keeps under the cap.
+
+    Of equals the cheapest, then the first. Where none keeps under it, the cheapest:
+    a rival that cannot spend less is shown with what it spends.
+
+    Args:
+      candidates: per setting, quality and generations of each question.
+      cap: on the mean generations of a question.
+    """
+    found = [
+        (-float(quality.mean()), float(cost.mean()), place)
+        for place, (quality, cost) in enumerate(candidates.values())
+    ]
+    allowed = [one for one in found if one[1] <= cap]
+    best = min(allowed) if allowed else min(found, key=lambda one: one[1])
+    return list(candidates)[best[2]]

@@ -1,0 +1,267 @@
+"""DRAGIN: retrieve where an uncertain word matters to what follows (Su et al., 2024).
+
+Followed: oneal2000/DRAGIN, `generate.py` (AttnWeightRAG), attention of the last layer.
+A word's value is its attention, normalised over the sentence and times its length in
+words, times the entropy with which it was written; one above theta triggers. The query
+is made of the words that the triggering ones attend to, and the sentence is written
+again with the passages.
+
+Departures. Under the run's template an answer is one sentence, so that there is one
+trigger at most, and no forced answer behind it. Words part at white space, where the
+code knows the marks of Llama 2's tokenizer alone. Content words are those that are no
+stop words (`content_words`). Where every word that triggered is a function word the
+code divides by zero; here these are asked what they attend to. Theta is chosen on
+validation (published: 0.6 to 1.5 by model and set).
+"""
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from extract.backbone.loading import Backbone
+from extract.generate.generator import decode_ids
+from extract.generate.requests import GenerationConfig, plan_batches
+from extract.records import Example
+from extract.signals.attention import run_reading
+from extract.signals.batch import budget_for, pad_batch
+from extract.signals.reductions import AttentionReading
+from extract.signals.span_sums import AttentionCall, AttentionMap
+from pgir.controllers.calls import (
+    Attended,
+    Call,
+    Cost,
+    Plan,
+    SearchConfig,
+    Words,
+    content_words,
+)
+from pgir.controllers.services import Answering
+from pgir.controllers.session import Rival, Session
+from pgir.controllers.waves import Journal
+
+THETA = 1.0  # 2Wiki, Llama-2-7B-chat
+MOST_QUERY_WORDS = 25  # retrieve_keep_top_k of the same
+_ENTROPY = 2  # column of a prob row, in nats
+_SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+
+
+class _LastWeights(AttentionReading):
+    """Keeps the attention weights of the last layer that attends."""
+
+    def reduce(
+        self,
+        layer: int,
+        call: AttentionCall | AttentionMap,
+        value: torch.Tensor | None,
+    ) -> tuple[Any, torch.Tensor | None]:
+        """Return the weights `[n_examples, n_heads, n_tokens, n_tokens]`."""
+        kept: Any = True
+        n_examples, n_heads, n_tokens = call.shape
+        if layer == max(self.layers):
+            call = call.prepared()
+            if isinstance(call, AttentionMap):
+                kept = call.map.float().cpu()
+            else:
+                logits = call.logits(0, n_tokens)
+                total = logits.logsumexp(-1, keepdim=True)
+                if call.sinks is not None:
+                    sinks = call.sinks.float()[:, None, None]
+                    total = torch.logaddexp(total, sinks)
+                kept = (logits - total).exp().cpu()
+        if value is None:
+            return kept, None
+        return kept, value.new_empty((n_examples, 0, n_heads, value.shape[-1]))
+
+
+@torch.no_grad()
+def last_attention(
+    backbone: Backbone, sequences: Sequence[Sequence[int]], tokens_per_batch: int
+) -> list[np.ndarray]:
+    """Return the last attending layer's weights of each sequence.
+
+    Args:
+      backbone: the model.
+      sequences: token ids, read as they are; of at least one token.
+      tokens_per_batch: padding included.
+
+    Returns:
+      `[n_heads, n_tokens, n_tokens]` each, rows of weights that sum to 1.
+    """
+    found: list[Any] = [None] * len(sequences)
+    plan = GenerationConfig(max_new_tokens=1, tokens_per_batch=tokens_per_batch)
+    for batch in plan_batches([len(ids) for ids in sequences], plan):
+        rows = [np.array(sequences[i], np.int64) for i in batch]
+        ids = pad_batch(rows, backbone.device)
+        n_tokens = ids.shape[1]
+        reading = _LastWeights(
+            n_tokens,
+            backbone.attention_layers,
+            (n_tokens, n_tokens),
+            budget_for(backbone.device).n_attention_weights,
+        )
+        run_reading(backbone.layout, ids, reading, lambda layer: None)
+        weights = reading.found()[-1].numpy()
+        for place, i in enumerate(batch):
+            n_own = len(sequences[i])
+            found[i] = weights[place, :, :n_own, :n_own]
+    return found
+
+
+def word_owners(ends: Sequence[int], text: str) -> tuple[list[str], np.ndarray]:
+    """Return a text's words, and which of them each token is of, `[n_tokens]`.
+
+    Args:
+      ends: of each token the character behind it.
+      text: parted at white space.
+    """
+    words = list(re.finditer(r"\S+", text))
+    starts = np.array([word.start() for word in words])
+    owners = np.searchsorted(starts, np.asarray(ends), side="left") - 1
+    return [word.group() for word in words], np.clip(owners, 0, None)
+
+
+def word_values(words: Words) -> np.ndarray:
+    """Return how much each word asks for retrieval, `[n_words]`."""
+    attention = np.array(words.attention)
+    share = attention / max(attention.sum(), 1e-12)
+    return share * np.array(words.entropy) * len(words.words)
+
+
+def query_words(
+    attended: Attended, hits: np.ndarray, most: int = MOST_QUERY_WORDS
+) -> str:
+    """Return the query: the words that the hits attend to most, in their order.
+
+    Args:
+      attended: question and answer, and what each word of the answer attends to.
+      hits: `[n_answer_words]` bool, at least one.
+      most: words of the query.
+    """
+    words, n_question = attended.words, len(attended.words) - len(attended.rows)
+    is_content = np.array([bool(content_words(word)) for word in words])
+    is_hit = np.zeros(len(words), bool)
+    is_hit[n_question:] = hits[: len(attended.rows)]
+    asking = is_hit & is_content if (is_hit & is_content).any() else is_hit
+    rows = [attended.rows[i - n_question] for i in np.flatnonzero(asking)]
+    weight = np.mean(rows, axis=0)
+    known = np.flatnonzero(is_content & ~is_hit)
+    top = known[np.argsort(-weight[known], kind="stable")[:most]]
+    return " ".join(words[i] for i in sorted(top))
+
+
+class Wording:
+    """Serves "words" and "attended", a pass over bare text each."""
+
+    def __init__(self, answering: Answering, journal: Journal) -> None:
+        """Take what made the answers, and where they are kept."""
+        self._answering, self._journal = answering, journal
+        self._backbone = answering.probed.backbone
+
+    def batches(
+        self, calls: Sequence[Call], done: Collection[int]
+    ) -> Iterator[list[tuple[int, Words | Attended]]]:
+        """Yield all that are asked for together; see `Service`."""
+        if len(done) < len(calls):
+            replies = [
+                self._journal.value(Call("answer", call.text, call.passages))
+                for call in calls
+            ]
+            read = {"words": self._words, "attended": self._attended}[calls[0].kind]
+            with self._answering.probed.lock:
+                yield list(enumerate(read(calls, replies)))
+
+    def _attention(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        size = self._answering.generator.tokens_per_batch
+        return last_attention(self._backbone, sequences, size)
+
+    def _words(self, calls: Sequence[Call], replies: Sequence[Any]) -> list[Words]:
+        tokenizer = self._backbone.tokenizer
+        found = [Words((), (), ()) for _ in calls]
+        own = [i for i, reply in enumerate(replies) if reply.text]
+        if not own:
+            return found
+        answers = [self._answering.answered(calls[i], replies[i]) for i in own]
+        # The entropies of generation itself, read again: they cost a user nothing.
+        signals = self._answering.probed.read(answers).signals
+        maps = self._attention([replies[i].token_ids for i in own])
+        for i, answer, one, weights in zip(own, answers, signals, maps, strict=True):
+            ids = answer.token_ids
+            ends = [len(decode_ids(tokenizer, ids[: n + 1])) for n in range(len(ids))]
+            words, owners = word_owners(ends, decode_ids(tokenizer, ids))
+            # Of the positions that emitted the tokens.
+            start = len(answer.prompt_ids) - 1 - one.first_token
+            entropy = one.prob[start : start + len(ids), _ENTROPY]
+            looked_at = weights.max(axis=1).mean(axis=0)
+            counts = np.bincount(owners, minlength=len(words))
+            sums = np.bincount(owners, looked_at, len(words))
+            means = np.bincount(owners, entropy, len(words)) / np.maximum(counts, 1)
+            found[i] = Words(tuple(words), tuple(sums.tolist()), tuple(means.tolist()))
+        return found
+
+    def _attended(
+        self, calls: Sequence[Call], replies: Sequence[Any]
+    ) -> list[Attended]:
+        texts = [f"{c.text} {r.text}" for c, r in zip(calls, replies, strict=True)]
+        given = self._backbone.tokenizer(
+            texts, add_special_tokens=False, return_offsets_mapping=True
+        )
+        found = []
+        maps = self._attention(given["input_ids"])
+        places = zip(calls, texts, given["offset_mapping"], maps, strict=True)
+        for call, text, offsets, heads in places:
+            words, owners = word_owners([stop for _, stop in offsets], text)
+            weights = heads.mean(axis=0)
+            n_question = len(call.text.split())
+            rows = []
+            for word in range(n_question, len(words)):
+                own = np.flatnonzero(owners == word)
+                row = np.zeros(len(words))
+                for token in own[own > 0]:
+                    earlier = weights[token - 1, : own[0]]
+                    share = earlier / max(earlier.sum(), 1e-12)
+                    row += np.bincount(owners[: own[0]], share, len(words)) / len(own)
+                rows.append(tuple(row.tolist()))
+            found.append(Attended(tuple(words), tuple(rows)))
+        return found
+
+    def cost(self, call: Call, value: Words | Attended) -> Cost:
+        """Return what it costs: one pass over the bare text."""
+        return Cost(forwards=1)
+
+
+def dragin(question: str, theta: float, config: SearchConfig) -> Plan[str]:
+    """Answer, and answer again with passages if a word of the answer triggers."""
+    draft = yield Call("answer", question)
+    words = yield Call("words", question)
+    hits = word_values(words) > theta
+    if not hits.any():
+        return draft.text
+    attended = yield Call("attended", question)
+    query = query_words(attended, hits)
+    ranking = yield Call("search", query or question, n=config.depth)
+    reply = yield Call("answer", question, tuple(ranking[: config.n_passages]))
+    return reply.text
+
+
+def enter_dragin(session: Session, answering: Answering) -> None:
+    """Choose theta among the quantiles of validation answers, and run."""
+    wording = Wording(answering, session.waves.journal)
+    session.waves.services |= {"words": wording, "attended": wording}
+    shared = session.config.search
+
+    def strongest(example: Example) -> Plan[float]:
+        yield Call("answer", example.question)
+        words = yield Call("words", example.question)
+        return float(word_values(words).max(initial=0.0))
+
+    found = session.run("dragin:draft", session.validation, strongest)
+    values = np.array([done.value for done in found])
+    grid = [THETA, -1.0, *(float(np.quantile(values, share)) for share in _SHARES)]
+
+    def plan(theta: float, example: Example) -> Plan[str]:
+        return dragin(example.question, theta, shared)
+
+    session.tune("dragin", Rival(grid=grid, plan=plan))

@@ -1,0 +1,78 @@
+"""A threshold on answer perplexity in the place of the detector, in the same loop.
+
+The nearest thing that needs no detector: the mean log-probability of the answer, which
+generation gives for nothing. It is calibrated as the detector is, by an isotonic map
+for each setting fitted on the same validation answers, so that drafts with and without
+passages can be compared, and one threshold means one probability.
+"""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from extract.records import SETTINGS, Setting
+from extract.run.directory import RunDir
+from extract.store.read import FeatureStore, read_family
+from jaxprobe.calibration import fit_calibrator
+from jaxprobe.features.rows import load_rows
+from pgir.controllers.calls import Plan, Reply
+from pgir.controllers.policy import Judge
+from pgir.controllers.session import Session
+
+Map = Callable[[np.ndarray], np.ndarray]
+_SURPRISAL = 1  # column of a prob row: -log p of the next token, in nats
+
+
+def answer_log_probs(store: FeatureStore) -> np.ndarray:
+    """Return each stored answer's mean log-probability in nats, `[n_rows]`.
+
+    As `Reply.log_prob`: over its tokens and the stop token, if there was one.
+    """
+    ragged = read_family(store, "prob")
+    means = []
+    for i, (start, stop) in enumerate(store.spec.spans[:, 2].tolist()):
+        first = int(ragged.first_tokens[i])
+        # An answer without a token has an empty literal span; its end was emitted by
+        # the token before.
+        rows = ragged.example(i)[min(start, stop - 1) - first : stop - first]
+        means.append(-float(np.mean(rows[:, _SURPRISAL], dtype=np.float64)))
+    return np.array(means)
+
+
+def perplexity_maps(run: RunDir) -> dict[Setting, Map]:
+    """Return what makes a mean log-probability P(correct), of each setting."""
+    maps: dict[Setting, Map] = {}
+    for setting in SETTINGS:
+        store, rows = load_rows(run, setting)
+        where = rows.where("validation")
+        maps[setting] = fit_calibrator(
+            answer_log_probs(store)[where], rows.labels[where]
+        )
+    return maps
+
+
+def perplexity_judge(maps: Mapping[Setting, Map]) -> Judge:
+    """Return a judge of drafts that asks for nothing: it reads how they were written.
+
+    Args:
+      maps: from a mean log-probability to P(correct), of each setting.
+    """
+
+    def judge(
+        question: str, passages: tuple[int, ...], reply: Reply
+    ) -> Plan[tuple[float, float]]:
+        p_correct_of = maps["with_context" if passages else "closed_book"]
+        return float(p_correct_of(np.float64(reply.log_prob))), reply.log_prob
+        yield  # a plan without a call
+
+    return judge
+
+
+def enter_perplexity(session: Session, judge: Judge) -> None:
+    """Choose threshold and budget on validation, and run.
+
+    Where the loop is run no pass of the detector is asked for, nor paid.
+    """
+    label = "trace:perplexity_rag"
+    traced = session.trace(label, session.config, session.validation_sets, judge)
+    session.enter("perplexity_rag", traced, session.config, judge)

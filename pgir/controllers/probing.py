@@ -1,0 +1,251 @@
+"""Probing-RAG: probes on hidden states judge each generation (Baek et al., 2025).
+
+Followed: baekingeol/Probing-RAG 5e59a2b. Six probes (LayerNorm, 512, 512, 2) read the
+mean state of the generated tokens, at layers from a third of the model's depth to
+nearly its end; the answer stands where theta plus the summed probability of "wrong" is
+below that of "right", else passages are retrieved, with the question first and then
+with all of the last prompt and its output, and take the place of those before. After
+the fourth retrieval the last answer is returned.
+
+Their training is kept: labels by containment, classes balanced, AdamW, a learning rate
+that decays at every step, cross-entropy of what is softmaxed already. Departures: the
+run's template and its k; worked examples are left out of the query; theta is chosen on
+validation (published: 0).
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from extract.generate.requests import plan_batches
+from extract.label.verdicts import contains_gold
+from extract.records import Example, Passage
+from extract.signals.plan import sequence_of
+from extract.signals.reader import SignalReader
+from pgir.controllers.calls import Call, Cost, Plan, Reply, SearchConfig
+from pgir.controllers.services import Answering
+from pgir.controllers.session import Rival, Session
+from pgir.controllers.waves import Journal
+
+_DEPTHS = tuple(layer / 18 for layer in (6, 8, 10, 12, 14, 16))  # of Gemma 2B's 18
+_WIDTH, _BATCH, _EPOCHS = 512, 8, 2
+_LEARNING_RATE, _DECAY, _DROPOUT = 1e-4, 0.995, 0.1
+_CALLS_PER_BATCH = 256
+_SHARES = tuple(round(0.1 * i, 1) for i in range(11))
+
+
+def probed_layers(n_layers: int) -> tuple[int, ...]:
+    """Return which layers' outputs are read, 0-based, at the published depths."""
+    return tuple(sorted({min(n_layers - 1, round(n_layers * d)) for d in _DEPTHS}))
+
+
+def make_probe(d_model: int) -> torch.nn.Module:
+    """Return one prober, untrained."""
+    return torch.nn.Sequential(
+        torch.nn.LayerNorm(d_model),
+        torch.nn.Linear(d_model, _WIDTH),
+        torch.nn.SiLU(),
+        torch.nn.LayerNorm(_WIDTH),
+        torch.nn.Dropout(_DROPOUT),
+        torch.nn.Linear(_WIDTH, _WIDTH),
+        torch.nn.SiLU(),
+        torch.nn.LayerNorm(_WIDTH),
+        torch.nn.Dropout(_DROPOUT),
+        torch.nn.Linear(_WIDTH, 2),
+    )
+
+
+def balanced(labels: np.ndarray) -> np.ndarray:
+    """Return places of as many right as wrong answers, drawn with seed 0, in order."""
+    rng = np.random.default_rng(0)
+    right, wrong = np.flatnonzero(labels), np.flatnonzero(~labels)
+    n = min(len(right), len(wrong))
+    kept = [rng.choice(places, n, replace=False) for places in (right, wrong)]
+    return np.sort(np.concatenate(kept))
+
+
+def fit_probe(states: np.ndarray, labels: np.ndarray, seed: int) -> torch.nn.Module:
+    """Train one prober on balanced answers.
+
+    Args:
+      states: `[n, d_model]` float32.
+      labels: `[n]` bool, True is right.
+      seed: of weights and order; theirs is the layer.
+    """
+    kept = balanced(labels)
+    given, wanted = (
+        torch.from_numpy(states[kept]),
+        torch.from_numpy(labels[kept]).long(),
+    )
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(seed)
+        probe = make_probe(states.shape[1])
+        optimizer = torch.optim.AdamW(probe.parameters(), lr=_LEARNING_RATE)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, _DECAY)
+        for _ in range(_EPOCHS):
+            for batch in torch.randperm(len(kept)).split(_BATCH):
+                optimizer.zero_grad()
+                softmaxed = probe(given[batch]).softmax(-1)
+                torch.nn.functional.cross_entropy(softmaxed, wanted[batch]).backward()
+                optimizer.step()
+                schedule.step()
+    return probe.eval()
+
+
+class Probing:
+    """Serves "probe": the summed probabilities (wrong, right) of an answer.
+
+    The probes are trained when the first answer is asked for: on a machine where all
+    of them are kept already nothing is trained.
+
+    Args:
+      answering: what makes prompts.
+      journal: where answers are kept.
+      training: answers to training questions, without passages and with.
+    """
+
+    def __init__(
+        self,
+        answering: Answering,
+        journal: Journal,
+        training: Sequence[tuple[Call, Example]],
+    ) -> None:
+        """Take the answers to learn from."""
+        self._answering, self._journal = answering, journal
+        self._training = training
+        backbone = answering.probed.backbone
+        self._layers = probed_layers(backbone.n_layers)
+        # Entry l + 1 of the resid axis is the output of layer l.
+        kept = tuple(layer + 1 for layer in self._layers)
+        self._reader = SignalReader(backbone, kept, hidden_spans="answer")
+        self._probes: list[torch.nn.Module] = []
+
+    def _states(self, calls: Sequence[Call]) -> np.ndarray:
+        """Return mean states of the generated tokens, `[n, n_layers, d_model]`.
+
+        The last generated token is never fed; where nothing else was generated it is
+        the state that emitted it that is read.
+        """
+        answers = [self._answering.answered(c, self._reply(c)) for c in calls]
+        sequences = [sequence_of(a, answer_span="literal") for a in answers]
+        for i, sequence in enumerate(sequences):
+            if sequence.spans[2, 0] == sequence.spans[2, 1]:
+                sequences[i] = sequence_of(answers[i], answer_span="emitting")
+        found: list[Any] = [None] * len(calls)
+        config = self._answering.probed.config
+        for batch in plan_batches([len(s.ids) for s in sequences], config):
+            read = self._reader.read([sequences[i] for i in batch])
+            for i, one in zip(batch, read, strict=True):
+                found[i] = one.hidden.mean(axis=0)
+        return np.stack(found)
+
+    def _reply(self, call: Call) -> Reply:
+        return self._journal.value(Call("answer", call.text, call.passages))
+
+    def _train(self) -> None:
+        calls = [call for call, _ in self._training]
+        states = self._states(calls)
+        labels = np.array(
+            [contains_gold(self._reply(c).text, e.golds) for c, e in self._training]
+        )
+        self._probes = [
+            fit_probe(states[:, place], labels, layer)
+            for place, layer in enumerate(self._layers)
+        ]
+
+    @torch.no_grad()
+    def _sums(self, calls: Sequence[Call]) -> np.ndarray:
+        states = torch.from_numpy(self._states(calls))
+        parts = [
+            probe(states[:, place]).softmax(-1)
+            for place, probe in enumerate(self._probes)
+        ]
+        return torch.stack(parts).sum(0).numpy()
+
+    def batches(
+        self, calls: Sequence[Call], done: Collection[int]
+    ) -> Iterator[list[tuple[int, tuple[float, float]]]]:
+        """Yield sums of some answers at a time; see `Service`."""
+        with self._answering.probed.lock:
+            if len(done) < len(calls) and not self._probes:
+                self._train()
+            for first in range(0, len(calls), _CALLS_PER_BATCH):
+                places = range(first, min(first + _CALLS_PER_BATCH, len(calls)))
+                if all(i in done for i in places):
+                    continue
+                sums = self._sums(calls[first : places.stop]).tolist()
+                yield [
+                    (i, (own[0], own[1])) for i, own in zip(places, sums, strict=True)
+                ]
+
+    def cost(self, call: Call, value: tuple[float, float]) -> Cost:
+        """Return what it costs: one pass over the answer."""
+        return Cost(forwards=1)
+
+
+def probing_rag(
+    question: str,
+    theta: float,
+    n_training: int,
+    shown: Callable[[tuple[int, ...]], str],
+    config: SearchConfig,
+) -> Plan[str]:
+    """Answer until the probes say that it is right.
+
+    Args:
+      question: not empty.
+      theta: how much surer the probes have to be.
+      n_training: answers that they were trained on; it tells probes apart.
+      shown: passages as the prompt has them.
+      config: k and how many retrievals.
+    """
+    passages: tuple[int, ...] = ()
+    reply = yield Call("answer", question)
+    for _ in range(config.max_rounds):
+        wrong, right = yield Call("probe", question, passages, n=n_training)
+        if wrong + theta < right:
+            return reply.text
+        query = question
+        if passages:
+            query = f"{shown(passages)} {question} {reply.text}"
+        ranking = yield Call("search", query, n=config.depth)
+        passages = tuple(ranking[: config.n_passages])
+        reply = yield Call("answer", question, passages)
+    return reply.text
+
+
+def enter_probing(
+    session: Session, answering: Answering, passages: Sequence[Passage]
+) -> None:
+    """Train probes on training answers, choose theta on validation, and run."""
+    shared, training = session.config.search, []
+    _ = session.outcomes  # the answers to learn from
+    for example in session.training:
+        ranking = session.waves.journal.value(
+            Call("search", example.question, n=shared.depth)
+        )
+        shown_to = tuple(ranking[: shared.n_passages])
+        training.append((Call("answer", example.question), example))
+        training.append((Call("answer", example.question, shown_to), example))
+    journal, n = session.waves.journal, len(training)
+    session.waves.services["probe"] = Probing(answering, journal, training)
+    template = answering.probed.template
+
+    def shown(indices: tuple[int, ...]) -> str:
+        return template.context_text([passages[p] for p in indices])
+
+    def gap(example: Example) -> Plan[float]:
+        yield Call("answer", example.question)
+        wrong, right = yield Call("probe", example.question, n=n)
+        return right - wrong
+
+    found = session.run("probing:draft", session.validation, gap)
+    gaps = np.array([done.value for done in found])
+    grid = [0.0, *(float(np.quantile(gaps, share)) for share in _SHARES)]
+
+    def plan(theta: float, example: Example) -> Plan[str]:
+        return probing_rag(example.question, theta, n, shown, shared)
+
+    session.tune("probing_rag", Rival(grid=grid, plan=plan))

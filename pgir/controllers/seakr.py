@@ -1,0 +1,177 @@
+"""SeaKR: retrieve where drawn answers lie apart inside the model (Yao et al., 2025).
+
+Followed: THU-KEG/SeaKR d75fe70, the single-hop script, which suits short answers: the
+direct answer is taken where its uncertainty is below delta; else every passage is read
+by itself and the answer of the least uncertainty is taken. Here the passages are the k
+that all controllers retrieve (they: ten), and are read only where they are needed;
+their script always runs all. Delta is chosen on validation: -6 was for one model, and
+the scale depends on the width of the states.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+
+import numpy as np
+import torch
+
+from extract.backbone.layout import LayerPass, watch_layers
+from extract.generate.generator import GeneratorPrompt, SamplingConfig
+from extract.generate.local import stop_ids
+from extract.generate.requests import GenerationConfig, plan_batches
+from extract.records import Example
+from extract.signals.batch import pad_batch
+from pgir.controllers.calls import Call, Cost, Plan, SearchConfig
+from pgir.controllers.services import Answering
+from pgir.controllers.session import Rival, Session
+
+N_DRAWS = 20
+_RIDGE = 1e-3
+_SEED = 42
+_CALLS_PER_BATCH = 32  # whose draws are made together, and kept at once
+_SHARES = (0.5, 0.0, 0.1, 0.2, 0.3, 0.4, 0.6, 0.7, 0.8, 0.9, 1.0)
+
+
+def uncertainty(states: np.ndarray) -> float:
+    """Return (1/k) ln det(Z J Z' + 0.001 I) of k states, high where they lie apart.
+
+    J centres each state over its own dimensions; the products are not divided by their
+    number. Without a state it is 0, which is above any delta of use: retrieve.
+
+    Args:
+      states: `[k, d]`, any float dtype.
+    """
+    if not len(states):
+        return 0.0
+    own = states.astype(np.float64)
+    centred = own - own.mean(axis=1, keepdims=True)
+    gram = centred @ centred.T + _RIDGE * np.eye(len(own))
+    return float(np.linalg.slogdet(gram)[1] / len(own))
+
+
+class Spreading:
+    """Serves "spread": draws answers, and measures how far their states lie apart.
+
+    The state is what the feed-forward part of the middle layer adds (the official code
+    takes a layer's first output in vLLM, where the residual is not added yet), at a
+    stop token put in the place of the last one written.
+    """
+
+    def __init__(self, answering: Answering) -> None:
+        """Take what makes prompts and draws."""
+        self._answering = answering
+        probed = answering.probed
+        self._sampling = SamplingConfig(
+            max_new_tokens=probed.config.max_new_tokens,
+            temperature=1.0,
+            top_k=50,
+            top_p=0.9,
+            seed=_SEED,
+            stop=probed.config.stop,
+        )
+        self._layer = max(0, probed.backbone.n_layers // 2 - 1)
+
+    def batches(
+        self, calls: Sequence[Call], done: Collection[int]
+    ) -> Iterator[list[tuple[int, tuple[float, int]]]]:
+        """Yield (uncertainty, new tokens) of some calls at a time; see `Service`."""
+        for first in range(0, len(calls), _CALLS_PER_BATCH):
+            places = range(first, min(first + _CALLS_PER_BATCH, len(calls)))
+            if all(i in done for i in places):
+                continue
+            with self._answering.probed.lock:
+                spreads = self._spreads(calls[first : places.stop])
+                yield list(zip(places, spreads, strict=True))
+
+    def _spreads(self, calls: Sequence[Call]) -> list[tuple[float, int]]:
+        asked = [self._answering.request(call)[0].prompt.ids for call in calls]
+        prompts = [
+            GeneratorPrompt(text="", ids=ids, sample=k)
+            for ids, call in zip(asked, calls, strict=True)
+            for k in range(call.n)
+        ]
+        found = dict(self._answering.generator.stream(prompts, self._sampling))
+        stop = stop_ids(self._answering.probed.backbone)[0]
+        owners, sequences = [], []
+        n_new = [0] * len(calls)
+        owner_of = [place for place, call in enumerate(calls) for _ in range(call.n)]
+        for i, written in sorted(found.items()):
+            n_new[owner_of[i]] += len(written.log_probs)
+            # The last token is replaced, the one that stopped it included.
+            kept = written.token_ids
+            if written.stop_id is None:
+                kept = kept[:-1]
+            if written.token_ids:
+                owners.append(owner_of[i])
+                sequences.append(np.array((*prompts[i].ids, *kept, stop), np.int64))
+        states = self._states(sequences)
+        own = np.array(owners, int)
+        return [
+            (uncertainty(states[own == place]), n_new[place])
+            for place in range(len(calls))
+        ]
+
+    @torch.no_grad()
+    def _states(self, sequences: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the states at the last token of sequences, `[n, d_model]` float32."""
+        backbone = self._answering.probed.backbone
+        layout = backbone.layout
+        states = np.zeros((len(sequences), backbone.d_model), np.float32)
+        plan = GenerationConfig(
+            max_new_tokens=1,
+            tokens_per_batch=self._answering.generator.tokens_per_batch,
+        )
+        for batch in plan_batches([len(ids) for ids in sequences], plan):
+            kept: list[torch.Tensor] = []
+            last = torch.tensor([len(sequences[i]) - 1 for i in batch])
+
+            def on_layer(layer: LayerPass, last: torch.Tensor = last) -> None:
+                if layer.index == self._layer:
+                    rows = torch.arange(len(last), device=layer.ffn.device)
+                    at = last.to(layer.ffn.device)
+                    kept.append(layer.ffn[rows, at].float().cpu())  # noqa: B023
+
+            ids = pad_batch([sequences[i] for i in batch], backbone.device)
+            with watch_layers(layout, on_layer):
+                layout.decoder(input_ids=ids, use_cache=False)
+            states[list(batch)] = kept[0].numpy()
+        return states
+
+    def cost(self, call: Call, value: tuple[float, int]) -> Cost:
+        """Return what draws cost; their request is that of the answer beside them."""
+        return Cost(sequences=call.n, tokens=value[1], forwards=call.n)
+
+
+def seakr(question: str, delta: float, n_draws: int, config: SearchConfig) -> Plan[str]:
+    """Answer directly where that is certain, else from the best single passage."""
+    direct = yield Call("answer", question)
+    spread, _ = yield Call("spread", question, n=n_draws)
+    if spread < delta:
+        return direct.text
+    ranking = yield Call("search", question, n=config.depth)
+    found = []
+    for passage in ranking[: config.n_passages]:
+        reply = yield Call("answer", question, (passage,))
+        spread, _ = yield Call("spread", question, (passage,), n=n_draws)
+        # Empty answers rank last.
+        found.append((not reply.text, spread, len(found), reply.text))
+    return min(found)[-1] if found else direct.text
+
+
+def enter_seakr(session: Session, answering: Answering, n_draws: int = N_DRAWS) -> None:
+    """Choose delta among the quantiles of validation questions, and run."""
+    session.waves.services["spread"] = Spreading(answering)
+    shared = session.config.search
+
+    def direct(example: Example) -> Plan[float]:
+        yield Call("answer", example.question)
+        spread, _ = yield Call("spread", example.question, n=n_draws)
+        return spread
+
+    found = session.run("seakr:direct", session.validation, direct)
+    spreads = np.array([done.value for done in found])
+    grid = [float(np.quantile(spreads, share)) for share in _SHARES]
+    grid.append(float(spreads.max()) + 1)  # never retrieve
+
+    def plan(delta: float, example: Example) -> Plan[str]:
+        return seakr(example.question, delta, n_draws, shared)
+
+    session.tune("seakr", Rival(grid=grid, plan=plan))

@@ -1,0 +1,488 @@
+"""Each rival does what its publication and its code do."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from extract.generate.requests import GenerationConfig
+from extract.records import Example, Passage
+from pgir.bridge import ProbedBackbone
+from pgir.controllers.adaptive import (
+    adaptive_rag,
+    biased,
+    fit_router,
+    iterative,
+    silver_labels,
+)
+from pgir.controllers.calls import (
+    Attended,
+    Call,
+    SearchConfig,
+    Words,
+    best_under_cap,
+    content_words,
+)
+from pgir.controllers.dragin import (
+    Wording,
+    dragin,
+    last_attention,
+    query_words,
+    word_owners,
+    word_values,
+)
+from pgir.controllers.perplexity import perplexity_judge
+from pgir.controllers.policy import ControllerConfig, Policy, pgir
+from pgir.controllers.probing import (
+    Probing,
+    balanced,
+    fit_probe,
+    make_probe,
+    probed_layers,
+    probing_rag,
+)
+from pgir.controllers.seakr import Spreading, seakr, uncertainty
+from pgir.controllers.services import Answering
+from pgir.controllers.skr import (
+    Neighbours,
+    QuestionEncoder,
+    neighbours_of,
+    question_encoder,
+    skr,
+    wants_retrieval,
+)
+from pgir.controllers.waves import Journal
+from tests.pgir.played import played, reply
+from tests.pgir.small_detector import PASSAGE, QUESTION
+
+SEARCH = SearchConfig(n_passages=3, depth=9)
+TEMPORAL = (47, 62, 849)  # better, worse, all: the counts that SKR's code holds
+
+
+def kinds(calls):
+    return [call.kind for call in calls]
+
+
+# SKR
+
+
+@pytest.mark.parametrize(
+    ("near", "retrieves"),
+    [((0, 0), True), ((2, 2), True), ((3, 2), True), ((2, 3), False), ((0, 1), False)],
+)
+def test_skr_votes_as_its_code_on_its_own_data(near, retrieves):
+    # int((62 - 47) * 5 / 849) is 0: a majority, and a tie retrieves.
+    assert wants_retrieval(*near, TEMPORAL, k=5) is retrieves
+
+
+@given(
+    st.integers(0, 10),
+    st.integers(0, 10),
+    st.integers(0, 400),
+    st.integers(0, 400),
+    st.integers(0, 400),
+)
+def test_skr_votes_as_flashrag_writes_the_same_rule(near, hurt, better, worse, same):
+    k, n_all = 10, max(1, better + worse + same)
+    delta, total = near - hurt, better - worse
+    least = int(total * k / n_all)
+    expected = (
+        not (delta < 0 and delta <= least)
+        if total < 0
+        else delta > 0 and delta >= least
+    )
+    assert wants_retrieval(near, hurt, (better, worse, n_all), k) is expected
+
+
+def test_skr_asks_the_neighbours_on_which_something_changed():
+    encoder = question_encoder(["who wrote it", "where is it", "when was it"])
+    questions = [f"who wrote book {i}" for i in range(6)]
+    questions += [f"where is town {i}" for i in range(6)] + ["when was it"] * 3
+    without = np.array([True] * 6 + [False] * 6 + [False] * 3)
+    with_passages = np.array([False] * 6 + [True] * 6 + [False] * 3)
+    index = neighbours_of(questions, without, with_passages, encoder)
+    assert len(index.vectors) == 12 and index.n_all == 15
+    found = index.retrieves(["who wrote that", "where is that town"], k=5)
+    assert found.tolist() == [False, True]
+    assert encoder.name == "TF-IDF"
+
+
+def test_skr_without_a_neighbour_does_not_fail():
+    flat = QuestionEncoder("flat", lambda texts: np.ones((len(texts), 1)))
+    index = neighbours_of(["a", "b"], np.ones(2, bool), np.ones(2, bool), flat)
+    assert isinstance(index, Neighbours)
+    assert index.retrieves(["c"], k=5).tolist() == [False]
+
+
+def test_skr_decides_before_anything_is_generated():
+    serve = lambda call: range(9) if call.kind == "search" else reply("x")  # noqa: E731
+    for retrieves, expected in ((True, ["search", "answer"]), (False, ["answer"])):
+        _, calls = played(skr("who?", retrieves, SEARCH), serve)
+        assert kinds(calls) == expected
+
+
+# Adaptive-RAG
+
+
+def test_the_silver_label_is_the_cheapest_strategy_that_is_right():
+    right = {
+        "A": np.array([1, 0, 0, 0], bool),
+        "B": np.array([1, 1, 0, 0], bool),
+        "C": np.array([1, 1, 1, 0], bool),
+    }
+    assert silver_labels(right) == ["A", "B", "C", None]
+
+
+def example(i, dataset="world", golds=("yes",)):
+    return Example(
+        id=f"{dataset}{i}", dataset=dataset, split="train", question="q?", golds=golds
+    )
+
+
+def test_known_sets_bring_a_label_of_their_own_for_some_of_their_questions():
+    given = [example(i, d) for d in ("nq", "musique", "world") for i in range(5)]
+    found = [(e.dataset, label) for e, label in biased(given, 2)]
+    assert found == [("nq", "B")] * 2 + [("musique", "C")] * 2
+
+
+def test_the_router_finds_a_planted_class_and_survives_one_class():
+    vectors = np.repeat(np.eye(3), 20, axis=0)
+    labels = ["A"] * 20 + ["B"] * 20 + ["C"] * 20
+    assert fit_router(vectors, labels, 10.0).predict(np.eye(3)).tolist() == [*"ABC"]
+    assert fit_router(vectors[:9], ["B"] * 9, 1.0).predict(np.eye(3)).tolist() == [
+        *"BBB"
+    ]
+
+
+def test_the_third_strategy_asks_with_its_last_answer_and_keeps_its_passages():
+    answers = iter(["Rome", "Tiber", "Tiber"])
+
+    def serve(call):
+        if call.kind == "search":
+            return {"who?": range(3), "Rome": range(2, 8), "Tiber": range(20, 29)}[
+                call.text
+            ]
+        return reply(next(answers))
+
+    answer, calls = played(iterative("who?", SEARCH), serve)
+    assert answer == "Tiber"  # it came twice
+    assert [c.text for c in calls if c.kind == "search"] == ["who?", "Rome", "Tiber"]
+    shown = [c.passages for c in calls if c.kind == "answer"]
+    assert shown == [(0, 1, 2), (0, 1, 2, 3, 4), (0, 1, 2, 3, 4, 20, 21, 22)]
+
+
+@pytest.mark.parametrize(("strategy", "n"), [("A", 0), ("B", 1), ("C", 2)])
+def test_a_strategy_searches_as_often_as_its_letter_says(strategy, n):
+    serve = lambda c: range(9) if c.kind == "search" else reply("x")  # noqa: E731
+    _, calls = played(adaptive_rag("who?", strategy, SEARCH), serve)
+    assert kinds(calls).count("search") == n
+
+
+# DRAGIN
+
+
+def test_a_word_counts_by_its_share_of_attention_times_entropy_times_length():
+    words = Words(("the", "Tiber"), (1.0, 3.0), (2.0, 0.5))
+    assert word_values(words) == pytest.approx([0.25 * 2.0 * 2, 0.75 * 0.5 * 2])
+
+
+def test_tokens_belong_to_the_word_they_are_in():
+    words, owners = word_owners([2, 5, 6, 12], "Guzolt Falls"[:12])
+    assert words == ["Guzolt", "Falls"] and owners.tolist() == [0, 0, 0, 1]
+
+
+def test_the_query_is_what_the_uncertain_words_look_at_in_their_order():
+    attended = Attended(
+        ("where", "is", "the", "Tiber", "rising", "Monte", "Fumaiolo"),
+        ((0.1, 0.0, 0.5, 0.3, 0.1, 0.0, 0.0), (0.0, 0.0, 0.1, 0.2, 0.6, 0.1, 0.0)),
+    )
+    # Function words are not asked for, words that triggered neither.
+    hits = np.array([False, True])
+    assert query_words(attended, hits) == "Tiber rising Monte"
+    assert query_words(attended, hits, most=1) == "rising"
+    assert query_words(attended, np.array([True, True])) == "Tiber rising"
+
+
+def test_where_only_function_words_trigger_these_are_asked():
+    attended = Attended(("Tiber", "rises", "the"), ((0.9, 0.1, 0.0),))
+    assert query_words(attended, np.array([True])) == "Tiber rises"
+
+
+def test_content_words_are_those_that_are_no_stop_words():
+    assert content_words("Where is the Tiber's rise?") == ["tiber's", "rise"]
+
+
+def dragin_serve(call):
+    found = {
+        "answer": reply("Monte Fumaiolo" if not call.passages else "Balze"),
+        "words": Words(("Monte", "Fumaiolo"), (1.0, 1.0), (0.2, 2.0)),
+        "attended": Attended(
+            ("Tiber", "source?", "Monte", "Fumaiolo"),
+            ((1.0, 0.0, 0.0, 0.0), (0.6, 0.3, 0.1, 0.0)),
+        ),
+        "search": tuple(range(9)),
+    }
+    return found[call.kind]
+
+
+def test_dragin_writes_again_only_if_a_word_triggers():
+    answer, calls = played(dragin("Tiber source?", 2.5, SEARCH), dragin_serve)
+    assert (answer, kinds(calls)) == ("Monte Fumaiolo", ["answer", "words"])
+    answer, calls = played(dragin("Tiber source?", 1.5, SEARCH), dragin_serve)
+    assert answer == "Balze"
+    assert kinds(calls) == ["answer", "words", "attended", "search", "answer"]
+    assert calls[3].text == "Tiber source? Monte"
+
+
+# SeaKR
+
+
+def test_the_uncertainty_is_the_log_determinant_of_the_centred_products():
+    states = np.random.default_rng(0).normal(size=(4, 9))
+    d = states.shape[1]
+    centring = np.eye(d) - np.ones((d, d)) / d
+    gram = states @ centring @ states.T + 1e-3 * np.eye(4)
+    expected = math.log(np.linalg.det(gram)) / 4
+    assert uncertainty(states) == pytest.approx(expected)
+
+
+def test_equal_states_are_the_most_certain_and_none_is_uncertain():
+    states = np.random.default_rng(0).normal(size=(8, 16))
+    assert uncertainty(np.repeat(states[:1], 8, axis=0)) < uncertainty(states)
+    assert uncertainty(states[:0]) == 0.0
+
+
+def seakr_serve(call):
+    if call.kind == "search":
+        return (5, 6, 7, 8)
+    if call.kind == "spread":
+        return {(): -3.0, (5,): -4.0, (6,): -9.0, (7,): -20.0}[call.passages], 30
+    return reply({(): "guess", (5,): "a", (6,): "b", (7,): ""}[call.passages])
+
+
+def test_seakr_keeps_a_certain_answer():
+    answer, calls = played(seakr("who?", -2.0, 20, SEARCH), seakr_serve)
+    assert (answer, kinds(calls)) == ("guess", ["answer", "spread"])
+
+
+def test_seakr_reads_each_passage_alone_and_keeps_the_surest_that_says_something():
+    answer, calls = played(seakr("who?", -6.0, 20, SEARCH), seakr_serve)
+    assert answer == "b"
+    shown = [call.passages for call in calls if call.kind == "spread"]
+    assert shown == [(), (5,), (6,), (7,)]
+    assert {call.n for call in calls if call.kind == "spread"} == {20}
+
+
+# Probing-RAG
+
+
+def test_probes_read_the_published_depths():
+    assert probed_layers(18) == (6, 8, 10, 12, 14, 16)
+    assert probed_layers(6) == (2, 3, 4, 5)
+
+
+def test_a_probe_has_the_published_parts():
+    names = [type(part).__name__ for part in make_probe(12)]
+    block = ["Linear", "SiLU", "LayerNorm", "Dropout"]
+    assert names == ["LayerNorm", *block, *block, "Linear"]
+    assert sum(p.numel() for p in make_probe(2048).parameters()) == 1_318_914
+
+
+def test_a_probe_learns_a_planted_direction_and_nothing_from_permuted_labels():
+    rng = np.random.default_rng(0)
+    states = rng.normal(size=(1200, 16)).astype(np.float32)
+    labels = states[:, 0] > 0
+    new = rng.normal(size=(400, 16)).astype(np.float32)
+
+    def accuracy(labels):
+        with torch.no_grad():
+            found = fit_probe(states, labels, 3)(torch.from_numpy(new)).argmax(-1)
+        return (found.numpy().astype(bool) == (new[:, 0] > 0)).mean()
+
+    assert accuracy(labels) > 0.85
+    assert 0.3 < accuracy(rng.permutation(labels)) < 0.7
+
+
+def test_as_many_right_as_wrong_answers_are_learned_from():
+    labels = np.array([True] * 3 + [False] * 9)
+    kept = balanced(labels)
+    assert len(kept) == 6 and labels[kept].sum() == 3
+
+
+def probing_serve(surest):
+    def serve(call):
+        if call.kind == "search":
+            return tuple(range(9)) if call.text == "who?" else tuple(range(4, 13))
+        if call.kind == "probe":
+            return (0.0, 6.0) if call.passages == surest else (3.0, 3.0)
+        return reply(f"saw {call.passages}")
+
+    return serve
+
+
+def probing(theta, serve):
+    plan = probing_rag("who?", theta, 9, lambda shown: f"<{shown[0]}>", SEARCH)
+    return played(plan, serve)
+
+
+def test_probing_rag_asks_with_the_question_and_then_with_all_of_its_output():
+    answer, calls = probing(0.0, probing_serve((4, 5, 6)))
+    assert answer == "saw (4, 5, 6)"  # in the place of those before
+    searched = [call.text for call in calls if call.kind == "search"]
+    assert searched == ["who?", "<0> who? saw (0, 1, 2)"]
+
+
+def test_probing_rag_returns_its_last_answer_after_the_fourth_retrieval():
+    answer, calls = probing(0.0, probing_serve(None))
+    assert kinds(calls).count("search") == 4 and kinds(calls).count("answer") == 5
+    assert kinds(calls).count("probe") == 4  # the last is not judged
+
+
+def test_a_tie_of_the_probes_retrieves_and_theta_moves_it():
+    _, calls = probing(0.0, probing_serve(None))
+    assert "search" in kinds(calls)
+    answer, calls = probing(-0.1, probing_serve(None))
+    assert kinds(calls) == ["answer", "probe"]
+
+
+# The threshold on perplexity, and what all share
+
+
+def test_perplexity_judges_in_the_same_loop_without_a_pass_of_the_detector():
+    maps = {"closed_book": lambda x: 0.3, "with_context": lambda x: np.exp(x)}
+    judge = perplexity_judge(maps)
+
+    def serve(call):
+        if call.kind == "search":
+            return range(9)
+        return reply("sure" if call.passages else "guess", math.log(0.8))
+
+    policy = Policy(threshold=0.7, budget=2)
+    answer, calls = played(pgir("who?", policy, ControllerConfig(), judge), serve)
+    assert (answer, kinds(calls)) == ("sure", ["answer", "search", "answer"])
+
+
+def test_the_best_setting_under_the_cap_is_taken_the_cheapest_of_equals():
+    right, wrong = np.ones(4), np.zeros(4)
+    cost = lambda n: np.full(4, float(n))  # noqa: E731
+    tried = {
+        "dear": (right, cost(5)),
+        "first": (right, cost(3)),
+        "cheap": (right, cost(2)),
+        "bad": (wrong, cost(1)),
+    }
+    assert best_under_cap(tried, 4.0) == "cheap"
+    assert best_under_cap({"a": tried["dear"], "b": tried["bad"]}, 0.5) == "b"
+
+
+# On the embedded model
+
+
+@pytest.fixture(scope="module")
+def answering(probed, tmp_path_factory):
+    small = ProbedBackbone(
+        probed.backbone,
+        probed.detector,
+        probed.template,
+        GenerationConfig(max_new_tokens=8, tokens_per_batch=512),
+    )
+    return Answering(small, [Passage(title="", text=PASSAGE)])
+
+
+@pytest.fixture(scope="module")
+def asked(answering, tmp_path_factory):
+    """Two answers in a journal, without a passage and with one."""
+    journal = Journal(tmp_path_factory.mktemp("calls") / "calls.jsonl", "one")
+    calls = [Call("answer", QUESTION), Call("answer", QUESTION, (0,))]
+    for batch in answering.batches(calls, ()):
+        places, values = zip(*batch, strict=True)
+        journal.add("first", [calls[i] for i in places], values, 0.0)
+    return journal, calls
+
+
+def values_of(service, calls):
+    found = dict(pair for batch in service.batches(calls, ()) for pair in batch)
+    return [found[i] for i in range(len(calls))]
+
+
+def test_an_answer_that_can_be_read_from_its_passage_is_surer_than_a_guess(
+    answering, asked
+):
+    calls = [as_kind(call, "spread", 12) for call in asked[1]]
+    (guess, _), (read, n_new) = values_of(Spreading(answering), calls)
+    assert read < guess and n_new >= 12
+    cost = Spreading(answering).cost(calls[1], (read, n_new))
+    assert (cost.generations, cost.sequences, cost.forwards) == (0, 12, 12)
+
+
+def as_kind(call, kind, n=0):
+    return Call(kind, call.text, call.passages, n)
+
+
+def test_last_attention_is_that_of_transformers(backbone):
+    ids = backbone.tokenizer(QUESTION)["input_ids"]
+    longer = [*ids, *ids]
+    found = last_attention(backbone, [ids, longer], 4096)
+    model = backbone.model
+    own = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        with torch.no_grad():
+            for given_ids, weights in zip((ids, longer), found, strict=True):
+                expected = model(torch.tensor([given_ids]), output_attentions=True)
+                want = expected.attentions[-1][0].numpy()
+                # Eager and ours add the same float32 products in another order.
+                np.testing.assert_allclose(weights, want, atol=1e-5)
+    finally:
+        model.set_attn_implementation(own)
+
+
+def test_words_of_an_answer_have_attention_and_entropy(answering, asked):
+    journal, answers = asked
+    wording = Wording(answering, journal)
+    found = values_of(wording, [as_kind(c, "words") for c in answers])
+    read = found[1]
+    assert read.words == ("Guzolt", "Falls")
+    assert min(read.attention) > 0 and all(e >= 0 for e in read.entropy)
+    (attended,) = values_of(wording, [as_kind(answers[1], "attended")])
+    assert attended.words == (*QUESTION.split(), "Guzolt", "Falls")
+    for place, row in enumerate(attended.rows):
+        n_before = len(QUESTION.split()) + place
+        assert sum(row) == pytest.approx(1, abs=1e-5)
+        assert not any(row[n_before:])  # of what comes before alone
+
+
+def test_probes_are_trained_on_answers_and_judge_them(answering, asked):
+    journal, answers = asked
+    training = [(answers[0], example(0)), (answers[1], example(1, golds=("Guzolt",)))]
+    probe = Probing(answering, journal, training * 8)
+    calls = [as_kind(c, "probe", 16) for c in answers]
+    sums = values_of(probe, calls)
+    n_probes = len(probed_layers(6))
+    for wrong, right in sums:
+        assert wrong + right == pytest.approx(n_probes, abs=1e-4)
+    assert sums[1][1] > sums[0][1]  # the second was labelled right
+
+
+def test_a_prompt_is_cut_to_the_window_by_whole_passages(answering, backbone):
+    many = Answering(
+        answering.probed, [Passage(title="", text=PASSAGE * 3) for _ in range(30)]
+    )
+    request, n_shown = many.request(Call("answer", QUESTION, tuple(range(30))))
+    assert 1 < n_shown < 30
+    assert len(request.prompt.ids) + 8 <= backbone.max_length
+
+
+def test_a_reply_is_as_long_as_its_log_probabilities_say(answering, asked):
+    journal, answers = asked
+    for call in answers:
+        value = journal.value(call)
+        n_written = len(value.token_ids) + (value.stop_id is not None)
+        assert len(value.log_probs) == n_written
+        assert value.log_prob == pytest.approx(np.mean(value.log_probs))
+        cost = answering.cost(call, value)
+        assert cost.tokens == value.n_prompt_tokens + n_written
+    assert journal.value(answers[1]).text == "Guzolt Falls"

@@ -1,0 +1,265 @@
+"""Many questions at once give what one at a time does, and a kill changes nothing."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pgir.controllers.calls import Call, Cost, Scored
+from pgir.controllers.policy import ControllerConfig, drafts
+from pgir.controllers.waves import Failed, Journal, Waves
+from tests.pgir.played import played, reply
+
+ROOT = Path(__file__).parents[2]
+QUESTIONS = [f"question {i}?" for i in range(7)]
+CONFIG = ControllerConfig(max_budget=2)
+PRICES = {
+    "search": Cost(retrievals=1),
+    "answer": Cost(generations=1, sequences=1, tokens=12),
+    "score": Cost(forwards=1),
+}
+
+
+def give(call):
+    """What a call gives: long questions are right once they saw passage 4."""
+    if call.kind == "search":
+        return (1, 2, 3, 4, 5, 6)
+    if call.kind == "score":
+        return Scored(0.1 * len(call.passages), 0.5)
+    return reply("right" if 4 in call.passages else "guess")
+
+
+class Served:
+    """Serves two calls a batch, and writes down what it was asked."""
+
+    def __init__(self, kind, dies_after=None):
+        self.kind, self.asked, self.dies_after = kind, [], dies_after
+
+    def batches(self, calls, done):
+        for first in range(0, len(calls), 2):
+            places = range(first, min(first + 2, len(calls)))
+            if all(i in done for i in places):
+                continue
+            if self.dies_after == len(self.asked):
+                raise KeyboardInterrupt
+            self.asked.append(tuple(calls[i] for i in places))
+            yield [(i, give(calls[i])) for i in places]
+
+    def cost(self, call, value):
+        return PRICES[self.kind]
+
+
+def waves(path, key="corpus", **options):
+    deaths = options.pop("deaths", {})
+    services = {kind: Served(kind, deaths.get(kind)) for kind in PRICES}
+    return Waves(services, Journal(path, key), **options)
+
+
+def run(one):
+    return one.run("trace", [drafts(question, CONFIG) for question in QUESTIONS])
+
+
+def counted(found):
+    return [(done.value, done.cost._replace(seconds=0)) for done in found]
+
+
+@pytest.mark.parametrize("group_size", [1, 3, 256])
+def test_waves_give_what_each_question_gets_by_itself(tmp_path, group_size):
+    found = run(waves(tmp_path / "calls.jsonl", group_size=group_size))
+    alone = [played(drafts(question, CONFIG), give) for question in QUESTIONS]
+    assert [done.value for done in found] == [value for value, _ in alone]
+    for done, (_, calls) in zip(found, alone, strict=True):
+        total = Cost()
+        for call in calls:
+            total = total.plus(PRICES[call.kind])
+        assert done.cost._replace(seconds=0) == total
+        assert done.cost.seconds > 0
+
+
+def test_all_first_drafts_are_asked_for_together(tmp_path):
+    one = waves(tmp_path / "calls.jsonl")
+    run(one)
+    first = [call for batch in one.services["answer"].asked[:4] for call in batch]
+    assert [call.text for call in first] == QUESTIONS
+    assert {call.passages for call in first} == {()}
+
+
+def test_a_call_is_made_once_and_paid_for_by_everyone(tmp_path):
+    one = waves(tmp_path / "calls.jsonl")
+    before = run(one)
+    n_asked = {kind: len(service.asked) for kind, service in one.services.items()}
+    after = one.run("again", [drafts(question, CONFIG) for question in QUESTIONS])
+    assert {kind: len(s.asked) for kind, s in one.services.items()} == n_asked
+    assert after == before
+
+
+@pytest.mark.parametrize(
+    ("kind", "batch"), [("answer", 2), ("answer", 6), ("score", 5)]
+)
+def test_an_interrupted_wave_goes_on_with_the_same_batches(tmp_path, kind, batch):
+    whole = waves(tmp_path / "whole.jsonl")
+    expected = run(whole)
+    path = tmp_path / "calls.jsonl"
+    broken = waves(path, deaths={kind: batch})
+    with pytest.raises(KeyboardInterrupt):
+        run(broken)
+    resumed = waves(path)
+    assert counted(run(resumed)) == counted(expected)
+    for name, service in resumed.services.items():
+        before = broken.services[name].asked
+        assert before + service.asked == whole.services[name].asked
+
+
+def test_a_line_that_was_cut_or_changed_is_asked_again(tmp_path):
+    path = tmp_path / "calls.jsonl"
+    expected = counted(run(waves(path)))
+    lines = path.read_bytes().splitlines(keepends=True)
+    damaged = {
+        "cut": b"".join(lines[:9]) + lines[9][:-7],
+        "changed": b"".join(lines).replace(b'"guess"', b'"gauss"', 1),
+        "no line": b"".join(lines[:9]) + b"{}\n" + b"".join(lines[9:]),
+    }
+    for content in damaged.values():
+        path.write_bytes(content)
+        one = waves(path)
+        assert counted(run(one)) == expected
+        assert any(service.asked for service in one.services.values())
+        again = waves(path)
+        assert counted(run(again)) == expected
+        assert not any(service.asked for service in again.services.values())
+
+
+def test_calls_of_another_corpus_are_not_taken(tmp_path):
+    path = tmp_path / "calls.jsonl"
+    run(waves(path))
+    other = waves(path, key="another corpus")
+    run(other)
+    assert len(other.services["search"].asked) > 0
+
+
+def test_a_failed_search_costs_its_question_alone_and_is_tried_again(tmp_path):
+    class Down(Served):
+        def batches(self, calls, done):
+            for batch in super().batches(calls, done):
+                yield [
+                    (i, Failed("no route") if "3" in calls[i].text else value)
+                    for i, value in batch
+                ]
+
+    path = tmp_path / "calls.jsonl"
+    one = waves(path)
+    one.services["search"] = Down("search")
+    found = run(one)
+    assert [i for i, done in enumerate(found) if done is None] == [3]
+    assert set(one.failed.values()) == {"no route"}
+    mended = waves(path)
+    assert None not in run(mended)
+    answered = [c for batch in mended.services["answer"].asked for c in batch]
+    # With whom it shares a batch, so that it is rounded as it would have been.
+    assert {call.text for call in answered} == set(QUESTIONS[2:4])
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from extract.backbone.loading import load_backbone
+from extract.backbone.names import WEIGHTS
+from extract.generate.requests import GenerationConfig
+from extract.generate.templates import TEMPLATES
+from extract.records import Example, Passage
+from extract.run.results import write_rows
+from jaxprobe.metrics import BootstrapConfig
+from pgir.bridge import ProbedBackbone
+from pgir.controllers.calls import vanilla_rag
+from pgir.controllers.policy import ControllerConfig, QuestionSet
+from pgir.controllers.rivals import control_rows
+from pgir.controllers.services import Answering, open_services
+from pgir.controllers.session import Session
+from pgir.controllers.waves import Journal, Waves
+from tests.pgir.small_detector import make_detector
+
+folder = Path(sys.argv[1])
+names = [f"{a} {b}" for a in "Skiband Wegrur Tepus Laset".split() for b in
+         "Rugrond Trapolt Hebros Drososk Vesur Tubin Fisor Gonom".split()]
+kinds = "birthplace employer spouse".split()
+passages = [Passage(title=n, text=f"the {k} of {n} is {names[(i * 7 + j) % 32]}.")
+            for i, n in enumerate(names) for j, k in enumerate(kinds)]
+examples = tuple(
+    Example(id=f"q{i}", dataset="world", split=split, golds=(names[(i * 7) % 32],),
+            question=f"what is the {kinds[i % 3]} of {n}?")
+    for i, n in enumerate(names) for split in ("validation",))
+backbone = load_backbone(WEIGHTS)
+probed = ProbedBackbone(backbone, make_detector(backbone), TEMPLATES["short"],
+                        GenerationConfig(max_new_tokens=6, tokens_per_batch=200))
+answering = Answering(probed, passages)
+journal = Journal(folder / "calls.jsonl", "one")
+test = tuple(Example(id=f"t{e.id}", dataset="world", split="test", golds=e.golds,
+                     question=e.question.replace("what is", "name")) for e in examples)
+session = Session(
+    waves=Waves(open_services(answering, passages, journal), journal),
+    sets=[QuestionSet(dataset="world", split=s, examples=e)
+          for s, e in (("validation", examples), ("test", test))],
+    training=(), config=ControllerConfig(max_budget=2),
+    update=lambda done, total: None)
+traced = session.trace("trace", session.config)
+session.answer("vanilla_rag", lambda e: vanilla_rag(e.question, session.config.search))
+session.enter("pgir", traced, session.config)
+rows = control_rows(session.sets, session.answers, BootstrapConfig(n_resamples=50))
+(folder / "rows.jsonl").write_text(write_rows(rows))
+print(traced, file=(folder / "traces.txt").open("w"))
+"""
+
+
+def start(folder):
+    folder.mkdir(exist_ok=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(folder)],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(folder):
+    process = start(folder)
+    _, errors = process.communicate()
+    assert process.returncode == 0, errors
+
+
+@pytest.mark.slow
+def test_a_kill_in_the_middle_of_a_wave_changes_no_row(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish(whole)
+    journal = killed / "calls.jsonl"
+    n_lines = len((whole / "calls.jsonl").read_bytes().splitlines())
+    for share in (0.1, 0.5, 0.8):  # a draft's, a later round's
+        process = start(killed)
+        while process.poll() is None:
+            time.sleep(0.002)
+            n = journal.read_bytes().count(b"\n") if journal.exists() else 0
+            if n > share * n_lines:
+                os.killpg(process.pid, signal.SIGKILL)
+                break
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL, "it outran the kill"
+        assert not (killed / "rows.jsonl").exists()
+    finish(killed)
+    for name in ("rows.jsonl", "traces.txt"):
+        assert (killed / name).read_bytes() == (whole / name).read_bytes()
+
+
+def test_calls_are_told_apart_by_all_they_ask():
+    calls = [
+        Call("answer", "who?"),
+        Call("answer", "who?", (1, 2)),
+        Call("answer", "who?", (2, 1)),
+        Call("score", "who?", (1, 2)),
+        Call("search", "who?", n=3),
+        Call("search", "who?", n=60),
+    ]
+    assert len(set(calls)) == len(calls)
