@@ -54,7 +54,8 @@ from jaxprobe.features.subsets import (
     SUBSETS,
     FamilyDims,
 )
-from jaxprobe.fit.grid import Trained, grid_members
+from jaxprobe.fit.blocks import grid_members
+from jaxprobe.fit.grid import Trained
 from jaxprobe.fit.stage import EVERY_FAMILY, encoder_folders
 from jaxprobe.model.encoder import Encoder
 from jaxprobe.settings import grid_config, set_compiler
