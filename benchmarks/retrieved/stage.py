@@ -91,6 +91,8 @@ class Scenario:
             for field in dataclasses.fields(Rows)
             if field.name != "setting"
         }
+        unseen = np.full(len(new.ids), "ood")
+        fields["splits"] = np.concatenate([own.splits, unseen])
         return Rows(setting=self.setting, **fields)
 
     @property
