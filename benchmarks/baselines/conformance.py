@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.baselines.catalogue import catalogue
 from benchmarks.baselines.detector import Detector, Evidence
-from benchmarks.baselines.readings import kept_readings
+from benchmarks.baselines.readings import kept_readings, rows_read
 from benchmarks.baselines.stage import BaselinesConfig, unmet
 from extract.run.contents import settings_of
 from extract.run.directory import RunDir
@@ -72,7 +72,7 @@ def check_detector(run_dir: Path, place: str, nli: Path | None = None) -> list[s
                 layer=chosen_layer(run),
                 relations=relations,
             )
-            kept = kept_readings(evidence, detector.reads)
+            kept = kept_readings(evidence, rows_read(evidence, [detector]))
             evidence = dataclasses.replace(evidence, readings=kept.values)
             faults += [f"{setting}: {x}" for x in faults_of(detector, evidence)]
     return faults

@@ -20,7 +20,7 @@ _TRUTH_TOKENS = 35
 def forecast_of(
     left: Mapping[Evidence, Sequence[Detector]],
     lacks: Mapping[str, str],
-    unread: Callable[[Evidence, Sequence[str]], dict[str, np.ndarray]],
+    unread: Callable[[Evidence, Sequence[Detector]], Mapping[str, np.ndarray]],
     reading_of: Callable[[Evidence], Any],
 ) -> Forecast:
     """Return what is left to do; every group of readings is timed on a few answers.
@@ -28,15 +28,15 @@ def forecast_of(
     Args:
       left: by the evidence of each setting, the detectors that have no scores yet.
       lacks: why some cannot be judged, by name.
-      unread: see `benchmarks.baselines.readings.unread`.
+      unread: gives by name the rows whose readings some detectors still want.
       reading_of: gives what has `benchmarks.baselines.readings.Reading.some`.
     """
     lines, n_read, n_forwards, n_new = [], 0, 0, 0
     for evidence, detectors in left.items():
         setting = evidence.rows.setting
         lines.append(f"{setting}: {len(detectors)} detectors left of those asked for")
-        names = sorted({name for one in detectors for name in one.reads})
-        rows = {n: where for n, where in unread(evidence, names).items() if len(where)}
+        wanted = unread(evidence, detectors)
+        rows = {name: where for name, where in wanted.items() if len(where)}
         counts = _sequences(evidence, rows)
         n_forwards += sum(len(own) for own in counts.values())
         n_read += sum(sum(own) for own in counts.values())

@@ -19,6 +19,7 @@ from benchmarks.baselines.readings import (
     identities,
     kept_readings,
     parts_of,
+    rows_read,
     unread,
 )
 from benchmarks.panorama.costs import Judged, judged_file
@@ -282,7 +283,7 @@ def _setting(
     """Judge detectors on one setting, those of earlier starts among them."""
     kept, held, new = _left(run, setting, config, asked, relations)
     evidence = kept.evidence
-    reads = sorted({name for one in new for name in one.reads})
+    reads = rows_read(evidence, new)
     ticks = itertools.count(1)
     total = len(new) + len(parts_of(len(evidence.rows.ids))) * bool(reads)
 
@@ -372,7 +373,7 @@ def forecast(run: RunDir, config: BaselinesConfig) -> Forecast:
     return forecast_of(
         {left.kept.evidence: left.new for left in lefts},
         {name: reason for name, reason in lacks.items() if reason is not None},
-        unread,
+        lambda evidence, new: unread(evidence, rows_read(evidence, new)),
         Reading,
     )
 
