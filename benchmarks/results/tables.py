@@ -245,14 +245,14 @@ def detection_table(
     return _ranked(Table(corner="Detector", columns=columns, lines=lines))
 
 
-# What a controller spends on a question, and the column's name and unit.
+# What a controller spends on a question, as its rows name it, and the unit.
 COSTS = {
-    "generations": ("generations", "per question"),
-    "sequences": ("texts", "written"),
-    "tokens": ("tokens", "read, written"),
-    "retrievals": ("searches", "per question"),
-    "forwards": ("passes", "over text"),
-    "seconds": ("seconds", "this machine"),
+    "generations": "per question",
+    "sequences": "texts written",
+    "tokens": "read, written",
+    "retrievals": "per question",
+    "forwards": "over text",
+    "seconds": "this machine",
 }
 
 
@@ -293,9 +293,7 @@ def controller_table(rows: Sequence[ResultRow]) -> Table:
         Column(group="Exact match / F1", label=label, detail=detail)
         for label, detail in [*heads, ("macro", "mean")]
     ]
-    for cost in costs:
-        label, detail = COSTS[cost]
-        columns.append(Column(group="Cost", label=label, detail=detail))
+    columns += [Column(group="Cost", label=n, detail=COSTS[n]) for n in costs]
     rivals = tuple(line for name, line in lines.items() if name not in BOUNDS)
     bounds = tuple(line for name, line in lines.items() if name in BOUNDS)
     ranked = _ranked(Table(corner="Controller", columns=tuple(columns), lines=rivals))
