@@ -38,6 +38,7 @@ VERBS = {
     "calibrate": "jaxprobe.commands",
     "evaluate": "benchmarks.commands",
     "baselines": "benchmarks.commands",
+    "anatomy": "selection.commands",
     "control": "pgir.commands",
     "report": "benchmarks.commands",
     "compare": "benchmarks.commands",

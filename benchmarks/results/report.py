@@ -7,6 +7,7 @@ from typing import Any
 
 import jinja2
 
+from benchmarks.anatomy.parts import anatomy_parts
 from benchmarks.panorama.costs import HEADS as COST_HEADS
 from benchmarks.panorama.costs import Judged, cost_tables, titles_of
 from benchmarks.panorama.layout import panoramas
@@ -259,6 +260,7 @@ def render_report(data: ReportData) -> str:
             exhaustive=exhaustive_table(data.rows),
             set_names=set_names(data.selection, data.ablations),
             ranking=ranking_pictures(data.ranking),
+            anatomy=anatomy_parts(data.rows),
             setting_labels=SETTING_LABELS,
             split_labels=SPLIT_LABELS,
             metric_labels=METRIC_LABELS,

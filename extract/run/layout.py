@@ -21,6 +21,7 @@ _WRITERS = {
     "results": "report",
     "exhaustive": "select --exhaustive",
     "ablate": "evaluate --ablations",
+    "anatomy": "anatomy",
 }
 
 

@@ -306,6 +306,7 @@ ON_REQUEST = {
     "ablate": "beatrice evaluate RUN_DIR --ablations",
     "optimism": "beatrice select RUN_DIR --optimism",
     "baselines": "beatrice baselines RUN_DIR",
+    "anatomy": "beatrice anatomy RUN_DIR",
 }
 
 
