@@ -1,4 +1,4 @@
-"""Which family decides, on the page: complementarity, flips, the boundary, grounding."""
+"""Which family decides, on the page: whose mistakes, whose flips, what grounds them."""
 
 import itertools
 from collections.abc import Sequence

@@ -65,6 +65,11 @@ class Evidence:
         """How the encoders are trained."""
         return grid_config(self.run)
 
+    @cached_property
+    def settings(self) -> tuple[Setting, ...]:
+        """All settings of the run."""
+        return settings_of(self.run)
+
     @property
     def n_seeds(self) -> int:
         """Training seeds of every encoder."""
@@ -107,6 +112,12 @@ class Evidence:
         """Labelled test and held-out rows, `[n]` indices into the store."""
         is_judged = np.isin(self.rows.splits, ("test", "ood")) & self.rows.is_labelled
         return np.flatnonzero(is_judged)
+
+    @property
+    def n_tokens(self) -> np.ndarray:
+        """Tokens of every row that encoders read, `[n_rows]`."""
+        spans = self.store.spec.spans
+        return (spans[..., 1] - spans[..., 0]).sum(axis=1)
 
     def printed(self, name: str) -> str:
         """Return an encoder's printed name, [HP] with context and (HP) without."""

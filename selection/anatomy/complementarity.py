@@ -1,4 +1,4 @@
-"""Which signal gets right what another gets wrong (the paper's figure of the same name).
+"""Which signal gets right what another gets wrong (paper, figure of that name).
 
 Every single-family encoder is thresholded to flag as many answers as are wrong, as in
 the paper (section 5.3). A cell is the share of the column family's mistakes, of either

@@ -1,0 +1,254 @@
+"""How much data it takes, and how far it carries. Encoders are trained anew here.
+
+Beyond the paper. A user with 200 labelled answers asks whether they are enough; so of n
+labels four fifths train and one fifth stops the training (or chooses the penalty of a
+linear probe). And a detector of one question set is read on each other one, all trained
+on equally many answers; a held-out set, on which nothing of the run is trained, teaches
+with one half of its questions and is read on the other.
+
+To bound what it costs, encoders have one seed, three sizes and one drawing of answers
+(of which the larger hold the smaller); the probe has more sizes. All sizes are repeated
+to one number of rows, so that all take the same steps in the same executable. Answers
+whose text is far longer than most are not drawn.
+"""
+
+import dataclasses
+import hashlib
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from extract.records import IN_DOMAIN
+from extract.run.results import ResultRow
+from jaxprobe.evaluation import Scored, detection_rows
+from jaxprobe.features.rows import Held, Rows
+from jaxprobe.features.subsets import LETTERS, SUBSETS, subset_index
+from jaxprobe.features.widths import width_groups, widths_of
+from jaxprobe.fit.grid import apply_member, default_blocks
+from jaxprobe.fit.stage import MemberTrainer
+from jaxprobe.pool import read_selection, reads
+from selection.anatomy.analysis import EVERY_FAMILY, Evidence, drawn, some_rows
+from selection.anatomy.encoders import Deployed
+from selection.anatomy.linear import linear_scores, pooled_signals
+
+CURVE, TRANSFER = "anatomy_labels", "anatomy_transfer"
+SIZES = (100, 200, 400, 800, 1600)  # labelled answers
+ENCODER_SIZES = (100, 400, 1600)  # of which encoders are trained on these
+_FOR_VALIDATION = 5  # one of so many labels
+PROBE = "probe:HPRA"
+
+
+def candidates(deployed: Deployed, split: str) -> np.ndarray:
+    """Return a split's labelled rows in their original wording, few of them left out.
+
+    Those that are far longer than the others make every row as long as they are.
+    """
+    rows = deployed.evidence.rows
+    where = rows.where(split)
+    where = where[rows.variants[where] == "original"]
+    if not len(where):
+        return where
+    n_batch = deployed.evidence.config.train.batch_size
+    return where[width_groups(deployed.data.lengths[where], n_batch)[0]]
+
+
+def parted(order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Part drawn rows into those that train and those that validate, in turn."""
+    is_valid = np.arange(len(order)) % _FOR_VALIDATION == _FOR_VALIDATION - 1
+    return order[~is_valid], order[is_valid]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Few:
+    """Trains encoders on few rows of a setting.
+
+    Attributes:
+      deployed: of the setting.
+      n_train: rows of an epoch, to which fewer are repeated.
+      n_valid: likewise.
+      lengths: padded length of every span.
+      folder: where finished members are kept until all are done.
+    """
+
+    deployed: Deployed
+    n_train: int
+    n_valid: int
+    lengths: tuple[int, ...]
+    folder: Path
+
+    @classmethod
+    def of(cls, deployed: Deployed, drawn_rows: np.ndarray, n_most: int) -> "Few":
+        """Return what trains on at most `n_most` of some rows."""
+        train, valid = parted(np.arange(n_most))
+        return cls(
+            deployed=deployed,
+            n_train=len(train),
+            n_valid=len(valid),
+            lengths=widths_of(deployed.data.lengths[drawn_rows]),
+            folder=deployed.evidence.run.path / "anatomy" / "members",
+        )
+
+    def scores(
+        self, names: Sequence[str], order: np.ndarray, where: np.ndarray
+    ) -> dict[str, np.ndarray] | None:
+        """Train encoders on some labelled rows, and return what they say of others.
+
+        Args:
+          names: of encoders.
+          order: `[n]` rows that are trained and validated on, as `parted` takes them.
+          where: `[m]` rows that are scored.
+
+        Returns:
+          `[m]` logits by name; None where a part of the rows holds one class.
+        """
+        deployed, evidence = self.deployed, self.deployed.evidence
+        labels = evidence.rows.labels
+        parts = parted(order)
+        if any(len(set(labels[part].tolist())) < 2 for part in parts):
+            return None
+        sizes = self.n_train, self.n_valid
+        repeated = [np.resize(p, n) for p, n in zip(parts, sizes, strict=True)]
+        held = tuple(
+            (Held(np.arange(len(part)), deployed.data.read(part, self.lengths)),)
+            for part in repeated
+        )
+        data = dataclasses.replace(deployed.data, where=tuple(repeated), in_memory=held)
+        digest = hashlib.sha256(np.concatenate(repeated).tobytes()).hexdigest()
+        config = dataclasses.replace(evidence.config, stream=None)
+        trainer = MemberTrainer(data=data, config=config, key=digest, tick=lambda: None)
+        blocks = default_blocks(1, [subset_index(name) for name in names])
+        trained = trainer.train(labels, blocks, self.folder / digest[:16])
+        shutil.rmtree(self.folder, ignore_errors=True)
+        found = {name: np.full(len(where), np.nan, np.float32) for name in names}
+        members = {m.subset: i for i, m in enumerate(trained.members)}
+        for places, tokens in deployed.parts(where, 2):
+            for name in names:
+                k = subset_index(name)
+                own = jax.tree.map(lambda x, i=members[k]: x[i], trained.params)
+                mask = jnp.asarray(SUBSETS[k])
+                out = apply_member(own, mask, tokens, encoder=deployed.encoder)
+                found[name][places] = np.asarray(out[0])[: len(places)]
+        return found
+
+
+def own_members(evidence: Evidence) -> list[str]:
+    """Return the selected encoders of this pass, of the search in this pass alone."""
+    alone = evidence.setting == "with_context" and len(evidence.settings) > 1
+    branch = "single_pass" if alone else evidence.setting
+    members = read_selection(evidence.run, branch)[1]["members"]
+    return [name for _, name in reads(branch, members)]
+
+
+def _scored(name: str, scores: np.ndarray, reason: str = "") -> Scored:
+    if reason:
+        return Scored(name=name, scores=scores[None], reason=reason)
+    return Scored(name=name, scores=scores[None])
+
+
+_ONE_CLASS = "the drawn answers hold one class"
+
+
+def learning_curve(deployed: Deployed) -> list[ResultRow]:
+    """Return AUROC on test and held-out sets against the number of labelled answers.
+
+    `encoder:H at 400` and so on; `selected at 400` is the mean of the probabilities of
+    the selected encoders of this pass, which is how a head begins; `probe:HPRA at 400`
+    logistic regression on all four families.
+    """
+    evidence = deployed.evidence
+    rows, seed = evidence.rows, evidence.run.seed
+    judged = evidence.judged
+    pool = np.concatenate(
+        [candidates(deployed, split) for split in ("train", "validation")]
+    )
+    order = drawn(rows, pool, max(SIZES), seed)
+    sizes = [n for n in SIZES if n <= len(order)]
+    if not sizes:
+        return []
+    where = np.concatenate([order, judged])
+    blocks = pooled_signals(deployed, where)
+    selected = own_members(evidence)
+    names = tuple(dict.fromkeys([*LETTERS, EVERY_FAMILY, *selected]))
+    few = Few.of(deployed, order, max(n for n in sizes if n in ENCODER_SIZES))
+    scored: list[Scored] = []
+    for n in sizes:
+        train, valid = parted(np.arange(n))
+        labels = rows.labels[where]
+        for letters, chosen in (
+            *((x, [blocks[f]]) for f, x in enumerate(LETTERS)),
+            (EVERY_FAMILY, blocks),
+        ):
+            scores = linear_scores(chosen, labels, train, valid)[len(order) :]
+            scored.append(_scored(f"probe:{letters} at {n}", scores, _ONE_CLASS))
+        if n not in ENCODER_SIZES:
+            continue
+        found = few.scores(names, order[:n], judged)
+        found = found or dict.fromkeys(names, np.full(len(judged), np.nan))
+        shown = [*LETTERS, EVERY_FAMILY]
+        scored += [_scored(f"encoder:{x} at {n}", found[x], _ONE_CLASS) for x in shown]
+        mean = np.mean([1 / (1 + np.exp(-found[x])) for x in selected], axis=0)
+        scored.append(_scored(f"selected at {n}", mean, _ONE_CLASS))
+    own = some_rows(rows, judged)
+    made = detection_rows(scored, own, evidence.bootstrap, CURVE)
+    return [row for row in made if row.metric == "auroc"]
+
+
+def _half(ids: Iterable[str]) -> np.ndarray:
+    """Return which questions teach, by a hash of their id; the others are read on."""
+    digests = (hashlib.blake2b(f"half {one}".encode()).digest() for one in ids)
+    return np.array([digest[0] % 2 == 0 for digest in digests], bool)
+
+
+def sources_of(rows: Rows, pools: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the rows from which every set may teach, `[n]` indices by its name.
+
+    Args:
+      rows: of a setting.
+      pools: rows that may be drawn, by split.
+    """
+    found = {}
+    taught = np.concatenate([pools["train"], pools["validation"]])
+    for dataset in dict.fromkeys(rows.datasets[taught].tolist()):
+        found[dataset] = taught[rows.datasets[taught] == dataset]
+    held_out = pools["ood"]
+    held_out = held_out[_half(rows.ids[held_out])] if len(held_out) else held_out
+    for dataset in dict.fromkeys(rows.datasets[held_out].tolist()):
+        found[dataset] = held_out[rows.datasets[held_out] == dataset]
+    return found
+
+
+def transfer(deployed: Deployed) -> list[ResultRow]:
+    """Return AUROC on every set of detectors that were trained on one set each.
+
+    `encoder:HPRA from NAME` and `probe:HPRA from NAME`, from as many answers of each.
+    """
+    evidence = deployed.evidence
+    rows, seed = evidence.rows, evidence.run.seed
+    splits = ("train", "validation", "ood")
+    sources = sources_of(rows, {s: candidates(deployed, s) for s in splits})
+    n = min(min(map(len, sources.values())), max(SIZES))
+    taught = {name: drawn(rows, own, n, seed) for name, own in sources.items()}
+    judged = evidence.judged
+    is_read = (rows.splits[judged] == "test") | ~_half(rows.ids[judged])
+    judged = judged[is_read]
+    every = np.concatenate([*taught.values(), judged])
+    blocks = pooled_signals(deployed, every)
+    few = Few.of(deployed, np.concatenate(list(taught.values())), n)
+    scored = []
+    for place, (name, order) in enumerate(taught.items()):
+        train, valid = (place * n + part for part in parted(np.arange(n)))
+        scores = linear_scores(blocks, rows.labels[every], train, valid)
+        own = scores[len(taught) * n :]
+        scored.append(_scored(f"{PROBE} from {name}", own, _ONE_CLASS))
+        found = few.scores([EVERY_FAMILY], order, judged)
+        logits = found[EVERY_FAMILY] if found else np.full(len(judged), np.nan)
+        scored.append(
+            _scored(f"encoder:{EVERY_FAMILY} from {name}", logits, _ONE_CLASS)
+        )
+    made = detection_rows(scored, some_rows(rows, judged), evidence.bootstrap, TRANSFER)
+    kept = [row for row in made if row.metric == "auroc"]
+    return [row for row in kept if row.dataset != IN_DOMAIN]
