@@ -15,6 +15,8 @@ from benchmarks.anatomy.rows import (
     known,
     largest,
     own,
+    part_of,
+    places_in,
     printed,
     settings_in,
     spelled,
@@ -24,7 +26,7 @@ from benchmarks.anatomy.rows import (
 from benchmarks.results.pictures import Picture, picture
 from benchmarks.results.tables import Table
 from extract.records import IN_DOMAIN
-from extract.run.results import SETTING_LABELS, ResultRow, ResultTable
+from extract.run.results import SETTING_LABELS, SPLIT_LABELS, ResultRow, ResultTable
 
 
 def _complementarity_figure(table: ResultTable, setting: str) -> Picture | None:
@@ -84,31 +86,12 @@ def complementarity_part(rows: Sequence[ResultRow]) -> Part | None:
             f"{FAMILIES[letter]} gets {spelled(first)} right, the most of the other "
             f"families, where unrelated mistakes would give {by_chance:.3f}."
         )
-    return _part(
+    return part_of(
         "Which family gets right what another gets wrong",
         "A cell near the row's own share of right answers means mistakes that have "
         "nothing to do with each other; near 0, that the row repeats the column's.",
         found,
         pictures,
-    )
-
-
-def _part(
-    title: str,
-    look: str,
-    found: Sequence[str],
-    pictures: Sequence[Picture] = (),
-    tables: Sequence[tuple[str, Table]] = (),
-) -> Part | None:
-    """Return a part, or nothing where the run has none of its rows."""
-    if not (found or pictures or tables):
-        return None
-    return Part(
-        title=title,
-        look=look,
-        found=tuple(found),
-        pictures=tuple(pictures),
-        tables=tuple(tables),
     )
 
 
@@ -154,9 +137,9 @@ def _flip_sentence(table: ResultTable, setting: str) -> str:
     )
     right = table.find(detector="answers", metric="right")
     text = (
-        f"{in_setting(setting)} {FAMILIES[decides]} decide{_s(decides)} most in {name}: "
-        f"{spelled(first)} of the decisions flip without {_them(decides)}, the right "
-        "way with precision "
+        f"{in_setting(setting)} {FAMILIES[decides]} decide{_s(decides)} most in "
+        f"{name}: {spelled(first)} of the decisions flip without "
+        f"{_them(decides)}, the right way with precision "
         f"{spelled(table.find(detector=f'{name}-{decides}', metric='flip_precision'))}."
     )
     if near:
@@ -213,7 +196,7 @@ def flips_part(rows: Sequence[ResultRow]) -> Part | None:
                     caption,
                 )
             )
-    return _part(
+    return part_of(
         "Which family decides, and when the others act",
         "A family is replaced by its means inside a deployed encoder. A high flip rate "
         "is a family that decides; a high precision with flips near the boundary is "
@@ -238,3 +221,64 @@ def _panels(
         kinds = panels.setdefault(FAMILIES[letter], ({}, {}))
         kinds[kind == "flips"][float(x), float(y)] = row.value
     return panels
+
+
+_GROUNDING = {
+    "right closed-book": ("answers", "Right answers, closed-book"),
+    "right with context": ("answers", "Right answers, with the passages"),
+    "wrong ones that stand there": ("answers", "Wrong answers that stand there"),
+    "right ones that stand there": ("answers", "Right answers that stand there"),
+    "flip precision": ("", "Precision of attention's flips"),
+    "flip precision, there but wrong": ("", "· answer stands there, but is wrong"),
+    "flip precision, right but not there": ("", "· answer right, but not there"),
+}
+
+
+def grounding_part(rows: Sequence[ResultRow]) -> Part | None:
+    """What the attention family responds to."""
+    table, tables, found = own(rows, "grounding"), [], []
+    where = places_in(table)
+    encoders = dict.fromkeys(r.detector for r in table.rows if r.detector != "answers")
+    columns = [
+        ("With context", dataset, SPLIT_LABELS[split]) for dataset, split in where
+    ]
+    for encoder in encoders:
+        lines = []
+        for metric, (of, label) in _GROUNDING.items():
+            cells = [
+                cell(
+                    table.find(
+                        detector=of or encoder, metric=metric, dataset=d, split=s
+                    )
+                )
+                for d, s in where
+            ]
+            lines.append((label, cells))
+        tables.append((f"Attention in {encoder}", table_of("Share", columns, lines)))
+    name = printed("with_context", EVERY)
+    for dataset, split in where[:1]:
+        at = {"dataset": dataset, "split": split}
+        every, wrong, unseen = (
+            table.find(detector=name, metric=metric, **at)
+            for metric in list(_GROUNDING)[4:]
+        )
+        found.append(
+            f"On {dataset} {SPLIT_LABELS[split]} answers the flips of attention in "
+            f"{name} are right with precision {spelled(every)}; where the answer "
+            f"stands in the passages but is wrong, {spelled(wrong)} ({_n(wrong)} "
+            "answers); where it is right but does not stand there, "
+            f"{spelled(unseen)} ({_n(unseen)} answers)."
+        )
+    return part_of(
+        "What attention responds to",
+        "If precision falls where an answer stands in the passage and is wrong, "
+        "attention endorses support, not truth. Whole words of the normalised answer "
+        "are looked for in titles and texts.",
+        found if encoders else [],
+        (),
+        tables,
+    )
+
+
+def _n(row: ResultRow | None) -> int:
+    return 0 if row is None else row.n

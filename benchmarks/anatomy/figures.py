@@ -4,6 +4,7 @@ As in `benchmarks.results.figures` every distinction is one of shape, fill or po
 besides colour, so that they can be read in grey.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -17,10 +18,12 @@ from benchmarks.results.figures import (
     GRID,
     INK,
     MUTED,
+    PAPER,
     SOFT,
     STRONG,
     styled,
 )
+from extract.run.results import SETTING_LABELS
 
 Cells = Mapping[tuple[float, float], float]  # counts by the centres of cells
 
@@ -121,4 +124,257 @@ def boundary_band(panels: Mapping[str, tuple[Cells, Cells]], setting: str) -> Fi
             axes.set_xlabel("logit without the family")
         for axes in grid[:, 0]:
             axes.set_ylabel("added by it (logits)")
+    return figure
+
+
+def head_map(maps: Mapping[str, np.ndarray], setting: str) -> Figure:
+    """Draw the share of every head of every layer, one panel an encoder.
+
+    Args:
+      maps: `[n_layers, n_heads]` shares by the encoder's printed name.
+      setting: for the colour.
+    """
+    most = max(float(shares.max()) for shares in maps.values())
+    with styled():
+        figure = Figure(figsize=(6.0, 4.0), layout="constrained")
+        *panels, scale = figure.subplots(
+            1, len(maps) + 1, width_ratios=(*(6 for _ in maps), 0.5)
+        )
+        for axes, (name, shares) in zip(panels, maps.items(), strict=True):
+            _heat(axes, shares, STRONG[setting], text=False, most=most)
+            axes.set_title(name, fontsize=9.5, color=INK)
+            axes.set(xlabel="head")
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+            axes.yaxis.set_major_locator(MaxNLocator(8, integer=True))
+        panels[0].set_ylabel("attention layer")
+        steps = np.linspace(0, most, 21)
+        for low, high in itertools.pairwise(steps):
+            tint = min(1.0, max(0.04, (low + high) / 2 / most)) * 0.75
+            scale.add_patch(
+                Rectangle((0, low), 1, high - low, color=STRONG[setting], alpha=tint)
+            )
+        even = 1 / next(iter(maps.values())).size
+        scale.axhline(even, color=INK, lw=1.5)
+        scale.set(xlim=(0, 1), ylim=(0, most), xticks=[])
+        scale.set_xlabel("share", fontsize=9)
+        scale.yaxis.tick_right()
+        scale.grid(False)
+    return figure
+
+
+def shares_of_text(
+    spans: Mapping[str, tuple[float, float]],
+    positions: Mapping[str, tuple[float, float, float, float]],
+    setting: str,
+) -> Figure:
+    """Draw how much spans and positions of the answer move the logit.
+
+    Args:
+      spans: by name the share of what is moved, and of the tokens.
+      positions: by name the share within the answer, its interval, and an even share.
+      setting: for the colours.
+    """
+    with styled():
+        figure = Figure(figsize=(6.0, 3.2), layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=(1, 1.6))
+        x = np.arange(len(spans))
+        for shift, place, colour, hatch, label in (
+            (-0.2, 0, STRONG[setting], "", "moved"),
+            (0.2, 1, SOFT[setting], "///", "tokens"),
+        ):
+            heights = [own[place] for own in spans.values()]
+            style = {"color": colour, "hatch": hatch, "edgecolor": PAPER}
+            left.bar(x + shift, heights, width=0.38, label=label, **style)
+        left.set_xticks(x, list(spans))
+        left.set(ylabel="share", ylim=(0, 1), xlabel="span")
+        left.legend(loc="upper left", fontsize=8)
+        left.grid(False, axis="x")
+        at = np.arange(len(positions))
+        values = np.array(list(positions.values()))
+        right.bar(at, values[:, 0], width=0.7, color=STRONG[setting], alpha=0.85)
+        errors = np.abs(values[:, 1:3].T - values[:, 0])
+        bars = {"fmt": "none", "ecolor": INK, "elinewidth": 1.0}
+        right.errorbar(at, values[:, 0], yerr=errors, **bars)
+        right.plot(at, values[:, 3], "_", color=INK, ms=14, mew=2, label="even")
+        right.set_xticks(at, list(positions))
+        right.set(ylabel="share within the answer", xlabel="token of the answer")
+        right.legend(loc="upper right", fontsize=8)
+        right.grid(False, axis="x")
+    return figure
+
+
+def layer_curves(
+    curves: Mapping[str, Sequence[tuple[int, float, float, float]]],
+    best: Mapping[str, int],
+) -> Figure:
+    """Draw AUROC by layer with intervals, and ring the layer that validation chooses.
+
+    Args:
+      curves: by setting layers, values and both ends of the interval.
+      best: by setting.
+    """
+    with styled():
+        figure = Figure(figsize=(6.0, 3.4), layout="constrained")
+        axes = figure.add_subplot()
+        for marker, (setting, points) in zip("os", curves.items(), strict=False):
+            x, y, low, high = (np.array(own) for own in zip(*points, strict=True))
+            axes.fill_between(x, low, high, color=SOFT[setting], alpha=0.45, lw=0)
+            style = {"color": STRONG[setting], "marker": marker, "ms": 4.5}
+            axes.plot(x, y, label=SETTING_LABELS[setting], **style)
+            at = int(np.flatnonzero(x == best[setting])[0])
+            ring = {"ms": 12, "fillstyle": "none", "color": STRONG[setting]}
+            axes.plot([x[at]], [y[at]], "o", **ring)
+        axes.set(xlabel="layer (0 is the embedding)", ylabel="AUROC, in-domain test")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.legend(loc="best")
+    return figure
+
+
+def pair_gains(gains: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
+    """Draw what a pair of families gains over the better of the two, a point a set.
+
+    Args:
+      gains: by pair and kind ("closed_book", "with_context", either with "other:" in
+        front for another backbone), differences of AUROC.
+    """
+    names = list(gains)
+    kinds = dict.fromkeys(kind for own in gains.values() for kind in own)
+    with styled():
+        figure = Figure(figsize=(6.0, 3.4), layout="constrained")
+        axes = figure.add_subplot()
+        axes.axvline(0, color=MUTED, lw=1)
+        for place, kind in enumerate(kinds):
+            is_other, setting = kind.startswith("other:"), kind.split(":")[-1]
+            points = [(100 * g, i) for i, n in enumerate(names) for g in gains[n][kind]]
+            shift = (place - (len(kinds) - 1) / 2) * 0.17
+            style = {"color": STRONG[setting], "ms": 5.5, "ls": "none"}
+            style["fillstyle"] = "none" if is_other else "full"
+            label = SETTING_LABELS[setting] + (", other backbone" if is_other else "")
+            axes.plot(
+                [x for x, _ in points],
+                [y + shift for _, y in points],
+                "o" if setting == "closed_book" else "s",
+                label=label,
+                **style,
+            )
+        axes.set_yticks(range(len(names)), names)
+        axes.set(xlabel="AUROC of the pair − better member (× 100)")
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        figure.legend(loc="outside upper center", ncols=2, fontsize=8)
+    return figure
+
+
+def closed_book_counts(shares: np.ndarray) -> Figure:
+    """Draw how many closed-book encoders sets hold along the ranking.
+
+    Args:
+      shares: `[4, n_parts]` share of a part's sets that hold 0, 1, 2 or 3.
+    """
+    n_parts = shares.shape[1]
+    x = (np.arange(n_parts) + 0.5) / n_parts
+    floor = np.zeros(n_parts)
+    with styled():
+        figure = Figure(figsize=(6.0, 3.2), layout="constrained")
+        axes = figure.add_subplot()
+        for k, own in enumerate(shares):
+            tint = (0.12, 0.38, 0.64, 0.9)[k]
+            colour = STRONG["closed_book"]
+            axes.fill_between(x, floor, floor + own, color=colour, alpha=tint, lw=0)
+            edge = {"color": PAPER, "lw": 1}
+            axes.plot(x, floor + own, **edge)
+            widest = int(np.argmax(own))
+            if own[widest] > 0.1:
+                y = floor[widest] + own[widest] / 2
+                ink = PAPER if k > 1 else INK
+                axes.text(x[widest], y, str(k), ha="center", va="center", color=ink)
+            floor = floor + own
+        axes.set(xlim=(x[0], x[-1]), ylim=(0, 1))
+        axes.set(xlabel="place in the ranking (0 best, 1 worst)")
+        axes.set(ylabel="share of the sets that\nhold so many closed-book")
+        axes.grid(False)
+    return figure
+
+
+def two_backbones(
+    points: Mapping[str, Sequence[tuple[str, float, float]]],
+    names: tuple[str, str],
+) -> Figure:
+    """Draw the AUROC of every subset on one backbone against another, by setting.
+
+    Args:
+      points: by setting the subset's letters and both AUROCs.
+      names: of the backbones.
+    """
+    with styled():
+        figure = Figure(figsize=(6.0, 3.4), layout="constrained")
+        panels = figure.subplots(1, len(points), squeeze=False)[0]
+        for axes, (setting, own) in zip(panels, points.items(), strict=True):
+            for reads, colour, marker in ((True, STRONG, "o"), (False, SOFT, "D")):
+                some = [p for p in own if ("H" in p[0]) == reads]
+                label = "reads hidden states" if reads else "does not"
+                axes.plot(
+                    [x for _, x, _ in some],
+                    [y for _, _, y in some],
+                    marker,
+                    color=colour[setting],
+                    markeredgecolor=STRONG[setting],
+                    ms=6,
+                    label=label,
+                )
+            axes.set_title(SETTING_LABELS[setting], fontsize=9.5, color=INK)
+            axes.set_xlabel(f"test AUROC, {names[0]}")
+            axes.margins(0.1)
+            axes.xaxis.set_major_locator(MaxNLocator(4))
+            axes.yaxis.set_major_locator(MaxNLocator(5))
+            axes.legend(loc="best", fontsize=8)
+        panels[0].set_ylabel(f"test AUROC, {names[1]}")
+    return figure
+
+
+def learning_curves(
+    curves: Mapping[str, Sequence[tuple[float, float]]], setting: str
+) -> Figure:
+    """Draw AUROC against the number of labelled answers, a line a reader.
+
+    Args:
+      curves: by name, numbers of labels and AUROCs.
+      setting: for the colours.
+    """
+    marks = itertools.cycle(("o", "s", "^", "D", "v", "P", "X", "*"))
+    with styled():
+        figure = Figure(figsize=(6.0, 4.2), layout="constrained")
+        axes = figure.add_subplot()
+        for place, (name, points) in enumerate(curves.items()):
+            is_whole = place >= len(FAMILIES)
+            colour = (STRONG[setting], INK, MUTED)[place - 4] if is_whole else MUTED
+            x, y = zip(*points, strict=True)
+            style = {"lw": 2.2} if is_whole else {"lw": 1.0}
+            style["linestyle"] = (0, (4, 2)) if "regression" in name else "-"
+            axes.plot(x, y, marker=next(marks), color=colour, ms=5, label=name, **style)
+        axes.set_xscale("log")
+        ticks = sorted({x for points in curves.values() for x, _ in points})
+        axes.set_xticks(ticks, [f"{x:,.0f}" for x in ticks])
+        axes.minorticks_off()
+        axes.set(xlabel="labelled answers", ylabel="AUROC, in-domain test")
+        figure.legend(loc="outside lower center", ncols=3, fontsize=8)
+    return figure
+
+
+def matrix(
+    values: np.ndarray, rows: Sequence[str], columns: Sequence[str], setting: str
+) -> Figure:
+    """Draw AUROC by the set that taught (row) and the set that is read (column)."""
+    with styled():
+        size = 1.6 + 0.55 * len(rows)
+        figure = Figure(figsize=(6.0, size), layout="constrained")
+        axes = figure.add_subplot()
+        # From .5, which is guessing: a tint says how much is told.
+        tint = np.clip(2 * values - 1, 0.0, 1.0)
+        _heat(axes, tint, STRONG[setting], text=False)
+        for (i, j), value in np.ndenumerate(values):
+            text = "–" if np.isnan(value) else short(value)
+            axes.text(j, i, text, ha="center", va="center", fontsize=9)
+        axes.set_xticks(range(len(columns)), columns)
+        axes.set_yticks(range(len(rows)), rows)
+        axes.set(xlabel="read on (AUROC)", ylabel="trained on")
     return figure

@@ -4,7 +4,8 @@ Nothing here loads JAX or Torch.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from benchmarks.results.pictures import Picture
 from benchmarks.results.tables import Cell, Column, Line, Measure, Table, number
@@ -30,6 +31,7 @@ class Part:
       found: what was found in this run, from its rows.
       pictures: figures.
       tables: by heading.
+      cases: as `selection.anatomy.cases.Case` has them.
     """
 
     title: str
@@ -37,6 +39,28 @@ class Part:
     found: tuple[str, ...] = ()
     pictures: tuple[Picture, ...] = ()
     tables: tuple[tuple[str, Table], ...] = ()
+    cases: tuple[Mapping[str, Any], ...] = ()
+
+
+def part_of(
+    title: str,
+    look: str,
+    found: Sequence[str],
+    pictures: Sequence[Picture] = (),
+    tables: Sequence[tuple[str, Table]] = (),
+    cases: Sequence[Mapping[str, Any]] = (),
+) -> Part | None:
+    """Return a part, or nothing where the run has none of its rows."""
+    if not (found or pictures or tables or cases):
+        return None
+    return Part(
+        title=title,
+        look=look,
+        found=tuple(found),
+        pictures=tuple(pictures),
+        tables=tuple(tables),
+        cases=tuple(cases),
+    )
 
 
 def own(rows: Sequence[ResultRow], experiment: str, **fields: str) -> ResultTable:
@@ -48,6 +72,22 @@ def own(rows: Sequence[ResultRow], experiment: str, **fields: str) -> ResultTabl
 def test_rows(table: ResultTable, setting: str) -> ResultTable:
     """Return those on all in-domain test answers of a setting."""
     return ResultTable(table.select(setting=setting, dataset=IN_DOMAIN, split="test"))
+
+
+def places_in(table: ResultTable) -> list[tuple[str, str]]:
+    """Return the sets that rows are of, all in-domain ones together first."""
+    splits = ("test", "ood")
+    found = dict.fromkeys((r.dataset, r.split) for r in table.rows)
+    n_test = sum(split == "test" for _, split in found)
+    return sorted(
+        (
+            place
+            for place in found
+            if place[1] in splits
+            and (place[0] == IN_DOMAIN or place[1] != "test" or n_test != 2)
+        ),
+        key=lambda place: (splits.index(place[1]), place[0] != IN_DOMAIN),
+    )
 
 
 def settings_in(table: ResultTable) -> list[str]:

@@ -88,6 +88,7 @@ class ReportData:
       shown: answers to look at, by setting and set, as `saved.ShownSet` has them.
       ranking: per setting what `selection.ranking.ranking_summary` returns.
       ablations: per setting and variant the names of the encoders it reads.
+      studies: cases of `beatrice anatomy`, as its `Case` has them.
       judged: what the rivals of `beatrice baselines` are and cost.
     """
 
@@ -106,6 +107,7 @@ class ReportData:
     ablations: Mapping[str, Mapping[str, Sequence[str]]] = dataclasses.field(
         default_factory=dict
     )
+    studies: Sequence[Mapping[str, Any]] = ()
     judged: Sequence[Judged] = ()
 
 
@@ -260,7 +262,7 @@ def render_report(data: ReportData) -> str:
             exhaustive=exhaustive_table(data.rows),
             set_names=set_names(data.selection, data.ablations),
             ranking=ranking_pictures(data.ranking),
-            anatomy=anatomy_parts(data.rows),
+            anatomy=anatomy_parts(data.rows, data.studies),
             setting_labels=SETTING_LABELS,
             split_labels=SPLIT_LABELS,
             metric_labels=METRIC_LABELS,

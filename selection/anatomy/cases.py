@@ -115,9 +115,10 @@ def cases(
     examples = {example.id: example for example in read_examples(run)}
     made: list[ResultRow] = []
     shown: list[Case] = []
-    for dataset, split in judged_sets(with_context.rows):
-        own = with_context.rows.where(split, dataset)
-        wanted = set(with_context.rows.ids[own].tolist())
+    rows = with_context.rows
+    for dataset, split in judged_sets(rows):
+        own = rows.where(split, dataset)
+        wanted = set(rows.ids[own].tolist())
         ids = sorted(wanted & sides[0].p.keys() & sides[1].p.keys())
         if not ids:
             continue
@@ -127,8 +128,9 @@ def cases(
             np.array([[side.labels[i] for side in sides] for i in ids]),
         )
         made += _rows(found, thresholds, dataset, split, with_context)
-        if " " in dataset:
+        if len(set(datasets := rows.datasets[own].tolist())) > 1:
             continue  # all in-domain sets together
+        dataset = datasets[0]
         for kind, i in chosen(found, thresholds).items():
             example = examples[ids[i]]
             shown.append(

@@ -115,22 +115,46 @@ def quadrature(n_steps: int) -> tuple[np.ndarray, np.ndarray]:
     return ((nodes + 1) / 2).astype(np.float32), (weights / 2).astype(np.float32)
 
 
-def _integrated(
-    given: tuple[Any, ...], n_steps: int, encoder: Encoder
-) -> tuple[jax.Array, ...]:
-    """Return `path_gradients` in a number of steps, a few at a time."""
-    found = None
-    nodes, weights = quadrature(n_steps)
-    for first in range(0, n_steps, _STEPS_AT_ONCE):
-        some = slice(first, first + _STEPS_AT_ONCE)
-        part = path_gradients(
-            *given,
-            jnp.asarray(nodes[some]),
-            jnp.asarray(weights[some]),
-            encoder=encoder,
-        )
-        found = part if found is None else jax.tree.map(jnp.add, found, part)
-    return found
+def attributed(
+    params: Params,
+    family_mask: jax.Array,
+    start: FamilyTokens,
+    end: FamilyTokens,
+    encoder: Encoder,
+    n: int,
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return attributions that sum to the differences of logits within `TOLERANCE`.
+
+    Steps are doubled until they do: an encoder has kinks, on which the error falls like
+    one over the steps (.2 to 1 % at 64), or until there are 1,024.
+
+    Args:
+      params: of one encoder.
+      family_mask: `[n_families]` bool.
+      start: the baseline.
+      end: the signals.
+      encoder: the module.
+      n: leading examples that count.
+
+    Returns:
+      Per family `[n_tokens, n, d_family]`, and the differences `[n]`.
+    """
+    apply = partial(apply_member, params, family_mask, encoder=encoder)
+    change = np.asarray(apply(end)[0] - apply(start)[0])[:n]
+    n_steps = _FEWEST_STEPS
+    while True:
+        nodes, weights = quadrature(n_steps)
+        total = None
+        for first in range(0, n_steps, _STEPS_AT_ONCE):
+            some = slice(first, first + _STEPS_AT_ONCE)
+            at = jnp.asarray(nodes[some]), jnp.asarray(weights[some])
+            part = path_gradients(params, family_mask, start, end, *at, encoder=encoder)
+            total = part if total is None else jax.tree.map(jnp.add, total, part)
+        found = [np.asarray(own)[:, :n] for own in total]
+        added = sum(own.sum(axis=(0, 2)) for own in found)
+        if incompleteness(added, change) <= TOLERANCE or n_steps >= _MOST_STEPS:
+            return found, change
+        n_steps *= 2
 
 
 def of_families(dims: FamilyDims, n_spans: int, families: Sequence[int]) -> PerChannel:
@@ -267,10 +291,6 @@ class Deployed:
     ) -> Iterator[tuple[np.ndarray, np.ndarray, tuple[np.ndarray, ...], Any]]:
         """Yield integrated gradients from the means of some families, part by part.
 
-        Steps are doubled until the attributions of a part sum to the differences of its
-        logits within `TOLERANCE`: an encoder has kinks, on which its error falls like
-        one over the steps (.2 to 1 % at 64).
-
         Args:
           name: the encoder's letters.
           where: `[n]` rows of the store.
@@ -286,19 +306,9 @@ class Deployed:
             start = replaced(tokens, self.means, gone)
             n, differences, by_seed = len(places), [], []
             for params in self.params(name):
-                apply = partial(apply_member, params, mask, encoder=self.encoder)
-                change = np.asarray(apply(tokens)[0] - apply(start)[0])[:n]
-                given = params, mask, start, tokens
-                n_steps = _FEWEST_STEPS
-                while True:
-                    found = _integrated(given, n_steps, self.encoder)
-                    added = sum(np.asarray(x.sum(axis=(0, 2)))[:n] for x in found)
-                    is_complete = incompleteness(added, change) <= TOLERANCE
-                    if is_complete or n_steps >= _MOST_STEPS:
-                        break
-                    n_steps *= 2
+                found, change = attributed(params, mask, start, tokens, self.encoder, n)
                 differences.append(change)
-                by_seed.append([np.asarray(x)[:, :n] for x in found])
+                by_seed.append(found)
             stacked = tuple(np.stack(own) for own in zip(*by_seed, strict=True))
             yield places, np.stack(differences), stacked, tokens
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from extract.records import IN_DOMAIN
 from extract.run.results import ResultRow
-from jaxprobe.features.subsets import FAMILIES
+from jaxprobe.features.subsets import FAMILIES, FamilyDims
 from selection.anatomy.analysis import Evidence, Ratio, drawn, place_of, ratio_rows
 from selection.anatomy.encoders import TOLERANCE, Deployed, PerChannel, incompleteness
 
@@ -70,13 +70,17 @@ def head_sums(
     return sums, incompleteness(np.concatenate(added), np.concatenate(wanted))
 
 
-def _gone(deployed: Deployed, cells: np.ndarray) -> PerChannel:
-    """Return which channels are gone where some heads are, `[n_layers, n_heads]`."""
-    channels = [
-        np.zeros((deployed.n_spans, size), bool) for size in deployed.dims.sizes
-    ]
-    n_each = deployed.dims.attn // cells.size
-    channels[_ATTENTION][:] = np.tile(cells.ravel(), n_each)[None]
+def channels_of_heads(dims: FamilyDims, n_spans: int, cells: np.ndarray) -> PerChannel:
+    """Return which channels are gone where some heads are.
+
+    Args:
+      dims: of the encoders.
+      n_spans: of the setting.
+      cells: `[n_layers, n_heads]` bool.
+    """
+    channels = [np.zeros((n_spans, size), bool) for size in dims.sizes]
+    # Two other spans and two readings stand before layers and heads.
+    channels[_ATTENTION][:] = np.tile(cells.ravel(), dims.attn // cells.size)[None]
     return tuple(channels)
 
 
@@ -131,10 +135,12 @@ def _of_encoder(
         for _ in range(N_DRAWS)
     ]
     rest = where[half:]
-    each = [_gone(deployed, cells) for cells in (top, *others)]
+    each = [
+        channels_of_heads(deployed.dims, deployed.n_spans, cells)
+        for cells in (top & ~top, top, *others)  # none of them first
+    ]
     (without,) = deployed.logits_without([name], rest, each)
-    intact = deployed.logits_without([name], rest, [_gone(deployed, top & ~top)])
-    moved = np.abs(without - intact[0]).mean(axis=1)  # [1 + n_draws, n]
+    moved = np.abs(without[1:] - without[:1]).mean(axis=1)  # [1 + n_draws, n]
     by_random, every = moved[1:].mean(axis=0), np.ones(len(rest))
     kept = sums[half:]
     ratios = [

@@ -27,11 +27,17 @@ from extract.run.results import ResultRow
 from jaxprobe.evaluation import Scored, detection_rows
 from jaxprobe.features.rows import Held, Rows
 from jaxprobe.features.subsets import LETTERS, SUBSETS, subset_index
-from jaxprobe.features.widths import width_groups, widths_of
+from jaxprobe.features.widths import widths_of
 from jaxprobe.fit.grid import apply_member, default_blocks
 from jaxprobe.fit.stage import MemberTrainer
 from jaxprobe.pool import read_selection, reads
-from selection.anatomy.analysis import EVERY_FAMILY, Evidence, drawn, some_rows
+from selection.anatomy.analysis import (
+    EVERY_FAMILY,
+    Evidence,
+    drawn,
+    place_of,
+    some_rows,
+)
 from selection.anatomy.encoders import Deployed
 from selection.anatomy.linear import linear_scores, pooled_signals
 
@@ -45,15 +51,14 @@ PROBE = "probe:HPRA"
 def candidates(deployed: Deployed, split: str) -> np.ndarray:
     """Return a split's labelled rows in their original wording, few of them left out.
 
-    Those that are far longer than the others make every row as long as they are.
+    Padding makes every row as long as the longest: those of more than four times the
+    median's tokens are left out.
     """
     rows = deployed.evidence.rows
     where = rows.where(split)
     where = where[rows.variants[where] == "original"]
-    if not len(where):
-        return where
-    n_batch = deployed.evidence.config.train.batch_size
-    return where[width_groups(deployed.data.lengths[where], n_batch)[0]]
+    n_tokens = deployed.data.lengths[where].sum(axis=1)
+    return where[n_tokens <= 4 * np.median(n_tokens)] if len(where) else where
 
 
 def parted(order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -194,7 +199,11 @@ def learning_curve(deployed: Deployed) -> list[ResultRow]:
         scored.append(_scored(f"selected at {n}", mean, _ONE_CLASS))
     own = some_rows(rows, judged)
     made = detection_rows(scored, own, evidence.bootstrap, CURVE)
-    return [row for row in made if row.metric == "auroc"]
+    n_all = sum(len(rows.where(split)) for split in ("train", "validation"))
+    place = place_of(evidence.setting, IN_DOMAIN, "test")
+    fields = dict(experiment=CURVE, detector="run", metric="labels", n=n_all)
+    of_run = ResultRow(**fields, **place, value=float(n_all))
+    return [of_run, *(row for row in made if row.metric == "auroc")]
 
 
 def _half(ids: Iterable[str]) -> np.ndarray:

@@ -66,8 +66,13 @@ def linear_scores(
 
 
 @jax.jit
-def _pooled(features: FamilyTokens) -> tuple[jax.Array, ...]:
-    """Per family `[n, n_parts * d_family]`, see `pooled_signals`."""
+def pooled_parts(features: FamilyTokens) -> tuple[jax.Array, ...]:
+    """Pool tokens as a linear probe reads them; some rows of `pooled_signals`.
+
+    Returns:
+      Per family `[n, n_parts * d_family]`: the mean of every span, then the largest and
+      the least of the answer.
+    """
     n_others = len(features.masks) - 1
 
     def one(tokens: jax.Array) -> jax.Array:
@@ -95,7 +100,7 @@ def pooled_signals(deployed: Deployed, where: np.ndarray) -> list[np.ndarray]:
     """
     found, order = [], []
     for places, tokens in deployed.parts(where, 2):
-        found.append([np.asarray(own)[: len(places)] for own in _pooled(tokens)])
+        found.append([np.asarray(own)[: len(places)] for own in pooled_parts(tokens)])
         order.append(places)
     back = np.argsort(np.concatenate(order))
     return [np.concatenate(own)[back] for own in zip(*found, strict=True)]
