@@ -223,7 +223,7 @@ def _panels(
     return panels
 
 
-_GROUNDING = {
+GROUNDING = {
     "right closed-book": ("answers", "Right answers, closed-book"),
     "right with context": ("answers", "Right answers, with the passages"),
     "wrong ones that stand there": ("answers", "Wrong answers that stand there"),
@@ -244,7 +244,7 @@ def grounding_part(rows: Sequence[ResultRow]) -> Part | None:
     ]
     for encoder in encoders:
         lines = []
-        for metric, (of, label) in _GROUNDING.items():
+        for metric, (of, label) in GROUNDING.items():
             cells = [
                 cell(
                     table.find(
@@ -260,7 +260,7 @@ def grounding_part(rows: Sequence[ResultRow]) -> Part | None:
         at = {"dataset": dataset, "split": split}
         every, wrong, unseen = (
             table.find(detector=name, metric=metric, **at)
-            for metric in list(_GROUNDING)[4:]
+            for metric in list(GROUNDING)[4:]
         )
         found.append(
             f"On {dataset} {SPLIT_LABELS[split]} answers the flips of attention in "
