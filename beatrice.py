@@ -104,16 +104,20 @@ def make_demo() -> click.Command:
     """Return the verb that does everything."""
     from extract.run.verbs import RUN_DIR, load_stage
     from extract.world.commands import new_world, new_world_options
-    from jaxprobe.commands import MIXED, STREAMED, with_options
+    from jaxprobe.commands import training_options, with_options
 
     @click.command()
     @RUN_DIR
     @new_world_options
-    @STREAMED
-    @MIXED
+    @training_options
     @click.option("--json", "as_json", is_flag=True, help="Print the headline as JSON.")
     def demo(
-        run_dir: Path, is_streamed: bool, is_mixed: bool, as_json: bool, **options: Any
+        run_dir: Path,
+        is_streamed: bool,
+        is_mixed: bool,
+        is_linear_first: bool,
+        as_json: bool,
+        **options: Any,
     ) -> None:
         """Do everything, from questions to the report.
 
@@ -134,7 +138,10 @@ def make_demo() -> click.Command:
                 change = None
                 if stage.name == "train":
                     change = partial(
-                        with_options, is_streamed=is_streamed, is_mixed=is_mixed
+                        with_options,
+                        is_streamed=is_streamed,
+                        is_mixed=is_mixed,
+                        is_linear_first=is_linear_first,
                     )
                 run_stage(stage, run, progress, change)
         from benchmarks.results.stage import summary

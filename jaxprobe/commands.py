@@ -1,7 +1,9 @@
 """The verbs `train` and `calibrate`."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -10,51 +12,48 @@ from extract.run.verbs import RUN_DIR, do_or_forecast, dry_run_option
 if TYPE_CHECKING:
     from jaxprobe.settings import GridConfig
 
-STREAMED = click.option(
-    "--streamed",
-    "is_streamed",
-    is_flag=True,
-    help="Train from the store in groups, not in memory.",
-)
-MIXED = click.option(
-    "--mixed",
-    "is_mixed",
-    is_flag=True,
-    help="Round the operands of the encoders' products to bfloat16.",
-)
+_OPTIONS = {
+    "streamed": "Train from the store in groups, not in memory.",
+    "mixed": "Round the operands of the encoders' products to bfloat16.",
+    "linear-first": "Begin encoders as regressions: for a few thousand answers.",
+}
+
+
+def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of how encoders are trained, flags of `with_options`."""
+    for name, told in reversed(_OPTIONS.items()):
+        flag = f"is_{name.replace('-', '_')}"
+        command = click.option(f"--{name}", flag, is_flag=True, help=told)(command)
+    return command
 
 
 def with_options(
-    config: "GridConfig", *, is_streamed: bool, is_mixed: bool
+    config: "GridConfig", *, is_streamed: bool, is_mixed: bool, is_linear_first: bool
 ) -> "GridConfig":
-    """Return how encoders are trained, as the two options say."""
+    """Return how encoders are trained, as the options say."""
     import dataclasses
 
     from jaxprobe.config import StreamConfig
 
     if is_streamed:
         config = dataclasses.replace(config, stream=StreamConfig())
+    if is_linear_first:
+        config = config.linear_first()
     return config.mixed() if is_mixed else config
 
 
 @click.command()
 @RUN_DIR
-@STREAMED
-@MIXED
+@training_options
 @dry_run_option
-def train(run_dir: Path, is_streamed: bool, is_mixed: bool, dry_run: bool) -> None:
+def train(run_dir: Path, dry_run: bool, **options: bool) -> None:
     """Train all fifteen encoders, every seed, every setting of the run.
 
     Example: beatrice train runs/demo
     """
     from jaxprobe.fit.stage import TRAIN
 
-    do_or_forecast(
-        run_dir,
-        TRAIN,
-        dry_run,
-        lambda config: with_options(config, is_streamed=is_streamed, is_mixed=is_mixed),
-    )
+    do_or_forecast(run_dir, TRAIN, dry_run, partial(with_options, **options))
 
 
 @click.command()

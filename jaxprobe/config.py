@@ -19,6 +19,9 @@ class EncoderConfig:
     matmul_dtype: MatmulDtype = (
         "float32"  # operands of matrix products; bfloat16: mixed
     )
+    # A linear probe comes first, and the network learns what it leaves; the paper has
+    # none. See `jaxprobe.fit.linear`.
+    is_linear_first: bool = False
 
     def __post_init__(self):
         """Refuse widths that do not fit together."""

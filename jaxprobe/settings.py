@@ -39,6 +39,15 @@ class GridConfig:
         encoder = dataclasses.replace(self.encoder, matmul_dtype="bfloat16")
         return dataclasses.replace(self, encoder=encoder)
 
+    def linear_first(self) -> "GridConfig":
+        """Return the same with encoders that begin as regressions.
+
+        A network gains on its regression slowly, so its rate stays.
+        """
+        encoder = dataclasses.replace(self.encoder, is_linear_first=True)
+        train = dataclasses.replace(self.train, lr_patience=self.train.max_epochs)
+        return dataclasses.replace(self, encoder=encoder, train=train)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SelectConfig:

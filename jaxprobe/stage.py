@@ -27,7 +27,8 @@ from jaxprobe.features.families import Standardizer
 from jaxprobe.features.reading import longest_spans, read_features
 from jaxprobe.features.rows import chosen_layer, load_rows
 from jaxprobe.features.subsets import SUBSET_NAMES, FamilyDims
-from jaxprobe.fit.grid import Trained, grid_members
+from jaxprobe.fit.blocks import grid_members
+from jaxprobe.fit.grid import Trained
 from jaxprobe.fit.stage import encoder_folders
 from jaxprobe.pool import branch_setting, branches_of, read_selection, reads
 from jaxprobe.scope import Scope, choose_threshold, fit_scope, scripts_of

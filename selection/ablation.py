@@ -31,7 +31,7 @@ from jaxprobe.features import reading
 from jaxprobe.features.families import all_but
 from jaxprobe.features.rows import Rows, TrainingRows, training_rows
 from jaxprobe.features.subsets import FAMILIES, LETTERS, N_SUBSETS, SUBSET_NAMES
-from jaxprobe.fit.grid import Block, default_blocks
+from jaxprobe.fit.blocks import Block, default_blocks
 from jaxprobe.fit.stage import (
     MemberTrainer,
     encoder_folders,
@@ -220,9 +220,9 @@ class Ablation:
                 data=without, config=config, key=self.key, tick=tick
             )
             members = _folder(self.run) / f"{setting}.{variant}.members"
-            trained = trainer.train(data.rows.labels, blocks, members)
-            outputs = trainer.outputs(trained)._asdict()
-            save_cache(self._outputs_file(setting, variant), outputs, self.key)
+            _, outputs = trainer.fit(data.rows.labels, blocks, members)
+            path = self._outputs_file(setting, variant)
+            save_cache(path, outputs._asdict(), self.key)
             shutil.rmtree(members, ignore_errors=True)
 
     def _outputs_without(self, variant: str, setting: Setting) -> MemberOutputs:

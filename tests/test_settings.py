@@ -77,11 +77,12 @@ def run(tmp_path):
         yield run
 
 
-def options(*, is_streamed=False, is_mixed=False):
-    return partial(with_options, is_streamed=is_streamed, is_mixed=is_mixed)
+def options(**given):
+    names = ("is_streamed", "is_mixed", "is_linear_first")
+    return partial(with_options, **(dict.fromkeys(names, False) | given))
 
 
-@pytest.mark.parametrize("option", ["is_mixed", "is_streamed"])
+@pytest.mark.parametrize("option", ["is_mixed", "is_streamed", "is_linear_first"])
 def test_options_of_training_stay_with_the_run(run, option):
     chosen = options(**{option: True})
     found = run.settle("train", GRID_PRESETS, chosen)
@@ -89,7 +90,7 @@ def test_options_of_training_stay_with_the_run(run, option):
     assert run.settle("train", GRID_PRESETS, options()) == found  # none is given
     assert run.settle("train", GRID_PRESETS, chosen) == found
     assert grid_config(run) == found.seeded(7)
-    both = options(is_mixed=True, is_streamed=True)
+    both = options(is_mixed=True, is_streamed=True, is_linear_first=True)
     with pytest.raises(ValueError, match="you asked for .*train.(encoder|stream)"):
         run.settle("train", GRID_PRESETS, both)
 

@@ -1,4 +1,7 @@
-"""A whole run whose encoders read the store in groups, beside one that holds it."""
+"""A whole run whose encoders read the store in groups, beside one that holds it.
+
+Both begin their encoders as regressions, on signals that are pooled by either way.
+"""
 
 import json
 
@@ -13,7 +16,7 @@ from tests.process import call
 
 
 def demo(path, *options):
-    call("demo", path, "--preset", "smoke", *options)
+    call("demo", path, "--preset", "smoke", "--linear-first", *options)
     return RunDir(path)
 
 

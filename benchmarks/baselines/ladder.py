@@ -18,10 +18,11 @@ from sklearn.neural_network import MLPClassifier
 from sklearn.svm import LinearSVC
 
 from benchmarks.baselines.detector import Detector, Evidence, Found
-from benchmarks.baselines.linear import both_classes, chosen_row, fit_linear
+from benchmarks.baselines.linear import chosen_row
 from benchmarks.baselines.text import texts_of, word_pairs
 from jaxprobe.features.rows import Rows
 from jaxprobe.metrics import auroc
+from jaxprobe.regression import both_classes, fit_linear
 
 
 def _tfidf(texts: Sequence[str], rows: Rows) -> csr_matrix:

@@ -12,12 +12,13 @@ import numpy as np
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
-from benchmarks.baselines.linear import chosen_row, fit_linear
+from benchmarks.baselines.linear import chosen_row
 from extract.generate.requests import answer_config, variants_of
 from extract.run.contents import read_answers, read_examples
 from extract.run.directory import RunDir
 from extract.run.results import ResultRow
 from jaxprobe.features.rows import Rows
+from jaxprobe.regression import fit_linear
 
 
 def joined_text(question: str, answer: str, passages: Sequence[str] = ()) -> str:

@@ -44,6 +44,7 @@ from jaxprobe.features.rows import (
 )
 from jaxprobe.features.subsets import FAMILIES, N_SUBSETS, SUBSET_NAMES, subset_index
 from jaxprobe.fit import grid
+from jaxprobe.fit.blocks import Block, default_blocks
 from jaxprobe.fit.stage import MemberTrainer, read_member_outputs
 from jaxprobe.model.encoder import Encoder
 from jaxprobe.settings import GridConfig, grid_config, set_compiler
@@ -229,7 +230,7 @@ def _trained_logits(
         for split in SPLITS[:2]
     )
     subset = subset_index(name)
-    blocks = [grid.Block((subset,), (seed,)) for seed in range(config.train.n_seeds)]
+    blocks = [Block((subset,), (seed,)) for seed in range(config.train.n_seeds)]
     parts = list(
         grid.fit_blocks(blocks, [train], [valid], encoder=encoder, config=config.train)
     )
@@ -289,7 +290,7 @@ def measure_mixed(run: RunDir, update: Update) -> Iterator[MixedCost]:
             "expected a run whose encoders were trained in single precision, found one "
             "made with --mixed; name another run"
         )
-    blocks, done = grid.default_blocks(config.train.n_seeds), itertools.count(1)
+    blocks, done = default_blocks(config.train.n_seeds), itertools.count(1)
     total = len(settings_of(run)) * len(blocks)
     for setting in settings_of(run):
         single = read_member_outputs(run, setting).logits  # before minutes of training
@@ -306,9 +307,8 @@ def measure_mixed(run: RunDir, update: Update) -> Iterator[MixedCost]:
             tick=lambda: update(next(done), total),
         )
         with tempfile.TemporaryDirectory() as folder:
-            trained = trainer.train(data.rows.labels, blocks, Path(folder))
-        mixed = trainer.outputs(trained).logits
-        yield from compare(bootstrap_of(run), data.rows, single, mixed)
+            _, mixed = trainer.fit(data.rows.labels, blocks, Path(folder))
+        yield from compare(bootstrap_of(run), data.rows, single, mixed.logits)
 
 
 def compare(

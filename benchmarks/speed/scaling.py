@@ -25,7 +25,8 @@ from extract.run.console import Progress, quiet
 from jaxprobe.config import EncoderConfig, TrainConfig
 from jaxprobe.features.families import Standardizer, split_families
 from jaxprobe.features.subsets import SUBSETS, FamilyDims
-from jaxprobe.fit.grid import Block, Labelled, fit_blocks, labelled, member_keys
+from jaxprobe.fit.blocks import Block
+from jaxprobe.fit.grid import Labelled, fit_blocks, labelled, member_keys
 from jaxprobe.fit.work import (
     Losses,
     Member,

@@ -33,7 +33,8 @@ from jaxprobe.config import StreamConfig, TrainConfig
 from jaxprobe.features.families import split_families, standardizer_of
 from jaxprobe.features.reading import read_features
 from jaxprobe.features.subsets import FAMILIES, subset_index
-from jaxprobe.fit.grid import Block, Member, Trained, fit_blocks, labelled
+from jaxprobe.fit.blocks import Block, Member
+from jaxprobe.fit.grid import Trained, fit_blocks, labelled
 from jaxprobe.fit.streaming import Streamed, epoch_groups, fit_streamed, prefetched
 from jaxprobe.fit.work import Workload
 from jaxprobe.model.encoder import Encoder

@@ -17,9 +17,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxprobe.config import TrainConfig
+from jaxprobe.fit.blocks import Block, BlockArrays
 from jaxprobe.fit.grid import (
-    Block,
-    BlockArrays,
     Labelled,
     Trained,
     block_learner,

@@ -20,11 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
 from jaxprobe.config import TrainConfig
 from jaxprobe.features.families import FamilyTokens
 from jaxprobe.features.subsets import N_SUBSETS, SUBSETS
+from jaxprobe.fit.blocks import Block, BlockArrays, Member, over_members
 from jaxprobe.fit.loop import (
     FitInfo,
     FitState,
@@ -52,30 +53,14 @@ class Labelled(NamedTuple):
       features: families apart, `n_examples` rows.
       labels: `[n_examples]` float32, 1 where the answer is correct.
       weights: `[n_examples]` float32, at least 0; 0 leaves a row out.
+      offsets: `[n_subsets, n_examples]` float32, the linear parts' logits, on which
+        networks are trained; see `jaxprobe.fit.linear`. Zeros where there are none.
     """
 
     features: FamilyTokens
     labels: jax.Array
     weights: jax.Array
-
-
-class Member(NamedTuple):
-    """One encoder of the grid."""
-
-    subset: int  # row of SUBSETS
-    seed: int
-
-
-class Block(NamedTuple):
-    """Members that train together: every subset with every seed."""
-
-    subsets: tuple[int, ...]
-    seeds: tuple[int, ...]
-
-    @property
-    def members(self) -> tuple[Member, ...]:
-        """Seed-major, as the leading axis of a trained block."""
-        return tuple(Member(k, s) for s in self.seeds for k in self.subsets)
+    offsets: jax.Array
 
 
 class Trained(NamedTuple):
@@ -87,7 +72,10 @@ class Trained(NamedTuple):
 
 
 def labelled(
-    features: FamilyTokens, labels: np.ndarray, weights: np.ndarray | None = None
+    features: FamilyTokens,
+    labels: np.ndarray,
+    weights: np.ndarray | None = None,
+    offsets: np.ndarray | None = None,
 ) -> Labelled:
     """Put features and boolean labels together; every row must have a label."""
     labels = np.asarray(labels)
@@ -99,28 +87,10 @@ def labelled(
         )
     if weights is None:
         weights = np.ones(labels.shape)
-    as_floats = (jnp.asarray(x, jnp.float32) for x in (labels, weights))
+    if offsets is None:
+        offsets = np.zeros((N_SUBSETS, *labels.shape))
+    as_floats = (jnp.asarray(x, jnp.float32) for x in (labels, weights, offsets))
     return Labelled(features, *as_floats)
-
-
-def grid_members(n_seeds: int) -> tuple[Member, ...]:
-    """All subsets x seeds, seed-major: member `s * 15 + k` is subset k of seed s."""
-    return Block(tuple(range(N_SUBSETS)), tuple(range(n_seeds))).members
-
-
-def default_blocks(
-    n_seeds: int, subsets: Sequence[int] = range(N_SUBSETS)
-) -> tuple[Block, ...]:
-    """Everything at once on accelerators, member by member on a CPU.
-
-    Args:
-      n_seeds: of every subset.
-      subsets: rows of SUBSETS; the whole grid unless given.
-    """
-    whole = Block(tuple(subsets), tuple(range(n_seeds)))
-    if jax.default_backend() != "cpu" or jax.device_count() > 1:
-        return (whole,) if whole.members else ()
-    return tuple(Block((m.subset,), (m.seed,)) for m in whole.members)
 
 
 def in_chunks(
@@ -142,71 +112,6 @@ def member_keys(
     """Keys of a member: of its batches (by seed only), first weights, and dropout."""
     own = stream_key(config.root_seed, MEMBERS, seed, subset)
     return stream_key(config.root_seed, BATCHES, seed), *jax.random.split(own)
-
-
-class BlockArrays(NamedTuple):
-    """A block for the device.
-
-    Attributes:
-      family_masks: `[n_subsets, n_families]` bool.
-      subsets: `[n_subsets]` int32, rows of SUBSETS (they decide the random keys).
-      seeds: `[n_seeds]` int32.
-    """
-
-    family_masks: Any
-    subsets: Any
-    seeds: Any
-
-    @classmethod
-    def of(cls, block: Block) -> "BlockArrays":
-        """Put a block into arrays."""
-        subsets, seeds = (np.asarray(x, np.int32) for x in block)
-        return cls(SUBSETS[subsets], subsets, seeds)
-
-
-def over_members(
-    one: Callable[..., Any],
-    block: BlockArrays,
-    states: tuple[Any, ...],
-    shared: tuple[Any, ...],
-    mesh: Mesh | None,
-) -> Any:
-    """Apply a function to every subset with every seed.
-
-    Args:
-      one: of `(family_mask, subset, seed)`, a member's states, and what all share.
-      block: the members.
-      states: leaves `[n_seeds, n_subsets, ...]`.
-      shared: what every member is given.
-      mesh: devices over which the subsets are split, or None for one device.
-
-    Returns:
-      What `one` returns, leaves `[n_seeds, n_subsets, ...]`.
-    """
-
-    def on_device(block: BlockArrays, states: tuple, shared: tuple) -> Any:
-        if len(block.subsets) * len(block.seeds) == 1:
-            # No vmap: it would turn branches into selects.
-            member = tuple(x[0] for x in block)
-            own = jax.tree.map(lambda x: x[0, 0], states)
-            return jax.tree.map(lambda x: x[None, None], one(member, own, *shared))
-        rest = (None,) * len(shared)
-        over_subsets = jax.vmap(one, in_axes=((0, 0, None), 0, *rest))
-        over_seeds = jax.vmap(over_subsets, in_axes=((None, None, 0), 0, *rest))
-        return over_seeds(tuple(block), states, *shared)
-
-    if mesh is None:
-        return on_device(block, states, shared)
-    (axis,) = mesh.axis_names
-    own, whole = PartitionSpec(None, axis), PartitionSpec()
-    split = jax.shard_map(
-        on_device,
-        mesh=mesh,
-        in_specs=(BlockArrays(*[PartitionSpec(axis)] * 2, whole), own, whole),
-        out_specs=own,
-        check_vma=False,  # branches that not every device takes
-    )
-    return split(block, states, shared)
 
 
 _STATIC = ("encoder", "config", "mesh")
@@ -251,6 +156,8 @@ def train_block(
         def loss(params, rows, shares, noise_key, dropout_key):
             draw = Draw(rows, noise_key, dropout_key)
             logits, _ = encoder.apply(params, train.features, family_mask, draw)
+            if encoder.config.is_linear_first:
+                logits += train.offsets[subset, rows]
             losses = optax.sigmoid_binary_cross_entropy(logits, train.labels[rows])
             return (losses * shares).sum()
 
@@ -267,7 +174,7 @@ def train_block(
 def block_logits(
     states: FitState,
     block: BlockArrays,
-    features: FamilyTokens,
+    group: Labelled,
     *,
     encoder: Encoder,
     config: TrainConfig,
@@ -275,14 +182,17 @@ def block_logits(
 ) -> jax.Array:
     """Logits of every member, `[n_seeds, n_subsets, n_examples]`."""
 
-    def one(member, state: FitState, features: FamilyTokens) -> jax.Array:
-        return in_chunks(
+    def one(member, state: FitState, group: Labelled) -> jax.Array:
+        logits = in_chunks(
             lambda batch: encoder.apply(state.params, batch, member[0])[0],
-            features,
+            group.features,
             config.batch_size,
         )
+        if encoder.config.is_linear_first:
+            logits += group.offsets[member[1]]
+        return logits
 
-    return over_members(one, block, states, (features,), mesh)
+    return over_members(one, block, states, (group,), mesh)
 
 
 def block_learner(
@@ -300,7 +210,7 @@ def block_learner(
         lambda states, number, group: train_block(
             states, number, block, group, **fixed
         ),
-        lambda states, group: block_logits(states, block, group.features, **fixed),
+        lambda states, group: block_logits(states, block, group, **fixed),
     )
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ from extract.store.read import open_store
 from jaxprobe import checkpoint
 from jaxprobe.checkpoint import load_cache, save_cache
 from jaxprobe.evaluation import permute_by_question
+from jaxprobe.features.families import FamilyTokens
 from jaxprobe.features.reading import family_dims, longest_spans
 from jaxprobe.features.rows import (
+    ReadRows,
     TrainingRows,
     load_rows,
     rows_at_once,
@@ -30,15 +32,17 @@ from jaxprobe.features.rows import (
 )
 from jaxprobe.features.subsets import N_SUBSETS, subset_index
 from jaxprobe.features.widths import width_groups, widths_of
+from jaxprobe.fit.blocks import Block, default_blocks
 from jaxprobe.fit.devices import fit_everywhere
-from jaxprobe.fit.grid import (
-    Block,
-    Labelled,
-    Trained,
-    default_blocks,
-    join,
-    labelled,
-    member_outputs,
+from jaxprobe.fit.grid import Labelled, Trained, join, labelled, member_outputs
+from jaxprobe.fit.linear import (
+    LinearGrid,
+    Pooled,
+    fit_linear_parts,
+    load_linear,
+    save_linear,
+    silence,
+    with_linear_parts,
 )
 from jaxprobe.fit.loop import FitInfo
 from jaxprobe.fit.streaming import Streamed, fit_streamed
@@ -76,9 +80,9 @@ class MemberTrainer:
     key: str
     tick: Callable[[], None]
 
-    def train(
+    def fit(
         self, labels: np.ndarray, blocks: Sequence[Block], folder: Path
-    ) -> Trained:
+    ) -> tuple[Trained, MemberOutputs]:
         """Train blocks; streamed members all in one pass over the store per epoch.
 
         Args:
@@ -88,28 +92,84 @@ class MemberTrainer:
             members are not saved before all are done.
 
         Returns:
-          All members, seed-major, the subsets of a seed in the order of SUBSETS.
+          All members, seed-major, the subsets of a seed in the order of SUBSETS; and
+          their outputs on every row. A training row's logit has in it the linear part
+          that has not seen its question: fusion heads are trained on these.
         """
         members = [member for block in blocks for member in block.members]
+        if not self.config.encoder.is_linear_first:
+            trained = self._train(labels, blocks, folder, None)
+            return trained, self._outputs(trained, self._every)
+        linear = self._linear_parts(labels, {m.subset for m in members}, folder)
+        trained = with_linear_parts(self._train(labels, blocks, folder, linear), linear)
+        valid = self.data.where[1]
+        logits = self._outputs(trained, valid).logits
+        trained = silence(trained, logits, linear, labels[valid])
+        outputs = self._outputs(trained, self._every)
+        subsets = [member.subset for member in trained.members]
+        outputs.logits[:, self.data.where[0]] += (linear.train - linear.fitted)[subsets]
+        return trained, outputs
+
+    def _train(
+        self,
+        labels: np.ndarray,
+        blocks: Sequence[Block],
+        folder: Path,
+        linear: LinearGrid | None,
+    ) -> Trained:
+        members = [member for block in blocks for member in block.members]
         labels_of = [labels[where] for where in self.data.where]
+        offsets = (linear.train, linear.valid) if linear else (None, None)
         if self.data.in_memory is not None:
             held = [
-                [labelled(tokens, own[places]) for places, tokens in part]
-                for part, own in zip(self.data.in_memory, labels_of, strict=True)
+                [
+                    labelled(tokens, own[at], offsets=None if o is None else o[:, at])
+                    for at, tokens in part
+                ]
+                for part, own, o in zip(
+                    self.data.in_memory, labels_of, offsets, strict=True
+                )
             ]
             trained = list(self._train_missing(blocks, folder, *held))
         else:
             reads = self.data.read_train, self.data.read
             parts = (
-                Streamed(where=where, labels=own, read=read, config=self.config.stream)
-                for where, own, read in zip(
-                    self.data.where, labels_of, reads, strict=True
+                Streamed(
+                    where=where,
+                    labels=own,
+                    read=read,
+                    config=self.config.stream,
+                    offsets=o,
+                )
+                for where, own, read, o in zip(
+                    self.data.where, labels_of, reads, offsets, strict=True
                 )
             )
             trained = [fit_streamed(members, *parts, **self._protocol)]
             for _ in blocks:
                 self.tick()
         return join(trained, sorted(members, key=lambda m: (m.seed, m.subset)))
+
+    def _linear_parts(
+        self, labels: np.ndarray, subsets: Iterable[int], folder: Path
+    ) -> LinearGrid:
+        """Fit the linear parts, or take those of an earlier, interrupted run."""
+        path = folder / "linear.safetensors"
+        saved = load_linear(path, self.key)
+        if saved is not None:
+            return saved
+        data = self.data
+        parts = data.in_memory or map(
+            self._in_parts, data.where, (data.read_train, data.read)
+        )
+        train, valid = (
+            Pooled.of(part, labels[where])
+            for part, where in zip(parts, data.where, strict=True)
+        )
+        questions = data.rows.ids[data.where[0]]
+        linear = fit_linear_parts(train, valid, questions, sorted(subsets))
+        save_linear(path, linear, self.key)
+        return linear
 
     @property
     def _protocol(self) -> dict[str, Any]:
@@ -141,31 +201,40 @@ class MemberTrainer:
             self.tick()
             yield block
 
-    def outputs(self, trained: Trained) -> MemberOutputs:
-        """Return every member's outputs on every stored row, a few rows at a time.
+    @property
+    def _every(self) -> np.ndarray:
+        return np.arange(len(self.data.lengths))
+
+    def _outputs(self, trained: Trained, where: np.ndarray) -> MemberOutputs:
+        """Return every member's outputs on rows of the store, a few at a time."""
+        encoder = Encoder(self.config.encoder, self.data.dims)
+        order, parts = [], []
+        for rows, tokens in self._in_parts(where, self.data.read):
+            outputs = member_outputs(trained, tokens, encoder=encoder)
+            order.append(rows)
+            logits, pooled = jax.device_get(outputs)
+            n_real = len(rows)
+            parts.append(MemberOutputs(logits[:, :n_real], pooled[:, :n_real]))
+        place = np.argsort(np.concatenate(order))
+        return jax.tree.map(lambda *x: np.concatenate(x, axis=1)[:, place], *parts)
+
+    def _in_parts(
+        self, where: np.ndarray, read: ReadRows
+    ) -> Iterator[tuple[np.ndarray, FamilyTokens]]:
+        """Yield places in `where`, and the tokens there, a few rows at a time.
 
         All parts of rows of similar length have one shape, so that one executable
-        serves them; the last one repeats its last row, which is cut off again.
+        serves them; the last one repeats its last row.
         """
-        encoder = Encoder(self.config.encoder, self.data.dims)
-        lengths = self.data.lengths
-        order, parts = [], []
+        lengths = self.data.lengths[where]
         for group in width_groups(lengths, self.config.train.batch_size):
             widths = widths_of(lengths[group])
             n_parts = -(-len(group) // rows_at_once(widths, self.data.dims))
             size = -(-len(group) // n_parts)
             for start in range(0, len(group), size):
                 rows = group[start : start + size]
-                tokens = self.data.read(
-                    np.pad(rows, (0, size - len(rows)), "edge"), widths
-                )
-                outputs = member_outputs(trained, tokens, encoder=encoder)
-                order.append(rows)
-                logits, pooled = jax.device_get(outputs)
-                n_real = len(rows)
-                parts.append(MemberOutputs(logits[:, :n_real], pooled[:, :n_real]))
-        place = np.argsort(np.concatenate(order))
-        return jax.tree.map(lambda *x: np.concatenate(x, axis=1)[:, place], *parts)
+                padded = np.pad(rows, (0, size - len(rows)), "edge")
+                yield rows, read(where[padded], widths)
 
 
 def _load_block(path: Path, block: Block, key: str) -> Trained | None:
@@ -212,16 +281,17 @@ def _train_setting(
     n_seeds = config.train.n_seeds
     permuted = permute_by_question(data.rows, run.seed)
     control_blocks = [Block((EVERY_FAMILY,), (seed,)) for seed in range(n_seeds)]
-    grid = trainer.train(data.rows.labels, default_blocks(n_seeds), folder / "grid")
-    control = trainer.train(permuted, control_blocks, folder / "permuted")
+    blocks = default_blocks(n_seeds)
+    grid, outputs = trainer.fit(data.rows.labels, blocks, folder / "grid")
+    _, control = trainer.fit(permuted, control_blocks, folder / "permuted")
     checkpoint.save(
         run.encoders(setting),
         {
             "params": grid.params,
             "info": grid.info._asdict(),
             "standardizer": data.standardizer._asdict(),
-            "outputs": trainer.outputs(grid)._asdict(),
-            "control": {"logits": trainer.outputs(control).logits, "labels": permuted},
+            "outputs": outputs._asdict(),
+            "control": {"logits": control.logits, "labels": permuted},
         },
         {"key": key, "layer": data.layer, "dims": dataclasses.asdict(data.dims)},
     )

@@ -17,11 +17,9 @@ import numpy as np
 
 from jaxprobe.config import StreamConfig, TrainConfig
 from jaxprobe.features.families import FamilyTokens
+from jaxprobe.fit.blocks import Block, BlockArrays, Member
 from jaxprobe.fit.grid import (
-    Block,
-    BlockArrays,
     Labelled,
-    Member,
     Trained,
     block_learner,
     join,
@@ -101,12 +99,14 @@ class Streamed:
       labels: `[n]` bool.
       read: standardised tokens of indices, in one padded width.
       config: how the rows are parted.
+      offsets: `[n_subsets, n]`, see `Labelled`; None for zeros.
     """
 
     where: np.ndarray
     labels: np.ndarray
     read: Read
     config: StreamConfig
+    offsets: np.ndarray | None = None
 
     def groups(self, *seed: int) -> Iterator[Labelled]:
         """Yield an epoch's groups with their signals, read one ahead."""
@@ -114,7 +114,8 @@ class Streamed:
         def fetch(group: Group) -> Labelled:
             features = self.read(self.where[group.where])
             weights = group.is_real.astype(np.float32)
-            return labelled(features, self.labels[group.where], weights)
+            offsets = None if self.offsets is None else self.offsets[:, group.where]
+            return labelled(features, self.labels[group.where], weights, offsets)
 
         places = np.arange(len(self.where))
         yield from prefetched(fetch, epoch_groups(places, self.config, seed))

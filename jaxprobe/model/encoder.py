@@ -29,6 +29,12 @@ from jaxprobe.kernels.masked import (
 )
 from jaxprobe.kernels.projection import Draw, project
 from jaxprobe.kernels.random import dropout
+from jaxprobe.model.linear import (
+    COLLECTION,
+    LinearPart,
+    linear_logits,
+    pooled_signals,
+)
 
 Params = Any
 
@@ -67,12 +73,13 @@ class ChannelMap(nn.Module):
 
     features: int
     matmul_dtype: MatmulDtype
+    kernel_init: nn.initializers.Initializer = fan_in_normal
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """Map every example's vector."""
         shape = (self.features, x.shape[0])
-        kernel = self.param("kernel", fan_in_normal, shape)
+        kernel = self.param("kernel", self.kernel_init, shape)
         bias = self.param("bias", nn.initializers.zeros, (self.features,))
         return channel_product(kernel, x, self.matmul_dtype) + bias[:, None]
 
@@ -172,8 +179,9 @@ class Encoder(nn.Module):
             without noise and dropout.
 
         Returns:
-          logits `[n_examples]`, and pooled vectors `[n_examples, 2 * hidden]`: those of
-          the answer span, which carries nearly all of the signal (paper, appendix D).
+          logits `[n_examples]`, of the network and of a linear part if the variables
+          hold one, and pooled vectors `[n_examples, 2 * hidden]`: those of the answer
+          span, which carries nearly all of the signal (paper, appendix D).
         """
         if draw is None:
             masks, dropout_key = features.masks, None
@@ -191,8 +199,21 @@ class Encoder(nn.Module):
         matmul_dtype = self.config.matmul_dtype
         x = ChannelMap(self.config.hidden, matmul_dtype, name="mlp_in")(x)
         norm = nn.LayerNorm(reduction_axes=0, feature_axes=0, name="mlp_norm")
-        x = ChannelMap(1, matmul_dtype, name="mlp_out")(nn.gelu(norm(x)))
-        return x[0], vectors[-1].T
+        # What comes after a linear part starts as nothing.
+        is_zero = self.config.is_linear_first
+        start = nn.initializers.zeros if is_zero else fan_in_normal
+        out = ChannelMap(1, matmul_dtype, start, name="mlp_out")
+        logits = out(nn.gelu(norm(x)))[0]
+        if self.has_variable(COLLECTION, "bias"):
+            logits += linear_logits(self._linear_part(), pooled_signals(features))
+        return logits, vectors[-1].T
+
+    def _linear_part(self) -> LinearPart:
+        def read(name: str) -> jax.Array:
+            return self.get_variable(COLLECTION, name)
+
+        kernels = tuple(read(f"kernel_{f}") for f in range(N_FAMILIES))
+        return LinearPart(kernels, read("bias"))
 
     def _projected(self, features, real, family_mask, draw):
         """All families, `[n_families * projection, n_tokens, n_examples]`."""

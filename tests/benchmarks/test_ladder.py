@@ -23,11 +23,11 @@ from benchmarks.baselines.ladder import (
     mlp_scores,
     svm_scores,
 )
-from benchmarks.baselines.linear import INVERSE_PENALTIES
 from extract.records import Answer, Example, Passage, write_lines
 from extract.run.contents import answers_file
 from extract.run.directory import RunDir
 from extract.run.manifest import NewRun
+from jaxprobe.regression import INVERSE_PENALTIES
 from tests.benchmarks.test_trained import chosen, measured, rows_of, some_labels
 
 WORDS = [f"word{i}" for i in range(30)]

@@ -4,9 +4,9 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
 from benchmarks.baselines import text
-from benchmarks.baselines.linear import INVERSE_PENALTIES
 from benchmarks.baselines.perplexity import perplexity_score
 from benchmarks.baselines.text import joined_text
+from jaxprobe.regression import INVERSE_PENALTIES
 
 
 def planted(n, seed):

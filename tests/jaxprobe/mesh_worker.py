@@ -9,8 +9,8 @@ import numpy as np
 def main(out, coordinator=None, n_hosts="1", host="0"):
     if coordinator is not None:
         jax.distributed.initialize(coordinator, int(n_hosts), int(host))
+    from jaxprobe.fit.blocks import Block
     from jaxprobe.fit.devices import fit_on_mesh, member_mesh
-    from jaxprobe.fit.grid import Block
     from tests.jaxprobe.test_grid import ENCODER, TRAIN, in_one_group, planted_parts
 
     trained = fit_on_mesh(

@@ -8,6 +8,7 @@ from jaxprobe.metrics import (
     BootstrapConfig,
     auprc,
     auroc,
+    auroc_gain,
     drawn_clusters,
     interval_of,
     masked_auroc,
@@ -171,3 +172,21 @@ def test_strata_of_one_class_have_no_auroc():
     labels = np.array([True, True, False])
     found = stratified_auroc(np.arange(3.0), labels, labels)
     assert np.isnan(found.value) and "no stratum" in found.reason
+
+
+def test_the_standard_error_of_a_gain_is_that_of_a_bootstrap_of_both_classes():
+    rng = np.random.default_rng(0)
+    labels = np.arange(300) < 120
+    signal = labels + rng.standard_normal(300)
+    others = signal + 0.7 * rng.standard_normal(300)
+    scores = signal + 0.4 * rng.standard_normal(300)
+    gain, error = auroc_gain(scores, others, labels)
+    alone = [auroc(x, labels).value for x in (scores, others)]
+    assert gain == pytest.approx(alone[0] - alone[1])
+    draws = []
+    for _ in range(1000):
+        rows = np.concatenate([rng.integers(0, 120, 120), rng.integers(120, 300, 180)])
+        pair = (auroc(x[rows], labels[rows]).value for x in (scores, others))
+        draws.append(next(pair) - next(pair))
+    assert error == pytest.approx(np.std(draws), rel=0.15)
+    assert auroc_gain(scores, scores, labels) == (0.0, 0.0)

@@ -14,7 +14,8 @@ from jaxprobe.features.families import (
     standardizer_of,
 )
 from jaxprobe.features.subsets import FamilyDims, subset_index
-from jaxprobe.fit.grid import Block, Member, fit_blocks, labelled
+from jaxprobe.fit.blocks import Block, Member
+from jaxprobe.fit.grid import fit_blocks, labelled
 from jaxprobe.fit.streaming import Streamed, epoch_groups, fit_streamed, prefetched
 from jaxprobe.model.encoder import Encoder
 

@@ -13,10 +13,11 @@ import numpy as np
 import optax
 
 from benchmarks.baselines.detector import Detector, Evidence, Found
-from benchmarks.baselines.linear import both_classes, chosen_row
+from benchmarks.baselines.linear import chosen_row
 from benchmarks.baselines.trained.gnosis_network import GnosisConfig, GnosisHead
 from jaxprobe.features.rows import Rows
 from jaxprobe.metrics import auroc
+from jaxprobe.regression import both_classes
 
 # Rows that are scored together: an answer has a token for every head of the backbone.
 _N_SCORED = 64

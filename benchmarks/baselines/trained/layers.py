@@ -13,11 +13,12 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 
 from benchmarks.baselines.detector import Found
-from benchmarks.baselines.linear import both_classes, chosen_row
+from benchmarks.baselines.linear import chosen_row
 from extract.store.read import FeatureStore, read_family
 from jaxprobe.features.reading import ANSWER
 from jaxprobe.features.rows import Rows
 from jaxprobe.metrics import auroc
+from jaxprobe.regression import both_classes
 
 # Of training states `[n_train, width]`, their labels, and the states to be scored
 # `[n, width]`: `[n_seeds, n]` scores.

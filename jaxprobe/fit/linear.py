@@ -1,0 +1,197 @@
+"""Linear parts of encoders, and what their networks are trained on.
+
+A few thousand labelled answers are too few for a network to find all that a regression
+finds in the same signals. So the regression comes first, one for each subset of the
+families, and the network starts as zero and learns what it leaves. On training rows the
+regression has seen the labels, and would leave nothing there: in its place stand
+regressions that have not seen the row's question.
+
+A network that does not rank the validation answers better than the regression alone, by
+more than one standard error of the difference, is silenced: the best of many epochs is
+better by chance.
+"""
+
+import dataclasses
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from sklearn.model_selection import GroupKFold
+
+from jaxprobe.checkpoint import load_cache, save_cache
+from jaxprobe.features.families import FamilyTokens
+from jaxprobe.features.subsets import N_FAMILIES, N_SUBSETS, SUBSETS
+from jaxprobe.fit.grid import Trained
+from jaxprobe.kernels.matmul import use_one_blas_thread
+from jaxprobe.metrics import auroc, auroc_gain
+from jaxprobe.model.linear import LinearPart, pooled_signals
+from jaxprobe.regression import fit_linear, logistic_regression
+
+N_FOLDS = 5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Pooled:
+    """Pooled signals of rows, see `jaxprobe.model.linear`.
+
+    Attributes:
+      families: per family `[n_rows, n_parts * d_family]` float32.
+      labels: `[n_rows]` bool.
+    """
+
+    families: tuple[np.ndarray, ...]
+    labels: np.ndarray
+
+    @classmethod
+    def of(
+        cls, parts: Iterable[tuple[np.ndarray, FamilyTokens]], labels: np.ndarray
+    ) -> "Pooled":
+        """Pool rows that come in parts: places, and tokens of at least as many."""
+        places, pooled = [], []
+        for where, tokens in parts:
+            places.append(where)
+            pooled.append([np.asarray(x)[:, : len(where)] for x in _pooled(tokens)])
+        order = np.argsort(np.concatenate(places))
+        families = (np.concatenate(x, axis=1) for x in zip(*pooled, strict=True))
+        return cls(families=tuple(x.T[order] for x in families), labels=labels)
+
+
+_pooled = jax.jit(pooled_signals)
+
+
+class LinearGrid(NamedTuple):
+    """The linear parts of every subset, and their logits.
+
+    Attributes:
+      kernels: per family `[n_subsets, n_parts * d_family]` float32.
+      bias: `[n_subsets]` float32.
+      inverse_penalty: `[n_subsets]`, chosen by the validation rows; 0 where a subset
+        was not asked for: its part is zero.
+      train: `[n_subsets, n_train]` logits of training rows, each of a regression
+        that has not seen the row's question.
+      fitted: the same of the regression that is kept.
+      valid: `[n_subsets, n_validation]`.
+    """
+
+    kernels: tuple[np.ndarray, ...]
+    bias: np.ndarray
+    inverse_penalty: np.ndarray
+    train: np.ndarray
+    fitted: np.ndarray
+    valid: np.ndarray
+
+
+def fit_linear_parts(
+    train: Pooled, valid: Pooled, questions: np.ndarray, subsets: Sequence[int]
+) -> LinearGrid:
+    """Fit the regressions of subsets of the families.
+
+    Every family has the same variance, whatever its width (as in
+    `benchmarks.baselines.probe`, which reads the same signals by another way).
+
+    Args:
+      train: training rows.
+      valid: validation rows, which choose each regression's penalty.
+      questions: `[n_train]`; rows of one question are in one fold.
+      subsets: rows of SUBSETS.
+
+    Raises:
+      ValueError: training or validation rows hold one class only.
+    """
+    scales = []
+    for family in train.families:
+        spread = family.std(axis=0)
+        scales.append(
+            (family.mean(axis=0), np.where(spread > 0, spread, 1) * len(spread) ** 0.5)
+        )
+    scaled = [
+        [(x - mean) / scale for x, (mean, scale) in zip(rows, scales, strict=True)]
+        for rows in (train.families, valid.families)
+    ]
+    folds = list(GroupKFold(N_FOLDS).split(questions, groups=questions))
+    widths = [len(mean) for mean, _ in scales]
+    grid = LinearGrid(
+        kernels=tuple(np.zeros((N_SUBSETS, width), np.float32) for width in widths),
+        bias=np.zeros(N_SUBSETS, np.float32),
+        inverse_penalty=np.zeros(N_SUBSETS),
+        train=np.zeros((N_SUBSETS, len(train.labels)), np.float32),
+        fitted=np.zeros((N_SUBSETS, len(train.labels)), np.float32),
+        valid=np.zeros((N_SUBSETS, len(valid.labels)), np.float32),
+    )
+
+    def fit_one(subset: int) -> None:
+        read = np.flatnonzero(SUBSETS[subset])
+        x, y = (np.concatenate([part[f] for f in read], axis=1) for part in scaled)
+        kept = fit_linear(x, train.labels, y, valid.labels).regression
+        grid.inverse_penalty[subset] = kept.C
+        grid.fitted[subset] = kept.decision_function(x)
+        grid.valid[subset] = kept.decision_function(y)
+        for seen, unseen in folds:
+            own = logistic_regression(kept.C).fit(x[seen], train.labels[seen])
+            grid.train[subset, unseen] = own.decision_function(x[unseen])
+        ends = np.cumsum([widths[f] for f in read])
+        bias = kept.intercept_[0]
+        for f, weights in zip(read, np.split(kept.coef_[0], ends[:-1]), strict=True):
+            mean, scale = scales[f]
+            grid.kernels[f][subset] = weights / scale
+            bias -= mean @ (weights / scale)
+        grid.bias[subset] = bias
+
+    use_one_blas_thread()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(fit_one, subsets))
+    return grid
+
+
+def with_linear_parts(trained: Trained, grid: LinearGrid) -> Trained:
+    """Return trained members whose variables hold the linear parts of their subsets."""
+    subsets = [member.subset for member in trained.members]
+    part = LinearPart(tuple(k[subsets] for k in grid.kernels), grid.bias[subsets])
+    return trained._replace(params={**trained.params, **part.variables()})
+
+
+def silence(
+    trained: Trained, logits: np.ndarray, grid: LinearGrid, labels: np.ndarray
+) -> Trained:
+    """Let the linear part alone speak where the network gains nothing on it.
+
+    Args:
+      trained: members with their linear parts.
+      logits: `[n_members, n_validation]` of network and linear part together.
+      grid: the linear parts.
+      labels: `[n_validation]` bool.
+    """
+    linear = [grid.valid[member.subset] for member in trained.members]
+    gains = [auroc_gain(*pair, labels) for pair in zip(logits, linear, strict=True)]
+    is_silent = np.array([gain <= error for gain, error in gains])
+    last = trained.params["params"]["mlp_out"]
+    silenced = jax.tree.map(
+        lambda x: np.where(is_silent.reshape(-1, *[1] * (x.ndim - 1)), 0.0, x), last
+    )
+    network = {**trained.params["params"], "mlp_out": silenced}
+    alone = np.array([auroc(x, labels).value for x in linear], np.float32)
+    best = np.where(is_silent, alone, trained.info.best_auroc)
+    return trained._replace(
+        params={**trained.params, "params": network},
+        info=trained.info._replace(best_auroc=best),
+    )
+
+
+def save_linear(path: Path, grid: LinearGrid, key: str) -> None:
+    """Keep the parts for a run that continues; see `jaxprobe.checkpoint.save_cache`."""
+    kernels = {f"kernel_{f}": kernel for f, kernel in enumerate(grid.kernels)}
+    rest = {k: v for k, v in grid._asdict().items() if k != "kernels"}
+    save_cache(path, {**kernels, **rest}, key)
+
+
+def load_linear(path: Path, key: str) -> LinearGrid | None:
+    """Return the saved parts, or None where there are none of this key."""
+    arrays = load_cache(path, key)
+    if arrays is None:
+        return None
+    kernels = tuple(arrays.pop(f"kernel_{f}") for f in range(N_FAMILIES))
+    return LinearGrid(kernels, **arrays)
