@@ -18,17 +18,16 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from extract.records import IN_DOMAIN
 from extract.run.results import ResultRow
 from jaxprobe.evaluation import Scored, detection_rows
-from jaxprobe.features.rows import Held, Rows
-from jaxprobe.features.subsets import LETTERS, SUBSETS, subset_index
+from jaxprobe.features.families import FamilyTokens
+from jaxprobe.features.rows import Held, Rows, TrainingRows
+from jaxprobe.features.subsets import LETTERS, subset_index
 from jaxprobe.features.widths import widths_of
-from jaxprobe.fit.grid import apply_member, default_blocks
+from jaxprobe.fit.blocks import default_blocks
 from jaxprobe.fit.stage import MemberTrainer
 from jaxprobe.pool import read_selection, reads
 from selection.anatomy.analysis import (
@@ -110,34 +109,50 @@ class Few:
         Returns:
           `[m]` logits by name; None where a part of the rows holds one class.
         """
-        deployed, evidence = self.deployed, self.deployed.evidence
+        evidence = self.deployed.evidence
         labels = evidence.rows.labels
         parts = parted(order)
         if any(len(set(labels[part].tolist())) < 2 for part in parts):
             return None
         sizes = self.n_train, self.n_valid
         repeated = [np.resize(p, n) for p, n in zip(parts, sizes, strict=True)]
-        held = tuple(
-            (Held(np.arange(len(part)), deployed.data.read(part, self.lengths)),)
-            for part in repeated
-        )
-        data = dataclasses.replace(deployed.data, where=tuple(repeated), in_memory=held)
-        digest = hashlib.sha256(np.concatenate(repeated).tobytes()).hexdigest()
+        taken = np.concatenate([*repeated, where])
+        places = np.split(np.arange(len(taken)), np.cumsum(sizes))
+        data = self._rows(taken, places[:2])
+        digest = hashlib.sha256(taken.tobytes()).hexdigest()
         config = dataclasses.replace(evidence.config, stream=None)
         trainer = MemberTrainer(data=data, config=config, key=digest, tick=lambda: None)
         blocks = default_blocks(1, [subset_index(name) for name in names])
-        trained = trainer.train(labels, blocks, self.folder / digest[:16])
+        folder = self.folder / digest[:16]
+        trained, outputs = trainer.fit(labels[taken], blocks, folder)
         shutil.rmtree(self.folder, ignore_errors=True)
-        found = {name: np.full(len(where), np.nan, np.float32) for name in names}
-        members = {m.subset: i for i, m in enumerate(trained.members)}
-        for places, tokens in deployed.parts(where, 2):
-            for name in names:
-                k = subset_index(name)
-                own = jax.tree.map(lambda x, i=members[k]: x[i], trained.params)
-                mask = jnp.asarray(SUBSETS[k])
-                out = apply_member(own, mask, tokens, encoder=deployed.encoder)
-                found[name][places] = np.asarray(out[0])[: len(places)]
-        return found
+        at = {m.subset: i for i, m in enumerate(trained.members)}
+        own = np.asarray(outputs.logits)[:, places[2]]
+        return {name: own[at[subset_index(name)]] for name in names}
+
+    def _rows(self, taken: np.ndarray, places: Sequence[np.ndarray]) -> TrainingRows:
+        """Return some rows of the store as if they were all; no others are read.
+
+        Args:
+          taken: `[n]` rows of the store, some more than once.
+          places: of training and validation rows among them.
+        """
+        data = self.deployed.data
+
+        def read(where: np.ndarray, *widths: tuple[int, ...]) -> FamilyTokens:
+            return data.read(taken[where], *widths)
+
+        return dataclasses.replace(
+            data,
+            rows=some_rows(data.rows, taken),
+            lengths=data.lengths[taken],
+            read=read,
+            read_train=read,
+            where=tuple(places),
+            in_memory=tuple(
+                (Held(np.arange(len(own)), read(own, self.lengths)),) for own in places
+            ),
+        )
 
 
 def own_members(evidence: Evidence) -> list[str]:

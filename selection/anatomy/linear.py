@@ -7,21 +7,17 @@ and held-out sets.
 
 from collections.abc import Sequence
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from extract.run.results import ResultRow
 from jaxprobe.evaluation import Scored, detection_rows
-from jaxprobe.features.families import FamilyTokens
 from jaxprobe.features.reading import mean_answer_states
-from jaxprobe.kernels.masked import masked_pool
-from jaxprobe.metrics import auroc
+from jaxprobe.fit.linear import Pooled
+from jaxprobe.regression import fit_linear
 from selection.anatomy.analysis import Evidence, Tick, some_rows
 from selection.anatomy.encoders import Deployed
 
 LAYERS = "anatomy_layers"
-INVERSE_PENALTIES = (0.1, 1.0, 10.0)
 
 
 def linear_scores(
@@ -42,12 +38,9 @@ def linear_scores(
       valid: indices of the rows whose AUROC chooses the penalty, the strongest of ties.
 
     Returns:
-      `[n]` log-odds; NaN where the training rows hold one class.
+      `[n]` log-odds; NaN where training or validation rows hold one class.
     """
-    # Here, since it takes a second to load, and most analyses fit nothing.
-    from sklearn.linear_model import LogisticRegression
-
-    if len(set(labels[train].tolist())) < 2:
+    if any(len(set(labels[part].tolist())) < 2 for part in (train, valid)):
         return np.full(len(labels), np.nan)
     scaled = []
     for block in blocks:
@@ -55,55 +48,17 @@ def linear_scores(
         scale = np.where(spread > 0, spread, 1) * np.sqrt(block.shape[1])
         scaled.append((block - block[train].mean(axis=0)) / scale)
     features = np.concatenate(scaled, axis=1)
-    fits = []
-    for inverse_penalty in INVERSE_PENALTIES:
-        fit = LogisticRegression(C=inverse_penalty, max_iter=1000)
-        fit.fit(features[train], labels[train])
-        value = auroc(fit.decision_function(features[valid]), labels[valid]).value
-        fits.append((np.nan_to_num(value), fit))
-    best = max(fits, key=lambda one: one[0])[1]
-    return best.decision_function(features).astype(np.float64)
+    fit = fit_linear(features[train], labels[train], features[valid], labels[valid])
+    return fit.regression.decision_function(features).astype(np.float64)
 
 
-@jax.jit
-def pooled_parts(features: FamilyTokens) -> tuple[jax.Array, ...]:
-    """Pool tokens as a linear probe reads them; some rows of `pooled_signals`.
+def pooled_signals(deployed: Deployed, where: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return what a linear probe reads of some rows, `[n, n_features]` a family.
 
-    Returns:
-      Per family `[n, n_parts * d_family]`: the mean of every span, then the largest and
-      the least of the answer.
+    The same as encoders that begin as regressions do, see `jaxprobe.model.linear`.
     """
-    n_others = len(features.masks) - 1
-
-    def one(tokens: jax.Array) -> jax.Array:
-        parts = []
-        spans = zip(features.masks, features.span_slices, strict=True)
-        for span, (mask, at) in enumerate(spans):
-            channels, real = tokens[at].transpose(2, 0, 1), mask.astype(jnp.float32)
-            most, mean = jnp.split(masked_pool(channels, real), 2)
-            parts.append(mean)
-            if span == n_others:
-                least = -jnp.split(masked_pool(-channels * real[None], real), 2)[0]
-                parts += [most, least]
-        return jnp.concatenate(parts).T
-
-    return tuple(map(one, features.tokens))
-
-
-def pooled_signals(deployed: Deployed, where: np.ndarray) -> list[np.ndarray]:
-    """Return what a linear probe reads of some rows, family by family.
-
-    Of every span the mean of each channel, of the answer the largest and least too.
-
-    Returns:
-      Per family `[n, n_features]` float32.
-    """
-    found, order = [], []
-    for places, tokens in deployed.parts(where, 2):
-        found.append([np.asarray(own)[: len(places)] for own in pooled_parts(tokens)])
-        order.append(places)
-    back = np.argsort(np.concatenate(order))
-    return [np.concatenate(own)[back] for own in zip(*found, strict=True)]
+    labels = deployed.evidence.rows.labels[where]
+    return Pooled.of(deployed.parts(where, 2), labels).families
 
 
 def layers(evidence: Evidence, tick: Tick = lambda: None) -> list[ResultRow]:

@@ -19,7 +19,6 @@ from selection.anatomy.encoders import (
     replaced,
 )
 from selection.anatomy.heads import channels_of_heads
-from selection.anatomy.linear import pooled_parts
 
 DIMS = FamilyDims(hidden=6, prob=5, resid=4, attn=16)
 ENCODER = Encoder(EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2), DIMS)
@@ -135,20 +134,3 @@ def test_the_channels_of_a_head_are_its_own_in_every_span_and_reading():
     assert [own.any() for own in gone] == [False, False, False, True]
     whole = gone[3].reshape(3, 2, 2, 2, 2)  # span, other span, reading, layer, head
     assert whole[..., 1, 0].all() and whole.sum() == 3 * 4
-
-
-def test_what_a_probe_reads_is_what_loops_over_tokens_find():
-    features = signals(3)
-    found = [np.asarray(own) for own in pooled_parts(features)]
-    for family, tokens in enumerate(features.tokens):
-        for i in range(N):
-            spans = [
-                np.asarray(tokens)[at][:, i][np.asarray(mask)[:, i]]
-                for at, mask in zip(features.span_slices, features.masks, strict=True)
-            ]
-            context, question, answer = spans
-            expected = [x.mean(axis=0) for x in (context, question, answer)]
-            expected += [answer.max(axis=0), answer.min(axis=0)]
-            np.testing.assert_allclose(
-                found[family][i], np.concatenate(expected), rtol=1e-4, atol=1e-5
-            )
