@@ -83,8 +83,8 @@ def complementarity_part(rows: Sequence[ResultRow]) -> Part | None:
         found.append(
             f"{in_setting(setting)} the fewest mistakes are those of "
             f"{FAMILIES[best]} ({spelled(errors[best])} of the answers); of them "
-            f"{FAMILIES[letter]} gets {spelled(first)} right, the most of the other "
-            f"families, where unrelated mistakes would give {by_chance:.3f}."
+            f"{FAMILIES[letter]} get{_s(letter)} {spelled(first)} right, the most of "
+            f"the other families, where unrelated mistakes would give {by_chance:.3f}."
         )
     return part_of(
         "Which family gets right what another gets wrong",

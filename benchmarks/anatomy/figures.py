@@ -151,7 +151,9 @@ def head_map(maps: Mapping[str, np.ndarray], setting: str) -> Figure:
         for low, high in itertools.pairwise(steps):
             tint = min(1.0, max(0.04, (low + high) / 2 / most)) * 0.75
             scale.add_patch(
-                Rectangle((0, low), 1, high - low, color=STRONG[setting], alpha=tint)
+                Rectangle(
+                    (0, low), 1, high - low, facecolor=STRONG[setting], alpha=tint, lw=0
+                )
             )
         even = 1 / next(iter(maps.values())).size
         scale.axhline(even, color=INK, lw=1.5)
@@ -199,6 +201,7 @@ def shares_of_text(
         right.set_xticks(at, list(positions))
         right.set(ylabel="share within the answer", xlabel="token of the answer")
         right.legend(loc="upper right", fontsize=8)
+        right.set_ylim(0, 1.2 * max(values[:, 2].max(), values[:, 3].max()))
         right.grid(False, axis="x")
     return figure
 
@@ -226,7 +229,7 @@ def layer_curves(
             axes.plot([x[at]], [y[at]], "o", **ring)
         axes.set(xlabel="layer (0 is the embedding)", ylabel="AUROC, in-domain test")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.legend(loc="best")
+        figure.legend(loc="outside upper center", ncols=2, fontsize=9)
     return figure
 
 
@@ -271,24 +274,25 @@ def closed_book_counts(shares: np.ndarray) -> Figure:
       shares: `[4, n_parts]` share of a part's sets that hold 0, 1, 2 or 3.
     """
     n_parts = shares.shape[1]
-    x = (np.arange(n_parts) + 0.5) / n_parts
-    floor = np.zeros(n_parts)
+    x = np.arange(n_parts + 1) / n_parts
+    shares = np.concatenate([shares, shares[:, -1:]], axis=1)  # each part is a step
+    floor = np.zeros(n_parts + 1)
     with styled():
         figure = Figure(figsize=(6.0, 3.2), layout="constrained")
         axes = figure.add_subplot()
         for k, own in enumerate(shares):
             tint = (0.12, 0.38, 0.64, 0.9)[k]
             colour = STRONG["closed_book"]
-            axes.fill_between(x, floor, floor + own, color=colour, alpha=tint, lw=0)
-            edge = {"color": PAPER, "lw": 1}
-            axes.plot(x, floor + own, **edge)
-            widest = int(np.argmax(own))
+            style = {"color": colour, "alpha": tint, "lw": 0, "step": "post"}
+            axes.fill_between(x, floor, floor + own, **style)
+            axes.step(x, floor + own, where="post", color=PAPER, lw=1)
+            widest = int(np.argmax(own[:-1]))
             if own[widest] > 0.1:
-                y = floor[widest] + own[widest] / 2
-                ink = PAPER if k > 1 else INK
-                axes.text(x[widest], y, str(k), ha="center", va="center", color=ink)
+                y, ink = floor[widest] + own[widest] / 2, PAPER if k > 1 else INK
+                style = {"ha": "center", "va": "center", "color": ink}
+                axes.text(x[widest] + 0.5 / n_parts, y, str(k), **style)
             floor = floor + own
-        axes.set(xlim=(x[0], x[-1]), ylim=(0, 1))
+        axes.set(xlim=(0, 1), ylim=(0, 1))
         axes.set(xlabel="place in the ranking (0 best, 1 worst)")
         axes.set(ylabel="share of the sets that\nhold so many closed-book")
         axes.grid(False)
@@ -326,8 +330,9 @@ def two_backbones(
             axes.margins(0.1)
             axes.xaxis.set_major_locator(MaxNLocator(4))
             axes.yaxis.set_major_locator(MaxNLocator(5))
-            axes.legend(loc="best", fontsize=8)
         panels[0].set_ylabel(f"test AUROC, {names[1]}")
+        handles = panels[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside upper center", ncols=2, fontsize=8)
     return figure
 
 

@@ -88,8 +88,8 @@ def _head_sentence(table: ResultTable, setting: str, name: str) -> str:
         for metric in ("moved by 8", "moved by random 8", "moved more by 8")
     )
     verdict = "which cannot be told from none"
-    if known(more):
-        verdict = "more" if more.ci_low > 0 else "less" if more.ci_high < 0 else verdict
+    if known(more) and more.ci_low * more.ci_high > 0:
+        verdict = "which is more" if more.ci_low > 0 else "which is less"
     return (
         f"{in_setting(setting)} the eight largest heads of {name} hold "
         f"{spelled(top)} of the attribution (even: {spelled(even)}); without them the "
