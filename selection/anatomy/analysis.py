@@ -22,7 +22,6 @@ from jaxprobe.evaluation import bootstrap_of
 from jaxprobe.features.rows import Rows, load_rows
 from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
 from jaxprobe.metrics import BootstrapConfig, interval_of, resamples
-from jaxprobe.pool import branches_of, read_selection, reads
 from jaxprobe.settings import GridConfig, grid_config
 
 EVERY_FAMILY = "HPRA"
@@ -36,10 +35,12 @@ class Evidence:
     Attributes:
       run: with selected encoders.
       setting: whose answers are looked at.
+      selected: encoders of this pass that some search has selected, by their letters.
     """
 
     run: RunDir
     setting: Setting
+    selected: tuple[str, ...]
 
     @cached_property
     def _loaded(self) -> tuple[FeatureStore, Rows]:
@@ -87,16 +88,6 @@ class Evidence:
         return bootstrap_of(self.run)
 
     @cached_property
-    def selected(self) -> tuple[str, ...]:
-        """Encoders of this pass that some search has selected, by their letters."""
-        names: dict[str, None] = {}
-        for branch in branches_of(self.run):
-            members = read_selection(self.run, branch)[1]["members"]
-            own = (name for at, name in reads(branch, members) if at == self.setting)
-            names.update(dict.fromkeys(own))
-        return tuple(names)
-
-    @cached_property
     def queried(self) -> tuple[str, ...]:
         """Encoders that are looked into: that of all families, and selected ones.
 
@@ -127,11 +118,6 @@ class Evidence:
 def subset_logits(evidence: Evidence, name: str) -> np.ndarray:
     """Return what one encoder says of every row, `[n_seeds, n_rows]`."""
     return evidence.logits[:, SUBSET_NAMES.index(name)]
-
-
-def evidence_of(run: RunDir) -> tuple[Evidence, ...]:
-    """Return a run's settings."""
-    return tuple(Evidence(run, setting) for setting in settings_of(run))
 
 
 def judged_sets(rows: Rows) -> list[tuple[str, str]]:

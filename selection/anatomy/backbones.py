@@ -1,14 +1,13 @@
 """Do the same combinations win on another backbone? Two runs beside each other.
 
 Spearman's correlation of the fifteen encoders' AUROC (paper, appendix E, figure across
-backbones), with an interval that resamples both runs' questions; and what pairs of
-families gain on the other backbone, whose rows are kept in this run.
+backbones), with an interval that resamples both runs' questions.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 from scipy.stats import rankdata
 
@@ -24,11 +23,9 @@ from jaxprobe.metrics import (
     resamples,
     weighted_metrics,
 )
-from selection.anatomy.analysis import Evidence, evidence_of, place_of
-from selection.anatomy.fusion import pairs
+from selection.anatomy.analysis import Evidence, place_of
 
 EXPERIMENT = "anatomy_backbones"
-OTHER_PAIRS = "anatomy_other_pairs"
 
 
 class Ranked(NamedTuple):
@@ -154,37 +151,38 @@ def _auroc_rows(
     return made
 
 
-def backbones(first: tuple[Evidence, ...], other: RunDir) -> list[ResultRow]:
+def backbones(
+    first: Mapping[str, Evidence], second: Mapping[str, Evidence]
+) -> list[ResultRow]:
     """Return how two runs' encoders compare on test answers, in shared settings.
+
+    Args:
+      first: the settings of this run, by name.
+      second: those of a run of another backbone.
 
     Raises:
       ValueError: they have no setting in common.
     """
-    second = {evidence.setting: evidence for evidence in evidence_of(other)}
-    shared = [e for e in first if e.setting in second]
-    if not shared:
-        raise ValueError(
-            f"{first[0].run.path} and {other.path} have no setting in common; give a "
-            "run whose answers were asked for in the same way"
-        )
     made: list[ResultRow] = []
-    for own in shared:
-        beside, config = second[own.setting], own.bootstrap
-        place = place_of(own.setting, IN_DOMAIN, "test")
+    runs = [next(iter(side.values())).run for side in (first, second)]
+    if not first.keys() & second.keys():
+        raise ValueError(
+            f"{runs[0].path} and {runs[1].path} have no setting in common; give a run "
+            "whose answers were asked for in the same way"
+        )
+    for setting in [s for s in first if s in second]:
+        own, beside = first[setting], second[setting]
+        config, place = own.bootstrap, place_of(own.setting, IN_DOMAIN, "test")
         ranked = [_answers(e, "test") for e in (own, beside)]
         for which, found in zip(("first", "second"), ranked, strict=True):
             made += _auroc_rows(found, config, which, place)
         alike = agreement(*ranked, config)
         fields = dict(experiment=EXPERIMENT, metric="spearman", n=len(SUBSET_NAMES))
-        fields |= {"detector": f"{model_of(own.run)} | {model_of(other)}", **place}
+        fields |= {"detector": " | ".join(map(model_of, runs)), **place}
         if np.isfinite(alike.value):
             ends = {"ci_low": alike.low, "ci_high": alike.high}
             made.append(ResultRow(**fields, value=alike.value, **ends))
         else:
             reason = "one class only, or all subsets are equally good"
             made.append(ResultRow(**fields, value=None, reason=reason))
-        made += [
-            msgspec.structs.replace(row, experiment=OTHER_PAIRS)
-            for row in pairs(beside)
-        ]
     return made

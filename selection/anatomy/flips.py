@@ -157,3 +157,13 @@ def _centre(logits: np.ndarray) -> np.ndarray:
     """Return the centres of the cells in which logits lie; 0 is an edge."""
     inside = np.clip(logits, -_EDGE + 1e-3, _EDGE - 1e-3)
     return STEP * (np.floor(inside / STEP) + 0.5)
+
+
+def pass_steps(evidence: Evidence) -> float:
+    """Return the gradient steps of an answer that as many forward passes take.
+
+    Without each family and each span; a forward pass is a third of a step.
+    """
+    n_variants = len(FAMILIES) + len(SPANS[evidence.setting])
+    n_encoders = len(evidence.queried) * evidence.n_seeds
+    return n_encoders * n_variants * len(evidence.judged) / 3

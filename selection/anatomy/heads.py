@@ -153,3 +153,15 @@ def _of_encoder(
     even = dict(experiment=EXPERIMENT, detector=printed, metric="even share of 8")
     made.append(ResultRow(**even, **place, value=n_heads / n_cells, n=n_cells))
     return made
+
+
+def gradient_steps(evidence: Evidence, n_encoders: int) -> float:
+    """Return the steps of integrated gradients: 64, about what 1 % takes, and 32."""
+    return 96.0 * min(N_ANSWERS, len(evidence.judged)) * evidence.n_seeds * n_encoders
+
+
+def head_steps(evidence: Evidence) -> float:
+    """Return the gradient steps of an answer that the analysis of heads takes."""
+    n_encoders = 1 + sum("A" in name for name in evidence.queried)
+    moved = n_encoders * evidence.n_seeds * (2 + N_DRAWS) * N_ANSWERS / 2 / 3
+    return gradient_steps(evidence, n_encoders) + moved

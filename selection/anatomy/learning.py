@@ -276,3 +276,18 @@ def transfer(deployed: Deployed) -> list[ResultRow]:
     made = detection_rows(scored, some_rows(rows, judged), evidence.bootstrap, TRANSFER)
     kept = [row for row in made if row.metric == "auroc"]
     return [row for row in kept if row.dataset != IN_DOMAIN]
+
+
+def _training_steps(evidence: Evidence, n_encoders: int) -> float:
+    n_most = min(max(ENCODER_SIZES), len(evidence.rows.where("train")))
+    return float(n_encoders * evidence.config.train.max_epochs * n_most)
+
+
+def curve_steps(evidence: Evidence) -> float:
+    """Return the gradient steps of an answer that the curves take, at most."""
+    return len(ENCODER_SIZES) * _training_steps(evidence, 5 + len(evidence.selected))
+
+
+def transfer_steps(evidence: Evidence) -> float:
+    """Return the gradient steps of an answer that the matrix takes, at most."""
+    return _training_steps(evidence, len(set(evidence.rows.datasets.tolist())))

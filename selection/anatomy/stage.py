@@ -14,8 +14,9 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from extract.records import Setting
 from extract.run.console import Progress, Update
-from extract.run.contents import row_files
+from extract.run.contents import row_files, settings_of
 from extract.run.directory import RunDir
 from extract.run.files import from_json, sha256_tree, write_json_atomic
 from extract.run.manifest import Preset
@@ -25,18 +26,24 @@ from jaxprobe.checkpoint import load_cache, save_cache
 from jaxprobe.features.rows import rows_at_once
 from jaxprobe.features.widths import widths_of
 from jaxprobe.fit.stage import encoder_folders
+from jaxprobe.pool import branches_of, read_selection, reads
 from jaxprobe.settings import set_compiler
-from selection.anatomy.analysis import Evidence, evidence_of
+from selection.anatomy.analysis import Evidence
 from selection.anatomy.backbones import backbones
 from selection.anatomy.cases import Case, cases
 from selection.anatomy.combinations import combinations
 from selection.anatomy.complementarity import complementarity
 from selection.anatomy.encoders import Deployed
-from selection.anatomy.flips import Ablated, boundary, flips
+from selection.anatomy.flips import Ablated, boundary, flips, pass_steps
 from selection.anatomy.fusion import fusion, pairs
 from selection.anatomy.grounding import grounding
-from selection.anatomy.heads import N_ANSWERS, N_DRAWS, heads
-from selection.anatomy.learning import ENCODER_SIZES, learning_curve, transfer
+from selection.anatomy.heads import gradient_steps, head_steps, heads
+from selection.anatomy.learning import (
+    curve_steps,
+    learning_curve,
+    transfer,
+    transfer_steps,
+)
 from selection.anatomy.linear import layers
 from selection.anatomy.positions import positions, spans_gone
 
@@ -55,11 +62,25 @@ class AnatomyConfig:
     other: str | None = None
 
 
+OTHER_PAIRS = "anatomy_other_pairs"
 ANATOMY_PRESETS: dict[Preset, AnatomyConfig] = {
     "demo": AnatomyConfig(),
     "smoke": AnatomyConfig(),
     "paper": AnatomyConfig(),
 }
+
+
+def evidence_of(run: RunDir) -> tuple[Evidence, ...]:
+    """Return a run's settings, each with the encoders of its pass that were selected.
+
+    By any search: the with-context set may hold closed-book ones.
+    """
+    selected: dict[Setting, dict[str, None]] = {s: {} for s in settings_of(run)}
+    for branch in branches_of(run):
+        members = read_selection(run, branch)[1]["members"]
+        for setting, name in reads(branch, members):
+            selected[setting][name] = None
+    return tuple(Evidence(run, s, tuple(names)) for s, names in selected.items())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +148,15 @@ def _grounding(asked: Asked) -> Made:
 
 
 def _backbones(asked: Asked) -> Made:
-    other = RunDir(Path(str(asked.config.other)))
-    return Made(backbones(tuple(asked.evidence.values()), other))
+    """Rankings, and what pairs of families gain on the other backbone."""
+    other = {e.setting: e for e in evidence_of(RunDir(Path(str(asked.config.other))))}
+    of_pairs = [
+        msgspec.structs.replace(row, experiment=OTHER_PAIRS)
+        for setting in asked.evidence
+        if setting in other
+        for row in pairs(other[setting])
+    ]
+    return Made([*backbones(asked.evidence, other), *of_pairs])
 
 
 def _cases(asked: Asked) -> Made:
@@ -164,48 +192,16 @@ def _other_files(run: RunDir, config: AnatomyConfig) -> list[Path]:
     return [*row_files(other), *encoder_folders(other)]
 
 
-def _pass_steps(evidence: Evidence) -> float:
-    """Without each family and each span; a forward pass is a third of a step."""
-    n_variants = 4 + (2 if evidence.setting == "closed_book" else 3)
-    n_encoders = len(evidence.queried) * evidence.n_seeds
-    return n_encoders * n_variants * len(evidence.judged) / 3
-
-
-def _gradient_steps(evidence: Evidence, n_encoders: int) -> float:
-    """Of integrated gradients in 64 steps, about what 1 % takes, and those before."""
-    return 96.0 * min(N_ANSWERS, len(evidence.judged)) * evidence.n_seeds * n_encoders
-
-
-def _head_steps(evidence: Evidence) -> float:
-    n_encoders = 1 + sum("A" in name for name in evidence.queried)
-    moved = n_encoders * evidence.n_seeds * (2 + N_DRAWS) * N_ANSWERS / 2 / 3
-    return _gradient_steps(evidence, n_encoders) + moved
-
-
-def _training_steps(evidence: Evidence, n_encoders: int) -> float:
-    n_most = min(max(ENCODER_SIZES), len(evidence.rows.where("train")))
-    return float(n_encoders * evidence.config.train.max_epochs * n_most)
-
-
-def _curve_steps(evidence: Evidence) -> float:
-    return len(ENCODER_SIZES) * _training_steps(evidence, 5 + len(evidence.selected))
-
-
-def _transfer_steps(evidence: Evidence) -> float:
-    rows = evidence.rows
-    return _training_steps(evidence, len(set(rows.datasets.tolist())))
-
-
 ANALYSES: Mapping[str, Analysis] = {
     "complementarity": Analysis(_each(complementarity)),
-    "flips": Analysis(_ablated(flips), steps=_pass_steps),
-    "boundary": Analysis(_ablated(boundary), steps=_pass_steps),
-    "grounding": Analysis(_grounding, _lacks_context, steps=_pass_steps),
-    "heads": Analysis(_deployed(heads), steps=_head_steps),
+    "flips": Analysis(_ablated(flips), steps=pass_steps),
+    "boundary": Analysis(_ablated(boundary), steps=pass_steps),
+    "grounding": Analysis(_grounding, _lacks_context, steps=pass_steps),
+    "heads": Analysis(_deployed(heads), steps=head_steps),
     "positions": Analysis(
-        _ablated(positions), steps=lambda evidence: _gradient_steps(evidence, 1)
+        _ablated(positions), steps=lambda evidence: gradient_steps(evidence, 1)
     ),
-    "spans": Analysis(_ablated(spans_gone), steps=_pass_steps),
+    "spans": Analysis(_ablated(spans_gone), steps=pass_steps),
     "layers": Analysis(_each(layers)),
     "pairs": Analysis(_each(pairs)),
     "fusion": Analysis(
@@ -217,8 +213,8 @@ ANALYSES: Mapping[str, Analysis] = {
         lambda run, config: [run.path / "exhaustive"],
     ),
     "backbones": Analysis(_backbones, _lacks_other, _other_files),
-    "labels": Analysis(_deployed(learning_curve), steps=_curve_steps),
-    "transfer": Analysis(_deployed(transfer), steps=_transfer_steps),
+    "labels": Analysis(_deployed(learning_curve), steps=curve_steps),
+    "transfer": Analysis(_deployed(transfer), steps=transfer_steps),
     "cases": Analysis(_cases, _lacks_both),
 }
 
