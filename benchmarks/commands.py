@@ -41,11 +41,32 @@ def evaluate(run_dir: Path, ablations: bool, dry_run: bool) -> None:
 
 @click.command()
 @click.argument("run_dir", type=RunPath(), required=False)
-@click.option("--only", multiple=True, metavar="NAME", help="These; all by default.")
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="NAME",
+    help="These; by default those that need the run's signals and texts alone.",
+)
+@click.option(
+    "--again",
+    is_flag=True,
+    help="Also those that read the answers again, or something else beside them.",
+)
+@click.option(
+    "--all",
+    "is_all",
+    is_flag=True,
+    help="Every one: --again, and answers are drawn if there are none.",
+)
 @click.option(
     "--nli",
     type=click.Path(exists=True, file_okay=False),
     help="Directory of an NLI model, for those that ask what follows from what.",
+)
+@click.option(
+    "--encoder",
+    type=click.Path(exists=True, file_okay=False),
+    help="Directory of a text encoder, for the one that is fine-tuned.",
 )
 @click.option("--list", "is_list", is_flag=True, help="Say which there are, and stop.")
 @click.option(
@@ -53,11 +74,18 @@ def evaluate(run_dir: Path, ablations: bool, dry_run: bool) -> None:
     metavar="MODULE:NAME",
     help="Say what a detector of your own does wrong on the run's answers, and stop.",
 )
-@dry_run_option
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Count what all would need, and time the readings on a few answers.",
+)
 def baselines(
     run_dir: Path | None,
     only: tuple[str, ...],
+    again: bool,
+    is_all: bool,
     nli: str | None,
+    encoder: str | None,
     is_list: bool,
     check: str | None,
     dry_run: bool,
@@ -81,20 +109,44 @@ def baselines(
         if faults:
             raise click.exceptions.Exit(1)
         return
-    from benchmarks.baselines.stage import BASELINES, chosen_detectors
+    from benchmarks.baselines.stage import BASELINES, chosen_detectors, forecast
 
     def change(config: "BaselinesConfig") -> "BaselinesConfig":
-        found = str(Path(nli).resolve()) if nli else config.nli
-        asked = dataclasses.replace(config, only=only or config.only, nli=found)
+        is_more = again or is_all
+        asked = dataclasses.replace(
+            config,
+            only=only or (() if is_more else config.only),
+            again=is_more or config.again,
+            nli=str(Path(nli).resolve()) if nli else config.nli,
+            encoder=str(Path(encoder).resolve()) if encoder else config.encoder,
+        )
         chosen_detectors(asked)  # refuses a name that is not known
         return asked
 
-    if not dry_run:
+    if dry_run:
+        # Not `forecast_stage`, to which a stage is done that was done with less.
+        with RunDir.open(run_dir) as run:
+            run.hash_inputs(*BASELINES.inputs(run))
+            settings = BASELINES.settle(
+                run, change, is_replaceable=True, is_recorded=False
+            )
+            click.echo(forecast(run, settings).as_text())
+    else:
+        if is_all and not (run_dir / "samples").exists():
+            _draw(run_dir)
         with RunDir.open(run_dir) as run:
             before = BASELINES.settle(run)
             if BASELINES.settle(run, change, is_replaceable=True) != before:
                 run.reopen_stage(BASELINES.name)
-    do_or_forecast(run_dir, BASELINES, dry_run, change if dry_run else None)
+        do_or_forecast(run_dir, BASELINES, dry_run)
+
+
+def _draw(run_dir: Path) -> None:
+    """Draw answers of all splits; probes of semantic entropy learn from some."""
+    from extract.generate.commands import sample
+
+    splits = [x for s in ("train", "validation", "test", "ood") for x in ("--split", s)]
+    sample.main([str(run_dir), *splits], standalone_mode=False)
 
 
 @click.command()

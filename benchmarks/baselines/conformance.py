@@ -9,7 +9,7 @@ import numpy as np
 
 from benchmarks.baselines.catalogue import catalogue
 from benchmarks.baselines.detector import Detector, Evidence
-from benchmarks.baselines.readings import kept_readings
+from benchmarks.baselines.readings import kept_readings, rows_read
 from benchmarks.baselines.stage import BaselinesConfig, unmet
 from extract.run.contents import settings_of
 from extract.run.directory import RunDir
@@ -72,7 +72,7 @@ def check_detector(run_dir: Path, place: str, nli: Path | None = None) -> list[s
                 layer=chosen_layer(run),
                 relations=relations,
             )
-            kept = kept_readings(evidence, detector.reads)
+            kept = kept_readings(evidence, rows_read(evidence, [detector]))
             evidence = dataclasses.replace(evidence, readings=kept.values)
             faults += [f"{setting}: {x}" for x in faults_of(detector, evidence)]
     return faults
@@ -119,7 +119,8 @@ def faults_of(detector: Detector, evidence: Evidence) -> list[str]:
             f"AUROC on validation is {mean:.3f}: higher should be likelier correct; "
             "is the sign turned?"
         )
-    return faults + _faults_of_readings(detector, evidence, scores)
+    faults += _faults_of_readings(detector, evidence, scores)
+    return faults + _faults_of_samples(detector, evidence, scores)
 
 
 def _faults_of_readings(
@@ -138,6 +139,30 @@ def _faults_of_readings(
     if np.isfinite(found[:, gone]).any():
         faults.append("an answer that was not read has a score; give NaN")
     rest = np.delete(np.arange(scores.shape[1]), gone)
-    if not np.array_equal(scores[:, rest], found[:, rest], equal_nan=True):
+    if not _same(scores[:, rest], found[:, rest]):
         faults.append("a score depends on which other test answers there are")
     return faults
+
+
+def _same(scores: np.ndarray, others: np.ndarray) -> bool:
+    """Whether scores are the same up to sums in the order of another number of rows."""
+    return np.allclose(scores, others, rtol=1e-6, atol=1e-9, equal_nan=True)
+
+
+def _faults_of_samples(
+    detector: Detector, evidence: Evidence, scores: np.ndarray
+) -> list[str]:
+    """Return what happens to scores where every second test question has no draws."""
+    if "samples" not in detector.needs:
+        return []
+    gone = np.flatnonzero(np.isin(evidence.rows.splits, ("test", "ood")))[::2]
+    less = dataclasses.replace(evidence)
+    drawn = list(evidence.samples)
+    for i in gone:
+        drawn[i] = ()
+    vars(less)["samples"] = drawn  # in the place of what the run holds
+    found = np.asarray(detector.score(less).scores)
+    rest = np.delete(np.arange(scores.shape[1]), gone)
+    if _same(scores[:, rest], found[:, rest]):
+        return []
+    return ["a score depends on what was drawn to other test questions"]

@@ -7,6 +7,7 @@ from `Evidence` to scores of every row of a setting.
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -23,7 +24,8 @@ from jaxprobe.features.rows import Rows
 #   entailment     an NLI model, which tells what follows from what
 #   second_prompt  a question about the answer is put to the backbone
 #   swapped        the answer is read behind another question's passages
-Need = Literal["samples", "entailment", "second_prompt", "swapped"]
+#   encoder        a text encoder, which is fine-tuned
+Need = Literal["samples", "entailment", "second_prompt", "swapped", "encoder"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,6 +42,7 @@ class Evidence:
       readings: by name, `[n_rows, ...]` float32; NaN where a row was not read.
       relations: P(entailment), P(neutral), P(contradiction) of pairs of texts,
         `[n_pairs, 3]`, or None without an NLI model.
+      encoder: directory of a text encoder, or None without one.
     """
 
     run: RunDir
@@ -48,6 +51,7 @@ class Evidence:
     layer: int
     readings: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
     relations: Callable[[Sequence[tuple[str, str]]], np.ndarray] | None = None
+    encoder: Path | None = None
 
     @cached_property
     def questions(self) -> list[Example]:

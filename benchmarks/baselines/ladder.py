@@ -261,16 +261,28 @@ def _rung(
     )
 
 
-def fine_tuned(path: Path, config: FineTuneConfig | None = None) -> Detector:
-    """Return the detector that fine-tunes the sentence encoder at a path."""
-    return _rung(
-        "text_encoder",
-        f"Fine-tuned {path.resolve().name}",
-        partial(encoder_scores, path=path, config=config),
-        "The paper fine-tunes e5-base.",
+def fine_tuned(evidence: Evidence, config: FineTuneConfig | None = None) -> Found:
+    """Return what a fine-tuned encoder says of the texts of a run.
+
+    Raises:
+      ValueError: no encoder is given, or see `encoder_scores`.
+    """
+    if evidence.encoder is None:
+        raise ValueError("a text encoder is needed: --encoder DIRECTORY")
+    return _scored(
+        evidence, by=partial(encoder_scores, path=evidence.encoder, config=config)
     )
 
 
 TFIDF_SVM = _rung("tfidf_svm", "TF-IDF, linear SVM", svm_scores)
 TFIDF_MLP = _rung("tfidf_mlp", "TF-IDF, MLP", mlp_scores)
-DETECTORS = (TFIDF_SVM, TFIDF_MLP)
+TEXT_ENCODER = Detector(
+    name="text_encoder",
+    title="Fine-tuned text encoder",
+    source=TFIDF_SVM.source,
+    score=fine_tuned,
+    needs=frozenset({"encoder"}),
+    is_trained=True,
+    variant="the encoder given by path; the paper fine-tunes e5-base",
+)
+DETECTORS = (TFIDF_SVM, TFIDF_MLP, TEXT_ENCODER)

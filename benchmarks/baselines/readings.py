@@ -7,11 +7,13 @@ what is stopped continues and what another detector asks for later is read alone
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.baselines.detector import Evidence
+from benchmarks.baselines.detector import Detector, Evidence
+from benchmarks.real.costs import begin_peak, peak_bytes
 from extract.generate.requests import answer_config
 from extract.run.contents import answers_file, question_files, samples_file
 from extract.run.files import sha256_tree
@@ -21,7 +23,10 @@ if TYPE_CHECKING:
     from extract.backbone.loading import Backbone
 
 _ANSWERS_PER_PART = 256
+FORMAT = "3"  # of what is kept: 3 says of which rows
 _OF_SAMPLES = ("sample_states", "p_true")
+_Arrays = dict[str, np.ndarray]
+Wanted = Mapping[str, np.ndarray]  # by name of a reading, `[n]` places of rows
 
 
 class Kept(NamedTuple):
@@ -29,15 +34,18 @@ class Kept(NamedTuple):
 
     Attributes:
       values: by name, `[n_rows, ...]` float32; NaN where a reading is undefined.
-      seconds: by name, of all rows and over all starts; what is read in one pass
-        shares its time evenly.
+      seconds: by name, over all starts, as if all rows had been read; what is read in
+        one pass shares its time evenly.
+      peak_bytes: by name, most memory of the process in a pass that read it, the
+        backbone and what else it holds included.
     """
 
     values: dict[str, np.ndarray]
     seconds: dict[str, float]
+    peak_bytes: dict[str, int]
 
 
-class _Reading:
+class Reading:
     """Reads parts of a setting's answers; the model is loaded when one is missing."""
 
     def __init__(self, evidence: Evidence) -> None:
@@ -60,16 +68,16 @@ class _Reading:
 
         return cue_length(self._evidence.answers)
 
-    def part(self, rows: slice, names: Sequence[str]) -> dict[str, np.ndarray]:
-        """Read some answers."""
+    def some(self, rows: Sequence[int], names: Sequence[str]) -> dict[str, np.ndarray]:
+        """Read the answers of some rows."""
         from extract.readings.reader import read
 
         given = {
-            argument: [one(i) for i in range(rows.start, rows.stop)]
+            argument: [one(i) for i in rows]
             for name, (argument, one) in self._given().items()
             if name in names
         }
-        answers = self._evidence.answers[rows]
+        answers = [self._evidence.answers[i] for i in rows]
         found = list(read(self._backbone, answers, names, n_cue=self._n_cue, **given))
         stacked = {name: [one[name] for one in found] for name in names}
         return {name: _stack(values) for name, values in stacked.items()}
@@ -116,41 +124,112 @@ def _stack(values: Sequence[np.ndarray]) -> np.ndarray:
     return found
 
 
+def rows_read(evidence: Evidence, detectors: Iterable[Detector]) -> Wanted:
+    """Return by name the rows whose reading some detector asks for, `[n]` places.
+
+    Training answers are read for those that learn from them alone.
+    """
+    everywhere = np.arange(len(evidence.rows.ids))
+    elsewhere = np.flatnonzero(evidence.rows.splits != "train")
+    learned = {n for one in detectors if one.is_trained for n in one.reads}
+    names = sorted({name for one in detectors for name in one.reads})
+    return {name: everywhere if name in learned else elsewhere for name in names}
+
+
 def kept_readings(
-    evidence: Evidence, names: Sequence[str], tick: Callable[[], None] = lambda: None
+    evidence: Evidence, wanted: Wanted, tick: Callable[[], None] = lambda: None
 ) -> Kept:
-    """Return readings of every row, read now or by an earlier, interrupted run.
+    """Return readings of rows, read now or by an earlier, interrupted run.
 
     Args:
       evidence: whose answers are read, and where they are kept.
-      names: of `extract.readings.reader.READINGS`.
+      wanted: of `extract.readings.reader.READINGS`, each with its rows.
       tick: called once for each of `parts_of`, when it is there.
 
     Raises:
       ValueError: other weights gave the answers, or a prompt is longer than the window.
     """
-    reading = _Reading(evidence)
-    folder = evidence.run.path / "readings" / evidence.rows.setting
-    parts: list[dict[str, np.ndarray]] = []
-    keys = identities(evidence, names)
-    seconds = dict.fromkeys(names, 0.0)
-    for rows in parts_of(len(evidence.rows.ids)):
-        paths = {n: folder / n / f"{rows.start:07d}.safetensors" for n in names}
-        held = {name: load_cache(paths[name], keys[name]) for name in names}
-        missing = [name for name in names if held[name] is None]
-        if missing:
-            began = time.monotonic()
-            made = reading.part(rows, missing)
-            share = np.float64((time.monotonic() - began) / len(missing))
-            for name in missing:
-                held[name] = {"values": made[name], "seconds": share}
-                save_cache(paths[name], held[name], keys[name])
-        parts.append({name: own["values"] for name, own in held.items()})
+    reading, n_rows = Reading(evidence), len(evidence.rows.ids)
+    every: dict[str, dict[int, np.ndarray]] = {name: {} for name in wanted}
+    seconds, peaks = dict.fromkeys(wanted, 0.0), dict.fromkeys(wanted, 0)
+    for part in parts_of(n_rows):
+        held, missing = _held(evidence, wanted, part)
+        for name, own in _read(reading, missing).items():
+            key = identities(evidence, [name])[name]
+            save_cache(_path(evidence, name, part), own, key)
+            held[name] = own
         for name, own in held.items():
+            every[name] |= zip(own["rows"].tolist(), own["values"], strict=True)
             seconds[name] += own["seconds"].item()
+            peaks[name] = max(peaks[name], own["peak_bytes"].item())
         tick()
-    every = {name: [x for part in parts for x in part[name]] for name in names}
-    return Kept({name: _stack(values) for name, values in every.items()}, seconds)
+    for name, own in every.items():
+        seconds[name] *= n_rows / max(1, len(own))
+    values = {name: _laid_out(own, n_rows) for name, own in every.items()}
+    return Kept(values, seconds, peaks)
+
+
+def _held(
+    evidence: Evidence, wanted: Wanted, part: slice
+) -> tuple[dict[str, _Arrays], dict[str, list[int]]]:
+    """Return what is kept of a part by name, and the rows of what is not."""
+    keys = identities(evidence, wanted)
+    held, missing = {}, {}
+    for name, rows in wanted.items():
+        own = rows[(rows >= part.start) & (rows < part.stop)]
+        found = load_cache(_path(evidence, name, part), keys[name])
+        if found is not None and np.isin(own, found["rows"]).all():
+            held[name] = found
+        elif len(own):
+            missing[name] = own.tolist()
+    return held, missing
+
+
+def _read(reading: Reading, missing: Mapping[str, Sequence[int]]) -> dict[str, _Arrays]:
+    """Read rows, each once with all that is asked of it."""
+    asked: dict[tuple[str, ...], list[int]] = {}
+    for row in sorted({row for rows in missing.values() for row in rows}):
+        names = tuple(name for name, rows in missing.items() if row in rows)
+        asked.setdefault(names, []).append(row)
+    values: dict[str, dict[int, np.ndarray]] = {name: {} for name in missing}
+    seconds = dict.fromkeys(missing, 0.0)
+    begin_peak()
+    for names, rows in asked.items():
+        began = time.monotonic()
+        made = reading.some(rows, names)
+        for name in names:
+            values[name] |= zip(rows, made[name], strict=True)
+            seconds[name] += (time.monotonic() - began) / len(names)
+    return {
+        name: {
+            "values": _stack(list(own.values())),
+            "rows": np.array(list(own)),
+            "seconds": np.float64(seconds[name]),
+            "peak_bytes": np.int64(peak_bytes()),
+        }
+        for name, own in values.items()
+    }
+
+
+def _laid_out(values: Mapping[int, np.ndarray], n_rows: int) -> np.ndarray:
+    """Return the values of all rows, NaN where a row was not read."""
+    n_axes = np.ndim(next(iter(values.values()), np.nan))
+    nothing = np.full((0,) * n_axes, np.nan, np.float32)
+    return _stack([values.get(row, nothing) for row in range(n_rows)])
+
+
+def _path(evidence: Evidence, name: str, rows: slice) -> Path:
+    folder = evidence.run.path / "readings" / evidence.rows.setting / name
+    return folder / f"{rows.start:07d}.safetensors"
+
+
+def unread(evidence: Evidence, wanted: Wanted) -> dict[str, np.ndarray]:
+    """Return by name the places of the rows that `kept_readings` would read now."""
+    found: dict[str, list[int]] = {name: [] for name in wanted}
+    for part in parts_of(len(evidence.rows.ids)):
+        for name, rows in _held(evidence, wanted, part)[1].items():
+            found[name] += rows
+    return {name: np.array(rows, int) for name, rows in found.items()}
 
 
 def parts_of(n_rows: int) -> list[slice]:
@@ -170,7 +249,9 @@ def identities(evidence: Evidence, names: Iterable[str]) -> dict[str, str]:
     shas = [str(sha256_tree(file)) for file in files]
     drawn = str(sha256_tree(samples_file(run)))
     return {
-        name: " ".join((name, evidence.rows.setting, *shas, *_drawn(name, drawn)))
+        name: " ".join(
+            (FORMAT, name, evidence.rows.setting, *shas, *_drawn(name, drawn))
+        )
         for name in names
     }
 

@@ -12,9 +12,19 @@ import numpy as np
 
 from benchmarks.baselines.catalogue import catalogue
 from benchmarks.baselines.detector import Detector, Evidence, Found
-from benchmarks.baselines.readings import Kept, identities, kept_readings, parts_of
+from benchmarks.baselines.readings import (
+    FORMAT,
+    Kept,
+    Reading,
+    identities,
+    kept_readings,
+    parts_of,
+    rows_read,
+    unread,
+)
 from benchmarks.panorama.costs import Judged, judged_file
 from benchmarks.panorama.significance import is_rival
+from benchmarks.real.costs import begin_peak, peak_bytes
 from extract.records import Setting
 from extract.run.console import Progress, Update
 from extract.run.contents import row_files, samples_file, settings_of
@@ -26,7 +36,7 @@ from extract.run.files import (
 )
 from extract.run.manifest import Preset
 from extract.run.results import ResultRow, publish, read_rows, rows_file, write_rows
-from extract.run.stages import Stage
+from extract.run.stages import Forecast, Stage
 from jaxprobe.checkpoint import load_cache, save_cache
 from jaxprobe.evaluation import Scored, bootstrap_of, detection_rows
 from jaxprobe.features.rows import chosen_layer, load_rows
@@ -42,13 +52,18 @@ class BaselinesConfig:
     """Which rivals a run is judged with.
 
     Attributes:
-      only: names; empty takes all for which everything is there. Those that were
-        judged before, on the same answers, stay in the rows.
+      only: names; empty takes those that need nothing beyond the run's signals and
+        texts. Those that were judged before, on the same answers, stay in the rows.
+      again: without names, also those that read the answers again, or read something
+        else, where everything that they need is there.
       nli: directory of an NLI model; without one, those that need it are left out.
+      encoder: directory of a text encoder, in the same way.
     """
 
     only: tuple[str, ...] = ()
+    again: bool = False
     nli: str | None = None
+    encoder: str | None = None
 
 
 BASELINES_PRESETS: dict[Preset, BaselinesConfig] = {
@@ -64,6 +79,8 @@ def unmet(detector: Detector, run: RunDir, config: BaselinesConfig) -> str | Non
         return f"needs drawn answers: `beatrice sample {run.path}`"
     if "entailment" in detector.needs and config.nli is None:
         return "needs an NLI model: --nli DIRECTORY"
+    if "encoder" in detector.needs and config.encoder is None:
+        return "needs a text encoder: --encoder DIRECTORY"
     return None
 
 
@@ -76,8 +93,10 @@ def chosen_detectors(config: BaselinesConfig) -> list[Detector]:
     known = catalogue()
     if unknown := [name for name in config.only if name not in known]:
         raise ValueError(f"no detector {unknown[0]!r}; there are {', '.join(known)}")
-    wanted = config.only or tuple(known)
-    return [one for name, one in known.items() if name in wanted]
+    if config.only:
+        return [one for name, one in known.items() if name in config.only]
+    every = known.values()
+    return [one for one in every if config.again or not (one.needs or one.reads)]
 
 
 class Scores(NamedTuple):
@@ -86,11 +105,13 @@ class Scores(NamedTuple):
     Attributes:
       found: its scores, of one seed and all NaN where it could not be fitted.
       seconds: of scoring and of its share of the readings.
+      peak_bytes: most memory of the process while it was scored or read.
       reason: why there is no score, or empty.
     """
 
     found: Found
     seconds: float
+    peak_bytes: int = 0
     reason: str = ""
 
 
@@ -142,7 +163,7 @@ class _Kept:
         """
         extra = [self.shas[need] for need in sorted(detector.needs & set(self.shas))]
         readings = identities(self.evidence, detector.reads).values()
-        own = (detector.name, detector.variant, self.shas["run"])
+        own = (FORMAT, detector.name, detector.variant, self.shas["run"])
         return " ".join((*own, *extra, *readings))
 
     def load(self, detector: Detector) -> Scores | None:
@@ -152,7 +173,8 @@ class _Kept:
             return None
         chosen = tuple(read_rows(path.with_suffix(".jsonl")))
         reason = held["reason"].tobytes().decode()
-        return Scores(Found(held["scores"], chosen), held["seconds"].item(), reason)
+        cost = held["seconds"].item(), held["peak_bytes"].item()
+        return Scores(Found(held["scores"], chosen), *cost, reason)
 
     def save(self, detector: Detector, scores: Scores) -> None:
         """Keep what a detector said; the scores last, without which it said nothing."""
@@ -163,21 +185,25 @@ class _Kept:
         arrays = {
             "scores": scores.found.scores,
             "seconds": np.float64(scores.seconds),
+            "peak_bytes": np.int64(scores.peak_bytes),
             "reason": np.frombuffer(scores.reason.encode(), np.uint8),
         }
         save_cache(path, arrays, self._key(detector))
 
 
-def _score(detector: Detector, evidence: Evidence, seconds: float) -> Scores:
-    """Ask a detector; `seconds` its readings took."""
-    began, reason = time.monotonic(), ""
+def _score(detector: Detector, evidence: Evidence, read: Kept) -> Scores:
+    """Ask a detector, whose readings cost what `read` says."""
+    begin_peak()
+    began, reason, own = time.monotonic(), "", set(detector.reads)
     try:
         found = detector.score(evidence)
     except ValueError as error:  # such as a split of one class
         reason = str(error)
         found = Found(np.full((1, len(evidence.rows.ids)), np.nan))
     found = Found(np.asarray(found.scores, np.float64), tuple(found.chosen))
-    return Scores(found, time.monotonic() - began + seconds, reason)
+    seconds = time.monotonic() - began + sum(read.seconds[name] for name in own)
+    peaks = (peak_bytes(), *(read.peak_bytes[name] for name in own))
+    return Scores(found, seconds, max(peaks), reason)
 
 
 def _judged(detector: Detector, evidence: Evidence, scores: Scores) -> Judged:
@@ -205,6 +231,7 @@ def _judged(detector: Detector, evidence: Evidence, scores: Scores) -> Judged:
         needs=tuple(sorted(detector.needs)),
         is_trained=detector.is_trained,
         seconds=per_question,
+        peak_bytes=scores.peak_bytes,
         n_forwards=is_read + n_others + n_samples * ("sample_states" in reads),
         n_new_tokens=float(np.mean(n_new)) if n_new else 0.0,
         n_rows=n_rows,
@@ -212,45 +239,70 @@ def _judged(detector: Detector, evidence: Evidence, scores: Scores) -> Judged:
     )
 
 
+class _Left(NamedTuple):
+    """What earlier starts said of a setting, by name, and whom is still to be asked."""
+
+    kept: _Kept
+    held: dict[str, Scores | None]
+    new: list[Detector]
+
+
+def _left(
+    run: RunDir,
+    setting: Setting,
+    config: BaselinesConfig,
+    asked: Sequence[Detector],
+    relations: _Metered | None = None,
+) -> _Left:
+    """Find what was said before of a setting."""
+    store, rows = load_rows(run, setting)
+    evidence = Evidence(
+        run=run,
+        store=store,
+        rows=rows,
+        layer=chosen_layer(run),
+        relations=relations,
+        encoder=Path(config.encoder) if config.encoder else None,
+    )
+    kept = _Kept(evidence=evidence, shas=_shas(run, config))
+    every = [one for one in catalogue().values() if setting in one.settings]
+    held = {one.name: kept.load(one) for one in every}
+    names = {one.name for one in asked}
+    return _Left(kept, held, [d for d in every if d.name in names and not held[d.name]])
+
+
 def _setting(
     run: RunDir,
     setting: Setting,
+    config: BaselinesConfig,
     asked: Sequence[Detector],
-    shas: Mapping[str, str],
     relations: _Metered | None,
     update: Update,
     progress: Progress,
 ) -> tuple[list[ResultRow], list[Judged]]:
     """Judge detectors on one setting, those of earlier starts among them."""
-    store, rows = load_rows(run, setting)
-    evidence = Evidence(
-        run=run, store=store, rows=rows, layer=chosen_layer(run), relations=relations
-    )
-    kept = _Kept(evidence=evidence, shas=shas)
-    every = [one for one in catalogue().values() if setting in one.settings]
-    held = {one.name: kept.load(one) for one in every}
-    names_asked = {one.name for one in asked}
-    new = [d for d in every if d.name in names_asked and held[d.name] is None]
-    reads = sorted({name for one in new for name in one.reads})
+    kept, held, new = _left(run, setting, config, asked, relations)
+    evidence = kept.evidence
+    reads = rows_read(evidence, new)
     ticks = itertools.count(1)
-    total = len(new) + len(parts_of(len(rows.ids))) * bool(reads)
+    total = len(new) + len(parts_of(len(evidence.rows.ids))) * bool(reads)
 
     def tick() -> None:
         update(next(ticks), total)
 
-    read = kept_readings(evidence, reads, tick) if reads else Kept({}, {})
+    read = kept_readings(evidence, reads, tick) if reads else Kept({}, {}, {})
     evidence = dataclasses.replace(evidence, readings=read.values)
     for detector in new:
         before = relations.owed if relations else 0.0
-        spent = sum(read.seconds[name] for name in set(detector.reads))
-        scores = _score(detector, evidence, spent)
+        scores = _score(detector, evidence, read)
         if relations:
             seconds = scores.seconds + relations.owed - before
             scores = scores._replace(seconds=seconds)
         kept.save(detector, scores)
         held[detector.name] = scores
         tick()
-    found = {one: scores for one in every if (scores := held[one.name]) is not None}
+    known = catalogue()
+    found = {known[n]: scores for n, scores in held.items() if scores is not None}
     for one, scores in found.items():
         if scores.reason:
             progress.note(f"baselines: {setting}: {one.name}: {scores.reason}")
@@ -263,7 +315,9 @@ def _setting(
         for one, scores in found.items()
     ]
     pairs = {"paired": [(OURS, one.name) for one in scored if is_rival(one.name)]}
-    made = detection_rows([ours, *scored], rows, bootstrap_of(run), pairs=pairs)
+    made = detection_rows(
+        [ours, *scored], evidence.rows, bootstrap_of(run), pairs=pairs
+    )
     is_told = [r.experiment != "detection" or r.detector != OURS for r in made]
     chosen = [row for scores in found.values() for row in scores.found.chosen]
     judged = [_judged(one, evidence, scores) for one, scores in found.items()]
@@ -277,6 +331,7 @@ def _shas(run: RunDir, config: BaselinesConfig) -> dict[str, str]:
         "run": " ".join(str(sha256_tree(path)) for path in common),
         "samples": str(sha256_tree(samples_file(run))),
         "entailment": str(config.nli and sha256_tree(Path(config.nli))),
+        "encoder": str(config.encoder and sha256_tree(Path(config.encoder))),
     }
 
 
@@ -295,14 +350,32 @@ def _baselines(
         from benchmarks.baselines.sampled.entailment import load_entailment
 
         relations = _Metered(load_entailment(Path(config.nli), progress=update))
-    shas = _shas(run, config)
     made, judged = [], []
     for setting in settings_of(run):
-        rows, own = _setting(run, setting, possible, shas, relations, update, progress)
+        rows, own = _setting(
+            run, setting, config, possible, relations, update, progress
+        )
         made += rows
         judged += own
     write_json_atomic(judged_file(run), msgspec.to_builtins(judged))
     publish(run, "baselines", made, progress)
+
+
+def forecast(run: RunDir, config: BaselinesConfig) -> Forecast:
+    """Return what judging would take; its readings are timed on a few answers."""
+    from benchmarks.baselines.forecast import forecast_of
+
+    asked = chosen_detectors(config)
+    lacks = {one.name: unmet(one, run, config) for one in asked}
+    # Answers that are not drawn yet are counted; a model that is not given is not.
+    possible = [d for d in asked if "DIRECTORY" not in (lacks[d.name] or "")]
+    lefts = [_left(run, setting, config, possible) for setting in settings_of(run)]
+    return forecast_of(
+        {left.kept.evidence: left.new for left in lefts},
+        {name: reason for name, reason in lacks.items() if reason is not None},
+        lambda evidence, new: unread(evidence, rows_read(evidence, new)),
+        Reading,
+    )
 
 
 BASELINES = Stage(
@@ -317,4 +390,5 @@ BASELINES = Stage(
     outputs=lambda run: [rows_file(run, "baselines"), judged_file(run)],
     work=_baselines,
     presets=BASELINES_PRESETS,
+    forecast=forecast,
 )

@@ -10,11 +10,13 @@ from extract.records import IN_DOMAIN, Setting
 from extract.run.directory import RunDir
 from extract.run.files import read_json
 from extract.run.results import SETTING_LABELS, ResultRow, ResultTable
+from extract.run.stages import bytes_in_words
 
 HEADS = (
     "Detector",
     "AUROC",
     "Seconds a question",
+    "Peak memory",
     "Forwards more",
     "Tokens more",
     "Needs",
@@ -25,6 +27,7 @@ NEEDS = {
     "entailment": "an NLI model",
     "second_prompt": "a second prompt",
     "swapped": "other passages",
+    "encoder": "a text encoder",
     "labels": "training labels",
 }
 
@@ -36,6 +39,9 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
       needs: beyond the pass that gave the answer, see `detector.Need`.
       seconds: of scoring, its share of the readings, and of drawing its samples;
         fitting included, which is paid once, over all answers of the setting.
+      peak_bytes: most memory of the process while it was read and scored, with all
+        that the process holds, such as the backbone; of the host, not of a device.
+        None in records from before it was measured.
       n_forwards: beside the pass that gave the answer, none of which generates.
       n_new_tokens: generated beside the answer, mean.
       n_rows: answers that it was asked about.
@@ -50,6 +56,7 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     needs: tuple[str, ...]
     is_trained: bool
     seconds: float
+    peak_bytes: int | None = None
     n_forwards: int
     n_new_tokens: float
     n_rows: int
@@ -106,6 +113,7 @@ def _cells(one: Judged, auroc: float | None) -> tuple[str, ...]:
         one.title,
         "–" if auroc is None else number(auroc),
         f"{one.seconds:.2g}",
+        "–" if one.peak_bytes is None else bytes_in_words(one.peak_bytes),
         str(one.n_forwards),
         f"{one.n_new_tokens:.3g}",
         _needs(one),

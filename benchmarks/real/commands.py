@@ -135,6 +135,9 @@ def _do_all(run_dir: Path, minutes: Mapping[str, float], progress: Progress) -> 
             expected = minutes.get(stage.name)
             about = "" if expected is None else f", about {expected:.1f} min"
             progress.note(f"stage {number} of {len(stages)}: {stage.name}{about}")
+            if stage.name == "baselines" and not run.stage_done(stage.name):
+                settings = stage.settle(run, is_recorded=False)
+                progress.note(stage.forecast(run, settings).as_text())
             with measured(run, stage.name):
                 run_stage(stage, run, progress)
         costs = costs_in_words(read_costs(run))

@@ -137,14 +137,14 @@ def _write(run: RunDir, costs: Mapping[str, StageCost]) -> None:
     write_json_atomic(costs_file(run), msgspec.to_builtins(costs))
 
 
-def _begin_peak() -> None:
+def begin_peak() -> None:
     """Let the kernel count the peak anew, where it can."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def _peak_bytes() -> int:
-    """Return the most memory held since `_begin_peak`, or since the process began."""
+def peak_bytes() -> int:
+    """Return the most memory held since `begin_peak`, or since the process began."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmHWM:"):
@@ -163,7 +163,7 @@ def measured(run: RunDir, stage: str) -> Iterator[None]:
     before = costs.get(stage, StageCost())
     costs[stage] = msgspec.structs.replace(before, n_starts=before.n_starts + 1)
     _write(run, costs)
-    _begin_peak()
+    begin_peak()
     began, cpu_began = time.monotonic(), time.process_time()
     yield
     if done_before is not None and run.stage_record(stage) == done_before:
@@ -173,7 +173,7 @@ def measured(run: RunDir, stage: str) -> Iterator[None]:
             seconds=round(time.monotonic() - began, 1),
             cpu_seconds=round(time.process_time() - cpu_began, 1),
             n_starts=before.n_starts + 1,
-            peak_bytes=_peak_bytes(),
+            peak_bytes=peak_bytes(),
             disk_bytes=disk_bytes(run.path),
         )
     _write(run, costs)

@@ -224,7 +224,7 @@ def render_report(data: ReportData) -> str:
             findings=grids(answered),
             sentences=sentences(answered),
             remarks=remarks(data.rows, data.accuracy, data.sweep, data.selection),
-            detection=detection_table(data.rows),
+            detection=detection_table(data.rows, titles=titles),
             panoramas=panoramas(data.rows, titles),
             titles=titles,
             cost_heads=COST_HEADS,

@@ -195,8 +195,9 @@ def summary(path: Path) -> dict[str, Any]:
         f"{setting}: {' '.join(selection_summary(run, setting)['selected'])}"
         for setting in settings_of(run)
     ]
+    judged = costs.read_judged(run) if "baselines" in asked_for(run) else ()
     parts = [
-        as_text(detection_table(rows)),
+        as_text(detection_table(rows, titles=costs.titles_of(judged))),
         "Gain of the selected encoders in AUROC\n" + as_text(paired_table(rows)),
         "\n".join(("Selected encoders", *selected)),
     ]

@@ -205,6 +205,7 @@ def detection_table(
     labels: Mapping[str, str] | None = None,
     splits: Sequence[str] = ("test", "ood"),
     metrics: Sequence[str] = METRICS,
+    titles: Mapping[str, str] | None = None,
 ) -> Table:
     """Lay out detectors against the evaluation sets of both settings, AUROC / AUPRC.
 
@@ -215,10 +216,11 @@ def detection_table(
         single encoders and the permuted-label control.
       splits: which splits become columns, in this order.
       metrics: in the order of a cell.
+      titles: without `labels`, printed names beyond those of `DETECTORS`.
     """
     kept = _detection_rows(rows, experiment, labels, splits, metrics)
     table = ResultTable(kept)
-    names = DETECTORS if labels is None else labels
+    names = {**DETECTORS, **(titles or {})} if labels is None else labels
     places = places_of(kept, splits)
 
     def cell(name: str, place: Place) -> Cell:

@@ -9,6 +9,7 @@ higher or lower for wrong answers depending on the data; nothing is oriented her
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -19,22 +20,43 @@ _RIDGE = 1e-3
 _N_TOP = 50
 
 
-def hidden_score(states: torch.Tensor) -> torch.Tensor:
-    """Return the mean log singular value of the centred Gram matrix, in nats.
+def hidden_scores(
+    states: torch.Tensor, edges: Sequence[tuple[int, int]]
+) -> torch.Tensor:
+    """Return the mean log singular value of centred Gram matrices, in nats.
 
     Every row is centred over its own features, as in the code; the paper does not
     centre. In float64: where there are more tokens than features, or equal ones, the
     determinant is of the 0.001 on the diagonal.
 
     Args:
-      states: `[n_tokens, d_model]`; NaN comes of no token.
+      states: `[n_examples, n_tokens, d_model]`.
+      edges: `[start, stop)` of the tokens of every example.
+
+    Returns:
+      `[n_examples]` float64; NaN comes of no token.
     """
-    rows = states.double()
-    rows = rows - rows.mean(-1, keepdim=True)
+    first, stop = torch.tensor(edges, device=states.device).T[..., None]
+    counts = stop - first
+    places = first + torch.arange(int(counts.max()), device=states.device)
+    every = torch.arange(len(states), device=states.device)[:, None]
+    rows = states[every, places.clamp(max=states.shape[1] - 1)].double()
+    rows -= rows.mean(-1, keepdim=True)
+    # What pads is a row of zeros, of which the determinant has the 0.001 alone.
+    rows.masked_fill_((places >= stop)[..., None], 0.0)
     gram = rows @ rows.mT
-    gram.diagonal().add_(_RIDGE)
-    n_tokens = len(rows)
-    return torch.linalg.slogdet(gram).logabsdet / n_tokens if n_tokens else _nan(rows)
+    gram.diagonal(dim1=-2, dim2=-1).add_(_RIDGE)
+    n_padded = places.shape[1] - counts[:, 0]
+    found = _log_determinants(gram) - n_padded.double() * math.log(_RIDGE)
+    return (found / counts[:, 0]).masked_fill(counts[:, 0] == 0, math.nan)
+
+
+def _log_determinants(gram: torch.Tensor) -> torch.Tensor:
+    """Return the log-determinants of symmetric matrices, positive up to rounding."""
+    factors, failed = torch.linalg.cholesky_ex(gram)
+    if failed.any():  # half the work, but not of what rounding made indefinite
+        return torch.linalg.slogdet(gram).logabsdet
+    return 2 * factors.diagonal(dim1=-2, dim2=-1).log().sum(-1)
 
 
 def window_entropy(
@@ -90,7 +112,7 @@ class HiddenScores(Part):
         whole = [(0, n) for n in batch.lengths]
         edges = dict(zip(self.names, (batch.answer_edges, whole), strict=True))
         self._edges = {name: edges[name] for name in edges if name in wanted}
-        self._scores = {name: [[] for _ in whole] for name in self._edges}
+        self._scores = {name: [] for name in self._edges}
 
     def on_layer(self, layer_pass: LayerPass) -> None:
         """Score the output of every layer but the last."""
@@ -99,13 +121,12 @@ class HiddenScores(Part):
 
     def _add(self, states: torch.Tensor) -> None:
         for name, edges in self._edges.items():
-            for row, (start, stop) in enumerate(edges):
-                self._scores[name][row].append(hidden_score(states[row, start:stop]))
+            self._scores[name].append(hidden_scores(states, edges))
 
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
         """Score the last."""
         self._add(final)
-        return {k: [torch.stack(v) for v in rows] for k, rows in self._scores.items()}
+        return {k: list(torch.stack(v, dim=1)) for k, v in self._scores.items()}
 
 
 class DiagonalScores(Part):

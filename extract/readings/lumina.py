@@ -6,12 +6,15 @@ layers the processing rate is high; where the passages decide them, so is the
 discrepancy to the same answer read behind other passages.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 from extract.backbone.layout import LayerPass
 from extract.readings.part import Batch, Part, mean_rows
 from extract.signals.batch import Rows, pad_batch
+from extract.signals.probability import token_probabilities
 
 _N_TOP = 100
 _GUARD = 1e-8  # of the official code, under an entropy that divides
@@ -97,8 +100,7 @@ class ProcessingRates(Part):
         for rows, log_probs in self.batch.log_probs(states, is_normed=True):
             best[rows], best_word[rows] = log_probs.max(-1)
             log_told[rows] = log_probs.gather(1, told[rows, None])[:, 0]
-        lenses = [self._lens(h, best_word) for h in (*self._states, states)]
-        log_match, entropies = torch.stack(lenses, dim=-1)
+        log_match, entropies = self._lenses((*self._states, states), best_word)
         matches, emphasis = (log_match - best[:, None]).exp(), (log_told - best).exp()
         n_layers = matches.shape[1]
         found = {}
@@ -109,13 +111,24 @@ class ProcessingRates(Part):
                 found[name] = mean_rows(rates, self._rows.slices())
         return found
 
-    def _lens(self, states: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-        """Return `[2, n_rows]`: log-probability of the words, entropy in nats."""
-        found = torch.zeros((2, len(words)), device=states.device)
-        for rows, log_probs in self.batch.log_probs(states, is_normed=False):
-            found[0, rows] = log_probs.gather(1, words[rows, None])[:, 0]
-            found[1, rows] = -(log_probs.exp() * log_probs).sum(-1)
-        return found
+    def _lenses(
+        self, layers: Sequence[torch.Tensor], words: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `[n_rows, n_layers]`: the words' log-probability, entropy in nats."""
+        backbone, head, budget = self.batch.backbone, self.batch.head, self.batch.budget
+        states = torch.stack(tuple(layers), dim=1)
+        n_rows, n_layers, width = states.shape
+        if not n_rows:
+            return states.new_zeros((0, n_layers)), states.new_zeros((0, n_layers))
+        normed = backbone.layout.final_norm(states.to(head.weight.dtype))
+        scalars = token_probabilities(
+            normed.view(-1, width),
+            words.repeat_interleave(n_layers),
+            head,
+            n_tokens_per_chunk=budget.n_tokens_per_chunk,
+            n_words_per_block=budget.n_words_per_block,
+        ).view(n_rows, n_layers, -1)
+        return -scalars[..., 1], scalars[..., 2]
 
 
 class Discrepancies(Part):

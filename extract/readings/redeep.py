@@ -11,11 +11,11 @@ import math
 import torch
 
 from extract.backbone.layout import LayerPass
-from extract.readings.part import Batch, Part, mean_rows
+from extract.readings.part import Batch, Part, mean_rows, rows_in_cache
 
 _SHARE = 0.1
 _UNSEEN = -1e29
-_WEIGHTS_PER_BLOCK = 2**17
+_WORDS = 2**15
 _LEAST = 1e-37  # a float32 that is not subnormal
 
 
@@ -38,16 +38,21 @@ def divergences(mid: torch.Tensor, post: torch.Tensor) -> torch.Tensor:
       million, in half precision; here their sum).
     """
     found = mid.new_zeros((len(mid), 2))
-    width = max(1, _WEIGHTS_PER_BLOCK // max(1, len(mid)))
-    # By blocks of words, which stay in a CPU's cache for all the passes over them.
-    for p, q in zip(mid.split(width, -1), post.split(width, -1), strict=True):
-        first, second = p.exp(), q.exp()
-        between = (first + second).div_(2)
-        # Where both underflow the term is zero, and so is what multiplies this.
-        log_between = between.clamp_min(_LEAST).log_()
-        from_mid, from_post = p - log_between, q - log_between
-        found[:, 1] -= between.mul_(from_mid + from_post).sum(-1)
-        found[:, 0] += (first.mul_(from_mid) + second.mul_(from_post)).sum(-1)
+    # A few rows at a time, and of these a block of words, which a CPU's cache holds for
+    # all the passes over them.
+    n_rows = rows_in_cache(mid)
+    for start in range(0, len(mid), n_rows):
+        rows = slice(start, start + n_rows)
+        blocks = (mid[rows].split(_WORDS, -1), post[rows].split(_WORDS, -1))
+        for p, q in zip(*blocks, strict=True):
+            first, second = p.exp(), q.exp()
+            between = (first + second).div_(2)
+            # Where both underflow the term is zero, and so is what multiplies this.
+            log_between = between.clamp_min(_LEAST).log_()
+            from_mid, from_post = p - log_between, q - log_between
+            found[rows, 0] += first.mul_(from_mid).sum(-1)
+            found[rows, 0] += second.mul_(from_post).sum(-1)
+            found[rows, 1] -= between.mul_(from_mid.add_(from_post)).sum(-1)
     return found / 2
 
 
@@ -123,25 +128,30 @@ class KnowledgeScores(Part):
         """Begin a batch."""
         super().__init__(batch, wanted)
         self._rows = batch.rows(batch.predictor_edges)
-        self._layers: list[torch.Tensor] = []
+        # `[n_rows, 2, d_model]` each, before and behind the feed-forward part.
+        self._pairs: list[torch.Tensor] = []
 
     def on_layer(self, layer_pass: LayerPass) -> None:
-        """Compare the stream before and behind the feed-forward part."""
+        """Keep the stream before and behind the feed-forward part."""
         mid = self._rows.of(layer_pass.h_in) + self._rows.of(layer_pass.att)
-        post = self._rows.of(layer_pass.h_out)
-        pairs = zip(
-            self.batch.log_probs(mid, is_normed=False),
-            self.batch.log_probs(post, is_normed=False),
-            strict=True,
-        )
-        found = [divergences(before, after) for (_, before), (_, after) in pairs]
-        self._layers.append(torch.cat(found) if found else mid.new_empty((0, 2)))
+        self._pairs.append(torch.stack([mid, self._rows.of(layer_pass.h_out)], dim=1))
 
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
-        """Average over the answer's tokens; NaN where there is none."""
-        every = torch.stack(self._layers, dim=1).float()
+        """Compare all layers at once and average over the answer's tokens.
+
+        NaN where there is none.
+        """
+        pairs = torch.stack(self._pairs, dim=1)
+        n_rows, n_layers, _, width = pairs.shape
+        states = pairs.reshape(-1, width)
+        every = states.new_empty((n_rows * n_layers, 2), dtype=torch.float32)
+        for rows, log_probs in self.batch.log_probs(states, is_normed=False):
+            own = slice(rows.start // 2, rows.stop // 2)
+            every[own] = divergences(log_probs[::2], log_probs[1::2])
+        every = every.view(n_rows, n_layers, 2)
         means = mean_rows(every, self._rows.slices())
-        pairs = enumerate(self.names)
         return {
-            name: [m[:, k] for m in means] for k, name in pairs if name in self.wanted
+            name: [m[:, k] for m in means]
+            for k, name in enumerate(self.names)
+            if name in self.wanted
         }

@@ -76,8 +76,7 @@ RIVALS = {
     "early_fusion": DETECTORS["early_fusion"],
     "tfidf": DETECTORS["tfidf"],
     "answer_length": DETECTORS["answer_length"],
-    "probe:H": DETECTORS["probe:H"],
-    "probe:HPRA": DETECTORS["probe:HPRA"],
+    **{name: title for name, title in DETECTORS.items() if name.startswith("probe:")},
 }
 # What each encoder is compared with: a linear probe that reads the same signals.
 FLOORS = {
@@ -93,11 +92,7 @@ FAMILY_PAIRS = (
     *(("early_fusion", f"encoder:{others}") for others in ("PRA", "HRA", "HPA", "HPR")),
 )
 # What is measured among answers of equally many tokens too; the first against the rest.
-AT_EQUAL_LENGTH = {
-    "champion": DETECTORS["champion"],
-    **RIVALS,
-    **{name: DETECTORS[name] for name in ("probe:P", "probe:R", "probe:A")},
-}
+AT_EQUAL_LENGTH = {"champion": DETECTORS["champion"], **RIVALS}
 # Not a controller: what the drafts of PGIR would give to one that knows the answers.
 BOUNDS = {"perfect_judge": "PGIR's drafts, judged without error"}
 CONTROLS = {"permuted_labels": "Trained on permuted labels"}

@@ -28,6 +28,7 @@ CHAIN = (
     "selection.stage:SELECT",
     "jaxprobe.stage:CALIBRATE",
     "benchmarks.results.evaluate:EVALUATE",
+    "benchmarks.baselines.stage:BASELINES",
     "pgir.controllers.stage:CONTROL",
     "benchmarks.results.stage:REPORT",
 )

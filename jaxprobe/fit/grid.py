@@ -42,6 +42,12 @@ from jaxprobe.kernels.matmul import use_one_blas_thread
 from jaxprobe.kernels.projection import Draw
 from jaxprobe.kernels.random import BATCHES, MEMBERS, stream_key
 from jaxprobe.model.encoder import Encoder, MemberOutputs, Params
+from jaxprobe.model.linear import (
+    COLLECTION,
+    LinearPart,
+    linear_logits,
+    pooled_signals,
+)
 
 _CORES = threading.BoundedSemaphore(os.cpu_count() or 1)
 
@@ -296,15 +302,27 @@ def apply_member(
     )
 
 
+@jax.jit
+def _linear_parts(parts: LinearPart, features: FamilyTokens) -> jax.Array:
+    """Logits `[n_members, n_examples]` of linear parts, leaves `[n_members, ...]`."""
+    pooled = pooled_signals(features)  # once for all
+    return jax.vmap(lambda part: linear_logits(part, pooled))(parts)
+
+
 def member_outputs(
     trained: Trained, features: FamilyTokens, *, encoder: Encoder, n_chunk: int = 256
 ) -> MemberOutputs:
     """What every trained member says of every example (see `MemberOutputs`)."""
     logits, pooled = [], []
+    network = {k: v for k, v in trained.params.items() if k != COLLECTION}
     for i, member in enumerate(trained.members):
-        params = jax.tree.map(lambda x, i=i: x[i], trained.params)
+        params = jax.tree.map(lambda x, i=i: x[i], network)
         mask = jnp.asarray(SUBSETS[member.subset])
         out = apply_member(params, mask, features, encoder=encoder, n_chunk=n_chunk)
         logits.append(out[0])
         pooled.append(out[1])
-    return MemberOutputs(jnp.stack(logits), jnp.stack(pooled))
+    found = MemberOutputs(jnp.stack(logits), jnp.stack(pooled))
+    if COLLECTION in trained.params:
+        parts = LinearPart.of(trained.params[COLLECTION])
+        found = found._replace(logits=found.logits + _linear_parts(parts, features))
+    return found

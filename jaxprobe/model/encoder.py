@@ -205,15 +205,9 @@ class Encoder(nn.Module):
         out = ChannelMap(1, matmul_dtype, start, name="mlp_out")
         logits = out(nn.gelu(norm(x)))[0]
         if self.has_variable(COLLECTION, "bias"):
-            logits += linear_logits(self._linear_part(), pooled_signals(features))
+            part = LinearPart.of(self.variables[COLLECTION])
+            logits += linear_logits(part, pooled_signals(features))
         return logits, vectors[-1].T
-
-    def _linear_part(self) -> LinearPart:
-        def read(name: str) -> jax.Array:
-            return self.get_variable(COLLECTION, name)
-
-        kernels = tuple(read(f"kernel_{f}") for f in range(N_FAMILIES))
-        return LinearPart(kernels, read("bias"))
 
     def _projected(self, features, real, family_mask, draw):
         """All families, `[n_families * projection, n_tokens, n_examples]`."""

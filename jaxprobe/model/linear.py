@@ -5,12 +5,14 @@ of every other span the mean. An encoder that has a linear part keeps it in a co
 of its own beside the network's weights, so that no training step touches it.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxprobe.features.families import FamilyTokens
+from jaxprobe.features.subsets import N_FAMILIES
 
 COLLECTION = "linear"
 
@@ -25,6 +27,12 @@ class LinearPart(NamedTuple):
 
     kernels: tuple[Any, ...]
     bias: Any
+
+    @classmethod
+    def of(cls, collection: Mapping[str, Any]) -> "LinearPart":
+        """Return what `variables` laid down."""
+        kernels = (collection[f"kernel_{f}"] for f in range(N_FAMILIES))
+        return cls(tuple(kernels), collection["bias"])
 
     def variables(self) -> dict[str, Any]:
         """Return the part as a collection of an encoder's variables."""

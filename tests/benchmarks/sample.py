@@ -399,6 +399,7 @@ def judged():
             needs=("samples",) if n_forwards else (),
             is_trained=name == "tfidf",
             seconds=seconds,
+            peak_bytes=2**30 if n_forwards else None,
             n_forwards=n_forwards,
             n_new_tokens=float(n_forwards),
             n_rows=100,

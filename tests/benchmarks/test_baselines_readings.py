@@ -5,7 +5,14 @@ import dataclasses
 import numpy as np
 
 from benchmarks.baselines import readings
-from benchmarks.baselines.readings import identities, kept_readings, parts_of
+from benchmarks.baselines.catalogue import catalogue
+from benchmarks.baselines.readings import (
+    identities,
+    kept_readings,
+    parts_of,
+    rows_read,
+    unread,
+)
 from extract.records import read_records, write_lines
 from extract.run.contents import answers_file, samples_file
 from extract.run.files import write_text_atomic
@@ -15,12 +22,14 @@ from tests.benchmarks.drawn import evidence, sample
 NAMES = ("llmcheck_hidden", "p_true")
 
 
-def keep(given, name, values, seconds=2.0):
+def keep(given, name, values, seconds=2.0, peak_bytes=0):
     """Leave parts on disk as an earlier start would."""
     folder = given.run.path / "readings" / given.rows.setting / name
     key = identities(given, [name])[name]
     for rows in parts_of(len(values)):
         arrays = {"values": values[rows], "seconds": np.float64(seconds)}
+        arrays["peak_bytes"] = np.int64(peak_bytes + rows.start)
+        arrays["rows"] = np.arange(rows.start, rows.start + len(values[rows]))
         save_cache(folder / f"{rows.start:07d}.safetensors", arrays, key)
 
 
@@ -37,10 +46,42 @@ def test_what_an_earlier_start_read_is_not_read_again(tmp_path):
     keep(given, "p_true", scalars)
     ticks = []
     # There is no model in this run: reading anything would fail.
-    found = kept_readings(given, NAMES, lambda: ticks.append(1))
+    wanted = dict.fromkeys(NAMES, np.arange(300))
+    found = kept_readings(given, wanted, lambda: ticks.append(1))
     np.testing.assert_array_equal(found.values["llmcheck_hidden"], states)
     np.testing.assert_array_equal(found.values["p_true"], scalars)
     assert found.seconds == dict.fromkeys(NAMES, 4.0) and len(ticks) == 2
+    # The most of the parts, not their sum.
+    assert found.peak_bytes == dict.fromkeys(NAMES, 256)
+    left = unread(given, wanted)
+    assert {name: len(rows) for name, rows in left.items()} == dict.fromkeys(NAMES, 0)
+    (given.run.path / "readings/closed_book/p_true/0000256.safetensors").unlink()
+    assert unread(given, wanted)["p_true"].tolist() == list(range(256, 300))
+
+
+def test_training_answers_are_read_for_those_that_learn_from_them_alone(tmp_path):
+    splits = ["train", "validation", "test"] * 4
+    given = evidence(tmp_path, [["a"]] * 12, splits=splits)
+    known = catalogue()
+    untrained, trained = known["llmcheck_hidden"], known["lookback_lens"]
+    wanted = rows_read(given, [untrained, trained])
+    evaluated = [row for row in range(12) if row % 3]
+    assert wanted["llmcheck_hidden_all"].tolist() == evaluated
+    assert wanted["lookback"].tolist() == list(range(12))
+    values = np.arange(12, dtype=np.float32)[:, None]
+    path = given.run.path / "readings/closed_book/llmcheck_hidden_all"
+    key = identities(given, wanted)["llmcheck_hidden_all"]
+    kept = {"values": values[evaluated], "rows": np.array(evaluated)}
+    cost = {"seconds": np.float64(2.0), "peak_bytes": np.int64(0)}
+    save_cache(path / "0000000.safetensors", kept | cost, key)
+    few = {"llmcheck_hidden_all": wanted["llmcheck_hidden_all"]}
+    found = kept_readings(given, few)
+    laid_out = np.where(np.arange(12)[:, None] % 3 == 0, np.nan, values)
+    np.testing.assert_array_equal(found.values["llmcheck_hidden_all"], laid_out)
+    assert found.seconds["llmcheck_hidden_all"] == 3.0  # of 8 rows 2, of 12 rows 3
+    # Asked for on every row, what is there does not do.
+    whole = {"llmcheck_hidden_all": np.arange(12)}
+    assert unread(given, whole)["llmcheck_hidden_all"].tolist() == list(range(12))
 
 
 def test_other_answers_or_questions_are_read_again_and_other_labels_are_not(tmp_path):

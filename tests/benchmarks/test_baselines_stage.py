@@ -8,6 +8,7 @@ import pytest
 from benchmarks.baselines import stage
 from benchmarks.baselines.catalogue import catalogue
 from benchmarks.baselines.detector import Detector, Found
+from benchmarks.baselines.readings import Kept
 from benchmarks.baselines.stage import (
     BaselinesConfig,
     chosen_detectors,
@@ -33,8 +34,10 @@ def test_a_detector_that_cannot_learn_has_its_reason_in_its_rows(tmp_path):
     def refuse(_):
         raise ValueError("one class alone teaches nothing")
 
-    scores = stage._score(one(refuse), given, 3.0)
+    read = Kept({}, {"x": 3.0}, {"x": 2**60})
+    scores = stage._score(one(refuse, reads=("x",)), given, read)
     assert np.isnan(scores.found.scores).all() and scores.seconds >= 3
+    assert scores.peak_bytes == 2**60
     scored = Scored(name="own", scores=scores.found.scores, reason=scores.reason)
     other = Scored(name="other", scores=np.arange(6.0)[None])
     rows = detection_rows(
@@ -59,10 +62,10 @@ def test_scores_are_kept_until_what_they_depend_on_changes(tmp_path):
     )
     kept = stage._Kept(evidence=given, shas=shas)
     for detector in (plain, drawn):
-        kept.save(detector, stage.Scores(found, 1.5, "why"))
+        kept.save(detector, stage.Scores(found, 1.5, 7, "why"))
         held = kept.load(detector)
         np.testing.assert_array_equal(held.found.scores, found.scores)
-        assert (held.seconds, held.reason) == (1.5, "why")
+        assert held[1:] == (1.5, 7, "why")
         for name in shas:
             other = stage._Kept(evidence=given, shas=shas | {name: "9"})
             is_read = name == "run" or bool(detector.needs)
@@ -122,9 +125,19 @@ def test_the_list_has_a_line_for_every_detector():
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     path = tmp_path_factory.mktemp("judged") / "run"
-    done = call("demo", path, "--preset", "smoke")
+    call("demo", path, "--preset", "smoke")
+    found = RunDir(path)
+    quick = {name for name, x in catalogue().items() if not (x.needs or x.reads)}
+    assert {name for name, _ in judged(found)} == quick
+    done = call("baselines", path, "--again", "--dry-run")
+    told = done.stdout
+    assert "all of them, read together" in told and "redeep_pks" in told
+    assert "prompt tokens" in told and "sequences are read" in told
+    assert not (path / "readings").exists()
+    done = call("baselines", path, "--again")
     assert "baselines: eigenscore needs drawn answers" in done.stderr
-    return RunDir(path)
+    call("report", path)
+    return found
 
 
 def stamps(run):

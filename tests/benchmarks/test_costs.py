@@ -48,6 +48,8 @@ def test_every_setting_has_a_table_with_its_costs_and_reasons():
     }
     assert lines["Rival perplexity"][HEADS[-1]].endswith("; one class")
     assert lines["Rival answer_length"]["Forwards more"] == "2"
+    assert lines["Rival answer_length"]["Peak memory"] == "1.0 GiB"
+    assert lines["Rival tfidf"]["Peak memory"] == "–"
     assert lines["Rival answer_length"]["Needs"] == "drawn answers"
     assert lines["Rival tfidf"]["Needs"] == "training labels"
     markdown = as_markdown(judged(), sample_rows())

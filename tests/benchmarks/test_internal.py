@@ -240,13 +240,13 @@ def test_perplexity_is_that_of_the_answers_tokens_without_the_stop(tmp_path):
         np.testing.assert_allclose(found[i], expected, rtol=1e-6)
 
 
-def test_the_combination_is_the_mean_of_oriented_scores_in_training_units(evidence):
+def test_the_combination_is_the_mean_of_oriented_scores_in_validation_units(evidence):
     given = evidence()
-    train = given.rows.where("train")
+    valid = given.rows.where("validation")
     parts = []
     for name in ("hidden", "attention", "perplexity", "window", "entropy"):
         own = DETECTORS[f"llmcheck_{name}"].score(given).scores[0]
-        known = own[train][np.isfinite(own[train])]
+        known = own[valid][np.isfinite(own[valid])]
         parts.append((own - known.mean()) / known.std())
     found = DETECTORS["llmcheck_combined"].score(given).scores[0]
     np.testing.assert_allclose(found, np.mean(parts, axis=0), rtol=1e-9)

@@ -14,6 +14,7 @@ from benchmarks.panorama.significance import (
     sentence,
 )
 from extract.records import IN_DOMAIN
+from extract.run.results import DETECTORS, RIVALS
 from jaxprobe.evaluation import Scored, detection_rows
 from jaxprobe.features.rows import Rows
 from jaxprobe.metrics import BootstrapConfig
@@ -59,6 +60,11 @@ def test_the_strongest_rival_is_chosen_anew_in_each_column():
     rows = column(POOLED, {"tfidf": (0.8, 0.01), "perplexity": (0.7, 0.01)})
     rows += column(OUTSIDE, {"tfidf": (0.6, 0.01), "perplexity": (0.7, 0.02)})
     assert [x.rival for x in leads(rows, "strongest")] == ["tfidf", "perplexity"]
+
+
+def test_all_that_the_run_measures_by_itself_is_compared_with_the_selected_set():
+    # The same score for every answer has half of everything, and is no rival.
+    assert {name for name in DETECTORS if is_rival(name)} - {"majority"} <= set(RIVALS)
 
 
 def test_own_encoders_and_controls_are_no_rivals():

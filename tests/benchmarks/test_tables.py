@@ -28,6 +28,15 @@ def ranks(table):
     return {line.label: line.cells[0][0].rank for line in table.lines}
 
 
+def test_a_rival_of_a_run_goes_by_its_title_where_one_is_given():
+    rows = [row(n, "closed_book", TEST, "auroc", 0.7) for n in ("tfidf", "saplma_last")]
+    table = detection_table(rows, titles={"saplma_last": "SAPLMA (last token)"})
+    assert [line.label for line in table.lines] == [
+        DETECTORS["tfidf"],
+        "SAPLMA (last token)",
+    ]
+
+
 def test_columns_are_test_then_held_out_in_either_setting():
     columns = detection_table(sample_rows()).columns
     names = [(c.group, c.label, c.detail) for c in columns]

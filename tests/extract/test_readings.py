@@ -15,6 +15,7 @@ from extract.readings.reader import PARTS, READINGS, read
 from extract.readings.second_passes import SECOND_PASSES, middle_entry
 from extract.records import Answer
 from extract.signals.batch import ReadingBudget, budget_for
+from extract.signals.probability import Head
 from tests.extract import gnosis_loops
 
 CUE = (5, 9, 7)
@@ -366,9 +367,8 @@ def matrix():
 
 
 def test_the_hidden_score_has_its_golden_value():
-    assert float(llm_check.hidden_score(matrix())) == pytest.approx(
-        -0.93214521812, abs=1e-9
-    )
+    scores = llm_check.hidden_scores(matrix()[None], [(0, 3)])
+    assert scores.tolist() == pytest.approx([-0.93214521812], abs=1e-9)
 
 
 def test_the_attention_score_has_its_golden_value(backbone):
@@ -412,10 +412,48 @@ def test_the_entropies_have_their_golden_values():
 
 def test_a_head_that_sees_the_context_alone_looks_back_entirely():
     weights = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]])
-    ratios = lookback_ratio(weights, 2, torch.tensor([4, 4]))
-    assert ratios.tolist() == [1.0, 0.0]
-    even = torch.full((1, 5), 0.2)
-    assert float(lookback_ratio(even, 4, torch.tensor([5]))) == pytest.approx(0.5)
+    ratios = lookback_ratio(weights[None, None], torch.tensor([2]), torch.tensor([4]))
+    assert ratios.tolist() == [[[1.0, 0.0]]]
+    even = torch.full((1, 1, 1, 5), 0.2)
+    ratio = lookback_ratio(even, torch.tensor([4]), torch.tensor([5]))
+    assert float(ratio) == pytest.approx(0.5)
+
+
+def test_a_large_vocabulary_in_chunks_gives_what_float64_gives_row_by_row():
+    n_words, n_rows = 2**18 + 5, 260  # two chunks of rows, uneven blocks of words
+    torch.manual_seed(0)
+    weight = (torch.randn(n_words, 8) * 2).bfloat16()
+    states = torch.randn(n_rows, 8).bfloat16()
+    states[1::2] = states[::2] + 0.1 * states[1::2]
+
+    class OwnHead(Batch):
+        head = Head(weight=weight, bias=None, softcap=None)
+
+    own = {"answers": (), "swapped": (), "n_cue": 1, "budget": ReadingBudget()}
+    batch = OwnHead(backbone=None, **own)
+    rows, found = [], torch.empty((n_rows // 2, 2))
+    for part, log_probs in batch.log_probs(states, is_normed=True):
+        rows += range(part.start, part.stop)
+        found[part.start // 2 : part.stop // 2] = redeep.divergences(
+            log_probs[::2], log_probs[1::2]
+        )
+    assert rows == list(range(n_rows))
+    for pair in (0, 127, 128, 129):  # on both sides of where the chunks meet
+        logits = states[2 * pair : 2 * pair + 2].double() @ weight.double().T
+        exact = logits.softmax(-1)
+        for column, is_swapped in enumerate((False, True)):
+            wanted = shannon(*exact, is_swapped)
+            assert float(found[pair, column]) == pytest.approx(wanted, rel=1e-4)
+
+
+def test_gram_matrices_of_a_batch_are_those_of_each_alone():
+    torch.manual_seed(0)
+    states = torch.randn(4, 9, 6, dtype=torch.float64)
+    edges = [(0, 9), (2, 5), (8, 9), (3, 3)]
+    found = llm_check.hidden_scores(states, edges)
+    for one, value, (start, stop) in zip(states[:3], found, edges, strict=False):
+        assert float(value) == pytest.approx(log_gram(one[start:stop]), abs=1e-9)
+    assert math.isnan(found[3])
 
 
 def test_distributions_apart_diverge_by_log_two_and_equal_ones_by_nothing():

@@ -1,5 +1,6 @@
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -105,6 +106,16 @@ def test_an_encoder_begins_as_logistic_regression_on_its_pooled_signals(rows):
     np.testing.assert_allclose(said, expected, atol=2e-2)
     assert np.std(expected) > 0.5
     np.testing.assert_allclose(said, grid.valid[subset_index("PR")], atol=1e-3)
+
+
+def test_all_members_at_once_say_what_each_says_alone(rows):
+    grid = grid_of(rows, "PR")
+    member = with_linear_parts(trained_on(rows, grid, "PR"), grid)
+    tokens, mask = rows[1][0], SUBSETS[subset_index("PR")]
+    alone = jax.tree.map(lambda x: x[0], member.params)
+    logits, _ = ENCODER.apply(alone, tokens, jnp.asarray(mask))
+    found = member_outputs(member, tokens, encoder=ENCODER)
+    np.testing.assert_allclose(found.logits[0], logits, atol=1e-4)
 
 
 def test_a_family_that_is_not_read_has_no_weight(rows):

@@ -92,7 +92,7 @@ def single_score(evidence: Evidence, *, name: str, detector: str) -> Found:
 def combined_score(
     evidence: Evidence, *, names: Mapping[str, str], detector: str
 ) -> Found:
-    """Return the mean of the oriented scores, each standardised on training rows.
+    """Return the mean of the oriented scores, each standardised on validation rows.
 
     A row that lacks one of them has NaN.
 
@@ -108,8 +108,8 @@ def combined_score(
     total, chosen = np.zeros(len(rows.ids)), {}
     for short, name in names.items():
         scores, own_choice = _oriented(evidence, name)
-        train = scores[defined_rows(scores[:, None], rows, "train")]
-        total += (scores - train.mean()) / (train.std() or 1.0)
+        own = scores[defined_rows(scores[:, None], rows, "validation")]
+        total += (scores - own.mean()) / (own.std() or 1.0)
         chosen |= {f"{short}_{metric}": value for metric, value in own_choice.items()}
     return Found(total[None] / len(names), chosen_rows(rows, detector, chosen))
 
@@ -184,7 +184,7 @@ LLM_CHECK_COMBINED = Detector(
     reads=tuple(n for n in _COMBINED.values() if n != "perplexity"),
     # Neither the paper nor the code combines them; the paper leaves it to later work.
     variant="own definition: the mean of hidden, attention, perplexity, window entropy "
-    "and entropy, each oriented on validation and standardised on training answers",
+    "and entropy, each oriented and standardised on validation answers",
 )
 DETECTORS = (
     *(_single(name, *rest) for name, rest in _SINGLE.items()),
