@@ -38,6 +38,7 @@ VERBS = {
     "calibrate": "jaxprobe.commands",
     "evaluate": "benchmarks.commands",
     "baselines": "benchmarks.commands",
+    "anatomy": "selection.commands",
     "corpus": "pgir.retrieval.commands",
     "retrieve": "pgir.retrieval.commands",
     "transfer": "benchmarks.retrieved.commands",

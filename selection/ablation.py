@@ -278,6 +278,13 @@ class Ablation:
             for variant in variants(setting)
         }
 
+    def scores(self, setting: Setting, variant: str) -> np.ndarray | None:
+        """Return what a variant says of every row, `[n_seeds, n_rows]`.
+
+        None where its search found nothing to select.
+        """
+        return self._load(setting)[variant].get("scores")
+
     def rows(self, setting: Setting) -> list[ResultRow]:
         """Return the rows of a setting's variants, undefined ones last."""
         pool = load_pool(self.run, setting)

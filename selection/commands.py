@@ -1,10 +1,17 @@
-"""The verbs `sweep` and `select`."""
+"""The verbs `sweep`, `select` and `anatomy`."""
 
+import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from extract.run.console import RunPath
+from extract.run.directory import RunDir
 from extract.run.verbs import RUN_DIR, do_or_forecast, dry_run_option, stage_verb
+
+if TYPE_CHECKING:
+    from selection.anatomy.stage import AnatomyConfig
 
 sweep = stage_verb(
     "sweep",
@@ -43,3 +50,31 @@ def select(run_dir: Path, exhaustive: bool, optimism: bool, dry_run: bool) -> No
         from selection.ranking import EXHAUSTIVE
 
         do_or_forecast(run_dir, EXHAUSTIVE, dry_run)
+
+
+@click.command()
+@RUN_DIR
+@click.argument("other", type=RunPath(), required=False)
+@click.option("--only", multiple=True, metavar="NAME", help="These; all by default.")
+@dry_run_option
+def anatomy(
+    run_dir: Path, other: Path | None, only: tuple[str, ...], dry_run: bool
+) -> None:
+    """Ask where correctness can be read; OTHER is a run of another backbone.
+
+    Example: beatrice anatomy runs/gemma runs/smollm2 --only flips --only backbones
+    """
+    from selection.anatomy.stage import ANATOMY, chosen_analyses
+
+    def change(config: "AnatomyConfig") -> "AnatomyConfig":
+        beside = config.other if other is None else str(other.resolve())
+        asked = dataclasses.replace(config, only=only, other=beside)
+        chosen_analyses(asked)  # refuses a name that is not known
+        return asked
+
+    if not dry_run:
+        with RunDir.open(run_dir) as run:
+            before = ANATOMY.settle(run)
+            if ANATOMY.settle(run, change, is_replaceable=True) != before:
+                run.reopen_stage(ANATOMY.name)
+    do_or_forecast(run_dir, ANATOMY, dry_run, change if dry_run else None)

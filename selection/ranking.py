@@ -158,9 +158,23 @@ def _enumerate(
         shutil.rmtree(search.folder, ignore_errors=True)
 
 
+def _saved(run: RunDir, setting: Setting) -> dict[str, np.ndarray]:
+    return load_results(_ranking_file(run, setting), EXPERIMENT, "exhaustive")
+
+
+def read_ranking(run: RunDir, setting: Setting) -> Ranking:
+    """Return a setting's ranking.
+
+    Raises:
+      ValueError: it was not made, or is damaged.
+    """
+    saved = _saved(run, setting)
+    return Ranking(saved["sets"], saved["aurocs"])
+
+
 def ranking_summary(run: RunDir, setting: Setting) -> dict[str, Any]:
     """Return what the report shows of a setting's ranking, as JSON values."""
-    saved = load_results(_ranking_file(run, setting), EXPERIMENT, "exhaustive")
+    saved = _saved(run, setting)
     ranking = Ranking(saved["sets"], saved["aurocs"])
     greedy = tuple(saved["greedy"].tolist())
     names = traits(setting, int(ranking.sets.max()) + 1)

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from scipy.stats import rankdata
 
 from benchmarks.results.findings import (
     Finding,
@@ -35,108 +34,15 @@ from jaxprobe import checkpoint
 from jaxprobe.evaluation import bootstrap_of
 from jaxprobe.features.rows import load_rows
 from jaxprobe.features.subsets import N_SUBSETS
-from jaxprobe.metrics import (
-    BootstrapConfig,
-    interval_of,
-    resamples,
-    weighted_metrics,
-)
 from jaxprobe.settings import grid_config
+from selection.anatomy.backbones import Agreement, Ranked, agreement
 
 
-class Ranked(NamedTuple):
-    """What the encoders of a run say of its validation answers.
-
-    Attributes:
-      ids: `[n]` questions; two wordings of one share an id.
-      labels: `[n]` bool.
-      scores: `[n_seeds, 15, n]`, higher = more likely correct.
-    """
-
-    ids: np.ndarray
-    labels: np.ndarray
-    scores: np.ndarray
-
-
-class Agreement(NamedTuple):
-    """Spearman's correlation of two rankings of the subsets, with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def in_words(self) -> str:
-        """Return the value and its interval."""
-        if not np.isfinite(self.value):
-            return "undefined: one class only, or all subsets are equally good"
-        return f"{number(self.value)} [{number(self.low)} to {number(self.high)}]"
-
-
-def subset_aurocs(found: Ranked, weights: np.ndarray) -> np.ndarray:
-    """Return every subset's AUROC, mean over seeds, under many weightings.
-
-    Args:
-      found: of a run.
-      weights: `[n, n_resamples]` float32 counts.
-
-    Returns:
-      `[n_subsets, n_resamples]`; NaN where a resample lacks a class.
-    """
-    return np.stack(
-        [
-            np.mean(
-                [
-                    weighted_metrics(own, found.labels, weights)["auroc"]
-                    for own in found.scores[:, subset]
-                ],
-                axis=0,
-            )
-            for subset in range(found.scores.shape[1])
-        ]
-    )
-
-
-def rank_correlation(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Spearman's correlation down each column, `[n_subsets, n]` each; NaN if constant.
-
-    Returns:
-      `[n]` in [-1, 1].
-    """
-    a, b = (rankdata(x, axis=0, nan_policy="propagate") for x in (first, second))
-    a, b = a - a.mean(axis=0), b - b.mean(axis=0)
-    with np.errstate(invalid="ignore"):
-        return (a * b).sum(axis=0) / np.sqrt((a**2).sum(axis=0) * (b**2).sum(axis=0))
-
-
-def agreement(first: Ranked, second: Ranked, config: BootstrapConfig) -> Agreement:
-    """Do two runs rank the subsets of signal families alike?
-
-    The paper's conservation of the ranking between its two models, .78. It gives no
-    interval. Ours resamples the validation questions of both runs and computes all
-    AUROCs anew. It does not resample the subsets: they are all there are, and they
-    share families, so they are no sample of anything. What is by chance is which
-    questions were asked. A question that both runs were asked is drawn for both
-    together. Resampled AUROCs have more noise than the sample's, so the interval lies
-    somewhat nearer to zero than one around the value would.
-
-    Args:
-      first: a run's validation answers.
-      second: those of another run with the same subsets.
-      config: of the bootstrap.
-    """
-    n = len(first.ids)
-    ones = [np.ones((len(x.ids), 1), np.float32) for x in (first, second)]
-
-    def correlate(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        return rank_correlation(subset_aurocs(first, a), subset_aurocs(second, b))
-
-    value = float(correlate(*ones)[0])
-    if not np.isfinite(value):
-        return Agreement(value, value, value)
-    together = np.concatenate([first.ids, second.ids])
-    blocks = resamples(together, config)
-    draws = np.concatenate([correlate(block[:n], block[n:]) for block in blocks])
-    return Agreement(value, *interval_of(draws))
+def in_words(found: Agreement) -> str:
+    """Return a correlation and its interval."""
+    if not np.isfinite(found.value):
+        return "undefined: one class only, or all subsets are equally good"
+    return f"{number(found.value)} [{number(found.low)} to {number(found.high)}]"
 
 
 def validation_answers(run: RunDir, setting: Setting) -> Ranked:
@@ -258,7 +164,7 @@ def comparison(first: Path, second: Path) -> str:
             f"## {SETTING_LABELS[setting]}",
             "",
             "Spearman's correlation of the fifteen subsets' validation AUROC: "
-            f"**{found.in_words()}** ({n_answers} answers, resampled by question; in "
+            f"**{in_words(found)}** ({n_answers} answers, resampled by question; in "
             "the paper, between its two models, .78).",
             "",
             *_headline(sides, setting),

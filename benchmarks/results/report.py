@@ -7,6 +7,7 @@ from typing import Any
 
 import jinja2
 
+from benchmarks.anatomy.parts import anatomy_parts
 from benchmarks.panorama.costs import HEADS as COST_HEADS
 from benchmarks.panorama.costs import Judged, cost_tables, titles_of
 from benchmarks.panorama.layout import panoramas
@@ -86,6 +87,7 @@ class ReportData:
       shown: answers to look at, by setting and set, as `saved.ShownSet` has them.
       ranking: per setting what `selection.ranking.ranking_summary` returns.
       ablations: per setting and variant the names of the encoders it reads.
+      studies: cases of `beatrice anatomy`, as its `Case` has them.
       judged: what the rivals of `beatrice baselines` are and cost.
     """
 
@@ -104,6 +106,7 @@ class ReportData:
     ablations: Mapping[str, Mapping[str, Sequence[str]]] = dataclasses.field(
         default_factory=dict
     )
+    studies: Sequence[Mapping[str, Any]] = ()
     judged: Sequence[Judged] = ()
 
 
@@ -259,6 +262,7 @@ def render_report(data: ReportData) -> str:
             exhaustive=exhaustive_table(data.rows),
             set_names=set_names(data.selection, data.ablations),
             ranking=ranking_pictures(data.ranking),
+            anatomy=anatomy_parts(data.rows, data.studies),
             setting_labels=SETTING_LABELS,
             split_labels=SPLIT_LABELS,
             metric_labels=METRIC_LABELS,

@@ -1,4 +1,4 @@
-"""What `evaluate` and `control` leave for the report, read by type."""
+"""What `evaluate`, `control` and `anatomy` leave for the report, read by type."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from extract.run.directory import RunDir
 from extract.run.files import read_json
 from extract.run.results import ResultRow, read_rows
 
+STUDIES = "anatomy/cases.json"  # in the run
 N_SHOWN = 3  # answers of each kind of each set
 
 
@@ -106,6 +107,22 @@ class ShownSet(Record, frozen=True, kw_only=True):
     kinds: tuple[ShownKind, ...]
 
 
+class Study(Record, frozen=True, kw_only=True):
+    """One question of a set that shows a kind of decision; `p_…` are calibrated."""
+
+    dataset: str
+    split: str
+    kind: str
+    question: str
+    gold: str
+    closed_book: str
+    p_closed_book: Share
+    is_closed_book_right: bool
+    with_context: str
+    p_with_context: Share
+    is_with_context_right: bool
+
+
 class Control(Record, frozen=True, kw_only=True):
     """PGIR's policy, what it gives at each budget, and cases."""
 
@@ -154,4 +171,15 @@ def read_shown(run: RunDir) -> list[dict[str, Any]]:
     """
     file, kind = run.path / "shown.json", tuple[ShownSet, ...]
     found = read_json(file, kind, "run `beatrice evaluate` again")
+    return msgspec.to_builtins(list(found))
+
+
+def read_studies(run: RunDir) -> list[dict[str, Any]]:
+    """Return the cases that `anatomy` found, as `ReportData` has them.
+
+    Raises:
+      ValueError: they are missing, or not as they were written.
+    """
+    again = "run `beatrice anatomy` again"
+    found = read_json(run.path / STUDIES, tuple[Study, ...], again)
     return msgspec.to_builtins(list(found))

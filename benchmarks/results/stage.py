@@ -12,10 +12,12 @@ from benchmarks.results.findings import as_latex, as_markdown, findings, remarks
 from benchmarks.results.paired import paired_table
 from benchmarks.results.report import ReportData, write_report
 from benchmarks.results.saved import (
+    STUDIES,
     read_control,
     read_reliability,
     read_seconds,
     read_shown,
+    read_studies,
 )
 from benchmarks.results.tables import controller_table, detection_table
 from benchmarks.results.terminal import as_text
@@ -100,6 +102,7 @@ def report_data(run: RunDir) -> ReportData:
         why_no_control="" if has_control else _why_no_control(settings),
         ranking={setting: ranking_summary(run, setting) for setting in ranked},
         ablations=ablation_summary(run) if "ablate" in on_request else {},
+        studies=read_studies(run) if "anatomy" in on_request else (),
         judged=costs.read_judged(run) if "baselines" in on_request else (),
     )
 
@@ -158,6 +161,7 @@ def _inputs(run: RunDir) -> list[Path]:
         *((run.control, rows_file(run, "control")) if has_control else ()),
         *(rows_file(run, name) for name in asked_for(run)),
         *([costs.judged_file(run)] if "baselines" in asked_for(run) else []),
+        *([run.path / STUDIES] if "anatomy" in asked_for(run) else []),
     ]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from extract.label.rewrite import Rewrite, with_rewrites
-from extract.label.verdicts import text_key
+from extract.label.verdicts import normalise, text_key
 from extract.records import (
     SETTINGS,
     Answer,
@@ -203,6 +203,18 @@ def read_answers(run: RunDir, *settings: Setting) -> list[Answer]:
             key=lambda a: (a.variant, place[a.example_id]),
         )
     ]
+
+
+def stands_in_context(example: Example, answer: Answer) -> bool:
+    """Return whether an answer, normalised, stands in the passages that were shown.
+
+    Whole words, of titles and texts; an answer of which nothing is left stands nowhere.
+    """
+    passages = example.context(answer.variant)
+    shown = [p for i, p in enumerate(passages) if i not in answer.dropped]
+    text = normalise(" ".join(f"{p.title} {p.text}" for p in shown))
+    wanted = normalise(answer.text)
+    return bool(wanted) and f" {wanted} " in f" {text} "
 
 
 def read_labels(run: RunDir) -> dict[Key, Label]:

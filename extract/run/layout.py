@@ -22,6 +22,7 @@ _WRITERS = {
     "results": "report",
     "exhaustive": "select --exhaustive",
     "ablate": "evaluate --ablations",
+    "anatomy": "anatomy",
 }
 
 

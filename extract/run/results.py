@@ -315,6 +315,7 @@ ON_REQUEST = {
     "optimism": "beatrice select RUN_DIR --optimism",
     "baselines": "beatrice baselines RUN_DIR",
     "transfer": "beatrice transfer RUN_DIR",
+    "anatomy": "beatrice anatomy RUN_DIR",
 }
 
 

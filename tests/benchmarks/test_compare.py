@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
 
-from benchmarks.results.compare import Ranked, agreement, rank_correlation
+from benchmarks.results.compare import in_words
 from jaxprobe.metrics import BootstrapConfig
+from selection.anatomy.backbones import Ranked, agreement, rank_correlation
 
 CONFIG = BootstrapConfig(n_resamples=400)
 
@@ -63,4 +64,4 @@ def test_the_correlation_is_spearmans_with_ties_in_the_middle():
 def test_one_class_alone_has_no_ranking_and_says_so():
     one = encoders(0)
     found = agreement(one._replace(labels=np.ones(200, bool)), one, CONFIG)
-    assert np.isnan(found.value) and "one class only" in found.in_words()
+    assert np.isnan(found.value) and "one class only" in in_words(found)

@@ -1,0 +1,1 @@
+"""The anatomy of the correctness signal as the report shows it, from rows alone."""

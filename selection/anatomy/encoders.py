@@ -1,0 +1,322 @@
+"""Deployed encoders, asked: what do they say where some of the signals are gone?
+
+A signal is taken away by putting its mean over the evaluation data in its place (paper,
+appendix E). The mean is that of its span, over all labelled test and held-out answers:
+every span has a convolution of its own, so that a channel of each is an input by
+itself; one mean of all spans would put that of the passages into the answer. The paper
+does not say which it takes.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxprobe.features.families import FamilyTokens
+from jaxprobe.features.reading import family_dims
+from jaxprobe.features.rows import TrainingRows, rows_at_once, training_rows
+from jaxprobe.features.subsets import (
+    N_FAMILIES,
+    N_SUBSETS,
+    SUBSETS,
+    FamilyDims,
+    subset_index,
+)
+from jaxprobe.features.widths import width_groups, widths_of
+from jaxprobe.fit.grid import apply_member
+from jaxprobe.model.encoder import Encoder, Params
+from selection.anatomy.analysis import Evidence
+
+# Of each family `[n_spans, d_family]`: values of every span's channels, or which.
+PerChannel = tuple[np.ndarray, ...]
+_FEWEST_STEPS, _MOST_STEPS = 32, 1024
+_STEPS_AT_ONCE = 16  # what is compiled, whatever the number of steps
+TOLERANCE = 0.01  # of completeness, relative to the differences that are attributed
+
+
+@jax.jit
+def replaced(
+    features: FamilyTokens, means: PerChannel, gone: PerChannel
+) -> FamilyTokens:
+    """Put means in the place of signals, on real tokens.
+
+    Args:
+      features: standardised.
+      means: per family `[n_spans, d_family]`.
+      gone: the same shapes, bool: True where a channel of a span is replaced.
+    """
+    lengths = np.array([len(mask) for mask in features.masks])
+    real = jnp.concatenate(features.masks)
+
+    def one(tokens: jax.Array, mean: jax.Array, is_gone: jax.Array) -> jax.Array:
+        spread = partial(
+            jnp.repeat, repeats=lengths, axis=0, total_repeat_length=int(lengths.sum())
+        )
+        at = spread(is_gone)[:, None, :] & real[..., None]
+        return jnp.where(at, spread(mean)[:, None, :], tokens)
+
+    tokens = map(one, features.tokens, means, gone)
+    return FamilyTokens(tuple(tokens), features.masks)
+
+
+@partial(jax.jit, static_argnames=("encoder",))
+def path_gradients(
+    params: Params,
+    family_mask: jax.Array,
+    start: FamilyTokens,
+    end: FamilyTokens,
+    nodes: jax.Array,
+    weights: jax.Array,
+    *,
+    encoder: Encoder,
+) -> tuple[jax.Array, ...]:
+    """Integrated gradients of the logits along the straight way from start to end.
+
+    Sundararajan et al. 2017, by quadrature.
+
+    Args:
+      params: of one encoder.
+      family_mask: `[n_families]` bool, which it reads.
+      start: the baseline, of the same masks.
+      end: the signals.
+      nodes: `[n_steps]` in (0, 1).
+      weights: `[n_steps]`, which sum to 1.
+      encoder: the module.
+
+    Returns:
+      Of each family `[n_tokens, n_examples, d_family]` attributions in logits, which
+      sum to the difference of an example's logits.
+    """
+
+    def total(tokens: tuple[jax.Array, ...]) -> jax.Array:
+        features = FamilyTokens(tokens, end.masks)
+        return encoder.apply(params, features, family_mask)[0].sum()
+
+    def step(so_far, at):
+        node, weight = at
+        between = jax.tree.map(
+            lambda a, b: a + node * (b - a), start.tokens, end.tokens
+        )
+        found = jax.grad(total)(between)
+        return jax.tree.map(lambda s, g: s + weight * g, so_far, found), None
+
+    zero = jax.tree.map(jnp.zeros_like, end.tokens)
+    means, _ = jax.lax.scan(step, zero, (nodes, weights))
+    return jax.tree.map(lambda g, a, b: g * (b - a), means, start.tokens, end.tokens)
+
+
+def quadrature(n_steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return nodes in (0, 1) and weights of Gauss and Legendre, `[n_steps]` each."""
+    nodes, weights = np.polynomial.legendre.leggauss(n_steps)
+    return ((nodes + 1) / 2).astype(np.float32), (weights / 2).astype(np.float32)
+
+
+def attributed(
+    params: Params,
+    family_mask: jax.Array,
+    start: FamilyTokens,
+    end: FamilyTokens,
+    encoder: Encoder,
+    n: int,
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return attributions that sum to the differences of logits within `TOLERANCE`.
+
+    Steps are doubled until they do: an encoder has kinks, on which the error falls like
+    one over the steps (.2 to 1 % at 64), or until there are 1,024.
+
+    Args:
+      params: of one encoder.
+      family_mask: `[n_families]` bool.
+      start: the baseline.
+      end: the signals.
+      encoder: the module.
+      n: leading examples that count.
+
+    Returns:
+      Per family `[n_tokens, n, d_family]`, and the differences `[n]`.
+    """
+    apply = partial(apply_member, params, family_mask, encoder=encoder)
+    change = np.asarray(apply(end)[0] - apply(start)[0])[:n]
+    n_steps = _FEWEST_STEPS
+    while True:
+        nodes, weights = quadrature(n_steps)
+        total = None
+        for first in range(0, n_steps, _STEPS_AT_ONCE):
+            some = slice(first, first + _STEPS_AT_ONCE)
+            at = jnp.asarray(nodes[some]), jnp.asarray(weights[some])
+            part = path_gradients(params, family_mask, start, end, *at, encoder=encoder)
+            total = part if total is None else jax.tree.map(jnp.add, total, part)
+        found = [np.asarray(own)[:, :n] for own in total]
+        added = sum(own.sum(axis=(0, 2)) for own in found)
+        if incompleteness(added, change) <= TOLERANCE or n_steps >= _MOST_STEPS:
+            return found, change
+        n_steps *= 2
+
+
+def of_families(dims: FamilyDims, n_spans: int, families: Sequence[int]) -> PerChannel:
+    """Return which channels are gone where whole families are."""
+    return tuple(
+        np.full((n_spans, size), f in families) for f, size in enumerate(dims.sizes)
+    )
+
+
+def of_span(dims: FamilyDims, n_spans: int, span: int) -> PerChannel:
+    """Return which channels are gone where a whole span is."""
+    at = (np.arange(n_spans) == span)[:, None]
+    return tuple(np.repeat(at, size, axis=1) for size in dims.sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Deployed:
+    """The encoders of a setting, and the rows that they are asked about.
+
+    Attributes:
+      evidence: of the setting.
+    """
+
+    evidence: Evidence
+
+    @cached_property
+    def data(self) -> TrainingRows:
+        """Rows as the encoders read them."""
+        config = self.evidence.config
+        # "streamed": the training rows are read for their statistics and not kept.
+        return training_rows(
+            self.evidence.run,
+            self.evidence.setting,
+            streamed=True,
+            n_batch=config.train.batch_size,
+        )
+
+    @property
+    def dims(self) -> FamilyDims:
+        """Channels of the families."""
+        return self.data.dims
+
+    @property
+    def stored_dims(self) -> FamilyDims:
+        """The same, without reading a row."""
+        return family_dims(self.evidence.store)
+
+    @property
+    def n_spans(self) -> int:
+        """Two closed-book, three with context."""
+        return self.data.lengths.shape[1]
+
+    @property
+    def encoder(self) -> Encoder:
+        """The module of all encoders."""
+        return Encoder(self.evidence.config.encoder, self.dims)
+
+    def params(self, name: str) -> list[Params]:
+        """Return the weights of an encoder, seed by seed."""
+        places = np.arange(self.evidence.n_seeds) * N_SUBSETS + subset_index(name)
+        tree = self.evidence.tree["params"]
+        return [jax.tree.map(lambda x, i=i: np.asarray(x)[i], tree) for i in places]
+
+    def parts(
+        self, where: np.ndarray, n_copies: int = 1
+    ) -> Iterator[tuple[np.ndarray, FamilyTokens]]:
+        """Yield rows a few at a time, those of similar length together.
+
+        Args:
+          where: `[n]` rows of the store.
+          n_copies: how many arrays as large as the tokens the work on them takes.
+
+        Yields:
+          Places in `where`, `[n]`, and their tokens; all parts of a group have one
+          shape, the last filled up with its last row, which has no place.
+        """
+        lengths = self.data.lengths[where]
+        for group in width_groups(lengths, self.evidence.config.train.batch_size):
+            widths = widths_of(lengths[group])
+            most = max(1, rows_at_once(widths, self.dims) // n_copies)
+            size = -(-len(group) // -(-len(group) // most))
+            for first in range(0, len(group), size):
+                places = group[first : first + size]
+                padded = np.pad(where[places], (0, size - len(places)), "edge")
+                yield places, self.data.read(padded, widths)
+
+    @cached_property
+    def means(self) -> PerChannel:
+        """Mean of every span's channels over the labelled test and held-out rows."""
+        sums = [np.zeros((self.n_spans, size)) for size in self.dims.sizes]
+        counts = np.zeros((self.n_spans, 1))
+        for places, tokens in self.parts(self.evidence.judged):
+            for span, at in enumerate(tokens.span_slices):
+                real = np.asarray(tokens.masks[span])[:, : len(places)]
+                counts[span] += real.sum()
+                for family, own in enumerate(tokens.tokens):
+                    kept = np.asarray(own)[at][:, : len(places)][real]
+                    sums[family][span] += kept.sum(axis=0, dtype=np.float64)
+        return tuple(
+            (total / np.maximum(counts, 1)).astype(np.float32) for total in sums
+        )
+
+    def logits_without(
+        self,
+        names: Sequence[str],
+        where: np.ndarray,
+        each: Sequence[PerChannel],
+    ) -> np.ndarray:
+        """Return what encoders say when signals are replaced by their means.
+
+        Args:
+          names: encoders by their letters.
+          where: `[n]` rows of the store.
+          each: channels that are gone, of each variant.
+
+        Returns:
+          `[n_names, n_variants, n_seeds, n]` logits.
+        """
+        shape = (len(names), len(each), self.evidence.n_seeds, len(where))
+        found = np.full(shape, np.nan, np.float32)
+        weights = [self.params(name) for name in names]
+        masks = [jnp.asarray(SUBSETS[subset_index(name)]) for name in names]
+        for places, tokens in self.parts(where, 2):
+            for v, gone in enumerate(each):
+                changed = replaced(tokens, self.means, gone)
+                for e, mask in enumerate(masks):
+                    for s, params in enumerate(weights[e]):
+                        out = apply_member(params, mask, changed, encoder=self.encoder)
+                        found[e, v, s, places] = np.asarray(out[0])[: len(places)]
+        return found
+
+    def attributions(
+        self, name: str, where: np.ndarray, families: Sequence[int] = range(N_FAMILIES)
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, tuple[np.ndarray, ...], Any]]:
+        """Yield integrated gradients from the means of some families, part by part.
+
+        Args:
+          name: the encoder's letters.
+          where: `[n]` rows of the store.
+          families: that begin at their means; the others stay what they are.
+
+        Yields:
+          Places in `where` `[n]`; differences of the logits `[n_seeds, n]`; per family
+          attributions `[n_seeds, n_tokens, n, d_family]`; the part's tokens.
+        """
+        gone = of_families(self.dims, self.n_spans, families)
+        mask = jnp.asarray(SUBSETS[subset_index(name)])
+        for places, tokens in self.parts(where, 8):
+            start = replaced(tokens, self.means, gone)
+            n, differences, by_seed = len(places), [], []
+            for params in self.params(name):
+                found, change = attributed(params, mask, start, tokens, self.encoder, n)
+                differences.append(change)
+                by_seed.append(found)
+            stacked = tuple(np.stack(own) for own in zip(*by_seed, strict=True))
+            yield places, np.stack(differences), stacked, tokens
+
+
+def incompleteness(summed: np.ndarray, differences: np.ndarray) -> float:
+    """Return how far attributions are from summing to the differences of the logits.
+
+    Both `[...]`; the sum of the errors' sizes over the sum of the differences'.
+    """
+    size = float(np.abs(differences).sum())
+    return float(np.abs(summed - differences).sum()) / size if size else 0.0

@@ -1,0 +1,169 @@
+"""Which family decides, and when the others get to act.
+
+One family at a time is replaced by its means inside a deployed encoder (paper, appendix
+E, table of flips and figure of the boundary band). A flip is a decision, P(correct)
+above or below one half, that changes; it is precise where the intact encoder decides
+correctly. The score without the family, against what the family adds to it, shows how
+near the boundary its flips lie.
+"""
+
+import dataclasses
+from functools import cached_property
+
+import numpy as np
+
+from extract.records import IN_DOMAIN
+from extract.run.results import ResultRow
+from jaxprobe.features.reading import SPAN_NAMES, SPANS
+from jaxprobe.features.subsets import FAMILIES, LETTERS
+from selection.anatomy.analysis import (
+    Evidence,
+    Ratio,
+    judged_sets,
+    place_of,
+    ratio_rows,
+    subset_logits,
+)
+from selection.anatomy.encoders import Deployed, of_families, of_span
+
+EXPERIMENT, BAND = "anatomy_flips", "anatomy_boundary"
+NEAR = 1.0  # logits: a remaining score so near the boundary is undecided
+STEP = 0.5  # logits, of a cell of the boundary's figure
+_EDGE = 6.0  # beyond it cells are the outermost
+
+
+@dataclasses.dataclass(frozen=True)
+class Ablated:
+    """What the queried encoders say of the judged rows without a family or a span.
+
+    Attributes:
+      deployed: the setting's encoders.
+    """
+
+    deployed: Deployed
+
+    @property
+    def evidence(self) -> Evidence:
+        """Of the setting."""
+        return self.deployed.evidence
+
+    @cached_property
+    def spans(self) -> tuple[str, ...]:
+        """Of the setting, in order."""
+        return tuple(SPAN_NAMES[span] for span in SPANS[self.evidence.setting])
+
+    @cached_property
+    def _without(self) -> np.ndarray:
+        """`[n_queried, n_families + n_spans, n_seeds, n_judged]` logits."""
+        dims, n_spans = self.deployed.dims, self.deployed.n_spans
+        each = [of_families(dims, n_spans, (f,)) for f in range(len(FAMILIES))]
+        each += [of_span(dims, n_spans, span) for span in range(n_spans)]
+        evidence = self.evidence
+        return self.deployed.logits_without(evidence.queried, evidence.judged, each)
+
+    def intact(self, name: str) -> np.ndarray:
+        """Return the logits of judged rows, `[n_seeds, n]`."""
+        return subset_logits(self.evidence, name)[:, self.evidence.judged]
+
+    def without(self, name: str, what: str) -> np.ndarray:
+        """Return them without a family's letter or a span's name."""
+        variants = (*LETTERS, *self.spans)
+        return self._without[self.evidence.queried.index(name), variants.index(what)]
+
+
+def flip_ratios(
+    detector: str, intact: np.ndarray, without: np.ndarray, labels: np.ndarray
+) -> list[Ratio]:
+    """Return how often decisions flip, how often rightly, and how near the boundary.
+
+    Args:
+      detector: of the rows.
+      intact: `[n_seeds, n]` logits.
+      without: the same without a family.
+      labels: `[n]` bool.
+    """
+    is_flip = (intact > 0) != (without > 0)
+    is_right = (intact > 0) == labels[None]
+    is_near, every = np.abs(without) <= NEAR, np.ones_like(is_flip)
+    added = intact - without
+    return [
+        Ratio(detector, "flip_rate", is_flip, every),
+        Ratio(detector, "flip_precision", is_flip & is_right, is_flip),
+        Ratio(detector, "flips_near_boundary", is_flip & is_near, is_flip),
+        Ratio(detector, "answers_near_boundary", is_near, every),
+        Ratio(detector, "mean_contribution", np.abs(added), every),
+    ]
+
+
+def flips(ablated: Ablated) -> list[ResultRow]:
+    """Return the flips of every family of every queried encoder on every set.
+
+    And the share of right answers, against which a precision is to be read.
+    """
+    evidence, made = ablated.evidence, []
+    rows = evidence.rows
+    for dataset, split in judged_sets(rows):
+        at = np.isin(evidence.judged, rows.where(split, dataset))
+        labels = rows.labels[evidence.judged[at]]
+        ratios = [Ratio("answers", "right", labels, np.ones_like(labels))]
+        for name in evidence.queried:
+            intact = ablated.intact(name)[:, at]
+            right = (intact > 0) == labels[None]
+            printed = evidence.printed(name)
+            ratios.append(Ratio(printed, "accuracy", right, np.ones_like(right)))
+            for letter in name:
+                without = ablated.without(name, letter)[:, at]
+                ratios += flip_ratios(f"{printed}-{letter}", intact, without, labels)
+        place = place_of(evidence.setting, dataset, split)
+        ids = rows.ids[evidence.judged[at]]
+        made += ratio_rows(
+            EXPERIMENT, ratios, ids, place, evidence.bootstrap, "no decision flips"
+        )
+    return made
+
+
+def boundary(ablated: Ablated) -> list[ResultRow]:
+    """Return how many answers lie where, by remaining score and contribution.
+
+    Of the in-domain test rows, all seeds: a cell of half a logit each way is a row,
+    `answers at x y` with its centre, and `flips at x y` where decisions changed there.
+    """
+    evidence, made = ablated.evidence, []
+    rows = evidence.rows
+    at = np.isin(evidence.judged, rows.where("test"))
+    place = place_of(evidence.setting, IN_DOMAIN, "test") | {"n": int(at.sum())}
+    for name in evidence.queried:
+        intact = ablated.intact(name)[:, at]
+        for letter in name:
+            without = ablated.without(name, letter)[:, at]
+            flipped = (intact > 0) != (without > 0)
+            cells = np.stack([_centre(without), _centre(intact - without)], axis=-1)
+            for metric, chosen in (("answers", ~flipped), ("flips", flipped)):
+                centres, counts = np.unique(cells[chosen], axis=0, return_counts=True)
+                made += [
+                    ResultRow(
+                        experiment=BAND,
+                        detector=f"{evidence.printed(name)}-{letter}",
+                        metric=f"{metric} at {x:g} {y:g}",
+                        value=float(count),
+                        **place,
+                    )
+                    for (x, y), count in zip(centres, counts, strict=True)
+                ]
+    return made
+
+
+def _centre(logits: np.ndarray) -> np.ndarray:
+    """Return the centres of the cells in which logits lie; 0 is an edge."""
+    inside = np.clip(logits, -_EDGE + 1e-3, _EDGE - 1e-3)
+    return STEP * (np.floor(inside / STEP) + 0.5)
+
+
+def pass_steps(evidence: Evidence) -> float:
+    """Return the gradient steps of an answer that as many forward passes take.
+
+    Without each family and each span; a forward pass is a third of a step.
+    """
+    n_variants = len(FAMILIES) + len(SPANS[evidence.setting])
+    n_encoders = len(evidence.queried) * evidence.n_seeds
+    return n_encoders * n_variants * len(evidence.judged) / 3

@@ -1,0 +1,293 @@
+"""How much data it takes, and how far it carries. Encoders are trained anew here.
+
+Beyond the paper. A user with 200 labelled answers asks whether they are enough; so of n
+labels four fifths train and one fifth stops the training (or chooses the penalty of a
+linear probe). And a detector of one question set is read on each other one, all trained
+on equally many answers; a held-out set, on which nothing of the run is trained, teaches
+with one half of its questions and is read on the other.
+
+To bound what it costs, encoders have one seed, three sizes and one drawing of answers
+(of which the larger hold the smaller); the probe has more sizes. All sizes are repeated
+to one number of rows, so that all take the same steps in the same executable. Answers
+whose text is far longer than most are not drawn.
+"""
+
+import dataclasses
+import hashlib
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from extract.records import IN_DOMAIN
+from extract.run.results import ResultRow
+from jaxprobe.evaluation import Scored, detection_rows
+from jaxprobe.features.families import FamilyTokens
+from jaxprobe.features.rows import Held, Rows, TrainingRows
+from jaxprobe.features.subsets import LETTERS, subset_index
+from jaxprobe.features.widths import widths_of
+from jaxprobe.fit.blocks import default_blocks
+from jaxprobe.fit.stage import MemberTrainer
+from jaxprobe.pool import read_selection, reads
+from selection.anatomy.analysis import (
+    EVERY_FAMILY,
+    Evidence,
+    drawn,
+    place_of,
+    some_rows,
+)
+from selection.anatomy.encoders import Deployed
+from selection.anatomy.linear import linear_scores, pooled_signals
+
+CURVE, TRANSFER = "anatomy_labels", "anatomy_transfer"
+SIZES = (100, 200, 400, 800, 1600)  # labelled answers
+ENCODER_SIZES = (100, 400, 1600)  # of which encoders are trained on these
+_FOR_VALIDATION = 5  # one of so many labels
+PROBE = "probe:HPRA"
+
+
+def candidates(deployed: Deployed, split: str) -> np.ndarray:
+    """Return a split's labelled rows in their original wording, few of them left out.
+
+    Padding makes every row as long as the longest: those of more than four times the
+    median's tokens are left out.
+    """
+    rows = deployed.evidence.rows
+    where = rows.where(split)
+    where = where[rows.variants[where] == "original"]
+    n_tokens = deployed.data.lengths[where].sum(axis=1)
+    return where[n_tokens <= 4 * np.median(n_tokens)] if len(where) else where
+
+
+def parted(order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Part drawn rows into those that train and those that validate, in turn."""
+    is_valid = np.arange(len(order)) % _FOR_VALIDATION == _FOR_VALIDATION - 1
+    return order[~is_valid], order[is_valid]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Few:
+    """Trains encoders on few rows of a setting.
+
+    Attributes:
+      deployed: of the setting.
+      n_train: rows of an epoch, to which fewer are repeated.
+      n_valid: likewise.
+      lengths: padded length of every span.
+      folder: where finished members are kept until all are done.
+    """
+
+    deployed: Deployed
+    n_train: int
+    n_valid: int
+    lengths: tuple[int, ...]
+    folder: Path
+
+    @classmethod
+    def of(cls, deployed: Deployed, drawn_rows: np.ndarray, n_most: int) -> "Few":
+        """Return what trains on at most `n_most` of some rows."""
+        train, valid = parted(np.arange(n_most))
+        return cls(
+            deployed=deployed,
+            n_train=len(train),
+            n_valid=len(valid),
+            lengths=widths_of(deployed.data.lengths[drawn_rows]),
+            folder=deployed.evidence.run.path / "anatomy" / "members",
+        )
+
+    def scores(
+        self, names: Sequence[str], order: np.ndarray, where: np.ndarray
+    ) -> dict[str, np.ndarray] | None:
+        """Train encoders on some labelled rows, and return what they say of others.
+
+        Args:
+          names: of encoders.
+          order: `[n]` rows that are trained and validated on, as `parted` takes them.
+          where: `[m]` rows that are scored.
+
+        Returns:
+          `[m]` logits by name; None where a part of the rows holds one class.
+        """
+        evidence = self.deployed.evidence
+        labels = evidence.rows.labels
+        parts = parted(order)
+        if any(len(set(labels[part].tolist())) < 2 for part in parts):
+            return None
+        sizes = self.n_train, self.n_valid
+        repeated = [np.resize(p, n) for p, n in zip(parts, sizes, strict=True)]
+        taken = np.concatenate([*repeated, where])
+        places = np.split(np.arange(len(taken)), np.cumsum(sizes))
+        data = self._rows(taken, places[:2])
+        digest = hashlib.sha256(taken.tobytes()).hexdigest()
+        config = dataclasses.replace(evidence.config, stream=None)
+        trainer = MemberTrainer(data=data, config=config, key=digest, tick=lambda: None)
+        blocks = default_blocks(1, [subset_index(name) for name in names])
+        folder = self.folder / digest[:16]
+        trained, outputs = trainer.fit(labels[taken], blocks, folder)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        at = {m.subset: i for i, m in enumerate(trained.members)}
+        own = np.asarray(outputs.logits)[:, places[2]]
+        return {name: own[at[subset_index(name)]] for name in names}
+
+    def _rows(self, taken: np.ndarray, places: Sequence[np.ndarray]) -> TrainingRows:
+        """Return some rows of the store as if they were all; no others are read.
+
+        Args:
+          taken: `[n]` rows of the store, some more than once.
+          places: of training and validation rows among them.
+        """
+        data = self.deployed.data
+
+        def read(where: np.ndarray, *widths: tuple[int, ...]) -> FamilyTokens:
+            return data.read(taken[where], *widths)
+
+        return dataclasses.replace(
+            data,
+            rows=some_rows(data.rows, taken),
+            lengths=data.lengths[taken],
+            read=read,
+            read_train=read,
+            where=tuple(places),
+            in_memory=tuple(
+                (Held(np.arange(len(own)), read(own, self.lengths)),) for own in places
+            ),
+        )
+
+
+def own_members(evidence: Evidence) -> list[str]:
+    """Return the selected encoders of this pass, of the search in this pass alone."""
+    alone = evidence.setting == "with_context" and len(evidence.settings) > 1
+    branch = "single_pass" if alone else evidence.setting
+    members = read_selection(evidence.run, branch)[1]["members"]
+    return [name for _, name in reads(branch, members)]
+
+
+def _scored(name: str, scores: np.ndarray, reason: str = "") -> Scored:
+    if reason:
+        return Scored(name=name, scores=scores[None], reason=reason)
+    return Scored(name=name, scores=scores[None])
+
+
+_ONE_CLASS = "the drawn answers hold one class"
+
+
+def learning_curve(deployed: Deployed) -> list[ResultRow]:
+    """Return AUROC on test and held-out sets against the number of labelled answers.
+
+    `encoder:H at 400` and so on; `selected at 400` is the mean of the probabilities of
+    the selected encoders of this pass, which is how a head begins; `probe:HPRA at 400`
+    logistic regression on all four families.
+    """
+    evidence = deployed.evidence
+    rows, seed = evidence.rows, evidence.run.seed
+    judged = evidence.judged
+    pool = np.concatenate(
+        [candidates(deployed, split) for split in ("train", "validation")]
+    )
+    order = drawn(rows, pool, max(SIZES), seed)
+    sizes = [n for n in SIZES if n <= len(order)]
+    if not sizes:
+        return []
+    where = np.concatenate([order, judged])
+    blocks = pooled_signals(deployed, where)
+    selected = own_members(evidence)
+    names = tuple(dict.fromkeys([*LETTERS, EVERY_FAMILY, *selected]))
+    few = Few.of(deployed, order, max(n for n in sizes if n in ENCODER_SIZES))
+    scored: list[Scored] = []
+    for n in sizes:
+        train, valid = parted(np.arange(n))
+        labels = rows.labels[where]
+        for letters, chosen in (
+            *((x, [blocks[f]]) for f, x in enumerate(LETTERS)),
+            (EVERY_FAMILY, blocks),
+        ):
+            scores = linear_scores(chosen, labels, train, valid)[len(order) :]
+            scored.append(_scored(f"probe:{letters} at {n}", scores, _ONE_CLASS))
+        if n not in ENCODER_SIZES:
+            continue
+        found = few.scores(names, order[:n], judged)
+        found = found or dict.fromkeys(names, np.full(len(judged), np.nan))
+        shown = [*LETTERS, EVERY_FAMILY]
+        scored += [_scored(f"encoder:{x} at {n}", found[x], _ONE_CLASS) for x in shown]
+        mean = np.mean([1 / (1 + np.exp(-found[x])) for x in selected], axis=0)
+        scored.append(_scored(f"selected at {n}", mean, _ONE_CLASS))
+    own = some_rows(rows, judged)
+    made = detection_rows(scored, own, evidence.bootstrap, CURVE)
+    n_all = sum(len(rows.where(split)) for split in ("train", "validation"))
+    place = place_of(evidence.setting, IN_DOMAIN, "test")
+    fields = dict(experiment=CURVE, detector="run", metric="labels", n=n_all)
+    of_run = ResultRow(**fields, **place, value=float(n_all))
+    return [of_run, *(row for row in made if row.metric == "auroc")]
+
+
+def _half(ids: Iterable[str]) -> np.ndarray:
+    """Return which questions teach, by a hash of their id; the others are read on."""
+    digests = (hashlib.blake2b(f"half {one}".encode()).digest() for one in ids)
+    return np.array([digest[0] % 2 == 0 for digest in digests], bool)
+
+
+def sources_of(rows: Rows, pools: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the rows from which every set may teach, `[n]` indices by its name.
+
+    Args:
+      rows: of a setting.
+      pools: rows that may be drawn, by split.
+    """
+    found = {}
+    taught = np.concatenate([pools["train"], pools["validation"]])
+    for dataset in dict.fromkeys(rows.datasets[taught].tolist()):
+        found[dataset] = taught[rows.datasets[taught] == dataset]
+    held_out = pools["ood"]
+    held_out = held_out[_half(rows.ids[held_out])] if len(held_out) else held_out
+    for dataset in dict.fromkeys(rows.datasets[held_out].tolist()):
+        found[dataset] = held_out[rows.datasets[held_out] == dataset]
+    return found
+
+
+def transfer(deployed: Deployed) -> list[ResultRow]:
+    """Return AUROC on every set of detectors that were trained on one set each.
+
+    `encoder:HPRA from NAME` and `probe:HPRA from NAME`, from as many answers of each.
+    """
+    evidence = deployed.evidence
+    rows, seed = evidence.rows, evidence.run.seed
+    splits = ("train", "validation", "ood")
+    sources = sources_of(rows, {s: candidates(deployed, s) for s in splits})
+    n = min(min(map(len, sources.values())), max(SIZES))
+    taught = {name: drawn(rows, own, n, seed) for name, own in sources.items()}
+    judged = evidence.judged
+    is_read = (rows.splits[judged] == "test") | ~_half(rows.ids[judged])
+    judged = judged[is_read]
+    every = np.concatenate([*taught.values(), judged])
+    blocks = pooled_signals(deployed, every)
+    few = Few.of(deployed, np.concatenate(list(taught.values())), n)
+    scored = []
+    for place, (name, order) in enumerate(taught.items()):
+        train, valid = (place * n + part for part in parted(np.arange(n)))
+        scores = linear_scores(blocks, rows.labels[every], train, valid)
+        own = scores[len(taught) * n :]
+        scored.append(_scored(f"{PROBE} from {name}", own, _ONE_CLASS))
+        found = few.scores([EVERY_FAMILY], order, judged)
+        logits = found[EVERY_FAMILY] if found else np.full(len(judged), np.nan)
+        scored.append(
+            _scored(f"encoder:{EVERY_FAMILY} from {name}", logits, _ONE_CLASS)
+        )
+    made = detection_rows(scored, some_rows(rows, judged), evidence.bootstrap, TRANSFER)
+    kept = [row for row in made if row.metric == "auroc"]
+    return [row for row in kept if row.dataset != IN_DOMAIN]
+
+
+def _training_steps(evidence: Evidence, n_encoders: int) -> float:
+    n_most = min(max(ENCODER_SIZES), len(evidence.rows.where("train")))
+    return float(n_encoders * evidence.config.train.max_epochs * n_most)
+
+
+def curve_steps(evidence: Evidence) -> float:
+    """Return the gradient steps of an answer that the curves take, at most."""
+    return len(ENCODER_SIZES) * _training_steps(evidence, 5 + len(evidence.selected))
+
+
+def transfer_steps(evidence: Evidence) -> float:
+    """Return the gradient steps of an answer that the matrix takes, at most."""
+    return _training_steps(evidence, len(set(evidence.rows.datasets.tolist())))

@@ -1,0 +1,77 @@
+"""What logistic regression finds: in every layer, and in what encoders are given.
+
+The layer sweep of the paper (figure of the same name) reads at most some answers of
+each split and has no interval; here every labelled answer counts, on validation, test
+and held-out sets.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from extract.run.results import ResultRow
+from jaxprobe.evaluation import Scored, detection_rows
+from jaxprobe.features.reading import mean_answer_states
+from jaxprobe.fit.linear import Pooled
+from jaxprobe.regression import fit_linear
+from selection.anatomy.analysis import Evidence, Tick, some_rows
+from selection.anatomy.encoders import Deployed
+
+LAYERS = "anatomy_layers"
+
+
+def linear_scores(
+    blocks: Sequence[np.ndarray],
+    labels: np.ndarray,
+    train: np.ndarray,
+    valid: np.ndarray,
+) -> np.ndarray:
+    """Fit on some rows, choose the penalty on others, and score all.
+
+    Every block is centred and scaled on the training rows so that the features of a
+    row together have variance one: five probabilities count beside thousands of states.
+
+    Args:
+      blocks: `[n, n_features]` each, side by side.
+      labels: `[n]` bool.
+      train: indices of the training rows.
+      valid: indices of the rows whose AUROC chooses the penalty, the strongest of ties.
+
+    Returns:
+      `[n]` log-odds; NaN where training or validation rows hold one class.
+    """
+    if any(len(set(labels[part].tolist())) < 2 for part in (train, valid)):
+        return np.full(len(labels), np.nan)
+    scaled = []
+    for block in blocks:
+        spread = block[train].std(axis=0)
+        scale = np.where(spread > 0, spread, 1) * np.sqrt(block.shape[1])
+        scaled.append((block - block[train].mean(axis=0)) / scale)
+    features = np.concatenate(scaled, axis=1)
+    fit = fit_linear(features[train], labels[train], features[valid], labels[valid])
+    return fit.regression.decision_function(features).astype(np.float64)
+
+
+def pooled_signals(deployed: Deployed, where: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return what a linear probe reads of some rows, `[n, n_features]` a family.
+
+    The same as encoders that begin as regressions do, see `jaxprobe.model.linear`.
+    """
+    labels = deployed.evidence.rows.labels[where]
+    return Pooled.of(deployed.parts(where, 2), labels).families
+
+
+def layers(evidence: Evidence, tick: Tick = lambda: None) -> list[ResultRow]:
+    """Return the AUROC of the mean answer state of every kept layer, on every row."""
+    rows, store = evidence.rows, evidence.store
+    where = np.flatnonzero(rows.is_labelled)
+    own = some_rows(rows, where)
+    train, valid = own.where("train"), own.where("validation")
+    scored = []
+    for layer in store.spec.hidden_layers:
+        states = mean_answer_states(store, where, layer)
+        scores = linear_scores([states], own.labels, train, valid)
+        scored.append(Scored(name=f"layer {layer}", scores=scores[None]))
+        tick()
+    made = detection_rows(scored, own, evidence.bootstrap, LAYERS)
+    return [row for row in made if row.metric == "auroc"]

@@ -1,0 +1,280 @@
+"""The laws of the analyses, on planted and on permuted answers."""
+
+import numpy as np
+import pytest
+
+from extract.records import Answer, Example, Passage
+from extract.run.contents import stands_in_context
+from jaxprobe.features.rows import Rows
+from jaxprobe.metrics import BootstrapConfig
+from selection.anatomy.analysis import (
+    Ratio,
+    drawn,
+    judged_sets,
+    place_of,
+    ratio_rows,
+)
+from selection.anatomy.cases import Answered, Case, chosen, kinds_of
+from selection.anatomy.combinations import counts_along
+from selection.anatomy.complementarity import mistakes
+from selection.anatomy.flips import flip_ratios
+from selection.anatomy.grounding import Grounded, ratios_of
+from selection.anatomy.learning import parted, sources_of
+from selection.anatomy.linear import linear_scores
+from selection.anatomy.positions import Moved, position_ratios
+from selection.anatomy.stage import ANALYSES, AnatomyConfig, chosen_analyses
+from selection.exhaustive import Ranking, all_sets
+
+CONFIG = BootstrapConfig(n_resamples=400, seed=0)
+PLACE = place_of("closed_book", "one", "test")
+
+
+def values(ratios, n, ids=None):
+    ids = np.arange(n) if ids is None else ids
+    made = ratio_rows("anatomy_flips", ratios, ids, PLACE, CONFIG)
+    return {row.metric: row for row in made}
+
+
+def planted(n=400):
+    """One family decides alone; the other adds half a logit towards the truth.
+
+    Where the first is sure it is right; near the boundary it is right half of the time.
+    """
+    labels = np.arange(n) % 2 == 0
+    sign = np.where(labels, 1.0, -1.0)
+    is_near = np.arange(n) % 4 < 2
+    decider = np.where(
+        is_near, np.where(np.arange(n) % 8 < 4, 0.3, -0.3) * sign, 4 * sign
+    )
+    corrector = 0.5 * sign
+    return labels, decider, corrector, is_near
+
+
+def test_a_family_that_decides_and_one_that_corrects_at_the_boundary_are_told_apart():
+    labels, decider, corrector, is_near = planted()
+    n = len(labels)
+    both = (decider + corrector)[None]
+    found = values(flip_ratios("[HP]-P", both, decider[None], labels), n)
+    was_wrong = ((decider > 0) != labels).mean()
+    assert found["flip_rate"].value == pytest.approx(was_wrong)
+    assert found["flip_precision"].value == 1.0
+    assert found["flips_near_boundary"].value == 1.0
+    assert found["answers_near_boundary"].value == pytest.approx(is_near.mean())
+    assert found["mean_contribution"].value == pytest.approx(0.5)
+    # Without the decider a constant is left, and half of the decisions are others.
+    found = values(flip_ratios("[HP]-H", both, np.full((1, n), -0.01), labels), n)
+    assert found["flip_rate"].value == pytest.approx(0.5)
+
+
+def test_a_family_that_adds_nothing_flips_nothing_and_its_precision_is_undefined():
+    labels, decider, _, _ = planted()
+    found = values(flip_ratios("[H]-P", decider[None], decider[None], labels), 400)
+    assert found["flip_rate"].value == found["mean_contribution"].value == 0.0
+    assert found["flip_precision"].value is None and found["flip_precision"].reason
+
+
+def test_a_family_of_noise_flips_as_often_rightly_as_wrongly():
+    rng = np.random.default_rng(0)
+    labels = rng.random(4000) < 0.5
+    rest = rng.normal(size=(2, 4000))  # knows nothing either
+    noise = rng.normal(size=(2, 4000))
+    found = values(flip_ratios("[HP]-P", rest + noise, rest, labels), 4000)
+    row = found["flip_precision"]
+    assert row.ci_low <= 0.5 <= row.ci_high
+
+
+def test_an_interval_is_that_of_resampling_questions_by_hand():
+    rng = np.random.default_rng(1)
+    ids = np.repeat(np.arange(60), 2)  # two wordings of each
+    part = rng.random((3, 120)) < 0.3
+    whole = np.ones_like(part)
+    row = values([Ratio("x", "share", part, whole)], 120, ids)["share"]
+    assert row.value == pytest.approx(part.mean())
+    draws = []
+    by_question = part.sum(axis=0).reshape(60, 2).sum(axis=1)
+    generator = np.random.default_rng(0)
+    for _ in range(CONFIG.n_resamples):
+        draws.append(by_question[generator.integers(60, size=60)].sum() / (60 * 2 * 3))
+    low, high = np.percentile(draws, (2.5, 97.5))
+    assert (row.ci_low, row.ci_high) == pytest.approx((low, high), abs=1e-6)
+    assert row.n == 120
+
+
+def test_mistakes_of_unrelated_scores_are_righted_as_often_as_anything():
+    """Permuted, a family rights another's mistakes as often as it is right at all."""
+    rng = np.random.default_rng(2)
+    labels, names = rng.random(20_000) < 0.4, np.arange(20_000)
+    knows = mistakes(rng.normal(size=20_000) + 1.5 * labels, labels, names)
+    permuted = mistakes(rng.permutation(rng.normal(size=20_000)), labels, names)
+    righted = (knows & ~permuted).sum() / knows.sum()
+    assert righted == pytest.approx(1 - permuted.mean(), abs=0.03)
+    assert not (knows & ~knows).any()  # and never its own
+
+
+def test_as_many_answers_are_flagged_as_are_wrong_and_ties_fall_by_name():
+    labels = np.array([True, False, True, False, True])
+    names = np.array(["e", "d", "c", "b", "a"])
+    wrong = mistakes(np.zeros(5), labels, names)
+    is_flagged = wrong == labels
+    assert is_flagged.sum() == 2
+    assert set(names[is_flagged]) == {"a", "b"}
+    order = np.array([3, 0, 4, 1, 2])
+    again = mistakes(np.zeros(5), labels[order], names[order])
+    np.testing.assert_array_equal(again, wrong[order])
+
+
+def rows_of(datasets, splits, ids=None):
+    n = len(datasets)
+    return Rows(
+        setting="closed_book",
+        ids=np.array(ids if ids is not None else [f"q{i}" for i in range(n)]),
+        datasets=np.array(datasets),
+        splits=np.array(splits),
+        variants=np.array(["original"] * n),
+        labels=np.arange(n) % 2 == 0,
+        is_labelled=np.ones(n, bool),
+    )
+
+
+def test_the_same_answers_are_drawn_in_whatever_order_they_lie():
+    rows = rows_of(["one"] * 50, ["test"] * 50)
+    first = {str(rows.ids[i]) for i in drawn(rows, np.arange(50), 10, 7)}
+    order = np.random.default_rng(0).permutation(50)
+    turned = rows_of(["one"] * 50, ["test"] * 50, rows.ids[order])
+    assert {str(turned.ids[i]) for i in drawn(turned, np.arange(50), 10, 7)} == first
+    assert {str(rows.ids[i]) for i in drawn(rows, np.arange(50), 10, 8)} != first
+    small, large = (drawn(rows, np.arange(50), n, 7).tolist() for n in (10, 30))
+    assert large[:10] == small  # more labels hold the fewer
+
+
+def test_one_in_domain_set_is_not_shown_twice():
+    rows = rows_of(["one", "held"], ["test", "ood"])
+    assert judged_sets(rows) == [("all in-domain", "test"), ("held", "ood")]
+    rows = rows_of(["one", "two", "held"], ["test", "test", "ood"])
+    assert len(judged_sets(rows)) == 4
+
+
+def test_support_without_truth_is_seen_in_the_flips_of_attention():
+    labels = np.array([True, True, False, False] * 25)
+    stands = np.array([True, False, True, False] * 25)
+    # Endorses what stands there: a flip to "right" exactly where it does.
+    is_flip = np.ones((1, 100), bool)
+    is_right = (stands == labels)[None]
+    known = Grounded(labels, stands, np.full(100, np.nan))
+    found = values(ratios_of(known, {"[A]": (is_flip, is_right)}), 100)
+    assert found["flip precision"].value == 0.5
+    assert found["flip precision, there but wrong"].value == 0.0
+    assert found["flip precision, right but not there"].value == 0.0
+    assert found["wrong ones that stand there"].value == 0.5
+    assert found["right closed-book"].value is None  # nobody was asked without
+
+
+@pytest.mark.parametrize(
+    ("text", "stands"),
+    [("Guzolt Falls", True), ("the guzolt falls.", True), ("olt", False), ("", False)],
+)
+def test_an_answer_stands_in_the_passages_as_whole_words(text, stands):
+    passages = (
+        Passage(title="Guzolt", text="Falls of the north"),
+        Passage(title="B", text="no"),
+    )
+    example = Example(
+        id="q", dataset="d", split="test", question="?", golds=("x",), passages=passages
+    )
+    answer = Answer(
+        example_id="q",
+        setting="with_context",
+        variant="original",
+        text=text,
+        prompt_ids=(1,),
+        token_ids=(2,),
+        stop_id=None,
+        context_span=(0, 0),
+    )
+    assert stands_in_context(example, answer) == stands
+
+
+def test_shares_of_spans_and_positions_sum_to_one_and_find_the_token_that_moves():
+    n, lengths = 30, np.tile([6, 3], (30, 1))
+    answer = np.zeros((n, 3))
+    answer[:, 1] = 2.0  # the second token alone
+    families = np.zeros((n, 2, 4))
+    families[:, 1, 3] = 2.0  # through attention
+    families[:, 0, 0] = 0.5
+    moved = Moved(families, answer, lengths, 0.0)
+    found = values(position_ratios("(HPRA)", moved, ("question", "answer")), n)
+    assert found["share in answer"].value == pytest.approx(0.8)
+    assert found["share in question"].value == pytest.approx(0.2)
+    assert found["share in answer by attn"].value == pytest.approx(0.8)
+    assert found["tokens in answer"].value == pytest.approx(1 / 3)
+    assert [found[f"share at {k}"].value for k in (1, 2, 3)] == [0.0, 1.0, 0.0]
+    assert found["share at last"].value == 0.0
+    assert found["even share at 1"].value == pytest.approx(1 / 3)
+
+
+def test_sets_with_one_closed_book_encoder_are_found_at_the_top():
+    sets = all_sets(6, 3)
+    is_closed_book = np.arange(6) >= 3
+    n_closed = is_closed_book[sets].sum(axis=1)
+    aurocs = np.where(n_closed == 1, 0.9, 0.7 - 0.1 * n_closed)[:, None]
+    shares = counts_along(Ranking(sets, aurocs.astype(np.float32)), is_closed_book, 4)
+    np.testing.assert_allclose(shares.sum(axis=0), 1.0)
+    assert shares[1, 0] == 1.0 and shares[3, -1] > 0
+
+
+def test_regression_finds_what_is_planted_and_nothing_in_permuted_rows():
+    rng = np.random.default_rng(0)
+    labels = rng.random(600) < 0.5
+    wide = rng.normal(size=(600, 200))
+    told = rng.normal(size=(600, 2)) + 3.0 * labels[:, None]
+    train, valid, rest = np.arange(300), np.arange(300, 400), np.arange(400, 600)
+
+    def auroc_of(blocks):
+        scores = linear_scores(blocks, labels, train, valid)[rest]
+        right, wrong = scores[labels[rest]], scores[~labels[rest]]
+        return (right[:, None] > wrong[None]).mean()
+
+    assert auroc_of([wide, told]) > 0.97  # two features beside two hundred
+    assert abs(auroc_of([wide, rng.permutation(told)]) - 0.5) < 0.12
+    one_class = linear_scores([told], labels, np.flatnonzero(labels)[:50], valid)
+    assert np.isnan(one_class).all()
+
+
+def test_a_fifth_of_the_labels_validates_and_the_rest_trains():
+    train, valid = parted(np.arange(100))
+    assert (len(train), len(valid)) == (80, 20)
+    assert not set(train) & set(valid)
+
+
+def test_no_question_that_teaches_about_a_held_out_set_is_read():
+    splits = ["train"] * 20 + ["validation"] * 10 + ["ood"] * 40
+    rows = rows_of(["one"] * 30 + ["held"] * 40, splits)
+    pools = {
+        s: np.flatnonzero(rows.splits == s) for s in ("train", "validation", "ood")
+    }
+    found = sources_of(rows, pools)
+    assert set(found) == {"one", "held"} and len(found["one"]) == 30
+    assert 8 < len(found["held"]) < 32
+
+
+def test_a_case_is_the_surest_of_its_kind_and_of_equals_the_smaller_id():
+    thresholds = np.array([0.6, 0.6])
+    p = np.array(
+        [[0.9, 0.1], [0.9, 0.2], [0.7, 0.9], [0.1, 0.9], [0.5, 0.61], [0.2, 0.1]]
+    )
+    assert kinds_of(p, thresholds).tolist() == [0, 0, 0, 1, 1, 2]
+    found = Answered(np.array(["b", "a", "c", "d", "e", "f"]), p, p > 0.5)
+    assert chosen(found, thresholds) == {0: 1, 1: 3, 2: 5}
+
+
+def test_what_a_case_holds_is_what_the_report_reads():
+    from benchmarks.results.saved import Study
+
+    assert Case.__struct_fields__ == Study.__struct_fields__
+
+
+def test_an_analysis_that_is_not_known_is_refused_by_its_name():
+    assert chosen_analyses(AnatomyConfig()) == list(ANALYSES)
+    assert chosen_analyses(AnatomyConfig(only=("flips",))) == ["flips"]
+    with pytest.raises(ValueError, match="no analysis 'flip'; there are comp"):
+        chosen_analyses(AnatomyConfig(only=("flip",)))

@@ -1,0 +1,136 @@
+"""Asking an encoder: what its logit is made of, and what it says without a signal."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxprobe.config import EncoderConfig
+from jaxprobe.features.families import FamilyTokens
+from jaxprobe.features.subsets import SUBSETS, FamilyDims, subset_index
+from jaxprobe.fit.grid import apply_member
+from jaxprobe.model.encoder import Encoder
+from selection.anatomy.encoders import (
+    TOLERANCE,
+    attributed,
+    incompleteness,
+    of_families,
+    of_span,
+    replaced,
+)
+from selection.anatomy.heads import channels_of_heads
+
+DIMS = FamilyDims(hidden=6, prob=5, resid=4, attn=16)
+ENCODER = Encoder(EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2), DIMS)
+LENGTHS = (7, 5, 4)
+N = 24
+
+
+def signals(n_spans, seed=0):
+    """Signals with ragged spans, zero on padding."""
+    rng = np.random.default_rng(seed)
+    lengths = LENGTHS[-n_spans:]
+    real = [
+        np.arange(width)[:, None] < rng.integers(1, width + 1, N) for width in lengths
+    ]
+    mask = np.concatenate(real)[..., None]
+    tokens = tuple(
+        jnp.asarray(rng.normal(size=(sum(lengths), N, size)) * mask, jnp.float32)
+        for size in DIMS.sizes
+    )
+    return FamilyTokens(tokens, tuple(map(jnp.asarray, real)))
+
+
+def means(n_spans, seed=1):
+    rng = np.random.default_rng(seed)
+    return tuple(
+        rng.normal(size=(n_spans, size)).astype(np.float32) * 0.3 for size in DIMS.sizes
+    )
+
+
+def weights(name, n_spans):
+    """Weights far enough from their first values that every part counts."""
+    mask = jnp.asarray(SUBSETS[subset_index(name)])
+    params = ENCODER.init(jax.random.key(0), signals(n_spans), mask)
+    leaves, shape = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    moved = [
+        x + 0.3 * jax.random.normal(k, x.shape)
+        for x, k in zip(leaves, keys, strict=True)
+    ]
+    return mask, jax.tree.unflatten(shape, moved)
+
+
+def logits(params, mask, features):
+    return np.asarray(apply_member(params, mask, features, encoder=ENCODER)[0])
+
+
+@pytest.mark.parametrize("n_spans", [2, 3])
+@pytest.mark.parametrize("families", [(0,), (1,), (2,), (3,), (0, 1, 2, 3)])
+def test_attributions_sum_to_the_difference_of_logits_within_a_hundredth(
+    n_spans, families
+):
+    mask, params = weights("HPRA", n_spans)
+    end = signals(n_spans)
+    gone = of_families(DIMS, n_spans, families)
+    start = replaced(end, means(n_spans), gone)
+    found, change = attributed(params, mask, start, end, ENCODER, N)
+    np.testing.assert_allclose(
+        change, logits(params, mask, end) - logits(params, mask, start), rtol=1e-5
+    )
+    added = sum(own.sum(axis=(0, 2)) for own in found)
+    assert np.abs(change).mean() > 1e-3
+    assert incompleteness(added, change) <= TOLERANCE
+    for family, own in enumerate(found):
+        assert np.any(own) == (family in families)
+
+
+def test_attributions_that_do_not_add_up_are_seen():
+    assert incompleteness(np.array([1.0, 2.0]), np.array([1.0, 2.0])) == 0.0
+    assert incompleteness(np.zeros(2), np.array([1.0, -2.0])) == 1.0
+
+
+@pytest.mark.parametrize("name", ["H", "PR", "HPA"])
+def test_the_means_of_a_family_that_is_not_read_change_no_logit(name):
+    mask, params = weights(name, 3)
+    features = signals(3)
+    intact = logits(params, mask, features)
+    for family, letter in enumerate("HPRA"):
+        gone = of_families(DIMS, 3, (family,))
+        without = logits(params, mask, replaced(features, means(3), gone))
+        assert np.array_equal(without, intact) == (letter not in name)
+
+
+def test_means_stand_on_real_tokens_of_their_span_alone():
+    features, own = signals(3), means(3)
+    found = replaced(features, own, of_span(DIMS, 3, 1))
+    real = np.asarray(features.masks[1])
+    for family, tokens in enumerate(found.tokens):
+        context, question, answer = (np.asarray(tokens)[s] for s in found.span_slices)
+        before = [np.asarray(features.tokens[family])[s] for s in features.span_slices]
+        np.testing.assert_array_equal(context, before[0])
+        np.testing.assert_array_equal(answer, before[2])
+        expected = np.where(real[..., None], own[family][1], 0.0)
+        np.testing.assert_array_equal(question, expected)
+
+
+def test_the_order_of_examples_changes_no_logit_and_no_attribution():
+    mask, params = weights("HPRA", 2)
+    end = signals(2)
+    order = np.random.default_rng(3).permutation(N)
+    gone = of_families(DIMS, 2, (3,))
+    plain, moved = (
+        attributed(params, mask, replaced(x, means(2), gone), x, ENCODER, N)
+        for x in (end, end.take(jnp.asarray(order)))
+    )
+    np.testing.assert_allclose(moved[1], plain[1][order], atol=1e-5)
+    np.testing.assert_allclose(moved[0][3], plain[0][3][:, order], atol=1e-4)
+
+
+def test_the_channels_of_a_head_are_its_own_in_every_span_and_reading():
+    cells = np.zeros((2, 2), bool)
+    cells[1, 0] = True  # second layer, first head
+    gone = channels_of_heads(DIMS, 3, cells)
+    assert [own.any() for own in gone] == [False, False, False, True]
+    whole = gone[3].reshape(3, 2, 2, 2, 2)  # span, other span, reading, layer, head
+    assert whole[..., 1, 0].all() and whole.sum() == 3 * 4

@@ -1,0 +1,41 @@
+"""The anatomy of a whole small run: killed and continued, asked for in parts, shown."""
+
+import os
+import re
+import shutil
+import signal
+import time
+
+import pytest
+
+from tests.test_asked_for import finish, start
+
+
+def rows_of(run):
+    return (run / "rows" / "anatomy.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_a_killed_anatomy_ends_with_the_same_rows_and_the_report_shows_it(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    finish("demo", whole, "--preset", "smoke")
+    shutil.copytree(whole, killed)
+    began = time.monotonic()
+    finish("anatomy", whole)
+    seconds = time.monotonic() - began
+    for share in (0.4, 0.8):
+        process = start("anatomy", killed)
+        time.sleep(share * seconds)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    finish("anatomy", killed)
+    assert rows_of(killed) == rows_of(whole)
+    assert "anatomy: already done" in finish("anatomy", killed)
+    finish("anatomy", killed, "--only", "flips")  # what was made stays
+    assert rows_of(killed) == rows_of(whole)
+    finish("report", killed)
+    page = (killed / "report.html").read_text()
+    section = re.search(r'<section id="anatomy">.*?</section>', page, re.DOTALL)
+    assert 'class="empty"' not in section.group()
+    assert not (killed / "anatomy" / "members").exists()
