@@ -64,9 +64,10 @@ def project(
     d_projection, d_family = weight.shape
     n_tokens, n_examples, _ = tokens.shape
     if d_family >= _WIDE:
-        rows = jnp.arange(n_examples) if draw is None else draw.rows
-        y = wide_product(matmul_dtype, weight, tokens, rows, real, gate)
-        if draw is None or deviation == 0.0:
+        if draw is None:
+            return wide_reading(matmul_dtype, weight, tokens, real, gate)
+        y = wide_product(matmul_dtype, weight, tokens, draw.rows, real, gate)
+        if deviation == 0.0:
             return y
         noise = partial(
             _projected_noise, deviation, stream, weight, y.shape, draw.noise
@@ -255,6 +256,47 @@ def _wide_backward(matmul_dtype, given, dy):
 
 
 wide_product.defvjp(_wide_forward, _wide_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def wide_reading(
+    matmul_dtype: MatmulDtype,
+    weight: jax.Array,
+    tokens: jax.Array,
+    real: jax.Array,
+    gate: jax.Array,
+) -> jax.Array:
+    """`wide_product` of all examples, whose tokens have a gradient too.
+
+    No training step asks for it: what a logit is made of does, and pays for it.
+    """
+    return _wide_forward(matmul_dtype, weight, tokens, _all(tokens), real, gate)[0]
+
+
+def _all(tokens: jax.Array) -> jax.Array:
+    return jnp.arange(tokens.shape[1])
+
+
+def _reading_forward(matmul_dtype, weight, tokens, real, gate):
+    """Forward rule of `wide_reading`; the residuals are its own arguments."""
+    given = weight, tokens, real, gate
+    return wide_reading(matmul_dtype, *given), given
+
+
+def _reading_backward(matmul_dtype, given, dy):
+    """Backward rule: that of `wide_product`, and of the tokens."""
+    weight, tokens, real, gate = given
+    whole = weight, tokens, _all(tokens), real, gate
+    d_weight = _wide_backward(matmul_dtype, whole, dy)[0]
+    kept = jnp.where(real[None], dy, 0.0).reshape(len(weight), -1)
+
+    def vjp() -> jax.Array:
+        return contract(kept, weight, 0, matmul_dtype).reshape(tokens.shape)
+
+    return d_weight, _gated(vjp, gate, tokens.shape), None, None
+
+
+wide_reading.defvjp(_reading_forward, _reading_backward)
 
 
 def _places(tokens, rows, real, gate) -> _Places:

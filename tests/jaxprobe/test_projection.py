@@ -152,3 +152,21 @@ def test_an_accelerator_projects_the_widest_family_to_the_same():
     ways = projection.project_whole_vjp, projection.project_in_chunks_vjp
     there, here = (way("float32", dy, *given) for way in ways)
     np.testing.assert_allclose(there, here, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [WIDE, NARROW, WIDEST])
+def test_outside_training_tokens_have_a_gradient_whatever_their_width(shape):
+    weight, tokens = weight_of(shape) * shape[1] ** -0.5, tokens_of(shape)
+    real = jax.random.bernoulli(jax.random.key(9), 0.6, tokens.shape[:2])
+
+    def total(tokens, gate):
+        y = run(weight, tokens, gate, None, 0.5, real)
+        return jnp.sin(jnp.where(real[None], y, 0.0)).sum()
+
+    def plainly(tokens):
+        y = jnp.einsum("pd,tnd->ptn", weight, tokens)
+        return jnp.sin(jnp.where(real[None], y, 0.0)).sum()
+
+    found = jax.grad(total)(tokens, OPEN)
+    np.testing.assert_allclose(found, jax.grad(plainly)(tokens), atol=1e-5)
+    assert not np.any(jax.grad(total)(tokens, CLOSED))
