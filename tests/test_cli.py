@@ -17,7 +17,8 @@ from extract.backbone.names import WEIGHTS
 ROOT = Path(__file__).parent.parent
 VERBS = (
     "demo real data world rewrite answer label sample extract verify sweep train "
-    "select calibrate evaluate baselines control report compare score doctor bench"
+    "select calibrate evaluate baselines anatomy corpus retrieve transfer control "
+    "report compare score fetch doctor bench"
 ).split()
 
 
