@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 
 import beatrice
+from benchmarks.baselines.stage import BASELINES_PRESETS
 from extract.backbone.names import BackboneConfig
 from extract.generate.requests import ANSWER_PRESETS
 from extract.label.verdicts import LABEL_PRESETS
@@ -38,9 +39,12 @@ SECTIONS = {
     "select": SELECT_PRESETS,
     "calibrate": CALIBRATE_PRESETS,
     "intervals": INTERVAL_PRESETS,
+    "baselines": BASELINES_PRESETS,
     "control": CONTROL_PRESETS,
 }
-STAGES = "world answer label extract sweep train select calibrate evaluate control"
+STAGES = (
+    "world answer label extract sweep train select calibrate evaluate baselines control"
+)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -19,7 +19,7 @@ NAMES = [
     for name in KNOWN
 ]
 # Those that choose on validation alone read no training answers.
-LEARNS = {name for name, x in KNOWN.items() if x.is_trained} | {"llmcheck_combined"}
+LEARNS = {name for name, x in KNOWN.items() if x.is_trained}
 # What says at which layer validation found the signal, counted from the embedding.
 LAYERED = ("saplma_mean", "saplma_last", "linear_probe")
 SAMPLED = [

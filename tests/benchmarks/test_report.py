@@ -12,11 +12,12 @@ from benchmarks.results.report import (
     write_report,
 )
 from extract.records import IN_DOMAIN
+from tests.benchmarks.anatomy_sample import anatomy_rows, studies
 from tests.benchmarks.sample import MARKUP, frontier, row, sample_report, sample_rows
 
 SECTIONS = (
     "findings run detection reliability accuracy layers synergy selection exhaustive "
-    "ablations controller answers cases checks notes"
+    "ablations anatomy controller answers cases checks notes"
 ).split()
 EMPTY = dict(
     facts={},
@@ -34,9 +35,14 @@ EMPTY = dict(
 )
 
 
+def whole_report():
+    rows = [*sample_rows(), *anatomy_rows()]
+    return sample_report(rows=rows, studies=studies())
+
+
 @pytest.fixture(scope="module")
 def page():
-    return render_report(sample_report())
+    return render_report(whole_report())
 
 
 class Outline(html.parser.HTMLParser):
@@ -89,7 +95,7 @@ def test_ids_are_unique_so_that_figures_can_share_the_page(page):
 
 
 def test_the_same_run_gives_the_same_bytes_again(page, tmp_path):
-    write_report(sample_report(), tmp_path / "new" / "report.html")
+    write_report(whole_report(), tmp_path / "new" / "report.html")
     assert (tmp_path / "new" / "report.html").read_bytes() == page.encode()
 
 
@@ -200,7 +206,7 @@ def test_tints_follow_the_probability():
 def test_an_empty_run_still_makes_a_page_that_says_so():
     page = render_report(sample_report(**EMPTY))
     outline(page)
-    assert page.count('class="empty"') == 27
+    assert page.count('class="empty"') == 28
     assert "Not in this run: BEATRICE" in page
 
 
