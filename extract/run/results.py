@@ -364,9 +364,9 @@ def gather(run: RunDir, progress: Progress, stage: str | None = None) -> None:
     parts = []
     for name in (*ALWAYS, *ON_REQUEST):
         path = rows_file(run, name)
+        if path.exists() and name != stage and name in run.stage_records():
+            run.hash_inputs(path)  # refuses what has changed, or has no sound record
         if path.exists() and name in current:
-            if name != stage:
-                run.hash_inputs(path)  # refuses what has changed
             parts.append(path.read_text(encoding="utf-8"))
         elif path.exists() and run.stage_record(name) is not None:
             progress.note(
