@@ -55,9 +55,7 @@ class TrainConfig:
     patience: int = 10  # epochs without a validation gain before training stops
     n_seeds: int = 3
     root_seed: int = 0
-    n_microbatches: int | None = (
-        None  # of a batch; None: 128 rows each on a CPU, else one
-    )
+    n_microbatches: int | None = None  # of a batch; None: 128 rows each
 
     def __post_init__(self):
         """Refuse counts that train nothing."""
@@ -78,18 +76,65 @@ class TrainConfig:
             )
 
     def microbatches(self) -> int:
-        """Into how many pieces of equal size a batch's gradient is parted.
+        """Into how many pieces of equal size a batch is parted.
 
-        Activations of about 128 rows stay in a core's cache: at 512 a step took twice
-        the time per token.
+        Each piece draws noise and dropout with keys of its own. Its gradient is
+        computed by itself, unless a device's memory asks for another size; see
+        `PlannedConfig`. Activations of about 128 rows stay in a core's cache: at 512 a
+        step took twice the time per token.
         """
         if self.n_microbatches is not None:
             return self.n_microbatches
-        import jax  # here: whoever only reads a configuration need not wait for it
+        return 1 if self.batch_size % 128 else self.batch_size // 128
 
-        if jax.default_backend() != "cpu" or self.batch_size % 128:
-            return 1
-        return self.batch_size // 128
+    def rows_at_once(self) -> int:
+        """Rows whose gradient is computed together."""
+        return self.batch_size // self.microbatches()
+
+    def rows_scored(self) -> int:
+        """Rows that are scored together, without a gradient."""
+        return self.batch_size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlannedConfig(TrainConfig):
+    """The protocol as a device's memory allows it; results are the protocol's own.
+
+    Attributes:
+      n_rows: rows of which a gradient is computed, and which are scored, together.
+    """
+
+    n_rows: int
+
+    def __post_init__(self):
+        """Refuse rows that do not fit the pieces that draw together."""
+        super().__post_init__()
+        if self.n_rows not in row_choices(self):
+            raise ValueError(
+                f"n_rows: expected one of {row_choices(self)}, got {self.n_rows}"
+            )
+
+    def rows_at_once(self) -> int:
+        """Rows whose gradient is computed together."""
+        return self.n_rows
+
+    def rows_scored(self) -> int:
+        """Rows that are scored together, without a gradient."""
+        return self.n_rows
+
+
+def row_choices(config: TrainConfig) -> list[int]:
+    """Return the sizes into which a batch may be parted, largest first.
+
+    They are parts of a piece that draws together, or several such pieces.
+    """
+    own = config.batch_size // config.microbatches()
+    sizes = range(config.batch_size, 0, -1)
+    return [
+        n
+        for n in sizes
+        if config.batch_size % n == 0 and (n % own == 0 or own % n == 0)
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -192,7 +192,7 @@ def block_logits(
         logits = in_chunks(
             lambda batch: encoder.apply(state.params, batch, member[0])[0],
             group.features,
-            config.batch_size,
+            config.rows_scored(),
         )
         if encoder.config.is_linear_first:
             logits += group.offsets[member[1]]

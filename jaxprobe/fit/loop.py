@@ -18,6 +18,7 @@ from jax.experimental import multihost_utils
 from jax.flatten_util import ravel_pytree
 
 from jaxprobe.config import TrainConfig
+from jaxprobe.kernels.random import RowKeys
 from jaxprobe.metrics import masked_auroc
 
 Params = optax.Params
@@ -208,16 +209,15 @@ def take_steps(
       pack: puts weights into few leaves, and gives what undoes it. Sixty leaves would
         be sixty small loops in every step.
     """
-    n_steps, n_microbatches = len(batches[0]), config.microbatches()
     packed, unpack = pack(state.params)
-    shape = (n_steps, n_microbatches)
+    shape = (len(batches[0]), config.microbatches())
     step_keys = Keys(*(jax.random.split(key, shape) for key in keys))
     adamw = optimizer(config)
 
     def step(carry, batch):
         packed, opt_state = carry
         value, grads = _gradient(
-            lambda packed, *batch: loss(unpack(packed), *batch), packed, *batch
+            lambda packed, *batch: loss(unpack(packed), *batch), packed, *batch, config
         )
         # Optax raises an integer count to a power, which strict promotion refuses.
         with jax.numpy_dtype_promotion("standard"):
@@ -232,12 +232,19 @@ def take_steps(
     return state, losses.mean()
 
 
-def _gradient(loss, params: Any, batch: tuple[jax.Array, ...], keys: Keys):
+def _gradient(
+    loss: Callable[..., jax.Array],
+    params: Any,
+    batch: tuple[jax.Array, ...],
+    keys: Keys,
+    config: TrainConfig,
+):
     """Loss and gradient of a batch as the sum over its microbatches."""
     gradient = jax.value_and_grad(loss)
-    n_microbatches = len(keys.batch)
+    keys = _microbatch_keys(keys, config)
+    n_microbatches = config.batch_size // config.rows_at_once()
     if n_microbatches == 1:
-        return gradient(params, *batch, *(key[0] for key in keys))
+        return gradient(params, *batch, *jax.tree.map(lambda key: key[0], keys))
 
     def add(total, one):
         arrays, keys = one
@@ -246,6 +253,19 @@ def _gradient(loss, params: Any, batch: tuple[jax.Array, ...], keys: Keys):
     zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
     parts = tuple(x.reshape(n_microbatches, -1, *x.shape[1:]) for x in batch)
     return jax.lax.scan(add, zero, (parts, keys))[0]
+
+
+def _microbatch_keys(keys: Keys, config: TrainConfig) -> Keys:
+    """Keys of the microbatches, from those of the pieces that draw together."""
+    own, n_rows = config.batch_size // config.microbatches(), config.rows_at_once()
+    if n_rows == own:
+        return keys
+    if n_rows > own:
+        n_microbatches = config.batch_size // n_rows
+        first = jnp.zeros(n_microbatches, jnp.int32)
+        return Keys(*(RowKeys(x.reshape(n_microbatches, -1), first, own) for x in keys))
+    first = jnp.arange(0, config.batch_size, n_rows, dtype=jnp.int32)
+    return Keys(*(RowKeys(x[first // own], first % own, own) for x in keys))
 
 
 @partial(jax.jit, static_argnames="config")

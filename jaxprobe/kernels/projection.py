@@ -5,14 +5,14 @@ None of the three is done for a family that is not read.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxprobe.config import MatmulDtype
 from jaxprobe.kernels.matmul import contract, product
-from jaxprobe.kernels.random import hashed_normal
+from jaxprobe.kernels.random import RowKeys, hashed_normal
 
 # Channels from which a batch is too large to be copied before it is projected.
 _WIDE = 1024
@@ -28,8 +28,8 @@ class Draw(NamedTuple):
     """
 
     rows: jax.Array
-    noise: jax.Array
-    dropout: jax.Array
+    noise: jax.Array | RowKeys
+    dropout: jax.Array | RowKeys
 
 
 def project(
@@ -78,13 +78,14 @@ def project(
         return _gated(lambda: _product(weight, tokens, matmul_dtype), gate, shape)
     before = d_family <= d_projection
 
-    def gather():
+    def gather(tokens, draw):
         batch = take_rows(tokens, rows_of_tokens(tokens, draw.rows))
         if not before or deviation == 0.0:
             return batch
-        return batch + deviation * hashed_normal(draw.noise, stream, batch.shape)
+        noise = hashed_normal(draw.noise, stream, batch.shape, row_axis=1)
+        return batch + deviation * noise
 
-    batch = _gated(gather, gate, (n_tokens, len(draw.rows), d_family))
+    batch = shared_branch(lambda given: gather(*given), None, gate, (tokens, draw))
     behind = 0.0 if before else deviation
     fixed = behind, stream, matmul_dtype
     return _gated_product(*fixed, weight, batch, gate, draw.noise)
@@ -95,6 +96,54 @@ def _gated(
 ) -> jax.Array:
     """`compute()` where the gate is open, zeros of the same shape elsewhere."""
     return jax.lax.cond(gate, compute, lambda: jnp.zeros(shape, jnp.float32))
+
+
+def shared_branch(
+    compute: Callable[[Any], jax.Array],
+    mask: Callable[[jax.Array, jax.Array], jax.Array] | None,
+    gate: jax.Array,
+    given: Any,
+) -> jax.Array:
+    """`compute(given)` where the gate is open; for members side by side, once for all.
+
+    By itself `vmap` over gates copies what the members share, a batch of hidden states,
+    for every member. Here what is computed is as shared as what it is computed from.
+
+    Args:
+      compute: has no gradient of its own.
+      mask: makes zeros of a value whose gate is closed; None where nobody reads it.
+      gate: scalar bool.
+      given: arrays, not closed over, since `vmap` must see them.
+    """
+    shape = jax.eval_shape(compute, given)
+
+    @jax.custom_batching.custom_vmap
+    def branch(gate, given):
+        return jax.lax.cond(
+            gate, compute, lambda _: jnp.zeros(shape.shape, shape.dtype), given
+        )
+
+    @branch.def_vmap
+    def several(n, is_batched, gate, given):
+        is_gate_batched, are_given = is_batched
+        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, are_given)
+        is_shared = not any(jax.tree.leaves(are_given))
+        found = (
+            compute(given)
+            if is_shared
+            else jax.vmap(compute, in_axes=(axes,), axis_size=n)(given)
+        )
+        if mask is None:
+            return found, not is_shared
+        own = 0 if is_gate_batched else None, None if is_shared else 0
+        return jax.vmap(mask, in_axes=own, axis_size=n)(gate, found), True
+
+    return branch(gate, given)
+
+
+def _closed(gate: jax.Array, x: jax.Array) -> jax.Array:
+    """Zeros unless the gate is open."""
+    return jnp.where(gate, x, 0.0)
 
 
 def _product(
@@ -114,7 +163,7 @@ def _projected_noise(deviation, stream, weight, shape, key) -> jax.Array:
     paper's widths). The distribution is the same, and so is the expected gradient,
     since the factor is differentiated too.
     """
-    noise = hashed_normal(key, stream, (shape[0], shape[1] * shape[2]))
+    noise = hashed_normal(key, stream, shape).reshape(shape[0], -1)
     return (deviation * noise_factor(weight) @ noise).reshape(shape)
 
 
@@ -358,22 +407,22 @@ def _batch(tokens, rows) -> jax.Array:
 def project_whole(matmul_dtype, weight, tokens, rows, real, gate):
     """`wide_product` where there is none."""
 
-    def project():
+    def project(given):
+        weight, tokens, rows, real = given
         batch = _batch(tokens, rows)
         y = contract(weight, batch, 1, matmul_dtype).reshape(-1, *real.shape)
         return jnp.where(real[None], y, 0.0)
 
-    return jax.lax.cond(
-        gate, project, lambda: jnp.zeros((len(weight), *real.shape), jnp.float32)
-    )
+    return shared_branch(project, _closed, gate, (weight, tokens, rows, real))
 
 
 def project_whole_vjp(matmul_dtype, dy, weight, tokens, rows, real, gate):
     """Gradient of `weight` where there is none."""
 
-    def vjp():
+    def vjp(given):
+        dy, tokens, rows, real = given
         batch = _batch(tokens, rows)
         transposed = jnp.where(real[None], dy, 0.0).reshape(len(weight), -1)
         return product(transposed, batch, matmul_dtype)
 
-    return jax.lax.cond(gate, vjp, lambda: jnp.zeros_like(weight))
+    return shared_branch(vjp, _closed, gate, (dy, tokens, rows, real))
