@@ -128,3 +128,13 @@ def restore(path: Path, kind: type[Decoded] = dict[str, Any]) -> tuple[Any, Deco
         )
         tree = checkpointer.restore(path / ARRAYS, restore_args=args)
     return tree, config
+
+
+def is_saved(path: Path, key: str) -> bool:
+    """Tell whether a checkpoint is there, whole, and described with this key."""
+    if not path.exists():
+        return False
+    try:
+        return restore(path)[1].get("key") == key
+    except ValueError:
+        return False  # damaged: made again and replaced
