@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,16 +20,16 @@ from tests.process import ROOT, call
 from tests.test_one_setting import examples_of, make_run
 
 
-def start(verb, run, rank, world_size, *options, shard=False):
+def start(verb, run, rank, world_size, *options, shard=False, **environ):
     line = [sys.executable, "-m", "beatrice", verb, str(run), *options]
-    environ = {**os.environ, "RANK": str(rank), "WORLD_SIZE": str(world_size)}
     if shard:
         line += ["--shard", f"{rank}/{world_size}"]
-        environ = dict(os.environ)
+    else:
+        environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
     return subprocess.Popen(
         line,
         cwd=ROOT,
-        env=environ,
+        env={**os.environ, **environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -70,16 +71,18 @@ def run(untrained, tmp_path):
     return shutil.copytree(untrained, tmp_path / "run")
 
 
+def check_same(one, other):
+    """All that a checkpoint holds, bit by bit: on a CPU members are trained alone."""
+    (left, about_left), (right, about_right) = map(checkpoint.restore, (one, other))
+    assert about_left == about_right
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    leaves = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
+    assert all(a.tobytes() == b.tobytes() for a, b in leaves)
+
+
 def check_same_encoders(run, other):
-    """All that the stage wrote, bit by bit: members are trained one by one on a CPU."""
     for setting in settings_of(RunDir(run)):
-        (one, about), (two, about_two) = (
-            checkpoint.restore(RunDir(path).encoders(setting)) for path in (run, other)
-        )
-        assert about == about_two
-        assert jax.tree.structure(one) == jax.tree.structure(two)
-        leaves = zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True)
-        assert all(a.tobytes() == b.tobytes() for a, b in leaves)
+        check_same(*(RunDir(path).encoders(setting) for path in (run, other)))
 
 
 def members(run):
@@ -143,3 +146,24 @@ def test_both_settings_and_other_ways_of_training_are_shared(tmp_path, option):
     call("train", other, option)
     together("train", run, 2, option)
     check_same_encoders(run, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_processes_select_what_one_selects_bit_by_bit(alone, tmp_path, world_size):
+    runs = [shutil.copytree(alone, tmp_path / name) for name in ("one", "many")]
+    call("select", runs[0])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    together("select", runs[1], world_size, JAX_COORDINATOR_ADDRESS=address)
+    check_same(*(RunDir(run).selection / "closed_book" for run in runs))
+    assert RunDir(runs[1]).stage_done("select")
+    assert "already done" in start("select", runs[1], 1, 2).communicate()[1]
+
+
+def test_processes_that_do_not_know_where_to_meet_say_what_to_set(alone):
+    process = start("select", alone, 1, 2)
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == 1
+    assert "set JAX_COORDINATOR_ADDRESS=HOST:PORT in all of them" in said

@@ -95,18 +95,16 @@ def own_gpu(environ: Mapping[str, str] = os.environ) -> int | None:
     """Return which of the GPUs that this worker is shown is its own, from 0.
 
     Returns:
-      None where it may use all that it is shown: no launcher numbers the workers of
-      this machine, or one GPU or none is shown to it.
+      None where no launcher numbers the workers of this machine: then all of them are.
 
     Raises:
       ValueError: the variable that numbers them holds no number.
     """
-    shown = environ.get("CUDA_VISIBLE_DEVICES")
-    n_shown = None if shown is None else len([x for x in shown.split(",") if x])
-    if not any(name in environ for name in _LOCAL_RANKS) or n_shown in (0, 1):
+    if not any(name in environ for name in _LOCAL_RANKS):
         return None
-    number = local_rank(environ)
-    return number if n_shown is None else number % n_shown
+    number, shown = local_rank(environ), environ.get("CUDA_VISIBLE_DEVICES")
+    # Slurm may show each worker one GPU, which is then its first.
+    return number if shown is None else number % (shown.count(",") + 1)
 
 
 def _checked(

@@ -114,8 +114,7 @@ def test_a_number_of_this_machine_that_is_none_is_refused_by_name():
         ({"CUDA_VISIBLE_DEVICES": "0,1"}, None),
         (TORCHRUN, 1),
         (SRUN, 1),
-        (SRUN | {"CUDA_VISIBLE_DEVICES": "0"}, None),  # Slurm shows each its own
-        (SRUN | {"CUDA_VISIBLE_DEVICES": ""}, None),
+        (SRUN | {"CUDA_VISIBLE_DEVICES": "3"}, 0),  # Slurm shows each its own
         (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, 1),
         (TORCHRUN | {"LOCAL_RANK": "5", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}, 1),
     ],
