@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from extract.run.verbs import RUN_DIR, do_or_forecast, dry_run_option
+from extract.run.workers import SHARD, find_worker
 
 if TYPE_CHECKING:
     from jaxprobe.settings import GridConfig
@@ -45,15 +46,26 @@ def with_options(
 @click.command()
 @RUN_DIR
 @training_options
+@SHARD
 @dry_run_option
-def train(run_dir: Path, dry_run: bool, **options: bool) -> None:
+def train(run_dir: Path, shard: str | None, dry_run: bool, **options: bool) -> None:
     """Train all fifteen encoders, every seed, every setting of the run.
 
-    Example: beatrice train runs/demo
-    """
-    from jaxprobe.fit.stage import TRAIN
+    Under torchrun, srun or mpirun, or with --shard, every process trains its share.
 
-    do_or_forecast(run_dir, TRAIN, dry_run, partial(with_options, **options))
+    Example: beatrice train runs/demo
+
+    Example: srun -n 8 beatrice train runs/paper
+    """
+    change, worker = partial(with_options, **options), find_worker(shard)
+    if dry_run or worker.world_size == 1:
+        from jaxprobe.fit.stage import TRAIN
+
+        do_or_forecast(run_dir, TRAIN, dry_run, change)
+    else:
+        from jaxprobe.fit.shares import train_share
+
+        train_share(run_dir, worker, change)
 
 
 @click.command()

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from jaxprobe.config import FusionConfig, TrainConfig
+from jaxprobe.fit.group import gather
 from jaxprobe.fit.heads import fit_heads
 from jaxprobe.fit.loop import FitInfo
 from jaxprobe.model.encoder import Params
@@ -103,6 +104,9 @@ def fit_sets(
 ) -> Heads:
     """Train a head for every set and seed in one call.
 
+    Processes that have met (`jaxprobe.fit.group`) train a share of the sets each, and
+    all of them return all heads.
+
     Args:
       sets: pool positions; each must fit `config.n_slots`.
       train: outputs of the pool on the training rows.
@@ -121,25 +125,31 @@ def fit_sets(
     def train_part(part: tuple[np.ndarray, np.ndarray]) -> Any:
         return fit_heads(*part, train, valid, head=head, config=train_config)
 
+    n_processes = jax.process_count()
+    own = _dealt(slots, masks, n_processes)[jax.process_index()]
     # On a CPU a core for each part: a head's operations are too small to share cores.
-    parts = _split(slots, masks)
+    n_cores = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
+    parts = _dealt(*own, min(n_cores, len(own[0])))
     with ThreadPoolExecutor(len(parts)) as pool:
         trained = list(pool.map(train_part, parts))
 
-    def gather(*parts: np.ndarray) -> np.ndarray:
-        return np.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])[: len(sets)]
+    def undealt(*parts: np.ndarray) -> np.ndarray:
+        return np.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])
 
-    return Heads(*jax.tree.map(gather, *trained))
+    heads = jax.tree.map(lambda *x: undealt(*x)[: len(own[0])], *trained)
+    if n_processes > 1:
+        heads = jax.tree.map(lambda x: undealt(*x), gather(heads))
+    return Heads(*jax.tree.map(lambda x: x[: len(sets)], heads))
 
 
-def _split(slots: np.ndarray, masks: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Split the sets of a call into equal parts, one per core on a CPU.
+def _dealt(
+    slots: np.ndarray, masks: np.ndarray, n_parts: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Split the sets of a call into equal parts.
 
     Every n-th set goes to a part: a call of fewer sets than it is padded to has its
     empty ones at the end, and no part should have them all.
     """
-    n_parts = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
-    n_parts = min(n_parts, len(slots))
     n_excess = -len(slots) % n_parts
     slots, masks = (np.pad(x, ((0, n_excess), (0, 0))) for x in (slots, masks))
     return [(slots[i::n_parts], masks[i::n_parts]) for i in range(n_parts)]

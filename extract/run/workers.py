@@ -1,4 +1,4 @@
-"""Which worker this is: as torchrun or srun says, or the option `--shard`."""
+"""Which worker this is: as torchrun, srun or mpirun says, or the option `--shard`."""
 
 import dataclasses
 import os
@@ -8,8 +8,12 @@ import click
 
 # Names of rank and world size, per launcher. In a SLURM batch script outside srun,
 # SLURM_PROCID is 0 although one process runs: only the step's own count says how many.
-_LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
-_LOCAL_RANKS = ("LOCAL_RANK", "SLURM_LOCALID")
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+)
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +91,22 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int:
     return 0
 
 
+def own_gpu(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return which of the GPUs that this worker is shown is its own, from 0.
+
+    Returns:
+      None where no launcher numbers the workers of this machine: then all of them are.
+
+    Raises:
+      ValueError: the variable that numbers them holds no number.
+    """
+    if not any(name in environ for name in _LOCAL_RANKS):
+        return None
+    number, shown = local_rank(environ), environ.get("CUDA_VISIBLE_DEVICES")
+    # Slurm may show each worker one GPU, which is then its first.
+    return number if shown is None else number % (shown.count(",") + 1)
+
+
 def _checked(
     context: click.Context, option: click.Parameter, shard: str | None
 ) -> str | None:
@@ -103,6 +123,6 @@ SHARD = click.option(
     "--shard",
     metavar="I/N",
     callback=_checked,
-    help="Do part I (from 0) of N; each part is a process of its own. Torchrun and "
-    "srun say this by themselves.",
+    help="Do part I (from 0) of N; each part is a process of its own. Torchrun, srun "
+    "and mpirun say this by themselves.",
 )

@@ -1,11 +1,9 @@
-"""Train the grid over several devices, and over several hosts.
+"""Train the grid over the devices that a process sees.
 
 Members are independent, so they lie along one mesh axis and never speak to each other:
 each device trains its share of the subsets, with every seed, as one device trains them
-all. Only what comes out is gathered.
-
-Over several hosts, every process calls `jax.distributed.initialize()` first and then
-the same function with the same arguments.
+all. Only what comes out is gathered. Over several processes members are shared by
+`jaxprobe.fit.shares`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -33,19 +31,13 @@ AXIS = "members"
 
 
 def member_mesh() -> Mesh:
-    """Return all devices of all hosts, in a row."""
-    return Mesh(np.asarray(jax.devices()), (AXIS,))
+    """Return the devices of this process, in a row."""
+    return Mesh(np.asarray(jax.local_devices()), (AXIS,))
 
 
 def _placed(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
-    """Put host arrays, the same on every host, on the devices of the mesh."""
-    sharding = NamedSharding(mesh, spec)
-
-    def place(x: Any) -> jax.Array:
-        x = np.asarray(x)
-        return jax.make_array_from_callback(x.shape, sharding, lambda where: x[where])
-
-    return jax.tree.map(place, tree)
+    """Put arrays on the devices of the mesh."""
+    return jax.device_put(tree, NamedSharding(mesh, spec))
 
 
 def fit_on_mesh(
@@ -64,15 +56,14 @@ def fit_on_mesh(
 
     Args:
       block: every subset with every seed.
-      train: groups of training rows, the same on every host; each is copied to every
-        device.
+      train: groups of training rows; each is copied to every device.
       valid: validation rows, likewise.
       encoder: the module.
       config: the protocol.
       mesh: of one axis, "members"; see `member_mesh`.
 
     Returns:
-      The members with all their weights, on every host.
+      The members with all their weights, on the host.
     """
     use_one_blas_thread()
     n_excess = -len(block.subsets) % mesh.size
@@ -102,7 +93,7 @@ def fit_everywhere(
     config: TrainConfig,
 ) -> Iterator[Trained]:
     """Train blocks on all devices there are, and yield each as it is done."""
-    if jax.device_count() == 1:
+    if jax.local_device_count() == 1:
         yield from fit_blocks(blocks, train, valid, encoder=encoder, config=config)
         return
     mesh = member_mesh()

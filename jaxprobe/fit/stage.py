@@ -4,10 +4,10 @@ import dataclasses
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import flax.traverse_util
 import jax
 import numpy as np
 
@@ -17,9 +17,8 @@ from extract.run.contents import question_files, row_files, settings_of
 from extract.run.directory import RunDir
 from extract.run.files import sha256_file
 from extract.run.stages import Forecast, Stage, side_by_side
-from extract.store.read import open_store
+from extract.store.read import FeatureStore, open_store
 from jaxprobe import checkpoint
-from jaxprobe.checkpoint import load_cache, save_cache
 from jaxprobe.evaluation import permute_by_question
 from jaxprobe.features.families import FamilyTokens
 from jaxprobe.features.reading import family_dims, longest_spans
@@ -32,9 +31,9 @@ from jaxprobe.features.rows import (
 )
 from jaxprobe.features.subsets import N_SUBSETS, subset_index
 from jaxprobe.features.widths import width_groups, widths_of
-from jaxprobe.fit.blocks import Block, default_blocks
+from jaxprobe.fit.blocks import Block, Member, default_blocks
 from jaxprobe.fit.devices import fit_everywhere
-from jaxprobe.fit.grid import Labelled, Trained, join, labelled, member_outputs
+from jaxprobe.fit.grid import Trained, join, labelled, member_outputs
 from jaxprobe.fit.linear import (
     LinearGrid,
     Pooled,
@@ -44,7 +43,7 @@ from jaxprobe.fit.linear import (
     silence,
     with_linear_parts,
 )
-from jaxprobe.fit.loop import FitInfo
+from jaxprobe.fit.saved import cut, load_members, save_members
 from jaxprobe.fit.streaming import Streamed, fit_streamed
 from jaxprobe.fit.work import Workload, turn_flops
 from jaxprobe.model.encoder import Encoder, MemberOutputs
@@ -88,36 +87,72 @@ class MemberTrainer:
         Args:
           labels: `[n_rows]` bool, of every row of the store.
           blocks: what is trained.
-          folder: where finished blocks are saved for a run that continues; streamed
-            members are not saved before all are done.
+          folder: where finished members are saved for a run that continues; streamed
+            ones not before all are done.
 
         Returns:
           All members, seed-major, the subsets of a seed in the order of SUBSETS; and
           their outputs on every row. A training row's logit has in it the linear part
           that has not seen its question: fusion heads are trained on these.
         """
-        members = [member for block in blocks for member in block.members]
-        if not self.config.encoder.is_linear_first:
-            trained = self._train(labels, blocks, folder, None)
+        subsets = {subset for block in blocks for subset in block.subsets}
+        linear = self._linear_parts(labels, subsets, folder)
+        parts = list(self._trained(labels, blocks, folder, linear))
+        members = [member for part in parts for member in part.members]
+        trained = join(parts, sorted(members, key=lambda m: (m.seed, m.subset)))
+        if linear is None:
             return trained, self._outputs(trained, self._every)
-        linear = self._linear_parts(labels, {m.subset for m in members}, folder)
-        trained = with_linear_parts(self._train(labels, blocks, folder, linear), linear)
+        trained = with_linear_parts(trained, linear)
         valid = self.data.where[1]
         logits = self._outputs(trained, valid).logits
         trained = silence(trained, logits, linear, labels[valid])
         outputs = self._outputs(trained, self._every)
-        subsets = [member.subset for member in trained.members]
-        outputs.logits[:, self.data.where[0]] += (linear.train - linear.fitted)[subsets]
+        own = [member.subset for member in trained.members]
+        outputs.logits[:, self.data.where[0]] += (linear.train - linear.fitted)[own]
         return trained, outputs
 
-    def _train(
+    def fit_share(
+        self,
+        labels: np.ndarray,
+        blocks: Sequence[Block],
+        folder: Path,
+        share: Sequence[Block],
+    ) -> None:
+        """Train a share of blocks into the folder, where `fit` of all looks for it."""
+        subsets = {subset for block in blocks for subset in block.subsets}
+        linear = self._linear_parts(labels, subsets, folder)
+        for _ in self._trained(labels, share, folder, linear):
+            pass
+
+    def _trained(
         self,
         labels: np.ndarray,
         blocks: Sequence[Block],
         folder: Path,
         linear: LinearGrid | None,
-    ) -> Trained:
+    ) -> Iterator[Trained]:
+        """Yield all members, trained now or by an earlier or another process."""
         members = [member for block in blocks for member in block.members]
+        saved = load_members(folder, members, self.key)
+        missing = {*members} - {member for part in saved for member in part.members}
+        left = [part for block in blocks for part in cut(block, missing)]
+        done: set[Member] = set()
+        n_done = 0
+        for part in chain(saved, self._train(labels, left, linear)):
+            if missing.issuperset(part.members):
+                save_members(folder, part, self.key)
+            done.update(part.members)
+            n_before = n_done
+            n_done = sum(done.issuperset(block.members) for block in blocks)
+            for _ in range(n_done - n_before):
+                self.tick()
+            yield part
+
+    def _train(
+        self, labels: np.ndarray, blocks: Sequence[Block], linear: LinearGrid | None
+    ) -> Iterator[Trained]:
+        if not blocks:
+            return
         labels_of = [labels[where] for where in self.data.where]
         offsets = (linear.train, linear.valid) if linear else (None, None)
         if self.data.in_memory is not None:
@@ -130,32 +165,26 @@ class MemberTrainer:
                     self.data.in_memory, labels_of, offsets, strict=True
                 )
             ]
-            trained = list(self._train_missing(blocks, folder, *held))
-        else:
-            reads = self.data.read_train, self.data.read
-            parts = (
-                Streamed(
-                    where=where,
-                    labels=own,
-                    read=read,
-                    config=self.config.stream,
-                    offsets=o,
-                )
-                for where, own, read, o in zip(
-                    self.data.where, labels_of, reads, offsets, strict=True
-                )
+            yield from fit_everywhere(blocks, *held, **self._protocol)
+            return
+        stream, reads = self.config.stream, (self.data.read_train, self.data.read)
+        parts = (
+            Streamed(where=where, labels=own, read=read, config=stream, offsets=o)
+            for where, own, read, o in zip(
+                self.data.where, labels_of, reads, offsets, strict=True
             )
-            trained = [fit_streamed(members, *parts, **self._protocol)]
-            for _ in blocks:
-                self.tick()
-        return join(trained, sorted(members, key=lambda m: (m.seed, m.subset)))
+        )
+        members = [m for block in blocks for m in block.members]
+        yield fit_streamed(members, *parts, **self._protocol)
 
     def _linear_parts(
         self, labels: np.ndarray, subsets: Iterable[int], folder: Path
-    ) -> LinearGrid:
+    ) -> LinearGrid | None:
         """Fit the linear parts, or take those of an earlier, interrupted run."""
-        path = folder / "linear.safetensors"
-        saved = load_linear(path, self.key)
+        if not self.config.encoder.is_linear_first:
+            return None
+        path, wanted = folder / "linear.safetensors", sorted(subsets)
+        saved = load_linear(path, self.key, wanted)
         if saved is not None:
             return saved
         data = self.data
@@ -167,7 +196,7 @@ class MemberTrainer:
             for part, where in zip(parts, data.where, strict=True)
         )
         questions = data.rows.ids[data.where[0]]
-        linear = fit_linear_parts(train, valid, questions, sorted(subsets))
+        linear = fit_linear_parts(train, valid, questions, wanted)
         save_linear(path, linear, self.key)
         return linear
 
@@ -175,31 +204,6 @@ class MemberTrainer:
     def _protocol(self) -> dict[str, Any]:
         encoder = Encoder(self.config.encoder, self.data.dims)
         return {"encoder": encoder, "config": self.config.train}
-
-    def _train_missing(
-        self,
-        blocks: Sequence[Block],
-        folder: Path,
-        train: Sequence[Labelled],
-        valid: Sequence[Labelled],
-    ) -> Iterator[Trained]:
-        """Yield every block, trained now or by an earlier, interrupted run."""
-        missing = {}
-        for block in blocks:
-            name = "-".join(map(str, block.subsets + block.seeds))
-            path = folder / f"{name}.safetensors"
-            saved = _load_block(path, block, self.key)
-            if saved is None:
-                missing[path] = block
-            else:
-                self.tick()
-                yield saved
-        left = list(missing.values())
-        trained = fit_everywhere(left, train, valid, **self._protocol)
-        for path, block in zip(missing, trained, strict=True):
-            _save_block(path, block, self.key)
-            self.tick()
-            yield block
 
     @property
     def _every(self) -> np.ndarray:
@@ -237,39 +241,27 @@ class MemberTrainer:
                 yield rows, read(where[padded], widths)
 
 
-def _load_block(path: Path, block: Block, key: str) -> Trained | None:
-    arrays = load_cache(path, key)
-    if arrays is None:
-        return None
-    info = FitInfo(**{name: arrays.pop(f"info.{name}") for name in FitInfo._fields})
-    tree = flax.traverse_util.unflatten_dict(arrays, sep="/")
-    return Trained(block.members, tree, info)
+class Task(NamedTuple):
+    """What of a setting is trained together: the grid, or its control."""
+
+    labels: np.ndarray  # `[n_rows]` bool, of every row of the store
+    blocks: Sequence[Block]
+    folder: Path  # of finished members
 
 
-def _save_block(path: Path, trained: Trained, key: str) -> None:
-    arrays: dict[str, Any] = flax.traverse_util.flatten_dict(trained.params, sep="/")
-    info = {f"info.{name}": value for name, value in trained.info._asdict().items()}
-    save_cache(path, {**arrays, **info}, key)
-
-
-def _is_trained(path: Path, key: str) -> bool:
-    """Tell whether an earlier run has finished a setting with this data."""
-    if not path.exists():
-        return False
-    try:
-        return checkpoint.restore(path)[1].get("key") == key
-    except ValueError:
-        return False  # damaged: trained again and replaced
-
-
-def _train_setting(
+def open_setting(
     run: RunDir, config: GridConfig, setting: Setting, tick: Callable[[], None]
-) -> None:
+) -> tuple[MemberTrainer, Task, Task] | None:
+    """Return what trains a setting, its grid, and its control with permuted labels.
+
+    Returns:
+      None where an earlier run has finished the setting with this data.
+    """
     store_id = open_store(run.features(setting)).id
     sources = (*question_files(run), run.labels, run.sweep)
     key = " ".join((*map(sha256_file, sources), store_id))
-    if _is_trained(run.encoders(setting), key):
-        return
+    if checkpoint.is_saved(run.encoders(setting), key):
+        return None
     data = training_rows(
         run,
         setting,
@@ -279,11 +271,24 @@ def _train_setting(
     trainer = MemberTrainer(data=data, config=config, key=key, tick=tick)
     folder = run.encoders(setting).with_name(f"{setting}.members")
     n_seeds = config.train.n_seeds
+    control = [Block((EVERY_FAMILY,), (seed,)) for seed in range(n_seeds)]
     permuted = permute_by_question(data.rows, run.seed)
-    control_blocks = [Block((EVERY_FAMILY,), (seed,)) for seed in range(n_seeds)]
-    blocks = default_blocks(n_seeds)
-    grid, outputs = trainer.fit(data.rows.labels, blocks, folder / "grid")
-    _, control = trainer.fit(permuted, control_blocks, folder / "permuted")
+    return (
+        trainer,
+        Task(data.rows.labels, default_blocks(n_seeds), folder / "grid"),
+        Task(permuted, control, folder / "permuted"),
+    )
+
+
+def _train_setting(
+    run: RunDir, config: GridConfig, setting: Setting, tick: Callable[[], None]
+) -> None:
+    opened = open_setting(run, config, setting, tick)
+    if opened is None:
+        return
+    trainer, *tasks = opened
+    (grid, outputs), (_, control) = (trainer.fit(*task) for task in tasks)
+    data = trainer.data
     checkpoint.save(
         run.encoders(setting),
         {
@@ -291,11 +296,15 @@ def _train_setting(
             "info": grid.info._asdict(),
             "standardizer": data.standardizer._asdict(),
             "outputs": outputs._asdict(),
-            "control": {"logits": control.logits, "labels": permuted},
+            "control": {"logits": control.logits, "labels": tasks[1].labels},
         },
-        {"key": key, "layer": data.layer, "dims": dataclasses.asdict(data.dims)},
+        {
+            "key": trainer.key,
+            "layer": data.layer,
+            "dims": dataclasses.asdict(data.dims),
+        },
     )
-    shutil.rmtree(folder, ignore_errors=True)  # the checkpoint holds all of it now
+    shutil.rmtree(tasks[0].folder.parent, ignore_errors=True)  # no longer needed
 
 
 def _train(run: RunDir, config: GridConfig, update: Update, progress: Progress) -> None:
@@ -323,6 +332,21 @@ def encoder_folders(run: RunDir) -> list[Path]:
     return [run.encoders(setting) for setting in settings_of(run)]
 
 
+def workload_of(
+    config: GridConfig, setting: Setting, store: FeatureStore, n_train: int
+) -> Workload:
+    """Return the work of a setting's grid if no member stops early."""
+    widths = longest_spans(store.spec.spans, setting)
+    return Workload(
+        encoder=config.encoder,
+        dims=family_dims(store),
+        spans=tuple((1, width) for width in widths),
+        batch_size=config.train.batch_size,
+        n_steps=-(-n_train // config.train.batch_size) * config.train.max_epochs,
+        n_seeds=config.train.n_seeds,
+    )
+
+
 def _forecast(run: RunDir, config: GridConfig) -> Forecast:
     """Return what training takes if no member stops early.
 
@@ -333,19 +357,11 @@ def _forecast(run: RunDir, config: GridConfig) -> Forecast:
     settings = settings_of(run)
     for setting in settings:
         store, rows = load_rows(run, setting)
-        widths, dims = longest_spans(store.spec.spans, setting), family_dims(store)
         n_train = len(rows.where("train"))
-        workload = Workload(
-            encoder=config.encoder,
-            dims=dims,
-            spans=tuple((1, width) for width in widths),
-            batch_size=config.train.batch_size,
-            n_steps=-(-n_train // config.train.batch_size) * config.train.max_epochs,
-            n_seeds=config.train.n_seeds,
-        )
+        workload = workload_of(config, setting, store, n_train)
         control = [(EVERY_FAMILY, seed) for seed in range(config.train.n_seeds)]
         n_flops += turn_flops(workload, [*workload.members, *control])
-        row_bytes = sum(widths) * dims.total * _FLOAT
+        row_bytes = workload.n_tokens * workload.dims.total * _FLOAT
         n_rows = n_train + len(rows.where("validation"))
         if config.stream is not None:
             n_rows = 2 * config.stream.n_chunk * config.stream.n_mixed

@@ -28,9 +28,10 @@ from jaxprobe.features.widths import widths_of
 from jaxprobe.fit.stage import encoder_folders
 from jaxprobe.pool import branches_of, read_selection, reads
 from jaxprobe.settings import set_compiler
+from selection.anatomy import Study
 from selection.anatomy.analysis import Evidence
 from selection.anatomy.backbones import backbones
-from selection.anatomy.cases import Case, cases
+from selection.anatomy.cases import cases
 from selection.anatomy.combinations import combinations
 from selection.anatomy.complementarity import complementarity
 from selection.anatomy.encoders import Deployed
@@ -107,7 +108,7 @@ class Made(NamedTuple):
     """Rows, and cases where the analysis shows some."""
 
     rows: list[ResultRow]
-    cases: tuple[Case, ...] = ()
+    cases: tuple[Study, ...] = ()
 
 
 Work = Callable[[Asked], Made]
@@ -271,7 +272,7 @@ class _Kept:
             return None
         where = f"the rows of {name}"
         lines = held["rows"].tobytes().decode().splitlines()
-        shown = from_json(tuple[Case, ...], held["cases"].tobytes(), where)
+        shown = from_json(tuple[Study, ...], held["cases"].tobytes(), where)
         return Made([from_json(ResultRow, line, where) for line in lines], shown)
 
     def save(self, name: str, made: Made, seconds: float) -> None:

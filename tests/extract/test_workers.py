@@ -2,9 +2,14 @@
 
 import pytest
 
-from extract.run.workers import find_worker, local_rank
+from extract.run.workers import find_worker, local_rank, own_gpu
 
 SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+}
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
 
 
@@ -15,6 +20,8 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
         pytest.param(TORCHRUN, None, (3, 8), id="torchrun"),
         pytest.param(SRUN, None, (2, 4), id="srun"),
         pytest.param(SRUN | TORCHRUN, None, (3, 8), id="torchrun under srun"),
+        pytest.param(MPIRUN, None, (1, 2), id="mpirun"),
+        pytest.param(SRUN | MPIRUN, None, (1, 2), id="mpirun in a Slurm job"),
         pytest.param(
             {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
             None,
@@ -98,3 +105,19 @@ def test_each_worker_of_a_machine_has_its_own_number(environ, expected):
 def test_a_number_of_this_machine_that_is_none_is_refused_by_name():
     with pytest.raises(ValueError, match="LOCAL_RANK: expected a whole number"):
         local_rank({"LOCAL_RANK": "first"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),  # nobody numbers the workers: all GPUs are this one's
+        ({"CUDA_VISIBLE_DEVICES": "0,1"}, None),
+        (TORCHRUN, 1),
+        (SRUN, 1),
+        (SRUN | {"CUDA_VISIBLE_DEVICES": "3"}, 0),  # Slurm shows each its own
+        (TORCHRUN | {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, 1),
+        (TORCHRUN | {"LOCAL_RANK": "5", "CUDA_VISIBLE_DEVICES": "4,5,6,7"}, 1),
+    ],
+)
+def test_a_launchers_workers_have_a_gpu_each(environ, expected):
+    assert own_gpu(environ) == expected

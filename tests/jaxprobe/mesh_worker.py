@@ -1,4 +1,4 @@
-"""One process of a training over several devices: `OUT [COORDINATOR N_HOSTS HOST]`."""
+"""A training over several devices, in a process of its own: `OUT`."""
 
 import sys
 
@@ -6,9 +6,7 @@ import jax
 import numpy as np
 
 
-def main(out, coordinator=None, n_hosts="1", host="0"):
-    if coordinator is not None:
-        jax.distributed.initialize(coordinator, int(n_hosts), int(host))
+def main(out):
     from jaxprobe.fit.blocks import Block
     from jaxprobe.fit.devices import fit_on_mesh, member_mesh
     from tests.jaxprobe.test_grid import ENCODER, TRAIN, in_one_group, planted_parts
@@ -24,7 +22,6 @@ def main(out, coordinator=None, n_hosts="1", host="0"):
     np.savez(
         out,
         n_devices=jax.device_count(),
-        n_local=jax.local_device_count(),
         members=np.asarray(trained.members),
         valid_auroc=trained.info.valid_auroc,
         n_epochs=trained.info.n_epochs,

@@ -1,0 +1,132 @@
+"""Several processes train one grid, each its share of the members.
+
+Members never speak to each other, so neither do the processes: each writes its finished
+members into the run, and whoever writes the last joins them as one process would. On a
+CPU the checkpoint is that of one process bit by bit, whatever the number of processes,
+before and after a kill. On accelerators members lie side by side in blocks of other
+sizes, which changes how their products are summed, within rounding.
+
+Each process trains on the devices it sees, one GPU of its own where a launcher starts
+several on a machine. Rows are not split over processes: there are three times as many
+members as an eight-GPU machine can take, and their gradients would have to meet every
+step.
+"""
+
+from functools import partial
+from pathlib import Path
+
+from extract.run.console import Progress, Update
+from extract.run.contents import settings_of
+from extract.run.directory import RunDir
+from extract.run.sharing import share_stage
+from extract.run.stages import Change, side_by_side
+from extract.run.workers import Worker
+from jaxprobe.features.rows import load_rows
+from jaxprobe.features.subsets import N_SUBSETS
+from jaxprobe.fit.blocks import Block, Member, default_blocks
+from jaxprobe.fit.group import use_own_device
+from jaxprobe.fit.saved import cut, load_members
+from jaxprobe.fit.stage import (
+    EVERY_FAMILY,
+    TRAIN,
+    open_setting,
+    settings_at_once,
+    workload_of,
+)
+from jaxprobe.fit.work import Workload, in_parts
+from jaxprobe.settings import GridConfig, set_compiler
+
+
+def shares_of(
+    workload: Workload, world_size: int
+) -> list[tuple[set[Member], set[Member]]]:
+    """Deal the grid and its control out, so that all have about as much to do.
+
+    Subsets are dealt with all their seeds, which are a block; where there are more
+    workers than subsets, single members are.
+
+    Args:
+      workload: of a setting.
+      world_size: number of workers.
+
+    Returns:
+      per worker, the members of the grid and those of its control.
+    """
+    n_seeds = workload.n_seeds
+    # A control costs what its encoder does; here its seeds follow those of the grid.
+    controls = [[(EVERY_FAMILY, n_seeds + s)] for s in range(n_seeds)]
+    if world_size > N_SUBSETS:
+        groups = [[member] for member in workload.members]
+    else:
+        groups = [[(k, s) for s in range(n_seeds)] for k in range(N_SUBSETS)]
+    dealt = in_parts(workload, [*groups, *controls], world_size)
+    return [
+        (
+            {Member(k, s) for k, s in part if s < n_seeds},
+            {Member(k, s - n_seeds) for k, s in part if s >= n_seeds},
+        )
+        for part in dealt
+    ]
+
+
+def _blocks_of(members: set[Member], n_seeds: int) -> list[Block]:
+    """Return blocks of some members, as large as those of the whole grid may be."""
+    subsets = sorted({member.subset for member in members})
+    blocks = default_blocks(n_seeds, subsets)
+    return [part for block in blocks for part in cut(block, members)]
+
+
+def _train_share(
+    worker: Worker,
+    run: RunDir,
+    config: GridConfig,
+    update: Update,
+    progress: Progress,
+) -> int:
+    """Train a worker's members; returns how many are missing afterwards, of all."""
+    use_own_device(worker)
+    set_compiler(run.preset)
+    config = config.seeded(run.seed)
+    n_seeds = config.train.n_seeds
+    own = {}
+    for setting in settings_of(run):
+        store, rows = load_rows(run, setting)
+        n_train = len(rows.where("train"))
+        workload = workload_of(config, setting, store, n_train)
+        members = shares_of(workload, worker.world_size)[worker.rank]
+        own[setting] = [_blocks_of(part, n_seeds) for part in members]
+    left = []
+
+    def one(setting, tick) -> None:
+        opened = open_setting(run, config, setting, tick)
+        if opened is None:
+            return
+        trainer, *tasks = opened
+        for task, share in zip(tasks, own[setting], strict=True):
+            trainer.fit_share(*task, share)
+        left.append((trainer.key, tasks))
+
+    total = sum(len(share) for shares in own.values() for share in shares)
+    side_by_side(one, list(own), update, total, at_once=settings_at_once(config))
+    return sum(
+        len(members) - len(load_members(task.folder, members, key))
+        for key, tasks in left
+        for task in tasks
+        for members in [[m for block in task.blocks for m in block.members]]
+    )
+
+
+def train_share(run_dir: Path, worker: Worker, change: Change | None = None) -> None:
+    """Train a worker's share of a run's encoders; join all if none is missing.
+
+    Args:
+      run_dir: of all workers.
+      worker: one of several.
+      change: makes of the run's settings what a person chose.
+
+    Raises:
+      InUse: a process that works alone holds the run.
+      ValueError: an input is missing, or the run has settled on other settings.
+    """
+    work = partial(_train_share, worker)
+    share_stage(run_dir, TRAIN, worker, work, change=change, of="encoders")

@@ -1,0 +1,169 @@
+"""Processes that train and select together end with what one process ends with."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+
+from extract.records import SETTINGS
+from extract.run.contents import settings_of
+from extract.run.directory import RunDir
+from jaxprobe import checkpoint
+from tests.extract.small_run import beatrice
+from tests.process import ROOT, call
+from tests.test_one_setting import examples_of, make_run
+
+
+def start(verb, run, rank, world_size, *options, shard=False, **environ):
+    line = [sys.executable, "-m", "beatrice", verb, str(run), *options]
+    if shard:
+        line += ["--shard", f"{rank}/{world_size}"]
+    else:
+        environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    return subprocess.Popen(
+        line,
+        cwd=ROOT,
+        env={**os.environ, **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def together(verb, run, world_size, *options, **how):
+    """Start all processes at once; return what each said, after all have ended well."""
+    started = [
+        start(verb, run, r, world_size, *options, **how) for r in range(world_size)
+    ]
+    said = [process.communicate(timeout=600)[1] for process in started]
+    assert [process.returncode for process in started] == [0] * world_size, said
+    return said
+
+
+def made(path, case, settings):
+    make_run(path, examples_of(case, n_train=64), settings)
+    for verb in ("answer", "label", "extract", "sweep"):
+        beatrice(verb, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory):
+    path = tmp_path_factory.mktemp("many") / "untrained"
+    return made(path, "closed-book", ("closed_book",))
+
+
+@pytest.fixture(scope="module")
+def alone(untrained):
+    path = shutil.copytree(untrained, untrained.with_name("alone"))
+    call("train", path)
+    return path
+
+
+@pytest.fixture
+def run(untrained, tmp_path):
+    return shutil.copytree(untrained, tmp_path / "run")
+
+
+def check_same(one, other):
+    """All that a checkpoint holds, bit by bit: on a CPU members are trained alone."""
+    (left, about_left), (right, about_right) = map(checkpoint.restore, (one, other))
+    assert about_left == about_right
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    leaves = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
+    assert all(a.tobytes() == b.tobytes() for a, b in leaves)
+
+
+def check_same_encoders(run, other):
+    for setting in settings_of(RunDir(run)):
+        check_same(*(RunDir(path).encoders(setting) for path in (run, other)))
+
+
+def members(run):
+    """Return the files of finished members and when they were written."""
+    files = (run / "encoders").glob("*.members/*/*.safetensors")
+    return {file: file.stat().st_mtime_ns for file in files}
+
+
+def test_two_processes_train_the_encoders_of_one_bit_by_bit(alone, run):
+    said = together("train", run, 2)
+    assert RunDir(run).stage_done("train")
+    assert sum("train: done in" in text for text in said) == 1
+    assert not members(run)
+    check_same_encoders(run, alone)
+    assert "already done" in call("train", run).stderr
+
+
+@pytest.mark.slow
+def test_four_parts_in_any_order_train_the_encoders_of_one(alone, run):
+    for rank in (2, 0, 3, 1):
+        process = start("train", run, rank, 4, shard=True)
+        said = process.communicate(timeout=600)[1]
+        assert process.returncode == 0, said
+        is_last = rank == 1
+        assert ("encoders of other workers are missing" in said) != is_last
+        assert RunDir(run).stage_done("train") == is_last
+    check_same_encoders(run, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_killed_processes_have_trained_others_do_not_train_again(
+    alone, run, world_size
+):
+    processes = [start("train", run, rank, 2) for rank in range(2)]
+    while len(members(run)) < 3:
+        time.sleep(0.05)
+        assert all(process.poll() is None for process in processes)
+    for process in processes:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    there = members(run)
+    assert not (run / "encoders" / "closed_book").exists()
+    if world_size == 1:
+        call("train", run)
+    else:
+        *others, last = range(world_size)
+        for rank in others:
+            start("train", run, rank, world_size).communicate(timeout=600)
+        found = members(run)
+        assert {file: found[file] for file in there} == there
+        start("train", run, last, world_size).communicate(timeout=600)
+    check_same_encoders(run, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["--streamed", "--linear-first"])
+def test_both_settings_and_other_ways_of_training_are_shared(tmp_path, option):
+    run = made(tmp_path / "run", "mixed", SETTINGS)
+    other = shutil.copytree(run, tmp_path / "other")
+    call("train", other, option)
+    together("train", run, 2, option)
+    check_same_encoders(run, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_processes_select_what_one_selects_bit_by_bit(alone, tmp_path, world_size):
+    runs = [shutil.copytree(alone, tmp_path / name) for name in ("one", "many")]
+    call("select", runs[0])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    together("select", runs[1], world_size, JAX_COORDINATOR_ADDRESS=address)
+    check_same(*(RunDir(run).selection / "closed_book" for run in runs))
+    assert RunDir(runs[1]).stage_done("select")
+    assert "already done" in start("select", runs[1], 1, 2).communicate()[1]
+
+
+def test_processes_that_do_not_know_where_to_meet_say_what_to_set(alone):
+    process = start("select", alone, 1, 2)
+    said = process.communicate(timeout=120)[1]
+    assert process.returncode == 1
+    assert "set JAX_COORDINATOR_ADDRESS=HOST:PORT in all of them" in said
