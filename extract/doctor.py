@@ -4,6 +4,7 @@ Every check is a function that returns findings; none raises for what it finds.
 """
 
 import dataclasses
+import importlib
 import importlib.metadata
 import itertools
 import os
@@ -112,7 +113,9 @@ def look_at_devices() -> Iterator[Finding]:
             text += ", no bfloat16; use float16"
             yield Finding(f"cuda:{index}", "warning", text)
     devices = ", ".join(map(str, jax.devices()))
-    yield Finding("jax", "ok", f"JAX {jax.__version__} on {devices}")
+    limits = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    of = "" if limits is None else f", {bytes_in_words(limits)} each for its programs"
+    yield Finding("jax", "ok", f"JAX {jax.__version__} on {devices}{of}")
 
 
 def look_at_hub(model: str | None) -> Iterator[Finding]:
@@ -226,9 +229,22 @@ def look_at_run(path: Path) -> Iterator[Finding]:
     parts = [f"{path}: done are {', '.join(done) or 'no stages'}", *has, *gaps]
     text = "; ".join(parts)
     yield Finding("run", "warning" if gaps else "ok", text)
+    yield from _look_at_training(run)
     shapes = yield from look_at_model(config.model)
     if shapes is not None:
         yield from _look_at_store(run, shapes)
+
+
+def _look_at_training(run: RunDir) -> Iterator[Finding]:
+    """Say how many members train at once here; nothing before there are signals."""
+    look = importlib.import_module("jaxprobe.fit.plan").look_at_plan
+    try:
+        found = look(run.path)
+    except (ValueError, OSError) as error:
+        yield Finding("training", "problem", _one_line(error, 300))
+        return
+    if found is not None:
+        yield Finding("training", "ok", found)
 
 
 def _look_at_run_device(device: str) -> Iterator[Finding]:

@@ -47,8 +47,19 @@ def with_options(
 @RUN_DIR
 @training_options
 @SHARD
+@click.option(
+    "--device-memory",
+    metavar="BYTES",
+    help="Plan for a device of this memory, such as 80GiB; by default for its own.",
+)
 @dry_run_option
-def train(run_dir: Path, shard: str | None, dry_run: bool, **options: bool) -> None:
+def train(
+    run_dir: Path,
+    shard: str | None,
+    device_memory: str | None,
+    dry_run: bool,
+    **options: bool,
+) -> None:
     """Train all fifteen encoders, every seed, every setting of the run.
 
     Under torchrun, srun or mpirun, or with --shard, every process trains its share.
@@ -59,9 +70,11 @@ def train(run_dir: Path, shard: str | None, dry_run: bool, **options: bool) -> N
     """
     change, worker = partial(with_options, **options), find_worker(shard)
     if dry_run or worker.world_size == 1:
-        from jaxprobe.fit.stage import TRAIN
+        from jaxprobe.fit.plan import as_bytes
+        from jaxprobe.fit.stage import train_stage
 
-        do_or_forecast(run_dir, TRAIN, dry_run, change)
+        stage = train_stage(as_bytes(device_memory) if device_memory else None)
+        do_or_forecast(run_dir, stage, dry_run, change)
     else:
         from jaxprobe.fit.shares import train_share
 

@@ -35,9 +35,14 @@ BENCHES = {
     "resume": "Kill `beatrice extract` at random and resume it.",
     "precision": "Train encoders on hidden states in narrower types.",
     "mixed": "Train a run's encoders once more, in mixed precision.",
+    "plan": "Plan the paper's training for a device that is not here.",
 }
 # Subcommands whose module has another name.
-_ELSEWHERE = {"mixed": "precision", "survey": "exact.survey"}
+_ELSEWHERE = {
+    "mixed": "precision",
+    "survey": "exact.survey",
+    "plan": "arithmetic.plan",
+}
 AS_JSON = click.option(
     "--json", "as_json", is_flag=True, help="Print rows as JSON lines."
 )

@@ -155,14 +155,14 @@ def _train(mode: Mode, store: FeatureStore, config: StreamedWork) -> dict[str, f
         "encoder": Encoder(config.work.encoder, config.work.dims),
         "config": config.protocol,
     }
+    blocks = [Block((m.subset,), (m.seed,)) for m in config.members]
     if mode == "streamed":
 
         def run() -> list[Trained]:
-            return [fit_streamed(config.members, train, valid, **fixed)]
+            return [fit_streamed(blocks, train, valid, **fixed)]
 
     else:
         data = [[labelled(x.read(x.where), x.labels)] for x in (train, valid)]
-        blocks = [Block((m.subset,), (m.seed,)) for m in config.members]
 
         def run() -> list[Trained]:
             return list(fit_blocks(blocks, *data, **fixed))

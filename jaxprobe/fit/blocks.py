@@ -40,15 +40,13 @@ def grid_members(n_seeds: int) -> tuple[Member, ...]:
 def default_blocks(
     n_seeds: int, subsets: Sequence[int] = range(N_SUBSETS)
 ) -> tuple[Block, ...]:
-    """Everything at once on accelerators, member by member on a CPU.
+    """Members one by one; a plan puts them together for a device.
 
     Args:
       n_seeds: of every subset.
       subsets: rows of SUBSETS; the whole grid unless given.
     """
     whole = Block(tuple(subsets), tuple(range(n_seeds)))
-    if jax.default_backend() != "cpu" or jax.device_count() > 1:
-        return (whole,) if whole.members else ()
     return tuple(Block((m.subset,), (m.seed,)) for m in whole.members)
 
 

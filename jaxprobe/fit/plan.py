@@ -1,92 +1,40 @@
 """How many members train side by side, and how many rows at once: what memory allows.
 
-A training step is compiled for arrays that do not exist, a few members on a few rows,
-and the compiler says what it needs. That grows with members, with rows, and with rows
-times members, so that three small compilations foretell all others; the block that is
-chosen is compiled to make sure. Results do not depend on the plan (`PlannedConfig`).
-
-Where an accelerator is there, its own compiler is asked. Where none is, this machine's
-compiler stands for it: it is given the module as it is lowered for accelerators. Its
-buffers are not theirs: it fuses other loops, lays arrays out otherwise, and leaves no
-room for a library's scratch, which is one reason for the share that is kept free.
+Three small compilations foretell what a block needs (`jaxprobe.fit.memory`); the one
+that is chosen is compiled to make sure. Results do not depend on the plan
+(`PlannedConfig`), so it is recorded, and asks for nothing to be trained again.
 """
 
 import dataclasses
-import math
 import re
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from extract.run.stages import bytes_in_words
-from jaxprobe.config import EncoderConfig, PlannedConfig, TrainConfig, row_choices
-from jaxprobe.features.families import FamilyTokens
-from jaxprobe.features.subsets import N_FAMILIES, N_SUBSETS, FamilyDims
-from jaxprobe.fit.blocks import Block, BlockArrays, Member
-from jaxprobe.fit.grid import Labelled, block_logits, start_block, train_block
-from jaxprobe.model.encoder import Encoder
+from extract.records import Setting
+from extract.run.contents import settings_of
+from extract.run.directory import RunDir
+from extract.run.manifest import PRESETS
+from extract.run.stages import Forecast, bytes_in_words
+from extract.store.read import FeatureStore
+from jaxprobe.config import PlannedConfig, TrainConfig, row_choices
+from jaxprobe.features.reading import SPANS, family_dims, longest_spans
+from jaxprobe.features.rows import load_rows
+from jaxprobe.features.subsets import N_SUBSETS, subset_index
+from jaxprobe.fit.blocks import Block, Member
+from jaxprobe.fit.memory import Foretold, Sizes, StepBytes, compiled_bytes, rows_bytes
+from jaxprobe.fit.work import Workload, turn_flops
+from jaxprobe.settings import GRID_PRESETS, GridConfig
 
-KEPT_FREE = 0.15  # of a device: fragments, libraries, and what the model gets wrong
+KEPT_FREE = 0.15  # of a device: fragments, libraries, and what the compiler left out
 # More members share what is read of a seed's hidden states, and more rows share the
 # sum of gradients, which is as large as a member's weights: at the paper's sizes it is
 # a twentieth of what a step of 64 rows moves. Members come first down to here.
 _FEW_ROWS = 64
-_PROBED = (2, 4), (16, 32)  # members and rows of the blocks that are compiled
-# Code that is never run need not be good; what it needs of memory is the same.
-_FOR_SIZES_ALONE = {
-    "xla_backend_optimization_level": 0,
-    "xla_llvm_disable_expensive_passes": True,
-    "xla_cpu_use_fusion_emitters": False,
-}
 _UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What is trained, in sizes.
-
-    Attributes:
-      encoder: widths.
-      dims: channels of the families.
-      train: the protocol.
-      widths: tokens of the padded spans of the longest group of rows.
-      n_train: rows of this group.
-      n_valid: rows that are scored together with it in memory.
-      resident: bytes that lie on the device beside a step's own arguments: other
-        groups, validation rows, the group of a stream that is read ahead.
-    """
-
-    encoder: EncoderConfig
-    dims: FamilyDims
-    train: TrainConfig
-    widths: tuple[int, ...]
-    n_train: int
-    n_valid: int
-    resident: int = 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StepBytes:
-    """What a compiled step needs, in bytes.
-
-    Attributes:
-      arguments: rows of the group, and the members' weights and moments.
-      outputs: the members' new weights and moments.
-      temporaries: of a step, or of scoring if that needs more.
-    """
-
-    arguments: int
-    outputs: int
-    temporaries: int
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.arguments + self.outputs + self.temporaries
+_EVERY_FAMILY = subset_index("HPRA")
+_FLOAT = 4  # bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,15 +61,17 @@ class Plan:
         """Say it for a person."""
         n_rows = self.n_rows or config.rows_at_once()
         n = self.n_subsets * self.n_seeds
-        who = f"{n} members side by side" if n > 1 else "one member at a time"
-        text = f"{who}, {config.batch_size // n_rows} microbatches of {n_rows} rows"
+        who = f"{n} members side by side" if n > 1 else "members one by one"
+        text = f"{who}, a batch as {config.batch_size // n_rows} x {n_rows} rows"
         if self.needed is None or self.limit is None:
             return text
         parts = self.needed.temporaries, self.needed.arguments + self.needed.outputs
-        words = [bytes_in_words(x) for x in (*parts, self.resident, self.limit)]
+        step, own, other, limit = map(
+            bytes_in_words, (*parts, self.resident, self.limit)
+        )
         return (
-            f"{text}; compiled, a step takes {words[0]} of temporaries beside "
-            f"{words[1]} of rows and weights and {words[2]} of other rows, of {words[3]}"
+            f"{text}; as compiled, {step} of temporaries, {own} of rows and weights, "
+            f"and {other} of other rows, of {limit} that may be used"
         )
 
     def config(self, config: TrainConfig) -> TrainConfig:
@@ -234,117 +184,108 @@ def _candidates(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Foretold:
-    """What steps need, by least squares from those that were compiled.
+class Plans:
+    """The manifest's section `plan`: by what plan each setting was trained last."""
 
-    Attributes:
-      rows: bytes of the group's rows.
-      state: bytes of a member's weights and moments, as an argument and as an output.
-      factors: of temporaries, bytes for each member, row of a seed, and row of a
-        member.
+    closed_book: Plan | None = None
+    with_context: Plan | None = None
+
+
+def run_plans(
+    run: RunDir, config: GridConfig, device_memory: int | None = None
+) -> dict[Setting, Plan]:
+    """Return the plan of every setting of a run.
+
+    Raises:
+      ValueError: one does not fit, see `choose`.
     """
-
-    rows: int
-    state: float
-    factors: tuple[float, ...]
-
-    @classmethod
-    def of(cls, sizes: Sizes) -> "Foretold":
-        """Compile two blocks and two numbers of rows, and fit what they need."""
-        (few, more), (short, long) = _PROBED
-        long = max(n for n in row_choices(sizes.train) if n <= long)
-        short = max(n for n in row_choices(sizes.train) if n <= min(short, long))
-        points = [(few, 1, short), (few, 1, long), (more, 1, long)]
-        with ThreadPoolExecutor() as pool:  # one is lowered while others are compiled
-            waited = [pool.submit(_compile, _lowered(sizes, *one)) for one in points]
-            found = [one.result() for one in waited]
-        basis = np.array([_growth(*one) for one in points], float)
-        y = np.array([one.temporaries for one in found], float)
-        # A coefficient below zero would be a rounding of buffers, not a saving.
-        factors = np.maximum(np.linalg.lstsq(basis, y)[0], 0.0)
-        rows = rows_bytes(sizes, sizes.n_train)
-        state = (found[0].arguments + found[0].outputs - rows) / few
-        return cls(rows=rows, state=state, factors=tuple(factors.tolist()))
-
-    def temporaries(self, n_subsets: int, n_seeds: int, n_rows: int) -> float:
-        """Bytes of a block's temporaries."""
-        return float(np.dot(_growth(n_subsets, n_seeds, n_rows), self.factors))
-
-    def total(self, n_subsets: int, n_seeds: int, n_rows: int) -> float:
-        """Bytes of a block's step."""
-        temporaries = self.temporaries(n_subsets, n_seeds, n_rows)
-        return self.rows + n_subsets * n_seeds * self.state + temporaries
+    plans = {}
+    for setting in settings_of(run):
+        store, rows = load_rows(run, setting)
+        spans = store.spec.spans[:, list(SPANS[setting])]
+        where = [rows.where(split) for split in ("train", "validation")]
+        sizes = Sizes.of(
+            config, family_dims(store), spans[..., 1] - spans[..., 0], where
+        )
+        plans[setting] = choose(sizes, device_memory)
+    return plans
 
 
-def _growth(n_subsets: int, n_seeds: int, n_rows: int) -> tuple[int, ...]:
-    """With what temporaries grow: members, a seed's gathered rows, activations."""
-    n = n_subsets * n_seeds
-    return n, n_seeds * n_rows, n * n_rows
+def record_plans(run: RunDir, plans: Mapping[Setting, Plan]) -> None:
+    """Write down in the manifest how settings are trained; results do not tell."""
+    none = dict.fromkeys(PRESETS, Plans())
+    run.settle(
+        "plan", none, lambda held: dataclasses.replace(held, **plans),
+        is_replaceable=True,
+    )  # fmt: skip
 
 
-def rows_bytes(sizes: Sizes, n_rows: int) -> int:
-    """Return the bytes of rows on the device, labels and offsets included."""
-    leaves = jax.tree.leaves(_rows(sizes, n_rows))
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+def plans_in_words(plans: Mapping[Setting, Plan], config: TrainConfig) -> str:
+    """Say how every setting is trained, in one line."""
+    parts = (f"{s.replace('_', ' ')}: {p.in_words(config)}" for s, p in plans.items())
+    return "; ".join(parts)
 
 
-def _rows(sizes: Sizes, n: int) -> Labelled:
-    """Rows that do not exist."""
-    shape, n_tokens = jax.ShapeDtypeStruct, sum(sizes.widths)
-    tokens = [shape((n_tokens, n, d), jnp.float32) for d in sizes.dims.sizes]
-    masks = [shape((width, n), jnp.bool_) for width in sizes.widths]
-    one = shape((n,), jnp.float32)
-    offsets = shape((N_SUBSETS, n), jnp.float32)
-    return Labelled(FamilyTokens(tuple(tokens), tuple(masks)), one, one, offsets)
+def look_at_plan(path: Path) -> str | None:
+    """Return what the doctor says of a run's training; None before its signals.
+
+    Raises:
+      ValueError: it does not fit here.
+    """
+    run = RunDir(path)
+    if not all(run.features(setting).exists() for setting in settings_of(run)):
+        return None
+    config = run.settle("train", GRID_PRESETS, is_recorded=False)
+    return plans_in_words(run_plans(run, config), config.train)
 
 
-def traced_steps(sizes: Sizes, n_subsets: int, n_seeds: int, n_rows: int) -> list[Any]:
-    """Return a block's training step and its scoring, traced for absent arrays."""
-    plan = Plan(n_subsets=n_subsets, n_seeds=n_seeds, n_rows=n_rows)
-    fixed = {
-        "encoder": Encoder(sizes.encoder, sizes.dims),
-        "config": plan.config(sizes.train),
-    }
-    shape = jax.ShapeDtypeStruct
-    subsets, seeds = (shape((n,), jnp.int32) for n in (n_subsets, n_seeds))
-    block = BlockArrays(shape((n_subsets, N_FAMILIES), jnp.bool_), subsets, seeds)
-    rows = _rows(sizes, sizes.n_train)
-    states = jax.eval_shape(lambda b, x: start_block(b, x, **fixed), block, rows[0])
-    number = shape((), jnp.int32)
-    valid = _rows(sizes, sizes.n_valid)
-    return [
-        train_block.trace(states, number, block, rows, **fixed),
-        block_logits.trace(states, block, valid, **fixed),
-    ]
-
-
-def _lowered(sizes: Sizes, *point: int) -> list[Any]:
-    """Lower a block's step for the accelerator that is here, or for any."""
-    if jax.default_backend() != "cpu":
-        return [traced.lower() for traced in traced_steps(sizes, *point)]
-    # A TPU's lowering leaves factorisations to the compiler, which any can translate;
-    # a GPU's calls a library that is not here.
-    return [
-        traced.lower(lowering_platforms=("tpu",))
-        for traced in traced_steps(sizes, *point)
-    ]
-
-
-def _compile(lowered: Sequence[Any]) -> StepBytes:
-    """Ask the compiler."""
-    options = _FOR_SIZES_ALONE if jax.default_backend() == "cpu" else None
-    found = [
-        one.compile(compiler_options=options).memory_analysis() for one in lowered
-    ]
-    return StepBytes(
-        arguments=found[0].argument_size_in_bytes,
-        outputs=found[0].output_size_in_bytes,
-        temporaries=max(one.temp_size_in_bytes for one in found),
+def workload_of(
+    config: GridConfig, setting: Setting, store: FeatureStore, n_train: int
+) -> Workload:
+    """Return the work of a setting's grid if no member stops early."""
+    widths = longest_spans(store.spec.spans, setting)
+    return Workload(
+        encoder=config.encoder,
+        dims=family_dims(store),
+        spans=tuple((1, width) for width in widths),
+        batch_size=config.train.batch_size,
+        n_steps=-(-n_train // config.train.batch_size) * config.train.max_epochs,
+        n_seeds=config.train.n_seeds,
     )
 
 
-def compiled_bytes(
-    sizes: Sizes, n_subsets: int, n_seeds: int, n_rows: int
-) -> StepBytes:
-    """Compile a block's step and say what it needs."""
-    return _compile(_lowered(sizes, n_subsets, n_seeds, n_rows))
+def forecast(device_memory: int | None, run: RunDir, config: GridConfig) -> Forecast:
+    """Return what training takes if no member stops early.
+
+    Operations are those of matrix products over all positions of the batches, padded
+    ones included; memory is that of the tokens in memory, or of two groups of a stream.
+    """
+    n_flops = in_memory = outputs = 0
+    settings = settings_of(run)
+    for setting in settings:
+        store, rows = load_rows(run, setting)
+        n_train = len(rows.where("train"))
+        workload = workload_of(config, setting, store, n_train)
+        control = [(_EVERY_FAMILY, seed) for seed in range(config.train.n_seeds)]
+        n_flops += turn_flops(workload, [*workload.members, *control])
+        row_bytes = workload.n_tokens * workload.dims.total * _FLOAT
+        n_rows = n_train + len(rows.where("validation"))
+        if config.stream is not None:
+            n_rows = 2 * config.stream.n_chunk * config.stream.n_mixed
+        in_memory += n_rows * row_bytes
+        pooled = 1 + config.encoder.d_pooled
+        outputs += len(workload.members) * len(rows.ids) * pooled * _FLOAT
+    plans = run_plans(run, config, device_memory)
+    n_members = (N_SUBSETS + 1) * config.train.n_seeds
+    return Forecast(
+        stage="train",
+        n_flops=n_flops,
+        memory_bytes=in_memory,
+        disk_bytes=outputs,
+        basis=(
+            f"{n_members} members for {' and '.join(settings)} each, at most "
+            f"{config.train.max_epochs} epochs each (early stopping makes them fewer); "
+            "disk is that of their outputs, weights come on top\n"
+            f"  {plans_in_words(plans, config.train)}"
+        ),
+    )

@@ -25,13 +25,13 @@ from jaxprobe.features.rows import load_rows
 from jaxprobe.features.subsets import N_SUBSETS
 from jaxprobe.fit.blocks import Block, Member, default_blocks
 from jaxprobe.fit.group import use_own_device
+from jaxprobe.fit.plan import workload_of
 from jaxprobe.fit.saved import cut, load_members
 from jaxprobe.fit.stage import (
     EVERY_FAMILY,
     TRAIN,
     open_setting,
     settings_at_once,
-    workload_of,
 )
 from jaxprobe.fit.work import Workload, in_parts
 from jaxprobe.settings import GridConfig, set_compiler

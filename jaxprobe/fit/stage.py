@@ -2,11 +2,11 @@
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -16,20 +16,18 @@ from extract.run.console import Progress, Update
 from extract.run.contents import question_files, row_files, settings_of
 from extract.run.directory import RunDir
 from extract.run.files import sha256_file
-from extract.run.stages import Forecast, Stage, side_by_side
-from extract.store.read import FeatureStore, open_store
+from extract.run.stages import Stage, side_by_side
+from extract.store.read import open_store
 from jaxprobe import checkpoint
 from jaxprobe.evaluation import permute_by_question
 from jaxprobe.features.families import FamilyTokens
-from jaxprobe.features.reading import family_dims, longest_spans
 from jaxprobe.features.rows import (
     ReadRows,
     TrainingRows,
-    load_rows,
     rows_at_once,
     training_rows,
 )
-from jaxprobe.features.subsets import N_SUBSETS, subset_index
+from jaxprobe.features.subsets import subset_index
 from jaxprobe.features.widths import width_groups, widths_of
 from jaxprobe.fit.blocks import Block, Member, default_blocks
 from jaxprobe.fit.devices import fit_everywhere
@@ -43,14 +41,14 @@ from jaxprobe.fit.linear import (
     silence,
     with_linear_parts,
 )
+from jaxprobe.fit.memory import Sizes
+from jaxprobe.fit.plan import Plan, choose, forecast, record_plans, run_plans
 from jaxprobe.fit.saved import cut, load_members, save_members
 from jaxprobe.fit.streaming import Streamed, fit_streamed
-from jaxprobe.fit.work import Workload, turn_flops
 from jaxprobe.model.encoder import Encoder, MemberOutputs
 from jaxprobe.settings import GRID_PRESETS, GridConfig, set_compiler
 
 EVERY_FAMILY = subset_index("HPRA")
-_FLOAT = 4  # bytes
 
 
 def settings_at_once(config: GridConfig) -> int:
@@ -58,9 +56,11 @@ def settings_at_once(config: GridConfig) -> int:
 
     Both, where memory holds them: each compiles its own step on one core for as long as
     the other does, and a member's operations already share the cores among themselves.
-    Streamed, one: memory holds one's groups.
+    Streamed, one: memory holds one's groups. On an accelerator, one: it is planned to
+    be full.
     """
-    return len(SETTINGS) if config.stream is None else 1
+    is_cpu = jax.default_backend() == "cpu"
+    return len(SETTINGS) if config.stream is None and is_cpu else 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,12 +72,14 @@ class MemberTrainer:
       config: widths, protocol, and how rows are streamed.
       key: identity of all that a member depends on.
       tick: called for every block that is done.
+      plan: how many members and rows at once; None lets memory decide.
     """
 
     data: TrainingRows
     config: GridConfig
     key: str
     tick: Callable[[], None]
+    plan: Plan | None = None
 
     def fit(
         self, labels: np.ndarray, blocks: Sequence[Block], folder: Path
@@ -153,6 +155,12 @@ class MemberTrainer:
     ) -> Iterator[Trained]:
         if not blocks:
             return
+        config, data = self.config, self.data
+        plan = self.plan or choose(
+            Sizes.of(config, data.dims, data.lengths, data.where)
+        )
+        blocks = plan.blocks([m for block in blocks for m in block.members])
+        protocol = {"encoder": self._encoder, "config": plan.config(config.train)}
         labels_of = [labels[where] for where in self.data.where]
         offsets = (linear.train, linear.valid) if linear else (None, None)
         if self.data.in_memory is not None:
@@ -165,7 +173,7 @@ class MemberTrainer:
                     self.data.in_memory, labels_of, offsets, strict=True
                 )
             ]
-            yield from fit_everywhere(blocks, *held, **self._protocol)
+            yield from fit_everywhere(blocks, *held, **protocol)
             return
         stream, reads = self.config.stream, (self.data.read_train, self.data.read)
         parts = (
@@ -174,8 +182,7 @@ class MemberTrainer:
                 self.data.where, labels_of, reads, offsets, strict=True
             )
         )
-        members = [m for block in blocks for m in block.members]
-        yield fit_streamed(members, *parts, **self._protocol)
+        yield fit_streamed(blocks, *parts, **protocol)
 
     def _linear_parts(
         self, labels: np.ndarray, subsets: Iterable[int], folder: Path
@@ -201,9 +208,8 @@ class MemberTrainer:
         return linear
 
     @property
-    def _protocol(self) -> dict[str, Any]:
-        encoder = Encoder(self.config.encoder, self.data.dims)
-        return {"encoder": encoder, "config": self.config.train}
+    def _encoder(self) -> Encoder:
+        return Encoder(self.config.encoder, self.data.dims)
 
     @property
     def _every(self) -> np.ndarray:
@@ -211,10 +217,9 @@ class MemberTrainer:
 
     def _outputs(self, trained: Trained, where: np.ndarray) -> MemberOutputs:
         """Return every member's outputs on rows of the store, a few at a time."""
-        encoder = Encoder(self.config.encoder, self.data.dims)
         order, parts = [], []
         for rows, tokens in self._in_parts(where, self.data.read):
-            outputs = member_outputs(trained, tokens, encoder=encoder)
+            outputs = member_outputs(trained, tokens, encoder=self._encoder)
             order.append(rows)
             logits, pooled = jax.device_get(outputs)
             n_real = len(rows)
@@ -250,7 +255,11 @@ class Task(NamedTuple):
 
 
 def open_setting(
-    run: RunDir, config: GridConfig, setting: Setting, tick: Callable[[], None]
+    run: RunDir,
+    config: GridConfig,
+    setting: Setting,
+    tick: Callable[[], None],
+    plan: Plan | None = None,
 ) -> tuple[MemberTrainer, Task, Task] | None:
     """Return what trains a setting, its grid, and its control with permuted labels.
 
@@ -268,7 +277,7 @@ def open_setting(
         streamed=config.stream is not None,
         n_batch=config.train.batch_size,
     )
-    trainer = MemberTrainer(data=data, config=config, key=key, tick=tick)
+    trainer = MemberTrainer(data=data, config=config, key=key, tick=tick, plan=plan)
     folder = run.encoders(setting).with_name(f"{setting}.members")
     n_seeds = config.train.n_seeds
     control = [Block((EVERY_FAMILY,), (seed,)) for seed in range(n_seeds)]
@@ -281,9 +290,13 @@ def open_setting(
 
 
 def _train_setting(
-    run: RunDir, config: GridConfig, setting: Setting, tick: Callable[[], None]
+    run: RunDir,
+    config: GridConfig,
+    plans: Mapping[Setting, Plan],
+    setting: Setting,
+    tick: Callable[[], None],
 ) -> None:
-    opened = open_setting(run, config, setting, tick)
+    opened = open_setting(run, config, setting, tick, plans[setting])
     if opened is None:
         return
     trainer, *tasks = opened
@@ -307,17 +320,24 @@ def _train_setting(
     shutil.rmtree(tasks[0].folder.parent, ignore_errors=True)  # no longer needed
 
 
-def _train(run: RunDir, config: GridConfig, update: Update, progress: Progress) -> None:
+def _train(
+    device_memory: int | None,
+    run: RunDir,
+    config: GridConfig,
+    update: Update,
+    progress: Progress,
+) -> None:
     set_compiler(run.preset)
     config = config.seeded(run.seed)
-    settings = settings_of(run)
+    settings, plans = settings_of(run), run_plans(run, config, device_memory)
+    record_plans(run, plans)
     n_each = len(default_blocks(config.train.n_seeds)) + config.train.n_seeds
     side_by_side(
-        partial(_train_setting, run, config),
+        partial(_train_setting, run, config, plans),
         settings,
         update,
         n_each * len(settings),
-        at_once=settings_at_once(config),
+        at_once=1 if device_memory else settings_at_once(config),
     )
 
 
@@ -332,61 +352,16 @@ def encoder_folders(run: RunDir) -> list[Path]:
     return [run.encoders(setting) for setting in settings_of(run)]
 
 
-def workload_of(
-    config: GridConfig, setting: Setting, store: FeatureStore, n_train: int
-) -> Workload:
-    """Return the work of a setting's grid if no member stops early."""
-    widths = longest_spans(store.spec.spans, setting)
-    return Workload(
-        encoder=config.encoder,
-        dims=family_dims(store),
-        spans=tuple((1, width) for width in widths),
-        batch_size=config.train.batch_size,
-        n_steps=-(-n_train // config.train.batch_size) * config.train.max_epochs,
-        n_seeds=config.train.n_seeds,
+def train_stage(device_memory: int | None) -> Stage:
+    """Return the stage, planned for some bytes; None for what the device has."""
+    return Stage(
+        name="train",
+        inputs=lambda run: [*row_files(run), run.sweep],
+        outputs=encoder_folders,
+        work=partial(_train, device_memory),
+        presets=GRID_PRESETS,
+        forecast=partial(forecast, device_memory),
     )
 
 
-def _forecast(run: RunDir, config: GridConfig) -> Forecast:
-    """Return what training takes if no member stops early.
-
-    Operations are those of matrix products over all positions of the batches, padded
-    ones included; memory is that of the tokens in memory, or of two groups of a stream.
-    """
-    n_flops = in_memory = outputs = 0
-    settings = settings_of(run)
-    for setting in settings:
-        store, rows = load_rows(run, setting)
-        n_train = len(rows.where("train"))
-        workload = workload_of(config, setting, store, n_train)
-        control = [(EVERY_FAMILY, seed) for seed in range(config.train.n_seeds)]
-        n_flops += turn_flops(workload, [*workload.members, *control])
-        row_bytes = workload.n_tokens * workload.dims.total * _FLOAT
-        n_rows = n_train + len(rows.where("validation"))
-        if config.stream is not None:
-            n_rows = 2 * config.stream.n_chunk * config.stream.n_mixed
-        in_memory += n_rows * row_bytes
-        pooled = 1 + config.encoder.d_pooled
-        outputs += len(workload.members) * len(rows.ids) * pooled * _FLOAT
-    n_members = (N_SUBSETS + 1) * config.train.n_seeds
-    return Forecast(
-        stage="train",
-        n_flops=n_flops,
-        memory_bytes=in_memory,
-        disk_bytes=outputs,
-        basis=(
-            f"{n_members} members for {' and '.join(settings)} each, at most "
-            f"{config.train.max_epochs} epochs each (early stopping makes them fewer); "
-            "disk is that of their outputs, weights come on top"
-        ),
-    )
-
-
-TRAIN = Stage(
-    name="train",
-    inputs=lambda run: [*row_files(run), run.sweep],
-    outputs=encoder_folders,
-    work=_train,
-    presets=GRID_PRESETS,
-    forecast=_forecast,
-)
+TRAIN = train_stage(None)

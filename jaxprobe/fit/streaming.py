@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxprobe.config import StreamConfig, TrainConfig
 from jaxprobe.features.families import FamilyTokens
-from jaxprobe.fit.blocks import Block, BlockArrays, Member
+from jaxprobe.fit.blocks import Block, BlockArrays
 from jaxprobe.fit.grid import (
     Labelled,
     Trained,
@@ -122,7 +122,7 @@ class Streamed:
 
 
 def fit_streamed(
-    members: Sequence[Member],
+    blocks: Sequence[Block],
     train: Streamed,
     valid: Streamed,
     *,
@@ -132,17 +132,16 @@ def fit_streamed(
     """Train encoders from a store, as `jaxprobe.fit.grid` trains them from memory.
 
     Args:
-      members: what is trained; each waits for the others at the end of a group.
+      blocks: what is trained; each waits for the others at the end of a group.
       train: training rows.
       valid: validation rows, read in the same way after every epoch.
       encoder: the module.
       config: the protocol; `root_seed` also orders the chunks.
 
     Returns:
-      Best weights of every member, in order.
+      Best weights of every member, in the order of the blocks.
     """
     use_one_blas_thread()
-    blocks = [Block((member.subset,), (member.seed,)) for member in members]
     sample = train.read(train.where[:1])
     learners = [
         block_learner(BlockArrays.of(block), sample, encoder=encoder, config=config)
@@ -154,4 +153,5 @@ def fit_streamed(
         lambda: valid.groups(config.root_seed),
         config,
     )
+    members = [member for block in blocks for member in block.members]
     return join(list(map(trained_block, blocks, states)), members)

@@ -78,14 +78,16 @@ def project(
         return _gated(lambda: _product(weight, tokens, matmul_dtype), gate, shape)
     before = d_family <= d_projection
 
-    def gather(tokens, draw):
-        batch = take_rows(tokens, rows_of_tokens(tokens, draw.rows))
+    def gather(given):
+        tokens, rows, key = given
+        batch = take_rows(tokens, rows_of_tokens(tokens, rows))
         if not before or deviation == 0.0:
             return batch
-        noise = hashed_normal(draw.noise, stream, batch.shape, row_axis=1)
+        noise = hashed_normal(key, stream, batch.shape, row_axis=1)
         return batch + deviation * noise
 
-    batch = shared_branch(lambda given: gather(*given), None, gate, (tokens, draw))
+    # Nobody reads a batch behind a closed gate: the product looks as well.
+    batch = shared_branch(gather, None, gate, (tokens, draw.rows, draw.noise))
     behind = 0.0 if before else deviation
     fixed = behind, stream, matmul_dtype
     return _gated_product(*fixed, weight, batch, gate, draw.noise)
@@ -178,10 +180,10 @@ def _noisy_product(deviation, stream, matmul_dtype, weight, batch, key) -> jax.A
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gated_product(deviation, stream, matmul_dtype, weight, batch, gate, key):
     """`_noisy_product` behind a gate; only `weight` has a gradient."""
-    shape = (weight.shape[0], *batch.shape[:2])
-    fixed = deviation, stream, matmul_dtype
-    compute = partial(_noisy_product, *fixed, weight, batch, key)
-    return _gated(compute, gate, shape)
+    compute = partial(_noisy_product, deviation, stream, matmul_dtype)
+    return shared_branch(
+        lambda given: compute(*given), _closed, gate, (weight, batch, key)
+    )
 
 
 def _gated_product_forward(deviation, stream, matmul_dtype, weight, batch, gate, key):
@@ -194,12 +196,14 @@ def _gated_product_backward(deviation, stream, matmul_dtype, residuals, dy):
     """Backward rule of `_gated_product`, a branch as well."""
     weight, batch, gate, key = residuals
 
-    def vjp():
+    def vjp(given):
+        weight, batch, key, dy = given
         fixed = deviation, stream, matmul_dtype
         compute = partial(_noisy_product, *fixed, batch=batch, key=key)
         return jax.vjp(compute, weight)[1](dy)[0]
 
-    return _gated(vjp, gate, weight.shape), None, None, None
+    given = weight, batch, key, dy
+    return shared_branch(vjp, _closed, gate, given), None, None, None
 
 
 _gated_product.defvjp(_gated_product_forward, _gated_product_backward)

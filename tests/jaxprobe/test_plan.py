@@ -79,9 +79,7 @@ def test_members_are_the_same_whatever_the_block_and_the_microbatches():
     # The control: with other keys, results differ by far more.
     other = dataclasses.replace(TRAIN, n_microbatches=1)
     found = train([Block(subsets[:1], (0,))], parts, other)[0]
-    gaps = jax.tree.map(
-        lambda a, b: np.abs(a - b).max(), found.params, alone[0].params
-    )
+    gaps = jax.tree.map(lambda a, b: np.abs(a - b).max(), found.params, alone[0].params)
     assert max(jax.tree.leaves(gaps)) > 2e-3
 
 

@@ -14,7 +14,7 @@ from jaxprobe.features.families import (
     standardizer_of,
 )
 from jaxprobe.features.subsets import FamilyDims, subset_index
-from jaxprobe.fit.blocks import Block, Member
+from jaxprobe.fit.blocks import Block
 from jaxprobe.fit.grid import fit_blocks, labelled
 from jaxprobe.fit.streaming import Streamed, epoch_groups, fit_streamed, prefetched
 from jaxprobe.model.encoder import Encoder
@@ -112,11 +112,11 @@ def test_statistics_of_parts_are_those_of_the_whole():
 
 
 def test_one_group_that_holds_everything_trains_as_the_resident_grid():
-    members = [Member(subset_index(name), seed) for name, seed in (("P", 0), ("HA", 1))]
+    blocks = [Block((subset_index(n),), (seed,)) for n, seed in (("P", 0), ("HA", 1))]
     data, valid = planted(64, 1), planted(48, 2)
     config = StreamConfig(n_chunk=16, n_mixed=4)
     found = fit_streamed(
-        members,
+        blocks,
         streamed(*data, config),
         streamed(*valid, config),
         encoder=ENCODER,
@@ -126,7 +126,6 @@ def test_one_group_that_holds_everything_trains_as_the_resident_grid():
         [labelled(split_families(features, DIMS, IDENTITY), labels)]
         for features, labels in (data, valid)
     ]
-    blocks = [Block((m.subset,), (m.seed,)) for m in members]
     for i, one in enumerate(
         fit_blocks(blocks, *resident, encoder=ENCODER, config=CONFIG)
     ):
@@ -150,8 +149,8 @@ def test_streaming_finds_what_is_planted_and_reads_each_epoch_once():
         counted = []
         train = streamed(*planted(256, 3, shift), config, counted)
         valid = streamed(*planted(400, 4, shift), config)
-        members = [Member(subset_index("H"), 0), Member(subset_index("HPRA"), 0)]
-        found = fit_streamed(members, train, valid, encoder=ENCODER, config=longer)
+        blocks = [Block((subset_index("H"), subset_index("HPRA")), (0,))]
+        found = fit_streamed(blocks, train, valid, encoder=ENCODER, config=longer)
         aurocs[shift] = found.info.best_auroc
         # Four groups an epoch whatever the number of encoders, and one sample.
         assert len(counted) == 1 + 4 * longer.max_epochs

@@ -1,0 +1,1 @@
+"""What devices that are not here would take: computed, not measured."""

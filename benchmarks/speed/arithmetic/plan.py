@@ -1,0 +1,353 @@
+"""`beatrice bench plan`: the paper's training on a device that is not here.
+
+Arithmetic, not a measurement. The training step is planned as `beatrice train` plans it
+and compiled by this machine's compiler, whose memory analysis and counts of operations
+are shown; it is lowered for CUDA, and the products of that module are held against the
+device's published peaks. What a roofline gives is the least time, if every product ran
+at its peak and everything else at the peak of memory.
+"""
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Literal
+
+import click
+import numpy as np
+
+from benchmarks.speed.arithmetic.lowered import Module, Product, read_module
+from benchmarks.speed.commands import AS_JSON, RowPrinter
+from benchmarks.speed.scaling import paper
+from extract.records import SETTINGS, Setting
+from extract.run.console import Progress, quiet
+from extract.run.stages import bytes_in_words
+from jaxprobe.config import StreamConfig, TrainConfig
+from jaxprobe.fit.memory import Foretold, Sizes, compiled_step, traced_steps
+from jaxprobe.fit.plan import Plan, as_bytes, choose
+from jaxprobe.fit.work import Workload, step_flops
+from jaxprobe.settings import GridConfig
+
+Name = Literal["h100", "h200"]
+N_TRAIN, N_VALID = 30_000, 3_000  # the paper's questions, section 3
+# Question and answer; with context the passages before them.
+WIDTHS: dict[Setting, tuple[int, ...]] = {
+    "closed_book": (40, 16),
+    "with_context": (300, 40, 16),
+}
+STREAMED: tuple[Setting, ...] = ("with_context",)  # its rows take 190 GiB
+PLANNED = (
+    "setting, plan, rows and weights, temporaries, other rows, all, limit, foretold"
+).split(", ")
+WORK = (
+    "setting, GFLOP a batch in products, of members' own families, XLA counts, "
+    "least time of a batch, of 60 epochs, products at peak, bound by memory"
+).split(", ")
+OPERATIONS = (
+    "setting, product, times, of what, GFLOP, MB, FLOP/byte, bound by, ms"
+).split(", ")
+_SHOWN = 8  # kinds of products, those that take longest
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Device:
+    """Published peaks of a device.
+
+    Attributes:
+      memory: bytes.
+      flops: dense peak by the operands' type; XLA multiplies float32 as TF32.
+      bandwidth: bytes a second.
+    """
+
+    memory: int
+    flops: dict[str, float]
+    bandwidth: float
+
+
+# NVIDIA's data sheets "H100 Tensor Core GPU" (SXM) and "H200 Tensor Core GPU": 989 and
+# 1,979 TFLOP/s of TF32 and bfloat16 with sparsity, half of it dense; 3.35 and 4.8 TB/s.
+_HOPPER = {"f32": 494.7e12, "bf16": 989.4e12}
+DEVICES: dict[Name, Device] = {
+    "h100": Device(memory=80 << 30, flops=_HOPPER, bandwidth=3.35e12),
+    "h200": Device(memory=141 << 30, flops=_HOPPER, bandwidth=4.8e12),
+}
+
+
+def paper_config(setting: Setting, is_mixed: bool = False) -> GridConfig:
+    """Return how the paper's encoders are trained."""
+    config = GridConfig(stream=StreamConfig() if setting in STREAMED else None)
+    return config.mixed() if is_mixed else config
+
+
+def paper_sizes(setting: Setting, is_mixed: bool = False) -> Sizes:
+    """Return the sizes of the paper's run on a Qwen3.5-9B, every row the longest."""
+    lengths = np.tile(WIDTHS[setting], (N_TRAIN + N_VALID, 1))
+    where = np.split(np.arange(len(lengths)), [N_TRAIN])
+    config = paper_config(setting, is_mixed)
+    return Sizes.of(config, paper(1).dims, lengths, where)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A setting's plan, in bytes, and what was foretold of the temporaries."""
+
+    setting: Setting
+    plan: Plan
+    foretold: int
+
+    def cells(self) -> list[str]:
+        """Return the cells of the row in the order of `PLANNED`."""
+        plan, needed = self.plan, self.plan.needed
+        words = plan.in_words(TrainConfig()).split(";")[0]
+        sizes = (
+            needed.arguments + needed.outputs,
+            needed.temporaries,
+            plan.resident,
+            needed.total + plan.resident,
+            plan.limit,
+            self.foretold,
+        )
+        return [self.setting, words, *map(bytes_in_words, sizes)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operation:
+    """Products of one shape in a microbatch of the planned block.
+
+    Attributes:
+      role: what is multiplied.
+      shapes: of the operands and the result.
+      n: how many.
+      n_flops: of all of them.
+      n_bytes: likewise, each array read or written once.
+      seconds: likewise, at the peak that binds.
+      is_memory_bound: whether that is memory's.
+    """
+
+    setting: Setting
+    role: str
+    shapes: str
+    n: int
+    n_flops: int
+    n_bytes: int
+    seconds: float
+    is_memory_bound: bool
+
+    def cells(self) -> list[str]:
+        """Return the cells of the row in the order of `OPERATIONS`."""
+        return [
+            self.setting,
+            self.role,
+            str(self.n),
+            self.shapes,
+            f"{self.n_flops / 1e9:.1f}",
+            f"{self.n_bytes / 1e6:,.0f}",
+            f"{self.n_flops / self.n_bytes:.0f}",
+            "memory" if self.is_memory_bound else "products",
+            f"{1e3 * self.seconds:.2f}",
+        ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """The work of a batch of the planned block.
+
+    Attributes:
+      n_flops: in products.
+      own_flops: in products of the families that members read, by `step_flops`.
+      xla_flops: of all operations, by `cost_analysis` of what was compiled.
+      product_seconds: of the products, each at the peak that binds it.
+      other_seconds: of the other bytes that the compiled module moves, at memory's.
+      memory_share: of the products' time, in those that memory binds.
+      n_batches: in all epochs.
+    """
+
+    setting: Setting
+    n_flops: int
+    own_flops: int
+    xla_flops: float
+    product_seconds: float
+    other_seconds: float
+    memory_share: float
+    n_batches: int
+
+    @property
+    def seconds(self) -> float:
+        """The least time of a batch."""
+        return self.product_seconds + self.other_seconds
+
+    def cells(self) -> list[str]:
+        """Return the cells of the row in the order of `WORK`."""
+        return [
+            self.setting,
+            f"{self.n_flops / 1e9:,.0f}",
+            f"{self.own_flops / self.n_flops:.0%}",
+            f"{self.xla_flops / 1e9:,.0f}",
+            f"{1e3 * self.seconds:,.0f} ms",
+            f"{self.n_batches * self.seconds / 60:.0f} min",
+            f"{self.product_seconds / self.seconds:.0%}",
+            f"{self.memory_share:.0%} of products",
+        ]
+
+
+def planned(
+    setting: Setting, memory: int, is_mixed: bool = False
+) -> tuple[Sizes, Planned]:
+    """Plan a setting of the paper's run.
+
+    Args:
+      setting: of the paper's run.
+      memory: bytes of the device.
+      is_mixed: with products of bfloat16.
+    """
+    sizes = paper_sizes(setting, is_mixed)
+    plan = choose(sizes, memory)
+    point = plan.n_subsets, plan.n_seeds, plan.n_rows
+    found = int(Foretold.of(sizes).temporaries(*point))
+    return sizes, Planned(setting=setting, plan=plan, foretold=found)
+
+
+def cuda_module(sizes: Sizes, plan: Plan) -> Module:
+    """Lower the planned training step for CUDA, and read it."""
+    step = traced_steps(sizes, plan.n_subsets, plan.n_seeds, plan.n_rows)[0]
+    return read_module(step.lower(lowering_platforms=("cuda",)).as_text())
+
+
+def role_of(product: Product, sizes: Sizes) -> str:
+    """Say what a product is part of, by its widths."""
+    config = sizes.encoder
+    shapes = {*product.left.shape, *product.right.shape, *product.result.shape}
+    if sizes.dims.hidden in shapes and product.n_flops > 1e9 * config.projection / 64:
+        return "hidden states"
+    if 3 * config.hidden in shapes:
+        return "convolution"
+    if 4 * config.projection in shapes:
+        return "entry"
+    if product.depth <= config.hidden and config.n_groups in shapes:
+        return "group statistics"
+    return "other"
+
+
+def operations(
+    setting: Setting, sizes: Sizes, module: Module, device: Device
+) -> list[Operation]:
+    """Return the products of a microbatch, those that take longest first."""
+    found = []
+    for product, n in module.products.items():
+        arithmetic = product.n_flops / device.flops[product.left.dtype]
+        moving = product.n_bytes / device.bandwidth
+        texts = [x.text() for x in (product.left, product.right, product.result)]
+        found.append(
+            Operation(
+                setting=setting,
+                role=role_of(product, sizes),
+                shapes="{} · {} → {}".format(*texts),
+                n=n,
+                n_flops=n * product.n_flops,
+                n_bytes=n * product.n_bytes,
+                seconds=n * max(arithmetic, moving),
+                is_memory_bound=moving > arithmetic,
+            )
+        )
+    return sorted(found, key=lambda one: -one.seconds)
+
+
+def work_of(
+    setting: Setting, sizes: Sizes, plan: Plan, found: list[Operation], device: Device
+) -> Work:
+    """Sum up a batch: its microbatches of the planned block, and all other blocks."""
+    work = Workload(
+        encoder=sizes.encoder,
+        dims=sizes.dims,
+        spans=tuple((1, width) for width in sizes.widths),
+        batch_size=sizes.train.batch_size,
+        n_steps=1,
+        n_seeds=sizes.train.n_seeds,
+    )
+    n_members = plan.n_subsets * plan.n_seeds
+    times = sizes.train.batch_size // plan.n_rows * len(work.members) / n_members
+    _, cost = compiled_step(sizes, plan.n_subsets, plan.n_seeds, plan.n_rows)
+    products = sum(one.seconds for one in found)
+    bound = sum(one.seconds for one in found if one.is_memory_bound)
+    others = cost["bytes accessed"] - sum(one.n_bytes for one in found)
+    n_batches = math.ceil(N_TRAIN / sizes.train.batch_size) * sizes.train.max_epochs
+    return Work(
+        setting=setting,
+        n_flops=round(times * sum(one.n_flops for one in found)),
+        own_flops=sum(step_flops(work, member) for member in work.members),
+        xla_flops=times * cost["flops"],
+        product_seconds=times * products,
+        other_seconds=times * max(others, 0.0) / device.bandwidth,
+        memory_share=bound / products,
+        n_batches=n_batches,
+    )
+
+
+def in_words(setting: Setting, sizes: Sizes, module: Module) -> Iterator[str]:
+    """Say what else stands in the module that is lowered for CUDA."""
+    large = sizes.encoder.hidden * sizes.widths[-1]
+    moved = [x for x in module.transposes.elements() if x.size > large * 128]
+    types = Counter(
+        f"{p.left.dtype} · {p.right.dtype} → {p.result.dtype}"
+        for p in module.products.elements()
+    )
+    told = ", ".join(f"{n} of {name}" for name, n in types.most_common())
+    yield f"{setting}: {sum(module.products.values())} products, {told}."
+    yield (
+        f"{setting}: {len(moved)} transposes of activations that no product takes as "
+        "they are; the hidden states of a microbatch are gathered "
+        f"{gathers_of_states(module, sizes)} times, for all members of a seed at once."
+    )
+    calls = ", ".join(f"{n} x {name}" for name, n in module.libraries.items())
+    yield f"{setting}: calls of libraries in a microbatch: {calls or 'none'}."
+
+
+def gathers_of_states(module: Module, sizes: Sizes) -> int:
+    """Count the gathers of hidden states."""
+    width = sizes.dims.hidden
+    return sum(n for (x, _), n in module.gathers.items() if x.shape[-1:] == (width,))
+
+
+@click.command()
+@click.option(
+    "--device",
+    type=click.Choice(list(DEVICES)),
+    default="h100",
+    help="Whose published peaks.",
+)
+@click.option(
+    "--device-memory", metavar="BYTES", help="Instead of the device's, such as 40GiB."
+)
+@click.option("--mixed", "is_mixed", is_flag=True, help="Products of bfloat16.")
+@AS_JSON
+def plan(
+    device: Name, device_memory: str | None, is_mixed: bool, as_json: bool
+) -> None:
+    """Plan the paper's training for a device that is not here. Arithmetic alone.
+
+    Example: beatrice bench plan --device h100
+    """
+    quiet()
+    on = DEVICES[device]
+    memory = as_bytes(device_memory) if device_memory else on.memory
+    printer, progress = RowPrinter(as_json), Progress()
+    rows, notes = [], []
+    for setting in SETTINGS:
+        progress.note(f"{setting}: compiling blocks")
+        sizes, row = planned(setting, memory, is_mixed)
+        module = cuda_module(sizes, row.plan)
+        found = operations(setting, sizes, module, on)
+        rows.append((row, found, work_of(setting, sizes, row.plan, found, on)))
+        notes.extend(in_words(setting, sizes, module))
+    printer.text(f"Arithmetic for one {device.upper()}, not measured.\n")
+    printer.head(PLANNED)
+    for row, _, _ in rows:
+        printer.row(row)
+    printer.head(WORK)
+    for _, _, work in rows:
+        printer.row(work)
+    printer.head(OPERATIONS)
+    for _, found, _ in rows:
+        for one in found[:_SHOWN]:
+            printer.row(one)
+    printer.text("\n" + "\n".join(notes))
