@@ -149,7 +149,11 @@ class Foretold:
         short = max(n for n in row_choices(sizes.train) if n <= min(short, long))
         points = [(few, 1, short), (few, 1, long), (more, 1, long)]
         with ThreadPoolExecutor() as pool:  # one is lowered while others are compiled
-            waited = [pool.submit(_compile, _lowered(sizes, *one)) for one in points]
+            waited = [
+                # Without scoring, which needs less: the chosen block is asked for both.
+                pool.submit(_compile, _lowered(traced_steps(sizes, *one)[:1]))
+                for one in points
+            ]
             found = [one.result()[0] for one in waited]
         basis = np.array([_growth(*one) for one in points], float)
         y = np.array([one.temporaries for one in found], float)
@@ -215,16 +219,13 @@ def traced_steps(sizes: Sizes, n_subsets: int, n_seeds: int, n_rows: int) -> lis
     ]
 
 
-def _lowered(sizes: Sizes, *point: int) -> list[Any]:
-    """Lower a block's step for the accelerator that is here, or for any."""
+def _lowered(traced: Sequence[Any]) -> list[Any]:
+    """Lower a block's steps for the accelerator that is here, or for any."""
     if jax.default_backend() != "cpu":
-        return [traced.lower() for traced in traced_steps(sizes, *point)]
+        return [one.lower() for one in traced]
     # A TPU's lowering leaves factorisations to the compiler, which any can translate;
     # a GPU's calls a library that is not here.
-    return [
-        traced.lower(lowering_platforms=("tpu",))
-        for traced in traced_steps(sizes, *point)
-    ]
+    return [one.lower(lowering_platforms=("tpu",)) for one in traced]
 
 
 def _compile(lowered: Sequence[Any]) -> tuple[StepBytes, dict[str, float]]:
@@ -248,7 +249,7 @@ def compiled_step(
 
     That count, by name, has the bodies of loops once: one microbatch of one batch.
     """
-    return _compile(_lowered(sizes, n_subsets, n_seeds, n_rows))
+    return _compile(_lowered(traced_steps(sizes, n_subsets, n_seeds, n_rows)))
 
 
 def compiled_bytes(

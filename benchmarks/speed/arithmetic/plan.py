@@ -283,29 +283,44 @@ def work_of(
     )
 
 
-def in_words(setting: Setting, sizes: Sizes, module: Module) -> Iterator[str]:
+def moved_activations(module: Module, sizes: Sizes, n_rows: int) -> int:
+    """Count transposes of members' activations that no product takes as they are."""
+    positions = {n_rows * n for n in (*sizes.widths, sum(sizes.widths))}
+    # Two axes: the signals of a small family, which all members of a seed share.
+    every = (x for x in module.transposes.elements() if len(x.shape) > 2)
+    return sum(not positions.isdisjoint(x.shape) for x in every)
+
+
+def gathers_of_states(module: Module, sizes: Sizes) -> Counter[tuple[int, ...]]:
+    """Count the gathers of hidden states, by the shape of what is gathered."""
+    width = sizes.dims.hidden
+    found: Counter[tuple[int, ...]] = Counter()
+    for (source, result), n in module.gathers.items():
+        if source.shape[-1:] == (width,):
+            found[result.shape] += n
+    return found
+
+
+def in_words(
+    setting: Setting, sizes: Sizes, plan: Plan, module: Module
+) -> Iterator[str]:
     """Say what else stands in the module that is lowered for CUDA."""
-    large = sizes.encoder.hidden * sizes.widths[-1]
-    moved = [x for x in module.transposes.elements() if x.size > large * 128]
     types = Counter(
         f"{p.left.dtype} · {p.right.dtype} → {p.result.dtype}"
         for p in module.products.elements()
     )
     told = ", ".join(f"{n} of {name}" for name, n in types.most_common())
-    yield f"{setting}: {sum(module.products.values())} products, {told}."
-    yield (
-        f"{setting}: {len(moved)} transposes of activations that no product takes as "
-        "they are; the hidden states of a microbatch are gathered "
-        f"{gathers_of_states(module, sizes)} times, for all members of a seed at once."
+    gathered = ", ".join(
+        f"{n} of {'x'.join(map(str, shape))}"
+        for shape, n in gathers_of_states(module, sizes).items()
     )
-    calls = ", ".join(f"{n} x {name}" for name, n in module.libraries.items())
-    yield f"{setting}: calls of libraries in a microbatch: {calls or 'none'}."
-
-
-def gathers_of_states(module: Module, sizes: Sizes) -> int:
-    """Count the gathers of hidden states."""
-    width = sizes.dims.hidden
-    return sum(n for (x, _), n in module.gathers.items() if x.shape[-1:] == (width,))
+    calls = ", ".join(f"{n} of {name}" for name, n in module.libraries.items())
+    n_moved = moved_activations(module, sizes, plan.n_rows)
+    yield (
+        f"{setting}, a microbatch as lowered for CUDA: products {told}; gathers of "
+        f"hidden states {gathered}; transposes of activations that no product takes as "
+        f"they are {n_moved}; calls of libraries {calls or 'none'}."
+    )
 
 
 @click.command()
@@ -338,7 +353,7 @@ def plan(
         module = cuda_module(sizes, row.plan)
         found = operations(setting, sizes, module, on)
         rows.append((row, found, work_of(setting, sizes, row.plan, found, on)))
-        notes.extend(in_words(setting, sizes, module))
+        notes.extend(in_words(setting, sizes, row.plan, module))
     printer.text(f"Arithmetic for one {device.upper()}, not measured.\n")
     printer.head(PLANNED)
     for row, _, _ in rows:
