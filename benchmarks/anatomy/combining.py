@@ -42,8 +42,12 @@ VARIANTS = {
 }
 
 
-def _over_the_better(table: ResultTable) -> list[ResultRow]:
-    """Return, of every pair and set, the difference to the better member."""
+def over_the_better(table: ResultTable) -> list[ResultRow]:
+    """Return, of every pair of families and set, the difference to the better member.
+
+    Args:
+      table: rows of the analysis `pairs`; an undefined one is left out.
+    """
     smallest: dict[tuple[str, ...], ResultRow] = {}
     for row in table.select(metric=METRIC):
         if row.value is None:
@@ -64,7 +68,7 @@ def pairs_part(rows: Sequence[ResultRow]) -> Part | None:
     gains: dict[str, dict[str, list[float]]] = {}
     every: dict[str, list[ResultRow]] = {}
     for experiment, prefix in (("pairs", ""), ("other_pairs", "other:")):
-        for row in _over_the_better(own(rows, experiment)):
+        for row in over_the_better(own(rows, experiment)):
             kind, name = f"{prefix}{row.setting}", _pair_name(row)
             gains.setdefault(name, {}).setdefault(kind, []).append(row.value or 0.0)
             every.setdefault(name, []).append(row)

@@ -32,6 +32,7 @@ class Part:
       pictures: figures.
       tables: by heading.
       cases: as `selection.anatomy.cases.Case` has them.
+      beside: what the paper compares, the paper's, this run's, and whether they agree.
     """
 
     title: str
@@ -40,6 +41,7 @@ class Part:
     pictures: tuple[Picture, ...] = ()
     tables: tuple[tuple[str, Table], ...] = ()
     cases: tuple[Mapping[str, Any], ...] = ()
+    beside: tuple[tuple[str, str, str, str], ...] = ()
 
 
 def part_of(
