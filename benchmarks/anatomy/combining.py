@@ -12,6 +12,7 @@ from benchmarks.anatomy.rows import (
     cell,
     in_setting,
     known,
+    over_the_better,
     own,
     part_of,
     places_in,
@@ -40,22 +41,6 @@ VARIANTS = {
     "late_fusion_all": DETECTORS["late_fusion_all"],
     "without_closed_book": DETECTORS["without_closed_book"],
 }
-
-
-def over_the_better(table: ResultTable) -> list[ResultRow]:
-    """Return, of every pair of families and set, the difference to the better member.
-
-    Args:
-      table: rows of the analysis `pairs`; an undefined one is left out.
-    """
-    smallest: dict[tuple[str, ...], ResultRow] = {}
-    for row in table.select(metric=METRIC):
-        if row.value is None:
-            continue
-        place = row.detector, row.setting, row.dataset, row.split
-        if place not in smallest or row.value < (smallest[place].value or 0.0):
-            smallest[place] = row
-    return list(smallest.values())
 
 
 def _pair_name(row: ResultRow) -> str:

@@ -11,8 +11,14 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from benchmarks.anatomy.combining import over_the_better
-from benchmarks.anatomy.rows import EVERY, FAMILIES, own, printed, test_rows
+from benchmarks.anatomy.rows import (
+    EVERY,
+    FAMILIES,
+    over_the_better,
+    own,
+    printed,
+    test_rows,
+)
 from extract.records import IN_DOMAIN, SETTINGS
 from extract.run.results import DIFFERENCE, ResultRow, ResultTable
 
