@@ -8,6 +8,8 @@ import time
 
 import pytest
 
+from selection.anatomy.stage import ANALYSES
+from tests.process import call
 from tests.test_asked_for import finish, start
 
 
@@ -20,6 +22,9 @@ def test_a_killed_anatomy_ends_with_the_same_rows_and_the_report_shows_it(tmp_pa
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish("demo", whole, "--preset", "smoke")
     shutil.copytree(whole, killed)
+    foreseen = call("anatomy", whole, "--dry-run").stdout
+    for name in set(ANALYSES) - {"combinations", "backbones"}:  # they need more
+        assert re.search(rf"^  {name} +forecast \d+ s, .*iB$", foreseen, re.MULTILINE)
     began = time.monotonic()
     finish("anatomy", whole)
     seconds = time.monotonic() - began
@@ -29,6 +34,12 @@ def test_a_killed_anatomy_ends_with_the_same_rows_and_the_report_shows_it(tmp_pa
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
+    left = call("anatomy", killed, "--dry-run").stdout
+    kept = [path.stem for path in (killed / "anatomy").glob("*.safetensors")]
+    assert kept
+    for name in kept:
+        there = rf"^  {name} +is there already, and took \d+ s, .* at most .*iB$"
+        assert re.search(there, left, re.MULTILINE)
     finish("anatomy", killed)
     assert rows_of(killed) == rows_of(whole)
     assert "anatomy: already done" in finish("anatomy", killed)
