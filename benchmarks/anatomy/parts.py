@@ -63,12 +63,11 @@ def anatomy_parts(
 
 
 def _with_signs(part: Part, own: Sequence[Sign]) -> Part:
-    """Add whether the paper's comparisons come out the same way, and which do not."""
+    """Add how many of the paper's comparisons come out the same way, and each below."""
     if not own:
         return part
-    differ = [sign.sentence for sign in own if sign.verdict == "differs"]
     lines = ((s.what, s.paper, s.here, s.verdict_in_words) for s in own)
-    found = (*part.found, in_a_sentence(own), *differ)
+    found = (*part.found, in_a_sentence(own))
     return dataclasses.replace(part, found=found, beside=tuple(lines))
 
 

@@ -53,7 +53,8 @@ class PaperCell(Record, frozen=True, kw_only=True):
       ours: metric of our row, where that has another name.
       instead: our detector where the run lacks `detector`: the paper looks into the
         encoders that its search selected, ours may have selected others.
-      than: the row of this table, column and metric with which the paper compares it.
+      than: the row of this table, column and metric with which the paper compares it;
+        none for fusing all encoders, from which it tells no difference.
       sign: how the paper says that it compares, where it prints no number; without
         `than`, to zero.
       departs: what our row measures otherwise than the paper.

@@ -233,10 +233,16 @@ def signs_by_table(
 
 
 def in_a_sentence(found: Iterable[Sign]) -> str:
-    """Count the verdicts; empty where nothing is compared."""
+    """Count the verdicts and name what differs; empty where nothing is compared."""
     own = list(found)
     if not own:
         return ""
     counts = {v: sum(sign.verdict == v for sign in own) for v in _WORDS}
     told = ", ".join(f"{n} {_WORDS[v]}" for v, n in counts.items() if n)
-    return f"Of {len(own)} of the paper's comparisons: {told}."
+    differing = dict.fromkeys(
+        f"{s.first.paper.row} ({s.first.paper.column})"
+        for s in own
+        if s.verdict == "differs"
+    )
+    named = f" The other way: {'; '.join(differing)}." if differing else ""
+    return f"Beside the paper, of {len(own)} comparisons: {told}.{named}"

@@ -270,12 +270,23 @@ def do(
             run_stage(stage, run, progress, None if i else change)
 
 
-def forecast_stage(run_dir: Path, stage: Stage, change: Change | None = None) -> str:
-    """Return in words what a stage of an existing run would need."""
+def forecast_stage(
+    run_dir: Path, stage: Stage, change: Change | None = None, **options: bool
+) -> str:
+    """Return in words what a stage of an existing run would need.
+
+    Args:
+      run_dir: of the run.
+      stage: of which.
+      change: makes of its settings what a person chose.
+      **options: of `settle_section`, as where other settings replace those of before.
+    """
     with RunDir.open(run_dir) as run:
         paths = stage.inputs(run)
-        settings = stage.settle(run, change, is_recorded=False)
-        if run.stage_done(stage.name, run.hash_inputs(*paths)):
+        before = stage.settle(run, is_recorded=False)
+        settings = stage.settle(run, change, is_recorded=False, **options)
+        is_done = run.stage_done(stage.name, run.hash_inputs(*paths))
+        if is_done and settings == before:
             return f"{stage.name}: already done, nothing is left to forecast"
         if stage.forecast is not None:
             return stage.forecast(run, settings).as_text()

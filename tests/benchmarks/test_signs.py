@@ -96,7 +96,7 @@ def test_every_number_of_the_anatomy_has_a_row_of_ours_or_a_reason():
 def test_what_is_compared_is_a_row_of_the_same_table():
     places = {(c.table, c.backbone, c.row, c.column, c.metric) for c in CELLS}
     compared = [c for c in CELLS if c.than is not None]
-    assert len(compared) == 108  # 44 + 20 of ablations, 20 + 9 + 15 of the anatomy
+    assert len(compared) == 100  # 36 + 20 of ablations, 20 + 9 + 15 of the anatomy
     for c in compared:
         assert (c.table, c.backbone, c.than, c.column, c.metric) in places
 
@@ -236,9 +236,12 @@ def test_the_page_counts_the_verdicts_and_says_what_differs():
     parts = anatomy_parts(rows)
     shown = [line for part in parts for line in part.beside]
     assert len(shown) == sum(map(len, by_table.values())) > 30
-    told = " ".join(sentence for part in parts for sentence in part.found)
-    for sign in (s for own in by_table.values() for s in own):
-        assert (sign.sentence in told) == (sign.verdict == "differs")
+    for part in parts:
+        told = part.found[-1] if part.beside else ""
+        for what, _, here, verdict in part.beside:
+            assert "[" in here or verdict == "no interval of ours", here
+            name = what.rsplit(";", 1)[0] + ")"
+            assert (name in told) == (verdict == "the other way"), told
     placed = [table for tables in PARTS.values() for table in tables]
     assert by_table.keys() <= set(placed) and len(set(placed)) == len(placed)
 
