@@ -10,6 +10,7 @@ from benchmarks.anatomy.rows import (
     FAMILIES,
     Part,
     cell,
+    distinct_sets,
     in_setting,
     known,
     over_the_better,
@@ -53,7 +54,7 @@ def pairs_part(rows: Sequence[ResultRow]) -> Part | None:
     gains: dict[str, dict[str, list[float]]] = {}
     every: dict[str, list[ResultRow]] = {}
     for experiment, prefix in (("pairs", ""), ("other_pairs", "other:")):
-        for row in over_the_better(own(rows, experiment)):
+        for row in distinct_sets(over_the_better(own(rows, experiment))):
             kind, name = f"{prefix}{row.setting}", _pair_name(row)
             gains.setdefault(name, {}).setdefault(kind, []).append(row.value or 0.0)
             every.setdefault(name, []).append(row)

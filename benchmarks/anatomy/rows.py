@@ -126,6 +126,12 @@ def largest(rows: Sequence[ResultRow | None]) -> ResultRow | None:
     return max(have, key=lambda row: row.value or 0.0, default=None)
 
 
+def distinct_sets(rows: Sequence[ResultRow]) -> list[ResultRow]:
+    """Leave out the rows of the one in-domain set that is all of them."""
+    where = places_in(ResultTable(rows))
+    return [row for row in rows if (row.dataset, row.split) in where]
+
+
 def over_the_better(table: ResultTable) -> list[ResultRow]:
     """Return, of every pair of families and set, the difference to the better member.
 

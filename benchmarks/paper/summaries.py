@@ -14,6 +14,7 @@ import msgspec
 from benchmarks.anatomy.rows import (
     EVERY,
     FAMILIES,
+    distinct_sets,
     over_the_better,
     own,
     printed,
@@ -101,7 +102,8 @@ def _gains(rows: Sequence[ResultRow]) -> Iterable[ResultRow]:
         for experiment in ("pairs", "other_pairs")
     )
     yield from (_as(row, row.detector, "gain") for row in here)
-    if not (every := _sorted([*here, *other])):
+    every = _sorted([*distinct_sets(here), *distinct_sets(other)])
+    if not every:
         return
     middle = statistics.median_low(range(len(every)))
     place = {"setting": "both", "dataset": IN_DOMAIN, "split": "test"}

@@ -222,6 +222,16 @@ def test_least_most_and_middle_are_rows_with_their_own_intervals():
     assert found["gains above zero"].value == 2 and found["gains"].value == 3
 
 
+def test_one_in_domain_set_is_counted_once_among_the_gains():
+    one = dict(against="encoder:P")
+    gains = [
+        of_run("anatomy_pairs", "encoder:PA", "auroc_difference", 0.1, 0, 0.2, **place)
+        for place in (one, one | {"dataset": "a"}, one | dict(dataset="b", split="ood"))
+    ]
+    found = {row.metric: row.value for row in summaries(gains) if row.setting == "both"}
+    assert found["gains"] == 2
+
+
 def test_the_order_of_a_runs_rows_changes_no_verdict():
     rows = anatomy_rows()
     first, second = (signs_by_table(CELLS, own) for own in (rows, rows[::-1]))
