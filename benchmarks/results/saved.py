@@ -8,6 +8,7 @@ from extract.records import Record, Setting, Share
 from extract.run.directory import RunDir
 from extract.run.files import read_json
 from extract.run.results import ResultRow, read_rows
+from selection.anatomy import Study
 
 STUDIES = "anatomy/cases.json"  # in the run
 N_SHOWN = 3  # answers of each kind of each set
@@ -105,22 +106,6 @@ class ShownSet(Record, frozen=True, kw_only=True):
     n: int
     threshold: Share
     kinds: tuple[ShownKind, ...]
-
-
-class Study(Record, frozen=True, kw_only=True):
-    """One question of a set that shows a kind of decision; `p_…` are calibrated."""
-
-    dataset: str
-    split: str
-    kind: str
-    question: str
-    gold: str
-    closed_book: str
-    p_closed_book: Share
-    is_closed_book_right: bool
-    with_context: str
-    p_with_context: Share
-    is_with_context_right: bool
 
 
 class Control(Record, frozen=True, kw_only=True):

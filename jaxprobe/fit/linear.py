@@ -29,9 +29,11 @@ from jaxprobe.fit.grid import Trained
 from jaxprobe.kernels.matmul import use_one_blas_thread
 from jaxprobe.metrics import auroc, auroc_gain
 from jaxprobe.model.linear import LinearPart, pooled_signals
-from jaxprobe.regression import fit_linear, logistic_regression
+from jaxprobe.regression import block_scale, fit_linear, logistic_regression
 
 N_FOLDS = 5
+
+_pooled = jax.jit(pooled_signals)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,9 +60,6 @@ class Pooled:
         order = np.argsort(np.concatenate(places))
         families = (np.concatenate(x, axis=1) for x in zip(*pooled, strict=True))
         return cls(families=tuple(x.T[order] for x in families), labels=labels)
-
-
-_pooled = jax.jit(pooled_signals)
 
 
 class LinearGrid(NamedTuple):
@@ -90,9 +89,6 @@ def fit_linear_parts(
 ) -> LinearGrid:
     """Fit the regressions of subsets of the families.
 
-    Every family has the same variance, whatever its width (as in
-    `benchmarks.baselines.probe`, which reads the same signals by another way).
-
     Args:
       train: training rows.
       valid: validation rows, which choose each regression's penalty.
@@ -102,12 +98,7 @@ def fit_linear_parts(
     Raises:
       ValueError: training or validation rows hold one class only.
     """
-    scales = []
-    for family in train.families:
-        spread = family.std(axis=0)
-        scales.append(
-            (family.mean(axis=0), np.where(spread > 0, spread, 1) * len(spread) ** 0.5)
-        )
+    scales = [block_scale(family) for family in train.families]
     scaled = [
         [(x - mean) / scale for x, (mean, scale) in zip(rows, scales, strict=True)]
         for rows in (train.families, valid.families)
@@ -188,10 +179,10 @@ def save_linear(path: Path, grid: LinearGrid, key: str) -> None:
     save_cache(path, {**kernels, **rest}, key)
 
 
-def load_linear(path: Path, key: str) -> LinearGrid | None:
-    """Return the saved parts, or None where there are none of this key."""
+def load_linear(path: Path, key: str, subsets: Sequence[int]) -> LinearGrid | None:
+    """Return the saved parts, or None where not all subsets are there, of this key."""
     arrays = load_cache(path, key)
-    if arrays is None:
+    if arrays is None or not arrays["inverse_penalty"][subsets].all():
         return None
     kernels = tuple(arrays.pop(f"kernel_{f}") for f in range(N_FAMILIES))
     return LinearGrid(kernels, **arrays)

@@ -154,8 +154,8 @@ class MemberTrainer:
         self, labels: np.ndarray, subsets: Iterable[int], folder: Path
     ) -> LinearGrid:
         """Fit the linear parts, or take those of an earlier, interrupted run."""
-        path = folder / "linear.safetensors"
-        saved = load_linear(path, self.key)
+        path, wanted = folder / "linear.safetensors", sorted(subsets)
+        saved = load_linear(path, self.key, wanted)
         if saved is not None:
             return saved
         data = self.data
@@ -167,7 +167,7 @@ class MemberTrainer:
             for part, where in zip(parts, data.where, strict=True)
         )
         questions = data.rows.ids[data.where[0]]
-        linear = fit_linear_parts(train, valid, questions, sorted(subsets))
+        linear = fit_linear_parts(train, valid, questions, wanted)
         save_linear(path, linear, self.key)
         return linear
 

@@ -10,32 +10,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from extract.records import Record, Setting, Share
+from extract.records import Setting
 from extract.run.contents import read_answers, read_examples
 from extract.run.results import ResultRow
 from jaxprobe.detector import Detector
 from jaxprobe.pool import read_selection
+from selection.anatomy import Study
 from selection.anatomy.analysis import Evidence, Ratio, judged_sets, ratio_rows
 
 EXPERIMENT = "anatomy_cases"
 TRUSTED_FROM = 0.6  # the paper's, where `calibrate` found no threshold of its own
 KINDS = ("accepted closed-book", "trusted with context", "both flagged")
-
-
-class Case(Record, frozen=True, kw_only=True):
-    """One question that shows a kind; `p_…` are calibrated."""
-
-    dataset: str
-    split: str
-    kind: str
-    question: str
-    gold: str
-    closed_book: str
-    p_closed_book: Share
-    is_closed_book_right: bool
-    with_context: str
-    p_with_context: Share
-    is_with_context_right: bool
 
 
 class Answered(NamedTuple):
@@ -99,7 +84,7 @@ def _read(evidence: Evidence) -> _Read:
 
 def cases(
     closed_book: Evidence, with_context: Evidence
-) -> tuple[list[ResultRow], list[Case]]:
+) -> tuple[list[ResultRow], list[Study]]:
     """Return how many questions are of each kind and how often the answer is right.
 
     And a case of each kind of every set.
@@ -114,7 +99,7 @@ def cases(
     ]
     examples = {example.id: example for example in read_examples(run)}
     made: list[ResultRow] = []
-    shown: list[Case] = []
+    shown: list[Study] = []
     rows = with_context.rows
     for dataset, split in judged_sets(rows):
         own = rows.where(split, dataset)
@@ -134,7 +119,7 @@ def cases(
         for kind, i in chosen(found, thresholds).items():
             example = examples[ids[i]]
             shown.append(
-                Case(
+                Study(
                     dataset=dataset,
                     split=split,
                     kind=KINDS[kind],

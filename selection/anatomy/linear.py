@@ -13,7 +13,7 @@ from extract.run.results import ResultRow
 from jaxprobe.evaluation import Scored, detection_rows
 from jaxprobe.features.reading import mean_answer_states
 from jaxprobe.fit.linear import Pooled
-from jaxprobe.regression import fit_linear
+from jaxprobe.regression import block_scale, fit_linear
 from selection.anatomy.analysis import Evidence, Load, Tick, n_resampled, some_rows
 from selection.anatomy.encoders import Deployed
 
@@ -28,8 +28,8 @@ def linear_scores(
 ) -> np.ndarray:
     """Fit on some rows, choose the penalty on others, and score all.
 
-    Every block is centred and scaled on the training rows so that the features of a
-    row together have variance one: five probabilities count beside thousands of states.
+    Every block is scaled, see `block_scale`: five probabilities count beside thousands
+    of states.
 
     Args:
       blocks: `[n, n_features]` each, side by side.
@@ -44,9 +44,8 @@ def linear_scores(
         return np.full(len(labels), np.nan)
     scaled = []
     for block in blocks:
-        spread = block[train].std(axis=0)
-        scale = np.where(spread > 0, spread, 1) * np.sqrt(block.shape[1])
-        scaled.append((block - block[train].mean(axis=0)) / scale)
+        mean, scale = block_scale(block[train])
+        scaled.append((block - mean) / scale)
     features = np.concatenate(scaled, axis=1)
     fit = fit_linear(features[train], labels[train], features[valid], labels[valid])
     return fit.regression.decision_function(features).astype(np.float64)

@@ -32,14 +32,10 @@ from jaxprobe.checkpoint import load_cache, save_cache
 from jaxprobe.fit.stage import encoder_folders
 from jaxprobe.pool import branches_of, read_selection, reads
 from jaxprobe.settings import set_compiler
-from selection.anatomy.analysis import (
-    RESAMPLING,
-    Evidence,
-    Load,
-    rates_of,
-)
+from selection.anatomy import Study
+from selection.anatomy.analysis import RESAMPLING, Evidence, Load, rates_of
 from selection.anatomy.backbones import backbone_load, backbones
-from selection.anatomy.cases import Case, cases
+from selection.anatomy.cases import cases
 from selection.anatomy.combinations import combinations
 from selection.anatomy.complementarity import complementarity, complementarity_load
 from selection.anatomy.encoders import Deployed
@@ -126,7 +122,7 @@ class Made(NamedTuple):
     """
 
     rows: list[ResultRow]
-    cases: tuple[Case, ...] = ()
+    cases: tuple[Study, ...] = ()
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     peak_bytes: int = 0
@@ -134,10 +130,8 @@ class Made(NamedTuple):
     @property
     def cost(self) -> str:
         """What it took, in words."""
-        cpu, most = (
-            f"{self.cpu_seconds:.0f} s of cores",
-            bytes_in_words(self.peak_bytes),
-        )
+        most = bytes_in_words(self.peak_bytes)
+        cpu = f"{self.cpu_seconds:.0f} s of cores"
         return f"{self.seconds:.0f} s, {cpu}, at most {most}"
 
 
@@ -302,7 +296,7 @@ class _Kept:
             return None
         where = f"the rows of {name}"
         lines = held["rows"].tobytes().decode().splitlines()
-        shown = from_json(tuple[Case, ...], held["cases"].tobytes(), where)
+        shown = from_json(tuple[Study, ...], held["cases"].tobytes(), where)
         rows = [from_json(ResultRow, line, where) for line in lines]
         seconds, cpu, peak = held["took"].tolist()
         return Made(rows, shown, seconds, cpu, int(peak))

@@ -187,12 +187,16 @@ def test_two_wordings_of_a_question_do_not_tell_on_each_other(rows):
     assert abs(auroc(apart, told[0][1]).value - 0.5) < 0.15
 
 
-def test_saved_parts_are_read_back_under_their_own_key_alone(rows, tmp_path):
+def test_saved_parts_are_read_back_under_their_own_key_and_for_their_subsets_alone(
+    rows, tmp_path
+):
+    path, subsets = tmp_path / "linear.safetensors", [subset_index("P")]
     grid = grid_of(rows, "P")
-    save_linear(tmp_path / "linear.safetensors", grid, "key")
-    found = load_linear(tmp_path / "linear.safetensors", "key")
+    save_linear(path, grid, "key")
+    found = load_linear(path, "key", subsets)
     for a, b in zip(
         (*grid.kernels, *grid[1:]), (*found.kernels, *found[1:]), strict=True
     ):
         np.testing.assert_array_equal(a, b)
-    assert load_linear(tmp_path / "linear.safetensors", "another") is None
+    assert load_linear(path, "another", subsets) is None
+    assert load_linear(path, "key", [*subsets, subset_index("PR")]) is None

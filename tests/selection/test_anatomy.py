@@ -20,7 +20,7 @@ from selection.anatomy.analysis import (
     rates_of,
     ratio_rows,
 )
-from selection.anatomy.cases import Answered, Case, chosen, kinds_of
+from selection.anatomy.cases import Answered, chosen, kinds_of
 from selection.anatomy.combinations import counts_along
 from selection.anatomy.complementarity import mistakes
 from selection.anatomy.flips import flip_ratios
@@ -271,12 +271,6 @@ def test_a_case_is_the_surest_of_its_kind_and_of_equals_the_smaller_id():
     assert kinds_of(p, thresholds).tolist() == [0, 0, 0, 1, 1, 2]
     found = Answered(np.array(["b", "a", "c", "d", "e", "f"]), p, p > 0.5)
     assert chosen(found, thresholds) == {0: 1, 1: 3, 2: 5}
-
-
-def test_what_a_case_holds_is_what_the_report_reads():
-    from benchmarks.results.saved import Study
-
-    assert Case.__struct_fields__ == Study.__struct_fields__
 
 
 def test_an_analysis_that_is_not_known_is_refused_by_its_name():
