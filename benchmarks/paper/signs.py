@@ -245,4 +245,5 @@ def in_a_sentence(found: Iterable[Sign]) -> str:
         if s.verdict == "differs"
     )
     named = f" The other way: {'; '.join(differing)}." if differing else ""
-    return f"Beside the paper, of {len(own)} comparisons: {told}.{named}"
+    plural = "" if len(own) == 1 else "s"
+    return f"Beside the paper, of {len(own)} comparison{plural}: {told}.{named}"
