@@ -23,7 +23,7 @@ _WORDS: Mapping[Verdict, str] = {
     "agrees": "as in the paper",
     "differs": "the other way",
     "cannot be told": "cannot be told",
-    "no interval": "no interval of ours",
+    "no interval": "without an interval here",
 }
 
 

@@ -249,7 +249,7 @@ def test_the_page_counts_the_verdicts_and_says_what_differs():
     for part in parts:
         told = part.found[-1] if part.beside else ""
         for what, _, here, verdict in part.beside:
-            assert "[" in here or verdict == "no interval of ours", here
+            assert "[" in here or verdict == "without an interval here", here
             name = what.rsplit(";", 1)[0] + ")"
             assert (name in told) == (verdict == "the other way"), told
     placed = [table for tables in PARTS.values() for table in tables]
