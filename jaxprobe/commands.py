@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from extract.run.verbs import RUN_DIR, do_or_forecast, dry_run_option
-from extract.run.workers import SHARD, find_worker
+from extract.run.workers import SHARD, worker_of
 
 if TYPE_CHECKING:
     from jaxprobe.settings import GridConfig
@@ -57,8 +57,8 @@ def train(run_dir: Path, shard: str | None, dry_run: bool, **options: bool) -> N
 
     Example: srun -n 8 beatrice train runs/paper
     """
-    change, worker = partial(with_options, **options), find_worker(shard)
-    if dry_run or worker.world_size == 1:
+    change, worker = partial(with_options, **options), worker_of(shard, dry_run)
+    if worker.world_size == 1:
         from jaxprobe.fit.stage import TRAIN
 
         do_or_forecast(run_dir, TRAIN, dry_run, change)
