@@ -9,10 +9,10 @@ from extract.records import write_lines
 from extract.run.directory import RunDir
 from tests.extract.small_run import beatrice, questions, smoke
 
-LINES = {
-    "rewrite": ("--model", "embedded", "--max-tokens", "8"),
-    "label": ("--judge", "embedded", "--vote", "majority"),
-    "sample": ("--n-samples", "2"),
+LINES = {  # each in several batches
+    "rewrite": "--model embedded --max-tokens 8 --batch-tokens 400".split(),
+    "label": "--judge embedded --vote majority --batch-tokens 2000".split(),
+    "sample": "--n-samples 3 --batch-tokens 300".split(),
 }
 ROLES = {"rewrite": "rewrite", "label": "judge", "sample": "sample"}
 WRITTEN = {
@@ -24,8 +24,7 @@ WRITTEN = {
 
 def do(verb, run, rank=0, world_size=1, options=()):
     environ = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
-    small = ("--batch-tokens", "400")  # several batches
-    return beatrice(verb, run, *LINES[verb], *small, *options, **environ)
+    return beatrice(verb, run, *LINES[verb], *options, **environ)
 
 
 def written(verb, run):
@@ -43,7 +42,7 @@ def parts(verb, run):
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory):
     path = tmp_path_factory.mktemp("texts") / "answered"
-    bare = [msgspec.structs.replace(one, rewritten=()) for one in questions(2, 1, 1)]
+    bare = [msgspec.structs.replace(one, rewritten=()) for one in questions(2, 1, 1)][:4]
     with RunDir.open(path, smoke()) as run:
         run.examples.write_text(write_lines(bare))
     beatrice("answer", path)
