@@ -164,7 +164,7 @@ def report(run_dir: Path, ledger: bool, dry_run: bool) -> None:
     """
     do_or_forecast(run_dir, load_stage("benchmarks.results.stage:REPORT"), dry_run)
     if ledger and not dry_run:
-        from benchmarks.results.ledger import ledger as ledger_of
+        from benchmarks.paper.ledger import ledger as ledger_of
 
         click.echo(ledger_of(run_dir))
 

@@ -85,6 +85,7 @@ def anatomy(
 
     Example: beatrice anatomy runs/gemma runs/smollm2 --only flips --only backbones
     """
+    from extract.run.stages import do, forecast_stage
     from selection.anatomy.stage import ANATOMY, chosen_analyses
 
     def change(config: "AnatomyConfig") -> "AnatomyConfig":
@@ -93,9 +94,11 @@ def anatomy(
         chosen_analyses(asked)  # refuses a name that is not known
         return asked
 
-    if not dry_run:
-        with RunDir.open(run_dir) as run:
-            before = ANATOMY.settle(run)
-            if ANATOMY.settle(run, change, is_replaceable=True) != before:
-                run.reopen_stage(ANATOMY.name)
-    do_or_forecast(run_dir, ANATOMY, dry_run, change if dry_run else None)
+    if dry_run:
+        click.echo(forecast_stage(run_dir, ANATOMY, change, is_replaceable=True))
+        return
+    with RunDir.open(run_dir) as run:
+        before = ANATOMY.settle(run)
+        if ANATOMY.settle(run, change, is_replaceable=True) != before:
+            run.reopen_stage(ANATOMY.name)
+    do(run_dir, ANATOMY)

@@ -10,8 +10,10 @@ from benchmarks.anatomy.rows import (
     FAMILIES,
     Part,
     cell,
+    distinct_sets,
     in_setting,
     known,
+    over_the_better,
     own,
     part_of,
     places_in,
@@ -42,18 +44,6 @@ VARIANTS = {
 }
 
 
-def _over_the_better(table: ResultTable) -> list[ResultRow]:
-    """Return, of every pair and set, the difference to the better member."""
-    smallest: dict[tuple[str, ...], ResultRow] = {}
-    for row in table.select(metric=METRIC):
-        if row.value is None:
-            continue
-        place = row.detector, row.setting, row.dataset, row.split
-        if place not in smallest or row.value < (smallest[place].value or 0.0):
-            smallest[place] = row
-    return list(smallest.values())
-
-
 def _pair_name(row: ResultRow) -> str:
     letters = row.detector.removeprefix("encoder:")
     return " + ".join(figures.FAMILIES[x] for x in letters)
@@ -64,7 +54,7 @@ def pairs_part(rows: Sequence[ResultRow]) -> Part | None:
     gains: dict[str, dict[str, list[float]]] = {}
     every: dict[str, list[ResultRow]] = {}
     for experiment, prefix in (("pairs", ""), ("other_pairs", "other:")):
-        for row in _over_the_better(own(rows, experiment)):
+        for row in distinct_sets(over_the_better(own(rows, experiment))):
             kind, name = f"{prefix}{row.setting}", _pair_name(row)
             gains.setdefault(name, {}).setdefault(kind, []).append(row.value or 0.0)
             every.setdefault(name, []).append(row)

@@ -178,7 +178,7 @@ def shares_of_text(
     """
     with styled():
         figure = Figure(figsize=(6.0, 3.2), layout="constrained")
-        left, right = figure.subplots(1, 2, width_ratios=(1, 1.6))
+        left, right = figure.subplots(1, 2, width_ratios=(1.2, 1.6))
         x = np.arange(len(spans))
         for shift, place, colour, hatch, label in (
             (-0.2, 0, STRONG[setting], "", "moved"),
@@ -187,7 +187,7 @@ def shares_of_text(
             heights = [own[place] for own in spans.values()]
             style = {"color": colour, "hatch": hatch, "edgecolor": PAPER}
             left.bar(x + shift, heights, width=0.38, label=label, **style)
-        left.set_xticks(x, list(spans))
+        left.set_xticks(x, list(spans), fontsize=8)
         left.set(ylabel="share", ylim=(0, 1), xlabel="span")
         left.legend(loc="upper left", fontsize=8)
         left.grid(False, axis="x")
@@ -326,11 +326,11 @@ def two_backbones(
                     label=label,
                 )
             axes.set_title(SETTING_LABELS[setting], fontsize=9.5, color=INK)
-            axes.set_xlabel(f"test AUROC, {names[0]}")
             axes.margins(0.1)
             axes.xaxis.set_major_locator(MaxNLocator(4))
             axes.yaxis.set_major_locator(MaxNLocator(5))
-        panels[0].set_ylabel(f"test AUROC, {names[1]}")
+        figure.supxlabel(f"test AUROC, {names[0]}", fontsize=9)
+        figure.supylabel("test AUROC,\n" + names[1], fontsize=9)
         handles = panels[0].get_legend_handles_labels()
         figure.legend(*handles, loc="outside upper center", ncols=2, fontsize=8)
     return figure
@@ -358,7 +358,9 @@ def learning_curves(
             axes.plot(x, y, marker=next(marks), color=colour, ms=5, label=name, **style)
         axes.set_xscale("log")
         ticks = sorted({x for points in curves.values() for x, _ in points})
-        axes.set_xticks(ticks, [f"{x:,.0f}" for x in ticks])
+        # Where the last two lie too near to each other, the last one is named.
+        kept = [x for x in ticks if x == ticks[-1] or x < 0.7 * ticks[-1]]
+        axes.set_xticks(kept, [f"{x:,.0f}" for x in kept])
         axes.minorticks_off()
         axes.set(xlabel="labelled answers", ylabel="AUROC, in-domain test")
         figure.legend(loc="outside lower center", ncols=3, fontsize=8)

@@ -1,5 +1,6 @@
 """The report's section on the anatomy: every analysis that the run has rows of."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,22 +18,25 @@ from benchmarks.anatomy.decisions import (
 from benchmarks.anatomy.places import heads_part, layers_part, positions_part
 from benchmarks.anatomy.reach import cases_part, labels_part, transfer_part
 from benchmarks.anatomy.rows import Part
+from benchmarks.paper.cells import read_ledger
+from benchmarks.paper.signs import Sign, in_a_sentence, signs_by_table
 from extract.run.results import ResultRow
 
-PARTS = (
-    complementarity_part,
-    pairs_part,
-    fusion_part,
-    combinations_part,
-    backbones_part,
-    flips_part,
-    grounding_part,
-    heads_part,
-    positions_part,
-    layers_part,
-    labels_part,
-    transfer_part,
-)
+# With the paper's tables, figures and sections whose numbers stand beside.
+PARTS = {
+    complementarity_part: ("fig:complementarity",),
+    pairs_part: ("fig:cross-model-synergy, bottom",),
+    fusion_part: ("ablation", "champion-vs-hidden"),
+    combinations_part: ("fig:combination-search", "fig:gemma-combination-search"),
+    backbones_part: ("fig:cross-model-synergy, top",),
+    flips_part: ("anatomy-flip-profile", "fig:boundary-band"),
+    grounding_part: ("anatomy-grounding",),
+    heads_part: ("fig:attention-heads",),
+    positions_part: ("sec:anatomy", "app:span", "span-ablation"),
+    layers_part: (),
+    labels_part: (),
+    transfer_part: (),
+}
 
 
 def anatomy_parts(
@@ -42,14 +46,29 @@ def anatomy_parts(
 
     Args:
       rows: of the run.
-      cases: as `selection.anatomy.cases.Case` has them.
+      cases: as `selection.anatomy.Study` has them.
     """
     is_own = [row.experiment.startswith("anatomy_") for row in rows]
     if not any(is_own):
         return []
     beside = [r for r, own in zip(rows, is_own, strict=True) if own or _is_beside(r)]
-    parts = [make(beside) for make in PARTS]
-    return [part for part in (*parts, cases_part(beside, cases)) if part is not None]
+    compared = signs_by_table(read_ledger(), rows)
+    made = [
+        part
+        and _with_signs(part, [s for table in tables for s in compared.get(table, ())])
+        for make, tables in PARTS.items()
+        for part in [make(beside)]
+    ]
+    return [part for part in (*made, cases_part(beside, cases)) if part is not None]
+
+
+def _with_signs(part: Part, own: Sequence[Sign]) -> Part:
+    """Add how many of the paper's comparisons come out the same way, and each below."""
+    if not own:
+        return part
+    lines = ((s.what, s.paper, s.here, s.verdict_in_words) for s in own)
+    found = (*part.found, in_a_sentence(own))
+    return dataclasses.replace(part, found=found, beside=tuple(lines))
 
 
 def _is_beside(row: ResultRow) -> bool:

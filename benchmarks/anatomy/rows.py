@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.results.pictures import Picture
 from benchmarks.results.tables import Cell, Column, Line, Measure, Table, number
 from extract.records import IN_DOMAIN, SETTINGS
-from extract.run.results import SETTING_LABELS, ResultRow, ResultTable
+from extract.run.results import DIFFERENCE, SETTING_LABELS, ResultRow, ResultTable
 
 FAMILIES = {
     "H": "hidden states",
@@ -31,7 +31,8 @@ class Part:
       found: what was found in this run, from its rows.
       pictures: figures.
       tables: by heading.
-      cases: as `selection.anatomy.cases.Case` has them.
+      cases: as `selection.anatomy.Study` has them.
+      beside: what the paper compares, the paper's, this run's, and whether they agree.
     """
 
     title: str
@@ -40,6 +41,7 @@ class Part:
     pictures: tuple[Picture, ...] = ()
     tables: tuple[tuple[str, Table], ...] = ()
     cases: tuple[Mapping[str, Any], ...] = ()
+    beside: tuple[tuple[str, str, str, str], ...] = ()
 
 
 def part_of(
@@ -122,6 +124,28 @@ def largest(rows: Sequence[ResultRow | None]) -> ResultRow | None:
     """Return the row with the largest value, or None where none has one."""
     have = [row for row in rows if row is not None and row.value is not None]
     return max(have, key=lambda row: row.value or 0.0, default=None)
+
+
+def distinct_sets(rows: Sequence[ResultRow]) -> list[ResultRow]:
+    """Leave out the rows of the one in-domain set that is all of them."""
+    where = places_in(ResultTable(rows))
+    return [row for row in rows if (row.dataset, row.split) in where]
+
+
+def over_the_better(table: ResultTable) -> list[ResultRow]:
+    """Return, of every pair of families and set, the difference to the better member.
+
+    Args:
+      table: rows of the analysis `pairs`; an undefined one is left out.
+    """
+    smallest: dict[tuple[str, ...], ResultRow] = {}
+    for row in table.select(metric=f"auroc{DIFFERENCE}"):
+        if row.value is None:
+            continue
+        place = row.detector, row.setting, row.dataset, row.split
+        if place not in smallest or row.value < (smallest[place].value or 0.0):
+            smallest[place] = row
+    return list(smallest.values())
 
 
 def cell(*rows: ResultRow | None) -> Cell:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from benchmarks.baselines.detector import Detector, Evidence
-from benchmarks.real.costs import begin_peak, peak_bytes
 from extract.generate.requests import answer_config
 from extract.run.contents import answers_file, question_files, samples_file
 from extract.run.files import sha256_tree
+from extract.run.stages import begin_peak, peak_bytes
 from jaxprobe.checkpoint import load_cache, save_cache
 
 if TYPE_CHECKING:

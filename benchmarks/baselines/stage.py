@@ -24,7 +24,6 @@ from benchmarks.baselines.readings import (
 )
 from benchmarks.panorama.costs import Judged, judged_file
 from benchmarks.panorama.significance import is_rival
-from benchmarks.real.costs import begin_peak, peak_bytes
 from extract.records import Setting
 from extract.run.console import Progress, Update
 from extract.run.contents import row_files, samples_file, settings_of
@@ -36,7 +35,7 @@ from extract.run.files import (
 )
 from extract.run.manifest import Preset
 from extract.run.results import ResultRow, publish, read_rows, rows_file, write_rows
-from extract.run.stages import Forecast, Stage
+from extract.run.stages import Forecast, Stage, begin_peak, peak_bytes
 from jaxprobe.checkpoint import load_cache, save_cache
 from jaxprobe.evaluation import Scored, bootstrap_of, detection_rows
 from jaxprobe.features.rows import chosen_layer, load_rows

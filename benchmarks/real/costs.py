@@ -1,9 +1,7 @@
 """What a real run needs, said before it starts; what it cost, written down by stage."""
 
 import contextlib
-import resource
 import shutil
-import sys
 import time
 import types
 from collections.abc import Iterator, Mapping
@@ -14,7 +12,12 @@ import msgspec
 
 from extract.run.directory import RunDir
 from extract.run.files import read_json, write_json_atomic
-from extract.run.stages import bytes_in_words, disk_bytes
+from extract.run.stages import (
+    begin_peak,
+    bytes_in_words,
+    disk_bytes,
+    peak_bytes,
+)
 
 _BF16 = {"amx_bf16", "avx512_bf16", "bf16"}  # x86 twice, and ARM
 
@@ -135,24 +138,6 @@ def read_costs(run: RunDir) -> dict[str, StageCost]:
 
 def _write(run: RunDir, costs: Mapping[str, StageCost]) -> None:
     write_json_atomic(costs_file(run), msgspec.to_builtins(costs))
-
-
-def begin_peak() -> None:
-    """Let the kernel count the peak anew, where it can."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_bytes() -> int:
-    """Return the most memory held since `begin_peak`, or since the process began."""
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 @contextlib.contextmanager

@@ -26,12 +26,12 @@ from benchmarks.speed.commands import (
 )
 from benchmarks.speed.scaling import microworld
 from extract.run.console import Progress, quiet, table_head, table_row
-from extract.store.read import FeatureStore, open_store, read_family
+from extract.store.read import FeatureStore, open_store
 from extract.store.spec import Family, StoreSpec
 from extract.store.write import create_store, write_range
 from jaxprobe.config import StreamConfig, TrainConfig
 from jaxprobe.features.families import split_families, standardizer_of
-from jaxprobe.features.reading import read_features
+from jaxprobe.features.reading import read_families, read_features
 from jaxprobe.features.subsets import FAMILIES, subset_index
 from jaxprobe.fit.blocks import Block, Member
 from jaxprobe.fit.grid import Trained, fit_blocks, labelled
@@ -210,8 +210,7 @@ def _reading(store: FeatureStore, config: StreamedWork) -> dict[str, float]:
     groups = epoch_groups(np.arange(len(store.spec.keys)), config.stream, (0,))
 
     def families(group) -> None:
-        for name in FAMILIES:
-            read_family(store, name, group.where[group.is_real])
+        read_families(store, 0, group.where[group.is_real])
 
     def chunks() -> None:
         for _ in prefetched(families, groups):

@@ -4,8 +4,11 @@ A stage names its inputs and outputs; it is done again only if one of them has
 changed. Nothing else decides, so the same line typed twice continues the run.
 """
 
+import contextlib
 import dataclasses
 import itertools
+import resource
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -267,12 +270,23 @@ def do(
             run_stage(stage, run, progress, None if i else change)
 
 
-def forecast_stage(run_dir: Path, stage: Stage, change: Change | None = None) -> str:
-    """Return in words what a stage of an existing run would need."""
+def forecast_stage(
+    run_dir: Path, stage: Stage, change: Change | None = None, **options: bool
+) -> str:
+    """Return in words what a stage of an existing run would need.
+
+    Args:
+      run_dir: of the run.
+      stage: of which.
+      change: makes of its settings what a person chose.
+      **options: of `settle_section`, as where other settings replace those of before.
+    """
     with RunDir.open(run_dir) as run:
         paths = stage.inputs(run)
-        settings = stage.settle(run, change, is_recorded=False)
-        if run.stage_done(stage.name, run.hash_inputs(*paths)):
+        before = stage.settle(run, is_recorded=False)
+        settings = stage.settle(run, change, is_recorded=False, **options)
+        is_done = run.stage_done(stage.name, run.hash_inputs(*paths))
+        if is_done and settings == before:
             return f"{stage.name}: already done, nothing is left to forecast"
         if stage.forecast is not None:
             return stage.forecast(run, settings).as_text()
@@ -287,3 +301,21 @@ def disk_bytes(path: Path) -> int:
     """Return the bytes of a file, or of all files below a folder."""
     files = path.rglob("*") if path.is_dir() else (path,)
     return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def begin_peak() -> None:
+    """Let the kernel count the peak anew, where it can."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_bytes() -> int:
+    """Return the most memory held since `begin_peak`, or since the process began."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

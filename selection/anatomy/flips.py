@@ -18,8 +18,11 @@ from jaxprobe.features.reading import SPAN_NAMES, SPANS
 from jaxprobe.features.subsets import FAMILIES, LETTERS
 from selection.anatomy.analysis import (
     Evidence,
+    Load,
     Ratio,
     judged_sets,
+    n_resampled,
+    part_bytes,
     place_of,
     ratio_rows,
     subset_logits,
@@ -159,11 +162,22 @@ def _centre(logits: np.ndarray) -> np.ndarray:
     return STEP * (np.floor(inside / STEP) + 0.5)
 
 
-def pass_steps(evidence: Evidence) -> float:
-    """Return the gradient steps of an answer that as many forward passes take.
+def pass_load(evidence: Evidence, **changes: float) -> Load:
+    """Return what the passes without each family and each span take.
 
-    Without each family and each span; a forward pass is a third of a step.
+    Four analyses read them. A forward pass is a third of a gradient step.
+
+    Args:
+      evidence: of a setting.
+      **changes: what an analysis takes beside them.
     """
     n_variants = len(FAMILIES) + len(SPANS[evidence.setting])
     n_encoders = len(evidence.queried) * evidence.n_seeds
-    return n_encoders * n_variants * len(evidence.judged) / 3
+    passes = n_encoders * n_variants * len(evidence.judged) / 3
+    return Load(passes=passes, held=part_bytes(evidence), **changes)
+
+
+def flip_load(evidence: Evidence) -> Load:
+    """Return what it takes: of an encoder its accuracy, of a family five shares."""
+    n_shares = 1 + sum(1 + 5 * len(name) for name in evidence.queried)
+    return pass_load(evidence, shares=n_shares * n_resampled(evidence))

@@ -12,7 +12,15 @@ import numpy as np
 from extract.records import IN_DOMAIN
 from extract.run.results import ResultRow
 from jaxprobe.features.subsets import FAMILIES, FamilyDims
-from selection.anatomy.analysis import Evidence, Ratio, drawn, place_of, ratio_rows
+from selection.anatomy.analysis import (
+    Evidence,
+    Load,
+    Ratio,
+    drawn,
+    part_bytes,
+    place_of,
+    ratio_rows,
+)
 from selection.anatomy.encoders import TOLERANCE, Deployed, PerChannel, incompleteness
 
 EXPERIMENT = "anatomy_heads"
@@ -160,8 +168,16 @@ def gradient_steps(evidence: Evidence, n_encoders: int) -> float:
     return 96.0 * min(N_ANSWERS, len(evidence.judged)) * evidence.n_seeds * n_encoders
 
 
-def head_steps(evidence: Evidence) -> float:
-    """Return the gradient steps of an answer that the analysis of heads takes."""
+def head_load(evidence: Evidence) -> Load:
+    """Return what it takes: attributions, and passes without eight heads.
+
+    A share of every head is of half the answers.
+    """
     n_encoders = 1 + sum("A" in name for name in evidence.queried)
     moved = n_encoders * evidence.n_seeds * (2 + N_DRAWS) * N_ANSWERS / 2 / 3
-    return gradient_steps(evidence, n_encoders) + moved
+    n_heads = int(np.prod(evidence.store.spec.families["attn"].shape[-2:]))
+    return Load(
+        steps=gradient_steps(evidence, n_encoders) + moved,
+        shares=n_encoders * (n_heads + 4) * N_ANSWERS / 2,
+        held=part_bytes(evidence),
+    )

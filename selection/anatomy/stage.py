@@ -21,32 +21,37 @@ from extract.run.directory import RunDir
 from extract.run.files import from_json, sha256_tree, write_json_atomic
 from extract.run.manifest import Preset
 from extract.run.results import ResultRow, publish, rows_file, write_rows
-from extract.run.stages import Forecast, Stage, bytes_in_words
+from extract.run.stages import (
+    Forecast,
+    Stage,
+    begin_peak,
+    bytes_in_words,
+    peak_bytes,
+)
 from jaxprobe.checkpoint import load_cache, save_cache
-from jaxprobe.features.rows import rows_at_once
-from jaxprobe.features.widths import widths_of
 from jaxprobe.fit.stage import encoder_folders
 from jaxprobe.pool import branches_of, read_selection, reads
 from jaxprobe.settings import set_compiler
 from selection.anatomy import Study
-from selection.anatomy.analysis import Evidence
-from selection.anatomy.backbones import backbones
+from selection.anatomy.analysis import RESAMPLING, Evidence, Load, rates_of
+from selection.anatomy.backbones import backbone_load, backbones
 from selection.anatomy.cases import cases
 from selection.anatomy.combinations import combinations
-from selection.anatomy.complementarity import complementarity
+from selection.anatomy.complementarity import complementarity, complementarity_load
 from selection.anatomy.encoders import Deployed
-from selection.anatomy.flips import Ablated, boundary, flips, pass_steps
-from selection.anatomy.fusion import fusion, pairs
-from selection.anatomy.grounding import grounding
-from selection.anatomy.heads import gradient_steps, head_steps, heads
+from selection.anatomy.flips import Ablated, boundary, flip_load, flips, pass_load
+from selection.anatomy.fusion import fusion, fusion_load, pair_load, pairs
+from selection.anatomy.grounding import grounding, grounding_load
+from selection.anatomy.heads import head_load, heads
 from selection.anatomy.learning import (
-    curve_steps,
+    curve_load,
     learning_curve,
     transfer,
-    transfer_steps,
+    transfer_load,
 )
-from selection.anatomy.linear import layers
-from selection.anatomy.positions import positions, spans_gone
+from selection.anatomy.linear import layer_load, layers
+from selection.anatomy.positions import position_load, positions, span_load, spans_gone
+from selection.sweep import SWEEP_PRESETS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +68,7 @@ class AnatomyConfig:
     other: str | None = None
 
 
+FORMAT = 2  # of what is kept; 1 lacked what it took
 OTHER_PAIRS = "anatomy_other_pairs"
 ANATOMY_PRESETS: dict[Preset, AnatomyConfig] = {
     "demo": AnatomyConfig(),
@@ -105,10 +111,28 @@ class Asked:
 
 
 class Made(NamedTuple):
-    """Rows, and cases where the analysis shows some."""
+    """What an analysis made, and what it took.
+
+    Attributes:
+      rows: of the results.
+      cases: where the analysis shows some.
+      seconds: wall time of the analysis.
+      cpu_seconds: of all cores, which other work beside it stretches less.
+      peak_bytes: most memory of the process meanwhile.
+    """
 
     rows: list[ResultRow]
     cases: tuple[Study, ...] = ()
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    peak_bytes: int = 0
+
+    @property
+    def cost(self) -> str:
+        """What it took, in words."""
+        most = bytes_in_words(self.peak_bytes)
+        cpu = f"{self.cpu_seconds:.0f} s of cores"
+        return f"{self.seconds:.0f} s, {cpu}, at most {most}"
 
 
 Work = Callable[[Asked], Made]
@@ -121,13 +145,13 @@ class Analysis(NamedTuple):
       work: does it.
       lacks: says what a run lacks for it, or gives None.
       also: what it reads beside what the stage reads, inside the run or not.
-      steps: gradient steps of all tokens of an answer that it takes, see `_seconds`.
+      load: what it takes in a setting.
     """
 
     work: Work
     lacks: Callable[[Asked], str | None] = lambda asked: None
     also: Callable[[RunDir, AnatomyConfig], Iterable[Path]] = lambda run, config: ()
-    steps: Callable[[Evidence], float] = lambda evidence: 0.0
+    load: Callable[[Evidence], Load] = lambda evidence: Load()
 
 
 def _each(work: Callable[[Evidence], list[ResultRow]]) -> Work:
@@ -194,28 +218,28 @@ def _other_files(run: RunDir, config: AnatomyConfig) -> list[Path]:
 
 
 ANALYSES: Mapping[str, Analysis] = {
-    "complementarity": Analysis(_each(complementarity)),
-    "flips": Analysis(_ablated(flips), steps=pass_steps),
-    "boundary": Analysis(_ablated(boundary), steps=pass_steps),
-    "grounding": Analysis(_grounding, _lacks_context, steps=pass_steps),
-    "heads": Analysis(_deployed(heads), steps=head_steps),
-    "positions": Analysis(
-        _ablated(positions), steps=lambda evidence: gradient_steps(evidence, 1)
-    ),
-    "spans": Analysis(_ablated(spans_gone), steps=pass_steps),
-    "layers": Analysis(_each(layers)),
-    "pairs": Analysis(_each(pairs)),
+    "complementarity": Analysis(_each(complementarity), load=complementarity_load),
+    "flips": Analysis(_ablated(flips), load=flip_load),
+    "boundary": Analysis(_ablated(boundary), load=pass_load),
+    "grounding": Analysis(_grounding, _lacks_context, load=grounding_load),
+    "heads": Analysis(_deployed(heads), load=head_load),
+    "positions": Analysis(_ablated(positions), load=position_load),
+    "spans": Analysis(_ablated(spans_gone), load=span_load),
+    "layers": Analysis(_each(layers), load=layer_load),
+    "pairs": Analysis(_each(pairs), load=pair_load),
     "fusion": Analysis(
-        _each(fusion), also=lambda run, config: [run.path / "ablations"]
+        _each(fusion),
+        also=lambda run, config: [run.path / "ablations"],
+        load=fusion_load,
     ),
     "combinations": Analysis(
         _each(combinations),
         _lacks_ranking,
         lambda run, config: [run.path / "exhaustive"],
     ),
-    "backbones": Analysis(_backbones, _lacks_other, _other_files),
-    "labels": Analysis(_deployed(learning_curve), steps=curve_steps),
-    "transfer": Analysis(_deployed(transfer), steps=transfer_steps),
+    "backbones": Analysis(_backbones, _lacks_other, _other_files, backbone_load),
+    "labels": Analysis(_deployed(learning_curve), load=curve_load),
+    "transfer": Analysis(_deployed(transfer), load=transfer_load),
     "cases": Analysis(_cases, _lacks_both),
 }
 
@@ -263,7 +287,7 @@ class _Kept:
     def _key(self, name: str) -> str:
         also = ANALYSES[name].also(self.asked.run, self.asked.config)
         own = [sha256_tree(path) for path in also]
-        return hashlib.sha256(f"{name} {self.base} {own}".encode()).hexdigest()
+        return hashlib.sha256(f"{FORMAT} {name} {self.base} {own}".encode()).hexdigest()
 
     def load(self, name: str) -> Made | None:
         """Return what an analysis made before, of the same things."""
@@ -273,19 +297,31 @@ class _Kept:
         where = f"the rows of {name}"
         lines = held["rows"].tobytes().decode().splitlines()
         shown = from_json(tuple[Study, ...], held["cases"].tobytes(), where)
-        return Made([from_json(ResultRow, line, where) for line in lines], shown)
+        rows = [from_json(ResultRow, line, where) for line in lines]
+        seconds, cpu, peak = held["took"].tolist()
+        return Made(rows, shown, seconds, cpu, int(peak))
 
-    def save(self, name: str, made: Made, seconds: float) -> None:
+    def save(self, name: str, made: Made) -> None:
         """Keep what an analysis made."""
         texts = write_rows(made.rows).encode(), msgspec.json.encode(made.cases)
         rows, shown = (np.frombuffer(text, np.uint8) for text in texts)
-        arrays = {"rows": rows, "cases": shown, "seconds": np.float64(seconds)}
+        took = np.array([made.seconds, made.cpu_seconds, made.peak_bytes])
+        arrays = {"rows": rows, "cases": shown, "took": took}
         save_cache(self._path(name), arrays, self._key(name))
 
 
 def _asked(run: RunDir, config: AnatomyConfig) -> Asked:
     settings = (Ablated(Deployed(one)) for one in evidence_of(run))
     return Asked(run, config, tuple(settings))
+
+
+def _measured(analysis: Analysis, asked: Asked) -> Made:
+    """Do an analysis and note what it took."""
+    begin_peak()
+    began, cpu_began = time.monotonic(), time.process_time()
+    made = analysis.work(asked)
+    took = time.monotonic() - began, time.process_time() - cpu_began, peak_bytes()
+    return Made(made.rows, made.cases, *took)
 
 
 def _anatomy(
@@ -302,11 +338,9 @@ def _anatomy(
         if reason is not None and name in chosen:
             progress.note(f"anatomy: {name} {reason}")
         elif found is None and name in chosen:
-            began = time.monotonic()
-            found = analysis.work(asked)
-            seconds = time.monotonic() - began
-            kept.save(name, found, seconds)
-            progress.note(f"anatomy: {name} took {seconds:.0f} s")
+            found = _measured(analysis, asked)
+            kept.save(name, found)
+            progress.note(f"anatomy: {name} took {found.cost}")
         if name in chosen:
             update(1 + chosen.index(name), len(chosen))
         made += [] if found is None else [found]
@@ -315,65 +349,38 @@ def _anatomy(
     publish(run, "anatomy", [row for one in made for row in one.rows], progress)
 
 
-def _seconds(asked: Asked, evidence: Evidence) -> float:
-    """Return what one gradient step of an answer's tokens took when training."""
-    record = asked.run.stage_record("train")
-    n_steps = 0.0
-    for own in asked.evidence.values():
-        n_epochs = np.asarray(own.tree["info"]["n_epochs"]).astype(float)
-        control = n_epochs.mean() * own.n_seeds
-        n_tokens = float(own.n_tokens.mean())
-        n_train = len(own.rows.where("train"))
-        n_steps += (n_epochs.sum() + control) * n_train * n_tokens
-    seconds = record.seconds if record is not None else 0.0
-    return seconds / n_steps * float(evidence.n_tokens.mean())
-
-
-def _bytes(asked: Asked) -> int:
-    """Return what the largest part of rows takes, eight times as gradients need it."""
-    most = 0
-    for a in asked.ablated:
-        spans = a.evidence.store.spec.spans
-        lengths = spans[..., 1] - spans[..., 0]
-        widths, dims = widths_of(lengths), a.deployed.stored_dims
-        n_rows = min(len(a.evidence.judged), rows_at_once(widths, dims))
-        most = max(most, 4 * n_rows * sum(widths) * dims.total)
-    return most
-
-
 def _forecast(run: RunDir, config: AnatomyConfig) -> Forecast:
-    """Say what each analysis that is asked for would take.
+    """Say what each analysis that is asked for would take, from counts and rates.
 
-    Steps are priced as those of training were on this machine. Intervals, compiling and
-    reading the store come on top: some seconds each.
+    Compiling, reading the store, and the fits of regressions come on top.
     """
     asked = _asked(run, config)
     kept = _Kept(asked, " ".join(run.hash_inputs(*_inputs(run)).values()))
-    lines, n_steps_all = [], 0.0
+    settings = tuple(asked.evidence.values())
+    rates = rates_of(run, settings, run.settle("sweep", SWEEP_PRESETS).n_rows)
+    held_now, lines, most, passed = peak_bytes(), [], 0, False
     for name in chosen_analyses(config):
         analysis = ANALYSES[name]
         reason = analysis.lacks(asked)
-        if reason is None and kept.load(name) is not None:
-            reason = "is there already"
+        if reason is None and (found := kept.load(name)) is not None:
+            reason = f"is there already, and took {found.cost}"
         if reason is not None:
             lines.append(f"{name:<16}{reason}")
             continue
-        steps = {e: analysis.steps(e) for e in asked.evidence.values()}
-        n_steps_all += sum(steps.values())
-        seconds = sum(n * _seconds(asked, e) for e, n in steps.items())
-        told = f"about {seconds:.0f} s of steps" if seconds else "intervals alone"
-        lines.append(f"{name:<16}{told}")
-    memory = _bytes(asked)
+        loads = {e: analysis.load(e) for e in settings}
+        if passed:
+            loads = {e: own._replace(passes=0.0) for e, own in loads.items()}
+        passed = passed or any(own.passes for own in loads.values())
+        seconds = sum(
+            rates.seconds(own, float(e.n_tokens.mean())) for e, own in loads.items()
+        )
+        held = held_now + RESAMPLING + max(own.held for own in loads.values())
+        most = max(most, held)
+        lines.append(f"{name:<16}forecast {seconds:.0f} s, {bytes_in_words(held)}")
     return Forecast(
         stage="anatomy",
-        memory_bytes=memory,
-        basis="\n  ".join(
-            [
-                "steps as training took them here, without intervals and compiling; "
-                f"rows are read in parts of at most {bytes_in_words(memory)}",
-                *lines,
-            ]
-        ),
+        memory_bytes=most or None,
+        basis="\n  ".join([rates.in_words, *lines]),
     )
 
 

@@ -1,0 +1,1 @@
+"""The paper's numbers, and a run's own beside them."""
