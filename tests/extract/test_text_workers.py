@@ -42,7 +42,9 @@ def parts(verb, run):
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory):
     path = tmp_path_factory.mktemp("texts") / "answered"
-    bare = [msgspec.structs.replace(one, rewritten=()) for one in questions(2, 1, 1)][:4]
+    bare = [msgspec.structs.replace(one, rewritten=()) for one in questions(2, 1, 1)][
+        :4
+    ]
     with RunDir.open(path, smoke()) as run:
         run.examples.write_text(write_lines(bare))
     beatrice("answer", path)
