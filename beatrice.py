@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from extract.run.verbs import CHAIN
+from extract.run.verbs import CHAIN, SHARED, alone
+from extract.run.workers import find_worker
 
 if TYPE_CHECKING:
     from pgir.scoring.scorer import Scorer
@@ -167,12 +168,15 @@ def make_demo() -> click.Command:
     },
 )
 @click.version_option(package_name="beatrice-probe")
-def main() -> None:
+@click.pass_context
+def main(context: click.Context) -> None:
     """Is a frozen language model's answer right? Ask its own internal signals.
 
     Every verb reads its inputs from RUN_DIR and writes its outputs there; the same
     line again continues where it stopped. `demo` runs them all.
     """
+    if context.invoked_subcommand not in SHARED:
+        alone(context.invoked_subcommand, find_worker())
     # Progress of weight loading and the like is Transformers' own; ours is above.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from extract.run.verbs import RUN_DIR, do_or_forecast, dry_run_option
-from extract.run.workers import SHARD, find_worker
+from extract.run.workers import SHARD, worker_of
 
 if TYPE_CHECKING:
     from jaxprobe.settings import GridConfig
@@ -68,8 +68,8 @@ def train(
 
     Example: srun -n 8 beatrice train runs/paper
     """
-    change, worker = partial(with_options, **options), find_worker(shard)
-    if dry_run or worker.world_size == 1:
+    change, worker = partial(with_options, **options), worker_of(shard, dry_run)
+    if worker.world_size == 1:
         from jaxprobe.fit.plan import as_bytes
         from jaxprobe.fit.stage import train_stage
 
@@ -78,6 +78,11 @@ def train(
     else:
         from jaxprobe.fit.shares import train_share
 
+        if device_memory:
+            raise click.UsageError(
+                "--device-memory plans for one process; each of several plans for the "
+                "device that it sees, so leave the option out"
+            )
         train_share(run_dir, worker, change)
 
 

@@ -19,7 +19,7 @@ from extract.run.contents import (
 )
 from extract.run.directory import RunDir
 from extract.run.manifest import Preset, read_manifest
-from extract.run.stages import Stage
+from extract.run.stages import Forecast, Stage
 from jaxprobe import checkpoint
 from jaxprobe.calibration import Calibrator, cross_fit, fit_calibrator, folds_of
 from jaxprobe.detector import Detector, EncoderBank, HeadName, SettingHead
@@ -35,6 +35,7 @@ from jaxprobe.scope import Scope, choose_threshold, fit_scope, scripts_of
 from jaxprobe.settings import grid_config, select_config, set_compiler
 
 N_FOLDS = 5  # of `fold_calibrators`
+_SEEN = ("train", "validation")
 
 
 def _validation(
@@ -111,8 +112,7 @@ def _scope(run: RunDir, setting: Setting, dims: FamilyDims) -> Scope:
         partial(read_features, store, setting, chosen_layer(run)),
         dims,
         store.spec.n_read,
-        rows.where("train"),
-        rows.where("validation"),
+        *map(rows.where, _SEEN),
     )
 
 
@@ -186,6 +186,26 @@ def _calibrate(
     ).save(run.detector)
 
 
+def _forecast(run: RunDir, config: CalibrateConfig) -> Forecast:
+    """Count the maps, the scores they are fitted on, and the answers that are read."""
+    branches = branches_of(run)
+    rows = {setting: load_rows(run, setting)[1] for setting in settings_of(run)}
+    n_of = {s: {k: len(r.where(k)) for k in _SEEN} for s, r in rows.items()}
+    n_scores = sum(n_of[branch_setting(branch)]["validation"] for branch in branches)
+    passes = {
+        s for b in branches for s, _ in reads(b, read_selection(run, b)[1]["members"])
+    }
+    n_read = sum(sum(n_of[setting].values()) for setting in passes)
+    return Forecast(
+        stage="calibrate",
+        basis=(
+            f"{len(branches)} isotonic maps and thresholds, fitted on {n_scores} "
+            f"validation scores; signals of {n_read} training and validation answers "
+            "are read to know where they lie; no model is asked"
+        ),
+    )
+
+
 CALIBRATE = Stage(
     name="calibrate",
     inputs=lambda run: [
@@ -197,4 +217,5 @@ CALIBRATE = Stage(
     outputs=lambda run: [run.detector],
     work=_calibrate,
     presets=CALIBRATE_PRESETS,
+    forecast=_forecast,
 )

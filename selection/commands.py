@@ -15,7 +15,7 @@ from extract.run.verbs import (
     dry_run_option,
     stage_verb,
 )
-from extract.run.workers import SHARD, find_worker
+from extract.run.workers import SHARD, worker_of
 
 if TYPE_CHECKING:
     from selection.anatomy.stage import AnatomyConfig
@@ -55,10 +55,10 @@ def select(
     """
     from selection.stage import SELECT, select_together
 
-    worker = find_worker(shard)
-    if worker.world_size > 1 and not dry_run:
+    worker = worker_of(shard, dry_run)
+    if worker.world_size > 1:
         if exhaustive or optimism:
-            alone("select --exhaustive or --optimism", shard)
+            alone("select --exhaustive or --optimism", worker)
         select_together(run_dir, worker)
         return
     if not ((exhaustive or optimism) and dry_run):

@@ -98,7 +98,7 @@ def _write(path: Path, lines: Sequence[_Line]) -> None:
 
 def part_files(run: RunDir) -> list[Path]:
     """Return what workers have written and nobody has taken in yet."""
-    return sorted(run.answer_parts.glob("*.jsonl"))
+    return sorted(run.parts("answer").glob("*.jsonl"))
 
 
 def answered_keys(run: RunDir, requests: Sequence[Request]) -> set[Key]:
@@ -143,7 +143,7 @@ def open_answers(
         )
     if stale or any(line.path != path for line in kept.values()):
         _write(path, list(kept.values()))
-    shutil.rmtree(run.answer_parts, ignore_errors=True)
+    shutil.rmtree(run.parts("answer"), ignore_errors=True)
     return AnswerRows(lines, dict.fromkeys(kept))
 
 

@@ -17,7 +17,7 @@ from extract.generate.options import (
 )
 from extract.run.console import Progress, quiet
 from extract.run.verbs import RUN_DIR, alone, do_or_forecast, dry_run_option
-from extract.run.workers import SHARD, find_worker
+from extract.run.workers import SHARD, Worker, worker_of
 
 if TYPE_CHECKING:
     from extract.generate.generator import Generator
@@ -27,15 +27,21 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def _asking_backbone(
-    run_dir: Path, stage: str, backend: BackendOptions, **options: Any
+    run_dir: Path, stage: str, backend: BackendOptions, worker: Worker, **options: Any
 ) -> Iterator[tuple["RunDir", "TokenizerOnly", "Generator"]]:
-    """Open a run, its tokenizer, and the backend that has its backbone."""
+    """Open a run, its tokenizer, and the backend that has its backbone.
+
+    One of several workers holds the run later, beside the others.
+    """
     from extract.backbone.names import backbone_of
     from extract.generate.stage import load_tokenizer_only
     from extract.run.directory import RunDir
 
+    if backend.server is not None:
+        alone(f"{stage} --server", worker)
     quiet()
-    with RunDir.open(run_dir) as run:
+    is_alone = worker.world_size == 1
+    with RunDir.open(run_dir) if is_alone else RunDir(run_dir) as run:
         model, stop_ids = load_tokenizer_only(run)
         name = backend.served_model or backbone_of(run).path
         known = {"stop_ids": stop_ids, "tokenizer": model.tokenizer}
@@ -65,15 +71,15 @@ def answer(
     from extract.generate import stage
     from extract.generate.requests import answer_config
 
-    worker = find_worker(shard)
+    worker = worker_of(shard, dry_run)
     if backend.server is None:
-        if dry_run or worker.world_size == 1:
+        if worker.world_size == 1:
             do_or_forecast(run_dir, stage.ANSWER, dry_run)
         else:
             stage.answer_part(run_dir, worker, Progress())
         return
-    alone("answer --server", shard)
-    with _asking_backbone(run_dir, "answer", backend) as (run, model, generator):
+    with _asking_backbone(run_dir, "answer", backend, worker) as opened:
+        run, model, generator = opened
         if dry_run:
             config = answer_config(run, is_recorded=False)
             forecast = stage.forecast_answers(run, config, model)
@@ -115,6 +121,7 @@ def answer(
     help="May be given several times.",
 )
 @SERVED_MODEL
+@SHARD
 @dry_run_option
 @backend_options
 def sample(
@@ -124,22 +131,24 @@ def sample(
     top_p: float,
     top_k: int,
     splits: tuple[str, ...],
+    shard: str | None,
     dry_run: bool,
     backend: BackendOptions,
 ) -> None:
     """Draw several answers per question, for the sampling baselines.
 
+    On this machine under torchrun, srun or mpirun, or with --shard, every process does
+    its part.
+
     Example: beatrice sample runs/demo --n-samples 10 --split test
     """
     from extract.generate.generator import SamplingConfig
+    from extract.generate.replies import share_texts
     from extract.generate.requests import answer_config
     from extract.generate.sampling import DrawConfig
     from extract.generate.stage import draw_run
 
-    alone("sample")
-    with _asking_backbone(
-        run_dir, "sample", backend, dry_run=dry_run, log_probs=True
-    ) as (run, model, generator):
+    def work(run: "RunDir", worker: Worker) -> None:
         config = answer_config(run, is_recorded=not dry_run)
         sampling = SamplingConfig(
             max_new_tokens=config.generation.max_new_tokens,
@@ -149,16 +158,20 @@ def sample(
             top_k=top_k or None,
             seed=run.seed,
         )
-        draws = DrawConfig(n_samples=n_samples, sampling=sampling)
-        as_text = backend.server is not None and backend.dialect == "openai"
         path = draw_run(
             run,
             generator,
             model,
             config.prompt,
-            draws,
+            DrawConfig(n_samples=n_samples, sampling=sampling),
             splits,
             Progress(),
-            as_text=as_text,
+            as_text=backend.server is not None and backend.dialect == "openai",
+            worker=worker,
         )
         click.echo(str(path))
+
+    worker, how = worker_of(shard, dry_run), {"dry_run": dry_run, "log_probs": True}
+    with _asking_backbone(run_dir, "sample", backend, worker, **how) as opened:
+        run, model, generator = opened
+        share_texts(run, "sample", worker, work)

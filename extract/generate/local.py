@@ -242,6 +242,19 @@ class TransformersGenerator:
         """Yield (index, text); see `batches`."""
         return itertools.chain.from_iterable(self.batches(prompts, config, done))
 
+    def plan(
+        self, prompts: Sequence[GeneratorPrompt], config: SamplingConfig
+    ) -> list[tuple[int, ...]]:
+        """Return the batches of prompts, as indices; see `plan_batches`."""
+        lengths = [self.count_tokens(prompt) for prompt in prompts]
+        return plan_batches(lengths, self._batching(config))
+
+    def _batching(self, config: SamplingConfig) -> GenerationConfig:
+        return GenerationConfig(
+            max_new_tokens=config.max_new_tokens,
+            tokens_per_batch=self.tokens_per_batch,
+        )
+
     def batches(
         self,
         prompts: Sequence[GeneratorPrompt],
@@ -263,10 +276,7 @@ class TransformersGenerator:
                 f"{n_new}, but {self.backbone.name} has a window of {window}; use a "
                 "model with a longer one, nothing is cut"
             )
-        plan = GenerationConfig(
-            max_new_tokens=n_new, tokens_per_batch=self.tokens_per_batch
-        )
-        for batch in plan_batches(lengths, plan):
+        for batch in plan_batches(lengths, self._batching(config)):
             if all(i in done for i in batch):
                 continue
             seeds = [draw_seed(prompts[i], config) for i in batch]

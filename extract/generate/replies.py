@@ -1,9 +1,17 @@
-"""Generated texts on disk, each appended when it exists and found again by its key."""
+"""Generated texts on disk, each appended when it exists and found again by its key.
+
+Workers that share a stage's texts write a part each, beside the file; who works alone
+after them finds their texts there, and takes them in.
+"""
 
 import dataclasses
 import json
-from collections.abc import Sequence
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -17,6 +25,17 @@ from extract.generate.generator import (
 from extract.run.console import Progress, Update
 from extract.run.directory import RunDir
 from extract.run.files import JsonLines
+from extract.run.sharing import share
+from extract.run.workers import Worker
+
+
+class ShareDone(Exception):
+    """A worker has written its share of the texts; ends a stage that others share."""
+
+    def __init__(self, n_missing: int) -> None:
+        """Take how many texts of other workers are missing."""
+        super().__init__(f"{n_missing} texts of other workers are missing")
+        self.n_missing = n_missing
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -25,10 +44,20 @@ class Replies:
 
     The key covers everything that changes a text (`reply_key`), so a
     text is found again only for the same question to the same backend.
+
+    Attributes:
+      lines: where texts are appended.
+      found: texts by key.
+      parts: folder of what workers wrote, None where there is none.
+      worker: who generates; one of several needs a backend that plans its batches.
+      from_parts: texts that are in parts alone.
     """
 
     lines: JsonLines
     found: dict[str, Generated]
+    parts: Path | None = None
+    worker: Worker = Worker()
+    from_parts: dict[str, Generated] = dataclasses.field(default_factory=dict)
     n_reused: int = 0  # texts that were found and not generated again
     n_new: int = 0  # texts that were generated and appended
 
@@ -43,8 +72,8 @@ class Replies:
         found: dict[str, Generated] = {}
         for number, row in enumerate(lines.rows(), start=1):
             try:
-                key = msgspec.convert(row.pop("key"), str)
-                found.setdefault(key, msgspec.convert(row, Generated))
+                key, reply = _reply(row)
+                found.setdefault(key, reply)
             except (AttributeError, KeyError, TypeError, msgspec.ValidationError):
                 raise ValueError(
                     f"{path}, line {number}: not a generated text of this program's "
@@ -66,6 +95,9 @@ class Replies:
           prompts: equal ones share a text.
           config: how.
           progress: told texts there and wanted.
+
+        Raises:
+          ShareDone: one of several workers has generated its batches.
         """
         identity = generator.identity
         keys = [reply_key(identity, prompt, config) for prompt in prompts]
@@ -74,24 +106,103 @@ class Replies:
         n_there = sum(key in self.found for key in first)
         self.n_reused += n_there
         progress(n_there, len(first))
+        if self.worker.world_size > 1:
+            plan = generator.plan(prompts, config)
+            mine = plan[self.worker.rank :: self.worker.world_size]
+            done |= {*range(len(prompts))} - {i for batch in mine for i in batch}
         for i, reply in generator.stream(prompts, config, done):
             if keys[i] in self.found:
                 continue
-            row = {"key": keys[i], **msgspec.structs.asdict(reply)}
-            self.lines.append([json.dumps(row)])
+            self.lines.append([_line(keys[i], reply)])
             self.found[keys[i]] = reply
             self.n_new += 1
             n_there += 1
             progress(n_there, len(first))
+        if self.worker.world_size > 1:
+            self.found |= dict(_written(self.parts))
+            raise ShareDone(sum(key not in self.found for key in first))
+        self._take_in()
         return [self.found[key] for key in keys]
 
+    def _take_in(self) -> None:
+        """Append what workers wrote; their parts go."""
+        self.lines.append([_line(key, x) for key, x in self.from_parts.items()])
+        self.from_parts.clear()
+        if self.parts is not None:
+            shutil.rmtree(self.parts, ignore_errors=True)
 
-def open_replies(run: RunDir, role: str, progress: Progress) -> Replies:
-    """Open what a model has written in one role of a run; see `RunDir.replies`."""
-    replies = Replies.open(run.replies(role))
+
+def _reply(row: dict[str, Any]) -> tuple[str, Generated]:
+    """Return a row's key and text."""
+    key = msgspec.convert(row.pop("key"), str)
+    return key, msgspec.convert(row, Generated)
+
+
+def _line(key: str, reply: Generated) -> str:
+    return json.dumps({"key": key, **msgspec.structs.asdict(reply)})
+
+
+def _written(folder: Path) -> Iterator[tuple[str, Generated]]:
+    """Yield keys and texts of all parts; of a damaged line on, none of its part."""
+    for path in sorted(folder.glob("*.jsonl")):
+        for row in JsonLines(path).whole_rows(dict[str, Any]):
+            yield _reply(row)
+
+
+def open_replies(
+    run: RunDir, role: str, progress: Progress, worker: Worker | None = None
+) -> Replies:
+    """Open what a model has written in one role of a run; see `RunDir.replies`.
+
+    Args:
+      run: held alone, or by all workers.
+      role: of the model.
+      progress: is told what was set aside.
+      worker: who will generate; None for one that works alone.
+    """
+    worker, parts = worker or Worker(), run.parts(role)
+    if worker.world_size == 1:
+        replies = Replies.open(run.replies(role))
+        replies.parts = parts
+        others = {k: v for k, v in _written(parts) if k not in replies.found}
+        replies.from_parts, replies.found = others, {**replies.found, **others}
+    else:
+        whole = (_reply(r) for r in JsonLines(run.replies(role)).whole_rows(dict))
+        found = {**dict(whole), **dict(_written(parts))}
+        name = f"{worker.rank}-of-{worker.world_size}@{socket.gethostname()}"
+        lines = JsonLines.open(parts / f"{name}.{os.getpid()}.jsonl")
+        replies = Replies(lines=lines, found=found, parts=parts, worker=worker)
     if replies.lines.truncated:
         progress.note(replies.lines.truncated)
     return replies
+
+
+def share_texts(
+    run: RunDir, verb: str, worker: Worker, work: Callable[[RunDir, Worker], None]
+) -> None:
+    """Do a stage whose texts workers share: alone, or a worker's share of it.
+
+    Args:
+      run: held by who works alone; only named by one of several workers.
+      verb: as on the command line.
+      worker: who does it.
+      work: does the stage in a run that is held, or raises `ShareDone`.
+    """
+    if worker.world_size == 1:
+        work(run, worker)
+        return
+
+    def part(run: RunDir) -> int | None:
+        try:
+            work(run, worker)
+        except ShareDone as done:
+            return done.n_missing
+        return None
+
+    def whole(run: RunDir) -> None:
+        work(run, Worker())
+
+    share(run.path, verb, worker, Progress(), part, whole, of="texts")
 
 
 def reused_in_words(replies: Replies) -> str:

@@ -61,11 +61,9 @@ from extract.run.files import (
     write_json_atomic,
     write_text_atomic,
 )
-from extract.run.lock import InUse
+from extract.run.sharing import share
 from extract.run.stages import Forecast, Stage, once
 from extract.run.workers import Worker
-
-_PATIENCE = 120.0  # seconds; who puts together, or looks whether to, takes less
 
 
 def answer_identity(config: AnswerConfig) -> dict[str, Any]:
@@ -174,34 +172,24 @@ def answer_part(run_dir: Path, worker: Worker, progress: Progress) -> None:
       InUse: a process that works alone holds the run.
       ValueError: an input is missing, or has changed meanwhile.
     """
-    name = f"answer {worker.rank}/{worker.world_size}"
-    began = time.monotonic()
-    with _open_patiently(run_dir, exclusive=False) as run:
+    name, began = f"answer {worker.rank}/{worker.world_size}", time.monotonic()
+    local, inputs = None, {}
+
+    def part(run: RunDir) -> int | None:
+        nonlocal local, inputs
         inputs = run.hash_inputs(*question_files(run))
         if run.stage_done("answer", inputs):
-            progress.note(f"{name}: already done")
-            return
+            return None
         run.reopen_stage("answer")
         local = _LocalAnswers(run, answer_config(run), progress)
         file = f"{worker.rank}-of-{worker.world_size}@{socket.gethostname()}"
-        lines = JsonLines.open(run.answer_parts / f"{file}.{os.getpid()}.jsonl")
+        lines = JsonLines.open(run.parts("answer") / f"{file}.{os.getpid()}.jsonl")
         rows = AnswerRows(lines, dict.fromkeys(answered_keys(run, local.requests)))
         with progress.stage(name) as update:
             local.append(rows, update, worker)
-        n_missing = len(local.requests) - len(answered_keys(run, local.requests))
-    if n_missing:
-        progress.note(
-            f"{name}: {n_missing} answers of other workers are missing; "
-            "whoever writes the last puts all together, and so does `beatrice answer "
-            f"{run_dir}`"
-        )
-        return
-    try:
-        held = _open_patiently(run_dir, exclusive=True)
-    except InUse:
-        progress.note(f"{name}: another process puts the answers together")
-        return
-    with held as run:
+        return len(local.requests) - len(answered_keys(run, local.requests))
+
+    def whole(run: RunDir) -> None:
         if run.hash_inputs(*question_files(run)) != inputs:
             raise ValueError(
                 f"the questions in {run_dir} have changed while they were answered; "
@@ -214,17 +202,7 @@ def answer_part(run_dir: Path, worker: Worker, progress: Progress) -> None:
 
         once(run, "answer", inputs, [run.answers], progress, gather, began=began)
 
-
-def _open_patiently(run_dir: Path, *, exclusive: bool) -> RunDir:
-    """Hold a run, after others that hold it for a moment."""
-    until = time.monotonic() + _PATIENCE
-    while True:
-        try:
-            return RunDir.open(run_dir, exclusive=exclusive)
-        except InUse:
-            if time.monotonic() > until:
-                raise
-            time.sleep(0.2)
+    share(run_dir, "answer", worker, progress, part, whole, of="answers")
 
 
 def load_tokenizer_only(run: RunDir) -> tuple[TokenizerOnly, tuple[int, ...]]:
@@ -306,6 +284,7 @@ def draw_run(
     progress: Progress,
     *,
     as_text: bool = False,
+    worker: Worker | None = None,
 ) -> Path:
     """Draw answers to the questions of some splits; returns the file of samples."""
     identity = {
@@ -318,7 +297,7 @@ def draw_run(
     path, limit = samples_file(run), draws.sampling.max_new_tokens
 
     def work(update: Update) -> None:
-        replies = open_replies(run, "sample", progress)
+        replies = open_replies(run, "sample", progress, worker)
         examples = [e for e in read_examples(run) if e.split in splits]
         made = make_requests(examples, model, prompt, limit, settings_of(run))
         if made.note:

@@ -17,6 +17,7 @@ from extract.generate.options import (
 )
 from extract.run.console import Progress, quiet
 from extract.run.verbs import RUN_DIR, alone, do_or_forecast, dry_run_option
+from extract.run.workers import SHARD, Worker, worker_of
 
 if TYPE_CHECKING:
     from extract.generate.generator import Generator
@@ -26,18 +27,28 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def _asking(
-    run_dir: Path, line: str, model: str, backend: BackendOptions, dry_run: bool
+    run_dir: Path,
+    line: str,
+    model: str,
+    backend: BackendOptions,
+    dry_run: bool,
+    worker: Worker,
 ) -> Iterator[tuple["RunDir", "Generator"]]:
-    """Open a run and the model that a verb asks with an option; `line` has both."""
+    """Open a run and the model that a verb asks with an option; `line` has both.
+
+    One of several workers holds the run later, beside the others.
+    """
     verb, option = line.split()
     if backend.server is None:
         check_model_option(model, option)
     from extract.run.directory import RunDir
 
-    alone(verb if verb == "rewrite" else line)
+    if backend.server is not None:
+        alone(f"{line} --server", worker)
     quiet()
+    is_alone = worker.world_size == 1
     with (
-        RunDir.open(run_dir) as run,
+        RunDir.open(run_dir) if is_alone else RunDir(run_dir) as run,
         open_asking(run, verb, model, backend, dry_run=dry_run) as generator,
     ):
         yield run, generator
@@ -62,6 +73,7 @@ def _asking(
     "count as failed.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the counts as JSON.")
+@SHARD
 @dry_run_option
 @backend_options
 def rewrite(
@@ -70,33 +82,39 @@ def rewrite(
     max_tokens: int,
     overlong: str,
     as_json: bool,
+    shard: str | None,
     dry_run: bool,
     backend: BackendOptions,
 ) -> None:
     """Put every in-domain context into other words, with the paper's prompt.
 
     Before `answer`, which then also answers on the rewritten contexts. What a rewrite
-    adds beyond its source is flagged and counted.
+    adds beyond its source is flagged and counted. On this machine under torchrun, srun
+    or mpirun, or with --shard, every process does its part.
 
     Example: beatrice rewrite runs/mine --model Qwen/Qwen3.5-27B --server
     http://localhost:8000/v1
     """
+    from extract.generate.replies import share_texts
     from extract.generate.requests import answer_config
     from extract.label.rewriter import RewriteConfig
     from extract.label.stage import rewrite_run
 
-    line = "rewrite --model"
-    with _asking(run_dir, line, model, backend, dry_run) as (run, generator):
+    def work(run: "RunDir", worker: Worker) -> None:
         config = RewriteConfig(
             max_new_tokens=max_tokens,
             seed=run.seed,
             skip_overlong=overlong == "skip",
             template=answer_config(run, is_recorded=False).prompt.template,
         )
-        counts = rewrite_run(run, generator, config, Progress())
+        counts = rewrite_run(run, generator, config, Progress(), worker=worker)
         lines = (f"{name:<30}{n:>8}" for name, n in counts.items())
         click.echo(json.dumps(counts) if as_json else "\n".join(lines))
         click.echo(str(run_dir / "rewrites.jsonl"), err=as_json)
+
+    line, worker = "rewrite --model", worker_of(shard, dry_run)
+    with _asking(run_dir, line, model, backend, dry_run, worker) as (run, generator):
+        share_texts(run, "rewrite", worker, work)
 
 
 @click.command()
@@ -141,6 +159,7 @@ def rewrite(
     help="With --audit: that sample, its column 'human' filled in.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the audit as JSON.")
+@SHARD
 @dry_run_option
 @backend_options
 def label(
@@ -153,12 +172,15 @@ def label(
     n_sample: int,
     annotations: Path | None,
     as_json: bool,
+    shard: str | None,
     dry_run: bool,
     backend: BackendOptions,
 ) -> None:
     """Label the answers, by comparison with golds, by judges or by a file; audit them.
 
-    With --audit and no --judge the labels that are there are audited.
+    With --audit and no --judge the labels that are there are audited. A judge on this
+    machine is shared: under torchrun, srun or mpirun, or with --shard, every process
+    does its part.
 
     Example: beatrice label runs/demo --audit
     """
@@ -177,17 +199,27 @@ def label(
         raise click.UsageError("--match labels without a judge and without --audit")
     if imported is not None and (judge or match or audit or dry_run):
         raise click.UsageError("--import labels by its file alone; leave the rest out")
+    from extract.generate.replies import share_texts
     from extract.label.judges import ConsensusConfig
     from extract.label.stage import LABEL, label_by_judges, settle_match
     from extract.run.directory import RunDir
 
+    worker = worker_of(shard, dry_run)
+    if judge is None or audit:
+        alone("label without --judge, or with --audit,", worker)
     if judge is not None:
-        line = "label --judge"
-        with _asking(run_dir, line, judge, backend, dry_run) as (run, generator):
+        # Of a directory its name alone: rows are compared between machines.
+        name = Path(judge).name if Path(judge).is_dir() else judge
+
+        def work(run: "RunDir", worker: Worker) -> None:
             config = ConsensusConfig(vote=vote, seed=run.seed)
-            # Of a directory its name alone: rows are compared between machines.
-            name = Path(judge).name if Path(judge).is_dir() else judge
-            label_by_judges(run, generator, config, Progress(), name=name)
+            told = {"name": name, "worker": worker}
+            label_by_judges(run, generator, config, Progress(), **told)
+
+        line = "label --judge"
+        with _asking(run_dir, line, judge, backend, dry_run, worker) as opened:
+            run, generator = opened
+            share_texts(run, "label", worker, work)
     elif imported is not None:
         from extract.label.imported import label_by_import
 

@@ -61,6 +61,7 @@ from extract.run.files import (
 )
 from extract.run.results import label_rule
 from extract.run.stages import Forecast, Stage, once, refuse_stale
+from extract.run.workers import Worker
 
 
 def answered_questions(run: RunDir) -> list[tuple[Example, Answer]]:
@@ -187,6 +188,7 @@ def label_by_judges(
     progress: Progress,
     *,
     name: str,
+    worker: Worker | None = None,
 ) -> None:
     """Label every answer by the consensus of the rubrics of the judge called `name`.
 
@@ -202,7 +204,7 @@ def label_by_judges(
     summary = run.replies("judge").with_suffix(".json")
 
     def work(update: Update) -> None:
-        replies = open_replies(run, "judge", progress)
+        replies = open_replies(run, "judge", progress, worker)
         found = judge_answers(
             answered_questions(run), generator, replies, config, update
         )
@@ -261,7 +263,12 @@ def compare_annotations(run: RunDir, path: Path, *, seed: int) -> HumanAgreement
 
 
 def rewrite_run(
-    run: RunDir, generator: Generator, config: RewriteConfig, progress: Progress
+    run: RunDir,
+    generator: Generator,
+    config: RewriteConfig,
+    progress: Progress,
+    *,
+    worker: Worker | None = None,
 ) -> dict[str, int]:
     """Rewrite the contexts of a run; returns the counts.
 
@@ -280,7 +287,7 @@ def rewrite_run(
 
     def work(update: Update) -> None:
         examples = read_questions(run)
-        replies = open_replies(run, "rewrite", progress)
+        replies = open_replies(run, "rewrite", progress, worker)
         rewrites = rewrite_contexts(examples, generator, replies, config, update)
         progress.note(f"rewrite: {reused_in_words(replies)}")
         counts = count_rewrites(rewrites) | {

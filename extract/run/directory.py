@@ -90,7 +90,6 @@ class RunDir:
     passages = _at("passages.jsonl", "What the retrievers search, one per line.")
     rewrites = _at("rewrites.jsonl", "One `Rewrite` per line; absent without rewrites.")
     answers = _at("answers", "Folder of `Answer` lines.")
-    answer_parts = _at("parts/answer", "What workers answered, not yet put together.")
     labels = _at("labels.jsonl", "Verdicts, one `Label` per line.")
     audit = _at("audit", "Folder of what is known about the labels' quality.")
     samples = _at("samples", "Folder of drawn answers.")
@@ -106,6 +105,10 @@ class RunDir:
     def replies(self, role: str) -> Path:
         """Every text a model wrote in one role, by key: judge, rewrite or sample."""
         return self.path / "replies" / f"{role}.jsonl"
+
+    def parts(self, role: str) -> Path:
+        """What workers wrote in a role, or as answers, not yet put together."""
+        return self.path / "parts" / role
 
     def features(self, setting: Setting) -> Path:
         """Feature store of one setting."""

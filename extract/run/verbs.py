@@ -10,6 +10,7 @@ import click
 from extract.records import SETTINGS
 from extract.run.console import RunPath
 from extract.run.manifest import PRESETS
+from extract.run.workers import Worker
 
 if TYPE_CHECKING:
     from extract.run.stages import Stage
@@ -101,19 +102,20 @@ def stage_verb(name: str, place: str, text: str) -> click.Command:
     return verb
 
 
-def alone(verb: str, shard: str | None = None) -> None:
-    """Refuse to be one of several workers, of a launcher or as `--shard` says.
+SHARED = ("rewrite", "answer", "label", "sample", "extract", "train", "select")
+
+
+def alone(what: str, worker: Worker) -> None:
+    """Refuse to be one of several workers.
 
     Raises:
       click.UsageError: there are several.
     """
-    from extract.run.workers import find_worker
-
-    world_size = find_worker(shard).world_size
-    if world_size > 1:
+    if worker.world_size > 1:
         raise click.UsageError(
-            f"{verb} is one process's work, and {world_size} were launched; only "
-            "`answer` on this machine and `extract` are shared among workers, so start "
-            "this verb once (with --server, --concurrency says how many requests are "
-            "under way)"
+            f"{what} is one process's work, and {worker.world_size} were launched "
+            f"({worker.source}); workers share `extract`, `train`, `select`, and on "
+            "this machine `rewrite`, `answer`, `label --judge` and `sample`, so start "
+            "this once (with --server, --concurrency says how many requests are under "
+            "way)"
         )

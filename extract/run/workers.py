@@ -79,6 +79,11 @@ def find_worker(
     return Worker()
 
 
+def worker_of(shard: str | None, dry_run: bool) -> Worker:
+    """Return which worker this is; who counts what all would do works alone."""
+    return Worker() if dry_run else find_worker(shard)
+
+
 def local_rank(environ: Mapping[str, str] = os.environ) -> int:
     """Return this worker's number among those of its machine, 0 without a launcher.
 

@@ -7,14 +7,15 @@ before and after a kill. On accelerators members lie side by side in blocks of o
 sizes, which changes how their products are summed, within rounding.
 
 Each process trains on the devices it sees, one GPU of its own where a launcher starts
-several on a machine. Rows are not split over processes: there are three times as many
-members as an eight-GPU machine can take, and their gradients would have to meet every
-step.
+several on a machine. Rows are not split over processes: a setting has 48 members, six
+for each of eight GPUs, and gradients of parts of the rows would meet in every step.
 """
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from extract.records import Setting
 from extract.run.console import Progress, Update
 from extract.run.contents import settings_of
 from extract.run.directory import RunDir
@@ -97,7 +98,7 @@ def _train_share(
         own[setting] = [_blocks_of(part, n_seeds) for part in members]
     left = []
 
-    def one(setting, tick) -> None:
+    def one(setting: Setting, tick: Callable[[], None]) -> None:
         opened = open_setting(run, config, setting, tick)
         if opened is None:
             return
@@ -108,12 +109,12 @@ def _train_share(
 
     total = sum(len(share) for shares in own.values() for share in shares)
     side_by_side(one, list(own), update, total, at_once=settings_at_once(config))
-    return sum(
-        len(members) - len(load_members(task.folder, members, key))
-        for key, tasks in left
-        for task in tasks
-        for members in [[m for block in task.blocks for m in block.members]]
-    )
+    n_missing = 0
+    for key, tasks in left:
+        for task in tasks:
+            members = [member for block in task.blocks for member in block.members]
+            n_missing += len(members) - len(load_members(task.folder, members, key))
+    return n_missing
 
 
 def train_share(run_dir: Path, worker: Worker, change: Change | None = None) -> None:

@@ -146,24 +146,31 @@ def test_answers_to_other_prompts_are_set_aside_and_not_taken_in(run, alone):
     assert answers(run)["answers.jsonl"] == alone["answers.jsonl"]
 
 
+SERVED = ("--server", "http://x/v1")
+
+
+@pytest.mark.parametrize("by", ["torchrun", "--shard"])
 @pytest.mark.parametrize(
     "verb",
     [
-        ("rewrite", "--model", "embedded"),
-        ("label", "--judge", "embedded"),
-        ("sample",),
-        ("answer", "--server", "http://x/v1"),
+        ("answer", *SERVED),
+        ("sample", *SERVED),
+        ("rewrite", "--model", "m", *SERVED),
+        ("label", "--judge", "m", *SERVED),
+        ("label",),
+        ("label", "--judge", "embedded", "--audit"),
+        ("select", "--optimism"),
     ],
 )
-def test_other_verbs_say_that_they_are_one_processs_work(run, verb):
-    said = answer(run, 0, 2, code=2, verb=verb)
+def test_what_is_not_shared_says_that_it_is_one_processs_work(run, verb, by):
+    said = answer(run, 0, 2, code=2, by=by, verb=verb)
     assert "is one process's work, and 2 were launched" in " ".join(said.split())
 
 
-def test_a_server_is_not_asked_in_parts(run):
-    served = ("answer", "--server", "http://x/v1")
-    said = answer(run, 0, 2, code=2, by="--shard", verb=served)
-    assert "is one process's work, and 2 were launched" in " ".join(said.split())
+@pytest.mark.parametrize("verb", ["calibrate", "report", "doctor", "demo", "sweep"])
+def test_a_verb_that_nobody_shares_says_so(run, verb):
+    said = answer(run, 1, 2, code=2, verb=(verb,))
+    assert f"{verb} is one process's work" in " ".join(said.split())
 
 
 def test_each_process_has_a_gpu_of_its_own():

@@ -15,19 +15,37 @@ def free_port():
         return free.getsockname()[1]
 
 
-def meet(mode, n=3):
-    """Return how each of some processes that meet ends, and what it says."""
-    environ = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}",
-        "WORLD_SIZE": str(n),
+def explicit(rank, n, port):
+    address = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}"}
+    return {**address, "RANK": str(rank), "WORLD_SIZE": str(n)}
+
+
+def torchrun(rank, n, port):
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port - 1)}
+    local = {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(n)}
+    return {**meeting, **local, "RANK": str(rank), "WORLD_SIZE": str(n)}
+
+
+def srun(rank, n, port):
+    return {
+        "SLURM_JOB_ID": str(port),
+        "JAX_COORDINATOR_PORT": str(port),  # otherwise it comes from the job's number
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": str(n),
+        "SLURM_STEP_NUM_TASKS": str(n),
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
     }
+
+
+def meet(mode, n=3, launcher=explicit):
+    """Return how each of some processes that meet ends, and what it says."""
+    environ, port = {**os.environ, "PYTHONPATH": str(ROOT)}, free_port()
     started = [
         subprocess.Popen(
             [sys.executable, "-m", "tests.jaxprobe.group_worker", mode],
             cwd=ROOT,
-            env={**environ, "RANK": str(rank)},
+            env={**environ, **launcher(rank, n, port)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -38,8 +56,9 @@ def meet(mode, n=3):
     return [process.returncode for process in started], said
 
 
-def test_all_processes_have_what_each_has():
-    codes, said = meet("fine")
+@pytest.mark.parametrize("launcher", [explicit, torchrun, srun])
+def test_all_processes_have_what_each_has(launcher):
+    codes, said = meet("fine", launcher=launcher)
     assert codes == [0, 0, 0], said
     for out, _ in said:
         assert out.splitlines()[-1] == "[0, 1, 2] [False, False, True]"

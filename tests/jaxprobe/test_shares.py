@@ -27,7 +27,7 @@ def test_every_member_and_every_control_is_one_workers(world_size):
     assert sorted(control) == [Member(EVERY_FAMILY, seed) for seed in range(3)]
 
 
-@pytest.mark.parametrize(("world_size", "most"), [(2, 1.05), (4, 1.1), (8, 1.35)])
+@pytest.mark.parametrize(("world_size", "most"), [(2, 1.02), (4, 1.07), (8, 1.18)])
 def test_no_worker_has_much_more_to_do_than_the_mean(world_size, most):
     loads = [
         sum(step_flops(PAPER, member) for member in (*grid, *control))
