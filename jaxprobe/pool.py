@@ -19,7 +19,7 @@ from jaxprobe import checkpoint
 from jaxprobe.detector import HeadName
 from jaxprobe.features.rows import Rows, load_rows, partners
 from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
-from jaxprobe.fit.stage import read_member_outputs
+from jaxprobe.fit.saved import read_member_outputs
 from jaxprobe.model.encoder import MemberOutputs
 from jaxprobe.model.fusion import PoolOutputs, pool_outputs
 from jaxprobe.settings import grid_config

@@ -32,10 +32,10 @@ from jaxprobe.features.families import all_but
 from jaxprobe.features.rows import Rows, TrainingRows, training_rows
 from jaxprobe.features.subsets import FAMILIES, LETTERS, N_SUBSETS, SUBSET_NAMES
 from jaxprobe.fit.blocks import Block, default_blocks
+from jaxprobe.fit.saved import read_member_outputs
 from jaxprobe.fit.stage import (
     MemberTrainer,
     encoder_folders,
-    read_member_outputs,
     settings_at_once,
 )
 from jaxprobe.model.encoder import MemberOutputs

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from extract.records import SETTINGS
 from extract.run.directory import RunDir
-from jaxprobe.fit.stage import read_member_outputs
+from jaxprobe.fit.saved import read_member_outputs
 from tests.process import call
 
 

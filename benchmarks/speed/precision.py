@@ -45,7 +45,8 @@ from jaxprobe.features.rows import (
 from jaxprobe.features.subsets import FAMILIES, N_SUBSETS, SUBSET_NAMES, subset_index
 from jaxprobe.fit import grid
 from jaxprobe.fit.blocks import Block, default_blocks
-from jaxprobe.fit.stage import MemberTrainer, read_member_outputs
+from jaxprobe.fit.saved import read_member_outputs
+from jaxprobe.fit.stage import MemberTrainer
 from jaxprobe.model.encoder import Encoder
 from jaxprobe.settings import GridConfig, grid_config, set_compiler
 

@@ -1,6 +1,6 @@
-"""Finished members on disk, one file each, for a run that continues.
+"""Members on disk: finished ones, one file each, and what all say of a run's rows.
 
-A file tells nothing of the block in which its member was trained, nor of the process:
+A member's file tells nothing of the block in which it was trained, nor of the process:
 another plan of blocks and another number of processes find it again.
 """
 
@@ -11,10 +11,15 @@ from typing import Any
 import flax.traverse_util
 import jax
 
+from extract.records import Setting
+from extract.run.contents import settings_of
+from extract.run.directory import RunDir
+from jaxprobe import checkpoint
 from jaxprobe.checkpoint import load_cache, save_cache
 from jaxprobe.fit.blocks import Block, Member
 from jaxprobe.fit.grid import Trained
 from jaxprobe.fit.loop import FitInfo
+from jaxprobe.model.encoder import MemberOutputs
 
 
 def _file(folder: Path, member: Member) -> Path:
@@ -56,3 +61,14 @@ def cut(block: Block, members: Collection[Member]) -> list[Block]:
         seeds = tuple(s for s in block.seeds if Member(subset, s) in members)
         by_seeds.setdefault(seeds, []).append(subset)
     return [Block(tuple(own), seeds) for seeds, own in by_seeds.items() if seeds]
+
+
+def read_member_outputs(run: RunDir, setting: Setting) -> MemberOutputs:
+    """Return the outputs of every trained encoder of a setting on its rows."""
+    tree, _ = checkpoint.restore(run.encoders(setting))
+    return MemberOutputs(**tree["outputs"])
+
+
+def encoder_folders(run: RunDir) -> list[Path]:
+    """Return the checkpoints of the run's settings."""
+    return [run.encoders(setting) for setting in settings_of(run)]

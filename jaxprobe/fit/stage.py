@@ -43,7 +43,12 @@ from jaxprobe.fit.linear import (
 )
 from jaxprobe.fit.memory import Sizes
 from jaxprobe.fit.plan import Plan, choose, forecast, record_plans, run_plans
-from jaxprobe.fit.saved import cut, load_members, save_members
+from jaxprobe.fit.saved import (
+    cut,
+    encoder_folders,
+    load_members,
+    save_members,
+)
 from jaxprobe.fit.streaming import Streamed, fit_streamed
 from jaxprobe.model.encoder import Encoder, MemberOutputs
 from jaxprobe.settings import GRID_PRESETS, GridConfig, set_compiler
@@ -339,17 +344,6 @@ def _train(
         n_each * len(settings),
         at_once=1 if device_memory else settings_at_once(config),
     )
-
-
-def read_member_outputs(run: RunDir, setting: Setting) -> MemberOutputs:
-    """Return the outputs of every trained encoder of a setting on its rows."""
-    tree, _ = checkpoint.restore(run.encoders(setting))
-    return MemberOutputs(**tree["outputs"])
-
-
-def encoder_folders(run: RunDir) -> list[Path]:
-    """Return the checkpoints of the run's settings."""
-    return [run.encoders(setting) for setting in settings_of(run)]
 
 
 def train_stage(device_memory: int | None) -> Stage:

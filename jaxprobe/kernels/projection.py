@@ -5,12 +5,13 @@ None of the three is done for a family that is not read.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxprobe.config import MatmulDtype
+from jaxprobe.kernels.branch import shared_branch, zeros_if_closed
 from jaxprobe.kernels.matmul import contract, product
 from jaxprobe.kernels.random import RowKeys, hashed_normal
 
@@ -100,54 +101,6 @@ def _gated(
     return jax.lax.cond(gate, compute, lambda: jnp.zeros(shape, jnp.float32))
 
 
-def shared_branch(
-    compute: Callable[[Any], jax.Array],
-    mask: Callable[[jax.Array, jax.Array], jax.Array] | None,
-    gate: jax.Array,
-    given: Any,
-) -> jax.Array:
-    """`compute(given)` where the gate is open; for members side by side, once for all.
-
-    By itself `vmap` over gates copies what the members share, a batch of hidden states,
-    for every member. Here what is computed is as shared as what it is computed from.
-
-    Args:
-      compute: has no gradient of its own.
-      mask: makes zeros of a value whose gate is closed; None where nobody reads it.
-      gate: scalar bool.
-      given: arrays, not closed over, since `vmap` must see them.
-    """
-    shape = jax.eval_shape(compute, given)
-
-    @jax.custom_batching.custom_vmap
-    def branch(gate, given):
-        return jax.lax.cond(
-            gate, compute, lambda _: jnp.zeros(shape.shape, shape.dtype), given
-        )
-
-    @branch.def_vmap
-    def several(n, is_batched, gate, given):
-        is_gate_batched, are_given = is_batched
-        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, are_given)
-        is_shared = not any(jax.tree.leaves(are_given))
-        found = (
-            compute(given)
-            if is_shared
-            else jax.vmap(compute, in_axes=(axes,), axis_size=n)(given)
-        )
-        if mask is None:
-            return found, not is_shared
-        own = 0 if is_gate_batched else None, None if is_shared else 0
-        return jax.vmap(mask, in_axes=own, axis_size=n)(gate, found), True
-
-    return branch(gate, given)
-
-
-def _closed(gate: jax.Array, x: jax.Array) -> jax.Array:
-    """Zeros unless the gate is open."""
-    return jnp.where(gate, x, 0.0)
-
-
 def _product(
     weight: jax.Array, tokens: jax.Array, matmul_dtype: MatmulDtype
 ) -> jax.Array:
@@ -182,7 +135,7 @@ def _gated_product(deviation, stream, matmul_dtype, weight, batch, gate, key):
     """`_noisy_product` behind a gate; only `weight` has a gradient."""
     compute = partial(_noisy_product, deviation, stream, matmul_dtype)
     return shared_branch(
-        lambda given: compute(*given), _closed, gate, (weight, batch, key)
+        lambda given: compute(*given), zeros_if_closed, gate, (weight, batch, key)
     )
 
 
@@ -203,7 +156,7 @@ def _gated_product_backward(deviation, stream, matmul_dtype, residuals, dy):
         return jax.vjp(compute, weight)[1](dy)[0]
 
     given = weight, batch, key, dy
-    return shared_branch(vjp, _closed, gate, given), None, None, None
+    return shared_branch(vjp, zeros_if_closed, gate, given), None, None, None
 
 
 _gated_product.defvjp(_gated_product_forward, _gated_product_backward)
@@ -417,7 +370,7 @@ def project_whole(matmul_dtype, weight, tokens, rows, real, gate):
         y = contract(weight, batch, 1, matmul_dtype).reshape(-1, *real.shape)
         return jnp.where(real[None], y, 0.0)
 
-    return shared_branch(project, _closed, gate, (weight, tokens, rows, real))
+    return shared_branch(project, zeros_if_closed, gate, (weight, tokens, rows, real))
 
 
 def project_whole_vjp(matmul_dtype, dy, weight, tokens, rows, real, gate):
@@ -429,4 +382,4 @@ def project_whole_vjp(matmul_dtype, dy, weight, tokens, rows, real, gate):
         transposed = jnp.where(real[None], dy, 0.0).reshape(len(weight), -1)
         return product(transposed, batch, matmul_dtype)
 
-    return shared_branch(vjp, _closed, gate, (dy, tokens, rows, real))
+    return shared_branch(vjp, zeros_if_closed, gate, (dy, tokens, rows, real))
