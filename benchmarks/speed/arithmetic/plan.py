@@ -23,19 +23,26 @@ from extract.records import SETTINGS, Setting
 from extract.run.console import Progress, quiet
 from extract.run.stages import bytes_in_words
 from jaxprobe.config import StreamConfig, TrainConfig
+from jaxprobe.features.subsets import N_FAMILIES
 from jaxprobe.fit.memory import Foretold, Sizes, compiled_step, traced_steps
 from jaxprobe.fit.plan import Plan, as_bytes, choose
 from jaxprobe.fit.work import Workload, step_flops
+from jaxprobe.kernels.masked import N_TAPS
 from jaxprobe.settings import GridConfig
 
 Name = Literal["h100", "h200"]
-N_TRAIN, N_VALID = 30_000, 3_000  # the paper's questions, section 3
+# Rows of training and validation: 30,000 and 3,000 questions (the paper, section 3),
+# with context in two wordings.
+N_ROWS: dict[Setting, tuple[int, int]] = {
+    "closed_book": (30_000, 3_000),
+    "with_context": (60_000, 6_000),
+}
 # Question and answer; with context the passages before them.
 WIDTHS: dict[Setting, tuple[int, ...]] = {
     "closed_book": (40, 16),
     "with_context": (300, 40, 16),
 }
-STREAMED: tuple[Setting, ...] = ("with_context",)  # its rows take 190 GiB
+STREAMED: tuple[Setting, ...] = ("with_context",)  # its rows take 420 GiB
 PLANNED = (
     "setting, plan, rows and weights, temporaries, other rows, all, limit, foretold"
 ).split(", ")
@@ -81,8 +88,9 @@ def paper_config(setting: Setting, is_mixed: bool = False) -> GridConfig:
 
 def paper_sizes(setting: Setting, is_mixed: bool = False) -> Sizes:
     """Return the sizes of the paper's run on a Qwen3.5-9B, every row the longest."""
-    lengths = np.tile(WIDTHS[setting], (N_TRAIN + N_VALID, 1))
-    where = np.split(np.arange(len(lengths)), [N_TRAIN])
+    n_train, n_valid = N_ROWS[setting]
+    lengths = np.tile(WIDTHS[setting], (n_train + n_valid, 1))
+    where = np.split(np.arange(len(lengths)), [n_train])
     config = paper_config(setting, is_mixed)
     return Sizes.of(config, paper(1).dims, lengths, where)
 
@@ -219,9 +227,9 @@ def role_of(product: Product, sizes: Sizes) -> str:
     shapes = {*product.left.shape, *product.right.shape, *product.result.shape}
     if sizes.dims.hidden in shapes and product.n_flops > 1e9 * config.projection / 64:
         return "hidden states"
-    if 3 * config.hidden in shapes:
+    if N_TAPS * config.hidden in shapes:
         return "convolution"
-    if 4 * config.projection in shapes:
+    if N_FAMILIES * config.projection in shapes:
         return "entry"
     if product.depth <= config.hidden and config.n_groups in shapes:
         return "group statistics"
@@ -270,7 +278,7 @@ def work_of(
     products = sum(one.seconds for one in found)
     bound = sum(one.seconds for one in found if one.is_memory_bound)
     others = cost["bytes accessed"] - sum(one.n_bytes for one in found)
-    n_batches = math.ceil(N_TRAIN / sizes.train.batch_size) * sizes.train.max_epochs
+    n_epoch = math.ceil(N_ROWS[setting][0] / sizes.train.batch_size)
     return Work(
         setting=setting,
         n_flops=round(times * sum(one.n_flops for one in found)),
@@ -279,16 +287,23 @@ def work_of(
         product_seconds=times * products,
         other_seconds=times * max(others, 0.0) / device.bandwidth,
         memory_share=bound / products,
-        n_batches=n_batches,
+        n_batches=n_epoch * sizes.train.max_epochs,
     )
 
 
 def moved_activations(module: Module, sizes: Sizes, n_rows: int) -> int:
     """Count transposes of members' activations that no product takes as they are."""
     positions = {n_rows * n for n in (*sizes.widths, sum(sizes.widths))}
-    # Two axes: the signals of a small family, which all members of a seed share.
-    every = (x for x in module.transposes.elements() if len(x.shape) > 2)
-    return sum(not positions.isdisjoint(x.shape) for x in every)
+    config = sizes.encoder
+    channels = {config.hidden, N_TAPS * config.hidden, N_FAMILIES * config.projection}
+    return sum(
+        n
+        for x, n in module.transposes.items()
+        if not positions.isdisjoint(x.shape)
+        and not channels.isdisjoint(x.shape)
+        # Two axes: the signals of a small family, which all members of a seed share.
+        and len(x.shape) > 2
+    )
 
 
 def gathers_of_states(module: Module, sizes: Sizes) -> Counter[tuple[int, ...]]:
