@@ -7,11 +7,16 @@ import msgspec
 import pytest
 
 import beatrice as program
+from benchmarks.results.stage import REPORT
 from extract.generate.requests import ANSWER_PRESETS
 from extract.records import IN_DOMAIN, SETTINGS, read_records, write_lines
 from extract.run.contents import read_examples, settings_of
 from extract.run.directory import RunDir
 from extract.run.results import ResultRow, ResultTable
+from jaxprobe.features.rows import load_rows
+from jaxprobe.pool import branch_setting
+from jaxprobe.stage import CALIBRATE
+from selection.sweep import SWEEP
 from tests.extract.small_run import beatrice, questions, smoke
 
 BARE = {"bare", "rephrased"}  # sets without passages in a mixed run
@@ -97,6 +102,26 @@ def test_every_verb_works_on_the_settings_that_a_run_has(run, case):
         assert found == set(HAS[case])
     assert "every checksum holds" in beatrice("verify", run.path).stdout
     beatrice("doctor", run.path)
+
+
+@pytest.mark.slow
+def test_dry_runs_of_what_asks_no_model_count_what_was_done(run):
+    found = list(json.loads(run.sweep.read_text())["settings"].values())
+    n_probes = sum(len(x["auroc"]) * len(x["auroc"][0]) for x in found)
+    n_states = sum((x["n_train"] + x["n_validation"]) * len(x["layers"]) for x in found)
+    sweep = SWEEP.forecast(run, SWEEP.settle(run))
+    assert sweep.basis.startswith(f"{n_probes} linear probes of at most 30 epochs")
+    assert f"{n_states} mean states of answers" in sweep.basis
+    branches = [folder.name for folder in run.selection.iterdir()]
+    n_scores = sum(
+        len(load_rows(run, branch_setting(branch))[1].where("validation"))
+        for branch in branches
+    )
+    calibrate = CALIBRATE.forecast(run, CALIBRATE.settle(run)).basis
+    assert f"{len(branches)} isotonic maps and thresholds, fitted on" in calibrate
+    assert f"fitted on {n_scores} validation scores" in calibrate
+    n_rows = len(run.results.read_text().splitlines())
+    assert REPORT.forecast(run, None).n_rows == n_rows
 
 
 @pytest.mark.slow
