@@ -131,7 +131,7 @@ def test_functions_that_are_called_twice_count_twice():
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_the_least_time_is_that_of_the_peak_that_binds(plans, setting):
+def test_time_by_roofline_is_that_of_the_peak_that_binds(plans, setting):
     sizes, row = plans[setting][80]
     module, device = cuda_module(sizes, row.plan), DEVICES["h100"]
     found = operations(setting, sizes, module, device)

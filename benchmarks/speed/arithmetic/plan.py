@@ -3,8 +3,9 @@
 Arithmetic, not a measurement. The training step is planned as `beatrice train` plans it
 and compiled by this machine's compiler, whose memory analysis and counts of operations
 are shown; it is lowered for CUDA, and the products of that module are held against the
-device's published peaks. What a roofline gives is the least time, if every product ran
-at its peak and everything else at the peak of memory.
+device's published peaks. Time by roofline is that of every product at the peak that
+binds it, and of all other bytes at memory's; how many these are follows from how this
+machine's compiler fuses loops, and a GPU's may move fewer.
 """
 
 import dataclasses
@@ -48,7 +49,7 @@ PLANNED = (
 ).split(", ")
 WORK = (
     "setting, GFLOP a batch in products, of members' own families, XLA counts, "
-    "least time of a batch, of 60 epochs, products at peak, bound by memory"
+    "roofline time of a batch, of 60 epochs, products at peak, bound by memory"
 ).split(", ")
 OPERATIONS = (
     "setting, product, times, of what, GFLOP, MB, FLOP/byte, bound by, ms"
@@ -181,7 +182,7 @@ class Work:
 
     @property
     def seconds(self) -> float:
-        """The least time of a batch."""
+        """The time of a batch by roofline."""
         return self.product_seconds + self.other_seconds
 
     def cells(self) -> list[str]:
