@@ -114,7 +114,10 @@ def as_bytes(text: str) -> int:
 
 
 def device_bytes() -> int | None:
-    """Return what a program may use of this machine's accelerator; None on a CPU."""
+    """Return what programs may use of this machine's accelerator; None on a CPU.
+
+    JAX takes three quarters of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more.
+    """
     if jax.default_backend() == "cpu":
         return None
     statistics = jax.local_devices()[0].memory_stats() or {}
@@ -139,8 +142,7 @@ def choose(sizes: Sizes, device_memory: int | None = None) -> Plan:
     if device_memory is None:
         if jax.default_backend() == "cpu" and jax.device_count() == 1:
             return Plan(n_subsets=1, n_seeds=1)
-        n_each = -(-N_SUBSETS // jax.device_count())
-        return Plan(n_subsets=n_each, n_seeds=sizes.train.n_seeds)
+        return Plan(n_subsets=_subsets_each(), n_seeds=sizes.train.n_seeds)
     limit = int((1 - KEPT_FREE) * device_memory)
     held = sizes.resident + rows_bytes(sizes, sizes.n_train)
     if held >= limit:
@@ -170,14 +172,20 @@ def choose(sizes: Sizes, device_memory: int | None = None) -> Plan:
     )
 
 
+def _subsets_each() -> int:
+    """Subsets of a seed on each device, where all of them are side by side."""
+    return -(-N_SUBSETS // jax.device_count())
+
+
 def _candidates(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
     """Yield subsets, seeds and rows, best first."""
     rows = row_choices(sizes.train)
     many = [n for n in rows if n >= _FEW_ROWS] or rows[:1]
     seeds = range(sizes.train.n_seeds, 0, -1)
+    whole = _subsets_each()
     # Parts of a seed that are as equal as can be: 15, 8, 5, 4, 3, 2, 1.
-    parts = sorted({-(-N_SUBSETS // n) for n in range(1, N_SUBSETS + 1)}, reverse=True)
-    blocks = [(N_SUBSETS, n) for n in seeds] + [(n, 1) for n in parts[1:]]
+    parts = sorted({-(-whole // n) for n in range(1, whole + 1)}, reverse=True)
+    blocks = [(whole, n) for n in seeds] + [(n, 1) for n in parts[1:]]
     for n_subsets, n_seeds in blocks:
         yield from ((n_subsets, n_seeds, n) for n in many)
     yield from ((1, 1, n) for n in rows if n < many[-1])
@@ -194,7 +202,7 @@ class Plans:
 def run_plans(
     run: RunDir, config: GridConfig, device_memory: int | None = None
 ) -> dict[Setting, Plan]:
-    """Return the plan of every setting of a run.
+    """Return the plan of every setting of a run that has rows to train on.
 
     Raises:
       ValueError: one does not fit, see `choose`.
@@ -204,6 +212,8 @@ def run_plans(
         store, rows = load_rows(run, setting)
         spans = store.spec.spans[:, list(SPANS[setting])]
         where = [rows.where(split) for split in ("train", "validation")]
+        if min(map(len, where)) == 0:
+            continue  # training says why
         sizes = Sizes.of(
             config, family_dims(store), spans[..., 1] - spans[..., 0], where
         )
@@ -233,7 +243,8 @@ def look_at_plan(path: Path) -> str | None:
       ValueError: it does not fit here.
     """
     run = RunDir(path)
-    if not all(run.features(setting).exists() for setting in settings_of(run)):
+    needed = [run.labels, *(run.features(setting) for setting in settings_of(run))]
+    if not all(path.exists() for path in needed):
         return None
     config = run.settle("train", GRID_PRESETS, is_recorded=False)
     return plans_in_words(run_plans(run, config), config.train)

@@ -301,7 +301,7 @@ def _train_setting(
     setting: Setting,
     tick: Callable[[], None],
 ) -> None:
-    opened = open_setting(run, config, setting, tick, plans[setting])
+    opened = open_setting(run, config, setting, tick, plans.get(setting))
     if opened is None:
         return
     trainer, *tasks = opened
