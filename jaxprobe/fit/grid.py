@@ -36,7 +36,6 @@ from jaxprobe.fit.loop import (
     shuffled,
     start_fit,
     take_steps,
-    to_host,
 )
 from jaxprobe.kernels.matmul import use_one_blas_thread
 from jaxprobe.kernels.projection import Draw
@@ -225,7 +224,7 @@ def trained_block(block: Block, state: FitState) -> Trained:
     n_subsets = len(block.subsets)  # of which a mesh may have trained more
 
     def fetch(x: jax.Array) -> np.ndarray:
-        x = to_host(x)[:, :n_subsets]
+        x = np.asarray(x)[:, :n_subsets]
         return x.reshape(-1, *x.shape[2:])
 
     return Trained(block.members, *jax.tree.map(fetch, (state.best_params, state.info)))

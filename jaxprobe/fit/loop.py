@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import multihost_utils
 from jax.flatten_util import ravel_pytree
 
 from jaxprobe.config import TrainConfig
@@ -108,7 +107,7 @@ def fit(
     states = [learner.start() for learner in learners]
     number = 0
     for epoch in range(config.max_epochs):
-        active = [i for i, s in enumerate(states) if to_host(s.is_active(config)).any()]
+        active = [i for i, s in enumerate(states) if np.asarray(s.is_active(config)).any()]
         if not active:
             break
         losses, logits = ({i: () for i in active} for _ in range(2))
@@ -136,13 +135,6 @@ def shuffled(groups: Sequence[Rows], config: TrainConfig, epoch: int) -> list[Ro
     """Return groups in an epoch's order, the same for every member."""
     order = np.random.default_rng((config.root_seed, epoch)).permutation(len(groups))
     return [groups[i] for i in order]
-
-
-def to_host(x: jax.Array) -> np.ndarray:
-    """Fetch an array, whole on every host."""
-    if x.is_fully_addressable:
-        return np.asarray(x)
-    return multihost_utils.process_allgather(x, tiled=True)
 
 
 def optimizer(config: TrainConfig) -> optax.GradientTransformation:
