@@ -107,7 +107,9 @@ def fit(
     states = [learner.start() for learner in learners]
     number = 0
     for epoch in range(config.max_epochs):
-        active = [i for i, s in enumerate(states) if np.asarray(s.is_active(config)).any()]
+        active = [
+            i for i, s in enumerate(states) if np.asarray(s.is_active(config)).any()
+        ]
         if not active:
             break
         losses, logits = ({i: () for i in active} for _ in range(2))
