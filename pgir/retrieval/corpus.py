@@ -6,6 +6,7 @@ of question sets; what a question marks as gold is written down beside, so that
 retrieval can be judged.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import mmap
@@ -246,6 +247,18 @@ def source_files(sources: Sequence[Path]) -> list[Path]:
     return files
 
 
+@contextlib.contextmanager
+def _created(folder: Path) -> Iterator[None]:
+    """Create a folder; where nothing comes to lie in it, it goes again."""
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    finally:
+        if is_new and not any(folder.iterdir()):
+            folder.rmdir()
+
+
 def build_corpus(folder: Path, sources: Sequence[Path], note: Note) -> Corpus:
     """Build a corpus, or open the one that is there if it is of the same files.
 
@@ -269,8 +282,8 @@ def build_corpus(folder: Path, sources: Sequence[Path], note: Note) -> Corpus:
             )
         return corpus
     writer, reports = _Writer(), []
-    folder.mkdir(parents=True, exist_ok=True)
     with (
+        _created(folder),
         write_stream_atomic(folder / "passages.jsonl") as passages,
         write_stream_atomic(folder / "gold.jsonl") as golds,
     ):

@@ -72,6 +72,13 @@ def test_a_page_is_no_passage(tmp_path):
     assert corpus.facts["sources"][0]["n_long"] == 1
 
 
+def test_of_a_file_without_passages_nothing_is_left(tmp_path):
+    bare = {key: QUESTIONS[0][key] for key in ("id", "question", "golden_answers")}
+    with pytest.raises(ValueError, match="none of the files holds a passage"):
+        build(tmp_path, bare__jsonl=json.dumps(bare))
+    assert not (tmp_path / "corpus").exists()
+
+
 def test_the_same_line_again_opens_the_corpus_and_other_files_are_refused(tmp_path):
     corpus = make_corpus(tmp_path, 5)
     source = tmp_path / "wiki.jsonl"
