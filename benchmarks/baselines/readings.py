@@ -16,7 +16,7 @@ from benchmarks.baselines.detector import Detector, Evidence
 from extract.generate.requests import answer_config
 from extract.run.contents import answers_file, question_files, samples_file
 from extract.run.files import sha256_tree
-from extract.run.stages import begin_peak, peak_bytes
+from extract.run.memory import begin_peak, peak_bytes
 from jaxprobe.checkpoint import load_cache, save_cache
 
 if TYPE_CHECKING:

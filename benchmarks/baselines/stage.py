@@ -34,8 +34,9 @@ from extract.run.files import (
     write_text_atomic,
 )
 from extract.run.manifest import Preset
+from extract.run.memory import begin_peak, peak_bytes
 from extract.run.results import ResultRow, publish, read_rows, rows_file, write_rows
-from extract.run.stages import Forecast, Stage, begin_peak, peak_bytes
+from extract.run.stages import Forecast, Stage
 from jaxprobe.checkpoint import load_cache, save_cache
 from jaxprobe.evaluation import Scored, bootstrap_of, detection_rows
 from jaxprobe.features.rows import chosen_layer, load_rows

@@ -12,12 +12,8 @@ import msgspec
 
 from extract.run.directory import RunDir
 from extract.run.files import read_json, write_json_atomic
-from extract.run.stages import (
-    begin_peak,
-    bytes_in_words,
-    disk_bytes,
-    peak_bytes,
-)
+from extract.run.memory import begin_peak, peak_bytes
+from extract.run.stages import bytes_in_words, disk_bytes
 
 _BF16 = {"amx_bf16", "avx512_bf16", "bf16"}  # x86 twice, and ARM
 

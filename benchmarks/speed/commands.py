@@ -2,7 +2,7 @@
 
 A benchmark stands in one module, measurement and command together, which is imported
 when it is asked for. Here are the group, and what the benchmarks share: how rows are
-printed, what memory a process holds, and a process of one's own to measure in.
+printed, and a process of one's own to measure in.
 """
 
 import dataclasses
@@ -11,16 +11,14 @@ import importlib
 import json
 import multiprocessing
 import os
-import resource
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import click
 
 from extract.run.console import table_head, table_row
+from extract.run.memory import held_bytes, peak_bytes
 
 # Subcommand -> what its help begins with; the module has its name, or is named below.
 BENCHES = {
@@ -47,8 +45,6 @@ AS_JSON = click.option(
     "--json", "as_json", is_flag=True, help="Print rows as JSON lines."
 )
 MIB = 2**20
-_STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 class _Benches(click.Group):
@@ -112,34 +108,6 @@ class RowPrinter:
         """Print what is for people alone."""
         if not self._as_json:
             click.echo(text)
-
-
-def _status(field: str) -> int:
-    """Return a field of the process's status in bytes (Linux)."""
-    line = next(x for x in _STATUS.read_text().splitlines() if x.startswith(field))
-    return int(line.split()[1]) * 1024
-
-
-def reset_peak() -> None:
-    """Let the peak start from what is held now, on systems that can (Linux)."""
-    if _CLEAR_REFS.exists():
-        _CLEAR_REFS.write_text("5")  # resets VmHWM
-
-
-def peak_bytes() -> int:
-    """Return the most that was resident since `reset_peak`, in bytes.
-
-    Where the mark cannot be reset, since the process began.
-    """
-    if _CLEAR_REFS.exists():
-        return _status("VmHWM")
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def held_bytes() -> int:
-    """Return what is resident now, in bytes; where unknown, the peak so far."""
-    return _status("VmRSS") if _STATUS.exists() else peak_bytes()
 
 
 def fresh_process(environment: Mapping[str, str] | None = None) -> ProcessPoolExecutor:

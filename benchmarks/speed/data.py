@@ -14,14 +14,9 @@ from pathlib import Path
 
 import click
 
-from benchmarks.speed.commands import (
-    AS_JSON,
-    MIB,
-    RowPrinter,
-    measure_fresh,
-    peak_bytes,
-)
+from benchmarks.speed.commands import AS_JSON, MIB, RowPrinter, measure_fresh
 from extract.run.console import Progress
+from extract.run.memory import peak_bytes
 
 HEAD = ("MB", "records", "refused", "s", "CPU s", "records/s", "MB/s", "peak MiB")
 _SMALLER = 10  # the other row's file, to show whether memory grows with size

@@ -22,15 +22,10 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.speed.commands import (
-    MIB,
-    held_bytes,
-    measure_fresh,
-    peak_bytes,
-    reset_peak,
-)
+from benchmarks.speed.commands import MIB, measure_fresh
 from extract.backbone.loading import Backbone, keep_freed_memory, load_backbone
 from extract.backbone.names import EMBEDDED, model_path
+from extract.run.memory import begin_peak, held_bytes, peak_bytes
 from extract.signals.extraction import read_batches, run_plan
 from extract.signals.plan import ExtractConfig, TokenSequence, plan_extraction
 from extract.signals.reader import SignalReader
@@ -244,7 +239,7 @@ def peak_above(run: Callable[[], object], device: str) -> float:
         held = torch.cuda.memory_allocated()
         run()
         return (torch.cuda.max_memory_allocated() - held) / MIB
-    reset_peak()
+    begin_peak()
     held = held_bytes()
     run()
     return (peak_bytes() - held) / MIB

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from benchmarks.speed.commands import AS_JSON, RowPrinter, reset_peak
+from benchmarks.speed.commands import AS_JSON, RowPrinter
 from extract.run.console import Progress, quiet
+from extract.run.memory import begin_peak
 from jaxprobe.config import EncoderConfig, TrainConfig
 from jaxprobe.features.families import Standardizer, split_families
 from jaxprobe.features.subsets import SUBSETS, FamilyDims
@@ -157,7 +158,7 @@ class Grid:
             labelled_of(work, N_VALID, seed=3),
         )
         self._fit(self.members[:1], work, self._data, max_epochs=1)
-        reset_peak()
+        begin_peak()
 
     def turn(self) -> None:
         """Train every member for one epoch of `n_steps` batches."""

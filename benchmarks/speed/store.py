@@ -16,16 +16,10 @@ from typing import Literal
 import click
 import numpy as np
 
-from benchmarks.speed.commands import (
-    AS_JSON,
-    MIB,
-    held_bytes,
-    measure_fresh,
-    peak_bytes,
-    reset_peak,
-)
+from benchmarks.speed.commands import AS_JSON, MIB, measure_fresh
 from benchmarks.speed.scaling import microworld
 from extract.run.console import Progress, quiet, table_head, table_row
+from extract.run.memory import begin_peak, held_bytes, peak_bytes
 from extract.store.read import FeatureStore, open_store
 from extract.store.spec import Family, StoreSpec
 from extract.store.write import create_store, write_range
@@ -232,7 +226,7 @@ def measure(mode: Mode, where: Path, config: StreamedWork) -> dict[str, float]:
     """Measure one mode on one store, and memory; for a fresh process."""
     os.environ.setdefault("XLA_FLAGS", XLA_FLAGS["demo"])  # as a run does
     store = open_store(where)
-    reset_peak()
+    begin_peak()
     held = held_bytes()
     if mode == "reading":
         found = _reading(store, config)

@@ -16,7 +16,6 @@ from safetensors.numpy import load_file
 from torch.func import grad_and_value, vmap
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from benchmarks.speed.commands import reset_peak
 from benchmarks.speed.torch_encoder import (
     Arrays,
     Convolution,
@@ -27,6 +26,7 @@ from benchmarks.speed.torch_encoder import (
     encode_span,
     weights_of,
 )
+from extract.run.memory import begin_peak
 from jaxprobe.fit.work import (
     Losses,
     Member,
@@ -257,7 +257,7 @@ class TorchTrainer:
         self._data = TorchData.made_up(work, work.n_examples, seed=2)
         self._trainer = self._start(work, self.members)
         train(self._trainer, self._data, 1, work.batch_size)
-        reset_peak()
+        begin_peak()
 
     def turn(self) -> None:
         """Train every member for `n_steps` batches."""

@@ -4,11 +4,8 @@ A stage names its inputs and outputs; it is done again only if one of them has
 changed. Nothing else decides, so the same line typed twice continues the run.
 """
 
-import contextlib
 import dataclasses
 import itertools
-import resource
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -301,21 +298,3 @@ def disk_bytes(path: Path) -> int:
     """Return the bytes of a file, or of all files below a folder."""
     files = path.rglob("*") if path.is_dir() else (path,)
     return sum(file.stat().st_size for file in files if file.is_file())
-
-
-def begin_peak() -> None:
-    """Let the kernel count the peak anew, where it can."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_bytes() -> int:
-    """Return the most memory held since `begin_peak`, or since the process began."""
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -20,14 +20,9 @@ from extract.run.contents import row_files, settings_of
 from extract.run.directory import RunDir
 from extract.run.files import from_json, sha256_tree, write_json_atomic
 from extract.run.manifest import Preset
+from extract.run.memory import begin_peak, peak_bytes
 from extract.run.results import ResultRow, publish, rows_file, write_rows
-from extract.run.stages import (
-    Forecast,
-    Stage,
-    begin_peak,
-    bytes_in_words,
-    peak_bytes,
-)
+from extract.run.stages import Forecast, Stage, bytes_in_words
 from jaxprobe.checkpoint import load_cache, save_cache
 from jaxprobe.fit.stage import encoder_folders
 from jaxprobe.pool import branches_of, read_selection, reads

@@ -60,11 +60,6 @@ class Product:
         """Read and written, each array once."""
         return self.left.n_bytes + self.right.n_bytes + self.result.n_bytes
 
-    @property
-    def intensity(self) -> float:
-        """FLOP per byte."""
-        return self.n_flops / self.n_bytes
-
 
 @dataclasses.dataclass(frozen=True)
 class Module:
