@@ -12,8 +12,8 @@ from extract.backbone.layout import LayerPass, watch_layers
 from extract.backbone.loading import Backbone
 from extract.readings.part import batches_of, check_window
 from extract.records import Answer
-from extract.signals.batch import pad_batch
-from extract.signals.probability import head_of
+from extract.signals.batch import budget_for, pad_batch
+from extract.signals.probability import head_of, token_probabilities
 
 Ids = tuple[int, ...]
 
@@ -83,10 +83,17 @@ def truth_probabilities(
     if not asked:
         return found
     states = _end_states(backbone, sequences, backbone.n_layers, tokens_per_batch)
-    head = head_of(backbone.model)
-    for (place, ids), state in zip(asked, states, strict=True):
-        logits = head.logits(state[None].to(backbone.device), 0, head.weight.shape[0])
-        found[place] = logits.softmax(-1)[0, ids[-1]].cpu().numpy()
+    budget = budget_for(backbone.device)
+    # All at once: what multiplies a state converts the head's weights to do so.
+    scalars = token_probabilities(
+        states.to(backbone.device),
+        torch.tensor([ids[-1] for _, ids in asked], device=backbone.device),
+        head_of(backbone.model),
+        n_tokens_per_chunk=budget.n_tokens_per_chunk,
+        n_words_per_block=budget.n_words_per_block,
+    )
+    for (place, _), told in zip(asked, scalars[:, 0].cpu().numpy(), strict=True):
+        found[place] = np.array(told)
     return found
 
 
