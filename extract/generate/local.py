@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -37,7 +37,7 @@ from extract.generate.prompts import render_message
 from extract.generate.requests import GenerationConfig, Request, plan_batches
 from extract.records import Answer
 
-_FEWEST_SHARED = 16  # a forward of its own for fewer costs about what it saves
+FEWEST_SHARED = 16  # a forward of its own for fewer costs about what it saves
 
 
 def stop_ids(backbone: Backbone) -> tuple[int, ...]:
@@ -144,12 +144,36 @@ def _contiguous_states(backbone: Backbone) -> Iterator[None]:
         hook.remove()
 
 
-def _n_shared(prompts: Sequence[Sequence[int]]) -> int:
+def n_shared(prompts: Sequence[Sequence[int]]) -> int:
     """Return how many ids all prompts begin with; the last one of each is its own."""
     first, last = min(prompts), max(prompts)  # no two differ earlier than these
     pairs = enumerate(zip(first, last, strict=False))
     n_equal = next((i for i, (a, b) in pairs if a != b), len(first))
     return min(n_equal, min(map(len, prompts)) - 1)
+
+
+def begun_cache(
+    backbone: Backbone, n_tokens: int, run: Callable[[DynamicCache], object]
+) -> DynamicCache | None:
+    """Return the keys and values of a beginning that others may go on from.
+
+    Args:
+      backbone: that computes them.
+      n_tokens: of the beginning.
+      run: puts it through the decoder with the cache that it is given.
+
+    Returns:
+      None where a layer keeps other states than keys and values (recurrent ones, an
+      indexer's), or where a sliding window is shorter than the beginning.
+    """
+    cache = DynamicCache(config=backbone.model.config.get_text_config(decoder=True))
+    kinds = {type(layer) for layer in cache.layers}
+    if not kinds or not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
+        return None
+    run(cache)
+    filled = [layer for layer in cache.layers if layer.is_initialized]
+    is_whole = all(layer.keys.shape[-2] == n_tokens for layer in filled)
+    return cache if filled and is_whole else None
 
 
 def _shared_states(
@@ -162,25 +186,24 @@ def _shared_states(
     out, and are computed with the rest of it.
 
     Returns:
-      None where too little is common to be worth it, where a layer keeps other states
-      than keys and values (recurrent ones, an indexer's), or where a sliding window
-      is shorter than what is common: then every row is computed from its beginning.
+      None where too little is common to be worth it, and as `begun_cache`: then every
+      row is computed from its beginning.
     """
-    n_shared = _n_shared(prompts)
-    if len(prompts) < 2 or n_shared < _FEWEST_SHARED:
+    n = n_shared(prompts)
+    if len(prompts) < 2 or n < FEWEST_SHARED:
         return None
-    cache = DynamicCache(config=backbone.model.config.get_text_config(decoder=True))
-    kinds = {type(layer) for layer in cache.layers}
-    if not kinds or not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
-        return None
-    ids = torch.tensor([list(prompts[0][:n_shared])], device=backbone.device)
-    backbone.layout.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
-    filled = [layer for layer in cache.layers if layer.is_initialized]
-    if not filled or any(layer.keys.shape[-2] != n_shared for layer in filled):
+    ids = torch.tensor([list(prompts[0][:n])], device=backbone.device)
+
+    def run(cache: DynamicCache) -> None:
+        backbone.layout.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
+
+    if (cache := begun_cache(backbone, n, run)) is None:
         return None
     n_padding = torch.tensor([[width - len(own)] for own in prompts])
-    places = (torch.arange(n_shared) - n_padding).clamp_min(0).to(backbone.device)
-    for layer in filled:
+    places = (torch.arange(n) - n_padding).clamp_min(0).to(backbone.device)
+    for layer in cache.layers:
+        if not layer.is_initialized:
+            continue
         layer.keys = layer.keys[0][:, places].transpose(0, 1).contiguous()
         layer.values = layer.values[0][:, places].transpose(0, 1).contiguous()
     return cache

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from extract.backbone.layout import LayerPass
+from extract.readings.beginning import final_states
 from extract.readings.part import Batch, Part, mean_rows
 from extract.signals.batch import Rows, pad_batch
 from extract.signals.probability import token_probabilities
@@ -153,8 +154,7 @@ class Discrepancies(Part):
         if not ids:
             return {"lumina_mmd": [torch.tensor(torch.nan)] * len(own_edges)}
         padded = pad_batch(ids, batch.backbone.device)
-        decoder = batch.backbone.layout.decoder
-        other = decoder(input_ids=padded, use_cache=False).last_hidden_state
+        other = final_states(batch.backbone, padded, batch.beginning)
         other = Rows(edges, padded.shape[1], batch.backbone.device).of(other)
         rows = batch.rows(own_edges)
         embeddings = batch.backbone.model.get_input_embeddings().weight

@@ -16,6 +16,7 @@ import torch
 
 from extract.backbone.layout import LayerPass
 from extract.backbone.loading import Backbone
+from extract.readings.beginning import Beginning
 from extract.records import Answer
 from extract.signals.batch import ReadingBudget, Rows, pad_batch
 from extract.signals.probability import Head, head_of
@@ -86,6 +87,7 @@ class Batch:
         none; read by those who ask for them alone.
       n_cue: tokens of the answer cue, see `cue_length`.
       budget: sizes of chunks.
+      beginning: of all these prompts, if it was run before.
     """
 
     backbone: Backbone
@@ -93,6 +95,7 @@ class Batch:
     swapped: Sequence[tuple[int, ...] | None]
     n_cue: int
     budget: ReadingBudget
+    beginning: Beginning | None = None
 
     @cached_property
     def lengths(self) -> list[int]:

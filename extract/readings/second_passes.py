@@ -10,6 +10,7 @@ import torch
 
 from extract.backbone.layout import LayerPass, watch_layers
 from extract.backbone.loading import Backbone
+from extract.readings.beginning import begin, final_states
 from extract.readings.part import batches_of, check_window
 from extract.records import Answer
 from extract.signals.batch import budget_for, pad_batch
@@ -40,6 +41,8 @@ def _end_states(
       entry: of Transformers' `hidden_states`; the last is final-normed.
       tokens_per_batch: as in `extract.readings.reader.read`.
     """
+    begun = begin(backbone, sequences)
+    n_begun = 0 if begun is None else begun.n_tokens
     found = torch.empty((len(sequences), backbone.d_model), dtype=backbone.dtype)
     for places in batches_of([len(ids) for ids in sequences], tokens_per_batch):
         check_window(backbone, len(sequences[places[0]]))
@@ -51,12 +54,12 @@ def _end_states(
 
         def on_layer(layer_pass: LayerPass) -> None:
             if layer_pass.index + 1 == entry:
-                seen.append(layer_pass.h_out[every, ends])  # noqa: B023
+                seen.append(layer_pass.h_out[every, ends - n_begun])  # noqa: B023
 
         with watch_layers(backbone.layout, on_layer):
-            output = backbone.layout.decoder(input_ids=ids, use_cache=False)
+            final = final_states(backbone, ids, begun)
         if entry == backbone.n_layers:
-            seen = [output.last_hidden_state[every, ends]]
+            seen = [final[every, ends]]
         found[places] = seen[0].cpu()
     return found
 

@@ -87,6 +87,6 @@ def test_little_in_common_short_windows_and_recurrent_states_share_nothing(
 
 def test_the_last_token_of_the_shortest_prompt_is_its_own():
     prompts = prompts_with(N_SHARED)
-    assert local._n_shared([*prompts, prompts[0][:30]]) == 29
-    assert local._n_shared([prompts[0], prompts[0]]) == len(prompts[0]) - 1
-    assert local._n_shared([(1, 2, 3), (2, 2, 3)]) == 0
+    assert local.n_shared([*prompts, prompts[0][:30]]) == 29
+    assert local.n_shared([prompts[0], prompts[0]]) == len(prompts[0]) - 1
+    assert local.n_shared([(1, 2, 3), (2, 2, 3)]) == 0
