@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from extract.backbone.layout import LayerPass
 from extract.backbone.loading import Backbone
-from extract.generate.local import FEWEST_SHARED, begun_cache, n_shared
+from extract.backbone.sharing import FEWEST_SHARED, begun_cache, n_shared
 from extract.signals.attention import run_reading
 from extract.signals.reductions import AttentionReading
 from extract.signals.span_sums import AttentionCall, AttentionMap

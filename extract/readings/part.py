@@ -156,7 +156,7 @@ class Batch:
             # By blocks of words, for a product in float32 converts the head's weights.
             for word in range(0, n_words, width):
                 stop = min(word + width, n_words)
-                logits[:, word:stop] = self.head.logits(chunk, word, stop)
+                self.head.logits(chunk, word, stop, out=logits[:, word:stop])
             for part in logits.split(rows_in_cache(logits)):
                 part.sub_(part.logsumexp(-1, keepdim=True))
             yield rows, logits
