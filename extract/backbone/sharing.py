@@ -33,7 +33,10 @@ def _empty_cache(backbone: Backbone) -> DynamicCache | None:
 
 
 def begun_cache(
-    backbone: Backbone, n_tokens: int, run: Callable[[DynamicCache], object]
+    backbone: Backbone,
+    n_tokens: int,
+    run: Callable[[DynamicCache], object],
+    cache: DynamicCache | None = None,
 ) -> DynamicCache | None:
     """Return the keys and values of a beginning that others may go on from.
 
@@ -41,12 +44,14 @@ def begun_cache(
       backbone: that computes them.
       n_tokens: of the beginning.
       run: puts it through the decoder with the cache that it is given.
+      cache: of what was run of it before, to be added to; None begins with nothing.
 
     Returns:
       None where a layer keeps other states than keys and values (recurrent ones, an
       indexer's), or where a sliding window is shorter than the beginning.
     """
-    if (cache := _empty_cache(backbone)) is None:
+    cache = _empty_cache(backbone) if cache is None else cache
+    if cache is None:
         return None
     run(cache)
     filled = [layer for layer in cache.layers if layer.is_initialized]

@@ -96,20 +96,30 @@ def _before(first: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     return torch.cat([first.expand(len(own), -1, -1), own], dim=1)
 
 
-def begin(backbone: Backbone, sequences: Sequence[Sequence[int]]) -> Beginning | None:
+def begin(
+    backbone: Backbone,
+    sequences: Sequence[Sequence[int]],
+    behind: Beginning | None = None,
+) -> Beginning | None:
     """Run what all sequences begin with; of each the last id is left to its own batch.
 
+    Args:
+      backbone: that reads.
+      sequences: ids.
+      behind: a shorter beginning of all of them, which was run before.
+
     Returns:
-      None where too little is common, and where a batch could not go on from it: other
-      states than keys and values, a window shorter than it, a softcap or sinks (no
-      fused kernel knows them), or attention that the model does not ask for.
+      `behind` where too little more is common, and where a batch could not go on: other
+      states than keys and values, a window shorter than what is common, a softcap or
+      sinks (no fused kernel knows them), or attention that the model does not ask for.
     """
     decoder, n_tokens = backbone.layout.decoder, 0
+    n_behind = 0 if behind is None else behind.n_tokens
     if len(sequences) > 1 and decoder._can_set_attn_implementation():
         n_tokens = n_shared(sequences)
-    if n_tokens < FEWEST_SHARED:
-        return None
-    ids = torch.tensor([list(sequences[0][:n_tokens])], device=backbone.device)
+    if n_tokens < n_behind + FEWEST_SHARED:
+        return behind
+    ids = torch.tensor([list(sequences[0][n_behind:n_tokens])], device=backbone.device)
     reading = _Calls(n_tokens, backbone.attention_layers, (n_tokens, n_tokens), 0)
     layers, finals = [], []
 
@@ -120,8 +130,9 @@ def begin(backbone: Backbone, sequences: Sequence[Sequence[int]]) -> Beginning |
     def run(cache: DynamicCache) -> None:
         finals.append(run_reading(backbone.layout, ids, reading, keep, cache))
 
-    if (cache := begun_cache(backbone, n_tokens, run)) is None:
-        return None
+    first = None if behind is None else behind.cache_of(1)
+    if (cache := begun_cache(backbone, n_tokens, run, first)) is None:
+        return behind
     calls = dict(zip(backbone.attention_layers, reading.found(), strict=True))
     is_plain = all(
         one.softcap is None
@@ -130,9 +141,16 @@ def begin(backbone: Backbone, sequences: Sequence[Sequence[int]]) -> Beginning |
         for one in calls.values()
     )
     if not is_plain:
-        return None
+        return behind
+    final = finals[0]
+    if behind is not None:
+        calls = {layer: behind.before_call(layer, one) for layer, one in calls.items()}
+        layers, final = (
+            [behind.before_pass(one) for one in layers],
+            behind.before(final),
+        )
     return Beginning(
-        n_tokens=n_tokens, cache=cache, calls=calls, layers=layers, final=finals[0]
+        n_tokens=n_tokens, cache=cache, calls=calls, layers=layers, final=final
     )
 
 

@@ -10,7 +10,7 @@ import torch
 
 from extract.backbone.layout import LayerPass, watch_layers
 from extract.backbone.loading import Backbone
-from extract.readings.beginning import begin, final_states
+from extract.readings.beginning import Beginning, begin, final_states
 from extract.readings.part import batches_of, check_window
 from extract.records import Answer
 from extract.signals.batch import budget_for, pad_batch
@@ -32,6 +32,7 @@ def _end_states(
     sequences: Sequence[Ids],
     entry: int,
     tokens_per_batch: int,
+    behind: Beginning | None = None,
 ) -> torch.Tensor:
     """Return the states at the last tokens, `[n_sequences, d_model]` on the host.
 
@@ -40,8 +41,9 @@ def _end_states(
       sequences: ids, none empty.
       entry: of Transformers' `hidden_states`; the last is final-normed.
       tokens_per_batch: as in `extract.readings.reader.read`.
+      behind: of all sequences, which was run before.
     """
-    begun = begin(backbone, sequences)
+    begun = begin(backbone, sequences, behind)
     n_begun = 0 if begun is None else begun.n_tokens
     found = torch.empty((len(sequences), backbone.d_model), dtype=backbone.dtype)
     for places in batches_of([len(ids) for ids in sequences], tokens_per_batch):
@@ -122,18 +124,18 @@ def sample_states(
       Per answer `[n_samples, d_model]`; a row of NaN for a draw without tokens.
     """
     entry = middle_entry(backbone.n_layers)
-    cells = [
-        (place, draw, (*answers[place].prompt_ids, *ids))
-        for place, draws in enumerate(drawn)
-        for draw, ids in enumerate(draws)
-        if ids
-    ]
-    places = {ids: i for i, ids in enumerate(dict.fromkeys(ids for *_, ids in cells))}
-    states = _end_states(backbone, list(places), entry, tokens_per_batch)
     shapes = [(len(draws), backbone.d_model) for draws in drawn]
     found = [np.full(shape, np.nan, np.float32) for shape in shapes]
-    for place, draw, ids in cells:
-        found[place][draw] = states[places[ids]].float().numpy()
+    prompts = [answer.prompt_ids for answer in answers]
+    common = begin(backbone, prompts)
+    for own, prompt, draws in zip(found, prompts, drawn, strict=True):
+        # A question at a time: its prompt is run once for all its draws.
+        places = {ids: i for i, ids in enumerate(dict.fromkeys(filter(None, draws)))}
+        sequences = [(*prompt, *ids) for ids in places]
+        states = _end_states(backbone, sequences, entry, tokens_per_batch, common)
+        for draw, ids in enumerate(draws):
+            if ids:
+                own[draw] = states[places[ids]].float().numpy()
     return found
 
 

@@ -21,13 +21,13 @@ def ids_of(seed, n):
     return tuple(np.random.default_rng(seed).integers(10, N_TEXT_IDS, n).tolist())
 
 
-def answer_of(seed, n_prompt, n_answer):
+def answer_of(seed, n_prompt, n_answer, prompt_ids=None):
     return Answer(
         example_id=f"q{seed}",
         setting="with_context",
         variant="original",
         text="",
-        prompt_ids=(*ids_of(0, N_SHARED), *ids_of(seed, n_prompt)),
+        prompt_ids=prompt_ids or (*ids_of(0, N_SHARED), *ids_of(seed, n_prompt)),
         token_ids=ids_of(100 + seed, n_answer),
         stop_id=2,
         context_span=(N_SHARED, N_SHARED),
@@ -48,11 +48,11 @@ def backbone_of(name):
 
 
 @torch.no_grad()
-def readings(backbone, begun, answers=ANSWERS):
+def readings(backbone, begun, answers=ANSWERS, swapped=SWAPPED):
     batch = Batch(
         backbone=backbone,
         answers=answers,
-        swapped=SWAPPED[: len(answers)],
+        swapped=swapped,
         n_cue=1,
         budget=ReadingBudget(),
         beginning=begun,
@@ -75,6 +75,21 @@ def test_a_batch_goes_on_from_its_beginning_to_the_same_readings(name):
         ):
             torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5)
             assert torch.equal(other, third)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_beginning_goes_on_from_a_shorter_one(name):
+    backbone, first = backbone_of(name), ids_of(0, N_SHARED)
+    draws = [(*first, *ids_of(5, 20), *ids_of(30 + k, 1 + k)) for k in range(3)]
+    answers = [answer_of(1, 9, 3, ids) for ids in draws]
+    with torch.no_grad():
+        short = begin(backbone, PROMPTS)
+        both, once = begin(backbone, draws, short), begin(backbone, draws)
+    assert both.n_tokens == once.n_tokens == N_SHARED + 20
+    with_both, with_once = (readings(backbone, b, answers, draws) for b in (both, once))
+    for reading in OWN:
+        for one, other in zip(with_both[reading], with_once[reading], strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5)
 
 
 def test_another_beginning_gives_other_readings():
