@@ -8,7 +8,7 @@ of an answer behind `n_prompt` ids is predicted at position `n_prompt + t - 1`.
 
 import abc
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -26,6 +26,7 @@ from extract.signals.probability import Head, head_of
 # 262,144 words of 640 numbers take 3.0 ns a logit then, 8 ns with 64 rows (bfloat16).
 _LOGITS_PER_CHUNK = 2**26
 _LOGITS_CACHED = 2**18  # on a CPU: rows that stay in its second-level cache
+Lens = Callable[[torch.Tensor, slice, torch.Tensor], None]
 
 
 def cue_length(answers: Sequence[Answer]) -> int:
@@ -88,6 +89,9 @@ class Batch:
       n_cue: tokens of the answer cue, see `cue_length`.
       budget: sizes of chunks.
       beginning: of all these prompts, if it was run before.
+      lenses: shown what the lens of `KnowledgeScores` reads behind every layer: the
+        final states, which cells (of rows that predict the answer, all layers of a row
+        together) and their log-probabilities; not to be changed.
     """
 
     backbone: Backbone
@@ -96,6 +100,7 @@ class Batch:
     n_cue: int
     budget: ReadingBudget
     beginning: Beginning | None = None
+    lenses: list[Lens] = dataclasses.field(default_factory=list)
 
     @cached_property
     def lengths(self) -> list[int]:
