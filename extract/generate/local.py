@@ -58,9 +58,11 @@ def _likeliest(scores: torch.Tensor, n_most: int | None) -> torch.Tensor:
     n_words = scores.shape[-1]
     if n_most is None or n_most >= n_words:
         return torch.arange(n_words, device=scores.device).expand(len(scores), -1)
-    top = scores.topk(n_most, dim=-1)
-    n_equal = int((scores >= top.values[:, -1:]).sum(-1).max())
-    return (top if n_equal == n_most else scores.topk(n_equal, dim=-1)).indices
+    top = scores.topk(min(2 * n_most, n_words), dim=-1)
+    last = top.values[:, n_most - 1, None]
+    if (top.values[:, -1:] == last).any():
+        top = scores.topk(int((scores >= last).sum(-1).max()), dim=-1)
+    return top.indices
 
 
 class _Choice(LogitsProcessor):
@@ -76,11 +78,17 @@ class _Choice(LogitsProcessor):
       config: how tokens are drawn; a greedy one changes no logits.
       seeds: one per row; not read by a greedy one.
       device: of the logits.
+      stops: ids that end a row; it is padded with them, and drawn no more.
     """
 
     def __init__(
-        self, config: SamplingConfig, seeds: Sequence[int], device: torch.device
+        self,
+        config: SamplingConfig,
+        seeds: Sequence[int],
+        device: torch.device,
+        stops: Sequence[int],
     ) -> None:
+        self._stops = torch.tensor(list(stops), device=device)
         self._found: list[torch.Tensor] = []
         self._generators: list[torch.Generator] = []
         self._warpers, self._n_most = LogitsProcessorList(), config.top_k
@@ -102,20 +110,29 @@ class _Choice(LogitsProcessor):
             # The largest itself: to find its place costs ten times as much on a CPU.
             self._found.append(log_probs.amax(-1, keepdim=True))
             return scores
-        words = _likeliest(scores, self._n_most)
-        kept = self._warpers(input_ids, scores.gather(-1, words))
-        size, device = scores.shape[1], scores.device
+        is_live = torch.ones_like(input_ids[:, -1], dtype=torch.bool)
+        if self._found:  # before, a prompt's last token stands there
+            is_live = ~torch.isin(input_ids[:, -1], self._stops)
+        live = is_live.nonzero()[:, 0]
+        own = scores[live]
+        words = _likeliest(own, self._n_most)
+        kept = self._warpers(input_ids, own.gather(-1, words))
         rows = [
-            torch.rand(size, generator=generator, device=device)
-            for generator in self._generators
+            torch.rand(
+                scores.shape[1], generator=self._generators[row], device=own.device
+            )
+            for row in live.tolist()
         ]
         tiny = torch.finfo(torch.float32).tiny
         noise = torch.stack(rows).gather(-1, words).clamp_min(tiny)
         best = (kept - torch.log(-torch.log(noise))).argmax(-1, keepdim=True)
         chosen = words.gather(-1, best)
-        total = scores.to(torch.float32).logsumexp(-1, keepdim=True)
-        self._found.append(scores.gather(-1, chosen) - total)
-        return torch.full_like(scores, -torch.inf).scatter_(-1, chosen, 0.0)
+        told = own.gather(-1, chosen) - own.float().logsumexp(-1, keepdim=True)
+        log_probs = torch.zeros((len(scores), 1), device=own.device)
+        self._found.append(log_probs.index_copy_(0, live, told))
+        drawn = torch.full_like(scores, -torch.inf)
+        drawn[live, chosen[:, 0]] = 0.0
+        return drawn
 
     def log_probs(self) -> list[list[float]]:
         """Return `[n_rows, n_new_tokens]` in nats, of the model itself."""
@@ -253,7 +270,8 @@ class TransformersGenerator:
             if all(i in done for i in batch):
                 continue
             seeds = [draw_seed(prompts[i], config) for i in batch]
-            choice = _Choice(config, seeds, self.backbone.device)
+            stops = stop_ids(self.backbone)
+            choice = _Choice(config, seeds, self.backbone.device, stops)
             written = self._continue([ids[i] for i in batch], config, choice)
             rows = zip(batch, written, choice.log_probs(), strict=True)
             yield [

@@ -140,8 +140,8 @@ def test_a_draw_is_the_one_that_noise_over_the_whole_vocabulary_makes(top_k, top
     config = SamplingConfig(temperature=0.7, top_k=top_k, top_p=top_p)
     scores = torch.randn((6, 40), generator=torch.Generator().manual_seed(0)) * 2
     scores[0, :9] = 5.0  # as many as equal the fifth are kept
-    choice = _Choice(config, range(6), torch.device("cpu"))
-    drawn = choice(torch.zeros((6, 1)), scores).argmax(-1)
+    choice = _Choice(config, range(6), torch.device("cpu"), [39])
+    drawn = choice(torch.zeros((6, 1), dtype=torch.long), scores).argmax(-1)
     kept = scores / 0.7
     if top_k is not None:
         kept = TopKLogitsWarper(top_k)(None, kept)
@@ -155,3 +155,13 @@ def test_a_draw_is_the_one_that_noise_over_the_whole_vocabulary_makes(top_k, top
     assert drawn[rows].tolist() == wanted[rows].tolist()
     told = scores.log_softmax(-1).gather(-1, drawn[:, None])
     torch.testing.assert_close(torch.tensor(choice.log_probs()), told)
+
+
+def test_a_row_that_ended_is_drawn_no_more():
+    config = SamplingConfig(temperature=1.0, top_k=5)
+    choice = _Choice(config, range(3), torch.device("cpu"), [7, 9])
+    scores = torch.randn((3, 40), generator=torch.Generator().manual_seed(0))
+    first = choice(torch.full((3, 1), 7), scores)  # a prompt may end with such an id
+    second = choice(torch.tensor([[1], [9], [2]]), scores)
+    assert first.isfinite().sum(-1).tolist() == [1, 1, 1]
+    assert second.isfinite().sum(-1).tolist() == [1, 0, 1]
