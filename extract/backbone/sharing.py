@@ -11,7 +11,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from extract.backbone.loading import Backbone
+from extract.backbone.layout import Layout
 
 FEWEST_SHARED = 16  # a forward of its own for fewer costs about what it saves
 
@@ -24,16 +24,16 @@ def n_shared(prompts: Sequence[Sequence[int]]) -> int:
     return min(n_equal, min(map(len, prompts)) - 1)
 
 
-def _empty_cache(backbone: Backbone) -> DynamicCache | None:
+def _empty_cache(layout: Layout) -> DynamicCache | None:
     """Return a cache, or None where a layer keeps other states than keys and values."""
-    cache = DynamicCache(config=backbone.model.config.get_text_config(decoder=True))
+    cache = DynamicCache(config=layout.decoder.config.get_text_config(decoder=True))
     kinds = {type(layer) for layer in cache.layers}
     is_plain = bool(kinds) and kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
     return cache if is_plain else None
 
 
 def begun_cache(
-    backbone: Backbone,
+    layout: Layout,
     n_tokens: int,
     run: Callable[[DynamicCache], object],
     cache: DynamicCache | None = None,
@@ -41,7 +41,7 @@ def begun_cache(
     """Return the keys and values of a beginning that others may go on from.
 
     Args:
-      backbone: that computes them.
+      layout: of the model that computes them.
       n_tokens: of the beginning.
       run: puts it through the decoder with the cache that it is given.
       cache: of what was run of it before, to be added to; None begins with nothing.
@@ -50,7 +50,7 @@ def begun_cache(
       None where a layer keeps other states than keys and values (recurrent ones, an
       indexer's), or where a sliding window is shorter than the beginning.
     """
-    cache = _empty_cache(backbone) if cache is None else cache
+    cache = _empty_cache(layout) if cache is None else cache
     if cache is None:
         return None
     run(cache)
@@ -60,7 +60,7 @@ def begun_cache(
 
 
 def shared_states(
-    backbone: Backbone, prompts: Sequence[Sequence[int]], width: int
+    layout: Layout, prompts: Sequence[Sequence[int]], width: int
 ) -> DynamicCache | None:
     """Return the keys and values of what all prompts begin with, computed once.
 
@@ -75,15 +75,15 @@ def shared_states(
     n = n_shared(prompts)
     if len(prompts) < 2 or n < FEWEST_SHARED:
         return None
-    ids = torch.tensor([list(prompts[0][:n])], device=backbone.device)
+    ids = torch.tensor([list(prompts[0][:n])], device=layout.head.weight.device)
 
     def run(cache: DynamicCache) -> None:
-        backbone.layout.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
+        layout.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
 
-    if (cache := begun_cache(backbone, n, run)) is None:
+    if (cache := begun_cache(layout, n, run)) is None:
         return None
     n_padding = torch.tensor([[width - len(own)] for own in prompts])
-    places = (torch.arange(n) - n_padding).clamp_min(0).to(backbone.device)
+    places = (torch.arange(n) - n_padding).clamp_min(0).to(ids.device)
     for layer in cache.layers:
         if not layer.is_initialized:
             continue
@@ -93,7 +93,7 @@ def shared_states(
 
 
 def begun_states(
-    backbone: Backbone,
+    layout: Layout,
     prompts: Sequence[Sequence[int]],
     ids: torch.Tensor,
     mask: torch.Tensor,
@@ -105,7 +105,7 @@ def begun_states(
     computed once; else as `shared_states`.
 
     Args:
-      backbone: that generates.
+      layout: of the model that generates.
       prompts: ids, none empty.
       ids: `[n_prompts, width]`, the prompts padded on the left.
       mask: likewise, 0 where there is padding.
@@ -113,10 +113,10 @@ def begun_states(
         masks its architecture needs.
     """
     width, own = ids.shape[1], {tuple(p): row for row, p in enumerate(prompts)}
-    begun = _empty_cache(backbone)
+    begun = _empty_cache(layout)
     if len(own) == len(prompts) or min(map(len, own)) < 2 or begun is None:
-        return shared_states(backbone, prompts, width)
-    shared = shared_states(backbone, [prompt[:-1] for prompt in own], width - 1)
+        return shared_states(layout, prompts, width)
+    shared = shared_states(layout, [prompt[:-1] for prompt in own], width - 1)
     found = generate(
         ids[list(own.values()), :-1],
         mask[list(own.values()), :-1],

@@ -307,7 +307,9 @@ class TransformersGenerator:
             written = run(
                 ids,
                 mask,
-                past_key_values=begun_states(self.backbone, prompts, ids, mask, run),
+                past_key_values=begun_states(
+                    self.backbone.layout, prompts, ids, mask, run
+                ),
                 max_new_tokens=config.max_new_tokens,
                 logits_processor=LogitsProcessorList([choice]),
                 stopping_criteria=StoppingCriteriaList(

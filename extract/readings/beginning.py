@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 from transformers import DynamicCache
 
-from extract.backbone.layout import LayerPass
-from extract.backbone.loading import Backbone
+from extract.backbone.layout import LayerPass, Layout
 from extract.backbone.sharing import FEWEST_SHARED, begun_cache, n_shared
 from extract.signals.attention import run_reading
 from extract.signals.reductions import AttentionReading
@@ -97,14 +96,14 @@ def _before(first: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
 
 
 def begin(
-    backbone: Backbone,
+    layout: Layout,
     sequences: Sequence[Sequence[int]],
     behind: Beginning | None = None,
 ) -> Beginning | None:
     """Run what all sequences begin with; of each the last id is left to its own batch.
 
     Args:
-      backbone: that reads.
+      layout: of the model that reads.
       sequences: ids.
       behind: a shorter beginning of all of them, which was run before.
 
@@ -113,14 +112,16 @@ def begin(
       states than keys and values, a window shorter than what is common, a softcap or
       sinks (no fused kernel knows them), or attention that the model does not ask for.
     """
-    decoder, n_tokens = backbone.layout.decoder, 0
+    decoder, n_tokens = layout.decoder, 0
     n_behind = 0 if behind is None else behind.n_tokens
     if len(sequences) > 1 and decoder._can_set_attn_implementation():
         n_tokens = n_shared(sequences)
     if n_tokens < n_behind + FEWEST_SHARED:
         return behind
-    ids = torch.tensor([list(sequences[0][n_behind:n_tokens])], device=backbone.device)
-    reading = _Calls(n_tokens, backbone.attention_layers, (n_tokens, n_tokens), 0)
+    ids = torch.tensor(
+        [list(sequences[0][n_behind:n_tokens])], device=layout.head.weight.device
+    )
+    reading = _Calls(n_tokens, layout.attention_layers, (n_tokens, n_tokens), 0)
     layers, finals = [], []
 
     def keep(one: LayerPass) -> None:
@@ -128,12 +129,12 @@ def begin(
         layers.append(LayerPass(one.index, *(part.clone() for part in parts)))
 
     def run(cache: DynamicCache) -> None:
-        finals.append(run_reading(backbone.layout, ids, reading, keep, cache))
+        finals.append(run_reading(layout, ids, reading, keep, cache))
 
     first = None if behind is None else behind.cache_of(1)
-    if (cache := begun_cache(backbone, n_tokens, run, first)) is None:
+    if (cache := begun_cache(layout, n_tokens, run, first)) is None:
         return behind
-    calls = dict(zip(backbone.attention_layers, reading.found(), strict=True))
+    calls = dict(zip(layout.attention_layers, reading.found(), strict=True))
     is_plain = all(
         one.softcap is None
         and one.sinks is None
@@ -155,19 +156,19 @@ def begin(
 
 
 def final_states(
-    backbone: Backbone, ids: torch.Tensor, begun: Beginning | None
+    layout: Layout, ids: torch.Tensor, begun: Beginning | None
 ) -> torch.Tensor:
     """Run a padded batch, by the model's own attention kernel.
 
     Args:
-      backbone: that reads.
+      layout: of the model that reads.
       ids: `[n_examples, n_tokens]`, whole sequences.
       begun: what all of them begin with, or None; only what is behind it is run.
 
     Returns:
       `[n_examples, n_tokens, d_model]`, final-normed.
     """
-    decoder = backbone.layout.decoder
+    decoder = layout.decoder
     if begun is None:
         return decoder(input_ids=ids, use_cache=False).last_hidden_state
     own, cache = ids[:, begun.n_tokens :], begun.cache_of(len(ids))

@@ -14,7 +14,6 @@ import torch
 from extract.backbone.layout import LayerPass
 from extract.readings.beginning import final_states
 from extract.readings.part import Batch, Part, mean_rows, rows_in_cache
-from extract.readings.redeep import KnowledgeScores
 from extract.signals.batch import Rows, pad_batch
 from extract.signals.probability import token_probabilities
 
@@ -89,7 +88,7 @@ class ProcessingRates(Part):
         self._told: tuple[torch.Tensor, ...] | None = None
         # Of `_lenses`, where another part's lens reads the same states.
         self._shown: torch.Tensor | None = None
-        if wanted & set(KnowledgeScores.names):
+        if wanted & {"redeep_pks", "redeep_pks_swapped"}:
             batch.lenses.append(self._show)
 
     def on_layer(self, layer_pass: LayerPass) -> None:
@@ -187,7 +186,7 @@ class Discrepancies(Part):
         if not ids:
             return {"lumina_mmd": [torch.tensor(torch.nan)] * len(own_edges)}
         padded = pad_batch(ids, batch.backbone.device)
-        other = final_states(batch.backbone, padded, batch.beginning)
+        other = final_states(batch.backbone.layout, padded, batch.beginning)
         other = Rows(edges, padded.shape[1], batch.backbone.device).of(other)
         rows = batch.rows(own_edges)
         embeddings = batch.backbone.model.get_input_embeddings().weight

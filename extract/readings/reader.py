@@ -50,7 +50,7 @@ PARTS: tuple[type[Part], ...] = (
 READINGS = tuple(n for part in PARTS for n in part.names) + tuple(SECOND_PASSES)
 # Answers in memory at once; of these, those of similar length are read together.
 _N_AHEAD = 256
-_TOKENS_PER_BATCH = 4096
+_TOKENS_PER_BATCH = 8192
 
 
 class _WeightReading(AttentionReading):
@@ -183,7 +183,7 @@ def _read_some(
     ]
     prompts = [answer.prompt_ids for answer in answers]
     prompts += [other for other in swapped if other is not None]
-    begun = begin(backbone, prompts) if kinds else None
+    begun = begin(backbone.layout, prompts) if kinds else None
     for places in batches_of(lengths, tokens_per_batch) if kinds else ():
         batch = Batch(
             backbone=backbone,
@@ -228,7 +228,7 @@ def _read_batch(
         reading.found()
     else:
         with watch_layers(layout, on_layer):
-            final = final_states(batch.backbone, batch.ids, begun)
+            final = final_states(layout, batch.ids, begun)
     found: dict[str, list[torch.Tensor]] = {}
     for part in parts:
         found |= part.finish(final)

@@ -43,7 +43,7 @@ def _end_states(
       tokens_per_batch: as in `extract.readings.reader.read`.
       behind: of all sequences, which was run before.
     """
-    begun = begin(backbone, sequences, behind)
+    begun = begin(backbone.layout, sequences, behind)
     n_begun = 0 if begun is None else begun.n_tokens
     found = torch.empty((len(sequences), backbone.d_model), dtype=backbone.dtype)
     for places in batches_of([len(ids) for ids in sequences], tokens_per_batch):
@@ -59,7 +59,7 @@ def _end_states(
                 seen.append(layer_pass.h_out[every, ends - n_begun])  # noqa: B023
 
         with watch_layers(backbone.layout, on_layer):
-            final = final_states(backbone, ids, begun)
+            final = final_states(backbone.layout, ids, begun)
         if entry == backbone.n_layers:
             seen = [final[every, ends]]
         found[places] = seen[0].cpu()
@@ -127,7 +127,7 @@ def sample_states(
     shapes = [(len(draws), backbone.d_model) for draws in drawn]
     found = [np.full(shape, np.nan, np.float32) for shape in shapes]
     prompts = [answer.prompt_ids for answer in answers]
-    common = begin(backbone, prompts)
+    common = begin(backbone.layout, prompts)
     for own, prompt, draws in zip(found, prompts, drawn, strict=True):
         # A question at a time: its prompt is run once for all its draws.
         places = {ids: i for i, ids in enumerate(dict.fromkeys(filter(None, draws)))}

@@ -65,7 +65,7 @@ def readings(backbone, begun, answers=ANSWERS, swapped=SWAPPED):
 def test_a_batch_goes_on_from_its_beginning_to_the_same_readings(name):
     backbone = backbone_of(name)
     with torch.no_grad():
-        begun = begin(backbone, PROMPTS)
+        begun = begin(backbone.layout, PROMPTS)
     assert begun.n_tokens == N_SHARED
     whole, own = readings(backbone, None), readings(backbone, begun)
     again = readings(backbone, begun)  # what one batch adds is not there for the next
@@ -83,8 +83,8 @@ def test_a_beginning_goes_on_from_a_shorter_one(name):
     draws = [(*first, *ids_of(5, 20), *ids_of(30 + k, 1 + k)) for k in range(3)]
     answers = [answer_of(1, 9, 3, ids) for ids in draws]
     with torch.no_grad():
-        short = begin(backbone, PROMPTS)
-        both, once = begin(backbone, draws, short), begin(backbone, draws)
+        short = begin(backbone.layout, PROMPTS)
+        both, once = begin(backbone.layout, draws, short), begin(backbone.layout, draws)
     assert both.n_tokens == once.n_tokens == N_SHARED + 20
     with_both, with_once = (readings(backbone, b, answers, draws) for b in (both, once))
     for reading in OWN:
@@ -95,7 +95,7 @@ def test_a_beginning_goes_on_from_a_shorter_one(name):
 def test_another_beginning_gives_other_readings():
     backbone = backbone_of("llama")
     with torch.no_grad():
-        begun = begin(backbone, [ids_of(9, N_SHARED + 2)] * 2)
+        begun = begin(backbone.layout, [ids_of(9, N_SHARED + 2)] * 2)
     whole, own = readings(backbone, None), readings(backbone, begun)
     assert begun.n_tokens >= N_SHARED
     assert not torch.allclose(
@@ -130,10 +130,13 @@ def test_what_is_common_is_run_once():
 )
 def test_some_models_read_every_sequence_from_its_beginning(name):
     with torch.no_grad():
-        assert begin(Backbone.from_model(tiny_model(name)), PROMPTS) is None
+        assert begin(Backbone.from_model(tiny_model(name)).layout, PROMPTS) is None
 
 
 def test_little_in_common_is_not_worth_a_run():
     backbone = backbone_of("llama")
-    assert begin(backbone, [ids[N_SHARED - 15 :] for ids in PROMPTS]) is None
-    assert begin(backbone, PROMPTS[:1]) is None and begin(backbone, []) is None
+    assert begin(backbone.layout, [ids[N_SHARED - 15 :] for ids in PROMPTS]) is None
+    assert (
+        begin(backbone.layout, PROMPTS[:1]) is None
+        and begin(backbone.layout, []) is None
+    )

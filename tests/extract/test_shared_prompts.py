@@ -62,7 +62,7 @@ def test_texts_are_those_of_each_prompt_by_itself(name):
 def test_what_is_common_is_computed_once(name):
     backbone, prompts = backbone_of(name), prompts_with(N_SHARED)
     with torch.inference_mode():
-        cache = sharing.shared_states(backbone, prompts, N_SHARED + 12)
+        cache = sharing.shared_states(backbone.layout, prompts, N_SHARED + 12)
     assert isinstance(cache, DynamicCache)
     assert cache.get_seq_length() == N_SHARED
     n_read = []
@@ -82,7 +82,7 @@ def test_little_in_common_short_windows_and_recurrent_states_share_nothing(
 ):
     backbone, prompts = backbone_of(name), prompts_with(n_shared)
     with torch.inference_mode():
-        assert sharing.shared_states(backbone, prompts, n_shared + 12) is None
+        assert sharing.shared_states(backbone.layout, prompts, n_shared + 12) is None
 
 
 def test_the_last_token_of_the_shortest_prompt_is_its_own():
