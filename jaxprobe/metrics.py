@@ -115,6 +115,18 @@ def auroc_gain(
     return float(right.mean()), variance**0.5
 
 
+def is_gain(scores: np.ndarray, others: np.ndarray, labels: np.ndarray) -> bool:
+    """Tell whether scores rank rows better than others by more than chance.
+
+    By three standard errors: what asks is one of dozens, on the same validation rows,
+    at the best of its epochs, and one-sided 5 % for 45 of them together is three. Of
+    two real models' networks those that gained one to three on regressions were worth
+    +.000 to +.004 of AUROC on test questions, and on another set −.015 to +.026.
+    """
+    gain, error = auroc_gain(scores, others, labels)
+    return bool(gain > 3.0 * error)
+
+
 def _placements(
     scores: np.ndarray, labels: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
