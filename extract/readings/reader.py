@@ -50,7 +50,7 @@ PARTS: tuple[type[Part], ...] = (
 READINGS = tuple(n for part in PARTS for n in part.names) + tuple(SECOND_PASSES)
 # Answers in memory at once; of these, those of similar length are read together.
 _N_AHEAD = 256
-_TOKENS_PER_BATCH = 8192
+_TOKENS_PER_BATCH = 4096
 
 
 class _WeightReading(AttentionReading):
