@@ -94,8 +94,9 @@ def labelled(
         weights = np.ones(labels.shape)
     if offsets is None:
         offsets = np.zeros((N_SUBSETS, *labels.shape))
-    as_floats = (jnp.asarray(x, jnp.float32) for x in (labels, weights, offsets))
-    return Labelled(features, *as_floats)
+    # Converted on the host: for the device every shape would be compiled by itself.
+    on_host = tuple(np.array(x, np.float32) for x in (labels, weights, offsets))
+    return Labelled(features, *jax.device_put(on_host))
 
 
 def in_chunks(
@@ -343,15 +344,16 @@ def member_outputs(
     trained: Trained, features: FamilyTokens, *, encoder: Encoder, n_chunk: int = 256
 ) -> MemberOutputs:
     """What every trained member says of every example (see `MemberOutputs`)."""
-    logits, pooled = [], []
+    outputs = []
     network = {k: v for k, v in trained.params.items() if k != COLLECTION}
     for i, member in enumerate(trained.members):
         params = jax.tree.map(lambda x, i=i: x[i], network)
         mask = jnp.asarray(SUBSETS[member.subset])
-        out = apply_member(params, mask, features, encoder=encoder, n_chunk=n_chunk)
-        logits.append(out[0])
-        pooled.append(out[1])
-    found = MemberOutputs(jnp.stack(logits), jnp.stack(pooled))
+        outputs.append(
+            apply_member(params, mask, features, encoder=encoder, n_chunk=n_chunk)
+        )
+    logits, pooled = zip(*jax.device_get(outputs), strict=True)
+    found = MemberOutputs(np.stack(logits), np.stack(pooled))
     if COLLECTION in trained.params:
         parts = LinearPart.of(trained.params[COLLECTION])
         found = found._replace(logits=found.logits + _linear_parts(parts, features))

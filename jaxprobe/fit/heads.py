@@ -228,7 +228,7 @@ def fit_heads(
     Returns:
       weights and info on the host, leaves `[n_sets, n_seeds, ...]`.
     """
-    given = _Set(jnp.asarray(sets), jnp.asarray(slot_masks))
+    given = jax.device_put(_Set(sets, slot_masks))
     fixed = {"head": head, "config": dataclasses.replace(config, n_microbatches=1)}
     learner = Learner(
         lambda: start_heads(given, train, valid, **fixed),

@@ -107,9 +107,8 @@ def fit(
     states = [learner.start() for learner in learners]
     number = 0
     for epoch in range(config.max_epochs):
-        active = [
-            i for i, s in enumerate(states) if np.asarray(s.is_active(config)).any()
-        ]
+        waited = [np.asarray(state.epochs_since_best) for state in states]
+        active = [i for i, x in enumerate(waited) if (x < config.patience).any()]
         if not active:
             break
         losses, logits = ({i: () for i in active} for _ in range(2))

@@ -134,14 +134,18 @@ def pool_outputs(
       labels: `[n_examples]` bool.
       weights: `[n_examples]`, or None for ones.
     """
-    grids = [head_inputs(jnp.asarray(c.pooled), jnp.asarray(c.logits)) for c in outputs]
+    if weights is None:
+        weights = np.ones(np.shape(labels))
+    on_host = (np.array(x, np.float32) for x in (labels, weights))
+    return PoolOutputs(_side_by_side(outputs, n_seeds), *jax.device_put(tuple(on_host)))
+
+
+@partial(jax.jit, static_argnums=1)
+def _side_by_side(outputs: tuple[MemberOutputs, ...], n_seeds: int) -> jax.Array:
+    """`PoolOutputs.outputs`, in one executable instead of one for every step."""
+    grids = [head_inputs(one.pooled, one.logits) for one in outputs]
     by_seed = [grid.reshape(n_seeds, -1, *grid.shape[1:]) for grid in grids]
-    labels = jnp.asarray(np.asarray(labels), jnp.float32)
-    return PoolOutputs(
-        jnp.concatenate(by_seed, axis=1),
-        labels,
-        jnp.ones_like(labels) if weights is None else jnp.asarray(weights, jnp.float32),
-    )
+    return jnp.concatenate(by_seed, axis=1)
 
 
 def keep_encoders(

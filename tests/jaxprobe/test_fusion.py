@@ -6,11 +6,13 @@ import pytest
 from jaxprobe.config import FusionConfig, TrainConfig
 from jaxprobe.fit.heads import fit_heads
 from jaxprobe.metrics import auroc
+from jaxprobe.model.encoder import MemberOutputs
 from jaxprobe.model.fusion import (
     FusionHead,
     PoolOutputs,
     head_inputs,
     keep_encoders,
+    pool_outputs,
     slots_of,
 )
 
@@ -199,3 +201,12 @@ def test_sets_that_do_not_fit_are_refused():
         slots_of((0, 1, 2), 2)
     with pytest.raises(ValueError, match="cannot hold"):
         slots_of((1, 1), 4)
+
+
+def test_one_executable_lays_out_a_pool(caplog):
+    logits, pooled = np.ones((6, 11)), np.ones((6, 11, 5))
+    one = MemberOutputs(logits.astype(np.float32), pooled.astype(np.float32))
+    with jax.log_compiles():
+        pool_outputs((one, one), 3, np.ones(11, bool))
+    compiled = [x for x in caplog.messages if x.startswith("Finished XLA compilation")]
+    assert len(compiled) == 1, compiled
