@@ -139,11 +139,20 @@ def row_choices(config: TrainConfig) -> list[int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FusionConfig:
-    """Shape of a fusion head; defaults follow the paper, appendix B."""
+    """Shape of a fusion head; defaults follow the paper, appendix B.
+
+    Attributes:
+      hidden: width.
+      encoder_dropout: probability that a whole encoder is hidden.
+      n_slots: encoders that it can read.
+      is_mean_first: for few answers: a head stays the mean logit of its encoders where
+        what it gains on that may be chance (`jaxprobe.metrics.is_gain`).
+    """
 
     hidden: int = 128
-    encoder_dropout: float = 0.3  # probability that a whole encoder is hidden
+    encoder_dropout: float = 0.3
     n_slots: int = 4
+    is_mean_first: bool = False
 
     def __post_init__(self):
         """Refuse a head without slots, or one that hides every encoder."""

@@ -115,6 +115,18 @@ def auroc_gain(
     return float(right.mean()), variance**0.5
 
 
+def is_gain(scores: np.ndarray, others: np.ndarray, labels: np.ndarray) -> bool:
+    """Tell whether scores rank rows better than others by more than chance.
+
+    By three standard errors: what asks is one of dozens, on the same validation rows,
+    at the best of its epochs, and one-sided 5 % for 45 of them together is three. Of
+    two real models' networks those that gained one to three on regressions were worth
+    +.000 to +.004 of AUROC on test questions, and on another set −.015 to +.026.
+    """
+    gain, error = auroc_gain(scores, others, labels)
+    return bool(gain > 3.0 * error)
+
+
 def _placements(
     scores: np.ndarray, labels: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -197,13 +209,14 @@ def weighted_metrics(
 
     One pass over the ranks; each step adds a number for each resample to sums that stay
     in the cache, some ten times as fast as running totals over `[n_examples,
-    n_resamples]`. Weights are counts, so that sums are exact up to 2**24; quotients are
-    rounded to float32, and AUPRC is off by about 1e-6.
+    n_resamples]`. Sums of counts are exact up to 2**24; other sums and quotients are
+    rounded to float32, AUPRC is off by about 1e-6, and what rounding alone would put
+    above one is one.
 
     Args:
       scores: `[n_examples]`, finite.
       labels: `[n_examples]` bool.
-      weights: `[n_examples, n_resamples]` float32 counts, see `resamples`.
+      weights: `[n_examples, n_resamples]` float32, such as the counts of `resamples`.
 
     Returns:
       `[n_resamples]` float32 by the metric's name; NaN where a resample lacks a class.
@@ -224,9 +237,11 @@ def weighted_metrics(
     n_right = flagged - found
     with np.errstate(invalid="ignore"):
         return {
-            "auroc": credit / (n_right * found),
+            "auroc": np.minimum(credit / (n_right * found), 1),
             # As for AUROC, a resample without a right answer says nothing of ranking.
-            "auprc": np.where(n_right >= 1, precision / found, np.float32(np.nan)),
+            "auprc": np.where(
+                n_right >= 1, np.minimum(precision / found, 1), np.float32(np.nan)
+            ),
         }
 
 
@@ -250,7 +265,7 @@ def weighted_stratified(
                 found += wrong
         n_pairs += n_right * found
     with np.errstate(invalid="ignore"):
-        return {"auroc": credit / n_pairs}
+        return {"auroc": np.minimum(credit / n_pairs, 1)}
 
 
 def drawn_clusters(n_clusters: int, config: BootstrapConfig) -> Iterator[np.ndarray]:

@@ -10,7 +10,6 @@ from typing import Any
 import msgspec
 import torch
 from transformers import (
-    DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteria,
@@ -19,9 +18,9 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from extract.backbone.loading import Backbone
+from extract.backbone.sharing import begun_states
 from extract.generate.generator import (
     Generated,
     GeneratorPrompt,
@@ -37,8 +36,6 @@ from extract.generate.prompts import render_message
 from extract.generate.requests import GenerationConfig, Request, plan_batches
 from extract.records import Answer
 
-_FEWEST_SHARED = 16  # a forward of its own for fewer costs about what it saves
-
 
 def stop_ids(backbone: Backbone) -> tuple[int, ...]:
     """Return the tokens that end a text.
@@ -50,6 +47,22 @@ def stop_ids(backbone: Backbone) -> tuple[int, ...]:
     if stop is None:
         stop = backbone.model.config.get_text_config().eos_token_id
     return stop_ids_of(stop, backbone.name)
+
+
+def _likeliest(scores: torch.Tensor, n_most: int | None) -> torch.Tensor:
+    """Return the places of each row's `n_most` largest, and of all equal to the last.
+
+    What is drawn is one of them; to sort a vocabulary for its top p takes 20 times as
+    long as a whole row's other sums.
+    """
+    n_words = scores.shape[-1]
+    if n_most is None or n_most >= n_words:
+        return torch.arange(n_words, device=scores.device).expand(len(scores), -1)
+    top = scores.topk(min(2 * n_most, n_words), dim=-1)
+    last = top.values[:, n_most - 1, None]
+    if (top.values[:, -1:] == last).any():
+        top = scores.topk(int((scores >= last).sum(-1).max()), dim=-1)
+    return top.indices
 
 
 class _Choice(LogitsProcessor):
@@ -65,14 +78,20 @@ class _Choice(LogitsProcessor):
       config: how tokens are drawn; a greedy one changes no logits.
       seeds: one per row; not read by a greedy one.
       device: of the logits.
+      stops: ids that end a row; it is padded with them, and drawn no more.
     """
 
     def __init__(
-        self, config: SamplingConfig, seeds: Sequence[int], device: torch.device
+        self,
+        config: SamplingConfig,
+        seeds: Sequence[int],
+        device: torch.device,
+        stops: Sequence[int],
     ) -> None:
+        self._stops = torch.tensor(list(stops), device=device)
         self._found: list[torch.Tensor] = []
         self._generators: list[torch.Generator] = []
-        self._warpers = LogitsProcessorList()
+        self._warpers, self._n_most = LogitsProcessorList(), config.top_k
         if config.is_greedy:
             return
         self._generators = [torch.Generator(device).manual_seed(s) for s in seeds]
@@ -86,21 +105,34 @@ class _Choice(LogitsProcessor):
         self, input_ids: torch.LongTensor, scores: torch.FloatTensor
     ) -> torch.FloatTensor:
         """Return `[n_rows, n_vocabulary]` logits; the largest of a row is taken."""
-        log_probs = scores.to(torch.float32).log_softmax(-1)
         if not self._generators:
+            log_probs = scores.to(torch.float32).log_softmax(-1)
             # The largest itself: to find its place costs ten times as much on a CPU.
             self._found.append(log_probs.amax(-1, keepdim=True))
-        else:
-            scores = self._warpers(input_ids, scores)
-            size, device = scores.shape[1], scores.device
-            rows = [
-                torch.rand(size, generator=generator, device=device)
-                for generator in self._generators
-            ]
-            tiny = torch.finfo(torch.float32).tiny
-            scores = scores - torch.log(-torch.log(torch.stack(rows).clamp_min(tiny)))
-            self._found.append(log_probs.gather(-1, scores.argmax(-1, keepdim=True)))
-        return scores
+            return scores
+        is_live = torch.ones_like(input_ids[:, -1], dtype=torch.bool)
+        if self._found:  # before, a prompt's last token stands there
+            is_live = ~torch.isin(input_ids[:, -1], self._stops)
+        live = is_live.nonzero()[:, 0]
+        own = scores[live]
+        words = _likeliest(own, self._n_most)
+        kept = self._warpers(input_ids, own.gather(-1, words))
+        rows = [
+            torch.rand(
+                scores.shape[1], generator=self._generators[row], device=own.device
+            )
+            for row in live.tolist()
+        ]
+        tiny = torch.finfo(torch.float32).tiny
+        noise = torch.stack(rows).gather(-1, words).clamp_min(tiny)
+        best = (kept - torch.log(-torch.log(noise))).argmax(-1, keepdim=True)
+        chosen = words.gather(-1, best)
+        told = own.gather(-1, chosen) - own.float().logsumexp(-1, keepdim=True)
+        log_probs = torch.zeros((len(scores), 1), device=own.device)
+        self._found.append(log_probs.index_copy_(0, live, told))
+        drawn = torch.full_like(scores, -torch.inf)
+        drawn[live, chosen[:, 0]] = 0.0
+        return drawn
 
     def log_probs(self) -> list[list[float]]:
         """Return `[n_rows, n_new_tokens]` in nats, of the model itself."""
@@ -142,48 +174,6 @@ def _contiguous_states(backbone: Backbone) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-
-
-def _n_shared(prompts: Sequence[Sequence[int]]) -> int:
-    """Return how many ids all prompts begin with; the last one of each is its own."""
-    first, last = min(prompts), max(prompts)  # no two differ earlier than these
-    pairs = enumerate(zip(first, last, strict=False))
-    n_equal = next((i for i, (a, b) in pairs if a != b), len(first))
-    return min(n_equal, min(map(len, prompts)) - 1)
-
-
-def _shared_states(
-    backbone: Backbone, prompts: Sequence[Sequence[int]], width: int
-) -> DynamicCache | None:
-    """Return the keys and values of what all prompts begin with, computed once.
-
-    Every row's lie as they would if the row were computed by itself behind its padding
-    on the left; of a row that is shorter than `width` tokens the last ones are left
-    out, and are computed with the rest of it.
-
-    Returns:
-      None where too little is common to be worth it, where a layer keeps other states
-      than keys and values (recurrent ones, an indexer's), or where a sliding window
-      is shorter than what is common: then every row is computed from its beginning.
-    """
-    n_shared = _n_shared(prompts)
-    if len(prompts) < 2 or n_shared < _FEWEST_SHARED:
-        return None
-    cache = DynamicCache(config=backbone.model.config.get_text_config(decoder=True))
-    kinds = {type(layer) for layer in cache.layers}
-    if not kinds or not kinds <= {DynamicLayer, DynamicSlidingWindowLayer}:
-        return None
-    ids = torch.tensor([list(prompts[0][:n_shared])], device=backbone.device)
-    backbone.layout.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
-    filled = [layer for layer in cache.layers if layer.is_initialized]
-    if not filled or any(layer.keys.shape[-2] != n_shared for layer in filled):
-        return None
-    n_padding = torch.tensor([[width - len(own)] for own in prompts])
-    places = (torch.arange(n_shared) - n_padding).clamp_min(0).to(backbone.device)
-    for layer in filled:
-        layer.keys = layer.keys[0][:, places].transpose(0, 1).contiguous()
-        layer.values = layer.values[0][:, places].transpose(0, 1).contiguous()
-    return cache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -280,7 +270,8 @@ class TransformersGenerator:
             if all(i in done for i in batch):
                 continue
             seeds = [draw_seed(prompts[i], config) for i in batch]
-            choice = _Choice(config, seeds, self.backbone.device)
+            stops = stop_ids(self.backbone)
+            choice = _Choice(config, seeds, self.backbone.device, stops)
             written = self._continue([ids[i] for i in batch], config, choice)
             rows = zip(batch, written, choice.log_probs(), strict=True)
             yield [
@@ -298,17 +289,28 @@ class TransformersGenerator:
         ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts])
         at_text = _AtText(self.backbone.tokenizer, width, config.stop)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-        with _contiguous_states(self.backbone):
-            written = self.backbone.model.generate(
-                input_ids=ids.to(self.backbone.device),
-                attention_mask=mask.to(self.backbone.device),
-                past_key_values=_shared_states(self.backbone, prompts, width),
-                max_new_tokens=config.max_new_tokens,
+        ids, mask = ids.to(self.backbone.device), mask.to(self.backbone.device)
+
+        def run(ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> Any:
+            return self.backbone.model.generate(
+                input_ids=ids,
+                attention_mask=mask,
                 do_sample=False,  # draws are made by the processor
                 num_beams=1,
                 repetition_penalty=1.0,  # some checkpoints have another default
                 eos_token_id=list(stops),
                 pad_token_id=stops[0],
+                **options,
+            )
+
+        with _contiguous_states(self.backbone):
+            written = run(
+                ids,
+                mask,
+                past_key_values=begun_states(
+                    self.backbone.layout, prompts, ids, mask, run
+                ),
+                max_new_tokens=config.max_new_tokens,
                 logits_processor=LogitsProcessorList([choice]),
                 stopping_criteria=StoppingCriteriaList(
                     [at_text] if config.stop else []

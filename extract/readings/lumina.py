@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from extract.backbone.layout import LayerPass
-from extract.readings.part import Batch, Part, mean_rows
+from extract.readings.beginning import final_states
+from extract.readings.part import Batch, Part, mean_rows, rows_in_cache
 from extract.signals.batch import Rows, pad_batch
 from extract.signals.probability import token_probabilities
 
@@ -84,6 +85,11 @@ class ProcessingRates(Part):
         self._rows = batch.rows(batch.predictor_edges)
         # Kept until the model's own likeliest word is known: `[n_rows, d_model]` each.
         self._states: list[torch.Tensor] = []
+        self._told: tuple[torch.Tensor, ...] | None = None
+        # Of `_lenses`, where another part's lens reads the same states.
+        self._shown: torch.Tensor | None = None
+        if wanted & {"redeep_pks", "redeep_pks_swapped"}:
+            batch.lenses.append(self._show)
 
     def on_layer(self, layer_pass: LayerPass) -> None:
         """Keep the states that predict the answer."""
@@ -93,14 +99,13 @@ class ProcessingRates(Part):
     def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
         """Read every layer's lens; NaN for an answer without tokens."""
         states = self._rows.of(final)
-        ids = [i for answer in self.batch.answers for i in answer.token_ids]
-        told = torch.tensor(ids, device=states.device, dtype=torch.long)
-        best, best_word, log_told = (states.new_zeros(len(told)) for _ in range(3))
-        best, log_told, best_word = best.float(), log_told.float(), best_word.long()
-        for rows, log_probs in self.batch.log_probs(states, is_normed=True):
-            best[rows], best_word[rows] = log_probs.max(-1)
-            log_told[rows] = log_probs.gather(1, told[rows, None])[:, 0]
-        log_match, entropies = self._lenses((*self._states, states), best_word)
+        best, best_word, log_told = self._likeliest(final)
+        if self._shown is None:
+            log_match, entropies = self._lenses((*self._states, states), best_word)
+        else:
+            log_match, entropies = self._shown.unbind(-1)
+            last = self._lenses((states,), best_word)
+            log_match[:, -1:], entropies[:, -1:] = last
         matches, emphasis = (log_match - best[:, None]).exp(), (log_told - best).exp()
         n_layers = matches.shape[1]
         found = {}
@@ -110,6 +115,34 @@ class ProcessingRates(Part):
                 rates = processing_rate(*parts, emphasis)
                 found[name] = mean_rows(rates, self._rows.slices())
         return found
+
+    def _likeliest(self, final: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return of every row the best log-probability, its word, the answer's own."""
+        if self._told is not None:
+            return self._told
+        states = self._rows.of(final)
+        ids = [i for answer in self.batch.answers for i in answer.token_ids]
+        told = torch.tensor(ids, device=states.device, dtype=torch.long)
+        best, best_word, log_told = (states.new_zeros(len(told)) for _ in range(3))
+        best, log_told, best_word = best.float(), log_told.float(), best_word.long()
+        for rows, log_probs in self.batch.log_probs(states, is_normed=True):
+            best[rows], best_word[rows] = log_probs.max(-1)
+            log_told[rows] = log_probs.gather(1, told[rows, None])[:, 0]
+        self._told = best, best_word, log_told
+        return self._told
+
+    def _show(self, final: torch.Tensor, cells: slice, log_probs: torch.Tensor) -> None:
+        """Keep of another part's lens what `_lenses` would return, see `Batch`."""
+        words, n_layers = self._likeliest(final)[1], self.batch.backbone.n_layers
+        if self._shown is None:
+            self._shown = words.new_empty(
+                (len(words), n_layers, 2), dtype=torch.float32
+            )
+        own = words.repeat_interleave(n_layers)[cells, None]
+        parts = log_probs.split(rows_in_cache(log_probs))
+        entropies = torch.cat([-(part.exp() * part).sum(-1) for part in parts])
+        found = torch.stack([log_probs.gather(1, own)[:, 0], entropies], dim=-1)
+        self._shown.view(-1, 2)[cells] = found
 
     def _lenses(
         self, layers: Sequence[torch.Tensor], words: torch.Tensor
@@ -153,8 +186,7 @@ class Discrepancies(Part):
         if not ids:
             return {"lumina_mmd": [torch.tensor(torch.nan)] * len(own_edges)}
         padded = pad_batch(ids, batch.backbone.device)
-        decoder = batch.backbone.layout.decoder
-        other = decoder(input_ids=padded, use_cache=False).last_hidden_state
+        other = final_states(batch.backbone.layout, padded, batch.beginning)
         other = Rows(edges, padded.shape[1], batch.backbone.device).of(other)
         rows = batch.rows(own_edges)
         embeddings = batch.backbone.model.get_input_embeddings().weight

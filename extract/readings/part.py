@@ -8,7 +8,7 @@ of an answer behind `n_prompt` ids is predicted at position `n_prompt + t - 1`.
 
 import abc
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 
 from extract.backbone.layout import LayerPass
 from extract.backbone.loading import Backbone
+from extract.readings.beginning import Beginning
 from extract.records import Answer
 from extract.signals.batch import ReadingBudget, Rows, pad_batch
 from extract.signals.probability import Head, head_of
@@ -25,6 +26,7 @@ from extract.signals.probability import Head, head_of
 # 262,144 words of 640 numbers take 3.0 ns a logit then, 8 ns with 64 rows (bfloat16).
 _LOGITS_PER_CHUNK = 2**26
 _LOGITS_CACHED = 2**18  # on a CPU: rows that stay in its second-level cache
+Lens = Callable[[torch.Tensor, slice, torch.Tensor], None]
 
 
 def cue_length(answers: Sequence[Answer]) -> int:
@@ -86,6 +88,10 @@ class Batch:
         none; read by those who ask for them alone.
       n_cue: tokens of the answer cue, see `cue_length`.
       budget: sizes of chunks.
+      beginning: of all these prompts, if it was run before.
+      lenses: shown what the lens of `KnowledgeScores` reads behind every layer: the
+        final states, which cells (of rows that predict the answer, all layers of a row
+        together) and their log-probabilities; not to be changed.
     """
 
     backbone: Backbone
@@ -93,6 +99,8 @@ class Batch:
     swapped: Sequence[tuple[int, ...] | None]
     n_cue: int
     budget: ReadingBudget
+    beginning: Beginning | None = None
+    lenses: list[Lens] = dataclasses.field(default_factory=list)
 
     @cached_property
     def lengths(self) -> list[int]:
@@ -153,7 +161,7 @@ class Batch:
             # By blocks of words, for a product in float32 converts the head's weights.
             for word in range(0, n_words, width):
                 stop = min(word + width, n_words)
-                logits[:, word:stop] = self.head.logits(chunk, word, stop)
+                self.head.logits(chunk, word, stop, out=logits[:, word:stop])
             for part in logits.split(rows_in_cache(logits)):
                 part.sub_(part.logsumexp(-1, keepdim=True))
             yield rows, logits

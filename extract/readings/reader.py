@@ -13,6 +13,7 @@ import torch
 
 from extract.backbone.layout import LayerPass, watch_layers
 from extract.backbone.loading import Backbone
+from extract.readings.beginning import begin, final_states
 from extract.readings.branches import ExactAnswerStates
 from extract.readings.gnosis import AttentionStatistics, StateTrace
 from extract.readings.llm_check import DiagonalScores, Entropies, HiddenScores
@@ -61,7 +62,7 @@ class _WeightReading(AttentionReading):
         layers = batch.backbone.attention_layers
         budget = batch.budget.n_attention_weights
         super().__init__(n_tokens, layers, (n_tokens, n_tokens), budget)
-        self._parts = parts
+        self._parts, self._begun = parts, batch.beginning
         self._first = max(0, min(part.first_row() for part in parts))
 
     def reduce(
@@ -71,6 +72,8 @@ class _WeightReading(AttentionReading):
         value: torch.Tensor | None,
     ) -> tuple[bool, torch.Tensor | None]:
         """Show a layer's weights in chunks of rows."""
+        if isinstance(call, AttentionCall) and self._begun is not None:
+            call = self._begun.before_call(layer, call)
         call = call.prepared()
         n_examples, n_heads, n_tokens = call.shape
         per_row = n_examples * n_heads * n_tokens
@@ -178,6 +181,9 @@ def _read_some(
         max(len(answer.prompt_ids), len(other or ())) + len(answer.token_ids)
         for answer, other in zip(answers, swapped, strict=True)
     ]
+    prompts = [answer.prompt_ids for answer in answers]
+    prompts += [other for other in swapped if other is not None]
+    begun = begin(backbone.layout, prompts) if kinds else None
     for places in batches_of(lengths, tokens_per_batch) if kinds else ():
         batch = Batch(
             backbone=backbone,
@@ -185,6 +191,7 @@ def _read_some(
             swapped=[swapped[i] for i in places],
             n_cue=n_cue,
             budget=budget_for(backbone.device),
+            beginning=begun,
         )
         check_window(backbone, lengths[places[0]])
         for name, values in _read_batch(batch, kinds, wanted).items():
@@ -203,20 +210,25 @@ def _read_batch(
 ) -> dict[str, list[torch.Tensor]]:
     """Run the decoder once before the parts, and return what they found."""
     parts = [kind(batch, wanted) for kind in kinds]
-    layout = batch.backbone.layout
+    layout, begun = batch.backbone.layout, batch.beginning
 
     def on_layer(layer_pass: LayerPass) -> None:
+        if begun is not None:
+            layer_pass = begun.before_pass(layer_pass)
         for part in parts:
             part.on_layer(layer_pass)
 
     if readers := [part for part in parts if part.reads_weights]:
         reading = _WeightReading(batch, readers)
-        final = run_reading(layout, batch.ids, reading, on_layer)
+        if begun is None:
+            final = run_reading(layout, batch.ids, reading, on_layer)
+        else:
+            own, cache = batch.ids[:, begun.n_tokens :], begun.cache_of(len(batch.ids))
+            final = begun.before(run_reading(layout, own, reading, on_layer, cache))
         reading.found()
     else:
         with watch_layers(layout, on_layer):
-            output = layout.decoder(input_ids=batch.ids, use_cache=False)
-        final = output.last_hidden_state
+            final = final_states(layout, batch.ids, begun)
     found: dict[str, list[torch.Tensor]] = {}
     for part in parts:
         found |= part.finish(final)

@@ -148,6 +148,8 @@ class KnowledgeScores(Part):
         for rows, log_probs in self.batch.log_probs(states, is_normed=False):
             own = slice(rows.start // 2, rows.stop // 2)
             every[own] = divergences(log_probs[::2], log_probs[1::2])
+            for show in self.batch.lenses:
+                show(final, own, log_probs[1::2])
         every = every.view(n_rows, n_layers, 2)
         means = mean_rows(every, self._rows.slices())
         return {

@@ -10,10 +10,11 @@ import torch
 
 from extract.backbone.layout import LayerPass, watch_layers
 from extract.backbone.loading import Backbone
+from extract.readings.beginning import Beginning, begin, final_states
 from extract.readings.part import batches_of, check_window
 from extract.records import Answer
-from extract.signals.batch import pad_batch
-from extract.signals.probability import head_of
+from extract.signals.batch import budget_for, pad_batch
+from extract.signals.probability import head_of, token_probabilities
 
 Ids = tuple[int, ...]
 
@@ -31,6 +32,7 @@ def _end_states(
     sequences: Sequence[Ids],
     entry: int,
     tokens_per_batch: int,
+    behind: Beginning | None = None,
 ) -> torch.Tensor:
     """Return the states at the last tokens, `[n_sequences, d_model]` on the host.
 
@@ -39,7 +41,10 @@ def _end_states(
       sequences: ids, none empty.
       entry: of Transformers' `hidden_states`; the last is final-normed.
       tokens_per_batch: as in `extract.readings.reader.read`.
+      behind: of all sequences, which was run before.
     """
+    begun = begin(backbone.layout, sequences, behind)
+    n_begun = 0 if begun is None else begun.n_tokens
     found = torch.empty((len(sequences), backbone.d_model), dtype=backbone.dtype)
     for places in batches_of([len(ids) for ids in sequences], tokens_per_batch):
         check_window(backbone, len(sequences[places[0]]))
@@ -51,12 +56,12 @@ def _end_states(
 
         def on_layer(layer_pass: LayerPass) -> None:
             if layer_pass.index + 1 == entry:
-                seen.append(layer_pass.h_out[every, ends])  # noqa: B023
+                seen.append(layer_pass.h_out[every, ends - n_begun])  # noqa: B023
 
         with watch_layers(backbone.layout, on_layer):
-            output = backbone.layout.decoder(input_ids=ids, use_cache=False)
+            final = final_states(backbone.layout, ids, begun)
         if entry == backbone.n_layers:
-            seen = [output.last_hidden_state[every, ends]]
+            seen = [final[every, ends]]
         found[places] = seen[0].cpu()
     return found
 
@@ -83,10 +88,17 @@ def truth_probabilities(
     if not asked:
         return found
     states = _end_states(backbone, sequences, backbone.n_layers, tokens_per_batch)
-    head = head_of(backbone.model)
-    for (place, ids), state in zip(asked, states, strict=True):
-        logits = head.logits(state[None].to(backbone.device), 0, head.weight.shape[0])
-        found[place] = logits.softmax(-1)[0, ids[-1]].cpu().numpy()
+    budget = budget_for(backbone.device)
+    # All at once: what multiplies a state converts the head's weights to do so.
+    scalars = token_probabilities(
+        states.to(backbone.device),
+        torch.tensor([ids[-1] for _, ids in asked], device=backbone.device),
+        head_of(backbone.model),
+        n_tokens_per_chunk=budget.n_tokens_per_chunk,
+        n_words_per_block=budget.n_words_per_block,
+    )
+    for (place, _), told in zip(asked, scalars[:, 0].cpu().numpy(), strict=True):
+        found[place] = np.array(told)
     return found
 
 
@@ -112,18 +124,18 @@ def sample_states(
       Per answer `[n_samples, d_model]`; a row of NaN for a draw without tokens.
     """
     entry = middle_entry(backbone.n_layers)
-    cells = [
-        (place, draw, (*answers[place].prompt_ids, *ids))
-        for place, draws in enumerate(drawn)
-        for draw, ids in enumerate(draws)
-        if ids
-    ]
-    places = {ids: i for i, ids in enumerate(dict.fromkeys(ids for *_, ids in cells))}
-    states = _end_states(backbone, list(places), entry, tokens_per_batch)
     shapes = [(len(draws), backbone.d_model) for draws in drawn]
     found = [np.full(shape, np.nan, np.float32) for shape in shapes]
-    for place, draw, ids in cells:
-        found[place][draw] = states[places[ids]].float().numpy()
+    prompts = [answer.prompt_ids for answer in answers]
+    common = begin(backbone.layout, prompts)
+    for own, prompt, draws in zip(found, prompts, drawn, strict=True):
+        # A question at a time: its prompt is run once for all its draws.
+        places = {ids: i for i, ids in enumerate(dict.fromkeys(filter(None, draws)))}
+        sequences = [(*prompt, *ids) for ids in places]
+        states = _end_states(backbone, sequences, entry, tokens_per_batch, common)
+        for draw, ids in enumerate(draws):
+            if ids:
+                own[draw] = states[places[ids]].float().numpy()
     return found
 
 

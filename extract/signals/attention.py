@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface
+from transformers import AttentionInterface, Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -113,6 +113,10 @@ def _attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(query, key, mask, scale, softcap, s_aux)
     reading, n_tokens = _active.get(), query.shape[2]
+    if key.shape[2] > n_tokens:  # of a beginning that was run before
+        reading.read(module.layer_idx, call, None)
+        tensors, options = (query, key, value, mask), {**kwargs, "scaling": scale}
+        return sdpa_attention_forward(module, *tensors, **options)[0], None
     is_shared = _is_exact(query)
     attended = reading.read(module.layer_idx, call, value if is_shared else None)
     n_fused = reading.rows[0] if is_shared else n_tokens
@@ -263,10 +267,14 @@ def run_reading(
     ids: torch.Tensor,
     reading: AttentionReading,
     on_layer: Callable[[LayerPass], None],
+    cache: Cache | None = None,
 ) -> torch.Tensor:
     """Run a decoder once, its attention through a reading, see `run_decoder`.
 
     The model's own attention is put back at the end: generation relies on its name.
+    With the cache of a beginning that all examples go on from, calls have the queries
+    of `ids` and the keys of both; only where the model asks for an attention function,
+    and has neither softcap nor sinks.
 
     Returns:
       Final-normed states `[n_examples, n_tokens, d_model]`.
@@ -276,6 +284,9 @@ def run_reading(
     asks = decoder._can_set_attn_implementation()
     # Who calls Torch's attention would compute the weights once more to return them.
     options = {} if asks or own == "sdpa" else {"output_attentions": True}
+    options["use_cache"] = cache is not None
+    if cache is not None:
+        options["past_key_values"] = cache
     if asks:
         decoder.set_attn_implementation(NAME)
     token = _active.set(reading)
@@ -284,7 +295,7 @@ def run_reading(
     )
     try:
         with watch, watch_layers(layout, on_layer):
-            output = decoder(input_ids=ids, use_cache=False, **options)
+            output = decoder(input_ids=ids, **options)
     finally:
         _active.reset(token)
         if asks:

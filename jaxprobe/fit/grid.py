@@ -308,6 +308,37 @@ def _linear_parts(parts: LinearPart, features: FamilyTokens) -> jax.Array:
     return jax.vmap(lambda part: linear_logits(part, pooled))(parts)
 
 
+def is_silent(params: Params) -> bool:
+    """Tell whether a network has no say: its linear part speaks alone."""
+    last = jax.tree.leaves(params["params"]["mlp_out"])
+    return COLLECTION in params and not any(np.any(x) for x in last)
+
+
+def member_logits(
+    every: Sequence[tuple[Params, jax.Array]],
+    features: FamilyTokens,
+    *,
+    encoder: Encoder,
+) -> np.ndarray:
+    """Logits `[n_members, n_examples]`; no silent network is run.
+
+    Args:
+      every: of each member its weights, and `[n_families]` bool which it reads.
+      features: standardised signals.
+      encoder: the module.
+    """
+    logits = np.zeros((len(every), features.n_examples), np.float32)
+    for own, (params, mask) in zip(logits, every, strict=True):
+        if not is_silent(params):
+            network = {k: v for k, v in params.items() if k != COLLECTION}
+            own += np.asarray(apply_member(network, mask, features, encoder=encoder)[0])
+    if every and COLLECTION in every[0][0]:
+        parts = [LinearPart.of(params[COLLECTION]) for params, _ in every]
+        stacked = jax.tree.map(lambda *x: np.stack(x), *parts)
+        logits += np.asarray(_linear_parts(stacked, features))
+    return logits
+
+
 def member_outputs(
     trained: Trained, features: FamilyTokens, *, encoder: Encoder, n_chunk: int = 256
 ) -> MemberOutputs:

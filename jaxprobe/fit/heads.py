@@ -29,9 +29,9 @@ from jaxprobe.fit.loop import (
     take_steps,
 )
 from jaxprobe.kernels.random import HEADS, stream_key
-from jaxprobe.metrics import masked_auroc
+from jaxprobe.metrics import auroc, is_gain, masked_auroc
 from jaxprobe.model.encoder import Params
-from jaxprobe.model.fusion import FusionHead, PoolOutputs
+from jaxprobe.model.fusion import OUTPUT, FusionHead, PoolOutputs
 
 
 class _Set(NamedTuple):
@@ -238,5 +238,36 @@ def fit_heads(
         lambda states, group: head_logits(states, given, group, **fixed),
     )
     (state,) = fit([learner], lambda _: [train], lambda: [valid], fixed["config"])
+    if head.config.is_mean_first:
+        state = _without_chance(state, lambda one: learner.logits(one, valid), valid)
     trained = jax.device_get((state.best_params, state.info))
     return jax.tree.map(lambda x: np.swapaxes(x, 0, 1), trained)
+
+
+def _without_chance(
+    state: FitState, logits: Callable[[FitState], jax.Array], valid: PoolOutputs
+) -> FitState:
+    """Let the mean logit stay where what a head gains on it may be chance."""
+    used, shape = np.asarray(valid.weights) > 0, state.epochs_since_best.shape
+    labels = np.asarray(valid.labels)[used] > 0
+    ready = state._replace(epochs_since_best=jnp.zeros_like(state.epochs_since_best))
+
+    def output_of(is_kept: np.ndarray) -> Params:
+        weights = state.best_params["params"]
+        axes = {name: (*shape, *[1] * (weights[name].ndim - 2)) for name in OUTPUT}
+        kept = {n: np.where(is_kept.reshape(axes[n]), weights[n], 0) for n in OUTPUT}
+        return {"params": {**weights, **kept}}
+
+    def said(params: Params) -> np.ndarray:
+        found = np.asarray(logits(ready._replace(params=params)))
+        return found[..., used].reshape(-1, used.sum())
+
+    means = said(output_of(np.zeros(shape, bool)))
+    trained = said(state.best_params)
+    is_kept = [is_gain(*pair, labels) for pair in zip(trained, means, strict=True)]
+    is_kept = np.reshape(is_kept, shape)
+    alone = np.reshape([auroc(one, labels).value for one in means], shape)
+    best = np.where(is_kept, state.info.best_auroc, alone).astype(np.float32)
+    return state._replace(
+        best_params=output_of(is_kept), info=state.info._replace(best_auroc=best)
+    )

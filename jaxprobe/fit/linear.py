@@ -7,8 +7,7 @@ regression has seen the labels, and would leave nothing there: in its place stan
 regressions that have not seen the row's question.
 
 A network that does not rank the validation answers better than the regression alone, by
-more than one standard error of the difference, is silenced: the best of many epochs is
-better by chance.
+more than chance (`jaxprobe.metrics.is_gain`), is silenced.
 """
 
 import dataclasses
@@ -27,7 +26,7 @@ from jaxprobe.features.families import FamilyTokens
 from jaxprobe.features.subsets import N_FAMILIES, N_SUBSETS, SUBSETS
 from jaxprobe.fit.grid import Trained
 from jaxprobe.kernels.matmul import use_one_blas_thread
-from jaxprobe.metrics import auroc, auroc_gain
+from jaxprobe.metrics import auroc, is_gain
 from jaxprobe.model.linear import LinearPart, pooled_signals
 from jaxprobe.regression import block_scale, fit_linear, logistic_regression
 
@@ -157,8 +156,8 @@ def silence(
       labels: `[n_validation]` bool.
     """
     linear = [grid.valid[member.subset] for member in trained.members]
-    gains = [auroc_gain(*pair, labels) for pair in zip(logits, linear, strict=True)]
-    is_silent = np.array([gain <= error for gain, error in gains])
+    pairs = zip(logits, linear, strict=True)
+    is_silent = np.array([not is_gain(*pair, labels) for pair in pairs])
     last = trained.params["params"]["mlp_out"]
     silenced = jax.tree.map(
         lambda x: np.where(is_silent.reshape(-1, *[1] * (x.ndim - 1)), 0.0, x), last

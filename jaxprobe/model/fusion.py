@@ -20,6 +20,7 @@ from jaxprobe.kernels.masked import materialize
 from jaxprobe.kernels.random import hashed_bits
 from jaxprobe.model.encoder import MemberOutputs, Params
 
+OUTPUT = ("out_kernel", "out_bias")  # where they are zero, a head is the mean logit
 _SUREST = 1e-6  # a probability further from 1/2 counts as this one
 
 
@@ -228,8 +229,10 @@ class FusionHead(nn.Module):
         )
         x = x + gap_kernel.T @ gaps + bias[:, None]
         norm = nn.LayerNorm(reduction_axes=0, feature_axes=0, name="norm")
-        weights = self.param("out_kernel", nn.initializers.zeros, (cfg.hidden,))
-        offset = self.param("out_bias", nn.initializers.zeros, ())
+        weights, offset = (
+            self.param(name, nn.initializers.zeros, shape)
+            for name, shape in zip(OUTPUT, ((cfg.hidden,), ()), strict=True)
+        )
         return _mean_logit(scores, keep) + weights @ nn.gelu(norm(x)) + offset
 
 

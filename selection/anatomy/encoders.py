@@ -28,8 +28,15 @@ from jaxprobe.features.subsets import (
     subset_index,
 )
 from jaxprobe.features.widths import width_groups, widths_of
-from jaxprobe.fit.grid import apply_member
+from jaxprobe.fit.grid import is_silent, member_logits
+from jaxprobe.kernels.masked import materialize
 from jaxprobe.model.encoder import Encoder, Params
+from jaxprobe.model.linear import (
+    COLLECTION,
+    LinearPart,
+    linear_logits,
+    pooled_signals,
+)
 from selection.anatomy.analysis import Evidence
 
 # Of each family `[n_spans, d_family]`: values of every span's channels, or which.
@@ -73,7 +80,7 @@ def path_gradients(
     nodes: jax.Array,
     weights: jax.Array,
     *,
-    encoder: Encoder,
+    encoder: Encoder | None,
 ) -> tuple[jax.Array, ...]:
     """Integrated gradients of the logits along the straight way from start to end.
 
@@ -86,7 +93,7 @@ def path_gradients(
       end: the signals.
       nodes: `[n_steps]` in (0, 1).
       weights: `[n_steps]`, which sum to 1.
-      encoder: the module.
+      encoder: the module; None where the linear part alone has a say.
 
     Returns:
       Of each family `[n_tokens, n_examples, d_family]` attributions in logits, which
@@ -95,12 +102,18 @@ def path_gradients(
 
     def total(tokens: tuple[jax.Array, ...]) -> jax.Array:
         features = FamilyTokens(tokens, end.masks)
+        if encoder is None:
+            part = LinearPart.of(params[COLLECTION])
+            return linear_logits(part, pooled_signals(features)).sum()
         return encoder.apply(params, features, family_mask)[0].sum()
 
     def step(so_far, at):
         node, weight = at
+        # Computed once: which token is the largest must not hang on a second rounding.
         between = jax.tree.map(
-            lambda a, b: a + node * (b - a), start.tokens, end.tokens
+            lambda a, b: materialize(a + node * (b - a), family_mask.any()),
+            start.tokens,
+            end.tokens,
         )
         found = jax.grad(total)(between)
         return jax.tree.map(lambda s, g: s + weight * g, so_far, found), None
@@ -140,8 +153,12 @@ def attributed(
     Returns:
       Per family `[n_tokens, n, d_family]`, and the differences `[n]`.
     """
-    apply = partial(apply_member, params, family_mask, encoder=encoder)
-    change = np.asarray(apply(end)[0] - apply(start)[0])[:n]
+    ends = (
+        member_logits([(params, family_mask)], at, encoder=encoder)[0, :n]
+        for at in (start, end)
+    )
+    change = np.subtract(*reversed(list(ends)))
+    heard = None if is_silent(params) else encoder
     n_steps = _FEWEST_STEPS
     while True:
         nodes, weights = quadrature(n_steps)
@@ -149,7 +166,7 @@ def attributed(
         for first in range(0, n_steps, _STEPS_AT_ONCE):
             some = slice(first, first + _STEPS_AT_ONCE)
             at = jnp.asarray(nodes[some]), jnp.asarray(weights[some])
-            part = path_gradients(params, family_mask, start, end, *at, encoder=encoder)
+            part = path_gradients(params, family_mask, start, end, *at, encoder=heard)
             total = part if total is None else jax.tree.map(jnp.add, total, part)
         found = [np.asarray(own)[:, :n] for own in total]
         added = sum(own.sum(axis=(0, 2)) for own in found)
@@ -277,15 +294,18 @@ class Deployed:
         """
         shape = (len(names), len(each), self.evidence.n_seeds, len(where))
         found = np.full(shape, np.nan, np.float32)
-        weights = [self.params(name) for name in names]
         masks = [jnp.asarray(SUBSETS[subset_index(name)]) for name in names]
+        every = [
+            (params, mask)
+            for name, mask in zip(names, masks, strict=True)
+            for params in self.params(name)
+        ]
         for places, tokens in self.parts(where, 2):
             for v, gone in enumerate(each):
                 changed = replaced(tokens, self.means, gone)
-                for e, mask in enumerate(masks):
-                    for s, params in enumerate(weights[e]):
-                        out = apply_member(params, mask, changed, encoder=self.encoder)
-                        found[e, v, s, places] = np.asarray(out[0])[: len(places)]
+                said = member_logits(every, changed, encoder=self.encoder)
+                own = said[:, : len(places)].reshape(*found.shape[::2], -1)
+                found[:, v, :, places] = np.moveaxis(own, -1, 0)
         return found
 
     def attributions(

@@ -2,11 +2,12 @@ import dataclasses
 
 import pytest
 import torch
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import WEIGHTS
 from extract.generate.generator import GeneratorPrompt, SamplingConfig, reply_key
-from extract.generate.local import TransformersGenerator, generate
+from extract.generate.local import TransformersGenerator, _Choice, generate
 from extract.generate.requests import GenerationConfig
 from tests.extract.generating import GREEDY, prompts_of, texts
 
@@ -132,3 +133,35 @@ def test_a_chat_template_is_put_around_a_message_and_a_long_prompt_is_refused():
 
 def test_nothing_to_generate_is_no_prompt_too_long(local):
     assert texts(local, [], SamplingConfig(max_new_tokens=10_000)) == []
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(5, 0.7), (5, 1.0), (None, 0.7)])
+def test_a_draw_is_the_one_that_noise_over_the_whole_vocabulary_makes(top_k, top_p):
+    config = SamplingConfig(temperature=0.7, top_k=top_k, top_p=top_p)
+    scores = torch.randn((6, 40), generator=torch.Generator().manual_seed(0)) * 2
+    scores[0, :9] = 5.0  # as many as equal the fifth are kept
+    choice = _Choice(config, range(6), torch.device("cpu"), [39])
+    drawn = choice(torch.zeros((6, 1), dtype=torch.long), scores).argmax(-1)
+    kept = scores / 0.7
+    if top_k is not None:
+        kept = TopKLogitsWarper(top_k)(None, kept)
+    if top_p < 1:
+        kept = TopPLogitsWarper(top_p)(None, kept)
+    noise = [
+        torch.rand(40, generator=torch.Generator().manual_seed(i)) for i in range(6)
+    ]
+    wanted = (kept - torch.log(-torch.log(torch.stack(noise)))).argmax(-1)
+    rows = slice(1, 6) if top_p < 1 else slice(0, 6)  # what sorting does with ties
+    assert drawn[rows].tolist() == wanted[rows].tolist()
+    told = scores.log_softmax(-1).gather(-1, drawn[:, None])
+    torch.testing.assert_close(torch.tensor(choice.log_probs()), told)
+
+
+def test_a_row_that_ended_is_drawn_no_more():
+    config = SamplingConfig(temperature=1.0, top_k=5)
+    choice = _Choice(config, range(3), torch.device("cpu"), [7, 9])
+    scores = torch.randn((3, 40), generator=torch.Generator().manual_seed(0))
+    first = choice(torch.full((3, 1), 7), scores)  # a prompt may end with such an id
+    second = choice(torch.tensor([[1], [9], [2]]), scores)
+    assert first.isfinite().sum(-1).tolist() == [1, 1, 1]
+    assert second.isfinite().sum(-1).tolist() == [1, 0, 1]

@@ -6,8 +6,8 @@ import torch
 from transformers import DynamicCache
 
 from benchmarks.speed.tiny_models import N_TEXT_IDS, tiny_model
+from extract.backbone import sharing
 from extract.backbone.loading import Backbone
-from extract.generate import local
 from extract.generate.generator import GeneratorPrompt, SamplingConfig
 from extract.generate.local import TransformersGenerator
 
@@ -62,7 +62,7 @@ def test_texts_are_those_of_each_prompt_by_itself(name):
 def test_what_is_common_is_computed_once(name):
     backbone, prompts = backbone_of(name), prompts_with(N_SHARED)
     with torch.inference_mode():
-        cache = local._shared_states(backbone, prompts, N_SHARED + 12)
+        cache = sharing.shared_states(backbone.layout, prompts, N_SHARED + 12)
     assert isinstance(cache, DynamicCache)
     assert cache.get_seq_length() == N_SHARED
     n_read = []
@@ -82,11 +82,41 @@ def test_little_in_common_short_windows_and_recurrent_states_share_nothing(
 ):
     backbone, prompts = backbone_of(name), prompts_with(n_shared)
     with torch.inference_mode():
-        assert local._shared_states(backbone, prompts, n_shared + 12) is None
+        assert sharing.shared_states(backbone.layout, prompts, n_shared + 12) is None
 
 
 def test_the_last_token_of_the_shortest_prompt_is_its_own():
     prompts = prompts_with(N_SHARED)
-    assert local._n_shared([*prompts, prompts[0][:30]]) == 29
-    assert local._n_shared([prompts[0], prompts[0]]) == len(prompts[0]) - 1
-    assert local._n_shared([(1, 2, 3), (2, 2, 3)]) == 0
+    assert sharing.n_shared([*prompts, prompts[0][:30]]) == 29
+    assert sharing.n_shared([prompts[0], prompts[0]]) == len(prompts[0]) - 1
+    assert sharing.n_shared([(1, 2, 3), (2, 2, 3)]) == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "bloom", "gemma3", "gemma4", "qwen3_5"]
+)
+def test_draws_to_equal_prompts_are_those_of_each_by_itself(name):
+    config = SamplingConfig(max_new_tokens=5, temperature=9.0, top_k=20, top_p=0.9)
+    generator = TransformersGenerator(backbone=backbone_of(name))
+    asked = [
+        GeneratorPrompt(text="", ids=ids, sample=k)
+        for ids in prompts_with(N_SHARED)[:3]
+        for k in range(3)
+    ]
+    found = dict(generator.stream(asked, config))
+    assert len({found[i].token_ids for i in range(9)}) > 3
+    for i, prompt in enumerate(asked):
+        alone = dict(generator.stream([prompt], config))[0]
+        assert found[i].token_ids == alone.token_ids
+        assert found[i].log_probs == pytest.approx(alone.log_probs, abs=2e-4)
+
+
+def test_an_equal_prompt_is_computed_once():
+    backbone, prompts = backbone_of("llama"), prompts_with(N_SHARED)
+    n_read = []
+    handle = backbone.layout.layers[0].module.register_forward_pre_hook(
+        lambda module, given: n_read.append(given[0].shape[:2])
+    )
+    written(backbone, [*prompts[:2], *prompts[:2], prompts[0]])
+    handle.remove()
+    assert n_read[:3] == [(1, N_SHARED), (2, 8), (5, 1)]

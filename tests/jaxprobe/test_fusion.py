@@ -5,6 +5,7 @@ import pytest
 
 from jaxprobe.config import FusionConfig, TrainConfig
 from jaxprobe.fit.heads import fit_heads
+from jaxprobe.metrics import auroc
 from jaxprobe.model.fusion import (
     FusionHead,
     PoolOutputs,
@@ -35,13 +36,13 @@ SLOTS = jnp.arange(3)
 CODES = random_codes(200, 0), random_codes(100, 1)
 
 
-def train(sets, n_slots=4, codes=CODES):
+def train(sets, n_slots=4, codes=CODES, **config):
     slots = [slots_of(s, n_slots) for s in sets]
     return fit_heads(
         np.stack([s for s, _ in slots]),
         np.stack([m for _, m in slots]),
         *codes,
-        head=FusionHead(FusionConfig(hidden=8, n_slots=n_slots)),
+        head=FusionHead(FusionConfig(hidden=8, n_slots=n_slots, **config)),
         config=TRAIN,
     )
 
@@ -71,6 +72,22 @@ def test_a_head_that_is_done_stands_still_while_others_go_on():
     best = np.nanmax(info.valid_auroc, axis=-1)
     kept_first = info.best_auroc > best  # as it was before the first epoch
     np.testing.assert_array_equal(best[~kept_first], info.best_auroc[~kept_first])
+
+
+def test_few_answers_move_a_head_from_the_mean_logit_only_beyond_chance():
+    sets = [(0, 1), (0, 1, 2)]  # noise; noise and the encoder that knows
+    codes = random_codes(800, 0), random_codes(800, 1)
+    _, free = train(sets, codes=codes)
+    params, info = train(sets, codes=codes, is_mean_first=True)
+    output = np.abs(params["params"]["out_kernel"]).sum(axis=-1)
+    assert (output[0] == 0).all() and (output[1] > 0).all()
+    np.testing.assert_array_equal(info.best_auroc[1], free.best_auroc[1])
+    assert (free.best_auroc[0] > info.best_auroc[0]).any()
+    for seed in range(N_SEEDS):
+        scores = codes[1].outputs[seed, :2, -1]
+        mean = np.asarray(jax.scipy.special.logit(scores).mean(axis=0))
+        expected = auroc(mean, np.asarray(codes[1].labels) > 0).value
+        assert info.best_auroc[0, seed] == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_head_begins_as_the_mean_logit_and_is_never_worse_on_validation():

@@ -19,7 +19,7 @@ from jaxprobe.fit.linear import (
     silence,
     with_linear_parts,
 )
-from jaxprobe.metrics import auroc
+from jaxprobe.metrics import auroc, auroc_gain
 from jaxprobe.model.encoder import Encoder
 from jaxprobe.model.linear import pooled_signals
 from tests.jaxprobe.test_grid import CONFIG, DIMS, planted
@@ -131,9 +131,16 @@ def test_a_network_that_gains_nothing_is_silenced_and_one_that_gains_is_not(rows
     still = dataclasses.replace(TRAIN, max_epochs=1)
     member = with_linear_parts(trained_on(rows, grid, "R", still), grid)
     tokens, labels = rows[1]
-    noise = np.random.default_rng(0).standard_normal(len(labels))
-    for added, is_silent in ((0.05 * noise, True), (3.0 * labels, False)):
-        kept = silence(member, grid.valid[[subset]] + added, grid, labels)
+    linear = grid.valid[subset]
+    noise = 0.05 * np.random.default_rng(0).standard_normal(len(labels))
+
+    def errors(weight):
+        gain, error = auroc_gain(linear + weight * labels, linear, labels)
+        return gain / (error or np.inf)
+
+    chance = next(w for w in np.geomspace(1e-3, 1, 200) if errors(w) > 2.5) * labels
+    for added, is_silent in ((noise, True), (chance, True), (3.0 * labels, False)):
+        kept = silence(member, linear[None] + added, grid, labels)
         assert is_silent == (not kept.params["params"]["mlp_out"]["kernel"].any())
         if is_silent:
             said = member_outputs(kept, tokens, encoder=ENCODER).logits[0]

@@ -82,6 +82,18 @@ def test_resampled_metrics_equal_a_plain_loop_over_the_same_draws():
         assert found["auprc"][i] == pytest.approx(expected, abs=1e-5)  # float32 sums
 
 
+def test_rounding_never_puts_a_share_above_one():
+    labels = np.arange(200) >= 100
+    weights = np.random.default_rng(0).random((200, 500), np.float32)
+    strata = np.zeros(200, int)
+    for found in (
+        weighted_metrics(np.arange(200.0), labels, weights),
+        weighted_stratified(np.arange(200.0), labels, weights, strata=strata),
+    ):
+        assert found["auroc"].max() == 1.0
+        assert found["auroc"].min() == pytest.approx(1.0, abs=1e-5)
+
+
 def test_resamples_in_blocks_are_the_same_draws():
     config = BootstrapConfig(n_resamples=300, seed=0)
     blocks = list(resamples(np.arange(50), config, n_weights=1))

@@ -8,14 +8,16 @@ import pytest
 from jaxprobe.config import EncoderConfig
 from jaxprobe.features.families import FamilyTokens
 from jaxprobe.features.subsets import SUBSETS, FamilyDims, subset_index
-from jaxprobe.fit.grid import apply_member
+from jaxprobe.fit.grid import apply_member, member_logits
 from jaxprobe.model.encoder import Encoder
+from jaxprobe.model.linear import LinearPart
 from selection.anatomy.encoders import (
     TOLERANCE,
     attributed,
     incompleteness,
     of_families,
     of_span,
+    path_gradients,
     replaced,
 )
 from selection.anatomy.heads import channels_of_heads
@@ -63,6 +65,37 @@ def weights(name, n_spans):
 
 def logits(params, mask, features):
     return np.asarray(apply_member(params, mask, features, encoder=ENCODER)[0])
+
+
+def with_linear_part(params, n_spans, is_silent):
+    """Weights with a regression beside the network, which may have no say."""
+    rng = np.random.default_rng(4)
+    kernels = tuple(
+        rng.normal(size=(2 + n_spans) * size).astype(np.float32) for size in DIMS.sizes
+    )
+    network = dict(params["params"])
+    if is_silent:
+        network["mlp_out"] = jax.tree.map(jnp.zeros_like, network["mlp_out"])
+    return {"params": network, **LinearPart(kernels, np.float32(0.5)).variables()}
+
+
+def test_a_silent_network_is_not_run_and_the_logits_are_the_same():
+    mask, params = weights("HPRA", 3)
+    features = signals(3)
+    every = [with_linear_part(params, 3, is_silent) for is_silent in (True, False)]
+    found = member_logits([(p, mask) for p in every], features, encoder=ENCODER)
+    expected = np.stack([logits(p, mask, features) for p in every])
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    assert np.abs(found[0] - found[1]).max() > 1e-2
+    start = replaced(features, means(3), of_families(DIMS, 3, (1,)))
+    parts, change = attributed(every[0], mask, start, features, ENCODER, N)
+    at = (jnp.full(1, 0.5, jnp.float32), jnp.ones(1, jnp.float32))
+    whole = path_gradients(every[0], mask, start, features, *at, encoder=ENCODER)
+    part = path_gradients(every[0], mask, start, features, *at, encoder=None)
+    for own, other in zip(whole, part, strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-5)
+    added = sum(own.sum(axis=(0, 2)) for own in parts)
+    assert incompleteness(added, change) <= TOLERANCE
 
 
 @pytest.mark.parametrize("n_spans", [2, 3])
