@@ -6,9 +6,10 @@ labels as in the run, and every detector as it was trained on gold contexts.
 
 import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
+import jax
 import msgspec
 import numpy as np
 
@@ -36,10 +37,10 @@ from extract.run.stages import Forecast, once, run_stage
 from extract.signals.stage import EXTRACT
 from extract.store.read import FeatureStore
 from jaxprobe import checkpoint
-from jaxprobe.detector import Detector, EncoderBank, bank_outputs
+from jaxprobe.detector import Detector
 from jaxprobe.evaluation import Scored, bootstrap_of, detection_rows
-from jaxprobe.features.families import Features, Standardizer
-from jaxprobe.features.reading import longest_spans, read_features
+from jaxprobe.features.families import Features, Standardizer, split_families
+from jaxprobe.features.reading import SPANS, longest_spans, read_features
 from jaxprobe.features.rows import (
     Rows,
     chosen_layer,
@@ -54,8 +55,9 @@ from jaxprobe.features.subsets import (
     SUBSETS,
     FamilyDims,
 )
+from jaxprobe.features.widths import width_groups, widths_of
 from jaxprobe.fit.blocks import grid_members
-from jaxprobe.fit.grid import Trained
+from jaxprobe.fit.grid import member_logits
 from jaxprobe.fit.stage import EVERY_FAMILY, encoder_folders
 from jaxprobe.model.encoder import Encoder
 from jaxprobe.settings import grid_config, set_compiler
@@ -64,6 +66,7 @@ from pgir.retrieval.recall import has_answer
 
 NAME = "transfer"
 EXPERIMENT = "real_retrieval"
+_ROWS_OF_A_KIND = 64  # of the longest rows, which are read by themselves
 ALL_SETS = "all_sets"  # the questions of all sets together, the paper's column "All"
 
 
@@ -106,61 +109,72 @@ class Scenario:
         return load_rows(self.inner, self.setting)
 
     def parts(self, dims: FamilyDims) -> Iterator[tuple[np.ndarray, Features]]:
-        """Yield the new rows in parts that memory holds, with their features."""
+        """Yield the new rows in parts that memory holds, with their features.
+
+        Rows of similar length lie together; the last rows of a part fill it up, so that
+        one executable serves all parts of a group.
+        """
         store, rows = self.new
-        widths = longest_spans(store.spec.spans, self.setting)
-        n_at_once = rows_at_once(widths, dims)
-        for start in range(0, len(rows.ids), n_at_once):
-            part = np.arange(start, min(len(rows.ids), start + n_at_once))
-            # The last part is padded, so that one executable serves all.
-            full = np.pad(part, (0, n_at_once - len(part)), mode="edge")
-            layer = chosen_layer(self.run)
-            yield part, read_features(store, self.setting, layer, full, widths)
+        spans = store.spec.spans[:, SPANS[self.setting]]
+        lengths, layer = spans[..., 1] - spans[..., 0], chosen_layer(self.run)
+        for group in width_groups(lengths, _ROWS_OF_A_KIND):
+            widths = widths_of(lengths[group])
+            n_at_once = min(len(group), rows_at_once(widths, dims))
+            for start in range(0, len(group), n_at_once):
+                part = group[start : start + n_at_once]
+                full = np.pad(part, (0, n_at_once - len(part)), mode="edge")
+                yield part, read_features(store, self.setting, layer, full, widths)
 
-
-def encoder_bank(run: RunDir, setting: Setting) -> EncoderBank:
-    """Return all fifteen encoders of a setting, as they were trained."""
-    config = grid_config(run)
-    tree, facts = checkpoint.restore(run.encoders(setting))
-    members = grid_members(config.train.n_seeds)
-    return EncoderBank.from_trained(
-        Trained(members, tree["params"], tree["info"]),
-        SUBSET_NAMES,
-        dims=FamilyDims(**facts["dims"]),
-        config=config.encoder,
-        standardizer=Standardizer(**tree["standardizer"]),
-    )
+    def scored(
+        self, dims: FamilyDims, score: Callable[[np.ndarray, Features], np.ndarray]
+    ) -> np.ndarray:
+        """Return `score(part, features)`, `[..., n]`, of all parts: `[..., n_rows]`."""
+        places, made = [], []
+        for part, features in self.parts(dims):
+            places.append(part)
+            made.append(np.asarray(score(part, features))[..., : len(part)])
+        return np.concatenate(made, axis=-1)[..., np.argsort(np.concatenate(places))]
 
 
 def encoder_scores(scene: Scenario) -> dict[str, np.ndarray]:
     """Return the logits of every encoder on the new rows, `[n_seeds, n_rows]`."""
-    bank = encoder_bank(scene.run, scene.setting)
-    parts = []
-    for part, features in scene.parts(bank.dims):
-        logits, _ = bank_outputs(
-            bank.params,
-            SUBSETS,
-            bank.standardizer,
-            features,
-            dims=bank.dims,
-            encoder=Encoder(bank.config, bank.dims),
-        )
-        parts.append(np.asarray(logits, np.float64)[..., : len(part)])
-    logits = np.concatenate(parts, axis=-1)  # [n_seeds, n_subsets, n_rows]
-    found = {f"encoder:{name}": logits[:, i] for i, name in enumerate(SUBSET_NAMES)}
-    found |= {"hidden_only": logits[:, 0], "early_fusion": logits[:, EVERY_FAMILY]}
-    return found
+    config = grid_config(scene.run)
+    tree, facts = checkpoint.restore(scene.run.encoders(scene.setting))
+    dims, standardizer = (
+        FamilyDims(**facts["dims"]),
+        Standardizer(**tree["standardizer"]),
+    )
+    members = grid_members(config.train.n_seeds)
+    every = [
+        (jax.tree.map(lambda x, i=i: x[i], tree["params"]), SUBSETS[member.subset])
+        for i, member in enumerate(members)
+    ]
+
+    split = jax.jit(lambda features: split_families(features, dims, standardizer))
+    encoder = Encoder(config.encoder, dims)
+
+    def logits(_: np.ndarray, features: Features) -> np.ndarray:
+        return member_logits(every, split(features), encoder=encoder)
+
+    said = scene.scored(dims, logits).astype(np.float64)
+    own = {
+        name: said[[i for i, m in enumerate(members) if m.subset == subset]]
+        for subset, name in enumerate(SUBSET_NAMES)
+    }
+    found = {f"encoder:{name}": logits for name, logits in own.items()}
+    singles = {"hidden_only": 0, "early_fusion": EVERY_FAMILY}
+    return found | {name: own[SUBSET_NAMES[at]] for name, at in singles.items()}
 
 
 def selected_scores(scene: Scenario, detector: Detector) -> dict[str, np.ndarray]:
     """Return the raw scores of the selected heads on the new rows, `[1, n_rows]`."""
     if scene.setting == "closed_book":
+
+        def closed_book(_: np.ndarray, features: Features) -> np.ndarray:
+            return detector.score_closed_book(features).raw
+
         dims = detector.banks["closed_book"].dims
-        parts = [
-            detector.score_closed_book(features).first(len(part)).raw
-            for part, features in scene.parts(dims)
-        ]
-        return {"champion": np.concatenate(parts)[None]}
+        return {"champion": scene.scored(dims, closed_book)[None]}
     bank = detector.banks.get("with_context") or detector.banks["closed_book"]
     _, rows = scene.new
     closed_store, closed_rows = load_rows(scene.inner, "closed_book")
@@ -172,17 +186,19 @@ def selected_scores(scene: Scenario, detector: Detector) -> dict[str, np.ndarray
         chosen_layer(scene.run),
         n_tokens=longest_spans(closed_store.spec.spans, "closed_book"),
     )
-    both, alone = [], []
-    for part, features in scene.parts(bank.dims):
-        n_rows = len(features.tokens[0])
-        where = np.pad(partner[part], (0, n_rows - len(part)), mode="edge")
+
+    def both(part: np.ndarray, features: Features) -> np.ndarray:
+        n_more = len(features.tokens[0]) - len(part)
+        where = np.pad(partner[part], (0, n_more), mode="edge")
         closed: Features = read(examples=where)
-        both.append(detector.score_with_context(features, closed).first(len(part)).raw)
-        if "single_pass" in detector.heads:
-            alone.append(detector.score_single_pass(features).first(len(part)).raw)
-    found = {"champion": np.concatenate(both)[None]}
-    if alone:
-        found["without_closed_book"] = np.concatenate(alone)[None]
+        return detector.score_with_context(features, closed).raw
+
+    def alone(_: np.ndarray, features: Features) -> np.ndarray:
+        return detector.score_single_pass(features).raw
+
+    found = {"champion": scene.scored(bank.dims, both)[None]}
+    if "single_pass" in detector.heads:
+        found["without_closed_book"] = scene.scored(bank.dims, alone)[None]
     return found
 
 
