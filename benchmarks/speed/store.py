@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import click
+import jax
 import numpy as np
 
 from benchmarks.speed.commands import AS_JSON, MIB, measure_fresh
@@ -24,8 +25,13 @@ from extract.store.read import FeatureStore, open_store
 from extract.store.spec import Family, StoreSpec
 from extract.store.write import create_store, write_range
 from jaxprobe.config import StreamConfig, TrainConfig
-from jaxprobe.features.families import split_families, standardizer_of
-from jaxprobe.features.reading import read_families, read_features
+from jaxprobe.features.families import standardizer_of
+from jaxprobe.features.reading import (
+    read_families,
+    read_features,
+    read_tokens,
+    stored_dtypes,
+)
 from jaxprobe.features.subsets import FAMILIES, subset_index
 from jaxprobe.fit.blocks import Block, Member
 from jaxprobe.fit.grid import Trained, fit_blocks, labelled
@@ -134,7 +140,9 @@ def _datasets(store: FeatureStore, config: StreamedWork) -> tuple[Streamed, Stre
     standardizer = standardizer_of(parts)
 
     def read(where: np.ndarray):
-        return split_families(raw(where), work.dims, standardizer)
+        fixed = {"standardizer": standardizer, "held_as": stored_dtypes(store)}
+        tokens = read_tokens(store, "closed_book", 0, where, widths, **fixed)
+        return jax.device_put(tokens)
 
     return tuple(
         Streamed(where=w, labels=labels[w], read=read, config=config.stream)

@@ -294,10 +294,12 @@ def read_family(
     examples: Sequence[int] | np.ndarray | slice | None = None,
     layer: int | None = None,
     span: int | None = None,
+    is_decoded: bool = True,
 ) -> Ragged:
     """Read one family of several examples into one contiguous array.
 
-    Values are of the family's type; those of an int8 family are float32.
+    Values are of the family's type; those of an int8 family are float32, unless its
+    codes are asked for.
 
     Args:
       store: the store.
@@ -307,6 +309,7 @@ def read_family(
         layer axis out; None for all.
       span: 0, 1 or 2 for the rows of the context, question or answer alone; None for
         all that the family keeps.
+      is_decoded: False for int8 codes, whose scales are a family of their own.
 
     Raises:
       ValueError: a range is not extracted or damaged (the message names its files),
@@ -329,7 +332,7 @@ def read_family(
         first = bounds[:, 0]
     blocks = _joined(starts, lengths)
     values = read_blocks(store, family, layer, blocks)
-    if spec.families[family].dtype == "int8":
+    if is_decoded and spec.families[family].dtype == "int8":
         scales = read_blocks(store, scale_name(family), layer, blocks)
         values = decode(values, scales)
     return Ragged(

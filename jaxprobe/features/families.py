@@ -8,7 +8,7 @@ is left out is made empty in every example, and an empty span pools to zeros: no
 changes, so that every choice of spans trains in the executable of the full grid.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxprobe.features.subsets import FamilyDims
+from jaxprobe.kernels.stored import StoredTokens, moved
 
 
 class Features(NamedTuple):
@@ -56,8 +57,8 @@ class FamilyTokens(NamedTuple):
     piece; tokens come before examples (see `jaxprobe.kernels.masked` for the reason).
 
     Attributes:
-      tokens: per family `[n_tokens, n_examples, d_family]` float32, where `n_tokens` is
-        the sum of the spans' widths.
+      tokens: per family `[n_tokens, n_examples, d_family]`, where `n_tokens` is the sum
+        of the spans' widths: float32, standardised, or as they are stored.
       masks: per span `[n_span_tokens, n_examples]` bool.
     """
 
@@ -78,9 +79,24 @@ class FamilyTokens(NamedTuple):
             for stop, mask in zip(stops, self.masks, strict=True)
         )
 
+    def of_examples(
+        self, change: Callable[..., Any], *others: "FamilyTokens"
+    ) -> "FamilyTokens":
+        """Change all arrays, whose axis 1 is that of examples, along with others'."""
+
+        def one(x: Any, *rest: Any) -> Any:
+            if isinstance(x, StoredTokens):
+                return x.of_examples(change, *rest)
+            return change(x, *rest)
+
+        tokens = map(one, self.tokens, *(other.tokens for other in others))
+        masks = map(change, self.masks, *(other.masks for other in others))
+        return FamilyTokens(tuple(tokens), tuple(masks))
+
     def take(self, rows: jax.Array) -> "FamilyTokens":
         """Select examples by index, `[n_rows]`."""
-        return jax.tree.map(lambda x: jnp.take(x, rows, axis=1), self)
+        take = partial(jnp.take, indices=rows, axis=1)
+        return self.of_examples(partial(moved, take))
 
 
 class Standardizer(NamedTuple):
@@ -157,7 +173,8 @@ def standardize_span(
       `[n_span_tokens, d_total]` float32.
     """
     mean, std = jnp.asarray(standardizer.mean), jnp.asarray(standardizer.std)
-    scaled = (tokens.astype(jnp.float32) - mean[None, :]) / std[None, :]
+    # The compiler divides by what many rows share in this way; so does NumPy elsewhere.
+    scaled = (tokens.astype(jnp.float32) - mean[None, :]) * (1.0 / std)[None, :]
     return jnp.where(mask[:, None], scaled, 0.0)
 
 
@@ -220,8 +237,14 @@ def keep_spans(features: FamilyTokens, span_mask: np.ndarray) -> FamilyTokens:
 def zero_span(features: FamilyTokens, span: int) -> FamilyTokens:
     """Set one span's signals to zero; unlike `keep_spans` its tokens stay."""
     at = features.span_slices[span]
-    tokens = tuple(jnp.asarray(x).at[at].set(0.0) for x in features.tokens)
-    return FamilyTokens(tokens, features.masks)
+
+    def one(x: Any) -> Any:
+        if not isinstance(x, StoredTokens):
+            return jnp.asarray(x).at[at].set(0.0)
+        kept = jnp.ones(x.shape[0], bool) if x.is_kept is None else x.is_kept
+        return x._replace(is_kept=kept.at[at].set(False))
+
+    return FamilyTokens(tuple(map(one, features.tokens)), features.masks)
 
 
 def all_but(span: int, n_spans: int) -> np.ndarray:

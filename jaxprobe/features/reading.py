@@ -10,13 +10,16 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from extract.records import Setting
+from extract.store.families import Dtype, decode, scale_name
 from extract.store.read import FeatureStore, Ragged, read_family
 from jaxprobe.features.families import (
+    FamilyTokens,
     Features,
     Standardizer,
     standardizer_of,
 )
 from jaxprobe.features.subsets import FAMILIES, FamilyDims
+from jaxprobe.kernels.stored import StoredTokens
 
 SPAN_NAMES = ("context", "question", "answer")  # as they are stored
 ANSWER = 2
@@ -33,6 +36,11 @@ def family_dims(store: FeatureStore) -> FamilyDims:
     shapes["hidden"] = shapes["hidden"][1:]
     sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
     return FamilyDims(**sizes, hidden_spans=families["hidden"].spans)
+
+
+def stored_dtypes(store: FeatureStore) -> tuple[Dtype, ...]:
+    """Return the types in which the families are stored, in the order of `FAMILIES`."""
+    return tuple(store.spec.families[name].dtype for name in FAMILIES)
 
 
 def fit_reading(features: Features, dims: FamilyDims) -> Standardizer:
@@ -81,17 +89,22 @@ def pad_span(
       ValueError: a span is longer than `n_tokens`; nothing is cut.
     """
     lengths = spans[:, 1] - spans[:, 0]
-    if lengths.max(initial=0) > n_tokens:
-        raise ValueError(
-            f"a span has {lengths.max()} tokens, expected at most {n_tokens}; "
-            "pad to a larger length"
-        )
+    _check_width(lengths, n_tokens)
     mask = np.arange(n_tokens)[None, :] < lengths[:, None]
     first = starts + spans[:, 0]
     index = np.where(mask, first[:, None] + np.arange(n_tokens)[None, :], 0)
     tokens = rows[index].astype(np.float32, copy=False)
     tokens[~mask] = 0.0
     return tokens, mask
+
+
+def _check_width(lengths: np.ndarray, n_tokens: int) -> None:
+    """Raise if a span is longer than it is padded to; nothing is cut."""
+    if lengths.max(initial=0) > n_tokens:
+        raise ValueError(
+            f"a span has {lengths.max()} tokens, expected at most {n_tokens}; "
+            "pad to a larger length"
+        )
 
 
 def longest_spans(spans: np.ndarray, setting: Setting) -> tuple[int, ...]:
@@ -134,20 +147,108 @@ def assemble(
 
 
 def read_families(
-    store: FeatureStore, layer: int, examples: np.ndarray | None = None
+    store: FeatureStore,
+    layer: int,
+    examples: np.ndarray | None = None,
+    *,
+    is_decoded: bool = True,
 ) -> dict[str, Ragged]:
     """Read all families of stored examples at once; of `hidden`, one layer.
 
     Each in a thread of its own: reading holds no lock, and where chunks are small one
     core alone cannot copy as fast as a disk delivers.
+
+    Args:
+      store: an extracted setting.
+      layer: entry of the resid axis.
+      examples: `[n]` indices into the store, or None for all.
+      is_decoded: False for int8 codes, and the families of their scales beside them.
     """
+    stored = store.spec.families
+    scales = () if is_decoded else map(scale_name, FAMILIES)
+    names = [*FAMILIES, *(name for name in scales if name in stored)]
 
     def read(name: str) -> Ragged:
-        own = layer if name == "hidden" else None
-        return read_family(store, name, examples, layer=own)
+        own = layer if stored[name].by_layer else None
+        return read_family(store, name, examples, layer=own, is_decoded=is_decoded)
 
-    with ThreadPoolExecutor(len(FAMILIES)) as pool:
-        return dict(zip(FAMILIES, pool.map(read, FAMILIES), strict=True))
+    with ThreadPoolExecutor(len(names)) as pool:
+        return dict(zip(names, pool.map(read, names), strict=True))
+
+
+def read_tokens(
+    store: FeatureStore,
+    setting: Setting,
+    layer: int,
+    examples: np.ndarray,
+    n_tokens: Sequence[int],
+    *,
+    standardizer: Standardizer,
+    held_as: Sequence[Dtype],
+) -> FamilyTokens:
+    """Read the signals of stored examples as a device holds them.
+
+    Their values are those of `split_families` after `read_features`.
+
+    Args:
+      store: an extracted setting.
+      setting: decides which spans are read.
+      layer: entry of the resid axis for the hidden family (0 is the embedding).
+      examples: `[n]` indices into the store.
+      n_tokens: padded length per span.
+      standardizer: fitted on training tokens.
+      held_as: of each family `float32`, which is standardised here, or the type in
+        which it is stored, which is kept as `StoredTokens`.
+
+    Returns:
+      Arrays of the host.
+
+    Raises:
+      ValueError: a range is not extracted or damaged, or a span is longer.
+    """
+    families = read_families(store, layer, examples, is_decoded=False)
+    spans = store.spec.spans[examples][:, list(SPANS[setting])]
+    first, lengths = spans[..., 0], spans[..., 1] - spans[..., 0]
+    masks, places = [], []
+    for s, width in enumerate(n_tokens):
+        _check_width(lengths[:, s], width)
+        position = np.arange(width)[:, None]
+        masks.append(position < lengths[None, :, s])
+        places.append(first[None, :, s] + position)
+    mask, place = np.concatenate(masks), np.concatenate(places)
+    is_answer = np.arange(len(mask)) >= len(mask) - n_tokens[-1]
+
+    def one(name: str, at: slice, dtype: Dtype) -> np.ndarray | StoredTokens:
+        ragged, is_all = families[name], store.spec.families[name].spans == "all"
+        own = mask if is_all else mask & is_answer[:, None]
+        rows = (place + (ragged.starts - ragged.first_tokens))[own]
+
+        def padded(values: np.ndarray) -> np.ndarray:
+            found = np.zeros((*mask.shape, *values.shape[1:]), values.dtype)
+            found[own] = values
+            return found
+
+        codes = ragged.values.reshape(len(ragged.values), -1).take(rows, axis=0)
+        scales = families.get(scale_name(name))
+        scales = scales and scales.values.take(rows, axis=0)
+        mean, std = standardizer.mean[at], standardizer.std[at]
+        if dtype == "float32":
+            values = (
+                codes.astype(np.float32) if scales is None else decode(codes, scales)
+            )
+            values -= mean
+            values *= 1.0 / std  # as `standardize_span`, bit by bit
+            return padded(values)
+        return StoredTokens(
+            codes=padded(codes),
+            scales=None if scales is None else padded(scales),
+            mean=mean,
+            std=std,
+            is_kept=None if is_all else is_answer,
+        )
+
+    tokens = map(one, FAMILIES, family_dims(store).slices, held_as)
+    return FamilyTokens(tuple(tokens), tuple(masks))
 
 
 def read_features(

@@ -15,12 +15,12 @@ from extract.records import IN_DOMAIN, Record, Setting, Share
 from extract.run.contents import read_examples, read_labels
 from extract.run.directory import RunDir
 from extract.run.files import read_json
+from extract.store.families import Dtype
 from extract.store.read import FeatureStore, open_store
 from jaxprobe.features.families import (
     FamilyTokens,
     Standardizer,
     keep_spans,
-    split_families,
     zero_span,
 )
 from jaxprobe.features.reading import (
@@ -29,6 +29,8 @@ from jaxprobe.features.reading import (
     fit_reading,
     fit_reading_of,
     read_features,
+    read_tokens,
+    stored_dtypes,
 )
 from jaxprobe.features.subsets import FamilyDims
 from jaxprobe.features.widths import width_groups, widths_of
@@ -200,8 +202,9 @@ class TrainingRows:
       layer: entry of the resid axis for the hidden family (0 is the embedding).
       dims: widths of the families.
       standardizer: fitted on the training rows.
-      read: reads standardised tokens of rows of the store, in one padded width, or in
-        the widths that are given as well.
+      held_as: types in which the device holds the families.
+      read: reads tokens of rows of the store, in one padded width, or in the widths
+        that are given as well.
       read_train: the same for the rows that are trained on.
       lengths: `[n_rows, n_spans]` tokens of the spans of every row of the store.
       where: training rows and validation rows, indices into the store.
@@ -213,6 +216,7 @@ class TrainingRows:
     layer: int
     dims: FamilyDims
     standardizer: Standardizer
+    held_as: tuple[Dtype, ...]
     read: ReadRows
     read_train: ReadRows
     lengths: np.ndarray
@@ -249,7 +253,12 @@ class TrainingRows:
 
 
 def training_rows(
-    run: RunDir, setting: Setting, *, streamed: bool, n_batch: int
+    run: RunDir,
+    setting: Setting,
+    *,
+    streamed: bool,
+    n_batch: int,
+    held_as: tuple[Dtype, ...] | None = None,
 ) -> TrainingRows:
     """Fit the standardisation on the training rows, and read them unless streamed.
 
@@ -258,6 +267,8 @@ def training_rows(
       setting: which.
       streamed: leave the rows in the store.
       n_batch: rows of a training batch, which decides how rows are grouped by length.
+      held_as: types in which the device holds the families, see `read_tokens`; None for
+        those in which they are stored.
 
     Raises:
       ValueError: the training or validation rows hold one class alone.
@@ -283,18 +294,21 @@ def training_rows(
     else:
         standardizer = fit_reading(features(where[0], whole), dims)
 
-    def read_part(widths: tuple[int, ...], part: np.ndarray) -> FamilyTokens:
-        # Padded to a power of two, so that few executables serve all.
-        n_more = (1 << (len(part) - 1).bit_length()) - len(part)
-        padded = features(np.pad(part, (0, n_more), mode="edge"), widths)
-        tokens = split_families(padded, dims, standardizer)
-        return jax.tree.map(lambda x: np.asarray(x)[:, : len(part)], tokens)
+    held_as = held_as or stored_dtypes(store)
+    read_part = partial(
+        read_tokens,
+        store,
+        setting,
+        layer,
+        standardizer=standardizer,
+        held_as=held_as,
+    )
 
     def read(some: np.ndarray, widths: tuple[int, ...] = whole) -> FamilyTokens:
-        parts = map(
-            partial(read_part, widths), _parts(some, rows_at_once(widths, dims))
+        first, *parts = (
+            read_part(part, widths) for part in _parts(some, rows_at_once(widths, dims))
         )
-        joined = jax.tree.map(lambda *x: np.concatenate(x, axis=1), *parts)
+        joined = first.of_examples(lambda *x: np.concatenate(x, axis=1), *parts)
         return jax.device_put(joined)
 
     def held(split: np.ndarray, groups: Sequence[np.ndarray]) -> tuple[Held, ...]:
@@ -308,6 +322,7 @@ def training_rows(
         layer=layer,
         dims=dims,
         standardizer=standardizer,
+        held_as=held_as,
         read=read,
         read_train=read,
         lengths=lengths,

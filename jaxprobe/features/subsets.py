@@ -14,6 +14,7 @@ import numpy as np
 FAMILIES = ("hidden", "prob", "resid", "attn")
 N_FAMILIES = len(FAMILIES)
 LETTERS = "HPRA"
+FLOATS = ("float32",) * N_FAMILIES  # types of the families, widened
 N_SUBSETS = 2**N_FAMILIES - 1
 
 SUBSETS: np.ndarray = (

@@ -52,7 +52,7 @@ _CORES = threading.BoundedSemaphore(os.cpu_count() or 1)
 
 
 class Labelled(NamedTuple):
-    """Standardised features with their labels.
+    """Features with their labels.
 
     Attributes:
       features: families apart, `n_examples` rows.
@@ -139,7 +139,7 @@ def start_block(
         _, init_key, _ = member_keys(config, subset, seed)
         return start_fit(encoder.init(init_key, few, family_mask), config)
 
-    few = jax.tree.map(lambda x: x[:, :1], features)
+    few = features.of_examples(lambda x: x[:, :1])
     return over_members(one, block, (), (few,), mesh)
 
 

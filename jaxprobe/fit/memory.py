@@ -21,12 +21,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from extract.store.families import Dtype, numpy_dtype
 from jaxprobe.config import EncoderConfig, PlannedConfig, TrainConfig, row_choices
 from jaxprobe.features.families import FamilyTokens
-from jaxprobe.features.subsets import N_FAMILIES, N_SUBSETS, FamilyDims
+from jaxprobe.features.subsets import FLOATS, N_FAMILIES, N_SUBSETS, FamilyDims
 from jaxprobe.features.widths import width_groups, widths_of
 from jaxprobe.fit.blocks import BlockArrays
 from jaxprobe.fit.grid import Labelled, block_logits, start_block, train_block
+from jaxprobe.kernels.stored import StoredTokens
 from jaxprobe.model.encoder import Encoder
 from jaxprobe.settings import GridConfig
 
@@ -50,6 +52,7 @@ class Sizes:
       widths: tokens of the padded spans of the longest group of rows.
       n_train: rows of this group.
       n_valid: rows that are scored together with it in memory.
+      held_as: types in which the device holds the families.
       resident: bytes that lie on the device beside a step's own arguments: other
         groups, validation rows, the group of a stream that is read ahead.
     """
@@ -60,6 +63,7 @@ class Sizes:
     widths: tuple[int, ...]
     n_train: int
     n_valid: int
+    held_as: tuple[Dtype, ...] = FLOATS
     resident: int = 0
 
     @classmethod
@@ -69,6 +73,7 @@ class Sizes:
         dims: FamilyDims,
         lengths: np.ndarray,
         where: Sequence[np.ndarray],
+        held_as: tuple[Dtype, ...],
     ) -> "Sizes":
         """Return the sizes of a setting's rows.
 
@@ -77,6 +82,7 @@ class Sizes:
           dims: channels of the families.
           lengths: `[n_rows, n_spans]` tokens, of every row of the store.
           where: training rows and validation rows among them.
+          held_as: types in which the device holds the families.
         """
         if config.stream is not None:
             n_group = config.stream.n_chunk * config.stream.n_mixed
@@ -97,6 +103,7 @@ class Sizes:
             widths=widths,
             n_train=n_train,
             n_valid=n_valid,
+            held_as=held_as,
         )
         if config.stream is not None:  # two groups: one is read while one is used
             return dataclasses.replace(sizes, resident=rows_bytes(sizes, n_train))
@@ -190,7 +197,15 @@ def rows_bytes(sizes: Sizes, n_rows: int, widths: tuple[int, ...] | None = None)
 def _rows(sizes: Sizes, n: int) -> Labelled:
     """Rows that do not exist."""
     shape, n_tokens = jax.ShapeDtypeStruct, sum(sizes.widths)
-    tokens = [shape((n_tokens, n, d), jnp.float32) for d in sizes.dims.sizes]
+
+    def family(d: int, dtype: Dtype) -> jax.ShapeDtypeStruct | StoredTokens:
+        codes = shape((n_tokens, n, d), numpy_dtype(dtype))
+        if dtype == "float32":
+            return codes
+        scales = shape((n_tokens, n), jnp.float32) if dtype == "int8" else None
+        return StoredTokens(codes, scales, *[shape((d,), jnp.float32)] * 2)
+
+    tokens = map(family, sizes.dims.sizes, sizes.held_as)
     masks = [shape((width, n), jnp.bool_) for width in sizes.widths]
     one = shape((n,), jnp.float32)
     offsets = shape((N_SUBSETS, n), jnp.float32)

@@ -17,9 +17,10 @@ from extract.run.contents import settings_of
 from extract.run.directory import RunDir
 from extract.run.manifest import PRESETS
 from extract.run.stages import Forecast, bytes_in_words
+from extract.store.families import numpy_dtype
 from extract.store.read import FeatureStore
 from jaxprobe.config import PlannedConfig, TrainConfig, row_choices
-from jaxprobe.features.reading import SPANS, family_dims, longest_spans
+from jaxprobe.features.reading import SPANS, family_dims, longest_spans, stored_dtypes
 from jaxprobe.features.rows import load_rows
 from jaxprobe.features.subsets import N_SUBSETS, subset_index
 from jaxprobe.fit.blocks import Block, Member
@@ -214,9 +215,8 @@ def run_plans(
         where = [rows.where(split) for split in ("train", "validation")]
         if min(map(len, where)) == 0:
             continue  # training says why
-        sizes = Sizes.of(
-            config, family_dims(store), spans[..., 1] - spans[..., 0], where
-        )
+        lengths, held_as = spans[..., 1] - spans[..., 0], stored_dtypes(store)
+        sizes = Sizes.of(config, family_dims(store), lengths, where, held_as)
         plans[setting] = choose(sizes, device_memory)
     return plans
 
@@ -279,7 +279,10 @@ def forecast(device_memory: int | None, run: RunDir, config: GridConfig) -> Fore
         workload = workload_of(config, setting, store, n_train)
         control = [(_EVERY_FAMILY, seed) for seed in range(config.train.n_seeds)]
         n_flops += turn_flops(workload, [*workload.members, *control])
-        row_bytes = workload.n_tokens * workload.dims.total * _FLOAT
+        token = zip(workload.dims.sizes, stored_dtypes(store), strict=True)
+        row_bytes = workload.n_tokens * sum(
+            n * numpy_dtype(dtype).itemsize for n, dtype in token
+        )
         n_rows = n_train + len(rows.where("validation"))
         if config.stream is not None:
             n_rows = 2 * config.stream.n_chunk * config.stream.n_mixed

@@ -162,7 +162,7 @@ class MemberTrainer:
             return
         config, data = self.config, self.data
         plan = self.plan or choose(
-            Sizes.of(config, data.dims, data.lengths, data.where)
+            Sizes.of(config, data.dims, data.lengths, data.where, data.held_as)
         )
         blocks = plan.blocks([m for block in blocks for m in block.members])
         protocol = {"encoder": self._encoder, "config": plan.config(config.train)}

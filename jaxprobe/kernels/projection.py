@@ -14,6 +14,12 @@ from jaxprobe.config import MatmulDtype
 from jaxprobe.kernels.branch import shared_branch, zeros_if_closed
 from jaxprobe.kernels.matmul import contract, product
 from jaxprobe.kernels.random import RowKeys, hashed_normal
+from jaxprobe.kernels.stored import (
+    StoredTokens,
+    rows_of_tokens,
+    take_rows,
+    values_of,
+)
 
 # Channels from which a batch is too large to be copied before it is projected.
 _WIDE = 1024
@@ -35,7 +41,7 @@ class Draw(NamedTuple):
 
 def project(
     weight: jax.Array,
-    tokens: jax.Array,
+    tokens: jax.Array | StoredTokens,
     real: jax.Array,
     gate: jax.Array,
     draw: Draw | None,
@@ -51,7 +57,7 @@ def project(
 
     Args:
       weight: `[d_projection, d_family]`.
-      tokens: `[n_tokens, n_examples, d_family]`.
+      tokens: `[n_tokens, n_examples, d_family]`, standardised or as stored.
       real: `[n_tokens, batch_size]` bool, the batch's mask.
       gate: scalar bool.
       draw: None outside training: all examples, no noise.
@@ -76,7 +82,9 @@ def project(
         return y + _gated(noise, gate, y.shape)
     if draw is None:
         shape = (d_projection, n_tokens, n_examples)
-        return _gated(lambda: _product(weight, tokens, matmul_dtype), gate, shape)
+        return _gated(
+            lambda: _product(weight, values_of(tokens), matmul_dtype), gate, shape
+        )
     before = d_family <= d_projection
 
     def gather(given):
@@ -170,26 +178,6 @@ def noise_factor(weight: jax.Array) -> jax.Array:
     return jnp.linalg.cholesky(gram + ridge * jnp.eye(gram.shape[0], dtype=gram.dtype))
 
 
-def rows_of_tokens(tokens: jax.Array, rows: jax.Array) -> jax.Array:
-    """Where the tokens of some examples lie.
-
-    Args:
-      tokens: `[n_tokens, n_examples, d]`.
-      rows: `[n]` int32, all of them among the examples.
-
-    Returns:
-      `[n_tokens, n]` int32, rows of `tokens` as one matrix.
-    """
-    n_tokens, n_examples, _ = tokens.shape
-    return n_examples * jnp.arange(n_tokens, dtype=jnp.int32)[:, None] + rows[None]
-
-
-def take_rows(tokens: jax.Array, at: jax.Array) -> jax.Array:
-    """Take rows of `tokens` as one matrix: `[..., d]` for `at` of shape `[...]`."""
-    matrix = tokens.reshape(-1, tokens.shape[-1])
-    return matrix.at[at].get(mode="promise_in_bounds")
-
-
 # Tokens at a time: at 4096 channels these are two megabytes.
 _N_CHUNK = 128
 
@@ -216,7 +204,7 @@ class _Places(NamedTuple):
 def wide_product(
     matmul_dtype: MatmulDtype,
     weight: jax.Array,
-    tokens: jax.Array,
+    tokens: jax.Array | StoredTokens,
     rows: jax.Array,
     real: jax.Array,
     gate: jax.Array,
@@ -268,13 +256,14 @@ wide_product.defvjp(_wide_forward, _wide_backward)
 def wide_reading(
     matmul_dtype: MatmulDtype,
     weight: jax.Array,
-    tokens: jax.Array,
+    tokens: jax.Array | StoredTokens,
     real: jax.Array,
     gate: jax.Array,
 ) -> jax.Array:
     """`wide_product` of all examples, whose tokens have a gradient too.
 
-    No training step asks for it: what a logit is made of does, and pays for it.
+    No training step asks for it: what a logit is made of does, and pays for it. Tokens
+    as they are stored have none.
     """
     return _wide_forward(matmul_dtype, weight, tokens, _all(tokens), real, gate)[0]
 

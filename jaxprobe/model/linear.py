@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxprobe.features.families import FamilyTokens
 from jaxprobe.features.subsets import N_FAMILIES
+from jaxprobe.kernels.stored import values_of
 
 COLLECTION = "linear"
 
@@ -50,7 +51,7 @@ def pooled_signals(features: FamilyTokens) -> tuple[jax.Array, ...]:
       Per family `[n_parts * d_family, n_examples]`: mean, least and largest of the
       answer, then the mean of each other span; zeros where a span is empty.
     """
-    return tuple(_pooled(family, features) for family in features.tokens)
+    return tuple(_pooled(values_of(family), features) for family in features.tokens)
 
 
 def _pooled(tokens: jax.Array, features: FamilyTokens) -> jax.Array:

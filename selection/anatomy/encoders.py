@@ -20,6 +20,7 @@ from jaxprobe.features.families import FamilyTokens
 from jaxprobe.features.reading import family_dims
 from jaxprobe.features.rows import TrainingRows, rows_at_once, training_rows
 from jaxprobe.features.subsets import (
+    FLOATS,
     N_FAMILIES,
     N_SUBSETS,
     SUBSETS,
@@ -207,6 +208,7 @@ class Deployed:
             self.evidence.setting,
             streamed=True,
             n_batch=config.train.batch_size,
+            held_as=FLOATS,  # signals are replaced, and have gradients
         )
 
     @property

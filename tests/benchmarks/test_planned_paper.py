@@ -67,7 +67,7 @@ def test_where_one_member_does_not_fit_a_sentence_says_so(plans):
 
 def test_in_memory_the_rows_with_context_fit_no_device(plans):
     sizes, _ = plans["with_context"][141]
-    whole = dataclasses.replace(sizes, n_train=30_000)
+    whole = dataclasses.replace(sizes, n_train=60_000)
     with pytest.raises(ValueError, match="--streamed"):
         choose(whole, 141 * GIB)
 

@@ -16,9 +16,9 @@ from jaxprobe.config import (
     TrainConfig,
     row_choices,
 )
-from jaxprobe.features.subsets import N_SUBSETS, FamilyDims, subset_index
+from jaxprobe.features.subsets import FLOATS, N_SUBSETS, FamilyDims, subset_index
 from jaxprobe.fit.blocks import Block, Member, grid_members
-from jaxprobe.fit.memory import Sizes, StepBytes, rows_bytes
+from jaxprobe.fit.memory import Sizes, StepBytes, compiled_bytes, rows_bytes
 from jaxprobe.fit.plan import Plan, Plans, as_bytes, choose, record_plans
 from jaxprobe.kernels.random import RowKeys, hashed_bits, hashed_normal
 from jaxprobe.settings import GridConfig
@@ -108,14 +108,29 @@ def test_rows_that_do_not_fit_are_named_in_a_sentence():
 def test_two_groups_of_a_stream_and_all_groups_in_memory_are_counted():
     dims, lengths = SIZES.dims, np.tile([40, 16], (5000, 1))
     where = np.split(np.arange(5000), [4000])
-    held = Sizes.of(GridConfig(), dims, lengths, where)
+    held = Sizes.of(GridConfig(), dims, lengths, where, FLOATS)
     assert (held.n_train, held.n_valid, held.widths) == (4000, 1000, (40, 16))
     assert held.resident == rows_bytes(held, 1000)
-    streamed = Sizes.of(GridConfig(stream=StreamConfig()), dims, lengths, where)
+    config = GridConfig(stream=StreamConfig())
+    streamed = Sizes.of(config, dims, lengths, where, FLOATS)
     assert streamed.n_train == 2048
     assert streamed.resident == rows_bytes(streamed, 2048)
     # A token is 4,741 float32, a row 56 tokens; then its masks, label, weight, offsets.
     assert rows_bytes(held, 1) == 56 * 4741 * 4 + 56 + 2 * 4 + 15 * 4
+
+
+@pytest.mark.parametrize(("dtype", "token"), [("bfloat16", 8192), ("int8", 4096 + 4)])
+def test_rows_are_counted_in_the_width_in_which_they_are_held(dtype, token):
+    sizes = dataclasses.replace(SIZES, held_as=(dtype, *FLOATS[1:]))
+    each = rows_bytes(sizes, 2) - rows_bytes(sizes, 1)
+    assert each == 56 * (token + 645 * 4) + 56 + 2 * 4 + 15 * 4
+    # Beside the rows lie the mean and deviation of every channel.
+    assert rows_bytes(sizes, 1) - each == 2 * 4 * 4096
+    narrow, wide = (compiled_bytes(x, 1, 1, 16) for x in (sizes, SIZES))
+    spared = rows_bytes(SIZES, 2048) - rows_bytes(sizes, 2048)
+    assert wide.arguments - narrow.arguments == spared
+    # A batch of them is widened, never all.
+    assert narrow.temporaries < wide.temporaries + 16 * 56 * 4096 * 4
 
 
 @pytest.mark.parametrize(

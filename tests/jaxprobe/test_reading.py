@@ -1,10 +1,12 @@
 """From a store to what the encoders read, with every token or the answer's alone."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from benchmarks.baselines.perplexity import perplexity_scores
-from extract.store.families import Family
+from extract.store.families import Family, encode, scale_family
 from extract.store.read import read_family
 from extract.store.spec import StoreSpec
 from extract.store.write import create_store, write_range
@@ -15,8 +17,11 @@ from jaxprobe.features.reading import (
     fit_reading_of,
     mean_answer_states,
     read_features,
+    read_tokens,
+    stored_dtypes,
 )
-from jaxprobe.features.subsets import FamilyDims
+from jaxprobe.features.subsets import FLOATS, FamilyDims
+from jaxprobe.kernels.stored import values_of
 
 N, LAYERS, D = 12, (1, 3), 6
 
@@ -42,7 +47,7 @@ def setting(request):
     return request.param
 
 
-def stored(hidden_spans, is_spared=False):
+def stored(hidden_spans, is_spared=False, dtype="float32"):
     """The same signals: hidden states of all tokens, or of the answers alone.
 
     Every other example may have rows from its context on alone.
@@ -51,7 +56,7 @@ def stored(hidden_spans, is_spared=False):
     firsts = spans[:, 0, 0] * (np.arange(N) % 2) * is_spared
     families = {
         "hidden": Family(
-            shape=(len(LAYERS), D), by_layer=True, spans=hidden_spans, dtype="float32"
+            shape=(len(LAYERS), D), by_layer=True, spans=hidden_spans, dtype=dtype
         ),
         "prob": Family(shape=(5,)),
         "resid": Family(shape=(4,)),
@@ -81,7 +86,14 @@ def stored(hidden_spans, is_spared=False):
     for name, family in families.items():
         if family.spans == "all":
             every[name] = every[name][is_read]
-    store = create_store(f"memory://reading-{hidden_spans}-{is_spared}", spec)
+    encoded = encode(every["hidden"], dtype)
+    every["hidden"] = encoded.codes
+    if encoded.scales is not None:
+        families["hidden_scale"] = scale_family(families["hidden"])
+        every["hidden_scale"] = encoded.scales
+    spec = dataclasses.replace(spec, families=families)
+    url = f"memory://reading-{hidden_spans}-{is_spared}-{dtype}"
+    store = create_store(url, spec)
     for range_id in range(spec.n_ranges):
         part = {}
         for name in families:
@@ -139,6 +151,45 @@ def test_a_live_pass_with_every_state_reads_as_the_store_of_answers(setting):
         strict=True,
     ):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("hidden_spans", ["all", "answer"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
+def test_tokens_are_those_of_the_padded_features_in_the_width_that_is_asked_for(
+    setting, hidden_spans, dtype
+):
+    store = stored(hidden_spans, dtype=dtype)
+    some, dims = np.array([5, 4, 2, 3, 3]), family_dims(store)
+    features = read_features(store, setting, 3, some)
+    standardizer = fit_reading(features, dims)
+    wanted = split_families(features, dims, standardizer)
+    widths = [mask.shape[1] for mask in features.masks]
+    for held_as in (FLOATS, stored_dtypes(store)):
+        found = read_tokens(
+            *(store, setting, 3, some, widths),
+            standardizer=standardizer,
+            held_as=held_as,
+        )
+        for one, other in zip(found.masks, wanted.masks, strict=True):
+            np.testing.assert_array_equal(one, other)
+        real = np.concatenate(wanted.masks)
+        for one, other in zip(found.tokens, wanted.tokens, strict=True):
+            if held_as == FLOATS:
+                np.testing.assert_array_equal(one, other)
+            values = np.asarray(values_of(one))[real]
+            # int8 alone: a product and a difference may be rounded once or twice.
+            atol = 1e-5 if dtype == "int8" else 0
+            np.testing.assert_allclose(values, other[real], rtol=0, atol=atol)
+        size = {"int8": 1, "float32": 4}.get(held_as[0], 2)
+        hidden = found.tokens[0]
+        codes = hidden if held_as[0] == "float32" else hidden.codes
+        assert codes.dtype.itemsize == size
+    with pytest.raises(ValueError, match="pad to a larger length"):
+        read_tokens(
+            *(store, setting, 3, some, [1] * len(widths)),
+            standardizer=standardizer,
+            held_as=FLOATS,
+        )
 
 
 def test_kept_states_are_standardised_by_the_answers_alone(setting):

@@ -8,6 +8,7 @@ from jaxprobe.features.families import FamilyTokens
 from jaxprobe.features.rows import Held, Rows, TrainingRows
 from jaxprobe.features.subsets import (
     FAMILIES,
+    FLOATS,
     N_SUBSETS,
     SUBSET_NAMES,
     FamilyDims,
@@ -76,6 +77,7 @@ def test_the_papers_way_zeroes_a_span_in_training_and_evaluates_it_whole():
         layer=0,
         dims=FamilyDims(hidden=3, prob=0, resid=0, attn=0),
         standardizer=None,
+        held_as=FLOATS,
         read=read,
         read_train=read,
         lengths=np.full((4, 2), (5, 4)),

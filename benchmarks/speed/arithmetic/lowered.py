@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 _BYTES = {"f32": 4, "bf16": 2, "f16": 2, "f64": 8, "i1": 1, "i8": 1, "i32": 4,
-          "ui32": 4, "i64": 8, "ui64": 8}  # fmt: skip
+          "ui16": 2, "ui32": 4, "i64": 8, "ui64": 8}  # fmt: skip
 _FUNCTION = re.compile(r"func\.func (?:public |private )?@([\w.]+)")
 _CALL = re.compile(r"\bcall @([\w.]+)\(")
 _TENSOR = re.compile(r"tensor<((?:\d+x)*)(\w+)>")
