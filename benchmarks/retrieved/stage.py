@@ -40,7 +40,7 @@ from jaxprobe import checkpoint
 from jaxprobe.detector import Detector
 from jaxprobe.evaluation import Scored, bootstrap_of, detection_rows
 from jaxprobe.features.families import Features, Standardizer, split_families
-from jaxprobe.features.reading import SPANS, longest_spans, read_features
+from jaxprobe.features.reading import longest_spans, read_features, span_lengths
 from jaxprobe.features.rows import (
     Rows,
     chosen_layer,
@@ -115,8 +115,8 @@ class Scenario:
         one executable serves all parts of a group.
         """
         store, rows = self.new
-        spans = store.spec.spans[:, SPANS[self.setting]]
-        lengths, layer = spans[..., 1] - spans[..., 0], chosen_layer(self.run)
+        lengths = span_lengths(store.spec.spans, self.setting)
+        layer = chosen_layer(self.run)
         for group in width_groups(lengths, _ROWS_OF_A_KIND):
             widths = widths_of(lengths[group])
             n_at_once = min(len(group), rows_at_once(widths, dims))
@@ -140,10 +140,8 @@ def encoder_scores(scene: Scenario) -> dict[str, np.ndarray]:
     """Return the logits of every encoder on the new rows, `[n_seeds, n_rows]`."""
     config = grid_config(scene.run)
     tree, facts = checkpoint.restore(scene.run.encoders(scene.setting))
-    dims, standardizer = (
-        FamilyDims(**facts["dims"]),
-        Standardizer(**tree["standardizer"]),
-    )
+    dims = FamilyDims(**facts["dims"])
+    standardizer = Standardizer(**tree["standardizer"])
     members = grid_members(config.train.n_seeds)
     every = [
         (jax.tree.map(lambda x, i=i: x[i], tree["params"]), SUBSETS[member.subset])

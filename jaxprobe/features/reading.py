@@ -19,6 +19,7 @@ from jaxprobe.features.families import (
     standardizer_of,
 )
 from jaxprobe.features.subsets import FAMILIES, FamilyDims
+from jaxprobe.features.widths import widths_of
 from jaxprobe.kernels.stored import StoredTokens
 
 SPAN_NAMES = ("context", "question", "answer")  # as they are stored
@@ -107,10 +108,15 @@ def _check_width(lengths: np.ndarray, n_tokens: int) -> None:
         )
 
 
+def span_lengths(spans: np.ndarray, setting: Setting) -> np.ndarray:
+    """Return the tokens of each span of a setting, `[n_examples, n_spans]`."""
+    own = spans[:, list(SPANS[setting])]
+    return own[..., 1] - own[..., 0]
+
+
 def longest_spans(spans: np.ndarray, setting: Setting) -> tuple[int, ...]:
     """Return the padded length of each span of a setting, at least one token."""
-    lengths = spans[:, :, 1] - spans[:, :, 0]
-    return tuple(max(1, int(lengths[:, s].max())) for s in SPANS[setting])
+    return widths_of(span_lengths(spans, setting))
 
 
 def assemble(
@@ -219,29 +225,18 @@ def read_tokens(
     is_answer = np.arange(len(mask)) >= len(mask) - n_tokens[-1]
 
     def one(name: str, at: slice, dtype: Dtype) -> np.ndarray | StoredTokens:
-        ragged, is_all = families[name], store.spec.families[name].spans == "all"
+        ragged, scales = families[name], families.get(scale_name(name))
+        is_all = store.spec.families[name].spans == "all"
         own = mask if is_all else mask & is_answer[:, None]
         rows = (place + (ragged.starts - ragged.first_tokens))[own]
-
-        def padded(values: np.ndarray) -> np.ndarray:
-            found = np.zeros((*mask.shape, *values.shape[1:]), values.dtype)
-            found[own] = values
-            return found
-
+        scalars = None if scales is None else scales.values.take(rows, axis=0)
         codes = ragged.values.reshape(len(ragged.values), -1).take(rows, axis=0)
-        scales = families.get(scale_name(name))
-        scales = scales and scales.values.take(rows, axis=0)
         mean, std = standardizer.mean[at], standardizer.std[at]
         if dtype == "float32":
-            values = (
-                codes.astype(np.float32) if scales is None else decode(codes, scales)
-            )
-            values -= mean
-            values *= 1.0 / std  # as `standardize_span`, bit by bit
-            return padded(values)
+            return _padded(_standardized(codes, scalars, mean, std), own)
         return StoredTokens(
-            codes=padded(codes),
-            scales=None if scales is None else padded(scales),
+            codes=_padded(codes, own),
+            scales=None if scalars is None else _padded(scalars, own),
             mean=mean,
             std=std,
             is_kept=None if is_all else is_answer,
@@ -249,6 +244,23 @@ def read_tokens(
 
     tokens = map(one, FAMILIES, family_dims(store).slices, held_as)
     return FamilyTokens(tuple(tokens), tuple(masks))
+
+
+def _padded(values: np.ndarray, own: np.ndarray) -> np.ndarray:
+    """Lay values out where `own` is True, in its order, and zeros elsewhere."""
+    found = np.zeros((*own.shape, *values.shape[1:]), values.dtype)
+    found[own] = values
+    return found
+
+
+def _standardized(
+    codes: np.ndarray, scales: np.ndarray | None, mean: np.ndarray, std: np.ndarray
+) -> np.ndarray:
+    """Widen and standardise, bit by bit as `standardize_span`."""
+    values = codes.astype(np.float32) if scales is None else decode(codes, scales)
+    values -= mean
+    values *= 1.0 / std
+    return values
 
 
 def read_features(

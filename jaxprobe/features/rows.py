@@ -24,12 +24,12 @@ from jaxprobe.features.families import (
     zero_span,
 )
 from jaxprobe.features.reading import (
-    SPANS,
     family_dims,
     fit_reading,
     fit_reading_of,
     read_features,
     read_tokens,
+    span_lengths,
     stored_dtypes,
 )
 from jaxprobe.features.subsets import FamilyDims
@@ -277,8 +277,7 @@ def training_rows(
     where = rows.where("train"), rows.where("validation")
     _refuse_one_class(rows, where)
     layer, dims = chosen_layer(run), family_dims(store)
-    spans = store.spec.spans[:, list(SPANS[setting])]
-    lengths = spans[..., 1] - spans[..., 0]
+    lengths = span_lengths(store.spec.spans, setting)
     whole = widths_of(lengths)
     features = partial(read_features, store, setting, layer)
     groups = [width_groups(lengths[split], n_batch) for split in where]
@@ -295,14 +294,8 @@ def training_rows(
         standardizer = fit_reading(features(where[0], whole), dims)
 
     held_as = held_as or stored_dtypes(store)
-    read_part = partial(
-        read_tokens,
-        store,
-        setting,
-        layer,
-        standardizer=standardizer,
-        held_as=held_as,
-    )
+    fixed = {"standardizer": standardizer, "held_as": held_as}
+    read_part = partial(read_tokens, store, setting, layer, **fixed)
 
     def read(some: np.ndarray, widths: tuple[int, ...] = whole) -> FamilyTokens:
         first, *parts = (

@@ -20,7 +20,12 @@ from extract.run.stages import Forecast, bytes_in_words
 from extract.store.families import numpy_dtype
 from extract.store.read import FeatureStore
 from jaxprobe.config import PlannedConfig, TrainConfig, row_choices
-from jaxprobe.features.reading import SPANS, family_dims, longest_spans, stored_dtypes
+from jaxprobe.features.reading import (
+    family_dims,
+    longest_spans,
+    span_lengths,
+    stored_dtypes,
+)
 from jaxprobe.features.rows import load_rows
 from jaxprobe.features.subsets import N_SUBSETS, subset_index
 from jaxprobe.fit.blocks import Block, Member
@@ -211,12 +216,12 @@ def run_plans(
     plans = {}
     for setting in settings_of(run):
         store, rows = load_rows(run, setting)
-        spans = store.spec.spans[:, list(SPANS[setting])]
         where = [rows.where(split) for split in ("train", "validation")]
         if min(map(len, where)) == 0:
             continue  # training says why
-        lengths, held_as = spans[..., 1] - spans[..., 0], stored_dtypes(store)
-        sizes = Sizes.of(config, family_dims(store), lengths, where, held_as)
+        lengths = span_lengths(store.spec.spans, setting)
+        kept = family_dims(store), lengths, where, stored_dtypes(store)
+        sizes = Sizes.of(config, *kept)
         plans[setting] = choose(sizes, device_memory)
     return plans
 
