@@ -23,9 +23,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.speed.commands import MIB, measure_fresh
-from extract.backbone.loading import Backbone, keep_freed_memory, load_backbone
+from extract.backbone.loading import Backbone, load_backbone
 from extract.backbone.names import EMBEDDED, model_path
-from extract.run.memory import begin_peak, held_bytes, peak_bytes
+from extract.run.memory import (
+    begin_peak,
+    held_bytes,
+    keep_freed_memory,
+    peak_bytes,
+)
 from extract.signals.extraction import read_batches, run_plan
 from extract.signals.plan import ExtractConfig, TokenSequence, plan_extraction
 from extract.signals.reader import SignalReader

@@ -20,7 +20,12 @@ import numpy as np
 from benchmarks.speed.commands import AS_JSON, MIB, measure_fresh
 from benchmarks.speed.scaling import microworld
 from extract.run.console import Progress, quiet, table_head, table_row
-from extract.run.memory import begin_peak, held_bytes, peak_bytes
+from extract.run.memory import (
+    begin_peak,
+    held_bytes,
+    peak_bytes,
+    return_freed_memory,
+)
 from extract.store.read import FeatureStore, open_store
 from extract.store.spec import Family, StoreSpec
 from extract.store.write import create_store, write_range
@@ -236,6 +241,8 @@ def measure(mode: Mode, where: Path, config: StreamedWork) -> dict[str, float]:
     store = open_store(where)
     begin_peak()
     held = held_bytes()
+    if mode == "streamed":
+        return_freed_memory()  # as a run does
     if mode == "reading":
         found = _reading(store, config)
     else:

@@ -1,12 +1,9 @@
 """A frozen backbone: loading it, and whether it is the one that gave the answers."""
 
-import ctypes
 import dataclasses
 import hashlib
-import os
 import re
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,34 +21,9 @@ from extract.backbone.unpacking import unpacked
 from extract.records import Answer
 from extract.run.console import quiet
 from extract.run.files import read_json, sha256_file
+from extract.run.memory import keep_freed_memory
 
-# Of <malloc.h>; glibc alone has them.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-# Blocks up to this size are kept; the largest activations of one layer are below it.
-_LARGEST_BLOCK = 64 << 20
-_MOST_KEPT = 512 << 20
 _COMMIT = re.compile("[0-9a-fA-F]{40}")
-
-
-def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
-    """Let this process keep up to 512 MiB of freed memory, in blocks of up to 64 MiB.
-
-    Returns:
-      Whether it was done: not where the C library is not glibc, nor where the
-      environment says how it allocates (`MALLOC_…_THRESHOLD_`, `GLIBC_TUNABLES`).
-    """
-    own = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-    if sys.platform != "linux" or any(name in environ for name in own):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    # Either alone would stop glibc from finding the other by itself.
-    done = (
-        mallopt(_MMAP_THRESHOLD, _LARGEST_BLOCK),
-        mallopt(_TRIM_THRESHOLD, _MOST_KEPT),
-    )
-    return all(done)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from extract.run.console import Progress, Update
 from extract.run.contents import question_files, row_files, settings_of
 from extract.run.directory import RunDir
 from extract.run.files import sha256_file
+from extract.run.memory import return_freed_memory
 from extract.run.stages import Stage, side_by_side
 from extract.store.read import open_store
 from jaxprobe import checkpoint
@@ -276,6 +277,8 @@ def open_setting(
     key = " ".join((*map(sha256_file, sources), store_id))
     if checkpoint.is_saved(run.encoders(setting), key):
         return None
+    if config.stream is not None:
+        return_freed_memory()
     data = training_rows(
         run,
         setting,

@@ -3,13 +3,13 @@ import sys
 
 import pytest
 
-from extract.backbone.loading import keep_freed_memory
+from extract.run.memory import keep_freed_memory, return_freed_memory
 
 # Takes, fills and frees 48 MiB five times; prints the pages that the system gave for
 # the last four. Not by NumPy, which asks for huge pages.
 CHURN = """
 import resource, sys
-from extract.backbone.loading import keep_freed_memory
+from extract.run.memory import keep_freed_memory
 
 def churn():
     b"x" * (48 << 20)
@@ -27,22 +27,60 @@ print(pages() - before)
 """
 
 
-def pages_of(mode):
+def printed(program, mode):
     done = subprocess.run(
-        [sys.executable, "-c", CHURN, mode], capture_output=True, text=True, check=True
+        [sys.executable, "-c", program, mode],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return int(done.stdout)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc is told to")
 def test_freed_memory_is_used_again_and_is_not_without_the_call():
-    n_pages = 4 * (48 << 20) // 4096
-    assert pages_of("leave") > n_pages // 16  # a sixteenth, where pages are larger
-    assert pages_of("keep") < n_pages // 64
+    n_pages = 4 * (48 << 20) // 4096  # a sixteenth of it, where pages are larger
+    assert (
+        printed(CHURN, "leave") > n_pages // 16
+    )
+    assert printed(CHURN, "keep") < n_pages // 64
 
 
+# Frees a block of 24 MiB, by which glibc learns to keep such blocks, then leaves one of
+# 16 MiB below one that stays; prints how much of it is still resident.
+LEARN = """
+import ctypes, sys
+from extract.run.memory import held_bytes, return_freed_memory
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+
+def taken(n_bytes):
+    block = libc.malloc(n_bytes)
+    ctypes.memset(block, 1, n_bytes)
+    return block
+
+if sys.argv[1] == "return":
+    assert return_freed_memory({})
+libc.free(taken(24 << 20))
+before = held_bytes()
+block, above = taken(16 << 20), taken(4096)
+libc.free(block)
+print(held_bytes() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only glibc is told to")
+def test_freed_blocks_are_given_back_and_are_not_without_the_call():
+    assert printed(LEARN, "leave") > 12 << 20
+    assert printed(LEARN, "return") < 4 << 20
+
+
+@pytest.mark.parametrize("tell", [keep_freed_memory, return_freed_memory])
 @pytest.mark.parametrize(
     "name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"]
 )
-def test_a_user_who_set_the_allocator_keeps_that_setting(name):
-    assert keep_freed_memory({name: "1"}) is False
+def test_a_user_who_set_the_allocator_keeps_that_setting(name, tell):
+    assert tell({name: "1"}) is False
