@@ -40,9 +40,7 @@ def printed(program, mode):
 @pytest.mark.skipif(sys.platform != "linux", reason="only glibc is told to")
 def test_freed_memory_is_used_again_and_is_not_without_the_call():
     n_pages = 4 * (48 << 20) // 4096  # a sixteenth of it, where pages are larger
-    assert (
-        printed(CHURN, "leave") > n_pages // 16
-    )
+    assert printed(CHURN, "leave") > n_pages // 16
     assert printed(CHURN, "keep") < n_pages // 64
 
 
