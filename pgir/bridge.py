@@ -6,7 +6,7 @@ the jitted detector, so that JAX compiles once per length and not once per quest
 
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -45,6 +45,11 @@ class Reading:
 
     signals: list[Signals]
     spans: np.ndarray  # [n_examples, 3, 2]
+
+    def part(self, first: int, n: int) -> "Reading":
+        """At most `n` answers from one on."""
+        rows = slice(first, first + n)
+        return Reading(self.signals[rows], self.spans[rows])
 
     def features(self, setting: Setting, usual: Sequence[int] = ()) -> Features:
         """Return the padded spans, examples padded by empty ones to a fixed number.
@@ -89,6 +94,7 @@ class ProbedBackbone:
       template: the prompt's words, as in training.
       config: how answers are generated.
       answer_span: as in training.
+      most_bytes: that encoding answers together may take.
 
     Raises:
       ValueError: the detector was trained on another model.
@@ -102,6 +108,7 @@ class ProbedBackbone:
         config: GenerationConfig,
         *,
         answer_span: AnswerSpan = "emitting",
+        most_bytes: int = 1 << 30,
     ) -> None:
         """Check that the two belong together."""
         trained_on = detector.facts["revision"]
@@ -116,6 +123,7 @@ class ProbedBackbone:
         self.template = template
         self.config = config
         self.answer_span: AnswerSpan = answer_span
+        self.most_bytes = most_bytes
         # Signals are read through hooks on the modules, and a tokenizer keeps settings
         # of its last call, so one thread at a time uses either.
         self.lock = threading.RLock()
@@ -183,10 +191,15 @@ class ProbedBackbone:
         bank = self.detector.banks.get(setting)
         return reading.features(setting, bank.lengths if bank else ())
 
+    def rows_at_once(self, setting: Setting) -> int:
+        """Return how many answers are encoded together, one at least."""
+        bank = self.detector.banks.get(setting)
+        fits = self.most_bytes // max(1, bank.row_bytes if bank else 0)
+        return max((n for n in ROWS if n <= fits), default=1)
+
     def score_closed_book(self, reading: Reading) -> Scores:
         """Return the detector's scores of closed-book answers, `[n]` each."""
-        features = self.features(reading, "closed_book")
-        return self.detector.score_closed_book(features).first(len(reading.signals))
+        return self._in_parts(self.detector.score_closed_book, closed_book=reading)
 
     def score_with_context(self, reading: Reading, closed_book: Reading) -> Scores:
         """Return the scores of with-context answers, `[n]` each.
@@ -195,7 +208,16 @@ class ProbedBackbone:
           reading: of the with-context answers.
           closed_book: of the closed-book answers to the same questions.
         """
-        return self.detector.score_with_context(
-            self.features(reading, "with_context"),
-            self.features(closed_book, "closed_book"),
-        ).first(len(reading.signals))
+        passes = {"with_context": reading, "closed_book": closed_book}
+        return self._in_parts(self.detector.score_with_context, **passes)
+
+    def _in_parts(self, score: Callable[..., Scores], **passes: Reading) -> Scores:
+        """Score readings of the same answers, by setting, some answers at a time."""
+        n = min(self.rows_at_once(setting) for setting in passes)
+        n_all = len(next(iter(passes.values())).signals)
+        found = []
+        for first in range(0, n_all, n):
+            parts = {where: whole.part(first, n) for where, whole in passes.items()}
+            features = [self.features(part, where) for where, part in parts.items()]
+            found.append(score(*features).first(min(n, n_all - first)))
+        return Scores.joined(found)

@@ -181,16 +181,16 @@ def flips_part(rows: Sequence[ResultRow]) -> Part | None:
             other = ResultTable(table.select(setting=setting, dataset=dataset))
             heading = f"{SETTING_LABELS[setting]}, {dataset}, held out"
             tables.append((heading, _flip_table(other, setting)))
-        panels = _panels(test_rows(band, setting), printed(setting, EVERY))
+        panels, width = _panels(test_rows(band, setting), printed(setting, EVERY))
         if panels:
             caption = (
                 f"Of {printed(setting, EVERY)}, in-domain test answers, all seeds, in "
-                "cells of half a logit; a larger mark is more answers. In the shaded "
-                "wedge the family changes the decision; squares are flips."
+                f"cells of {width:g} logits; a larger mark is more answers. In the "
+                "shaded wedge the family changes the decision; squares are flips."
             )
             pictures.append(
                 picture(
-                    figures.boundary_band(panels, setting),
+                    figures.boundary_band(panels, width, setting),
                     f"boundary-{setting}",
                     SETTING_LABELS[setting],
                     caption,
@@ -208,19 +208,22 @@ def flips_part(rows: Sequence[ResultRow]) -> Part | None:
     )
 
 
-def _panels(
-    table: ResultTable, encoder: str
-) -> dict[str, tuple[dict[tuple[float, float], float], ...]]:
-    """Return the boundary's cells of an encoder by family, stays and flips."""
-    panels: dict[str, tuple[dict[tuple[float, float], float], ...]] = {}
+Panels = dict[str, tuple[dict[tuple[float, float], float], ...]]
+
+
+def _panels(table: ResultTable, encoder: str) -> tuple[Panels, float]:
+    """Return an encoder's cells by family, stays and flips, and their width."""
+    panels: Panels = {}
+    width = 0.0
     for row in table.rows:
         name, letter = row.detector.rsplit("-", 1)
         if name != encoder or row.value is None:
             continue
-        kind, _, x, y = row.metric.split(" ")
+        kind, _, x, y, _, w = row.metric.split(" ")
         kinds = panels.setdefault(FAMILIES[letter], ({}, {}))
         kinds[kind == "flips"][float(x), float(y)] = row.value
-    return panels
+        width = float(w)
+    return panels, width
 
 
 GROUNDING = {

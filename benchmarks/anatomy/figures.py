@@ -73,7 +73,7 @@ def complementarity(
         heat.set(xlabel="of the mistakes of …", ylabel="… gets right (share)")
         bars.barh(range(4), errors, height=0.6, color=SOFT[setting])
         for i, error in enumerate(errors):
-            bars.text(error, i, f" {short(error)}", va="center", fontsize=9)
+            bars.text(error, i, f"  {short(error)}", va="center", fontsize=9)
         bars.set(xlabel="own error rate\n(share of answers)")
         bars.margins(x=0.35)
         bars.grid(False, axis="y")
@@ -82,24 +82,27 @@ def complementarity(
     return figure
 
 
-def boundary_band(panels: Mapping[str, tuple[Cells, Cells]], setting: str) -> Figure:
+def boundary_band(
+    panels: Mapping[str, tuple[Cells, Cells]], width: float, setting: str
+) -> Figure:
     """Draw the score without a family against what the family adds, in logits.
 
     Args:
       panels: by the family's name, numbers of answers by cell, first those whose
         decision stays and then those whose decision flips.
+      width: of a cell.
       setting: for the colours.
     """
-    most = max(
-        (n for kinds in panels.values() for cells in kinds for n in cells.values()),
-        default=1.0,
+    every = [cells for kinds in panels.values() for cells in kinds]
+    most = max((n for cells in every for n in cells.values()), default=1.0)
+    edge = width + max(
+        (abs(x) for cells in every for at in cells for x in at), default=0
     )
     with styled():
         n_rows = -(-len(panels) // 2)
         figure = Figure(figsize=(6.0, 0.6 + 2.5 * n_rows), layout="constrained")
         grid = figure.subplots(n_rows, 2, sharex=True, sharey=True, squeeze=False)
         for axes, (family, kinds) in zip(grid.flat, panels.items(), strict=False):
-            edge = 6.4
             axes.fill_between((0, edge), (0, -edge), -edge, color=GRID, lw=0, alpha=0.6)
             axes.fill_between((-edge, 0), (edge, 0), edge, color=GRID, lw=0, alpha=0.6)
             axes.axvline(0, color=MUTED, lw=0.8)

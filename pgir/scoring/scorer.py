@@ -258,7 +258,8 @@ class Scorer:
                 if one.asked.setting == setting and i not in scores
             ]
             lengths = [len(prepared[i].sequence.ids) for i in rows]
-            for batch in self._batches(lengths, batch_size):
+            at_once = min(batch_size, probed.rows_at_once(setting))
+            for batch in self._batches(lengths, at_once):
                 chosen = [rows[j] for j in batch]
                 with probed.lock:
                     found = self._score(setting, [prepared[i] for i in chosen])

@@ -31,8 +31,8 @@ from selection.anatomy.encoders import Deployed, of_families, of_span
 
 EXPERIMENT, BAND = "anatomy_flips", "anatomy_boundary"
 NEAR = 1.0  # logits: a remaining score so near the boundary is undecided
-STEP = 0.5  # logits, of a cell of the boundary's figure
-_EDGE = 6.0  # beyond it cells are the outermost
+N_CELLS = 12  # of the boundary's figure, from zero to its edge
+_NARROWEST = 0.5  # logits, of a cell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,8 +128,9 @@ def flips(ablated: Ablated) -> list[ResultRow]:
 def boundary(ablated: Ablated) -> list[ResultRow]:
     """Return how many answers lie where, by remaining score and contribution.
 
-    Of the in-domain test rows, all seeds: a cell of half a logit each way is a row,
-    `answers at x y` with its centre, and `flips at x y` where decisions changed there.
+    Of the in-domain test rows, all seeds: a cell is a row, `answers at x y in w` with
+    its centre and its width, and `flips at x y in w` where decisions changed there. All
+    cells of an encoder have one width, the least at which every answer has a cell.
     """
     evidence, made = ablated.evidence, []
     rows = evidence.rows
@@ -137,17 +138,19 @@ def boundary(ablated: Ablated) -> list[ResultRow]:
     place = place_of(evidence.setting, IN_DOMAIN, "test") | {"n": int(at.sum())}
     for name in evidence.queried:
         intact = ablated.intact(name)[:, at]
-        for letter in name:
-            without = ablated.without(name, letter)[:, at]
+        rests = {letter: ablated.without(name, letter)[:, at] for letter in name}
+        width = max(_width(x) for rest in rests.values() for x in (rest, intact - rest))
+        for letter, without in rests.items():
             flipped = (intact > 0) != (without > 0)
-            cells = np.stack([_centre(without), _centre(intact - without)], axis=-1)
+            places = np.stack([without, intact - without], axis=-1)
+            cells = width * (np.floor(places / width) + 0.5)
             for metric, chosen in (("answers", ~flipped), ("flips", flipped)):
                 centres, counts = np.unique(cells[chosen], axis=0, return_counts=True)
                 made += [
                     ResultRow(
                         experiment=BAND,
                         detector=f"{evidence.printed(name)}-{letter}",
-                        metric=f"{metric} at {x:g} {y:g}",
+                        metric=f"{metric} at {x:g} {y:g} in {width:g}",
                         value=float(count),
                         **place,
                     )
@@ -156,10 +159,10 @@ def boundary(ablated: Ablated) -> list[ResultRow]:
     return made
 
 
-def _centre(logits: np.ndarray) -> np.ndarray:
-    """Return the centres of the cells in which logits lie; 0 is an edge."""
-    inside = np.clip(logits, -_EDGE + 1e-3, _EDGE - 1e-3)
-    return STEP * (np.floor(inside / STEP) + 0.5)
+def _width(logits: np.ndarray) -> float:
+    """Return the width of cells, in logits, of which `N_CELLS` reach every value."""
+    needed = float(np.abs(logits).max()) / N_CELLS
+    return _NARROWEST * 2.0 ** max(0, np.ceil(np.log2(needed / _NARROWEST)))
 
 
 def pass_load(evidence: Evidence, **changes: float) -> Load:

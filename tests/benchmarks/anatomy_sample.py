@@ -66,7 +66,7 @@ def decisions(setting):
             name = f"{printed(setting, 'HPRA')}-{x}"
             yield made("flips", name, setting, place, metric, 0.3)
     for x, (at, n) in itertools.product(
-        "HPRA", (("-1.25 0.25", 40), ("0.25 -0.75", 9))
+        "HPRA", (("-2.5 0.5 in 1", 40), ("0.5 -1.5 in 1", 9))
     ):
         name = f"{printed(setting, 'HPRA')}-{x}"
         kind = "answers" if n > 9 else "flips"

@@ -7,6 +7,7 @@ from extract.generate.requests import GenerationConfig
 from extract.generate.templates import TEMPLATES
 from extract.records import Passage
 from jaxprobe.detector import bank_outputs
+from jaxprobe.features.reading import SPANS
 from pgir.bridge import ProbedBackbone, fixed_length
 from tests.pgir.small_detector import LAYER, PASSAGE, QUESTION
 
@@ -36,6 +37,37 @@ def test_scores_are_probabilities_and_do_not_depend_on_the_batch(probed):
     assert np.all((together >= 0) & (together <= 1))
     # Isotonic steps turn rounding into jumps only at a knot; none lies here.
     np.testing.assert_allclose(together, alone, atol=1e-5)
+
+
+def test_scores_do_not_depend_on_how_many_answers_the_memory_holds(probed):
+    questions = [QUESTION, "what is the genre of Skiband Rugrond?"] * 6
+    passages = [[Passage(title="", text=PASSAGE)]] * len(questions)
+    closed, given = (
+        probed.read(probed.answer(probed.requests(setting, questions, context)))
+        for setting, context in (
+            ("closed_book", [()] * len(questions)),
+            ("with_context", passages),
+        )
+    )
+    whole = probed.score_with_context(given, closed)
+    banks = {
+        where: dataclasses.replace(bank, lengths=(64,) * len(SPANS[where]))
+        for where, bank in probed.detector.banks.items()
+    }
+    bank = banks["with_context"]
+    for n_bytes, at_once in ((10 * bank.row_bytes, 8), (1, 1)):
+        small = ProbedBackbone(
+            probed.backbone,
+            dataclasses.replace(probed.detector, banks=banks),
+            probed.template,
+            probed.config,
+            most_bytes=n_bytes,
+        )
+        assert small.rows_at_once("with_context") == at_once
+        parts = small.score_with_context(given, closed)
+        assert parts.encoder_names == whole.encoder_names
+        np.testing.assert_allclose(parts.raw, whole.raw, atol=1e-5)
+        np.testing.assert_allclose(parts.encoders, whole.encoders, atol=1e-5)
 
 
 def test_another_question_of_similar_length_compiles_nothing_new(probed):

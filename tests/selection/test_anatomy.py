@@ -23,7 +23,7 @@ from selection.anatomy.analysis import (
 from selection.anatomy.cases import Answered, chosen, kinds_of
 from selection.anatomy.combinations import counts_along
 from selection.anatomy.complementarity import mistakes
-from selection.anatomy.flips import flip_ratios
+from selection.anatomy.flips import boundary, flip_ratios
 from selection.anatomy.grounding import Grounded, ratios_of
 from selection.anatomy.learning import parted, sources_of
 from selection.anatomy.linear import linear_scores
@@ -70,6 +70,33 @@ def test_a_family_that_decides_and_one_that_corrects_at_the_boundary_are_told_ap
     # Without the decider a constant is left, and half of the decisions are others.
     found = values(flip_ratios("[HP]-H", both, np.full((1, n), -0.01), labels), n)
     assert found["flip_rate"].value == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("reach", "width"), [(1.0, 0.5), (6.0, 0.5), (40.0, 4.0)])
+def test_the_boundarys_cells_hold_every_answer_however_far_it_lies(reach, width):
+    rest = reach * np.linspace(-1, 1, 50)[None]
+    added = np.where(np.arange(50) % 2, 0.3, -0.3)[None]
+    evidence = SimpleNamespace(
+        rows=SimpleNamespace(where=lambda split: np.arange(50)),
+        judged=np.arange(50),
+        setting="closed_book",
+        queried=("P",),
+        printed=lambda name: f"({name})",
+    )
+    rows = boundary(
+        SimpleNamespace(
+            evidence=evidence,
+            intact=lambda name: rest + added,
+            without=lambda name, letter: rest,
+        )
+    )
+    assert sum(row.value for row in rows) == 50
+    flips = sum(row.value for row in rows if row.metric.startswith("flips"))
+    assert flips == ((rest > 0) != (rest + added > 0)).sum()
+    places = [row.metric.split(" ") for row in rows]
+    assert {float(place[-1]) for place in places} == {width}
+    farthest = max(abs(float(place[2])) for place in places)
+    assert abs(farthest - reach) <= width / 2
 
 
 def test_a_family_that_adds_nothing_flips_nothing_and_its_precision_is_undefined():
