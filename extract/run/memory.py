@@ -16,7 +16,7 @@ from pathlib import Path
 
 _STATUS = Path("/proc/self/status")
 # Of <malloc.h>; glibc alone has them.
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 
 
 def begin_peak() -> None:
@@ -73,7 +73,7 @@ def return_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
     Returns:
       Whether it was done, as `keep_freed_memory` says.
     """
-    return _tell({_MMAP_THRESHOLD: 1 << 20}, environ)
+    return _tell({_MMAP_THRESHOLD: 1 << 20, _ARENA_MAX: 2}, environ)
 
 
 def _tell(limits: Mapping[int, int], environ: Mapping[str, str]) -> bool:
