@@ -31,7 +31,7 @@ from selection.anatomy.encoders import Deployed, of_families, of_span
 
 EXPERIMENT, BAND = "anatomy_flips", "anatomy_boundary"
 NEAR = 1.0  # logits: a remaining score so near the boundary is undecided
-N_CELLS = 12  # of the boundary's figure, from zero to its edge
+_N_CELLS = 12  # of the boundary's figure, from zero to its edge
 _NARROWEST = 0.5  # logits, of a cell
 
 
@@ -160,9 +160,9 @@ def boundary(ablated: Ablated) -> list[ResultRow]:
 
 
 def _width(logits: np.ndarray) -> float:
-    """Return the width of cells, in logits, of which `N_CELLS` reach every value."""
-    needed = float(np.abs(logits).max()) / N_CELLS
-    return _NARROWEST * 2.0 ** max(0, np.ceil(np.log2(needed / _NARROWEST)))
+    """Return the width of cells, in logits, of which `_N_CELLS` reach every value."""
+    needed = max(float(np.abs(logits).max()) / _N_CELLS, _NARROWEST)
+    return _NARROWEST * 2.0 ** np.ceil(np.log2(needed / _NARROWEST))
 
 
 def pass_load(evidence: Evidence, **changes: float) -> Load:
