@@ -58,7 +58,7 @@ def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
 
     Returns:
       Whether it was done: not where the C library is not glibc, nor where the
-      environment says how it allocates (`MALLOC_…_THRESHOLD_`, `GLIBC_TUNABLES`).
+      environment says how it allocates (`MALLOC_…`, `GLIBC_TUNABLES`).
     """
     # Either alone would stop glibc from finding the other by itself.
     return _tell({_MMAP_THRESHOLD: 64 << 20, _TRIM_THRESHOLD: 512 << 20}, environ)
@@ -67,17 +67,25 @@ def keep_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
 def return_freed_memory(environ: Mapping[str, str] = os.environ) -> bool:
     """Let this process hand back blocks of 1 MiB and more as soon as they are freed.
 
-    For training from a store: what it holds is then that of two groups of rows,
-    however many groups there are.
+    Its threads share two heaps, where glibc would give each one its own. For training
+    from a store: what it holds is then that of two groups of rows, however many there
+    are.
 
     Returns:
       Whether it was done, as `keep_freed_memory` says.
     """
-    return _tell({_MMAP_THRESHOLD: 1 << 20, _ARENA_MAX: 2}, environ)
+    # The second is glibc's own, which `keep_freed_memory` may have changed before.
+    limits = {_MMAP_THRESHOLD: 1 << 20, _TRIM_THRESHOLD: 128 << 10, _ARENA_MAX: 2}
+    return _tell(limits, environ)
 
 
 def _tell(limits: Mapping[int, int], environ: Mapping[str, str]) -> bool:
-    own = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+    own = (
+        "MALLOC_TRIM_THRESHOLD_",
+        "MALLOC_MMAP_THRESHOLD_",
+        "MALLOC_ARENA_MAX",
+        "GLIBC_TUNABLES",
+    )
     if sys.platform != "linux" or any(name in environ for name in own):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -78,7 +78,13 @@ def test_freed_blocks_are_given_back_and_are_not_without_the_call():
 
 @pytest.mark.parametrize("tell", [keep_freed_memory, return_freed_memory])
 @pytest.mark.parametrize(
-    "name", ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"]
+    "name",
+    [
+        "MALLOC_TRIM_THRESHOLD_",
+        "MALLOC_MMAP_THRESHOLD_",
+        "MALLOC_ARENA_MAX",
+        "GLIBC_TUNABLES",
+    ],
 )
 def test_a_user_who_set_the_allocator_keeps_that_setting(name, tell):
     assert tell({name: "1"}) is False
