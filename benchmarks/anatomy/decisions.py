@@ -219,7 +219,14 @@ def _panels(table: ResultTable, encoder: str) -> tuple[Panels, float]:
         name, letter = row.detector.rsplit("-", 1)
         if name != encoder or row.value is None:
             continue
-        kind, _, x, y, _, w = row.metric.split(" ")
+        try:
+            kind, _, x, y, _, w = row.metric.split(" ")
+        except ValueError:
+            raise ValueError(
+                f"the boundary's row {row.metric!r} names no width of a cell: it is of "
+                "an earlier version; delete anatomy/boundary.safetensors in the run, "
+                "and run `beatrice anatomy` again"
+            ) from None
         kinds = panels.setdefault(FAMILIES[letter], ({}, {}))
         kinds[kind == "flips"][float(x), float(y)] = row.value
         width = float(w)

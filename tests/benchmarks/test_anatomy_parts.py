@@ -88,6 +88,15 @@ def test_the_page_shows_it_and_escapes_the_cases():
     assert "<script>" not in section and "&lt;script&gt;" in section
 
 
+def test_a_boundary_of_an_earlier_version_is_refused_and_says_what_to_do():
+    old = [
+        msgspec.structs.replace(row, metric=row.metric.removesuffix(" in 1"))
+        for row in ROWS
+    ]
+    with pytest.raises(ValueError, match="an earlier version; delete anatomy/boundary"):
+        anatomy_parts(old, studies())
+
+
 def test_nothing_of_it_loads_jax_or_torch():
     code = "import sys, benchmarks.anatomy.parts; print(*sys.modules)"
     done = subprocess.run(
