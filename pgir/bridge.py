@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from extract.backbone.loading import Backbone
-from extract.generate.local import generate
+from extract.generate.backends.local import generate
 from extract.generate.prompts import build_prompt
 from extract.generate.requests import GenerationConfig, Request, plan_batches
 from extract.generate.templates import PromptTemplate

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import WEIGHTS
 from extract.generate.answers import answers_in_words, is_hedge, shares_of
+from extract.generate.backends.local import TransformersGenerator
 from extract.generate.generator import GeneratorPrompt, SamplingConfig
-from extract.generate.local import TransformersGenerator
 from extract.generate.requests import AnswerConfig, GenerationConfig
 from extract.label.stage import shares_in_words
 from extract.records import Answer, Example, Label, read_records, write_lines

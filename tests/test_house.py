@@ -140,7 +140,7 @@ def loaded_by(code):
     [
         ("import extract.store.write, extract.run.stages, extract.records", "jax"),
         ("import extract.store.write, extract.run.stages, extract.records", "torch"),
-        ("import extract.signals.reader, extract.generate.local", "jax"),
+        ("import extract.signals.reader, extract.generate.backends.local", "jax"),
         ("import extract.run.contents, extract.label.stage", "torch"),
         ("import extract.generate.requests, extract.generate.answers", "torch"),
         ("import extract.datasets.building, extract.datasets.splits", "torch"),

@@ -41,7 +41,7 @@ from benchmarks.speed.reading import (
 )
 from extract.backbone.loading import Backbone, load_backbone
 from extract.backbone.names import ModelDtype, model_path
-from extract.generate.local import generate
+from extract.generate.backends.local import generate
 from extract.generate.prompts import build_prompt
 from extract.generate.requests import GenerationConfig, Request
 from extract.generate.templates import SHOTS, TEMPLATES

@@ -9,7 +9,11 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 
 from extract.backbone.layout import Layout
 
@@ -24,12 +28,23 @@ def n_shared(prompts: Sequence[Sequence[int]]) -> int:
     return min(n_equal, min(map(len, prompts)) - 1)
 
 
+def has_plain_states(layout: Layout) -> bool:
+    """Say whether all layers keep keys and values alone, which rows can be taken of."""
+    return _empty_cache(layout) is not None
+
+
 def _empty_cache(layout: Layout) -> DynamicCache | None:
     """Return a cache, or None where a layer keeps other states than keys and values."""
     cache = DynamicCache(config=layout.decoder.config.get_text_config(decoder=True))
-    kinds = {type(layer) for layer in cache.layers}
+    # A dummy stands for a layer that keeps nothing: it reads another layer's keys.
+    kinds = {type(layer) for layer in cache.layers} - {DummyLayer}
     is_plain = bool(kinds) and kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
     return cache if is_plain else None
+
+
+def filled_layers(cache: DynamicCache) -> list[DynamicLayer]:
+    """Return the layers of a cache that hold keys and values."""
+    return [layer for layer in cache.layers if layer.keys is not None]
 
 
 def begun_cache(
@@ -54,7 +69,7 @@ def begun_cache(
     if cache is None:
         return None
     run(cache)
-    filled = [layer for layer in cache.layers if layer.is_initialized]
+    filled = filled_layers(cache)
     is_whole = all(layer.keys.shape[-2] == n_tokens for layer in filled)
     return cache if filled and is_whole else None
 
@@ -84,9 +99,7 @@ def shared_states(
         return None
     n_padding = torch.tensor([[width - len(own)] for own in prompts])
     places = (torch.arange(n) - n_padding).clamp_min(0).to(ids.device)
-    for layer in cache.layers:
-        if not layer.is_initialized:
-            continue
+    for layer in filled_layers(cache):
         layer.keys = layer.keys[0][:, places].transpose(0, 1).contiguous()
         layer.values = layer.values[0][:, places].transpose(0, 1).contiguous()
     return cache
@@ -109,8 +122,8 @@ def begun_states(
       prompts: ids, none empty.
       ids: `[n_prompts, width]`, the prompts padded on the left.
       mask: likewise, 0 where there is padding.
-      generate: of the model, given ids, mask and options; it knows what positions and
-        masks its architecture needs.
+      generate: of the model, given ids, mask and options, returning its states too; it
+        knows what positions and masks its architecture needs.
     """
     width, own = ids.shape[1], {tuple(p): row for row, p in enumerate(prompts)}
     begun = _empty_cache(layout)
@@ -122,7 +135,6 @@ def begun_states(
         mask[list(own.values()), :-1],
         past_key_values=begun if shared is None else shared,
         max_new_tokens=1,
-        return_dict_in_generate=True,
     )
     places = {prompt: place for place, prompt in enumerate(own)}
     rows = torch.tensor([places[tuple(prompt)] for prompt in prompts])

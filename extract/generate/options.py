@@ -190,7 +190,7 @@ def open_generator(
 
         from extract.backbone.loading import load_backbone
         from extract.backbone.names import default_dtype, own_device
-        from extract.generate.local import TransformersGenerator
+        from extract.generate.backends.local import TransformersGenerator
 
         device = own_device(options.device, torch.cuda.device_count())
         dtype = options.dtype or default_dtype(options.device)
@@ -199,9 +199,9 @@ def open_generator(
             backbone=backbone, tokens_per_batch=options.batch_tokens
         )
         return
+    from extract.generate.backends.server import ServedGenerator, ServerConfig
+    from extract.generate.backends.spending import Prices
     from extract.generate.generator import tokenizer_identity
-    from extract.generate.server import ServedGenerator, ServerConfig
-    from extract.generate.spending import Prices
 
     config = ServerConfig(
         url=options.server,

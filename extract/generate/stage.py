@@ -101,7 +101,7 @@ class _LocalAnswers:
 
     def __init__(self, run: RunDir, config: AnswerConfig, progress: Progress) -> None:
         from extract.backbone.loading import open_backbone
-        from extract.generate.local import TransformersGenerator
+        from extract.generate.backends.local import TransformersGenerator
         from extract.signals.reader import SignalReader
 
         # Read on a few tokens first: hours of answers whose signals cannot be read

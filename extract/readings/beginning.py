@@ -12,7 +12,12 @@ import torch
 from transformers import DynamicCache
 
 from extract.backbone.layout import LayerPass, Layout
-from extract.backbone.sharing import FEWEST_SHARED, begun_cache, n_shared
+from extract.backbone.sharing import (
+    FEWEST_SHARED,
+    begun_cache,
+    filled_layers,
+    n_shared,
+)
 from extract.signals.attention import run_reading
 from extract.signals.reductions import AttentionReading
 from extract.signals.span_sums import AttentionCall, AttentionMap
@@ -56,10 +61,9 @@ class Beginning:
         """Return keys and values for a batch, which its forward adds to."""
         own = copy.copy(self.cache)
         own.layers = [copy.copy(layer) for layer in own.layers]
-        for layer in own.layers:
-            if layer.is_initialized:
-                layer.keys = layer.keys.expand(n_examples, -1, -1, -1)
-                layer.values = layer.values.expand(n_examples, -1, -1, -1)
+        for layer in filled_layers(own):
+            layer.keys = layer.keys.expand(n_examples, -1, -1, -1)
+            layer.values = layer.values.expand(n_examples, -1, -1, -1)
         return own
 
     def before(self, own: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from extract.backbone.layout import LayerPass, watch_layers
+from extract.generate.backends.local import stop_ids
 from extract.generate.generator import GeneratorPrompt, SamplingConfig
-from extract.generate.local import stop_ids
 from extract.generate.requests import GenerationConfig, plan_batches
 from extract.records import Example
 from extract.signals.batch import pad_batch

@@ -5,8 +5,8 @@ from collections.abc import Collection, Iterator, Sequence
 import msgspec
 import numpy as np
 
+from extract.generate.backends.local import TransformersGenerator
 from extract.generate.generator import GeneratorPrompt, SamplingConfig
-from extract.generate.local import TransformersGenerator
 from extract.generate.requests import Request
 from extract.records import Answer, Passage
 from extract.signals.batch import Signals

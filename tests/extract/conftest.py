@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerFast
 
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import WEIGHTS
-from extract.generate.local import TransformersGenerator
+from extract.generate.backends.local import TransformersGenerator
 from extract.generate.requests import PromptConfig, make_requests
 from extract.world.commands import WORLD_PRESETS
 from extract.world.facts import make_world

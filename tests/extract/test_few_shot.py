@@ -7,10 +7,10 @@ from click.testing import CliRunner
 
 from beatrice import main
 from extract.datasets.options import stop_strings
+from extract.generate.backends.server import ServedGenerator, ServerConfig
 from extract.generate.generator import SamplingConfig
 from extract.generate.prompts import build_prompt
 from extract.generate.requests import PromptConfig, Request
-from extract.generate.server import ServedGenerator, ServerConfig
 from extract.generate.templates import SHOTS, TEMPLATES, Shot, read_shots
 from extract.records import Passage
 from extract.signals.plan import sequence_of

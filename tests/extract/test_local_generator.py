@@ -6,8 +6,9 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import WEIGHTS
+from extract.generate.backends.choosing import Choice
+from extract.generate.backends.local import TransformersGenerator, generate
 from extract.generate.generator import GeneratorPrompt, SamplingConfig, reply_key
-from extract.generate.local import TransformersGenerator, _Choice, generate
 from extract.generate.requests import GenerationConfig
 from tests.extract.generating import GREEDY, prompts_of, texts
 
@@ -140,7 +141,7 @@ def test_a_draw_is_the_one_that_noise_over_the_whole_vocabulary_makes(top_k, top
     config = SamplingConfig(temperature=0.7, top_k=top_k, top_p=top_p)
     scores = torch.randn((6, 40), generator=torch.Generator().manual_seed(0)) * 2
     scores[0, :9] = 5.0  # as many as equal the fifth are kept
-    choice = _Choice(config, range(6), torch.device("cpu"), [39])
+    choice = Choice(config, range(6), torch.device("cpu"), [39])
     drawn = choice(torch.zeros((6, 1), dtype=torch.long), scores).argmax(-1)
     kept = scores / 0.7
     if top_k is not None:
@@ -154,12 +155,12 @@ def test_a_draw_is_the_one_that_noise_over_the_whole_vocabulary_makes(top_k, top
     rows = slice(1, 6) if top_p < 1 else slice(0, 6)  # what sorting does with ties
     assert drawn[rows].tolist() == wanted[rows].tolist()
     told = scores.log_softmax(-1).gather(-1, drawn[:, None])
-    torch.testing.assert_close(torch.tensor(choice.log_probs()), told)
+    torch.testing.assert_close(torch.tensor(choice.taken()), told)
 
 
 def test_a_row_that_ended_is_drawn_no_more():
     config = SamplingConfig(temperature=1.0, top_k=5)
-    choice = _Choice(config, range(3), torch.device("cpu"), [7, 9])
+    choice = Choice(config, range(3), torch.device("cpu"), [7, 9])
     scores = torch.randn((3, 40), generator=torch.Generator().manual_seed(0))
     first = choice(torch.full((3, 1), 7), scores)  # a prompt may end with such an id
     second = choice(torch.tensor([[1], [9], [2]]), scores)

@@ -14,7 +14,7 @@ import pytest
 
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import WEIGHTS
-from extract.generate.local import TransformersGenerator
+from extract.generate.backends.local import TransformersGenerator
 from extract.records import Answer, Sample, read_records, write_lines
 from extract.run.contents import read_examples
 from extract.run.directory import RunDir

@@ -41,7 +41,7 @@ PROMPTS = [*(answer.prompt_ids for answer in ANSWERS), *SWAPPED]
 
 def backbone_of(name):
     model = tiny_model(name)
-    if name == "gemma3":  # longer than what is common, shorter than a sequence
+    if name.startswith("gemma"):  # longer than what is common, shorter than a sequence
         model.config.sliding_window = 30
         model = type(model)(model.config).eval().requires_grad_(False)
     return Backbone.from_model(model)
@@ -60,8 +60,9 @@ def readings(backbone, begun, answers=ANSWERS, swapped=SWAPPED):
     return _read_batch(batch, PARTS, OWN)
 
 
-# Full attention, learned positions, and windows that a sequence outgrows.
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
+# Full attention, learned positions, windows that a sequence outgrows, and layers that
+# read the keys of others.
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "gemma4"])
 def test_a_batch_goes_on_from_its_beginning_to_the_same_readings(name):
     backbone = backbone_of(name)
     with torch.no_grad():

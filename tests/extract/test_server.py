@@ -4,15 +4,15 @@ import time
 
 import pytest
 
-from extract.generate.generator import GeneratorPrompt, SamplingConfig, reply_key
-from extract.generate.prompts import TEMPLATE_FIELDS
-from extract.generate.replies import Replies
-from extract.generate.server import ServedGenerator, ServerConfig
-from extract.generate.spending import (
+from extract.generate.backends.server import ServedGenerator, ServerConfig
+from extract.generate.backends.spending import (
     Account,
     Prices,
     SpendingCapReached,
 )
+from extract.generate.generator import GeneratorPrompt, SamplingConfig, reply_key
+from extract.generate.prompts import TEMPLATE_FIELDS
+from extract.generate.replies import Replies
 from tests.extract.generating import GREEDY, prompts_of, texts
 from tests.extract.loopback import served
 

@@ -10,9 +10,9 @@ import urllib.request
 import pytest
 
 from extract.backbone.names import WEIGHTS
+from extract.generate.backends.server import ServedGenerator, ServerConfig
 from extract.generate.generator import GeneratorPrompt
 from extract.generate.requests import PromptConfig, make_requests
-from extract.generate.server import ServedGenerator, ServerConfig
 from tests.extract.generating import texts
 from tests.extract.loopback import served
 from tests.extract.small_run import questions

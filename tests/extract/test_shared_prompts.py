@@ -1,4 +1,6 @@
-"""What all prompts of a batch begin with is computed once, and no text changes."""
+"""What a batch shares is computed once, what is done is left: no text changes."""
+
+import dataclasses
 
 import numpy as np
 import pytest
@@ -8,8 +10,9 @@ from transformers import DynamicCache
 from benchmarks.speed.tiny_models import N_TEXT_IDS, tiny_model
 from extract.backbone import sharing
 from extract.backbone.loading import Backbone
+from extract.generate.backends.local import TransformersGenerator
 from extract.generate.generator import GeneratorPrompt, SamplingConfig
-from extract.generate.local import TransformersGenerator
+from tests.extract.generating import texts
 
 N_SHARED = 40
 
@@ -23,6 +26,9 @@ class Words:
 
 def backbone_of(name):
     model = tiny_model(name)
+    if name == "gemma4":  # longer than what is common, shorter than a sequence
+        model.config.sliding_window = N_SHARED + 8
+        model = type(model)(model.config).eval().requires_grad_(False)
     model.generation_config.eos_token_id = 0
     model.generation_config.pad_token_id = 0
     return Backbone.from_model(model, tokenizer=Words())
@@ -35,11 +41,14 @@ def prompts_with(n_shared):
     return [(*common, *tail) for tail in tails]
 
 
-def written(backbone, prompts):
+def asked_of(prompts):
+    return [GeneratorPrompt(text="", ids=ids) for ids in prompts]
+
+
+def written(backbone, prompts, config=None):
     generator = TransformersGenerator(backbone=backbone)
-    asked = [GeneratorPrompt(text="", ids=ids) for ids in prompts]
-    found = dict(generator.stream(asked, SamplingConfig(max_new_tokens=6)))
-    return [found[i] for i in range(len(prompts))]
+    config = config or SamplingConfig(max_new_tokens=6)
+    return texts(generator, asked_of(prompts), config)
 
 
 # Full attention, learned positions, ALiBi, windows shorter than what is common,
@@ -58,7 +67,7 @@ def test_texts_are_those_of_each_prompt_by_itself(name):
         assert found.log_probs == pytest.approx(alone.log_probs, abs=2e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bloom", "gemma4"])
 def test_what_is_common_is_computed_once(name):
     backbone, prompts = backbone_of(name), prompts_with(N_SHARED)
     with torch.inference_mode():
@@ -120,3 +129,41 @@ def test_an_equal_prompt_is_computed_once():
     written(backbone, [*prompts[:2], *prompts[:2], prompts[0]])
     handle.remove()
     assert n_read[:3] == [(1, N_SHARED), (2, 8), (5, 1)]
+
+
+ENDING = SamplingConfig(max_new_tokens=24, stop=("5",))
+
+
+def rows_read(backbone, prompts, config):
+    """The texts, and how many rows every forward read."""
+    n_rows = []
+    handle = backbone.layout.layers[0].module.register_forward_pre_hook(
+        lambda module, given: n_rows.append(len(given[0]))
+    )
+    found = written(backbone, prompts, config)
+    handle.remove()
+    return found, n_rows
+
+
+@pytest.mark.parametrize("draws", [{}, {"temperature": 3.0, "top_k": 40}])
+@pytest.mark.parametrize(
+    "name", ["llama", "gpt2", "bloom", "gemma3", "mistral_window", "qwen3_5", "gemma4"]
+)
+def test_rows_that_are_done_leave_and_no_text_changes(name, draws):
+    backbone, config = backbone_of(name), dataclasses.replace(ENDING, **draws)
+    prompts = prompts_with(N_SHARED)
+    together, n_rows = rows_read(backbone, prompts, config)
+    n_new = [found.n_new_tokens for found in together]
+    assert len(set(n_new)) > 1
+    for prompt, found in zip(prompts, together, strict=True):
+        alone = rows_read(backbone, [prompt], config)[0][0]
+        assert (found.text, found.token_ids) == (alone.text, alone.token_ids)
+        assert (found.finish, found.n_new_tokens) == (alone.finish, alone.n_new_tokens)
+        assert found.log_probs == pytest.approx(alone.log_probs, abs=2e-4)
+    n_steps = max(n_new)
+    if name == "qwen3_5":  # recurrent states stay where they are
+        assert n_rows[-n_steps:] == [len(prompts)] * n_steps
+    else:
+        # Half leave together: no forward reads more than twice the rows that are left.
+        left = [sum(n > step for n in n_new) for step in range(n_steps)]
+        assert all(a <= 2 * b for a, b in zip(n_rows[-n_steps:], left, strict=True))

@@ -17,6 +17,7 @@ from typing import Any, Literal, get_args
 
 import openai
 
+from extract.generate.backends.spending import Account, Prices
 from extract.generate.generator import (
     Generated,
     GeneratorPrompt,
@@ -25,7 +26,6 @@ from extract.generate.generator import (
     draw_seed,
 )
 from extract.generate.prompts import TEMPLATE_FIELDS
-from extract.generate.spending import Account, Prices
 
 Dialect = Literal["vllm", "openai"]
 

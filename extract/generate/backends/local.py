@@ -9,26 +9,17 @@ from typing import Any
 
 import msgspec
 import torch
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from extract.backbone.loading import Backbone
-from extract.backbone.sharing import begun_states
+from extract.backbone.sharing import begun_states, has_plain_states
+from extract.generate.backends.choosing import Choice, Done
 from extract.generate.generator import (
     Generated,
     GeneratorPrompt,
     SamplingConfig,
     cut_at_stop,
-    decode_ids,
     draw_seed,
-    find_stop,
     stop_ids_of,
     tokenizer_identity,
 )
@@ -47,117 +38,6 @@ def stop_ids(backbone: Backbone) -> tuple[int, ...]:
     if stop is None:
         stop = backbone.model.config.get_text_config().eos_token_id
     return stop_ids_of(stop, backbone.name)
-
-
-def _likeliest(scores: torch.Tensor, n_most: int | None) -> torch.Tensor:
-    """Return the places of each row's `n_most` largest, and of all equal to the last.
-
-    What is drawn is one of them; to sort a vocabulary for its top p takes 20 times as
-    long as a whole row's other sums.
-    """
-    n_words = scores.shape[-1]
-    if n_most is None or n_most >= n_words:
-        return torch.arange(n_words, device=scores.device).expand(len(scores), -1)
-    top = scores.topk(min(2 * n_most, n_words), dim=-1)
-    last = top.values[:, n_most - 1, None]
-    if (top.values[:, -1:] == last).any():
-        top = scores.topk(int((scores >= last).sum(-1).max()), dim=-1)
-    return top.indices
-
-
-class _Choice(LogitsProcessor):
-    """Chooses each token, greedily or by a draw, and notes its log-probability.
-
-    With Gumbel noise the largest logit is a draw from the softmax. Every row has a
-    generator of its own, so that a draw does not depend on its batch.
-
-    The log-probabilities are kept, not the logits: `output_logits` would keep tens of
-    gigabytes for a batch of rewrites and a vocabulary of 150 000.
-
-    Args:
-      config: how tokens are drawn; a greedy one changes no logits.
-      seeds: one per row; not read by a greedy one.
-      device: of the logits.
-      stops: ids that end a row; it is padded with them, and drawn no more.
-    """
-
-    def __init__(
-        self,
-        config: SamplingConfig,
-        seeds: Sequence[int],
-        device: torch.device,
-        stops: Sequence[int],
-    ) -> None:
-        self._stops = torch.tensor(list(stops), device=device)
-        self._found: list[torch.Tensor] = []
-        self._generators: list[torch.Generator] = []
-        self._warpers, self._n_most = LogitsProcessorList(), config.top_k
-        if config.is_greedy:
-            return
-        self._generators = [torch.Generator(device).manual_seed(s) for s in seeds]
-        self._warpers.append(TemperatureLogitsWarper(float(config.temperature)))
-        if config.top_k is not None:
-            self._warpers.append(TopKLogitsWarper(config.top_k))
-        if config.top_p < 1:
-            self._warpers.append(TopPLogitsWarper(config.top_p))
-
-    def __call__(
-        self, input_ids: torch.LongTensor, scores: torch.FloatTensor
-    ) -> torch.FloatTensor:
-        """Return `[n_rows, n_vocabulary]` logits; the largest of a row is taken."""
-        if not self._generators:
-            log_probs = scores.to(torch.float32).log_softmax(-1)
-            # The largest itself: to find its place costs ten times as much on a CPU.
-            self._found.append(log_probs.amax(-1, keepdim=True))
-            return scores
-        is_live = torch.ones_like(input_ids[:, -1], dtype=torch.bool)
-        if self._found:  # before, a prompt's last token stands there
-            is_live = ~torch.isin(input_ids[:, -1], self._stops)
-        live = is_live.nonzero()[:, 0]
-        own = scores[live]
-        words = _likeliest(own, self._n_most)
-        kept = self._warpers(input_ids, own.gather(-1, words))
-        rows = [
-            torch.rand(
-                scores.shape[1], generator=self._generators[row], device=own.device
-            )
-            for row in live.tolist()
-        ]
-        tiny = torch.finfo(torch.float32).tiny
-        noise = torch.stack(rows).gather(-1, words).clamp_min(tiny)
-        best = (kept - torch.log(-torch.log(noise))).argmax(-1, keepdim=True)
-        chosen = words.gather(-1, best)
-        told = own.gather(-1, chosen) - own.float().logsumexp(-1, keepdim=True)
-        log_probs = torch.zeros((len(scores), 1), device=own.device)
-        self._found.append(log_probs.index_copy_(0, live, told))
-        drawn = torch.full_like(scores, -torch.inf)
-        drawn[live, chosen[:, 0]] = 0.0
-        return drawn
-
-    def log_probs(self) -> list[list[float]]:
-        """Return `[n_rows, n_new_tokens]` in nats, of the model itself."""
-        return torch.cat(self._found, dim=1).tolist()
-
-
-class _AtText(StoppingCriteria):
-    """Ends a row when its text holds a stop string.
-
-    Texts are decoded, since one string is many tokens: a line feed ends hundreds.
-    """
-
-    def __init__(self, tokenizer: Any, width: int, stop: Sequence[str]) -> None:
-        self._tokenizer, self._width, self._stop = tokenizer, width, stop
-
-    def __call__(
-        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **_: Any
-    ) -> torch.BoolTensor:
-        """Return `[n_rows]`, whether each row is done."""
-        texts = (
-            decode_ids(self._tokenizer, row)
-            for row in input_ids[:, self._width :].tolist()
-        )
-        found = [find_stop(text, self._stop) is not None for text in texts]
-        return torch.tensor(found, device=input_ids.device)
 
 
 @contextlib.contextmanager
@@ -271,23 +151,25 @@ class TransformersGenerator:
                 continue
             seeds = [draw_seed(prompts[i], config) for i in batch]
             stops = stop_ids(self.backbone)
-            choice = _Choice(config, seeds, self.backbone.device, stops)
+            choice = Choice(config, seeds, self.backbone.device, stops)
             written = self._continue([ids[i] for i in batch], config, choice)
-            rows = zip(batch, written, choice.log_probs(), strict=True)
             yield [
                 (i, self._text(len(ids[i]), tokens, log_probs, config.stop))
-                for i, tokens, log_probs in rows
+                for i, (tokens, log_probs) in zip(batch, written, strict=True)
             ]
 
     @torch.inference_mode()
     def _continue(
-        self, prompts: Sequence[Sequence[int]], config: SamplingConfig, choice: _Choice
-    ) -> list[list[int]]:
-        """Return the ids `[n_prompts, n_new_tokens]` that are chosen."""
+        self, prompts: Sequence[Sequence[int]], config: SamplingConfig, choice: Choice
+    ) -> list[tuple[list[int], list[float]]]:
+        """Return of every prompt the ids that are chosen, and their log-probabilities.
+
+        When half of the rows are done the others go on without them, so that a long
+        answer does not keep short ones in the batch.
+        """
         width, stops = max(map(len, prompts)), stop_ids(self.backbone)
         # Padded on the left, since generation appends to the right.
         ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts])
-        at_text = _AtText(self.backbone.tokenizer, width, config.stop)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
         ids, mask = ids.to(self.backbone.device), mask.to(self.backbone.device)
 
@@ -300,23 +182,39 @@ class TransformersGenerator:
                 repetition_penalty=1.0,  # some checkpoints have another default
                 eos_token_id=list(stops),
                 pad_token_id=stops[0],
+                return_dict_in_generate=True,
                 **options,
             )
 
+        found: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
+        rows, edges = list(range(len(prompts))), (width, width + config.max_new_tokens)
+        layout, tokenizer = self.backbone.layout, self.backbone.tokenizer
+        are_parted = has_plain_states(layout)
         with _contiguous_states(self.backbone):
-            written = run(
-                ids,
-                mask,
-                past_key_values=begun_states(
-                    self.backbone.layout, prompts, ids, mask, run
-                ),
-                max_new_tokens=config.max_new_tokens,
-                logits_processor=LogitsProcessorList([choice]),
-                stopping_criteria=StoppingCriteriaList(
-                    [at_text] if config.stop else []
-                ),
-            )
-        return written[:, width:].tolist()
+            cache = begun_states(layout, prompts, ids, mask, run)
+            while rows:
+                n_read = ids.shape[1]
+                done = Done(tokenizer, edges, config.stop, stops, are_parted=are_parted)
+                made = run(
+                    ids,
+                    mask,
+                    past_key_values=cache,
+                    max_new_tokens=edges[1] - n_read,
+                    logits_processor=LogitsProcessorList([choice]),
+                    stopping_criteria=StoppingCriteriaList([done]),
+                )
+                new = made.sequences[:, n_read:]
+                for row, *written in zip(rows, new, choice.taken(), strict=True):
+                    found[row][0].extend(written[0].tolist())
+                    found[row][1].extend(written[1])
+                left = (~done.rows).nonzero()[:, 0]
+                if len(left):
+                    cache, ids = made.past_key_values, made.sequences[left]
+                    cache.batch_select_indices(left)
+                    mask = torch.cat([mask[left], torch.ones_like(new[left])], dim=1)
+                    choice.keep(left.tolist())
+                rows = [rows[place] for place in left.tolist()]
+        return found
 
     def _text(
         self,

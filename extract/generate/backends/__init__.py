@@ -1,0 +1,1 @@
+"""What writes texts: a model that is loaded here, or a server."""
