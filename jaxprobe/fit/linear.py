@@ -171,6 +171,13 @@ def silence(
     )
 
 
+def count_heard(trained: Trained) -> int:
+    """Return how many members have a network that adds to their linear part."""
+    last = jax.tree.leaves(trained.params["params"]["mlp_out"])
+    own = [np.any(np.reshape(x, (len(trained.members), -1)), axis=1) for x in last]
+    return int(np.any(own, axis=0).sum())
+
+
 def save_linear(path: Path, grid: LinearGrid, key: str) -> None:
     """Keep the parts for a run that continues; see `jaxprobe.checkpoint.save_cache`."""
     kernels = {f"kernel_{f}": kernel for f, kernel in enumerate(grid.kernels)}

@@ -36,6 +36,7 @@ from jaxprobe.fit.grid import Trained, join, labelled, member_outputs
 from jaxprobe.fit.linear import (
     LinearGrid,
     Pooled,
+    count_heard,
     fit_linear_parts,
     load_linear,
     save_linear,
@@ -301,6 +302,7 @@ def _train_setting(
     run: RunDir,
     config: GridConfig,
     plans: Mapping[Setting, Plan],
+    note: Callable[[str], None],
     setting: Setting,
     tick: Callable[[], None],
 ) -> None:
@@ -309,6 +311,12 @@ def _train_setting(
         return
     trainer, *tasks = opened
     (grid, outputs), (_, control) = (trainer.fit(*task) for task in tasks)
+    if config.encoder.is_linear_first:
+        counts = f"{count_heard(grid)} of {len(grid.members)}"
+        note(
+            f"train: {setting}: {counts} networks add to the logistic regression of "
+            "their signals, which the others are"
+        )
     data = trainer.data
     checkpoint.save(
         run.encoders(setting),
@@ -341,7 +349,7 @@ def _train(
     record_plans(run, plans)
     n_each = len(default_blocks(config.train.n_seeds)) + config.train.n_seeds
     side_by_side(
-        partial(_train_setting, run, config, plans),
+        partial(_train_setting, run, config, plans, progress.note),
         settings,
         update,
         n_each * len(settings),

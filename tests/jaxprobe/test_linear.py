@@ -13,6 +13,7 @@ from jaxprobe.fit.blocks import Block
 from jaxprobe.fit.grid import fit_blocks, labelled, member_outputs
 from jaxprobe.fit.linear import (
     Pooled,
+    count_heard,
     fit_linear_parts,
     load_linear,
     save_linear,
@@ -142,6 +143,7 @@ def test_a_network_that_gains_nothing_is_silenced_and_one_that_gains_is_not(rows
     for added, is_silent in ((noise, True), (chance, True), (3.0 * labels, False)):
         kept = silence(member, linear[None] + added, grid, labels)
         assert is_silent == (not kept.params["params"]["mlp_out"]["kernel"].any())
+        assert count_heard(kept) == (not is_silent)
         if is_silent:
             said = member_outputs(kept, tokens, encoder=ENCODER).logits[0]
             np.testing.assert_allclose(said, grid.valid[subset], atol=1e-4)
