@@ -44,19 +44,28 @@ def hidden_scores(
     rows -= rows.mean(-1, keepdim=True)
     # What pads is a row of zeros, of which the determinant has the 0.001 alone.
     rows.masked_fill_((places >= stop)[..., None], 0.0)
-    gram = rows @ rows.mT
-    gram.diagonal(dim1=-2, dim2=-1).add_(_RIDGE)
     n_padded = places.shape[1] - counts[:, 0]
-    found = _log_determinants(gram) - n_padded.double() * math.log(_RIDGE)
+    found = _log_determinants(rows) - n_padded.double() * math.log(_RIDGE)
     return (found / counts[:, 0]).masked_fill(counts[:, 0] == 0, math.nan)
 
 
-def _log_determinants(gram: torch.Tensor) -> torch.Tensor:
-    """Return the log-determinants of symmetric matrices, positive up to rounding."""
+def _log_determinants(rows: torch.Tensor) -> torch.Tensor:
+    """Return those of the Gram matrices of rows, with the 0.001 on the diagonal.
+
+    Where rounding leaves a matrix indefinite (more rows than features, far apart in
+    size) its determinant is noise, and MKL's LU has given NaN for it. The singular
+    values of the rows themselves, of which the matrix has the squares, are exact.
+    """
+    gram = rows @ rows.mT
+    gram.diagonal(dim1=-2, dim2=-1).add_(_RIDGE)
     factors, failed = torch.linalg.cholesky_ex(gram)
-    if failed.any():  # half the work, but not of what rounding made indefinite
-        return torch.linalg.slogdet(gram).logabsdet
-    return 2 * factors.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    found = 2 * factors.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    for i in failed.nonzero()[:, 0].tolist():
+        values = torch.linalg.svdvals(rows[i])
+        n_null = len(rows[i]) - len(values)
+        log_det = (values.square() + _RIDGE).log().sum() + n_null * math.log(_RIDGE)
+        found[i] = log_det
+    return found
 
 
 def window_entropy(

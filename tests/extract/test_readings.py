@@ -456,6 +456,26 @@ def test_gram_matrices_of_a_batch_are_those_of_each_alone():
     assert math.isnan(found[3])
 
 
+def test_more_tokens_than_features_far_apart_in_size_have_an_exact_hidden_score():
+    """Rounding leaves their Gram matrix indefinite; their singular values are known."""
+    rng, n_tokens, width = np.random.default_rng(0), 60, 12
+    left = np.linalg.qr(rng.standard_normal((n_tokens, width - 1)))[0]
+    # Orthogonal to the vector of ones, so that centring the rows changes nothing.
+    ones = np.ones((width, 1))
+    basis = np.linalg.qr(np.hstack([ones, rng.standard_normal((width, width - 1))]))[0]
+    sizes = np.geomspace(1e-2, 3e7, width - 1)
+    states = torch.tensor(left * sizes @ basis[:, 1:].T)
+    ridged = states @ states.T + 1e-3 * torch.eye(n_tokens, dtype=torch.double)
+    assert torch.linalg.cholesky_ex(ridged).info > 0
+    n_null = n_tokens - len(sizes)
+    expected = (np.log(sizes**2 + 1e-3).sum() + n_null * np.log(1e-3)) / n_tokens
+    edges = [(0, n_tokens), (0, 3)]
+    found = llm_check.hidden_scores(torch.stack([states, states]), edges)
+    assert found[0].item() == pytest.approx(expected, abs=1e-6)
+    alone = llm_check.hidden_scores(states[None], [(0, 3)])
+    assert found[1].item() == pytest.approx(alone.item(), abs=1e-9)
+
+
 def test_distributions_apart_diverge_by_log_two_and_equal_ones_by_nothing():
     one = torch.tensor([[0.0, -80.0]]).log_softmax(-1)
     found = redeep.divergences(one, one.flip(-1))[0]
