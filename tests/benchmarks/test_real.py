@@ -37,7 +37,7 @@ from extract.run.directory import RunDir
 from extract.run.manifest import NewRun
 from extract.world.facts import WorldConfig, make_world
 from extract.world.questions import QuestionConfig, make_examples
-from tests.extract import published as pub
+from tests.extract.datasets import published as pub
 from tests.extract.small_run import beatrice
 
 CONTENT = (b"GGUF first piece, ", b"second piece")

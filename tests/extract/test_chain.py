@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from extract.records import Answer, Example, Label, read_records
-from tests.extract import published as pub
+from tests.extract.datasets import published as pub
 from tests.extract.small_run import beatrice
 
 ROOT = Path(__file__).parents[2]

@@ -14,8 +14,8 @@ from extract.records import Answer, write_lines
 from extract.run.directory import RunDir
 from extract.signals.plan import ExtractConfig
 from extract.store.config import as_size
+from tests.extract.backbone.test_backbone import save_tokenizer
 from tests.extract.small_run import beatrice, smoke
-from tests.extract.test_backbone import save_tokenizer
 
 
 def doctor(*arguments, code=0):

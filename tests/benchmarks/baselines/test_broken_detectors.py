@@ -1,0 +1,100 @@
+"""Every detector is made rightly, and four ways to break it are each caught."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from benchmarks.baselines.catalogue import catalogue
+from benchmarks.baselines.conformance import faults_of
+from benchmarks.baselines.detector import Found
+from jaxprobe.metrics import auroc
+from tests.benchmarks.baselines import planted
+
+# The encoder is a model of its own, and tested with one (`test_ladder`); a head that
+# JAX fits is slow.
+KNOWN = {n: x for n, x in catalogue().items() if "encoder" not in x.needs}
+NAMES = [
+    pytest.param(name, marks=pytest.mark.slow) if name == "gnosis" else name
+    for name in KNOWN
+]
+# Those that choose on validation alone read no training answers.
+LEARNS = {name for name, x in KNOWN.items() if x.is_trained}
+# What says at which layer validation found the signal, counted from the embedding.
+LAYERED = ("saplma_mean", "saplma_last", "linear_probe")
+SAMPLED = [
+    name
+    for name, x in KNOWN.items()
+    if "samples" in x.needs and not x.is_trained and not x.reads
+]
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    return planted.evidence(tmp_path_factory.mktemp("planted"))
+
+
+def broken(name, score):
+    """The detector with another score, `score(its own, evidence)`."""
+    own = KNOWN[name]
+    return dataclasses.replace(own, score=lambda evidence: score(own.score, evidence))
+
+
+def measured(found, rows):
+    test = rows.where("test")
+    scores = np.nan_to_num(found.scores[0, test])
+    return auroc(scores, rows.labels[test]).value
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_detector_of_the_catalogue_has_no_fault_and_finds_what_is_planted(
+    given, name
+):
+    assert faults_of(KNOWN[name], given) == []
+    assert measured(KNOWN[name].score(given), given.rows) > 0.7
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sign_that_is_turned_is_caught(given, name):
+    turned = broken(name, lambda own, e: Found(-own(e).scores))
+    assert any("is the sign turned?" in fault for fault in faults_of(turned, given))
+
+
+@pytest.mark.parametrize("name", sorted(LEARNS - {"gnosis"}))
+def test_learning_from_the_test_answers_is_caught(given, name):
+    def exchanged(own, evidence):
+        names = {"train": "test", "test": "train", "validation": "validation"}
+        splits = np.array([names[split] for split in evidence.rows.splits])
+        rows = dataclasses.replace(evidence.rows, splits=splits)
+        other = dataclasses.replace(evidence, rows=rows)
+        vars(other)["samples"] = evidence.samples
+        return own(other)
+
+    # By their labels, or by what was read or drawn of them.
+    assert faults_of(broken(name, exchanged), given) != []
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_samples_of_the_next_question_are_caught(given, name):
+    def shifted(own, evidence):
+        other = dataclasses.replace(evidence)
+        drawn = evidence.samples
+        vars(other)["samples"] = [*drawn[1:], drawn[0]]
+        return own(other)
+
+    faults = faults_of(broken(name, shifted), given)
+    assert any("drawn to other test questions" in fault for fault in faults)
+
+
+@pytest.mark.parametrize("name", LAYERED)
+def test_a_layer_that_is_off_by_one_is_caught_by_the_one_that_is_chosen(given, name):
+    def layer_of(evidence):
+        found = KNOWN[name].score(evidence)
+        return next(row.value for row in found.chosen if row.metric == "layer")
+
+    spec = given.store.spec
+    off = tuple(layer + 1 for layer in spec.hidden_layers)
+    wrong = dataclasses.replace(spec, hidden_layers=off)
+    store = dataclasses.replace(given.store, spec=wrong)
+    assert layer_of(given) == planted.LAYER
+    assert layer_of(dataclasses.replace(given, store=store)) != planted.LAYER

@@ -1,0 +1,287 @@
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy.special import digamma
+from sklearn.metrics import roc_auc_score
+
+from benchmarks.baselines.sampled import bayesian, entropy
+from benchmarks.baselines.sampled.bayesian import (
+    BayesConfig,
+    bayesian_entropies,
+    lower_bounds,
+    prior_of,
+    tail_of,
+)
+from benchmarks.baselines.sampled.entropy import (
+    discrete_entropy,
+    mean_log_prob,
+    weighted_entropy,
+)
+from tests.benchmarks.baselines.drawn import (
+    by_last_word,
+    evidence,
+    named,
+    relations_by,
+    sample,
+    scores,
+)
+
+DETECTORS = (*entropy.DETECTORS, *bayesian.DETECTORS)
+
+
+def ids(*counts):
+    return np.repeat(np.arange(len(counts)), counts)
+
+
+def test_discrete_entropy_of_the_reference():
+    assert discrete_entropy(ids(5, 3, 1, 1)) == pytest.approx(1.1682824501765625)
+
+
+def test_weighted_entropy_of_the_reference():
+    found = weighted_entropy((-0.2, -0.5, -1.0), np.array([0, 0, 1]))
+    assert found == pytest.approx(0.5074720173268471, abs=1e-14)
+
+
+def test_of_equally_likely_answers_both_entropies_are_equal():
+    clusters = ids(4, 3, 2, 1)
+    found = weighted_entropy([-0.7] * 10, clusters)
+    assert found == pytest.approx(discrete_entropy(clusters))
+
+
+def test_entropy_lies_between_zero_and_the_logarithm_of_the_number_of_answers():
+    assert weighted_entropy([-1.0] * 10, ids(*[1] * 10)) == pytest.approx(math.log(10))
+    assert discrete_entropy(ids(*[1] * 10)) == pytest.approx(math.log(10))
+
+
+def test_rows_that_differ_in_nothing_but_order_tie_exactly():
+    for counts in ((5, 2, 2, 1), (6, 3, 1), (4, 3, 2, 1)):
+        found = {discrete_entropy(ids(*c)) for c in itertools.permutations(counts)}
+        assert len(found) == 1
+    rng = np.random.default_rng(0)
+    assert weighted_entropy(rng.normal(size=10), ids(10)) == 0.0
+    assert discrete_entropy(ids(10)) == 0.0
+
+
+def test_very_unlikely_answers_do_not_underflow():
+    found = weighted_entropy((-2000.2, -2000.5, -2001.0), np.array([0, 0, 1]))
+    assert found == pytest.approx(0.5074720173268471)
+
+
+@pytest.mark.parametrize(
+    ("log_probs", "token_ids", "expected"),
+    [
+        ((-1.0, -2.0, -9.0), (5, 6), -1.5),  # the stop token is not counted
+        ((-1.0, -2.0), (5, 6), -1.5),  # cut at its limit
+        ((-9.0,), (), -9.0),  # an empty answer has its stop token alone
+        ((-1.0, -2.0), None, -1.5),  # a server that tells no ids
+    ],
+)
+def test_a_mean_log_probability_is_of_the_answer_without_its_stop(
+    log_probs, token_ids, expected
+):
+    assert mean_log_prob(sample("x", log_probs, token_ids)) == expected
+
+
+@pytest.mark.parametrize("log_probs", [None, ()])
+def test_without_log_probabilities_only_counts_are_defined(tmp_path, log_probs):
+    bare = sample("a", log_probs)
+    one = evidence(tmp_path, [["a", "b"], ["a", bare]])
+    for name, is_defined in (
+        ("semantic_entropy:words", False),
+        ("semantic_entropy_discrete:words", True),
+        ("semantic_entropy_bayesian:words", False),
+    ):
+        found = scores(named(DETECTORS, name), one)
+        assert np.isfinite(found).tolist() == [True, is_defined], name
+
+
+@pytest.mark.parametrize("detector", DETECTORS, ids=lambda one: one.name)
+def test_a_row_without_drawn_answers_is_undefined(tmp_path, detector):
+    drawn = [["a", "b"], [], ["a"]]
+    one = evidence(tmp_path, drawn, relations=relations_by(by_last_word))
+    assert np.isfinite(scores(detector, one)).tolist() == [True, False, True]
+
+
+def planted(folder, permuted=False):
+    """Right answers agree in nine draws of ten, wrong ones in four."""
+    rng = np.random.default_rng(0)
+    labels = rng.random(300) < 0.5
+    drawn = [
+        [
+            sample(
+                f"maybe {'Paris' if rng.random() < agree else rng.integers(99)}",
+                tuple(rng.uniform(-2, 0, 3)),
+                (1, 2),
+            )
+            for _ in range(10)
+        ]
+        for agree in np.where(labels, 0.9, 0.4)
+    ]
+    if permuted:
+        labels = rng.permutation(labels)
+    relations = relations_by(by_last_word)
+    return evidence(folder, drawn, labels=labels, relations=relations)
+
+
+@pytest.mark.parametrize("detector", DETECTORS, ids=lambda one: one.name)
+def test_answers_that_agree_score_higher(tmp_path, detector):
+    one = planted(tmp_path)
+    assert roc_auc_score(one.rows.labels, scores(detector, one)) > 0.9
+
+
+@pytest.mark.parametrize("detector", DETECTORS, ids=lambda one: one.name)
+def test_permuted_labels_are_not_told(tmp_path, detector):
+    one = planted(tmp_path, permuted=True)
+    # Of 150 right and 150 wrong answers the AUROC has a s.d. of 0.033.
+    assert abs(roc_auc_score(one.rows.labels, scores(detector, one)) - 0.5) < 0.1
+
+
+@pytest.mark.parametrize("detector", DETECTORS, ids=lambda one: one.name)
+def test_a_score_is_of_its_own_row_and_the_same_every_time(tmp_path, detector):
+    relations = relations_by(by_last_word)
+    drawn = [["a", "b"], ["a", "a", "b"], ["c"]]
+    one = evidence(tmp_path / "one", drawn, relations=relations)
+    other = [drawn[0], drawn[2], drawn[1]]
+    again = evidence(tmp_path / "again", other, relations=relations)
+    found = detector.score(one).scores
+    np.testing.assert_array_equal(found, detector.score(again).scores[:, [0, 2, 1]])
+
+
+def test_a_detector_needs_an_nli_model_or_says_that_it_compares_words(tmp_path):
+    bare = evidence(tmp_path, [["a", "b"]])
+    for detector in DETECTORS:
+        assert ("entailment" in detector.needs) != ("no NLI model" in detector.variant)
+        if "entailment" in detector.needs:
+            with pytest.raises(ValueError, match="expected an NLI model"):
+                detector.score(bare)
+
+
+def closed_form(counts, n_meanings, concentration=0.5):
+    """The posterior mean of the entropy without bounds, by digamma functions."""
+    alpha = concentration + np.pad(counts, (0, n_meanings - len(counts)))
+    total = alpha.sum()
+    return digamma(total + 1) - (alpha / total * digamma(alpha + 1)).sum()
+
+
+@pytest.mark.parametrize(
+    ("counts", "n_meanings", "golden"),
+    [
+        ((7, 3), 2, 0.582504),
+        ((7, 3), 3, 0.704328),
+        ((7, 3), 4, 0.817810),
+        ((1,), 1, 0.0),
+        ((1,), 2, 0.386294),
+        ((1,), 3, 0.666667),
+    ],
+)
+def test_importance_sampling_agrees_with_the_closed_form(counts, n_meanings, golden):
+    assert closed_form(counts, n_meanings) == pytest.approx(golden, abs=1e-6)
+    config = BayesConfig(n_draws=100_000, n_seeds=8)
+    found = bayesian_entropies(
+        np.array(counts), np.zeros(len(counts)), {n_meanings: 1.0}, config
+    )
+    # The worst of these, four meanings, has a s.d. of 0.01 over seeds.
+    assert found.mean() == pytest.approx(golden, abs=0.015)
+
+
+def test_the_estimate_is_the_mean_over_the_prior():
+    prior = {2: 0.5, 3: 0.3, 4: 0.2}
+    exact = sum(share * closed_form((7, 3), n) for n, share in prior.items())
+    assert exact == pytest.approx(0.666113, abs=1e-6)
+    config = BayesConfig(n_draws=100_000)
+    found = bayesian_entropies(np.array([7, 3]), np.zeros(2), prior, config)
+    assert found.mean() == pytest.approx(exact, abs=0.01)
+
+
+def test_lower_bounds_shift_the_estimate_as_in_the_reference():
+    config = BayesConfig(n_draws=40_000)
+    bounds = np.array([0.5, 0.2])
+    found = bayesian_entropies(np.array([7, 3]), bounds, {3: 1.0}, config)
+    assert found.mean() == pytest.approx(0.7257, abs=0.005)
+    other = bayesian_entropies(np.array([3, 7]), bounds[::-1], {3: 1.0}, config)
+    np.testing.assert_array_equal(found, other)
+
+
+def test_the_prior_is_counted_on_the_first_training_rows_and_cut():
+    config = BayesConfig()
+    assert prior_of([1, 1, 2, 9], config) == {1: 0.5, 2: 0.25, 7: 0.25}
+    with pytest.raises(
+        ValueError, match="no training or validation question has drawn"
+    ):
+        prior_of([], config)
+
+
+def test_with_as_many_meanings_as_the_prior_knows_there_are_no_others():
+    prior = {1: 0.5, 2: 0.25, 4: 0.25}
+    assert tail_of(prior, 2) == {2: 0.5, 4: 0.5}
+    assert tail_of(prior, 3) == {4: 1.0}
+    assert tail_of(prior, 4) == {4: 1.0}
+    assert tail_of(prior, 6) == {6: 1.0}
+
+
+def test_only_the_training_rows_change_the_prior(tmp_path):
+    detector = named(DETECTORS, "semantic_entropy_bayesian:words")
+    alike = [["a", "a"], ["a"]]
+    one, two, three = (
+        evidence(tmp_path / name, drawn, splits=splits)
+        for name, drawn, splits in (
+            ("one", [*alike, ["a", "a"]], ["train", "test", "test"]),
+            ("two", [*alike, ["a", "b"]], ["train", "test", "test"]),
+            ("three", [*alike, ["a", "b"]], ["train", "test", "train"]),
+        )
+    )
+    # One draw alone says little where some questions have two meanings.
+    assert scores(detector, one)[1] == scores(detector, two)[1] == 0
+    assert scores(detector, three)[1] < -0.05
+
+
+def test_without_drawn_training_answers_the_prior_is_that_of_validation(tmp_path):
+    detector = named(DETECTORS, "semantic_entropy_bayesian:words")
+    splits = ["train", "validation", "test", "validation"]
+    drawn = [[], ["a", "b"], ["a"], ["a"]]
+    found = detector.score(evidence(tmp_path, drawn, splits=splits))
+    (row,) = found.chosen
+    assert (row.split, row.metric, row.value) == ("validation", "n_prior_rows", 2)
+    alike = [[], ["a", "a"], ["a"], ["a"]]
+    sure = detector.score(evidence(tmp_path / "sure", alike, splits=splits))
+    assert found.scores[0, 2] < -0.05 < sure.scores[0, 2] == 0
+
+
+def test_drawn_test_answers_alone_give_no_prior(tmp_path):
+    detector = named(DETECTORS, "semantic_entropy_bayesian:words")
+    with pytest.raises(ValueError, match="beatrice sample --split train"):
+        detector.score(evidence(tmp_path, [[], ["a"]]))
+
+
+def test_a_bound_counts_each_text_once_and_the_stop_token_too():
+    samples = [
+        sample("a", (math.log(0.25), math.log(0.5))),
+        sample("a", (math.log(0.5), math.log(0.5))),
+        sample("b", (math.log(0.25), 0.0)),
+        sample("c", (math.log(0.5), math.log(0.25))),
+    ]
+    found = lower_bounds(samples, np.array([0, 0, 0, 1]))
+    np.testing.assert_allclose(found, [0.375, 0.125])
+
+
+def test_bounds_leave_a_hundredth_for_what_was_not_seen():
+    samples = [sample(text, (math.log(p),)) for text, p in (("a", 0.9), ("b", 0.6))]
+    np.testing.assert_allclose(lower_bounds(samples, np.array([0, 1])), [0.594, 0.396])
+    same = lower_bounds(samples, np.array([0, 0]))  # clipped to one, then rescaled
+    np.testing.assert_allclose(same, [0.99])
+    three = [*samples, sample("c", (math.log(0.5),))]
+    found = lower_bounds(three, np.array([0, 0, 1]))
+    np.testing.assert_allclose(found, [0.66, 0.33])
+
+
+def test_every_seed_is_an_estimate_of_its_own(tmp_path):
+    one = evidence(tmp_path, [["a", "b"], ["a"]])
+    found = named(DETECTORS, "semantic_entropy_bayesian:words").score(one).scores
+    assert found.shape == (5, 2)
+    assert len(set(found[:, 1])) == 5 and np.ptp(found[:, 1]) < 0.1
+    few = dataclasses.replace(BayesConfig(), n_seeds=1)
+    draws = bayesian_entropies(np.array([1]), np.zeros(1), {2: 1.0}, few)
+    assert draws.shape == (1,)

@@ -1,0 +1,84 @@
+"""What rivals cost: the record, the tables and the figures of the report."""
+
+import re
+
+import msgspec
+import pytest
+
+from benchmarks.panorama.costs import (
+    HEADS,
+    as_markdown,
+    cost_tables,
+    judged_file,
+    measured,
+    read_judged,
+    titles_of,
+)
+from benchmarks.panorama.scatter import cost_pictures, kind_of
+from benchmarks.panorama.significance import cells_of, leads
+from extract.run.directory import RunDir
+from extract.run.files import write_json_atomic
+from tests.benchmarks.results.sample import judged, sample_report, sample_rows
+
+
+def test_the_record_is_read_as_it_was_written_and_refused_otherwise(tmp_path):
+    run = RunDir(tmp_path)
+    write_json_atomic(judged_file(run), msgspec.to_builtins(judged()))
+    assert read_judged(run) == judged()
+    judged_file(run).write_text('[{"name": "x"}]')
+    with pytest.raises(ValueError, match="beatrice baselines"):
+        read_judged(run)
+
+
+def test_the_better_ones_come_first_and_the_unmeasured_last():
+    unknown = msgspec.structs.replace(judged()[0], name="nobody")
+    found = measured([unknown, *judged()], sample_rows())
+    aurocs = [auroc for _, auroc in found]
+    assert aurocs[-1] is None
+    assert aurocs[:-1] == sorted(aurocs[:-1], reverse=True)
+
+
+def test_every_setting_has_a_table_with_its_costs_and_reasons():
+    broken = msgspec.structs.replace(judged()[0], reason="one class")
+    tables = cost_tables([broken, *judged()[1:]], sample_rows())
+    assert list(tables) == ["Closed-book", "With context"]
+    lines = {
+        cells[0]: dict(zip(HEADS, cells, strict=True))
+        for cells in tables["Closed-book"]
+    }
+    assert lines["Rival perplexity"][HEADS[-1]].endswith("; one class")
+    assert lines["Rival answer_length"]["Forwards more"] == "2"
+    assert lines["Rival answer_length"]["Peak memory"] == "1.0 GiB"
+    assert lines["Rival tfidf"]["Peak memory"] == "–"
+    assert lines["Rival answer_length"]["Needs"] == "drawn answers"
+    assert lines["Rival tfidf"]["Needs"] == "training labels"
+    markdown = as_markdown(judged(), sample_rows())
+    assert markdown.count("### What each costs") == 2
+    assert as_markdown([], sample_rows()) == ""
+
+
+def test_a_figure_stands_where_costs_differ_and_has_every_point():
+    pictures = cost_pictures(judged(), sample_rows())
+    assert len(pictures) == 6
+    same = [msgspec.structs.replace(x, n_forwards=1) for x in judged()]
+    titles = [p.title for p in cost_pictures(same, sample_rows())]
+    assert len(titles) == 4 and not any("forwards" in title for title in titles)
+    assert cost_pictures([], sample_rows()) == []
+    for found in pictures:
+        assert "Rival tfidf" in found.svg and "BEATRICE" in found.svg
+        assert ("Time is measured" in found.caption) == ("seconds" in found.title)
+
+
+def test_what_reads_drawn_answers_is_drawn_so_even_if_trained():
+    one = msgspec.structs.replace(judged()[0], is_trained=True)
+    assert kind_of(one) == "trained"
+    assert kind_of(msgspec.structs.replace(one, needs=("samples",))) == "sampled"
+
+
+def test_rivals_go_by_their_titles():
+    assert titles_of(judged())["tfidf"] == "Rival tfidf"
+    found = leads(sample_rows(), "strongest")
+    titles = {lead.rival: f"Rival {lead.rival}" for lead in found}
+    assert all(cells_of(lead, titles)[1].startswith("Rival ") for lead in found)
+    rows = sample_report().rows
+    assert not re.search("Rival", str([cells_of(x) for x in leads(rows, "strongest")]))

@@ -1,0 +1,167 @@
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.panorama.significance import (
+    as_latex,
+    as_markdown,
+    cells_of,
+    holm,
+    is_rival,
+    leads,
+    sentence,
+)
+from extract.records import IN_DOMAIN
+from extract.run.results import DETECTORS, RIVALS
+from jaxprobe.evaluation import Scored, detection_rows
+from jaxprobe.features.rows import Rows
+from jaxprobe.metrics import BootstrapConfig
+from tests.benchmarks.results.sample import row, sample_rows
+
+POOLED, OUTSIDE = (IN_DOMAIN, "test"), ("places", "ood")
+
+
+def by_hand(p_values):
+    """Holm's method written out."""
+    order = np.argsort(p_values)
+    found, worst = np.empty(len(p_values)), 0.0
+    for rank, i in enumerate(order):
+        worst = max(worst, (len(p_values) - rank) * p_values[i])
+        found[i] = min(1.0, worst)
+    return found
+
+
+def test_holm_gives_the_textbook_values():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([]) == []
+
+
+@given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=12))
+def test_holm_agrees_with_its_definition(p_values):
+    np.testing.assert_allclose(holm(p_values), by_hand(p_values), rtol=1e-12)
+
+
+def column(place, rivals, champion=0.9, setting="closed_book"):
+    """One set: the AUROC of each rival, and p of the lead over it."""
+    made = [row("champion", setting, place, "auroc", champion)]
+    for name, (auroc, p_value) in rivals.items():
+        made.append(row(name, setting, place, "auroc", auroc))
+        if p_value is not None:
+            fields = dict(experiment="paired", against=name, p_value=p_value)
+            gain = champion - auroc
+            metric = "auroc_difference"
+            made.append(row("champion", setting, place, metric, gain, **fields))
+    return made
+
+
+def test_the_strongest_rival_is_chosen_anew_in_each_column():
+    rows = column(POOLED, {"tfidf": (0.8, 0.01), "perplexity": (0.7, 0.01)})
+    rows += column(OUTSIDE, {"tfidf": (0.6, 0.01), "perplexity": (0.7, 0.02)})
+    assert [x.rival for x in leads(rows, "strongest")] == ["tfidf", "perplexity"]
+
+
+def test_all_that_the_run_measures_by_itself_is_compared_with_the_selected_set():
+    # The same score for every answer has half of everything, and is no rival.
+    assert {name for name in DETECTORS if is_rival(name)} - {"majority"} <= set(RIVALS)
+
+
+def test_own_encoders_and_controls_are_no_rivals():
+    own = ("champion", "hidden_only", "encoder:HP", "late_fusion_all", "majority")
+    assert not any(map(is_rival, (*own, "permuted_labels", "early_fusion")))
+    rows = column(POOLED, {"hidden_only": (0.89, 0.5), "tfidf": (0.6, 0.01)})
+    assert [x.rival for x in leads(rows, "strongest")] == ["tfidf"]
+    assert [x.rival for x in leads(rows, "hidden_only")] == ["hidden_only"]
+
+
+def test_a_stronger_detector_without_a_pair_is_named_and_not_passed_over_in_silence():
+    rows = column(POOLED, {"sep": (0.95, None), "tfidf": (0.6, 0.01)})
+    (lead,) = leads(rows, "strongest")
+    assert (lead.rival, lead.uncompared) == ("tfidf", ("sep",))
+    assert "not compared: sep." in sentence([lead])
+
+
+def test_the_correction_runs_over_all_columns_of_both_settings():
+    rows = []
+    for setting in ("closed_book", "with_context"):
+        for place in (POOLED, OUTSIDE):
+            rows += column(place, {"tfidf": (0.8, 0.02)}, setting=setting)
+    found = leads(rows, "strongest")
+    assert [lead.p_holm for lead in found] == [0.08] * 4
+    assert not any(lead.is_sure for lead in found)
+    alone = leads(column(POOLED, {"tfidf": (0.8, 0.02)}), "strongest")
+    assert [lead.is_sure for lead in alone] == [True]
+
+
+def test_an_undefined_difference_takes_no_part_in_the_correction():
+    rows = column(POOLED, {"hidden_only": (0.8, 0.02)})
+    gone = column(OUTSIDE, {"hidden_only": (0.8, 0.02)})[-1]
+    changes = dict(value=None, ci_low=None, ci_high=None, p_value=None)
+    gone = msgspec.structs.replace(gone, **changes, reason="one class only")
+    rows += [*column(OUTSIDE, {}), gone]
+    first, second = leads(rows, "hidden_only")
+    assert (first.p_holm, second.p_holm) == (0.02, None)
+    assert "n/a (one class only)" in cells_of(second)
+    assert sentence([first, second]).startswith("After Holm's correction over 1 ")
+
+
+def test_a_lag_is_as_sure_as_a_lead_and_counted_as_a_lag():
+    found = leads(column(POOLED, {"tfidf": (0.95, 0.001)}), "strongest")
+    assert "leads for sure (p < .05) on 0 and lags on 1." in sentence(found)
+
+
+def test_single_in_domain_sets_are_no_columns_beside_their_pool():
+    places = [lead.place for lead in leads(sample_rows(), "strongest")]
+    assert len(places) == 8
+    assert {d for _, d, split in places if split == "test"} == {IN_DOMAIN}
+    assert all(split != "validation" for _, _, split in places)
+
+
+def test_seeds_stand_beside_the_questions():
+    rows = column(POOLED, {"tfidf": (0.8, 0.02)})
+    for seed, value in enumerate((0.89, 0.9, 0.91)):
+        own = row("champion", "closed_book", POOLED, "auroc", value, seed=str(seed))
+        rows.append(own)
+    (lead,) = leads(rows, "strongest")
+    assert lead.seeds_sd == pytest.approx(0.01)
+    assert cells_of(lead)[-1] == ".010, questions ±.030"
+
+
+def test_both_spellings_have_every_column_and_mark_what_is_sure():
+    rows = column(POOLED, {"tfidf": (0.8, 0.002), "hidden_only": (0.85, 0.5)})
+    markdown, latex = as_markdown(rows), as_latex(rows)
+    assert markdown.count("| Closed-book, all in-domain |") == 2
+    assert "| **.002** |" in markdown and "| .5 |" in markdown
+    assert latex.count(r"\toprule") == 2 and r"\textbf{.002}" in latex
+    assert "†" not in latex
+
+
+def planted(strength, seed=0):
+    """Rows of a run whose champion sees more of the truth than its rival by so much."""
+    n, draws = 600, np.random.default_rng(seed)
+    labels = draws.random(n) < 0.5
+    noise = draws.normal(size=(2, n))
+    scores = labels * np.array([[1.0 + strength], [1.0]]) + noise
+    rows = Rows(
+        setting="closed_book",
+        ids=np.array([f"q{i}" for i in range(n)]),
+        datasets=np.full(n, "world"),
+        splits=np.full(n, "test"),
+        variants=np.full(n, "original"),
+        labels=labels,
+        is_labelled=np.ones(n, bool),
+    )
+    names = ("champion", "tfidf")
+    own = [Scored(name=x, scores=s[None]) for x, s in zip(names, scores, strict=True)]
+    config = BootstrapConfig(n_resamples=1000, seed=0)
+    return detection_rows(own, rows, config, pairs={"paired": [names]})
+
+
+def test_a_planted_lead_is_sure_and_equals_are_not():
+    (lead,) = leads(planted(1.0), "strongest")
+    assert lead.is_sure and lead.difference.value > 0
+    (equal,) = leads(planted(0.0), "strongest")
+    assert not equal.is_sure
+    (lag,) = leads(planted(-0.9), "strongest")
+    assert lag.is_sure and lag.difference.value < 0

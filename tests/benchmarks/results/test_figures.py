@@ -1,0 +1,141 @@
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree
+
+import matplotlib
+import pytest
+
+from benchmarks.results import figures
+from tests.benchmarks.results import sample
+
+SYNERGY = {"H": 0.88, "P": 0.85, "HP": 0.9, "RA": 0.85}
+
+
+def drawn():
+    """One figure of every kind."""
+    reliability = sample.reliability()["closed_book"]
+    rounds = sample.selection()["with_context"]["rounds"]
+    curve = [
+        {"budget": b, "generations": 1 + 0.5 * b, "em": 0.3 + 0.1 * b}
+        for b in (0, 1, 2)
+    ]
+    return {
+        "reliability": figures.reliability(
+            reliability["raw"], reliability["calibrated"], "closed_book"
+        ),
+        "sweep": figures.layer_sweep(sample.sweep()),
+        "synergy": figures.synergy(SYNERGY, "with_context"),
+        "selection": figures.selection_path(rounds, "with_context"),
+        "frontier": figures.frontier(
+            {"PGIR": curve, "another query": curve[1:]},
+            {"Never retrieve": (1, 0.3)},
+            "em",
+            1,
+        ),
+    }
+
+
+@pytest.fixture(scope="module")
+def svgs():
+    return {name: figures.to_svg(f, name, f"a {name}") for name, f in drawn().items()}
+
+
+def test_every_figure_is_well_formed_and_says_what_it_is(svgs):
+    for name, svg in svgs.items():
+        root = xml.etree.ElementTree.fromstring(svg)
+        assert root.get("aria-label") == f"a {name}" and root.get("role") == "img"
+
+
+def test_the_same_numbers_give_the_same_bytes(svgs):
+    again = {name: figures.to_svg(f, name, f"a {name}") for name, f in drawn().items()}
+    assert again == svgs
+
+
+def test_a_figure_refers_to_nothing_outside_itself(svgs):
+    for name, svg in svgs.items():
+        assert "http" not in svg and "<style" not in svg and "<metadata" not in svg
+        ids = set(re.findall(r'\bid="([^"]*)"', svg))
+        used = set(re.findall(r'(?:url\(|href=")#([^")]*)', svg))
+        assert used <= ids and all(i.startswith(f"{name}-") for i in ids)
+
+
+def test_every_colour_is_a_variable_that_the_page_can_change(svgs):
+    for svg in svgs.values():
+        assert not re.search(r"(?<!, )#[0-9a-f]{6}\b", svg)
+
+
+def test_words_stay_words(svgs):
+    assert ">validation AUROC</text>" in svgs["sweep"]
+    assert ">B=2</text>" in svgs["frontier"]
+
+
+def test_synergy_orders_encoders_and_marks_their_families():
+    bars, dots = figures.synergy(SYNERGY, "closed_book").axes
+    assert [round(p.get_height(), 3) for p in bars.patches] == [0.9, 0.88, 0.85, 0.85]
+    strong = matplotlib.colors.to_rgba(figures.STRONG["closed_book"])
+    is_dark = [p.get_facecolor() == strong for p in bars.patches]
+    assert is_dark == [True, True, False, False]
+    filled = {  # family row -> places of the encoders HP, H, P, RA
+        int(line.get_ydata()[0]): list(line.get_xdata())
+        for line in dots.lines
+        if line.get_color() == figures.INK
+    }
+    assert filled == {0: [0, 1], 1: [0, 2], 2: [3], 3: [3]}
+
+
+def test_synergy_axis_is_cropped_around_all_bars():
+    low, high = figures.synergy(SYNERGY, "closed_book").axes[0].get_ylim()
+    assert 0.8 < low < 0.85 and 0.9 < high < 1
+
+
+def test_sweep_draws_every_known_seed_and_skips_undefined_ones():
+    sweep = {"closed_book": {"layers": [0, 4], "auroc": [[0.7, None], [0.8, 0.9]]}}
+    sweep["closed_book"]["best"] = 4
+    seeds_0, seeds_4, means, ring = figures.layer_sweep(sweep).axes[0].lines
+    assert list(seeds_0.get_ydata()) == [0.7]
+    assert list(seeds_4.get_ydata()) == [0.8, 0.9]
+    assert [round(y, 6) for y in means.get_ydata()] == [0.7, 0.85]
+    assert list(ring.get_xdata()) == [4]
+
+
+def test_reliability_leaves_empty_bins_out_of_the_curve_but_counts_them():
+    bins = list(sample.bins(0.0))
+    top, bottom = figures.reliability(bins, bins, "closed_book").axes
+    assert len(top.lines[1].get_xdata()) == 9
+    assert len(bottom.patches) == 20
+
+
+def test_selection_shows_every_candidate_and_names_the_kept():
+    found = sample.selection()["with_context"]
+    axes = figures.selection_path(found["rounds"], "with_context").axes[0]
+    n_candidates = sum(len(r["candidates"]) for r in found["rounds"])
+    soft = set(figures.SOFT.values())
+    dots = [line for line in axes.lines if line.get_color() in soft]
+    assert sum(len(line.get_xdata()) for line in dots) == n_candidates
+    assert [text.get_text() for text in axes.texts] == found["selected"]
+
+
+def test_drawing_leaves_matplotlib_as_it_was():
+    before = dict(matplotlib.rcParams)
+    drawn()
+    assert dict(matplotlib.rcParams) == before
+
+
+def loaded_by(code):
+    code = f"import sys; {code}; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.split())
+
+
+def test_drawing_needs_neither_pyplot_nor_a_display():
+    draw = "f.to_svg(f.synergy({'H': .9, 'P': .8}, 'closed_book'), 'x', 'y')"
+    loaded = loaded_by(f"from benchmarks.results import figures as f; {draw}")
+    assert "matplotlib.pyplot" not in loaded
+
+
+def test_a_report_only_reads_rows():
+    loaded = loaded_by("import benchmarks.results.report")
+    assert not loaded & {"torch", "transformers", "jax"}

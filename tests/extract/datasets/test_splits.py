@@ -1,0 +1,327 @@
+import json
+import random
+
+import pytest
+
+from extract.datasets.building import build_examples, check_folder
+from extract.datasets.config import HELD_OUT_SIZES, BuildConfig, Source, SplitConfig
+from extract.datasets.splits import Candidate, draw_splits, read_splits, seal
+from extract.label.verdicts import text_key
+from extract.records import Example, Passage, read_records
+from tests.extract.datasets import published as pub
+
+
+def candidates(n, start=0, word="q"):
+    names = range(start, start + n)
+    return [Candidate(str(i), text_key(f"{word} {i}?")) for i in names]
+
+
+def small(**changes):
+    sizes = {"n_train": 30, "n_evaluation": 10, "n_held_out": {"popqa": 10}}
+    return SplitConfig(**(sizes | changes))
+
+
+def test_the_sizes_are_those_of_appendix_a():
+    config = SplitConfig()
+    assert config.sizes("hotpotqa", "train") == {"train": 10_000}
+    assert config.sizes("musique", "dev") == {"validation": 500, "test": 500}
+    assert HELD_OUT_SIZES == {"popqa": 1000, "nq": 1182, "triviaqa": 1277}
+    with pytest.raises(ValueError, match="--n-held-out hotpotqa=N"):
+        config.sizes("hotpotqa", "held-out")
+
+
+def test_one_set_may_have_a_size_of_training_of_its_own():
+    config = small(n_train_of={"nq": 7})
+    pools = {(name, "train"): candidates(100, word=name) for name in ("nq", "popqa")}
+    drawn = draw_splits(pools, config).splits["train"]
+    assert {name: len(ids) for name, ids in drawn.items()} == {"nq": 7, "popqa": 30}
+    with pytest.raises(ValueError, match="at least one question, not 0"):
+        small(n_train_of={"nq": 0})
+
+
+def test_the_draw_does_not_depend_on_the_order_of_the_file():
+    pool = candidates(200)
+    shuffled = random.Random(1).sample(pool, len(pool))
+    one, other = (
+        draw_splits({("hotpotqa", "dev"): p}, small()).splits for p in (pool, shuffled)
+    )
+    assert one == other
+
+
+def test_another_seed_draws_other_questions():
+    pools = {("hotpotqa", "train"): candidates(200)}
+    drawn = [draw_splits(pools, small(seed=s)).splits["train"] for s in (0, 1)]
+    assert drawn[0] != drawn[1]
+
+
+def test_taking_questions_away_moves_no_other():
+    pool = candidates(200)
+    before = draw_splits({("hotpotqa", "train"): pool}, small()).splits["train"]
+    kept = [c for c in pool if int(c.id) % 7]
+    after = draw_splits({("hotpotqa", "train"): kept}, small()).splits["train"]
+    stayed = [i for i in before["hotpotqa"] if int(i) % 7]
+    assert after["hotpotqa"][: len(stayed)] == stayed
+
+
+def test_a_draw_is_even_over_ids():
+    """Of 2000 ids the first half gives about half: within 4 standard deviations."""
+    pools = {("hotpotqa", "train"): candidates(2000)}
+    drawn = draw_splits(pools, small(n_train=1000)).splits["train"]["hotpotqa"]
+    n_low = sum(int(i) < 1000 for i in drawn)
+    assert abs(n_low - 500) < 4 * 1000**0.5 / 2
+
+
+def test_no_text_is_in_two_splits_and_evaluation_keeps_it():
+    dev = candidates(40)
+    twins = [Candidate(f"t{i}", c.text_key) for i, c in enumerate(dev)]
+    pools = {
+        ("hotpotqa", "train"): twins + candidates(40, start=1000),
+        ("hotpotqa", "dev"): dev,
+    }
+    drawn = draw_splits(pools, small())
+    texts = {c.id: c.text_key for pool in pools.values() for c in pool}
+    split_of = {}
+    for split, sets in drawn.splits.items():
+        for name in sets["hotpotqa"]:
+            assert split_of.setdefault(texts[name], split) == split
+    assert len(drawn.splits["train"]["hotpotqa"]) == 30
+    assert drawn.conflicts
+    assert all(c.split == "train" for c in drawn.conflicts)
+    assert all(c.other_split in ("validation", "test") for c in drawn.conflicts)
+
+
+def test_the_same_id_is_not_drawn_for_training_and_evaluation():
+    pools = {
+        ("hotpotqa", "train"): candidates(60, word="one"),
+        ("hotpotqa", "dev"): candidates(60, word="another"),
+    }
+    splits = draw_splits(pools, small()).splits
+    names = [name for sets in splits.values() for name in sets["hotpotqa"]]
+    assert len(names) == len(set(names))
+
+
+def test_a_text_twice_in_one_split_is_kept_and_reported():
+    pool = [*candidates(9), Candidate("twin", text_key("q 3?"))]
+    drawn = draw_splits({("popqa", "held-out"): pool}, small())
+    assert len(drawn.splits["ood"]["popqa"]) == 10
+    ((split, *names),) = drawn.repeated
+    assert split == "ood"
+    assert {names[1], names[3]} == {"3", "twin"}
+
+
+def test_texts_are_compared_without_case_marks_and_articles():
+    assert text_key("Who is the King?") == text_key("who is  king")
+    assert text_key("who is a queen") != text_key("who is a king")
+    assert text_key("???") != text_key("!")
+
+
+def test_a_pool_that_is_too_small_says_what_to_do():
+    with pytest.raises(ValueError, match=r"10 \+ 10 .* have 15 .*--n-evaluation"):
+        draw_splits({("hotpotqa", "dev"): candidates(15)}, small())
+
+
+def test_a_changed_manifest_is_refused(tmp_path):
+    path = tmp_path / "splits.json"
+    manifest = seal({"format": "beatrice-splits", "version": 1, "splits": {"a": [1]}})
+    path.write_text(json.dumps(manifest))
+    assert read_splits(path) == manifest
+    manifest["splits"]["a"] = [2]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="was changed after it was written"):
+        read_splits(path)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="no manifest of splits"):
+        read_splits(path)
+
+
+@pytest.fixture
+def sources(tmp_path):
+    train = [pub.hotpot(i) for i in range(60)]
+    dev = [pub.hotpot(i) for i in range(50, 100)]  # ten of them also in train
+    rows = [pub.popqa(i) for i in range(20)]
+    gold = {"title": "T", "text": "A politician.", "is_supporting": True}
+    return [
+        Source(
+            dataset="hotpotqa",
+            role="train",
+            path=pub.write_array(tmp_path / "train.json", train),
+        ),
+        Source(
+            dataset="hotpotqa",
+            role="dev",
+            path=pub.write_array(tmp_path / "dev.json", dev),
+        ),
+        Source(
+            dataset="popqa",
+            role="held-out",
+            path=pub.write_lines(
+                tmp_path / "pop", [row | {"paragraphs": [gold]} for row in rows]
+            ),
+        ),
+    ]
+
+
+def test_a_folder_holds_the_drawn_examples_with_their_gold_passages(sources, tmp_path):
+    out = tmp_path / "out"
+    manifest = build_examples(out, sources, BuildConfig(splits=small()))
+    examples = list(read_records(out / "examples.jsonl", Example))
+    assert len({example.id for example in examples}) == len(examples)
+    counts = {(e.dataset, e.split) for e in examples}
+    assert counts == {
+        ("hotpotqa", "train"),
+        ("hotpotqa", "validation"),
+        ("hotpotqa", "test"),
+        ("popqa", "ood"),
+    }
+    for split, sets in manifest["splits"].items():
+        for dataset, names in sets.items():
+            assert [f"{dataset}-{name}" for name in names] == [
+                e.id for e in examples if (e.split, e.dataset) == (split, dataset)
+            ]
+    assert all(p.is_supporting for e in examples for p in e.passages)
+    assert {len(e.passages) for e in examples} == {1, 2}
+    passages = list(read_records(out / "passages.jsonl", Passage))
+    assert {p.title for p in passages} == {"Neil Peart", "Toto", "Rush &amp; co", "T"}
+    assert check_folder(out) == manifest
+
+
+def test_the_same_files_in_another_order_give_the_same_bytes(sources, tmp_path):
+    config = BuildConfig(splits=small(), context="all")
+    build_examples(tmp_path / "a", sources, config)
+    records = json.loads(sources[0].path.read_text())
+    pub.write_lines(sources[0].path, records[::-1])
+    build_examples(tmp_path / "b", sources, config)
+    for name in ("examples.jsonl", "passages.jsonl"):
+        one, other = ((tmp_path / d / name).read_bytes() for d in "ab")
+        assert one == other
+
+
+def test_a_changed_file_is_refused(sources, tmp_path):
+    build_examples(tmp_path / "out", sources, BuildConfig(splits=small()))
+    with (tmp_path / "out" / "examples.jsonl").open("a") as file:
+        file.write("\n")
+    with pytest.raises(ValueError, match="not the file that splits.json names"):
+        check_folder(tmp_path / "out")
+
+
+def test_fixed_splits_are_taken_from_any_container(sources, tmp_path):
+    drawn = build_examples(tmp_path / "a", sources, BuildConfig(splits=small()))
+    records = json.loads(sources[1].path.read_text())
+    pub.write_lines(sources[1].path, records[::-1])
+    fixed = tmp_path / "a" / "splits.json"
+    again = build_examples(
+        tmp_path / "b", sources, BuildConfig(splits=small(seed=9)), fixed=fixed
+    )
+    assert again["splits"] == drawn["splits"]
+    assert again["questions_sha256"] == drawn["questions_sha256"]
+    records[0]["question"] += " Really"
+    for record in records:
+        record["question"] = record["question"].replace("band", "group")
+    pub.write_lines(sources[1].path, records)
+    with pytest.raises(ValueError, match="are not those the splits were drawn from"):
+        build_examples(
+            tmp_path / "c", sources, BuildConfig(splits=small()), fixed=fixed
+        )
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_refused_record_stops_the_building_or_is_listed(sources, tmp_path):
+    records = json.loads(sources[0].path.read_text())
+    del records[4]["answer"]
+    pub.write_array(sources[0].path, records)
+    with pytest.raises(ValueError, match=r"record 5 \(byte \d+\): no 'answer'"):
+        build_examples(tmp_path / "out", sources, BuildConfig(splits=small()))
+    assert not (tmp_path / "out").exists()
+    manifest = build_examples(
+        tmp_path / "out", sources, BuildConfig(splits=small(), skip_bad=True)
+    )
+    (refusal,) = manifest["sources"][0]["refusals"]
+    assert refusal["number"] == 5
+
+
+def test_a_set_without_gold_passages_needs_another_context(sources, tmp_path):
+    path = pub.write_table(tmp_path / "p.tsv", [pub.popqa(i) for i in range(20)])
+    source = [Source(dataset="popqa", role="held-out", path=path)]
+    with pytest.raises(ValueError, match="a supporting passage"):
+        build_examples(tmp_path / "out", source, BuildConfig(splits=small()))
+    config = BuildConfig(splits=small(), context="none")
+    assert build_examples(tmp_path / "out", source, config)["sizes"] == {
+        "ood": {"popqa": 10}
+    }
+
+
+def test_one_set_may_do_without_passages_where_the_others_have_theirs(
+    sources, tmp_path
+):
+    path = pub.write_table(tmp_path / "p.tsv", [pub.popqa(i) for i in range(20)])
+    mixed = [one for one in sources if one.dataset != "popqa"]
+    mixed.append(Source(dataset="popqa", role="held-out", path=path))
+    with pytest.raises(ValueError, match="--context popqa=none to ask them closed"):
+        build_examples(tmp_path / "out", mixed, BuildConfig(splits=small()))
+    config = BuildConfig(splits=small(), contexts={"popqa": "none"})
+    notes = []
+    manifest = build_examples(tmp_path / "out", mixed, config, note=notes.append)
+    assert manifest["config"]["context"] == "supporting popqa=none"
+    assert [s["context"] for s in manifest["sources"]][-2:] == ["supporting", "none"]
+    assert [note.endswith("closed-book only") for note in notes][-2:] == [False, True]
+    lines = (tmp_path / "out" / "examples.jsonl").read_text().splitlines()
+    for example in map(json.loads, lines):
+        assert bool(example["passages"]) == (example["dataset"] != "popqa")
+    same = BuildConfig(
+        splits=small(), contexts={s.dataset: "supporting" for s in mixed}
+    )
+    assert same.contexts_as_text() == "supporting"  # as a run of before has it
+    odd = BuildConfig(splits=small(), contexts={"nq": "none"})
+    with pytest.raises(ValueError, match="no file of nq is given"):
+        build_examples(tmp_path / "other", mixed, odd)
+
+
+def test_a_repeated_text_without_an_id_is_listed(tmp_path):
+    records = [{"question": f"who is {i % 12}", "answer": ["a"]} for i in range(14)]
+    path = pub.write_lines(tmp_path / "nq", records)
+    source = [Source(dataset="nq", role="held-out", path=path)]
+    config = BuildConfig(splits=small(n_held_out={"nq": 10}), context="none")
+    (report,) = build_examples(tmp_path / "out", source, config)["sources"]
+    assert (report["repeated"], report["refusals_not_listed"]) == (2, 0)
+    assert [(one["number"], one["at"]) for one in report["repeats"]] == [
+        (13, "line 13"),
+        (14, "line 14"),
+    ]
+    assert "record 2 again" in report["repeats"][1]["reason"]
+
+
+def test_a_finished_folder_is_not_built_again_nor_over(sources, tmp_path):
+    out = tmp_path / "out"
+    first = build_examples(out, sources, BuildConfig(splits=small()))
+    assert build_examples(out, sources, BuildConfig(splits=small())) == first
+    with pytest.raises(ValueError, match="built with other splits"):
+        build_examples(out, sources, BuildConfig(splits=small(seed=1)))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("mine")
+    with pytest.raises(ValueError, match="not empty"):
+        build_examples(tmp_path / "mine", sources, BuildConfig(splits=small()))
+
+
+def test_two_files_with_the_same_ids_are_refused(sources, tmp_path):
+    with pytest.raises(ValueError, match="give one of the two files"):
+        build_examples(
+            tmp_path / "out", [sources[0], sources[0]], BuildConfig(splits=small())
+        )
+
+
+def test_the_first_supporting_passage_alone_may_be_shown(tmp_path):
+    def paragraph(title, is_gold):
+        return {"title": title, "text": f"{title}.", "is_supporting": is_gold}
+
+    titles = {"other": False, "subject": True, "object": True}
+    paragraphs = [paragraph(*one) for one in titles.items()]
+    rows = [pub.popqa(i) | {"paragraphs": paragraphs} for i in range(12)]
+    path = pub.write_array(tmp_path / "popqa.json", rows)
+    source = Source(dataset="popqa", role="held-out", path=path)
+    for context, shown in (("first", 1), ("supporting", 2), ("all", 3)):
+        config = BuildConfig(splits=small(), context=context)
+        build_examples(tmp_path / context, [source], config)
+        found = list(read_records(tmp_path / context / "examples.jsonl", Example))
+        assert {len(example.passages) for example in found} == {shown}
+        if context == "first":
+            assert {e.passages[0].title for e in found} == {"subject"}

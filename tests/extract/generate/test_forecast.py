@@ -1,0 +1,240 @@
+"""Forecasts: what is counted is what is then done, and a dry run does nothing."""
+
+import dataclasses
+import re
+import shutil
+
+import pytest
+
+from extract.generate.forecast import Counted, CountingGenerator, forecast_requests
+from extract.generate.generator import GeneratorPrompt, SamplingConfig
+from extract.generate.replies import Replies
+from extract.records import (
+    SETTINGS,
+    Answer,
+    Label,
+    read_records,
+    write_lines,
+)
+from extract.run.contents import read_answers
+from extract.run.directory import RunDir
+from extract.run.files import JsonLines
+from extract.run.stages import Forecast, bytes_in_words, disk_bytes
+from extract.signals.stage import EXTRACT, EXTRACT_PRESETS
+from extract.store.read import open_store
+from tests.extract.datasets import published as pub
+from tests.extract.label.scripted import ScriptedGenerator
+from tests.extract.small_run import beatrice, questions, smoke
+
+GREEDY = SamplingConfig(max_new_tokens=4)
+KEPT = (
+    {"dtype": "bfloat16"},
+    {"dtype": "int8"},
+    {"dtype": "bfloat16", "hidden_spans": "answer", "scalars": "bfloat16"},
+    {"hidden_layers": (2, 4)},
+)
+
+
+def prompts(n):
+    return [
+        GeneratorPrompt(text="x" * (i + 1), ids=tuple(range(i + 1))) for i in range(n)
+    ]
+
+
+def counted(generate, *arguments):
+    with pytest.raises(Counted) as found:
+        list(generate(*arguments))
+    return found.value.forecast
+
+
+def test_all_that_would_be_asked_is_counted_and_nothing_is_asked():
+    inner = ScriptedGenerator(lambda text: "said")
+    counting = CountingGenerator(inner, "label")
+    forecast = counted(counting.stream, prompts(100), GREEDY)
+    assert forecast.n_requests == forecast.n_rows == 100
+    assert forecast.n_prompt_tokens == sum(range(1, 101))
+    assert forecast.n_new_tokens == 400
+    assert inner.asked == []
+    forecast = counted(counting.stream, prompts(100), GREEDY, {0, 99})
+    assert forecast.n_requests == 98
+    assert forecast.n_prompt_tokens == sum(range(2, 100))
+
+
+def test_what_is_there_is_not_counted(tmp_path):
+    inner = ScriptedGenerator(lambda text: "said")
+    replies = Replies.open(tmp_path / "replies.jsonl")
+    replies.generate(inner, prompts(30), GREEDY)
+    counting = CountingGenerator(inner, "label")
+    forecast = counted(replies.generate, counting, prompts(33), GREEDY)
+    assert forecast.n_requests == 3
+    assert forecast.n_prompt_tokens == 31 + 32 + 33
+    assert len(list(JsonLines(tmp_path / "replies.jsonl").rows())) == 30
+
+
+def test_prompts_that_only_a_server_can_count_are_told_as_unknown():
+    texts = [GeneratorPrompt(text="abc") for _ in range(20)]
+    inner = ScriptedGenerator(str)
+    forecast = forecast_requests("label", texts, GREEDY, generator=inner)
+    assert forecast.n_prompt_tokens is None
+    assert "does not count prompt tokens" in forecast.basis
+    assert "prompt tokens  " not in forecast.as_text()
+
+
+def test_a_forecast_shows_the_numbers_it_has():
+    forecast = Forecast(stage="answer", n_rows=1200, disk_bytes=3 << 20, basis="why.")
+    assert forecast.as_text().splitlines() == [
+        "answer: a dry run, nothing is written",
+        "  rows                    1,200",
+        "  disk, at most           3.0 MiB",
+        "  why.",
+    ]
+    sizes = (5, 1 << 10, 1536 << 20, 3 << 40)
+    assert list(map(bytes_in_words, sizes)) == [
+        "5 bytes",
+        "1.0 KiB",
+        "1.5 GiB",
+        "3072.0 GiB",
+    ]
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory):
+    path = tmp_path_factory.mktemp("answered") / "run"
+    with RunDir.open(path, smoke()) as run:
+        made = questions()
+        run.examples.write_text(write_lines(made))
+    beatrice("answer", path)
+    return path
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_the_stores_bytes_are_counted_with_everything_that_is_kept(answered, kept):
+    """Against the sum over tokens and families, written out by hand."""
+    run = RunDir(answered)
+    config = dataclasses.replace(EXTRACT_PRESETS["smoke"], **kept)
+    expected = 0
+    for answer in read_answers(run):
+        n_tokens = len(answer.prompt_ids) + len(answer.token_ids)
+        n_answer = len(answer.token_ids) + (answer.stop_id is not None)
+        expected += bytes_of(config, n_tokens, n_answer)
+    assert EXTRACT.forecast(run, config).disk_bytes == expected
+
+
+def bytes_of(config, n_tokens, n_answer):
+    n_layers, d_model, n_heads = 6, 160, 5  # of the embedded model
+    scalar = 2 if config.scalars == "bfloat16" else 4
+    code, scale = (1, 4) if config.dtype == "int8" else (2, 0)
+    n_kept = len(config.hidden_layers or range(n_layers + 1))
+    hidden = n_kept * (d_model * code + scale)
+    others = (5 + 4 * n_layers + 2 * 2 * n_layers * n_heads) * scalar
+    n_hidden = n_answer if config.hidden_spans == "answer" else n_tokens
+    return n_hidden * hidden + n_tokens * others
+
+
+def test_the_store_takes_the_tokens_that_were_counted(answered, tmp_path):
+    path = tmp_path / "run"
+    shutil.copytree(answered, path)
+    numbers = numbers_of(beatrice("extract", path, "--dry-run").stdout)
+    beatrice("extract", path)
+    stores = [open_store(RunDir(path).features(setting)) for setting in SETTINGS]
+    assert numbers["rows"] == sum(int(s.spec.offsets[-1]) for s in stores)
+    assert disk_bytes(RunDir(path).path / "features") > 0
+    done = beatrice("extract", path, "--dry-run")
+    assert "already done, nothing is left to forecast" in done.stdout
+
+
+def numbers_of(text):
+    """Return the whole numbers of a forecast, by their names."""
+    lines = re.findall(r"^  (\S.*?)  +([\d,]+)$", text, re.MULTILINE)
+    return {name: int(number.replace(",", "")) for name, number in lines}
+
+
+def files_of(run):
+    return {
+        path.relative_to(run): path.read_bytes()
+        for path in run.rglob("*")
+        if path.is_file() and path.name != "lock"
+    }
+
+
+@pytest.fixture
+def run(tmp_path):
+    path = pub.write_array(tmp_path / "h.json", [pub.hotpot(i) for i in range(14)])
+    made = tmp_path / "run"
+    line = ("data", made, "--dev", f"hotpotqa={path}", "--n-evaluation", 7)
+    line += ("--preset", "smoke", "--max-new-tokens", 3)
+    assert numbers_of(beatrice(*line, "--dry-run").stdout)["rows"] == 14
+    assert not made.exists()
+    beatrice(*line)
+    assert (made / "examples.jsonl").read_bytes().count(b"\n") == 14
+    return made
+
+
+def done_by(run, verb):
+    """Return rows and prompt tokens of what a verb has made; None: not recorded."""
+    if verb == "answer":
+        answers = list(read_records(run / "answers" / "answers.jsonl", Answer))
+        return len(answers), sum(len(answer.prompt_ids) for answer in answers)
+    rows = list(JsonLines(run / "replies" / f"{verb}.jsonl").rows())
+    return len(rows), sum(row["n_prompt_tokens"] for row in rows)
+
+
+def test_a_dry_run_counts_what_the_real_one_then_takes_and_changes_nothing(run):
+    for line in (
+        ("rewrite", run, "--model", "embedded", "--max-tokens", 5),
+        ("answer", run),
+        ("sample", run, "--n-samples", 2, "--split", "test"),
+    ):
+        before = files_of(run)
+        numbers = numbers_of(beatrice(*line, "--dry-run").stdout)
+        assert files_of(run) == before, line[0]
+        beatrice(*line)
+        counts = numbers["rows"], numbers["prompt tokens"]
+        assert counts == done_by(run, line[0]), line[0]
+        done = beatrice(*line, "--dry-run")
+        assert "already done" in done.stdout + done.stderr
+
+
+def test_half_of_the_answers_leaves_the_other_half_to_be_counted(run):
+    whole = numbers_of(beatrice("answer", run, "--dry-run").stdout)
+    beatrice("answer", run)
+    path = run / "answers" / "answers.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:10]))
+    (run / "stages" / "answer.json").unlink()
+    left = numbers_of(beatrice("answer", run, "--dry-run").stdout)
+    kept = list(read_records(path, Answer))
+    assert left["rows"] == whole["rows"] - 10
+    n_kept = sum(len(answer.prompt_ids) for answer in kept)
+    assert left["prompt tokens"] == whole["prompt tokens"] - n_kept
+
+
+def test_a_dry_run_of_a_new_run_settles_nothing(tmp_path):
+    with RunDir.open(tmp_path / "run", smoke()) as run:
+        run.examples.write_text(write_lines(questions()))
+    before = files_of(run.path)
+    for line in (
+        ("answer", run.path),
+        ("answer", run.path, "--server", "http://x/v1"),
+        ("sample", run.path),
+    ):
+        numbers = numbers_of(beatrice(*line, "--dry-run").stdout)
+        assert numbers["requests"] > 0
+        assert files_of(run.path) == before, line
+
+
+def test_labels_by_exact_match_ask_nobody(answered):
+    said = beatrice("label", answered, "--dry-run").stdout
+    assert "by exact match, no requests" in said
+    path = answered / "labels.jsonl"
+    beatrice("label", answered)
+    assert numbers_of(said)["rows"] == len(list(read_records(path, Label)))
+
+
+def test_a_world_is_counted_before_there_is_a_run(tmp_path):
+    line = ("world", tmp_path / "run", "--preset", "smoke")
+    numbers = numbers_of(beatrice(*line, "--dry-run").stdout)
+    assert not (tmp_path / "run").exists()
+    beatrice(*line)
+    made = [tmp_path / "run" / f"{x}.jsonl" for x in ("examples", "passages")]
+    assert numbers["rows"] == sum(path.read_bytes().count(b"\n") for path in made)

@@ -1,0 +1,168 @@
+import dataclasses
+
+import pytest
+import torch
+from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+from extract.backbone.loading import load_backbone
+from extract.backbone.names import WEIGHTS
+from extract.generate.backends.choosing import Choice
+from extract.generate.backends.local import TransformersGenerator, generate
+from extract.generate.generator import GeneratorPrompt, SamplingConfig, reply_key
+from extract.generate.requests import GenerationConfig
+from tests.extract.generate.generating import GREEDY, prompts_of, texts
+
+
+def test_the_local_backend_writes_what_the_answer_stage_writes(local, requests):
+    chosen = requests[:12] + requests[-12:]
+    config = GenerationConfig(max_new_tokens=10)
+    answers = generate(local.backbone, chosen, config)
+    for answer, found in zip(answers, texts(local, prompts_of(chosen)), strict=True):
+        assert (found.text, found.token_ids) == (answer.text, answer.token_ids)
+        assert found.stop_id == answer.stop_id
+
+
+def test_log_probs_are_those_of_a_plain_forward_pass(local, requests):
+    for prompt, found in zip(
+        prompts_of(requests, 6), texts(local, prompts_of(requests, 6)), strict=True
+    ):
+        written = [*found.token_ids, found.stop_id]
+        ids = torch.tensor([[*prompt.ids, *written]])
+        with torch.inference_mode():
+            logits = local.backbone.model(ids).logits[0].log_softmax(-1)
+        start = len(prompt.ids) - 1
+        expected = [logits[start + i, token].item() for i, token in enumerate(written)]
+        # Padding and the cache change the order of float32 sums.
+        assert found.log_probs == pytest.approx(expected, abs=2e-4)
+
+
+def test_a_draw_depends_on_neither_its_batch_nor_the_order(local, requests):
+    config = SamplingConfig(max_new_tokens=8, temperature=1.0, top_p=0.95, seed=3)
+    prompts = [
+        dataclasses.replace(prompt, sample=k)
+        for prompt in prompts_of(requests, 5)
+        for k in range(4)
+    ]
+    together = texts(local, prompts, config)
+    alone = [texts(local, [prompt], config)[0] for prompt in reversed(prompts)]
+    assert [a.token_ids for a in together] == [b.token_ids for b in reversed(alone)]
+    assert (
+        len({a.token_ids for a in together[:4]}) > 1
+        or len({a.token_ids for a in together}) > 5
+    )
+
+
+def test_draws_have_the_models_own_frequencies(local, requests):
+    """Gumbel noise draws from the softmax: the first token of 2000 samples."""
+    prompt = prompts_of(requests, 1)[0]
+    n, temperature = 2000, 1.7
+    config = SamplingConfig(max_new_tokens=1, temperature=temperature, top_k=5)
+    prompts = [dataclasses.replace(prompt, sample=k) for k in range(n)]
+    drawn = texts(local, prompts, config)
+    with torch.inference_mode():
+        logits = local.backbone.model(torch.tensor([prompt.ids])).logits[0, -1]
+    values, tokens = (logits / temperature).topk(5)
+    p = values.softmax(-1)
+    first = [f.token_ids[0] if f.token_ids else f.stop_id for f in drawn]
+    assert set(first) <= set(tokens.tolist())
+    for token, expected in zip(tokens.tolist(), p.tolist(), strict=True):
+        # Four standard errors of a frequency.
+        error = 4 * (expected * (1 - expected) / n) ** 0.5 + 1e-9
+        assert first.count(token) / n == pytest.approx(expected, abs=error)
+    raw = logits.log_softmax(-1)
+    assert drawn[0].log_probs[0] == pytest.approx(raw[first[0]].item(), abs=2e-4)
+
+
+def test_greedy_is_the_limit_of_low_temperature(local, requests):
+    prompts = prompts_of(requests, 8)
+    cold = SamplingConfig(max_new_tokens=10, temperature=1e-4)
+    assert [f.text for f in texts(local, prompts)] == [
+        f.text for f in texts(local, prompts, cold)
+    ]
+
+
+def test_everything_that_changes_a_text_changes_its_key():
+    identity = {"backend": "b", "revision": "r", "dtype": "float32"}
+    prompt = GeneratorPrompt(text="p")
+    config = SamplingConfig(temperature=1.0)
+    keys = [reply_key(identity, prompt, config)]
+    for name in identity:
+        keys.append(reply_key(identity | {name: "other"}, prompt, config))
+    for fields in ({"text": "q"}, {"ids": (1,)}, {"is_chat": True}, {"sample": 1}):
+        keys.append(reply_key(identity, dataclasses.replace(prompt, **fields), config))
+    for fields in (
+        {"max_new_tokens": 3},
+        {"temperature": 0.5},
+        {"top_p": 0.5},
+        {"top_k": 5},
+        {"seed": 1},
+    ):
+        keys.append(reply_key(identity, prompt, dataclasses.replace(config, **fields)))
+    assert len(set(keys)) == len(keys)
+
+
+def test_a_greedy_text_does_not_depend_on_the_draws():
+    a, b = SamplingConfig(seed=1, top_p=0.5), SamplingConfig(seed=2)
+    assert reply_key({}, GeneratorPrompt(text="p"), a) == reply_key(
+        {}, GeneratorPrompt(text="p", sample=4), b
+    )
+
+
+def test_a_backends_identity_names_model_tokenizer_template_and_dtype(local):
+    identity = local.identity
+    assert len(identity["revision"]) == len(identity["tokenizer"]) == 64
+    assert identity["dtype"] == "float32"
+    assert identity["chat_template"] is None
+    other = load_backbone(WEIGHTS, dtype="bfloat16")
+    assert TransformersGenerator(backbone=other).identity != identity
+    other.tokenizer.chat_template = "{{ messages[0]['content'] }}"
+    assert TransformersGenerator(backbone=other).identity["chat_template"] is not None
+
+
+def test_a_chat_template_is_put_around_a_message_and_a_long_prompt_is_refused():
+    backbone = load_backbone(WEIGHTS)
+    backbone.tokenizer.chat_template = (
+        "{{ bos_token }}Question: {{ messages[0]['content'] }}"
+        "{% if add_generation_prompt %} Answer:{% endif %}"
+    )
+    generator = TransformersGenerator(backbone=backbone)
+    chat = generator.prompt_ids(GeneratorPrompt(text="who?", is_chat=True))
+    assert chat == generator.prompt_ids(GeneratorPrompt(text="Question: who? Answer:"))
+    with pytest.raises(ValueError, match="window of 512"):
+        list(generator.stream([GeneratorPrompt(text="who? " * 600)], GREEDY))
+
+
+def test_nothing_to_generate_is_no_prompt_too_long(local):
+    assert texts(local, [], SamplingConfig(max_new_tokens=10_000)) == []
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(5, 0.7), (5, 1.0), (None, 0.7)])
+def test_a_draw_is_the_one_that_noise_over_the_whole_vocabulary_makes(top_k, top_p):
+    config = SamplingConfig(temperature=0.7, top_k=top_k, top_p=top_p)
+    scores = torch.randn((6, 40), generator=torch.Generator().manual_seed(0)) * 2
+    scores[0, :9] = 5.0  # as many as equal the fifth are kept
+    choice = Choice(config, range(6), torch.device("cpu"), [39])
+    drawn = choice(torch.zeros((6, 1), dtype=torch.long), scores).argmax(-1)
+    kept = scores / 0.7
+    if top_k is not None:
+        kept = TopKLogitsWarper(top_k)(None, kept)
+    if top_p < 1:
+        kept = TopPLogitsWarper(top_p)(None, kept)
+    noise = [
+        torch.rand(40, generator=torch.Generator().manual_seed(i)) for i in range(6)
+    ]
+    wanted = (kept - torch.log(-torch.log(torch.stack(noise)))).argmax(-1)
+    rows = slice(1, 6) if top_p < 1 else slice(0, 6)  # what sorting does with ties
+    assert drawn[rows].tolist() == wanted[rows].tolist()
+    told = scores.log_softmax(-1).gather(-1, drawn[:, None])
+    torch.testing.assert_close(torch.tensor(choice.taken()), told)
+
+
+def test_a_row_that_ended_is_drawn_no_more():
+    config = SamplingConfig(temperature=1.0, top_k=5)
+    choice = Choice(config, range(3), torch.device("cpu"), [7, 9])
+    scores = torch.randn((3, 40), generator=torch.Generator().manual_seed(0))
+    first = choice(torch.full((3, 1), 7), scores)  # a prompt may end with such an id
+    second = choice(torch.tensor([[1], [9], [2]]), scores)
+    assert first.isfinite().sum(-1).tolist() == [1, 1, 1]
+    assert second.isfinite().sum(-1).tolist() == [1, 0, 1]

@@ -1,0 +1,322 @@
+"""The verbs that let a model write, against a server on this machine."""
+
+import csv
+import io
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from extract.backbone.loading import load_backbone
+from extract.backbone.names import WEIGHTS
+from extract.generate.backends.local import TransformersGenerator
+from extract.records import Answer, Sample, read_records, write_lines
+from extract.run.contents import read_examples
+from extract.run.directory import RunDir
+from tests.extract.generate.loopback import served
+from tests.extract.label.scripted import (
+    ScriptedGenerator,
+    fair_verdict,
+    fields_of,
+    generated,
+)
+from tests.extract.small_run import beatrice, questions, smoke
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def examples():
+    made = questions(n_evaluation=8)
+    return [msgspec.structs.replace(e, rewritten=()) for e in made][:20]
+
+
+@pytest.fixture
+def run_dir(tmp_path, examples):
+    path = tmp_path / "run"
+    with RunDir.open(path, smoke()) as run:
+        run.examples.write_text(write_lines(examples))
+    return path
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    return TransformersGenerator(backbone=load_backbone(WEIGHTS))
+
+
+def answers_of(run_dir):
+    return sorted(
+        read_records(run_dir / "answers" / "answers.jsonl", Answer),
+        key=lambda a: a.key,
+    )
+
+
+def labels_of(run_dir):
+    lines = (run_dir / "labels.jsonl").read_text().splitlines()
+    return [json.loads(line)["label"] for line in lines]
+
+
+def test_a_served_backbone_gives_the_answers_of_the_local_one(
+    run_dir, tmp_path, examples, backbone
+):
+    with RunDir.open(tmp_path / "there", smoke()) as other:
+        other.examples.write_text(write_lines(examples))
+    beatrice("answer", run_dir)
+    with served(backbone) as server:
+        done = beatrice("answer", other.path, "--server", server.url)
+        n_asked = len(server.requests)
+        again = beatrice("answer", other.path, "--server", server.url)
+        assert len(server.requests) == n_asked == len(answers_of(run_dir))
+        assert "already done" in again.stderr
+    assert answers_of(other.path) == answers_of(run_dir)
+    assert "Traceback" not in done.stderr
+    # Answers of two backends are never mixed.
+    with (other.path / "examples.jsonl").open("a") as file:
+        file.write(write_lines([msgspec.structs.replace(examples[0], id="new")]))
+    done = beatrice("answer", other.path, code=1)
+    assert "holds answers with backend='served'" in done.stderr
+    (other.path / "answers" / "backend.json").unlink()
+    done = beatrice("answer", other.path, "--server", "http://x/v1", code=1)
+    assert "did not say who answered" in done.stderr
+
+
+def test_a_server_without_token_ids_cannot_answer(run_dir, backbone):
+    with served(backbone) as server:
+        server.is_vllm = False
+        arguments = ("--server", server.url, "--dialect", "openai")
+        done = beatrice("answer", run_dir, *arguments, code=1)
+    assert "tells no token ids" in done.stderr
+
+
+def test_judges_label_and_the_audit_finds_what_exact_match_misses(run_dir, tmp_path):
+    beatrice("answer", run_dir)
+    beatrice("label", run_dir)
+    exact = labels_of(run_dir)
+
+    def lenient(prompt):
+        """Call the first closed-book answer of a run right, whatever it is."""
+        fields = dict(fields_of(prompt))
+        key = (fields["question"], fields["model answer"])
+        chosen.setdefault(fair_verdict(prompt), key)
+        if key == chosen.get("Incorrect"):
+            return "Correct"
+        return fair_verdict(prompt)
+
+    chosen = {}
+    with served(ScriptedGenerator(lenient)) as server:
+        options = ("--judge", "big", "--server", server.url)
+        done = beatrice("label", run_dir, *options)
+        assert "n_dropped 0" in done.stderr
+        n_asked = len(server.requests)
+        assert "already done" in beatrice("label", run_dir, *options).stderr
+        (run_dir / "labels.jsonl").unlink()
+        beatrice("label", run_dir, *options)
+        assert len(server.requests) == n_asked
+    judged = labels_of(run_dir)
+    n_changed = sum(a != b for a, b in zip(exact, judged, strict=True))
+    assert n_changed >= 1
+    audit = json.loads(beatrice("label", run_dir, "--audit", "--json").stdout)
+    assert audit["label_rule"] == "judges: big, unanimous"
+    assert audit["n_disagreements"] == n_changed
+    assert audit["exact_match"][0]["n_agree"] == len(judged) - n_changed
+    assert [pair["kappa"] for pair in audit["judges"]] == [1.0] * 3
+    assert labels_of(run_dir) == judged
+
+    sample = run_dir / "audit" / "sample.csv"
+    rows = list(csv.DictReader(io.StringIO(sample.read_text())))
+    splits = {e.id: e.split for e in read_examples(RunDir(run_dir))}
+    drawn_from = [row["example_id"] for row in rows]
+    assert rows and {splits[i] for i in drawn_from} <= {"test", "ood"}
+    for row in rows:
+        golds = row["golds"].split(" | ")
+        row["human"] = "correct" if row["answer"] in golds else "incorrect"
+    filled = tmp_path / "filled.csv"
+    with filled.open("w", newline="") as stream:
+        writer = csv.DictWriter(stream, rows[0].keys())
+        writer.writeheader()
+        writer.writerows(rows)
+    done = beatrice("label", run_dir, "--audit", "--annotations", filled)
+    assert "a person, 0 items left empty" in done.stdout
+    assert re.search(r"against exact match +(\d+) of \1 agree", done.stdout)
+    # Exact match comes back, and says that it replaces the judges.
+    done = beatrice("label", run_dir)
+    assert "by exact match, without a judge" in done.stderr
+    assert "replaces the judges' labels" in done.stderr
+    assert labels_of(run_dir) == exact
+
+
+def test_a_local_judge_that_cannot_judge_drops_everything_and_says_so(run_dir):
+    """The microworld's model knows no verdict: unparsable, counted, no label."""
+    examples = list(read_examples(RunDir(run_dir)))[:2]
+    (run_dir / "examples.jsonl").write_text(write_lines(examples))
+    beatrice("answer", run_dir)
+    n = len(answers_of(run_dir))
+    done = beatrice("label", run_dir, "--judge", WEIGHTS)
+    assert f"{3 * n} verdicts stayed unparsable" in done.stderr
+    assert f"{6 * n} replies asked for again" in done.stderr
+    assert labels_of(run_dir) == [None] * n
+    audit = json.loads(beatrice("label", run_dir, "--audit", "--json").stdout)
+    assert audit["exact_match"][0]["n_dropped"] == n
+    assert audit["exact_match"][0]["kappa"] is None
+    assert audit["exact_match"][0]["n_unparsable_verdicts"] == 3 * n
+
+
+def test_rewrites_are_answered_beside_the_original_contexts(run_dir):
+    beatrice("answer", run_dir)
+    before = answers_of(run_dir)
+
+    def copies(prompt):
+        context = dict(fields_of(prompt))["context"]
+        first = context.split(".")[0]
+        return f"Normalized Context: {first}. In 1999."
+
+    with served(ScriptedGenerator(copies)) as server:
+        options = ("--model", "big", "--server", server.url, "--json")
+        counts = json.loads(beatrice("rewrite", run_dir, *options).stdout)
+        n_asked = len(server.requests)
+        assert json.loads(beatrice("rewrite", run_dir, *options).stdout) == counts
+        assert len(server.requests) == n_asked == counts["n"] > 0
+    assert counts["n_with_added_number"] == counts["n_flagged"] == counts["n"]
+    beatrice("answer", run_dir)
+    after = answers_of(run_dir)
+    added = [a for a in after if a.variant == "rewritten"]
+    assert [a for a in after if a.variant == "original"] == before
+    assert len(added) == counts["n"]
+    assert beatrice("verify", run_dir)
+
+
+def test_a_cap_is_not_spent_again_by_the_process_that_continues(run_dir):
+    beatrice("answer", run_dir)
+    replies = run_dir / "replies" / "judge.jsonl"
+    prices = ("--price-new", 1e6, "--max-cost", 40)  # one unit per new token
+
+    def wordy(prompt):
+        return msgspec.structs.replace(generated(fair_verdict(prompt)), n_new_tokens=2)
+
+    judge = ScriptedGenerator(fair_verdict)
+    judge.stream = lambda prompts, config, done=(): (
+        (i, wordy(prompt.text)) for i, prompt in enumerate(prompts) if i not in done
+    )
+    with served(judge) as server:
+        options = ("--judge", "big", "--server", server.url, *prices)
+        done = beatrice("label", run_dir, *options, code=1)
+        assert "spending cap of 40" in done.stderr
+        n_kept = n_lines(replies)
+        assert n_kept > 1
+        beatrice("label", run_dir, *options, code=1)
+        assert n_lines(replies) * 2 <= 40
+        replies.rename(run_dir / "elsewhere.jsonl")
+        beatrice("label", run_dir, *options, code=1)
+        assert n_lines(replies) > 1  # control: without what was kept, the cap is whole
+
+
+def test_drawn_answers_are_the_same_twice_and_carry_log_probs(run_dir):
+    arguments = ("sample", run_dir, "--n-samples", 3, "--split", "train")
+    beatrice(*arguments)
+    path = run_dir / "samples" / "samples.jsonl"
+    first = path.read_bytes()
+    samples = list(read_records(path, Sample))
+    train = [e for e in read_examples(RunDir(run_dir)) if e.split == "train"]
+    assert len(samples) == 3 * len(train) * 2
+    for sample in samples:
+        n_stop = sample.stop_id is not None
+        assert len(sample.log_probs) == len(sample.token_ids) + n_stop
+        assert all(p <= 0 for p in sample.log_probs)
+    replies = run_dir / "replies" / "sample.jsonl"
+    # A kill in the middle of a line: the same line again gives the same bytes.
+    content = replies.read_bytes()
+    replies.write_bytes(content[: len(content) * 2 // 3])
+    path.unlink()
+    assert "was unfinished" in beatrice(*arguments).stderr
+    assert path.read_bytes() == first
+    assert json.loads((run_dir / "samples" / "config.json").read_text())["draws"] == {
+        "n_samples": 3,
+        "sampling": {
+            "max_new_tokens": 10,
+            "temperature": 1.0,
+            "top_p": 0.9,
+            "top_k": 50,
+            "seed": 0,
+            "stop": [],
+        },
+    }
+
+
+def test_samples_come_from_a_server_with_and_without_token_ids(run_dir, backbone):
+    arguments = ("--n-samples", 2, "--split", "train")
+    with served(backbone) as server:
+        beatrice("sample", run_dir, *arguments, "--server", server.url)
+        path = run_dir / "samples" / "samples.jsonl"
+        assert all(s.log_probs for s in read_records(path, Sample))
+        server.is_vllm = False
+        plain = ("--server", server.url, "--dialect", "openai", "--top-k", 0)
+        done = beatrice("sample", run_dir, *arguments, *plain)
+        assert all(s.token_ids is None for s in read_records(path, Sample))
+        assert "0 without log-probabilities" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words", "code"),
+    [
+        (("label", "--annotations", __file__), "give both", 2),
+        (("label", "--vote", "majority"), "give --judge too", 2),
+        (("label", "--judge", "m", "--max-cost", 1), "give --server too", 2),
+        (("label", "--judge", "m", "--server", "localhost"), "http://localhost", 2),
+        (
+            ("label", "--judge", "m", "--server", "http://x/v1", "--max-cost", 1),
+            "needs prices",
+            1,
+        ),
+        (("label", "--audit"), "is missing", 1),
+        (("rewrite",), "--model", 2),
+        (("sample", "--temperature", 0), "range x>0", 2),
+        (("sample", "--top-p", 2), "--top-p", 2),
+    ],
+)
+def test_a_users_mistake_is_one_sentence(run_dir, arguments, words, code):
+    verb, *options = arguments
+    done = beatrice(verb, run_dir, *options, code=code)
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+def test_labelling_that_is_killed_again_and_again_ends_as_one_that_was_not(run_dir):
+    """Real kills of a real process, at every fifth reply; no reply is lost."""
+    beatrice("answer", run_dir)
+    replies = run_dir / "replies" / "judge.jsonl"
+    n_kills, n_before = 0, 0
+    with served(ScriptedGenerator(fair_verdict)) as server:
+        command = [sys.executable, "-m", "beatrice", "label", str(run_dir)]
+        command += ["--judge", "big", "--server", server.url, "--concurrency", "2"]
+        server.pause = 0.03
+        for _ in range(4):
+            process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
+            while process.poll() is None and n_lines(replies) < n_before + 5:
+                time.sleep(0.005)
+            n_kills += process.poll() is None
+            process.kill()
+            process.wait()
+            assert n_lines(replies) >= n_before
+            n_before = n_lines(replies)
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        n_asked = len(server.requests)
+        killed = (run_dir / "labels.jsonl").read_bytes()
+        replies.unlink()
+        (run_dir / "labels.jsonl").unlink()
+        server.pause = 0.0
+        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+        n_whole = len(server.requests) - n_asked
+    assert n_kills >= 3
+    assert (run_dir / "labels.jsonl").read_bytes() == killed
+    # Asked twice at most: what was under way at a kill, two requests each.
+    assert n_whole <= n_asked <= n_whole + 2 * n_kills
+
+
+def n_lines(path):
+    return path.read_bytes().count(b"\n") if path.exists() else 0

@@ -1,0 +1,280 @@
+import contextlib
+import dataclasses
+import time
+
+import pytest
+
+from extract.generate.backends.server import ServedGenerator, ServerConfig
+from extract.generate.backends.spending import (
+    Account,
+    Prices,
+    SpendingCapReached,
+)
+from extract.generate.generator import GeneratorPrompt, SamplingConfig, reply_key
+from extract.generate.prompts import TEMPLATE_FIELDS
+from extract.generate.replies import Replies
+from tests.extract.generate.generating import GREEDY, prompts_of, texts
+from tests.extract.generate.loopback import served
+
+
+@pytest.fixture
+def server(local):
+    with served(local) as loopback:
+        yield loopback
+
+
+@pytest.fixture
+def client(server):
+    """Return a function that makes clients of the server."""
+    with contextlib.ExitStack() as made:
+
+        def make(stop=(2,), **config):
+            fields = {"url": server.url, "model": "microworld", "n_retries": 0} | config
+            generator = ServedGenerator(ServerConfig(**fields), stop)
+            return made.enter_context(generator)
+
+        yield make
+
+
+def test_served_greedy_texts_ids_and_log_probs_are_the_local_ones(
+    local, client, requests
+):
+    prompts = prompts_of(requests, 10)
+    here = texts(local, prompts)
+    there = texts(client(log_probs=True), prompts)
+    for a, b in zip(here, there, strict=True):
+        assert (a.text, a.token_ids, a.stop_id) == (b.text, b.token_ids, b.stop_id)
+        assert a.finish == b.finish == "stop"
+        assert a.log_probs == pytest.approx(b.log_probs, abs=2e-4)
+        assert (a.n_prompt_tokens, a.n_new_tokens) == (
+            b.n_prompt_tokens,
+            b.n_new_tokens,
+        )
+
+
+def test_a_chat_message_is_answered_and_thinking_is_off(client, server, local):
+    prompt = GeneratorPrompt(text="Question: who? Answer:", is_chat=True)
+    (found,) = texts(client(log_probs=True), [prompt])
+    ((_, here),) = local.stream([prompt], GREEDY)
+    assert found.text == here.text
+    assert found.log_probs == pytest.approx(here.log_probs, abs=2e-4)
+    path, body = server.requests[0]
+    assert path == "/v1/chat/completions"
+    # By every name that the local chat template is told it by.
+    assert body["chat_template_kwargs"] == TEMPLATE_FIELDS
+    assert body["chat_template_kwargs"]["thinking"] is False
+    assert body["chat_template_kwargs"]["enable_thinking"] is False
+    assert body["temperature"] == 0
+
+
+def test_a_plain_server_gets_text_and_standard_fields_only(client, server, local):
+    server.is_vllm = False
+    prompt = GeneratorPrompt(text="Question: who? Answer:")
+    (found,) = texts(client(dialect="openai"), [prompt])
+    ((_, here),) = local.stream([prompt], GREEDY)
+    assert found.text == here.text
+    assert (found.token_ids, found.log_probs, found.stop_id) == (None, None, None)
+    with pytest.raises(ValueError, match="422.*dialect 'openai'"):
+        texts(client(), [prompt])
+    sampling = SamplingConfig(temperature=1.0, top_k=5)
+    with pytest.raises(ValueError, match="top_k is no field"):
+        texts(client(dialect="openai"), [prompt], sampling)
+
+
+@pytest.mark.parametrize("status", [429, 500, 503, 408])
+def test_a_failure_of_the_server_is_tried_again(client, server, status):
+    server.failures = [status, status]
+    prompt = GeneratorPrompt(text="Question: who? Answer:")
+    (found,) = texts(client(n_retries=2), [prompt])
+    assert found.text
+    assert len(server.requests) == 3
+
+
+def one_unit_per_token(**fields):
+    return Prices(prompt=1e6, new=1e6, **fields)
+
+
+def test_an_attempt_that_timed_out_counts_as_the_most_it_can_have_cost(client, server):
+    prompt = GeneratorPrompt(text="x", ids=(3, 4, 5))
+    server.pause = 0.4
+    slow = client(prices=one_unit_per_token(), n_retries=1, timeout=0.1)
+    with pytest.raises(ValueError, match="no answer after 1 retries"):
+        texts(slow, [prompt])
+    time.sleep(1.0)  # the server notes a request when it is done with it
+    assert len(server.requests) == 2  # and no more: the client does not repeat itself
+    assert slow.account.spent == 2 * (3 + GREEDY.max_new_tokens)
+
+
+def test_what_a_server_refuses_or_never_gets_costs_nothing(client, server):
+    prompt = GeneratorPrompt(text="x", ids=(3, 4, 5))
+    server.failures = [429, 400]
+    refused = client(prices=one_unit_per_token(), n_retries=3)
+    with pytest.raises(ValueError, match="status 400"):
+        texts(refused, [prompt])
+    assert len(server.requests) == 2  # 400 does not pass
+    absent = client(prices=one_unit_per_token(), url="http://127.0.0.1:1/v1")
+    with pytest.raises(ValueError, match="is it running"):
+        texts(absent, [prompt])
+    assert refused.account.spent == absent.account.spent == 0
+
+
+def test_a_failure_that_stays_is_one_sentence_and_keeps_what_was_answered(
+    client, server, requests, tmp_path
+):
+    server.failures = []
+    prompts = prompts_of(requests, 6)
+    replies = Replies.open(tmp_path / "r.jsonl")
+    generator = client(n_concurrent=1)
+    replies.generate(generator, prompts[:3], GREEDY)
+    server.failures = [500]
+    with pytest.raises(ValueError, match="status 500: .*planned failure 500"):
+        replies.generate(generator, prompts, GREEDY)
+    again = Replies.open(tmp_path / "r.jsonl")
+    assert len(again.found) == 3
+    again.generate(generator, prompts, GREEDY)
+    assert (again.n_reused, again.n_new) == (3, 3)
+
+
+def test_a_server_that_is_not_there_is_one_sentence(client):
+    with pytest.raises(ValueError, match="is it running"):
+        texts(client(url="http://127.0.0.1:1/v1"), [GeneratorPrompt(text="x")])
+
+
+def test_a_reply_of_another_protocol_is_one_sentence(client, server):
+    server.choice = lambda found, body, is_chat: {"hello": "world"}
+    with pytest.raises(ValueError, match="0 choices, expected 1"):
+        texts(client(), [GeneratorPrompt(text="Question: who? Answer:")])
+
+
+def test_a_text_that_was_filtered_is_no_answer(client, server):
+    whole = server.choice
+
+    def filtered(found, body, is_chat):
+        reply = whole(found, body, is_chat)
+        reply["choices"][0]["finish_reason"] = "content_filter"
+        return reply
+
+    server.choice = filtered
+    with pytest.raises(ValueError, match="content_filter"):
+        texts(client(), [GeneratorPrompt(text="Question: who? Answer:")])
+
+
+def test_requests_overlap_up_to_the_bound_and_not_beyond(client, server, requests):
+    server.pause = 0.05
+    texts(client(n_concurrent=3), prompts_of(requests, 9))
+    assert server.most_at_once == 3
+
+
+def test_what_is_done_is_not_asked_for(client, server, requests):
+    prompts = prompts_of(requests, 4)
+    found = dict(client().stream(prompts, GREEDY, done={0, 2}))
+    assert sorted(found) == [1, 3]
+    assert len(server.requests) == 2
+
+
+def test_a_listener_that_leaves_stops_the_requests(client, server, requests):
+    server.pause = 0.02
+    stream = client(n_concurrent=2).stream(prompts_of(requests, 30), GREEDY)
+    next(stream)
+    stream.close()
+    n_sent = len(server.requests)
+    time.sleep(0.1)
+    assert n_sent == len(server.requests) <= 4
+
+
+def test_the_spending_cap_stops_before_it_is_crossed_and_a_higher_one_continues(
+    client, server, requests, tmp_path
+):
+    prompts = prompts_of(requests, 20)
+    prices = Prices(prompt=1e6, new=1e6, cap=120.0)  # one unit per token
+    replies = Replies.open(tmp_path / "r.jsonl")
+    capped = client(prices=prices, n_concurrent=4)
+    with pytest.raises(SpendingCapReached, match="spending cap of 120"):
+        replies.generate(capped, prompts, GREEDY)
+    n_tokens = sum(r.n_prompt_tokens + r.n_new_tokens for r in replies.found.values())
+    assert 0 < n_tokens <= 120
+    assert capped.account.spent == pytest.approx(n_tokens)
+    n_before = len(replies.found)
+    richer = client(prices=dataclasses.replace(prices, cap=10_000.0))
+    again = Replies.open(tmp_path / "r.jsonl")
+    assert len(again.generate(richer, prompts, GREEDY)) == 20
+    assert again.n_reused == n_before
+    assert again.n_new == 20 - n_before
+
+
+def test_what_earlier_processes_spent_counts_towards_the_cap(server):
+    config = ServerConfig(
+        url=server.url, model="m", prices=one_unit_per_token(cap=100.0)
+    )
+    prompt = GeneratorPrompt(text="x", ids=(3, 4, 5))
+    with ServedGenerator(config, (2,), earlier=(40, 50)) as generator:
+        with pytest.raises(SpendingCapReached, match="90 is spent .by earlier"):
+            texts(generator, [prompt])
+    assert server.requests == []
+    with ServedGenerator(config, (2,), earlier=(40, 40)) as generator:
+        assert texts(generator, [prompt])
+
+
+def test_a_reservation_that_is_given_back_can_be_spent():
+    account = Account(Prices(new=1e6, cap=10.0))
+    held = account.reserve(0, 6)
+    with pytest.raises(SpendingCapReached):
+        account.reserve(0, 6)
+    account.book(held, 0, 0)
+    account.book(account.reserve(0, 6), 0, 2)
+    assert account.spent == 2.0
+    account.reserve(0, 8)
+
+
+def test_everything_known_of_a_server_is_in_its_keys():
+    config = ServerConfig(url="http://x/v1", model="m")
+    changed = {
+        "model": "n",
+        "revision": "r",
+        "dtype": "bfloat16",
+        "tokenizer": "t",
+        "chat_template": "c",
+        "dialect": "openai",
+        "log_probs": True,
+    }
+    prompt = GeneratorPrompt(text="p")
+    keys = []
+    for fields in ({}, *({name: value} for name, value in changed.items())):
+        with ServedGenerator(dataclasses.replace(config, **fields)) as generator:
+            keys.append(reply_key(generator.identity, prompt, GREEDY))
+    assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Prices(cap=1.0), "needs prices"),
+        (lambda: Prices(new=-1.0), "at least 0"),
+        (lambda: ServerConfig(url="localhost", model="m"), "http://localhost"),
+        (lambda: ServerConfig(url="http://x", model="m", dialect="x"), "vllm, openai"),
+        (lambda: ServerConfig(url="http://x", model="m", n_concurrent=0), "at least 1"),
+        (lambda: SamplingConfig(temperature=-1), "temperature"),
+        (lambda: SamplingConfig(temperature=float("nan")), "temperature"),
+        (lambda: SamplingConfig(top_p=0), "top_p"),
+        (lambda: SamplingConfig(top_k=0), "top_k"),
+        (lambda: SamplingConfig(max_new_tokens=0), "max_new_tokens"),
+        (lambda: GeneratorPrompt(text="x", ids=(1,), is_chat=True), "given as text"),
+    ],
+)
+def test_a_configuration_that_cannot_work_is_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_sampling_parameters_reach_the_server_with_a_seed_per_draw(
+    client, server, requests
+):
+    config = SamplingConfig(
+        max_new_tokens=4, temperature=0.7, top_p=0.9, top_k=7, seed=1
+    )
+    (prompt,) = prompts_of(requests, 1)
+    texts(client(), [dataclasses.replace(prompt, sample=k) for k in range(3)], config)
+    bodies = [body for _, body in server.requests]
+    assert {b["temperature"] for b in bodies} == {0.7}
+    assert {(b["top_p"], b["top_k"]) for b in bodies} == {(0.9, 7)}
+    assert len({b["seed"] for b in bodies}) == 3

@@ -1,0 +1,216 @@
+import msgspec
+import pytest
+
+from extract.generate.replies import Replies
+from extract.label.rewrite import count_rewrites, find_additions, with_rewrites
+from extract.label.rewriter import (
+    RewriteConfig,
+    read_rewrite,
+    rewrite_contexts,
+    rewrite_prompt,
+)
+from extract.label.rubrics import escape
+from extract.records import Example, Passage
+from tests.extract.label.injections import INJECTIONS
+from tests.extract.label.scripted import ScriptedGenerator, fields_of, generated
+
+SOURCE = (
+    "Marie Curie: Maria Salomea Sk\u0142odowska-Curie (7 November 1867 \u2013 4 July "
+    "1934) was a Polish physicist. In 1903 she shared the Nobel Prize in Physics; the "
+    "prize money of 70,000 francs was split in two. Her husband, Pierre Curie, taught "
+    "at the University of Paris."
+)
+
+
+def example(text=SOURCE, name="q", **fields):
+    title, _, body = text.partition(": ")
+    return Example(
+        **{
+            "id": name,
+            "dataset": "d",
+            "split": "train",
+            "question": "Which prize did Marie Curie share in 1903?",
+            "golds": ("Nobel Prize in Physics",),
+            "passages": (Passage(title=title, text=body, is_supporting=True),),
+        }
+        | fields
+    )
+
+
+@pytest.mark.parametrize(
+    "faithful",
+    [
+        "Marie Curie was a Polish physicist who shared the Nobel Prize in Physics.",
+        "In 1903, Curie shared the Nobel Prize in Physics with Pierre Curie.",
+        "Maria Sk\u0142odowska-Curie (born 7 November 1867) taught physics.",
+        "Maria Sklodowska was born in 1867.",
+        "The prize money of 70000 francs was split in 2.",
+        "Pierre Curie's university was the University of Paris.",
+        "According to the text, the POLISH physicist shared a Physics prize.",
+        "She died on 4 July 1934. However, it was 07 November when she was born.",
+        "- Her husband: Pierre Curie\n- Prize: the Nobel Prize",
+        "two francs",
+        "",
+    ],
+)
+def test_what_the_source_says_is_not_flagged(faithful):
+    assert find_additions(faithful, SOURCE) == ((), (), ())
+
+
+@pytest.mark.parametrize(
+    ("rewrite", "numbers", "entities"),
+    [
+        ("Curie shared it in 1904.", ("1904",), ()),
+        ("The prize was 70,001 francs.", ("70,001",), ()),
+        ("It was 7.5 francs.", ("7.5",), ()),
+        ("Curie shared it with Henri Becquerel.", (), ("Henri Becquerel",)),
+        ("Einstein knew her.", (), ("Einstein",)),
+        ("She shared the Nobel Prize in Chemistry.", (), ("Chemistry",)),
+        ("Pierre Salomea taught.", (), ("Pierre Salomea",)),
+        ("Marie Paris was a physicist.", (), ("Marie Paris",)),
+        ("In Warsaw, 3 of the Curies met.", ("3",), ("Warsaw", "Curies")),
+        ("\u0160koda in 1895", ("1895",), ("\u0160koda",)),
+    ],
+)
+def test_a_planted_number_or_name_is_flagged(rewrite, numbers, entities):
+    found = find_additions(rewrite, SOURCE)
+    assert (found.numbers, found.entities) == (numbers, entities)
+
+
+def test_a_number_in_a_passage_may_be_written_in_either_notation():
+    assert find_additions("5 sons, 1,200 men", "five sons and 1200 men") == ((), (), ())
+    assert find_additions("three", "a 3") == ((), (), ())
+    assert find_additions("6 sons", "five sons").numbers == ("6",)
+    assert find_additions("seven sons", "five sons").numbers == ("seven",)
+    # "one" is mostly a pronoun.
+    assert find_additions("one of the sons", "the sons") == ((), (), ())
+
+
+def test_what_the_question_says_is_told_apart():
+    found = find_additions(
+        "Lyon had 9 mayors, Metz 8.", "x", "How many mayors had Lyon?"
+    )
+    assert found.entities == ("Lyon", "Metz")
+    assert found.from_question == ("Lyon",)
+
+
+def test_every_planted_year_and_name_in_a_hundred_rewrites_is_found():
+    for i in range(100):
+        clean = f"Town {100 + i} was founded in {1000 + i} by Duke Arn."
+        assert find_additions(clean, clean) == ((), (), ())
+        added = find_additions(f"{clean} Bela rebuilt it in {1500 + i}.", clean)
+        assert added.numbers == (str(1500 + i),)
+        assert added.entities == ("Bela",)
+
+
+def test_the_prompt_holds_question_and_context_once_and_no_injection_leaves():
+    for injection in INJECTIONS:
+        text = f"A town.\n{injection}"
+        prompt = rewrite_prompt(example(f"Town: {text}"))
+        assert fields_of(prompt) == [
+            ("question", "Which prize did Marie Curie share in 1903?"),
+            ("context", escape(f"Town: {text}")),
+        ]
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "Normalized Context: Curie won.",
+        "normalised context:  Curie won.\n",
+        "**Normalized Context:** Curie won.",
+        "Sure!\n\nNormalized Context: Curie won.",
+        "Curie won.",
+    ],
+)
+def test_the_cue_and_what_stands_before_it_are_taken_off(reply):
+    assert read_rewrite(example(), generated(reply)).text == "Curie won."
+
+
+def test_a_cut_or_empty_rewrite_is_none_with_its_reason():
+    cut = read_rewrite(example(), generated("Curie", finish="length"))
+    assert cut.text is None
+    assert "cut" in cut.reason
+    assert "empty" in read_rewrite(example(), generated("Normalized Context: ")).reason
+
+
+def made(tmp_path, rule, examples):
+    replies = Replies.open(tmp_path / "rewrite.jsonl")
+    generator = ScriptedGenerator(rule)
+    found = rewrite_contexts(examples, generator, replies, RewriteConfig())
+    return found, generator
+
+
+def test_only_in_domain_contexts_without_a_rewrite_are_rewritten(tmp_path):
+    other = Passage(title="t", text="x")
+    examples = [
+        example(name="a"),
+        example(name="b", split="ood"),
+        example(name="c", passages=()),
+        example(name="d", rewritten=(other,)),
+    ]
+    found, generator = made(tmp_path, lambda prompt: "Curie won.", examples)
+    assert [r.example_id for r in found] == ["a"]
+    assert len(generator.asked) == 1
+
+
+def test_flags_are_counted_and_flagged_rewrites_kept(tmp_path):
+    replies = iter(["Curie won.", "Curie won in 2000.", "Einstein won.", ""])
+    examples = [example(name=str(i), question=f"q{i}?") for i in range(4)]
+    found, _ = made(tmp_path, lambda prompt: next(replies), examples)
+    assert count_rewrites(found) == {
+        "n": 4,
+        "n_failed": 1,
+        "n_overlong": 0,
+        "n_flagged": 2,
+        "n_with_added_number": 1,
+        "n_with_added_entity": 1,
+        "n_flagged_from_question_only": 0,
+    }
+    joined = with_rewrites(examples, {r.example_id: r for r in found})
+    assert [len(e.rewritten) for e in joined] == [1, 1, 1, 0]
+    assert joined[1].rewritten[0].text == "Curie won in 2000."
+    assert joined[1].rewritten[0].is_supporting
+    assert joined[1].passages == examples[1].passages
+
+
+def test_a_rewrite_of_another_context_is_refused(tmp_path):
+    found, _ = made(tmp_path, lambda prompt: "Curie won.", [example()])
+    changed = msgspec.structs.replace(
+        example(), passages=(Passage(title="", text="y"),)
+    )
+    with pytest.raises(ValueError, match="rewrite` again"):
+        with_rewrites([changed], {"q": found[0]})
+
+
+def test_a_second_run_rewrites_nothing_again(tmp_path):
+    first, _ = made(tmp_path, lambda prompt: "Curie won.", [example()])
+    again, generator = made(tmp_path, lambda prompt: "other", [example()])
+    assert (again, generator.asked) == (first, [])
+
+
+def test_a_context_beyond_the_window_is_skipped_only_if_asked_and_then_counted(
+    tmp_path,
+):
+    class Small(ScriptedGenerator):
+        max_length = 300
+
+        def count_tokens(self, prompt):
+            return len(prompt.text.split())
+
+    long = example("T: " + "word " * 300, name="long")
+    examples = [example(name="a", question="a?"), long, example(name="b")]
+
+    def rewrites(name, *, skip):
+        judge = Small(lambda prompt: "Curie won.")
+        replies = Replies.open(tmp_path / name)
+        config = RewriteConfig(max_new_tokens=50, skip_overlong=skip)
+        return rewrite_contexts(examples, judge, replies, config), judge.asked
+
+    found, asked = rewrites("skip", skip=True)
+    assert [r.example_id for r in found] == ["a", "long", "b"]
+    assert [r.text for r in found] == ["Curie won.", None, "Curie won."]
+    counts = count_rewrites(found)
+    assert (counts["n_overlong"], counts["n_failed"], len(asked)) == (1, 1, 2)
+    _, asked = rewrites("all", skip=False)
+    assert len(asked) == 3  # and a real backend refuses

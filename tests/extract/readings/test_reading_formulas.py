@@ -1,0 +1,176 @@
+"""The formula of each reading: golden values, closed forms, float64 row by row."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.speed.tiny_models import tiny_model
+from extract.backbone.loading import Backbone
+from extract.readings import llm_check, lumina, redeep
+from extract.readings.lookback import lookback_ratio
+from extract.readings.part import Batch
+from extract.records import Answer
+from extract.signals.batch import ReadingBudget
+from extract.signals.probability import Head
+from tests.extract.readings.reading_loops import log_gram, mmd, shannon
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    return Backbone.from_model(tiny_model("llama"))
+
+
+def matrix():
+    rows = [i**1.5 for i in range(12)]
+    return torch.tensor(rows, dtype=torch.float64).reshape(3, 4)
+
+
+def test_the_hidden_score_has_its_golden_value():
+    scores = llm_check.hidden_scores(matrix()[None], [(0, 3)])
+    assert scores.tolist() == pytest.approx([-0.93214521812], abs=1e-9)
+
+
+def test_the_attention_score_has_its_golden_value(backbone):
+    answer = Answer(
+        example_id="q",
+        setting="closed_book",
+        variant="original",
+        text="",
+        prompt_ids=(11,),
+        token_ids=(12, 13),
+        stop_id=2,
+        context_span=(0, 0),
+    )
+    batch = Batch(
+        backbone=backbone,
+        answers=[answer],
+        swapped=[None],
+        n_cue=1,
+        budget=ReadingBudget(),
+    )
+    part = llm_check.DiagonalScores(batch, frozenset(["llmcheck_attention_all"]))
+    rows = [[1, 0.5, 0.25], [1, 0.2, 0.1]]
+    diagonals = torch.tensor(rows, dtype=torch.float64)
+    log_weights = torch.diag_embed(diagonals).log()[None]
+    part.on_weights(0, log_weights[:, :, :2, :2], 0)
+    part.on_weights(0, log_weights[:, :, 2:], 2)
+    scores = part.finish(torch.empty(0))["llmcheck_attention_all"]
+    assert float(scores[0]) == pytest.approx(-1.9971548490359936, abs=1e-9)
+
+
+def test_the_entropies_have_their_golden_values():
+    logits = torch.tensor([[2.0, 1, 0, -1], [0, 0, 0, 0]]).double()
+    log_probs = logits.log_softmax(-1)
+    entropies = -(log_probs.exp() * log_probs).sum(-1)
+    window = llm_check.window_entropy
+    assert float(window(entropies, 4)) == pytest.approx(0.34657359, abs=1e-8)
+    assert float(window(entropies, 4, 2)) == pytest.approx(0.29172892, abs=1e-8)
+    top = llm_check.top_entropies(logits, 2).mean()
+    assert float(top) == pytest.approx(0.31883757, abs=1e-8)
+
+
+def test_a_head_that_sees_the_context_alone_looks_back_entirely():
+    weights = torch.tensor([[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]])
+    ratios = lookback_ratio(weights[None, None], torch.tensor([2]), torch.tensor([4]))
+    assert ratios.tolist() == [[[1.0, 0.0]]]
+    even = torch.full((1, 1, 1, 5), 0.2)
+    ratio = lookback_ratio(even, torch.tensor([4]), torch.tensor([5]))
+    assert float(ratio) == pytest.approx(0.5)
+
+
+def test_a_large_vocabulary_in_chunks_gives_what_float64_gives_row_by_row():
+    n_words, n_rows = 2**18 + 5, 260  # two chunks of rows, uneven blocks of words
+    torch.manual_seed(0)
+    weight = (torch.randn(n_words, 8) * 2).bfloat16()
+    states = torch.randn(n_rows, 8).bfloat16()
+    states[1::2] = states[::2] + 0.1 * states[1::2]
+
+    class OwnHead(Batch):
+        head = Head(weight=weight, bias=None, softcap=None)
+
+    own = {"answers": (), "swapped": (), "n_cue": 1, "budget": ReadingBudget()}
+    batch = OwnHead(backbone=None, **own)
+    rows, found = [], torch.empty((n_rows // 2, 2))
+    for part, log_probs in batch.log_probs(states, is_normed=True):
+        rows += range(part.start, part.stop)
+        found[part.start // 2 : part.stop // 2] = redeep.divergences(
+            log_probs[::2], log_probs[1::2]
+        )
+    assert rows == list(range(n_rows))
+    for pair in (0, 127, 128, 129):  # on both sides of where the chunks meet
+        logits = states[2 * pair : 2 * pair + 2].double() @ weight.double().T
+        exact = logits.softmax(-1)
+        for column, is_swapped in enumerate((False, True)):
+            wanted = shannon(*exact, is_swapped)
+            assert float(found[pair, column]) == pytest.approx(wanted, rel=1e-4)
+
+
+def test_gram_matrices_of_a_batch_are_those_of_each_alone():
+    torch.manual_seed(0)
+    states = torch.randn(4, 9, 6, dtype=torch.float64)
+    edges = [(0, 9), (2, 5), (8, 9), (3, 3)]
+    found = llm_check.hidden_scores(states, edges)
+    for one, value, (start, stop) in zip(states[:3], found, edges, strict=False):
+        assert float(value) == pytest.approx(log_gram(one[start:stop]), abs=1e-9)
+    assert math.isnan(found[3])
+
+
+def test_more_tokens_than_features_far_apart_in_size_have_an_exact_hidden_score():
+    """Rounding leaves their Gram matrix indefinite; their singular values are known."""
+    rng, n_tokens, width = np.random.default_rng(0), 60, 12
+    left = np.linalg.qr(rng.standard_normal((n_tokens, width - 1)))[0]
+    # Orthogonal to the vector of ones, so that centring the rows changes nothing.
+    ones = np.ones((width, 1))
+    basis = np.linalg.qr(np.hstack([ones, rng.standard_normal((width, width - 1))]))[0]
+    sizes = np.geomspace(1e-2, 3e7, width - 1)
+    states = torch.tensor(left * sizes @ basis[:, 1:].T)
+    ridged = states @ states.T + 1e-3 * torch.eye(n_tokens, dtype=torch.double)
+    assert torch.linalg.cholesky_ex(ridged).info > 0
+    n_null = n_tokens - len(sizes)
+    expected = (np.log(sizes**2 + 1e-3).sum() + n_null * np.log(1e-3)) / n_tokens
+    edges = [(0, n_tokens), (0, 3)]
+    found = llm_check.hidden_scores(torch.stack([states, states]), edges)
+    assert found[0].item() == pytest.approx(expected, abs=1e-6)
+    alone = llm_check.hidden_scores(states[None], [(0, 3)])
+    assert found[1].item() == pytest.approx(alone.item(), abs=1e-9)
+
+
+def test_distributions_apart_diverge_by_log_two_and_equal_ones_by_nothing():
+    one = torch.tensor([[0.0, -80.0]]).log_softmax(-1)
+    found = redeep.divergences(one, one.flip(-1))[0]
+    assert float(found[0]) == pytest.approx(math.log(2), abs=1e-6)
+    # Exchanged arguments have no bound: 80 nats times a half, less log 2.
+    assert float(found[1]) == pytest.approx(40 - math.log(2), abs=1e-4)
+    assert redeep.divergences(one, one).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(("n_prompt", "n"), [(5, 1), (19, 1), (20, 2), (1500, 150)])
+def test_a_tenth_of_the_prompt_is_attended_and_at_least_one_token(n_prompt, n):
+    assert redeep.n_attended(n_prompt) == n
+
+
+def test_the_discrepancy_is_that_of_the_double_sums_over_the_largest_words():
+    generator = torch.Generator().manual_seed(0)
+    p, q = torch.randn((2, 9), generator=generator).double().softmax(-1)
+    table = torch.randn((9, 5), generator=generator).double()
+
+    def cut(values):
+        return torch.where(values >= values.sort().values[-4], values, 0.0)
+
+    found = lumina.discrepancy(p.log()[None], q.log()[None], table, n_top=4)
+    # The embeddings are taken in float32.
+    assert float(found) == pytest.approx(mmd(cut(p), cut(q), table), rel=1e-5)
+    same = lumina.discrepancy(p.log()[None], p.log()[None], table)
+    assert float(same) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_layers_that_know_the_word_already_process_nothing():
+    entropies, emphasis = torch.ones((1, 2)), torch.ones(1)
+    rate = lumina.processing_rate
+    assert float(rate(torch.tensor([[1.0, 2.0]]), entropies, emphasis)) == 0.0
+    # (1 * 1 + 2 * 0.5) / (1 + 2), and half of it where the told word is half as likely.
+    halfway = torch.tensor([[0.0, 0.5]])
+    assert float(rate(halfway, entropies, emphasis)) == pytest.approx(2 / 3)
+    assert float(rate(halfway, entropies, emphasis / 2)) == pytest.approx(1 / 3)

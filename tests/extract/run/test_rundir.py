@@ -1,0 +1,272 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from extract.run.directory import RunDir
+from extract.run.files import (
+    JsonLines,
+    sha256_file,
+    write_json_atomic,
+    write_text_atomic,
+)
+from extract.run.lock import InUse
+from extract.run.manifest import NewRun
+
+REPOSITORY = Path(__file__).parents[3]
+ASKED = NewRun(preset="smoke")
+
+
+def start_owner(path):
+    """Start a process that holds a run directory until it is ended."""
+    code = (
+        "import time; from extract.run.directory import RunDir\n"
+        "from extract.run.manifest import NewRun\n"
+        f"run = RunDir.open({str(path)!r}, {ASKED!r})\n"
+        "print('held', flush=True); time.sleep(60)"
+    )
+    owner = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert owner.stdout.readline() == "held\n"
+    return owner
+
+
+def end(owner):
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    owner.stdout.close()
+
+
+def test_an_atomic_write_replaces_the_file_and_leaves_nothing_else(tmp_path):
+    path = tmp_path / "new" / "sweep.json"
+    write_json_atomic(path, {"layer": 3})
+    write_json_atomic(path, {"layer": 4})
+    assert json.loads(path.read_text()) == {"layer": 4}
+    assert os.listdir(path.parent) == ["sweep.json"]
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path):
+    path = tmp_path / "sweep.json"
+    write_json_atomic(path, {"layer": 3})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json_atomic(path, {"layer": float("nan")})
+    assert json.loads(path.read_text()) == {"layer": 3}
+    with pytest.raises(IsADirectoryError):
+        write_text_atomic(tmp_path, "x")
+    assert os.listdir(tmp_path) == ["sweep.json"]
+
+
+def test_a_file_or_a_foreign_directory_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="not empty and no run directory.*notes.txt"):
+        RunDir.open(tmp_path, ASKED)
+    with pytest.raises(ValueError, match="is a file"):
+        RunDir.open(tmp_path / "notes.txt", ASKED)
+    assert os.listdir(tmp_path) == ["notes.txt"]
+
+
+def test_a_run_killed_while_being_created_can_be_created_again(tmp_path):
+    (tmp_path / "lock").write_text('{"pid": 1')
+    (tmp_path / ".manifest.json.ab12.tmp").write_text("{")
+    RunDir.open(tmp_path, ASKED).close()
+
+
+def test_a_second_live_process_is_refused_and_a_dead_one_is_no_obstacle(tmp_path):
+    owner = start_owner(tmp_path)
+    try:
+        with pytest.raises(ValueError, match=f"in use by process {owner.pid} on "):
+            RunDir.open(tmp_path, ASKED)
+        with pytest.raises(InUse, match=f"in use by process {owner.pid} on "):
+            RunDir.open(tmp_path, ASKED, exclusive=False)  # a worker of a stage
+    finally:
+        end(owner)
+    assert json.loads((tmp_path / "lock").read_text())["pid"] == owner.pid
+    RunDir.open(tmp_path, ASKED).close()
+
+
+def test_workers_share_a_directory_and_keep_others_out(tmp_path):
+    one = RunDir.open(tmp_path, ASKED, exclusive=False)
+    other = RunDir.open(tmp_path, ASKED, exclusive=False)
+    one.close()
+    with pytest.raises(InUse, match="in use by workers that a launcher started"):
+        RunDir.open(tmp_path, ASKED)
+    other.close()
+    RunDir.open(tmp_path, ASKED).close()
+
+
+def test_an_owner_on_another_machine_is_believed(tmp_path):
+    RunDir.open(tmp_path, ASKED).close()
+    elsewhere = {"pid": 7, "host": "node-9", "boot": "x", "started": "2026-01-01"}
+    (tmp_path / "lock").write_text(json.dumps(elsewhere))
+    with pytest.raises(ValueError, match="process 7 on node-9.*delete .*lock"):
+        RunDir.open(tmp_path, ASKED)
+    (tmp_path / "lock").unlink()
+    RunDir.open(tmp_path, ASKED).close()
+
+
+def test_letting_go_twice_is_harmless(tmp_path):
+    run = RunDir.open(tmp_path, ASKED)
+    run.close()
+    run.close()
+
+
+def test_a_stage_is_done_until_its_input_or_output_changes(tmp_path):
+    run = RunDir(tmp_path)
+    for path in (run.examples, run.answers / "a.jsonl", run.sweep):
+        write_text_atomic(path, "{}\n")
+    assert run.stage_gap("sweep") == "stage sweep has no record yet"
+    inputs = run.hash_inputs(run.examples, run.answers) | {"model": "abc123"}
+    record = run.mark_stage("sweep", inputs, 1.5, outputs=[run.sweep])
+    assert record.seconds == 1.5
+    assert record.outputs == {"sweep.json": sha256_file(run.sweep)}
+    assert run.stage_record("sweep") == record
+    assert run.stage_done("sweep")
+    assert run.stage_done("sweep", inputs)
+    other = inputs | {"model": "def"}
+    assert run.stage_gap("sweep", other) == (
+        "stage sweep: its input model has changed since"
+    )
+    for path, words in (
+        (run.answers / "b.jsonl", "input answers"),
+        (run.examples, "input examples.jsonl"),
+        (run.sweep, "output sweep.json"),
+    ):
+        before = path.read_text() if path.exists() else None
+        write_text_atomic(path, '{"new": 1}\n')
+        assert words in run.stage_gap("sweep")
+        write_text_atomic(path, before) if before is not None else path.unlink()
+        assert run.stage_done("sweep")
+    run.sweep.unlink()
+    assert not run.stage_done("sweep")
+
+
+DAMAGE = {
+    "a piece": lambda text: text[:8],
+    "a list": lambda text: "[]",
+    "another type": lambda text: text.replace('"seconds": 0.1', '"seconds": "0.1"'),
+    "another number": lambda text: text.replace("0.1", "0.2"),
+    "brackets": lambda text: "[" * 200_000,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_stage_record_means_the_stage_is_done_again(tmp_path, damage):
+    run = RunDir(tmp_path)
+    run.mark_stage("sweep", {}, 0.1)
+    file = run.stages / "sweep.json"
+    file.write_text(DAMAGE[damage](file.read_text()))
+    assert not run.stage_done("sweep")
+
+
+def test_a_file_that_changed_since_its_stage_is_no_input(tmp_path):
+    run = RunDir(tmp_path)
+    write_text_atomic(run.labels, "{}\n")
+    run.mark_stage("label", {}, 0.1, [run.labels])
+    inputs = run.hash_inputs(run.labels)
+    write_text_atomic(run.labels, "[]\n")
+    with pytest.raises(ValueError) as caught:
+        run.hash_inputs(run.labels)
+    assert str(caught.value) == (
+        f"{run.labels} has changed since stage label wrote it; restore it, or run "
+        "`beatrice label` again"
+    )
+    write_text_atomic(run.labels, "{}\n")
+    assert run.hash_inputs(run.labels) == inputs
+
+
+def test_a_file_whose_stage_record_is_damaged_is_no_input(tmp_path):
+    run = RunDir(tmp_path)
+    write_text_atomic(run.labels, "{}\n")
+    run.mark_stage("label", {}, 0.1, [run.labels])
+    (run.stages / "label.json").write_text("{}")
+    with pytest.raises(ValueError, match="label.json is damaged, .* labels.jsonl is"):
+        run.hash_inputs(run.labels)
+
+
+def test_a_stage_cannot_be_marked_before_its_files_exist(tmp_path):
+    with pytest.raises(ValueError, match="wrote sweep.json, which is not in"):
+        RunDir(tmp_path).mark_stage("sweep", {}, 0.1, outputs=["sweep.json"])
+
+
+@pytest.mark.parametrize(
+    ("path", "verb"),
+    [
+        ("labels.jsonl", "label"),
+        ("answers", "answer"),
+        ("examples.jsonl", "world` or `beatrice data"),
+        ("features/closed_book/index.json", "extract"),
+        ("rows/ablate.jsonl", "evaluate --ablations"),
+        ("rows/evaluate.jsonl", "evaluate"),
+    ],
+)
+def test_a_missing_input_names_the_verb_that_writes_it(tmp_path, path, verb):
+    with pytest.raises(ValueError, match=f"{path} is missing; run `beatrice {verb}`"):
+        RunDir(tmp_path).hash_inputs(path)
+
+
+def test_an_unknown_setting_has_no_path(tmp_path):
+    with pytest.raises(ValueError, match="closed_book, with_context, not 'open'"):
+        RunDir(tmp_path).features("open")
+
+
+def test_rows_survive_and_batches_follow_each_other(tmp_path):
+    lines = JsonLines.open(tmp_path / "answers" / "a.jsonl")
+    lines.append(['{"a": 1}', '{"a": 2}'])
+    lines.append([])
+    again = JsonLines.open(lines.path)
+    again.append(['{"a": 3}'])
+    assert again.truncated is None
+    assert [row["a"] for row in again.rows()] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("tail", [b'{"a": 3', b'{"a": 3}', b'{"a": \n', b"\0\0\n"])
+def test_a_torn_last_line_is_set_aside(tmp_path, tail):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": 2}\n' + tail)
+    lines = JsonLines.open(path)
+    assert "last line was unfinished" in lines.truncated
+    assert path.read_bytes() == b'{"a": 1}\n{"a": 2}\n'
+    aside = (tmp_path / "a.jsonl.truncated").read_bytes()
+    assert aside.rstrip(b"\n") == tail.rstrip(b"\n")
+    assert JsonLines.open(path).truncated is None
+
+
+def test_every_cut_of_a_file_keeps_its_complete_rows(tmp_path):
+    whole = b'{"a": 1}\n{"b": "\xc3\xa9"}\n'
+    path = tmp_path / "a.jsonl"
+    for n_bytes in range(len(whole) + 1):
+        path.write_bytes(whole[:n_bytes])
+        JsonLines.open(path)
+        assert path.read_bytes() == whole[: whole[:n_bytes].rfind(b"\n") + 1]
+
+
+def test_a_row_that_is_no_single_object_is_refused(tmp_path):
+    lines = JsonLines.open(tmp_path / "a.jsonl")
+    for row in ('{"a": 1}\n', "3"):
+        with pytest.raises(ValueError, match="one JSON object on one line"):
+            lines.append(['{"a": 0}', row])
+    assert not lines.path.exists()
+
+
+def test_a_bad_row_in_the_middle_is_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"a": 1}\n{"a"\n{"a": 3}\n')
+    with pytest.raises(ValueError, match="a.jsonl, line 2: not a JSON object"):
+        list(JsonLines.open(path).rows())
+
+
+def test_a_run_given_by_a_relative_path_is_the_run_itself(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with RunDir.open("run", ASKED) as run:
+        run.examples.write_text("{}\n")
+        run.mark_stage("world", {}, 0.1, [run.examples])
+        assert run.stage_done("world", run.hash_inputs())
+    assert run == RunDir(tmp_path / "run")

@@ -1,0 +1,310 @@
+import dataclasses
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from extract.records import Answer
+from extract.signals.extraction import extract, run_plan
+from extract.signals.plan import ExtractConfig, n_rows_of, plan_extraction
+from extract.store.families import Family
+from extract.store.read import done_ranges, open_store, read_family
+from extract.store.write import verify
+
+REPOSITORY = Path(__file__).parents[3]
+CONFIG = ExtractConfig(tokens_per_batch=96, rows_per_shard=64)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenIds:
+    """A sequence whose signals depend on its ids alone."""
+
+    ids: np.ndarray
+    targets: np.ndarray
+    spans: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    hidden: np.ndarray
+    prob: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """A batch that was read at once."""
+
+    readings: list
+
+    def result(self):
+        return self.readings
+
+
+@dataclasses.dataclass
+class IdReader:
+    """A real reader without a model: signals are cosines of the running id sum."""
+
+    hidden_layers: tuple[int, ...] = (2, 5)
+    hidden_spans: str = "all"
+    seconds: float = 0.0
+    n_read: int = 0
+    poison: int | None = None
+
+    @property
+    def shapes(self):
+        return {"hidden": (len(self.hidden_layers), 16), "prob": (5,)}
+
+    def read(self, sequences):
+        time.sleep(self.seconds)
+        width = max(len(item.ids) for item in sequences)
+        assert width * len(sequences) <= CONFIG.tokens_per_batch or len(sequences) == 1
+        self.n_read += len(sequences)
+        return [self._read_one(item.ids) for item in sequences]
+
+    def start(self, sequences):
+        return Begun(self.read(sequences))
+
+    def _read_one(self, ids):
+        sums = np.cumsum(ids).astype(np.float32)[:, None]
+        hidden = np.cos(sums * np.arange(1, 33, dtype=np.float32))
+        if self.poison in ids:
+            hidden[-1, 0] = np.inf
+        return Reading(
+            hidden=hidden.reshape(-1, 2, 16),
+            prob=np.sin(sums * np.arange(5, dtype=np.float32)),
+        )
+
+
+def sequences_of(n_examples=40, seed=0):
+    rng = np.random.default_rng(seed)
+    rows = [rng.integers(0, 50, n) for n in rng.integers(1, 60, n_examples)]
+    rows[n_examples // 2] = rng.integers(0, 50, 100)  # longer than a shard
+    return [
+        TokenIds(ids, np.roll(ids, -1), np.array([[0, 0], [0, len(ids)], [0, 0]]))
+        for ids in rows
+    ]
+
+
+def plan_of(sequences, reader, config=CONFIG):
+    keys = [(f"q{i}", "closed_book", "original") for i in range(len(sequences))]
+    return plan_extraction(sequences, keys, reader, config, {"model": "ids"})
+
+
+def run(where, *, reader=None, sequences=None, **worker):
+    reader = reader or IdReader()
+    sequences = sequences or sequences_of()
+    plan = plan_of(sequences, reader)
+    return run_plan(reader, sequences, plan, where, **worker)
+
+
+def files_under(folder):
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        # A killed writer's temporary, which TensorStore replaces or ignores.
+        if path.is_file() and path.suffix != ".__lock"
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    run(folder)
+    return folder
+
+
+def start_worker(folder, rank=0, world_size=1, seconds=0.0):
+    """Start this file as a process of its own, see the end of the file."""
+    words = [str(folder), str(rank), str(world_size), str(seconds)]
+    return subprocess.Popen(
+        [sys.executable, __file__, *words],
+        cwd=REPOSITORY,
+        env={"PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+    )
+
+
+def test_the_store_holds_what_the_reader_read(whole):
+    store, reader = open_store(whole), IdReader()
+    hidden, prob = read_family(store, "hidden"), read_family(store, "prob")
+    for i, item in enumerate(sequences_of()):
+        (reading,) = reader.read([item])
+        np.testing.assert_array_equal(
+            hidden.example(i), reading.hidden.astype(hidden.values.dtype)
+        )
+        np.testing.assert_array_equal(prob.example(i), reading.prob)
+        np.testing.assert_array_equal(store.spec.spans[i], item.spans)
+    assert verify(store) == []
+
+
+def test_the_plan_reads_each_example_once_within_its_budget():
+    plan = plan_of(sequences_of(), IdReader())
+    flat = [i for unit in plan.units for batch in unit.batches for i in batch]
+    assert sorted(flat) == list(range(40))
+    assert any(len(unit.ranges) > 1 for unit in plan.units)
+    for unit in plan.units:
+        edges = plan.spec.range_examples[[unit.ranges.start, unit.ranges.stop]]
+        for batch in unit.batches:
+            assert all(edges[0] <= i < edges[1] for i in batch)
+            padded = len(batch) * plan.spec.lengths[list(batch)].max()
+            assert padded <= CONFIG.tokens_per_batch or len(batch) == 1
+
+
+def test_units_hold_every_range_once():
+    plan = plan_of(sequences_of(), IdReader())
+    ranges = [r for unit in plan.units for r in unit.ranges]
+    assert ranges == list(range(plan.spec.n_ranges))
+
+
+def test_a_finished_run_reads_nothing_again(whole):
+    reader = IdReader()
+    report = run(whole, reader=reader)
+    assert reader.n_read == 0
+    assert (report.n_written, report.n_missing, report.n_tokens) == (0, 0, 0)
+    assert report.n_skipped == open_store(whole).spec.n_ranges
+
+
+def test_progress_counts_the_answers_that_were_left(tmp_path):
+    run(tmp_path, rank=1, world_size=2)
+    seen = []
+    report = run(tmp_path, progress=lambda done, total: seen.append((done, total)))
+    n_left = len(seen)
+    assert seen == [(number, n_left) for number in range(1, n_left + 1)]
+    assert report.n_written < n_left < len(sequences_of())
+    assert report.n_skipped + report.n_written == open_store(tmp_path).spec.n_ranges
+
+
+def test_two_processes_at_once_write_the_bytes_of_one(tmp_path, whole):
+    workers = [start_worker(tmp_path, rank, 2) for rank in range(2)]
+    for worker in workers:
+        worker.communicate(timeout=30)
+        assert worker.returncode == 0
+    assert files_under(tmp_path) == files_under(whole)
+
+
+def test_a_run_killed_at_random_moments_continues_to_the_same_bytes(tmp_path, whole):
+    rng = random.Random(0)
+    n_done = []
+    for attempt in range(40):
+        if len(n_done) == 6:
+            break
+        worker = start_worker(tmp_path, seconds=0.01)
+        worker.stdout.readline()  # it has begun
+        # Later and later, for on a busy machine nothing is there at first.
+        time.sleep(rng.uniform(0.0, 0.12) + 0.02 * attempt)
+        worker.send_signal(signal.SIGKILL)
+        worker.communicate()
+        if (tmp_path / "index.json").exists():
+            n_done.append(len(done_ranges(open_store(tmp_path))))
+    assert n_done == sorted(n_done) and n_done[0] < open_store(whole).spec.n_ranges
+    run(tmp_path)
+    assert files_under(tmp_path) == files_under(whole)
+
+
+def test_a_run_cut_after_any_file_continues_to_the_same_bytes(tmp_path):
+    sequences = sequences_of(8)
+    first = tmp_path / "first"
+    run(first, sequences=sequences)
+    files = sorted(
+        (path for path in first.rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_mtime_ns,
+    )
+    assert files[-1].parent.parent.name == "commits"
+    for n_files in range(len(files)):
+        cut = tmp_path / str(n_files)
+        for path in files[:n_files]:
+            copy = cut / path.relative_to(first)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, copy)
+        if n_files and files[n_files - 1].name == "0":  # the last shard half written
+            copy.write_bytes(copy.read_bytes()[:50])
+        run(cut, sequences=sequences)
+        assert files_under(cut) == files_under(first)
+
+
+def test_other_answers_of_equal_length_are_refused(tmp_path):
+    run(tmp_path, sequences=sequences_of())
+    other = sequences_of()
+    other[3].ids[0] += 1
+    with pytest.raises(ValueError, match="its fingerprint.sequences_sha256 is"):
+        run(tmp_path, sequences=other)
+
+
+def test_a_value_that_is_no_number_is_named_and_not_stored(tmp_path):
+    sequences = sequences_of(10)
+    sequences[4].ids[0] = 99
+    with pytest.raises(ValueError, match=r"'hidden' of answer \('q4', .* not numbers"):
+        run(tmp_path, sequences=sequences, reader=IdReader(poison=99))
+    store = open_store(tmp_path)
+    range_id = int(np.searchsorted(store.spec.range_examples, 4, side="right")) - 1
+    assert range_id not in done_ranges(store)
+
+
+def test_half_precision_that_overflows_is_refused():
+    sequences = sequences_of(3)
+    reader = IdReader()
+    reader._read_one = lambda ids: Reading(
+        hidden=np.full((len(ids), 2, 16), 1e5, np.float32),
+        prob=np.zeros((len(ids), 5), np.float32),
+    )
+    config = dataclasses.replace(CONFIG, dtype="float16")
+    plan = plan_of(sequences, reader, config)
+    with pytest.raises(ValueError, match="float16 cannot hold.*wider dtype"):
+        run_plan(reader, sequences, plan, "memory://overflow")
+
+
+def test_the_config_and_the_reader_must_agree_on_layers():
+    config = dataclasses.replace(CONFIG, hidden_layers=(1,))
+    with pytest.raises(ValueError, match=r"keeps layers \[2, 5\], the config wants"):
+        plan_of(sequences_of(3), IdReader(), config)
+
+
+def test_shards_are_small_enough_to_share_and_to_hold():
+    wide = {"hidden": Family(shape=(33, 4096), dtype="bfloat16", by_layer=True)}
+    assert n_rows_of(np.full(50_000, 400), wide) == 256
+    one = {"hidden": Family(shape=(1, 4096), dtype="bfloat16", by_layer=True)}
+    assert n_rows_of(np.full(50_000, 400), one) == 16384
+    assert n_rows_of(np.full(3_000, 40), one) == 1024
+    assert n_rows_of(np.full(3, 4), one) == 256
+
+
+def test_answers_are_read_in_their_order(tmp_path):
+    answers = [
+        Answer(
+            example_id=f"q{i}",
+            setting="with_context",
+            variant="original",
+            text="x",
+            prompt_ids=tuple(range(1, 10 + i)),
+            token_ids=(3,) * i,
+            stop_id=2,
+            context_span=(1, 4),
+        )
+        for i in range(5)
+    ]
+    report = extract(
+        IdReader(), answers, tmp_path, CONFIG, fingerprint={"model": "ids"}
+    )
+    store = open_store(tmp_path)
+    assert report.n_missing == 0
+    assert store.spec.keys == tuple(answer.key for answer in answers)
+    assert store.spec.lengths.tolist() == [9 + 2 * i for i in range(5)]
+    assert store.spec.spans[2].tolist() == [[1, 4], [4, 10], [10, 13]]
+    assert store.spec.fingerprint["model"] == "ids"
+
+
+if __name__ == "__main__":
+    print("begun", flush=True)
+    folder, rank, world_size, seconds = sys.argv[1:]
+    run(
+        Path(folder),
+        reader=IdReader(seconds=float(seconds)),
+        rank=int(rank),
+        world_size=int(world_size),
+    )

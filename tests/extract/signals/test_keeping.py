@@ -1,0 +1,298 @@
+"""What is kept: the choices, their bytes, and the stores they make."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from extract.signals.extraction import run_plan
+from extract.signals.plan import ExtractConfig, plan_extraction
+from extract.store.config import (
+    StoreConfig,
+    as_size,
+    model_shapes,
+    parse_layers,
+    stored_bytes,
+    stored_families,
+)
+from extract.store.families import as_written
+from extract.store.read import done_ranges, open_store, read_family
+from extract.store.spec import StoreSpec
+from extract.store.write import verify
+from tests.extract.signals.test_extraction import Begun, Reading, TokenIds
+
+QWEN_9B = model_shapes(d_model=4096, n_layers=32, n_attention_layers=8, n_heads=16)
+
+
+class WaveReader:
+    """A reader without a model: sines and cosines of the running id sum."""
+
+    hidden_layers = (2, 5)
+    hidden_spans = "all"
+    shapes = {"hidden": (2, 16), "prob": (5,)}
+    scale = 1.0
+
+    def read(self, sequences):
+        return [self.read_one(item.ids) for item in sequences]
+
+    def start(self, sequences):
+        return Begun(self.read(sequences))
+
+    def read_one(self, ids):
+        sums = np.cumsum(ids).astype(np.float32)[:, None]
+        waves = np.cos(sums * np.arange(1, 33, dtype=np.float32)) * self.scale
+        return Reading(
+            hidden=waves.astype(np.float32).reshape(-1, 2, 16),
+            prob=np.sin(sums * np.arange(5, dtype=np.float32)),
+        )
+
+
+def sequences_of(n_examples=40):
+    rng = np.random.default_rng(0)
+    made = []
+    for number in range(n_examples):
+        n_tokens = int(rng.integers(6, 40)) if number != 7 else 150
+        a, b, c, d = sorted(rng.integers(0, n_tokens + 1, 4))
+        # A range of examples without any answer token, and an example of all answer.
+        if 12 <= number < 20:
+            c = d
+        if number == 30:
+            a, b, c, d = 0, 0, 0, n_tokens
+        spans = np.array([[a, b], [b, c], [c, d]])
+        ids = rng.integers(0, 50, n_tokens)
+        made.append(TokenIds(ids, np.roll(ids, -1), spans))
+    return made
+
+
+def in_memory(tmp_path):
+    return f"memory://{tmp_path.name}"
+
+
+def extracted(where, reader=None, **kept):
+    reader, sequences = reader or WaveReader(), sequences_of()
+    config = ExtractConfig(tokens_per_batch=96, rows_per_shard=64, **kept)
+    keys = [(f"q{i}", "closed_book", "original") for i in range(len(sequences))]
+    plan = plan_extraction(sequences, keys, reader, config, {"model": "waves"})
+    run_plan(reader, sequences, plan, where)
+    return open_store(where)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int8"])
+@pytest.mark.parametrize("spans", ["all", "answer"])
+def test_a_store_gives_back_what_its_type_and_spans_hold(tmp_path, dtype, spans):
+    store = extracted(
+        in_memory(tmp_path), dtype=dtype, hidden_spans=spans, scalars="bfloat16"
+    )
+    hidden, prob = read_family(store, "hidden"), read_family(store, "prob")
+    for i, item in enumerate(sequences_of()):
+        reading = WaveReader().read_one(item.ids)
+        first, last = item.spans[2] if spans == "answer" else (0, len(item.ids))
+        assert hidden.first_tokens[i] == first
+        np.testing.assert_array_equal(
+            hidden.example(i).astype(np.float32),
+            as_written(reading.hidden[first:last], dtype),
+        )
+        np.testing.assert_array_equal(
+            prob.example(i).astype(np.float32), as_written(reading.prob, "bfloat16")
+        )
+    assert verify(store) == []
+
+
+@pytest.mark.parametrize("spans", ["all", "answer"])
+def test_worked_examples_before_the_spans_have_no_rows(tmp_path, spans):
+    ids = np.arange(80)
+    with_examples = np.array([[48, 48], [48, 70], [70, 79]])
+    without = np.array([[47, 60], [60, 70], [70, 80]])
+    sequences = [TokenIds(ids, ids, own) for own in (with_examples, without)]
+    config = ExtractConfig(hidden_spans=spans, dtype="float32")
+    reader, keys = WaveReader(), [("q0",), ("q1",)]
+    plan = plan_extraction(sequences, keys, reader, config, {})
+    run_plan(reader, sequences, plan, in_memory(tmp_path))
+    store, every = open_store(in_memory(tmp_path)), reader.read_one(ids)
+    assert verify(store) == []
+    prob, hidden = read_family(store, "prob"), read_family(store, "hidden")
+    assert prob.first_tokens.tolist() == [48, 0]
+    np.testing.assert_array_equal(prob.example(0), every.prob[48:])
+    np.testing.assert_array_equal(prob.example(1), every.prob)
+    first, last = (70, 79) if spans == "answer" else (48, 80)
+    np.testing.assert_array_equal(hidden.example(0), every.hidden[first:last])
+    answers = read_family(store, "prob", span=2)
+    np.testing.assert_array_equal(answers.example(0), every.prob[70:79])
+
+
+def test_a_store_without_worked_examples_says_nothing_of_first_rows(tmp_path):
+    spec = extracted(in_memory(tmp_path)).spec
+    assert set(safetensors.numpy.load(spec.examples_bytes())) == {"lengths", "spans"}
+
+
+@pytest.mark.parametrize("spans", ["all", "answer"])
+def test_one_span_of_one_layer_is_that_part_of_everything(tmp_path, spans):
+    store = extracted(in_memory(tmp_path), dtype="int8", hidden_spans=spans)
+    every = read_family(store, "hidden")
+    chosen = [30, 3, 7, 15]
+    answers = read_family(store, "hidden", chosen, layer=5, span=2)
+    for i, example in enumerate(chosen):
+        first, last = store.spec.spans[example, 2] - every.first_tokens[example]
+        np.testing.assert_array_equal(
+            answers.example(i), every.example(example)[first:last, 1]
+        )
+    layer = read_family(store, "hidden", layer=2)
+    np.testing.assert_array_equal(layer.values, every.values[:, 0])
+
+
+def test_a_span_that_was_not_kept_is_refused(tmp_path):
+    store = extracted(in_memory(tmp_path), hidden_spans="answer")
+    with pytest.raises(ValueError, match="answer span alone.*--hidden-spans all"):
+        read_family(store, "hidden", span=1)
+    assert len(read_family(store, "prob", span=1).values)
+
+
+def test_the_rows_of_an_answer_store_end_where_its_answers_end(tmp_path):
+    store = extracted(in_memory(tmp_path), hidden_spans="answer")
+    lengths = store.spec.spans[:, 2, 1] - store.spec.spans[:, 2, 0]
+    assert len(read_family(store, "hidden").values) == lengths.sum()
+
+
+def test_half_precision_overflow_is_counted_over_the_range_and_refused(tmp_path):
+    reader = WaveReader()
+    reader.scale = 65530.0  # cosines near one overflow, the others do not
+    with pytest.raises(ValueError, match=r"q0.*more in range 0.*: \d+ overflow, 0"):
+        extracted(in_memory(tmp_path), reader, dtype="float16")
+    assert 0 not in done_ranges(open_store(in_memory(tmp_path)))
+    assert (
+        verify(extracted(in_memory(tmp_path) + "-wide", reader, dtype="bfloat16")) == []
+    )
+
+
+def test_a_flipped_bit_of_a_scale_is_found(tmp_path):
+    store = extracted(tmp_path, dtype="int8")
+    path = tmp_path / store.shard_keys(1, "hidden_scale")[0]
+    content = bytearray(path.read_bytes())
+    content[5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="damaged in hidden_scale"):
+        read_family(open_store(tmp_path), "hidden")
+
+
+def test_another_choice_is_another_store(tmp_path):
+    extracted(in_memory(tmp_path))
+    for other in (
+        {"dtype": "int8"},
+        {"dtype": "float16"},
+        {"hidden_spans": "answer"},
+        {"scalars": "bfloat16"},
+    ):
+        with pytest.raises(ValueError, match="holds another store: .*families"):
+            extracted(in_memory(tmp_path), **other)
+
+
+def test_the_index_of_the_default_choice_is_that_of_a_store_without_choices():
+    families = stored_families(WaveReader.shapes, StoreConfig())
+    assert {name: family.as_json() for name, family in families.items()} == {
+        "hidden": {"shape": (2, 16), "dtype": "bfloat16", "by_layer": True},
+        "prob": {"shape": (5,), "dtype": "float32", "by_layer": False},
+    }
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        {},
+        {"dtype": "int8"},
+        {"hidden_spans": "answer", "scalars": "bfloat16"},
+        {"dtype": "int8", "hidden_spans": "answer"},
+        {"dtype": "float32"},
+    ],
+)
+def test_bytes_told_beforehand_are_those_of_the_values_stored(tmp_path, kept):
+    store = extracted(in_memory(tmp_path), **kept)
+    spec: StoreSpec = store.spec
+    told = stored_bytes(
+        {"hidden": (7, 16), "prob": (5,)},
+        StoreConfig(hidden_layers=(2, 5), **kept),
+        n_tokens=int(spec.lengths.sum()),
+        n_answer=int((spec.spans[:, 2, 1] - spec.spans[:, 2, 0]).sum()),
+    )
+    held = {
+        name: int(spec.family_offsets(name)[-1]) * family.row_bytes
+        for name, family in spec.families.items()
+    }
+    assert told == held
+
+
+class WideReader(WaveReader):
+    """The same, as wide as a small model."""
+
+    shapes = {"hidden": (2, 512), "prob": (5,)}
+
+    def read_one(self, ids):
+        reading = super().read_one(ids)
+        return Reading(hidden=np.tile(reading.hidden, (1, 1, 32)), prob=reading.prob)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [{}, {"dtype": "int8"}, {"hidden_spans": "answer", "scalars": "bfloat16"}],
+)
+def test_bytes_told_beforehand_are_those_of_the_files_within_a_percent(tmp_path, kept):
+    ids = np.arange(32)
+    spans = np.array([[0, 8], [8, 16], [16, 32]])
+    sequences = [TokenIds(ids + i, ids, spans) for i in range(256)]
+    config = ExtractConfig(rows_per_shard=4096, **kept)
+    keys = [(f"q{i}",) for i in range(len(sequences))]
+    reader = WideReader()
+    plan = plan_extraction(sequences, keys, reader, config, {})
+    run_plan(reader, sequences, plan, tmp_path)
+    files = [
+        path for name in plan.spec.families for path in (tmp_path / name).rglob("*")
+    ]
+    on_disk = sum(path.stat().st_size for path in files if path.is_file())
+    told = stored_bytes(
+        {"hidden": (7, 512), "prob": (5,)},
+        StoreConfig(hidden_layers=(2, 5), **kept),
+        n_tokens=256 * 32,
+        n_answer=256 * 16,
+    )
+    assert sum(told.values()) <= on_disk <= 1.01 * sum(told.values())
+
+
+def test_a_9b_of_60000_examples_takes_what_the_literature_of_the_model_says():
+    """228 GB in two bytes each, 29 GB of them hidden if the 60 answer tokens alone."""
+    sizes = {"n_tokens": 60_000 * 400, "n_answer": 60_000 * 60}
+    one = StoreConfig(hidden_layers=(16,), scalars="bfloat16")
+    total = sum(stored_bytes(QWEN_9B, one, **sizes).values())
+    assert as_size(total) == "228 GB"
+    answer = dataclasses.replace(one, hidden_spans="answer")
+    found = stored_bytes(QWEN_9B, answer, **sizes)
+    assert as_size(found["hidden"]) == "29.5 GB"
+    assert as_size(sum(found.values())) == "60.5 GB"
+    eight = stored_bytes(QWEN_9B, dataclasses.replace(one, dtype="int8"), **sizes)
+    assert as_size(eight["hidden"] + eight["hidden_scale"]) == "98.4 GB"
+
+
+def test_bytes_of_a_layer_that_the_model_has_not_are_refused():
+    with pytest.raises(ValueError, match=r"0 \(embedding\) to 32, found \[33\]"):
+        stored_bytes(QWEN_9B, StoreConfig(hidden_layers=(33,)), n_tokens=1, n_answer=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "layers"),
+    [("all", None), ("16", (16,)), ("24,8, 16", (8, 16, 24)), ("0", (0,))],
+)
+def test_layers_are_read_as_typed(text, layers):
+    assert parse_layers(text) == layers
+
+
+@pytest.mark.parametrize("text", ["", "8,", "-1", "8;16", "every", "1.5", "8,8", "²"])
+def test_what_is_no_list_of_layers_is_refused(text):
+    with pytest.raises(ValueError, match="layer"):
+        parse_layers(text)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"dtype": "fp8"}, {"hidden_spans": "question"}, {"scalars": "float16"}]
+)
+def test_an_unknown_choice_is_refused(wrong):
+    with pytest.raises(ValueError, match="is one of"):
+        StoreConfig(**wrong)

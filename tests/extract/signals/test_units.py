@@ -1,0 +1,261 @@
+"""Units: what is read together does not depend on files, workers or interruptions."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.speed.tiny_models import N_TEXT_IDS, tiny_model
+from extract.backbone.loading import Backbone
+from extract.run.workers import find_worker
+from extract.signals.extraction import run_plan
+from extract.signals.plan import (
+    ExtractConfig,
+    TokenSequence,
+    plan_extraction,
+    tokens_per_unit,
+)
+from extract.signals.reader import SignalReader
+from extract.store.config import model_shapes
+from extract.store.families import Family
+from extract.store.read import open_store
+from tests.extract.signals.test_extraction import TokenIds, files_under
+
+REPOSITORY = Path(__file__).parents[3]
+BUDGET = 16384
+TINY = ExtractConfig(tokens_per_batch=96, rows_per_shard=64)
+
+
+class WideShapes:
+    """Says what a 9B would read, and reads nothing."""
+
+    hidden_spans = "all"
+
+    def __init__(self, n_layers_kept):
+        self.hidden_layers = tuple(range(n_layers_kept))
+        every = model_shapes(
+            d_model=4096, n_layers=32, n_attention_layers=8, n_heads=16
+        )
+        self.shapes = {**every, "hidden": (n_layers_kept, 4096)}
+
+
+def wide_plan(n_layers_kept, low, high, n_examples=4000):
+    ids = np.zeros(high, np.int64)
+    lengths = np.random.default_rng(0).integers(low, high, n_examples)
+    sequences = [
+        TokenIds(ids[:n], ids[:n], np.array([[0, 50], [50, n - 60], [n - 60, n]]))
+        for n in lengths
+    ]
+    reader = WideShapes(n_layers_kept)
+    config = ExtractConfig(
+        tokens_per_batch=BUDGET, hidden_layers=tuple(range(n_layers_kept))
+    )
+    keys = [(f"q{i}",) for i in range(n_examples)]
+    return plan_extraction(sequences, keys, reader, config, {})
+
+
+def padded(batch, lengths):
+    return len(batch) * int(lengths[list(batch)].max())
+
+
+def batches_inside_ranges(spec, budget):
+    """The rule before there were units: no batch crosses a range."""
+    found = []
+    edges = spec.range_examples.tolist()
+    for first, last in zip(edges[:-1], edges[1:], strict=True):
+        batch = []
+        for example in sorted(range(first, last), key=lambda i: -spec.lengths[i]):
+            if batch and (len(batch) + 1) * spec.lengths[batch[0]] > budget:
+                found.append(batch)
+                batch = []
+            batch.append(example)
+        found.append(batch)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("n_layers_kept", "low", "high", "most_waste"),
+    [(33, 350, 450, 0.08), (1, 350, 450, 0.03), (1, 130, 800, 0.1)],
+)
+def test_batches_of_a_wide_model_are_full_of_similar_lengths(
+    n_layers_kept, low, high, most_waste
+):
+    plan = wide_plan(n_layers_kept, low, high)
+    lengths = plan.spec.lengths
+    batches = [batch for unit in plan.units for batch in unit.batches]
+    assert sorted(i for batch in batches for i in batch) == list(range(4000))
+    sizes = [padded(batch, lengths) for batch in batches]
+    assert max(sizes) <= BUDGET
+    assert sum(sizes) / lengths.sum() - 1 < most_waste
+    assert np.mean(sizes) > 0.65 * BUDGET
+
+
+def test_batches_inside_ranges_would_hold_one_example_or_much_padding():
+    plan = wide_plan(33, 350, 450)
+    before = batches_inside_ranges(plan.spec, BUDGET)
+    assert len(before) == len(plan.spec.keys) == 4000
+    assert sum(len(unit.batches) for unit in plan.units) < 200
+    spec = wide_plan(1, 130, 800).spec
+    sizes = [padded(b, spec.lengths) for b in batches_inside_ranges(spec, BUDGET)]
+    assert sum(sizes) / spec.lengths.sum() - 1 > 0.3
+
+
+def test_a_unit_waits_in_bounded_memory():
+    plan = wide_plan(33, 350, 450)
+    row_bytes = sum(family.row_bytes for family in plan.spec.families.values())
+    for unit in plan.units:
+        first, last = unit.ranges.start, unit.ranges.stop - 1
+        n_rows = plan.spec.range_rows(last)[1] - plan.spec.range_rows(first)[0]
+        assert n_rows * row_bytes <= 8 << 30
+
+
+def test_units_are_small_enough_to_share_and_large_enough_to_fill_batches():
+    one = {"hidden": Family(shape=(1, 4096), dtype="bfloat16", by_layer=True)}
+    assert tokens_per_unit(np.full(60_000, 400), one, BUDGET) == 16 * BUDGET
+    assert tokens_per_unit(np.full(4_000, 400), one, BUDGET) == 4_000 * 400 // 16
+    assert tokens_per_unit(np.full(100, 400), one, BUDGET) == BUDGET
+
+
+def test_a_store_of_one_range_per_unit_is_named_as_before_there_were_units():
+    single = tiny_plan(n_examples=2)
+    assert all(len(unit.ranges) == 1 for unit in single.units)
+    assert "tokens_per_unit" not in single.spec.fingerprint
+    assert "tokens_per_unit" in tiny_plan().spec.fingerprint
+
+
+def tiny_sequences(n_examples=120):
+    rng = np.random.default_rng(3)
+    made = []
+    for _ in range(n_examples):
+        n_tokens = int(rng.integers(6, 48))
+        a, b, c = sorted(rng.integers(1, n_tokens, 3))
+        ids = rng.integers(3, N_TEXT_IDS, n_tokens + 1)
+        spans = np.array([[1, a], [a, b], [c, n_tokens]])
+        made.append(TokenSequence(ids=ids[:-1], targets=ids[1:], spans=spans))
+    return made
+
+
+def tiny_reader(hidden_spans="all"):
+    backbone = Backbone.from_model(tiny_model("llama"), revision="tiny")
+    return SignalReader(backbone, hidden_spans=hidden_spans)
+
+
+def tiny_plan(reader=None, n_examples=120, config=TINY):
+    sequences = tiny_sequences(n_examples)
+    keys = [(f"q{i}",) for i in range(n_examples)]
+    return plan_extraction(sequences, keys, reader or tiny_reader(), config, {})
+
+
+def run_tiny(where, rank=0, world_size=1):
+    reader = tiny_reader()
+    plan = tiny_plan(reader)
+    return run_plan(
+        reader, tiny_sequences(), plan, where, rank=rank, world_size=world_size
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    run_tiny(folder)
+    return folder
+
+
+def launch(folder, rank, world_size):
+    """Start this file as a launcher would, see its end."""
+    environ = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    return subprocess.Popen(
+        [sys.executable, __file__, str(folder)],
+        cwd=REPOSITORY,
+        env={**os.environ, **environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+
+
+def finish(*workers):
+    assert [worker.wait(timeout=120) for worker in workers] == [0] * len(workers)
+
+
+def test_batches_of_the_small_model_cross_ranges(whole):
+    plan = tiny_plan()
+    ranges = np.searchsorted(
+        plan.spec.range_examples, np.arange(len(plan.spec.keys)), side="right"
+    )
+    batches = [batch for unit in plan.units for batch in unit.batches]
+    assert any(len(set(ranges[list(batch)])) > 1 for batch in batches)
+
+
+def test_two_workers_write_the_bytes_of_one(tmp_path, whole):
+    for rank in range(2):
+        run_tiny(tmp_path, rank=rank, world_size=2)
+    assert files_under(tmp_path) == files_under(whole)
+
+
+def test_a_third_of_three_continued_by_two_launched_has_the_bytes_of_one(
+    tmp_path, whole
+):
+    report = run_tiny(tmp_path, rank=1, world_size=3)
+    assert 0 < report.n_written < report.n_missing
+    finish(*[launch(tmp_path, rank, 2) for rank in range(2)])
+    assert files_under(tmp_path) == files_under(whole)
+
+
+def test_a_unit_of_which_one_range_is_there_ends_with_the_same_bytes(tmp_path, whole):
+    unit = next(unit for unit in tiny_plan().units if len(unit.ranges) > 1)
+    for missing in unit.ranges:
+        folder = tmp_path / str(missing)
+        shutil.copytree(whole, folder)
+        store = open_store(folder)
+        (folder / store.commit_key(missing)).unlink()
+        there = {
+            key: (folder / key).stat().st_mtime_ns
+            for range_id in unit.ranges
+            if range_id != missing
+            for key in store.shard_keys(range_id, "hidden")
+        }
+        assert run_tiny(folder).n_written == 1
+        assert files_under(folder) == files_under(whole)
+        # What was committed is not written again.
+        assert all((folder / k).stat().st_mtime_ns == t for k, t in there.items())
+
+
+def test_hidden_states_of_the_answer_alone_are_those_cut_from_all():
+    batch = tiny_sequences(8)
+    for every, answer, item in zip(
+        tiny_reader().read(batch), tiny_reader("answer").read(batch), batch, strict=True
+    ):
+        start, stop = item.spans[2]
+        np.testing.assert_array_equal(answer.hidden, every.hidden[start:stop])
+        for name in ("prob", "resid", "attn"):
+            np.testing.assert_array_equal(getattr(answer, name), getattr(every, name))
+
+
+def test_a_reader_of_the_answer_writes_the_store_of_a_reader_of_all(tmp_path):
+    config = ExtractConfig(
+        tokens_per_batch=96, rows_per_shard=64, hidden_spans="answer"
+    )
+    for spans in ("all", "answer"):
+        reader = tiny_reader(spans)
+        plan = tiny_plan(reader, config=config)
+        run_plan(reader, tiny_sequences(), plan, tmp_path / spans)
+    assert files_under(tmp_path / "all") == files_under(tmp_path / "answer")
+    with pytest.raises(ValueError, match="keeps hidden states of the answer span"):
+        tiny_plan(tiny_reader("answer"))
+
+
+def test_a_batch_begun_before_another_is_taken_changes_neither():
+    reader, batch = tiny_reader(), tiny_sequences(8)
+    first, second = reader.start(batch[:4]), reader.start(batch[4:])
+    together = [*first.result(), *second.result()]
+    apart = reader.read(batch[:4]) + reader.read(batch[4:])
+    for left, right in zip(together, apart, strict=True):
+        for name in ("hidden", "prob", "resid", "attn"):
+            np.testing.assert_array_equal(getattr(left, name), getattr(right, name))
+
+
+if __name__ == "__main__":
+    worker = find_worker()
+    run_tiny(Path(sys.argv[1]), worker.rank, worker.world_size)
