@@ -18,7 +18,7 @@ from pgir.controllers.policy import (
     with_golds,
 )
 from pgir.controllers.rivals import control_rows, frontier
-from tests.pgir.played import played, reply
+from tests.pgir.controllers.played import played, reply
 
 POLICY = Policy(threshold=0.5, budget=2)
 

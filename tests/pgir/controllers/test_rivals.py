@@ -47,7 +47,7 @@ from pgir.controllers.skr import (
     skr,
     wants_retrieval,
 )
-from tests.pgir.played import played, reply
+from tests.pgir.controllers.played import played, reply
 
 SEARCH = SearchConfig(n_passages=3, depth=9)
 TEMPORAL = (47, 62, 849)  # better, worse, all: the counts that SKR's code holds

@@ -29,7 +29,7 @@ from pgir.controllers.stage import (
     settle_search,
 )
 from pgir.retrieval.bm25 import Bm25Retriever
-from tests.pgir.played import played, reply
+from tests.pgir.controllers.played import played, reply
 
 CORPUS = [Passage(title=f"t{i}", text=f"word{i} shared") for i in range(12)]
 

@@ -8,7 +8,7 @@ from pgir.retrieval.bm25 import Bm25Retriever
 from pgir.retrieval.choice import RetrievalConfig, retrieval_config, retrieval_of
 from pgir.retrieval.commands import settle_options
 from tests.extract.small_run import beatrice, smoke
-from tests.pgir.small_corpus import make_corpus
+from tests.pgir.retrieval.small_corpus import make_corpus
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from jaxprobe.fit.memory import Sizes, StepBytes, compiled_bytes, rows_bytes
 from jaxprobe.fit.plan import Plan, Plans, as_bytes, choose, record_plans
 from jaxprobe.kernels.random import RowKeys, hashed_bits, hashed_normal
 from jaxprobe.settings import GridConfig
-from tests.jaxprobe.test_grid import TRAIN, planted_parts, train
+from tests.jaxprobe.fit.test_grid import TRAIN, planted_parts, train
 
 # Wide, since what a plan is made of is: absent arrays cost nothing.
 SIZES = Sizes(

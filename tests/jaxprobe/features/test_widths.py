@@ -5,7 +5,7 @@ from jaxprobe.features.subsets import subset_index
 from jaxprobe.features.widths import width_groups, widths_of
 from jaxprobe.fit.blocks import Block
 from jaxprobe.fit.grid import fit_blocks, labelled, member_outputs
-from tests.jaxprobe.test_grid import ENCODER, TRAIN, planted_parts
+from tests.jaxprobe.fit.test_grid import ENCODER, TRAIN, planted_parts
 
 
 def test_rows_of_like_length_are_one_group():

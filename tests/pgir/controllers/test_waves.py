@@ -12,9 +12,9 @@ import pytest
 from pgir.controllers.calls import Call, Cost, Scored
 from pgir.controllers.policy import ControllerConfig, drafts
 from pgir.controllers.waves import Failed, Journal, Waves
-from tests.pgir.played import played, reply
+from tests.pgir.controllers.played import played, reply
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 QUESTIONS = [f"question {i}?" for i in range(7)]
 CONFIG = ControllerConfig(max_budget=2)
 PRICES = {

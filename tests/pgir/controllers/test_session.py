@@ -12,8 +12,8 @@ from pgir.controllers.session import (
     training_questions,
 )
 from pgir.controllers.waves import Failed, Journal, Waves
-from tests.pgir.played import reply
-from tests.pgir.test_waves import PRICES
+from tests.pgir.controllers.played import reply
+from tests.pgir.controllers.test_waves import PRICES
 
 PASSAGES = (Passage(title="t", text="x"),)
 

@@ -10,9 +10,9 @@ import pytest
 from jaxprobe.fit.blocks import Block
 from jaxprobe.fit.devices import fit_everywhere
 from jaxprobe.fit.grid import fit_blocks
-from tests.jaxprobe.test_grid import ENCODER, TRAIN, in_one_group, planted_parts
+from tests.jaxprobe.fit.test_grid import ENCODER, TRAIN, in_one_group, planted_parts
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BLOCK = Block((0, 3, 7, 11, 14), (0, 1))  # five subsets: they come out even nowhere
 
 
@@ -37,7 +37,12 @@ def check_same(found, trained):
 def test_eight_devices_train_what_one_does(alone, tmp_path):
     flags = "--xla_force_host_platform_device_count=8"
     done = subprocess.run(
-        [sys.executable, "-m", "tests.jaxprobe.mesh_worker", str(tmp_path / "out.npz")],
+        [
+            sys.executable,
+            "-m",
+            "tests.jaxprobe.fit.mesh_worker",
+            str(tmp_path / "out.npz"),
+        ],
         cwd=ROOT,
         env={**os.environ, "XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)},
         capture_output=True,

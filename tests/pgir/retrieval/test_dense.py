@@ -21,7 +21,7 @@ from pgir.retrieval.index import (
     index_folder,
     open_index,
 )
-from tests.pgir.small_corpus import make_corpus, save_encoder, text_of
+from tests.pgir.retrieval.small_corpus import make_corpus, save_encoder, text_of
 from tests.process import ROOT
 
 pytest.importorskip("faiss")

@@ -23,7 +23,7 @@ from jaxprobe.fit.linear import (
 from jaxprobe.metrics import auroc, auroc_gain
 from jaxprobe.model.encoder import Encoder
 from jaxprobe.model.linear import pooled_signals
-from tests.jaxprobe.test_grid import CONFIG, DIMS, planted
+from tests.jaxprobe.fit.test_grid import CONFIG, DIMS, planted
 
 ENCODER = Encoder(dataclasses.replace(CONFIG, is_linear_first=True), DIMS)
 TRAIN = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=3, n_seeds=1)

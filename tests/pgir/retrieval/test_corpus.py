@@ -13,7 +13,7 @@ from pgir.retrieval.corpus import (
     from_document,
 )
 from tests.extract.small_run import beatrice
-from tests.pgir.small_corpus import make_corpus, write_passages
+from tests.pgir.retrieval.small_corpus import make_corpus, write_passages
 
 PSGS = 'id\ttext\ttitle\n1\t"He said ""no"" twice."\tAaron\n2\t"Second block."\tAaron\n'
 TITLES = [

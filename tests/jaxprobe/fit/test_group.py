@@ -43,7 +43,7 @@ def meet(mode, n=3, launcher=explicit):
     environ, port = {**os.environ, "PYTHONPATH": str(ROOT)}, free_port()
     started = [
         subprocess.Popen(
-            [sys.executable, "-m", "tests.jaxprobe.group_worker", mode],
+            [sys.executable, "-m", "tests.jaxprobe.fit.group_worker", mode],
             cwd=ROOT,
             env={**environ, **launcher(rank, n, port)},
             stdout=subprocess.PIPE,
