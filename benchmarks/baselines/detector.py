@@ -13,8 +13,14 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from extract.records import SETTINGS, Answer, Example, Sample, Setting, read_records
-from extract.run.contents import read_answers, read_examples, samples_file
+from extract.run.contents import (
+    draw_seconds_file,
+    read_answers,
+    read_examples,
+    samples_file,
+)
 from extract.run.directory import RunDir
+from extract.run.files import read_json
 from extract.run.results import ResultRow
 from extract.store.read import FeatureStore
 from jaxprobe.features.rows import Rows
@@ -80,6 +86,15 @@ class Evidence:
                 key = sample.example_id, sample.setting, sample.variant
                 found.setdefault(key, []).append(sample)
         return [tuple(found.get(key, ())) for key in self._keys]
+
+    @property
+    def draw_seconds(self) -> float | None:
+        """What a drawn answer of the setting took; None where that was not timed."""
+        path = draw_seconds_file(self.run)
+        if not path.exists():
+            return None
+        known = read_json(path, dict[str, float | None], "run `beatrice sample` again")
+        return known.get(self.rows.setting)
 
     @property
     def _keys(self) -> list[tuple[str, str, str]]:

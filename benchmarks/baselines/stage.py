@@ -209,16 +209,13 @@ def _score(detector: Detector, evidence: Evidence, read: Kept) -> Scores:
 def _judged(detector: Detector, evidence: Evidence, scores: Scores) -> Judged:
     """Say what a detector cost."""
     n_rows, reads = len(evidence.rows.ids), set(detector.reads)
-    per_question = scores.seconds / n_rows
     drawn = (
         [row for row in evidence.samples if row] if "samples" in detector.needs else []
     )
     n_samples = max(map(len, drawn), default=0)
     n_new = [sum(len(s.token_ids or ()) for s in row) for row in drawn]
-    record = evidence.run.stage_record("sample")
-    if drawn and record is not None:
-        n_drawn = sum(1 for line in samples_file(evidence.run).open())
-        per_question += record.seconds / n_drawn * n_samples
+    per_draw = evidence.draw_seconds if drawn else 0.0
+    per_question = scores.seconds / n_rows
     # Everything of the answer behind its own prompt is read in one pass.
     is_read = bool(reads - {"p_true", "sample_states"})
     n_others = ("p_true" in reads) + ("lumina_mmd" in reads)
@@ -230,7 +227,7 @@ def _judged(detector: Detector, evidence: Evidence, scores: Scores) -> Judged:
         variant=detector.variant,
         needs=tuple(sorted(detector.needs)),
         is_trained=detector.is_trained,
-        seconds=per_question,
+        seconds=None if per_draw is None else per_question + per_draw * n_samples,
         peak_bytes=scores.peak_bytes,
         n_forwards=is_read + n_others + n_samples * ("sample_states" in reads),
         n_new_tokens=float(np.mean(n_new)) if n_new else 0.0,

@@ -38,7 +38,8 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Attributes:
       needs: beyond the pass that gave the answer, see `detector.Need`.
       seconds: of scoring, its share of the readings, and of drawing its samples;
-        fitting included, which is paid once, over all answers of the setting.
+        fitting included, which is paid once, over all answers of the setting. None
+        where its samples were drawn before drawing was timed.
       peak_bytes: most memory of the process while it was read and scored, with all
         that the process holds, such as the backbone; of the host, not of a device.
         None in records from before it was measured.
@@ -55,7 +56,7 @@ class Judged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     variant: str
     needs: tuple[str, ...]
     is_trained: bool
-    seconds: float
+    seconds: float | None
     peak_bytes: int | None = None
     n_forwards: int
     n_new_tokens: float
@@ -112,7 +113,7 @@ def _cells(one: Judged, auroc: float | None) -> tuple[str, ...]:
     return (
         one.title,
         "–" if auroc is None else number(auroc),
-        f"{one.seconds:.2g}",
+        "–" if one.seconds is None else f"{one.seconds:.2g}",
         "–" if one.peak_bytes is None else bytes_in_words(one.peak_bytes),
         str(one.n_forwards),
         f"{one.n_new_tokens:.3g}",

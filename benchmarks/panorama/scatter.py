@@ -74,7 +74,7 @@ def cost_figure(
     return figure
 
 
-_COSTS: tuple[tuple[str, str, bool, Callable[[Judged], float]], ...] = (
+_COSTS: tuple[tuple[str, str, bool, Callable[[Judged], float | None]], ...] = (
     ("seconds", "seconds a question", True, lambda one: one.seconds),
     ("forwards", "forwards more", False, lambda one: one.n_forwards),
     ("tokens", "tokens generated more", False, lambda one: one.n_new_tokens),
@@ -83,7 +83,10 @@ _CAPTION = (
     "The five best are numbered. Dashed: the selected encoders, whose signals come "
     "from the pass that gave the answer."
 )
-_TIMED = " Time is measured on this machine, fitting included."
+_TIMED = (
+    " Time is measured on this machine, fitting included; what was not timed has no "
+    "point."
+)
 
 
 def cost_pictures(judged: Sequence[Judged], rows: Sequence[ResultRow]) -> list[Picture]:
@@ -107,7 +110,11 @@ def cost_pictures(judged: Sequence[Judged], rows: Sequence[ResultRow]) -> list[P
             **where,
         )
         for name, axis, is_log, cost_of in _COSTS:
-            points = [(o.title, kind_of(o), cost_of(o), auroc) for o, auroc in known]
+            points = [
+                (one.title, kind_of(one), cost, auroc)
+                for one, auroc in known
+                if (cost := cost_of(one)) is not None
+            ]
             if len({cost for *_, cost, _ in points}) < 2:
                 continue
             ours = row and row.value

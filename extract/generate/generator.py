@@ -95,6 +95,9 @@ class Generated(Record, frozen=True, kw_only=True):
     finish: Finish  # "length" if the text was cut at its limit
     n_prompt_tokens: int | None  # as the model counts
     n_new_tokens: int | None  # likewise, the stop token included
+    # Since the text before it came: of a batch the first has all. Their sum is what
+    # the texts took, over all starts.
+    seconds: float | None = None
 
 
 def find_stop(text: str, stop: Sequence[str]) -> int | None:

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -110,7 +111,11 @@ class Replies:
             plan = generator.plan(prompts, config)
             mine = plan[self.worker.rank :: self.worker.world_size]
             done |= {*range(len(prompts))} - {i for batch in mine for i in batch}
-        for i, reply in generator.stream(prompts, config, done):
+        began = time.monotonic()
+        for i, text in generator.stream(prompts, config, done):
+            now = time.monotonic()
+            reply = msgspec.structs.replace(text, seconds=round(now - began, 6))
+            began = now
             if keys[i] in self.found:
                 continue
             self.lines.append([_line(keys[i], reply)])

@@ -6,7 +6,7 @@ the published numbers of the same detector differ.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from extract.generate.generator import (
     Generator,
@@ -16,7 +16,7 @@ from extract.generate.generator import (
 from extract.generate.options import MAX_SAMPLES
 from extract.generate.replies import Replies
 from extract.generate.requests import Request
-from extract.records import Sample
+from extract.records import Sample, Setting
 from extract.run.console import Update
 
 
@@ -38,6 +38,19 @@ class DrawConfig:
                 "temperature: expected above 0 for drawn answers, found 0; a greedy "
                 "answer would be the same every time"
             )
+
+
+class Drawn(NamedTuple):
+    """Drawn answers, and what they cost.
+
+    Attributes:
+      samples: in the order of the requests, those of one together.
+      seconds: by setting, a drawn answer's, of one worker and over all starts; None
+        where some were drawn before they were timed.
+    """
+
+    samples: list[Sample]
+    seconds: dict[Setting, float | None]
 
 
 def request_prompt(
@@ -72,7 +85,7 @@ def draw_answers(
     progress: Update = lambda done, total: None,
     *,
     as_text: bool = False,
-) -> list[Sample]:
+) -> Drawn:
     """Draw `n_samples` answers to every request, the draws of one request together."""
     cells = [(r, k) for r in requests for k in range(config.n_samples)]
     prompts = [
@@ -82,7 +95,7 @@ def draw_answers(
     ]
     found = replies.generate(generator, prompts, config.sampling, progress)
     written = ("text", "token_ids", "stop_id", "log_probs", "finish")
-    return [
+    samples = [
         Sample(
             example_id=request.example_id,
             setting=request.setting,
@@ -92,3 +105,12 @@ def draw_answers(
         )
         for (request, k), reply in zip(cells, found, strict=True)
     ]
+    timed: dict[Setting, list[float | None]] = {}
+    for sample, reply in zip(samples, found, strict=True):
+        timed.setdefault(sample.setting, []).append(reply.seconds)
+    return Drawn(samples, {setting: _mean(each) for setting, each in timed.items()})
+
+
+def _mean(seconds: Sequence[float | None]) -> float | None:
+    known = [one for one in seconds if one is not None]
+    return sum(known) / len(known) if len(known) == len(seconds) else None

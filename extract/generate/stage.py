@@ -46,6 +46,7 @@ from extract.generate.sampling import DrawConfig, draw_answers, request_prompt
 from extract.records import write_lines
 from extract.run.console import Progress, Update
 from extract.run.contents import (
+    draw_seconds_file,
     left_out_file,
     question_files,
     read_answers,
@@ -302,7 +303,7 @@ def draw_run(
         made = make_requests(examples, model, prompt, limit, settings_of(run))
         if made.note:
             progress.note(f"sample: {made.note}")
-        samples = draw_answers(
+        samples, seconds = draw_answers(
             made.requests,
             generator,
             model.tokenizer,
@@ -320,6 +321,7 @@ def draw_run(
         )
         write_text_atomic(path, write_lines(samples))
         write_json_atomic(run.samples / "config.json", identity)
+        write_json_atomic(draw_seconds_file(run), seconds)
 
     inputs = run.hash_inputs(*question_files(run)) | {"sampler": sha256_json(identity)}
     once(run, "sample", inputs, [run.samples], progress, work)

@@ -37,6 +37,11 @@ def samples_file(run: RunDir) -> Path:
     return run.samples / "samples.jsonl"
 
 
+def draw_seconds_file(run: RunDir) -> Path:
+    """Return the file of what a drawn answer takes, by setting."""
+    return run.samples / "seconds.json"
+
+
 def left_out_file(run: RunDir) -> Path:
     """Return the list of what was not asked; absent where everything was."""
     return run.answers / "left_out.jsonl"

@@ -14,8 +14,9 @@ from benchmarks.baselines.stage import (
     chosen_detectors,
     unmet,
 )
-from extract.run.contents import samples_file
+from extract.run.contents import draw_seconds_file, samples_file
 from extract.run.directory import RunDir
+from extract.run.files import write_json_atomic
 from extract.run.results import read_result_rows, read_rows, rows_file
 from jaxprobe.evaluation import Scored, detection_rows
 from jaxprobe.metrics import BootstrapConfig
@@ -51,6 +52,24 @@ def test_a_detector_that_cannot_learn_has_its_reason_in_its_rows(tmp_path):
     assert all(r.value is None and r.n_failed == 5 for r in own)
     assert {r.reason for r in own} == {"one class alone teaches nothing"}
     assert all(r.value is not None for r in rows if r not in own and r.seed == "mean")
+
+
+def test_a_question_costs_what_its_draws_took_and_nobody_guesses(tmp_path):
+    given = evidence(tmp_path, [["a", "b"], ["a", "c"]])
+    scores = stage.Scores(Found(np.zeros((1, 2))), seconds=3.0, peak_bytes=1)
+
+    def seconds(**fields):
+        return stage._judged(one(None, **fields), given, scores).seconds
+
+    drawn = {"needs": frozenset({"samples"})}
+    assert seconds() == 1.5
+    assert seconds(**drawn) is None  # drawn before drawing was timed
+    file = draw_seconds_file(given.run)
+    write_json_atomic(file, {"closed_book": 0.25, "with_context": 7.0})
+    assert seconds(**drawn) == 1.5 + 2 * 0.25
+    assert seconds() == 1.5
+    write_json_atomic(file, {"closed_book": None})
+    assert seconds(**drawn) is None
 
 
 def test_scores_are_kept_until_what_they_depend_on_changes(tmp_path):

@@ -69,6 +69,17 @@ def test_a_figure_stands_where_costs_differ_and_has_every_point():
         assert ("Time is measured" in found.caption) == ("seconds" in found.title)
 
 
+def test_what_was_not_timed_has_a_dash_and_no_point():
+    first, *others = judged()
+    untimed = [msgspec.structs.replace(first, seconds=None), *others]
+    cells = cost_tables(untimed, sample_rows())["Closed-book"]
+    (own,) = (row for row in cells if row[0] == first.title)
+    assert dict(zip(HEADS, own, strict=True))["Seconds a question"] == "–"
+    for found in cost_pictures(untimed, sample_rows()):
+        timed = "seconds" in found.title and "Closed" in found.title
+        assert (first.title in found.svg) != timed
+
+
 def test_what_reads_drawn_answers_is_drawn_so_even_if_trained():
     one = msgspec.structs.replace(judged()[0], is_trained=True)
     assert kind_of(one) == "trained"

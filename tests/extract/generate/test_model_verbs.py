@@ -1,5 +1,6 @@
 """The verbs that let a model write, against a server on this machine."""
 
+import collections
 import csv
 import io
 import json
@@ -15,7 +16,7 @@ import pytest
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import WEIGHTS
 from extract.generate.backends.local import TransformersGenerator
-from extract.records import Answer, Sample, read_records, write_lines
+from extract.records import SETTINGS, Answer, Sample, read_records, write_lines
 from extract.run.contents import read_examples
 from extract.run.directory import RunDir
 from tests.extract.generate.loopback import served
@@ -234,6 +235,13 @@ def test_drawn_answers_are_the_same_twice_and_carry_log_probs(run_dir):
     path.unlink()
     assert "was unfinished" in beatrice(*arguments).stderr
     assert path.read_bytes() == first
+    # What the answers took is what both starts took for them.
+    lines = replies.read_text().splitlines()
+    took = sum(json.loads(line)["seconds"] for line in lines)
+    each = json.loads((run_dir / "samples" / "seconds.json").read_text())
+    n_each = collections.Counter(sample.setting for sample in samples)
+    assert took == pytest.approx(sum(each[s] * n for s, n in n_each.items()))
+    assert took > 0 and set(each) == set(SETTINGS)
     assert json.loads((run_dir / "samples" / "config.json").read_text())["draws"] == {
         "n_samples": 3,
         "sampling": {

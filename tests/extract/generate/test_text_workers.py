@@ -32,7 +32,9 @@ def written(verb, run):
 
 
 def texts(verb, run):
-    return sorted((run / "replies" / f"{ROLES[verb]}.jsonl").read_text().splitlines())
+    """What was written, in any order; without the time it took."""
+    lines = (run / "replies" / f"{ROLES[verb]}.jsonl").read_text().splitlines()
+    return sorted(line[: line.index(', "seconds"')] for line in lines)
 
 
 def parts(verb, run):
