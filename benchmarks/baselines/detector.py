@@ -5,7 +5,7 @@ from `Evidence` to scores of every row of a setting.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -14,13 +14,15 @@ import numpy as np
 
 from extract.records import SETTINGS, Answer, Example, Sample, Setting, read_records
 from extract.run.contents import (
+    answers_file,
     draw_seconds_file,
+    question_files,
     read_answers,
     read_examples,
     samples_file,
 )
 from extract.run.directory import RunDir
-from extract.run.files import read_json
+from extract.run.files import read_json, sha256_tree
 from extract.run.results import ResultRow
 from extract.store.read import FeatureStore
 from jaxprobe.features.rows import Rows
@@ -32,6 +34,8 @@ from jaxprobe.features.rows import Rows
 #   swapped        the answer is read behind another question's passages
 #   encoder        a text encoder, which is fine-tuned
 Need = Literal["samples", "entailment", "second_prompt", "swapped", "encoder"]
+FORMAT = "3"  # of what is kept: 3 says of which rows
+_OF_SAMPLES = ("sample_states", "p_true")  # readings of drawn answers too
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -100,6 +104,28 @@ class Evidence:
     def _keys(self) -> list[tuple[str, str, str]]:
         pairs = zip(self.rows.ids, self.rows.variants, strict=True)
         return [(i, self.rows.setting, variant) for i, variant in pairs]
+
+
+def identities(evidence: Evidence, names: Iterable[str]) -> dict[str, str]:
+    """Return the identity of all that each reading depends on, by name.
+
+    Of the answers, the questions and, where the drawn answers are read too, of these.
+    Labels and the layer of the sweep are no part of it.
+    """
+    run = evidence.run
+    files = [answers_file(run), *question_files(run)]
+    shas = [str(sha256_tree(file)) for file in files]
+    drawn = str(sha256_tree(samples_file(run)))
+    return {
+        name: " ".join(
+            (FORMAT, name, evidence.rows.setting, *shas, *_drawn(name, drawn))
+        )
+        for name in names
+    }
+
+
+def _drawn(name: str, sha: str) -> tuple[str, ...]:
+    return (sha,) if name in _OF_SAMPLES else ()
 
 
 class Found(NamedTuple):

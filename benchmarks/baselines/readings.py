@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.baselines.detector import Detector, Evidence
+from benchmarks.baselines.detector import Detector, Evidence, identities
 from extract.generate.requests import answer_config
-from extract.run.contents import answers_file, question_files, samples_file
-from extract.run.files import sha256_tree
 from extract.run.memory import begin_peak, peak_bytes
 from jaxprobe.checkpoint import load_cache, save_cache
 
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
     from extract.backbone.loading import Backbone
 
 _ANSWERS_PER_PART = 256
-FORMAT = "3"  # of what is kept: 3 says of which rows
-_OF_SAMPLES = ("sample_states", "p_true")
 _Arrays = dict[str, np.ndarray]
 Wanted = Mapping[str, np.ndarray]  # by name of a reading, `[n]` places of rows
 
@@ -236,25 +232,3 @@ def parts_of(n_rows: int) -> list[slice]:
     """Return the rows that are read and kept together."""
     starts = range(0, n_rows, _ANSWERS_PER_PART)
     return [slice(start, min(start + _ANSWERS_PER_PART, n_rows)) for start in starts]
-
-
-def identities(evidence: Evidence, names: Iterable[str]) -> dict[str, str]:
-    """Return the identity of all that each reading depends on, by name.
-
-    Of the answers, the questions and, where the drawn answers are read too, of these.
-    Labels and the layer of the sweep are no part of it.
-    """
-    run = evidence.run
-    files = [answers_file(run), *question_files(run)]
-    shas = [str(sha256_tree(file)) for file in files]
-    drawn = str(sha256_tree(samples_file(run)))
-    return {
-        name: " ".join(
-            (FORMAT, name, evidence.rows.setting, *shas, *_drawn(name, drawn))
-        )
-        for name in names
-    }
-
-
-def _drawn(name: str, sha: str) -> tuple[str, ...]:
-    return (sha,) if name in _OF_SAMPLES else ()

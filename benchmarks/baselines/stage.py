@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,16 +11,21 @@ import msgspec
 import numpy as np
 
 from benchmarks.baselines.catalogue import catalogue
-from benchmarks.baselines.detector import Detector, Evidence, Found
+from benchmarks.baselines.detector import Detector, Evidence, Found, Need
 from benchmarks.baselines.readings import (
-    FORMAT,
     Kept,
     Reading,
-    identities,
     kept_readings,
     parts_of,
     rows_read,
     unread,
+)
+from benchmarks.baselines.scores import (
+    KeptScores,
+    Scores,
+    identities_of,
+    models_beside,
+    models_file,
 )
 from benchmarks.panorama.costs import Judged, judged_file
 from benchmarks.panorama.significance import is_rival
@@ -29,15 +34,12 @@ from extract.run.console import Progress, Update
 from extract.run.contents import row_files, samples_file, settings_of
 from extract.run.directory import RunDir
 from extract.run.files import (
-    sha256_tree,
     write_json_atomic,
-    write_text_atomic,
 )
 from extract.run.manifest import Preset
 from extract.run.memory import begin_peak, peak_bytes
-from extract.run.results import ResultRow, publish, read_rows, rows_file, write_rows
+from extract.run.results import ResultRow, publish, rows_file
 from extract.run.stages import Forecast, Stage
-from jaxprobe.checkpoint import load_cache, save_cache
 from jaxprobe.evaluation import Scored, bootstrap_of, detection_rows
 from jaxprobe.features.rows import chosen_layer, load_rows
 from jaxprobe.pool import read_selection
@@ -64,6 +66,11 @@ class BaselinesConfig:
     again: bool = False
     nli: str | None = None
     encoder: str | None = None
+
+    @property
+    def models(self) -> dict[Need, str | None]:
+        """Directories of models by what they are needed for, None where not given."""
+        return {"entailment": self.nli, "encoder": self.encoder}
 
 
 BASELINES_PRESETS: dict[Preset, BaselinesConfig] = {
@@ -99,22 +106,6 @@ def chosen_detectors(config: BaselinesConfig) -> list[Detector]:
     return [one for one in every if config.again or not (one.needs or one.reads)]
 
 
-class Scores(NamedTuple):
-    """What a detector said of a setting, and what that took.
-
-    Attributes:
-      found: its scores, of one seed and all NaN where it could not be fitted.
-      seconds: of scoring and of its share of the readings.
-      peak_bytes: most memory of the process while it was scored or read.
-      reason: why there is no score, or empty.
-    """
-
-    found: Found
-    seconds: float
-    peak_bytes: int = 0
-    reason: str = ""
-
-
 class _Metered:
     """An NLI model whose time is charged to all that ask for a pair.
 
@@ -136,59 +127,6 @@ class _Metered:
         share = (time.monotonic() - began) / max(1, len(new))
         self._seconds.update(dict.fromkeys(new, share))
         return found
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Kept:
-    """The scores of detectors on one setting, by file in the run.
-
-    Attributes:
-      evidence: of the setting, without readings.
-      shas: identities of what all detectors read, and of an NLI model and of drawn
-        answers.
-    """
-
-    evidence: Evidence
-    shas: Mapping[str, str]
-
-    def _path(self, name: str) -> Path:
-        folder = self.evidence.run.path / "baselines" / self.evidence.rows.setting
-        return folder / f"{name.replace(':', '-')}.safetensors"
-
-    def _key(self, detector: Detector) -> str:
-        """Return the identity of all that a detector's scores depend on.
-
-        The layer of the sweep is part of it, with all of the run's rows, and so are
-        its readings: P(True) is shown drawn answers, which may come later.
-        """
-        extra = [self.shas[need] for need in sorted(detector.needs & set(self.shas))]
-        readings = identities(self.evidence, detector.reads).values()
-        own = (FORMAT, detector.name, detector.variant, self.shas["run"])
-        return " ".join((*own, *extra, *readings))
-
-    def load(self, detector: Detector) -> Scores | None:
-        """Return what a detector said before, if of the same things."""
-        path = self._path(detector.name)
-        if (held := load_cache(path, self._key(detector))) is None:
-            return None
-        chosen = tuple(read_rows(path.with_suffix(".jsonl")))
-        reason = held["reason"].tobytes().decode()
-        cost = held["seconds"].item(), held["peak_bytes"].item()
-        return Scores(Found(held["scores"], chosen), *cost, reason)
-
-    def save(self, detector: Detector, scores: Scores) -> None:
-        """Keep what a detector said; the scores last, without which it said nothing."""
-        path = self._path(detector.name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        chosen = write_rows(scores.found.chosen)
-        write_text_atomic(path.with_suffix(".jsonl"), chosen)
-        arrays = {
-            "scores": scores.found.scores,
-            "seconds": np.float64(scores.seconds),
-            "peak_bytes": np.int64(scores.peak_bytes),
-            "reason": np.frombuffer(scores.reason.encode(), np.uint8),
-        }
-        save_cache(path, arrays, self._key(detector))
 
 
 def _score(detector: Detector, evidence: Evidence, read: Kept) -> Scores:
@@ -239,7 +177,7 @@ def _judged(detector: Detector, evidence: Evidence, scores: Scores) -> Judged:
 class _Left(NamedTuple):
     """What earlier starts said of a setting, by name, and whom is still to be asked."""
 
-    kept: _Kept
+    kept: KeptScores
     held: dict[str, Scores | None]
     new: list[Detector]
 
@@ -261,7 +199,7 @@ def _left(
         relations=relations,
         encoder=Path(config.encoder) if config.encoder else None,
     )
-    kept = _Kept(evidence=evidence, shas=_shas(run, config))
+    kept = KeptScores(evidence=evidence, shas=identities_of(run, config.models))
     every = [one for one in catalogue().values() if setting in one.settings]
     held = {one.name: kept.load(one) for one in every}
     names = {one.name for one in asked}
@@ -321,17 +259,6 @@ def _setting(
     return [*chosen, *itertools.compress(made, is_told)], judged
 
 
-def _shas(run: RunDir, config: BaselinesConfig) -> dict[str, str]:
-    """Return the identities of what detectors read: of the run, and by need."""
-    common = [*row_files(run), run.answers, run.sweep]
-    return {
-        "run": " ".join(str(sha256_tree(path)) for path in common),
-        "samples": str(sha256_tree(samples_file(run))),
-        "entailment": str(config.nli and sha256_tree(Path(config.nli))),
-        "encoder": str(config.encoder and sha256_tree(Path(config.encoder))),
-    }
-
-
 def _baselines(
     run: RunDir, config: BaselinesConfig, update: Update, progress: Progress
 ) -> None:
@@ -347,6 +274,8 @@ def _baselines(
         from benchmarks.baselines.sampled.entailment import load_entailment
 
         relations = _Metered(load_entailment(Path(config.nli), progress=update))
+    if known := models_beside(run, config.models):
+        write_json_atomic(models_file(run), known)
     made, judged = [], []
     for setting in settings_of(run):
         rows, own = _setting(

@@ -6,8 +6,8 @@ import numpy as np
 
 from benchmarks.baselines import readings
 from benchmarks.baselines.catalogue import catalogue
+from benchmarks.baselines.detector import identities
 from benchmarks.baselines.readings import (
-    identities,
     kept_readings,
     parts_of,
     rows_read,

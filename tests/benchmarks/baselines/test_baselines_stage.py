@@ -9,6 +9,7 @@ from benchmarks.baselines import stage
 from benchmarks.baselines.catalogue import catalogue
 from benchmarks.baselines.detector import Detector, Found
 from benchmarks.baselines.readings import Kept
+from benchmarks.baselines.scores import KeptScores, Scores, models_beside, models_file
 from benchmarks.baselines.stage import (
     BaselinesConfig,
     chosen_detectors,
@@ -56,7 +57,7 @@ def test_a_detector_that_cannot_learn_has_its_reason_in_its_rows(tmp_path):
 
 def test_a_question_costs_what_its_draws_took_and_nobody_guesses(tmp_path):
     given = evidence(tmp_path, [["a", "b"], ["a", "c"]])
-    scores = stage.Scores(Found(np.zeros((1, 2))), seconds=3.0, peak_bytes=1)
+    scores = Scores(Found(np.zeros((1, 2))), seconds=3.0, peak_bytes=1)
 
     def seconds(**fields):
         return stage._judged(one(None, **fields), given, scores).seconds
@@ -79,25 +80,43 @@ def test_scores_are_kept_until_what_they_depend_on_changes(tmp_path):
     plain, drawn = (
         one(None, needs=frozenset(needs)) for needs in ((), ("samples", "entailment"))
     )
-    kept = stage._Kept(evidence=given, shas=shas)
+    kept = KeptScores(evidence=given, shas=shas)
     for detector in (plain, drawn):
-        kept.save(detector, stage.Scores(found, 1.5, 7, "why"))
+        kept.save(detector, Scores(found, 1.5, 7, "why"))
         held = kept.load(detector)
         np.testing.assert_array_equal(held.found.scores, found.scores)
         assert held[1:] == (1.5, 7, "why")
         for name in shas:
-            other = stage._Kept(evidence=given, shas=shas | {name: "9"})
+            other = KeptScores(evidence=given, shas=shas | {name: "9"})
             is_read = name == "run" or bool(detector.needs)
             assert (other.load(detector) is None) == is_read
 
 
+def test_a_model_that_is_not_given_again_is_the_last_one_given(tmp_path):
+    run = RunDir(tmp_path / "run")
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(name)
+    assert models_beside(run, {"encoder": None, "entailment": None}) == {}
+    first = models_beside(run, {"encoder": str(tmp_path / "a"), "entailment": None})
+    assert set(first) == {"encoder"}
+    models_file(run).parent.mkdir(parents=True)
+    write_json_atomic(models_file(run), first)
+    assert models_beside(run, {"encoder": None}) == first
+    other = models_beside(run, {"encoder": str(tmp_path / "b")})
+    assert set(other) == {"encoder"} and other != first
+    models_file(run).write_text("[]")
+    with pytest.raises(ValueError, match="--encoder again"):
+        models_beside(run, {})
+
+
 def test_scores_from_readings_are_made_again_when_the_readings_are(tmp_path):
     given = evidence(tmp_path, [["a"]] * 3)
-    kept = stage._Kept(evidence=given, shas={"run": "1"})
+    kept = KeptScores(evidence=given, shas={"run": "1"})
     shown, blind = (one(None, reads=(name,)) for name in ("p_true", "lookback"))
     for detector, is_gone in ((shown, True), (blind, False)):
         text = samples_file(given.run).read_text()
-        kept.save(detector, stage.Scores(Found(np.zeros((1, 3))), 1.0))
+        kept.save(detector, Scores(Found(np.zeros((1, 3))), 1.0))
         samples_file(given.run).write_text(text + text.splitlines(True)[-1])
         assert (kept.load(detector) is None) == is_gone
         samples_file(given.run).write_text(text)
