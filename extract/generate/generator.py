@@ -96,7 +96,7 @@ class Generated(Record, frozen=True, kw_only=True):
     n_prompt_tokens: int | None  # as the model counts
     n_new_tokens: int | None  # likewise, the stop token included
     # Since the text before it came: of a batch the first has all. Their sum is what
-    # the texts took, over all starts.
+    # the texts took, over all starts. None where nobody wants to know.
     seconds: float | None = None
 
 

@@ -52,6 +52,7 @@ class Replies:
       parts: folder of what workers wrote, None where there is none.
       worker: who generates; one of several needs a backend that plans its batches.
       from_parts: texts that are in parts alone.
+      is_timed: a new text's line says what it took, and so is another the next time.
     """
 
     lines: JsonLines
@@ -59,6 +60,7 @@ class Replies:
     parts: Path | None = None
     worker: Worker = Worker()
     from_parts: dict[str, Generated] = dataclasses.field(default_factory=dict)
+    is_timed: bool = False
     n_reused: int = 0  # texts that were found and not generated again
     n_new: int = 0  # texts that were generated and appended
 
@@ -114,8 +116,8 @@ class Replies:
         began = time.monotonic()
         for i, text in generator.stream(prompts, config, done):
             now = time.monotonic()
-            reply = msgspec.structs.replace(text, seconds=round(now - began, 6))
-            began = now
+            took, began = round(now - began, 6) if self.is_timed else None, now
+            reply = msgspec.structs.replace(text, seconds=took)
             if keys[i] in self.found:
                 continue
             self.lines.append([_line(keys[i], reply)])
@@ -155,7 +157,12 @@ def _written(folder: Path) -> Iterator[tuple[str, Generated]]:
 
 
 def open_replies(
-    run: RunDir, role: str, progress: Progress, worker: Worker | None = None
+    run: RunDir,
+    role: str,
+    progress: Progress,
+    worker: Worker | None = None,
+    *,
+    is_timed: bool = False,
 ) -> Replies:
     """Open what a model has written in one role of a run; see `RunDir.replies`.
 
@@ -164,6 +171,7 @@ def open_replies(
       role: of the model.
       progress: is told what was set aside.
       worker: who will generate; None for one that works alone.
+      is_timed: see `Replies`.
     """
     worker, parts = worker or Worker(), run.parts(role)
     if worker.world_size == 1:
@@ -177,6 +185,7 @@ def open_replies(
         name = f"{worker.rank}-of-{worker.world_size}@{socket.gethostname()}"
         lines = JsonLines.open(parts / f"{name}.{os.getpid()}.jsonl")
         replies = Replies(lines=lines, found=found, parts=parts, worker=worker)
+    replies.is_timed = is_timed
     if replies.lines.truncated:
         progress.note(replies.lines.truncated)
     return replies

@@ -298,7 +298,7 @@ def draw_run(
     path, limit = samples_file(run), draws.sampling.max_new_tokens
 
     def work(update: Update) -> None:
-        replies = open_replies(run, "sample", progress, worker)
+        replies = open_replies(run, "sample", progress, worker, is_timed=True)
         examples = [e for e in read_examples(run) if e.split in splits]
         made = make_requests(examples, model, prompt, limit, settings_of(run))
         if made.note:
