@@ -52,7 +52,7 @@ class Replies:
       parts: folder of what workers wrote, None where there is none.
       worker: who generates; one of several needs a backend that plans its batches.
       from_parts: texts that are in parts alone.
-      is_timed: a new text's line says what it took, and so is another the next time.
+      is_timed: a new text's line says what it took; no two starts write equal lines.
     """
 
     lines: JsonLines
