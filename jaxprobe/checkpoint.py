@@ -2,15 +2,17 @@
 
 Orbax marks a checkpoint as complete but does not notice a flipped bit in it, so every
 file's sum is checked before anything is read. Saving is atomic: a checkpoint is either
-there whole or not at all.
+there whole or not at all. Finished parts of a longer work are in a `Cache` until the
+whole is saved.
 """
 
+import dataclasses
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,46 @@ def load_cache(path: Path, key: str) -> dict[str, np.ndarray] | None:
     except (SafetensorError, OSError):
         return None
     return arrays if metadata.get("sha256") == _digest(arrays, key) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Arrays of the finished parts of a work, one file a part.
+
+    Work that is interrupted continues from it: do what is `missing`, save each part as
+    it is done, load them all.
+
+    Attributes:
+      folder: of the files; None keeps nothing, and every part is missing.
+      key: identity of everything the parts depend on; parts saved under another key,
+        and damaged ones, are missing.
+    """
+
+    folder: Path | None = None
+    key: str = ""
+
+    def path(self, name: str) -> Path | None:
+        """Return the file of a part; its name may have folders, `grid/3-0`."""
+        return self.folder and self.folder / f"{name}.safetensors"
+
+    def load(self, name: str) -> dict[str, np.ndarray] | None:
+        """Return a part's arrays by name, or None if the part is missing."""
+        path = self.path(name)
+        return path and load_cache(path, self.key)
+
+    def save(self, name: str, arrays: Arrays) -> None:
+        """Write a part's arrays, replacing what was there."""
+        if path := self.path(name):
+            save_cache(path, arrays, self.key)
+
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """Return those parts that are still to be done, in the order of `names`."""
+        return [name for name in names if self.load(name) is None]
+
+    def clear(self) -> None:
+        """Delete all parts: the whole is saved elsewhere."""
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 CONFIG = "config.json"

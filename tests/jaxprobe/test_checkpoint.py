@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from jaxprobe import checkpoint
+from jaxprobe.checkpoint import Cache
 
 TREE = {"a": {"b": np.arange(600.0, dtype=np.float32)}, "c": np.ones((2, 3), np.int32)}
 
@@ -49,3 +50,30 @@ def test_a_save_that_fails_leaves_the_old_checkpoint(tmp_path):
         checkpoint.save(tmp_path / "x", TREE, {"version": object()})
     assert checkpoint.restore(tmp_path / "x")[1] == {"version": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
+
+
+def test_parts_come_back_under_their_key_alone_and_a_damaged_one_is_missing(tmp_path):
+    cache = Cache(tmp_path / "parts", "data 1")
+    names = ["grid/0-0", "grid/1-0", "linear"]
+    cache.save("grid/0-0", {"w": np.arange(6.0).reshape(2, 3), "n": np.int32(4)})
+    assert cache.missing(names) == names[1:]
+    arrays = cache.load("grid/0-0")
+    assert arrays["n"] == 4 and arrays["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert Cache(cache.folder, "data 2").missing(names) == names
+    path = cache.path("grid/0-0")
+    whole = path.read_bytes()
+    for at in (len(whole) // 3, len(whole) - 1):
+        broken = bytearray(whole)
+        broken[at] ^= 1
+        path.write_bytes(broken)
+        assert cache.load("grid/0-0") is None
+    cache.clear()
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_folder_nothing_is_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cache = Cache()
+    cache.save("a", {"w": np.zeros(2)})
+    cache.clear()
+    assert cache.missing(["a"]) == ["a"] and not list(tmp_path.iterdir())
