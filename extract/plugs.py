@@ -1,0 +1,88 @@
+"""A person's own judge, retriever or detector: by `module:NAME`, or an entry point."""
+
+import importlib
+import importlib.metadata
+import operator
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def load_plug(spec: str, group: str) -> Any:
+    """Return the object that a person plugs in.
+
+    Args:
+      spec: `module:NAME`, of a module that is installed or lies in the current folder;
+        NAME may have dots. Or the name of an entry point.
+      group: of the entry points, such as "beatrice.judges".
+
+    Raises:
+      ValueError: there is no such module, name or entry point, or its module fails.
+    """
+    if not isinstance(spec, str):
+        raise ValueError(
+            f"expected MODULE:NAME or the name of an entry point of {group}, not a "
+            f"{type(spec).__name__}"
+        )
+    module_name, colon, name = spec.strip().partition(":")
+    if not colon:
+        return _load_entry_point(module_name, group)
+    parts = [*module_name.split("."), *name.split(".")]
+    if not all(part.isidentifier() for part in parts):
+        raise ValueError(
+            f"{spec!r} is not MODULE:NAME; my_file:my_function is that of my_file.py"
+        )
+    return _attribute(_import(module_name, spec), name, spec)
+
+
+def _load_entry_point(name: str, group: str) -> Any:
+    points = importlib.metadata.entry_points(group=group)
+    if name not in points.names:
+        installed = ", ".join(sorted(points.names)) or "none"
+        raise ValueError(
+            f"{name!r} is no entry point of {group} (installed: {installed}); give one "
+            "of them, or MODULE:NAME of a module that is installed or lies here"
+        )
+    value = points[name].value.partition("[")[0]  # without extras
+    module_name, _, attribute = (part.strip() for part in value.partition(":"))
+    module = _import(module_name, f"{name} ({value})")
+    return _attribute(module, attribute, name) if attribute else module
+
+
+def _import(name: str, spec: str) -> ModuleType:
+    # Last, so that no file here stands in for an installed package; and for good, since
+    # a module may import others beside it when it runs.
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(name)
+    # Whatever a person's module raises while it loads is a mistake in that module.
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and _is_part(error.name, name):
+            raise ValueError(
+                f"{spec}: no module {error.name!r} is installed, nor does "
+                f"{name.partition('.')[0]}.py lie in {here}; start where it lies, or "
+                "install it"
+            ) from None
+        raise ValueError(
+            f"{spec}: importing {name} ends in {type(error).__name__}: {error}"
+        ) from error
+
+
+def _is_part(missing: str | None, name: str) -> bool:
+    """Tell whether the missing module is the one to import, or a package around it."""
+    return missing is not None and f"{name}.".startswith(f"{missing}.")
+
+
+def _attribute(module: ModuleType, name: str, spec: str) -> Any:
+    try:
+        return operator.attrgetter(name)(module)
+    except AttributeError:
+        names = [key for key in vars(module) if not key.startswith("_")]
+        raise ValueError(
+            f"{spec}: {module.__name__} has no {name!r}; it has "
+            f"{', '.join(names) or 'no public name'}"
+        ) from None
