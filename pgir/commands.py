@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from extract.run.console import Progress, quiet
-from extract.run.verbs import RUN_DIR, do_or_forecast, dry_run_option
+from extract.run.verbs import RUN_DIR
 from pgir.retrieval.commands import (
     retrieval_options,
     settle_options,
@@ -72,20 +72,8 @@ def with_options(config: "ControlConfig", **given: Any) -> "ControlConfig":
     type=click.Choice(["paper", "choose", "all"]),
     help="Search as the paper, also as is best on validation, or in all ways.",
 )
-@click.option(
-    "--pace",
-    type=click.IntRange(min=1),
-    help="Only time so many questions, one at a time and in waves.",
-)
 @retrieval_options
-@dry_run_option
-def control(
-    run_dir: Path,
-    rivals: tuple[str, ...],
-    pace: int | None,
-    dry_run: bool,
-    **given: Any,
-) -> None:
+def control(run_dir: Path, rivals: tuple[str, ...], **given: Any) -> None:
     """Run PGIR and its rivals; choose their settings on validation.
 
     Without --corpus or --url the passages that came with the questions are searched.
@@ -93,20 +81,10 @@ def control(
     Example: beatrice control runs/paper --max-generations 4.63 --only all
     """
     from extract.run.directory import RunDir
-    from pgir.controllers.stage import (
-        CONTROL,
-        EVERY_RIVAL,
-        measure_pace,
-        settle_search,
-    )
+    from extract.run.stages import do
+    from pgir.controllers.stage import CONTROL, EVERY_RIVAL, settle_search
 
-    searched = take_retrieval(given)
-    if not dry_run:
-        settle_options(run_dir, searched, "control")
-    if pace is not None:
-        with RunDir.open(run_dir) as run:
-            click.echo(measure_pace(run, pace).in_words())
-        return
+    settle_options(run_dir, take_retrieval(given), "control")
     known = {"none": (), "all": EVERY_RIVAL} | {name: (name,) for name in EVERY_RIVAL}
     if unknown := [name for name in rivals if name not in known]:
         raise click.UsageError(
@@ -114,10 +92,10 @@ def control(
         )
     named = {one for name in rivals for one in known[name]}
     given["rivals"] = tuple(n for n in EVERY_RIVAL if n in named) if rivals else None
-    if not dry_run and any(value is not None for value in given.values()):
+    if any(value is not None for value in given.values()):
         with RunDir.open(run_dir) as run:
             settle_search(run, partial(with_options, **given))
-    do_or_forecast(run_dir, CONTROL, dry_run)
+    do(run_dir, CONTROL)
 
 
 @click.command()

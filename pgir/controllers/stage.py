@@ -2,16 +2,13 @@
 
 import dataclasses
 import hashlib
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 from extract.backbone.loading import open_backbone
 from extract.backbone.names import backbone_of
-from extract.generate.forecast import generation_bytes
 from extract.generate.requests import answer_config
 from extract.label.verdicts import exact_match
 from extract.records import Example, Passage
@@ -21,7 +18,7 @@ from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic, write_text_atomic
 from extract.run.manifest import Preset
 from extract.run.results import CONTROLLERS, CROSS_FIT, publish, rows_file, write_rows
-from extract.run.stages import Forecast, Stage
+from extract.run.stages import Stage
 from extract.signals.stage import extract_config
 from jaxprobe.calibration import folds_of
 from jaxprobe.detector import Detector
@@ -46,7 +43,6 @@ from pgir.controllers.policy import (
     Traced,
     beatrice,
     draft_rag,
-    drafts,
     recalibrated,
     with_golds,
 )
@@ -61,7 +57,7 @@ from pgir.controllers.session import (
     training_questions,
 )
 from pgir.controllers.skr import enter_skr, question_encoder
-from pgir.controllers.waves import GROUP_SIZE, Journal, Waves
+from pgir.controllers.waves import Journal, Waves
 from pgir.retrieval.choice import Retrieval, retrieval_of
 
 Queries = Literal["paper", "choose", "all"]
@@ -304,84 +300,6 @@ def _control(
     publish(run, "control", rows, progress)
 
 
-class Pace(NamedTuple):
-    """How fast questions are drafted, one at a time and in waves.
-
-    Attributes:
-      n_questions: traced to the full budget, every draft scored.
-      n_generations: for all of them.
-      wall: generations a second, alone and in waves.
-      processor: generations a second of processor time, likewise; of a machine that
-        has other work to do this is the number to compare.
-    """
-
-    n_questions: int
-    n_generations: int
-    wall: tuple[float, float]
-    processor: tuple[float, float]
-
-    def in_words(self) -> str:
-        """Return the rates in a sentence."""
-        (alone, waves), (alone_cpu, waves_cpu) = self.wall, self.processor
-        return (
-            f"{self.n_generations} generations for {self.n_questions} questions, each "
-            f"scored; one question at a time {alone:.1f} a second "
-            f"({alone_cpu:.1f} a second of processor time), in waves {waves:.1f} "
-            f"({waves_cpu:.1f}): {waves / alone:.1f} ({waves_cpu / alone_cpu:.1f}) "
-            "times as many"
-        )
-
-
-def measure_pace(run: RunDir, n_questions: int) -> Pace:
-    """Trace some evaluated questions to the full budget, twice; nothing is kept.
-
-    What is compiled is compiled before: each way drafts the same questions once
-    unmeasured.
-    """
-    set_compiler(run.preset)
-    probed = _open_probed(run)
-    searched = retrieval_of(run)
-    passages = searched.passages
-    answering = Answering(probed, passages)
-    sets = question_sets(read_examples(run), n_questions)
-    examples = [e for one in sets if one.split != "validation" for e in one.examples]
-    examples = examples[:: max(1, len(examples) // n_questions)][:n_questions]
-    wall, processor, total = [0.0, 0.0], [0.0, 0.0], 0.0
-    for place, group_size in enumerate((1, GROUP_SIZE)):
-        for _ in range(2):
-            with TemporaryDirectory() as folder:
-                journal = Journal(Path(folder) / "calls.jsonl", "pace")
-                services = open_services(
-                    answering, passages, journal, searched.retriever
-                )
-                waves = Waves(services, journal, group_size)
-                began = time.perf_counter(), time.process_time()
-                plans = [drafts(e.question, ControllerConfig()) for e in examples]
-                found = waves.run("pace", plans)
-                total = sum(done.cost.generations for done in found if done)
-                wall[place] = total / (time.perf_counter() - began[0])
-                processor[place] = total / (time.process_time() - began[1])
-    rates = (wall[0], wall[1]), (processor[0], processor[1])
-    return Pace(len(examples), int(total), *rates)
-
-
-def _forecast(run: RunDir, config: ControlConfig) -> Forecast:
-    backbone = open_backbone(backbone_of(run))  # the detector's bytes are few
-    sets = question_sets(read_examples(run), config.n_questions)
-    n_questions = sum(len(one.examples) for one in sets)
-    tokens = answer_config(run).generation.tokens_per_batch
-    return Forecast(
-        stage="control",
-        # A draft without passages, one for each round, and plain retrieval's answer.
-        n_requests=n_questions * (config.max_budget + 2),
-        model_bytes=generation_bytes(backbone, tokens),
-        basis=(
-            f"{n_questions} questions to a budget of {config.max_budget} retrievals; "
-            "requests are at most so many, those of rivals apart"
-        ),
-    )
-
-
 def _inputs(run: RunDir) -> list[Path]:
     require_both_settings(run, "control")
     return [*row_files(run), run.passages, run.selection, run.detector]
@@ -393,5 +311,4 @@ CONTROL = Stage(
     outputs=lambda run: [run.control, rows_file(run, "control")],
     work=_control,
     presets=CONTROL_PRESETS,
-    forecast=_forecast,
 )

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from extract.run.console import Progress, quiet
-from extract.run.verbs import dry_run_option
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -146,19 +145,8 @@ def settle_options(run_dir: Path, options: "Mapping[str, Any]", *stages: str) ->
     type=click.Choice(_FORMS),
     help="Form of the dense index; repeatable.  [default: flat]",
 )
-@click.option(
-    "--n-passages",
-    type=click.IntRange(min=1),
-    help="With --dry-run: for a corpus of so many.  [default: this one, and Wikipedia]",
-)
-@dry_run_option
 def corpus(
-    folder: Path,
-    sources: tuple[Path, ...],
-    forms: tuple[str, ...],
-    n_passages: int | None,
-    dry_run: bool,
-    **options: Any,
+    folder: Path, sources: tuple[Path, ...], forms: tuple[str, ...], **options: Any
 ) -> None:
     """Gather passages into a corpus, each once, and index it for dense retrieval.
 
@@ -174,11 +162,6 @@ def corpus(
 
     progress = Progress()
     encoder = load_encoder(options)
-    if dry_run:
-        if encoder is None:
-            raise click.UsageError("--dry-run says what an index takes: give --encoder")
-        _dry_run(Corpus(folder), encoder, n_passages)
-        return
     if sources:
         made = build_corpus(folder, sources, progress.note)
     else:
@@ -187,15 +170,6 @@ def corpus(
                "with gold passages")  # fmt: skip
     if encoder is not None:
         _index(made, encoder, forms or ("flat",), progress)
-
-
-def _dry_run(corpus: "Corpus", encoder: "TextEncoder", n_passages: int | None) -> None:
-    """Print what an index takes."""
-    from pgir.retrieval.forecast import WIKIPEDIA, forecast
-    from pgir.retrieval.index import IndexConfig
-
-    for n in (n_passages,) if n_passages else (len(corpus), WIKIPEDIA):
-        click.echo(forecast(encoder, corpus[:1000], n, IndexConfig()))
 
 
 def _index(
