@@ -117,18 +117,6 @@ CONFIG = "config.json"
 ARRAYS = "arrays"
 
 
-def _checkpointer() -> ocp.Checkpointer:
-    """Return one that waits for no other process, where several have met."""
-    if jax.process_count() == 1:
-        return ocp.PyTreeCheckpointer()
-    own = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=own, active_processes={own}, barrier_sync_key_prefix=str(own)
-    )
-    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
-    return ocp.Checkpointer(handler, multiprocessing_options=alone)
-
-
 def save(path: Path, tree: Any, config: dict[str, Any]) -> None:
     """Write a pytree of arrays and its JSON description, replacing what was there.
 
@@ -141,7 +129,7 @@ def save(path: Path, tree: Any, config: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     try:
-        with _checkpointer() as checkpointer:
+        with ocp.PyTreeCheckpointer() as checkpointer:
             checkpointer.save(work / ARRAYS, jax.tree.map(np.asarray, tree))
         (work / CONFIG).write_text(json.dumps(config, indent=1, sort_keys=True))
         write_checksums(work)
@@ -175,7 +163,7 @@ def restore(path: Path, kind: type[Decoded] = dict[str, Any]) -> tuple[Any, Deco
     verify_checksums(path)
     what_to_do = "another version of this program made it: do its stage again"
     config = read_json(path / CONFIG, kind, what_to_do)
-    with _checkpointer() as checkpointer:
+    with ocp.PyTreeCheckpointer() as checkpointer:
         structure = checkpointer.metadata(path / ARRAYS).item_metadata.tree
         args = jax.tree.map(
             lambda _: ocp.RestoreArgs(restore_type=np.ndarray), structure

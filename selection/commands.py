@@ -8,14 +8,7 @@ import click
 
 from extract.run.console import RunPath
 from extract.run.directory import RunDir
-from extract.run.verbs import (
-    RUN_DIR,
-    alone,
-    do_or_forecast,
-    dry_run_option,
-    stage_verb,
-)
-from extract.run.workers import SHARD, worker_of
+from extract.run.verbs import RUN_DIR, do_or_forecast, dry_run_option, stage_verb
 
 if TYPE_CHECKING:
     from selection.anatomy.stage import AnatomyConfig
@@ -39,28 +32,14 @@ sweep = stage_verb(
     is_flag=True,
     help="Also search on twenty other splits: how much too good validation looks.",
 )
-@SHARD
 @dry_run_option
-def select(
-    run_dir: Path, exhaustive: bool, optimism: bool, shard: str | None, dry_run: bool
-) -> None:
+def select(run_dir: Path, exhaustive: bool, optimism: bool, dry_run: bool) -> None:
     """Select encoders greedily and train the fusion heads.
 
-    Under torchrun, srun or mpirun every process trains its share of a round's heads;
-    with --shard too, where JAX_COORDINATOR_ADDRESS says where they meet.
-
     Example: beatrice select runs/demo --exhaustive
-
-    Example: srun -n 8 beatrice select runs/paper
     """
-    from selection.stage import SELECT, select_together
+    from selection.stage import SELECT
 
-    worker = worker_of(shard, dry_run)
-    if worker.world_size > 1:
-        if exhaustive or optimism:
-            alone("select --exhaustive or --optimism", worker)
-        select_together(run_dir, worker)
-        return
     if not ((exhaustive or optimism) and dry_run):
         do_or_forecast(run_dir, SELECT, dry_run)
     if optimism:

@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from jaxprobe.config import FusionConfig, TrainConfig
-from jaxprobe.fit.group import gather
 from jaxprobe.fit.heads import fit_heads
 from jaxprobe.fit.loop import FitInfo
 from jaxprobe.model.encoder import Params
@@ -104,9 +103,6 @@ def fit_sets(
 ) -> Heads:
     """Train a head for every set and seed in one call.
 
-    Processes that have met (`jaxprobe.fit.group`) train a share of the sets each, and
-    all of them return all heads.
-
     Args:
       sets: pool positions; each must fit `config.n_slots`.
       train: outputs of the pool on the training rows.
@@ -125,24 +121,19 @@ def fit_sets(
     def train_part(part: tuple[np.ndarray, np.ndarray]) -> Any:
         return fit_heads(*part, train, valid, head=head, config=train_config)
 
-    n_processes = jax.process_count()
-    own = _dealt(slots, masks, n_processes)[jax.process_index()]
     # On a CPU a core for each part: a head's operations are too small to share cores.
     n_cores = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
-    parts = _dealt(*own, min(n_cores, len(own[0])))
+    parts = _split_sets(slots, masks, min(n_cores, n_sets))
     with ThreadPoolExecutor(len(parts)) as pool:
         trained = list(pool.map(train_part, parts))
 
-    def undealt(*parts: np.ndarray) -> np.ndarray:
-        return np.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])
+    def merge(*parts: np.ndarray) -> np.ndarray:
+        return np.stack(parts, axis=1).reshape(-1, *parts[0].shape[1:])[: len(sets)]
 
-    heads = jax.tree.map(lambda *x: undealt(*x)[: len(own[0])], *trained)
-    if n_processes > 1:
-        heads = jax.tree.map(lambda x: undealt(*x), gather(heads))
-    return Heads(*jax.tree.map(lambda x: x[: len(sets)], heads))
+    return Heads(*jax.tree.map(merge, *trained))
 
 
-def _dealt(
+def _split_sets(
     slots: np.ndarray, masks: np.ndarray, n_parts: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Split the sets of a call into equal parts.

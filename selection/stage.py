@@ -14,13 +14,11 @@ from extract.run.console import Progress, Update
 from extract.run.contents import row_files, settings_of
 from extract.run.directory import RunDir
 from extract.run.results import ON_REQUEST
-from extract.run.stages import Forecast, Stage, refuse_stale, run_stage, side_by_side
-from extract.run.workers import Worker
+from extract.run.stages import Forecast, Stage, side_by_side
 from jaxprobe import checkpoint
 from jaxprobe.checkpoint import load_cache
 from jaxprobe.detector import HeadName
 from jaxprobe.features.subsets import N_SUBSETS, subset_index
-from jaxprobe.fit.group import joined
 from jaxprobe.fit.stage import encoder_folders
 from jaxprobe.pool import (
     Pool,
@@ -179,9 +177,8 @@ def _select_setting(
             }
             for name, selection in selections.items()
         }
-        if jax.process_index() == 0:
-            summary = _summary(selections["champion"], config.margin)
-            checkpoint.save(run.selection / branch, tree, summary)
+        summary = _summary(selections["champion"], config.margin)
+        checkpoint.save(run.selection / branch, tree, summary)
         tick()
 
 
@@ -190,11 +187,8 @@ def _select(
 ) -> None:
     set_compiler(run.preset)
     work = partial(_select_setting, run, config.seeded(run.seed))
-    # All settings at once, for the same reason as in training; one after the other
-    # where processes have met, for they gather in one order.
-    at_once = None if jax.process_count() == 1 else 1
-    n_branches = len(branches_of(run))
-    side_by_side(work, settings_of(run), update, n_branches, at_once=at_once)
+    # All settings at once, for the same reason as in training.
+    side_by_side(work, settings_of(run), update, len(branches_of(run)))
 
 
 def _forecast(run: RunDir, config: SelectConfig) -> Forecast:
@@ -225,32 +219,3 @@ SELECT = Stage(
     presets=SELECT_PRESETS,
     forecast=_forecast,
 )
-
-
-def select_together(run_dir: Path, worker: Worker) -> None:
-    """Select with other processes: heads of a round are shared, the first one writes.
-
-    Args:
-      run_dir: of all processes.
-      worker: which of them this is.
-
-    Raises:
-      InUse: another process holds the run.
-      ValueError: the processes did not meet, one has ended, or an input is missing.
-    """
-    progress = Progress()
-    is_first = worker.rank == 0
-    with RunDir.open(run_dir) if is_first else RunDir(run_dir) as run:
-        # What one of them finds amiss, all find, before they wait for one another.
-        paths = SELECT.inputs(run)
-        names = [path.relative_to(run.path).as_posix() for path in paths]
-        refuse_stale(run, SELECT.name, names)
-        if run.stage_done(SELECT.name, run.hash_inputs(*paths)):
-            progress.note("select: already done")
-            return
-        with joined(worker, progress.note):
-            if is_first:
-                run_stage(SELECT, run, progress)
-                return
-            settings = SELECT.settle(run, is_recorded=False)
-            SELECT.work(run, settings, lambda done, total: None, progress)

@@ -1,9 +1,8 @@
-"""Processes that train and select together end with what one process ends with."""
+"""Processes that train together end with what one process ends with."""
 
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -148,22 +147,8 @@ def test_both_settings_and_other_ways_of_training_are_shared(tmp_path, option):
     check_same_encoders(run, other)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_processes_select_what_one_selects_bit_by_bit(alone, tmp_path, world_size):
-    runs = [shutil.copytree(alone, tmp_path / name) for name in ("one", "many")]
-    call("select", runs[0])
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    together("select", runs[1], world_size, JAX_COORDINATOR_ADDRESS=address)
-    check_same(*(RunDir(run).selection / "closed_book" for run in runs))
-    assert RunDir(runs[1]).stage_done("select")
-    assert "already done" in start("select", runs[1], 1, 2).communicate()[1]
-
-
-def test_processes_that_do_not_know_where_to_meet_say_what_to_set(alone):
-    process = start("select", alone, 1, 2)
+def test_selection_is_the_work_of_one_process(tmp_path):
+    process = start("select", tmp_path / "run", 1, 2)
     said = process.communicate(timeout=120)[1]
-    assert process.returncode == 1
-    assert "set JAX_COORDINATOR_ADDRESS=HOST:PORT in all of them" in said
+    assert process.returncode == 2
+    assert "select is one process's work, and 2 were launched" in said

@@ -102,7 +102,7 @@ def stage_verb(name: str, place: str, text: str) -> click.Command:
     return verb
 
 
-SHARED = ("rewrite", "answer", "label", "sample", "extract", "train", "select")
+SHARED = ("rewrite", "answer", "label", "sample", "extract", "train")
 
 
 def alone(what: str, worker: Worker) -> None:
@@ -114,8 +114,7 @@ def alone(what: str, worker: Worker) -> None:
     if worker.world_size > 1:
         raise click.UsageError(
             f"{what} is one process's work, and {worker.world_size} were launched "
-            f"({worker.source}); workers share `extract`, `train`, `select`, and on "
-            "this machine `rewrite`, `answer`, `label --judge` and `sample`, so start "
-            "this once (with --server, --concurrency says how many requests are under "
-            "way)"
+            f"({worker.source}); workers share `extract`, `train`, and on this machine "
+            "`rewrite`, `answer`, `label --judge` and `sample`, so start this once "
+            "(with --server, --concurrency says how many requests are under way)"
         )

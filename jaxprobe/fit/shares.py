@@ -15,17 +15,18 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import jax
+
 from extract.records import Setting
 from extract.run.console import Progress, Update
 from extract.run.contents import settings_of
 from extract.run.directory import RunDir
 from extract.run.sharing import share_stage
 from extract.run.stages import Change, side_by_side
-from extract.run.workers import Worker
+from extract.run.workers import Worker, own_gpu
 from jaxprobe.features.rows import load_rows
 from jaxprobe.features.subsets import N_SUBSETS
 from jaxprobe.fit.blocks import Block, Member, default_blocks
-from jaxprobe.fit.group import use_own_device
 from jaxprobe.fit.plan import workload_of
 from jaxprobe.fit.saved import cut, load_members
 from jaxprobe.fit.stage import (
@@ -36,6 +37,13 @@ from jaxprobe.fit.stage import (
 )
 from jaxprobe.fit.work import Workload, in_parts
 from jaxprobe.settings import GridConfig, set_compiler
+
+
+def use_own_device(worker: Worker) -> None:
+    """Take one GPU of a machine whose workers share its GPUs; before JAX looks."""
+    gpu = own_gpu() if worker.world_size > 1 else None
+    if gpu is not None:
+        jax.config.update("jax_cuda_visible_devices", str(gpu))
 
 
 def shares_of(
