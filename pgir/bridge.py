@@ -8,13 +8,19 @@ import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 
 from extract.backbone.loading import Backbone
 from extract.generate.backends.local import generate
 from extract.generate.prompts import build_prompt
-from extract.generate.requests import GenerationConfig, Request, plan_batches
-from extract.generate.templates import PromptTemplate
+from extract.generate.requests import (
+    GenerationConfig,
+    PromptConfig,
+    Request,
+    plan_batches,
+)
+from extract.generate.templates import Shot
 from extract.records import Answer, Setting
 from extract.signals.batch import Signals
 from extract.signals.plan import AnswerSpan, TokenSequence, sequence_of
@@ -85,15 +91,26 @@ class Reading:
         )
 
 
+def prompt_config(detector: Detector) -> PromptConfig:
+    """Return how questions were put when a detector was trained."""
+    facts = detector.facts
+    return PromptConfig(
+        template=facts["template"],
+        chat=facts.get("chat", "no") == "yes",
+        shots=msgspec.json.decode(facts.get("shots", "[]"), type=tuple[Shot, ...]),
+    )
+
+
 class ProbedBackbone:
     """A backbone with its detector: answers questions and scores answers.
+
+    Prompts are those that the detector was trained under, and an answer's span is the
+    one of training.
 
     Args:
       backbone: the frozen model.
       detector: trained on this backbone's signals.
-      template: the prompt's words, as in training.
       config: how answers are generated.
-      answer_span: as in training.
       most_bytes: that encoding answers together may take.
 
     Raises:
@@ -104,10 +121,8 @@ class ProbedBackbone:
         self,
         backbone: Backbone,
         detector: Detector,
-        template: PromptTemplate,
-        config: GenerationConfig,
+        config: GenerationConfig = GenerationConfig(),  # noqa: B008 (it is frozen)
         *,
-        answer_span: AnswerSpan = "emitting",
         most_bytes: int = 1 << 30,
     ) -> None:
         """Check that the two belong together."""
@@ -120,9 +135,9 @@ class ProbedBackbone:
             )
         self.backbone = backbone
         self.detector = detector
-        self.template = template
+        self.template = prompt_config(detector).prompt_template()
         self.config = config
-        self.answer_span: AnswerSpan = answer_span
+        self.answer_span: AnswerSpan = detector.facts["answer_span"]
         self.most_bytes = most_bytes
         # Signals are read through hooks on the modules, and a tokenizer keeps settings
         # of its last call, so one thread at a time uses either.

@@ -19,7 +19,6 @@ from extract.run.files import write_json_atomic, write_text_atomic
 from extract.run.manifest import Preset
 from extract.run.results import CONTROLLERS, CROSS_FIT, publish, rows_file, write_rows
 from extract.run.stages import Stage
-from extract.signals.stage import extract_config
 from jaxprobe.calibration import folds_of
 from jaxprobe.detector import Detector
 from jaxprobe.evaluation import bootstrap_of
@@ -138,13 +137,10 @@ CONTROL_PRESETS: dict[Preset, ControlConfig] = {
 
 def _open_probed(run: RunDir) -> ProbedBackbone:
     """Load the run's backbone together with its detector."""
-    config = answer_config(run)
     return ProbedBackbone(
         open_backbone(backbone_of(run)),
         Detector.load(run.detector),
-        config.prompt.prompt_template(),
-        config.generation,
-        answer_span=extract_config(run).answer_span,
+        answer_config(run).generation,
     )
 
 

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 import numpy as np
 
 from extract.backbone.loading import load_backbone
@@ -13,11 +12,9 @@ from extract.backbone.names import model_path
 from extract.generate.prompts import apply_template
 from extract.generate.requests import (
     GenerationConfig,
-    PromptConfig,
     answer_config,
     plan_batches,
 )
-from extract.generate.templates import Shot
 from extract.records import Setting
 from extract.run.directory import RunDir
 from extract.run.manifest import read_manifest
@@ -71,15 +68,29 @@ class Score:
 
 
 class Scorer:
-    """A run's backbone and detector; may be called from several threads.
+    """A backbone and its detector; may be called from several threads.
 
     Calls from several threads are served one after another: the model is read through
     hooks, and uses all cores anyway. Many answers are fastest in one `score_many`.
+
+    Args:
+      model: a `Backbone`, or an object that has one as its `backbone`.
+      detector: trained on this model's signals.
+      generation: how `answer` writes.
+
+    Raises:
+      ValueError: the detector was trained on another model.
     """
 
-    def __init__(self, probed: ProbedBackbone) -> None:
-        """Take a backbone with its detector; see `load`."""
-        self._probed = probed
+    def __init__(
+        self,
+        model: Any,
+        detector: Detector,
+        generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (it is frozen)
+    ) -> None:
+        """Check that the two belong together; see `load` for those of a run."""
+        backbone = getattr(model, "backbone", model)
+        self._probed = ProbedBackbone(backbone, detector, generation)
 
     @classmethod
     def load(cls, path: Path, *, model: str | None = None) -> "Scorer":
@@ -100,26 +111,14 @@ class Scorer:
         set_compiler(run.preset)
         detector = Detector.load(folder)
         name = model or detector.facts["model"]
-        asking = PromptConfig(
-            template=detector.facts["template"],
-            chat=detector.facts.get("chat", "no") == "yes",
-            shots=msgspec.json.decode(
-                detector.facts.get("shots", "[]"), type=tuple[Shot, ...]
-            ),
-        )
         generation = answer_config(run, is_recorded=False).generation
-        probed = ProbedBackbone(
-            load_backbone(
-                model_path(name), dtype=detector.facts.get("model_dtype", "float32")
-            ),
-            detector,
-            asking.prompt_template(),
-            GenerationConfig(
-                max_new_tokens=generation.max_new_tokens, stop=generation.stop
-            ),
-            answer_span=detector.facts["answer_span"],
+        backbone = load_backbone(
+            model_path(name), dtype=detector.facts.get("model_dtype", "float32")
         )
-        return cls(probed)
+        answering = GenerationConfig(
+            max_new_tokens=generation.max_new_tokens, stop=generation.stop
+        )
+        return cls(backbone, detector, answering)
 
     def threshold(self, setting: Setting) -> Threshold | None:
         """Return at which P answers of a setting are trusted, and how often rightly."""

@@ -5,8 +5,8 @@ import pytest
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import WEIGHTS
 from extract.generate.requests import GenerationConfig
-from extract.generate.templates import TEMPLATES
 from pgir.bridge import ProbedBackbone
+from pgir.scoring.scorer import Scorer
 from tests.pgir.small_detector import make_detector
 
 
@@ -17,9 +17,10 @@ def backbone():
 
 @pytest.fixture(scope="session")
 def probed(backbone):
-    return ProbedBackbone(
-        backbone,
-        make_detector(backbone),
-        TEMPLATES["short"],
-        GenerationConfig(max_new_tokens=8),
-    )
+    config = GenerationConfig(max_new_tokens=8)
+    return ProbedBackbone(backbone, make_detector(backbone), config)
+
+
+@pytest.fixture(scope="session")
+def scorer(probed):
+    return Scorer(probed.backbone, probed.detector, probed.config)

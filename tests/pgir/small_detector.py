@@ -67,5 +67,10 @@ def make_detector(backbone):
             "with_context": _head((grounded, closed)),
             "single_pass": _head((grounded,)),
         },
-        facts={"revision": backbone.revision, "layer": str(LAYER)},
+        facts={
+            "revision": backbone.revision,
+            "layer": str(LAYER),
+            "template": "short",
+            "answer_span": "emitting",
+        },
     )

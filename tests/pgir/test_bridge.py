@@ -3,8 +3,6 @@ import dataclasses
 import numpy as np
 import pytest
 
-from extract.generate.requests import GenerationConfig
-from extract.generate.templates import TEMPLATES
 from extract.records import Passage
 from jaxprobe.detector import bank_outputs
 from jaxprobe.features.reading import SPANS
@@ -19,7 +17,7 @@ def test_lengths_are_rounded_up_to_a_few():
 def test_a_detector_of_another_backbone_is_refused(backbone, probed):
     other = dataclasses.replace(backbone, revision="0" * 64)
     with pytest.raises(ValueError, match="belongs to a backbone of revision"):
-        ProbedBackbone(other, probed.detector, TEMPLATES["short"], GenerationConfig())
+        ProbedBackbone(other, probed.detector)
 
 
 def test_the_model_reads_its_answer_from_the_passage(probed):
@@ -59,7 +57,6 @@ def test_scores_do_not_depend_on_how_many_answers_the_memory_holds(probed):
         small = ProbedBackbone(
             probed.backbone,
             dataclasses.replace(probed.detector, banks=banks),
-            probed.template,
             probed.config,
             most_bytes=n_bytes,
         )

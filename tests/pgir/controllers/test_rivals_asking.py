@@ -28,7 +28,6 @@ def answering(probed, tmp_path_factory):
     small = ProbedBackbone(
         probed.backbone,
         probed.detector,
-        probed.template,
         GenerationConfig(max_new_tokens=8, tokens_per_batch=512),
     )
     return Answering(small, [Passage(title="", text=PASSAGE)])

@@ -169,7 +169,6 @@ from pathlib import Path
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import WEIGHTS
 from extract.generate.requests import GenerationConfig
-from extract.generate.templates import TEMPLATES
 from extract.records import Example, Passage
 from extract.run.results import write_rows
 from jaxprobe.metrics import BootstrapConfig
@@ -193,7 +192,7 @@ examples = tuple(
             question=f"what is the {kinds[i % 3]} of {n}?")
     for i, n in enumerate(names) for split in ("validation",))
 backbone = load_backbone(WEIGHTS)
-probed = ProbedBackbone(backbone, make_detector(backbone), TEMPLATES["short"],
+probed = ProbedBackbone(backbone, make_detector(backbone),
                         GenerationConfig(max_new_tokens=6, tokens_per_batch=200))
 answering = Answering(probed, passages)
 journal = Journal(folder / "calls.jsonl", "one")

@@ -7,7 +7,6 @@ import pytest
 
 from pgir.gate import Draft, Gate, Kept
 from pgir.gate.adapters import FlashRagJudger, langgraph_app, llama_index_engine
-from pgir.scoring.scorer import Scorer
 from tests.pgir.small_detector import PASSAGE, QUESTION
 
 OTHER = "what is the genre of Skiband Rugrond?"
@@ -18,11 +17,6 @@ def needs(package):
     top = package.split(".")[0]
     found = importlib.util.find_spec(top) is not None
     return pytest.mark.skipif(not found, reason=f"{package} is not installed here")
-
-
-@pytest.fixture(scope="module")
-def scorer(probed):
-    return Scorer(probed)
 
 
 @pytest.fixture(scope="module")

@@ -15,17 +15,11 @@ from extract.run.manifest import NewRun
 from pgir.scoring.given import GivenAnswer
 from pgir.scoring.page import page
 from pgir.scoring.rows import Tally, read_rows, score_rows
-from pgir.scoring.scorer import Scorer
 from tests.extract.datasets.published import lm_eval, write_array, write_lines
 from tests.pgir.small_detector import PASSAGE, QUESTION
 
 OWN = {"id": "a", "question": QUESTION, "answer": "Guzolt Falls"}
 PROMPT = f"Context: {PASSAGE} Question: {QUESTION} Answer:"
-
-
-@pytest.fixture(scope="module")
-def scorer(probed):
-    return Scorer(probed)
 
 
 def score_lines(scorer, path, out=None, identity="d"):

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from extract.generate.requests import GenerationConfig, PromptConfig
 from extract.signals.plan import sequence_of
 from pgir.bridge import ProbedBackbone
 from pgir.scoring.given import GivenAnswer
@@ -31,18 +30,13 @@ def prepared_of(probed, given):
 
 
 @pytest.fixture(scope="module")
-def scorer(probed):
-    return Scorer(probed)
-
-
-@pytest.fixture(scope="module")
 def chatting(probed):
     """The same model, whose tokenizer has a chat template, asked through it."""
     tokenizer = copy.deepcopy(probed.backbone.tokenizer)
     tokenizer.chat_template = CHAT
     backbone = dataclasses.replace(probed.backbone, tokenizer=tokenizer)
-    template = PromptConfig(chat=True).prompt_template()
-    return ProbedBackbone(backbone, probed.detector, template, GenerationConfig())
+    facts = {**probed.detector.facts, "chat": "yes"}
+    return ProbedBackbone(backbone, dataclasses.replace(probed.detector, facts=facts))
 
 
 def test_scoring_needs_one_pass_and_gives_a_probability(scorer):
@@ -170,7 +164,7 @@ def test_another_prompt_is_read_as_it_was_and_warned_of(probed, scorer):
 
 
 def test_messages_go_through_the_chat_template(chatting):
-    scorer = Scorer(chatting)
+    scorer = Scorer(chatting.backbone, chatting.detector)
     own = scorer.score(QUESTION, ANSWER)
     told = {"messages": [{"role": "user", "content": OWN}], "answer": ANSWER}
     score = scorer.score(**told, question=QUESTION)

@@ -5,10 +5,8 @@ import dataclasses
 import jax
 import numpy as np
 
-from extract.generate.requests import GenerationConfig
 from jaxprobe.calibration import Calibrator
 from jaxprobe.scope import Scope, Threshold
-from pgir.bridge import ProbedBackbone
 from pgir.scoring.scorer import Scorer
 from tests.pgir.small_detector import PASSAGE, QUESTION
 
@@ -17,12 +15,7 @@ ANSWER = "Guzolt Falls"
 
 def with_detector(probed, **changes):
     """The same backbone with another detector."""
-    return ProbedBackbone(
-        probed.backbone,
-        dataclasses.replace(probed.detector, **changes),
-        probed.template,
-        GenerationConfig(),
-    )
+    return Scorer(probed.backbone, dataclasses.replace(probed.detector, **changes))
 
 
 def scoped(probed, **changes):
@@ -37,7 +30,7 @@ def scoped(probed, **changes):
     banks = {**probed.detector.banks}
     banks["with_context"] = dataclasses.replace(bank, scope=scope, lengths=(12, 30, 9))
     facts = {**probed.detector.facts, "scripts": "LATIN"}
-    return Scorer(with_detector(probed, banks=banks, facts=facts))
+    return with_detector(probed, banks=banks, facts=facts)
 
 
 def test_an_answer_like_trainings_has_no_warning(probed):
@@ -68,7 +61,7 @@ def test_signals_that_are_no_numbers_are_an_abstention(probed):
     params = jax.tree.map(lambda x: np.full_like(x, np.nan), head.params)
     broken = dataclasses.replace(head, params=params)
     heads = {**probed.detector.heads, "closed_book": broken}
-    score = Scorer(with_detector(probed, heads=heads)).score(QUESTION, ANSWER)
+    score = with_detector(probed, heads=heads).score(QUESTION, ANSWER)
     assert (score.p_correct, score.decision) == (None, "abstain")
     assert "not finite" in score.reason
 
@@ -89,7 +82,7 @@ def with_threshold(probed, p_correct):
         ),
     )
     heads = {**probed.detector.heads, "closed_book": head}
-    return Scorer(with_detector(probed, heads=heads)).score(QUESTION, ANSWER)
+    return with_detector(probed, heads=heads).score(QUESTION, ANSWER)
 
 
 def test_an_answer_is_trusted_from_the_threshold_on(probed):
@@ -102,5 +95,5 @@ def test_an_answer_is_trusted_from_the_threshold_on(probed):
 
 
 def test_without_a_threshold_nothing_is_decided(probed):
-    score = Scorer(probed).score(QUESTION, ANSWER)
+    score = Scorer(probed.backbone, probed.detector).score(QUESTION, ANSWER)
     assert score.decision is None and score.reason is None
