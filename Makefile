@@ -25,7 +25,7 @@ setup: $(STAMP)
 
 # Torch first and alone: on Linux the CPU build, where it can be had, spares several
 # gigabytes of GPU libraries; `make TORCH=torch==2.13.0` takes the registry's build.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml setup.py constraints.txt
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[dev]'
 	touch $@

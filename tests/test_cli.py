@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from beatrice import main
+from beatrice.cli import main
 from extract.backbone.names import WEIGHTS
 
 ROOT = Path(__file__).parent.parent

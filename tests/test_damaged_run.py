@@ -13,7 +13,7 @@ import shutil
 import pytest
 from click.testing import CliRunner
 
-from beatrice import CHAIN, main
+from beatrice.cli import CHAIN, main
 from benchmarks.results.saved import read_control, read_reliability
 from extract.backbone.names import BackboneConfig, backbone_of
 from extract.generate.requests import answer_config

@@ -6,7 +6,7 @@ import json
 import msgspec
 import pytest
 
-import beatrice as program
+from beatrice import cli as program
 from benchmarks.results.stage import REPORT
 from extract.generate.requests import ANSWER_PRESETS
 from extract.records import IN_DOMAIN, SETTINGS, read_records, write_lines

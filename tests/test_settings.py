@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-import beatrice
+from beatrice.cli import CHAIN, VERBS
 from benchmarks.baselines.stage import BASELINES_PRESETS
 from extract.backbone.names import BackboneConfig
 from extract.generate.requests import ANSWER_PRESETS
@@ -67,10 +67,10 @@ def test_what_is_chosen_survives_it_too(settings):
 
 
 def test_every_stage_of_the_chain_has_a_verb_and_the_section_it_is_known_by():
-    stages = [load_stage(place) for place in beatrice.CHAIN]
+    stages = [load_stage(place) for place in CHAIN]
     assert [stage.name for stage in stages] == [*STAGES.split(), "report"]
     for stage in stages:
-        assert stage.name in beatrice.VERBS
+        assert stage.name in VERBS
         if stage.presets:
             assert stage.presets == SECTIONS[stage.section or stage.name]
 

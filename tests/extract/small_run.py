@@ -2,7 +2,7 @@
 
 from click.testing import CliRunner
 
-from beatrice import main
+from beatrice.cli import main
 from extract.backbone.names import EMBEDDED, BackboneConfig
 from extract.run.manifest import NewRun
 from extract.world.facts import WorldConfig, make_world

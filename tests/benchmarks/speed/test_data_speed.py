@@ -2,7 +2,7 @@ import json
 
 from click.testing import CliRunner
 
-from beatrice import main
+from beatrice.cli import main
 from benchmarks.speed.commands import measure_fresh
 from benchmarks.speed.data import read_file, write_hotpot
 from extract.datasets.loading import Loaded, open_dataset

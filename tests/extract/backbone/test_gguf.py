@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-import beatrice
+from beatrice.cli import main
 from extract.backbone.checkpoint import load_outline
 from extract.backbone.gguf import config_of, read_header
 from extract.backbone.gguf_weights import Weights
@@ -249,11 +249,11 @@ def test_a_verb_refuses_a_damaged_file_with_an_exit_code(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", tiny("llama"))
     words = ["world", str(tmp_path / "run"), "--model", str(path)]
     path.write_bytes(path.read_bytes()[:-100])
-    found = CliRunner().invoke(beatrice.main, words)
+    found = CliRunner().invoke(main, words)
     assert (found.exit_code, "Traceback" in found.output) == (1, False)
     assert "cut short" in found.output
     path.write_bytes(b"PK")
-    found = CliRunner().invoke(beatrice.main, words)
+    found = CliRunner().invoke(main, words)
     assert found.exit_code == 2 and "GGUF file" in found.output
 
 

@@ -5,7 +5,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from beatrice import main
+from beatrice.cli import main
 from extract.datasets.options import stop_strings
 from extract.generate.backends.server import ServedGenerator, ServerConfig
 from extract.generate.generator import SamplingConfig

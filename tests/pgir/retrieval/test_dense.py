@@ -238,7 +238,9 @@ def test_a_form_that_was_not_built_is_asked_for(built, tmp_path):
 
 def test_without_faiss_one_sentence_says_what_to_install(built):
     corpus, encoder, _ = built
-    code = "import sys; sys.modules['faiss'] = None; import beatrice; beatrice.main()"
+    code = (
+        "import sys; sys.modules['faiss'] = None; from beatrice.cli import main; main()"
+    )
     words = ["retrieve", corpus.folder, "--retriever", "dense", "--question", "x"]
     words += ["--encoder", encoder.config.path, "--max-tokens", 48]
     done = subprocess.run(

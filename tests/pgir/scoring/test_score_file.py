@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 import beatrice
+from beatrice.cli import main
 from extract.run.directory import RunDir
 from extract.run.files import JsonLines
 from extract.run.manifest import NewRun
@@ -175,7 +176,7 @@ def test_the_verb_scores_a_file_and_fails_if_a_row_is_bad(run, tmp_path):
     path = write_lines(tmp_path / "answers.jsonl", rows)
     out, html = tmp_path / "out.jsonl", tmp_path / "page.html"
     words = ["score", run, "--file", path, "--out", out, "--html", html]
-    done = CliRunner().invoke(beatrice.main, list(map(str, words)))
+    done = CliRunner().invoke(main, list(map(str, words)))
     assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
     assert (
         "1 of 3 rows could not be scored; the first, line 2: the answer is empty"
@@ -184,10 +185,10 @@ def test_the_verb_scores_a_file_and_fails_if_a_row_is_bad(run, tmp_path):
     assert [row["line"] for row in JsonLines(out).rows()] == [1, 2, 3]
     assert "Guzolt" in html.read_text()
     before = out.read_bytes()
-    assert CliRunner().invoke(beatrice.main, list(map(str, words))).exit_code == 1
+    assert CliRunner().invoke(main, list(map(str, words))).exit_code == 1
     assert out.read_bytes() == before
     write_lines(path, [OWN])
-    done = CliRunner().invoke(beatrice.main, list(map(str, words[:4])))
+    done = CliRunner().invoke(main, list(map(str, words[:4])))
     assert done.exit_code == 0
     assert 0 <= json.loads(done.stdout)["p_correct"] <= 1
 
@@ -196,7 +197,7 @@ def test_the_verb_scores_a_file_and_fails_if_a_row_is_bad(run, tmp_path):
 def test_a_file_without_rows_is_refused_in_one_sentence(run, tmp_path, content):
     (tmp_path / "answers.jsonl").write_text(content)
     words = ["score", run, "--file", tmp_path / "answers.jsonl"]
-    done = CliRunner().invoke(beatrice.main, list(map(str, words)))
+    done = CliRunner().invoke(main, list(map(str, words)))
     assert done.exit_code == 1 and isinstance(done.exception, SystemExit)
     assert done.stderr.splitlines()[-1].startswith("Error: ")
 
@@ -210,5 +211,5 @@ def test_a_file_without_rows_is_refused_in_one_sentence(run, tmp_path, content):
     ],
 )
 def test_options_that_do_not_fit_together_are_a_usage_error(words, message):
-    done = CliRunner().invoke(beatrice.main, ["score", "nowhere", *words])
+    done = CliRunner().invoke(main, ["score", "nowhere", *words])
     assert done.exit_code == 2 and message in done.stderr

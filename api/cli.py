@@ -23,7 +23,7 @@ __all__ = ["load", "main"]
 
 # The module in which a verb lives, in the order of the data, which is that of the help.
 VERBS = {
-    "demo": "beatrice",
+    "demo": "beatrice.cli",
     "real": "benchmarks.real.commands",
     "data": "extract.datasets.commands",
     "world": "extract.world.commands",
