@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from extract.run.launch import find_share
 from extract.run.verbs import CHAIN, SHARED, alone
-from extract.run.workers import find_worker
 
 if TYPE_CHECKING:
     from pgir.scoring.scorer import Scorer
@@ -176,7 +176,7 @@ def main(context: click.Context) -> None:
     line again continues where it stopped. `demo` runs them all.
     """
     if context.invoked_subcommand not in SHARED:
-        alone(context.invoked_subcommand, find_worker())
+        alone(context.invoked_subcommand, find_share())
     # Progress of weight loading and the like is Transformers' own; ours is above.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

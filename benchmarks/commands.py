@@ -6,9 +6,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from extract.run.console import Progress, RunPath
+from extract.run.console import Progress
 from extract.run.directory import RunDir
-from extract.run.verbs import RUN_DIR, do_or_forecast, dry_run_option, load_stage
+from extract.run.verbs import (
+    RUN_DIR,
+    RunPath,
+    do_or_forecast,
+    dry_run_option,
+    load_stage,
+)
 
 if TYPE_CHECKING:
     from benchmarks.baselines.stage import BaselinesConfig

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from extract.run.console import RunPath
-from extract.run.verbs import RUN_DIR
+from extract.run.verbs import RUN_DIR, RunPath
 
 
 @click.command()

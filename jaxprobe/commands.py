@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from extract.run.verbs import RUN_DIR, do_or_forecast, dry_run_option
-from extract.run.workers import SHARD, worker_of
+from extract.run.verbs import RUN_DIR, SHARD, do_or_forecast, dry_run_option, share_of
 
 if TYPE_CHECKING:
     from jaxprobe.settings import GridConfig
@@ -68,7 +67,7 @@ def train(
 
     Example: srun -n 8 beatrice train runs/paper
     """
-    change, worker = partial(with_options, **options), worker_of(shard, dry_run)
+    change, worker = partial(with_options, **options), share_of(shard, dry_run)
     if worker.world_size == 1:
         from jaxprobe.fit.plan import as_bytes
         from jaxprobe.fit.stage import train_stage

@@ -6,9 +6,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from extract.run.console import RunPath
 from extract.run.directory import RunDir
-from extract.run.verbs import RUN_DIR, do_or_forecast, dry_run_option, stage_verb
+from extract.run.verbs import (
+    RUN_DIR,
+    RunPath,
+    do_or_forecast,
+    dry_run_option,
+    stage_verb,
+)
 
 if TYPE_CHECKING:
     from selection.anatomy.stage import AnatomyConfig

@@ -38,9 +38,9 @@ from extract.run.contents import answers_file
 from extract.run.directory import RunDir
 from extract.run.files import sha256_file, write_text_atomic
 from extract.run.manifest import NewRun, Preset
+from extract.run.share import Share
 from extract.run.stages import run_stage
 from extract.run.verbs import SEED
-from extract.run.workers import Worker
 from extract.signals.plan import ExtractConfig
 from extract.signals.stage import EXTRACT_PRESETS, extract_config, extract_part
 from extract.store.read import done_ranges, open_store
@@ -113,7 +113,7 @@ def _extract(path: Path, kill: Kill | None, spent: c_double) -> None:
             target=_kill_at, args=(RunDir(path), kill), daemon=True
         ).start()
     with RunDir.open(path) as run:
-        extract_part(run, extract_config(run), lambda done, total: None, Worker())
+        extract_part(run, extract_config(run), lambda done, total: None, Share())
     spent.value = time.process_time()
 
 

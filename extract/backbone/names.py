@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from extract.run.directory import RunDir
-from extract.run.workers import local_rank
+from extract.run.launch import local_rank
 
 EMBEDDED = "embedded"  # its name on the command line and in manifests
 WEIGHTS = Path(__file__).parent.parent / "world" / "weights"

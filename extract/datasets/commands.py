@@ -23,13 +23,13 @@ from extract.datasets.options import (
     stop_strings,
     take_files,
 )
-from extract.run.console import Progress, RunPath, Update
+from extract.run.console import Progress, Update
 from extract.run.contents import splits_file
 from extract.run.directory import RunDir
 from extract.run.files import sha256_file
 from extract.run.manifest import NewRun, manifest_file
 from extract.run.stages import Forecast, once
-from extract.run.verbs import dry_run_option
+from extract.run.verbs import RunPath, dry_run_option
 from extract.signals.commands import kept_options, take_kept
 
 

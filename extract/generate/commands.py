@@ -16,8 +16,15 @@ from extract.generate.options import (
     server_options,
 )
 from extract.run.console import Progress, quiet
-from extract.run.verbs import RUN_DIR, alone, do_or_forecast, dry_run_option
-from extract.run.workers import SHARD, Worker, worker_of
+from extract.run.share import Share
+from extract.run.verbs import (
+    RUN_DIR,
+    SHARD,
+    alone,
+    do_or_forecast,
+    dry_run_option,
+    share_of,
+)
 
 if TYPE_CHECKING:
     from extract.generate.generator import Generator
@@ -27,7 +34,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def _asking_backbone(
-    run_dir: Path, stage: str, backend: BackendOptions, worker: Worker, **options: Any
+    run_dir: Path, stage: str, backend: BackendOptions, worker: Share, **options: Any
 ) -> Iterator[tuple["RunDir", "TokenizerOnly", "Generator"]]:
     """Open a run, its tokenizer, and the backend that has its backbone.
 
@@ -71,7 +78,7 @@ def answer(
     from extract.generate import stage
     from extract.generate.requests import answer_config
 
-    worker = worker_of(shard, dry_run)
+    worker = share_of(shard, dry_run)
     if backend.server is None:
         if worker.world_size == 1:
             do_or_forecast(run_dir, stage.ANSWER, dry_run)
@@ -148,7 +155,7 @@ def sample(
     from extract.generate.sampling import DrawConfig
     from extract.generate.stage import draw_run
 
-    def work(run: "RunDir", worker: Worker) -> None:
+    def work(run: "RunDir", worker: Share) -> None:
         config = answer_config(run, is_recorded=not dry_run)
         sampling = SamplingConfig(
             max_new_tokens=config.generation.max_new_tokens,
@@ -171,7 +178,7 @@ def sample(
         )
         click.echo(str(path))
 
-    worker, how = worker_of(shard, dry_run), {"dry_run": dry_run, "log_probs": True}
+    worker, how = share_of(shard, dry_run), {"dry_run": dry_run, "log_probs": True}
     with _asking_backbone(run_dir, "sample", backend, worker, **how) as opened:
         run, model, generator = opened
         share_texts(run, "sample", worker, work)

@@ -26,8 +26,8 @@ from extract.generate.generator import (
 from extract.run.console import Progress, Update
 from extract.run.directory import RunDir
 from extract.run.files import JsonLines
+from extract.run.share import Share
 from extract.run.sharing import share
-from extract.run.workers import Worker
 
 
 class ShareDone(Exception):
@@ -58,7 +58,7 @@ class Replies:
     lines: JsonLines
     found: dict[str, Generated]
     parts: Path | None = None
-    worker: Worker = Worker()
+    worker: Share = Share()
     from_parts: dict[str, Generated] = dataclasses.field(default_factory=dict)
     is_timed: bool = False
     n_reused: int = 0  # texts that were found and not generated again
@@ -160,7 +160,7 @@ def open_replies(
     run: RunDir,
     role: str,
     progress: Progress,
-    worker: Worker | None = None,
+    worker: Share | None = None,
     *,
     is_timed: bool = False,
 ) -> Replies:
@@ -173,7 +173,7 @@ def open_replies(
       worker: who will generate; None for one that works alone.
       is_timed: see `Replies`.
     """
-    worker, parts = worker or Worker(), run.parts(role)
+    worker, parts = worker or Share(), run.parts(role)
     if worker.world_size == 1:
         replies = Replies.open(run.replies(role))
         replies.parts = parts
@@ -192,7 +192,7 @@ def open_replies(
 
 
 def share_texts(
-    run: RunDir, verb: str, worker: Worker, work: Callable[[RunDir, Worker], None]
+    run: RunDir, verb: str, worker: Share, work: Callable[[RunDir, Share], None]
 ) -> None:
     """Do a stage whose texts workers share: alone, or a worker's share of it.
 
@@ -214,7 +214,7 @@ def share_texts(
         return None
 
     def whole(run: RunDir) -> None:
-        work(run, Worker())
+        work(run, Share())
 
     share(run.path, verb, worker, Progress(), part, whole, of="texts")
 

@@ -62,9 +62,9 @@ from extract.run.files import (
     write_json_atomic,
     write_text_atomic,
 )
+from extract.run.share import Share
 from extract.run.sharing import share
 from extract.run.stages import Forecast, Stage, once
-from extract.run.workers import Worker
 
 
 def answer_identity(config: AnswerConfig) -> dict[str, Any]:
@@ -118,7 +118,7 @@ class _LocalAnswers:
         self.batches = plan_batches(lengths, config.generation)
         self._greedy = _greedy(config)
 
-    def append(self, rows: AnswerRows, update: Update, worker: Worker) -> None:
+    def append(self, rows: AnswerRows, update: Update, worker: Share) -> None:
         """Answer a worker's batches; only those with a question that has no row."""
         mine = self.batches[worker.rank :: worker.world_size]
         prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r in self.requests]
@@ -152,12 +152,12 @@ def _answer(
 ) -> None:
     local = _LocalAnswers(run, config, progress)
     rows = open_answers(run, local.requests, progress)
-    local.append(rows, update, Worker())
+    local.append(rows, update, Share())
     local.arrange(rows)
     _note_shares(run, config, progress)
 
 
-def answer_part(run_dir: Path, worker: Worker, progress: Progress) -> None:
+def answer_part(run_dir: Path, worker: Share, progress: Progress) -> None:
     """Do one worker's share of the answers; put all together if none is missing.
 
     Each worker writes a file of its own. A worker that finds answers missing leaves:
@@ -285,7 +285,7 @@ def draw_run(
     progress: Progress,
     *,
     as_text: bool = False,
-    worker: Worker | None = None,
+    worker: Share | None = None,
 ) -> Path:
     """Draw answers to the questions of some splits; returns the file of samples."""
     identity = {

@@ -16,8 +16,15 @@ from extract.generate.options import (
     open_asking,
 )
 from extract.run.console import Progress, quiet
-from extract.run.verbs import RUN_DIR, alone, do_or_forecast, dry_run_option
-from extract.run.workers import SHARD, Worker, worker_of
+from extract.run.share import Share
+from extract.run.verbs import (
+    RUN_DIR,
+    SHARD,
+    alone,
+    do_or_forecast,
+    dry_run_option,
+    share_of,
+)
 
 if TYPE_CHECKING:
     from extract.generate.generator import Generator
@@ -32,7 +39,7 @@ def _asking(
     model: str,
     backend: BackendOptions,
     dry_run: bool,
-    worker: Worker,
+    worker: Share,
 ) -> Iterator[tuple["RunDir", "Generator"]]:
     """Open a run and the model that a verb asks with an option; `line` has both.
 
@@ -100,7 +107,7 @@ def rewrite(
     from extract.label.rewriter import RewriteConfig
     from extract.label.stage import rewrite_run
 
-    def work(run: "RunDir", worker: Worker) -> None:
+    def work(run: "RunDir", worker: Share) -> None:
         config = RewriteConfig(
             max_new_tokens=max_tokens,
             seed=run.seed,
@@ -112,7 +119,7 @@ def rewrite(
         click.echo(json.dumps(counts) if as_json else "\n".join(lines))
         click.echo(str(run_dir / "rewrites.jsonl"), err=as_json)
 
-    line, worker = "rewrite --model", worker_of(shard, dry_run)
+    line, worker = "rewrite --model", share_of(shard, dry_run)
     with _asking(run_dir, line, model, backend, dry_run, worker) as (run, generator):
         share_texts(run, "rewrite", worker, work)
 
@@ -204,14 +211,14 @@ def label(
     from extract.label.stage import LABEL, label_by_judges, settle_match
     from extract.run.directory import RunDir
 
-    worker = worker_of(shard, dry_run)
+    worker = share_of(shard, dry_run)
     if judge is None or audit:
         alone("label without --judge, or with --audit,", worker)
     if judge is not None:
         # Of a directory its name alone: rows are compared between machines.
         name = Path(judge).name if Path(judge).is_dir() else judge
 
-        def work(run: "RunDir", worker: Worker) -> None:
+        def work(run: "RunDir", worker: Share) -> None:
             config = ConsensusConfig(vote=vote, seed=run.seed)
             told = {"name": name, "worker": worker}
             label_by_judges(run, generator, config, Progress(), **told)

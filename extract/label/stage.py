@@ -60,8 +60,8 @@ from extract.run.files import (
     write_text_atomic,
 )
 from extract.run.results import label_rule
+from extract.run.share import Share
 from extract.run.stages import Forecast, Stage, once, refuse_stale
-from extract.run.workers import Worker
 
 
 def answered_questions(run: RunDir) -> list[tuple[Example, Answer]]:
@@ -188,7 +188,7 @@ def label_by_judges(
     progress: Progress,
     *,
     name: str,
-    worker: Worker | None = None,
+    worker: Share | None = None,
 ) -> None:
     """Label every answer by the consensus of the rubrics of the judge called `name`.
 
@@ -268,7 +268,7 @@ def rewrite_run(
     config: RewriteConfig,
     progress: Progress,
     *,
-    worker: Worker | None = None,
+    worker: Share | None = None,
 ) -> dict[str, int]:
     """Rewrite the contexts of a run; returns the counts.
 

@@ -7,35 +7,6 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
-
-import click
-
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-
-
-class RunPath(click.Path):
-    """A path on this machine; a URL would become a local folder of that name."""
-
-    def __init__(self) -> None:
-        """Convert to `Path`."""
-        super().__init__(path_type=Path)
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> Any:
-        """Return the path, or refuse a URL."""
-        if _URL.match(str(value)):
-            self.fail(
-                f"a run directory is a folder on this machine, found {str(value)!r}; "
-                "give a local or mounted path (only a feature store can lie at a URL, "
-                "through extract.signals.extraction.extract)",
-                param,
-                ctx,
-            )
-        return super().convert(value, param, ctx)
-
 
 # What TensorStore adds to its messages, each a page long.
 _DUMPS = re.compile(
@@ -74,7 +45,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Print one line for the person who waits."""
-        click.echo(text, err=True)
+        print(text, file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[Update]:
@@ -140,7 +111,7 @@ def _plain_lines(name: str) -> Update:
         if now - last >= 10:
             last = now
             counted = (f"{name}: {done} of {total}", rate)
-            click.echo(", ".join(filter(None, counted)), err=True)
+            print(", ".join(filter(None, counted)), file=sys.stderr, flush=True)
 
     return update
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from extract.run.console import Progress, Update
 from extract.run.directory import RunDir
 from extract.run.lock import InUse
+from extract.run.share import Share
 from extract.run.stages import Change, Stage, refuse_stale, run_stage
-from extract.run.workers import Worker
 
 _PATIENCE = 120.0  # seconds; who puts together, or looks whether to, takes less
 
@@ -37,7 +37,7 @@ def open_patiently(run_dir: Path, *, exclusive: bool) -> RunDir:
 def share(
     run_dir: Path,
     verb: str,
-    worker: Worker,
+    worker: Share,
     progress: Progress,
     part: Callable[[RunDir], int | None],
     whole: Callable[[RunDir], None],
@@ -83,7 +83,7 @@ def share(
 def share_stage(
     run_dir: Path,
     stage: Stage,
-    worker: Worker,
+    worker: Share,
     work: Callable[[RunDir, object, Update, Progress], int],
     *,
     change: Change | None = None,

@@ -1,16 +1,17 @@
 """What the verbs of every room share: arguments, options, and stages named by place."""
 
 import importlib
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from extract.records import SETTINGS
-from extract.run.console import RunPath
+from extract.run.launch import find_share
 from extract.run.manifest import PRESETS
-from extract.run.workers import Worker
+from extract.run.share import Share
 
 if TYPE_CHECKING:
     from extract.run.stages import Stage
@@ -33,6 +34,31 @@ CHAIN = (
     "pgir.controllers.stage:CONTROL",
     "benchmarks.results.stage:REPORT",
 )
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+
+class RunPath(click.Path):
+    """A path on this machine; a URL would become a local folder of that name."""
+
+    def __init__(self) -> None:
+        """Convert to `Path`."""
+        super().__init__(path_type=Path)
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
+        """Return the path, or refuse a URL."""
+        if _URL.match(str(value)):
+            self.fail(
+                f"a run directory is a folder on this machine, found {str(value)!r}; "
+                "give a local or mounted path (only a feature store can lie at a URL, "
+                "through extract.signals.extraction.extract)",
+                param,
+                ctx,
+            )
+        return super().convert(value, param, ctx)
+
+
 RUN_DIR = click.argument("run_dir", type=RunPath())
 SEED = click.IntRange(0, 2**31 - 1)  # what every generator of draws takes
 MODEL = click.option(
@@ -102,19 +128,45 @@ def stage_verb(name: str, place: str, text: str) -> click.Command:
     return verb
 
 
+def _checked(
+    context: click.Context, option: click.Parameter, shard: str | None
+) -> str | None:
+    """Validate --shard before anything is opened."""
+    try:
+        if shard is not None:
+            find_share(shard)
+    except ValueError as error:
+        raise click.BadParameter(str(error), context, option) from None
+    return shard
+
+
+SHARD = click.option(
+    "--shard",
+    metavar="I/N",
+    callback=_checked,
+    help="Do part I (from 0) of N; each part is a process of its own. Torchrun, srun "
+    "and mpirun say this by themselves.",
+)
+
+
+def share_of(shard: str | None, dry_run: bool) -> Share:
+    """Return this process's share of a verb; a dry run counts the work of all."""
+    return Share() if dry_run else find_share(shard)
+
+
 SHARED = ("rewrite", "answer", "label", "sample", "extract", "train")
 
 
-def alone(what: str, worker: Worker) -> None:
-    """Refuse to be one of several workers.
+def alone(what: str, share: Share) -> None:
+    """Check that a verb was started as one process.
 
     Raises:
-      click.UsageError: there are several.
+      click.UsageError: several processes were launched.
     """
-    if worker.world_size > 1:
+    if share.world_size > 1:
         raise click.UsageError(
-            f"{what} is one process's work, and {worker.world_size} were launched "
-            f"({worker.source}); workers share `extract`, `train`, and on this machine "
+            f"{what} is one process's work, and {share.world_size} were launched "
+            f"({share.source}); workers share `extract`, `train`, and on this machine "
             "`rewrite`, `answer`, `label --judge` and `sample`, so start this once "
             "(with --server, --concurrency says how many requests are under way)"
         )

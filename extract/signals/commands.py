@@ -6,8 +6,7 @@ from typing import Any
 
 import click
 
-from extract.run.verbs import RUN_DIR, do_or_forecast, dry_run_option
-from extract.run.workers import SHARD
+from extract.run.verbs import RUN_DIR, SHARD, do_or_forecast, dry_run_option
 
 _NAMES = ("hidden_layers", "hidden_spans", "dtype", "scalars", "answer_span")
 
@@ -109,10 +108,10 @@ def extract(run_dir: Path, shard: str | None, dry_run: bool, **options: Any) -> 
     from extract.generate.options import check_backbone
     from extract.run.console import Progress
     from extract.run.directory import RunDir
-    from extract.run.workers import find_worker
+    from extract.run.launch import find_share
     from extract.signals.stage import EXTRACT, extract_alone, settle_kept
 
-    given, worker = take_kept(options), find_worker(shard)
+    given, worker = take_kept(options), find_share(shard)
     is_alone = worker.world_size == 1
     if given.get("hidden_layers") is not None:
         check_backbone(backbone_of(RunDir(run_dir)), given["hidden_layers"])

@@ -17,8 +17,8 @@ from extract.run.contents import (
 )
 from extract.run.directory import RunDir
 from extract.run.manifest import Preset
+from extract.run.share import Share
 from extract.run.stages import Forecast, Stage
-from extract.run.workers import Worker
 from extract.signals.plan import ExtractConfig
 from extract.store.config import stored_bytes
 from extract.store.spec import Family
@@ -62,7 +62,7 @@ def settle_kept(run: RunDir, given: Mapping[str, Any]) -> ExtractConfig:
 
 
 def extract_part(
-    run: RunDir, config: ExtractConfig, update: Update, worker: Worker
+    run: RunDir, config: ExtractConfig, update: Update, worker: Share
 ) -> int:
     """Do one worker's part of the extraction, in the run's settings.
 
@@ -108,7 +108,7 @@ def extract_part(
     )
 
 
-def extract_alone(run_dir: Path, worker: Worker, progress: Progress) -> None:
+def extract_alone(run_dir: Path, worker: Share, progress: Progress) -> None:
     """Do one worker's part, and say what is left to the others."""
     name = f"extract {worker.rank}/{worker.world_size}"
     with RunDir.open(run_dir, exclusive=False) as run:
@@ -127,7 +127,7 @@ def extract_alone(run_dir: Path, worker: Worker, progress: Progress) -> None:
 def _extract(
     run: RunDir, config: ExtractConfig, update: Update, progress: Progress
 ) -> None:
-    extract_part(run, config, update, Worker())
+    extract_part(run, config, update, Share())
 
 
 def _forecast(run: RunDir, config: ExtractConfig) -> Forecast:

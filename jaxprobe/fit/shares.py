@@ -21,9 +21,10 @@ from extract.records import Setting
 from extract.run.console import Progress, Update
 from extract.run.contents import settings_of
 from extract.run.directory import RunDir
+from extract.run.launch import own_gpu
+from extract.run.share import Share
 from extract.run.sharing import share_stage
 from extract.run.stages import Change, side_by_side
-from extract.run.workers import Worker, own_gpu
 from jaxprobe.features.rows import load_rows
 from jaxprobe.features.subsets import N_SUBSETS
 from jaxprobe.fit.blocks import Block, Member, default_blocks
@@ -39,7 +40,7 @@ from jaxprobe.fit.work import Workload, in_parts
 from jaxprobe.settings import GridConfig, set_compiler
 
 
-def use_own_device(worker: Worker) -> None:
+def use_own_device(worker: Share) -> None:
     """Take one GPU of a machine whose workers share its GPUs; before JAX looks."""
     gpu = own_gpu() if worker.world_size > 1 else None
     if gpu is not None:
@@ -86,7 +87,7 @@ def _blocks_of(members: set[Member], n_seeds: int) -> list[Block]:
 
 
 def _train_share(
-    worker: Worker,
+    worker: Share,
     run: RunDir,
     config: GridConfig,
     update: Update,
@@ -125,7 +126,7 @@ def _train_share(
     return n_missing
 
 
-def train_share(run_dir: Path, worker: Worker, change: Change | None = None) -> None:
+def train_share(run_dir: Path, worker: Share, change: Change | None = None) -> None:
     """Train a worker's share of a run's encoders; join all if none is missing.
 
     Args:

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.speed.tiny_models import N_TEXT_IDS, tiny_model
 from extract.backbone.loading import Backbone
-from extract.run.workers import find_worker
+from extract.run.launch import find_share
 from extract.signals.extraction import run_plan
 from extract.signals.plan import (
     ExtractConfig,
@@ -257,5 +257,5 @@ def test_a_batch_begun_before_another_is_taken_changes_neither():
 
 
 if __name__ == "__main__":
-    worker = find_worker()
+    worker = find_share()
     run_tiny(Path(sys.argv[1]), worker.rank, worker.world_size)

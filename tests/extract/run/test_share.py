@@ -1,8 +1,12 @@
-"""Who this worker is, as launchers or the option `--shard` say it."""
+"""Which share of the work is this process's, and what lies in it."""
+
+import subprocess
+import sys
 
 import pytest
 
-from extract.run.workers import find_worker, local_rank, own_gpu
+from extract.run.launch import find_share, local_rank, own_gpu
+from extract.run.share import Share
 
 SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
 MPIRUN = {
@@ -34,8 +38,7 @@ TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
     ],
 )
 def test_a_launcher_or_an_option_says_who_this_worker_is(environ, shard, expected):
-    worker = find_worker(shard, environ)
-    assert (worker.rank, worker.world_size) == expected
+    assert find_share(shard, environ) == Share(*expected)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +59,7 @@ def test_a_launcher_or_an_option_says_who_this_worker_is(environ, shard, expecte
 )
 def test_half_a_launcher_and_a_wrong_number_are_refused_by_name(environ, message):
     with pytest.raises(ValueError, match=message):
-        find_worker(environ=environ)
+        find_share(environ=environ)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +77,7 @@ def test_half_a_launcher_and_a_wrong_number_are_refused_by_name(environ, message
 )
 def test_a_part_that_is_none_is_refused(shard, message):
     with pytest.raises(ValueError, match=message):
-        find_worker(shard, {})
+        find_share(shard, {})
 
 
 @pytest.mark.parametrize(
@@ -87,7 +90,7 @@ def test_a_part_that_is_none_is_refused(shard, message):
     ],
 )
 def test_a_worker_names_what_said_so(environ, shard, source):
-    assert find_worker(shard, environ).source == source
+    assert find_share(shard, environ).source == source
 
 
 @pytest.mark.parametrize(
@@ -98,7 +101,7 @@ def test_a_worker_names_what_said_so(environ, shard, source):
         ({"SLURM_LOCALID": "0", "LOCAL_RANK": "1"}, 1),
     ],
 )
-def test_each_worker_of_a_machine_has_its_own_number(environ, expected):
+def test_each_share_of_a_machine_has_its_own_number(environ, expected):
     assert local_rank(environ) == expected
 
 
@@ -121,3 +124,35 @@ def test_a_number_of_this_machine_that_is_none_is_refused_by_name():
 )
 def test_a_launchers_workers_have_a_gpu_each(environ, expected):
     assert own_gpu(environ) == expected
+
+
+@pytest.mark.parametrize("cost", [None, lambda item: item])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_shares_are_disjoint_hold_everything_and_keep_its_order(world_size, cost):
+    items = [9, 1, 8, 2, 7]
+    shares = [Share(rank, world_size).mine(items, cost) for rank in range(world_size)]
+    assert sorted(sum(shares, [])) == sorted(items)
+    for share in shares:
+        assert [items.index(item) for item in share] == sorted(map(items.index, share))
+
+
+def test_a_share_without_costs_is_every_nth_item():
+    assert Share(1, 3).mine(range(8)) == [1, 4, 7]
+    assert Share().mine("abc") == ["a", "b", "c"]
+
+
+def test_shares_by_cost_are_about_as_expensive_where_counts_are_not():
+    costs = {"a": 100, "b": 1, "c": 99, "d": 2, "e": 1}
+    assert Share(0, 2).mine(costs, costs.get) == ["a", "b", "e"]
+    assert Share(1, 2).mine(costs, costs.get) == ["c", "d"]
+
+
+def test_a_library_user_of_runs_loads_no_command_line():
+    code = "import sys, extract.run.stages, extract.run.contents, extract.run.launch"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; print('click' in sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "False"
