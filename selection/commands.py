@@ -7,22 +7,23 @@ from typing import TYPE_CHECKING
 import click
 
 from extract.run.directory import RunDir
-from extract.run.verbs import (
-    RUN_DIR,
-    RunPath,
-    do_or_forecast,
-    dry_run_option,
-    stage_verb,
-)
+from extract.run.verbs import RUN_DIR, RunPath
 
 if TYPE_CHECKING:
     from selection.anatomy.stage import AnatomyConfig
 
-sweep = stage_verb(
-    "sweep",
-    "selection.sweep:SWEEP",
-    "Choose the layer of the hidden states on validation.",
-)
+
+@click.command()
+@RUN_DIR
+def sweep(run_dir: Path) -> None:
+    """Choose the layer of the hidden states on validation.
+
+    Example: beatrice sweep runs/demo
+    """
+    from extract.run.stages import do
+    from selection.sweep import SWEEP
+
+    do(run_dir, SWEEP)
 
 
 @click.command()
@@ -37,39 +38,35 @@ sweep = stage_verb(
     is_flag=True,
     help="Also search on twenty other splits: how much too good validation looks.",
 )
-@dry_run_option
-def select(run_dir: Path, exhaustive: bool, optimism: bool, dry_run: bool) -> None:
+def select(run_dir: Path, exhaustive: bool, optimism: bool) -> None:
     """Select encoders greedily and train the fusion heads.
 
     Example: beatrice select runs/demo --exhaustive
     """
+    from extract.run.stages import do
     from selection.stage import SELECT
 
-    if not ((exhaustive or optimism) and dry_run):
-        do_or_forecast(run_dir, SELECT, dry_run)
+    do(run_dir, SELECT)
     if optimism:
         from selection.optimism import OPTIMISM
 
-        do_or_forecast(run_dir, OPTIMISM, dry_run)
+        do(run_dir, OPTIMISM)
     if exhaustive:
         from selection.ranking import EXHAUSTIVE
 
-        do_or_forecast(run_dir, EXHAUSTIVE, dry_run)
+        do(run_dir, EXHAUSTIVE)
 
 
 @click.command()
 @RUN_DIR
 @click.argument("other", type=RunPath(), required=False)
 @click.option("--only", multiple=True, metavar="NAME", help="These; all by default.")
-@dry_run_option
-def anatomy(
-    run_dir: Path, other: Path | None, only: tuple[str, ...], dry_run: bool
-) -> None:
+def anatomy(run_dir: Path, other: Path | None, only: tuple[str, ...]) -> None:
     """Ask where correctness can be read; OTHER is a run of another backbone.
 
     Example: beatrice anatomy runs/gemma runs/smollm2 --only flips --only backbones
     """
-    from extract.run.stages import do, forecast_stage
+    from extract.run.stages import do
     from selection.anatomy.stage import ANATOMY, chosen_analyses
 
     def change(config: "AnatomyConfig") -> "AnatomyConfig":
@@ -78,9 +75,6 @@ def anatomy(
         chosen_analyses(asked)  # refuses a name that is not known
         return asked
 
-    if dry_run:
-        click.echo(forecast_stage(run_dir, ANATOMY, change, is_replaceable=True))
-        return
     with RunDir.open(run_dir) as run:
         before = ANATOMY.settle(run)
         if ANATOMY.settle(run, change, is_replaceable=True) != before:

@@ -14,7 +14,7 @@ from extract.run.console import Progress, Update
 from extract.run.contents import row_files, settings_of
 from extract.run.directory import RunDir
 from extract.run.results import ON_REQUEST
-from extract.run.stages import Forecast, Stage, side_by_side
+from extract.run.stages import Stage, side_by_side
 from jaxprobe import checkpoint
 from jaxprobe.checkpoint import load_cache
 from jaxprobe.detector import HeadName
@@ -191,31 +191,10 @@ def _select(
     side_by_side(work, settings_of(run), update, len(branches_of(run)))
 
 
-def _forecast(run: RunDir, config: SelectConfig) -> Forecast:
-    """Count the heads of one round of every search, and what the pools hold."""
-    n_heads = n_bytes = 0
-    branches = branches_of(run)
-    for setting in settings_of(run):
-        *parts, _ = load_pool(run, setting)
-        n_calls = sum(branch_setting(branch) == setting for branch in branches)
-        n_heads += n_calls * parts[0].n_pool * parts[0].n_seeds
-        n_bytes += sum(np.asarray(part.outputs).nbytes for part in parts)
-    return Forecast(
-        stage="select",
-        memory_bytes=n_bytes,
-        basis=(
-            f"{n_heads} heads in the first round of all searches, at most "
-            f"{config.train.max_epochs} epochs each; how many rounds follow is what "
-            "the search finds out"
-        ),
-    )
-
-
 SELECT = Stage(
     name="select",
     inputs=lambda run: [*row_files(run), *encoder_folders(run)],
     outputs=lambda run: [run.selection],
     work=_select,
     presets=SELECT_PRESETS,
-    forecast=_forecast,
 )

@@ -19,9 +19,9 @@ from extract.run.contents import row_files, settings_of
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
 from extract.run.manifest import Preset
-from extract.run.stages import Forecast, Stage
+from extract.run.stages import Stage
 from jaxprobe.config import TrainConfig
-from jaxprobe.features.reading import family_dims, mean_answer_states
+from jaxprobe.features.reading import mean_answer_states
 from jaxprobe.features.rows import Rows, load_rows
 from jaxprobe.fit.loop import (
     FitState,
@@ -34,8 +34,6 @@ from jaxprobe.fit.loop import (
 )
 from jaxprobe.kernels.random import PROBES, stream_key
 from jaxprobe.settings import set_compiler
-
-_FLOAT = 4  # bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -256,42 +254,10 @@ def _sweep(
     write_json_atomic(run.sweep, {"layer": best, "settings": found})
 
 
-def _forecast(run: RunDir, config: SweepSection) -> Forecast:
-    """Count the probes and the states they read, if no probe stops early."""
-    n_probes = n_flops = n_states = n_bytes = 0
-    probe = config.probe
-    for setting in settings_of(run):
-        store, rows = load_rows(run, setting)
-        n_train, n_valid = (
-            len(sweep_rows(rows, split, config.n_rows, run.seed))
-            for split in ("train", "validation")
-        )
-        n_layers, width = len(store.spec.hidden_layers), family_dims(store).hidden
-        n_here = n_layers * probe.n_seeds
-        n_steps = -(-n_train // probe.batch_size)
-        # A product forwards and one for the gradient of the weights.
-        per_epoch = 4 * n_steps * probe.batch_size + 2 * n_valid
-        n_flops += n_here * probe.max_epochs * per_epoch * width
-        n_probes += n_here
-        n_states += (n_train + n_valid) * n_layers
-        n_bytes = max(n_bytes, (n_train + n_valid) * n_layers * width * _FLOAT)
-    return Forecast(
-        stage="sweep",
-        n_flops=n_flops,
-        memory_bytes=n_bytes,
-        basis=(
-            f"{n_probes} linear probes of at most {probe.max_epochs} epochs; "
-            f"{n_states} mean states of answers are read, those of a setting are in "
-            "memory together"
-        ),
-    )
-
-
 SWEEP = Stage(
     name="sweep",
     inputs=row_files,
     outputs=lambda run: [run.sweep],
     work=_sweep,
     presets=SWEEP_PRESETS,
-    forecast=_forecast,
 )

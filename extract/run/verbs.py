@@ -116,18 +116,6 @@ def do_or_forecast(
         do(run_dir, stage, change=change)
 
 
-def stage_verb(name: str, place: str, text: str) -> click.Command:
-    """Return the verb of a stage that takes a run directory and nothing else."""
-
-    @click.command(name=name, help=f"{text}\n\nExample: beatrice {name} runs/demo")
-    @RUN_DIR
-    @dry_run_option
-    def verb(run_dir: Path, dry_run: bool) -> None:
-        do_or_forecast(run_dir, load_stage(place), dry_run)
-
-    return verb
-
-
 def _checked(
     context: click.Context, option: click.Parameter, shard: str | None
 ) -> str | None:

@@ -1,4 +1,4 @@
-"""What every analysis is given and takes, and how shares become rows with intervals.
+"""What every analysis is given, and how shares become rows with intervals.
 
 An analysis asks the encoders and heads of a finished run, setting by setting, and gives
 rows. Nothing is trained again, except where an analysis says so.
@@ -6,7 +6,7 @@ rows. Nothing is trained again, except where an analysis says so.
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,19 +15,16 @@ import numpy as np
 from extract.records import IN_DOMAIN, Setting
 from extract.run.contents import settings_of
 from extract.run.directory import RunDir
-from extract.run.results import ResultRow, read_rows, rows_file
+from extract.run.results import ResultRow
 from extract.store.read import FeatureStore
 from jaxprobe import checkpoint
 from jaxprobe.evaluation import bootstrap_of
-from jaxprobe.features.reading import family_dims
-from jaxprobe.features.rows import Rows, load_rows, rows_at_once
+from jaxprobe.features.rows import Rows, load_rows
 from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
-from jaxprobe.features.widths import widths_of
 from jaxprobe.metrics import BootstrapConfig, interval_of, resamples
 from jaxprobe.settings import GridConfig, grid_config
 
 EVERY_FAMILY = "HPRA"
-Tick = Callable[[], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,12 +102,6 @@ class Evidence:
         """Labelled test and held-out rows, `[n]` indices into the store."""
         is_judged = np.isin(self.rows.splits, ("test", "ood")) & self.rows.is_labelled
         return np.flatnonzero(is_judged)
-
-    @property
-    def n_tokens(self) -> np.ndarray:
-        """Tokens of every row that encoders read, `[n_rows]`."""
-        spans = self.store.spec.spans
-        return (spans[..., 1] - spans[..., 0]).sum(axis=1)
 
     def printed(self, name: str) -> str:
         """Return an encoder's printed name, [HP] with context and (HP) without."""
@@ -217,122 +208,3 @@ def ratio_rows(
 def place_of(setting: Setting, dataset: str, split: str) -> dict[str, Any]:
     """Return the fields of a row that say where it was measured."""
     return {"setting": setting, "dataset": dataset, "split": split}
-
-
-_SHARE = 1 / 20  # of what resampling a score takes: two products beside two sorted sums
-# Bytes of the counts of resamples that are held together, and of three arrays as large
-# that a sorted score makes of them.
-RESAMPLING = 4 * 2**24 * 4
-
-
-class Load(NamedTuple):
-    """What an analysis does in a setting, counted.
-
-    Attributes:
-      steps: gradient steps of all tokens of an answer.
-      passes: steps that forward passes without signals take; several analyses read the
-        same ones, and the first of a start makes them.
-      scores: answers whose AUROC is resampled, times scores and differences.
-      shares: answers of which a share is resampled, times shares.
-      layers: states of a layer of an answer that are read and fitted.
-      held: bytes of the arrays that lie in memory together.
-    """
-
-    steps: float = 0.0
-    passes: float = 0.0
-    scores: float = 0.0
-    shares: float = 0.0
-    layers: float = 0.0
-    held: int = 0
-
-
-def n_resampled(evidence: Evidence) -> int:
-    """Return the answers of all judged sets, those of all in-domain sets again."""
-    rows = evidence.rows
-    return sum(len(rows.where(split, name)) for name, split in judged_sets(rows))
-
-
-def part_bytes(evidence: Evidence) -> int:
-    """Return what the largest part of rows takes, with what is made of it.
-
-    A copy with signals replaced, and the encoder's activations, no more than that.
-    """
-    spans = evidence.store.spec.spans
-    widths, dims = widths_of(spans[..., 1] - spans[..., 0]), family_dims(evidence.store)
-    n_rows = min(len(evidence.judged), rows_at_once(widths, dims))
-    return 2 * 4 * n_rows * sum(widths) * dims.total
-
-
-def pooled_bytes(evidence: Evidence, n_rows: int) -> int:
-    """Return what regression holds: pooled signals, scaled, and side by side."""
-    n_parts = evidence.store.spec.spans.shape[1] + 2
-    return 3 * 4 * n_rows * n_parts * family_dims(evidence.store).total
-
-
-class Rates(NamedTuple):
-    """Seconds that this run took for one of each, zero where it was not done.
-
-    Attributes:
-      step: a gradient step of one token, of `train`.
-      score: resampling the AUROC of one answer's score, of `evaluate`.
-      layer: one answer's state of one layer, of `sweep`.
-    """
-
-    step: float
-    score: float
-    layer: float
-
-    @property
-    def in_words(self) -> str:
-        """Say of what forecasts are made."""
-        step, score, layer = (1e6 * x for x in self)
-        return (
-            f"forecasts are counts at the rates of this run: {step:.2f} µs a gradient "
-            f"step of a token (train), {score:.1f} µs resampling an answer's score "
-            f"(evaluate), {layer:.1f} µs a layer's state (sweep); compiling, reading "
-            "and regressions come on top; memory is what this process holds now, what "
-            "resampling takes, and the largest arrays"
-        )
-
-    def seconds(self, load: Load, n_tokens: float) -> float:
-        """Return what a load takes where answers have so many tokens."""
-        return (
-            (load.steps + load.passes) * n_tokens * self.step
-            + (load.scores + _SHARE * load.shares) * self.score
-            + load.layers * self.layer
-        )
-
-
-def rates_of(run: RunDir, settings: Sequence[Evidence], n_swept: int) -> Rates:
-    """Return what this run's own stages took.
-
-    Args:
-      run: trained and selected.
-      settings: of the run.
-      n_swept: most rows of a split that `sweep` read.
-    """
-    took = {
-        name: 0.0 if (record := run.stage_record(name)) is None else record.seconds
-        for name in ("train", "evaluate", "sweep")
-    }
-    n_steps, n_states = 0.0, 0
-    for own in settings:
-        n_epochs = np.asarray(own.tree["info"]["n_epochs"]).astype(float)
-        control = n_epochs.mean() * own.n_seeds
-        n_train = len(own.rows.where("train"))
-        n_steps += (n_epochs.sum() + control) * n_train * float(own.n_tokens.mean())
-        n_rows = (len(own.rows.where(split)) for split in ("train", "validation"))
-        n_layers = len(own.store.spec.hidden_layers)
-        n_states += n_layers * sum(min(n, n_swept) for n in n_rows)
-    path = rows_file(run, "evaluate")
-    resampled = read_rows(path) if path.exists() else ()
-    n_scores = sum(
-        row.n
-        for row in resampled
-        if row.metric.startswith("auroc") and row.ci_low is not None
-    )
-    return Rates(
-        took["train"] / n_steps,
-        took["evaluate"] / max(n_scores, 1),
-        took["sweep"] / max(n_states, 1),
-    )

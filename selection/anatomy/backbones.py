@@ -23,7 +23,7 @@ from jaxprobe.metrics import (
     resamples,
     weighted_metrics,
 )
-from selection.anatomy.analysis import Evidence, Load, n_resampled, place_of
+from selection.anatomy.analysis import Evidence, place_of
 
 EXPERIMENT = "anatomy_backbones"
 
@@ -186,12 +186,3 @@ def backbones(
             reason = "one class only, or all subsets are equally good"
             made.append(ResultRow(**fields, value=None, reason=reason))
     return made
-
-
-def backbone_load(evidence: Evidence) -> Load:
-    """Return what it takes: fifteen encoders of two runs, twice each, and pairs.
-
-    The other run is taken to have as many answers.
-    """
-    n_test = len(evidence.rows.where("test"))
-    return Load(scores=60 * n_test + 22 * n_resampled(evidence))

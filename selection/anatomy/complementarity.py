@@ -14,10 +14,8 @@ from extract.run.results import ResultRow
 from jaxprobe.features.subsets import LETTERS
 from selection.anatomy.analysis import (
     Evidence,
-    Load,
     Ratio,
     judged_sets,
-    n_resampled,
     place_of,
     ratio_rows,
     subset_logits,
@@ -72,8 +70,3 @@ def complementarity(evidence: Evidence) -> list[ResultRow]:
         ids, config = rows.ids[where], evidence.bootstrap
         made += ratio_rows(EXPERIMENT, ratios, ids, place, config, "it has no mistake")
     return made
-
-
-def complementarity_load(evidence: Evidence) -> Load:
-    """Return what it takes: four rates, and twelve shares of mistakes."""
-    return Load(shares=16 * n_resampled(evidence))

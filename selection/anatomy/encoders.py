@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxprobe.features.families import FamilyTokens
-from jaxprobe.features.reading import family_dims
 from jaxprobe.features.rows import TrainingRows, rows_at_once, training_rows
 from jaxprobe.features.subsets import (
     FLOATS,
@@ -215,11 +214,6 @@ class Deployed:
     def dims(self) -> FamilyDims:
         """Channels of the families."""
         return self.data.dims
-
-    @property
-    def stored_dims(self) -> FamilyDims:
-        """The same, without reading a row."""
-        return family_dims(self.evidence.store)
 
     @property
     def n_spans(self) -> int:

@@ -18,11 +18,8 @@ from jaxprobe.features.reading import SPAN_NAMES, SPANS
 from jaxprobe.features.subsets import FAMILIES, LETTERS
 from selection.anatomy.analysis import (
     Evidence,
-    Load,
     Ratio,
     judged_sets,
-    n_resampled,
-    part_bytes,
     place_of,
     ratio_rows,
     subset_logits,
@@ -163,24 +160,3 @@ def _width(logits: np.ndarray) -> float:
     """Return the width of cells, in logits, of which `_N_CELLS` reach every value."""
     needed = max(float(np.abs(logits).max()) / _N_CELLS, _NARROWEST)
     return _NARROWEST * 2.0 ** np.ceil(np.log2(needed / _NARROWEST))
-
-
-def pass_load(evidence: Evidence, **changes: float) -> Load:
-    """Return what the passes without each family and each span take.
-
-    Four analyses read them. A forward pass is a third of a gradient step.
-
-    Args:
-      evidence: of a setting.
-      **changes: what an analysis takes beside them.
-    """
-    n_variants = len(FAMILIES) + len(SPANS[evidence.setting])
-    n_encoders = len(evidence.queried) * evidence.n_seeds
-    passes = n_encoders * n_variants * len(evidence.judged) / 3
-    return Load(passes=passes, held=part_bytes(evidence), **changes)
-
-
-def flip_load(evidence: Evidence) -> Load:
-    """Return what it takes: of an encoder its accuracy, of a family five shares."""
-    n_shares = 1 + sum(1 + 5 * len(name) for name in evidence.queried)
-    return pass_load(evidence, shares=n_shares * n_resampled(evidence))

@@ -16,8 +16,6 @@ from selection.ablation import Ablation
 from selection.anatomy.analysis import (
     EVERY_FAMILY,
     Evidence,
-    Load,
-    n_resampled,
     some_rows,
     subset_logits,
 )
@@ -72,13 +70,3 @@ def fusion(evidence: Evidence) -> list[ResultRow]:
     scored = [Scored(name=name, scores=own) for name, own in scores.items()]
     compared = [("champion", name) for name in scores if name != "champion"]
     return _differences(evidence, scored, compared, VARIANTS)
-
-
-def pair_load(evidence: Evidence) -> Load:
-    """Return what it takes: ten encoders, twelve differences."""
-    return Load(scores=22 * n_resampled(evidence))
-
-
-def fusion_load(evidence: Evidence) -> Load:
-    """Return what it takes: seven variants at most, six differences."""
-    return Load(scores=13 * n_resampled(evidence))

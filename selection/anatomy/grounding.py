@@ -14,14 +14,12 @@ from extract.run.contents import read_answers, read_examples, stands_in_context
 from extract.run.results import ResultRow
 from selection.anatomy.analysis import (
     Evidence,
-    Load,
     Ratio,
     judged_sets,
-    n_resampled,
     place_of,
     ratio_rows,
 )
-from selection.anatomy.flips import Ablated, pass_load
+from selection.anatomy.flips import Ablated
 
 EXPERIMENT = "anatomy_grounding"
 
@@ -120,11 +118,3 @@ def grounding(ablated: Ablated, closed_book: Evidence | None) -> list[ResultRow]
         ratios = ratios_of(own, flips)
         made += ratio_rows(EXPERIMENT, ratios, ids, place, evidence.bootstrap)
     return made
-
-
-def grounding_load(evidence: Evidence) -> Load:
-    """Return what it takes, with context alone."""
-    if evidence.setting == "closed_book":
-        return Load()
-    n_shares = 4 + 5 * sum("A" in name for name in evidence.queried)
-    return pass_load(evidence, shares=n_shares * n_resampled(evidence))

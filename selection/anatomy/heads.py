@@ -14,10 +14,8 @@ from extract.run.results import ResultRow
 from jaxprobe.features.subsets import FAMILIES, FamilyDims
 from selection.anatomy.analysis import (
     Evidence,
-    Load,
     Ratio,
     drawn,
-    part_bytes,
     place_of,
     ratio_rows,
 )
@@ -161,23 +159,3 @@ def _of_encoder(
     even = dict(experiment=EXPERIMENT, detector=printed, metric="even share of 8")
     made.append(ResultRow(**even, **place, value=n_heads / n_cells, n=n_cells))
     return made
-
-
-def gradient_steps(evidence: Evidence, n_encoders: int) -> float:
-    """Return the steps of integrated gradients: 64, about what 1 % takes, and 32."""
-    return 96.0 * min(N_ANSWERS, len(evidence.judged)) * evidence.n_seeds * n_encoders
-
-
-def head_load(evidence: Evidence) -> Load:
-    """Return what it takes: attributions, and passes without eight heads.
-
-    A share of every head is of half the answers.
-    """
-    n_encoders = 1 + sum("A" in name for name in evidence.queried)
-    moved = n_encoders * evidence.n_seeds * (2 + N_DRAWS) * N_ANSWERS / 2 / 3
-    n_heads = int(np.prod(evidence.store.spec.families["attn"].shape[-2:]))
-    return Load(
-        steps=gradient_steps(evidence, n_encoders) + moved,
-        shares=n_encoders * (n_heads + 4) * N_ANSWERS / 2,
-        held=part_bytes(evidence),
-    )

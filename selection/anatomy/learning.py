@@ -24,7 +24,6 @@ from extract.records import IN_DOMAIN
 from extract.run.results import ResultRow
 from jaxprobe.evaluation import Scored, detection_rows
 from jaxprobe.features.families import FamilyTokens
-from jaxprobe.features.reading import family_dims
 from jaxprobe.features.rows import Held, Rows, TrainingRows
 from jaxprobe.features.subsets import LETTERS, subset_index
 from jaxprobe.features.widths import widths_of
@@ -34,12 +33,8 @@ from jaxprobe.pool import read_selection, reads
 from selection.anatomy.analysis import (
     EVERY_FAMILY,
     Evidence,
-    Load,
     drawn,
-    n_resampled,
-    part_bytes,
     place_of,
-    pooled_bytes,
     some_rows,
 )
 from selection.anatomy.encoders import Deployed
@@ -48,8 +43,6 @@ from selection.anatomy.linear import linear_scores, pooled_signals
 CURVE, TRANSFER = "anatomy_labels", "anatomy_transfer"
 SIZES = (100, 200, 400, 800, 1600)  # labelled answers
 ENCODER_SIZES = (100, 400, 1600)  # of which encoders are trained on these
-# Bytes that training held beside its arrays on the demo's run, compiling included.
-_TRAINING = 3 << 28
 _FOR_VALIDATION = 5  # one of so many labels
 PROBE = "probe:HPRA"
 
@@ -283,40 +276,3 @@ def transfer(deployed: Deployed) -> list[ResultRow]:
     made = detection_rows(scored, some_rows(rows, judged), evidence.bootstrap, TRANSFER)
     kept = [row for row in made if row.metric == "auroc"]
     return [row for row in kept if row.dataset != IN_DOMAIN]
-
-
-def _training_steps(evidence: Evidence, n_encoders: int) -> float:
-    n_most = min(max(ENCODER_SIZES), len(evidence.rows.where("train")))
-    return float(n_encoders * evidence.config.train.max_epochs * n_most)
-
-
-def _held(evidence: Evidence, n_most: int, n_pooled: int) -> int:
-    """Return the bytes of the rows that train, and of pooled signals."""
-    spans = evidence.store.spec.spans
-    n_tokens = np.median((spans[..., 1] - spans[..., 0]).sum(axis=1))
-    dims = family_dims(evidence.store)
-    held = _TRAINING + int(4 * n_most * n_tokens * dims.total)
-    return held + max(part_bytes(evidence), pooled_bytes(evidence, n_pooled))
-
-
-def curve_load(evidence: Evidence) -> Load:
-    """Return what the curves take, at most; regressions are not counted."""
-    n_encoders = 5 + len(evidence.selected)
-    n_scores = 5 * len(SIZES) + 6 * len(ENCODER_SIZES)
-    n_pooled = max(SIZES) + len(evidence.judged)
-    return Load(
-        steps=len(ENCODER_SIZES) * _training_steps(evidence, n_encoders),
-        scores=n_scores * n_resampled(evidence),
-        held=_held(evidence, max(ENCODER_SIZES), n_pooled),
-    )
-
-
-def transfer_load(evidence: Evidence) -> Load:
-    """Return what the matrix takes, at most; regressions are not counted."""
-    n_sets = len(set(evidence.rows.datasets.tolist()))
-    n_pooled = n_sets * max(SIZES) + len(evidence.judged)
-    return Load(
-        steps=_training_steps(evidence, n_sets),
-        scores=2 * n_sets * n_resampled(evidence),
-        held=_held(evidence, max(ENCODER_SIZES), n_pooled),
-    )

@@ -14,7 +14,7 @@ from jaxprobe.evaluation import Scored, detection_rows
 from jaxprobe.features.reading import mean_answer_states
 from jaxprobe.fit.linear import Pooled
 from jaxprobe.regression import block_scale, fit_linear
-from selection.anatomy.analysis import Evidence, Load, Tick, n_resampled, some_rows
+from selection.anatomy.analysis import Evidence, some_rows
 from selection.anatomy.encoders import Deployed
 
 LAYERS = "anatomy_layers"
@@ -60,7 +60,7 @@ def pooled_signals(deployed: Deployed, where: np.ndarray) -> tuple[np.ndarray, .
     return Pooled.of(deployed.parts(where, 2), labels).families
 
 
-def layers(evidence: Evidence, tick: Tick = lambda: None) -> list[ResultRow]:
+def layers(evidence: Evidence) -> list[ResultRow]:
     """Return the AUROC of the mean answer state of every kept layer, on every row."""
     rows, store = evidence.rows, evidence.store
     where = np.flatnonzero(rows.is_labelled)
@@ -71,19 +71,5 @@ def layers(evidence: Evidence, tick: Tick = lambda: None) -> list[ResultRow]:
         states = mean_answer_states(store, where, layer)
         scores = linear_scores([states], own.labels, train, valid)
         scored.append(Scored(name=f"layer {layer}", scores=scores[None]))
-        tick()
     made = detection_rows(scored, own, evidence.bootstrap, LAYERS)
     return [row for row in made if row.metric == "auroc"]
-
-
-def layer_load(evidence: Evidence) -> Load:
-    """Return what it takes: every layer's states, priced as `sweep` fits them."""
-    n_layers, store = len(evidence.store.spec.hidden_layers), evidence.store
-    n_labelled = int(evidence.rows.is_labelled.sum())
-    n_valid = len(evidence.rows.where("validation"))
-    width = int(np.prod(store.spec.families["hidden"].shape[-1:]))
-    return Load(
-        scores=n_layers * (n_resampled(evidence) + n_valid),
-        layers=n_layers * n_labelled,
-        held=3 * 4 * n_labelled * width,
-    )

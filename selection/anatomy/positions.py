@@ -17,20 +17,14 @@ from jaxprobe.evaluation import Scored, detection_rows
 from jaxprobe.features.subsets import FAMILIES
 from selection.anatomy.analysis import (
     EVERY_FAMILY,
-    Evidence,
-    Load,
     Ratio,
-    n_resampled,
-    part_bytes,
     place_of,
     ratio_rows,
     some_rows,
 )
 from selection.anatomy.encoders import TOLERANCE, Deployed, incompleteness
-from selection.anatomy.flips import Ablated, pass_load
+from selection.anatomy.flips import Ablated
 from selection.anatomy.heads import (
-    N_ANSWERS,
-    gradient_steps,
     incomplete,
     not_attributed,
     test_answers,
@@ -153,18 +147,3 @@ def spans_gone(ablated: Ablated) -> list[ResultRow]:
     return detection_rows(
         scored, rows, evidence.bootstrap, SPANS_GONE, {SPANS_GONE: pairs}
     )
-
-
-def position_load(evidence: Evidence) -> Load:
-    """Return what it takes."""
-    n_shares = 6 * evidence.store.spec.spans.shape[1] + 2 * (N_POSITIONS + 1)
-    shares = n_shares * min(N_ANSWERS, len(evidence.judged))
-    steps = gradient_steps(evidence, 1)
-    return Load(steps=steps, shares=shares, held=part_bytes(evidence))
-
-
-def span_load(evidence: Evidence) -> Load:
-    """Return what it takes: AUROC whole and without a span, and the difference."""
-    n_spans = evidence.store.spec.spans.shape[1]
-    n_scores = len(evidence.queried) * (1 + 2 * n_spans)
-    return pass_load(evidence, scores=n_scores * n_resampled(evidence))

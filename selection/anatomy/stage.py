@@ -20,33 +20,29 @@ from extract.run.contents import row_files, settings_of
 from extract.run.directory import RunDir
 from extract.run.files import from_json, sha256_tree, write_json_atomic
 from extract.run.manifest import Preset
-from extract.run.memory import begin_peak, peak_bytes
 from extract.run.results import ResultRow, publish, rows_file, write_rows
-from extract.run.stages import Forecast, Stage, bytes_in_words
+from extract.run.stages import Stage
 from jaxprobe.checkpoint import load_cache, save_cache
 from jaxprobe.fit.stage import encoder_folders
 from jaxprobe.pool import branches_of, read_selection, reads
 from jaxprobe.settings import set_compiler
 from selection.anatomy import Study
-from selection.anatomy.analysis import RESAMPLING, Evidence, Load, rates_of
-from selection.anatomy.backbones import backbone_load, backbones
+from selection.anatomy.analysis import Evidence
+from selection.anatomy.backbones import backbones
 from selection.anatomy.cases import cases
 from selection.anatomy.combinations import combinations
-from selection.anatomy.complementarity import complementarity, complementarity_load
+from selection.anatomy.complementarity import complementarity
 from selection.anatomy.encoders import Deployed
-from selection.anatomy.flips import Ablated, boundary, flip_load, flips, pass_load
-from selection.anatomy.fusion import fusion, fusion_load, pair_load, pairs
-from selection.anatomy.grounding import grounding, grounding_load
-from selection.anatomy.heads import head_load, heads
+from selection.anatomy.flips import Ablated, boundary, flips
+from selection.anatomy.fusion import fusion, pairs
+from selection.anatomy.grounding import grounding
+from selection.anatomy.heads import heads
 from selection.anatomy.learning import (
-    curve_load,
     learning_curve,
     transfer,
-    transfer_load,
 )
-from selection.anatomy.linear import layer_load, layers
-from selection.anatomy.positions import position_load, positions, span_load, spans_gone
-from selection.sweep import SWEEP_PRESETS
+from selection.anatomy.linear import layers
+from selection.anatomy.positions import positions, spans_gone
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +59,7 @@ class AnatomyConfig:
     other: str | None = None
 
 
-FORMAT = 2  # of what is kept; 1 lacked what it took
+FORMAT = 2  # of what is kept
 OTHER_PAIRS = "anatomy_other_pairs"
 ANATOMY_PRESETS: dict[Preset, AnatomyConfig] = {
     "demo": AnatomyConfig(),
@@ -106,28 +102,10 @@ class Asked:
 
 
 class Made(NamedTuple):
-    """What an analysis made, and what it took.
-
-    Attributes:
-      rows: of the results.
-      cases: where the analysis shows some.
-      seconds: wall time of the analysis.
-      cpu_seconds: of all cores, which other work beside it stretches less.
-      peak_bytes: most memory of the process meanwhile.
-    """
+    """What an analysis made: rows of the results, and cases where it shows some."""
 
     rows: list[ResultRow]
     cases: tuple[Study, ...] = ()
-    seconds: float = 0.0
-    cpu_seconds: float = 0.0
-    peak_bytes: int = 0
-
-    @property
-    def cost(self) -> str:
-        """What it took, in words."""
-        most = bytes_in_words(self.peak_bytes)
-        cpu = f"{self.cpu_seconds:.0f} s of cores"
-        return f"{self.seconds:.0f} s, {cpu}, at most {most}"
 
 
 Work = Callable[[Asked], Made]
@@ -140,13 +118,11 @@ class Analysis(NamedTuple):
       work: does it.
       lacks: says what a run lacks for it, or gives None.
       also: what it reads beside what the stage reads, inside the run or not.
-      load: what it takes in a setting.
     """
 
     work: Work
     lacks: Callable[[Asked], str | None] = lambda asked: None
     also: Callable[[RunDir, AnatomyConfig], Iterable[Path]] = lambda run, config: ()
-    load: Callable[[Evidence], Load] = lambda evidence: Load()
 
 
 def _each(work: Callable[[Evidence], list[ResultRow]]) -> Work:
@@ -213,28 +189,27 @@ def _other_files(run: RunDir, config: AnatomyConfig) -> list[Path]:
 
 
 ANALYSES: Mapping[str, Analysis] = {
-    "complementarity": Analysis(_each(complementarity), load=complementarity_load),
-    "flips": Analysis(_ablated(flips), load=flip_load),
-    "boundary": Analysis(_ablated(boundary), load=pass_load),
-    "grounding": Analysis(_grounding, _lacks_context, load=grounding_load),
-    "heads": Analysis(_deployed(heads), load=head_load),
-    "positions": Analysis(_ablated(positions), load=position_load),
-    "spans": Analysis(_ablated(spans_gone), load=span_load),
-    "layers": Analysis(_each(layers), load=layer_load),
-    "pairs": Analysis(_each(pairs), load=pair_load),
+    "complementarity": Analysis(_each(complementarity)),
+    "flips": Analysis(_ablated(flips)),
+    "boundary": Analysis(_ablated(boundary)),
+    "grounding": Analysis(_grounding, _lacks_context),
+    "heads": Analysis(_deployed(heads)),
+    "positions": Analysis(_ablated(positions)),
+    "spans": Analysis(_ablated(spans_gone)),
+    "layers": Analysis(_each(layers)),
+    "pairs": Analysis(_each(pairs)),
     "fusion": Analysis(
         _each(fusion),
         also=lambda run, config: [run.path / "ablations"],
-        load=fusion_load,
     ),
     "combinations": Analysis(
         _each(combinations),
         _lacks_ranking,
         lambda run, config: [run.path / "exhaustive"],
     ),
-    "backbones": Analysis(_backbones, _lacks_other, _other_files, backbone_load),
-    "labels": Analysis(_deployed(learning_curve), load=curve_load),
-    "transfer": Analysis(_deployed(transfer), load=transfer_load),
+    "backbones": Analysis(_backbones, _lacks_other, _other_files),
+    "labels": Analysis(_deployed(learning_curve)),
+    "transfer": Analysis(_deployed(transfer)),
     "cases": Analysis(_cases, _lacks_both),
 }
 
@@ -293,30 +268,19 @@ class _Kept:
         lines = held["rows"].tobytes().decode().splitlines()
         shown = from_json(tuple[Study, ...], held["cases"].tobytes(), where)
         rows = [from_json(ResultRow, line, where) for line in lines]
-        seconds, cpu, peak = held["took"].tolist()
-        return Made(rows, shown, seconds, cpu, int(peak))
+        return Made(rows, shown)
 
     def save(self, name: str, made: Made) -> None:
         """Keep what an analysis made."""
         texts = write_rows(made.rows).encode(), msgspec.json.encode(made.cases)
         rows, shown = (np.frombuffer(text, np.uint8) for text in texts)
-        took = np.array([made.seconds, made.cpu_seconds, made.peak_bytes])
-        arrays = {"rows": rows, "cases": shown, "took": took}
+        arrays = {"rows": rows, "cases": shown}
         save_cache(self._path(name), arrays, self._key(name))
 
 
 def _asked(run: RunDir, config: AnatomyConfig) -> Asked:
     settings = (Ablated(Deployed(one)) for one in evidence_of(run))
     return Asked(run, config, tuple(settings))
-
-
-def _measured(analysis: Analysis, asked: Asked) -> Made:
-    """Do an analysis and note what it took."""
-    begin_peak()
-    began, cpu_began = time.monotonic(), time.process_time()
-    made = analysis.work(asked)
-    took = time.monotonic() - began, time.process_time() - cpu_began, peak_bytes()
-    return Made(made.rows, made.cases, *took)
 
 
 def _anatomy(
@@ -333,9 +297,10 @@ def _anatomy(
         if reason is not None and name in chosen:
             progress.note(f"anatomy: {name} {reason}")
         elif found is None and name in chosen:
-            found = _measured(analysis, asked)
+            began = time.monotonic()
+            found = analysis.work(asked)
             kept.save(name, found)
-            progress.note(f"anatomy: {name} took {found.cost}")
+            progress.note(f"anatomy: {name} took {time.monotonic() - began:.0f} s")
         if name in chosen:
             update(1 + chosen.index(name), len(chosen))
         made += [] if found is None else [found]
@@ -344,46 +309,10 @@ def _anatomy(
     publish(run, "anatomy", [row for one in made for row in one.rows], progress)
 
 
-def _forecast(run: RunDir, config: AnatomyConfig) -> Forecast:
-    """Say what each analysis that is asked for would take, from counts and rates.
-
-    Compiling, reading the store, and the fits of regressions come on top.
-    """
-    asked = _asked(run, config)
-    kept = _Kept(asked, " ".join(run.hash_inputs(*_inputs(run)).values()))
-    settings = tuple(asked.evidence.values())
-    rates = rates_of(run, settings, run.settle("sweep", SWEEP_PRESETS).n_rows)
-    held_now, lines, most, passed = peak_bytes(), [], 0, False
-    for name in chosen_analyses(config):
-        analysis = ANALYSES[name]
-        reason = analysis.lacks(asked)
-        if reason is None and (found := kept.load(name)) is not None:
-            reason = f"is there already, and took {found.cost}"
-        if reason is not None:
-            lines.append(f"{name:<16}{reason}")
-            continue
-        loads = {e: analysis.load(e) for e in settings}
-        if passed:
-            loads = {e: own._replace(passes=0.0) for e, own in loads.items()}
-        passed = passed or any(own.passes for own in loads.values())
-        seconds = sum(
-            rates.seconds(own, float(e.n_tokens.mean())) for e, own in loads.items()
-        )
-        held = held_now + RESAMPLING + max(own.held for own in loads.values())
-        most = max(most, held)
-        lines.append(f"{name:<16}forecast {seconds:.0f} s, {bytes_in_words(held)}")
-    return Forecast(
-        stage="anatomy",
-        memory_bytes=most or None,
-        basis="\n  ".join([rates.in_words, *lines]),
-    )
-
-
 ANATOMY = Stage(
     name="anatomy",
     inputs=_inputs,
     outputs=lambda run: [_folder(run), rows_file(run, "anatomy")],
     work=_anatomy,
     presets=ANATOMY_PRESETS,
-    forecast=_forecast,
 )

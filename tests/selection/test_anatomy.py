@@ -7,17 +7,13 @@ import pytest
 
 from extract.records import Answer, Example, Passage
 from extract.run.contents import stands_in_context
-from extract.run.results import ResultRow, rows_file, write_rows
 from jaxprobe.features.rows import Rows
 from jaxprobe.metrics import BootstrapConfig
 from selection.anatomy.analysis import (
-    Load,
-    Rates,
     Ratio,
     drawn,
     judged_sets,
     place_of,
-    rates_of,
     ratio_rows,
 )
 from selection.anatomy.cases import Answered, chosen, kinds_of
@@ -305,51 +301,3 @@ def test_an_analysis_that_is_not_known_is_refused_by_its_name():
     assert chosen_analyses(AnatomyConfig(only=("flips",))) == ["flips"]
     with pytest.raises(ValueError, match="no analysis 'flip'; there are comp"):
         chosen_analyses(AnatomyConfig(only=("flip",)))
-
-
-def test_a_forecast_is_counts_times_rates():
-    rates = Rates(step=2.0, score=3.0, layer=5.0)
-    load = Load(steps=1, passes=1, scores=2, shares=20, layers=1)
-    assert rates.seconds(load, 10.0) == 2 * 10 * 2.0 + (2 + 20 / 20) * 3.0 + 5.0
-    assert rates.seconds(Load(held=2**30), 10.0) == 0.0
-
-
-def test_a_runs_own_steps_scores_and_states_are_forecast_at_what_they_took(tmp_path):
-    seconds = {"train": 6.0, "evaluate": 4.0, "sweep": 1.0}
-
-    class Done:
-        path = tmp_path
-
-        def stage_record(self, name):
-            return SimpleNamespace(seconds=seconds[name]) if name in seconds else None
-
-    epochs, splits = np.array([3, 5, 4, 4]), ["train"] * 7 + ["validation"] * 2
-    rows = rows_of(["s"] * 9, splits)
-    own = SimpleNamespace(
-        tree={"info": {"n_epochs": epochs}},
-        n_seeds=1,
-        rows=rows,
-        n_tokens=np.full(9, 11.0),
-        store=SimpleNamespace(spec=SimpleNamespace(hidden_layers=range(4))),
-    )
-    fields = dict(experiment="detection", setting="closed_book", dataset="s", n=50)
-    scored = [
-        ResultRow(
-            detector=name, split="test", metric=metric, value=0.5, **ends, **fields
-        )
-        for name in ("a", "b")
-        for metric, ends in (
-            ("auroc", {"ci_low": 0.4, "ci_high": 0.6}),
-            ("brier", {"ci_low": 0.4, "ci_high": 0.6}),
-            ("accuracy", {}),
-        )
-    ]
-    rows_file(Done(), "evaluate").parent.mkdir(parents=True)
-    rows_file(Done(), "evaluate").write_text(write_rows(scored))
-    rates = rates_of(Done(), [own], 5)
-    trained = Load(steps=(16 + 4) * 7)  # with the members of the permuted control
-    assert rates.seconds(trained, 11.0) == pytest.approx(6.0)
-    assert rates.seconds(Load(scores=2 * 50), 11.0) == pytest.approx(4.0)
-    assert rates.seconds(Load(layers=4 * (5 + 2)), 11.0) == pytest.approx(1.0)
-    del seconds["sweep"]
-    assert rates_of(Done(), [own], 5).layer == 0.0

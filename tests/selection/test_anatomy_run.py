@@ -8,8 +8,6 @@ import time
 
 import pytest
 
-from selection.anatomy.stage import ANALYSES
-from tests.process import call
 from tests.test_asked_for import finish, start
 
 
@@ -26,9 +24,6 @@ def test_a_killed_anatomy_ends_with_the_same_rows_and_the_report_shows_it(tmp_pa
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finish("demo", whole, "--preset", "smoke")
     shutil.copytree(whole, killed)
-    foreseen = call("anatomy", whole, "--dry-run").stdout
-    for name in set(ANALYSES) - {"combinations", "backbones"}:  # they need more
-        assert re.search(rf"^  {name} +forecast \d+ s, .*iB$", foreseen, re.MULTILINE)
     finish("anatomy", whole)
     for n_before in (3, 9):  # of thirteen
         process = start("anatomy", killed)
@@ -36,12 +31,7 @@ def test_a_killed_anatomy_ends_with_the_same_rows_and_the_report_shows_it(tmp_pa
             time.sleep(0.2)
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-    left = call("anatomy", killed, "--dry-run").stdout
-    kept = kept_in(killed)
-    assert 9 <= len(kept) < 13
-    for name in kept:
-        there = rf"^  {name} +is there already, and took \d+ s, .* at most .*iB$"
-        assert re.search(there, left, re.MULTILINE)
+    assert 9 <= len(kept_in(killed)) < len(kept_in(whole)) == 13
     finish("anatomy", killed)
     assert rows_of(killed) == rows_of(whole)
     assert "anatomy: already done" in finish("anatomy", killed)
