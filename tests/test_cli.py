@@ -120,7 +120,6 @@ def test_wrong_usage_is_told_at_once_and_leaves_nothing_behind(
     ("words", "message"),
     [
         ("extract RUN --hidden-layers 99", "layers 0 (the embedding) to 6, not 99"),
-        ("bench precision RUN --encoders Z", "--encoders"),
         ("label RUN --judge /no/model", "--judge"),
     ],
 )

@@ -22,22 +22,15 @@ from extract.run.memory import held_bytes, peak_bytes
 
 # Subcommand -> what its help begins with; the module has its name, or is named below.
 BENCHES = {
-    "data": "Stream made-up HotpotQA files through the loader.",
     "oracle": "Compare every architecture with a brute-force oracle.",
     "survey": "Read every model type of Transformers, or say why not.",
     "extract": "Time a full reading beside the bare forward with logits.",
     "train": "Time the training grid beside PyTorch.",
-    "store": "Train from a store and with everything in memory.",
-    "scaling": "Time training against examples, members and width.",
     "select": "Train the heads of one search round beside PyTorch.",
-    "resume": "Kill `beatrice extract` at random and resume it.",
-    "precision": "Train encoders on hidden states in narrower types.",
-    "mixed": "Train a run's encoders once more, in mixed precision.",
     "plan": "Plan the paper's training for a device that is not here.",
 }
 # Subcommands whose module has another name.
 _ELSEWHERE = {
-    "mixed": "precision",
     "survey": "exact.survey",
     "plan": "arithmetic.plan",
 }

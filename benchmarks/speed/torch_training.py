@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from torch.func import grad_and_value, vmap
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from benchmarks.speed.grid import Losses, made_up_features, weights_file
 from benchmarks.speed.torch_encoder import (
     Arrays,
     Convolution,
@@ -27,14 +28,7 @@ from benchmarks.speed.torch_encoder import (
     weights_of,
 )
 from extract.run.memory import begin_peak
-from jaxprobe.fit.work import (
-    Losses,
-    Member,
-    Workload,
-    families_of,
-    made_up_features,
-    weights_file,
-)
+from jaxprobe.fit.work import Member, Workload, families_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from benchmarks.speed.commands import (
     Remote,
     RowPrinter,
 )
-from benchmarks.speed.scaling import Grid, machine, microworld, paper
+from benchmarks.speed.grid import Grid, Losses, machine, microworld, paper
 from benchmarks.speed.torch_training import (
     CHANGES,
     FASTEST,
@@ -39,7 +39,6 @@ from benchmarks.speed.torch_training import (
 from extract.run.console import Progress, quiet
 from jaxprobe.features.subsets import subset_index
 from jaxprobe.fit.work import (
-    Losses,
     Member,
     Workload,
     in_parts,

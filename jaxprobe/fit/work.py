@@ -1,21 +1,14 @@
-"""The work of training: encoders, their batches, and the FLOPs of a step.
-
-Signals for a bench are made up, of the sizes of a run: what a step costs does not
-depend on them.
-"""
+"""The work of training: encoders, their batches, and the FLOPs of a step."""
 
 import dataclasses
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
 from jaxprobe.config import EncoderConfig
-from jaxprobe.features.families import Features
 from jaxprobe.features.subsets import N_SUBSETS, SUBSETS, FamilyDims
 
 Member = tuple[int, int]  # row of SUBSETS, seed
-Losses = dict[Member, list[float]]  # of every step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,31 +62,9 @@ class Workload:
         return dataclasses.replace(self, encoder=mixed)
 
 
-def weights_file(folder: Path, member: Member) -> Path:
-    """Return where a member's initial weights lie."""
-    return folder / f"{member[0]}-{member[1]}.safetensors"
-
-
 def families_of(member: Member) -> tuple[int, ...]:
     """Return the families that a member reads."""
     return tuple(np.flatnonzero(SUBSETS[member[0]]).tolist())
-
-
-def made_up_features(
-    workload: Workload, n_examples: int, seed: int
-) -> tuple[Features, np.ndarray]:
-    """Return standardised signals and boolean labels."""
-    rng = np.random.default_rng(seed)
-    tokens, masks = [], []
-    for fewest, most in workload.spans:
-        shape = (n_examples, most, workload.dims.total)
-        lengths = rng.integers(fewest, most + 1, n_examples)
-        mask = np.arange(most)[None, :] < lengths[:, None]
-        x = rng.standard_normal(shape, dtype=np.float32)
-        x[~mask] = 0.0
-        tokens.append(x)
-        masks.append(mask)
-    return Features(tuple(tokens), tuple(masks)), rng.random(n_examples) < 0.5
 
 
 def step_flops(workload: Workload, member: Member) -> int:

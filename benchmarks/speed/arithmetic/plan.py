@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.speed.arithmetic.lowered import Module, Product, read_module
 from benchmarks.speed.commands import AS_JSON, RowPrinter
-from benchmarks.speed.scaling import paper
+from benchmarks.speed.grid import paper
 from extract.records import SETTINGS, Setting
 from extract.run.console import Progress, quiet
 from extract.run.stages import bytes_in_words

@@ -8,6 +8,7 @@ import optax
 import pytest
 import torch
 
+from benchmarks.speed.grid import made_up_features
 from benchmarks.speed.torch_encoder import (
     TorchEncoder,
     apply_encoder,
@@ -17,7 +18,7 @@ from benchmarks.speed.torch_encoder import (
 from jaxprobe.config import EncoderConfig
 from jaxprobe.features.families import Standardizer, split_families
 from jaxprobe.features.subsets import SUBSETS, FamilyDims, subset_index
-from jaxprobe.fit.work import Workload, families_of, made_up_features
+from jaxprobe.fit.work import Workload, families_of
 from jaxprobe.model.encoder import Encoder
 
 SPANS = ((0, 5), (3, 7), (1, 4))  # the first one is empty for some examples

@@ -5,7 +5,7 @@ import pytest
 from safetensors.numpy import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.speed.scaling import Grid
+from benchmarks.speed.grid import Grid, made_up_features, weights_file
 from benchmarks.speed.torch_training import (
     Loop,
     Setting,
@@ -26,10 +26,8 @@ from jaxprobe.features.subsets import FamilyDims, subset_index
 from jaxprobe.fit.work import (
     Workload,
     in_parts,
-    made_up_features,
     step_flops,
     turn_flops,
-    weights_file,
 )
 
 TOY = Workload(

@@ -1,50 +1,31 @@
-"""`beatrice bench scaling`: the training grid by itself, and how its time grows.
+"""The training grid by itself, on made-up signals of the sizes of a run.
 
-One workload is varied along one axis at a time (examples, members, width), and a power
-law is fitted to the seconds of an epoch of every member: `seconds = c * size **
-exponent`, by least squares of the logarithms.
+What a step costs does not depend on the signals' values.
 """
 
-import dataclasses
 import datetime
 import os
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-import click
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from benchmarks.speed.commands import AS_JSON, RowPrinter
-from extract.run.console import Progress, quiet
 from extract.run.memory import begin_peak
 from jaxprobe.config import EncoderConfig, TrainConfig
-from jaxprobe.features.families import Standardizer, split_families
+from jaxprobe.features.families import Features, Standardizer, split_families
 from jaxprobe.features.subsets import SUBSETS, FamilyDims
 from jaxprobe.fit.blocks import Block
 from jaxprobe.fit.grid import Labelled, fit_blocks, labelled, member_keys
-from jaxprobe.fit.work import (
-    Losses,
-    Member,
-    Workload,
-    made_up_features,
-    turn_flops,
-    weights_file,
-)
+from jaxprobe.fit.work import Member, Workload
 from jaxprobe.model.encoder import Encoder
-from jaxprobe.settings import GRID_PRESETS, set_compiler
+from jaxprobe.settings import GRID_PRESETS
 
-EXAMPLES = (1, 2, 4, 8)  # times the workload's
-SEEDS = (1, 3, 6)  # 15 members each
-WIDTHS = (1, 2, 4, 8)  # times the workload's projection and hidden width
+Losses = dict[Member, list[float]]  # of every step
 N_VALID = 16  # examples behind an epoch, so few that validation costs nothing
-N_STEPS = 4  # of each encoder, where the axis is not the examples
-HEAD = ("axis", "sizes", "seconds an epoch", "GFLOP/s", "exponent")
 
 
 def microworld(n_steps: int) -> Workload:
@@ -80,6 +61,28 @@ def machine() -> str:
     models = [x.partition(":")[2].strip() for x in lines if x.startswith("model name")]
     name = models[0] if models else "unknown processor"
     return f"{date}, {os.cpu_count()} cores of {name}, load {os.getloadavg()[0]:.1f}"
+
+
+def weights_file(folder: Path, member: Member) -> Path:
+    """Return where a member's initial weights lie."""
+    return folder / f"{member[0]}-{member[1]}.safetensors"
+
+
+def made_up_features(
+    workload: Workload, n_examples: int, seed: int
+) -> tuple[Features, np.ndarray]:
+    """Return standardised signals and boolean labels."""
+    rng = np.random.default_rng(seed)
+    tokens, masks = [], []
+    for fewest, most in workload.spans:
+        shape = (n_examples, most, workload.dims.total)
+        lengths = rng.integers(fewest, most + 1, n_examples)
+        mask = np.arange(most)[None, :] < lengths[:, None]
+        x = rng.standard_normal(shape, dtype=np.float32)
+        x[~mask] = 0.0
+        tokens.append(x)
+        masks.append(mask)
+    return Features(tuple(tokens), tuple(masks)), rng.random(n_examples) < 0.5
 
 
 def labelled_of(workload: Workload, n_examples: int, seed: int) -> Labelled:
@@ -163,117 +166,3 @@ class Grid:
     def turn(self) -> None:
         """Train every member for one epoch of `n_steps` batches."""
         self._fit(self.members, self.workload, self._data, max_epochs=1)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Axis:
-    """One axis of workloads: a row of the table.
-
-    Seconds are those of an epoch of every member, medians over the rounds; operations
-    are counted by `turn_flops`.
-    """
-
-    name: str
-    sizes: tuple[int, ...]
-    seconds: tuple[float, ...]
-    gflops: tuple[float, ...]
-
-    @property
-    def exponent(self) -> float:
-        """Of the power law fitted to the seconds."""
-        return float(np.polyfit(np.log(self.sizes), np.log(self.seconds), 1)[0])
-
-    def cells(self) -> list[str]:
-        """Return the cells of the row in the order of `HEAD`."""
-        return [
-            self.name,
-            ", ".join(str(size) for size in self.sizes),
-            ", ".join(f"{x:.2f}" for x in self.seconds),
-            ", ".join(f"{x:.1f}" for x in self.gflops),
-            f"{self.exponent:.2f}",
-        ]
-
-
-def _wider(work: Workload, factor: int) -> Workload:
-    encoder = dataclasses.replace(
-        work.encoder,
-        projection=work.encoder.projection * factor,
-        hidden=work.encoder.hidden * factor,
-    )
-    return dataclasses.replace(work, encoder=encoder)
-
-
-def variants(work: Workload) -> dict[str, dict[int, Workload]]:
-    """Return workloads by axis and size; the plain one lies on every axis."""
-    longer = [dataclasses.replace(work, n_steps=work.n_steps * x) for x in EXAMPLES]
-    more = [dataclasses.replace(work, n_seeds=n_seeds) for n_seeds in SEEDS]
-    wider = [_wider(work, factor) for factor in WIDTHS]
-    return {
-        "examples": {case.n_examples: case for case in longer},
-        "members": {len(case.members): case for case in more},
-        "hidden width": {case.encoder.hidden: case for case in wider},
-    }
-
-
-def measure(
-    work: Workload, n_rounds: int, at_once: int, update: Callable[[int, int], None]
-) -> Iterator[Axis]:
-    """Time every variant once; what is compiled is compiled before.
-
-    Args:
-      work: the plain workload.
-      n_rounds: epochs timed of each variant.
-      at_once: members trained side by side, as many as cores.
-      update: told how many are done, of how many.
-    """
-    axes = variants(work)
-    total = len({case for cases in axes.values() for case in cases.values()})
-    seconds: dict[Workload, float] = {}  # the plain one is on every axis
-    for name, cases in axes.items():
-        for case in cases.values():
-            if case not in seconds:
-                seconds[case] = _seconds(Grid(case, case.members, at_once), n_rounds)
-                update(len(seconds), total)
-        every = [
-            (seconds[case], turn_flops(case, case.members)) for case in cases.values()
-        ]
-        yield Axis(
-            name=name,
-            sizes=tuple(cases),
-            seconds=tuple(own for own, _ in every),
-            gflops=tuple(flops / own / 1e9 for own, flops in every),
-        )
-
-
-def _seconds(grid: Grid, n_rounds: int) -> float:
-    """Return the median time of an epoch of every member."""
-    grid.prepare()
-    seconds = []
-    for _ in range(n_rounds):
-        began = time.perf_counter()
-        grid.turn()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
-
-
-@click.command()
-@click.option(
-    "--rounds",
-    type=click.IntRange(min=1),
-    default=3,
-    help="Epochs timed of each.",
-)
-@AS_JSON
-def scaling(rounds: int, as_json: bool) -> None:
-    """Time training against examples, members and width, and fit exponents.
-
-    Example: beatrice bench scaling --rounds 2
-    """
-    quiet()
-    set_compiler("demo")
-    printer = RowPrinter(as_json)
-    printer.head(HEAD)
-    with Progress().stage("scaling") as update:
-        for axis in measure(microworld(N_STEPS), rounds, os.cpu_count() or 1, update):
-            printer.row(axis)
-    printer.text(f"\n{machine()}; {rounds} rounds, the median.")
