@@ -3,13 +3,12 @@
 The paper enumerates all three-encoder sets of a pool (section 4.3): 455 closed-book and
 4,060 with context, each with a head per seed. Calls are as large as a round of the
 greedy search, so that all of them run through the executable the search has compiled.
-Each call's AUROCs are kept on disk, so that a killed enumeration continues.
+Each call's AUROCs are saved, so that a killed enumeration continues.
 """
 
 import dataclasses
 import hashlib
 import itertools
-import math
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxprobe.checkpoint import load_cache, save_cache
+from jaxprobe.checkpoint import Cache
 from jaxprobe.config import FusionConfig, TrainConfig
 from jaxprobe.model.fusion import PoolOutputs
 from selection.greedy import check_classes, fit_sets, slots_for
@@ -90,14 +89,14 @@ def all_sets(n_pool: int, set_size: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Enumeration:
-    """All sets of one size of one pool, and where finished calls are kept.
+    """All sets of one size of one pool, and where finished calls are saved.
 
     Attributes:
       train: outputs of the pool on the training rows.
       valid: the same on the validation rows.
       config: shape of the heads.
       train_config: protocol of the heads.
-      folder: of what is cached, one file per call.
+      folder: of finished calls, a file each; None saves none.
       set_size: encoders of a set.
     """
 
@@ -105,7 +104,7 @@ class Enumeration:
     valid: PoolOutputs
     config: FusionConfig
     train_config: TrainConfig
-    folder: Path
+    folder: Path | None = None
     set_size: int = SET_SIZE
 
     def __post_init__(self) -> None:
@@ -122,8 +121,8 @@ class Enumeration:
         return all_sets(self.train.n_pool, self.set_size)
 
     @cached_property
-    def key(self) -> str:
-        """SHA-256 of everything a head depends on."""
+    def cache(self) -> Cache:
+        """Finished calls, by the SHA-256 of everything a head depends on."""
         digest = hashlib.sha256(
             f"{self.config} {self.train_config} {self.set_size}".encode()
         )
@@ -131,30 +130,22 @@ class Enumeration:
             array = np.ascontiguousarray(value)
             digest.update(f"{array.dtype.str} {array.shape}".encode())
             digest.update(array.data)
-        return digest.hexdigest()
+        return Cache(self.folder, digest.hexdigest())
 
-    def _calls(self) -> list[tuple[Path, np.ndarray]]:
-        """File and sets of every call."""
-        width = len(str(math.comb(self.train.n_pool, self.set_size)))
-        return [
-            (
-                self.folder / f"{start:0{width}}.safetensors",
-                self.sets[start : start + self.train.n_pool],
-            )
-            for start in range(0, len(self.sets), self.train.n_pool)
-        ]
-
-    def _cached(self, path: Path, sets: np.ndarray) -> np.ndarray | None:
-        """Return a finished call's AUROCs, `[n_sets, n_seeds]`."""
-        found = load_cache(path, self.key)
-        if found is None or not np.array_equal(found["sets"], sets):
-            return None
-        return found["aurocs"]
+    @property
+    def _calls(self) -> dict[str, np.ndarray]:
+        """The sets of every call, by the name of its part."""
+        width, size = len(str(len(self.sets))), self.train.n_pool
+        starts = range(0, len(self.sets), size)
+        return {
+            f"{start:0{width}}": self.sets[start : start + size] for start in starts
+        }
 
     def n_missing(self) -> int:
         """Return how many heads have not been trained yet."""
-        missing = (s for p, s in self._calls() if self._cached(p, s) is None)
-        return sum(map(len, missing)) * self.train.n_seeds
+        calls = self._calls
+        n_sets = sum(len(calls[name]) for name in self.cache.missing(calls))
+        return n_sets * self.train.n_seeds
 
     def run(self, tick: Callable[[int], None] | None = None) -> Ranking:
         """Train every head that is missing, and rank all sets.
@@ -164,9 +155,9 @@ class Enumeration:
         """
         shape = slots_for(self.config, self.set_size)
         parts = []
-        for path, sets in self._calls():
-            aurocs = self._cached(path, sets)
-            if aurocs is None:
+        for name, sets in self._calls.items():
+            saved = self.cache.load(name)
+            if saved is None:
                 heads = fit_sets(
                     [tuple(map(int, members)) for members in sets],
                     self.train,
@@ -175,11 +166,11 @@ class Enumeration:
                     train_config=self.train_config,
                     n_calls=self.train.n_pool,
                 )
-                aurocs = np.asarray(heads.info.best_auroc)
-                save_cache(path, {"sets": sets, "aurocs": aurocs}, self.key)
+                saved = {"aurocs": np.asarray(heads.info.best_auroc)}
+                self.cache.save(name, saved)
                 if tick is not None:
-                    tick(aurocs.size)
-            parts.append(aurocs)
+                    tick(saved["aurocs"].size)
+            parts.append(saved["aurocs"])
         return Ranking(self.sets, np.concatenate(parts))
 
 
