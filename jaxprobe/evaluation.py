@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from extract.records import IN_DOMAIN
-from extract.run.directory import RunDir
 from extract.run.manifest import Preset
 from extract.run.results import DIFFERENCE, ResultRow
 from jaxprobe.features.rows import Rows
@@ -296,15 +295,13 @@ class IntervalConfig:
 
     n_resamples: int = 10_000
 
+    def bootstrap(self, seed: int) -> BootstrapConfig:
+        """Return how intervals are made, with the run's seed."""
+        return BootstrapConfig(n_resamples=self.n_resamples, seed=seed)
+
 
 INTERVAL_PRESETS: dict[Preset, IntervalConfig] = {
     "demo": IntervalConfig(),
     "smoke": IntervalConfig(n_resamples=100),
     "paper": IntervalConfig(),
 }
-
-
-def bootstrap_of(run: RunDir) -> BootstrapConfig:
-    """Return how a run's intervals are made, with the run's seed."""
-    config = run.settle("intervals", INTERVAL_PRESETS)
-    return BootstrapConfig(n_resamples=config.n_resamples, seed=run.seed)

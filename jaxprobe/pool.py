@@ -5,24 +5,20 @@ the closed-book pass of the same question. Closed-book it is the closed-book enc
 In a run of one setting it is that setting's alone.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from extract.records import Record, Setting
-from extract.run.contents import settings_of
-from extract.run.directory import RunDir
 from jaxprobe import checkpoint
 from jaxprobe.detector import HeadName
-from jaxprobe.features.rows import Rows, load_rows, partners
+from jaxprobe.features.rows import Rows, partners
 from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
-from jaxprobe.fit.saved import read_member_outputs
 from jaxprobe.model.encoder import MemberOutputs
 from jaxprobe.model.fusion import PoolOutputs, pool_outputs
-from jaxprobe.settings import grid_config
 
 BRANCHES: tuple[HeadName, ...] = ("closed_book", "with_context", "single_pass")
 
@@ -43,36 +39,35 @@ class Pool(NamedTuple):
     rows: Rows
 
 
-def load_pool(
-    run: RunDir,
+def pool_of(
+    outputs: Mapping[Setting, MemberOutputs],
+    rows: Mapping[Setting, Rows],
     setting: Setting,
-    outputs_of: Callable[[Setting], MemberOutputs] | None = None,
+    n_seeds: int,
 ) -> Pool:
     """Return a setting's pool.
 
     Args:
-      run: with trained encoders.
+      outputs: of every trained encoder of a pass, on all rows of that pass; with
+        context, the closed-book pass is read too where it is there.
+      rows: what the rows of each pass are.
       setting: whose answers are scored.
-      outputs_of: gives the outputs of a pass; None takes the run's own encoders.
+      n_seeds: of every encoder.
     """
-    outputs_of = outputs_of or partial(read_member_outputs, run)
-    _, rows = load_rows(run, setting)
-    passes = [outputs_of(setting)]
-    if setting == "with_context" and "closed_book" in settings_of(run):
-        _, closed_book = load_rows(run, "closed_book")
-        where = partners(rows, closed_book)
-        passes.append(_take(outputs_of("closed_book"), where))
-    n_seeds = grid_config(run).train.n_seeds
+    own_rows, passes = rows[setting], [outputs[setting]]
+    if setting == "with_context" and "closed_book" in outputs:
+        where = partners(own_rows, rows["closed_book"])
+        passes.append(_take(outputs["closed_book"], where))
 
     def part(where: np.ndarray) -> PoolOutputs:
-        outputs = tuple(_take(one, where) for one in passes)
-        return pool_outputs(outputs, n_seeds, rows.labels[where])
+        parts = tuple(_take(member_outputs, where) for member_outputs in passes)
+        return pool_outputs(parts, n_seeds, own_rows.labels[where])
 
     return Pool(
-        train=part(rows.where("train")),
-        valid=part(rows.where("validation")),
-        all_rows=part(np.arange(len(rows.ids))),
-        rows=rows,
+        train=part(own_rows.where("train")),
+        valid=part(own_rows.where("validation")),
+        all_rows=part(np.arange(len(own_rows.ids))),
+        rows=own_rows,
     )
 
 
@@ -85,9 +80,8 @@ def branch_setting(branch: HeadName) -> Setting:
     return "closed_book" if branch == "closed_book" else "with_context"
 
 
-def branches_of(run: RunDir) -> tuple[HeadName, ...]:
-    """Return the branches that score answers of a run's settings."""
-    settings = settings_of(run)
+def branches_of(settings: Sequence[Setting]) -> tuple[HeadName, ...]:
+    """Return the branches that score answers of some settings."""
     return tuple(branch for branch in BRANCHES if branch_setting(branch) in settings)
 
 
@@ -125,9 +119,7 @@ class SearchSummary(Record, frozen=True, kw_only=True):
     rounds: tuple[Round, ...]
 
 
-def read_selection(
-    run: RunDir, branch: HeadName
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a branch's heads and scores, and the summary of its search."""
-    tree, summary = checkpoint.restore(run.selection / branch, SearchSummary)
+def read_selection(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the heads and scores of a saved search, and the search's summary."""
+    tree, summary = checkpoint.restore(path, SearchSummary)
     return tree, msgspec.to_builtins(summary)

@@ -1,10 +1,15 @@
-"""The stage that calibrates the selected heads and saves the detector."""
+"""The stage that calibrates the selected heads and saves the detector.
+
+Before it: what the stages of all rooms read of a run, as the values that the functions
+below a stage take.
+"""
 
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,35 +19,131 @@ from extract.run.console import Progress, Update
 from extract.run.contents import (
     read_answers,
     read_examples,
+    read_labels,
     row_files,
     settings_of,
 )
 from extract.run.directory import RunDir
 from extract.run.manifest import Preset, read_manifest
 from extract.run.stages import Forecast, Stage
+from extract.store.read import FeatureStore, open_store
 from jaxprobe import checkpoint
 from jaxprobe.calibration import Calibrator, cross_fit, fit_calibrator, folds_of
 from jaxprobe.detector import Detector, EncoderBank, HeadName, SettingHead
+from jaxprobe.evaluation import INTERVAL_PRESETS
 from jaxprobe.features.families import Standardizer
 from jaxprobe.features.reading import longest_spans, read_features
-from jaxprobe.features.rows import chosen_layer, load_rows
+from jaxprobe.features.rows import (
+    Rows,
+    TrainingSet,
+    read_sweep,
+    rows_of,
+    training_set,
+)
 from jaxprobe.features.subsets import SUBSET_NAMES, FamilyDims
 from jaxprobe.fit.blocks import grid_members
 from jaxprobe.fit.grid import Trained
-from jaxprobe.fit.stage import encoder_folders
-from jaxprobe.pool import branch_setting, branches_of, read_selection, reads
+from jaxprobe.fit.saved import read_member_outputs
+from jaxprobe.metrics import BootstrapConfig
+from jaxprobe.model.encoder import MemberOutputs
+from jaxprobe.pool import (
+    Pool,
+    branch_setting,
+    branches_of,
+    pool_of,
+    read_selection,
+    reads,
+)
 from jaxprobe.scope import Scope, choose_threshold, fit_scope, scripts_of
-from jaxprobe.settings import grid_config, select_config, set_compiler
+from jaxprobe.settings import GridConfig, grid_config, select_config, set_compiler
 
 N_FOLDS = 5  # of `fold_calibrators`
 _SEEN = ("train", "validation")
+
+
+def open_rows(run: RunDir, setting: Setting) -> tuple[FeatureStore, Rows]:
+    """Open a setting's store and say what its rows are.
+
+    Raises:
+      ValueError: the store is missing, or a row has no label record.
+    """
+    store = open_store(run.features(setting))
+    return store, rows_of(store, read_examples(run), read_labels(run).values())
+
+
+def chosen_layer(run: RunDir) -> int:
+    """Return the layer that the hidden family of a run is read from."""
+    return read_sweep(run.sweep).layer
+
+
+def encoder_folders(run: RunDir) -> list[Path]:
+    """Return the checkpoints of the run's settings."""
+    return [run.encoders(setting) for setting in settings_of(run)]
+
+
+def run_branches(run: RunDir) -> tuple[HeadName, ...]:
+    """Return the branches that score answers of a run's settings."""
+    return branches_of(settings_of(run))
+
+
+def run_selection(
+    run: RunDir, branch: HeadName
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a branch's heads and scores, and the summary of its search."""
+    return read_selection(run.selection / branch)
+
+
+def run_outputs(run: RunDir, setting: Setting) -> MemberOutputs:
+    """Return the outputs of every trained encoder of a setting on its rows."""
+    return read_member_outputs(run.encoders(setting))
+
+
+def run_pool(
+    run: RunDir,
+    setting: Setting,
+    outputs_of: Callable[[Setting], MemberOutputs] | None = None,
+) -> Pool:
+    """Return a setting's pool.
+
+    Args:
+      run: with trained encoders.
+      setting: whose answers are scored.
+      outputs_of: gives the outputs of a pass; None takes the run's own encoders.
+    """
+    outputs_of = outputs_of or partial(run_outputs, run)
+    passes: list[Setting] = [setting]
+    if setting == "with_context" and "closed_book" in settings_of(run):
+        passes.append("closed_book")
+    return pool_of(
+        {where: outputs_of(where) for where in passes},
+        {where: open_rows(run, where)[1] for where in passes},
+        setting,
+        grid_config(run).train.n_seeds,
+    )
+
+
+def run_training_set(run: RunDir, setting: Setting, config: GridConfig) -> TrainingSet:
+    """Return a setting's rows as a configuration trains encoders on them."""
+    store, rows = open_rows(run, setting)
+    return training_set(
+        store,
+        rows,
+        layer=chosen_layer(run),
+        n_batch=config.train.batch_size,
+        streamed=config.stream is not None,
+    )
+
+
+def run_bootstrap(run: RunDir) -> BootstrapConfig:
+    """Return how a run's intervals are made, with the run's seed."""
+    return run.settle("intervals", INTERVAL_PRESETS).bootstrap(run.seed)
 
 
 def _validation(
     run: RunDir, branch: HeadName, champion: Mapping[str, Any]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return scores, labels and question ids of the rows that calibration sees."""
-    _, rows = load_rows(run, branch_setting(branch))
+    _, rows = open_rows(run, branch_setting(branch))
     where = rows.where("validation")
     scores = champion["scores"].mean(axis=0)[where]
     return scores, rows.labels[where], rows.ids[where]
@@ -50,7 +151,7 @@ def _validation(
 
 def fold_calibrators(run: RunDir, branch: HeadName) -> tuple[Calibrator, ...]:
     """Return a head's maps by fold of validation questions; see `cross_fit`."""
-    tree, _ = read_selection(run, branch)
+    tree, _ = run_selection(run, branch)
     scores, labels, ids = _validation(run, branch, tree["champion"])
     return cross_fit(scores, labels, folds_of(ids, N_FOLDS), N_FOLDS)
 
@@ -92,7 +193,7 @@ def settle_precision(run: RunDir, precision: float) -> None:
 
 def _head(run: RunDir, branch: HeadName, config: CalibrateConfig) -> SettingHead:
     """Return a calibrated head; calibration sees validation rows alone."""
-    tree, summary = read_selection(run, branch)
+    tree, summary = run_selection(run, branch)
     champion = tree["champion"]
     scores, labels, _ = _validation(run, branch, champion)
     calibrator = fit_calibrator(scores, labels)
@@ -107,7 +208,7 @@ def _head(run: RunDir, branch: HeadName, config: CalibrateConfig) -> SettingHead
 
 def _scope(run: RunDir, setting: Setting, dims: FamilyDims) -> Scope:
     """Return where the signals of a setting's training answers lie."""
-    store, rows = load_rows(run, setting)
+    store, rows = open_rows(run, setting)
     return fit_scope(
         partial(read_features, store, setting, chosen_layer(run)),
         dims,
@@ -128,7 +229,7 @@ def _banks(
         if not read:
             continue
         tree, facts = checkpoint.restore(run.encoders(setting))
-        store, _ = load_rows(run, setting)
+        store, _ = open_rows(run, setting)
         dims = FamilyDims(**facts["dims"])
         banks[setting] = EncoderBank.from_trained(
             Trained(members, tree["params"], tree["info"]),
@@ -161,8 +262,8 @@ def _calibrate(
     set_compiler(run.preset)
     sections = read_manifest(run.path)["sections"]
     prompt, backbone = sections["answer"]["prompt"], sections["backbone"]
-    store, _ = load_rows(run, settings_of(run)[0])
-    heads = {branch: _head(run, branch, config) for branch in branches_of(run)}
+    store, _ = open_rows(run, settings_of(run)[0])
+    heads = {branch: _head(run, branch, config) for branch in run_branches(run)}
     for branch, head in heads.items():
         if head.threshold is not None:
             progress.note(f"{branch}: {head.threshold.in_words()}")
@@ -188,12 +289,12 @@ def _calibrate(
 
 def _forecast(run: RunDir, config: CalibrateConfig) -> Forecast:
     """Count the maps, the scores they are fitted on, and the answers that are read."""
-    branches = branches_of(run)
-    rows = {setting: load_rows(run, setting)[1] for setting in settings_of(run)}
+    branches = run_branches(run)
+    rows = {setting: open_rows(run, setting)[1] for setting in settings_of(run)}
     n_of = {s: {k: len(r.where(k)) for k in _SEEN} for s, r in rows.items()}
     n_scores = sum(n_of[branch_setting(branch)]["validation"] for branch in branches)
     passes = {
-        s for b in branches for s, _ in reads(b, read_selection(run, b)[1]["members"])
+        s for b in branches for s, _ in reads(b, run_selection(run, b)[1]["members"])
     }
     n_read = sum(sum(n_of[setting].values()) for setting in passes)
     return Forecast(

@@ -26,22 +26,25 @@ from extract.run.files import read_json, write_json_atomic
 from extract.run.results import ON_REQUEST, ResultRow, publish, rows_file
 from extract.run.stages import Stage, side_by_side
 from jaxprobe.checkpoint import load_cache, save_cache
-from jaxprobe.evaluation import METRICS, Scored, bootstrap_of, detection_rows
+from jaxprobe.evaluation import METRICS, Scored, detection_rows
 from jaxprobe.features import reading
 from jaxprobe.features.families import all_but
-from jaxprobe.features.rows import Rows, TrainingRows, training_rows
+from jaxprobe.features.rows import Rows, TrainingSet
 from jaxprobe.features.subsets import FAMILIES, LETTERS, N_SUBSETS, SUBSET_NAMES
 from jaxprobe.fit.blocks import Block, default_blocks
-from jaxprobe.fit.saved import read_member_outputs
-from jaxprobe.fit.stage import (
-    MemberTrainer,
-    encoder_folders,
-    settings_at_once,
-)
+from jaxprobe.fit.stage import MemberTrainer, settings_at_once
 from jaxprobe.model.encoder import MemberOutputs
 from jaxprobe.model.fusion import PoolOutputs
-from jaxprobe.pool import load_pool, pool_names, read_selection, reads
+from jaxprobe.pool import pool_names, reads
 from jaxprobe.settings import SELECT_PRESETS, SelectConfig, grid_config, set_compiler
+from jaxprobe.stage import (
+    encoder_folders,
+    run_bootstrap,
+    run_outputs,
+    run_pool,
+    run_selection,
+    run_training_set,
+)
 from selection.greedy import NoSignalError, Selection
 from selection.stage import HeadTrainer, load_results
 
@@ -66,7 +69,7 @@ def variants(setting: Setting) -> list[str]:
     return [*(f"without_{family}" for family in FAMILIES), *span_variants(setting)]
 
 
-def rows_without(data: TrainingRows, setting: Setting, variant: str) -> TrainingRows:
+def rows_without(data: TrainingSet, setting: Setting, variant: str) -> TrainingSet:
     """Return a setting's training rows as a span variant reads them."""
     way, name, _ = variant.split("_")
     span = SPANS[setting].index(name)
@@ -166,7 +169,7 @@ class Ablation:
     @cached_property
     def champions(self) -> dict[Setting, tuple[int, ...]]:
         """Pool positions of the selected encoders, by setting."""
-        found = {s: read_selection(self.run, s)[1]["members"] for s in self.settings}
+        found = {s: run_selection(self.run, s)[1]["members"] for s in self.settings}
         return {setting: tuple(members) for setting, members in found.items()}
 
     @cached_property
@@ -208,12 +211,7 @@ class Ablation:
         if not missing or not blocks:
             return
         config = grid_config(self.run)
-        data = training_rows(
-            self.run,
-            setting,
-            streamed=config.stream is not None,
-            n_batch=config.train.batch_size,
-        )
+        data = run_training_set(self.run, setting, config)
         for variant in missing:
             without = rows_without(data, setting, variant)
             trainer = MemberTrainer(
@@ -231,7 +229,7 @@ class Ablation:
         The other encoders keep their outputs; no head reads them. So the pool keeps its
         shape, and a head its place in the pool, its draws and its executable.
         """
-        outputs = read_member_outputs(self.run, setting)
+        outputs = run_outputs(self.run, setting)
         subsets = self.subsets[setting]
         if variant not in span_variants(setting) or not subsets:
             return outputs
@@ -249,7 +247,7 @@ class Ablation:
                     arrays = self._without_span(setting, variant)
                 else:
                     if heads is None:
-                        heads = HeadTrainer(load_pool(self.run, setting), self.config)
+                        heads = HeadTrainer(run_pool(self.run, setting), self.config)
                     family = variant.removeprefix("without_")
                     arrays = self._without_family(heads, family)
                 save_cache(path, arrays, self.key)
@@ -266,7 +264,7 @@ class Ablation:
 
     def _without_span(self, setting: Setting, variant: str) -> dict[str, np.ndarray]:
         """Fit heads on the champion's encoders, retrained without a span."""
-        pool = load_pool(self.run, setting, partial(self._outputs_without, variant))
+        pool = run_pool(self.run, setting, partial(self._outputs_without, variant))
         heads = HeadTrainer(pool, self.config)
         return _arrays(heads, heads.fit(self.champions[setting]))
 
@@ -287,7 +285,7 @@ class Ablation:
 
     def rows(self, setting: Setting) -> list[ResultRow]:
         """Return the rows of a setting's variants, undefined ones last."""
-        pool = load_pool(self.run, setting)
+        pool = run_pool(self.run, setting)
         rows, champion = pool.rows, self.champions[setting]
         own = own_scores(pool.all_rows, champion)
         scored, undefined = [Scored(name=f"champion{OWN}", scores=own)], []
@@ -298,7 +296,7 @@ class Ablation:
             scored.append(Scored(name=variant, scores=arrays["scores"]))
             if variant in span_variants(setting):
                 scored.append(Scored(name=variant + OWN, scores=arrays["own"]))
-        bootstrap = bootstrap_of(self.run)
+        bootstrap = run_bootstrap(self.run)
         return detection_rows(scored, rows, bootstrap, EXPERIMENT) + undefined
 
     def summary(self) -> dict[str, dict[str, list[str]]]:
@@ -312,7 +310,7 @@ class Ablation:
         }
         if len(self.settings) == 1:
             return summary
-        alone = read_selection(self.run, "single_pass")[1]["members"]
+        alone = run_selection(self.run, "single_pass")[1]["members"]
         names = pool_names("single_pass", alone)  # its scores are rows of `evaluate`
         summary["with_context"]["without_closed_book"] = names
         return summary

@@ -22,11 +22,11 @@ from extract.run.stages import Stage, side_by_side
 from jaxprobe.checkpoint import load_cache, save_cache
 from jaxprobe.features.rows import Rows
 from jaxprobe.features.subsets import subset_index
-from jaxprobe.fit.stage import encoder_folders
 from jaxprobe.metrics import auroc
 from jaxprobe.model.fusion import PoolOutputs
-from jaxprobe.pool import Pool, load_pool
+from jaxprobe.pool import Pool
 from jaxprobe.settings import SELECT_PRESETS, SelectConfig, set_compiler
+from jaxprobe.stage import encoder_folders, run_pool
 from selection.stage import HeadTrainer
 
 EXPERIMENT = "optimism"
@@ -118,7 +118,7 @@ def _measure(
     rows: dict[Setting, list[ResultRow]] = {}
 
     def work(setting: Setting, tick: Callable[[], None]) -> None:
-        pool, found = load_pool(run, setting), []
+        pool, found = run_pool(run, setting), []
         for number in range(N_SPLITS):
             path = _folder(run) / f"{setting}.{number}.safetensors"
             one = load_cache(path, key)

@@ -14,12 +14,12 @@ from extract.run.directory import RunDir
 from extract.run.results import ResultRow, publish, rows_file
 from extract.run.stages import Stage, side_by_side
 from jaxprobe.checkpoint import save_cache
-from jaxprobe.evaluation import Scored, bootstrap_of, detection_rows
+from jaxprobe.evaluation import Scored, detection_rows
 from jaxprobe.features.rows import Rows
 from jaxprobe.features.subsets import LETTERS
-from jaxprobe.fit.stage import encoder_folders
-from jaxprobe.pool import load_pool, pool_names, read_selection, reads
+from jaxprobe.pool import pool_names, reads
 from jaxprobe.settings import SELECT_PRESETS, SelectConfig, set_compiler
+from jaxprobe.stage import encoder_folders, run_bootstrap, run_pool, run_selection
 from selection.exhaustive import SET_SIZE, Enumeration, Ranking, carried
 from selection.greedy import GreedyConfig
 from selection.stage import HeadTrainer, load_results
@@ -42,7 +42,7 @@ def _greedy_members(run: RunDir, heads: HeadTrainer) -> tuple[int, ...]:
     Where the search stopped earlier, it is continued without a margin, so that what is
     ranked is always as large as what it is ranked among.
     """
-    _, summary = read_selection(run, heads.pool.rows.setting)
+    _, summary = run_selection(run, heads.pool.rows.setting)
     added = [one["added"] for one in summary["rounds"][:SET_SIZE]]
     if len(added) == SET_SIZE:
         return tuple(sorted(added))
@@ -121,7 +121,7 @@ def _rank_setting(
     save_cache(_ranking_file(run, rows.setting), arrays, EXPERIMENT)
     return [
         *_rank_rows(ranking, greedy, rows),
-        *detection_rows(scored, rows, bootstrap_of(run), EXPERIMENT),
+        *detection_rows(scored, rows, run_bootstrap(run), EXPERIMENT),
     ]
 
 
@@ -131,7 +131,7 @@ def _enumerate(
     set_compiler(run.preset)
     config = config.seeded(run.seed)
     settings = settings_of(run)
-    heads = {s: HeadTrainer(load_pool(run, s), config) for s in settings}
+    heads = {s: HeadTrainer(run_pool(run, s), config) for s in settings}
     searches = {
         setting: Enumeration(
             train=trainer.pool.train,

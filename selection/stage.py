@@ -19,16 +19,9 @@ from jaxprobe import checkpoint
 from jaxprobe.checkpoint import load_cache
 from jaxprobe.detector import HeadName
 from jaxprobe.features.subsets import N_SUBSETS, subset_index
-from jaxprobe.fit.stage import encoder_folders
-from jaxprobe.pool import (
-    Pool,
-    branch_setting,
-    branches_of,
-    load_pool,
-    pool_names,
-    read_selection,
-)
+from jaxprobe.pool import Pool, branch_setting, pool_names
 from jaxprobe.settings import SELECT_PRESETS, SelectConfig, set_compiler
+from jaxprobe.stage import encoder_folders, run_branches, run_pool, run_selection
 from selection.greedy import (
     GreedyConfig,
     Selection,
@@ -137,7 +130,7 @@ def _summary(selection: Selection, margin: float) -> dict[str, Any]:
 
 def selection_summary(run: RunDir, branch: HeadName) -> dict[str, Any]:
     """Return how the search went, with printed names."""
-    _, summary = read_selection(run, branch)
+    _, summary = run_selection(run, branch)
     names = pool_names(branch, range(2 * N_SUBSETS))
     return {
         "rounds": [
@@ -157,8 +150,8 @@ def _select_setting(
     run: RunDir, config: SelectConfig, setting: Setting, tick: Callable[[], None]
 ) -> None:
     """Select in a setting, for every branch that scores its answers."""
-    heads = HeadTrainer(load_pool(run, setting), config)
-    for branch in branches_of(run):
+    heads = HeadTrainer(run_pool(run, setting), config)
+    for branch in run_branches(run):
         if branch_setting(branch) != setting:
             continue
         if branch == "single_pass":  # searches the with-context half of the same pool
@@ -188,7 +181,7 @@ def _select(
     set_compiler(run.preset)
     work = partial(_select_setting, run, config.seeded(run.seed))
     # All settings at once, for the same reason as in training.
-    side_by_side(work, settings_of(run), update, len(branches_of(run)))
+    side_by_side(work, settings_of(run), update, len(run_branches(run)))
 
 
 SELECT = Stage(

@@ -22,7 +22,7 @@ from extract.run.manifest import Preset
 from extract.run.stages import Stage
 from jaxprobe.config import TrainConfig
 from jaxprobe.features.reading import mean_answer_states
-from jaxprobe.features.rows import Rows, load_rows
+from jaxprobe.features.rows import Rows
 from jaxprobe.fit.loop import (
     FitState,
     Keys,
@@ -34,6 +34,7 @@ from jaxprobe.fit.loop import (
 )
 from jaxprobe.kernels.random import PROBES, stream_key
 from jaxprobe.settings import set_compiler
+from jaxprobe.stage import open_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -217,7 +218,7 @@ def _sweep(
     found: dict[str, Any] = {}
     settings = settings_of(run)
     for number, setting in enumerate(settings, start=1):
-        store, rows = load_rows(run, setting)
+        store, rows = open_rows(run, setting)
         train, valid = (
             sweep_rows(rows, split, config.n_rows, run.seed)
             for split in ("train", "validation")

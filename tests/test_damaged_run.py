@@ -35,8 +35,8 @@ from extract.world.questions import QuestionConfig, make_examples
 from jaxprobe import checkpoint
 from jaxprobe.detector import Detector
 from jaxprobe.features.rows import read_sweep
-from jaxprobe.pool import read_selection
 from jaxprobe.settings import grid_config, select_config
+from jaxprobe.stage import run_selection
 
 N_MUTANTS = 1000
 JUNK = (None, True, -1, 0, 7, 2.5, 10**9, 10**30, "", "x", "7", [], {}, [1], [[]])
@@ -82,12 +82,12 @@ def read(run, name):
         return select_config(run)
     readers = {
         "stages": lambda: run.stage_record(inner[0].removesuffix(".json")),
-        "sweep.json": lambda: read_sweep(run),
+        "sweep.json": lambda: read_sweep(run.sweep),
         "examples.jsonl": lambda: read_examples(run),
         "passages.jsonl": lambda: list(read_records(run.passages, Passage)),
         "answers": lambda: read_answers(run),
         "labels.jsonl": lambda: count_correct(read_examples(run), read_labels(run)),
-        "selection": lambda: read_selection(run, inner[0]),
+        "selection": lambda: run_selection(run, inner[0]),
         "encoders": lambda: checkpoint.restore(run.encoders(inner[0])),
         "detector": lambda: Detector.load(run.detector),
         "features": lambda: verify(open_store(run.features(inner[0]))),

@@ -8,8 +8,7 @@ import pytest
 import beatrice
 from extract.run.contents import read_answers, read_examples
 from extract.run.directory import RunDir
-from jaxprobe.features.rows import load_rows
-from jaxprobe.pool import read_selection
+from jaxprobe.stage import open_rows, run_selection
 from tests.process import call
 
 CHOICE = "--hidden-layers 4 --hidden-spans answer --dtype int8 --scalars bf16".split()
@@ -35,8 +34,8 @@ def test_one_layer_is_what_the_sweep_finds_and_everything_verifies(run):
 @pytest.mark.slow
 def test_a_live_score_is_that_of_the_evaluation(run):
     directory = RunDir(run)
-    _, rows = load_rows(directory, "closed_book")
-    tree, _ = read_selection(directory, "closed_book")
+    _, rows = open_rows(directory, "closed_book")
+    tree, _ = run_selection(directory, "closed_book")
     stored = tree["champion"]["scores"].mean(axis=0)
     questions = {e.id: e.question for e in read_examples(directory)}
     answers = {a.example_id: a for a in read_answers(directory, "closed_book")}

@@ -13,9 +13,8 @@ from extract.records import IN_DOMAIN, SETTINGS, read_records, write_lines
 from extract.run.contents import read_examples, settings_of
 from extract.run.directory import RunDir
 from extract.run.results import ResultRow, ResultTable
-from jaxprobe.features.rows import load_rows
 from jaxprobe.pool import branch_setting
-from jaxprobe.stage import CALIBRATE
+from jaxprobe.stage import CALIBRATE, open_rows
 from tests.extract.small_run import beatrice, questions, smoke
 
 BARE = {"bare", "rephrased"}  # sets without passages in a mixed run
@@ -107,7 +106,7 @@ def test_every_verb_works_on_the_settings_that_a_run_has(run, case):
 def test_dry_runs_of_what_asks_no_model_count_what_was_done(run):
     branches = [folder.name for folder in run.selection.iterdir()]
     n_scores = sum(
-        len(load_rows(run, branch_setting(branch))[1].where("validation"))
+        len(open_rows(run, branch_setting(branch))[1].where("validation"))
         for branch in branches
     )
     calibrate = CALIBRATE.forecast(run, CALIBRATE.settle(run)).basis

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 
 from extract.records import SETTINGS
 from extract.run.directory import RunDir
-from jaxprobe.fit.saved import read_member_outputs
+from jaxprobe.stage import run_outputs
 from tests.process import call
 
 
@@ -33,9 +33,7 @@ def test_a_streamed_run_whose_store_is_one_group_is_the_run_that_holds_it(tmp_pa
     manifest = json.loads((streamed.path / "manifest.json").read_text())
     assert manifest["sections"]["train"]["stream"] is not None
     for setting in SETTINGS:  # both are whole chunks of 64 rows: no step is padded
-        one, other = (
-            read_member_outputs(run, setting).logits for run in (held, streamed)
-        )
+        one, other = (run_outputs(run, setting).logits for run in (held, streamed))
         np.testing.assert_allclose(one, other, atol=1e-3)
         assert np.ptp(one) > 0.1
     for run in (held, streamed):

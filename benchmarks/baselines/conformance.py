@@ -14,8 +14,8 @@ from benchmarks.baselines.stage import BaselinesConfig, unmet
 from extract.run.contents import settings_of
 from extract.run.directory import RunDir
 from jaxprobe.evaluation import Scored
-from jaxprobe.features.rows import chosen_layer, load_rows
 from jaxprobe.metrics import auroc
+from jaxprobe.stage import chosen_layer, open_rows
 
 _SPREADS = 3  # of AUROC under chance, below which a score points the wrong way
 
@@ -64,7 +64,7 @@ def check_detector(run_dir: Path, place: str, nli: Path | None = None) -> list[s
         settings = [s for s in settings_of(run) if s in detector.settings]
         faults = []
         for setting in settings:
-            store, rows = load_rows(run, setting)
+            store, rows = open_rows(run, setting)
             evidence = Evidence(
                 run=run,
                 store=store,

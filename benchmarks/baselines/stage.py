@@ -40,10 +40,9 @@ from extract.run.manifest import Preset
 from extract.run.memory import begin_peak, peak_bytes
 from extract.run.results import ResultRow, publish, rows_file
 from extract.run.stages import Forecast, Stage
-from jaxprobe.evaluation import Scored, bootstrap_of, detection_rows
-from jaxprobe.features.rows import chosen_layer, load_rows
-from jaxprobe.pool import read_selection
+from jaxprobe.evaluation import Scored, detection_rows
 from jaxprobe.settings import set_compiler
+from jaxprobe.stage import chosen_layer, open_rows, run_bootstrap, run_selection
 
 OURS = "champion"
 Relations = Callable[[Sequence[tuple[str, str]]], np.ndarray]
@@ -190,7 +189,7 @@ def _left(
     relations: _Metered | None = None,
 ) -> _Left:
     """Find what was said before of a setting."""
-    store, rows = load_rows(run, setting)
+    store, rows = open_rows(run, setting)
     evidence = Evidence(
         run=run,
         store=store,
@@ -241,7 +240,7 @@ def _setting(
     for one, scores in found.items():
         if scores.reason:
             progress.note(f"baselines: {setting}: {one.name}: {scores.reason}")
-    heads, _ = read_selection(run, setting)
+    heads, _ = run_selection(run, setting)
     ours = Scored(name=OURS, scores=heads[OURS]["scores"])
     scored = [
         Scored(name=one.name, scores=scores.found.scores)
@@ -251,7 +250,7 @@ def _setting(
     ]
     pairs = {"paired": [(OURS, one.name) for one in scored if is_rival(one.name)]}
     made = detection_rows(
-        [ours, *scored], evidence.rows, bootstrap_of(run), pairs=pairs
+        [ours, *scored], evidence.rows, run_bootstrap(run), pairs=pairs
     )
     is_told = [r.experiment != "detection" or r.detector != OURS for r in made]
     chosen = [row for scores in found.values() for row in scores.found.chosen]

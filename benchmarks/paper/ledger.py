@@ -21,8 +21,8 @@ from extract.run.contents import count_correct, read_examples, read_labels
 from extract.run.directory import RunDir
 from extract.run.manifest import read_manifest
 from extract.run.results import DIFFERENCE, SPLIT_LABELS, label_rule, read_result_rows
-from jaxprobe.evaluation import bootstrap_of
 from jaxprobe.settings import grid_config
+from jaxprobe.stage import run_bootstrap
 
 _MARKS = {"bold": "**{}**", "underlined": "<u>{}</u>", "dagger": "{}†", None: "{}"}
 _WHY_NOT = {
@@ -98,7 +98,7 @@ def differences(run: RunDir, cells: Sequence[PaperCell]) -> list[Difference]:
         Difference(
             what="Resamples",
             paper="10,000",
-            here=f"{bootstrap_of(run).n_resamples:,}",
+            here=f"{run_bootstrap(run).n_resamples:,}",
         ),
     ]
     for split in ("train", "validation", "test", "ood"):

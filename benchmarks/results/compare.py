@@ -31,10 +31,9 @@ from extract.run.results import (
     read_result_rows,
 )
 from jaxprobe import checkpoint
-from jaxprobe.evaluation import bootstrap_of
-from jaxprobe.features.rows import load_rows
 from jaxprobe.features.subsets import N_SUBSETS
 from jaxprobe.settings import grid_config
+from jaxprobe.stage import open_rows, run_bootstrap
 from selection.anatomy.backbones import Agreement, Ranked, agreement
 
 
@@ -47,7 +46,7 @@ def in_words(found: Agreement) -> str:
 
 def validation_answers(run: RunDir, setting: Setting) -> Ranked:
     """Return what a run's encoders say of its validation answers of a setting."""
-    _, rows = load_rows(run, setting)
+    _, rows = open_rows(run, setting)
     tree, _ = checkpoint.restore(run.encoders(setting))
     n_seeds = grid_config(run).train.n_seeds
     logits = tree["outputs"]["logits"].reshape(n_seeds, N_SUBSETS, -1)
@@ -158,7 +157,7 @@ def comparison(first: Path, second: Path) -> str:
     lines = [f"A: {first}", "", f"B: {second}", ""]
     for setting in shared:
         ranked = [validation_answers(side.run, setting) for side in sides]
-        found = agreement(*ranked, bootstrap_of(sides[0].run))
+        found = agreement(*ranked, run_bootstrap(sides[0].run))
         n_answers = " and ".join(str(len(x.ids)) for x in ranked)
         lines += [
             f"## {SETTING_LABELS[setting]}",

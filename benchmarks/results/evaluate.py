@@ -43,13 +43,19 @@ from extract.store.read import FeatureStore
 from jaxprobe import checkpoint
 from jaxprobe.calibration import Reliability, brier, ece, reliability
 from jaxprobe.detector import Detector
-from jaxprobe.evaluation import Scored, bootstrap_of, detection_rows
-from jaxprobe.features.rows import Rows, chosen_layer, load_rows
+from jaxprobe.evaluation import Scored, detection_rows
+from jaxprobe.features.rows import Rows
 from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
-from jaxprobe.fit.stage import EVERY_FAMILY, encoder_folders
+from jaxprobe.fit.stage import EVERY_FAMILY
 from jaxprobe.metrics import BootstrapConfig
-from jaxprobe.pool import read_selection
 from jaxprobe.settings import grid_config, set_compiler
+from jaxprobe.stage import (
+    chosen_layer,
+    encoder_folders,
+    open_rows,
+    run_bootstrap,
+    run_selection,
+)
 
 N_BINS = 10
 
@@ -59,17 +65,17 @@ def detectors_of(run: RunDir, setting: Setting) -> tuple[list[Scored], list[Resu
 
     And rows of what had to be chosen on validation for them.
     """
-    store, rows = load_rows(run, setting)
+    store, rows = open_rows(run, setting)
     tree, _ = checkpoint.restore(run.encoders(setting))
     n_seeds = grid_config(run).train.n_seeds
     logits = tree["outputs"]["logits"].reshape(n_seeds, N_SUBSETS, -1)
-    heads, _ = read_selection(run, setting)
+    heads, _ = run_selection(run, setting)
     scores = {
         name: heads[name]["scores"]
         for name in ("champion", "late_fusion_singles", "late_fusion_all")
     }
     if setting == "with_context" and len(settings_of(run)) > 1:
-        alone, _ = read_selection(run, "single_pass")
+        alone, _ = run_selection(run, "single_pass")
         scores["without_closed_book"] = alone["champion"]["scores"]
     scores |= {"hidden_only": logits[:, 0], "early_fusion": logits[:, EVERY_FAMILY]}
     for subset, name in enumerate(SUBSET_NAMES):
@@ -133,8 +139,8 @@ def _reliability(
 
     Both of the head's own probability ("raw") and of the calibrated one.
     """
-    _, rows = load_rows(run, setting)
-    tree, _ = read_selection(run, setting)
+    _, rows = open_rows(run, setting)
+    tree, _ = run_selection(run, setting)
     where = rows.where("test")
     raw = tree["champion"]["scores"].mean(axis=0)[where]
     calibrated = Detector.load(run.detector).heads[setting].calibrator(raw)
@@ -166,11 +172,11 @@ def _reliability(
 
 def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> None:
     set_compiler(run.preset)
-    bootstrap = bootstrap_of(run)
+    bootstrap = run_bootstrap(run)
     made, curves, shown = [], {}, []
     settings = settings_of(run)
     for n_done, setting in enumerate(settings, start=1):
-        store, rows = load_rows(run, setting)
+        store, rows = open_rows(run, setting)
         pairs = {
             "paired": [("champion", rival) for rival in RIVALS],
             "floor_paired": FLOORS.items(),

@@ -20,7 +20,7 @@ from extract.run.directory import RunDir
 from extract.store.read import FeatureStore, Ragged, read_family
 from jaxprobe.detector import Detector
 from jaxprobe.features.rows import Rows
-from jaxprobe.pool import read_selection
+from jaxprobe.stage import run_selection
 from pgir.scoring.page import shown_tokens
 
 TRUSTED_FROM = 0.5  # where the run has no threshold of its own
@@ -109,7 +109,7 @@ def shown_sets(
       As `benchmarks.results.saved.ShownSet` has them.
     """
     head = Detector.load(run.detector).heads[rows.setting]
-    tree, _ = read_selection(run, rows.setting)
+    tree, _ = run_selection(run, rows.setting)
     p_correct = head.calibrator(tree["champion"]["scores"].mean(axis=0))
     wanted = head.threshold and head.threshold.p_correct
     threshold = TRUSTED_FROM if wanted is None else float(wanted)

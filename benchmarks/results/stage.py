@@ -47,8 +47,9 @@ from extract.run.results import (
 )
 from extract.run.stages import Forecast, Stage
 from extract.signals.stage import extract_config
-from jaxprobe.features.rows import chosen_layer, read_sweep
+from jaxprobe.features.rows import read_sweep
 from jaxprobe.settings import grid_config
+from jaxprobe.stage import chosen_layer
 from selection.ablation import ablation_summary
 from selection.ranking import ranking_summary
 from selection.stage import selection_summary
@@ -95,7 +96,7 @@ def report_data(run: RunDir) -> ReportData:
         stage_seconds={name: r.seconds for name, r in records.items() if r is not None},
         rows=[*read_result_rows(run), *read_seconds(run)],
         accuracy=count_correct(read_examples(run), read_labels(run)),
-        sweep=msgspec.to_builtins(read_sweep(run).settings),
+        sweep=msgspec.to_builtins(read_sweep(run.sweep).settings),
         selection={setting: selection_summary(run, setting) for setting in settings},
         reliability=read_reliability(run),
         shown=read_shown(run),

@@ -22,7 +22,7 @@ from extract.run.directory import RunDir
 from extract.run.files import write_text_atomic
 from extract.run.manifest import NewRun, Preset
 from extract.signals.stage import extract_config
-from jaxprobe.features.rows import chosen_layer
+from jaxprobe.stage import chosen_layer
 from pgir.retrieval.choice import Retrieval
 from pgir.retrieval.served import RetrievalFailed
 

@@ -38,16 +38,10 @@ from extract.signals.stage import EXTRACT
 from extract.store.read import FeatureStore
 from jaxprobe import checkpoint
 from jaxprobe.detector import Detector
-from jaxprobe.evaluation import Scored, bootstrap_of, detection_rows
+from jaxprobe.evaluation import Scored, detection_rows
 from jaxprobe.features.families import Features, Standardizer, split_families
 from jaxprobe.features.reading import longest_spans, read_features, span_lengths
-from jaxprobe.features.rows import (
-    Rows,
-    chosen_layer,
-    load_rows,
-    partners,
-    rows_at_once,
-)
+from jaxprobe.features.rows import Rows, partners, rows_at_once
 from jaxprobe.features.subsets import (
     FAMILIES,
     LETTERS,
@@ -58,9 +52,10 @@ from jaxprobe.features.subsets import (
 from jaxprobe.features.widths import width_groups, widths_of
 from jaxprobe.fit.blocks import grid_members
 from jaxprobe.fit.grid import member_logits
-from jaxprobe.fit.stage import EVERY_FAMILY, encoder_folders
+from jaxprobe.fit.stage import EVERY_FAMILY
 from jaxprobe.model.encoder import Encoder
 from jaxprobe.settings import grid_config, set_compiler
+from jaxprobe.stage import chosen_layer, encoder_folders, open_rows, run_bootstrap
 from pgir.retrieval.choice import retrieval_config, retrieval_of
 from pgir.retrieval.recall import has_answer
 
@@ -101,12 +96,12 @@ class Scenario:
     @property
     def own(self) -> tuple[FeatureStore, Rows]:
         """The run's store, with its rows."""
-        return load_rows(self.run, self.setting)
+        return open_rows(self.run, self.setting)
 
     @property
     def new(self) -> tuple[FeatureStore, Rows]:
         """The inner run's."""
-        return load_rows(self.inner, self.setting)
+        return open_rows(self.inner, self.setting)
 
     def parts(self, dims: FamilyDims) -> Iterator[tuple[np.ndarray, Features]]:
         """Yield the new rows in parts that memory holds, with their features.
@@ -175,7 +170,7 @@ def selected_scores(scene: Scenario, detector: Detector) -> dict[str, np.ndarray
         return {"champion": scene.scored(dims, closed_book)[None]}
     bank = detector.banks.get("with_context") or detector.banks["closed_book"]
     _, rows = scene.new
-    closed_store, closed_rows = load_rows(scene.inner, "closed_book")
+    closed_store, closed_rows = open_rows(scene.inner, "closed_book")
     partner = partners(rows, closed_rows)
     read = partial(
         read_features,
@@ -293,7 +288,7 @@ def _measure(
     run: RunDir, inner: RunDir, asked: list[Example], update: Update, progress: Progress
 ) -> None:
     set_compiler(run.preset)
-    detector, bootstrap = Detector.load(run.detector), bootstrap_of(run)
+    detector, bootstrap = Detector.load(run.detector), run_bootstrap(run)
     examples, made = read_examples(inner), []
     for n_done, setting in enumerate(SETTINGS, start=1):
         scene = Scenario(run=run, inner=inner, setting=setting)

@@ -4,19 +4,18 @@ Training rows lie on the device, or stay in the store and are read while encoder
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from extract.records import IN_DOMAIN, Record, Setting, Share
-from extract.run.contents import read_examples, read_labels
-from extract.run.directory import RunDir
+from extract.records import IN_DOMAIN, Example, Label, Record, Setting, Share
 from extract.run.files import read_json
 from extract.store.families import Dtype
-from extract.store.read import FeatureStore, open_store
+from extract.store.read import FeatureStore
 from jaxprobe.features.families import (
     FamilyTokens,
     Standardizer,
@@ -108,32 +107,38 @@ class Rows:
         return [*((IN_DOMAIN, split) for split in splits), *single]
 
 
-def load_rows(run: RunDir, setting: Setting) -> tuple[FeatureStore, Rows]:
-    """Open a setting's store and say what its rows are.
+def rows_of(
+    store: FeatureStore, examples: Iterable[Example], labels: Iterable[Label]
+) -> Rows:
+    """Return which question each row of a store is, and whether its answer is right.
+
+    Args:
+      store: of one setting; its keys are (example, setting, variant).
+      examples: all questions of the store; others may be among them.
+      labels: one for every row of the store; others may be among them.
 
     Raises:
-      ValueError: the store is missing, or a row has no label record.
+      ValueError: a row has no question or no label.
     """
-    store = open_store(run.features(setting))
-    examples = {example.id: example for example in read_examples(run)}
-    labels = read_labels(run)
+    by_id = {example.id: example for example in examples}
+    by_key = {(x.example_id, x.setting, x.variant): x for x in labels}
     keys = store.spec.keys
-    if unknown := [key[0] for key in keys if key[0] not in examples]:
+    if unknown := [key[0] for key in keys if key[0] not in by_id]:
         raise ValueError(
-            f"{store.url} has signals of the question {unknown[0]!r}, which is not in "
-            f"{run.examples}; delete the store and run `beatrice extract` again"
+            f"{store.url} has signals of the question {unknown[0]!r}, which is not "
+            "among the questions; delete the store and run `beatrice extract` again"
         )
-    unlabelled = [key for key in keys if key not in labels]
-    if unlabelled:
+    if unlabelled := [key for key in keys if key not in by_key]:
         raise ValueError(
-            f"{run.labels} has no label for {unlabelled[0]}; run `beatrice label` again"
+            f"the labels have none for {unlabelled[0]}, of which {store.url} has "
+            "signals; run `beatrice label` again"
         )
-    verdicts = [labels[key].label for key in keys]
-    return store, Rows(
-        setting=setting,
+    verdicts = [by_key[key].label for key in keys]
+    return Rows(
+        setting=keys[0][1],
         ids=np.array([key[0] for key in keys]),
-        datasets=np.array([examples[key[0]].dataset for key in keys]),
-        splits=np.array([examples[key[0]].split for key in keys]),
+        datasets=np.array([by_id[key[0]].dataset for key in keys]),
+        splits=np.array([by_id[key[0]].split for key in keys]),
         variants=np.array([key[2] for key in keys]),
         labels=np.array([label is True for label in verdicts]),
         is_labelled=np.array([label is not None for label in verdicts]),
@@ -179,22 +184,17 @@ class LayerSweep(Record, frozen=True, kw_only=True):
     settings: dict[Setting, LayerCurve]
 
 
-def read_sweep(run: RunDir) -> LayerSweep:
-    """Return what the sweep found.
+def read_sweep(path: Path) -> LayerSweep:
+    """Return what a layer sweep has written to a file.
 
     Raises:
-      ValueError: it has not been made, or its file is not as it was written.
+      ValueError: the file is missing, or not as it was written.
     """
-    return read_json(run.sweep, LayerSweep, "run `beatrice sweep` again")
-
-
-def chosen_layer(run: RunDir) -> int:
-    """Return the layer the hidden family is read from."""
-    return read_sweep(run).layer
+    return read_json(path, LayerSweep, "run `beatrice sweep` again")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class TrainingRows:
+class TrainingSet:
     """A setting's rows as encoders read them, with those they are trained on.
 
     Attributes:
@@ -223,7 +223,7 @@ class TrainingRows:
     where: tuple[np.ndarray, np.ndarray]
     in_memory: tuple[tuple[Held, ...], tuple[Held, ...]] | None
 
-    def with_spans(self, span_mask: np.ndarray) -> "TrainingRows":
+    def with_spans(self, span_mask: np.ndarray) -> "TrainingSet":
         """Return the same rows with some spans left out; see `keep_spans`."""
 
         def read(where: np.ndarray, *widths: Any) -> FamilyTokens:
@@ -237,7 +237,7 @@ class TrainingRows:
             self, read=read, read_train=read, in_memory=in_memory
         )
 
-    def with_zeroed(self, span: int) -> "TrainingRows":
+    def with_zeroed(self, span: int) -> "TrainingSet":
         """Return the same with a span's signals zero while training, and only then."""
         in_memory = self.in_memory and (
             tuple(Held(p, zero_span(held, span)) for p, held in self.in_memory[0]),
@@ -252,31 +252,32 @@ class TrainingRows:
         )
 
 
-def training_rows(
-    run: RunDir,
-    setting: Setting,
+def training_set(
+    store: FeatureStore,
+    rows: Rows,
     *,
-    streamed: bool,
+    layer: int,
     n_batch: int,
+    streamed: bool = False,
     held_as: tuple[Dtype, ...] | None = None,
-) -> TrainingRows:
+) -> TrainingSet:
     """Fit the standardisation on the training rows, and read them unless streamed.
 
     Args:
-      run: with an extracted setting.
-      setting: which.
-      streamed: leave the rows in the store.
+      store: of one setting.
+      rows: what its rows are.
+      layer: entry of the resid axis for the hidden family (0 is the embedding).
       n_batch: rows of a training batch, which decides how rows are grouped by length.
+      streamed: leave the rows in the store.
       held_as: types in which the device holds the families, see `read_tokens`; None for
         those in which they are stored.
 
     Raises:
       ValueError: the training or validation rows hold one class alone.
     """
-    store, rows = load_rows(run, setting)
+    setting, dims = rows.setting, family_dims(store)
     where = rows.where("train"), rows.where("validation")
     _refuse_one_class(rows, where)
-    layer, dims = chosen_layer(run), family_dims(store)
     lengths = span_lengths(store.spec.spans, setting)
     whole = widths_of(lengths)
     features = partial(read_features, store, setting, layer)
@@ -310,7 +311,7 @@ def training_rows(
             for places in groups
         )
 
-    return TrainingRows(
+    return TrainingSet(
         rows=rows,
         layer=layer,
         dims=dims,

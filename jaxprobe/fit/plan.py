@@ -26,12 +26,12 @@ from jaxprobe.features.reading import (
     span_lengths,
     stored_dtypes,
 )
-from jaxprobe.features.rows import load_rows
 from jaxprobe.features.subsets import N_SUBSETS, subset_index
 from jaxprobe.fit.blocks import Block, Member
 from jaxprobe.fit.memory import Foretold, Sizes, StepBytes, compiled_bytes, rows_bytes
 from jaxprobe.fit.work import Workload, turn_flops
 from jaxprobe.settings import GRID_PRESETS, GridConfig
+from jaxprobe.stage import open_rows
 
 KEPT_FREE = 0.15  # of a device: fragments, libraries, and what the compiler left out
 # More members share what is read of a seed's hidden states, and more rows share the
@@ -215,7 +215,7 @@ def run_plans(
     """
     plans = {}
     for setting in settings_of(run):
-        store, rows = load_rows(run, setting)
+        store, rows = open_rows(run, setting)
         where = [rows.where(split) for split in ("train", "validation")]
         if min(map(len, where)) == 0:
             continue  # training says why
@@ -279,7 +279,7 @@ def forecast(device_memory: int | None, run: RunDir, config: GridConfig) -> Fore
     n_flops = in_memory = outputs = 0
     settings = settings_of(run)
     for setting in settings:
-        store, rows = load_rows(run, setting)
+        store, rows = open_rows(run, setting)
         n_train = len(rows.where("train"))
         workload = workload_of(config, setting, store, n_train)
         control = [(_EVERY_FAMILY, seed) for seed in range(config.train.n_seeds)]

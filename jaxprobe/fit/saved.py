@@ -1,4 +1,4 @@
-"""Members on disk: finished ones, one file each, and what all say of a run's rows.
+"""Members on disk: finished ones, one file each, and what all say of all rows.
 
 A member's file tells nothing of the block in which it was trained, nor of the process:
 another plan of blocks and another number of processes find it again.
@@ -11,9 +11,6 @@ from typing import Any
 import flax.traverse_util
 import jax
 
-from extract.records import Setting
-from extract.run.contents import settings_of
-from extract.run.directory import RunDir
 from jaxprobe import checkpoint
 from jaxprobe.checkpoint import load_cache, save_cache
 from jaxprobe.fit.blocks import Block, Member
@@ -63,12 +60,7 @@ def cut(block: Block, members: Collection[Member]) -> list[Block]:
     return [Block(tuple(own), seeds) for seeds, own in by_seeds.items() if seeds]
 
 
-def read_member_outputs(run: RunDir, setting: Setting) -> MemberOutputs:
-    """Return the outputs of every trained encoder of a setting on its rows."""
-    tree, _ = checkpoint.restore(run.encoders(setting))
+def read_member_outputs(path: Path) -> MemberOutputs:
+    """Return the outputs of every trained encoder on all rows of its setting."""
+    tree, _ = checkpoint.restore(path)
     return MemberOutputs(**tree["outputs"])
-
-
-def encoder_folders(run: RunDir) -> list[Path]:
-    """Return the checkpoints of the run's settings."""
-    return [run.encoders(setting) for setting in settings_of(run)]

@@ -25,7 +25,6 @@ from extract.run.launch import own_gpu
 from extract.run.share import Share
 from extract.run.sharing import share_stage
 from extract.run.stages import Change, side_by_side
-from jaxprobe.features.rows import load_rows
 from jaxprobe.features.subsets import N_SUBSETS
 from jaxprobe.fit.blocks import Block, Member, default_blocks
 from jaxprobe.fit.plan import workload_of
@@ -38,6 +37,7 @@ from jaxprobe.fit.stage import (
 )
 from jaxprobe.fit.work import Workload, in_parts
 from jaxprobe.settings import GridConfig, set_compiler
+from jaxprobe.stage import open_rows
 
 
 def use_own_device(worker: Share) -> None:
@@ -100,7 +100,7 @@ def _train_share(
     n_seeds = config.train.n_seeds
     own = {}
     for setting in settings_of(run):
-        store, rows = load_rows(run, setting)
+        store, rows = open_rows(run, setting)
         n_train = len(rows.where("train"))
         workload = workload_of(config, setting, store, n_train)
         members = shares_of(workload, worker.world_size)[worker.rank]

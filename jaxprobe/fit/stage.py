@@ -18,15 +18,14 @@ from extract.run.directory import RunDir
 from extract.run.files import sha256_file
 from extract.run.memory import return_freed_memory
 from extract.run.stages import Stage, side_by_side
-from extract.store.read import open_store
 from jaxprobe import checkpoint
 from jaxprobe.evaluation import permute_by_question
 from jaxprobe.features.families import FamilyTokens
 from jaxprobe.features.rows import (
     ReadRows,
-    TrainingRows,
+    TrainingSet,
     rows_at_once,
-    training_rows,
+    training_set,
 )
 from jaxprobe.features.subsets import subset_index
 from jaxprobe.features.widths import width_groups, widths_of
@@ -47,13 +46,13 @@ from jaxprobe.fit.memory import Sizes
 from jaxprobe.fit.plan import Plan, choose, forecast, record_plans, run_plans
 from jaxprobe.fit.saved import (
     cut,
-    encoder_folders,
     load_members,
     save_members,
 )
 from jaxprobe.fit.streaming import Streamed, fit_streamed
 from jaxprobe.model.encoder import Encoder, MemberOutputs
 from jaxprobe.settings import GRID_PRESETS, GridConfig, set_compiler
+from jaxprobe.stage import chosen_layer, encoder_folders, open_rows
 
 EVERY_FAMILY = subset_index("HPRA")
 
@@ -82,7 +81,7 @@ class MemberTrainer:
       plan: how many members and rows at once; None lets memory decide.
     """
 
-    data: TrainingRows
+    data: TrainingSet
     config: GridConfig
     key: str
     tick: Callable[[], None]
@@ -273,18 +272,19 @@ def open_setting(
     Returns:
       None where an earlier run has finished the setting with this data.
     """
-    store_id = open_store(run.features(setting)).id
+    store, rows = open_rows(run, setting)
     sources = (*question_files(run), run.labels, run.sweep)
-    key = " ".join((*map(sha256_file, sources), store_id))
+    key = " ".join((*map(sha256_file, sources), store.id))
     if checkpoint.is_saved(run.encoders(setting), key):
         return None
     if config.stream is not None:
         return_freed_memory()
-    data = training_rows(
-        run,
-        setting,
-        streamed=config.stream is not None,
+    data = training_set(
+        store,
+        rows,
+        layer=chosen_layer(run),
         n_batch=config.train.batch_size,
+        streamed=config.stream is not None,
     )
     trainer = MemberTrainer(data=data, config=config, key=key, tick=tick, plan=plan)
     folder = run.encoders(setting).with_name(f"{setting}.members")

@@ -14,7 +14,7 @@ from extract.records import SETTINGS, Setting
 from extract.run.directory import RunDir
 from extract.store.read import FeatureStore, read_family
 from jaxprobe.calibration import fit_calibrator
-from jaxprobe.features.rows import load_rows
+from jaxprobe.stage import open_rows
 from pgir.controllers.calls import Plan, Reply
 from pgir.controllers.policy import Judge
 from pgir.controllers.session import Session
@@ -43,7 +43,7 @@ def perplexity_maps(run: RunDir) -> dict[Setting, Map]:
     """Return what makes a mean log-probability P(correct), of each setting."""
     maps: dict[Setting, Map] = {}
     for setting in SETTINGS:
-        store, rows = load_rows(run, setting)
+        store, rows = open_rows(run, setting)
         where = rows.where("validation")
         maps[setting] = fit_calibrator(
             answer_log_probs(store)[where], rows.labels[where]

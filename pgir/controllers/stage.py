@@ -21,9 +21,8 @@ from extract.run.results import CONTROLLERS, CROSS_FIT, publish, rows_file, writ
 from extract.run.stages import Stage
 from jaxprobe.calibration import folds_of
 from jaxprobe.detector import Detector
-from jaxprobe.evaluation import bootstrap_of
 from jaxprobe.settings import set_compiler
-from jaxprobe.stage import N_FOLDS, fold_calibrators
+from jaxprobe.stage import N_FOLDS, fold_calibrators, run_bootstrap
 from pgir.bridge import ProbedBackbone
 from pgir.controllers.adaptive import enter_adaptive
 from pgir.controllers.calls import Plan, no_rag, vanilla_rag
@@ -292,7 +291,7 @@ def _control(
     )
     spent = seconds_rows(session.sets, session.answers)
     write_text_atomic(run.control / "seconds.jsonl", write_rows(spent))
-    rows = control_rows(session.sets, session.answers, bootstrap_of(run))
+    rows = control_rows(session.sets, session.answers, run_bootstrap(run))
     publish(run, "control", rows, progress)
 
 

@@ -18,11 +18,11 @@ from extract.run.directory import RunDir
 from extract.run.results import ResultRow
 from extract.store.read import FeatureStore
 from jaxprobe import checkpoint
-from jaxprobe.evaluation import bootstrap_of
-from jaxprobe.features.rows import Rows, load_rows
+from jaxprobe.features.rows import Rows
 from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
 from jaxprobe.metrics import BootstrapConfig, interval_of, resamples
 from jaxprobe.settings import GridConfig, grid_config
+from jaxprobe.stage import open_rows, run_bootstrap
 
 EVERY_FAMILY = "HPRA"
 
@@ -43,7 +43,7 @@ class Evidence:
 
     @cached_property
     def _loaded(self) -> tuple[FeatureStore, Rows]:
-        return load_rows(self.run, self.setting)
+        return open_rows(self.run, self.setting)
 
     @property
     def store(self) -> FeatureStore:
@@ -84,7 +84,7 @@ class Evidence:
     @cached_property
     def bootstrap(self) -> BootstrapConfig:
         """How intervals are made."""
-        return bootstrap_of(self.run)
+        return run_bootstrap(self.run)
 
     @cached_property
     def queried(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from extract.records import Setting
 from extract.run.contents import read_answers, read_examples
 from extract.run.results import ResultRow
 from jaxprobe.detector import Detector
-from jaxprobe.pool import read_selection
+from jaxprobe.stage import run_selection
 from selection.anatomy import Study
 from selection.anatomy.analysis import Evidence, Ratio, judged_sets, ratio_rows
 
@@ -73,7 +73,7 @@ def _read(evidence: Evidence) -> _Read:
     rows, where = evidence.rows, evidence.judged
     where = where[rows.variants[where] == "original"]
     head = Detector.load(evidence.run.detector).heads[evidence.setting]
-    tree, _ = read_selection(evidence.run, evidence.setting)
+    tree, _ = run_selection(evidence.run, evidence.setting)
     p = head.calibrator(tree["champion"]["scores"].mean(axis=0))
     wanted = head.threshold and head.threshold.p_correct
     return _Read(

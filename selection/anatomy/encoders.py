@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxprobe.features.families import FamilyTokens
-from jaxprobe.features.rows import TrainingRows, rows_at_once, training_rows
+from jaxprobe.features.rows import TrainingSet, rows_at_once, training_set
 from jaxprobe.features.subsets import (
     FLOATS,
     N_FAMILIES,
@@ -36,6 +36,7 @@ from jaxprobe.model.linear import (
     linear_logits,
     pooled_signals,
 )
+from jaxprobe.stage import chosen_layer
 from selection.anatomy.analysis import Evidence
 
 # Of each family `[n_spans, d_family]`: values of every span's channels, or which.
@@ -198,15 +199,16 @@ class Deployed:
     evidence: Evidence
 
     @cached_property
-    def data(self) -> TrainingRows:
+    def data(self) -> TrainingSet:
         """Rows as the encoders read them."""
         config = self.evidence.config
         # "streamed": the training rows are read for their statistics and not kept.
-        return training_rows(
-            self.evidence.run,
-            self.evidence.setting,
-            streamed=True,
+        return training_set(
+            self.evidence.store,
+            self.evidence.rows,
+            layer=chosen_layer(self.evidence.run),
             n_batch=config.train.batch_size,
+            streamed=True,
             held_as=FLOATS,  # signals are replaced, and have gradients
         )
 

@@ -10,8 +10,8 @@ import itertools
 from extract.run.results import DIFFERENCE, ResultRow
 from jaxprobe.evaluation import Scored, detection_rows
 from jaxprobe.features.subsets import LETTERS
-from jaxprobe.pool import read_selection
 from jaxprobe.settings import select_config
+from jaxprobe.stage import run_selection
 from selection.ablation import Ablation
 from selection.anatomy.analysis import (
     EVERY_FAMILY,
@@ -57,12 +57,12 @@ def fusion(evidence: Evidence) -> list[ResultRow]:
     Without hidden states only where `evaluate --ablations` has searched for it.
     """
     run, setting = evidence.run, evidence.setting
-    heads, _ = read_selection(run, setting)
+    heads, _ = run_selection(run, setting)
     scores = {name: heads[name]["scores"] for name in heads}
     scores["hidden_only"] = subset_logits(evidence, "H")
     scores["early_fusion"] = subset_logits(evidence, EVERY_FAMILY)
     if setting == "with_context" and len(evidence.settings) > 1:
-        alone, _ = read_selection(run, "single_pass")
+        alone, _ = run_selection(run, "single_pass")
         scores["without_closed_book"] = alone["champion"]["scores"]
     if run.stage_done("ablate"):
         found = Ablation(run, select_config(run)).scores(setting, "without_hidden")

@@ -24,12 +24,13 @@ from extract.records import IN_DOMAIN
 from extract.run.results import ResultRow
 from jaxprobe.evaluation import Scored, detection_rows
 from jaxprobe.features.families import FamilyTokens
-from jaxprobe.features.rows import Held, Rows, TrainingRows
+from jaxprobe.features.rows import Held, Rows, TrainingSet
 from jaxprobe.features.subsets import LETTERS, subset_index
 from jaxprobe.features.widths import widths_of
 from jaxprobe.fit.blocks import default_blocks
 from jaxprobe.fit.stage import MemberTrainer
-from jaxprobe.pool import read_selection, reads
+from jaxprobe.pool import reads
+from jaxprobe.stage import run_selection
 from selection.anatomy.analysis import (
     EVERY_FAMILY,
     Evidence,
@@ -130,7 +131,7 @@ class Few:
         own = np.asarray(outputs.logits)[:, places[2]]
         return {name: own[at[subset_index(name)]] for name in names}
 
-    def _rows(self, taken: np.ndarray, places: Sequence[np.ndarray]) -> TrainingRows:
+    def _rows(self, taken: np.ndarray, places: Sequence[np.ndarray]) -> TrainingSet:
         """Return some rows of the store as if they were all; no others are read.
 
         Args:
@@ -159,7 +160,7 @@ def own_members(evidence: Evidence) -> list[str]:
     """Return the selected encoders of this pass, of the search in this pass alone."""
     alone = evidence.setting == "with_context" and len(evidence.settings) > 1
     branch = "single_pass" if alone else evidence.setting
-    members = read_selection(evidence.run, branch)[1]["members"]
+    members = run_selection(evidence.run, branch)[1]["members"]
     return [name for _, name in reads(branch, members)]
 
 

@@ -23,9 +23,9 @@ from extract.run.manifest import Preset
 from extract.run.results import ResultRow, publish, rows_file, write_rows
 from extract.run.stages import Stage
 from jaxprobe.checkpoint import load_cache, save_cache
-from jaxprobe.fit.stage import encoder_folders
-from jaxprobe.pool import branches_of, read_selection, reads
+from jaxprobe.pool import reads
 from jaxprobe.settings import set_compiler
+from jaxprobe.stage import encoder_folders, run_branches, run_selection
 from selection.anatomy import Study
 from selection.anatomy.analysis import Evidence
 from selection.anatomy.backbones import backbones
@@ -74,8 +74,8 @@ def evidence_of(run: RunDir) -> tuple[Evidence, ...]:
     By any search: the with-context set may hold closed-book ones.
     """
     selected: dict[Setting, dict[str, None]] = {s: {} for s in settings_of(run)}
-    for branch in branches_of(run):
-        members = read_selection(run, branch)[1]["members"]
+    for branch in run_branches(run):
+        members = run_selection(run, branch)[1]["members"]
         for setting, name in reads(branch, members):
             selected[setting][name] = None
     return tuple(Evidence(run, s, tuple(names)) for s, names in selected.items())

@@ -31,7 +31,7 @@ from extract.run.manifest import NewRun
 from extract.store.read import as_url
 from extract.world.facts import WorldConfig, make_world
 from extract.world.model import make_tokenizer
-from jaxprobe.features.rows import chosen_layer
+from jaxprobe.stage import chosen_layer
 from tests.extract.small_run import beatrice, questions
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")

@@ -5,7 +5,7 @@ import pytest
 
 from extract.records import IN_DOMAIN
 from jaxprobe.features.families import FamilyTokens
-from jaxprobe.features.rows import Held, Rows, TrainingRows
+from jaxprobe.features.rows import Held, Rows, TrainingSet
 from jaxprobe.features.subsets import (
     FAMILIES,
     FLOATS,
@@ -72,7 +72,7 @@ def test_the_papers_way_zeroes_a_span_in_training_and_evaluates_it_whole():
     def read(where):
         return FamilyTokens(tokens, masks)
 
-    data = TrainingRows(
+    data = TrainingSet(
         rows=some_rows(),
         layer=0,
         dims=FamilyDims(hidden=3, prob=0, resid=0, attn=0),
