@@ -11,9 +11,6 @@ from extract.run.directory import RunDir
 from extract.run.verbs import (
     RUN_DIR,
     RunPath,
-    do_or_forecast,
-    dry_run_option,
-    load_stage,
 )
 
 if TYPE_CHECKING:
@@ -27,21 +24,20 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Also retrain without each token span and select without each signal family.",
 )
-@dry_run_option
-def evaluate(run_dir: Path, ablations: bool, dry_run: bool) -> None:
+def evaluate(run_dir: Path, ablations: bool) -> None:
     """Measure every detector on every set, with intervals.
 
     Example: beatrice evaluate runs/demo --ablations
     """
     from benchmarks.results.evaluate import EVALUATE
+    from extract.run.stages import do
 
-    if not (ablations and dry_run):
-        do_or_forecast(run_dir, EVALUATE, dry_run)
+    do(run_dir, EVALUATE)
     if ablations:
         from selection.ablation import ABLATE
 
-        do_or_forecast(run_dir, ABLATE, dry_run)
-    if not dry_run and (run_dir / "report.html").exists():
+        do(run_dir, ABLATE)
+    if (run_dir / "report.html").exists():
         Progress().note(f"report: `beatrice report {run_dir}` shows the rows of now")
 
 
@@ -80,11 +76,6 @@ def evaluate(run_dir: Path, ablations: bool, dry_run: bool) -> None:
     metavar="MODULE:NAME",
     help="Say what a detector of your own does wrong on the run's answers, and stop.",
 )
-@click.option(
-    "--dry-run",
-    is_flag=True,
-    help="Count what all would need, and time the readings on a few answers.",
-)
 def baselines(
     run_dir: Path | None,
     only: tuple[str, ...],
@@ -94,7 +85,6 @@ def baselines(
     encoder: str | None,
     is_list: bool,
     check: str | None,
-    dry_run: bool,
 ) -> None:
     """Judge published detectors on the run's answers, with intervals and costs.
 
@@ -115,7 +105,8 @@ def baselines(
         if faults:
             raise click.exceptions.Exit(1)
         return
-    from benchmarks.baselines.stage import BASELINES, chosen_detectors, forecast
+    from benchmarks.baselines.stage import BASELINES, chosen_detectors
+    from extract.run.stages import do
 
     def change(config: "BaselinesConfig") -> "BaselinesConfig":
         is_more = again or is_all
@@ -129,22 +120,13 @@ def baselines(
         chosen_detectors(asked)  # refuses a name that is not known
         return asked
 
-    if dry_run:
-        # Not `forecast_stage`, to which a stage is done that was done with less.
-        with RunDir.open(run_dir) as run:
-            run.hash_inputs(*BASELINES.inputs(run))
-            settings = BASELINES.settle(
-                run, change, is_replaceable=True, is_recorded=False
-            )
-            click.echo(forecast(run, settings).as_text())
-    else:
-        if is_all and not (run_dir / "samples").exists():
-            _draw(run_dir)
-        with RunDir.open(run_dir) as run:
-            before = BASELINES.settle(run)
-            if BASELINES.settle(run, change, is_replaceable=True) != before:
-                run.reopen_stage(BASELINES.name)
-        do_or_forecast(run_dir, BASELINES, dry_run)
+    if is_all and not (run_dir / "samples").exists():
+        _draw(run_dir)
+    with RunDir.open(run_dir) as run:
+        before = BASELINES.settle(run)
+        if BASELINES.settle(run, change, is_replaceable=True) != before:
+            run.reopen_stage(BASELINES.name)
+    do(run_dir, BASELINES)
 
 
 def _draw(run_dir: Path) -> None:
@@ -162,14 +144,16 @@ def _draw(run_dir: Path) -> None:
     is_flag=True,
     help="Also print the paper's tables with this run's numbers and what differs.",
 )
-@dry_run_option
-def report(run_dir: Path, ledger: bool, dry_run: bool) -> None:
+def report(run_dir: Path, ledger: bool) -> None:
     """Write report.html from the rows.
 
     Example: beatrice report runs/demo --ledger
     """
-    do_or_forecast(run_dir, load_stage("benchmarks.results.stage:REPORT"), dry_run)
-    if ledger and not dry_run:
+    from benchmarks.results.stage import REPORT
+    from extract.run.stages import do
+
+    do(run_dir, REPORT)
+    if ledger:
         from benchmarks.paper.ledger import ledger as ledger_of
 
         click.echo(ledger_of(run_dir))

@@ -219,15 +219,6 @@ def _path(evidence: Evidence, name: str, rows: slice) -> Path:
     return folder / f"{rows.start:07d}.safetensors"
 
 
-def unread(evidence: Evidence, wanted: Wanted) -> dict[str, np.ndarray]:
-    """Return by name the places of the rows that `kept_readings` would read now."""
-    found: dict[str, list[int]] = {name: [] for name in wanted}
-    for part in parts_of(len(evidence.rows.ids)):
-        for name, rows in _held(evidence, wanted, part)[1].items():
-            found[name] += rows
-    return {name: np.array(rows, int) for name, rows in found.items()}
-
-
 def parts_of(n_rows: int) -> list[slice]:
     """Return the rows that are read and kept together."""
     starts = range(0, n_rows, _ANSWERS_PER_PART)

@@ -14,11 +14,9 @@ from benchmarks.baselines.catalogue import catalogue
 from benchmarks.baselines.detector import Detector, Evidence, Found, Need
 from benchmarks.baselines.readings import (
     Kept,
-    Reading,
     kept_readings,
     parts_of,
     rows_read,
-    unread,
 )
 from benchmarks.baselines.scores import (
     KeptScores,
@@ -39,7 +37,7 @@ from extract.run.files import (
 from extract.run.manifest import Preset
 from extract.run.memory import begin_peak, peak_bytes
 from extract.run.results import ResultRow, publish, rows_file
-from extract.run.stages import Forecast, Stage
+from extract.run.stages import Stage
 from jaxprobe.evaluation import Scored, detection_rows
 from jaxprobe.settings import set_compiler
 from jaxprobe.stage import chosen_layer, open_rows, run_bootstrap, run_selection
@@ -286,23 +284,6 @@ def _baselines(
     publish(run, "baselines", made, progress)
 
 
-def forecast(run: RunDir, config: BaselinesConfig) -> Forecast:
-    """Return what judging would take; its readings are timed on a few answers."""
-    from benchmarks.baselines.forecast import forecast_of
-
-    asked = chosen_detectors(config)
-    lacks = {one.name: unmet(one, run, config) for one in asked}
-    # Answers that are not drawn yet are counted; a model that is not given is not.
-    possible = [d for d in asked if "DIRECTORY" not in (lacks[d.name] or "")]
-    lefts = [_left(run, setting, config, possible) for setting in settings_of(run)]
-    return forecast_of(
-        {left.kept.evidence: left.new for left in lefts},
-        {name: reason for name, reason in lacks.items() if reason is not None},
-        lambda evidence, new: unread(evidence, rows_read(evidence, new)),
-        Reading,
-    )
-
-
 BASELINES = Stage(
     name="baselines",
     inputs=lambda run: [
@@ -315,5 +296,4 @@ BASELINES = Stage(
     outputs=lambda run: [rows_file(run, "baselines"), judged_file(run)],
     work=_baselines,
     presets=BASELINES_PRESETS,
-    forecast=forecast,
 )

@@ -1,8 +1,7 @@
 """The verb `real`: a released model on published questions, from one command."""
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -14,11 +13,6 @@ from extract.datasets.options import (
 from extract.run.console import Progress
 from extract.run.verbs import CHAIN, RUN_DIR, load_stage
 from extract.signals.commands import kept_options
-
-if TYPE_CHECKING:
-    from benchmarks.real.costs import Needs
-    from benchmarks.real.packages import PackagedModel
-    from extract.datasets.config import BuildConfig
 
 # Defaults of `beatrice data` that are others here.
 _DEFAULTS = {
@@ -61,11 +55,9 @@ def real(data_dir: Path, run_dir: Path, **options: Any) -> None:
 
     Example: beatrice real questions runs/gemma --model gemma
     """
-    from benchmarks.real.costs import check_needs, free_memory
     from benchmarks.real.packages import MODELS, fetch_model, models_folder
     from benchmarks.real.questions import find_questions
     from extract.datasets.commands import make_run
-    from extract.datasets.options import build_config
 
     progress = Progress()
     given = take_files(options)
@@ -73,14 +65,11 @@ def real(data_dir: Path, run_dir: Path, **options: Any) -> None:
     files = [*given, *find_questions(data_dir, progress.note, names)]
     model = MODELS.get(options["model"])
     _complete(options)
-    needs = _needs(model, files, build_config(options))
-    progress.note(f"this run needs {needs.in_words()}; stopped, it continues")
-    check_needs(run_dir, needs, free_memory())
     if model is not None:
         options["model"] = str(fetch_model(model, models_folder(), progress.note))
     progress.note(f"weights are held in {options['model_dtype']}")
     make_run(run_dir, files, options)
-    _do_all(run_dir, needs.minutes, progress)
+    _do_all(run_dir, progress)
 
 
 def _complete(options: dict[str, Any]) -> None:
@@ -92,34 +81,7 @@ def _complete(options: dict[str, Any]) -> None:
         options["model_dtype"] = cpu_dtype()
 
 
-def _needs(
-    model: "PackagedModel | None",
-    files: Sequence[tuple[str, str, Path]],
-    build: "BuildConfig",
-) -> "Needs":
-    """Return what the run takes, as far as its model and sizes are known."""
-    from benchmarks.real.costs import Needs
-
-    sets = [(name, build.splits.sizes(name, role)) for role, name, _ in files]
-    sizes = [size for _, splits in sets for size in splits.values()]
-    if model is None or "all" in sizes:
-        return Needs()
-    with_context = [
-        size
-        for name, splits in sets
-        for size in splits.values()
-        if build.context_of(name) != "none"
-    ]
-    n = (sum(sizes), sum(with_context))
-    return Needs(
-        minutes={stage: sum(n) * each / 1000 for stage, each in model.minutes.items()},
-        memory_bytes=model.memory_bytes,
-        disk_bytes=model.row_bytes
-        and n[0] * model.row_bytes[0] + n[1] * model.row_bytes[1],
-    )
-
-
-def _do_all(run_dir: Path, minutes: Mapping[str, float], progress: Progress) -> None:
+def _do_all(run_dir: Path, progress: Progress) -> None:
     """Do every stage, saying which it is, and print the headline and the costs."""
     from benchmarks.real.costs import costs_in_words, measured, read_costs
     from benchmarks.real.training import settle_training
@@ -132,12 +94,7 @@ def _do_all(run_dir: Path, minutes: Mapping[str, float], progress: Progress) -> 
     with RunDir.open(run_dir) as run:
         settle_training(run)
         for number, stage in enumerate(stages, start=1):
-            expected = minutes.get(stage.name)
-            about = "" if expected is None else f", about {expected:.1f} min"
-            progress.note(f"stage {number} of {len(stages)}: {stage.name}{about}")
-            if stage.name == "baselines" and not run.stage_done(stage.name):
-                settings = stage.settle(run, is_recorded=False)
-                progress.note(stage.forecast(run, settings).as_text())
+            progress.note(f"stage {number} of {len(stages)}: {stage.name}")
             with measured(run, stage.name):
                 run_stage(stage, run, progress)
         costs = costs_in_words(read_costs(run))

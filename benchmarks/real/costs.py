@@ -1,12 +1,9 @@
-"""What a real run needs, said before it starts; what it cost, written down by stage."""
+"""What each stage of a real run cost, written down; and how weights are held."""
 
 import contextlib
-import shutil
 import time
-import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -30,74 +27,6 @@ def cpu_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
         return "float32"
     flags = next((x for x in lines if x.lower().startswith(("flags", "features"))), "")
     return "bfloat16" if _BF16 & set(flags.split()) else "float32"
-
-
-class Needs(NamedTuple):
-    """What a run takes; what is empty or None has not been measured.
-
-    Attributes:
-      minutes: by stage, on two cores.
-      memory_bytes: of the process.
-      disk_bytes: of the run directory.
-    """
-
-    minutes: Mapping[str, float] = types.MappingProxyType({})
-    memory_bytes: int | None = None
-    disk_bytes: int | None = None
-
-    def in_words(self) -> str:
-        """Return the needs in a line."""
-        known = [
-            f"about {sum(self.minutes.values()):.0f} minutes on two cores"
-            if self.minutes
-            else "",
-            *(
-                f"{bytes_in_words(n)} of {name}"
-                for n, name in (
-                    (self.memory_bytes, "memory"),
-                    (self.disk_bytes, "disk"),
-                )
-                if n is not None
-            ),
-        ]
-        return ", ".join(filter(None, known)) or "what nobody has measured yet"
-
-
-def free_memory(meminfo: Path = Path("/proc/meminfo")) -> int | None:
-    """Return the bytes that can be had; None where the system does not tell."""
-    try:
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux
-    return None
-
-
-def check_needs(run_dir: Path, needs: Needs, memory: int | None) -> None:
-    """Refuse to begin what cannot end.
-
-    Args:
-      run_dir: what it holds already is not needed a second time.
-      needs: of the whole run.
-      memory: bytes that can be had, or None if unknown.
-
-    Raises:
-      ValueError: disk or memory will not do; says how much is there.
-    """
-    there = next(p for p in (run_dir, *run_dir.absolute().parents) if p.exists())
-    free = shutil.disk_usage(there).free
-    held = disk_bytes(run_dir) if run_dir.exists() else 0
-    for name, needed, found in (
-        ("disk", max(0, (needs.disk_bytes or 0) - held), free),
-        ("memory", needs.memory_bytes or 0, memory),
-    ):
-        if found is not None and found < needed:
-            raise ValueError(
-                f"the run needs {bytes_in_words(needed)} of {name}, "
-                f"{bytes_in_words(found)} are free; make room, or ask for less with "
-                "--n-train, --n-evaluation, --n-held-out or --hidden-layers"
-            )
 
 
 class StageCost(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

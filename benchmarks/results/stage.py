@@ -35,17 +35,15 @@ from extract.run.contents import (
 from extract.run.directory import RunDir
 from extract.run.files import write_text_atomic
 from extract.run.results import (
-    ALWAYS,
     ResultRow,
     ResultTable,
     asked_for,
     gather,
     label_rule,
     read_result_rows,
-    read_rows,
     rows_file,
 )
-from extract.run.stages import Forecast, Stage
+from extract.run.stages import Stage
 from extract.signals.stage import extract_config
 from jaxprobe.features.rows import read_sweep
 from jaxprobe.settings import grid_config
@@ -168,19 +166,6 @@ def _inputs(run: RunDir) -> list[Path]:
     ]
 
 
-def _forecast(run: RunDir, config: None) -> Forecast:
-    """Count the rows from which tables and figures are made."""
-    names = [n for n in (*ALWAYS, *asked_for(run)) if rows_file(run, n).exists()]
-    return Forecast(
-        stage="report",
-        n_rows=sum(1 for name in names for _ in read_rows(rows_file(run, name))),
-        basis=(
-            f"rows of {', '.join(names)}, from which every table and figure is made; "
-            "no model is asked"
-        ),
-    )
-
-
 REPORT = Stage(
     name="report",
     inputs=_inputs,
@@ -191,7 +176,6 @@ REPORT = Stage(
         *panorama_files(run),
     ],
     work=_report,
-    forecast=_forecast,
 )
 
 

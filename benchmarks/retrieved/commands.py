@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from extract.run.verbs import RUN_DIR, dry_run_option
+from extract.run.verbs import RUN_DIR
 from pgir.retrieval.commands import retrieval_options, settle_options
 
 if TYPE_CHECKING:
@@ -40,13 +40,11 @@ def _named_file(
     callback=_named_file,
     help="A set that the run does not have; repeatable.",
 )
-@dry_run_option
 def transfer(
     run_dir: Path,
     limit: int | None,
     n_passages: int | None,
     questions: tuple[tuple[str, str], ...],
-    dry_run: bool,
     **retrieval: Any,
 ) -> None:
     """Measure a run's detectors, as they are, on answers from retrieved passages.
@@ -60,7 +58,7 @@ def transfer(
     --retriever-encoder all-MiniLM-L6-v2
     """
     from benchmarks.retrieved.questions import TRANSFER_PRESETS
-    from benchmarks.retrieved.stage import NAME, forecast, transfer_run
+    from benchmarks.retrieved.stage import NAME, transfer_run
     from extract.run.console import Progress
     from extract.run.directory import RunDir
 
@@ -70,12 +68,7 @@ def transfer(
     def change(config: "TransferConfig") -> "TransferConfig":
         return dataclasses.replace(config, **chosen)
 
-    if not dry_run:
-        settle_options(run_dir, retrieval)
+    settle_options(run_dir, retrieval)
     with RunDir.open(run_dir) as run:
-        options = {"is_replaceable": True, "is_recorded": not dry_run}
-        config = run.settle(NAME, TRANSFER_PRESETS, change, **options)
-        if dry_run:
-            click.echo(forecast(run, config).as_text())
-        else:
-            transfer_run(run, config, Progress())
+        config = run.settle(NAME, TRANSFER_PRESETS, change, is_replaceable=True)
+        transfer_run(run, config, Progress())

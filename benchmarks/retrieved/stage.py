@@ -33,7 +33,7 @@ from extract.run.console import Progress, Update
 from extract.run.contents import read_examples, require_both_settings, row_files
 from extract.run.directory import RunDir
 from extract.run.results import RIVALS, ResultRow, publish, rows_file
-from extract.run.stages import Forecast, once, run_stage
+from extract.run.stages import once, run_stage
 from extract.signals.stage import EXTRACT
 from extract.store.read import FeatureStore
 from jaxprobe import checkpoint
@@ -358,17 +358,3 @@ def transfer_run(run: RunDir, config: TransferConfig, progress: Progress) -> Non
             f"as failed, the first since {next(iter(failed.values()))}; the same line "
             "again asks for them"
         )
-
-
-def forecast(run: RunDir, config: TransferConfig) -> Forecast:
-    """Return what answering and reading need."""
-    asked = asked_questions(run, config)
-    return Forecast(
-        stage=NAME,
-        n_requests=2 * len(asked),
-        basis=(
-            f"{len(asked)} questions, each closed-book and with {config.n_passages} "
-            "retrieved passages; closed-book answers of the run are taken over. Each "
-            "answer is read in one more forward pass"
-        ),
-    )

@@ -14,8 +14,6 @@ import zipfile
 import pytest
 
 from benchmarks.real.costs import (
-    Needs,
-    check_needs,
     costs_in_words,
     cpu_dtype,
     measured,
@@ -225,20 +223,6 @@ def test_sets_that_are_missing_are_all_named_with_what_would_do(tmp_path):
         find_questions(tmp_path, print, ("triviaqa",))
     said = beatrice("real", tmp_path, tmp_path / "run", code=1).stderr
     assert "lacks Natural" in said and not (tmp_path / "run").exists()
-
-
-def test_what_does_not_fit_is_refused_with_what_is_there(tmp_path):
-    fits = Needs({}, 1 << 20, 1 << 20)
-    check_needs(tmp_path / "run", Needs(), 1)
-    assert Needs().in_words() == "what nobody has measured yet"
-    told = "about 5 minutes on two cores, 1.0 MiB of memory, 1.0 MiB of disk"
-    assert fits._replace(minutes={"answer": 2, "train": 3}).in_words() == told
-    check_needs(tmp_path / "run", fits, 1 << 30)
-    check_needs(tmp_path / "run", fits, None)
-    with pytest.raises(ValueError, match="2.0 GiB of memory, 1.0 GiB are free"):
-        check_needs(tmp_path / "run", Needs({}, 2 << 30, 0), 1 << 30)
-    with pytest.raises(ValueError, match="of disk, .* are free; make room"):
-        check_needs(tmp_path / "run", Needs({}, 0, 1 << 60), None)
 
 
 @pytest.mark.parametrize(

@@ -118,12 +118,6 @@ def test_what_was_asked_and_not_answered_is_counted_as_failed():
     assert lost.split == "ood" and [r.n_failed for r in counted] == [1, 1, 0]
 
 
-def test_the_same_questions_are_counted_by_a_dry_run(world):
-    done = beatrice("transfer", world.path, "--limit", 2, "--dry-run")
-    n = len(asked_questions(world, TransferConfig(limit=2)))
-    assert f"{2 * n}" in done.stdout and not (world.path / "retrieved").exists()
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A finished run of the smallest preset, with retrieved answers judged."""

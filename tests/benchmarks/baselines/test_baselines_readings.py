@@ -11,7 +11,6 @@ from benchmarks.baselines.readings import (
     kept_readings,
     parts_of,
     rows_read,
-    unread,
 )
 from extract.records import read_records, write_lines
 from extract.run.contents import answers_file, samples_file
@@ -31,6 +30,15 @@ def keep(given, name, values, seconds=2.0, peak_bytes=0):
         arrays["peak_bytes"] = np.int64(peak_bytes + rows.start)
         arrays["rows"] = np.arange(rows.start, rows.start + len(values[rows]))
         save_cache(folder / f"{rows.start:07d}.safetensors", arrays, key)
+
+
+def unread(given, wanted):
+    """Return by name the rows that would be read now."""
+    rows = {name: [] for name in wanted}
+    for part in parts_of(len(given.rows.ids)):
+        for name, missing in readings._held(given, wanted, part)[1].items():
+            rows[name] += missing
+    return rows
 
 
 def test_parts_hold_every_row_once():
@@ -56,7 +64,7 @@ def test_what_an_earlier_start_read_is_not_read_again(tmp_path):
     left = unread(given, wanted)
     assert {name: len(rows) for name, rows in left.items()} == dict.fromkeys(NAMES, 0)
     (given.run.path / "readings/closed_book/p_true/0000256.safetensors").unlink()
-    assert unread(given, wanted)["p_true"].tolist() == list(range(256, 300))
+    assert unread(given, wanted)["p_true"] == list(range(256, 300))
 
 
 def test_training_answers_are_read_for_those_that_learn_from_them_alone(tmp_path):
@@ -81,7 +89,7 @@ def test_training_answers_are_read_for_those_that_learn_from_them_alone(tmp_path
     assert found.seconds["llmcheck_hidden_all"] == 3.0  # of 8 rows 2, of 12 rows 3
     # Asked for on every row, what is there does not do.
     whole = {"llmcheck_hidden_all": np.arange(12)}
-    assert unread(given, whole)["llmcheck_hidden_all"].tolist() == list(range(12))
+    assert unread(given, whole)["llmcheck_hidden_all"] == list(range(12))
 
 
 def test_other_answers_or_questions_are_read_again_and_other_labels_are_not(tmp_path):
