@@ -14,7 +14,7 @@ from extract.generate.answers import answers_in_words, is_hedge, shares_of
 from extract.generate.backends.local import TransformersGenerator
 from extract.generate.generator import GeneratorPrompt, SamplingConfig
 from extract.generate.requests import AnswerConfig, GenerationConfig
-from extract.label.stage import shares_in_words
+from extract.label.labels import shares_in_words
 from extract.records import Answer, Example, Label, read_records, write_lines
 from extract.run.contents import too_few_answers
 from extract.run.directory import RunDir

@@ -28,8 +28,8 @@ from extract.run.contents import splits_file
 from extract.run.directory import RunDir
 from extract.run.files import sha256_file
 from extract.run.manifest import NewRun, manifest_file
-from extract.run.stages import Forecast, once
-from extract.run.verbs import RunPath, dry_run_option
+from extract.run.stages import once
+from extract.run.verbs import RunPath
 from extract.signals.commands import kept_options, take_kept
 
 
@@ -95,32 +95,6 @@ def make_data_run(
         return check_folder(run.path)
 
 
-def forecast_data(sources: Sequence[Source], build: BuildConfig) -> Forecast:
-    """Return what making a run of these files needs; nothing is written.
-
-    Args:
-      sources: at least one file.
-      build: what is drawn from them.
-
-    Raises:
-      ValueError: a file is refused.
-    """
-    from extract.datasets.pools import open_source
-
-    for source in sources:
-        open_source(source, build)  # says what is refused
-    splits = (build.splits.sizes(s.dataset, s.role) for s in sources)
-    sizes = [size for found in splits for size in found.values()]
-    return Forecast(
-        stage="data",
-        n_rows=None if "all" in sizes else sum(sizes),
-        basis=(
-            "rows are the sizes of the splits that are asked for, unknown with all; "
-            f"{len(sources)} files were opened and recognised, and not read through"
-        ),
-    )
-
-
 _N_SHOWN = 20  # refused records named one by one on the terminal; --json has more
 _NOTES = (
     ("repeated_questions", "questions whose text occurred before"),
@@ -159,7 +133,6 @@ _NOTES = (
 @click.option(
     "--check", is_flag=True, help="Compare the files in RUN_DIR with its splits.json."
 )
-@dry_run_option
 @question_options
 @asking_options
 @kept_options
@@ -207,9 +180,6 @@ def data(run_dir: Path | None, **options: Any) -> None:
         _check(Path(run_dir or "."), options["as_json"])
     elif not files:
         raise click.UsageError("give files with --train, --dev or --held-out")
-    elif options["dry_run"]:
-        found = forecast_data(sources_of(files), build_config(options))
-        click.echo(found.as_text())
     else:
         make_run(Path(run_dir or "."), files, options)
 

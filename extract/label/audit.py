@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from extract.label.rubrics import RUBRICS
+from extract.label.rubrics import RUBRICS, Rubric
 from extract.label.verdicts import exact_match
 from extract.records import Answer, Example, Label
 
@@ -189,20 +189,32 @@ def against_exact_match(
 
 
 def between_judges(
-    rows: Sequence[LabelledAnswer], *, seed: int = 0
+    rows: Sequence[LabelledAnswer],
+    *,
+    seed: int = 0,
+    rubrics: Sequence[Rubric] = RUBRICS,
 ) -> list[dict[str, Any]]:
-    """Compare the rubrics pairwise, where both gave a verdict; [] for exact match."""
-    if {len(row.label.verdicts) for row in rows} != {len(RUBRICS)}:
+    """Compare the rubrics pairwise, where both gave a verdict.
+
+    Args:
+      rows: labelled answers.
+      seed: of the bootstrap.
+      rubrics: in the order of the verdicts.
+
+    Returns:
+      A row for each pair; none for labels that did not come from these rubrics.
+    """
+    if {len(row.label.verdicts) for row in rows} != {len(rubrics)}:
         return []
     compared = []
-    for i, j in itertools.combinations(range(len(RUBRICS)), 2):
+    for i, j in itertools.combinations(range(len(rubrics)), 2):
         pairs = [(row.label.verdicts[i], row.label.verdicts[j]) for row in rows]
         parsed = [pair for pair in pairs if "unparsable" not in pair]
         rated = [(a == "correct", b == "correct") for a, b in parsed]
         compared.append(
             {
-                "first": RUBRICS[i].name,
-                "second": RUBRICS[j].name,
+                "first": rubrics[i].name,
+                "second": rubrics[j].name,
                 "n_unparsable": len(pairs) - len(parsed),
                 **dataclasses.asdict(agreement(rated, seed=seed)),
             }

@@ -17,14 +17,7 @@ from extract.generate.options import (
 )
 from extract.run.console import Progress, quiet
 from extract.run.share import Share
-from extract.run.verbs import (
-    RUN_DIR,
-    SHARD,
-    alone,
-    do_or_forecast,
-    dry_run_option,
-    share_of,
-)
+from extract.run.verbs import RUN_DIR, SHARD, alone, dry_run_option, share_of
 
 if TYPE_CHECKING:
     from extract.generate.generator import Generator
@@ -146,6 +139,13 @@ def rewrite(
     "name.",
 )
 @click.option(
+    "--judge-with",
+    metavar="MODULE:NAME",
+    help="Judge by a function of your own, called with a question and an answer, that "
+    "returns True, False or None; of a module that is installed or lies here, or an "
+    "entry point of beatrice.judges.",
+)
+@click.option(
     "--vote",
     type=click.Choice(["unanimous", "majority"]),
     default="unanimous",
@@ -174,6 +174,7 @@ def label(
     match: str | None,
     imported: Path | None,
     judge: str | None,
+    judge_with: str | None,
     vote: str,
     audit: bool,
     n_sample: int,
@@ -185,30 +186,35 @@ def label(
 ) -> None:
     """Label the answers, by comparison with golds, by judges or by a file; audit them.
 
-    With --audit and no --judge the labels that are there are audited. A judge on this
-    machine is shared: under torchrun, srun or mpirun, or with --shard, every process
-    does its part.
+    With --audit alone the labels that are there are audited. A judge on this machine
+    is shared: under torchrun, srun or mpirun, or with --shard, every process does its
+    part.
 
     Example: beatrice label runs/demo --audit
     """
+    ways = {
+        "--match": match,
+        "--import": imported,
+        "--judge": judge,
+        "--judge-with": judge_with,
+    }
+    chosen = [option for option, value in ways.items() if value is not None]
+    if len(chosen) > 1:
+        raise click.UsageError(f"{' and '.join(chosen)} are ways to label; give one")
+    if audit and chosen and judge is None:
+        raise click.UsageError(f"label with {chosen[0]} first, then with --audit")
     source = click.get_current_context().get_parameter_source("n_sample")
     if source is not click.core.ParameterSource.DEFAULT and not audit:
         raise click.UsageError("--sample is drawn by --audit; give both")
-    if backend.server is not None and judge is None:
-        raise click.UsageError("--server is for a judge; give --judge too")
     if annotations is not None and not audit:
         raise click.UsageError("--annotations is read by --audit; give both")
-    if dry_run and audit:
-        raise click.UsageError("--audit asks no model; leave --dry-run out")
-    if judge is None and vote != "unanimous":
-        raise click.UsageError("--vote is among judges; give --judge too")
-    if match is not None and (judge is not None or audit):
-        raise click.UsageError("--match labels without a judge and without --audit")
-    if imported is not None and (judge or match or audit or dry_run):
-        raise click.UsageError("--import labels by its file alone; leave the rest out")
+    if judge is None and (backend.server is not None or vote != "unanimous"):
+        raise click.UsageError("--server and --vote are for judges; give --judge too")
+    if dry_run and (judge is None or audit):
+        raise click.UsageError("--dry-run counts what --judge would be asked, alone")
     from extract.generate.replies import share_texts
+    from extract.label import stage
     from extract.label.judges import ConsensusConfig
-    from extract.label.stage import LABEL, label_by_judges, settle_match
     from extract.run.directory import RunDir
 
     worker = share_of(shard, dry_run)
@@ -220,23 +226,21 @@ def label(
 
         def work(run: "RunDir", worker: Share) -> None:
             config = ConsensusConfig(vote=vote, seed=run.seed)
-            told = {"name": name, "worker": worker}
-            label_by_judges(run, generator, config, Progress(), **told)
+            shared = {"name": name, "worker": worker}
+            stage.label_run_by_judges(run, generator, config, Progress(), **shared)
 
         line = "label --judge"
         with _asking(run_dir, line, judge, backend, dry_run, worker) as opened:
             run, generator = opened
             share_texts(run, "label", worker, work)
-    elif imported is not None:
-        from extract.label.imported import label_by_import
-
-        with RunDir.open(run_dir) as run:
-            label_by_import(run, imported, Progress())
     elif not audit:
-        if match is not None and not dry_run:
-            with RunDir.open(run_dir) as run:
-                settle_match(run, match)
-        do_or_forecast(run_dir, LABEL, dry_run)
+        with RunDir.open(run_dir) as run:
+            if imported is not None:
+                stage.label_run_by_import(run, imported, Progress())
+            elif judge_with is not None:
+                stage.label_run_with(run, judge_with, Progress())
+            else:
+                stage.label_run(run, match, Progress())
     if audit:
         _audit(run_dir, n_sample, annotations, as_json)
 
@@ -249,17 +253,15 @@ def _audit(
     from extract.run.directory import RunDir
 
     with RunDir.open(run_dir) as run:
-        human = (
-            None
-            if annotations is None
-            else compare_annotations(run, annotations, seed=run.seed)
-        )
-        found = audit_labels(run, n_sample=n_sample, seed=run.seed)
+        human = None
+        if annotations is not None:
+            human = compare_annotations(run, annotations, seed=run.seed)
+        report = audit_labels(run, n_sample=n_sample, seed=run.seed)
     if not as_json:
-        click.echo(_audit_as_text(found, human))
+        click.echo(_audit_as_text(report, human))
         return
     extra = {} if human is None else {"human": dataclasses.asdict(human)}
-    click.echo(json.dumps(found | extra))
+    click.echo(json.dumps(report | extra))
 
 
 def _agreement(row: dict[str, Any]) -> str:
@@ -270,12 +272,12 @@ def _agreement(row: dict[str, Any]) -> str:
     return Agreement(**{name: row[name] for name in names}).in_words()
 
 
-def _audit_as_text(found: dict[str, Any], human: "HumanAgreement | None") -> str:
-    """Return what `audit_labels` found, line by line."""
+def _audit_as_text(report: dict[str, Any], human: "HumanAgreement | None") -> str:
+    """Return the report of `audit_labels`, line by line."""
     from extract.label.annotation import noise_in_words
 
-    lines = [f"labels by {found['label_rule']}", "", "against exact match"]
-    for row in found["exact_match"]:
+    lines = [f"labels by {report['label_rule']}", "", "against exact match"]
+    for row in report["exact_match"]:
         where = f"{row['setting']}, {row['variant']}"
         lines.append(f"  {where:<26}{_agreement(row)}")
         if row["n_dropped"]:
@@ -283,15 +285,15 @@ def _audit_as_text(found: dict[str, Any], human: "HumanAgreement | None") -> str
                 f"  {'':<26}{row['n_dropped']} of {row['n_answers']} answers without "
                 f"a label, {row['n_unparsable_verdicts']} unparsable verdicts"
             )
-    if found["judges"]:
+    if report["judges"]:
         lines += ["", "between rubrics"]
-    for row in found["judges"]:
+    for row in report["judges"]:
         lines.append(f"  {row['first']} and {row['second']}: {_agreement(row)}")
     if human is not None:
         lines += ["", f"a person, {human.n_empty} items left empty"]
         lines.append(f"  {'against the labels':<26}{human.judge.in_words()}")
         lines.append(f"  {'against exact match':<26}{human.exact.in_words()}")
         lines += [f"  {line}" for line in noise_in_words(human.noise)]
-    lines += ["", f"{found['n_disagreements']} disagreements in"]
-    lines += [f"  {found['disagreements']}", "to be judged blind"]
-    return "\n".join([*lines, f"  {found['sample']}"])
+    lines += ["", f"{report['n_disagreements']} disagreements in"]
+    lines += [f"  {report['disagreements']}", "to be judged blind"]
+    return "\n".join([*lines, f"  {report['sample']}"])

@@ -1,11 +1,12 @@
-"""Labels by the consensus of three rubrics: paper, appendix A, "Labels".
+"""Labels by the consensus of rubrics; the paper has three (appendix A, "Labels").
 
 Every answer is judged under every rubric, per setting and variant. A reply that is no
 verdict is asked for again, twice; what is unparsable then stays so and is counted.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 
 from extract.generate.generator import (
     Generator,
@@ -13,6 +14,7 @@ from extract.generate.generator import (
     SamplingConfig,
 )
 from extract.generate.replies import Replies
+from extract.label.labels import pair_answers
 from extract.label.rubrics import RUBRICS, Rubric, judge_prompt
 from extract.label.verdicts import Verdict, Vote, label_by, parse_verdict
 from extract.records import Answer, Example, Label
@@ -33,7 +35,7 @@ class ConsensusConfig:
 class Judgements:
     """The verdicts of the judges, as labels."""
 
-    labels: tuple[Label, ...]  # one per answer, verdicts in the order of `RUBRICS`
+    labels: tuple[Label, ...]  # one per answer, verdicts in the order of the rubrics
     n_retried: int  # replies that were asked for again, each attempt counted
     n_unparsable: int  # verdicts that stayed so
 
@@ -55,23 +57,34 @@ class Judgements:
 
 
 def judge_answers(
-    pairs: Sequence[tuple[Example, Answer]],
+    answers: Iterable[Answer],
+    examples: Iterable[Example],
     generator: Generator,
     replies: Replies,
     config: ConsensusConfig,
     progress: Update = lambda done, total: None,
+    *,
+    rubrics: Sequence[Rubric] = RUBRICS,
 ) -> Judgements:
     """Label answers by the consensus of the rubrics.
 
     Args:
-      pairs: answers with their questions.
+      answers: in any order, which the labels keep.
+      examples: the questions of all of them.
       generator: the judge.
       replies: where its words are kept.
       config: how.
-      progress: told replies there and wanted; a retry starts again from 0.
+      progress: called with replies that are there and replies wanted; a retry starts
+        again from 0.
+      rubrics: by which each answer is judged once; by default the paper's three.
+
+    Raises:
+      ValueError: there is no rubric; see also `pair_answers`.
     """
-    rubrics = range(len(RUBRICS))
-    pending = [(i, r) for i in range(len(pairs)) for r in rubrics]
+    if not rubrics:
+        raise ValueError("a judge needs at least one rubric, found none")
+    pairs = pair_answers(answers, examples)
+    pending = list(itertools.product(range(len(pairs)), range(len(rubrics))))
     verdicts: dict[tuple[int, int], Verdict] = {}
     n_retried = 0
     sampling = SamplingConfig(max_new_tokens=config.max_new_tokens)
@@ -80,17 +93,17 @@ def judge_answers(
             break
         n_retried += len(pending) if attempt else 0
         prompts = [
-            _prompt(RUBRICS[r], *pairs[i], attempt=attempt, seed=config.seed)
+            _prompt(rubrics[r], *pairs[i], attempt=attempt, seed=config.seed)
             for i, r in pending
         ]
-        found = replies.generate(generator, prompts, sampling, progress)
-        for cell, reply in zip(pending, found, strict=True):
+        texts = replies.generate(generator, prompts, sampling, progress)
+        for cell, reply in zip(pending, texts, strict=True):
             is_whole = reply.finish == "stop"
             verdicts[cell] = parse_verdict(reply.text) if is_whole else "unparsable"
         pending = [cell for cell in pending if verdicts[cell] == "unparsable"]
     return Judgements(
         labels=tuple(
-            label_by(answer, tuple(verdicts[i, r] for r in rubrics), config.vote)
+            label_by(answer, [verdicts[i, r] for r in range(len(rubrics))], config.vote)
             for i, (_, answer) in enumerate(pairs)
         ),
         n_retried=n_retried,

@@ -1,8 +1,10 @@
 """The stages that judge and reword: labels, their audit, rewritten contexts."""
 
+import contextlib
 import dataclasses
+import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,38 +24,30 @@ from extract.label.audit import (
     join_labels,
 )
 from extract.label.judges import ConsensusConfig, judge_answers
+from extract.label.labels import (
+    import_labels,
+    label_by_match,
+    label_with,
+    shares_in_words,
+)
 from extract.label.rewrite import count_rewrites
 from extract.label.rewriter import RewriteConfig, rewrite_contexts
-from extract.label.rubrics import RUBRICS
-from extract.label.verdicts import (
-    LABEL_PRESETS,
-    RULES,
-    LabelConfig,
-    Match,
-    label_by_match,
-)
-from extract.records import (
-    SETTINGS,
-    Answer,
-    Example,
-    Label,
-    read_records,
-    to_json,
-    write_lines,
-)
+from extract.label.rubrics import RUBRICS, Rubric
+from extract.label.verdicts import LABEL_PRESETS, RULES, LabelConfig, Match
+from extract.plugs import load_plug
+from extract.records import Answer, Example, Label, read_records, write_lines
 from extract.run.console import Progress, Update
 from extract.run.contents import (
     check_answered,
-    count_correct,
     question_files,
     read_answers,
     read_examples,
     read_questions,
     settings_of,
-    too_few_answers,
 )
 from extract.run.directory import RunDir
 from extract.run.files import (
+    sha256_file,
     sha256_json,
     write_json_atomic,
     write_new_text,
@@ -61,127 +55,74 @@ from extract.run.files import (
 )
 from extract.run.results import label_rule
 from extract.run.share import Share
-from extract.run.stages import Forecast, Stage, once, refuse_stale
+from extract.run.stages import Stage, once, refuse_stale, run_stage
+
+JUDGES = "beatrice.judges"  # entry points of people's own judges of labels
 
 
-def answered_questions(run: RunDir) -> list[tuple[Example, Answer]]:
-    """Return every answer of a run with its question.
-
-    Raises:
-      ValueError: not all are answered yet.
-    """
+def _answered(run: RunDir) -> tuple[list[Answer], list[Example]]:
+    """Return every answer of a run, and the questions; all must be answered."""
     check_answered(run)
-    examples = {example.id: example for example in read_examples(run)}
-    return [(examples[a.example_id], a) for a in read_answers(run)]
+    return read_answers(run), read_examples(run)
 
 
-def _matched(run: RunDir, config: LabelConfig) -> list[Label]:
-    return [label_by_match(*pair, config.match) for pair in answered_questions(run)]
-
-
-def settle_match(run: RunDir, match: Match) -> None:
+def _settle_match(run: RunDir, match: Match) -> None:
     """Let a run's answers be compared in another way; they are then labelled again."""
-    asked = LabelConfig(match=match)
-    if run.settle("label", LABEL_PRESETS, is_recorded=False) != asked:
+    config = LabelConfig(match=match)
+    if run.settle("label", LABEL_PRESETS, is_recorded=False) != config:
         refuse_stale(run, "label", ())
         # Before the section: a process killed in between labels by the old rule again.
         run.reopen_stage("label")
-    run.settle("label", LABEL_PRESETS, lambda _: asked, is_replaceable=True)
+    run.settle("label", LABEL_PRESETS, lambda _: config, is_replaceable=True)
+
+
+def label_run(run: RunDir, match: Match | None, progress: Progress) -> None:
+    """Label the run's answers by comparison with golds; writes `labels.jsonl`.
+
+    Args:
+      run: whose answers are labelled.
+      match: how they are compared; None leaves it as the run has it.
+      progress: shows the stage.
+    """
+    if match is not None:
+        _settle_match(run, match)
+    run_stage(LABEL, run, progress)
 
 
 def _label(
     run: RunDir, config: LabelConfig, update: Update, progress: Progress
 ) -> None:
     record, rule = run.stage_record("label"), RULES[config.match]
-    if record is not None and "judge" in record.inputs:
+    before = record.inputs if record else {}
+    if "judge" in before:
         progress.note(
             f"label: {rule} replaces the judges' labels; their replies stay in "
             f"{run.replies('judge')}"
         )
-    if record is not None and "imported" in record.inputs:
-        progress.note(f"label: {rule} replaces labels {record.inputs['rule']}")
+    elif "rule" in before:
+        progress.note(f"label: {rule} replaces the labels of before: {before['rule']}")
     progress.note(
         f"label: by {rule}, without a judge: a right answer in words that no gold "
         "lists counts as wrong"
     )
-    labels = _matched(run, config)
+    labels = label_by_match(*_answered(run), config.match)
     # Without a record nobody has labelled here, and what is there is a person's.
     write = write_new_text if record is None else write_text_atomic
     write(run.labels, write_lines(labels))
-    note_shares(run, labels, progress)
+    _note_shares(run, labels, progress)
 
 
-_FEW = 10  # validation answers of the rarer class, below which numbers say little
-
-
-def shares_in_words(
-    examples: Sequence[Example], labels: Sequence[Label]
-) -> Iterator[str]:
-    """Say how many answers are correct, and where too few or all of them are.
-
-    Args:
-      examples: the questions.
-      labels: of answers to them.
-
-    Yields:
-      A line per setting, and one more for each of its training and validation sets
-      that holds one class alone, or too few of one.
-    """
-    by_key = {label.key: label for label in labels}
-    too_few = too_few_answers(count_correct(examples, by_key))
-    split_of = {example.id: example.split for example in examples}
-    for setting in SETTINGS:
-        mine = [label for label in labels if label.setting == setting]
-        kept = [label for label in mine if label.label is not None]
-        if not mine:
-            continue
-        n, n_correct = len(kept), sum(bool(label.label) for label in kept)
-        share = f" ({100 * n_correct / n:.1f} %)" if n else ""
-        dropped = f", {len(mine) - n} without a label" if n < len(mine) else ""
-        yield f"{setting}: {n_correct} of {n} answers correct{share}{dropped}"
-        for split in ("train", "validation"):
-            held = [bool(x.label) for x in kept if split_of[x.example_id] == split]
-            where, n, n_correct = f"{setting}, {split}", len(held), sum(held)
-            if not any(split_of[x.example_id] == split for x in mine):
-                continue
-            if n_correct in (0, n):
-                yield (
-                    f"{where}: {n_correct} of {n} labelled answers are correct; with "
-                    "one class alone no detector can be trained, chosen or "
-                    "calibrated. Look at the answers; other prompts, more questions, "
-                    "--match containment or a judge may help"
-                )
-            elif split == "train" and setting in too_few:
-                yield f"{setting}, train: {too_few[setting]}"
-            elif split == "validation" and min(n_correct, n - n_correct) < _FEW:
-                yield (
-                    f"{where}: {n_correct} correct and {n - n_correct} incorrect "
-                    "answers; what is trained or measured on so few says little"
-                )
-
-
-def note_shares(run: RunDir, labels: Sequence[Label], progress: Progress) -> None:
-    """Print what `shares_in_words` says."""
+def _note_shares(run: RunDir, labels: Sequence[Label], progress: Progress) -> None:
     for line in shares_in_words(read_examples(run), labels):
         progress.note(f"label: {line}")
 
 
-def _forecast(run: RunDir, config: LabelConfig) -> Forecast:
-    labels = _matched(run, config)
-    return Forecast(
-        stage="label",
-        n_rows=len(labels),
-        disk_bytes=sum(len(to_json(label)) + 1 for label in labels),
-        basis=f"by {RULES[config.match]}, no requests",
-    )
-
-
-def label_inputs(run: RunDir) -> dict[str, str]:
+def _label_inputs(run: RunDir) -> dict[str, str]:
     """Return the identities of the files that every way of labelling reads."""
     return run.hash_inputs(*question_files(run), run.answers)
 
 
-def label_by_judges(
+def label_run_by_judges(
     run: RunDir,
     generator: Generator,
     config: ConsensusConfig,
@@ -189,6 +130,7 @@ def label_by_judges(
     *,
     name: str,
     worker: Share | None = None,
+    rubrics: Sequence[Rubric] = RUBRICS,
 ) -> None:
     """Label every answer by the consensus of the rubrics of the judge called `name`.
 
@@ -198,36 +140,83 @@ def label_by_judges(
     identity = {
         "schema": SCHEMA_VERSION,
         "judge": dict(generator.identity),
-        "rubrics": [dataclasses.asdict(rubric) for rubric in RUBRICS],
+        "rubrics": [dataclasses.asdict(rubric) for rubric in rubrics],
         "config": dataclasses.asdict(config),
     }
     summary = run.replies("judge").with_suffix(".json")
 
     def work(update: Update) -> None:
         replies = open_replies(run, "judge", progress, worker)
-        found = judge_answers(
-            answered_questions(run), generator, replies, config, update
+        judgements = judge_answers(
+            *_answered(run), generator, replies, config, update, rubrics=rubrics
         )
         progress.note(f"label: {reused_in_words(replies)}")
-        write_text_atomic(run.labels, write_lines(found.labels))
-        counted = {
-            "n_retried": found.n_retried,
-            "n_unparsable_verdicts": found.n_unparsable,
-            "counts": found.counts(),
+        write_text_atomic(run.labels, write_lines(judgements.labels))
+        counts = {
+            "n_retried": judgements.n_retried,
+            "n_unparsable_verdicts": judgements.n_unparsable,
+            "counts": judgements.counts(),
         }
-        write_json_atomic(summary, identity | counted)
-        for row in counted["counts"]:
+        write_json_atomic(summary, identity | counts)
+        for row in counts["counts"]:
             progress.note("label: " + ", ".join(f"{k} {v}" for k, v in row.items()))
-        note_shares(run, found.labels, progress)
+        _note_shares(run, judgements.labels, progress)
         progress.note(
-            f"label: {found.n_retried} replies asked for again, {found.n_unparsable} "
-            "verdicts stayed unparsable"
+            f"label: {judgements.n_retried} replies asked for again, "
+            f"{judgements.n_unparsable} verdicts stayed unparsable"
         )
 
-    inputs = label_inputs(run)
+    inputs = _label_inputs(run)
     inputs["judge"] = sha256_json(identity)
     inputs["rule"] = f"judges: {name}, {config.vote}"
     once(run, "label", inputs, [run.labels, summary], progress, work)
+
+
+def label_run_with(run: RunDir, spec: str, progress: Progress) -> None:
+    """Label every answer by a person's own judge; writes `labels.jsonl`.
+
+    Args:
+      run: whose answers are labelled.
+      spec: `module:NAME` or the name of an entry point, see `load_plug`.
+      progress: shows the stage.
+    """
+    judge = load_plug(spec, JUDGES)
+
+    def work(update: Update) -> None:
+        labels = label_with(*_answered(run), judge, name=spec, progress=update)
+        write_text_atomic(run.labels, write_lines(labels))
+        _note_shares(run, labels, progress)
+
+    inputs = _label_inputs(run) | {"rule": f"judge {spec}"}
+    defined = judge if inspect.isroutine(judge) else type(judge)
+    # The answers are judged again where the file of the judge has changed.
+    with contextlib.suppress(TypeError, OSError):  # built-in, or in no file
+        inputs["judge_with"] = sha256_file(Path(inspect.getfile(defined)))
+    once(run, "label", inputs, [run.labels], progress, work)
+
+
+def label_run_by_import(run: RunDir, path: Path, progress: Progress) -> None:
+    """Label the run's answers by a person's file; writes `labels.jsonl`.
+
+    Raises:
+      ValueError: see `import_labels`.
+    """
+
+    def work(update: Update) -> None:
+        imported = import_labels(path, *_answered(run))
+        write_text_atomic(run.labels, write_lines(imported.labels))
+        progress.note(
+            f"label: {imported.n_lines} lines of {path}; {imported.n_other_question} "
+            f"are about other questions, {imported.n_other_answer} about other answers "
+            "than this run's"
+        )
+        _note_shares(run, imported.labels, progress)
+
+    inputs = _label_inputs(run) | {
+        "imported": sha256_file(path),
+        "rule": f"imported from {path.name}",
+    }
+    once(run, "label", inputs, [run.labels], progress, work)
 
 
 def _labelled(run: RunDir) -> list[LabelledAnswer]:
@@ -240,7 +229,7 @@ def audit_labels(run: RunDir, *, n_sample: int, seed: int) -> dict[str, Any]:
     """Write what is known about the labels' quality into `audit/`, and return it."""
     rows = _labelled(run)
     listed = disagreements(rows)
-    found = {
+    report = {
         "label_rule": label_rule(run),
         "exact_match": against_exact_match(rows, seed=seed),
         "judges": between_judges(rows, seed=seed),
@@ -251,15 +240,15 @@ def audit_labels(run: RunDir, *, n_sample: int, seed: int) -> dict[str, Any]:
     lines = "".join(json.dumps(row) + "\n" for row in listed)
     write_text_atomic(run.audit / "disagreements.jsonl", lines)
     write_sample(run.audit / "sample.csv", draw_sample(rows, n_sample, seed=seed))
-    write_json_atomic(run.audit / "audit.json", found)
-    return found
+    write_json_atomic(run.audit / "audit.json", report)
+    return report
 
 
 def compare_annotations(run: RunDir, path: Path, *, seed: int) -> HumanAgreement:
     """Compare a person's annotations with the labels; writes `audit/human.json`."""
-    found = read_annotations(path, _labelled(run), seed=seed)
-    write_json_atomic(run.audit / "human.json", dataclasses.asdict(found))
-    return found
+    human = read_annotations(path, _labelled(run), seed=seed)
+    write_json_atomic(run.audit / "human.json", dataclasses.asdict(human))
+    return human
 
 
 def rewrite_run(
@@ -308,5 +297,4 @@ LABEL = Stage(
     outputs=lambda run: [run.labels],
     work=_label,
     presets=LABEL_PRESETS,
-    forecast=_forecast,
 )

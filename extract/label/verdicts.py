@@ -14,7 +14,7 @@ import unicodedata
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from extract.records import Answer, Example, Label
+from extract.records import Answer, Label
 from extract.run.manifest import Preset
 
 Verdict = Literal["correct", "incorrect", "unparsable"]
@@ -164,16 +164,6 @@ def consensus(
     if len(set(verdicts)) > 1:
         return None, f"judges disagree: {n_yes} of {n} say correct"
     return verdicts[0] == "correct", f"unanimous of {n}"
-
-
-def label_by_match(example: Example, answer: Answer, match: Match = "exact") -> Label:
-    """Return the label by comparison with the golds, a judge with one rubric.
-
-    It knows no paraphrase: it suits sets whose golds list every accepted wording.
-    """
-    is_right = {"exact": exact_match, "containment": contains_gold}[match]
-    said = "correct" if is_right(answer.text, example.golds) else "incorrect"
-    return label_by(answer, (said,))
 
 
 def label_by(

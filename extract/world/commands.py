@@ -12,13 +12,12 @@ from extract.run.console import Progress, Update
 from extract.run.directory import RunDir
 from extract.run.files import write_new_text
 from extract.run.manifest import NewRun, Preset, package_versions
-from extract.run.stages import Forecast, Stage, do
+from extract.run.stages import Stage, do
 from extract.run.verbs import (
     MODEL,
     RUN_DIR,
     SEED,
     SETTINGS_OPTION,
-    dry_run_option,
     preset_option,
 )
 from extract.signals.commands import kept_options, take_kept
@@ -46,30 +45,12 @@ WORLD_PRESETS: dict[Preset, WorldSection] = {
 }
 
 
-def _lines(config: WorldSection) -> tuple[str, str]:
-    """Return the questions and the passages as they are written."""
-    made = make_world(config.world)
-    examples = make_examples(made, config.questions)
-    return write_lines(examples), write_lines(made.passages)
-
-
 def _world(
     run: RunDir, config: WorldSection, update: Update, progress: Progress
 ) -> None:
-    examples, passages = _lines(config)
-    write_new_text(run.examples, examples)
-    write_new_text(run.passages, passages)
-
-
-def forecast_world(config: WorldSection) -> Forecast:
-    """Return what the microworld's questions need: they are made, and not written."""
-    lines = "".join(_lines(config))
-    return Forecast(
-        stage="world",
-        n_rows=lines.count("\n"),
-        disk_bytes=len(lines),
-        basis="questions and passages were all made",
-    )
+    facts = make_world(config.world)
+    write_new_text(run.examples, write_lines(make_examples(facts, config.questions)))
+    write_new_text(run.passages, write_lines(facts.passages))
 
 
 def train_world_model(run: RunDir, update: Update, progress: Progress) -> Path:
@@ -158,17 +139,12 @@ def new_world(options: dict[str, Any]) -> NewRun:
 @RUN_DIR
 @new_world_options
 @click.option("--train", is_flag=True, help="Also train the model, into RUN_DIR/model.")
-@dry_run_option
-def world(run_dir: Path, train: bool, dry_run: bool, **options: Any) -> None:
+def world(run_dir: Path, train: bool, **options: Any) -> None:
     """Make the microworld: questions and passages (and its model, from nothing).
 
     Example: beatrice world runs/mine --train
     """
-    asked = new_world(options)
-    if dry_run:
-        click.echo(forecast_world(asked.sections["world"]).as_text())
-        return
-    do(run_dir, WORLD, asked=asked)
+    do(run_dir, WORLD, asked=new_world(options))
     if train:
         progress = Progress()
         with RunDir.open(run_dir) as run, progress.stage("model") as update:

@@ -4,8 +4,16 @@ from transformers import AutoTokenizer
 
 from extract.backbone.names import WEIGHTS
 from extract.generate.replies import Replies
+from extract.label.audit import between_judges, join_labels
 from extract.label.judges import ConsensusConfig, judge_answers
-from extract.label.rubrics import RUBRICS, delimit, escape, judge_prompt, marker_for
+from extract.label.rubrics import (
+    RUBRICS,
+    Rubric,
+    delimit,
+    escape,
+    judge_prompt,
+    marker_for,
+)
 from extract.label.verdicts import consensus
 from extract.records import Answer, Example
 from tests.extract.label.injections import INJECTIONS
@@ -38,10 +46,12 @@ def answer(text, setting="closed_book", variant="original", name="q"):
 
 
 def judged(tmp_path, rule, texts, **config):
-    pairs = [(example(), answer(text)) for text in texts]
+    answers = [answer(text) for text in texts]
     generator = ScriptedGenerator(rule)
     replies = Replies.open(tmp_path / "replies.jsonl")
-    found = judge_answers(pairs, generator, replies, ConsensusConfig(**config))
+    found = judge_answers(
+        answers, [example()], generator, replies, ConsensusConfig(**config)
+    )
     return found, generator
 
 
@@ -243,7 +253,8 @@ def test_a_reply_that_was_cut_is_no_verdict(tmp_path):
                 yield i, generated("Correct", finish="length")
 
     found = judge_answers(
-        [(example(), answer("Paris"))],
+        [answer("Paris")],
+        [example()],
         Cut(fair_verdict),
         Replies.open(tmp_path / "r.jsonl"),
         ConsensusConfig(),
@@ -252,15 +263,14 @@ def test_a_reply_that_was_cut_is_no_verdict(tmp_path):
 
 
 def test_settings_and_variants_are_judged_and_counted_apart(tmp_path):
-    pairs = [
-        (example(), answer("Paris")),
-        (example(), answer("Lyon", "with_context")),
-        (example(), answer("Paris", "with_context", "rewritten")),
+    answers = [
+        answer("Paris"),
+        answer("Lyon", "with_context"),
+        answer("Paris", "with_context", "rewritten"),
     ]
     replies = Replies.open(tmp_path / "r.jsonl")
-    found = judge_answers(
-        pairs, ScriptedGenerator(fair_verdict), replies, ConsensusConfig()
-    )
+    judge = ScriptedGenerator(fair_verdict)
+    found = judge_answers(answers, [example()], judge, replies, ConsensusConfig())
     assert [(label.key, label.label) for label in found.labels] == [
         (("q", "closed_book", "original"), True),
         (("q", "with_context", "original"), False),
@@ -282,8 +292,7 @@ def test_another_judge_or_seed_asks_again(tmp_path):
     assert len(generator.asked) == 3
     other = ScriptedGenerator(fair_verdict, name="other")
     replies = Replies.open(tmp_path / "replies.jsonl")
-    pairs = [(example(), answer("Paris"))]
-    judge_answers(pairs, other, replies, ConsensusConfig())
+    judge_answers([answer("Paris")], [example()], other, replies, ConsensusConfig())
     assert len(other.asked) == 3
     assert (replies.n_reused, replies.n_new) == (0, 3)
 
@@ -322,7 +331,36 @@ def test_every_field_of_a_reply_survives_the_disk(tmp_path):
         def stream(self, prompts, config, done=()):
             yield from ((i, reply) for i in range(len(prompts)) if i not in done)
 
-    pairs = [(example(), answer("Paris"))]
     replies = Replies.open(tmp_path / "r.jsonl")
-    judge_answers(pairs, One(None), replies, ConsensusConfig(n_retries=0))
+    config = ConsensusConfig(n_retries=0)
+    judge_answers([answer("Paris")], [example()], One(None), replies, config)
     assert set(Replies.open(tmp_path / "r.jsonl").found.values()) == {reply}
+
+
+def test_rubrics_of_ones_own_are_asked_in_their_words_and_compared(tmp_path):
+    rubrics = [
+        Rubric(name=name, opening=f"Judge {name}ly.", rules="Say Correct or Incorrect.")
+        for name in ("strict", "mild")
+    ]
+
+    def rule(prompt):
+        return "Correct" if prompt.startswith("Judge mildly.") else "Incorrect"
+
+    generator = ScriptedGenerator(rule)
+    replies = Replies.open(tmp_path / "r.jsonl")
+    answers, examples = [answer("Lyon")], [example()]
+    found = judge_answers(
+        answers, examples, generator, replies, ConsensusConfig(), rubrics=rubrics
+    )
+    assert found.labels[0].verdicts == ("incorrect", "correct")
+    assert [prompt.split("\n")[0] for prompt in generator.asked] == [
+        "Judge strictly.",
+        "Judge mildly.",
+    ]
+    rows = join_labels(examples, answers, found.labels)
+    (pair,) = between_judges(rows, rubrics=rubrics)
+    assert (pair["first"], pair["second"], pair["n_agree"]) == ("strict", "mild", 0)
+    with pytest.raises(ValueError, match="at least one rubric"):
+        judge_answers(
+            answers, examples, generator, replies, ConsensusConfig(), rubrics=()
+        )

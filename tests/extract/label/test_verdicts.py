@@ -2,10 +2,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from extract.label.labels import label_by_match
 from extract.label.verdicts import (
     consensus,
     exact_match,
-    label_by_match,
     normalise,
     parse_verdict,
     token_f1,
@@ -83,11 +83,11 @@ def test_no_verdict_is_refused():
 
 
 def test_label_carries_key_and_verdicts_of_its_answer():
-    label = label_by_match(EXAMPLE, answered("tarn"))
+    (label,) = label_by_match([answered("tarn")], [EXAMPLE])
     assert label.key == ("q1", "closed_book", "original")
     assert label.verdicts == ("correct",)
     assert label.label is True
-    assert label_by_match(EXAMPLE, answered("")).label is False
+    assert label_by_match([answered("")], [EXAMPLE])[0].label is False
 
 
 def test_the_table_is_as_large_as_it_claims_and_has_no_string_twice():

@@ -1,0 +1,270 @@
+"""Labels by comparison, by a judge in Python, and from a person's file."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pandas as pd
+import pytest
+
+from extract.label.labels import (
+    check_both_classes,
+    import_labels,
+    label_by_match,
+    label_with,
+)
+from extract.records import Answer, Example, Label, read_records, to_json, write_lines
+from extract.run.contents import answers_file
+from extract.run.directory import RunDir
+from extract.run.files import write_text_atomic
+from extract.run.results import label_rule
+from tests.extract.small_run import beatrice, smoke
+
+
+def example(name, question):
+    return Example(
+        id=name, dataset="capitals", split="test", question=question, golds=("x",)
+    )
+
+
+def answer(name, text, setting="closed_book"):
+    return Answer(
+        example_id=name,
+        setting=setting,
+        variant="original",
+        text=text,
+        prompt_ids=(1, 2),
+        token_ids=(3,),
+        stop_id=0,
+        context_span=(1, 1),
+    )
+
+
+MALI, PERU = example("1", "Capital of Mali?"), example("2", "Capital of Peru?")
+QUESTIONS = [MALI, PERU]
+ANSWERS = [
+    answer("1", "Bamako"),
+    answer("1", "Segou", setting="with_context"),
+    answer("2", "Lima"),
+]
+
+
+def judged(question, text, label, **more):
+    return {"question": question, "answer": text, "label": label, **more}
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_a_judge_in_python_labels_every_answer_and_may_leave_some_out():
+    def by_length(question, answer):
+        assert question.id == answer.example_id
+        return None if answer.text == "Segou" else np.bool_(len(answer.text) > 4)
+
+    counted = []
+    labels = label_with(
+        ANSWERS, QUESTIONS, by_length, progress=lambda *done: counted.append(done)
+    )
+    assert [label.key for label in labels] == [answer.key for answer in ANSWERS]
+    assert [label.label for label in labels] == [True, None, False]
+    assert [label.verdicts for label in labels] == [("correct",), (), ("incorrect",)]
+    assert [label.reason for label in labels] == [
+        "by by_length",
+        "by_length cannot decide",
+        "by by_length",
+    ]
+    assert counted == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_labels_by_comparison_are_those_of_a_judge_that_compares():
+    golds = [msgspec.structs.replace(MALI, golds=("Bamako",)), PERU]
+    labels = label_by_match(ANSWERS, golds)
+    judged = label_with(ANSWERS, golds, lambda e, a: a.text in e.golds)
+    assert (
+        [x.label for x in labels] == [x.label for x in judged] == [True, False, False]
+    )
+    longer = [msgspec.structs.replace(ANSWERS[0], text="It is Bamako.")]
+    assert not label_by_match(longer, golds)[0].label
+    assert label_by_match(longer, golds, "containment")[0].label
+
+
+def right(question, answer):
+    return True
+
+
+@pytest.mark.parametrize(
+    ("answers", "examples", "judge", "named"),
+    [
+        ("Bamako", QUESTIONS, right, ["list of Answer", "str"]),
+        (["Bamako"], QUESTIONS, right, ["list of Answer", "str", "place 0"]),
+        ([*ANSWERS, None], QUESTIONS, right, ["list of Answer", "NoneType", "place 3"]),
+        (ANSWERS, {"1": MALI}, right, ["list of Example", "dict"]),
+        (ANSWERS, MALI, right, ["list of Example"]),
+        (ANSWERS, None, right, ["list of Example", "NoneType"]),
+        (pd.DataFrame({"answer": ["x"]}), QUESTIONS, right, ["Answer", "DataFrame"]),
+        (ANSWERS, [MALI], right, ["'2'", "question"]),
+        (ANSWERS, QUESTIONS, "right", ["judge", "str"]),
+        (ANSWERS, QUESTIONS, lambda e, a: "yes", ["'yes'", "'Bamako'", "'1'"]),
+        (ANSWERS, QUESTIONS, lambda e, a: 1, ["True, False or None", "1"]),
+        (ANSWERS, QUESTIONS, lambda e, a: a.words, ["AttributeError", "'Bamako'"]),
+        (ANSWERS, QUESTIONS, lambda a: True, ["TypeError", "'Bamako'"]),
+    ],
+)
+def test_what_cannot_be_judged_is_named_in_a_sentence(answers, examples, judge, named):
+    with pytest.raises(ValueError) as caught:
+        label_with(answers, examples, judge)
+    for name in named:
+        assert name in str(caught.value)
+
+
+def test_an_unknown_rule_is_refused():
+    with pytest.raises(ValueError, match="exact, containment.*'fuzzy'"):
+        label_by_match(ANSWERS, QUESTIONS, "fuzzy")
+
+
+@pytest.mark.parametrize("setting", ["closed_book", "with_context"])
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+@pytest.mark.parametrize("verdict", [True, False, None])
+def test_one_class_alone_in_training_or_validation_is_refused(setting, split, verdict):
+    examples = [
+        msgspec.structs.replace(MALI, id=f"{name}{i}", split=name)
+        for name in ("train", "validation", "test")
+        for i in range(2)
+    ]
+    answers = [
+        answer(example.id, "x", name)
+        for example in examples
+        for name in ("closed_book", "with_context")
+    ]
+    labels = label_with(answers, examples, lambda e, a: e.id[-1] == "0")
+    check_both_classes(examples, labels)
+    labels = [
+        msgspec.structs.replace(label, label=verdict)
+        if (label.setting, label.example_id[:-1]) == (setting, split)
+        else label
+        for label in labels
+    ]
+    if split == "test":
+        check_both_classes(examples, labels)
+    else:
+        with pytest.raises(ValueError, match=f"{setting}, {split}.*one class"):
+            check_both_classes(examples, labels)
+
+
+def test_a_label_holds_for_the_very_answer_and_all_others_stay_without(tmp_path):
+    path = write(
+        tmp_path / "mine.jsonl",
+        judged("capital of  mali", " Bamako", True),
+        judged("Capital of Mali?", "Segou", False, setting="with_context"),
+        judged("Capital of Peru?", "Cusco", False),
+        judged("Capital of Chad?", "N'Djamena", True),
+    )
+    made = import_labels(path, ANSWERS, QUESTIONS)
+    assert [one.label for one in made.labels] == [True, False, None]
+    assert [one.reason for one in made.labels] == [
+        "imported from mine.jsonl",
+        "imported from mine.jsonl",
+        "not imported from mine.jsonl",
+    ]
+    assert (made.n_lines, made.n_other_question, made.n_other_answer) == (4, 1, 1)
+
+
+def test_a_setting_is_another_answer(tmp_path):
+    row = judged("Capital of Mali?", "Bamako", True, setting="with_context")
+    with pytest.raises(ValueError, match="no line of 1 labels an answer of this run"):
+        import_labels(write(tmp_path / "mine.jsonl", row), ANSWERS, QUESTIONS)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (judged("Capital of Mali?", "Bamako", False), "line 2 calls the answer 'Bamak"),
+        (judged("Capital of Mali?", "Bamako", "yes"), "line 2, field 'label'"),
+        ({"question": "q", "label": True}, "line 2: a JudgedAnswer needs the field"),
+    ],
+)
+def test_lines_that_disagree_or_are_none_are_refused_by_number(tmp_path, row, words):
+    path = write(tmp_path / "m.jsonl", judged("Capital of Mali?", "Bamako", True), row)
+    with pytest.raises(ValueError) as caught:
+        import_labels(path, ANSWERS, QUESTIONS)
+    assert words in str(caught.value)
+
+
+@pytest.fixture
+def run(tmp_path):
+    with RunDir.open(tmp_path / "run", smoke()) as run:
+        run.examples.write_text(write_lines([MALI, PERU]))
+        write_text_atomic(answers_file(run), write_lines(ANSWERS))
+    return run
+
+
+def test_labels_are_imported_named_and_corrected_by_hand(run, tmp_path):
+    path = write(tmp_path / "mine.jsonl", judged("Capital of Mali?", "Bamako", True))
+    beatrice("label", run.path, "--import", path)
+    assert label_rule(run) == "imported from mine.jsonl"
+    labels = list(read_records(run.labels, Label))
+    assert [one.label for one in labels] == [True, None, None]
+
+    corrected = write_lines([labels[0], *(_wrong(one) for one in labels[1:])])
+    run.labels.write_text(corrected)  # by hand
+    for options in ((), ("--match", "containment"), ("--import", path)):
+        said = beatrice("label", run.path, *options, code=1).output
+        assert "labels.jsonl was changed since it was written" in said
+        assert "`beatrice label --import FILE`" in said
+    assert run.labels.read_text() == corrected
+    elsewhere = run.labels.rename(tmp_path / "corrected.jsonl")
+    beatrice("label", run.path, "--import", elsewhere)
+    labels = list(read_records(run.labels, Label))
+    assert [one.label for one in labels] == [True, False, False]
+    said = beatrice("label", run.path).output
+    assert "replaces the labels of before: imported from corrected.jsonl" in said
+
+
+def _wrong(label):
+    return Label(**json.loads(to_json(label)) | {"label": False})
+
+
+def test_labels_that_nobody_recorded_are_not_replaced(run):
+    run.labels.write_text("mine\n")
+    said = beatrice("label", run.path, code=1).output
+    assert "labels.jsonl is there already with other content" in said
+    assert run.labels.read_text() == "mine\n"
+    run.labels.unlink()
+    beatrice("label", run.path)
+
+
+README = Path(__file__).parents[3] / "extract" / "README.md"
+
+
+def test_the_judge_of_the_readme_labels_a_run_and_again_where_its_file_has_changed(
+    run, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    code = re.search(r"```python\n# my_judge.py\n(.*?)```", README.read_text(), re.S)[1]
+    (tmp_path / "my_judge.py").write_text(code)
+    golds = [
+        msgspec.structs.replace(MALI, golds=("Bamakoo",)),
+        msgspec.structs.replace(PERU, golds=("Limassol",)),
+    ]
+    run.examples.write_text(write_lines(golds))
+    spec = "my_judge:alike"
+    beatrice("label", run.path, "--judge-with", spec)
+    labels = [label.label for label in read_records(run.labels, Label)]
+    assert labels == [True, None, False]
+    assert label_rule(run) == f"judge {spec}"
+    assert "already done" in beatrice("label", run.path, "--judge-with", spec).output
+    (tmp_path / "my_judge.py").write_text(code + "\n# in other words\n")
+    done = beatrice("label", run.path, "--judge-with", spec)
+    assert "judge_with has changed since" in done.output
+    said = beatrice("label", run.path).output
+    assert f"replaces the labels of before: judge {spec}" in said
+    refused = beatrice("label", run.path, "--judge-with", "no_judge:x", code=1).output
+    assert "no_judge.py" in refused
+    both = ("--judge-with", spec, "--match", "exact")
+    assert "give one" in beatrice("label", run.path, *both, code=2).output
