@@ -229,22 +229,9 @@ def look_at_run(path: Path) -> Iterator[Finding]:
     parts = [f"{path}: done are {', '.join(done) or 'no stages'}", *has, *gaps]
     text = "; ".join(parts)
     yield Finding("run", "warning" if gaps else "ok", text)
-    yield from _look_at_training(run)
     shapes = yield from look_at_model(config.model)
     if shapes is not None:
         yield from _look_at_store(run, shapes)
-
-
-def _look_at_training(run: RunDir) -> Iterator[Finding]:
-    """Say how many members train at once here; nothing before there are signals."""
-    look = importlib.import_module("jaxprobe.fit.plan").look_at_plan
-    try:
-        found = look(run.path)
-    except (ValueError, OSError) as error:
-        yield Finding("training", "problem", _one_line(error, 300))
-        return
-    if found is not None:
-        yield Finding("training", "ok", found)
 
 
 def _look_at_run_device(device: str) -> Iterator[Finding]:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from extract.run.verbs import RUN_DIR, SHARD, do_or_forecast, dry_run_option, share_of
+from extract.run.launch import find_share
+from extract.run.verbs import RUN_DIR, SHARD
 
 if TYPE_CHECKING:
     from jaxprobe.settings import GridConfig
@@ -28,17 +29,25 @@ def training_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_options(
-    config: "GridConfig", *, is_streamed: bool, is_mixed: bool, is_linear_first: bool
+    config: "GridConfig",
+    *,
+    is_streamed: bool = False,
+    is_mixed: bool = False,
+    is_linear_first: bool = False,
+    device_memory: str | None = None,
 ) -> "GridConfig":
     """Return how encoders are trained, as the options say."""
     import dataclasses
 
     from jaxprobe.config import StreamConfig
+    from jaxprobe.settings import as_bytes
 
     if is_streamed:
         config = dataclasses.replace(config, stream=StreamConfig())
     if is_linear_first:
         config = config.linear_first()
+    if device_memory is not None:
+        config = dataclasses.replace(config, device_memory=as_bytes(device_memory))
     return config.mixed() if is_mixed else config
 
 
@@ -49,16 +58,9 @@ def with_options(
 @click.option(
     "--device-memory",
     metavar="BYTES",
-    help="Plan for a device of this memory, such as 80GiB; by default for its own.",
+    help="Plan for devices of this memory, such as 80GiB; by default for their own.",
 )
-@dry_run_option
-def train(
-    run_dir: Path,
-    shard: str | None,
-    device_memory: str | None,
-    dry_run: bool,
-    **options: bool,
-) -> None:
+def train(run_dir: Path, shard: str | None, **options: Any) -> None:
     """Train all fifteen encoders, every seed, every setting of the run.
 
     Under torchrun, srun or mpirun, or with --shard, every process trains its share.
@@ -67,21 +69,15 @@ def train(
 
     Example: srun -n 8 beatrice train runs/paper
     """
-    change, worker = partial(with_options, **options), share_of(shard, dry_run)
+    change, worker = partial(with_options, **options), find_share(shard)
     if worker.world_size == 1:
-        from jaxprobe.fit.plan import as_bytes
-        from jaxprobe.fit.stage import train_stage
+        from extract.run.stages import do
+        from jaxprobe.fit.stage import TRAIN
 
-        stage = train_stage(as_bytes(device_memory) if device_memory else None)
-        do_or_forecast(run_dir, stage, dry_run, change)
+        do(run_dir, TRAIN, change=change)
     else:
         from jaxprobe.fit.shares import train_share
 
-        if device_memory:
-            raise click.UsageError(
-                "--device-memory plans for one process; each of several plans for the "
-                "device that it sees, so leave the option out"
-            )
         train_share(run_dir, worker, change)
 
 
@@ -93,16 +89,16 @@ def train(
     default=None,
     help="Share of trusted answers to be correct; may be changed.  [default: 0.9]",
 )
-@dry_run_option
-def calibrate(run_dir: Path, precision: float | None, dry_run: bool) -> None:
+def calibrate(run_dir: Path, precision: float | None) -> None:
     """Fit the isotonic maps and the threshold on validation; save the detector.
 
     Example: beatrice calibrate runs/demo --precision .95
     """
     from extract.run.directory import RunDir
+    from extract.run.stages import do
     from jaxprobe.stage import CALIBRATE, settle_precision
 
-    if precision is not None and not dry_run:
+    if precision is not None:
         with RunDir.open(run_dir) as run:
             settle_precision(run, precision)
-    do_or_forecast(run_dir, CALIBRATE, dry_run)
+    do(run_dir, CALIBRATE)

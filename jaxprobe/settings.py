@@ -6,6 +6,7 @@ array.
 
 import dataclasses
 import os
+import re
 from pathlib import Path
 
 from extract.run.directory import RunDir
@@ -23,11 +24,14 @@ class GridConfig:
       train: the protocol; the run's seed takes the place of its own.
       stream: how encoders read a store that is larger than memory, or None where all
         of it is held; batches are then mixed within groups, which changes results.
+      device_memory: bytes for which members side by side are planned, or None for those
+        that the device has; results do not depend on it.
     """
 
     encoder: EncoderConfig = EncoderConfig()
     train: TrainConfig = TrainConfig()
     stream: StreamConfig | None = None
+    device_memory: int | None = None
 
     def seeded(self, seed: int) -> "GridConfig":
         """Return the same with the run's seed in the protocol."""
@@ -117,6 +121,21 @@ def grid_config(run: RunDir) -> GridConfig:
 def select_config(run: RunDir) -> SelectConfig:
     """Return how a run's heads are trained and selected, with the run's seed."""
     return run.settle("select", SELECT_PRESETS).seeded(run.seed)
+
+
+_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+
+
+def as_bytes(text: str) -> int:
+    """Read a number of bytes such as "80GiB"; units are powers of 1024.
+
+    Raises:
+      ValueError: it is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"expected a number of bytes such as 80GiB, got {text!r}")
+    return int(float(match[1]) * 2 ** _UNITS[match[2]])
 
 
 # Cores are shared among operations; sharing each one as well costs a third of a

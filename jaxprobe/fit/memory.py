@@ -1,8 +1,7 @@
 """What a training step needs of a device's memory, asked of a compiler.
 
-A step is compiled for arrays that do not exist, a few members on a few rows, and the
-compiler says what it needs. That grows with members, with rows, and with rows times
-members, so that three small compilations foretell all others.
+A block's step is compiled for arrays that do not exist, and the compiler says what it
+needs.
 
 Where an accelerator is there, its own compiler is asked. Where none is, this machine's
 compiler stands for it: it is given the module as it is lowered for accelerators. Its
@@ -14,7 +13,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -22,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from extract.store.families import Dtype, numpy_dtype
-from jaxprobe.config import EncoderConfig, PlannedConfig, TrainConfig, row_choices
+from jaxprobe.config import EncoderConfig, PlannedConfig, TrainConfig
 from jaxprobe.features.families import FamilyTokens
 from jaxprobe.features.subsets import FLOATS, N_FAMILIES, N_SUBSETS, FamilyDims
 from jaxprobe.features.widths import width_groups, widths_of
@@ -32,7 +30,6 @@ from jaxprobe.kernels.stored import StoredTokens
 from jaxprobe.model.encoder import Encoder
 from jaxprobe.settings import GridConfig
 
-_PROBED = (2, 4), (16, 32)  # members and rows of the blocks that are compiled
 # Code that is never run need not be good; what it needs of memory is the same.
 FOR_SIZES_ALONE = {
     "xla_backend_optimization_level": 0,
@@ -132,60 +129,6 @@ class StepBytes:
         return self.arguments + self.outputs + self.temporaries
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Foretold:
-    """What steps need, by least squares from those that were compiled.
-
-    Attributes:
-      rows: bytes of the group's rows.
-      state: bytes of a member's weights and moments, as an argument and as an output.
-      factors: of temporaries, bytes for each member, row of a seed, and row of a
-        member.
-    """
-
-    rows: int
-    state: float
-    factors: tuple[float, ...]
-
-    @classmethod
-    @functools.lru_cache
-    def of(cls, sizes: Sizes) -> "Foretold":
-        """Compile two blocks and two numbers of rows, and fit what they need."""
-        (few, more), (short, long) = _PROBED
-        long = max(n for n in row_choices(sizes.train) if n <= long)
-        short = max(n for n in row_choices(sizes.train) if n <= min(short, long))
-        points = [(few, 1, short), (few, 1, long), (more, 1, long)]
-        with ThreadPoolExecutor() as pool:  # one is lowered while others are compiled
-            waited = [
-                # Without scoring, which needs less: the chosen block is asked for both.
-                pool.submit(_compile, _lowered(traced_steps(sizes, *one)[:1]))
-                for one in points
-            ]
-            found = [one.result()[0] for one in waited]
-        basis = np.array([_growth(*one) for one in points], float)
-        y = np.array([one.temporaries for one in found], float)
-        # A coefficient below zero would be a rounding of buffers, not a saving.
-        factors = np.maximum(np.linalg.lstsq(basis, y)[0], 0.0)
-        rows = rows_bytes(sizes, sizes.n_train)
-        state = (found[0].arguments + found[0].outputs - rows) / few
-        return cls(rows=rows, state=state, factors=tuple(factors.tolist()))
-
-    def temporaries(self, n_subsets: int, n_seeds: int, n_rows: int) -> float:
-        """Bytes of a block's temporaries."""
-        return float(np.dot(_growth(n_subsets, n_seeds, n_rows), self.factors))
-
-    def total(self, n_subsets: int, n_seeds: int, n_rows: int) -> float:
-        """Bytes of a block's step."""
-        temporaries = self.temporaries(n_subsets, n_seeds, n_rows)
-        return self.rows + n_subsets * n_seeds * self.state + temporaries
-
-
-def _growth(n_subsets: int, n_seeds: int, n_rows: int) -> tuple[int, ...]:
-    """With what temporaries grow: members, a seed's gathered rows, activations."""
-    n = n_subsets * n_seeds
-    return n, n_seeds * n_rows, n * n_rows
-
-
 def rows_bytes(sizes: Sizes, n_rows: int, widths: tuple[int, ...] | None = None) -> int:
     """Return the bytes of rows on the device, labels and offsets included."""
     if widths is not None:
@@ -265,10 +208,3 @@ def compiled_step(
     That count, by name, has the bodies of loops once: one microbatch of one batch.
     """
     return _compile(_lowered(traced_steps(sizes, n_subsets, n_seeds, n_rows)))
-
-
-def compiled_bytes(
-    sizes: Sizes, n_subsets: int, n_seeds: int, n_rows: int
-) -> StepBytes:
-    """Compile a block's step and say what it needs."""
-    return compiled_step(sizes, n_subsets, n_seeds, n_rows)[0]

@@ -25,9 +25,10 @@ from extract.run.launch import own_gpu
 from extract.run.share import Share
 from extract.run.sharing import share_stage
 from extract.run.stages import Change, side_by_side
+from extract.store.read import FeatureStore
+from jaxprobe.features.reading import family_dims, longest_spans
 from jaxprobe.features.subsets import N_SUBSETS
 from jaxprobe.fit.blocks import Block, Member, default_blocks
-from jaxprobe.fit.plan import workload_of
 from jaxprobe.fit.saved import cut, load_members
 from jaxprobe.fit.stage import (
     EVERY_FAMILY,
@@ -77,6 +78,21 @@ def shares_of(
         )
         for part in dealt
     ]
+
+
+def workload_of(
+    config: GridConfig, setting: Setting, store: FeatureStore, n_train: int
+) -> Workload:
+    """Return the work of a setting's grid if no member stops early."""
+    widths = longest_spans(store.spec.spans, setting)
+    return Workload(
+        encoder=config.encoder,
+        dims=family_dims(store),
+        spans=tuple((1, width) for width in widths),
+        batch_size=config.train.batch_size,
+        n_steps=-(-n_train // config.train.batch_size) * config.train.max_epochs,
+        n_seeds=config.train.n_seeds,
+    )
 
 
 def _blocks_of(members: set[Member], n_seeds: int) -> list[Block]:

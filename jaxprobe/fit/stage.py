@@ -2,7 +2,7 @@
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -43,7 +43,7 @@ from jaxprobe.fit.linear import (
     with_linear_parts,
 )
 from jaxprobe.fit.memory import Sizes
-from jaxprobe.fit.plan import Plan, choose, forecast, record_plans, run_plans
+from jaxprobe.fit.plan import choose
 from jaxprobe.fit.saved import (
     cut,
     load_members,
@@ -62,11 +62,11 @@ def settings_at_once(config: GridConfig) -> int:
 
     Both, where memory holds them: each compiles its own step on one core for as long as
     the other does, and a member's operations already share the cores among themselves.
-    Streamed, one: memory holds one's groups. On an accelerator, one: it is planned to
-    be full.
+    Streamed, one: memory holds one's groups. On an accelerator, or where memory is
+    given, one: it is planned to be full.
     """
-    is_cpu = jax.default_backend() == "cpu"
-    return len(SETTINGS) if config.stream is None and is_cpu else 1
+    is_planned = config.device_memory is not None or jax.default_backend() != "cpu"
+    return 1 if is_planned or config.stream is not None else len(SETTINGS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -78,14 +78,12 @@ class MemberTrainer:
       config: widths, protocol, and how rows are streamed.
       key: identity of all that a member depends on.
       tick: called for every block that is done.
-      plan: how many members and rows at once; None lets memory decide.
     """
 
     data: TrainingSet
     config: GridConfig
     key: str
     tick: Callable[[], None]
-    plan: Plan | None = None
 
     def fit(
         self, labels: np.ndarray, blocks: Sequence[Block], folder: Path
@@ -162,9 +160,8 @@ class MemberTrainer:
         if not blocks:
             return
         config, data = self.config, self.data
-        plan = self.plan or choose(
-            Sizes.of(config, data.dims, data.lengths, data.where, data.held_as)
-        )
+        sizes = Sizes.of(config, data.dims, data.lengths, data.where, data.held_as)
+        plan = choose(sizes, config.device_memory)
         blocks = plan.blocks([m for block in blocks for m in block.members])
         protocol = {"encoder": self._encoder, "config": plan.config(config.train)}
         labels_of = [labels[where] for where in self.data.where]
@@ -265,7 +262,6 @@ def open_setting(
     config: GridConfig,
     setting: Setting,
     tick: Callable[[], None],
-    plan: Plan | None = None,
 ) -> tuple[MemberTrainer, Task, Task] | None:
     """Return what trains a setting, its grid, and its control with permuted labels.
 
@@ -286,7 +282,7 @@ def open_setting(
         n_batch=config.train.batch_size,
         streamed=config.stream is not None,
     )
-    trainer = MemberTrainer(data=data, config=config, key=key, tick=tick, plan=plan)
+    trainer = MemberTrainer(data=data, config=config, key=key, tick=tick)
     folder = run.encoders(setting).with_name(f"{setting}.members")
     n_seeds = config.train.n_seeds
     control = [Block((EVERY_FAMILY,), (seed,)) for seed in range(n_seeds)]
@@ -301,12 +297,11 @@ def open_setting(
 def _train_setting(
     run: RunDir,
     config: GridConfig,
-    plans: Mapping[Setting, Plan],
     note: Callable[[str], None],
     setting: Setting,
     tick: Callable[[], None],
 ) -> None:
-    opened = open_setting(run, config, setting, tick, plans.get(setting))
+    opened = open_setting(run, config, setting, tick)
     if opened is None:
         return
     trainer, *tasks = opened
@@ -336,37 +331,23 @@ def _train_setting(
     shutil.rmtree(tasks[0].folder.parent, ignore_errors=True)  # no longer needed
 
 
-def _train(
-    device_memory: int | None,
-    run: RunDir,
-    config: GridConfig,
-    update: Update,
-    progress: Progress,
-) -> None:
+def _train(run: RunDir, config: GridConfig, update: Update, progress: Progress) -> None:
     set_compiler(run.preset)
-    config = config.seeded(run.seed)
-    settings, plans = settings_of(run), run_plans(run, config, device_memory)
-    record_plans(run, plans)
+    config, settings = config.seeded(run.seed), settings_of(run)
     n_each = len(default_blocks(config.train.n_seeds)) + config.train.n_seeds
     side_by_side(
-        partial(_train_setting, run, config, plans, progress.note),
+        partial(_train_setting, run, config, progress.note),
         settings,
         update,
         n_each * len(settings),
-        at_once=1 if device_memory else settings_at_once(config),
+        at_once=settings_at_once(config),
     )
 
 
-def train_stage(device_memory: int | None) -> Stage:
-    """Return the stage, planned for some bytes; None for what the device has."""
-    return Stage(
-        name="train",
-        inputs=lambda run: [*row_files(run), run.sweep],
-        outputs=encoder_folders,
-        work=partial(_train, device_memory),
-        presets=GRID_PRESETS,
-        forecast=partial(forecast, device_memory),
-    )
-
-
-TRAIN = train_stage(None)
+TRAIN = Stage(
+    name="train",
+    inputs=lambda run: [*row_files(run), run.sweep],
+    outputs=encoder_folders,
+    work=_train,
+    presets=GRID_PRESETS,
+)

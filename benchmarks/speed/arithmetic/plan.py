@@ -24,13 +24,13 @@ from extract.records import SETTINGS, Setting
 from extract.run.console import Progress, quiet
 from extract.run.stages import bytes_in_words
 from extract.store.config import StoreConfig
-from jaxprobe.config import StreamConfig, TrainConfig
+from jaxprobe.config import StreamConfig
 from jaxprobe.features.subsets import N_FAMILIES
-from jaxprobe.fit.memory import Foretold, Sizes, compiled_step, traced_steps
-from jaxprobe.fit.plan import Plan, as_bytes, choose
+from jaxprobe.fit.memory import Sizes, compiled_step, traced_steps
+from jaxprobe.fit.plan import Plan, choose
 from jaxprobe.fit.work import Workload, step_flops
 from jaxprobe.kernels.masked import N_TAPS
-from jaxprobe.settings import GridConfig
+from jaxprobe.settings import GridConfig, as_bytes
 
 Name = Literal["h100", "h200"]
 # Rows of training and validation: 30,000 and 3,000 questions (the paper, section 3),
@@ -46,7 +46,7 @@ WIDTHS: dict[Setting, tuple[int, ...]] = {
 }
 STREAMED: tuple[Setting, ...] = ("with_context",)  # its rows take 236 GiB
 PLANNED = (
-    "setting, plan, rows and weights, temporaries, other rows, all, limit, foretold"
+    "setting, members, rows, rows and weights, temporaries, other rows, all, limit"
 ).split(", ")
 WORK = (
     "setting, GFLOP a batch in products, of members' own families, XLA counts, "
@@ -104,25 +104,23 @@ def paper_sizes(setting: Setting, is_mixed: bool = False) -> Sizes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Planned:
-    """A setting's plan, in bytes, and what was foretold of the temporaries."""
+    """A setting's plan, in bytes."""
 
     setting: Setting
     plan: Plan
-    foretold: int
 
     def cells(self) -> list[str]:
         """Return the cells of the row in the order of `PLANNED`."""
         plan, needed = self.plan, self.plan.needed
-        words = plan.in_words(TrainConfig()).split(";")[0]
         sizes = (
             needed.arguments + needed.outputs,
             needed.temporaries,
             plan.resident,
             needed.total + plan.resident,
             plan.limit,
-            self.foretold,
         )
-        return [self.setting, words, *map(bytes_in_words, sizes)]
+        counts = str(plan.n_subsets * plan.n_seeds), str(plan.n_rows)
+        return [self.setting, *counts, *map(bytes_in_words, sizes)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,10 +214,7 @@ def planned(
       is_mixed: with products of bfloat16.
     """
     sizes = paper_sizes(setting, is_mixed)
-    plan = choose(sizes, memory)
-    point = plan.n_subsets, plan.n_seeds, plan.n_rows
-    found = int(Foretold.of(sizes).temporaries(*point))
-    return sizes, Planned(setting=setting, plan=plan, foretold=found)
+    return sizes, Planned(setting=setting, plan=choose(sizes, memory))
 
 
 def cuda_module(sizes: Sizes, plan: Plan) -> Module:

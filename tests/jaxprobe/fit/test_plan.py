@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from extract.run.directory import RunDir
-from extract.run.manifest import NewRun
 from jaxprobe.config import (
     EncoderConfig,
     PlannedConfig,
@@ -18,10 +16,10 @@ from jaxprobe.config import (
 )
 from jaxprobe.features.subsets import FLOATS, N_SUBSETS, FamilyDims, subset_index
 from jaxprobe.fit.blocks import Block, Member, grid_members
-from jaxprobe.fit.memory import Sizes, StepBytes, compiled_bytes, rows_bytes
-from jaxprobe.fit.plan import Plan, Plans, as_bytes, choose, record_plans
+from jaxprobe.fit.memory import Sizes, compiled_step, rows_bytes
+from jaxprobe.fit.plan import KEPT_FREE, Plan, choose
 from jaxprobe.kernels.random import RowKeys, hashed_bits, hashed_normal
-from jaxprobe.settings import GridConfig
+from jaxprobe.settings import GridConfig, as_bytes
 from tests.jaxprobe.fit.test_grid import TRAIN, planted_parts, train
 
 # Wide, since what a plan is made of is: absent arrays cost nothing.
@@ -100,6 +98,35 @@ def test_blocks_hold_every_member_once_and_no_more_than_planned():
     assert Block(tuple(range(8)), (0, 2)) in blocks
 
 
+def test_what_does_not_fit_is_halved_rows_first_and_then_members():
+    train = TrainConfig(batch_size=128, n_microbatches=1, n_seeds=2)
+    sizes = dataclasses.replace(SIZES, train=train, n_train=128, n_valid=64)
+    for before, after in (
+        ((15, 2, 128), (15, 2, 64)),  # fewer rows are too short a microbatch
+        ((15, 2, 64), (15, 1, 64)),
+    ):
+        needed = compiled_step(sizes, *before)[0].total
+        for n_bytes, expected in ((needed + 9, before), (needed - 9, after)):
+            plan = choose(sizes, round(n_bytes / (1 - KEPT_FREE)))
+            assert (plan.n_subsets, plan.n_seeds, plan.n_rows) == expected
+            assert plan.needed.total + plan.resident <= plan.limit
+
+
+def test_one_row_of_one_member_that_does_not_fit_is_named_in_a_sentence():
+    sizes = dataclasses.replace(
+        SIZES,
+        encoder=EncoderConfig(n_blocks=1, dropout=0.0, input_noise=0.0),
+        dims=FamilyDims(hidden=6, prob=5, resid=4, attn=3),
+        train=TrainConfig(batch_size=2, n_microbatches=1, n_seeds=1),
+        widths=(4,),
+        n_train=4,
+        n_valid=4,
+    )
+    rows = rows_bytes(sizes, 4)
+    with pytest.raises(ValueError, match="one member's step on one row does not fit"):
+        choose(sizes, int((rows + 1000) / (1 - KEPT_FREE)))
+
+
 def test_rows_that_do_not_fit_are_named_in_a_sentence():
     with pytest.raises(ValueError, match="rows that training holds .* --streamed"):
         choose(SIZES, rows_bytes(SIZES, 2048))
@@ -126,7 +153,7 @@ def test_rows_are_counted_in_the_width_in_which_they_are_held(dtype, token):
     assert each == 56 * (token + 645 * 4) + 56 + 2 * 4 + 15 * 4
     # Beside the rows lie the mean and deviation of every channel.
     assert rows_bytes(sizes, 1) - each == 2 * 4 * 4096
-    narrow, wide = (compiled_bytes(x, 1, 1, 16) for x in (sizes, SIZES))
+    narrow, wide = (compiled_step(x, 1, 1, 16)[0] for x in (sizes, SIZES))
     spared = rows_bytes(SIZES, 2048) - rows_bytes(sizes, 2048)
     assert wide.arguments - narrow.arguments == spared
     # A batch of them is widened, never all.
@@ -144,18 +171,6 @@ def test_a_number_of_bytes_is_read(text, n):
 def test_what_is_no_number_of_bytes_is_refused(text):
     with pytest.raises(ValueError, match="expected a number of bytes"):
         as_bytes(text)
-
-
-def test_a_manifest_holds_the_last_plan_of_every_setting(tmp_path):
-    with RunDir.open(tmp_path / "run", NewRun(preset="smoke")) as run:
-        first = Plan(n_subsets=1, n_seeds=1)
-        needed = StepBytes(arguments=3, outputs=2, temporaries=1)
-        other = Plan(n_subsets=15, n_seeds=3, n_rows=64, limit=9, needed=needed)
-        record_plans(run, {"closed_book": first, "with_context": first})
-        record_plans(run, {"closed_book": other})
-        assert run.section("plan", Plans) == Plans(
-            closed_book=other, with_context=first
-        )
 
 
 def test_what_is_trained_again_does_not_ask_for_a_plan():
