@@ -42,8 +42,7 @@ from jaxprobe.fit.linear import (
     silence,
     with_linear_parts,
 )
-from jaxprobe.fit.memory import Sizes
-from jaxprobe.fit.plan import choose
+from jaxprobe.fit.memory import Sizes, choose
 from jaxprobe.fit.saved import (
     cut,
     load_members,

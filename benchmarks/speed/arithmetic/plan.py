@@ -26,8 +26,7 @@ from extract.run.stages import bytes_in_words
 from extract.store.config import StoreConfig
 from jaxprobe.config import StreamConfig
 from jaxprobe.features.subsets import N_FAMILIES
-from jaxprobe.fit.memory import Sizes, compiled_step, traced_steps
-from jaxprobe.fit.plan import Plan, choose
+from jaxprobe.fit.memory import Plan, Sizes, choose, compiled_step, traced_steps
 from jaxprobe.fit.work import Workload, step_flops
 from jaxprobe.kernels.masked import N_TAPS
 from jaxprobe.settings import GridConfig, as_bytes

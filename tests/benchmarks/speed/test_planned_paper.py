@@ -18,8 +18,7 @@ from benchmarks.speed.arithmetic.plan import (
     work_of,
 )
 from extract.records import SETTINGS
-from jaxprobe.fit.memory import compiled_step
-from jaxprobe.fit.plan import Plan, choose
+from jaxprobe.fit.memory import Plan, choose, compiled_step
 from jaxprobe.fit.work import Workload, step_flops
 
 GIB = 1 << 30

@@ -16,8 +16,14 @@ from jaxprobe.config import (
 )
 from jaxprobe.features.subsets import FLOATS, N_SUBSETS, FamilyDims, subset_index
 from jaxprobe.fit.blocks import Block, Member, grid_members
-from jaxprobe.fit.memory import Sizes, compiled_step, rows_bytes
-from jaxprobe.fit.plan import KEPT_FREE, Plan, choose
+from jaxprobe.fit.memory import (
+    KEPT_FREE,
+    Plan,
+    Sizes,
+    choose,
+    compiled_step,
+    rows_bytes,
+)
 from jaxprobe.kernels.random import RowKeys, hashed_bits, hashed_normal
 from jaxprobe.settings import GridConfig, as_bytes
 from tests.jaxprobe.fit.test_grid import TRAIN, planted_parts, train
