@@ -53,12 +53,20 @@ VERBS = {
 }
 
 
-def load(path: str | Path, *, model: str | None = None) -> "Scorer":
+def load(
+    path: str | Path,
+    *,
+    model: Any = None,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> "Scorer":
     """Return the scorer of a finished run.
 
     Args:
       path: a run directory whose detector is calibrated.
-      model: where the run's backbone lies, if it has moved.
+      model: where the run's backbone lies, if it has moved; or one in memory.
+      device: where it computes, such as "cuda"; None takes the run's.
+      dtype: of its weights; None takes the run's.
 
     Returns:
       An object whose `score(question, answer, context=None)` gives the calibrated
@@ -69,7 +77,7 @@ def load(path: str | Path, *, model: str | None = None) -> "Scorer":
     """
     from pgir.scoring.scorer import Scorer
 
-    return Scorer.load(Path(path), model=model)
+    return Scorer.load(path, model=model, device=device, dtype=dtype)
 
 
 class _Verbs(click.Group):

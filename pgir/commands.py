@@ -1,6 +1,7 @@
 """The verbs that act on the score: `control` and `score`."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -154,6 +155,7 @@ def score(
         raise click.UsageError("a --file has its own questions, answers and contexts")
     if answers is None and out is not None:
         raise click.UsageError("--out is for the results of a --file")
+    _refuse_same({"--file": answers, "--out": out, "--html": html})
     quiet()
     from extract.run.directory import RunDir
     from extract.run.manifest import read_manifest
@@ -168,8 +170,7 @@ def score(
     found = Scorer.load(run_dir, model=model).score(question, answer, context or None)
     for warning in found.warnings:
         click.echo(f"warning: {warning}", err=True)
-    if found.decision is not None:
-        click.echo(": ".join(filter(None, (found.decision, found.reason))), err=True)
+    click.echo(": ".join(filter(None, (found.decision, found.reason))), err=True)
     if html is not None:
         _write_page(
             html, f"{run_dir.name}: one answer", "", [(question, found.as_json())]
@@ -178,7 +179,18 @@ def score(
         click.echo(json.dumps(found.as_json()))
     else:
         p_correct = found.p_correct
-        click.echo("abstain" if p_correct is None else f"{p_correct:.3f}")
+        click.echo("unknown" if p_correct is None else f"{p_correct:.3f}")
+
+
+def _refuse_same(files: Mapping[str, Path | None]) -> None:
+    """Refuse to write a file over another that the same line names."""
+    named = [(name, path) for name, path in files.items() if path is not None]
+    for (one, path), (other, same) in itertools.combinations(named, 2):
+        is_link = path.exists() and same.exists() and path.samefile(same)
+        if is_link or path.resolve() == same.resolve():
+            raise click.UsageError(
+                f"{one} and {other} are the same file, {path}; give two names"
+            )
 
 
 def _write_page(html: Path, title: str, summary: str, results: Results) -> None:
@@ -220,7 +232,7 @@ def _score_file(
                 shown.append((next(filter(None, asked), None), result))
 
         score_rows(
-            lambda rows: scorer.results(rows, batch_size),
+            lambda rows: scorer.score_many(rows, batch_size),
             read_rows(answers),
             sha256_file(run.finished_detector() / CHECKSUMS),
             lines,

@@ -7,6 +7,7 @@ adapter is short enough to be pasted.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
+from pgir.border import as_texts, refuse
 from pgir.gate.gate import Draft, Gate
 
 
@@ -24,9 +25,15 @@ class FlashRagJudger:
 
     def __init__(self, config: Mapping[str, Any], gate: Gate | None = None) -> None:
         """Open the gate."""
-        own = config["judger_config"] if "judger_config" in config else {}
+        if not hasattr(config, "__getitem__") or isinstance(config, (str, Sequence)):
+            refuse("config", "a mapping, such as FlashRAG's Config", config)
         self.name = config["judger_name"] if "judger_name" in config else "beatrice"
-        self.gate = gate or Gate.load(own["run"], threshold=own.get("threshold"))
+        if gate is None:
+            settings = config["judger_config"] if "judger_config" in config else {}
+            if not isinstance(settings, Mapping) or "run" not in settings:
+                refuse("judger_config", "a mapping that names a 'run'", settings)
+            gate = Gate.load(settings["run"], threshold=settings.get("threshold"))
+        self.gate = gate
 
     def judge(self, dataset: Any) -> list[bool]:
         """Return of every question whether to retrieve.
@@ -36,7 +43,7 @@ class FlashRagJudger:
         """
         if isinstance(dataset, str):
             dataset = [dataset]
-        questions = dataset if isinstance(dataset, list) else dataset.question
+        questions = as_texts(getattr(dataset, "question", dataset), "dataset")
         return [draft.retrieve for draft in self.gate.draft(questions)]
 
 
@@ -68,15 +75,16 @@ def langgraph_app(
     from langgraph.graph import END, START, StateGraph
 
     def draft(state: dict) -> dict:
-        (own,) = gate.draft([state["question"]])
-        return {"draft": own, "answer": own.answer, "p_correct": own.p_correct}
+        (answered,) = gate.draft([state.get("question")])
+        answer = {"answer": answered.answer, "p_correct": answered.p_correct}
+        return {"draft": answered, **answer}
 
     def ground(state: dict) -> dict:
         passages = retrieve(state["question"])
         grounded = generate(state["question"], passages)
         kept = gate.keep(state["draft"], grounded, passages)
-        found = {"answer": kept.answer, "p_correct": kept.p_correct}
-        return {"passages": passages, **found}
+        answer = {"answer": kept.answer, "p_correct": kept.p_correct}
+        return {"passages": passages, **answer}
 
     graph = StateGraph(_GraphState)
     graph.add_node("write", draft)
@@ -105,12 +113,12 @@ def llama_index_engine(gate: Gate, engine: Any) -> Any:
             if not draft.retrieve:
                 facts = {"p_correct": draft.p_correct, "is_grounded": False}
                 return Response(response=draft.answer, metadata=facts)
-            found = engine.query(query_str)
-            passages = [node.get_content() for node in found.source_nodes]
-            kept = gate.keep(draft, str(found), passages)
+            reply = engine.query(query_str)
+            passages = [node.get_content() for node in reply.source_nodes]
+            kept = gate.keep(draft, str(reply), passages)
             return Response(
                 response=kept.answer,
-                source_nodes=found.source_nodes if kept.is_grounded else [],
+                source_nodes=reply.source_nodes if kept.is_grounded else [],
                 metadata={"p_correct": kept.p_correct, "is_grounded": kept.is_grounded},
             )
 

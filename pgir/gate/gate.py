@@ -16,9 +16,8 @@ import msgspec
 
 from extract.run.directory import RunDir
 from extract.run.files import read_json
-from pgir.scoring.scorer import Scorer
-
-Passages = Sequence[Any]  # texts, or records with `title` and `text`, as `score` takes
+from pgir.border import as_passages, as_path, as_probability, as_text, as_texts, refuse
+from pgir.scoring.scorer import Decision, Scorer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,15 +27,20 @@ class Draft:
     Attributes:
       question: as it was asked.
       answer: of the run's backbone.
-      p_correct: in [0, 1]; None where the detector abstains.
-      retrieve: whether passages are wanted: the score is below the threshold, or there
-        is none.
+      p_correct: in [0, 1]; None where the detector cannot read the answer.
+      decision: "trust" from the gate's threshold on, "distrust" below it, "unknown"
+        without a probability.
     """
 
     question: str
     answer: str
     p_correct: float | None
-    retrieve: bool
+    decision: Decision
+
+    @property
+    def retrieve(self) -> bool:
+        """Whether passages are wanted: the answer is not trusted."""
+        return self.decision != "trust"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,15 +49,21 @@ class Kept:
 
     Attributes:
       answer: its text.
-      p_correct: in [0, 1]; None where the detector abstains from both.
+      p_correct: in [0, 1]; None where the detector can read neither.
       is_grounded: whether it is the one written with passages.
-      is_trusted: whether it reaches the threshold; else it is only the better one.
+      decision: as of a `Draft`; where it is not "trust", the answer is only the better
+        of two.
     """
 
     answer: str
     p_correct: float | None
     is_grounded: bool
-    is_trusted: bool
+    decision: Decision
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether the answer reaches the threshold."""
+        return self.decision == "trust"
 
 
 class _Policy(msgspec.Struct):
@@ -66,20 +76,20 @@ class Gate:
     """Decides by a scorer; may be called from several threads.
 
     Args:
-      scorer: of a run, see `Scorer.load`.
+      scorer: of a run, see `Scorer.load`; or another object that can `answer`, `score`
+        and `score_many`.
       threshold: least probability of an answer that may stand, in (0, 1].
 
     Raises:
-      ValueError: the threshold is no such number.
+      ValueError: the scorer is none, or the threshold no such number.
     """
 
     def __init__(self, scorer: Scorer, threshold: float) -> None:
         """Take the detector and its threshold."""
-        if not 0 < threshold <= 1:
-            raise ValueError(
-                f"threshold: expected a probability above 0, found {threshold}"
-            )
-        self.scorer, self.threshold = scorer, threshold
+        if not all(hasattr(scorer, name) for name in ("answer", "score", "score_many")):
+            refuse("scorer", "a Scorer, such as `beatrice.load(run)`", scorer)
+        self.scorer = scorer
+        self.threshold = as_probability(threshold, "threshold")
         self._lock = threading.Lock()
 
     @classmethod
@@ -88,72 +98,82 @@ class Gate:
         path: Path | str,
         *,
         threshold: float | None = None,
-        model: str | None = None,
+        model: Any = None,
+        device: str | None = None,
+        dtype: str | None = None,
     ) -> "Gate":
         """Open the gate of a finished run.
 
         Args:
           path: the run's folder.
           threshold: None takes PGIR's, which `beatrice control` chose.
-          model: where the backbone lies, if it was moved.
+          model: as of `Scorer.load`, and so are the others.
+          device: where the backbone computes.
+          dtype: of its weights.
 
         Raises:
           ValueError: nobody chose a threshold.
         """
+        path = as_path(path, "path")
         if threshold is None:
-            found = RunDir(Path(path)).control / "control.json"
+            policy = RunDir(path).control / "control.json"
             again = "run `beatrice control`, or give a threshold"
-            threshold = read_json(found, _Policy, again).tau
-        return cls(Scorer.load(Path(path), model=model), threshold)
+            threshold = read_json(policy, _Policy, again).tau
+        threshold = as_probability(threshold, "threshold")  # before weights are loaded
+        scorer = Scorer.load(path, model=model, device=device, dtype=dtype)
+        return cls(scorer, threshold)
 
     def draft(self, questions: Sequence[str]) -> list[Draft]:
         """Answer questions closed-book, and say of each whether to retrieve."""
+        questions = as_texts(questions, "questions")
         if not questions:
             return []
         with self._lock:
             answers = self.scorer.answer(questions)
-        rows = [
-            {"question": question, "answer": answer}
-            for question, answer in zip(questions, answers, strict=True)
-        ]
-        scores = self.scorer.score_many(rows)
+        scores = self.scorer.score_many(list(zip(questions, answers, strict=True)))
         return [
             Draft(
                 question=question,
                 answer=answer,
                 p_correct=score.p_correct,
-                retrieve=not self._stands(score.p_correct),
+                decision=self._decide(score.p_correct),
             )
             for question, answer, score in zip(questions, answers, scores, strict=True)
         ]
 
     def should_retrieve(self, question: str) -> bool:
         """Return whether the closed-book answer to a question may not stand."""
-        return self.draft([question])[0].retrieve
+        return self.draft([as_text(question, "question")])[0].retrieve
 
-    def keep(self, draft: Draft, grounded: str, passages: Passages = ()) -> Kept:
+    def keep(self, draft: Draft, grounded: str, passages: Any = ()) -> Kept:
         """Return the draft or the grounded answer: the first that may stand.
 
         If neither does, the one with the higher score, the draft at a tie; an answer
-        that the detector abstains from has none.
+        that the detector cannot read has none.
 
         Args:
           draft: of the same question, see `draft`.
           grounded: an answer that somebody's model wrote with passages.
-          passages: those; without any the answer is read as a closed-book one.
+          passages: those, see `Scorer.score`; without any the answer is read as a
+            closed-book one.
         """
-        score = self.scorer.score(draft.question, grounded, list(passages) or None)
+        if not isinstance(draft, Draft):
+            refuse("draft", "a Draft, which `draft` makes", draft)
+        context = as_passages(passages, "passages")
+        score = self.scorer.score(draft.question, grounded, context)
         ours, theirs = draft.p_correct, score.p_correct
-        is_grounded = not self._stands(ours) and (
-            self._stands(theirs) or (theirs or 0.0) > (ours or 0.0)
+        is_grounded = self._decide(ours) != "trust" and (
+            self._decide(theirs) == "trust" or (theirs or 0.0) > (ours or 0.0)
         )
         p_correct = theirs if is_grounded else ours
         return Kept(
             answer=grounded if is_grounded else draft.answer,
             p_correct=p_correct,
             is_grounded=is_grounded,
-            is_trusted=self._stands(p_correct),
+            decision=self._decide(p_correct),
         )
 
-    def _stands(self, p_correct: float | None) -> bool:
-        return p_correct is not None and p_correct >= self.threshold
+    def _decide(self, p_correct: float | None) -> Decision:
+        if p_correct is None:
+            return "unknown"
+        return "trust" if p_correct >= self.threshold else "distrust"

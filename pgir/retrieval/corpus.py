@@ -30,6 +30,7 @@ from extract.run.files import (
     write_json_atomic,
     write_stream_atomic,
 )
+from pgir.border import from_document
 
 # A passage is what a prompt can hold. TriviaQA's evidence is whole pages, of which
 # nothing says which paragraph holds the answer.
@@ -127,15 +128,6 @@ def as_document(passage: Passage) -> str:
     The title in double quotes, a line end, the text; the text alone without a title.
     """
     return f'"{passage.title}"\n{passage.text}' if passage.title else passage.text
-
-
-def from_document(contents: str) -> Passage:
-    """Return the passage of a document; the inverse of `as_document`."""
-    first, end, rest = contents.partition("\n")
-    if not end:
-        return Passage(title="", text=contents)
-    is_quoted = len(first) > 1 and first[0] == first[-1] == '"'
-    return Passage(title=first[1:-1] if is_quoted else first, text=rest)
 
 
 def _key(passage: Passage) -> int:

@@ -25,7 +25,8 @@ import numpy as np
 
 from extract.records import Passage
 from extract.run.files import JsonLines
-from pgir.retrieval.corpus import as_document, from_document
+from pgir.border import from_document
+from pgir.retrieval.corpus import as_document
 
 Protocol = Literal["search-r1", "flashrag"]
 _PATHS: Mapping[str, Protocol] = {"retrieve": "search-r1", "batch_search": "flashrag"}

@@ -1,45 +1,52 @@
-"""What a person tells of an answer that exists, and what becomes of it."""
+"""An answer that exists, however it is described, as one sequence with its spans.
+
+A score reads what the model had read. Either the run's own template asked, or the
+prompt that was really used is given; both end in the same ids and spans.
+"""
 
 import dataclasses
-import numbers
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
-from extract.records import Passage, Setting
-from extract.signals.plan import TokenSequence
+from extract.generate.prompts import (
+    apply_template,
+    build_prompt,
+    check_text,
+    encode_text,
+    token_span,
+)
+from extract.generate.templates import PromptTemplate
+from extract.records import Answer, Passage, Setting
+from extract.signals.plan import AnswerSpan, TokenSequence, sequence_of
+from pgir.border import (
+    as_ids,
+    as_messages,
+    as_passages,
+    as_range,
+    as_text,
+    refuse,
+)
 
 Range = tuple[int, int]
 _PROMPTS = ("prompt", "messages", "prompt_ids")
 
 
-def _refuse(name: str, expected: str, found: Any) -> None:
-    raise ValueError(f"{name}: expected {expected}, found {type(found).__name__}")
-
-
-def _is_titled(value: Any) -> bool:
-    """Tell whether a value is a passage with its title."""
-    return isinstance(value, Mapping) and all(
-        isinstance(value.get(name), str) for name in ("title", "text")
-    )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GivenAnswer:
+class AnswerToScore:
     """An answer, and what the model had been asked.
 
     Without `prompt`, `messages` and `prompt_ids` the run's own template asks
     `question`, with the passages in `context`. With one of them that is the prompt, as
     it was really used; `question` and `context` are then looked for in its text, or
-    `question_range` and `context_range` tell where they lie.
+    `question_range` and `context_range` say where they lie.
 
     Attributes:
       question: as the model was asked.
       answer: its answer, or anybody's; under a prompt, its exact text, with the white
         space that it began with.
-      context: passages that the model was shown, each a text or `{"title", "text"}`;
-        None for closed-book.
+      context: passages that the model was shown, see `as_passages`; held as `Passage`s,
+        none for closed-book.
       prompt: text that was sent to be completed. Control tokens in it are read as
         such; the tokenizer's own come before it unless it begins with them.
       messages: `{"role", "content"}`, put through the model's chat template, thinking
@@ -51,100 +58,89 @@ class GivenAnswer:
         which for `messages` is what `Scorer.render` returns and for `prompt_ids` what
         they decode to.
       question_range: likewise; behind the context.
+
+    Raises:
+      ValueError: an argument is of another type, or there is too little or too much.
     """
 
     question: str | None = None
     answer: str | None = None
-    context: str | Sequence[str | Mapping[str, str]] | None = None
+    context: Any = ()
     prompt: str | None = None
-    messages: Sequence[Mapping[str, Any]] | None = None
+    messages: Sequence[Mapping[str, str]] | None = None
     prompt_ids: Sequence[int] | None = None
     answer_ids: Sequence[int] | None = None
     context_range: Range | None = None
     question_range: Range | None = None
 
     def __post_init__(self) -> None:
-        """Refuse, by name, what is of another type or tells too much or too little."""
-        if isinstance(self.context, (list, tuple)):
-            for i, one in enumerate(self.context):
-                if not isinstance(one, str) and not _is_titled(one):
-                    kinds = "a text (str), or an object with texts title and text"
-                    _refuse(f"context[{i}]", kinds, one)
-        elif self.context is not None and not isinstance(self.context, str):
-            kinds = "a text (str), a list of texts, or None for closed-book"
-            _refuse("context", kinds, self.context)
-        self._check_prompt()
-        self._check_ids_and_ranges()
-        needed = [] if self.answer_ids is not None else ["answer"]
-        needed += ["question"] if self.is_own else []
-        for name in ("question", "answer"):
+        """Check every argument, and hold what it was converted to."""
+        prompts = [name for name in _PROMPTS if getattr(self, name) is not None]
+        if len(prompts) > 1:
+            raise ValueError(f"expected one prompt, found {' and '.join(prompts)}")
+        object.__setattr__(self, "context", as_passages(self.context, "context"))
+        for name, convert in _CONVERTED.items():
             value = getattr(self, name)
-            if not isinstance(value, str) and (value is not None or name in needed):
-                _refuse(name, "a text (str)", value)
-
-    def _check_prompt(self) -> None:
-        """Check the three ways of telling a prompt."""
-        told = [name for name in _PROMPTS if getattr(self, name) is not None]
-        if len(told) > 1:
-            raise ValueError(f"expected one prompt, found {' and '.join(told)}")
-        if self.prompt is not None and not isinstance(self.prompt, str):
-            _refuse("prompt", "a text (str)", self.prompt)
-        if self.messages is None:
-            return
-        if not isinstance(self.messages, (list, tuple)) or not self.messages:
-            _refuse("messages", "a list of at least one message", self.messages)
-        for i, one in enumerate(self.messages):
-            is_message = isinstance(one, Mapping) and {"role", "content"} <= one.keys()
-            if not is_message or not isinstance(one["content"], str):
-                _refuse(f"messages[{i}]", "an object with texts role and content", one)
-
-    def _check_ids_and_ranges(self) -> None:
-        """Check token ids and character ranges, as far as they go without a model."""
-        for name in ("prompt_ids", "answer_ids", "context_range", "question_range"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, np.ndarray):
-                value = value.tolist()
-            is_list = isinstance(value, (list, tuple)) and all(
-                isinstance(n, numbers.Integral) and not isinstance(n, bool)
-                for n in value
-            )
-            if not is_list:
-                _refuse(name, "a list of whole numbers", value)
-            if name.endswith("range"):
-                if self.is_own:
-                    raise ValueError(
-                        f"{name} lies in the text of a prompt; give prompt, messages "
-                        "or prompt_ids"
-                    )
-                if len(value) != 2 or not 0 <= value[0] < value[1]:
-                    raise ValueError(
-                        f"{name}: expected [start, stop) with 0 <= start < stop, found "
-                        f"{list(value)}"
-                    )
-            object.__setattr__(self, name, tuple(int(n) for n in value))
+            if value is not None:
+                object.__setattr__(self, name, convert(value, name))
+        for name in ("context_range", "question_range"):
+            if not prompts and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name} lies in the text of a prompt; give prompt, messages or "
+                    "prompt_ids"
+                )
+        needed = ["answer"] if self.answer_ids is None else []
+        for name in [*needed, *([] if prompts else ["question"])]:
+            if getattr(self, name) is None:
+                refuse(name, "a text (str)", None)
 
     @property
-    def is_own(self) -> bool:
+    def uses_template(self) -> bool:
         """Whether the run's own template asks."""
         return all(getattr(self, name) is None for name in _PROMPTS)
 
-    @property
-    def passages(self) -> list[Passage]:
-        """The passages of the context; none for closed-book."""
-        one = isinstance(self.context, str)
-        every = [self.context] if one else list(self.context or ())
-        return [
-            Passage(title="", text=passage)
-            if isinstance(passage, str)
-            else Passage(title=passage["title"], text=passage["text"])
-            for passage in every
-        ]
+
+_CONVERTED = {
+    "question": as_text,
+    "answer": as_text,
+    "prompt": as_text,
+    "messages": as_messages,
+    "prompt_ids": as_ids,
+    "answer_ids": as_ids,
+    "context_range": as_range,
+    "question_range": as_range,
+}
+ARGUMENTS = tuple(field.name for field in dataclasses.fields(AnswerToScore))
+
+
+def as_answer(row: Any) -> AnswerToScore:
+    """Return one row of many: a mapping of what `score` takes, or a tuple in its order.
+
+    Raises:
+      ValueError: it is neither, or as `AnswerToScore`.
+    """
+    if isinstance(row, AnswerToScore):
+        return row
+    if hasattr(row, "_asdict"):
+        row = row._asdict()
+    if isinstance(row, Mapping):
+        if unknown := sorted(map(str, row.keys() - set(ARGUMENTS))):
+            raise ValueError(
+                f"unknown argument {unknown[0]!r}; known are {', '.join(ARGUMENTS)}"
+            )
+        return AnswerToScore(**row)
+    if isinstance(row, (tuple, list)) and 2 <= len(row) <= 3:
+        return AnswerToScore(**dict(zip(ARGUMENTS, row, strict=False)))
+    return refuse(
+        "the row",
+        "a mapping with 'question' and 'answer' (and perhaps 'context'), or a tuple in "
+        "this order",
+        row,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
+class PromptTokens:
     """What the model had read when it began to answer.
 
     Attributes:
@@ -152,15 +148,15 @@ class Asked:
       context_span: `[start, stop)` of the context in them; equal numbers without one.
       question_start: first token of the question span, or None where it follows the
         context, as in training.
-      is_own: whether the run's own template makes the same ids.
+      is_templates: whether the run's own template makes the same ids.
       parts: what is in the prompt, in words, and its ids.
-      text: what was asked, without the template's words where it is the run's own.
+      text: what was asked, without the template's words where that asked.
     """
 
     ids: tuple[int, ...]
     context_span: Range
     question_start: int | None
-    is_own: bool
+    is_templates: bool
     parts: list[tuple[str, tuple[int, ...]]]
     text: str
 
@@ -172,18 +168,18 @@ class Asked:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Prepared:
+class ScoringInput:
     """An answer ready to be read.
 
     Attributes:
-      asked: the prompt.
+      prompt: what was asked.
       sequence: prompt and answer with their spans.
       parts: of prompt and answer, in words, with their ids.
       pieces: the answer's text, a piece a token.
       text: everything that was asked and answered.
     """
 
-    asked: Asked
+    prompt: PromptTokens
     sequence: TokenSequence
     parts: list[tuple[str, tuple[int, ...]]]
     pieces: tuple[str, ...]
@@ -192,5 +188,255 @@ class Prepared:
     @property
     def answer_tokens(self) -> slice:
         """Positions that emitted the answer's tokens."""
-        first = len(self.asked.ids) - 1
+        first = len(self.prompt.ids) - 1
         return slice(first, first + len(self.pieces))
+
+
+@dataclasses.dataclass(frozen=True)
+class _PromptText:
+    """A prompt as text and ids; offsets are None where the text makes other ids."""
+
+    text: str
+    ids: tuple[int, ...]
+    offsets: Sequence[Range] | None
+    begin: int  # character at which what was asked begins, if nothing else says so
+
+
+def _prompt_text(tokenizer: Any, given: AnswerToScore) -> _PromptText:
+    """Return the prompt that was really used."""
+    begin, has_special = 0, True
+    if given.messages is not None:
+        text = apply_template(tokenizer, given.messages)
+        begin = max(0, text.rfind(given.messages[-1]["content"].strip()))
+    elif given.prompt is not None:
+        text, bos = given.prompt, tokenizer.bos_token
+        has_special = bos is not None and text.startswith(bos)
+    else:
+        ids = given.prompt_ids
+        _check_ids(tokenizer, ids, "prompt_ids")
+        text = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    check_text(text, "the prompt")
+    encoded = tokenizer(
+        text, return_offsets_mapping=True, add_special_tokens=not has_special
+    )
+    ids = tuple(encoded["input_ids"])
+    offsets: Sequence[Range] | None = encoded["offset_mapping"]
+    if given.prompt_ids is not None and ids != given.prompt_ids:
+        ids, offsets = given.prompt_ids, None
+    return _PromptText(text, ids, offsets, begin)
+
+
+def _check_ids(tokenizer: Any, ids: Sequence[int], name: str) -> None:
+    """Refuse an empty list and ids that the model does not have."""
+    wrong = [i for i in ids if not 0 <= i < len(tokenizer)]
+    if wrong or not ids:
+        shown = wrong[0] if wrong else "none"
+        raise ValueError(
+            f"{name}: expected token ids from 0 to {len(tokenizer) - 1}, found {shown}"
+        )
+
+
+def _find_context(text: str, passages: Sequence[Passage]) -> Range | None:
+    """Find passages one after another; from the first one's begin to the last's end."""
+    edges: list[int] = []
+    for number, passage in enumerate(passages, start=1):
+        check_text(passage.text, f"passage {number}")
+        part, after = passage.text.strip(), edges[-1] if edges else 0
+        at = text.find(part, after)
+        if at < 0:
+            raise ValueError(
+                f"passage {number} is not in the prompt's text behind the one before; "
+                "give its exact words in the prompt's order, or a context_range"
+            )
+        if not edges and text.find(part, at + 1) >= 0:
+            raise ValueError(
+                f"passage {number} is in the prompt's text twice; give a context_range"
+            )
+        edges += [at, at + len(part)]
+    return (edges[0], edges[-1]) if edges else None
+
+
+def _find_question(text: str, question: str, after: int) -> Range:
+    """Find the last place of the question behind the context."""
+    check_text(question, "the question")
+    at = text.rfind(question.strip(), after)
+    if at < 0:
+        raise ValueError(
+            "the question is not in the prompt's text behind the context, where the "
+            "detector reads it; give its exact words, or a question_range"
+        )
+    return at, at + len(question.strip())
+
+
+def _ranges(
+    prompt: _PromptText, given: AnswerToScore
+) -> tuple[Range | None, Range | None]:
+    """Return the characters of context and question, as given or where they are."""
+    context = given.context_range or _find_context(prompt.text, given.context)
+    after = context[1] if context else 0
+    question = given.question_range
+    if question is None and given.question is not None:
+        question = _find_question(prompt.text, given.question, after)
+    for name, place in (("context", context), ("question", question)):
+        if place is not None and place[1] > len(prompt.text):
+            raise ValueError(
+                f"{name}_range: expected at most {len(prompt.text)}, the length of the "
+                f"prompt's text, found {place[1]}"
+            )
+    if question is not None and question[0] < after:
+        raise ValueError(
+            f"question_range begins at {question[0]}, before the context's end at "
+            f"{after}; the detector reads a question behind its context"
+        )
+    if prompt.offsets is None and (context or question):
+        raise ValueError(
+            "prompt_ids are not those that the tokenizer makes of their own text, so "
+            "no character of it can be placed in them; give the prompt's text instead"
+        )
+    return context, question
+
+
+def _prompt_as_given(
+    tokenizer: Any, template: PromptTemplate, given: AnswerToScore
+) -> PromptTokens:
+    """Return the prompt that was really used.
+
+    The question span begins where the question does if that is known; else as in
+    training, behind the context, or closed-book with the last message or the prompt.
+    """
+    prompt = _prompt_text(tokenizer, given)
+    context, question = _ranges(prompt, given)
+    from_template = None
+    if question is not None:
+        cut = [Passage(title="", text=prompt.text[slice(*context)])] if context else []
+        try:
+            from_template = build_prompt(
+                tokenizer,
+                template,
+                prompt.text[slice(*question)],
+                given.context or cut,
+            )
+        except ValueError:
+            pass  # the template cannot make it, so it is not the template's
+    is_templates = from_template is not None and from_template.ids == prompt.ids
+    start = None
+    if from_template is not None and is_templates:
+        span = from_template.context_span
+    elif prompt.offsets is None:
+        special = set(tokenizer.all_special_ids)
+        first = next((i for i, x in enumerate(prompt.ids) if x not in special), 0)
+        span = (first, first)
+    else:
+        begin = question[0] if question else prompt.begin
+        span = token_span(prompt.offsets, context or (0, 0), begin)
+        if question is not None:
+            start = token_span(prompt.offsets, question, begin)[0]
+    last = len(prompt.ids) - 1
+    if span[1] > last or (start or 0) > last:
+        raise ValueError(
+            "context and question lie before the last token of the prompt, at which "
+            "the answer begins; give the whole prompt, with what follows the question"
+        )
+    return PromptTokens(
+        ids=prompt.ids,
+        context_span=span,
+        question_start=None if start is None else max(start, span[1]),
+        is_templates=is_templates,
+        parts=[("the prompt", prompt.ids)],
+        text=prompt.text,
+    )
+
+
+def _prompt_from_template(
+    tokenizer: Any, template: PromptTemplate, given: AnswerToScore
+) -> PromptTokens:
+    """Return the prompt that the run's own template makes."""
+    question = str(given.question)
+    prompt = build_prompt(tokenizer, template, question, given.context)
+    texts = [("the question", question)]
+    texts += [
+        (f"passage {i}", f"{passage.title} {passage.text}".strip())
+        for i, passage in enumerate(given.context, start=1)
+    ]
+    return PromptTokens(
+        ids=prompt.ids,
+        context_span=prompt.context_span,
+        question_start=None,
+        is_templates=True,
+        parts=[(what, _continue(tokenizer, f" {text}")[0]) for what, text in texts],
+        text=" ".join(text for _, text in texts),
+    )
+
+
+def _continue(tokenizer: Any, text: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the ids of a text as it follows another, and the text piece by piece."""
+    encoded = encode_text(tokenizer, text, add_special_tokens=False)
+    stops = [stop for _, stop in encoded["offset_mapping"]]
+    pieces = (text[a:b] for a, b in itertools.pairwise([0, *stops]))
+    return tuple(encoded["input_ids"]), tuple(pieces)
+
+
+def _answer_tokens(
+    tokenizer: Any, template: PromptTemplate, given: AnswerToScore, stop: int | None
+) -> tuple[tuple[int, ...], tuple[str, ...], int | None]:
+    """Return the answer's ids, its text piece by piece, and the stop token."""
+    if given.answer_ids is None:
+        text = str(given.answer)
+        check_text(text, "the answer")
+        if given.uses_template:  # as the run's own begin; a chat's begins a line
+            text = ("" if template.chat else " ") + text.strip()
+        return (*_continue(tokenizer, text), stop)
+    ids = given.answer_ids
+    _check_ids(tokenizer, ids, "answer_ids")
+    if ids[-1] == stop or ids[-1] in tokenizer.all_special_ids:
+        ids, stop = ids[:-1], ids[-1]
+    return ids, tuple(tokenizer.decode([i]) for i in ids), stop
+
+
+def prepare(
+    tokenizer: Any,
+    template: PromptTemplate,
+    given: AnswerToScore,
+    *,
+    answer_span: AnswerSpan = "emitting",
+    stop_id: int | None = None,
+) -> ScoringInput:
+    """Make the sequence of an answer that exists.
+
+    Args:
+      tokenizer: a fast one, of the model that is to read it.
+      template: the run's own.
+      given: answer and prompt.
+      answer_span: as in training.
+      stop_id: what ended the answers in training; None takes the tokenizer's.
+
+    Raises:
+      ValueError: a text is empty or no text, holds control tokens, or is not where it
+        is said to be.
+    """
+    make = _prompt_from_template if given.uses_template else _prompt_as_given
+    prompt = make(tokenizer, template, given)
+    usual = tokenizer.eos_token_id if stop_id is None else stop_id
+    ids, pieces, stop = _answer_tokens(tokenizer, template, given, usual)
+    answer = Answer(
+        example_id="given",
+        setting=prompt.setting,
+        variant="original",
+        text="".join(pieces),
+        prompt_ids=prompt.ids,
+        token_ids=ids,
+        stop_id=stop,
+        context_span=prompt.context_span,
+    )
+    sequence = sequence_of(answer, answer_span=answer_span)
+    if prompt.question_start is not None:
+        spans = sequence.spans.copy()
+        spans[1, 0] = prompt.question_start
+        sequence = dataclasses.replace(sequence, spans=spans)
+    return ScoringInput(
+        prompt=prompt,
+        sequence=sequence,
+        parts=[*prompt.parts, ("the answer", ids)],
+        pieces=pieces,
+        text=f"{prompt.text} {answer.text}",
+    )

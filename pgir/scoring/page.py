@@ -37,7 +37,7 @@ P(correct) is one number for the whole answer, read from more than these
 probabilities. A token's title shows log p in nats.</p>
 {% for row in rows %}<article id="line-{{ row.line }}">
 {% if row.error %}<div class="bad">line {{ row.line }}: {{ row.error }}</div>
-{% else %}<span class="p">{{ row.p }}</span> {{ row.decision or "" }}
+{% else %}<span class="p">{{ row.p }}</span> {{ row.decision }}
 <small>line {{ row.line }}{% if row.id is not none %}, {{ row.id }}{% endif %}</small>
 {% endif %}{% if row.asked %}<div class="asked">{{ row.asked }}</div>
 {% endif %}<div class="answer">

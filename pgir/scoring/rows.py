@@ -1,10 +1,11 @@
 """A file of answers: whatever its layout, row by row, scored in the order given.
 
-Read are our own rows (the fields of `GivenAnswer`, and an id), lm-eval's
+Read are our own rows (the fields of `AnswerToScore`, and an id), lm-eval's
 `samples_*.jsonl` and FlashRAG's records, in any container that questions are read from.
 Where a log holds the prompt that was really used, that prompt is read.
 """
 
+import collections
 import dataclasses
 import itertools
 import json
@@ -12,16 +13,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from extract.datasets import fields
 from extract.datasets.fields import Record
 from extract.datasets.files.kinds import recognise
 from extract.datasets.files.streams import RecordStream
 from extract.datasets.loading import recognise_record
+from extract.records import Passage
 from extract.run.files import JsonLines, sha256_json
-from pgir.scoring.given import GivenAnswer
+from pgir.border import as_passages, as_text
+from pgir.scoring.given import ARGUMENTS, AnswerToScore
+from pgir.scoring.scorer import Score
 
 ROWS_TOGETHER = 512  # read, sorted by length and written together
-_OWN = tuple(field.name for field in dataclasses.fields(GivenAnswer))
 _LM_EVAL = "lm-eval samples"
 
 
@@ -41,34 +43,32 @@ class Row:
     line: int
     at: str
     id: str | int | None
-    given: GivenAnswer | str
+    given: AnswerToScore | str
     unread: tuple[str, ...]
     digest: str
 
 
-def _shown(record: Record, passages: Sequence[Mapping[str, str]]) -> dict[str, Any]:
+def _prompt_of(record: Record, passages: Sequence[Passage]) -> dict[str, Any]:
     """Return the prompt in a log, with those of the passages that are in it."""
-    found: Any = record.get("arguments", record.get("prompt"))
-    while isinstance(found, (list, dict)) and found and not _is_messages(found):
-        found = next(iter(found.values())) if isinstance(found, dict) else found[0]
-    if isinstance(found, str) and found.startswith("[{"):
+    prompt: Any = record.get("arguments", record.get("prompt"))
+    while isinstance(prompt, (list, dict)) and prompt and not _is_messages(prompt):
+        prompt = next(iter(prompt.values())) if isinstance(prompt, dict) else prompt[0]
+    if isinstance(prompt, str) and prompt.startswith("[{"):
         try:
-            found = json.loads(found)  # messages, as lm-eval writes them for servers
+            prompt = json.loads(prompt)  # messages, as lm-eval writes them for servers
         except ValueError:
             pass
-    if _is_messages(found):
-        text = "\n".join(str(one.get("content")) for one in found)
-        shown = [p for p in passages if p["text"] in text]
-        return {"messages": found, "context": shown}
-    if isinstance(found, str) and found:
-        shown = [p for p in passages if p["text"] in found]
-        return {"prompt": found, "context": shown}
-    return {"context": list(passages)}
+    if _is_messages(prompt):
+        text = "\n".join(str(message.get("content")) for message in prompt)
+        return {"messages": prompt, "context": [p for p in passages if p.text in text]}
+    if isinstance(prompt, str) and prompt:
+        return {"prompt": prompt, "context": [p for p in passages if p.text in prompt]}
+    return {"context": passages}
 
 
 def _is_messages(value: Any) -> bool:
     return isinstance(value, list) and all(
-        isinstance(one, Mapping) and "role" in one for one in value
+        isinstance(message, Mapping) and "role" in message for message in value
     )
 
 
@@ -81,57 +81,46 @@ def _of_log(record: Record) -> dict[str, Any]:
     response: Any = record.get("resps") or record.get("filtered_resps")
     while isinstance(response, list) and response:
         response = response[0]
-    passages = [{"title": p.title, "text": p.text} for p in question.passages]
-    told = _shown(record, passages)
-    text = told.get("prompt") or str(told.get("messages", question.question))
-    asked = {"question": question.question} if question.question in text else {}
-    return {**told, **asked, "answer": response}
-
-
-def _passage(found: Any) -> dict[str, str]:
-    """Return a passage; in `contents` its title is the line before its text."""
-    if not isinstance(found, Mapping):
-        return {"title": "", "text": fields.expect(found, str, "context")}
-    if "contents" in found:
-        contents = fields.expect(found["contents"], str, "contents")
-        title, _, text = contents.partition("\n")
-        return {"title": title, "text": text} if text else {"title": "", "text": title}
-    text = fields.expect(found.get("text"), str, "text")
-    return {"title": fields.expect(found.get("title", ""), str, "title"), "text": text}
+    arguments = _prompt_of(record, question.passages)
+    text = arguments.get("prompt") or str(arguments.get("messages", question.question))
+    if question.question in text:
+        arguments["question"] = question.question
+    return {**arguments, "answer": response}
 
 
 def _of_flashrag(record: Record) -> dict[str, Any]:
     """Read FlashRAG's record: the prediction, its prompt, and what was retrieved."""
     output = record.get("output")
     output = {**record, **output} if isinstance(output, dict) else record
-    answer = output.get("pred", output.get("answer"))
-    fields.expect(answer, str, "output.pred")
-    retrieved = output.get("retrieval_result") or output.get("context") or []
-    context = [_passage(one) for one in fields.expect(retrieved, list, "context")]
-    told = _shown({"prompt": output.get("prompt")}, context)
-    if len(told["context"]) < len(context):
+    answer = as_text(output.get("pred", output.get("answer")), "output.pred")
+    retrieved = output.get("retrieval_result") or output.get("context")
+    context = as_passages(retrieved, "context")
+    arguments = _prompt_of({"prompt": output.get("prompt")}, context)
+    if len(arguments["context"]) < len(context):
         raise ValueError(
-            f"{len(context) - len(told['context'])} of {len(context)} retrieved "
+            f"{len(context) - len(arguments['context'])} of {len(context)} retrieved "
             "passages are not in its prompt, so what the model was shown is unclear"
         )
-    return {**told, "question": record.get("question"), "answer": answer}
+    return {**arguments, "question": record.get("question"), "answer": answer}
 
 
-def _told(record: Record) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the arguments of a `GivenAnswer`, and the fields that are not read."""
+def _arguments(record: Record) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the arguments of an `AnswerToScore`, and the fields that are not read."""
     known = recognise_record(record)
     if known is not None and known.name == _LM_EVAL:
         return _of_log(record), ()
     if "golden_answers" in record and not isinstance(record.get("answer"), str):
         return _of_flashrag(record), ()
-    unread = tuple(name for name in record if name not in (*_OWN, "id"))
-    told = {name: record[name] for name in _OWN if name in record}
-    if told.keys() <= {"question", "context"}:
+    unread = tuple(name for name in record if name not in (*ARGUMENTS, "id"))
+    arguments = {name: record[name] for name in ARGUMENTS if name in record}
+    if arguments.get("context") == "":  # an empty cell of a table is no passage
+        del arguments["context"]
+    if arguments.keys() <= {"question", "context"}:
         raise ValueError(
-            f"no 'answer'; expected the fields {', '.join(_OWN[:3])} (or prompt, "
+            f"no 'answer'; expected the fields {', '.join(ARGUMENTS[:3])} (or prompt, "
             f"messages, …), found {', '.join(map(repr, record)) or 'none'}"
         )
-    return told, unread
+    return arguments, unread
 
 
 def read_rows(path: Path) -> Iterator[Row]:
@@ -141,15 +130,15 @@ def read_rows(path: Path) -> Iterator[Row]:
       ValueError: the file is not JSON, a table or Parquet, or is cut off.
     """
     for raw in RecordStream(path, recognise(path)):
-        given: GivenAnswer | str = raw.problem or "no record"
+        given: AnswerToScore | str = raw.problem or "no record"
         unread: tuple[str, ...] = ()
         name = None
         if raw.value is not None:
             name = raw.value.get("id", raw.value.get("doc_id"))
             name = name if isinstance(name, (str, int)) else None
             try:
-                told, unread = _told(raw.value)
-                given = GivenAnswer(**told)
+                arguments, unread = _arguments(raw.value)
+                given = AnswerToScore(**arguments)
             except ValueError as error:
                 given = str(error)
         yield Row(
@@ -180,40 +169,41 @@ class Tally:
 
     Attributes:
       n_done: rows with a result, those of an earlier call included.
-      n_trusted: those whose decision is "trust".
-      n_abstained: those whose decision is "abstain".
+      decisions: how many rows have each decision, bad ones apart.
       bad: for each row without a score, where it lies and why.
       unread: how many rows have a field that is not read, by its name.
     """
 
     n_done: int = 0
-    n_trusted: int = 0
-    n_abstained: int = 0
+    decisions: collections.Counter[str] = dataclasses.field(
+        default_factory=collections.Counter
+    )
     bad: list[str] = dataclasses.field(default_factory=list)
     unread: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def add(self, row: Row, result: Mapping[str, Any]) -> None:
         """Count one result."""
         self.n_done += 1
-        self.n_trusted += result.get("decision") == "trust"
-        self.n_abstained += result.get("decision") == "abstain"
         if "error" in result:
             self.bad.append(f"{row.at}: {result['error']}")
+        else:
+            self.decisions[result["decision"]] += 1
         for name in row.unread:
             self.unread[name] = self.unread.get(name, 0) + 1
 
     def in_words(self) -> str:
         """Say what became of the rows."""
         text = (
-            f"{self.n_done} rows: {self.n_trusted} trusted, {self.n_abstained} "
-            f"abstained, {len(self.bad)} bad"
+            f"{self.n_done} rows: {self.decisions['trust']} trusted, "
+            f"{self.decisions['distrust']} distrusted, {self.decisions['unknown']} "
+            f"unknown, {len(self.bad)} bad"
         )
         names = [f"{name!r} ({n})" for name, n in self.unread.items()]
         return f"{text}; fields not read: {', '.join(names)}" if names else text
 
 
 def score_rows(
-    score: Callable[[list[GivenAnswer | str]], list[dict[str, Any]]],
+    score: Callable[[list[AnswerToScore]], list[Score]],
     rows: Iterable[Row],
     identity: str,
     out: JsonLines | None,
@@ -223,7 +213,7 @@ def score_rows(
     """Score rows in order; those that `out` has already are not scored again.
 
     Args:
-      score: `Scorer.results`, of some rows at a time.
+      score: `Scorer.score_many`, of some rows at a time.
       rows: of a file.
       identity: of the detector, so that no file mixes two detectors' numbers.
       out: results of an earlier call; None where there is none.
@@ -231,24 +221,34 @@ def score_rows(
       each: called with every row and its result, in order.
 
     Raises:
-      ValueError: `out` has results of other rows or of another detector.
+      ValueError: `out` has results that were edited, or of other rows or another
+        detector.
     """
     stream = iter(rows)
-    for number, old in enumerate(out.rows() if out else (), start=1):
+    for number, result in enumerate(out.rows() if out else (), start=1):
         row = next(stream, None)
-        if row is None or old.get("key") != _key(row, identity):
+        if row is None or result.get("key") != _key(row, identity):
             raise ValueError(
                 f"{out.path}, line {number}: is of another row or another detector; "
                 "give a new --out, or delete it to score all again"
             )
-        each(row, old)
+        if result.pop("check", None) != _check(result):
+            raise ValueError(
+                f"{out.path}, line {number}: was edited since it was written; put the "
+                "line back, or delete the file to score all again"
+            )
+        each(row, result)
     while some := list(itertools.islice(stream, ROWS_TOGETHER)):
-        found = score([row.given for row in some])
-        results = [
-            {"line": row.line, "id": row.id, "key": _key(row, identity), **result}
-            for row, result in zip(some, found, strict=True)
-        ]
-        write([json.dumps(result, allow_nan=False) for result in results])
+        readable = [row.given for row in some if isinstance(row.given, AnswerToScore)]
+        scores = iter(score(readable))
+        results = []
+        for row in some:
+            is_bad = isinstance(row.given, str)
+            made = {"error": row.given} if is_bad else next(scores).as_json()
+            made = {"error": made["error"]} if "error" in made else made
+            ids = {"line": row.line, "id": row.id, "key": _key(row, identity)}
+            results.append(ids | made)
+        write([_to_line(result) for result in results])
         for row, result in zip(some, results, strict=True):
             each(row, result)
 
@@ -256,3 +256,12 @@ def score_rows(
 def _key(row: Row, identity: str) -> str:
     """Identity of a result: the record and the detector."""
     return sha256_json([row.digest, identity])[:16]
+
+
+def _check(result: Mapping[str, Any]) -> str:
+    """Return what a result's line is checked by when it is read again."""
+    return sha256_json(result)[:16]
+
+
+def _to_line(result: Mapping[str, Any]) -> str:
+    return json.dumps({**result, "check": _check(result)}, allow_nan=False)

@@ -1,37 +1,48 @@
-"""Scoring answers that exist: the calls for a user who has question and answer."""
+"""Scoring answers that exist: the calls for a user who has question and answer.
+
+A warning leaves the number; where the detector cannot judge, the decision is
+"unknown", with its reason. Limits come from training: lengths, scripts, and the ranges
+of the signals, see `jaxprobe.scope`.
+"""
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 
-from extract.backbone.loading import load_backbone
-from extract.backbone.names import model_path
+from extract.backbone.loading import Backbone, load_backbone
+from extract.backbone.names import BackboneConfig, model_path, own_device
 from extract.generate.prompts import apply_template
 from extract.generate.requests import (
     GenerationConfig,
+    PromptModel,
     answer_config,
     plan_batches,
 )
-from extract.records import Setting
+from extract.records import SETTINGS, Setting
 from extract.run.directory import RunDir
 from extract.run.manifest import read_manifest
 from jaxprobe.detector import Detector, HeadName, Scores
-from jaxprobe.scope import Threshold
+from jaxprobe.features.families import Features
+from jaxprobe.features.reading import SPAN_NAMES, SPANS
+from jaxprobe.features.subsets import FAMILIES
+from jaxprobe.scope import Threshold, count_scripts, share_outside
 from jaxprobe.settings import set_compiler
+from pgir.border import as_count, as_messages, as_path, as_rows, as_texts, refuse
 from pgir.bridge import ProbedBackbone
-from pgir.scoring.given import GivenAnswer, Prepared
-from pgir.scoring.scope import warn_after, warn_before, why_not
-from pgir.scoring.sequences import prepare
+from pgir.scoring.given import AnswerToScore, ScoringInput, as_answer, prepare
 
 BATCH_SIZE = 64  # one of the bridge's padded numbers of examples: few compilations
+MOST_UNKNOWN = 0.5  # share of a text's tokens that the model may not know
+_MOST_FOREIGN = 0.1  # share of letters in a script that training did not have
 _HEADS: dict[Setting, HeadName] = {
     "closed_book": "closed_book",
     "with_context": "single_pass",
 }
-Decision = Literal["trust", "abstain"]
+Decision = Literal["trust", "distrust", "unknown"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,31 +51,36 @@ class Score:
 
     Attributes:
       p_correct: calibrated probability that the answer is correct, in [0, 1]; None
-        where the detector abstains because it cannot read the answer to any use.
+        where the answer cannot be read to any use.
       raw: the fused score before calibration, in [0, 1]; None likewise.
       encoders: each selected encoder's own score, in [0, 1].
       decision: "trust" from the threshold of `beatrice calibrate --precision` on,
-        "abstain" below it and where `p_correct` is None; None where the detector has
-        no threshold.
-      reason: why it abstains, in words.
+        "distrust" below it; "unknown" where `p_correct` is None, or where no threshold
+        reaches that precision.
+      reason: why it is not trusted, in words.
       warnings: what makes the number less reliable, in words.
       tokens: the answer's text, a piece a token.
       log_probs: of each token, log p in nats under the backbone, at most 0.
+      error: what is wrong with the row, where `score_many` could not read it as an
+        answer at all; `reason` says the same.
     """
 
-    p_correct: float | None
-    raw: float | None
-    encoders: dict[str, float]
-    decision: Decision | None
-    reason: str | None
-    warnings: tuple[str, ...]
-    tokens: tuple[str, ...]
-    log_probs: tuple[float, ...]
+    p_correct: float | None = None
+    raw: float | None = None
+    encoders: dict[str, float] = dataclasses.field(default_factory=dict)
+    decision: Decision = "unknown"
+    reason: str | None = None
+    warnings: tuple[str, ...] = ()
+    tokens: tuple[str, ...] = ()
+    log_probs: tuple[float, ...] = ()
+    error: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        found = dataclasses.asdict(self)
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in found.items()}
+        """Return the fields as JSON values; `error` only where there is one."""
+        fields = dataclasses.asdict(self)
+        if self.error is None:
+            del fields["error"]
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
 
 
 class Scorer:
@@ -89,236 +105,241 @@ class Scorer:
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (it is frozen)
     ) -> None:
         """Check that the two belong together; see `load` for those of a run."""
-        backbone = getattr(model, "backbone", model)
-        self._probed = ProbedBackbone(backbone, detector, generation)
+        self._probed = ProbedBackbone(_loaded(model), detector, generation)
 
     @classmethod
-    def load(cls, path: Path, *, model: str | None = None) -> "Scorer":
+    def load(
+        cls,
+        path: Path | str,
+        *,
+        model: Any = None,
+        device: str | None = None,
+        dtype: str | None = None,
+    ) -> "Scorer":
         """Load the detector of a run and its backbone.
 
         JAX compiles as the run's stages do, into the same cache on disk.
 
         Args:
           path: run directory.
-          model: where the backbone lies, if not where the run found it.
+          model: where the backbone lies, if not where the run found it; or a
+            `Backbone` that is in memory, or an object that has one as its `backbone`.
+          device: of the backbone, such as "cpu" or "cuda:0"; None takes the run's, or
+            the processor where the run's GPU is not there.
+          dtype: of its weights; None takes the run's, in which the detector was
+            trained.
 
         Raises:
           ValueError: no detector there yet, or the backbone is another one.
         """
+        path = as_path(path, "path")
         read_manifest(path)  # refuses what is no run
         run = RunDir(path)
         folder = run.finished_detector()
         set_compiler(run.preset)
         detector = Detector.load(folder)
-        name = model or detector.facts["model"]
         generation = answer_config(run, is_recorded=False).generation
-        backbone = load_backbone(
-            model_path(name), dtype=detector.facts.get("model_dtype", "float32")
-        )
         answering = GenerationConfig(
             max_new_tokens=generation.max_new_tokens, stop=generation.stop
         )
-        return cls(backbone, detector, answering)
+        if model is None or isinstance(model, (str, Path)):
+            config = run.section("backbone", BackboneConfig)
+            model = load_backbone(
+                model_path(str(model or detector.facts["model"])),
+                dtype=_dtype(dtype or detector.facts.get("model_dtype", "float32")),
+                device=_device(device, config),
+            )
+        elif device is not None or dtype is not None:
+            raise ValueError(
+                "device and dtype are those of the model in memory; give a path to "
+                "choose them"
+            )
+        return cls(model, detector, answering)
 
     def threshold(self, setting: Setting) -> Threshold | None:
         """Return at which P answers of a setting are trusted, and how often rightly."""
+        if setting not in SETTINGS:
+            refuse("setting", f"one of {', '.join(SETTINGS)}", setting)
         head = self._probed.detector.heads.get(_HEADS[setting])
         return head.threshold if head else None
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Return messages as the text that the model reads, in which ranges count."""
+        checked = as_messages(messages, "messages")
         with self._probed.lock:
-            return apply_template(self._probed.backbone.tokenizer, messages)
+            return apply_template(self._probed.backbone.tokenizer, checked)
 
     def answer(self, questions: Sequence[str]) -> list[str]:
         """Return the backbone's closed-book answers, as the run's own were written."""
-        probed, none = self._probed, [()] * len(questions)
-        requests = probed.requests("closed_book", questions, none)
-        return [answer.text for answer in probed.answer(requests)]
+        texts = as_texts(questions, "questions")
+        requests = self._probed.requests("closed_book", texts, [()] * len(texts))
+        return [answer.text for answer in self._probed.answer(requests)]
 
     def score(
         self,
         question: str | None = None,
         answer: str | None = None,
-        context: str | Sequence[str | Mapping[str, str]] | None = None,
-        **told: Any,
+        context: Any = None,
+        *,
+        prompt: str | None = None,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        prompt_ids: Sequence[int] | None = None,
+        answer_ids: Sequence[int] | None = None,
+        context_range: tuple[int, int] | None = None,
+        question_range: tuple[int, int] | None = None,
     ) -> Score:
         """Return P(the answer is correct) from one forward pass.
 
         Args:
           question: as the model was asked.
           answer: its answer, or anybody's; it is read as if the model had written it.
-          context: the passages the model was shown, each a text or `{"title", "text"}`;
-            None for closed-book.
-          **told: the prompt that was really used, see `GivenAnswer`: `prompt`,
-            `messages` or `prompt_ids`, and `answer_ids`, `context_range`,
-            `question_range`.
+          context: the passages the model was shown: a text, a mapping with `text` and
+            `title`, a document with `page_content`, or a sequence of these; None for
+            closed-book.
+          prompt: the text that was really sent to be completed.
+          messages: the chat that was really sent, each with `role` and `content`.
+          prompt_ids: the ids that the model really read.
+          answer_ids: the ids that it wrote.
+          context_range: characters `[start, stop)` of the context in the prompt's text.
+          question_range: likewise of the question. See `AnswerToScore` for all.
 
         Raises:
           ValueError: an argument is of another type, a text is empty or holds control
             tokens, or is not where it is said to be; or the run has not its setting.
         """
-        row = {"question": question, "answer": answer, "context": context, **told}
-        return self.score_prepared([self.prepare(row)])[0]
+        given = AnswerToScore(
+            question=question,
+            answer=answer,
+            context=context,
+            prompt=prompt,
+            messages=messages,
+            prompt_ids=prompt_ids,
+            answer_ids=answer_ids,
+            context_range=context_range,
+            question_range=question_range,
+        )
+        return self._score_inputs([self._prepare(given)], BATCH_SIZE)[0]
 
-    def score_many(
-        self,
-        rows: Iterable[GivenAnswer | Mapping[str, Any]],
-        batch_size: int = BATCH_SIZE,
-    ) -> list[Score]:
+    def score_many(self, rows: Any, batch_size: int = BATCH_SIZE) -> list[Score]:
         """Return the scores of many answers, in the order of the rows.
 
         Answers of similar length share forward passes. Numbers are those of `score`
-        up to rounding.
+        up to rounding. A row that `score` would refuse gives a score in its place that
+        has no P, the decision "unknown" and the `error`; the others are scored.
 
         Args:
-          rows: each a `GivenAnswer`, or a mapping of what `score` takes.
+          rows: a list of rows or a data frame. A row is a mapping of what `score`
+            takes, or a tuple of question, answer and perhaps context.
           batch_size: most answers in one forward pass.
 
         Raises:
-          ValueError: of a row, as `score`; the message names it, from 0.
+          ValueError: there is no list of rows, or the batch size is no such number.
         """
-        prepared = []
-        for number, row in enumerate(rows):
+        batch_size = as_count(batch_size, "batch_size")
+        inputs: dict[int, ScoringInput] = {}
+        scores: dict[int, Score] = {}
+        n_rows = 0
+        for i, row in enumerate(as_rows(rows, "rows")):
+            n_rows += 1
             try:
-                prepared.append(self.prepare(row))
+                inputs[i] = self._prepare(as_answer(row))
             except ValueError as error:
-                raise ValueError(f"row {number}: {error}") from None
-        return self.score_prepared(prepared, batch_size)
+                scores[i] = Score(reason=str(error), error=str(error))
+        done = self._score_inputs(list(inputs.values()), batch_size)
+        scores |= zip(inputs, done, strict=True)
+        return [scores[i] for i in range(n_rows)]
 
-    def results(
-        self, rows: Sequence[GivenAnswer | str], batch_size: int = BATCH_SIZE
-    ) -> list[dict[str, Any]]:
-        """Return scores as JSON values; a row that has none says why in `error`.
-
-        Args:
-          rows: each an answer, or what is wrong with it.
-          batch_size: most answers in one forward pass.
-        """
-        prepared, found = {}, {}
-        for i, row in enumerate(rows):
-            try:
-                if isinstance(row, str):
-                    raise ValueError(row)
-                prepared[i] = self.prepare(row)
-            except ValueError as error:
-                found[i] = {"error": str(error)}
-        scores = self.score_prepared(list(prepared.values()), batch_size)
-        for i, score in zip(prepared, scores, strict=True):
-            found[i] = score.as_json()
-        return [found[i] for i in range(len(rows))]
-
-    def prepare(self, row: GivenAnswer | Mapping[str, Any]) -> Prepared:
-        """Check one row and make its sequence; the model is not asked.
+    def _prepare(self, given: AnswerToScore) -> ScoringInput:
+        """Make the sequence of an answer; the model is not asked.
 
         Raises:
           ValueError: as `score`.
         """
-        if not isinstance(row, GivenAnswer):
-            names = {field.name for field in dataclasses.fields(GivenAnswer)}
-            if odd := sorted(map(str, row.keys() - names)):
-                raise ValueError(
-                    f"unknown argument {odd[0]!r}; known are {', '.join(sorted(names))}"
-                )
-            row = GivenAnswer(**row)
-        stop = self._probed.detector.facts.get("stop_id")
-        with self._probed.lock:
+        probed = self._probed
+        stop = probed.detector.facts.get("stop_id")
+        with probed.lock:
             prepared = prepare(
-                self._probed.backbone.tokenizer,
-                self._probed.template,
-                row,
-                answer_span=self._probed.answer_span,
+                probed.backbone.tokenizer,
+                probed.template,
+                given,
+                answer_span=probed.answer_span,
                 stop_id=int(stop) if stop else None,
             )
-        heads = self._probed.detector.heads
-        if _HEADS[prepared.asked.setting] not in heads:
-            has = next(setting for setting, head in _HEADS.items() if head in heads)
+        heads = probed.detector.heads
+        if _HEADS[prepared.prompt.setting] not in heads:
+            known = next(setting for setting, head in _HEADS.items() if head in heads)
             raise ValueError(
-                f"this answer is {prepared.asked.setting}, and the run was trained on "
-                f"{has} answers alone: score one of those, or make a run with both "
+                f"this answer is {prepared.prompt.setting}, and the run was trained on "
+                f"{known} answers alone: score one of those, or make a run with both "
                 "settings"
             )
         return prepared
 
-    def score_prepared(
-        self, prepared: Sequence[Prepared], batch_size: int = BATCH_SIZE
+    def _score_inputs(
+        self, inputs: Sequence[ScoringInput], batch_size: int
     ) -> list[Score]:
-        """Return the scores of rows that are prepared, see `score_many`."""
+        """Return the scores of answers that are prepared, see `score_many`."""
         probed = self._probed
         scores: dict[int, Score] = {}
-        for i, one in enumerate(prepared):
-            reason = why_not(probed.backbone, one)
+        for i, prepared in enumerate(inputs):
+            reason = _why_unreadable(probed.backbone, prepared)
             if reason is not None:
-                scores[i] = _abstain(one, reason, self._warn(one))
+                warnings = _warn_before(probed.detector, probed.backbone, prepared)
+                scores[i] = _unknown(prepared, reason, warnings)
         for setting in _HEADS:
             rows = [
                 i
-                for i, one in enumerate(prepared)
-                if one.asked.setting == setting and i not in scores
+                for i, prepared in enumerate(inputs)
+                if prepared.prompt.setting == setting and i not in scores
             ]
-            lengths = [len(prepared[i].sequence.ids) for i in rows]
+            lengths = [len(inputs[i].sequence.ids) for i in rows]
             at_once = min(batch_size, probed.rows_at_once(setting))
-            for batch in self._batches(lengths, at_once):
-                chosen = [rows[j] for j in batch]
-                with probed.lock:
-                    found = self._score(setting, [prepared[i] for i in chosen])
-                scores.update(zip(chosen, found, strict=True))
-        return [scores[i] for i in range(len(prepared))]
+            for batch in plan_batches(lengths, probed.config):
+                for first in range(0, len(batch), at_once):
+                    chosen = [rows[j] for j in batch[first : first + at_once]]
+                    with probed.lock:
+                        done = self._score_batch(setting, [inputs[i] for i in chosen])
+                    scores |= zip(chosen, done, strict=True)
+        return [scores[i] for i in range(len(inputs))]
 
-    def _warn(self, prepared: Prepared) -> list[str]:
-        """Say what can be told of a row without the model."""
-        return warn_before(self._probed.detector, self._probed.backbone, prepared)
-
-    def _batches(
-        self, lengths: Sequence[int], batch_size: int
-    ) -> list[tuple[int, ...]]:
-        """Group rows by length, within the budget of tokens and of rows."""
-        return [
-            batch[first : first + batch_size]
-            for batch in plan_batches(lengths, self._probed.config)
-            for first in range(0, len(batch), batch_size)
-        ]
-
-    def _score(self, setting: Setting, prepared: Sequence[Prepared]) -> list[Score]:
+    def _score_batch(
+        self, setting: Setting, inputs: Sequence[ScoringInput]
+    ) -> Iterator[Score]:
         """Score answers of one setting in one forward pass."""
-        probed = self._probed
-        reading = probed.read_sequences([one.sequence for one in prepared])
+        probed, detector = self._probed, self._probed.detector
+        reading = probed.read_sequences([prepared.sequence for prepared in inputs])
         features = probed.features(reading, setting)
-        detector = probed.detector
         scores = (
             detector.score_single_pass(features)
             if setting == "with_context"
             else detector.score_closed_book(features)
-        ).first(len(prepared))
-        outside = warn_after(detector, features, len(prepared), setting)
-        return [
-            self._one(setting, i, scores, one, signals.prob[one.answer_tokens, 1], more)
-            for i, (one, signals, more) in enumerate(
-                zip(prepared, reading.signals, outside, strict=True)
-            )
-        ]
+        ).first(len(inputs))
+        outside = _warn_after(detector, features, len(inputs), setting)
+        for i, prepared in enumerate(inputs):
+            warnings = _warn_before(detector, probed.backbone, prepared) + outside[i]
+            surprisal = reading.signals[i].prob[prepared.answer_tokens, 1]
+            yield self._make_score(setting, prepared, scores, i, surprisal, warnings)
 
-    def _one(
+    def _make_score(
         self,
         setting: Setting,
-        i: int,
+        prepared: ScoringInput,
         scores: Scores,
-        prepared: Prepared,
+        i: int,
         surprisal: np.ndarray,
-        outside: list[str],
+        warnings: list[str],
     ) -> Score:
         """Put together what is known of one answer."""
-        warnings = [*self._warn(prepared), *outside]
         if not np.isfinite(scores.raw[i]):
             reason = "the model's signals of this answer are not finite numbers"
-            return _abstain(prepared, reason, warnings)
+            return _unknown(prepared, reason, warnings)
         p_correct = float(scores.p_correct[i])
         decision, reason = _decide(p_correct, self.threshold(setting))
-        own = map(float, scores.encoders[i])
+        values = map(float, scores.encoders[i])
         return Score(
             p_correct=p_correct,
             raw=float(scores.raw[i]),
-            encoders=dict(zip(scores.encoder_names, own, strict=True)),
+            encoders=dict(zip(scores.encoder_names, values, strict=True)),
             decision=decision,
             reason=reason,
             warnings=tuple(warnings),
@@ -327,31 +348,140 @@ class Scorer:
         )
 
 
+def _loaded(model: Any) -> Backbone:
+    """Return the backbone that an object is or has."""
+    backbone = getattr(model, "backbone", model)
+    if not isinstance(backbone, Backbone):
+        refuse(
+            "model",
+            "a path or Hub id, a Backbone (`Backbone.from_model(model, tokenizer)` "
+            "makes one of a Transformers model), or an object that has one as its "
+            "backbone",
+            model,
+        )
+    return backbone
+
+
+def _device(device: Any, config: BackboneConfig) -> str:
+    """Return where a run's model computes here: as asked, else as in the run."""
+    if device is not None:
+        if not isinstance(device, (str, torch.device)):
+            refuse("device", "a Torch device, such as 'cpu' or 'cuda:0'", device)
+        return own_device(str(device), torch.cuda.device_count())
+    if config.device == "cuda" and not torch.cuda.is_available():
+        return "cpu"
+    return own_device(config.device, torch.cuda.device_count())
+
+
+def _dtype(dtype: Any) -> Any:
+    """Return the name of a dtype; Torch's own are known by theirs."""
+    if isinstance(dtype, torch.dtype):
+        return str(dtype).removeprefix("torch.")
+    return dtype
+
+
 def _decide(
     p_correct: float, threshold: Threshold | None
-) -> tuple[Decision | None, str | None]:
+) -> tuple[Decision, str | None]:
     """Return whether an answer is trusted, and why not."""
     if threshold is None:
-        return None, None
+        return "unknown", (
+            "the detector has no threshold; `beatrice calibrate --precision` finds one"
+        )
     if threshold.p_correct is None:
-        return "abstain", threshold.in_words()
+        return "unknown", threshold.in_words()
     if p_correct >= threshold.p_correct:
         return "trust", None
-    return "abstain", (
+    return "distrust", (
         f"P {p_correct:.4f} is below {threshold.p_correct:.4f}, from which on "
         f"validation answers had precision {threshold.precision:.3f}"
     )
 
 
-def _abstain(prepared: Prepared, reason: str, warnings: Sequence[str]) -> Score:
+def _unknown(prepared: ScoringInput, reason: str, warnings: Sequence[str]) -> Score:
     """Return the score of an answer that cannot be read."""
-    return Score(
-        p_correct=None,
-        raw=None,
-        encoders={},
-        decision="abstain",
-        reason=reason,
-        warnings=tuple(warnings),
-        tokens=prepared.pieces,
-        log_probs=(),
-    )
+    return Score(reason=reason, warnings=tuple(warnings), tokens=prepared.pieces)
+
+
+def _why_unreadable(model: PromptModel, prepared: ScoringInput) -> str | None:
+    """Say why an answer cannot be read to any use, or return None."""
+    n_tokens = len(prepared.sequence.ids)
+    if model.max_length is not None and n_tokens > model.max_length:
+        return (
+            f"prompt and answer have {n_tokens} tokens, but {model.name} has a "
+            f"window of {model.max_length}; give fewer or shorter passages"
+        )
+    for what, ids in prepared.parts:
+        n_unknown = ids.count(model.tokenizer.unk_token_id)  # 0 where it is None
+        if n_unknown > MOST_UNKNOWN * len(ids):
+            return (
+                f"{what} has {n_unknown} of {len(ids)} tokens that {model.name} "
+                "does not know, so its signals mean nothing; use a backbone that reads "
+                "this script or vocabulary"
+            )
+    return None
+
+
+def _warn_before(
+    detector: Detector, model: PromptModel, prepared: ScoringInput
+) -> list[str]:
+    """Say what can be told without the model."""
+    facts, prompt = detector.facts, prepared.prompt
+    warnings = []
+    if not prompt.is_templates:
+        chat = "with" if facts.get("chat") == "yes" else "without"
+        warnings.append(
+            "the prompt is not the detector's own (template "
+            f"{facts.get('template', 'unknown')!r}, {chat} chat template): P was "
+            "calibrated under that one, and how far it holds here is not known"
+        )
+    unknown = model.tokenizer.unk_token_id
+    for what, ids in prepared.parts:
+        if n_unknown := ids.count(unknown):
+            warnings.append(
+                f"{what} has {n_unknown} of {len(ids)} tokens unknown to the model"
+            )
+    bank = detector.banks.get(prompt.setting)
+    lengths = np.diff(prepared.sequence.spans)[:, 0]
+    longest = bank.lengths if bank else ()  # empty where unknown
+    for span, most in zip(SPANS[prompt.setting], longest, strict=False):
+        if lengths[span] > most:
+            warnings.append(
+                f"the {SPAN_NAMES[span]} has {lengths[span]} tokens, more than any "
+                f"that the detector was made with ({most})"
+            )
+    return warnings + _warn_of_script(facts.get("scripts", ""), prepared.text)
+
+
+def _warn_of_script(known: str, text: str) -> list[str]:
+    """Warn of letters in scripts that the training texts did not have."""
+    counts = count_scripts(text)
+    foreign = {s: n for s, n in counts.items() if s not in known.split()}
+    if not known or sum(foreign.values()) <= _MOST_FOREIGN * counts.total():
+        return []
+    return [
+        f"{sum(foreign.values())} of {counts.total()} letters are in a script that the "
+        f"detector's training did not have ({', '.join(sorted(foreign))}; it had "
+        f"{', '.join(known.split())})"
+    ]
+
+
+def _warn_after(
+    detector: Detector, features: Features, n: int, setting: Setting
+) -> list[list[str]]:
+    """Say, of each of the first `n` answers, which signals are unlike training's."""
+    bank = detector.banks.get(setting)
+    if bank is None or bank.scope is None:
+        return [[] for _ in range(n)]
+    shares = share_outside(features, bank.dims, bank.scope.low, bank.scope.high)
+    return [
+        [
+            f"{share:.1%} of the {family} signals lie outside the range of 99.8 % of "
+            f"training's; of 999 in 1,000 validation answers at most {limit:.1%} do"
+            for family, share, limit in zip(
+                FAMILIES, row, bank.scope.limits, strict=True
+            )
+            if share > limit
+        ]
+        for row in shares[:n]
+    ]

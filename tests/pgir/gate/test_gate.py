@@ -48,8 +48,8 @@ def test_the_draft_is_the_backbones_answer_and_its_score(scorer):
     assert strict(scorer).draft([]) == []
 
 
-def draft(p, retrieve=True):
-    return Draft(question=QUESTION, answer="own", p_correct=p, retrieve=retrieve)
+def draft(p, decision="distrust"):
+    return Draft(question=QUESTION, answer="own", p_correct=p, decision=decision)
 
 
 def test_of_two_answers_that_do_not_stand_the_better_is_kept(scorer):
@@ -57,7 +57,7 @@ def test_of_two_answers_that_do_not_stand_the_better_is_kept(scorer):
     gate = strict(scorer)
     kept = gate.keep(draft(theirs - 0.01), ANSWER, [PASSAGE])
     assert kept == Kept(
-        answer=ANSWER, p_correct=theirs, is_grounded=True, is_trusted=False
+        answer=ANSWER, p_correct=theirs, is_grounded=True, decision="distrust"
     )
     assert gate.keep(draft(theirs + 0.01), ANSWER, [PASSAGE]).answer == "own"
     assert gate.keep(draft(theirs), ANSWER, [PASSAGE]).answer == "own"  # a tie
@@ -67,16 +67,10 @@ def test_of_two_answers_that_do_not_stand_the_better_is_kept(scorer):
 def test_the_first_answer_that_stands_is_kept_though_the_other_is_better(scorer):
     theirs = scorer.score(QUESTION, ANSWER, [PASSAGE]).p_correct
     gate = Gate(scorer, theirs / 2)
-    kept = gate.keep(draft(theirs * 0.75, retrieve=False), ANSWER, [PASSAGE])
+    kept = gate.keep(draft(theirs * 0.75, "trust"), ANSWER, [PASSAGE])
     assert (kept.answer, kept.is_trusted) == ("own", True)
     kept = gate.keep(draft(theirs * 0.25), ANSWER, [PASSAGE])
     assert (kept.answer, kept.is_grounded, kept.is_trusted) == (ANSWER, True, True)
-
-
-@pytest.mark.parametrize("threshold", [0, -0.1, 1.1, float("nan")])
-def test_a_threshold_that_is_no_probability_is_refused(scorer, threshold):
-    with pytest.raises(ValueError, match="threshold: expected a probability"):
-        Gate(scorer, threshold)
 
 
 def test_without_a_policy_or_a_threshold_no_gate_opens(tmp_path):

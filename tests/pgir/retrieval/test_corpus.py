@@ -5,12 +5,12 @@ import json
 import pytest
 
 from extract.records import Passage
+from pgir.border import from_document
 from pgir.retrieval.corpus import (
     MOST_WORDS,
     Corpus,
     as_document,
     build_corpus,
-    from_document,
 )
 from tests.extract.small_run import beatrice
 from tests.pgir.retrieval.small_corpus import make_corpus, write_passages

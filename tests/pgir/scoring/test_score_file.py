@@ -10,10 +10,11 @@ from click.testing import CliRunner
 
 import beatrice
 from beatrice.cli import main
+from extract.backbone.names import BackboneConfig
 from extract.run.directory import RunDir
 from extract.run.files import JsonLines
 from extract.run.manifest import NewRun
-from pgir.scoring.given import GivenAnswer
+from pgir.scoring.given import AnswerToScore
 from pgir.scoring.page import page
 from pgir.scoring.rows import Tally, read_rows, score_rows
 from tests.extract.datasets.published import lm_eval, write_array, write_lines
@@ -27,7 +28,7 @@ def score_lines(scorer, path, out=None, identity="d"):
     """Score a file; returns the results and how they were counted."""
     written, tally = [], Tally()
     score_rows(
-        scorer.results, read_rows(path), identity, out, written.extend, tally.add
+        scorer.score_many, read_rows(path), identity, out, written.extend, tally.add
     )
     return [json.loads(line) for line in written], tally
 
@@ -58,32 +59,32 @@ def test_results_keep_the_order_of_the_file_and_bad_rows_their_place(scorer, tmp
     )
     assert results[9]["p_correct"] is None and "window" in results[9]["reason"]
     assert tally.in_words() == (
-        "10 rows: 0 trusted, 1 abstained, 6 bad; fields not read: 'latency' (1)"
+        "10 rows: 0 trusted, 0 distrusted, 4 unknown, 6 bad; "
+        "fields not read: 'latency' (1)"
     )
     assert tally.bad[0].startswith("line 2: ")
 
 
 def given(record, tmp_path, write=write_lines):
     (row,) = read_rows(write(tmp_path / "rows.json", [record]))
-    assert isinstance(row.given, GivenAnswer), row.given
+    assert isinstance(row.given, AnswerToScore), row.given
     return row.given
 
 
 def test_a_log_of_lm_eval_is_read_under_the_prompt_that_it_holds(tmp_path):
     found = given({**lm_eval(3), "arguments": [["Q: who did thing 3", {}]]}, tmp_path)
-    assert found == GivenAnswer(
+    assert found == AnswerToScore(
         prompt="Q: who did thing 3",
         question="who did thing 3",
         answer=" Ann\n",  # as it was generated, not as it was filtered
-        context=[],
     )
     asked = {"role": "user", "content": "who did thing 3"}
     newer = {"gen_args_0": {"arg_0": [json.dumps([asked])], "arg_1": {}}}
     found = given({**lm_eval(3), "arguments": newer}, tmp_path)
-    assert found.messages == [asked] and found.question == "who did thing 3"
+    assert found.messages == (asked,) and found.question == "who did thing 3"
     plain = {**lm_eval(3)}
     del plain["arguments"]
-    assert given(plain, tmp_path).is_own
+    assert given(plain, tmp_path).uses_template
 
 
 def test_a_record_of_flashrag_is_read_with_what_was_retrieved(tmp_path):
@@ -99,9 +100,9 @@ def test_a_record_of_flashrag_is_read_with_what_was_retrieved(tmp_path):
     }
     own = {"question": QUESTION, "answer": "Guzolt Falls"}
     own["context"] = [{"title": "Skiband", "text": PASSAGE}]
-    assert given(record, tmp_path, write_array) == GivenAnswer(**own)
+    assert given(record, tmp_path, write_array) == AnswerToScore(**own)
     record["output"]["prompt"] = PROMPT
-    assert given(record, tmp_path) == GivenAnswer(**own, prompt=PROMPT)
+    assert given(record, tmp_path) == AnswerToScore(**own, prompt=PROMPT)
     record["output"]["prompt"] = f"Question: {QUESTION} Answer:"
     (row,) = read_rows(write_lines(tmp_path / "other.jsonl", [record]))
     assert "1 of 1 retrieved passages are not in its prompt" in row.given
@@ -115,6 +116,22 @@ def test_a_file_is_continued_where_it_stopped(scorer, tmp_path):
     rest, tally = score_lines(scorer, path, JsonLines.open(out))
     assert [r["line"] for r in rest] == [3]
     assert (tally.n_done, len(tally.bad)) == (3, 1)
+
+
+@pytest.mark.parametrize("change", [{"p_correct": 0.99}, {"decision": "trust"}])
+def test_results_that_were_edited_are_not_continued(scorer, tmp_path, change):
+    path = write_lines(tmp_path / "answers.jsonl", [OWN, OWN])
+    results, _ = score_lines(scorer, path)
+    out = write_lines(tmp_path / "out.jsonl", [results[0], {**results[1], **change}])
+    with pytest.raises(ValueError, match=r"out.jsonl, line 2: was edited"):
+        score_lines(scorer, path, JsonLines(out))
+
+
+def test_an_empty_cell_of_a_table_is_no_passage(tmp_path):
+    path = tmp_path / "answers.csv"
+    path.write_text(f"question,answer,context\n{QUESTION},Guzolt Falls,\n")
+    (row,) = read_rows(path)
+    assert row.given == AnswerToScore(question=QUESTION, answer="Guzolt Falls")
 
 
 @pytest.mark.parametrize("change", [{"identity": "other"}, {"answer": "Falls"}])
@@ -135,7 +152,7 @@ def test_the_page_tints_tokens_by_their_probability_and_says_so():
         "line": 4,
         "id": "<b>",
         "p_correct": 0.25,
-        "decision": "abstain",
+        "decision": "distrust",
         "reason": "P is below",
         "tokens": [" Gu", "<zolt", " Falls"],
         "log_probs": [-4.0, -0.1, -1.0],
@@ -154,7 +171,8 @@ def test_the_page_tints_tokens_by_their_probability_and_says_so():
 def run(probed, tmp_path_factory):
     """A run with a detector of its own, as `score` finds it."""
     path = tmp_path_factory.mktemp("run") / "run"
-    with RunDir.open(path, NewRun(preset="paper", seed=0)) as run:
+    sections = {"backbone": BackboneConfig()}
+    with RunDir.open(path, NewRun(preset="paper", seed=0, sections=sections)) as run:
         made = {"template": "short", "model": "embedded", "answer_span": "emitting"}
         facts = {**probed.detector.facts, **made}
         dataclasses.replace(probed.detector, facts=facts).save(run.detector)
@@ -213,3 +231,24 @@ def test_a_file_without_rows_is_refused_in_one_sentence(run, tmp_path, content):
 def test_options_that_do_not_fit_together_are_a_usage_error(words, message):
     done = CliRunner().invoke(main, ["score", "nowhere", *words])
     assert done.exit_code == 2 and message in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--file", "answers.jsonl", "--html", "answers.jsonl"),
+        ("--file", "answers.jsonl", "--out", "./answers.jsonl"),
+        ("--file", "answers.jsonl", "--out", "new.jsonl", "--html", "new.jsonl"),
+        ("--file", "answers.jsonl", "--html", "link.jsonl"),
+    ],
+)
+def test_no_file_is_written_over_another_of_the_same_line(
+    run, tmp_path, monkeypatch, words
+):
+    monkeypatch.chdir(tmp_path)
+    path = write_lines(tmp_path / "answers.jsonl", [OWN])
+    (tmp_path / "link.jsonl").symlink_to(path)
+    before = path.read_bytes()
+    done = CliRunner().invoke(main, ["score", str(run), *words])
+    assert done.exit_code == 2 and "are the same file" in done.stderr
+    assert path.read_bytes() == before and not (tmp_path / "new.jsonl").exists()

@@ -1,4 +1,4 @@
-"""When a score warns, abstains or trusts: scope, threshold, what is no number."""
+"""When a score warns, and what it decides: scope, threshold, what is no number."""
 
 import dataclasses
 
@@ -55,14 +55,14 @@ def test_another_script_is_a_warning(probed):
     assert any("in a script" in w and "CYRILLIC" in w for w in score.warnings)
 
 
-def test_signals_that_are_no_numbers_are_an_abstention(probed):
+def test_of_signals_that_are_no_numbers_nothing_is_known(probed):
     head = probed.detector.heads["closed_book"]
     # Stands for a model whose states overflow: what comes of them is no number either.
     params = jax.tree.map(lambda x: np.full_like(x, np.nan), head.params)
     broken = dataclasses.replace(head, params=params)
     heads = {**probed.detector.heads, "closed_book": broken}
     score = with_detector(probed, heads=heads).score(QUESTION, ANSWER)
-    assert (score.p_correct, score.decision) == (None, "abstain")
+    assert (score.p_correct, score.decision) == (None, "unknown")
     assert "not finite" in score.reason
 
 
@@ -88,12 +88,17 @@ def with_threshold(probed, p_correct):
 def test_an_answer_is_trusted_from_the_threshold_on(probed):
     assert with_threshold(probed, 0.5).decision == "trust"
     below = with_threshold(probed, 0.51)
-    assert below.decision == "abstain" and "is below 0.5100" in below.reason
+    assert below.decision == "distrust" and "is below 0.5100" in below.reason
     assert below.p_correct == 0.5
+
+
+def test_without_a_threshold_that_reaches_the_precision_nothing_is_known(probed):
     never = with_threshold(probed, None)
-    assert never.decision == "abstain" and "no P reaches" in never.reason
+    assert never.decision == "unknown" and "no P reaches" in never.reason
+    assert never.p_correct == 0.5
 
 
-def test_without_a_threshold_nothing_is_decided(probed):
+def test_without_any_threshold_nothing_is_known_but_the_number(probed):
     score = Scorer(probed.backbone, probed.detector).score(QUESTION, ANSWER)
-    assert score.decision is None and score.reason is None
+    assert score.decision == "unknown" and "--precision" in score.reason
+    assert 0 <= score.p_correct <= 1

@@ -1,0 +1,183 @@
+"""What a user hands in is taken, or refused in one sentence that names it."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from extract.records import Passage
+from pgir.border import as_passages, as_rows
+from pgir.gate import Gate
+from pgir.gate.adapters import FlashRagJudger
+from pgir.scoring.scorer import Scorer
+from tests.pgir.small_detector import PASSAGE, QUESTION
+
+ANSWER = "Guzolt Falls"
+ROW = {"question": QUESTION, "answer": ANSWER}
+
+
+@dataclasses.dataclass
+class Document:
+    """What is read of LangChain's."""
+
+    page_content: str
+    metadata: dict = dataclasses.field(default_factory=dict)
+
+
+@pytest.fixture(scope="module")
+def gate(scorer):
+    return Gate(scorer, 0.5)
+
+
+# What is called with the scorer, its gate and a wrong value, and what the sentence
+# begins with; every value of the list is refused.
+WRONG = {
+    "score": [
+        (lambda s, g, x: s.score(x, ANSWER), "question: ", [None, 7, b"a", ["a"]]),
+        (lambda s, g, x: s.score(QUESTION, x), "answer: ", [None, 7, b"a", ["a"]]),
+        (
+            lambda s, g, x: s.score(QUESTION, ANSWER, x),
+            "context",
+            [5, b"a", [None], [PASSAGE, 3], {"passage": PASSAGE}, [["a"]], object()],
+        ),
+        (lambda s, g, x: s.score(None, ANSWER, prompt=x), "prompt: ", [3, ["a"]]),
+        (
+            lambda s, g, x: s.score(None, ANSWER, messages=x),
+            "messages",
+            ["hello", [], [{"role": "user"}], [{"role": 1, "content": "a"}], {}],
+        ),
+        (
+            lambda s, g, x: s.score(None, ANSWER, prompt_ids=x),
+            "prompt_ids: ",
+            ["1 2", [1.5], [True], 7],
+        ),
+        (
+            lambda s, g, x: s.score(QUESTION, ANSWER, prompt=QUESTION, context_range=x),
+            "context_range: ",
+            ["0-4", (4, 4), (1, 2, 3), (-1, 4), 3],
+        ),
+    ],
+    "score_many": [
+        (lambda s, g, x: s.score_many(x), "rows: ", [None, "a text", 3, ROW, b"a"]),
+        (
+            lambda s, g, x: s.score_many([ROW], batch_size=x),
+            "batch_size: ",
+            [0, -1, None, "4", 2.0, True],
+        ),
+    ],
+    "answer": [
+        (lambda s, g, x: s.answer(x), "questions", [None, QUESTION, 3, [1], [None]]),
+        (lambda s, g, x: s.render(x), "messages", [None, "hello", 4]),
+        (lambda s, g, x: s.threshold(x), "setting: ", [None, "open", 4]),
+    ],
+    "load": [
+        (lambda s, g, x: Scorer.load(x), "path: ", [None, 3, ["runs/demo"]]),
+        (lambda s, g, x: Scorer(x, None), "model: ", [None, 3, "embedded", []]),
+    ],
+    "gate": [
+        (lambda s, g, x: Gate(x, 0.5), "scorer: ", [None, "runs/demo"]),
+        (
+            lambda s, g, x: Gate(s, x),
+            "threshold: ",
+            [0, -0.1, 1.1, float("nan"), "0.5", None, True],
+        ),
+        (lambda s, g, x: Gate.load(x), "path: ", [None, 3]),
+        (lambda s, g, x: Gate.load(".", threshold=x), "threshold: ", ["0.5", 2]),
+        (lambda s, g, x: g.should_retrieve(x), "question: ", [None, 3, [QUESTION]]),
+        (lambda s, g, x: g.draft(x), "questions", [None, QUESTION, [3]]),
+        (lambda s, g, x: g.keep(x, ANSWER), "draft: ", [None, QUESTION]),
+    ],
+    "judger": [
+        (lambda s, g, x: FlashRagJudger(x, g), "config: ", [None, "a", []]),
+        (
+            lambda s, g, x: FlashRagJudger(x),
+            "judger_config: ",
+            [{}, {"judger_config": 3}],
+        ),
+        (lambda s, g, x: FlashRagJudger({}, g).judge(x), "dataset", [None, 3, [3], {}]),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_every_wrong_type_ends_in_a_sentence_that_names_it(scorer, gate, name):
+    for call, begin, values in WRONG[name]:
+        for value in values:
+            with pytest.raises(ValueError) as refused:
+                call(scorer, gate, value)
+            text = str(refused.value)
+            assert text.startswith(begin) and "expected" in text, (value, text)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [None, "a text", 5, [], (QUESTION,), (QUESTION, ANSWER, None, 1), {"answers": "a"},
+     (QUESTION, 3), {"question": QUESTION}],
+)  # fmt: skip
+def test_a_wrong_row_is_an_error_in_its_place(scorer, row):
+    (score,) = scorer.score_many([row])
+    assert score.error and score.decision == "unknown"
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        PASSAGE,
+        {"text": PASSAGE},
+        {"title": "", "text": PASSAGE},
+        {"contents": PASSAGE},
+        Document(PASSAGE),
+        Passage(title="", text=PASSAGE),
+        (PASSAGE,),
+        [{"text": PASSAGE, "title": None}],
+        [Document(PASSAGE, {"source": "a file"})],
+        np.array([PASSAGE]),
+        pd.Series([PASSAGE]),
+        iter([PASSAGE]),
+    ],
+)
+def test_a_context_is_read_however_it_is_held(context):
+    assert as_passages(context, "context") == (Passage(title="", text=PASSAGE),)
+
+
+def test_titles_are_read_where_they_are():
+    held = [{"title": "T", "text": "a"}, Document("a", {"title": "T"})]
+    held += [{"contents": '"T"\na'}, {"contents": "T\na"}]
+    passages = as_passages(held, "context")
+    assert passages == (Passage(title="T", text="a"),) * 4
+
+
+@pytest.mark.parametrize("row", [(QUESTION, ANSWER), [QUESTION, ANSWER, None], ROW])
+def test_rows_may_be_mappings_or_tuples(scorer, row):
+    (score,) = scorer.score_many((row,))
+    assert score.raw == scorer.score(QUESTION, ANSWER).raw
+
+
+def test_a_frame_is_read_row_by_row_and_an_empty_cell_is_left_out(scorer):
+    frame = pd.DataFrame([ROW, {**ROW, "context": PASSAGE}])
+    assert as_rows(frame, "rows") == [ROW, {**ROW, "context": PASSAGE}]
+    plain, grounded = scorer.score_many(frame)
+    assert plain.raw == pytest.approx(scorer.score(**ROW).raw, abs=1e-5)
+    assert grounded.raw != plain.raw
+
+
+def test_tables_of_others_are_read_by_what_they_offer():
+    polars = SimpleNamespace(to_dicts=lambda: [{**ROW, "context": None}])
+    arrow = SimpleNamespace(to_pylist=lambda: [ROW])
+    assert as_rows(polars, "rows") == as_rows(arrow, "rows") == [ROW]
+
+
+def test_one_passage_is_not_read_letter_by_letter(scorer, gate):
+    (draft,) = gate.draft([QUESTION])
+    kept = [gate.keep(draft, ANSWER, held) for held in (PASSAGE, [PASSAGE])]
+    assert kept[0] == kept[1]
+
+
+def test_a_model_in_memory_is_taken_and_one_of_other_weights_refused(backbone, probed):
+    holder = SimpleNamespace(backbone=backbone)
+    assert Scorer(holder, probed.detector).score(**ROW).p_correct is not None
+    other = dataclasses.replace(backbone, revision="0" * 64)
+    with pytest.raises(ValueError, match="belongs to a backbone of revision"):
+        Scorer(other, probed.detector)
