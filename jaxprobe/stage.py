@@ -41,8 +41,7 @@ from jaxprobe.features.rows import (
     training_set,
 )
 from jaxprobe.features.subsets import SUBSET_NAMES, FamilyDims
-from jaxprobe.fit.blocks import grid_members
-from jaxprobe.fit.grid import Trained
+from jaxprobe.fit.grid import Trained, grid_members
 from jaxprobe.fit.saved import read_member_outputs
 from jaxprobe.metrics import BootstrapConfig
 from jaxprobe.model.encoder import MemberOutputs

@@ -31,7 +31,7 @@ from jaxprobe.features import reading
 from jaxprobe.features.families import all_but
 from jaxprobe.features.rows import Rows, TrainingSet
 from jaxprobe.features.subsets import FAMILIES, LETTERS, N_SUBSETS, SUBSET_NAMES
-from jaxprobe.fit.blocks import Block, default_blocks
+from jaxprobe.fit.grid import Block, default_blocks
 from jaxprobe.fit.stage import MemberTrainer, settings_at_once
 from jaxprobe.model.encoder import MemberOutputs
 from jaxprobe.model.fusion import PoolOutputs

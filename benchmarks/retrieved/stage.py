@@ -50,8 +50,7 @@ from jaxprobe.features.subsets import (
     FamilyDims,
 )
 from jaxprobe.features.widths import width_groups, widths_of
-from jaxprobe.fit.blocks import grid_members
-from jaxprobe.fit.grid import member_logits
+from jaxprobe.fit.grid import grid_members, member_logits
 from jaxprobe.fit.stage import EVERY_FAMILY
 from jaxprobe.model.encoder import Encoder
 from jaxprobe.settings import grid_config, set_compiler

@@ -18,8 +18,7 @@ from extract.run.memory import begin_peak
 from jaxprobe.config import EncoderConfig, TrainConfig
 from jaxprobe.features.families import Features, Standardizer, split_families
 from jaxprobe.features.subsets import SUBSETS, FamilyDims
-from jaxprobe.fit.blocks import Block
-from jaxprobe.fit.grid import Labelled, fit_blocks, labelled, member_keys
+from jaxprobe.fit.grid import Block, Labelled, fit_blocks, labelled, member_keys
 from jaxprobe.fit.work import Member, Workload
 from jaxprobe.model.encoder import Encoder
 from jaxprobe.settings import GRID_PRESETS

@@ -3,7 +3,9 @@
 Members lie side by side in blocks by `vmap`; a block is trained whole by `fit`, and
 blocks follow one another, so that results can be saved and progress shown. On a CPU a
 block is one member: its activations stay in cache, it stops when it is done, and the
-families that it does not read cost nothing. On a GPU it is the whole grid.
+families that it does not read cost nothing. On a GPU it is the whole grid. Over several
+devices the subsets of a block lie along one mesh axis: each device trains its share of
+them, with every seed, as one device trains them all; only what comes out is gathered.
 
 Batches and input noise depend on the seed alone, so the members of a seed share them;
 initial weights and dropout depend on (subset, seed), never on the block.
@@ -20,12 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxprobe.config import TrainConfig
 from jaxprobe.features.families import FamilyTokens
 from jaxprobe.features.subsets import N_SUBSETS, SUBSETS
-from jaxprobe.fit.blocks import Block, BlockArrays, Member, over_members
 from jaxprobe.fit.loop import (
     FitInfo,
     FitState,
@@ -48,7 +49,115 @@ from jaxprobe.model.linear import (
     pooled_signals,
 )
 
+AXIS = "members"  # of the mesh of devices
 _CORES = threading.BoundedSemaphore(os.cpu_count() or 1)
+
+
+class Member(NamedTuple):
+    """One encoder of the grid."""
+
+    subset: int  # row of SUBSETS
+    seed: int
+
+
+class Block(NamedTuple):
+    """Members that train together: every subset with every seed."""
+
+    subsets: tuple[int, ...]
+    seeds: tuple[int, ...]
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Seed-major, as the leading axis of a trained block."""
+        return tuple(Member(k, s) for s in self.seeds for k in self.subsets)
+
+
+def grid_members(n_seeds: int) -> tuple[Member, ...]:
+    """All subsets x seeds, seed-major: member `s * 15 + k` is subset k of seed s."""
+    return Block(tuple(range(N_SUBSETS)), tuple(range(n_seeds))).members
+
+
+def default_blocks(
+    n_seeds: int, subsets: Sequence[int] = range(N_SUBSETS)
+) -> tuple[Block, ...]:
+    """Members one by one; a plan puts them together for a device.
+
+    Args:
+      n_seeds: of every subset.
+      subsets: rows of SUBSETS; the whole grid unless given.
+    """
+    whole = Block(tuple(subsets), tuple(range(n_seeds)))
+    return tuple(Block((m.subset,), (m.seed,)) for m in whole.members)
+
+
+class BlockArrays(NamedTuple):
+    """A block for the device.
+
+    Attributes:
+      family_masks: `[n_subsets, n_families]` bool.
+      subsets: `[n_subsets]` int32, rows of SUBSETS (they decide the random keys).
+      seeds: `[n_seeds]` int32.
+    """
+
+    family_masks: Any
+    subsets: Any
+    seeds: Any
+
+    @classmethod
+    def of(cls, block: Block) -> "BlockArrays":
+        """Put a block into arrays."""
+        subsets, seeds = (np.asarray(x, np.int32) for x in block)
+        return cls(SUBSETS[subsets], subsets, seeds)
+
+
+def over_members(
+    one: Callable[..., Any],
+    block: BlockArrays,
+    states: tuple[Any, ...],
+    shared: tuple[Any, ...],
+    mesh: Mesh | None,
+) -> Any:
+    """Apply a function to every subset with every seed.
+
+    Args:
+      one: of `(family_mask, subset, seed)`, a member's states, and what all share.
+      block: the members.
+      states: leaves `[n_seeds, n_subsets, ...]`.
+      shared: what every member is given.
+      mesh: devices over which the subsets are split, or None for one device.
+
+    Returns:
+      What `one` returns, leaves `[n_seeds, n_subsets, ...]`.
+    """
+
+    def on_device(block: BlockArrays, states: tuple, shared: tuple) -> Any:
+        if len(block.subsets) * len(block.seeds) == 1:
+            # No vmap: it would turn branches into selects.
+            member = tuple(x[0] for x in block)
+            own = jax.tree.map(lambda x: x[0, 0], states)
+            return jax.tree.map(lambda x: x[None, None], one(member, own, *shared))
+        rest = (None,) * len(shared)
+        over_subsets = jax.vmap(one, in_axes=((0, 0, None), 0, *rest))
+        if len(block.seeds) == 1:  # one axis less to trace, and to compile
+            member = block._replace(seeds=block.seeds[0])
+            own = jax.tree.map(lambda x: x[0], states)
+            found = over_subsets(tuple(member), own, *shared)
+            return jax.tree.map(lambda x: x[None], found)
+        over_seeds = jax.vmap(over_subsets, in_axes=((None, None, 0), 0, *rest))
+        return over_seeds(tuple(block), states, *shared)
+
+    if mesh is None:
+        return on_device(block, states, shared)
+    (axis,) = mesh.axis_names
+    own, whole = PartitionSpec(None, axis), PartitionSpec()
+    split = jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(BlockArrays(*[PartitionSpec(axis)] * 2, whole), own, whole),
+        out_specs=own,
+        check_vma=False,  # branches that not every device takes
+    )
+    return split(block, states, shared)
 
 
 class Labelled(NamedTuple):
@@ -267,6 +376,79 @@ def fit_blocks(
         n_threads = (os.cpu_count() or 1) if jax.default_backend() == "cpu" else 1
     with ThreadPoolExecutor(n_threads) as pool:
         yield from pool.map(one, blocks[1:])
+
+
+def member_mesh() -> Mesh:
+    """Return the devices of this process, in a row."""
+    return Mesh(np.asarray(jax.local_devices()), (AXIS,))
+
+
+def _placed(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+    """Put arrays on the devices of the mesh."""
+    return jax.device_put(tree, NamedSharding(mesh, spec))
+
+
+def fit_on_mesh(
+    block: Block,
+    train: Sequence[Labelled],
+    valid: Sequence[Labelled],
+    *,
+    encoder: Encoder,
+    config: TrainConfig,
+    mesh: Mesh,
+) -> Trained:
+    """Train a block's members over the devices of a mesh.
+
+    Where the subsets do not come out even, the last one is trained again on the devices
+    that would stand idle, and left out of the result.
+
+    Args:
+      block: every subset with every seed.
+      train: groups of training rows; each is copied to every device.
+      valid: validation rows, likewise.
+      encoder: the module.
+      config: the protocol.
+      mesh: of one axis, "members"; see `member_mesh`.
+
+    Returns:
+      The members with all their weights, on the host.
+    """
+    use_one_blas_thread()
+    n_excess = -len(block.subsets) % mesh.size
+    subsets = np.pad(np.asarray(block.subsets), (0, n_excess), mode="edge")
+    whole = Block(tuple(subsets.tolist()), block.seeds)
+    family_masks, subsets, seeds = BlockArrays.of(whole)
+    split = _placed((family_masks, subsets), mesh, PartitionSpec(AXIS))
+    given = (seeds, list(train), list(valid))
+    seeds, train, valid = _placed(given, mesh, PartitionSpec())
+    learner = block_learner(
+        BlockArrays(*split, seeds),
+        train[0].features,
+        encoder=encoder,
+        config=config,
+        mesh=mesh,
+    )
+    (state,) = fit([learner], partial(shuffled, train, config), lambda: valid, config)
+    return trained_block(block, state)
+
+
+def fit_everywhere(
+    blocks: Sequence[Block],
+    train: Sequence[Labelled],
+    valid: Sequence[Labelled],
+    *,
+    encoder: Encoder,
+    config: TrainConfig,
+) -> Iterator[Trained]:
+    """Train blocks on all devices there are, and yield each as it is done."""
+    if jax.local_device_count() == 1:
+        yield from fit_blocks(blocks, train, valid, encoder=encoder, config=config)
+        return
+    mesh = member_mesh()
+    for block in blocks:
+        yield fit_on_mesh(
+            block, train, valid, encoder=encoder, config=config, mesh=mesh
+        )
 
 
 def join(parts: Sequence[Trained], order: Sequence[Member]) -> Trained:

@@ -25,8 +25,15 @@ from jaxprobe.config import EncoderConfig, PlannedConfig, TrainConfig, row_choic
 from jaxprobe.features.families import FamilyTokens
 from jaxprobe.features.subsets import FLOATS, N_FAMILIES, N_SUBSETS, FamilyDims
 from jaxprobe.features.widths import width_groups, widths_of
-from jaxprobe.fit.blocks import Block, BlockArrays, Member
-from jaxprobe.fit.grid import Labelled, block_logits, start_block, train_block
+from jaxprobe.fit.grid import (
+    Block,
+    BlockArrays,
+    Labelled,
+    Member,
+    block_logits,
+    start_block,
+    train_block,
+)
 from jaxprobe.kernels.stored import StoredTokens
 from jaxprobe.model.encoder import Encoder
 from jaxprobe.settings import GridConfig

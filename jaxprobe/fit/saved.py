@@ -13,8 +13,7 @@ import jax
 
 from jaxprobe import checkpoint
 from jaxprobe.checkpoint import load_cache, save_cache
-from jaxprobe.fit.blocks import Block, Member
-from jaxprobe.fit.grid import Trained
+from jaxprobe.fit.grid import Block, Member, Trained
 from jaxprobe.fit.loop import FitInfo
 from jaxprobe.model.encoder import MemberOutputs
 

@@ -28,7 +28,7 @@ from extract.run.stages import Change, side_by_side
 from extract.store.read import FeatureStore
 from jaxprobe.features.reading import family_dims, longest_spans
 from jaxprobe.features.subsets import N_SUBSETS
-from jaxprobe.fit.blocks import Block, Member, default_blocks
+from jaxprobe.fit.grid import Block, Member, default_blocks
 from jaxprobe.fit.saved import cut, load_members
 from jaxprobe.fit.stage import (
     EVERY_FAMILY,

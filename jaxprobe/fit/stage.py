@@ -29,9 +29,16 @@ from jaxprobe.features.rows import (
 )
 from jaxprobe.features.subsets import subset_index
 from jaxprobe.features.widths import width_groups, widths_of
-from jaxprobe.fit.blocks import Block, Member, default_blocks
-from jaxprobe.fit.devices import fit_everywhere
-from jaxprobe.fit.grid import Trained, join, labelled, member_outputs
+from jaxprobe.fit.grid import (
+    Block,
+    Member,
+    Trained,
+    default_blocks,
+    fit_everywhere,
+    join,
+    labelled,
+    member_outputs,
+)
 from jaxprobe.fit.linear import (
     LinearGrid,
     Pooled,

@@ -17,8 +17,9 @@ import numpy as np
 
 from jaxprobe.config import StreamConfig, TrainConfig
 from jaxprobe.features.families import FamilyTokens
-from jaxprobe.fit.blocks import Block, BlockArrays
 from jaxprobe.fit.grid import (
+    Block,
+    BlockArrays,
     Labelled,
     Trained,
     block_learner,

@@ -27,7 +27,7 @@ from jaxprobe.features.families import FamilyTokens
 from jaxprobe.features.rows import Held, Rows, TrainingSet
 from jaxprobe.features.subsets import LETTERS, subset_index
 from jaxprobe.features.widths import widths_of
-from jaxprobe.fit.blocks import default_blocks
+from jaxprobe.fit.grid import default_blocks
 from jaxprobe.fit.stage import MemberTrainer
 from jaxprobe.pool import reads
 from jaxprobe.stage import run_selection

@@ -8,8 +8,7 @@ from jaxprobe.config import EncoderConfig, FusionConfig
 from jaxprobe.detector import Detector, EncoderBank, SettingHead
 from jaxprobe.features.families import Features, fit_standardizer, split_families
 from jaxprobe.features.subsets import SUBSETS, FamilyDims, subset_index
-from jaxprobe.fit.blocks import Member
-from jaxprobe.fit.grid import Trained, member_outputs
+from jaxprobe.fit.grid import Member, Trained, member_outputs
 from jaxprobe.model.encoder import Encoder, MemberOutputs
 from jaxprobe.model.fusion import (
     FusionHead,

@@ -14,7 +14,7 @@ from jaxprobe.features.subsets import (
     FamilyDims,
     subset_index,
 )
-from jaxprobe.fit.blocks import Member, default_blocks
+from jaxprobe.fit.grid import Member, default_blocks
 from jaxprobe.model.encoder import MemberOutputs
 from jaxprobe.model.fusion import pool_outputs
 from selection.ablation import (

@@ -11,8 +11,7 @@ from jaxprobe.features.families import (
 )
 from jaxprobe.features.rows import rows_at_once
 from jaxprobe.features.subsets import FamilyDims, subset_index
-from jaxprobe.fit.blocks import Block
-from jaxprobe.fit.grid import labelled, member_outputs, train_block
+from jaxprobe.fit.grid import Block, labelled, member_outputs, train_block
 from tests.jaxprobe.fit.test_grid import CONFIG, DIMS, ENCODER, TRAIN, planted, train
 
 QUESTION, ANSWER = 0, 1

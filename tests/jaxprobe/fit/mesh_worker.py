@@ -7,8 +7,7 @@ import numpy as np
 
 
 def main(out):
-    from jaxprobe.fit.blocks import Block
-    from jaxprobe.fit.devices import fit_on_mesh, member_mesh
+    from jaxprobe.fit.grid import Block, fit_on_mesh, member_mesh
     from tests.jaxprobe.fit.test_grid import ENCODER, TRAIN, in_one_group, planted_parts
 
     trained = fit_on_mesh(

@@ -8,8 +8,17 @@ import pytest
 from jaxprobe.config import EncoderConfig, TrainConfig
 from jaxprobe.features.families import Features, fit_standardizer, split_families
 from jaxprobe.features.subsets import SUBSETS, FamilyDims, subset_index
-from jaxprobe.fit.blocks import Block, Member, default_blocks, grid_members
-from jaxprobe.fit.grid import fit_blocks, join, labelled, member_outputs, train_block
+from jaxprobe.fit.grid import (
+    Block,
+    Member,
+    default_blocks,
+    fit_blocks,
+    grid_members,
+    join,
+    labelled,
+    member_outputs,
+    train_block,
+)
 from jaxprobe.kernels.projection import Draw
 from jaxprobe.metrics import masked_auroc
 from jaxprobe.model.encoder import Encoder

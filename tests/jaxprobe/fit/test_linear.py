@@ -9,8 +9,7 @@ from sklearn.linear_model import LogisticRegression
 from jaxprobe.config import TrainConfig
 from jaxprobe.features.families import Features, fit_standardizer, split_families
 from jaxprobe.features.subsets import SUBSETS, subset_index
-from jaxprobe.fit.blocks import Block
-from jaxprobe.fit.grid import fit_blocks, labelled, member_outputs
+from jaxprobe.fit.grid import Block, fit_blocks, labelled, member_outputs
 from jaxprobe.fit.linear import (
     Pooled,
     count_heard,

@@ -15,7 +15,7 @@ from jaxprobe.config import (
     row_choices,
 )
 from jaxprobe.features.subsets import FLOATS, N_SUBSETS, FamilyDims, subset_index
-from jaxprobe.fit.blocks import Block, Member, grid_members
+from jaxprobe.fit.grid import Block, Member, grid_members
 from jaxprobe.fit.memory import (
     KEPT_FREE,
     Plan,

@@ -3,7 +3,7 @@ import pytest
 
 from jaxprobe.config import EncoderConfig
 from jaxprobe.features.subsets import N_SUBSETS, FamilyDims
-from jaxprobe.fit.blocks import Block, Member, grid_members
+from jaxprobe.fit.grid import Block, Member, grid_members
 from jaxprobe.fit.saved import cut
 from jaxprobe.fit.shares import EVERY_FAMILY, shares_of
 from jaxprobe.fit.work import Workload, step_flops

@@ -11,8 +11,7 @@ from extract.store.families import encode
 from jaxprobe.config import EncoderConfig, StreamConfig, TrainConfig
 from jaxprobe.features.families import FamilyTokens, keep_spans, zero_span
 from jaxprobe.features.subsets import FamilyDims, subset_index
-from jaxprobe.fit.blocks import Block
-from jaxprobe.fit.grid import fit_blocks, labelled, member_outputs
+from jaxprobe.fit.grid import Block, fit_blocks, labelled, member_outputs
 from jaxprobe.fit.streaming import Streamed, fit_streamed
 from jaxprobe.kernels.stored import StoredTokens, take_rows, values_of
 from jaxprobe.model.encoder import Encoder

@@ -14,8 +14,7 @@ from jaxprobe.features.families import (
     standardizer_of,
 )
 from jaxprobe.features.subsets import FamilyDims, subset_index
-from jaxprobe.fit.blocks import Block
-from jaxprobe.fit.grid import fit_blocks, labelled
+from jaxprobe.fit.grid import Block, fit_blocks, labelled
 from jaxprobe.fit.streaming import Streamed, epoch_groups, fit_streamed, prefetched
 from jaxprobe.model.encoder import Encoder
 
