@@ -141,9 +141,10 @@ def data(run_dir: Path | None, **options: Any) -> None:
 
     Six sets are read in the formats in which they are published, and any set, under a
     NAME of its own, as FlashRAG's or lm-eval's JSON lines, as plain lines of "question"
-    and "golds" (and "passages", each a "title" and a "text"), or as the examples.jsonl
-    of a run, whose splits are then kept; a file is recognised by its content. One file
-    may serve as --train and as --dev: no question is in two splits. RUN_DIR becomes a
+    and "golds" (and "passages": texts, or objects of "title" and "text"), as a table of
+    question, answer and context, or as the examples.jsonl of a run, whose splits are
+    then kept; a file is recognised by its content. One file may serve as --train and as
+    --dev: no question is in two splits. RUN_DIR becomes a
     run directory as `world` makes one, with splits.json and its SHA-256 sums beside;
     `answer`, `rewrite`, `label`, `extract` and the rest go on from there.
 

@@ -50,8 +50,8 @@ def _positives(record: Record, key: str) -> tuple[Passage, ...]:
     The others were retrieved and merely contain the answer. In files without that
     score the first positive is the gold one.
     """
+    is_gold = [_is_annotated(item) for item in fields.objects(record, key)]
     passages = titled_passages(record, key, is_supporting=False)
-    is_gold = [_is_annotated(item) for item in record[key]]
     if not any(is_gold):
         is_gold = [i == 0 for i in range(len(passages))]
     return tuple(

@@ -83,7 +83,7 @@ def read_flashrag(record: Record) -> Question:
     golds = fields.field_answers(record.get("golden_answers"), "golden_answers")
     passages: tuple[Passage, ...] = ()
     kept: dict[str, Any] = {}
-    if "context" in record:
+    if record.get("context") not in (None, ""):
         passages = titled_passages(record, "context")
     elif meta.get("context"):
         # Without the facts the paragraphs are read, and none of them is gold.

@@ -1,5 +1,6 @@
 """Passages under their several names: titled sentences, and objects with a text."""
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ from extract.datasets.fields import (
     expect,
     kind_of,
     objects,
+    required,
     text,
     unfold,
 )
@@ -15,6 +17,8 @@ from extract.records import Passage
 
 _BODIES = ("sentences", "content", "text", "paragraph_text", "contents")
 _TEXTS = ("text", "paragraph_text", "contents", "content")
+# A list or an object as text; "[1] It is said" and "{{cite}}" are passages.
+_IN_JSON = re.compile(r"""\s*(\[\s*(\[?\s*['"]|\{|\]\s*$)|\{\s*['"}])""")
 _MARKS = ("is_supporting", "isgold")
 # Names under which a record keeps passages, whoever wrote it.
 _HOLDERS = ("paragraphs", "ctxs", "context", "contexts", "passages", "documents",
@@ -134,8 +138,11 @@ def _body(item: Record, within: str) -> str:
     return "" if item.get(name) == "" else text(item, name, within=within)
 
 
-def _passage(item: Record, within: str, is_supporting: bool | None) -> Passage:
-    """Return a passage; its title may be empty, never of another type."""
+def _passage(item: Any, name: str, is_supporting: bool | None) -> Passage:
+    """Return a passage of an object, or of a text, which has no title and no mark."""
+    if isinstance(item, str):
+        return Passage(title="", text=item.strip(), is_supporting=bool(is_supporting))
+    item, within = expect(item, dict, name), f"{name}."
     title = "" if item.get("title") is None else item["title"]
     title = expect(title, str, f"{within}title").strip()
     body = _body(item, within)
@@ -150,15 +157,28 @@ def titled_passages(
 ) -> tuple[Passage, ...]:
     """Return the passages of a field: a list of objects with a title and a text.
 
+    Plain texts may stand for objects, one text for a list, and JSON for either, as a
+    cell of a table has it. Nothing but white space is no passage.
+
     Args:
       record: an object.
       key: the field.
       is_supporting: the same for all; None believes the file's own marks.
     """
+    value = _unfolded(required(record, key), key)
     return tuple(
-        _passage(item, f"{key}[{i}].", is_supporting)
-        for i, item in enumerate(objects(record, key))
+        _passage(item, f"{key}[{i}]", is_supporting)
+        for i, item in enumerate(expect(value, list, key))
     )
+
+
+def _unfolded(value: Any, name: str) -> Any:
+    """Return a text as the list that it holds, or of which it is the one passage."""
+    if not isinstance(value, str):
+        return value
+    if _IN_JSON.match(value):
+        return unfold(value, name)
+    return [value] if value.strip() else []
 
 
 def marked_passages(record: Record, key: str) -> tuple[Passage, ...]:
@@ -179,13 +199,16 @@ def marked_passages(record: Record, key: str) -> tuple[Passage, ...]:
 
 
 def any_passages(record: Record) -> tuple[Passage, ...]:
-    """Return the passages under whichever of their names holds titles and texts."""
+    """Return the passages under whichever of their names holds texts.
+
+    What no layout reads under such a name is refused by `check_no_passages`.
+    """
     for name in _HOLDERS:
-        found = record.get(name)
-        if isinstance(found, str) and found.lstrip()[:1] == "[":
-            found = unfold(found, name)
-        if is_list_of_objects(found) and any(key in found[0] for key in _TEXTS):
-            return titled_passages({name: found}, name)
+        value = _unfolded(record.get(name), name)
+        first = value[0] if isinstance(value, list) and value else None
+        has_text = isinstance(first, dict) and not first.keys().isdisjoint(_TEXTS)
+        if has_text or isinstance(first, str):
+            return titled_passages({name: value}, name)
     return ()
 
 
@@ -198,13 +221,13 @@ def check_no_passages(record: Record, *, within: str = "") -> None:
     """
     for name in _HOLDERS:
         value = record.get(name)
-        if not value:
+        if not value or (isinstance(value, str) and not value.strip()):
             continue
         what = kind_of(value)
         if isinstance(value, list):
             what = f"a list that begins with {kind_of(value[0])}"
         raise ValueError(
-            f"{within}{name!r}: expected passages as a list of objects with "
-            f"'title' and 'text', found {what}; convert them, or take the field out to "
-            "read the question without passages"
+            f"{within}{name!r}: expected passages as a list of texts, or of objects "
+            f"with 'title' and 'text', found {what}; convert them, or take the field "
+            "out to read the question without passages"
         )

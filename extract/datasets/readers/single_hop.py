@@ -46,6 +46,7 @@ def read_open(record: Record) -> Question:
         dataset=dataset_tagged(record),
         question=fields.text(record, "question"),
         golds=fields.any_answers(record),
+        passages=any_passages(record),
     )
 
 
@@ -146,8 +147,12 @@ def read_popqa(record: Record) -> Question:
     golds = fields.field_answers(
         fields.required(record, "possible_answers"), "possible_answers"
     )
-    found = "paragraphs" in record
-    passages = titled_passages(record, "paragraphs") if found else any_passages(record)
+    has_paragraphs = record.get("paragraphs") is not None
+    passages = (
+        titled_passages(record, "paragraphs")
+        if has_paragraphs
+        else any_passages(record)
+    )
     return Question(
         id=fields.identity(record, "id"),
         dataset="popqa",

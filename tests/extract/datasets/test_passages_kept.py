@@ -4,6 +4,7 @@ import pytest
 
 from extract.datasets.inspection import inspect_file
 from extract.datasets.loading import Loaded, open_dataset
+from extract.records import Passage
 from tests.extract.datasets import published as pub
 
 
@@ -81,23 +82,19 @@ REFUSED = {
         without(objects(), "supporting_facts", "_id"),
         "no 'supporting_facts'",
     ),
-    "texts": (PLAIN | {"context": ["one", "two"]}, "a list that begins with text"),
-    "one text": (PLAIN | {"context": "one"}, "'context': expected passages"),
-    "an answer list": (
-        PLAIN | {"answer": ["Ann"], "passages": ["one"]},
-        "'passages': expected passages",
-    ),
+    "pairs": (PLAIN | {"context": [["T", "x"]]}, "a list that begins with a list"),
+    "a text and a number": (PLAIN | {"context": ["x", 3]}, "'context[1]': expected an"),
     "objects of other names": (PLAIN | {"documents": [{"body": "x"}]}, "an object"),
     "half an object": (
         pub.hotpot(context=[{"title": "T"}]),
         "'context[0]': expected an object with 'title' and 'sentences'",
     ),
-    "a log of a question with plain text": (
-        pub.lm_eval() | {"doc": PLAIN | {"context": "one"}},
+    "a log of a question with pairs": (
+        pub.lm_eval() | {"doc": PLAIN | {"context": [["T", "x"]]}},
         "in 'doc': 'context'",
     ),
     "a log whose target is the answer": (
-        pub.lm_eval() | {"doc": {"question": "Who?", "context": "one"}},
+        pub.lm_eval() | {"doc": {"question": "Who?", "context": [["T", "x"]]}},
         "in 'doc': 'context'",
     ),
 }
@@ -110,6 +107,45 @@ def test_passages_in_no_known_layout_are_never_lost_in_silence(name, tmp_path):
     report = inspect_file(path)
     assert (report["loaded"], report["refused"]) == (0, 2)
     assert words in report["refusals"][0]["reason"]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        PLAIN | {"context": "It is Ann."},
+        PLAIN | {"passages": ["It is Ann.", " "]},
+        PLAIN | {"context": '["It is Ann.", ""]'},
+        PLAIN | {"answer": ["Ann"], "documents": ["It is Ann."]},
+        {"question": "who", "golds": ["Ann"], "contexts": ["It is Ann."]},
+        pub.flashrag(metadata={}) | {"context": "It is Ann."},
+        pub.lm_eval() | {"doc": PLAIN | {"context": "It is Ann."}},
+        pub.popqa() | {"paragraphs": "It is Ann."},
+        PLAIN | {"context": " ", "passages": "It is Ann."},
+    ],
+)
+def test_plain_texts_are_passages_without_a_title(record, tmp_path):
+    (row,) = open_dataset(pub.write_lines(tmp_path / "one", [record])).read()
+    assert isinstance(row, Loaded), row
+    assert row.question.passages == (Passage(title="", text="It is Ann."),)
+
+
+def test_a_text_in_brackets_is_a_passage_and_a_damaged_list_is_not(tmp_path):
+    texts = ("[1] It is Ann.", "{{cite}} Ann", '[{"title": "T", "text": "x"]')
+    records = [PLAIN | {"context": text} for text in texts]
+    *read, damaged = open_dataset(pub.write_lines(tmp_path / "a", records)).read()
+    assert [row.question.passages[0].text for row in read] == list(texts[:2])
+    assert "'context'" in damaged.reason
+
+
+def test_an_empty_cell_of_a_table_is_no_passage(tmp_path):
+    path = tmp_path / "own.csv"
+    path.write_text(
+        'question,answer,context\nwho,Ann,"It is Ann, he said."\nwhere,Oslo,\n'
+        "when,1900, \n"
+    )
+    rows = list(open_dataset(path).read())
+    texts = [[p.text for p in row.question.passages] for row in rows]
+    assert texts == [["It is Ann, he said."], [], []]
 
 
 def test_an_empty_field_of_passages_loses_nothing(tmp_path):
