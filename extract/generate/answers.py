@@ -9,8 +9,10 @@ takes them in.
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import shutil
+import socket
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -118,9 +120,14 @@ def open_answers(
 ) -> AnswerRows:
     """Open a run's file of answers and keep the rows that answer these requests.
 
-    Nobody else writes it meanwhile. What workers wrote is taken in, and their parts go;
-    what was set aside is noted.
+    Of the whole run nobody else writes it meanwhile: what workers wrote is taken in,
+    and their parts go; what was set aside is noted. For a share of the work it is a
+    part of this process's own, and what is answered anywhere counts as done.
     """
+    if not run.share.is_whole:
+        name = f"{run.share.rank}-of-{run.share.world_size}@{socket.gethostname()}"
+        part = JsonLines.open(run.parts("answer") / f"{name}.{os.getpid()}.jsonl")
+        return AnswerRows(part, dict.fromkeys(answered_keys(run, requests)))
     path = answers_file(run)
     lines = JsonLines.open(path)
     asked = {request.key: request.prompt.ids for request in requests}

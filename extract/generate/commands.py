@@ -13,10 +13,10 @@ from extract.generate.options import (
     BackendOptions,
     backend_options,
     open_asking,
+    opened_once,
     server_options,
 )
 from extract.run.console import Progress, quiet
-from extract.run.share import Share
 from extract.run.verbs import (
     RUN_DIR,
     SHARD,
@@ -33,27 +33,19 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def _asking_backbone(
-    run_dir: Path, stage: str, backend: BackendOptions, worker: Share, **options: Any
-) -> Iterator[tuple["RunDir", "TokenizerOnly", "Generator"]]:
-    """Open a run, its tokenizer, and the backend that has its backbone.
-
-    One of several workers holds the run later, beside the others.
-    """
+def _open_backbone(
+    run: "RunDir", stage: str, backend: BackendOptions, **options: Any
+) -> Iterator[tuple["TokenizerOnly", "Generator"]]:
+    """Open a run's tokenizer, and the backend that has its backbone."""
     from extract.backbone.names import backbone_of
     from extract.generate.stage import load_tokenizer_only
-    from extract.run.directory import RunDir
 
-    if backend.server is not None:
-        alone(f"{stage} --server", worker)
     quiet()
-    is_alone = worker.world_size == 1
-    with RunDir.open(run_dir) if is_alone else RunDir(run_dir) as run:
-        model, stop_ids = load_tokenizer_only(run)
-        name = backend.served_model or backbone_of(run).path
-        known = {"stop_ids": stop_ids, "tokenizer": model.tokenizer}
-        with open_asking(run, stage, name, backend, **known, **options) as generator:
-            yield run, model, generator
+    model, stop_ids = load_tokenizer_only(run)
+    name = backend.served_model or backbone_of(run).path
+    known = {"stop_ids": stop_ids, "tokenizer": model.tokenizer}
+    with open_asking(run, stage, name, backend, **known, **options) as generator:
+        yield model, generator
 
 
 @click.command()
@@ -77,16 +69,19 @@ def answer(
     """
     from extract.generate import stage
     from extract.generate.requests import answer_config
+    from extract.run.directory import RunDir
 
-    worker = share_of(shard, dry_run)
+    share = share_of(shard, dry_run)
     if backend.server is None:
-        if worker.world_size == 1:
-            do_or_forecast(run_dir, stage.ANSWER, dry_run)
-        else:
-            stage.answer_part(run_dir, worker, Progress())
+        # A share's model is the one that joins all of them.
+        answering = stage.ANSWER if share.is_whole else stage.answer_stage_kept()
+        do_or_forecast(run_dir, answering, dry_run, share=share)
         return
-    with _asking_backbone(run_dir, "answer", backend, worker) as opened:
-        run, model, generator = opened
+    alone("answer --server", share)
+    with (
+        RunDir.open(run_dir) as run,
+        _open_backbone(run, "answer", backend) as (model, generator),
+    ):
         if dry_run:
             config = answer_config(run, is_recorded=False)
             forecast = stage.forecast_answers(run, config, model)
@@ -150,35 +145,45 @@ def sample(
     Example: beatrice sample runs/demo --n-samples 10 --split test
     """
     from extract.generate.generator import SamplingConfig
-    from extract.generate.replies import share_texts
     from extract.generate.requests import answer_config
     from extract.generate.sampling import DrawConfig
     from extract.generate.stage import draw_run
+    from extract.run.contents import samples_file
+    from extract.run.directory import RunDir
+    from extract.run.stages import do_share
 
-    def work(run: "RunDir", worker: Share) -> None:
-        config = answer_config(run, is_recorded=not dry_run)
-        sampling = SamplingConfig(
-            max_new_tokens=config.generation.max_new_tokens,
-            stop=config.generation.stop,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k or None,
-            seed=run.seed,
-        )
-        path = draw_run(
-            run,
-            generator,
-            model,
-            config.prompt,
-            DrawConfig(n_samples=n_samples, sampling=sampling),
-            splits,
-            Progress(),
-            as_text=backend.server is not None and backend.dialect == "openai",
-            worker=worker,
-        )
-        click.echo(str(path))
+    share, progress = share_of(shard, dry_run), Progress()
+    if backend.server is not None:
+        alone("sample --server", share)
 
-    worker, how = share_of(shard, dry_run), {"dry_run": dry_run, "log_probs": True}
-    with _asking_backbone(run_dir, "sample", backend, worker, **how) as opened:
-        run, model, generator = opened
-        share_texts(run, "sample", worker, work)
+    def open_in(run: RunDir) -> Any:
+        how = {"dry_run": dry_run, "log_probs": True}
+        return _open_backbone(run, "sample", backend, **how)
+
+    with opened_once(open_in) as opened:
+
+        def work(run: RunDir) -> int | None:
+            config = answer_config(run, is_recorded=not dry_run)
+            sampling = SamplingConfig(
+                max_new_tokens=config.generation.max_new_tokens,
+                stop=config.generation.stop,
+                temperature=temperature,
+                top_p=top_p,
+                top_k=top_k or None,
+                seed=run.seed,
+            )
+            model, generator = opened(run)
+            return draw_run(
+                run,
+                generator,
+                model,
+                config.prompt,
+                DrawConfig(n_samples=n_samples, sampling=sampling),
+                splits,
+                progress,
+                as_text=backend.server is not None and backend.dialect == "openai",
+            )
+
+        do_share(run_dir, "sample", share, work, progress, parts="texts")
+    if not dry_run and share.is_whole:
+        click.echo(str(samples_file(RunDir(run_dir))))

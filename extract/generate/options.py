@@ -8,7 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import msgspec
@@ -277,6 +277,22 @@ def _note_device(device: str) -> None:
         check_device(device)
     except ValueError as error:
         click.echo(f"note: {error}", err=True)
+
+
+Opened = TypeVar("Opened")
+
+
+@contextlib.contextmanager
+def opened_once(
+    open_in: Callable[["RunDir"], contextlib.AbstractContextManager[Opened]],
+) -> Iterator[Callable[["RunDir"], Opened]]:
+    """Yield what opens a model at its first call, and returns it at every call.
+
+    A model is opened in a run that is held already, and stays open where a share of a
+    stage is done first and all shares are joined afterwards.
+    """
+    with contextlib.ExitStack() as stack:
+        yield functools.cache(lambda run: stack.enter_context(open_in(run)))
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import os
 import shutil
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,6 @@ from extract.run.console import Progress, Update
 from extract.run.directory import RunDir
 from extract.run.files import JsonLines
 from extract.run.share import Share
-from extract.run.sharing import share
-
-
-class ShareDone(Exception):
-    """A worker has written its share of the texts; ends a stage that others share."""
-
-    def __init__(self, n_missing: int) -> None:
-        """Take how many texts of other workers are missing."""
-        super().__init__(f"{n_missing} texts of other workers are missing")
-        self.n_missing = n_missing
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -50,7 +40,8 @@ class Replies:
       lines: where texts are appended.
       found: texts by key.
       parts: folder of what workers wrote, None where there is none.
-      worker: who generates; one of several needs a backend that plans its batches.
+      share: of the texts that are generated here; one of several needs a backend that
+        plans its batches.
       from_parts: texts that are in parts alone.
       is_timed: a new text's line says what it took; no two starts write equal lines.
     """
@@ -58,11 +49,12 @@ class Replies:
     lines: JsonLines
     found: dict[str, Generated]
     parts: Path | None = None
-    worker: Share = Share()
+    share: Share = Share()
     from_parts: dict[str, Generated] = dataclasses.field(default_factory=dict)
     is_timed: bool = False
     n_reused: int = 0  # texts that were found and not generated again
     n_new: int = 0  # texts that were generated and appended
+    n_missing: int = 0  # texts of other workers that were wanted and are not there
 
     @classmethod
     def open(cls, path: Path) -> "Replies":
@@ -90,8 +82,11 @@ class Replies:
         prompts: Sequence[GeneratorPrompt],
         config: SamplingConfig,
         progress: Update = lambda done, total: None,
-    ) -> list[Generated]:
+    ) -> list[Generated] | None:
         """Return the text of every prompt, in order; generate what is missing.
+
+        For a share of the texts there is nothing to go on with: whoever works alone
+        afterwards finds them all.
 
         Args:
           generator: the backend.
@@ -99,8 +94,8 @@ class Replies:
           config: how.
           progress: told texts there and wanted.
 
-        Raises:
-          ShareDone: one of several workers has generated its batches.
+        Returns:
+          None after a share; `n_missing` says what others have to do.
         """
         identity = generator.identity
         keys = [reply_key(identity, prompt, config) for prompt in prompts]
@@ -109,9 +104,8 @@ class Replies:
         n_there = sum(key in self.found for key in first)
         self.n_reused += n_there
         progress(n_there, len(first))
-        if self.worker.world_size > 1:
-            plan = generator.plan(prompts, config)
-            mine = plan[self.worker.rank :: self.worker.world_size]
+        if not self.share.is_whole:
+            mine = self.share.mine(generator.plan(prompts, config))
             done |= {*range(len(prompts))} - {i for batch in mine for i in batch}
         began = time.monotonic()
         for i, text in generator.stream(prompts, config, done):
@@ -125,9 +119,10 @@ class Replies:
             self.n_new += 1
             n_there += 1
             progress(n_there, len(first))
-        if self.worker.world_size > 1:
+        if not self.share.is_whole:
             self.found |= dict(_written(self.parts))
-            raise ShareDone(sum(key not in self.found for key in first))
+            self.n_missing = sum(key not in self.found for key in first)
+            return None
         self._take_in()
         return [self.found[key] for key in keys]
 
@@ -160,21 +155,19 @@ def open_replies(
     run: RunDir,
     role: str,
     progress: Progress,
-    worker: Share | None = None,
     *,
     is_timed: bool = False,
 ) -> Replies:
     """Open what a model has written in one role of a run; see `RunDir.replies`.
 
     Args:
-      run: held alone, or by all workers.
+      run: held alone, or for a share of the texts.
       role: of the model.
       progress: is told what was set aside.
-      worker: who will generate; None for one that works alone.
       is_timed: see `Replies`.
     """
-    worker, parts = worker or Share(), run.parts(role)
-    if worker.world_size == 1:
+    share, parts = run.share, run.parts(role)
+    if share.is_whole:
         replies = Replies.open(run.replies(role))
         replies.parts = parts
         others = {k: v for k, v in _written(parts) if k not in replies.found}
@@ -182,41 +175,13 @@ def open_replies(
     else:
         whole = (_reply(r) for r in JsonLines(run.replies(role)).whole_rows(dict))
         found = {**dict(whole), **dict(_written(parts))}
-        name = f"{worker.rank}-of-{worker.world_size}@{socket.gethostname()}"
+        name = f"{share.rank}-of-{share.world_size}@{socket.gethostname()}"
         lines = JsonLines.open(parts / f"{name}.{os.getpid()}.jsonl")
-        replies = Replies(lines=lines, found=found, parts=parts, worker=worker)
+        replies = Replies(lines=lines, found=found, parts=parts, share=share)
     replies.is_timed = is_timed
     if replies.lines.truncated:
         progress.note(replies.lines.truncated)
     return replies
-
-
-def share_texts(
-    run: RunDir, verb: str, worker: Share, work: Callable[[RunDir, Share], None]
-) -> None:
-    """Do a stage whose texts workers share: alone, or a worker's share of it.
-
-    Args:
-      run: held by who works alone; only named by one of several workers.
-      verb: as on the command line.
-      worker: who does it.
-      work: does the stage in a run that is held, or raises `ShareDone`.
-    """
-    if worker.world_size == 1:
-        work(run, worker)
-        return
-
-    def part(run: RunDir) -> int | None:
-        try:
-            work(run, worker)
-        except ShareDone as done:
-            return done.n_missing
-        return None
-
-    def whole(run: RunDir) -> None:
-        work(run, Share())
-
-    share(run.path, verb, worker, Progress(), part, whole, of="texts")
 
 
 def reused_in_words(replies: Replies) -> str:

@@ -85,8 +85,12 @@ def draw_answers(
     progress: Update = lambda done, total: None,
     *,
     as_text: bool = False,
-) -> Drawn:
-    """Draw `n_samples` answers to every request, the draws of one request together."""
+) -> Drawn | None:
+    """Draw `n_samples` answers to every request, the draws of one request together.
+
+    Returns:
+      None where these replies are a share of the texts.
+    """
     cells = [(r, k) for r in requests for k in range(config.n_samples)]
     prompts = [
         dataclasses.replace(prompt, sample=k)
@@ -94,6 +98,8 @@ def draw_answers(
         for k in range(config.n_samples)
     ]
     found = replies.generate(generator, prompts, config.sampling, progress)
+    if found is None:
+        return None
     written = ("text", "token_ids", "stop_id", "log_probs", "finish")
     samples = [
         Sample(

@@ -6,15 +6,13 @@ the run was killed nor on how many workers share it.
 """
 
 import dataclasses
-import os
-import socket
-import time
-from pathlib import Path
-from typing import Any
+import functools
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from extract.backbone.names import backbone_of
+from extract.backbone.names import BackboneConfig, backbone_of
 from extract.generate.answers import (
-    AnswerRows,
     answered_keys,
     answers_in_words,
     append_answers,
@@ -33,6 +31,7 @@ from extract.generate.replies import open_replies, reused_in_words
 from extract.generate.requests import (
     ANSWER_PRESETS,
     AnswerConfig,
+    GenerationConfig,
     PromptConfig,
     PromptModel,
     Request,
@@ -40,7 +39,6 @@ from extract.generate.requests import (
     TokenizerOnly,
     answer_config,
     make_requests,
-    plan_batches,
 )
 from extract.generate.sampling import DrawConfig, draw_answers, request_prompt
 from extract.records import write_lines
@@ -57,14 +55,14 @@ from extract.run.contents import (
 )
 from extract.run.directory import RunDir
 from extract.run.files import (
-    JsonLines,
     sha256_json,
     write_json_atomic,
     write_text_atomic,
 )
-from extract.run.share import Share
-from extract.run.sharing import share
 from extract.run.stages import Forecast, Stage, once
+
+if TYPE_CHECKING:
+    from extract.generate.backends.local import TransformersGenerator
 
 
 def answer_identity(config: AnswerConfig) -> dict[str, Any]:
@@ -97,44 +95,6 @@ def _asked(
     return made.requests
 
 
-class _LocalAnswers:
-    """The run's questions, and its backbone that answers them on this machine."""
-
-    def __init__(self, run: RunDir, config: AnswerConfig, progress: Progress) -> None:
-        from extract.backbone.loading import open_backbone
-        from extract.generate.backends.local import TransformersGenerator
-        from extract.signals.reader import SignalReader
-
-        # Read on a few tokens first: hours of answers whose signals cannot be read
-        # would be in vain.
-        reader = SignalReader(open_backbone(backbone_of(run)), (0,))
-        self._generator = TransformersGenerator(
-            backbone=reader.backbone,
-            tokens_per_batch=config.generation.tokens_per_batch,
-        )
-        record_backend(run, self._generator.identity | answer_identity(config))
-        self.requests = _asked(run, self._generator.backbone, config, progress)
-        lengths = [len(request.prompt.ids) for request in self.requests]
-        self.batches = plan_batches(lengths, config.generation)
-        self._greedy = _greedy(config)
-
-    def append(self, rows: AnswerRows, update: Update, worker: Share) -> None:
-        """Answer a worker's batches; only those with a question that has no row."""
-        mine = self.batches[worker.rank :: worker.world_size]
-        prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r in self.requests]
-        append_answers(
-            rows,
-            self.requests,
-            lambda done: self._generator.batches(prompts, self._greedy, done),
-            update,
-            frozenset(i for batch in mine for i in batch),
-        )
-
-    def arrange(self, rows: AnswerRows) -> None:
-        """Put all rows into the order of the batches."""
-        rows.arrange([self.requests[i].key for batch in self.batches for i in batch])
-
-
 def _note_shares(run: RunDir, config: AnswerConfig, progress: Progress) -> None:
     limit = config.generation.max_new_tokens
     for line in answers_in_words(read_answers(run), limit):
@@ -147,63 +107,48 @@ def _greedy(config: AnswerConfig) -> SamplingConfig:
     )
 
 
+def _open_local(
+    config: BackboneConfig, generation: GenerationConfig
+) -> "TransformersGenerator":
+    """Load a run's backbone, whose signals can be read, to answer on this machine."""
+    from extract.backbone.loading import open_backbone
+    from extract.generate.backends.local import TransformersGenerator
+    from extract.signals.reader import SignalReader
+
+    # Read on a few tokens first: hours of answers whose signals cannot be read
+    # would be in vain.
+    reader = SignalReader(open_backbone(config), (0,))
+    return TransformersGenerator(
+        backbone=reader.backbone, tokens_per_batch=generation.tokens_per_batch
+    )
+
+
 def _answer(
-    run: RunDir, config: AnswerConfig, update: Update, progress: Progress
-) -> None:
-    local = _LocalAnswers(run, config, progress)
-    rows = open_answers(run, local.requests, progress)
-    local.append(rows, update, Share())
-    local.arrange(rows)
+    load: Callable[[BackboneConfig, GenerationConfig], "TransformersGenerator"],
+    run: RunDir,
+    config: AnswerConfig,
+    update: Update,
+    progress: Progress,
+) -> int:
+    """Answer a share of the run's batches; of the whole, put all into their order."""
+    generator = load(backbone_of(run), config.generation)
+    record_backend(run, generator.identity | answer_identity(config))
+    requests = _asked(run, generator.backbone, config, progress)
+    prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r in requests]
+    batches = generator.plan(prompts, _greedy(config))
+    rows = open_answers(run, requests, progress)
+    append_answers(
+        rows,
+        requests,
+        lambda done: generator.batches(prompts, _greedy(config), done),
+        update,
+        frozenset(i for batch in run.share.mine(batches) for i in batch),
+    )
+    if not run.share.is_whole:
+        return len(requests) - len(answered_keys(run, requests))
+    rows.arrange([requests[i].key for batch in batches for i in batch])
     _note_shares(run, config, progress)
-
-
-def answer_part(run_dir: Path, worker: Share, progress: Progress) -> None:
-    """Do one worker's share of the answers; put all together if none is missing.
-
-    Each worker writes a file of its own. A worker that finds answers missing leaves:
-    the one that writes the last of them finds none missing, and so does a later
-    process, alone or with others.
-
-    Args:
-      run_dir: of all workers.
-      worker: does the batches `rank::world_size`.
-      progress: shows it.
-
-    Raises:
-      InUse: a process that works alone holds the run.
-      ValueError: an input is missing, or has changed meanwhile.
-    """
-    name, began = f"answer {worker.rank}/{worker.world_size}", time.monotonic()
-    local, inputs = None, {}
-
-    def part(run: RunDir) -> int | None:
-        nonlocal local, inputs
-        inputs = run.hash_inputs(*question_files(run))
-        if run.stage_done("answer", inputs):
-            return None
-        run.reopen_stage("answer")
-        local = _LocalAnswers(run, answer_config(run), progress)
-        file = f"{worker.rank}-of-{worker.world_size}@{socket.gethostname()}"
-        lines = JsonLines.open(run.parts("answer") / f"{file}.{os.getpid()}.jsonl")
-        rows = AnswerRows(lines, dict.fromkeys(answered_keys(run, local.requests)))
-        with progress.stage(name) as update:
-            local.append(rows, update, worker)
-        return len(local.requests) - len(answered_keys(run, local.requests))
-
-    def whole(run: RunDir) -> None:
-        if run.hash_inputs(*question_files(run)) != inputs:
-            raise ValueError(
-                f"the questions in {run_dir} have changed while they were answered; "
-                "run the same line again"
-            )
-
-        def gather(update: Update) -> None:
-            local.arrange(open_answers(run, local.requests, progress))
-            _note_shares(run, answer_config(run), progress)
-
-        once(run, "answer", inputs, [run.answers], progress, gather, began=began)
-
-    share(run_dir, "answer", worker, progress, part, whole, of="answers")
+    return 0
 
 
 def load_tokenizer_only(run: RunDir) -> tuple[TokenizerOnly, tuple[int, ...]]:
@@ -285,9 +230,12 @@ def draw_run(
     progress: Progress,
     *,
     as_text: bool = False,
-    worker: Share | None = None,
-) -> Path:
-    """Draw answers to the questions of some splits; returns the file of samples."""
+) -> int | None:
+    """Draw answers to the questions of some splits.
+
+    Returns:
+      As `once`.
+    """
     identity = {
         "schema": SCHEMA_VERSION,
         "backend": dict(generator.identity),
@@ -297,13 +245,13 @@ def draw_run(
     }
     path, limit = samples_file(run), draws.sampling.max_new_tokens
 
-    def work(update: Update) -> None:
-        replies = open_replies(run, "sample", progress, worker, is_timed=True)
+    def work(update: Update) -> int | None:
+        replies = open_replies(run, "sample", progress, is_timed=True)
         examples = [e for e in read_examples(run) if e.split in splits]
         made = make_requests(examples, model, prompt, limit, settings_of(run))
         if made.note:
             progress.note(f"sample: {made.note}")
-        samples, seconds = draw_answers(
+        drawn = draw_answers(
             made.requests,
             generator,
             model.tokenizer,
@@ -312,6 +260,9 @@ def draw_run(
             update,
             as_text=as_text,
         )
+        if drawn is None:
+            return replies.n_missing
+        samples, seconds = drawn
         n_bare = sum(sample.log_probs is None for sample in samples)
         n_cut = sum(sample.finish == "length" for sample in samples)
         progress.note(f"sample: {reused_in_words(replies)}")
@@ -322,17 +273,29 @@ def draw_run(
         write_text_atomic(path, write_lines(samples))
         write_json_atomic(run.samples / "config.json", identity)
         write_json_atomic(draw_seconds_file(run), seconds)
+        return None
 
     inputs = run.hash_inputs(*question_files(run)) | {"sampler": sha256_json(identity)}
-    once(run, "sample", inputs, [run.samples], progress, work)
-    return path
+    return once(run, "sample", inputs, [run.samples], progress, work)
 
 
-ANSWER = Stage(
-    name="answer",
-    inputs=question_files,
-    outputs=lambda run: [run.answers],
-    work=_answer,
-    presets=ANSWER_PRESETS,
-    forecast=_forecast_here,
-)
+def _answer_stage(
+    load: Callable[[BackboneConfig, GenerationConfig], "TransformersGenerator"],
+) -> Stage:
+    return Stage(
+        name="answer",
+        inputs=question_files,
+        outputs=lambda run: [run.answers],
+        work=partial(_answer, load),
+        parts="answers",
+        presets=ANSWER_PRESETS,
+        forecast=_forecast_here,
+    )
+
+
+def answer_stage_kept() -> Stage:
+    """Return the stage for a share: the model that did it joins all shares."""
+    return _answer_stage(functools.cache(_open_local))
+
+
+ANSWER = _answer_stage(_open_local)

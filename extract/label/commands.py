@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from extract.generate.options import (
     backend_options,
     check_model_option,
     open_asking,
+    opened_once,
 )
 from extract.run.console import Progress, quiet
 from extract.run.share import Share
@@ -32,26 +33,21 @@ def _asking(
     model: str,
     backend: BackendOptions,
     dry_run: bool,
-    worker: Share,
-) -> Iterator[tuple["RunDir", "Generator"]]:
-    """Open a run and the model that a verb asks with an option; `line` has both.
-
-    One of several workers holds the run later, beside the others.
-    """
+    share: Share,
+) -> Iterator[Callable[["RunDir"], "Generator"]]:
+    """Yield what opens the model that a verb asks with an option; `line` has both."""
     verb, option = line.split()
     if backend.server is None:
         check_model_option(model, option)
-    from extract.run.directory import RunDir
-
-    if backend.server is not None:
-        alone(f"{line} --server", worker)
+    else:
+        alone(f"{line} --server", share)
     quiet()
-    is_alone = worker.world_size == 1
-    with (
-        RunDir.open(run_dir) if is_alone else RunDir(run_dir) as run,
-        open_asking(run, verb, model, backend, dry_run=dry_run) as generator,
-    ):
-        yield run, generator
+
+    def open_in(run: "RunDir") -> Any:
+        return open_asking(run, verb, model, backend, dry_run=dry_run)
+
+    with opened_once(open_in) as opened:
+        yield opened
 
 
 @click.command()
@@ -95,26 +91,31 @@ def rewrite(
     Example: beatrice rewrite runs/mine --model Qwen/Qwen3.5-27B --server
     http://localhost:8000/v1
     """
-    from extract.generate.replies import share_texts
     from extract.generate.requests import answer_config
     from extract.label.rewriter import RewriteConfig
-    from extract.label.stage import rewrite_run
+    from extract.label.stage import rewrite_counts, rewrite_run
+    from extract.run.directory import RunDir
+    from extract.run.stages import do_share
 
-    def work(run: "RunDir", worker: Share) -> None:
-        config = RewriteConfig(
-            max_new_tokens=max_tokens,
-            seed=run.seed,
-            skip_overlong=overlong == "skip",
-            template=answer_config(run, is_recorded=False).prompt.template,
-        )
-        counts = rewrite_run(run, generator, config, Progress(), worker=worker)
-        lines = (f"{name:<30}{n:>8}" for name, n in counts.items())
-        click.echo(json.dumps(counts) if as_json else "\n".join(lines))
-        click.echo(str(run_dir / "rewrites.jsonl"), err=as_json)
+    share, progress = share_of(shard, dry_run), Progress()
+    with _asking(run_dir, "rewrite --model", model, backend, dry_run, share) as opened:
 
-    line, worker = "rewrite --model", share_of(shard, dry_run)
-    with _asking(run_dir, line, model, backend, dry_run, worker) as (run, generator):
-        share_texts(run, "rewrite", worker, work)
+        def work(run: RunDir) -> int | None:
+            config = RewriteConfig(
+                max_new_tokens=max_tokens,
+                seed=run.seed,
+                skip_overlong=overlong == "skip",
+                template=answer_config(run, is_recorded=False).prompt.template,
+            )
+            return rewrite_run(run, opened(run), config, progress)
+
+        do_share(run_dir, "rewrite", share, work, progress, parts="texts")
+    if dry_run or not RunDir(run_dir).stage_done("rewrite"):
+        return  # of a share: others have to do theirs
+    counts = rewrite_counts(RunDir(run_dir))
+    lines = (f"{name:<30}{n:>8}" for name, n in counts.items())
+    click.echo(json.dumps(counts) if as_json else "\n".join(lines))
+    click.echo(str(run_dir / "rewrites.jsonl"), err=as_json)
 
 
 @click.command()
@@ -212,35 +213,34 @@ def label(
         raise click.UsageError("--server and --vote are for judges; give --judge too")
     if dry_run and (judge is None or audit):
         raise click.UsageError("--dry-run counts what --judge would be asked, alone")
-    from extract.generate.replies import share_texts
     from extract.label import stage
     from extract.label.judges import ConsensusConfig
     from extract.run.directory import RunDir
+    from extract.run.stages import do_share
 
-    worker = share_of(shard, dry_run)
+    share, progress = share_of(shard, dry_run), Progress()
     if judge is None or audit:
-        alone("label without --judge, or with --audit,", worker)
+        alone("label without --judge, or with --audit,", share)
     if judge is not None:
         # Of a directory its name alone: rows are compared between machines.
         name = Path(judge).name if Path(judge).is_dir() else judge
-
-        def work(run: "RunDir", worker: Share) -> None:
-            config = ConsensusConfig(vote=vote, seed=run.seed)
-            shared = {"name": name, "worker": worker}
-            stage.label_run_by_judges(run, generator, config, Progress(), **shared)
-
         line = "label --judge"
-        with _asking(run_dir, line, judge, backend, dry_run, worker) as opened:
-            run, generator = opened
-            share_texts(run, "label", worker, work)
+        with _asking(run_dir, line, judge, backend, dry_run, share) as opened:
+
+            def work(run: RunDir) -> int | None:
+                config = ConsensusConfig(vote=vote, seed=run.seed)
+                asked = (run, opened(run), config, progress)
+                return stage.label_run_by_judges(*asked, name=name)
+
+            do_share(run_dir, "label", share, work, progress, parts="texts")
     elif not audit:
         with RunDir.open(run_dir) as run:
             if imported is not None:
-                stage.label_run_by_import(run, imported, Progress())
+                stage.label_run_by_import(run, imported, progress)
             elif judge_with is not None:
-                stage.label_run_with(run, judge_with, Progress())
+                stage.label_run_with(run, judge_with, progress)
             else:
-                stage.label_run(run, match, Progress())
+                stage.label_run(run, match, progress)
     if audit:
         _audit(run_dir, n_sample, annotations, as_json)
 

@@ -65,7 +65,7 @@ def judge_answers(
     progress: Update = lambda done, total: None,
     *,
     rubrics: Sequence[Rubric] = RUBRICS,
-) -> Judgements:
+) -> Judgements | None:
     """Label answers by the consensus of the rubrics.
 
     Args:
@@ -77,6 +77,9 @@ def judge_answers(
       progress: called with replies that are there and replies wanted; a retry starts
         again from 0.
       rubrics: by which each answer is judged once; by default the paper's three.
+
+    Returns:
+      None where these replies are a share of the texts.
 
     Raises:
       ValueError: there is no rubric; see also `pair_answers`.
@@ -97,6 +100,8 @@ def judge_answers(
             for i, r in pending
         ]
         texts = replies.generate(generator, prompts, sampling, progress)
+        if texts is None:
+            return None
         for cell, reply in zip(pending, texts, strict=True):
             is_whole = reply.finish == "stop"
             verdicts[cell] = parse_verdict(reply.text) if is_whole else "unparsable"

@@ -105,8 +105,12 @@ def rewrite_contexts(
     replies: Replies,
     config: RewriteConfig,
     progress: Update = lambda done, total: None,
-) -> list[Rewrite]:
-    """Rewrite the context of every example that needs it, in order."""
+) -> list[Rewrite] | None:
+    """Rewrite the context of every example that needs it, in order.
+
+    Returns:
+      None where these replies are a share of the texts.
+    """
     wanted = [example for example in examples if needs_rewrite(example)]
     window = generator.max_length if config.skip_overlong else None
     fitting: dict[str, GeneratorPrompt] = {}
@@ -119,6 +123,8 @@ def rewrite_contexts(
             fitting[example.id] = prompt
     sampling = SamplingConfig(max_new_tokens=config.max_new_tokens)
     texts = replies.generate(generator, list(fitting.values()), sampling, progress)
+    if texts is None:
+        return None
     found = dict(zip(fitting, texts, strict=True))
     return [
         read_rewrite(example, found[example.id], template=config.template)

@@ -54,7 +54,6 @@ from extract.run.files import (
     write_text_atomic,
 )
 from extract.run.results import label_rule
-from extract.run.share import Share
 from extract.run.stages import Stage, once, refuse_stale, run_stage
 
 JUDGES = "beatrice.judges"  # entry points of people's own judges of labels
@@ -129,13 +128,15 @@ def label_run_by_judges(
     progress: Progress,
     *,
     name: str,
-    worker: Share | None = None,
     rubrics: Sequence[Rubric] = RUBRICS,
-) -> None:
+) -> int | None:
     """Label every answer by the consensus of the rubrics of the judge called `name`.
 
     Writes `labels.jsonl` and, beside the judge's replies, `replies/judge.json` with
     the judge's identity and the counts.
+
+    Returns:
+      As `once`.
     """
     identity = {
         "schema": SCHEMA_VERSION,
@@ -145,11 +146,13 @@ def label_run_by_judges(
     }
     summary = run.replies("judge").with_suffix(".json")
 
-    def work(update: Update) -> None:
-        replies = open_replies(run, "judge", progress, worker)
+    def work(update: Update) -> int | None:
+        replies = open_replies(run, "judge", progress)
         judgements = judge_answers(
             *_answered(run), generator, replies, config, update, rubrics=rubrics
         )
+        if judgements is None:
+            return replies.n_missing
         progress.note(f"label: {reused_in_words(replies)}")
         write_text_atomic(run.labels, write_lines(judgements.labels))
         counts = {
@@ -165,11 +168,12 @@ def label_run_by_judges(
             f"label: {judgements.n_retried} replies asked for again, "
             f"{judgements.n_unparsable} verdicts stayed unparsable"
         )
+        return None
 
     inputs = _label_inputs(run)
     inputs["judge"] = sha256_json(identity)
     inputs["rule"] = f"judges: {name}, {config.vote}"
-    once(run, "label", inputs, [run.labels, summary], progress, work)
+    return once(run, "label", inputs, [run.labels, summary], progress, work)
 
 
 def label_run_with(run: RunDir, spec: str, progress: Progress) -> None:
@@ -256,12 +260,13 @@ def rewrite_run(
     generator: Generator,
     config: RewriteConfig,
     progress: Progress,
-    *,
-    worker: Share | None = None,
-) -> dict[str, int]:
-    """Rewrite the contexts of a run; returns the counts.
+) -> int | None:
+    """Rewrite the contexts of a run.
 
     The questions' file stays as it is; `read_examples` joins the two.
+
+    Returns:
+      As `once`.
     """
     if "with_context" not in settings_of(run):
         raise ValueError(
@@ -274,10 +279,12 @@ def rewrite_run(
     }
     summary = run.replies("rewrite").with_suffix(".json")
 
-    def work(update: Update) -> None:
+    def work(update: Update) -> int | None:
         examples = read_questions(run)
-        replies = open_replies(run, "rewrite", progress, worker)
+        replies = open_replies(run, "rewrite", progress)
         rewrites = rewrite_contexts(examples, generator, replies, config, update)
+        if rewrites is None:
+            return replies.n_missing
         progress.note(f"rewrite: {reused_in_words(replies)}")
         counts = count_rewrites(rewrites) | {
             "n_without_passages": sum(not e.passages for e in examples),
@@ -285,9 +292,15 @@ def rewrite_run(
         }
         write_text_atomic(run.rewrites, write_lines(rewrites))
         write_json_atomic(summary, identity | {"counts": counts})
+        return None
 
     inputs = run.hash_inputs(run.examples) | {"rewriter": sha256_json(identity)}
-    once(run, "rewrite", inputs, [run.rewrites, summary], progress, work)
+    return once(run, "rewrite", inputs, [run.rewrites, summary], progress, work)
+
+
+def rewrite_counts(run: RunDir) -> dict[str, int]:
+    """Return what `rewrite_run` counted."""
+    summary = run.replies("rewrite").with_suffix(".json")
     return json.loads(summary.read_text(encoding="utf-8"))["counts"]
 
 

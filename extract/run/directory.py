@@ -31,6 +31,7 @@ from extract.run.manifest import (
     refuse_foreign,
     settle_section,
 )
+from extract.run.share import Share
 
 
 class StageRecord(Record, frozen=True, kw_only=True):
@@ -77,9 +78,14 @@ class RunDir:
 
     `RunDir(path)` only names paths. `RunDir.open` creates or continues a run and
     holds it until `close`, or the end of a `with` block.
+
+    Attributes:
+      path: of the directory.
+      share: which part of a stage's work the process that holds the run does.
     """
 
     path: Path
+    share: Share = dataclasses.field(default=Share(), compare=False)
     _lock: BinaryIO | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -133,7 +139,7 @@ class RunDir:
 
     @classmethod
     def open(
-        cls, path: Path | str, asked: NewRun | None = None, *, exclusive: bool = True
+        cls, path: Path | str, asked: NewRun | None = None, *, share: Share = Share()
     ) -> Self:
         """Create a run directory, or continue one.
 
@@ -141,9 +147,9 @@ class RunDir:
           path: the directory; created if absent and taken if empty where `asked` says
             what it is to be.
           asked: what the run is; what is there must agree. None takes what is there.
-          exclusive: hold the directory alone. False for the workers of one stage
-            that a launcher starts together (each writes files of its own): they
-            share it, and keep others out.
+          share: of the work. Whoever does all of it holds the directory alone; the
+            workers of one stage hold it together (each writes files of its own), and
+            keep others out.
 
         Raises:
           InUse: another live process holds it.
@@ -155,7 +161,7 @@ class RunDir:
         else:
             refuse_foreign(path)
             path.mkdir(parents=True, exist_ok=True)
-        run = cls(path, take_lock(path / "lock", shared=not exclusive))
+        run = cls(path, share, take_lock(path / "lock", shared=not share.is_whole))
         try:
             if asked is not None:
                 agree_on_manifest(path, asked)

@@ -2,6 +2,11 @@
 
 A stage names its inputs and outputs; it is done again only if one of them has
 changed. Nothing else decides, so the same line typed twice continues the run.
+
+Several processes may share a stage. They need not meet, and none waits for another:
+each does its parts, and one that finds parts of others missing leaves. Whoever writes
+the last part finds none missing and joins them, and so does a later process, alone or
+with others.
 """
 
 import dataclasses
@@ -16,7 +21,9 @@ from typing import Any, TypeVar
 from extract.run.console import Progress, Update
 from extract.run.directory import RunDir
 from extract.run.layout import FOR_PEOPLE, who_writes
+from extract.run.lock import InUse
 from extract.run.manifest import NewRun, Preset
+from extract.run.share import Share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +97,11 @@ class Stage:
       inputs: files and folders of the run it reads.
       outputs: files and folders of the run it writes.
       work: does it, with its settings (None where it has none); called only if
-        something is to be done.
+        something is to be done. Where `run.share` is not the whole work it does that
+        share and returns how many parts of others are missing (0: none); called again
+        alone it finds all parts and joins them.
+      parts: what processes can do a share of, in the plural; empty where one process
+        does all.
       presets: its settings for every preset; empty where it has none.
       section: name of its settings in the manifest; the stage's own by default.
       forecast: says what is left to do, with the same settings; None where that is
@@ -100,7 +111,8 @@ class Stage:
     name: str
     inputs: Callable[[RunDir], list[Path]]
     outputs: Callable[[RunDir], list[Path]]
-    work: Callable[[RunDir, Any, Update, Progress], None]
+    work: Callable[[RunDir, Any, Update, Progress], int | None]
+    parts: str = ""
     presets: Mapping[Preset, Any] = dataclasses.field(default_factory=dict)
     section: str | None = None
     forecast: Callable[[RunDir, Any], Forecast] | None = None
@@ -167,11 +179,11 @@ def once(
     inputs: Mapping[str, str],
     outputs: list[Path],
     progress: Progress,
-    work: Callable[[Update], None],
-    *,
-    began: float | None = None,
-) -> None:
-    """Do a stage, and record it, unless it is done with these inputs.
+    work: Callable[[Update], int | None],
+) -> int | None:
+    """Do a stage, or this process's share of it, unless it is done with these inputs.
+
+    Whoever does the whole work records it.
 
     Args:
       run: of the stage.
@@ -179,21 +191,99 @@ def once(
       inputs: hashes, by name, of all that the outputs depend on.
       outputs: what it writes.
       progress: shows it.
-      work: does it.
-      began: by `time.monotonic`, if part of it was done before this call.
+      work: does it, see `Stage.work`.
+
+    Returns:
+      How many parts of other processes are missing; None if the stage was done before.
     """
     refuse_stale(run, name, inputs)
     gap = run.stage_gap(name, inputs)
     if gap is None:
         progress.note(f"{name}: already done")
-        return
+        return None
     if run.stage_record(name) is not None:
         progress.note(f"{gap}; it is done again")
         run.reopen_stage(name)
-    began = time.monotonic() if began is None else began
-    with progress.stage(name) as update:
-        work(update)
-    run.mark_stage(name, inputs, time.monotonic() - began, outputs)
+    began = time.monotonic()
+    with progress.stage(_name_of(name, run.share)) as update:
+        n_missing = work(update) or 0
+    if run.share.is_whole:
+        run.mark_stage(name, inputs, time.monotonic() - began, outputs)
+    return n_missing
+
+
+def _name_of(name: str, share: Share) -> str:
+    """Return what a stage is called where a share of it is done."""
+    return name if share.is_whole else f"{name} {share.rank}/{share.world_size}"
+
+
+_PATIENCE = 120.0  # seconds; who joins parts, or looks whether to, takes less
+
+
+def _open_patiently(run_dir: Path, share: Share) -> RunDir:
+    """Hold a run, after others that hold it for a moment.
+
+    Raises:
+      InUse: they hold it for longer.
+    """
+    until = time.monotonic() + _PATIENCE
+    while True:
+        try:
+            return RunDir.open(run_dir, share=share)
+        except InUse:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.2)
+
+
+def do_share(
+    run_dir: Path,
+    name: str,
+    share: Share,
+    work: Callable[[RunDir], int | None],
+    progress: Progress,
+    *,
+    parts: str,
+) -> None:
+    """Do a stage alone, or a share of it, and join all parts if none is missing.
+
+    Args:
+      run_dir: of all processes.
+      name: as on the command line.
+      share: of this process.
+      work: does what `run.share` says of an open run, by `once` or `run_stage`, and
+        returns what these do. After a share of which nothing is missing it is called
+        again, alone with the run.
+      progress: is told what is left to others.
+      parts: what the parts are, in the plural.
+
+    Raises:
+      InUse: a process that works alone holds the run.
+    """
+    if share.is_whole:
+        with RunDir.open(run_dir) as run:
+            work(run)
+        return
+    with _open_patiently(run_dir, share) as run:
+        n_missing = work(run)
+    if n_missing is None:
+        return
+    if n_missing:
+        progress.note(
+            f"{_name_of(name, share)}: {n_missing} {parts} of other workers are "
+            "missing; whoever writes the last puts all together, and so does `beatrice "
+            f"{name} {run_dir}`"
+        )
+        return
+    try:
+        run = _open_patiently(run_dir, Share())
+    except InUse:
+        progress.note(
+            f"{_name_of(name, share)}: another process puts the {parts} together"
+        )
+        return
+    with run:
+        work(run)
 
 
 def refuse_stale(run: RunDir, name: str, inputs: Iterable[str]) -> None:
@@ -223,14 +313,17 @@ def refuse_stale(run: RunDir, name: str, inputs: Iterable[str]) -> None:
 
 def run_stage(
     stage: Stage, run: RunDir, progress: Progress, change: Change | None = None
-) -> None:
-    """Do a stage unless it is done.
+) -> int | None:
+    """Do a stage, or this process's share of it, unless it is done.
 
     Args:
       stage: what is done.
       run: held by the caller.
       progress: shows it.
       change: makes of the stage's settings what a person chose.
+
+    Returns:
+      As `once`.
 
     Raises:
       ValueError: an input is missing (the message says which verb writes it), or the
@@ -241,10 +334,10 @@ def run_stage(
     inputs = run.hash_inputs(*paths)
     settings = stage.settle(run, change)
 
-    def work(update: Update) -> None:
-        stage.work(run, settings, update, progress)
+    def work(update: Update) -> int | None:
+        return stage.work(run, settings, update, progress)
 
-    once(run, stage.name, inputs, stage.outputs(run), progress, work)
+    return once(run, stage.name, inputs, stage.outputs(run), progress, work)
 
 
 def do(
@@ -252,6 +345,7 @@ def do(
     *stages: Stage,
     change: Change | None = None,
     asked: NewRun | None = None,
+    share: Share = Share(),
 ) -> None:
     """Open a run directory and do stages in it.
 
@@ -260,8 +354,17 @@ def do(
       *stages: in order.
       change: makes of the first stage's settings what a person chose.
       asked: see `RunDir.open`.
+      share: of this process; several share one stage.
     """
     progress = Progress()
+    if not share.is_whole:
+        (stage,) = stages
+
+        def work(run: RunDir) -> int | None:
+            return run_stage(stage, run, progress, change)
+
+        do_share(run_dir, stage.name, share, work, progress, parts=stage.parts)
+        return
     with RunDir.open(run_dir, asked) as run:
         for i, stage in enumerate(stages):
             run_stage(stage, run, progress, None if i else change)

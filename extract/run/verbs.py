@@ -106,14 +106,15 @@ def do_or_forecast(
     stage: "Stage",
     dry_run: bool,
     change: Callable | None = None,
+    share: Share = Share(),
 ) -> None:
-    """Do a stage of an existing run, or say what it would need."""
+    """Do a stage of an existing run, or a share, or say what it would need."""
     from extract.run.stages import do, forecast_stage
 
     if dry_run:
         click.echo(forecast_stage(run_dir, stage, change))
     else:
-        do(run_dir, stage, change=change)
+        do(run_dir, stage, change=change, share=share)
 
 
 def _checked(

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from extract.run.verbs import RUN_DIR, SHARD, do_or_forecast, dry_run_option
+from extract.run.verbs import RUN_DIR, SHARD, do_or_forecast, dry_run_option, share_of
 
 _NAMES = ("hidden_layers", "hidden_spans", "dtype", "scalars", "answer_span")
 
@@ -106,13 +106,10 @@ def extract(run_dir: Path, shard: str | None, dry_run: bool, **options: Any) -> 
 
     from extract.backbone.names import backbone_of
     from extract.generate.options import check_backbone
-    from extract.run.console import Progress
     from extract.run.directory import RunDir
-    from extract.run.launch import find_share
-    from extract.signals.stage import EXTRACT, extract_alone, settle_kept
+    from extract.signals.stage import EXTRACT, extract_stage_kept, settle_kept
 
-    given, worker = take_kept(options), find_share(shard)
-    is_alone = worker.world_size == 1
+    given, share = take_kept(options), share_of(shard, dry_run)
     if given.get("hidden_layers") is not None:
         check_backbone(backbone_of(RunDir(run_dir)), given["hidden_layers"])
     if dry_run:
@@ -120,9 +117,8 @@ def extract(run_dir: Path, shard: str | None, dry_run: bool, **options: Any) -> 
         do_or_forecast(run_dir, EXTRACT, True, asked or None)
         return
     if given:
-        with RunDir.open(run_dir, exclusive=is_alone) as run:
+        with RunDir.open(run_dir, share=share) as run:
             settle_kept(run, given)
-    if is_alone:
-        do_or_forecast(run_dir, EXTRACT, False)
-    else:
-        extract_alone(run_dir, worker, Progress())
+    # A share's model is the one that joins all of them.
+    extracting = EXTRACT if share.is_whole else extract_stage_kept()
+    do_or_forecast(run_dir, extracting, False, share=share)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from extract.records import Answer
+from extract.run.share import Share
 from extract.signals.plan import (
     ExtractConfig,
     ExtractionPlan,
@@ -193,18 +194,17 @@ def run_plan(
     plan: ExtractionPlan,
     url: str | Path,
     *,
-    rank: int = 0,
-    world_size: int = 1,
+    share: Share = Share(),
     progress: Callable[[int, int], None] | None = None,
 ) -> ExtractionReport:
-    """Do, or continue, one worker's part of a plan; see `extract`.
+    """Do, or continue, one share of a plan; see `extract`.
 
     In host memory are at most the rows of two units as they are stored, one being
     read and one being written (`tokens_per_unit`: at most 8 GiB each, or one range
     where that is larger), and the readings of two batches.
     """
     began = time.perf_counter()
-    mine = plan.units[rank::world_size]
+    mine = share.mine(plan.units)
     store = create_store(url, plan.spec)
     done = done_ranges(store)
     every = [(unit, [r for r in unit.ranges if r not in done]) for unit in mine]
@@ -238,8 +238,7 @@ def extract(
     config: ExtractConfig,
     *,
     fingerprint: Mapping[str, Any] | None = None,
-    rank: int = 0,
-    world_size: int = 1,
+    share: Share = Share(),
     progress: Callable[[int, int], None] | None = None,
 ) -> ExtractionReport:
     """Read the answers' signals into the store at `url`, or continue doing so.
@@ -254,8 +253,7 @@ def extract(
       config: how the answers are read.
       fingerprint: what the values depend on beside the answers and `config`: model,
         revision, precision; JSON values.
-      rank: which worker this is; it does the units `rank::world_size`.
-      world_size: number of workers, see `rank_and_world_size`.
+      share: of the units that this process does.
       progress: called with (answers read now, answers to read now).
 
     Raises:
@@ -269,7 +267,6 @@ def extract(
         sequences,
         plan,
         url,
-        rank=rank,
-        world_size=world_size,
+        share=share,
         progress=progress,
     )

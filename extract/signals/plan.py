@@ -170,7 +170,7 @@ class ExtractionPlan:
     Attributes:
       spec: the store.
       units: in the order of their ranges; every range is in one. A worker does
-        `units[rank::world_size]`.
+        `share.mine(units)`.
     """
 
     spec: StoreSpec

@@ -1,11 +1,12 @@
 """The stage that reads the four signal families of every answer into its store."""
 
 import dataclasses
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from extract.backbone.names import backbone_of
+from extract.backbone.names import BackboneConfig, backbone_of
 from extract.generate.forecast import cache_bytes, generation_bytes
 from extract.run.console import Progress, Update
 from extract.run.contents import (
@@ -17,11 +18,13 @@ from extract.run.contents import (
 )
 from extract.run.directory import RunDir
 from extract.run.manifest import Preset
-from extract.run.share import Share
 from extract.run.stages import Forecast, Stage
 from extract.signals.plan import ExtractConfig
 from extract.store.config import stored_bytes
 from extract.store.spec import Family
+
+if TYPE_CHECKING:
+    from extract.signals.reader import SignalReader
 
 _SMALL = ExtractConfig(tokens_per_batch=4096, rows_per_shard=4096)
 EXTRACT_PRESETS: dict[Preset, ExtractConfig] = {
@@ -61,73 +64,56 @@ def settle_kept(run: RunDir, given: Mapping[str, Any]) -> ExtractConfig:
     return run.settle("extract", EXTRACT_PRESETS, lambda _: asked, is_replaceable=True)
 
 
-def extract_part(
-    run: RunDir, config: ExtractConfig, update: Update, worker: Share
-) -> int:
-    """Do one worker's part of the extraction, in the run's settings.
+def _load_reader(backbone: BackboneConfig, config: ExtractConfig) -> "SignalReader":
+    from extract.backbone.loading import open_backbone
+    from extract.signals.reader import SignalReader
 
-    Returns:
-      How many ranges are not there yet, of any worker.
+    return SignalReader.for_config(open_backbone(backbone), config)
+
+
+def _extract(
+    load: Callable[[BackboneConfig, ExtractConfig], "SignalReader"],
+    run: RunDir,
+    config: ExtractConfig,
+    update: Update,
+    progress: Progress,
+) -> int:
+    """Read a share of the run's answers; returns how many ranges are not there yet.
 
     Raises:
       ValueError: other weights gave the answers, see `require_answering_model`.
     """
     from extract.backbone.loading import (
-        open_backbone,
         require_answering_model,
         require_known_tokens,
     )
     from extract.signals.extraction import extract
-    from extract.signals.reader import SignalReader
 
     check_answered(run)
     answers = {setting: read_answers(run, setting) for setting in settings_of(run)}
-    if empty := [setting for setting, found in answers.items() if not found]:
+    if empty := [setting for setting, rows in answers.items() if not rows]:
         raise ValueError(
             f"{run.answers} has no answer {empty[0]}: no passage of any question fits "
             "the model's window; give shorter passages, or make the run with "
             "--settings closed-book"
         )
-    backbone = open_backbone(backbone_of(run))
+    reader = load(backbone_of(run), config)
+    backbone = reader.backbone
     require_answering_model(run.answers, backbone)
     require_known_tokens(read_answers(run), backbone)
-    reader = SignalReader.for_config(backbone, config)
     fingerprint = {"model": backbone.revision, "dtype": str(backbone.dtype)}
     return sum(
         extract(
             reader,
-            found,
+            rows,
             run.features(setting),
             config,
             fingerprint=fingerprint,
-            rank=worker.rank,
-            world_size=worker.world_size,
+            share=run.share,
             progress=update,
         ).n_missing
-        for setting, found in answers.items()
+        for setting, rows in answers.items()
     )
-
-
-def extract_alone(run_dir: Path, worker: Share, progress: Progress) -> None:
-    """Do one worker's part, and say what is left to the others."""
-    name = f"extract {worker.rank}/{worker.world_size}"
-    with RunDir.open(run_dir, exclusive=False) as run:
-        if not run.stage_done("extract"):
-            run.reopen_stage("extract")
-        with progress.stage(name) as update:
-            n_left = extract_part(run, extract_config(run), update, worker)
-    progress.note(
-        f"{name}: {n_left} ranges are left to the other workers (this is worker "
-        f"{worker.rank} of {worker.world_size}, as {worker.source} says)"
-        if n_left
-        else f"{name}: every range is there, of all workers"
-    )
-
-
-def _extract(
-    run: RunDir, config: ExtractConfig, update: Update, progress: Progress
-) -> None:
-    extract_part(run, config, update, Share())
 
 
 def _forecast(run: RunDir, config: ExtractConfig) -> Forecast:
@@ -164,11 +150,23 @@ def _forecast(run: RunDir, config: ExtractConfig) -> Forecast:
     )
 
 
-EXTRACT = Stage(
-    name="extract",
-    inputs=lambda run: [*question_files(run), run.answers],
-    outputs=store_files,
-    work=_extract,
-    presets=EXTRACT_PRESETS,
-    forecast=_forecast,
-)
+def _extract_stage(
+    load: Callable[[BackboneConfig, ExtractConfig], "SignalReader"],
+) -> Stage:
+    return Stage(
+        name="extract",
+        inputs=lambda run: [*question_files(run), run.answers],
+        outputs=store_files,
+        work=partial(_extract, load),
+        parts="ranges",
+        presets=EXTRACT_PRESETS,
+        forecast=_forecast,
+    )
+
+
+def extract_stage_kept() -> Stage:
+    """Return the stage for a share: the model that did it joins all shares."""
+    return _extract_stage(functools.cache(_load_reader))
+
+
+EXTRACT = _extract_stage(_load_reader)

@@ -11,8 +11,8 @@ several on a machine. Rows are not split over processes: a setting has 48 member
 for each of eight GPUs, and gradients of parts of the rows would meet in every step.
 """
 
+import dataclasses
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -23,8 +23,7 @@ from extract.run.contents import settings_of
 from extract.run.directory import RunDir
 from extract.run.launch import own_gpu
 from extract.run.share import Share
-from extract.run.sharing import share_stage
-from extract.run.stages import Change, side_by_side
+from extract.run.stages import Change, do, side_by_side
 from extract.store.read import FeatureStore
 from jaxprobe.features.reading import family_dims, longest_spans
 from jaxprobe.features.subsets import N_SUBSETS
@@ -102,15 +101,13 @@ def _blocks_of(members: set[Member], n_seeds: int) -> list[Block]:
     return [part for block in blocks for part in cut(block, members)]
 
 
-def _train_share(
-    worker: Share,
-    run: RunDir,
-    config: GridConfig,
-    update: Update,
-    progress: Progress,
-) -> int:
-    """Train a worker's members; returns how many are missing afterwards, of all."""
-    use_own_device(worker)
+def _work(
+    run: RunDir, config: GridConfig, update: Update, progress: Progress
+) -> int | None:
+    """Train a share of the members, or join all; returns how many are missing."""
+    if run.share.is_whole:
+        return TRAIN.work(run, config, update, progress)
+    use_own_device(run.share)
     set_compiler(run.preset)
     config = config.seeded(run.seed)
     n_seeds = config.train.n_seeds
@@ -119,7 +116,7 @@ def _train_share(
         store, rows = open_rows(run, setting)
         n_train = len(rows.where("train"))
         workload = workload_of(config, setting, store, n_train)
-        members = shares_of(workload, worker.world_size)[worker.rank]
+        members = shares_of(workload, run.share.world_size)[run.share.rank]
         own[setting] = [_blocks_of(part, n_seeds) for part in members]
     left = []
 
@@ -142,17 +139,17 @@ def _train_share(
     return n_missing
 
 
-def train_share(run_dir: Path, worker: Share, change: Change | None = None) -> None:
-    """Train a worker's share of a run's encoders; join all if none is missing.
+def train_share(run_dir: Path, share: Share, change: Change | None = None) -> None:
+    """Train a share of a run's encoders; join all if none is missing.
 
     Args:
       run_dir: of all workers.
-      worker: one of several.
+      share: of this process, one of several.
       change: makes of the run's settings what a person chose.
 
     Raises:
       InUse: a process that works alone holds the run.
       ValueError: an input is missing, or the run has settled on other settings.
     """
-    work = partial(_train_share, worker)
-    share_stage(run_dir, TRAIN, worker, work, change=change, of="encoders")
+    stage = dataclasses.replace(TRAIN, work=_work, parts="encoders")
+    do(run_dir, stage, change=change, share=share)

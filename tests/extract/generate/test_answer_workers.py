@@ -12,6 +12,7 @@ import pytest
 from extract.backbone.names import own_device
 from extract.records import write_lines
 from extract.run.directory import RunDir
+from extract.run.share import Share
 from tests.extract.small_run import beatrice, questions, smoke
 
 ROOT = Path(__file__).parents[3]
@@ -129,7 +130,7 @@ def test_two_processes_of_one_rank_do_no_harm(run, alone):
 
 
 def test_one_process_and_workers_keep_each_other_out(run):
-    with RunDir.open(run, smoke(), exclusive=False):
+    with RunDir.open(run, smoke(), share=Share(0, 2)):
         assert "workers that a launcher started" in answer(run, code=1)
     answer(run)
 
@@ -159,7 +160,6 @@ SERVED = ("--server", "http://x/v1")
         ("label", "--judge", "m", *SERVED),
         ("label",),
         ("label", "--judge", "embedded", "--audit"),
-        ("select", "--optimism"),
     ],
 )
 def test_what_is_not_shared_says_that_it_is_one_processs_work(run, verb, by):
@@ -167,7 +167,9 @@ def test_what_is_not_shared_says_that_it_is_one_processs_work(run, verb, by):
     assert "is one process's work, and 2 were launched" in " ".join(said.split())
 
 
-@pytest.mark.parametrize("verb", ["calibrate", "report", "doctor", "demo", "sweep"])
+@pytest.mark.parametrize(
+    "verb", ["calibrate", "report", "doctor", "demo", "sweep", "select"]
+)
 def test_a_verb_that_nobody_shares_says_so(run, verb):
     said = answer(run, 1, 2, code=2, verb=(verb,))
     assert f"{verb} is one process's work" in " ".join(said.split())

@@ -10,6 +10,7 @@ import pytest
 from extract.run.directory import RunDir
 from extract.run.files import seal
 from extract.run.manifest import NewRun, read_manifest, settle_section
+from extract.run.share import Share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -298,7 +299,7 @@ def test_workers_that_make_a_run_at_once_make_one(tmp_path):
 
     def work():
         barrier.wait()
-        runs.append(RunDir.open(path, SMOKE, exclusive=False))
+        runs.append(RunDir.open(path, SMOKE, share=Share(0, 2)))
 
     workers = [threading.Thread(target=work) for _ in range(4)]
     for worker in workers:

@@ -16,6 +16,7 @@ from extract.run.files import (
 )
 from extract.run.lock import InUse
 from extract.run.manifest import NewRun
+from extract.run.share import Share
 
 REPOSITORY = Path(__file__).parents[3]
 ASKED = NewRun(preset="smoke")
@@ -85,7 +86,7 @@ def test_a_second_live_process_is_refused_and_a_dead_one_is_no_obstacle(tmp_path
         with pytest.raises(ValueError, match=f"in use by process {owner.pid} on "):
             RunDir.open(tmp_path, ASKED)
         with pytest.raises(InUse, match=f"in use by process {owner.pid} on "):
-            RunDir.open(tmp_path, ASKED, exclusive=False)  # a worker of a stage
+            RunDir.open(tmp_path, ASKED, share=Share(0, 2))  # a worker of a stage
     finally:
         end(owner)
     assert json.loads((tmp_path / "lock").read_text())["pid"] == owner.pid
@@ -93,8 +94,8 @@ def test_a_second_live_process_is_refused_and_a_dead_one_is_no_obstacle(tmp_path
 
 
 def test_workers_share_a_directory_and_keep_others_out(tmp_path):
-    one = RunDir.open(tmp_path, ASKED, exclusive=False)
-    other = RunDir.open(tmp_path, ASKED, exclusive=False)
+    one = RunDir.open(tmp_path, ASKED, share=Share(0, 2))
+    other = RunDir.open(tmp_path, ASKED, share=Share(0, 2))
     one.close()
     with pytest.raises(InUse, match="in use by workers that a launcher started"):
         RunDir.open(tmp_path, ASKED)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from extract.records import Answer
+from extract.run.share import Share
 from extract.signals.extraction import extract, run_plan
 from extract.signals.plan import ExtractConfig, n_rows_of, plan_extraction
 from extract.store.families import Family
@@ -171,7 +172,7 @@ def test_a_finished_run_reads_nothing_again(whole):
 
 
 def test_progress_counts_the_answers_that_were_left(tmp_path):
-    run(tmp_path, rank=1, world_size=2)
+    run(tmp_path, share=Share(1, 2))
     seen = []
     report = run(tmp_path, progress=lambda done, total: seen.append((done, total)))
     n_left = len(seen)
@@ -305,6 +306,5 @@ if __name__ == "__main__":
     run(
         Path(folder),
         reader=IdReader(seconds=float(seconds)),
-        rank=int(rank),
-        world_size=int(world_size),
+        share=Share(int(rank), int(world_size)),
     )

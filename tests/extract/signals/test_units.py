@@ -12,6 +12,7 @@ import pytest
 from benchmarks.speed.tiny_models import N_TEXT_IDS, tiny_model
 from extract.backbone.loading import Backbone
 from extract.run.launch import find_share
+from extract.run.share import Share
 from extract.signals.extraction import run_plan
 from extract.signals.plan import (
     ExtractConfig,
@@ -154,7 +155,7 @@ def run_tiny(where, rank=0, world_size=1):
     reader = tiny_reader()
     plan = tiny_plan(reader)
     return run_plan(
-        reader, tiny_sequences(), plan, where, rank=rank, world_size=world_size
+        reader, tiny_sequences(), plan, where, share=Share(rank, world_size)
     )
 
 
