@@ -1,16 +1,34 @@
 import os
+import shutil
+from pathlib import Path
 
+import filelock
 import pytest
 
+from tests.process import call
+
+ROOT = Path(__file__).parent.parent
+MOST_COMPILED_BYTES = 2**31
 # Set before JAX or Torch start: no test needs more than the two cores of the
 # smallest machine, and most of a JAX test's time is compilation, which need not
 # optimise code that runs for milliseconds.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Every file, worker and process that a test starts finds what another has compiled,
+# and so does the next session. Nothing is written to the user's own cache.
+COMPILED = ROOT / ".pytest_cache" / "compiled"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 
 def pytest_configure(config):
+    is_first = not hasattr(config, "workerinput")
+    if is_first and COMPILED.exists():
+        sizes = (file.stat().st_size for file in COMPILED.rglob("*"))
+        if sum(sizes) > MOST_COMPILED_BYTES:
+            shutil.rmtree(COMPILED)
     import jax
 
     jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -25,3 +43,31 @@ def compiled_code_lasts_for_one_file():
     import jax
 
     jax.clear_caches()
+
+
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory):
+    """Return a function that makes a folder once for all workers of a session.
+
+    Tests that change what is in it change a copy.
+    """
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+
+    def folder(name, make):
+        path, done = base / name, base / f"{name}.done"
+        with filelock.FileLock(base / f"{name}.lock"):
+            if not done.exists():
+                shutil.rmtree(path, ignore_errors=True)  # of a worker that failed
+                make(path)
+                done.touch()
+        return path
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smoke_run(shared_folder):
+    """A finished run of the smallest preset, both settings, as `demo` leaves it."""
+    return shared_folder("smoke", lambda path: call("demo", path, "--preset", "smoke"))

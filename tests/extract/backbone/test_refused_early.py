@@ -11,6 +11,7 @@ from extract.backbone.loading import Backbone
 from extract.backbone.twin import narrow_twin, require_readable
 from extract.signals.reader import SignalReader
 from tests.extract.backbone.test_backbone import edit_config, save_tokenizer
+from tests.extract.signals.families import representatives
 from tests.extract.small_run import beatrice
 from tests.extract.test_doctor import doctor
 
@@ -50,7 +51,7 @@ def test_answering_refuses_weights_that_cannot_be_read(doge, tmp_path):
     assert not list((run / "answers").glob("answers.jsonl"))
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.parametrize("family", representatives(FAMILIES))
 def test_no_family_that_is_read_is_refused_by_its_twin(family):
     config = tiny_model(family).config.get_text_config()
     require_readable(family, Outline(None, config, None, None))

@@ -16,13 +16,13 @@ from extract.label.rubrics import (
 )
 from extract.label.verdicts import consensus
 from extract.records import Answer, Example
-from tests.extract.label.injections import INJECTIONS
 from tests.extract.label.scripted import (
     ScriptedGenerator,
     fair_verdict,
     fields_of,
     generated,
 )
+from tests.extract.label.strings import INJECTIONS
 
 QUESTION = "What is the capital of France?"
 GOLDS = ("Paris", "Paris, France")

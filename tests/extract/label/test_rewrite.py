@@ -11,8 +11,8 @@ from extract.label.rewriter import (
 )
 from extract.label.rubrics import escape
 from extract.records import Example, Passage
-from tests.extract.label.injections import INJECTIONS
 from tests.extract.label.scripted import ScriptedGenerator, fields_of, generated
+from tests.extract.label.strings import INJECTIONS
 
 SOURCE = (
     "Marie Curie: Maria Salomea Sk\u0142odowska-Curie (7 November 1867 \u2013 4 July "
