@@ -16,78 +16,57 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from extract.records import Record, Setting
+from extract.generate.templates import PromptConfig
+from extract.records import AnswerSpan, Record, Setting
+from extract.store.families import Dtype
 from jaxprobe import checkpoint
 from jaxprobe.calibration import Calibrator
 from jaxprobe.config import EncoderConfig, FusionConfig
 from jaxprobe.features.families import (
+    SPANS,
     FamilyTokens,
     Features,
     Standardizer,
     check_features,
     split_families,
 )
-from jaxprobe.features.reading import SPANS
-from jaxprobe.features.subsets import SUBSET_NAMES, SUBSETS, FamilyDims, subset_index
-from jaxprobe.fit.grid import Trained
+from jaxprobe.features.subsets import FLOATS, SUBSETS, FamilyDims, subset_index
 from jaxprobe.model.encoder import Encoder, Params
 from jaxprobe.model.fusion import FusionHead, head_inputs, slots_of
 from jaxprobe.scope import Scope, Threshold
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EncoderBank:
-    """The encoders kept for one pass.
+class BankSpec:
+    """What is not an array of an `EncoderBank`.
 
     Attributes:
       dims: channels of that pass.
       config: shape of its encoders.
-      standardizer: fitted on its training tokens.
       names: subsets, as in "HPA"; one per kept encoder.
-      params: leaves `[n_seeds, n_kept, ...]`.
       lengths: of the longest spans in training; whoever pads to them compiles once.
         Empty where unknown.
-      scope: where its signals lay in training; None where unknown.
     """
 
     dims: FamilyDims
     config: EncoderConfig
-    standardizer: Standardizer
     names: tuple[str, ...]
-    params: Params
     lengths: tuple[int, ...] = ()
-    scope: Scope | None = None
 
-    @classmethod
-    def from_trained(
-        cls,
-        trained: Trained,
-        names: Sequence[str],
-        *,
-        dims: FamilyDims,
-        config: EncoderConfig,
-        standardizer: Standardizer,
-        lengths: Sequence[int] = (),
-        scope: Scope | None = None,
-    ) -> "EncoderBank":
-        """Take some subsets, all seeds, out of a trained grid."""
-        seeds = sorted({m.seed for m in trained.members})
-        rows = np.asarray(
-            [
-                [trained.members.index((subset_index(name), seed)) for name in names]
-                for seed in seeds
-            ]
-        )
-        params = jax.tree.map(lambda x: np.asarray(x)[rows], trained.params)
-        return cls(
-            dims=dims,
-            config=config,
-            standardizer=standardizer,
-            names=tuple(SUBSET_NAMES[subset_index(name)] for name in names),
-            params=params,
-            lengths=tuple(lengths),
-            scope=scope,
-        )
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderBank(BankSpec):
+    """The encoders kept for one pass.
+
+    Attributes:
+      standardizer: fitted on its training tokens.
+      params: leaves `[n_seeds, n_kept, ...]`.
+      scope: where its signals lay in training; None where unknown.
+    """
+
+    standardizer: Standardizer
+    params: Params
+    scope: Scope | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -164,22 +143,31 @@ class Scores(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SettingHead:
-    """The fusion heads of one setting.
+class HeadSpec:
+    """What is not an array of a `SettingHead`.
 
     Attributes:
       reads: the selected encoders in pool order, as (pass, subset name).
       config: shape of the heads.
-      params: leaves `[n_seeds, ...]`.
-      calibrator: from raw score to probability.
       threshold: at which answers are trusted; None where none was asked for.
     """
 
     reads: tuple[tuple[Setting, str], ...]
     config: FusionConfig
+    threshold: Threshold | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SettingHead(HeadSpec):
+    """The fusion heads of one setting.
+
+    Attributes:
+      params: leaves `[n_seeds, ...]`.
+      calibrator: from raw score to probability.
+    """
+
     params: Params
     calibrator: Calibrator
-    threshold: Threshold | None = None
 
 
 @partial(jax.jit, static_argnames=("head",))
@@ -200,30 +188,47 @@ def _fuse(
     return jax.nn.sigmoid(jax.vmap(one)(params, pooled, logits)).mean(axis=0)
 
 
-class _SavedBank(Record, frozen=True, kw_only=True):
-    """What is not an array of an `EncoderBank`."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """What a detector was trained on: a model, and how its answers were read.
 
-    dims: FamilyDims
-    config: EncoderConfig
-    names: tuple[str, ...]
-    lengths: tuple[int, ...]
+    Attributes:
+      model: name or path of the backbone.
+      revision: identity of its weights; the detector scores this model alone.
+      layer: entry of the resid axis that hidden states are of (0 is the embedding).
+      dtype: in which the backbone computed.
+      stored_as: types in which the families were stored, in their order; live signals
+        are rounded likewise.
+      answer_span: which tokens were the answer's, see `extract.signals.plan`.
+      prompt: how questions were put.
+      stop_id: the token that ended most answers; None where none ended.
+      scripts: that the training texts are written in, see `jaxprobe.scope.scripts_of`;
+        empty where unknown.
+    """
 
-
-class _SavedHead(Record, frozen=True, kw_only=True):
-    """What is not an array of a `SettingHead`."""
-
-    reads: tuple[tuple[Setting, str], ...]
-    config: FusionConfig
-    threshold: Threshold | None
+    model: str
+    revision: str
+    layer: int
+    dtype: str = "float32"
+    stored_as: tuple[Dtype, ...] = FLOATS
+    answer_span: AnswerSpan = "emitting"
+    prompt: PromptConfig = PromptConfig()
+    stop_id: int | None = None
+    scripts: tuple[str, ...] = ()
 
 
 class _Saved(Record, frozen=True, kw_only=True):
     """What is not an array of a `Detector`."""
 
-    format: Literal[2]
-    banks: dict[Setting, _SavedBank]
-    heads: dict[HeadName, _SavedHead]
-    facts: dict[str, str]
+    format: Literal[3]
+    banks: dict[Setting, BankSpec]
+    heads: dict[HeadName, HeadSpec]
+    provenance: Provenance | None
+
+
+def _spec_of(kind: type, value: Any) -> dict[str, Any]:
+    """Return the fields that a value shares with its description."""
+    return {f.name: getattr(value, f.name) for f in dataclasses.fields(kind)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -233,12 +238,12 @@ class Detector:
     Attributes:
       banks: encoders per pass.
       heads: by name; see `HeadName`.
-      facts: what the detector belongs to (backbone, layer, template), JSON values.
+      provenance: what it was trained on; None where that was a caller's arrays.
     """
 
     banks: Mapping[Setting, EncoderBank]
     heads: Mapping[HeadName, SettingHead]
-    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    provenance: Provenance | None = None
 
     def __post_init__(self):
         """Refuse heads that read encoders which are not there."""
@@ -332,53 +337,44 @@ class Detector:
     def save(self, path: Path | str) -> None:
         """Write the detector to a directory, atomically (see `checkpoint`)."""
         arrays: dict[str, Any] = {"banks": {}, "heads": {}}
-        config: dict[str, Any] = {"format": 2, "banks": {}, "heads": {}}
-        config["facts"] = dict(self.facts)
         for where, bank in self.banks.items():
-            arrays["banks"][where] = {
-                "params": bank.params,
-                "standardizer": bank.standardizer._asdict(),
-            }
+            own = {"params": bank.params, "standardizer": bank.standardizer._asdict()}
             if bank.scope is not None:
-                arrays["banks"][where]["scope"] = bank.scope._asdict()
-            config["banks"][where] = {
-                "dims": dataclasses.asdict(bank.dims),
-                "config": dataclasses.asdict(bank.config),
-                "names": list(bank.names),
-                "lengths": list(bank.lengths),
-            }
-        for setting, head in self.heads.items():
-            arrays["heads"][setting] = {
-                "params": head.params,
-                "calibrator": head.calibrator._asdict(),
-            }
-            config["heads"][setting] = {
-                "config": dataclasses.asdict(head.config),
-                "reads": [list(read) for read in head.reads],
-                "threshold": head.threshold and dataclasses.asdict(head.threshold),
-            }
-        checkpoint.save(Path(path), arrays, config)
+                own["scope"] = bank.scope._asdict()
+            arrays["banks"][where] = own
+        for name, head in self.heads.items():
+            calibrator = head.calibrator._asdict()
+            arrays["heads"][name] = {"params": head.params, "calibrator": calibrator}
+        config = {
+            "format": 3,
+            "banks": {w: _spec_of(BankSpec, bank) for w, bank in self.banks.items()},
+            "heads": {n: _spec_of(HeadSpec, head) for n, head in self.heads.items()},
+            "provenance": self.provenance,
+        }
+        checkpoint.save(Path(path), arrays, msgspec.to_builtins(config))
 
     @classmethod
     def load(cls, path: Path | str) -> "Detector":
-        """Read a detector; every file is checked against its SHA-256 first."""
+        """Read a detector; every file is checked against its SHA-256 first.
+
+        Raises:
+          ValueError: there is none, it is damaged, or it is of another format.
+        """
         arrays, saved = checkpoint.restore(Path(path), _Saved)
-        scopes = {where: found.get("scope") for where, found in arrays["banks"].items()}
-        banks = {
-            where: EncoderBank(
-                **msgspec.structs.asdict(spec),
-                params=arrays["banks"][where]["params"],
-                standardizer=Standardizer(**arrays["banks"][where]["standardizer"]),
-                scope=scopes[where] and Scope(**scopes[where]),
+        banks, heads = {}, {}
+        for where, spec in saved.banks.items():
+            own = arrays["banks"][where]
+            banks[where] = EncoderBank(
+                **_spec_of(BankSpec, spec),
+                params=own["params"],
+                standardizer=Standardizer(**own["standardizer"]),
+                scope=Scope(**own["scope"]) if "scope" in own else None,
             )
-            for where, spec in saved.banks.items()
-        }
-        heads = {
-            setting: SettingHead(
-                **msgspec.structs.asdict(spec),
-                params=arrays["heads"][setting]["params"],
-                calibrator=Calibrator(**arrays["heads"][setting]["calibrator"]),
+        for name, spec in saved.heads.items():
+            own = arrays["heads"][name]
+            heads[name] = SettingHead(
+                **_spec_of(HeadSpec, spec),
+                params=own["params"],
+                calibrator=Calibrator(**own["calibrator"]),
             )
-            for setting, spec in saved.heads.items()
-        }
-        return cls(banks=banks, heads=heads, facts=saved.facts)
+        return cls(banks=banks, heads=heads, provenance=saved.provenance)

@@ -5,15 +5,15 @@ below a stage take.
 """
 
 import dataclasses
-import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import msgspec
 
+from extract.generate.templates import PromptConfig
 from extract.records import Setting
 from extract.run.console import Progress, Update
 from extract.run.contents import (
@@ -28,11 +28,12 @@ from extract.run.manifest import Preset, read_manifest
 from extract.run.stages import Forecast, Stage
 from extract.store.read import FeatureStore, open_store
 from jaxprobe import checkpoint
-from jaxprobe.calibration import Calibrator, cross_fit, fit_calibrator, folds_of
-from jaxprobe.detector import Detector, EncoderBank, HeadName, SettingHead
+from jaxprobe.calibrate import SEEN, FusedHead, Grid, calibrated
+from jaxprobe.calibration import Calibrator, cross_fit, folds_of
+from jaxprobe.detector import HeadName, Provenance
 from jaxprobe.evaluation import INTERVAL_PRESETS
 from jaxprobe.features.families import Standardizer
-from jaxprobe.features.reading import longest_spans, read_features
+from jaxprobe.features.reading import stored_dtypes
 from jaxprobe.features.rows import (
     Rows,
     TrainingSet,
@@ -40,7 +41,6 @@ from jaxprobe.features.rows import (
     rows_of,
     training_set,
 )
-from jaxprobe.features.subsets import SUBSET_NAMES, FamilyDims
 from jaxprobe.fit.grid import Trained, grid_members
 from jaxprobe.fit.saved import read_member_outputs
 from jaxprobe.metrics import BootstrapConfig
@@ -53,11 +53,10 @@ from jaxprobe.pool import (
     read_selection,
     reads,
 )
-from jaxprobe.scope import Scope, choose_threshold, fit_scope, scripts_of
+from jaxprobe.scope import scripts_of
 from jaxprobe.settings import GridConfig, grid_config, select_config, set_compiler
 
 N_FOLDS = 5  # of `fold_calibrators`
-_SEEN = ("train", "validation")
 
 
 def open_rows(run: RunDir, setting: Setting) -> tuple[FeatureStore, Rows]:
@@ -138,21 +137,13 @@ def run_bootstrap(run: RunDir) -> BootstrapConfig:
     return run.settle("intervals", INTERVAL_PRESETS).bootstrap(run.seed)
 
 
-def _validation(
-    run: RunDir, branch: HeadName, champion: Mapping[str, Any]
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return scores, labels and question ids of the rows that calibration sees."""
-    _, rows = open_rows(run, branch_setting(branch))
-    where = rows.where("validation")
-    scores = champion["scores"].mean(axis=0)[where]
-    return scores, rows.labels[where], rows.ids[where]
-
-
 def fold_calibrators(run: RunDir, branch: HeadName) -> tuple[Calibrator, ...]:
     """Return a head's maps by fold of validation questions; see `cross_fit`."""
-    tree, _ = run_selection(run, branch)
-    scores, labels, ids = _validation(run, branch, tree["champion"])
-    return cross_fit(scores, labels, folds_of(ids, N_FOLDS), N_FOLDS)
+    _, rows = open_rows(run, branch_setting(branch))
+    where = rows.where("validation")
+    scores = _fused(run, branch).scores.mean(axis=0)[where]
+    folds = folds_of(rows.ids[where], N_FOLDS)
+    return cross_fit(scores, rows.labels[where], folds, N_FOLDS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,107 +181,77 @@ def settle_precision(run: RunDir, precision: float) -> None:
     run.settle("calibrate", CALIBRATE_PRESETS, lambda _: asked, is_replaceable=True)
 
 
-def _head(run: RunDir, branch: HeadName, config: CalibrateConfig) -> SettingHead:
-    """Return a calibrated head; calibration sees validation rows alone."""
+def _fused(run: RunDir, branch: HeadName) -> FusedHead:
+    """Return the heads that a branch's search has chosen."""
     tree, summary = run_selection(run, branch)
+    config = dataclasses.replace(select_config(run).head, n_slots=summary["n_slots"])
     champion = tree["champion"]
-    scores, labels, _ = _validation(run, branch, champion)
-    calibrator = fit_calibrator(scores, labels)
-    return SettingHead(
-        reads=reads(branch, summary["members"]),
-        config=dataclasses.replace(select_config(run).head, n_slots=summary["n_slots"]),
-        params=champion["params"],
-        calibrator=calibrator,
-        threshold=choose_threshold(calibrator(scores), labels, config.precision),
-    )
+    return FusedHead(summary["members"], config, champion["params"], champion["scores"])
 
 
-def _scope(run: RunDir, setting: Setting, dims: FamilyDims) -> Scope:
-    """Return where the signals of a setting's training answers lie."""
+def _grid(run: RunDir, setting: Setting) -> Grid:
+    """Return the trained encoders of a setting."""
     store, rows = open_rows(run, setting)
-    return fit_scope(
-        partial(read_features, store, setting, chosen_layer(run)),
-        dims,
-        store.spec.n_read,
-        *map(rows.where, _SEEN),
-    )
-
-
-def _banks(
-    run: RunDir, heads: Mapping[HeadName, SettingHead]
-) -> dict[Setting, EncoderBank]:
-    """Return the encoders that some head reads, by pass; a pass may have none."""
+    tree, _ = checkpoint.restore(run.encoders(setting))
     config = grid_config(run)
     members = grid_members(config.train.n_seeds)
-    banks = {}
-    for setting in settings_of(run):
-        read = {subset for h in heads.values() for s, subset in h.reads if s == setting}
-        if not read:
-            continue
-        tree, facts = checkpoint.restore(run.encoders(setting))
-        store, _ = open_rows(run, setting)
-        dims = FamilyDims(**facts["dims"])
-        banks[setting] = EncoderBank.from_trained(
-            Trained(members, tree["params"], tree["info"]),
-            [name for name in SUBSET_NAMES if name in read],
-            dims=dims,
-            config=config.encoder,
-            standardizer=Standardizer(**tree["standardizer"]),
-            lengths=longest_spans(store.spec.spans, setting),
-            scope=_scope(run, setting, dims),
-        )
-    return banks
+    return Grid(
+        store=store,
+        rows=rows,
+        layer=chosen_layer(run),
+        trained=Trained(members, tree["params"], tree["info"]),
+        standardizer=Standardizer(**tree["standardizer"]),
+        config=config.encoder,
+    )
 
 
-def _training_scripts(run: RunDir) -> str:
+def _training_scripts(run: RunDir) -> tuple[str, ...]:
     """Return the scripts that the training questions and passages are written in."""
-    asked = (e for e in read_examples(run) if e.split == "train")
-    texts = (t for e in asked for t in (e.question, *(p.text for p in e.passages)))
-    return " ".join(scripts_of(texts))
+    questions = (e for e in read_examples(run) if e.split == "train")
+    return scripts_of(
+        text for e in questions for text in (e.question, *(p.text for p in e.passages))
+    )
 
 
-def _usual_stop(run: RunDir) -> str:
-    """Return the token that ended most answers, as text; "" where none ended."""
-    found = Counter(a.stop_id for a in read_answers(run) if a.stop_id is not None)
-    return str(found.most_common(1)[0][0]) if found else ""
+def _provenance(run: RunDir, store: FeatureStore) -> Provenance:
+    """Return what a run's detector is trained on; `store` is any of the run's."""
+    sections = read_manifest(run.path)["sections"]
+    ends = Counter(a.stop_id for a in read_answers(run) if a.stop_id is not None)
+    return Provenance(
+        model=sections["backbone"]["model"],
+        revision=str(store.spec.fingerprint["model"]),
+        layer=chosen_layer(run),
+        dtype=sections["backbone"]["dtype"],
+        stored_as=stored_dtypes(store),
+        answer_span=sections["extract"]["answer_span"],
+        prompt=msgspec.convert(sections["answer"]["prompt"], PromptConfig),
+        stop_id=ends.most_common(1)[0][0] if ends else None,
+        scripts=_training_scripts(run),
+    )
 
 
 def _calibrate(
     run: RunDir, config: CalibrateConfig, update: Update, progress: Progress
 ) -> None:
     set_compiler(run.preset)
-    sections = read_manifest(run.path)["sections"]
-    prompt, backbone = sections["answer"]["prompt"], sections["backbone"]
-    store, _ = open_rows(run, settings_of(run)[0])
-    heads = {branch: _head(run, branch, config) for branch in run_branches(run)}
-    for branch, head in heads.items():
+    grids = {setting: _grid(run, setting) for setting in settings_of(run)}
+    detector = calibrated(
+        {branch: _fused(run, branch) for branch in run_branches(run)},
+        grids,
+        provenance=_provenance(run, next(iter(grids.values())).store),
+        precision=config.precision,
+    )
+    for branch, head in detector.heads.items():
         if head.threshold is not None:
             progress.note(f"{branch}: {head.threshold.in_words()}")
-    Detector(
-        banks=_banks(run, heads),
-        heads=heads,
-        facts={
-            "revision": str(store.spec.fingerprint["model"]),
-            "layer": str(chosen_layer(run)),
-            "template": prompt["template"],
-            "chat": "yes" if prompt["chat"] else "no",
-            "shots": json.dumps(prompt["shots"]),
-            "stop_id": _usual_stop(run),
-            "model_dtype": backbone["dtype"],
-            "model": backbone["model"],
-            "answer_span": sections["extract"]["answer_span"],
-            "dtype": store.spec.families["hidden"].dtype,
-            "scalars": store.spec.families["prob"].dtype,
-            "scripts": _training_scripts(run),
-        },
-    ).save(run.detector)
+    detector.save(run.detector)
 
 
 def _forecast(run: RunDir, config: CalibrateConfig) -> Forecast:
     """Count the maps, the scores they are fitted on, and the answers that are read."""
     branches = run_branches(run)
     rows = {setting: open_rows(run, setting)[1] for setting in settings_of(run)}
-    n_of = {s: {k: len(r.where(k)) for k in _SEEN} for s, r in rows.items()}
+    n_of = {s: {k: len(r.where(k)) for k in SEEN} for s, r in rows.items()}
     n_scores = sum(n_of[branch_setting(branch)]["validation"] for branch in branches)
     passes = {
         s for b in branches for s, _ in reads(b, run_selection(run, b)[1]["members"])

@@ -8,27 +8,19 @@ import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 
-import msgspec
 import numpy as np
 
 from extract.backbone.loading import Backbone
 from extract.generate.backends.local import generate
 from extract.generate.prompts import build_prompt
-from extract.generate.requests import (
-    GenerationConfig,
-    PromptConfig,
-    Request,
-    plan_batches,
-)
-from extract.generate.templates import Shot
+from extract.generate.requests import GenerationConfig, Request, plan_batches
 from extract.records import Answer, Setting
 from extract.signals.batch import Signals
-from extract.signals.plan import AnswerSpan, TokenSequence, sequence_of
+from extract.signals.plan import TokenSequence, sequence_of
 from extract.signals.reader import SignalReader
 from extract.store.families import as_written
 from jaxprobe.detector import Detector, Scores
-from jaxprobe.features.families import Features
-from jaxprobe.features.reading import SPANS, assemble
+from jaxprobe.features.families import SPANS, Features, assemble
 from jaxprobe.features.subsets import FAMILIES
 
 # Padded lengths of spans longer than any in training: each rounded up to one of these,
@@ -91,16 +83,6 @@ class Reading:
         )
 
 
-def prompt_config(detector: Detector) -> PromptConfig:
-    """Return how questions were put when a detector was trained."""
-    facts = detector.facts
-    return PromptConfig(
-        template=facts["template"],
-        chat=facts.get("chat", "no") == "yes",
-        shots=msgspec.json.decode(facts.get("shots", "[]"), type=tuple[Shot, ...]),
-    )
-
-
 class ProbedBackbone:
     """A backbone with its detector: answers questions and scores answers.
 
@@ -126,23 +108,30 @@ class ProbedBackbone:
         most_bytes: int = 1 << 30,
     ) -> None:
         """Check that the two belong together."""
-        trained_on = detector.facts["revision"]
-        if trained_on != backbone.revision:
+        trained = detector.provenance
+        if trained is None:
             raise ValueError(
-                f"the detector belongs to a backbone of revision {trained_on[:12]}, "
-                f"but {backbone.name} is {backbone.revision[:12]}; load that backbone, "
-                "or train a detector for this one"
+                "the detector was trained on arrays, not on a model's answers, so it "
+                f"cannot read {backbone.name}; give it arrays"
+            )
+        if trained.revision != backbone.revision:
+            raise ValueError(
+                f"the detector belongs to a backbone of revision "
+                f"{trained.revision[:12]}, but {backbone.name} is "
+                f"{backbone.revision[:12]}; load that backbone, or train a detector "
+                "for this one"
             )
         self.backbone = backbone
         self.detector = detector
-        self.template = prompt_config(detector).prompt_template()
+        self.trained = trained
+        self.template = trained.prompt.prompt_template()
         self.config = config
-        self.answer_span: AnswerSpan = detector.facts["answer_span"]
+        self.answer_span = trained.answer_span
         self.most_bytes = most_bytes
         # Signals are read through hooks on the modules, and a tokenizer keeps settings
         # of its last call, so one thread at a time uses either.
         self.lock = threading.RLock()
-        self.reader = SignalReader(backbone, (int(detector.facts["layer"]),))
+        self.reader = SignalReader(backbone, (trained.layer,))
 
     def requests(
         self, setting: Setting, questions: Sequence[str], contexts: Sequence
@@ -191,12 +180,9 @@ class ProbedBackbone:
 
         So a score is that of the evaluation, also where the store keeps 8 bits.
         """
-        facts = self.detector.facts
-        kinds = dict.fromkeys(FAMILIES, facts.get("scalars", "float32"))
-        kinds["hidden"] = facts.get("dtype", "float32")
         rounded = {
             name: as_written(getattr(signals, name), kind)
-            for name, kind in kinds.items()
+            for name, kind in zip(FAMILIES, self.trained.stored_as, strict=True)
             if kind != "float32"
         }
         return dataclasses.replace(signals, **rounded)

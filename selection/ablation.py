@@ -27,7 +27,7 @@ from extract.run.results import ON_REQUEST, ResultRow, publish, rows_file
 from extract.run.stages import Stage, side_by_side
 from jaxprobe.checkpoint import load_cache, save_cache
 from jaxprobe.evaluation import METRICS, Scored, detection_rows
-from jaxprobe.features import reading
+from jaxprobe.features import families
 from jaxprobe.features.families import all_but
 from jaxprobe.features.rows import Rows, TrainingSet
 from jaxprobe.features.subsets import FAMILIES, LETTERS, N_SUBSETS, SUBSET_NAMES
@@ -50,8 +50,8 @@ from selection.stage import HeadTrainer, load_results
 
 EXPERIMENT = "ablation"
 SPANS: dict[Setting, tuple[str, ...]] = {
-    setting: tuple(reading.SPAN_NAMES[span] for span in spans)
-    for setting, spans in reading.SPANS.items()
+    setting: tuple(families.SPAN_NAMES[span] for span in spans)
+    for setting, spans in families.SPANS.items()
 }
 
 

@@ -21,8 +21,14 @@ MAY_IMPORT = {
     "benchmarks": set(ROOMS),
     "api": {*ROOMS, "beatrice"},
 }
-# What a JAX room may take from `extract`: records, run directories, stored arrays.
-WITHOUT_TORCH = ("extract.records", "extract.run", "extract.store")
+# What a JAX room may take from `extract`: records, the words of prompts, run
+# directories, stored arrays.
+WITHOUT_TORCH = (
+    "extract.generate.templates",
+    "extract.records",
+    "extract.run",
+    "extract.store",
+)
 # Functions below the stages that take a run directory. It may only fall.
 MOST_TAKE_A_RUN = 66
 SOURCES = sorted(

@@ -11,7 +11,8 @@ from benchmarks.baselines.linear import chosen_row, scores_of, standardise
 from extract.records import Setting
 from extract.run.results import ResultRow
 from extract.store.read import FeatureStore, read_family
-from jaxprobe.features.reading import ANSWER, SPANS, mean_answer_states
+from jaxprobe.features.families import ANSWER, SPANS
+from jaxprobe.features.reading import mean_answer_states
 from jaxprobe.features.rows import Rows
 from jaxprobe.features.subsets import FAMILIES, LETTERS
 

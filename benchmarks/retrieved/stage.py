@@ -39,8 +39,14 @@ from extract.store.read import FeatureStore
 from jaxprobe import checkpoint
 from jaxprobe.detector import Detector
 from jaxprobe.evaluation import Scored, detection_rows
-from jaxprobe.features.families import Features, Standardizer, split_families
-from jaxprobe.features.reading import longest_spans, read_features, span_lengths
+from jaxprobe.features.families import (
+    Features,
+    Standardizer,
+    longest_spans,
+    span_lengths,
+    split_families,
+)
+from jaxprobe.features.reading import read_features
 from jaxprobe.features.rows import Rows, partners, rows_at_once
 from jaxprobe.features.subsets import (
     FAMILIES,

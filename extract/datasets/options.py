@@ -11,7 +11,7 @@ from extract.run.verbs import MODEL, SEED, SETTINGS_OPTION, preset_option
 
 if TYPE_CHECKING:
     from extract.datasets.config import BuildConfig, Source
-    from extract.generate.requests import PromptConfig
+    from extract.generate.templates import PromptConfig
 
 _CONTEXTS = ("supporting", "first", "all", "none")
 _ROLES = ("train", "dev", "held-out")
@@ -310,8 +310,7 @@ def build_config(options: dict[str, Any]) -> "BuildConfig":
 
 def prompt_config(options: dict[str, Any]) -> "PromptConfig":
     """Return how the questions are put."""
-    from extract.generate.requests import PromptConfig
-    from extract.generate.templates import SHOTS, read_shots
+    from extract.generate.templates import SHOTS, PromptConfig, read_shots
 
     is_shown = options["template"] == "few-shot"
     if options["shots"] is not None and not is_shown:

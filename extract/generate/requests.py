@@ -8,16 +8,11 @@ a question of which no passage fits is not asked with context, but listed.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, Protocol
 
 from extract.generate.generator import Generated
 from extract.generate.prompts import Prompt, build_prompt
-from extract.generate.templates import (
-    TEMPLATES,
-    PromptTemplate,
-    Shot,
-    TemplateName,
-)
+from extract.generate.templates import PromptConfig, PromptTemplate
 from extract.records import (
     SETTINGS,
     Answer,
@@ -115,42 +110,6 @@ class TokenizerOnly:
     tokenizer: Any
     max_length: int | None = None
     name: str = "the model"
-
-
-Overlong = Literal["refuse", "drop-passages"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptConfig:
-    """How questions are put."""
-
-    template: TemplateName = "short"  # the words around question and context
-    chat: bool = False  # through the chat template, thinking switched off
-    overlong: Overlong = "refuse"  # what happens to a prompt that does not fit
-    window: int | None = None  # most tokens with the answer; None: the model's own
-    shots: tuple[Shot, ...] = ()  # of the template "few-shot", which needs some
-
-    def __post_init__(self) -> None:
-        """Refuse choices that do not exist."""
-        for name, choices in (("template", TemplateName), ("overlong", Overlong)):
-            if getattr(self, name) not in get_args(choices):
-                raise ValueError(
-                    f"{name}: expected one of {', '.join(get_args(choices))}, found "
-                    f"{getattr(self, name)!r}"
-                )
-        if self.window is not None and self.window < 2:
-            raise ValueError(f"window: expected at least 2 tokens, found {self.window}")
-        if (self.template == "few-shot") != bool(self.shots):
-            raise ValueError(
-                f"shots: the template {self.template!r} has {len(self.shots)} worked "
-                "examples; the template few-shot needs some, and no other takes any"
-            )
-
-    def prompt_template(self) -> PromptTemplate:
-        """Return the words around question and context."""
-        return dataclasses.replace(
-            TEMPLATES[self.template], chat=self.chat, shots=self.shots
-        )
 
 
 class LeftOut(Record, frozen=True):

@@ -32,7 +32,6 @@ from extract.generate.requests import (
     ANSWER_PRESETS,
     AnswerConfig,
     GenerationConfig,
-    PromptConfig,
     PromptModel,
     Request,
     Requests,
@@ -41,6 +40,7 @@ from extract.generate.requests import (
     make_requests,
 )
 from extract.generate.sampling import DrawConfig, draw_answers, request_prompt
+from extract.generate.templates import PromptConfig
 from extract.records import write_lines
 from extract.run.console import Progress, Update
 from extract.run.contents import (

@@ -8,7 +8,7 @@ import dataclasses
 import html
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -196,3 +196,39 @@ TEMPLATES: dict[TemplateName, PromptTemplate] = {
         has_titles=True,
     ),
 }
+
+
+Overlong = Literal["refuse", "drop-passages"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PromptConfig:
+    """How questions are put."""
+
+    template: TemplateName = "short"  # the words around question and context
+    chat: bool = False  # through the chat template, thinking switched off
+    overlong: Overlong = "refuse"  # what happens to a prompt that does not fit
+    window: int | None = None  # most tokens with the answer; None: the model's own
+    shots: tuple[Shot, ...] = ()  # of the template "few-shot", which needs some
+
+    def __post_init__(self) -> None:
+        """Refuse choices that do not exist."""
+        for name, choices in (("template", TemplateName), ("overlong", Overlong)):
+            if getattr(self, name) not in get_args(choices):
+                raise ValueError(
+                    f"{name}: expected one of {', '.join(get_args(choices))}, found "
+                    f"{getattr(self, name)!r}"
+                )
+        if self.window is not None and self.window < 2:
+            raise ValueError(f"window: expected at least 2 tokens, found {self.window}")
+        if (self.template == "few-shot") != bool(self.shots):
+            raise ValueError(
+                f"shots: the template {self.template!r} has {len(self.shots)} worked "
+                "examples; the template few-shot needs some, and no other takes any"
+            )
+
+    def prompt_template(self) -> PromptTemplate:
+        """Return the words around question and context."""
+        return dataclasses.replace(
+            TEMPLATES[self.template], chat=self.chat, shots=self.shots
+        )

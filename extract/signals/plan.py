@@ -7,16 +7,15 @@ the bytes of a store depend on neither. Nothing here loads Torch.
 import dataclasses
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from extract.records import Answer
+from extract.records import Answer, AnswerSpan
 from extract.store.config import StoreConfig, stored_families
 from extract.store.families import Family, Spans
 from extract.store.spec import StoreSpec
 
-AnswerSpan = Literal["emitting", "literal"]
 _BATCHES_PER_UNIT = 16
 _WANTED_UNITS = 16
 _UNIT_BYTES = 8 << 30

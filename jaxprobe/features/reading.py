@@ -4,7 +4,7 @@ Signals lie on disk as ragged rows; an encoder reads every span padded to one le
 Closed-book there are two spans, with context three; the answer is the last.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,21 +13,17 @@ from extract.records import Setting
 from extract.store.families import Dtype, decode, scale_name
 from extract.store.read import FeatureStore, Ragged, read_family
 from jaxprobe.features.families import (
+    ANSWER,
+    SPANS,
     FamilyTokens,
     Features,
     Standardizer,
+    assemble,
+    check_width,
     standardizer_of,
 )
 from jaxprobe.features.subsets import FAMILIES, FamilyDims
-from jaxprobe.features.widths import widths_of
 from jaxprobe.kernels.stored import StoredTokens
-
-SPAN_NAMES = ("context", "question", "answer")  # as they are stored
-ANSWER = 2
-SPANS: dict[Setting, tuple[int, ...]] = {
-    "closed_book": (1, 2),
-    "with_context": (0, 1, 2),
-}
 
 
 def family_dims(store: FeatureStore) -> FamilyDims:
@@ -70,86 +66,6 @@ def fit_reading_of(
     for all_spans, own in zip(whole, answer, strict=True):
         all_spans[hidden] = own[hidden]
     return whole
-
-
-def pad_span(
-    rows: np.ndarray, starts: np.ndarray, spans: np.ndarray, n_tokens: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Cut one span out of ragged rows and pad it on the right with zeros.
-
-    Args:
-      rows: `[n_rows, d_total]`.
-      starts: `[n_examples]`, the row of each example's token 0, or where it would be.
-      spans: `[n_examples, 2]`, `[start, stop)` inside the example.
-      n_tokens: padded length; no span is longer.
-
-    Returns:
-      `[n_examples, n_tokens, d_total]` float32 and its mask `[n_examples, n_tokens]`.
-
-    Raises:
-      ValueError: a span is longer than `n_tokens`; nothing is cut.
-    """
-    lengths = spans[:, 1] - spans[:, 0]
-    _check_width(lengths, n_tokens)
-    mask = np.arange(n_tokens)[None, :] < lengths[:, None]
-    first = starts + spans[:, 0]
-    index = np.where(mask, first[:, None] + np.arange(n_tokens)[None, :], 0)
-    tokens = rows[index].astype(np.float32, copy=False)
-    tokens[~mask] = 0.0
-    return tokens, mask
-
-
-def _check_width(lengths: np.ndarray, n_tokens: int) -> None:
-    """Raise if a span is longer than it is padded to; nothing is cut."""
-    if lengths.max(initial=0) > n_tokens:
-        raise ValueError(
-            f"a span has {lengths.max()} tokens, expected at most {n_tokens}; "
-            "pad to a larger length"
-        )
-
-
-def span_lengths(spans: np.ndarray, setting: Setting) -> np.ndarray:
-    """Return the tokens of each span of a setting, `[n_examples, n_spans]`."""
-    own = spans[:, list(SPANS[setting])]
-    return own[..., 1] - own[..., 0]
-
-
-def longest_spans(spans: np.ndarray, setting: Setting) -> tuple[int, ...]:
-    """Return the padded length of each span of a setting, at least one token."""
-    return widths_of(span_lengths(spans, setting))
-
-
-def assemble(
-    families: Mapping[str, np.ndarray],
-    starts: np.ndarray,
-    spans: np.ndarray,
-    setting: Setting,
-    n_tokens: Sequence[int] | None = None,
-) -> Features:
-    """Lay the families side by side and pad the spans.
-
-    Args:
-      families: by name `[n_rows, ...]`; `hidden` of one layer.
-      starts: as in `pad_span`.
-      spans: `[n_examples, 3, 2]`, see the glossary in `extract/store/read.py`.
-      setting: decides which spans are read.
-      n_tokens: padded length per span; None takes the longest of each.
-    """
-    n_rows = len(families["prob"])
-    rows = np.concatenate(
-        [
-            np.asarray(families[name]).reshape(n_rows, -1).astype(np.float32)
-            for name in FAMILIES
-        ],
-        axis=1,
-    )
-    widths = longest_spans(spans, setting) if n_tokens is None else tuple(n_tokens)
-    padded = [
-        pad_span(rows, starts, spans[:, s], width)
-        for s, width in zip(SPANS[setting], widths, strict=True)
-    ]
-    tokens, masks = zip(*padded, strict=True)
-    return Features(tokens, masks)
 
 
 def read_families(
@@ -217,7 +133,7 @@ def read_tokens(
     first, lengths = spans[..., 0], spans[..., 1] - spans[..., 0]
     masks, places = [], []
     for s, width in enumerate(n_tokens):
-        _check_width(lengths[:, s], width)
+        check_width(lengths[:, s], width)
         position = np.arange(width)[:, None]
         masks.append(position < lengths[None, :, s])
         places.append(first[None, :, s] + position)

@@ -20,6 +20,7 @@ from jaxprobe.features.families import (
     FamilyTokens,
     Standardizer,
     keep_spans,
+    span_lengths,
     zero_span,
 )
 from jaxprobe.features.reading import (
@@ -28,7 +29,6 @@ from jaxprobe.features.reading import (
     fit_reading_of,
     read_features,
     read_tokens,
-    span_lengths,
     stored_dtypes,
 )
 from jaxprobe.features.subsets import FamilyDims

@@ -25,7 +25,8 @@ from extract.run.launch import own_gpu
 from extract.run.share import Share
 from extract.run.stages import Change, do, side_by_side
 from extract.store.read import FeatureStore
-from jaxprobe.features.reading import family_dims, longest_spans
+from jaxprobe.features.families import longest_spans
+from jaxprobe.features.reading import family_dims
 from jaxprobe.features.subsets import N_SUBSETS
 from jaxprobe.fit.grid import Block, Member, default_blocks
 from jaxprobe.fit.saved import cut, load_members

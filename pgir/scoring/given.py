@@ -17,8 +17,8 @@ from extract.generate.prompts import (
     token_span,
 )
 from extract.generate.templates import PromptTemplate
-from extract.records import Answer, Passage, Setting
-from extract.signals.plan import AnswerSpan, TokenSequence, sequence_of
+from extract.records import Answer, AnswerSpan, Passage, Setting
+from extract.signals.plan import TokenSequence, sequence_of
 from pgir.border import (
     as_ids,
     as_messages,

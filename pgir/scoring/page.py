@@ -110,7 +110,7 @@ def shown_tokens(
         none (the first of all) is left out.
       first_token: which token the first row is of.
     """
-    from jaxprobe.features.reading import SPAN_NAMES  # the report needs no JAX
+    from jaxprobe.features.families import SPAN_NAMES  # the report needs no JAX
 
     # Whose text a token is, whichever positions the run reads as the answer.
     spans = sequence_of(answer, answer_span="emitting").spans

@@ -26,8 +26,7 @@ from extract.records import SETTINGS, Setting
 from extract.run.directory import RunDir
 from extract.run.manifest import read_manifest
 from jaxprobe.detector import Detector, HeadName, Scores
-from jaxprobe.features.families import Features
-from jaxprobe.features.reading import SPAN_NAMES, SPANS
+from jaxprobe.features.families import SPAN_NAMES, SPANS, Features
 from jaxprobe.features.subsets import FAMILIES
 from jaxprobe.scope import Threshold, count_scripts, share_outside
 from jaxprobe.settings import set_compiler
@@ -139,14 +138,17 @@ class Scorer:
         set_compiler(run.preset)
         detector = Detector.load(folder)
         generation = answer_config(run, is_recorded=False).generation
+        trained = detector.provenance
+        if trained is None:
+            raise ValueError(f"{folder} was trained on arrays, and has no model")
         answering = GenerationConfig(
             max_new_tokens=generation.max_new_tokens, stop=generation.stop
         )
         if model is None or isinstance(model, (str, Path)):
             config = run.section("backbone", BackboneConfig)
             model = load_backbone(
-                model_path(str(model or detector.facts["model"])),
-                dtype=_dtype(dtype or detector.facts.get("model_dtype", "float32")),
+                model_path(str(model or trained.model)),
+                dtype=_dtype(dtype or trained.dtype),
                 device=_device(device, config),
             )
         elif device is not None or dtype is not None:
@@ -256,14 +258,13 @@ class Scorer:
           ValueError: as `score`.
         """
         probed = self._probed
-        stop = probed.detector.facts.get("stop_id")
         with probed.lock:
             prepared = prepare(
                 probed.backbone.tokenizer,
                 probed.template,
                 given,
                 answer_span=probed.answer_span,
-                stop_id=int(stop) if stop else None,
+                stop_id=probed.trained.stop_id,
             )
         heads = probed.detector.heads
         if _HEADS[prepared.prompt.setting] not in heads:
@@ -426,13 +427,13 @@ def _warn_before(
     detector: Detector, model: PromptModel, prepared: ScoringInput
 ) -> list[str]:
     """Say what can be told without the model."""
-    facts, prompt = detector.facts, prepared.prompt
+    trained, prompt = detector.provenance, prepared.prompt
     warnings = []
-    if not prompt.is_templates:
-        chat = "with" if facts.get("chat") == "yes" else "without"
+    if trained is not None and not prompt.is_templates:
+        chat = "with" if trained.prompt.chat else "without"
         warnings.append(
             "the prompt is not the detector's own (template "
-            f"{facts.get('template', 'unknown')!r}, {chat} chat template): P was "
+            f"{trained.prompt.template!r}, {chat} chat template): P was "
             "calibrated under that one, and how far it holds here is not known"
         )
     unknown = model.tokenizer.unk_token_id
@@ -450,19 +451,20 @@ def _warn_before(
                 f"the {SPAN_NAMES[span]} has {lengths[span]} tokens, more than any "
                 f"that the detector was made with ({most})"
             )
-    return warnings + _warn_of_script(facts.get("scripts", ""), prepared.text)
+    scripts = trained.scripts if trained is not None else ()
+    return warnings + _warn_of_script(scripts, prepared.text)
 
 
-def _warn_of_script(known: str, text: str) -> list[str]:
+def _warn_of_script(known: Sequence[str], text: str) -> list[str]:
     """Warn of letters in scripts that the training texts did not have."""
     counts = count_scripts(text)
-    foreign = {s: n for s, n in counts.items() if s not in known.split()}
+    foreign = {s: n for s, n in counts.items() if s not in known}
     if not known or sum(foreign.values()) <= _MOST_FOREIGN * counts.total():
         return []
     return [
         f"{sum(foreign.values())} of {counts.total()} letters are in a script that the "
         f"detector's training did not have ({', '.join(sorted(foreign))}; it had "
-        f"{', '.join(known.split())})"
+        f"{', '.join(known)})"
     ]
 
 

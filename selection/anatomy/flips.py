@@ -14,7 +14,7 @@ import numpy as np
 
 from extract.records import IN_DOMAIN
 from extract.run.results import ResultRow
-from jaxprobe.features.reading import SPAN_NAMES, SPANS
+from jaxprobe.features.families import SPAN_NAMES, SPANS
 from jaxprobe.features.subsets import FAMILIES, LETTERS
 from selection.anatomy.analysis import (
     Evidence,

@@ -7,7 +7,8 @@ from transformers import PreTrainedTokenizerFast
 from extract.backbone.loading import load_backbone
 from extract.backbone.names import WEIGHTS
 from extract.generate.backends.local import TransformersGenerator
-from extract.generate.requests import PromptConfig, make_requests
+from extract.generate.requests import make_requests
+from extract.generate.templates import PromptConfig
 from extract.world.commands import WORLD_PRESETS
 from extract.world.facts import make_world
 from extract.world.questions import make_examples

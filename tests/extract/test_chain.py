@@ -117,7 +117,7 @@ def test_the_chain_asks_published_questions_in_the_papers_words(tmp_path, option
     from extract.backbone.loading import load_backbone
     from extract.backbone.names import WEIGHTS
     from extract.generate.prompts import build_prompt
-    from extract.generate.requests import PromptConfig
+    from extract.generate.templates import PromptConfig
 
     tokenizer = load_backbone(WEIGHTS).tokenizer
     words = PromptConfig(template="paper").prompt_template()

@@ -1,11 +1,16 @@
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from extract.generate.templates import PromptConfig, Shot
+from jaxprobe import checkpoint
+from jaxprobe.calibrate import selected_params
 from jaxprobe.calibration import Calibrator
 from jaxprobe.config import EncoderConfig, FusionConfig
-from jaxprobe.detector import Detector, EncoderBank, SettingHead
+from jaxprobe.detector import Detector, EncoderBank, Provenance, SettingHead
 from jaxprobe.features.families import Features, fit_standardizer, split_families
 from jaxprobe.features.subsets import SUBSETS, FamilyDims, subset_index
 from jaxprobe.fit.grid import Member, Trained, member_outputs
@@ -59,8 +64,12 @@ def random_grid(setting):
 def made():
     grids = {setting: random_grid(setting) for setting in DIMS}
     banks = {
-        setting: EncoderBank.from_trained(
-            trained, NAMES, dims=DIMS[setting], config=CONFIG, standardizer=standardizer
+        setting: EncoderBank(
+            names=NAMES,
+            params=selected_params(trained, NAMES),
+            dims=DIMS[setting],
+            config=CONFIG,
+            standardizer=standardizer,
         )
         for setting, (trained, standardizer, _) in grids.items()
     }
@@ -115,12 +124,33 @@ def test_detector_scores_as_grid_and_head_do(made):
 
 def test_detector_comes_back_from_disk_and_scores_the_same(made, tmp_path):
     detector, _ = made
+    prompt = PromptConfig(
+        template="few-shot", shots=(Shot(question="q?", answer="a"),), chat=True
+    )
+    provenance = Provenance(
+        model="m", revision="r", layer=3, prompt=prompt, stop_id=7, scripts=("LATIN",)
+    )
+    detector = dataclasses.replace(detector, provenance=provenance)
     features = random_features("with_context"), random_features("closed_book")
     detector.save(tmp_path / "detector")
     before = detector.score_with_context(*features)
-    after = Detector.load(tmp_path / "detector").score_with_context(*features)
+    loaded = Detector.load(tmp_path / "detector")
+    assert loaded.provenance == provenance
+    after = loaded.score_with_context(*features)
     np.testing.assert_array_equal(before.p_correct, after.p_correct)
     assert after.encoder_names == ("with_context/A", "closed_book/HP")
+
+
+def test_a_detector_of_an_older_format_is_refused_in_a_sentence(made, tmp_path):
+    detector, _ = made
+    detector.save(tmp_path)
+    arrays, config = checkpoint.restore(tmp_path)
+    config.pop("provenance")
+    old = {**config, "format": 2, "facts": {"layer": "3"}}
+    checkpoint.save(tmp_path, arrays, old)
+    with pytest.raises(ValueError) as caught:
+        Detector.load(tmp_path)
+    assert str(tmp_path) in str(caught.value) and "again" in str(caught.value)
 
 
 def test_detector_says_what_is_missing(made):

@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxprobe.calibration import fit_calibrator
 from jaxprobe.config import EncoderConfig, FusionConfig
-from jaxprobe.detector import Detector, EncoderBank, SettingHead
+from jaxprobe.detector import Detector, EncoderBank, Provenance, SettingHead
 from jaxprobe.features.families import FamilyTokens, Standardizer
 from jaxprobe.features.subsets import FamilyDims
 from jaxprobe.model.encoder import Encoder
@@ -67,10 +67,7 @@ def make_detector(backbone):
             "with_context": _head((grounded, closed)),
             "single_pass": _head((grounded,)),
         },
-        facts={
-            "revision": backbone.revision,
-            "layer": str(LAYER),
-            "template": "short",
-            "answer_span": "emitting",
-        },
+        provenance=Provenance(
+            model="embedded", revision=backbone.revision, layer=LAYER
+        ),
     )

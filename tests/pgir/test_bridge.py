@@ -5,7 +5,7 @@ import pytest
 
 from extract.records import Passage
 from jaxprobe.detector import bank_outputs
-from jaxprobe.features.reading import SPANS
+from jaxprobe.features.families import SPANS
 from pgir.bridge import ProbedBackbone, fixed_length
 from tests.pgir.small_detector import LAYER, PASSAGE, QUESTION
 

@@ -15,7 +15,7 @@ from sklearn.linear_model import LogisticRegression
 from benchmarks.baselines.detector import Found
 from benchmarks.baselines.linear import chosen_row
 from extract.store.read import FeatureStore, read_family
-from jaxprobe.features.reading import ANSWER
+from jaxprobe.features.families import ANSWER
 from jaxprobe.features.rows import Rows
 from jaxprobe.metrics import auroc
 from jaxprobe.regression import both_classes

@@ -10,8 +10,8 @@ from extract.datasets.options import stop_strings
 from extract.generate.backends.server import ServedGenerator, ServerConfig
 from extract.generate.generator import SamplingConfig
 from extract.generate.prompts import build_prompt
-from extract.generate.requests import PromptConfig, Request
-from extract.generate.templates import SHOTS, TEMPLATES, Shot, read_shots
+from extract.generate.requests import Request
+from extract.generate.templates import SHOTS, TEMPLATES, PromptConfig, Shot, read_shots
 from extract.records import Passage
 from extract.signals.plan import sequence_of
 from tests.extract.generate.generating import GREEDY, prompts_of, texts

@@ -3,8 +3,8 @@ import dataclasses
 import pytest
 
 from extract.generate.prompts import build_prompt, render_message
-from extract.generate.requests import PromptConfig, TokenizerOnly, make_requests
-from extract.generate.templates import TEMPLATES
+from extract.generate.requests import TokenizerOnly, make_requests
+from extract.generate.templates import TEMPLATES, PromptConfig
 from extract.records import Example, Passage
 from extract.world.facts import WorldConfig, make_world
 from extract.world.model import make_tokenizer

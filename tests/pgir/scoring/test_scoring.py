@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from extract.generate.templates import PromptConfig
 from extract.signals.plan import sequence_of
 from pgir.bridge import ProbedBackbone
 from pgir.scoring.given import AnswerToScore, prepare
@@ -34,8 +35,9 @@ def chatting(probed):
     tokenizer = copy.deepcopy(probed.backbone.tokenizer)
     tokenizer.chat_template = CHAT
     backbone = dataclasses.replace(probed.backbone, tokenizer=tokenizer)
-    facts = {**probed.detector.facts, "chat": "yes"}
-    return ProbedBackbone(backbone, dataclasses.replace(probed.detector, facts=facts))
+    trained = dataclasses.replace(probed.trained, prompt=PromptConfig(chat=True))
+    detector = dataclasses.replace(probed.detector, provenance=trained)
+    return ProbedBackbone(backbone, detector)
 
 
 def test_scoring_needs_one_pass_and_gives_a_probability(scorer):

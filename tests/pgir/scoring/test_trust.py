@@ -29,8 +29,8 @@ def scoped(probed, **changes):
     )._replace(**changes)
     banks = {**probed.detector.banks}
     banks["with_context"] = dataclasses.replace(bank, scope=scope, lengths=(12, 30, 9))
-    facts = {**probed.detector.facts, "scripts": "LATIN"}
-    return with_detector(probed, banks=banks, facts=facts)
+    trained = dataclasses.replace(probed.trained, scripts=("LATIN",))
+    return with_detector(probed, banks=banks, provenance=trained)
 
 
 def test_an_answer_like_trainings_has_no_warning(probed):
