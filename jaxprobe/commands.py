@@ -69,16 +69,11 @@ def train(run_dir: Path, shard: str | None, **options: Any) -> None:
 
     Example: srun -n 8 beatrice train runs/paper
     """
-    change, worker = partial(with_options, **options), find_share(shard)
-    if worker.world_size == 1:
-        from extract.run.stages import do
-        from jaxprobe.fit.stage import TRAIN
+    from extract.run.stages import do
+    from jaxprobe.fit.stage import TRAIN
 
-        do(run_dir, TRAIN, change=change)
-    else:
-        from jaxprobe.fit.shares import train_share
-
-        train_share(run_dir, worker, change)
+    change = partial(with_options, **options)
+    do(run_dir, TRAIN, change=change, share=find_share(shard))
 
 
 @click.command()

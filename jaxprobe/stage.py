@@ -42,7 +42,6 @@ from jaxprobe.features.rows import (
     training_set,
 )
 from jaxprobe.fit.grid import Trained, grid_members
-from jaxprobe.fit.saved import read_member_outputs
 from jaxprobe.metrics import BootstrapConfig
 from jaxprobe.model.encoder import MemberOutputs
 from jaxprobe.pool import (
@@ -93,7 +92,8 @@ def run_selection(
 
 def run_outputs(run: RunDir, setting: Setting) -> MemberOutputs:
     """Return the outputs of every trained encoder of a setting on its rows."""
-    return read_member_outputs(run.encoders(setting))
+    tree, _ = checkpoint.restore(run.encoders(setting))
+    return MemberOutputs(**tree["outputs"])
 
 
 def run_pool(

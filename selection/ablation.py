@@ -11,7 +11,6 @@ the paper's other variants are rows of `evaluate` already.
 
 import dataclasses
 import itertools
-import shutil
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,14 +24,13 @@ from extract.run.directory import RunDir
 from extract.run.files import read_json, write_json_atomic
 from extract.run.results import ON_REQUEST, ResultRow, publish, rows_file
 from extract.run.stages import Stage, side_by_side
-from jaxprobe.checkpoint import load_cache, save_cache
+from jaxprobe.checkpoint import Cache, load_cache, save_cache
 from jaxprobe.evaluation import METRICS, Scored, detection_rows
 from jaxprobe.features import families
 from jaxprobe.features.families import all_but
 from jaxprobe.features.rows import Rows, TrainingSet
 from jaxprobe.features.subsets import FAMILIES, LETTERS, N_SUBSETS, SUBSET_NAMES
-from jaxprobe.fit.grid import Block, default_blocks
-from jaxprobe.fit.stage import MemberTrainer, settings_at_once
+from jaxprobe.fit.stage import settings_at_once, train_encoders
 from jaxprobe.model.encoder import MemberOutputs
 from jaxprobe.model.fusion import PoolOutputs
 from jaxprobe.pool import pool_names, reads
@@ -183,10 +181,9 @@ class Ablation:
             for setting in self.settings
         }
 
-    def blocks(self, setting: Setting) -> tuple[Block, ...]:
-        """Return the same encoders with every seed, as they are trained together."""
-        n_seeds = grid_config(self.run).train.n_seeds
-        return default_blocks(n_seeds, self.subsets[setting])
+    def n_members(self, setting: Setting) -> int:
+        """Return how many of a pass's encoders are trained for each span variant."""
+        return grid_config(self.run).train.n_seeds * len(self.subsets[setting])
 
     def _outputs_file(self, setting: Setting, variant: str) -> Path:
         return _folder(self.run) / f"{setting}.{variant}.safetensors"
@@ -200,28 +197,27 @@ class Ablation:
         Every member has the weights, batches and noise it began with in the grid: what
         differs is the span. Finished members and variants are not trained again.
         """
-        named, blocks = span_variants(setting), self.blocks(setting)
+        named, subsets = span_variants(setting), self.subsets[setting]
         missing = [
             variant
             for variant in named
             if load_cache(self._outputs_file(setting, variant), self.key) is None
         ]
-        for _ in range(len(blocks) * (len(named) - len(missing))):
+        for _ in range(self.n_members(setting) * (len(named) - len(missing))):
             tick()
-        if not missing or not blocks:
+        if not missing or not subsets:
             return
         config = grid_config(self.run)
         data = run_training_set(self.run, setting, config)
         for variant in missing:
             without = rows_without(data, setting, variant)
-            trainer = MemberTrainer(
-                data=without, config=config, key=self.key, tick=tick
+            cache = Cache(_folder(self.run) / f"{setting}.{variant}.members", self.key)
+            _, outputs = train_encoders(
+                without, config, subsets=subsets, cache=cache, on_part=tick
             )
-            members = _folder(self.run) / f"{setting}.{variant}.members"
-            _, outputs = trainer.fit(data.rows.labels, blocks, members)
             path = self._outputs_file(setting, variant)
             save_cache(path, outputs._asdict(), self.key)
-            shutil.rmtree(members, ignore_errors=True)
+            cache.clear()
 
     def _outputs_without(self, variant: str, setting: Setting) -> MemberOutputs:
         """Return a pass's outputs, those of the champions' encoders as retrained.
@@ -322,8 +318,8 @@ def _ablate(
     set_compiler(run.preset)
     ablation = Ablation(run, config.seeded(run.seed))
     settings = ablation.settings
-    n_blocks = sum(len(ablation.blocks(s)) * len(span_variants(s)) for s in settings)
-    n_all = n_blocks + sum(len(variants(setting)) for setting in settings)
+    n_members = sum(ablation.n_members(s) * len(span_variants(s)) for s in settings)
+    n_all = n_members + sum(len(variants(setting)) for setting in settings)
     # The with-context heads need the closed-book encoders, so training comes first.
     side_by_side(
         ablation.train_without_spans,
@@ -335,7 +331,7 @@ def _ablate(
     side_by_side(
         ablation.make_variants,
         settings,
-        lambda done, total: update(n_blocks + done, total),
+        lambda done, total: update(n_members + done, total),
         n_all,
     )
     rows = [row for setting in settings for row in ablation.rows(setting)]

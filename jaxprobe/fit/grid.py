@@ -77,19 +77,6 @@ def grid_members(n_seeds: int) -> tuple[Member, ...]:
     return Block(tuple(range(N_SUBSETS)), tuple(range(n_seeds))).members
 
 
-def default_blocks(
-    n_seeds: int, subsets: Sequence[int] = range(N_SUBSETS)
-) -> tuple[Block, ...]:
-    """Members one by one; a plan puts them together for a device.
-
-    Args:
-      n_seeds: of every subset.
-      subsets: rows of SUBSETS; the whole grid unless given.
-    """
-    whole = Block(tuple(subsets), tuple(range(n_seeds)))
-    return tuple(Block((m.subset,), (m.seed,)) for m in whole.members)
-
-
 class BlockArrays(NamedTuple):
     """A block for the device.
 

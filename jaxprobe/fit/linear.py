@@ -14,14 +14,13 @@ import dataclasses
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import numpy as np
 from sklearn.model_selection import GroupKFold
 
-from jaxprobe.checkpoint import load_cache, save_cache
+from jaxprobe.checkpoint import Cache
 from jaxprobe.features.families import FamilyTokens
 from jaxprobe.features.subsets import N_FAMILIES, N_SUBSETS, SUBSETS
 from jaxprobe.fit.grid import Trained
@@ -178,16 +177,16 @@ def count_heard(trained: Trained) -> int:
     return int(np.any(own, axis=0).sum())
 
 
-def save_linear(path: Path, grid: LinearGrid, key: str) -> None:
-    """Keep the parts for a run that continues; see `jaxprobe.checkpoint.save_cache`."""
+def save_linear(cache: Cache, grid: LinearGrid) -> None:
+    """Save the parts for a run that continues."""
     kernels = {f"kernel_{f}": kernel for f, kernel in enumerate(grid.kernels)}
     rest = {k: v for k, v in grid._asdict().items() if k != "kernels"}
-    save_cache(path, {**kernels, **rest}, key)
+    cache.save("linear", {**kernels, **rest})
 
 
-def load_linear(path: Path, key: str, subsets: Sequence[int]) -> LinearGrid | None:
-    """Return the saved parts, or None where not all subsets are there, of this key."""
-    arrays = load_cache(path, key)
+def load_linear(cache: Cache, subsets: Sequence[int]) -> LinearGrid | None:
+    """Return the saved parts, or None where some of the subsets are missing."""
+    arrays = cache.load("linear")
     if arrays is None or not arrays["inverse_penalty"][subsets].all():
         return None
     kernels = tuple(arrays.pop(f"kernel_{f}") for f in range(N_FAMILIES))

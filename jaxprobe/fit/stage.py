@@ -1,13 +1,27 @@
-"""The stage that trains every encoder of the grid, and applies them to every row."""
+"""Train every encoder of a setting, and apply it to every row; the stage that does so.
+
+Several processes may train one grid, each its share of the members. Members never speak
+to each other, so neither do the processes: each saves its finished members, and whoever
+finds that none is missing joins them as one process would. On a CPU the checkpoint is
+that of one process bit by bit, whatever the number of processes, before and after a
+kill. On accelerators members lie side by side in blocks of other sizes, which changes
+how their products are summed, within rounding.
+
+Each process trains on the devices it sees, one GPU of its own where a launcher starts
+several on a machine. Rows are not split over processes: a setting has 48 members, six
+for each of eight GPUs, and gradients of parts of the rows would meet in every step.
+"""
 
 import dataclasses
+import hashlib
+import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
+import flax.traverse_util
 import jax
 import numpy as np
 
@@ -16,24 +30,20 @@ from extract.run.console import Progress, Update
 from extract.run.contents import question_files, row_files, settings_of
 from extract.run.directory import RunDir
 from extract.run.files import sha256_file
+from extract.run.launch import own_gpu
 from extract.run.memory import return_freed_memory
+from extract.run.share import Share
 from extract.run.stages import Stage, side_by_side
 from jaxprobe import checkpoint
+from jaxprobe.checkpoint import Cache
 from jaxprobe.evaluation import permute_by_question
 from jaxprobe.features.families import FamilyTokens
-from jaxprobe.features.rows import (
-    ReadRows,
-    TrainingSet,
-    rows_at_once,
-    training_set,
-)
-from jaxprobe.features.subsets import subset_index
+from jaxprobe.features.rows import ReadRows, TrainingSet, rows_at_once, training_set
+from jaxprobe.features.subsets import N_SUBSETS, subset_index
 from jaxprobe.features.widths import width_groups, widths_of
 from jaxprobe.fit.grid import (
-    Block,
     Member,
     Trained,
-    default_blocks,
     fit_everywhere,
     join,
     labelled,
@@ -49,18 +59,241 @@ from jaxprobe.fit.linear import (
     silence,
     with_linear_parts,
 )
+from jaxprobe.fit.loop import FitInfo
 from jaxprobe.fit.memory import Sizes, choose
-from jaxprobe.fit.saved import (
-    cut,
-    load_members,
-    save_members,
-)
 from jaxprobe.fit.streaming import Streamed, fit_streamed
+from jaxprobe.fit.work import Workload, step_flops
 from jaxprobe.model.encoder import Encoder, MemberOutputs
 from jaxprobe.settings import GRID_PRESETS, GridConfig, set_compiler
 from jaxprobe.stage import chosen_layer, encoder_folders, open_rows
 
 EVERY_FAMILY = subset_index("HPRA")
+
+
+def train_encoders(
+    data: TrainingSet,
+    config: GridConfig,
+    *,
+    subsets: Iterable[int] = range(N_SUBSETS),
+    cache: Cache = Cache(),
+    share: Share = Share(),
+    on_part: Callable[[], None] = lambda: None,
+) -> tuple[Trained, MemberOutputs] | None:
+    """Train encoders on the rows of a setting, and apply them to all of its rows.
+
+    Args:
+      data: the rows; their labels are learned.
+      config: widths, protocol, and how rows are streamed.
+      subsets: rows of SUBSETS, each trained with every seed of the protocol.
+      cache: where finished members are saved, and those of an earlier or another
+        process found; its key names the data, the configuration and nothing else.
+        Streamed members are all finished at once.
+      share: which of the members this process trains.
+      on_part: called once a member that is trained, by whomever.
+
+    Returns:
+      All members, seed-major, the subsets of a seed in the order of SUBSETS; and their
+      outputs on every row of the store. A training row's logit has in it the linear
+      part that has not seen its question: fusion heads are trained on these. None for
+      a share, whose members are in the cache.
+    """
+    subsets = sorted(subsets)
+    linear = _linear_parts(data, config, subsets, cache)
+    members = _members(config, subsets)
+    mine = members_of_share(_workload(data, config), subsets, share)
+    for _ in range(len(members) - len(mine)):
+        on_part()
+    parts = []
+    for part in _trained(data, config, mine, linear, cache):
+        parts.append(part)
+        for _ in part.members:
+            on_part()
+    if not share.is_whole:
+        return None
+    trained = join(parts, members)
+    every = np.arange(len(data.lengths))
+    if linear is None:
+        return trained, _outputs(data, config, trained, every)
+    train, valid = data.where
+    trained = with_linear_parts(trained, linear)
+    logits = _outputs(data, config, trained, valid).logits
+    trained = silence(trained, logits, linear, data.rows.labels[valid])
+    outputs = _outputs(data, config, trained, every)
+    read = [member.subset for member in trained.members]
+    outputs.logits[:, train] += (linear.train - linear.fitted)[read]
+    return trained, outputs
+
+
+def _members(config: GridConfig, subsets: Sequence[int]) -> list[Member]:
+    return [Member(k, s) for s in range(config.train.n_seeds) for k in subsets]
+
+
+def _workload(data: TrainingSet, config: GridConfig) -> Workload:
+    return Workload(
+        encoder=config.encoder,
+        dims=data.dims,
+        spans=tuple((1, width) for width in widths_of(data.lengths)),
+        batch_size=config.train.batch_size,
+        n_steps=1,
+        n_seeds=config.train.n_seeds,
+    )
+
+
+def members_of_share(
+    work: Workload, subsets: Sequence[int], share: Share
+) -> list[Member]:
+    """Return the members of a share; all shares have about as much to do.
+
+    The seeds of a subset stay together, as they train side by side; where there are
+    more processes than subsets, single members are dealt out.
+
+    Args:
+      work: of the grid.
+      subsets: rows of SUBSETS, ascending.
+      share: of the members of these subsets.
+
+    Returns:
+      members, seed-major.
+    """
+    members = [(k, s) for s in range(work.n_seeds) for k in subsets]
+    groups = [[m for m in members if m[0] == k] for k in subsets]
+    if share.world_size > len(subsets):
+        groups = [[member] for member in members]
+    mine = share.mine(groups, lambda group: sum(step_flops(work, m) for m in group))
+    return [Member(*m) for m in sorted(chain(*mine), key=members.index)]
+
+
+def _name(member: Member) -> str:
+    """Return the name of a member's part, whatever the block and the process."""
+    return f"{member.subset}-{member.seed}"
+
+
+def _load(cache: Cache, member: Member) -> Trained | None:
+    arrays = cache.load(_name(member))
+    if arrays is None:
+        return None
+    info = FitInfo(**{name: arrays.pop(f"info.{name}") for name in FitInfo._fields})
+    return Trained((member,), flax.traverse_util.unflatten_dict(arrays, sep="/"), info)
+
+
+def _save(cache: Cache, trained: Trained) -> None:
+    """Save every member of a block as a part of its own."""
+    for i, member in enumerate(trained.members):
+        params, info = jax.tree.map(
+            lambda x, i=i: x[i : i + 1], (trained.params, trained.info)
+        )
+        arrays: dict[str, Any] = flax.traverse_util.flatten_dict(params, sep="/")
+        infos = {f"info.{name}": value for name, value in info._asdict().items()}
+        cache.save(_name(member), {**arrays, **infos})
+
+
+def _trained(
+    data: TrainingSet,
+    config: GridConfig,
+    members: Sequence[Member],
+    linear: LinearGrid | None,
+    cache: Cache,
+) -> Iterator[Trained]:
+    """Yield members, those that are saved first; save the others as they are done."""
+    saved = [part for member in members if (part := _load(cache, member)) is not None]
+    yield from saved
+    done = {member for part in saved for member in part.members}
+    missing = [member for member in members if member not in done]
+    for part in _fit(data, config, missing, linear) if missing else ():
+        _save(cache, part)
+        yield part
+
+
+def _fit(
+    data: TrainingSet,
+    config: GridConfig,
+    members: Sequence[Member],
+    linear: LinearGrid | None,
+) -> Iterator[Trained]:
+    """Train members; streamed ones all in one pass over the store per epoch."""
+    sizes = Sizes.of(config, data.dims, data.lengths, data.where, data.held_as)
+    plan = choose(sizes, config.device_memory)
+    blocks = plan.blocks(members)
+    protocol = {
+        "encoder": Encoder(config.encoder, data.dims),
+        "config": plan.config(config.train),
+    }
+    labels = [data.rows.labels[where] for where in data.where]
+    offsets = (linear.train, linear.valid) if linear else (None, None)
+    if data.in_memory is not None:
+        groups = [
+            [
+                labelled(tokens, y[at], offsets=None if o is None else o[:, at])
+                for at, tokens in part
+            ]
+            for part, y, o in zip(data.in_memory, labels, offsets, strict=True)
+        ]
+        yield from fit_everywhere(blocks, *groups, **protocol)
+        return
+    reads = (data.read_train, data.read)
+    parts = (
+        Streamed(where=where, labels=y, read=read, config=config.stream, offsets=o)
+        for where, y, read, o in zip(data.where, labels, reads, offsets, strict=True)
+    )
+    yield fit_streamed(blocks, *parts, **protocol)
+
+
+def _linear_parts(
+    data: TrainingSet, config: GridConfig, subsets: Sequence[int], cache: Cache
+) -> LinearGrid | None:
+    """Fit the linear parts, or load those of an earlier, interrupted call."""
+    if not config.encoder.is_linear_first:
+        return None
+    saved = load_linear(cache, subsets)
+    if saved is not None:
+        return saved
+    parts = data.in_memory or map(
+        partial(_in_parts, data, config), data.where, (data.read_train, data.read)
+    )
+    train, valid = (
+        Pooled.of(part, data.rows.labels[where])
+        for part, where in zip(parts, data.where, strict=True)
+    )
+    questions = data.rows.ids[data.where[0]]
+    linear = fit_linear_parts(train, valid, questions, subsets)
+    save_linear(cache, linear)
+    return linear
+
+
+def _outputs(
+    data: TrainingSet, config: GridConfig, trained: Trained, where: np.ndarray
+) -> MemberOutputs:
+    """Return every member's outputs on rows of the store, a few at a time."""
+    encoder = Encoder(config.encoder, data.dims)
+    order, parts = [], []
+    for rows, tokens in _in_parts(data, config, where, data.read):
+        logits, pooled = jax.device_get(
+            member_outputs(trained, tokens, encoder=encoder)
+        )
+        order.append(rows)
+        n_real = len(rows)
+        parts.append(MemberOutputs(logits[:, :n_real], pooled[:, :n_real]))
+    place = np.argsort(np.concatenate(order))
+    return jax.tree.map(lambda *x: np.concatenate(x, axis=1)[:, place], *parts)
+
+
+def _in_parts(
+    data: TrainingSet, config: GridConfig, where: np.ndarray, read: ReadRows
+) -> Iterator[tuple[np.ndarray, FamilyTokens]]:
+    """Yield places in `where`, and the tokens there, a few rows at a time.
+
+    All parts of rows of similar length have one shape, so that one executable serves
+    them; the last one repeats its last row.
+    """
+    lengths = data.lengths[where]
+    for group in width_groups(lengths, config.train.batch_size):
+        widths = widths_of(lengths[group])
+        n_parts = -(-len(group) // rows_at_once(widths, data.dims))
+        size = -(-len(group) // n_parts)
+        for start in range(0, len(group), size):
+            rows = group[start : start + size]
+            padded = np.pad(rows, (0, size - len(rows)), "edge")
+            yield rows, read(where[padded], widths)
 
 
 def settings_at_once(config: GridConfig) -> int:
@@ -75,229 +308,14 @@ def settings_at_once(config: GridConfig) -> int:
     return 1 if is_planned or config.stream is not None else len(SETTINGS)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class MemberTrainer:
-    """Trains members on the rows of one setting, and applies them to all of its rows.
-
-    Attributes:
-      data: the rows.
-      config: widths, protocol, and how rows are streamed.
-      key: identity of all that a member depends on.
-      tick: called for every block that is done.
-    """
-
-    data: TrainingSet
-    config: GridConfig
-    key: str
-    tick: Callable[[], None]
-
-    def fit(
-        self, labels: np.ndarray, blocks: Sequence[Block], folder: Path
-    ) -> tuple[Trained, MemberOutputs]:
-        """Train blocks; streamed members all in one pass over the store per epoch.
-
-        Args:
-          labels: `[n_rows]` bool, of every row of the store.
-          blocks: what is trained.
-          folder: where finished members are saved for a run that continues; streamed
-            ones not before all are done.
-
-        Returns:
-          All members, seed-major, the subsets of a seed in the order of SUBSETS; and
-          their outputs on every row. A training row's logit has in it the linear part
-          that has not seen its question: fusion heads are trained on these.
-        """
-        subsets = {subset for block in blocks for subset in block.subsets}
-        linear = self._linear_parts(labels, subsets, folder)
-        parts = list(self._trained(labels, blocks, folder, linear))
-        members = [member for part in parts for member in part.members]
-        trained = join(parts, sorted(members, key=lambda m: (m.seed, m.subset)))
-        if linear is None:
-            return trained, self._outputs(trained, self._every)
-        trained = with_linear_parts(trained, linear)
-        valid = self.data.where[1]
-        logits = self._outputs(trained, valid).logits
-        trained = silence(trained, logits, linear, labels[valid])
-        outputs = self._outputs(trained, self._every)
-        own = [member.subset for member in trained.members]
-        outputs.logits[:, self.data.where[0]] += (linear.train - linear.fitted)[own]
-        return trained, outputs
-
-    def fit_share(
-        self,
-        labels: np.ndarray,
-        blocks: Sequence[Block],
-        folder: Path,
-        share: Sequence[Block],
-    ) -> None:
-        """Train a share of blocks into the folder, where `fit` of all looks for it."""
-        subsets = {subset for block in blocks for subset in block.subsets}
-        linear = self._linear_parts(labels, subsets, folder)
-        for _ in self._trained(labels, share, folder, linear):
-            pass
-
-    def _trained(
-        self,
-        labels: np.ndarray,
-        blocks: Sequence[Block],
-        folder: Path,
-        linear: LinearGrid | None,
-    ) -> Iterator[Trained]:
-        """Yield all members, trained now or by an earlier or another process."""
-        members = [member for block in blocks for member in block.members]
-        saved = load_members(folder, members, self.key)
-        missing = {*members} - {member for part in saved for member in part.members}
-        left = [part for block in blocks for part in cut(block, missing)]
-        done: set[Member] = set()
-        n_done = 0
-        for part in chain(saved, self._train(labels, left, linear)):
-            if missing.issuperset(part.members):
-                save_members(folder, part, self.key)
-            done.update(part.members)
-            n_before = n_done
-            n_done = sum(done.issuperset(block.members) for block in blocks)
-            for _ in range(n_done - n_before):
-                self.tick()
-            yield part
-
-    def _train(
-        self, labels: np.ndarray, blocks: Sequence[Block], linear: LinearGrid | None
-    ) -> Iterator[Trained]:
-        if not blocks:
-            return
-        config, data = self.config, self.data
-        sizes = Sizes.of(config, data.dims, data.lengths, data.where, data.held_as)
-        plan = choose(sizes, config.device_memory)
-        blocks = plan.blocks([m for block in blocks for m in block.members])
-        protocol = {"encoder": self._encoder, "config": plan.config(config.train)}
-        labels_of = [labels[where] for where in self.data.where]
-        offsets = (linear.train, linear.valid) if linear else (None, None)
-        if self.data.in_memory is not None:
-            held = [
-                [
-                    labelled(tokens, own[at], offsets=None if o is None else o[:, at])
-                    for at, tokens in part
-                ]
-                for part, own, o in zip(
-                    self.data.in_memory, labels_of, offsets, strict=True
-                )
-            ]
-            yield from fit_everywhere(blocks, *held, **protocol)
-            return
-        stream, reads = self.config.stream, (self.data.read_train, self.data.read)
-        parts = (
-            Streamed(where=where, labels=own, read=read, config=stream, offsets=o)
-            for where, own, read, o in zip(
-                self.data.where, labels_of, reads, offsets, strict=True
-            )
-        )
-        yield fit_streamed(blocks, *parts, **protocol)
-
-    def _linear_parts(
-        self, labels: np.ndarray, subsets: Iterable[int], folder: Path
-    ) -> LinearGrid | None:
-        """Fit the linear parts, or take those of an earlier, interrupted run."""
-        if not self.config.encoder.is_linear_first:
-            return None
-        path, wanted = folder / "linear.safetensors", sorted(subsets)
-        saved = load_linear(path, self.key, wanted)
-        if saved is not None:
-            return saved
-        data = self.data
-        parts = data.in_memory or map(
-            self._in_parts, data.where, (data.read_train, data.read)
-        )
-        train, valid = (
-            Pooled.of(part, labels[where])
-            for part, where in zip(parts, data.where, strict=True)
-        )
-        questions = data.rows.ids[data.where[0]]
-        linear = fit_linear_parts(train, valid, questions, wanted)
-        save_linear(path, linear, self.key)
-        return linear
-
-    @property
-    def _encoder(self) -> Encoder:
-        return Encoder(self.config.encoder, self.data.dims)
-
-    @property
-    def _every(self) -> np.ndarray:
-        return np.arange(len(self.data.lengths))
-
-    def _outputs(self, trained: Trained, where: np.ndarray) -> MemberOutputs:
-        """Return every member's outputs on rows of the store, a few at a time."""
-        order, parts = [], []
-        for rows, tokens in self._in_parts(where, self.data.read):
-            outputs = member_outputs(trained, tokens, encoder=self._encoder)
-            order.append(rows)
-            logits, pooled = jax.device_get(outputs)
-            n_real = len(rows)
-            parts.append(MemberOutputs(logits[:, :n_real], pooled[:, :n_real]))
-        place = np.argsort(np.concatenate(order))
-        return jax.tree.map(lambda *x: np.concatenate(x, axis=1)[:, place], *parts)
-
-    def _in_parts(
-        self, where: np.ndarray, read: ReadRows
-    ) -> Iterator[tuple[np.ndarray, FamilyTokens]]:
-        """Yield places in `where`, and the tokens there, a few rows at a time.
-
-        All parts of rows of similar length have one shape, so that one executable
-        serves them; the last one repeats its last row.
-        """
-        lengths = self.data.lengths[where]
-        for group in width_groups(lengths, self.config.train.batch_size):
-            widths = widths_of(lengths[group])
-            n_parts = -(-len(group) // rows_at_once(widths, self.data.dims))
-            size = -(-len(group) // n_parts)
-            for start in range(0, len(group), size):
-                rows = group[start : start + size]
-                padded = np.pad(rows, (0, size - len(rows)), "edge")
-                yield rows, read(where[padded], widths)
-
-
-class Task(NamedTuple):
-    """What of a setting is trained together: the grid, or its control."""
-
-    labels: np.ndarray  # `[n_rows]` bool, of every row of the store
-    blocks: Sequence[Block]
-    folder: Path  # of finished members
-
-
-def open_setting(
-    run: RunDir,
-    config: GridConfig,
-    setting: Setting,
-    tick: Callable[[], None],
-) -> tuple[MemberTrainer, Task, Task] | None:
-    """Return what trains a setting, its grid, and its control with permuted labels.
-
-    Returns:
-      None where an earlier run has finished the setting with this data.
-    """
-    store, rows = open_rows(run, setting)
+def _key(run: RunDir, config: GridConfig, store_id: str) -> str:
+    """Return the identity of all that a setting's members depend on."""
     sources = (*question_files(run), run.labels, run.sweep)
-    key = " ".join((*map(sha256_file, sources), store.id))
-    if checkpoint.is_saved(run.encoders(setting), key):
-        return None
-    if config.stream is not None:
-        return_freed_memory()
-    data = training_set(
-        store,
-        rows,
-        layer=chosen_layer(run),
-        n_batch=config.train.batch_size,
-        streamed=config.stream is not None,
+    told = json.dumps(
+        dataclasses.asdict(dataclasses.replace(config, device_memory=None))
     )
-    trainer = MemberTrainer(data=data, config=config, key=key, tick=tick)
-    folder = run.encoders(setting).with_name(f"{setting}.members")
-    n_seeds = config.train.n_seeds
-    control = [Block((EVERY_FAMILY,), (seed,)) for seed in range(n_seeds)]
-    permuted = permute_by_question(data.rows, run.seed)
-    return (
-        trainer,
-        Task(data.rows.labels, default_blocks(n_seeds), folder / "grid"),
-        Task(permuted, control, folder / "permuted"),
-    )
+    protocol = hashlib.sha256(told.encode()).hexdigest()
+    return " ".join((*map(sha256_file, sources), store_id, protocol))
 
 
 def _train_setting(
@@ -306,48 +324,80 @@ def _train_setting(
     note: Callable[[str], None],
     setting: Setting,
     tick: Callable[[], None],
-) -> None:
-    opened = open_setting(run, config, setting, tick)
-    if opened is None:
-        return
-    trainer, *tasks = opened
-    (grid, outputs), (_, control) = (trainer.fit(*task) for task in tasks)
+) -> int:
+    """Train this process's share of a setting, or all and save the checkpoint.
+
+    The grid, and its control: encoders of all families, with labels that are permuted.
+
+    Returns:
+      How many members of other processes are missing.
+    """
+    store, rows = open_rows(run, setting)
+    key = _key(run, config, store.id)
+    if checkpoint.is_saved(run.encoders(setting), key):
+        return 0
+    is_streamed = config.stream is not None
+    if is_streamed:
+        return_freed_memory()
+    data = training_set(
+        store,
+        rows,
+        layer=chosen_layer(run),
+        n_batch=config.train.batch_size,
+        streamed=is_streamed,
+    )
+    permuted = permute_by_question(rows, run.seed)
+    control_data = dataclasses.replace(
+        data, rows=dataclasses.replace(rows, labels=permuted)
+    )
+    folder = run.encoders(setting).with_name(f"{setting}.members")
+    caches = [Cache(folder / name, key) for name in ("grid", "permuted")]
+    fit = partial(train_encoders, config=config, share=run.share, on_part=tick)
+    grid = fit(data, cache=caches[0])
+    control = fit(control_data, subsets=[EVERY_FAMILY], cache=caches[1])
+    if grid is None or control is None:
+        subsets = range(N_SUBSETS), [EVERY_FAMILY]
+        return sum(
+            len(cache.missing(map(_name, _members(config, read))))
+            for cache, read in zip(caches, subsets, strict=True)
+        )
+    trained, outputs = grid
     if config.encoder.is_linear_first:
-        counts = f"{count_heard(grid)} of {len(grid.members)}"
+        counts = f"{count_heard(trained)} of {len(trained.members)}"
         note(
             f"train: {setting}: {counts} networks add to the logistic regression of "
             "their signals, which the others are"
         )
-    data = trainer.data
     checkpoint.save(
         run.encoders(setting),
         {
-            "params": grid.params,
-            "info": grid.info._asdict(),
+            "params": trained.params,
+            "info": trained.info._asdict(),
             "standardizer": data.standardizer._asdict(),
             "outputs": outputs._asdict(),
-            "control": {"logits": control.logits, "labels": tasks[1].labels},
+            "control": {"logits": control[1].logits, "labels": permuted},
         },
-        {
-            "key": trainer.key,
-            "layer": data.layer,
-            "dims": dataclasses.asdict(data.dims),
-        },
+        {"key": key, "layer": data.layer, "dims": dataclasses.asdict(data.dims)},
     )
-    shutil.rmtree(tasks[0].folder.parent, ignore_errors=True)  # no longer needed
+    shutil.rmtree(folder, ignore_errors=True)  # no longer needed
+    return 0
 
 
-def _train(run: RunDir, config: GridConfig, update: Update, progress: Progress) -> None:
+def _train(run: RunDir, config: GridConfig, update: Update, progress: Progress) -> int:
+    """Train a share of the members; returns how many of others are missing."""
+    gpu = None if run.share.is_whole else own_gpu()
+    if gpu is not None:  # before JAX looks
+        jax.config.update("jax_cuda_visible_devices", str(gpu))
     set_compiler(run.preset)
     config, settings = config.seeded(run.seed), settings_of(run)
-    n_each = len(default_blocks(config.train.n_seeds)) + config.train.n_seeds
-    side_by_side(
-        partial(_train_setting, run, config, progress.note),
-        settings,
-        update,
-        n_each * len(settings),
-        at_once=settings_at_once(config),
-    )
+    n_missing = []
+
+    def work(setting: Setting, tick: Callable[[], None]) -> None:
+        n_missing.append(_train_setting(run, config, progress.note, setting, tick))
+
+    total = (N_SUBSETS + 1) * config.train.n_seeds * len(settings)
+    side_by_side(work, settings, update, total, at_once=settings_at_once(config))
+    return sum(n_missing)
 
 
 TRAIN = Stage(
@@ -355,5 +405,6 @@ TRAIN = Stage(
     inputs=lambda run: [*row_files(run), run.sweep],
     outputs=encoder_folders,
     work=_train,
+    parts="encoders",
     presets=GRID_PRESETS,
 )

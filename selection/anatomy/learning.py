@@ -22,13 +22,13 @@ import numpy as np
 
 from extract.records import IN_DOMAIN
 from extract.run.results import ResultRow
+from jaxprobe.checkpoint import Cache
 from jaxprobe.evaluation import Scored, detection_rows
 from jaxprobe.features.families import FamilyTokens
 from jaxprobe.features.rows import Held, Rows, TrainingSet
 from jaxprobe.features.subsets import LETTERS, subset_index
 from jaxprobe.features.widths import widths_of
-from jaxprobe.fit.grid import default_blocks
-from jaxprobe.fit.stage import MemberTrainer
+from jaxprobe.fit.stage import train_encoders
 from jaxprobe.pool import reads
 from jaxprobe.stage import run_selection
 from selection.anatomy.analysis import (
@@ -121,11 +121,13 @@ class Few:
         places = np.split(np.arange(len(taken)), np.cumsum(sizes))
         data = self._rows(taken, places[:2])
         digest = hashlib.sha256(taken.tobytes()).hexdigest()
-        config = dataclasses.replace(evidence.config, stream=None)
-        trainer = MemberTrainer(data=data, config=config, key=digest, tick=lambda: None)
-        blocks = default_blocks(1, [subset_index(name) for name in names])
-        folder = self.folder / digest[:16]
-        trained, outputs = trainer.fit(labels[taken], blocks, folder)
+        one_seed = dataclasses.replace(evidence.config.train, n_seeds=1)
+        trained, outputs = train_encoders(
+            data,
+            dataclasses.replace(evidence.config, train=one_seed, stream=None),
+            subsets=[subset_index(name) for name in names],
+            cache=Cache(self.folder / digest[:16], digest),
+        )
         shutil.rmtree(self.folder, ignore_errors=True)
         at = {m.subset: i for i, m in enumerate(trained.members)}
         own = np.asarray(outputs.logits)[:, places[2]]

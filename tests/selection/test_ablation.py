@@ -14,7 +14,7 @@ from jaxprobe.features.subsets import (
     FamilyDims,
     subset_index,
 )
-from jaxprobe.fit.grid import Member, default_blocks
+from jaxprobe.fit.grid import Block, Member
 from jaxprobe.model.encoder import MemberOutputs
 from jaxprobe.model.fusion import pool_outputs
 from selection.ablation import (
@@ -122,7 +122,7 @@ def test_the_outputs_of_retrained_encoders_take_the_place_of_the_old_ones():
 
 
 def test_blocks_hold_every_subset_with_every_seed_once():
-    members = [m for block in default_blocks(2, (4, 1)) for m in block.members]
+    members = list(Block((4, 1), (0, 1)).members)
     assert members == [Member(4, 0), Member(1, 0), Member(4, 1), Member(1, 1)]
 
 

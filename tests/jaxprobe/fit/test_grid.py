@@ -11,7 +11,6 @@ from jaxprobe.features.subsets import SUBSETS, FamilyDims, subset_index
 from jaxprobe.fit.grid import (
     Block,
     Member,
-    default_blocks,
     fit_blocks,
     grid_members,
     join,
@@ -105,7 +104,7 @@ def test_grid_member_equals_solo_fit(parts):
 
 
 def test_one_trace_serves_all_fifteen_subsets(parts):
-    blocks = default_blocks(1)
+    blocks = [Block((k,), (0,)) for k in range(len(SUBSETS))]
     train(blocks[:1], parts)
     n_traces = train_block._cache_size()
     assert len(train(blocks[1:], parts)) == 14

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
 
+from jaxprobe.checkpoint import Cache
 from jaxprobe.config import TrainConfig
 from jaxprobe.features.families import Features, fit_standardizer, split_families
 from jaxprobe.features.subsets import SUBSETS, subset_index
@@ -198,13 +199,13 @@ def test_two_wordings_of_a_question_do_not_tell_on_each_other(rows):
 def test_saved_parts_are_read_back_under_their_own_key_and_for_their_subsets_alone(
     rows, tmp_path
 ):
-    path, subsets = tmp_path / "linear.safetensors", [subset_index("P")]
+    cache, subsets = Cache(tmp_path, "key"), [subset_index("P")]
     grid = grid_of(rows, "P")
-    save_linear(path, grid, "key")
-    found = load_linear(path, "key", subsets)
+    save_linear(cache, grid)
+    found = load_linear(cache, subsets)
     for a, b in zip(
         (*grid.kernels, *grid[1:]), (*found.kernels, *found[1:]), strict=True
     ):
         np.testing.assert_array_equal(a, b)
-    assert load_linear(path, "another", subsets) is None
-    assert load_linear(path, "key", [*subsets, subset_index("PR")]) is None
+    assert load_linear(Cache(tmp_path, "another"), subsets) is None
+    assert load_linear(cache, [*subsets, subset_index("PR")]) is None

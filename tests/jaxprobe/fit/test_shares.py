@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 
+from extract.run.share import Share
 from jaxprobe.config import EncoderConfig
 from jaxprobe.features.subsets import N_SUBSETS, FamilyDims
-from jaxprobe.fit.grid import Block, Member, grid_members
-from jaxprobe.fit.saved import cut
-from jaxprobe.fit.shares import EVERY_FAMILY, shares_of
+from jaxprobe.fit.grid import grid_members
+from jaxprobe.fit.stage import EVERY_FAMILY, members_of_share
 from jaxprobe.fit.work import Workload, step_flops
 
 PAPER = Workload(
@@ -15,38 +15,35 @@ PAPER = Workload(
     batch_size=512,
     n_steps=1,
 )
+EVERY = range(N_SUBSETS)
+
+
+def shares(world_size, subsets=EVERY):
+    return [
+        members_of_share(PAPER, subsets, Share(rank, world_size))
+        for rank in range(world_size)
+    ]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8, 15, 16, 48, 60])
-def test_every_member_and_every_control_is_one_workers(world_size):
-    shares = shares_of(PAPER, world_size)
-    assert len(shares) == world_size
-    grid = [member for own, _ in shares for member in own]
-    control = [member for _, own in shares for member in own]
-    assert sorted(grid) == sorted(grid_members(3))
-    assert sorted(control) == [Member(EVERY_FAMILY, seed) for seed in range(3)]
+def test_every_member_is_one_shares_in_the_order_of_the_grid(world_size):
+    members = [member for share in shares(world_size) for member in share]
+    assert sorted(members) == sorted(grid_members(3))
+    for share in shares(world_size):
+        assert share == [member for member in grid_members(3) if member in share]
 
 
 @pytest.mark.parametrize(("world_size", "most"), [(2, 1.02), (4, 1.07), (8, 1.18)])
-def test_no_worker_has_much_more_to_do_than_the_mean(world_size, most):
+def test_no_process_has_much_more_to_do_than_the_mean(world_size, most):
+    # With their control, which costs what its encoder does.
+    pairs = zip(shares(world_size), shares(world_size, [EVERY_FAMILY]), strict=True)
     loads = [
-        sum(step_flops(PAPER, member) for member in (*grid, *control))
-        for grid, control in shares_of(PAPER, world_size)
+        sum(step_flops(PAPER, m) for m in grid + control) for grid, control in pairs
     ]
     assert max(loads) < most * np.mean(loads)
 
 
 def test_a_subsets_seeds_stay_together_while_there_are_subsets_enough():
-    for grid, _ in shares_of(PAPER, 8):
-        subsets = {member.subset for member in grid}
-        assert len(grid) == 3 * len(subsets)
-
-
-def test_a_cut_block_has_what_is_wanted_of_it_and_nothing_else():
-    block = Block(tuple(range(N_SUBSETS)), (0, 1, 2))
-    assert cut(block, block.members) == [block]
-    assert cut(block, []) == []
-    wanted = {*block.members} - {Member(4, 1), Member(7, 1), Member(9, 0)}
-    parts = cut(block, wanted)
-    assert sorted(m for part in parts for m in part.members) == sorted(wanted)
-    assert len(parts) == 3
+    for share in shares(8):
+        subsets = {member.subset for member in share}
+        assert len(share) == 3 * len(subsets)
