@@ -170,9 +170,13 @@ def test_one_class_alone_is_labelled_loudly_and_trained_on_never(tmp_path, examp
     beatrice("answer", run)
     done = beatrice("label", run)
     assert "closed_book, train: 0 of 4 labelled answers are correct" in done.stderr
+    stopped = beatrice("extract", run, code=1).stderr
+    assert "closed_book, train: 0 of 4" in stopped and "one class" in stopped
+    labels = (run / "labels.jsonl").rename(tmp_path / "labels.jsonl")
     beatrice("extract", run)
+    labels.rename(run / "labels.jsonl")
     assert "one class" in beatrice("sweep", run, code=1).stderr
-    (run / "sweep.json").write_text(json.dumps({"layer": 1}))
+    (run / "sweep.json").write_text(json.dumps({"layer": 1, "settings": {}}))
     done = beatrice("train", run, code=1)
     # Both settings are trained at once, and either may be the first to find out.
     assert "labelled training answers are correct, and one class" in done.stderr

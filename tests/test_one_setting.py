@@ -208,7 +208,8 @@ def test_context_alone_is_refused_of_questions_without_passages(tmp_path):
     lines = [{"question": f"{i}?", "golds": [str(i)]} for i in range(20)]
     own.write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = ["--train", f"own={own}", "--dev", f"own={own}", "--n-train", 10]
-    options += ["--n-evaluation", 4, "--context", "none", "--settings", "with-context"]
+    options += ["--model", "embedded", "--n-evaluation", 4, "--context", "none"]
+    options += ["--settings", "with-context"]
     done = beatrice("data", tmp_path / "run", *options, code=1)
     assert "no training or no validation question has passages" in done.stderr
     assert not (tmp_path / "run").exists()

@@ -57,9 +57,9 @@ def test_a_run_of_two_sets_goes_the_whole_way_and_pools_them(tmp_path):
             options += [f"--{role}", f"{name}={path}"]
     run = tmp_path / "run"
     call(
-        *("data", run, "--preset", "smoke", "--template", "short", *options),
+        *("data", run, "--model", "embedded", "--preset", "smoke", *options),
         *("--n-train", "all", "--n-evaluation", "all", "--context", "all"),
-        *("--overlong", "drop-passages", "--max-new-tokens", 10),
+        *("--template", "short", "--overlong", "drop-passages"),
     )
     verbs = "answer label extract sweep train select calibrate evaluate control report"
     for verb in verbs.split():

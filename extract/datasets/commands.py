@@ -161,7 +161,7 @@ def data(run_dir: Path | None, **options: Any) -> None:
     Example: beatrice data --inspect hotpot_dev_distractor_v1.json
 
     Example: beatrice data runs/mine --train capitals=own.jsonl --dev
-    capitals=own.jsonl --n-train all --n-evaluation 50 --context all
+    capitals=own.jsonl --n-train all --n-evaluation 50 --model Qwen/Qwen3-0.6B --chat
 
     Example: beatrice data runs/paper --train hotpotqa=hotpot_train_v1.1.json --dev
     hotpotqa=hotpot_dev_distractor_v1.json --held-out nq=nq-open-oracle.jsonl.gz
@@ -237,15 +237,23 @@ def make_run(
     """
     import dataclasses
 
-    from extract.backbone.names import BackboneConfig, default_dtype
+    from extract.backbone.names import EMBEDDED, BackboneConfig, default_dtype
     from extract.datasets.building import data_config
+    from extract.datasets.pools import with_contexts_of_files
     from extract.generate.options import check_backbone
     from extract.generate.requests import ANSWER_PRESETS
     from extract.run.console import Progress
     from extract.run.manifest import NewRun
     from extract.signals.stage import EXTRACT_PRESETS
 
+    if options["model"] is None:
+        raise click.UsageError(
+            "--model is missing: say which model answers these questions, by a "
+            "directory, a GGUF file or a Hub id such as Qwen/Qwen3-0.6B (--model "
+            "embedded is the small model of the microworld, which knows none of them)"
+        )
     sources, build = sources_of(files), build_config(options)
+    build, given = with_contexts_of_files(sources, build), build
     fixed: Path | None = options["splits"]
     preset, kept = options["preset"], take_kept(options)
     backbone = BackboneConfig(
@@ -255,9 +263,12 @@ def make_run(
     )
     check_backbone(backbone, kept.get("hidden_layers"))
     generation = ANSWER_PRESETS[preset].generation
+    # The embedded model answers with a name; a preset says nothing of other models.
+    longest = preset if options["model"] == EMBEDDED else "paper"
+    n_longest = ANSWER_PRESETS[longest].generation.max_new_tokens
     generation = dataclasses.replace(
         generation,
-        max_new_tokens=options["max_new_tokens"] or generation.max_new_tokens,
+        max_new_tokens=options["max_new_tokens"] or n_longest,
         stop=stop_strings(options),
     )
     asked = NewRun(
@@ -275,7 +286,18 @@ def make_run(
             "extract": dataclasses.replace(EXTRACT_PRESETS[preset], **kept),
         },
     )
-    manifest = make_data_run(run_dir, sources, build, asked, Progress(), fixed=fixed)
+    progress = Progress()
+    for name in build.contexts.keys() - given.contexts.keys():
+        if (context := build.contexts[name]) != "supporting":
+            progress.note(
+                f"data: --context {name}={context}, since no passage in its files is "
+                "marked as supporting"
+            )
+    if all(source.role != "dev" for source in sources):
+        progress.note(
+            "data: without --dev there is nothing to choose and calibrate a detector on"
+        )
+    manifest = make_data_run(run_dir, sources, build, asked, progress, fixed=fixed)
     _show_splits(run_dir, manifest, options["as_json"])
 
 

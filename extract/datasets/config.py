@@ -73,30 +73,31 @@ class BuildConfig:
       context: passages of an example: the supporting ones, as in the paper, the first
         of these, all that came with it, or none. With `supporting` and `first`,
         questions without one are left out; with `none`, questions are asked closed-book
-        only.
+        only. None stands for `supporting`, see also `with_contexts_of_files`.
       contexts: the same for sets that differ from the others.
       skip_bad: leave refused records out and list them, instead of stopping.
       evidence: TriviaQA's folder of pages, if it is not beside the file.
     """
 
     splits: SplitConfig
-    context: Context = "supporting"
+    context: Context | None = None
     contexts: Mapping[str, Context] = dataclasses.field(default_factory=dict)
     skip_bad: bool = False
     evidence: Path | None = None
 
     def context_of(self, dataset: str) -> Context:
         """Return which passages the examples of one set have."""
-        return self.contexts.get(dataset, self.context)
+        return self.contexts.get(dataset, self.context or "supporting")
 
     def contexts_as_text(self) -> str:
         """Return what a manifest says: "supporting popqa=none"."""
+        common = self.context or "supporting"
         others = (
             f"{dataset}={context}"
             for dataset, context in sorted(self.contexts.items())
-            if context != self.context
+            if context != common
         )
-        return " ".join((self.context, *others))
+        return " ".join((common, *others))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from extract.records import ACROSS_SETS, MAX_NAME, is_safe_name
-from extract.run.verbs import MODEL, SEED, SETTINGS_OPTION, preset_option
+from extract.run.verbs import SEED, SETTINGS_OPTION, preset_option
 
 if TYPE_CHECKING:
     from extract.datasets.config import BuildConfig, Source
@@ -182,9 +182,9 @@ _QUESTIONS = (
         type=_Context(),
         metavar="[NAME=]CONTEXT",
         help="Passages of an example: supporting (the default), the first of these, "
-        "all or none; questions "
-        "without are left out, and counted. With NAME= of one set alone: with none, "
-        "its questions are asked closed-book only.",
+        "all or none; questions without are left out, and counted. With NAME= of one "
+        "set alone: with none, its questions are asked closed-book only. Default for a "
+        "set of your own: what its files have.",
     ),
     click.option(
         "--splits",
@@ -194,7 +194,11 @@ _QUESTIONS = (
     ),
 )
 _ASKING = (
-    MODEL,
+    click.option(
+        "--model",
+        help="Backbone: a directory, a GGUF file, or a Hub id; or embedded, the small "
+        "model of the microworld, which knows no real question.",
+    ),
     click.option(
         "--model-dtype",
         type=click.Choice(["float32", "bfloat16", "float16"]),
@@ -253,7 +257,7 @@ _ASKING = (
     click.option(
         "--max-new-tokens",
         type=click.IntRange(min=1),
-        help="Longest answer; default: the preset's (paper 32, else 10).",
+        help="Longest answer; default: 32, of the embedded model 10.",
     ),
 )
 
@@ -298,7 +302,7 @@ def build_config(options: dict[str, Any]) -> "BuildConfig":
         n_evaluation=options["n_evaluation"],
         n_held_out=HELD_OUT_SIZES | dict(options["n_held_out"]),
     )
-    common, contexts = _by_set("--context", options["context"], "supporting")
+    common, contexts = _by_set("--context", options["context"], None)
     return BuildConfig(
         splits=splits,
         context=common,

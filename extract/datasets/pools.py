@@ -1,12 +1,14 @@
 """What may be drawn from each file, and what each file gave."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from extract.datasets.config import BuildConfig, Context, Role, Source
 from extract.datasets.fields import decoded_once
 from extract.datasets.loading import DatasetFile, Loaded, Refusal, open_dataset
+from extract.datasets.readers.question import DATASETS
 from extract.datasets.splits import Candidate
 from extract.label.verdicts import text_key
 from extract.run.files import sha256_file
@@ -89,6 +91,38 @@ def is_usable(found: Loaded, context: Context) -> bool:
     if context in ("supporting", "first"):
         return any(passage.is_supporting for passage in passages)
     return context == "none" or bool(passages)
+
+
+N_LOOKED_AT = 256  # questions of a file, by which a set's default context is chosen
+
+
+def with_contexts_of_files(
+    sources: Sequence[Source], config: BuildConfig
+) -> BuildConfig:
+    """Choose the context of every set that is none of the published ones.
+
+    Where nothing else is asked for: its supporting passages if any are marked, all of
+    them if none is, and no context where none came with the questions.
+
+    Raises:
+      ValueError: a file is refused.
+    """
+    if config.context is not None:
+        return config
+    contexts = dict(config.contexts)
+    for dataset in dict.fromkeys(source.dataset for source in sources):
+        if dataset in DATASETS or dataset in contexts:
+            continue
+        rows = (
+            row
+            for source in sources
+            if source.dataset == dataset
+            for row in itertools.islice(open_source(source, config).read(), N_LOOKED_AT)
+        )
+        found = [r.question.passages for r in rows if isinstance(r, Loaded)]
+        marks = [p.is_supporting for passages in found for p in passages]
+        contexts[dataset] = "supporting" if any(marks) else "all" if marks else "none"
+    return dataclasses.replace(config, contexts=contexts)
 
 
 def open_source(source: Source, config: BuildConfig) -> DatasetFile:

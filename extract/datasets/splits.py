@@ -109,7 +109,7 @@ def draw_splits(
                 ids.add(me[1:])
                 chosen.append(candidate.id)
             if len(chosen) < (1 if size == "all" else size):
-                raise _too_few(dataset, role, config, len(pool), drawn)
+                raise _too_few(pools, dataset, role, config, drawn)
     return drawn
 
 
@@ -122,21 +122,36 @@ def _n_wanted(split: Split, size: Size, left: Sequence[Candidate]) -> int:
 
 
 def _too_few(
-    dataset: str, role: Role, config: SplitConfig, n_there: int, drawn: Draw
+    pools: Mapping[tuple[str, Role], Iterable[Candidate]],
+    dataset: str,
+    role: Role,
+    config: SplitConfig,
+    drawn: Draw,
 ) -> ValueError:
-    """Say how many questions a pool has and how many are asked for."""
+    """Say how many questions a pool has, how many are asked for, and what can be."""
     sizes = config.sizes(dataset, role)
+    keys = {c.text_key for c in pools[dataset, role]}
+    n = sum(1 for _ in pools[dataset, role])
     n_passed = sum(c.dataset == dataset and c.split in sizes for c in drawn.conflicts)
-    option = {
-        "train": "--n-train",
-        "dev": "--n-evaluation",
-        "held-out": f"--n-held-out {dataset}=",
-    }[role]
+    beside = pools.get((dataset, "train" if role == "dev" else "dev"), ())
+    is_shared = 2 * len(keys.intersection(c.text_key for c in beside)) > len(keys)
+    if role == "held-out":
+        advice = f"a smaller --n-held-out {dataset}= (or all, for every one)"
+    elif is_shared and n > 2:
+        n_each = max(1, n // 5)
+        advice = (
+            f"since they are --train and --dev at once, --n-evaluation {n_each} "
+            f"--n-train all, which leaves {n - 2 * n_each} to train on"
+        )
+    elif role == "train":
+        advice = "a smaller --n-train (or all, for every one)"
+    else:
+        advice = f"--n-evaluation {max(1, n // 2)} or fewer (all halves them)"
     return ValueError(
         f"{dataset}: {' + '.join(map(str, sizes.values()))} questions are asked for "
-        f"{' and '.join(sizes)}, the {role} files have {n_there} that can be used "
-        f"({n_passed} of them with a text that another split has); give the whole "
-        f"published file, or a smaller {option} (or all, for every one)"
+        f"{' and '.join(sizes)}, the {role} files have {n} that can be used "
+        f"({n_passed} of them with a text that another split has); give larger files, "
+        f"or {advice}"
     )
 
 

@@ -322,7 +322,10 @@ def check_both_classes(examples: Sequence[Example], labels: Sequence[Label]) -> 
     """
     for (setting, split), (n, n_correct) in _taught(examples, labels).items():
         if n_correct in (0, n):
-            raise ValueError(_one_class(setting, split, n, n_correct))
+            raise ValueError(
+                f"{_one_class(setting, split, n, n_correct)}; signals for another use "
+                "are read where labels.jsonl is not there"
+            )
 
 
 def _taught(

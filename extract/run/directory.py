@@ -131,9 +131,12 @@ class RunDir:
           ValueError: the run has none yet.
         """
         if not self.detector.is_dir():
+            verbs = "answer label extract sweep train select calibrate".split()
+            left = [verb for verb in verbs if self.stage_record(verb) is None]
+            then = f", then {', '.join(left[1:])}" if left[1:] else ""
             raise ValueError(
-                f"{self.path} has no detector yet; finish the run with `beatrice "
-                "demo`, or its verbs up to calibrate"
+                f"{self.path} has no detector yet; go on with `beatrice "
+                f"{(left or verbs[-1:])[0]} {self.path}`{then}"
             )
         return self.detector
 

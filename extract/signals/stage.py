@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from extract.backbone.names import BackboneConfig, backbone_of
 from extract.generate.forecast import cache_bytes, generation_bytes
+from extract.label.labels import check_both_classes
 from extract.run.console import Progress, Update
 from extract.run.contents import (
     check_answered,
     question_files,
     read_answers,
+    read_examples,
+    read_labels,
     settings_of,
     store_files,
 )
@@ -81,7 +84,8 @@ def _extract(
     """Read a share of the run's answers; returns how many ranges are not there yet.
 
     Raises:
-      ValueError: other weights gave the answers, see `require_answering_model`.
+      ValueError: other weights gave the answers, see `require_answering_model`; or the
+        labels hold one class alone.
     """
     from extract.backbone.loading import (
         require_answering_model,
@@ -90,6 +94,8 @@ def _extract(
     from extract.signals.extraction import extract
 
     check_answered(run)
+    if run.labels.exists():  # hours of signals that no detector could be trained on
+        check_both_classes(read_examples(run), [*read_labels(run).values()])
     answers = {setting: read_answers(run, setting) for setting in settings_of(run)}
     if empty := [setting for setting, rows in answers.items() if not rows]:
         raise ValueError(

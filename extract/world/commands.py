@@ -113,7 +113,7 @@ def new_world_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def new_world(options: dict[str, Any]) -> NewRun:
     """Take the options of a new run; a wrong model is found before it is made."""
-    from extract.backbone.names import BackboneConfig
+    from extract.backbone.names import EMBEDDED, BackboneConfig
     from extract.generate.options import check_backbone
     from extract.generate.requests import ANSWER_PRESETS
     from extract.signals.stage import EXTRACT_PRESETS
@@ -121,6 +121,13 @@ def new_world(options: dict[str, Any]) -> NewRun:
     preset, kept = options.pop("preset"), take_kept(options)
     backbone = BackboneConfig(model=options.pop("model"))
     check_backbone(backbone, kept.get("hidden_layers"))
+    answer = ANSWER_PRESETS[preset]
+    # The embedded model answers with a name; a preset says nothing of other models.
+    longest = preset if backbone.model == EMBEDDED else "paper"
+    generation = dataclasses.replace(
+        answer.generation,
+        max_new_tokens=ANSWER_PRESETS[longest].generation.max_new_tokens,
+    )
     return NewRun(
         preset=preset,
         seed=options.pop("seed"),
@@ -128,7 +135,9 @@ def new_world(options: dict[str, Any]) -> NewRun:
             "backbone": backbone,
             "world": WORLD_PRESETS[preset],
             "answer": dataclasses.replace(
-                ANSWER_PRESETS[preset], settings=options.pop("settings")
+                answer,
+                settings=options.pop("settings"),
+                generation=generation,
             ),
             "extract": dataclasses.replace(EXTRACT_PRESETS[preset], **kept),
         },

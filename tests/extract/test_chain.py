@@ -27,6 +27,7 @@ GROWS = {
     "answer": "answers/answers.jsonl",
     "label": "replies/judge.jsonl",
 }
+CHOSEN = ("--model", "embedded", "--preset", "smoke")
 COMPARED = (
     "examples.jsonl",
     "passages.jsonl",
@@ -40,7 +41,7 @@ COMPARED = (
 def chain(run, *data_options, overlong=("--overlong", "skip")):
     """Return the lines of the four stages."""
     return {
-        "data": ["data", run, "--preset", "smoke", *data_options],
+        "data": ["data", run, *CHOSEN, *data_options],
         "rewrite": ["rewrite", run, "--model", "embedded", "--max-tokens", 24]
         + list(overlong),
         "answer": ["answer", run],
@@ -168,10 +169,11 @@ def test_a_file_that_is_refused_leaves_no_run_behind(tmp_path, options):
     del bad[7]["answer"]
     path = pub.write_array(tmp_path / "bad.json", bad)
     run = tmp_path / "run"
-    done = beatrice("data", run, "--train", f"hotpotqa={path}", code=1)
+    line = ("data", run, "--model", "embedded")
+    done = beatrice(*line, "--train", f"hotpotqa={path}", code=1)
     assert "record 8" in done.stderr
     assert not run.exists()
-    done = beatrice("data", run, "--train", f"hotpotqa={tmp_path / 'no'}", code=1)
+    done = beatrice(*line, "--train", f"hotpotqa={tmp_path / 'no'}", code=1)
     assert "no such file" in done.stderr
     assert not run.exists()
     done = beatrice("data", run, *options, "--model", tmp_path / "none", code=2)

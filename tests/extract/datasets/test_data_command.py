@@ -65,6 +65,7 @@ def test_a_refused_file_is_one_sentence_and_still_json(tmp_path):
 def test_splits_are_drawn_checked_and_refused_when_changed(hotpot, tmp_path):
     out = tmp_path / "out"
     line = ("data", out, "--train", f"hotpotqa={hotpot}", "--n-train", 20)
+    line += ("--model", "embedded")
     done = beatrice(*line, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["sizes"] == {"train": {"hotpotqa": 20}}
@@ -105,6 +106,7 @@ def test_a_file_name_that_is_no_utf8_is_shown(tmp_path):
 def test_one_set_may_have_a_context_of_its_own(hotpot, tmp_path):
     table = pub.write_table(tmp_path / "p.tsv", [pub.popqa(i) for i in range(20)])
     command = ["data", tmp_path / "run", "--dev", f"hotpotqa={hotpot}"]
+    command += ["--model", "embedded"]
     command += ["--held-out", f"popqa={table}", "--n-held-out", "popqa=5"]
     command += ["--n-evaluation", "5", "--context", "supporting"]
     assert_one_sentence(beatrice(*command), "--context popqa=none")

@@ -1,11 +1,15 @@
 """Questions of one's own become a run, and nothing that a person wrote is replaced."""
 
+import collections
 import json
+import re
 
 import pytest
 
+from extract.backbone.names import WEIGHTS
 from extract.records import Example, read_records, write_lines
 from extract.run.directory import RunDir
+from extract.run.manifest import read_manifest
 from tests.extract.small_run import beatrice, questions, smoke
 
 LINES = [
@@ -29,7 +33,7 @@ def own(tmp_path):
 
 def build(run, *files, code=0, context="all"):
     options = [word for role, file in files for word in (f"--{role}", f"mine={file}")]
-    sizes = ("--n-train", "all", "--n-evaluation", "all", "--preset", "smoke")
+    sizes = ("--n-train", "all", "--n-evaluation", "all", "--model", "embedded")
     return beatrice("data", run, *options, *sizes, "--context", context, code=code)
 
 
@@ -50,7 +54,7 @@ def test_a_set_of_any_name_becomes_a_run_with_all_its_questions(own, tmp_path):
 def test_one_file_serves_as_training_and_development_set_without_a_leak(own, tmp_path):
     line = ("--n-evaluation", 5, "--n-train", "all", "--context", "all")
     files = ("--train", f"mine={own}", "--dev", f"mine={own}")
-    beatrice("data", tmp_path / "run", *files, *line, "--preset", "smoke")
+    beatrice("data", tmp_path / "run", *files, *line, "--model", "embedded")
     found = examples_of(tmp_path / "run")
     sizes = [sum(e.split == s for e in found) for s in ("train", "validation", "test")]
     assert sizes == [30, 5, 5]
@@ -72,6 +76,77 @@ def test_all_of_a_development_file_is_halved(own, tmp_path):
     assert splits == ["validation"] * 20 + ["test"] * 20
 
 
+def test_a_real_question_never_meets_the_embedded_model_in_silence(own, tmp_path):
+    line = ("data", tmp_path / "run", "--train", f"mine={own}", "--n-train", "all")
+    said = beatrice(*line, code=2).output
+    assert "--model is missing" in said and "--model embedded" in said
+    assert not (tmp_path / "run").exists()
+    beatrice(*line, "--model", "embedded")
+
+
+PASSAGE = {"title": "T", "text": "x", "is_supporting": True}
+
+
+@pytest.mark.parametrize(
+    ("passages", "context", "n_shown"),
+    [
+        ([PASSAGE, PASSAGE | {"is_supporting": False}], "supporting", 1),
+        (["x", "y"], "supporting mine=all", 2),
+        ([], "supporting mine=none", 0),
+    ],
+)
+def test_a_set_of_ones_own_has_the_context_that_its_files_have(
+    own, tmp_path, passages, context, n_shown
+):
+    lines = [json.dumps(line | {"passages": passages}) for line in LINES]
+    own.write_text("\n".join(lines))
+    line = ("--train", f"mine={own}", "--n-train", "all", "--model", "embedded")
+    said = beatrice("data", tmp_path / "run", *line).stderr
+    assert {len(e.passages) for e in examples_of(tmp_path / "run")} == {n_shown}
+    sections = read_manifest(tmp_path / "run")["sections"]
+    assert sections["data"]["context"] == context
+    chosen = context.removeprefix("supporting ")
+    assert (f"--context {chosen}, since no passage" in said) == (" " in context)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(), ("--n-evaluation", "all"), ("--n-evaluation", 20)]
+)
+def test_sizes_that_one_file_cannot_have_are_refused_with_sizes_that_it_can(
+    own, tmp_path, sizes
+):
+    line = ["data", tmp_path / "run", "--model", "embedded"]
+    line += ["--train", f"mine={own}", "--dev", f"mine={own}"]
+    said = beatrice(*line, *sizes, code=1).output
+    assert not (tmp_path / "run").exists()
+    advised = re.search(r"--n-evaluation \d+ --n-train all", said)[0].split()
+    assert "leaves 24 to train on" in said
+    beatrice(*line, *advised)
+    splits = collections.Counter(e.split for e in examples_of(tmp_path / "run"))
+    assert splits == {"train": 24, "validation": 8, "test": 8}
+
+
+@pytest.mark.parametrize(("model", "n_longest"), [("embedded", 10), (str(WEIGHTS), 32)])
+@pytest.mark.parametrize("verb", ["data", "world"])
+def test_a_preset_shortens_the_answers_of_the_embedded_model_alone(
+    own, tmp_path, model, n_longest, verb
+):
+    files = ("--train", f"mine={own}", "--n-train", "all")
+    options = ("--model", model, "--preset", "demo")
+    beatrice(verb, tmp_path / "run", *(files if verb == "data" else ()), *options)
+    answer = read_manifest(tmp_path / "run")["sections"]["answer"]
+    assert answer["generation"]["max_new_tokens"] == n_longest
+
+
+def test_a_run_without_a_detector_says_which_verb_is_next(own, tmp_path):
+    run = tmp_path / "run"
+    build(run, ("train", own))
+    answer = ("--question", "where?", "--answer", "here")
+    said = beatrice("score", run, *answer, code=1).output
+    assert f"go on with `beatrice answer {run}`, then label, extract, sweep" in said
+    assert "demo" not in said
+
+
 @pytest.mark.parametrize("name", ["../x", "x/../../../ESCAPED/pwn", ".x", "a" * 65])
 def test_a_name_that_could_be_a_path_is_wrong_usage(own, tmp_path, name):
     done = beatrice("data", tmp_path / "run", "--train", f"{name}={own}", code=2)
@@ -84,7 +159,8 @@ def test_a_name_of_ones_own_is_no_claim_to_be_a_published_set(own, tmp_path):
     own.write_text("".join(json.dumps(line) + "\n" for line in tagged))
     build(tmp_path / "run", ("train", own))
     assert {e.dataset for e in examples_of(tmp_path / "run")} == {"mine"}
-    done = beatrice("data", tmp_path / "nq", "--train", f"nq={own}", code=1)
+    line = ("data", tmp_path / "nq", "--model", "embedded")
+    done = beatrice(*line, "--train", f"nq={own}", code=1)
     assert "none of the six question sets" in done.output
 
 
@@ -100,7 +176,8 @@ def test_text_that_was_encoded_twice_is_counted_and_shown(own, tmp_path):
 
 @pytest.mark.parametrize("verb", ["demo", "world", "data"])
 def test_a_folder_with_a_persons_files_is_refused_and_left_alone(own, verb):
-    files = ("--train", f"mine={own}", "--n-train", "all") if verb == "data" else ()
+    files = ("--train", f"mine={own}", "--n-train", "all", "--model", "embedded")
+    files = files if verb == "data" else ()
     said = beatrice(verb, own.parent, "--preset", "smoke", *files, code=1).output
     assert "it holds 'examples.jsonl'" in said
     assert "`beatrice data NEW_RUN --train NAME=FILE` makes a run of them" in said

@@ -51,7 +51,7 @@ def test_weights_are_bfloat16_on_a_gpu_and_exact_elsewhere():
 def test_a_runs_manifest_says_how_its_weights_are_held(tmp_path, options, dtype):
     path = pub.write_array(tmp_path / "h.json", [pub.hotpot(i) for i in range(14)])
     line = ("data", tmp_path / "run", "--dev", f"hotpotqa={path}", "--n-evaluation", 7)
-    beatrice(*line, "--preset", "smoke", *options)
+    beatrice(*line, "--model", "embedded", "--preset", "smoke", *options)
     assert read_manifest(tmp_path / "run")["sections"]["backbone"]["dtype"] == dtype
 
 

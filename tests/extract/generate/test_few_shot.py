@@ -183,7 +183,7 @@ def test_examples_of_ones_own_are_what_the_run_asks_with(tmp_path):
     )
     rows.write_text("\n".join(lines), "utf-8")
     files = ["--train", f"own={rows}", "--dev", f"own={rows}"]
-    sizes = ["--n-train", "4", "--n-evaluation", "2", "--context", "none"]
+    sizes = ["--n-train", "4", "--n-evaluation", "2", "--model", "embedded"]
     command = ["data", str(tmp_path / "run"), *files, *sizes, "--shots", str(own)]
     refused = CliRunner().invoke(main, command)
     assert (refused.exit_code, "--template few-shot" in refused.output) == (2, True)

@@ -161,7 +161,7 @@ def run(tmp_path):
     path = pub.write_array(tmp_path / "h.json", [pub.hotpot(i) for i in range(14)])
     made = tmp_path / "run"
     line = ("data", made, "--dev", f"hotpotqa={path}", "--n-evaluation", 7)
-    line += ("--preset", "smoke", "--max-new-tokens", 3)
+    line += ("--model", "embedded", "--preset", "smoke", "--max-new-tokens", 3)
     beatrice(*line)
     assert (made / "examples.jsonl").read_bytes().count(b"\n") == 14
     return made
