@@ -170,6 +170,7 @@ def test_one_class_alone_is_labelled_loudly_and_trained_on_never(tmp_path, examp
     beatrice("answer", run)
     done = beatrice("label", run)
     assert "closed_book, train: 0 of 4 labelled answers are correct" in done.stderr
+    assert "for instance, 'wh" in done.stderr and "golds are 'zzz'" in done.stderr
     stopped = beatrice("extract", run, code=1).stderr
     assert "closed_book, train: 0 of 4" in stopped and "one class" in stopped
     labels = (run / "labels.jsonl").rename(tmp_path / "labels.jsonl")

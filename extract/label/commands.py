@@ -211,6 +211,11 @@ def label(
         raise click.UsageError("--annotations is read by --audit; give both")
     if judge is None and (backend.server is not None or vote != "unanimous"):
         raise click.UsageError("--server and --vote are for judges; give --judge too")
+    is_function = judge is not None and ":" in judge and not Path(judge).exists()
+    if is_function and backend.server is None:
+        raise click.UsageError(
+            f"--judge names a model; a function of your own is --judge-with {judge}"
+        )
     if dry_run and (judge is None or audit):
         raise click.UsageError("--dry-run counts what --judge would be asked, alone")
     from extract.label import stage

@@ -25,6 +25,7 @@ from extract.label.audit import (
 )
 from extract.label.judges import ConsensusConfig, judge_answers
 from extract.label.labels import (
+    check_both_classes,
     import_labels,
     label_by_match,
     label_with,
@@ -112,8 +113,19 @@ def _label(
 
 
 def _note_shares(run: RunDir, labels: Sequence[Label], progress: Progress) -> None:
-    for line in shares_in_words(read_examples(run), labels):
+    """Print how many answers are correct, and one of them where all are alike."""
+    examples = read_examples(run)
+    for line in shares_in_words(examples, labels):
         progress.note(f"label: {line}")
+    try:
+        check_both_classes(examples, labels)
+    except ValueError:
+        answer = read_answers(run)[0]
+        example = next(e for e in examples if e.id == answer.example_id)
+        progress.note(
+            f"label: for instance, {example.question!r} is answered {answer.text!r}, "
+            f"its golds are {', '.join(map(repr, example.golds))}"
+        )
 
 
 def _label_inputs(run: RunDir) -> dict[str, str]:

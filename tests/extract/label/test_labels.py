@@ -266,5 +266,7 @@ def test_the_judge_of_the_readme_labels_a_run_and_again_where_its_file_has_chang
     assert f"replaces the labels of before: judge {spec}" in said
     refused = beatrice("label", run.path, "--judge-with", "no_judge:x", code=1).output
     assert "no_judge.py" in refused
+    model = beatrice("label", run.path, "--judge", spec, code=2).output
+    assert f"--judge-with {spec}" in model
     both = ("--judge-with", spec, "--match", "exact")
     assert "give one" in beatrice("label", run.path, *both, code=2).output
