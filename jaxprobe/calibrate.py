@@ -22,10 +22,10 @@ from jaxprobe.detector import (
     Provenance,
     SettingHead,
 )
-from jaxprobe.features.families import Standardizer, longest_spans
-from jaxprobe.features.reading import family_dims, read_features
+from jaxprobe.features.families import Standardizer
+from jaxprobe.features.reading import family_dims, longest_spans, read_features
 from jaxprobe.features.rows import Rows
-from jaxprobe.features.subsets import SUBSET_NAMES, subset_index
+from jaxprobe.features.subsets import FamilyDims
 from jaxprobe.fit.grid import Trained
 from jaxprobe.model.encoder import Params
 from jaxprobe.pool import branch_setting, reads
@@ -41,7 +41,8 @@ class Grid:
     Attributes:
       store: the signals.
       rows: what the rows of the store are.
-      layer: entry of the resid axis for the hidden family (0 is the embedding).
+      layer: entry of the resid axis for the hidden family (0 is the embedding); None
+        where no family is stored by layer.
       trained: every subset with every seed.
       standardizer: fitted on the training rows.
       config: widths of the encoders.
@@ -49,10 +50,15 @@ class Grid:
 
     store: FeatureStore
     rows: Rows
-    layer: int
+    layer: int | None
     trained: Trained
     standardizer: Standardizer
     config: EncoderConfig
+
+    @property
+    def dims(self) -> FamilyDims:
+        """The families that the encoders read."""
+        return family_dims(self.store)
 
 
 class FusedHead(NamedTuple):
@@ -72,21 +78,21 @@ class FusedHead(NamedTuple):
 
 
 def calibrated_head(
-    branch: HeadName, fused: FusedHead, rows: Rows, precision: float
+    branch: HeadName, fused: FusedHead, grid: Grid, precision: float
 ) -> SettingHead:
     """Fit a head's map and threshold on the labelled validation rows.
 
     Args:
       branch: which rows and which passes the head is of.
       fused: the heads.
-      rows: of the branch's setting.
+      grid: of the branch's setting.
       precision: share of the trusted answers that shall be correct, in (0, 1].
     """
-    where = rows.where("validation")
-    scores, labels = fused.scores.mean(axis=0)[where], rows.labels[where]
+    where = grid.rows.where("validation")
+    scores, labels = fused.scores.mean(axis=0)[where], grid.rows.labels[where]
     calibrator = fit_calibrator(scores, labels)
     return SettingHead(
-        reads=reads(branch, fused.members),
+        reads=reads(branch, fused.members, grid.dims.subset_names),
         config=fused.config,
         params=fused.params,
         calibrator=calibrator,
@@ -94,17 +100,16 @@ def calibrated_head(
     )
 
 
-def selected_params(trained: Trained, names: Sequence[str]) -> Params:
-    """Return the weights of some subsets, every seed: leaves `[n_seeds, n_names, ...]`.
+def selected_params(trained: Trained, subsets: Sequence[int]) -> Params:
+    """Return some subsets' weights, every seed: leaves `[n_seeds, n_subsets, ...]`.
 
     Args:
       trained: members of the grid.
-      names: subsets, as in "HPA".
+      subsets: their numbers.
     """
     seeds = sorted({member.seed for member in trained.members})
     places = [
-        [trained.members.index((subset_index(name), seed)) for name in names]
-        for seed in seeds
+        [trained.members.index((subset, seed)) for subset in subsets] for seed in seeds
     ]
     return jax.tree.map(lambda x: np.asarray(x)[np.asarray(places)], trained.params)
 
@@ -116,16 +121,16 @@ def encoder_bank(grid: Grid, names: Sequence[str]) -> EncoderBank:
       grid: the setting's trained encoders.
       names: subsets that some head reads, as in "HPA".
     """
-    store, rows, dims = grid.store, grid.rows, family_dims(grid.store)
+    store, rows, dims = grid.store, grid.rows, grid.dims
     return EncoderBank(
         dims=dims,
         config=grid.config,
         standardizer=grid.standardizer,
         names=tuple(names),
-        params=selected_params(grid.trained, names),
-        lengths=longest_spans(store.spec.spans, rows.setting),
+        params=selected_params(grid.trained, list(map(dims.subset_index, names))),
+        lengths=longest_spans(store),
         scope=fit_scope(
-            partial(read_features, store, rows.setting, grid.layer),
+            partial(read_features, store, grid.layer),
             dims,
             store.spec.n_read,
             *map(rows.where, SEEN),
@@ -149,15 +154,13 @@ def calibrated(
       precision: share of the trusted answers that shall be correct, in (0, 1].
     """
     heads = {
-        branch: calibrated_head(
-            branch, head, grids[branch_setting(branch)].rows, precision
-        )
+        branch: calibrated_head(branch, head, grids[branch_setting(branch)], precision)
         for branch, head in fused.items()
     }
     banks = {}
     for setting, grid in grids.items():
         read = {name for h in heads.values() for s, name in h.reads if s == setting}
         if read:
-            names = [name for name in SUBSET_NAMES if name in read]
+            names = [name for name in grid.dims.subset_names if name in read]
             banks[setting] = encoder_bank(grid, names)
     return Detector(banks=banks, heads=heads, provenance=provenance)

@@ -23,14 +23,13 @@ from jaxprobe import checkpoint
 from jaxprobe.calibration import Calibrator
 from jaxprobe.config import EncoderConfig, FusionConfig
 from jaxprobe.features.families import (
-    SPANS,
     FamilyTokens,
     Features,
     Standardizer,
     check_features,
     split_families,
 )
-from jaxprobe.features.subsets import FLOATS, SUBSETS, FamilyDims, subset_index
+from jaxprobe.features.subsets import FamilyDims
 from jaxprobe.model.encoder import Encoder, Params
 from jaxprobe.model.fusion import FusionHead, head_inputs, slots_of
 from jaxprobe.scope import Scope, Threshold
@@ -67,6 +66,11 @@ class EncoderBank(BankSpec):
     standardizer: Standardizer
     params: Params
     scope: Scope | None = None
+
+    @property
+    def n_spans(self) -> int:
+        """Spans that the encoders read."""
+        return sum(name.startswith("span_") for name in self.params["params"])
 
     @property
     def row_bytes(self) -> int:
@@ -198,7 +202,7 @@ class Provenance:
       layer: entry of the resid axis that hidden states are of (0 is the embedding).
       dtype: in which the backbone computed.
       stored_as: types in which the families were stored, in their order; live signals
-        are rounded likewise.
+        are rounded likewise. Empty where they were not rounded.
       answer_span: which tokens were the answer's, see `extract.signals.plan`.
       prompt: how questions were put.
       stop_id: the token that ended most answers; None where none ended.
@@ -210,7 +214,7 @@ class Provenance:
     revision: str
     layer: int
     dtype: str = "float32"
-    stored_as: tuple[Dtype, ...] = FLOATS
+    stored_as: tuple[Dtype, ...] = ()
     answer_span: AnswerSpan = "emitting"
     prompt: PromptConfig = PromptConfig()
     stop_id: int | None = None
@@ -319,12 +323,12 @@ class Detector:
             raise ValueError(f"this score needs the signals of the {where} pass too")
         bank, features = self.banks[where], passes[where]
         check_features(features, bank.dims)
-        n_spans = len(SPANS[where])
-        if features.n_spans != n_spans:
+        if features.n_spans != bank.n_spans:
             raise ValueError(
-                f"{where} features have {n_spans} spans, got {features.n_spans}"
+                f"{where} features have {bank.n_spans} spans, got {features.n_spans}"
             )
-        masks = np.stack([SUBSETS[subset_index(name)] for name in bank.names])
+        subsets = [bank.dims.subset_index(name) for name in bank.names]
+        masks = bank.dims.subset_masks[subsets]
         return bank_outputs(
             bank.params,
             jnp.asarray(masks),

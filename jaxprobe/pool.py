@@ -16,7 +16,7 @@ from extract.records import Record, Setting
 from jaxprobe import checkpoint
 from jaxprobe.detector import HeadName
 from jaxprobe.features.rows import Rows, partners
-from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
+from jaxprobe.features.subsets import SUBSET_NAMES
 from jaxprobe.model.encoder import MemberOutputs
 from jaxprobe.model.fusion import PoolOutputs, pool_outputs
 
@@ -31,12 +31,14 @@ class Pool(NamedTuple):
       valid: outputs on the validation rows.
       all_rows: outputs on every stored row.
       rows: what the rows are.
+      n_subsets: encoders of each pass; a family alone is at `2**f - 1`.
     """
 
     train: PoolOutputs
     valid: PoolOutputs
     all_rows: PoolOutputs
     rows: Rows
+    n_subsets: int
 
 
 def pool_of(
@@ -68,6 +70,7 @@ def pool_of(
         valid=part(own_rows.where("validation")),
         all_rows=part(np.arange(len(own_rows.ids))),
         rows=own_rows,
+        n_subsets=len(passes[0].logits) // n_seeds,
     )
 
 
@@ -85,13 +88,18 @@ def branches_of(settings: Sequence[Setting]) -> tuple[HeadName, ...]:
     return tuple(branch for branch in BRANCHES if branch_setting(branch) in settings)
 
 
-def reads(branch: HeadName, members: Sequence[int]) -> tuple[tuple[Setting, str], ...]:
-    """Return the (pass, subset name) of pool positions."""
-    own = branch_setting(branch)
-    return tuple(
-        (own if i < N_SUBSETS else "closed_book", SUBSET_NAMES[i % N_SUBSETS])
-        for i in members
-    )
+def reads(
+    branch: HeadName, members: Sequence[int], names: Sequence[str] = SUBSET_NAMES
+) -> tuple[tuple[Setting, str], ...]:
+    """Return the (pass, subset name) of pool positions.
+
+    Args:
+      branch: whose pool.
+      members: positions in it.
+      names: of all subsets of a pass; those of the paper's families by default.
+    """
+    own, n = branch_setting(branch), len(names)
+    return tuple((own if i < n else "closed_book", names[i % n]) for i in members)
 
 
 def pool_names(branch: HeadName, members: Sequence[int]) -> list[str]:

@@ -16,7 +16,7 @@ import numpy as np
 from scipy.stats import binomtest
 
 from jaxprobe.features.families import Features
-from jaxprobe.features.subsets import FAMILIES, FamilyDims
+from jaxprobe.features.subsets import FamilyDims
 
 QUANTILES = (0.001, 0.999)  # of a channel over training tokens: its range
 FLAGGED = 0.001  # share of validation answers that a family's limit would flag
@@ -43,8 +43,8 @@ class Scope(NamedTuple):
 def _is_read(dims: FamilyDims, span: int, n_spans: int) -> np.ndarray:
     """Channels of a span that are signals, `[d_total]`; others are zeros of a store."""
     mask = np.ones(dims.total, bool)
-    if dims.hidden_spans == "answer" and span < n_spans - 1:
-        mask[dims.slices[0]] = False
+    for f in dims.of_answers if span < n_spans - 1 else ():
+        mask[dims.slices[f]] = False
     return mask
 
 
@@ -63,7 +63,7 @@ def share_outside(
       `[n_examples, n_families]` in [0, 1]; a value that is no number lies outside, and
       an answer without tokens has none there.
     """
-    n_outside = np.zeros((features.n_examples, len(FAMILIES)))
+    n_outside = np.zeros((features.n_examples, dims.n_families))
     n_values = np.zeros_like(n_outside)
     for span, (tokens, mask) in enumerate(
         zip(features.tokens, features.masks, strict=True)

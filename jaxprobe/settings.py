@@ -12,7 +12,6 @@ from pathlib import Path
 from extract.run.directory import RunDir
 from extract.run.manifest import Preset
 from jaxprobe.config import EncoderConfig, FusionConfig, StreamConfig, TrainConfig
-from jaxprobe.features.subsets import N_SUBSETS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,8 +104,8 @@ SELECT_PRESETS: dict[Preset, SelectConfig] = {
         ),
     ),
     "smoke": SelectConfig(
-        # Room for the whole pool: every head shares one executable per setting.
-        head=FusionConfig(hidden=8, n_slots=2 * N_SUBSETS),
+        # Room for a pool of two passes: all heads share one executable per setting.
+        head=FusionConfig(hidden=8, n_slots=30),
         train=TrainConfig(learning_rate=3e-3, batch_size=64, max_epochs=2, n_seeds=1),
     ),
     "paper": SelectConfig(),

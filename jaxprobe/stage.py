@@ -33,7 +33,7 @@ from jaxprobe.calibration import Calibrator, cross_fit, folds_of
 from jaxprobe.detector import HeadName, Provenance
 from jaxprobe.evaluation import INTERVAL_PRESETS
 from jaxprobe.features.families import Standardizer
-from jaxprobe.features.reading import stored_dtypes
+from jaxprobe.features.reading import family_dims, stored_dtypes
 from jaxprobe.features.rows import (
     Rows,
     TrainingSet,
@@ -194,7 +194,7 @@ def _grid(run: RunDir, setting: Setting) -> Grid:
     store, rows = open_rows(run, setting)
     tree, _ = checkpoint.restore(run.encoders(setting))
     config = grid_config(run)
-    members = grid_members(config.train.n_seeds)
+    members = grid_members(config.train.n_seeds, family_dims(store).n_subsets)
     return Grid(
         store=store,
         rows=rows,

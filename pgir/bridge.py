@@ -75,7 +75,7 @@ class Reading:
             rows,
             np.concatenate([starts - firsts, np.zeros(n_extra, dtype=np.int64)]),
             np.concatenate([self.spans, np.zeros((n_extra, 3, 2), dtype=np.int64)]),
-            setting,
+            spans,
             [
                 fixed_length(int(widths[s]), (first, *LENGTHS))
                 for s, first in zip(spans, usual, strict=True)
@@ -182,7 +182,7 @@ class ProbedBackbone:
         """
         rounded = {
             name: as_written(getattr(signals, name), kind)
-            for name, kind in zip(FAMILIES, self.trained.stored_as, strict=True)
+            for name, kind in zip(FAMILIES, self.trained.stored_as, strict=False)
             if kind != "float32"
         }
         return dataclasses.replace(signals, **rounded)

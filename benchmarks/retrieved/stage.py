@@ -39,14 +39,13 @@ from extract.store.read import FeatureStore
 from jaxprobe import checkpoint
 from jaxprobe.detector import Detector
 from jaxprobe.evaluation import Scored, detection_rows
-from jaxprobe.features.families import (
-    Features,
-    Standardizer,
+from jaxprobe.features.families import Features, Standardizer, split_families
+from jaxprobe.features.reading import (
+    family_dims,
     longest_spans,
-    span_lengths,
-    split_families,
+    read_features,
+    stored_lengths,
 )
-from jaxprobe.features.reading import read_features
 from jaxprobe.features.rows import Rows, partners, rows_at_once
 from jaxprobe.features.subsets import (
     FAMILIES,
@@ -115,7 +114,7 @@ class Scenario:
         one executable serves all parts of a group.
         """
         store, rows = self.new
-        lengths = span_lengths(store.spec.spans, self.setting)
+        lengths = stored_lengths(store)
         layer = chosen_layer(self.run)
         for group in width_groups(lengths, _ROWS_OF_A_KIND):
             widths = widths_of(lengths[group])
@@ -123,7 +122,7 @@ class Scenario:
             for start in range(0, len(group), n_at_once):
                 part = group[start : start + n_at_once]
                 full = np.pad(part, (0, n_at_once - len(part)), mode="edge")
-                yield part, read_features(store, self.setting, layer, full, widths)
+                yield part, read_features(store, layer, full, widths)
 
     def scored(
         self, dims: FamilyDims, score: Callable[[np.ndarray, Features], np.ndarray]
@@ -139,10 +138,10 @@ class Scenario:
 def encoder_scores(scene: Scenario) -> dict[str, np.ndarray]:
     """Return the logits of every encoder on the new rows, `[n_seeds, n_rows]`."""
     config = grid_config(scene.run)
-    tree, facts = checkpoint.restore(scene.run.encoders(scene.setting))
-    dims = FamilyDims(**facts["dims"])
+    tree, _ = checkpoint.restore(scene.run.encoders(scene.setting))
+    dims = family_dims(scene.own[0])
     standardizer = Standardizer(**tree["standardizer"])
-    members = grid_members(config.train.n_seeds)
+    members = grid_members(config.train.n_seeds, dims.n_subsets)
     every = [
         (jax.tree.map(lambda x, i=i: x[i], tree["params"]), SUBSETS[member.subset])
         for i, member in enumerate(members)
@@ -180,9 +179,8 @@ def selected_scores(scene: Scenario, detector: Detector) -> dict[str, np.ndarray
     read = partial(
         read_features,
         closed_store,
-        "closed_book",
         chosen_layer(scene.run),
-        n_tokens=longest_spans(closed_store.spec.spans, "closed_book"),
+        n_tokens=longest_spans(closed_store),
     )
 
     def both(part: np.ndarray, features: Features) -> np.ndarray:

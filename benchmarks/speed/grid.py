@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from extract.run.memory import begin_peak
 from jaxprobe.config import EncoderConfig, TrainConfig
 from jaxprobe.features.families import Features, Standardizer, split_families
-from jaxprobe.features.subsets import SUBSETS, FamilyDims
+from jaxprobe.features.subsets import SUBSETS, paper_dims
 from jaxprobe.fit.grid import Block, Labelled, fit_blocks, labelled, member_keys
 from jaxprobe.fit.work import Member, Workload
 from jaxprobe.model.encoder import Encoder
@@ -32,7 +32,7 @@ def microworld(n_steps: int) -> Workload:
     config = GRID_PRESETS["demo"]
     return Workload(
         encoder=config.encoder,
-        dims=FamilyDims(hidden=160, prob=5, resid=24, attn=120),
+        dims=paper_dims(hidden=160, prob=5, resid=24, attn=120),
         spans=((6, 13), (1, 6)),
         batch_size=config.train.batch_size,
         n_steps=n_steps,
@@ -45,7 +45,7 @@ def paper(n_steps: int) -> Workload:
     """Return the paper's encoders on a Qwen3.5-9B: 32 layers, 8 of full attention."""
     return Workload(
         encoder=EncoderConfig(),
-        dims=FamilyDims(hidden=4096, prob=5, resid=4 * 32, attn=2 * 2 * 8 * 16),
+        dims=paper_dims(hidden=4096, prob=5, resid=4 * 32, attn=2 * 2 * 8 * 16),
         spans=((12, 24), (1, 8)),
         batch_size=512,
         n_steps=n_steps,

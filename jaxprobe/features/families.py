@@ -3,9 +3,9 @@
 An example is two spans closed-book (question, answer) and three with context
 (context, question, answer); the answer is always the last one. Every span is padded to
 its own length, and a mask says which positions are real. At each position the four
-signal families lie side by side in one vector, in the order of `FAMILIES`. A span that
-is left out is made empty in every example, and an empty span pools to zeros: no shape
-changes, so that every choice of spans trains in the executable of the full grid.
+signal families lie side by side in one vector, in the order of `FamilyDims`. A span
+that is left out is made empty in every example, and an empty span pools to zeros: no
+shape changes, so that every choice of spans trains in the executable of the full grid.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from extract.records import Setting
-from jaxprobe.features.subsets import FAMILIES, FamilyDims
+from jaxprobe.features.subsets import FamilyDims
 from jaxprobe.features.widths import widths_of
 from jaxprobe.kernels.stored import StoredTokens, moved
 
@@ -48,7 +48,7 @@ class Features(NamedTuple):
 
     @property
     def n_spans(self) -> int:
-        """Two closed-book, three with context."""
+        """Two closed-book, three with context; one where answers stand alone."""
         return len(self.masks)
 
     def take(self, rows: np.ndarray | slice) -> "Features":
@@ -122,7 +122,7 @@ class Standardizer(NamedTuple):
 
 def check_features(features: Features, dims: FamilyDims) -> None:
     """Raise `ValueError` where spans, masks and widths do not fit together."""
-    if features.n_spans not in (2, 3) or len(features.tokens) != features.n_spans:
+    if not 1 <= features.n_spans <= 3 or len(features.tokens) != features.n_spans:
         raise ValueError(
             f"expected 2 spans (closed-book) or 3 (with context), each with a mask; "
             f"got {len(features.tokens)} spans and {features.n_spans} masks"
@@ -194,19 +194,18 @@ def split_families(
     """Standardise and lay the families apart, one contiguous array for each.
 
     Apart, an encoder that does not read a family neither gathers nor multiplies it.
-    Hidden states of a span that is not read are exactly zero, whatever was given: a
-    store that kept the answer span alone and a live pass, which has them all, come to
-    the same. No further mask is needed, since a span either has them in every example
+    Signals of a span that is not read are exactly zero, whatever was given: a store
+    that kept the answer span alone and a live pass, which has them all, come to the
+    same. No further mask is needed, since a span either has them in every example
     or in none, and each span has a convolution of its own: zeros there tell nothing.
     """
     standardized = jax.vmap(standardize_span, in_axes=(0, 0, None))
     spans = []
-    n_before = features.n_spans - 1 if dims.hidden_spans == "answer" else 0
     for span, mask in zip(features.tokens, features.masks, strict=True):
-        one = standardized(span, mask, standardizer)
-        if len(spans) < n_before:
-            one = one.at[..., dims.slices[0]].set(0.0)
-        spans.append(one.transpose(1, 0, 2))
+        values = standardized(span, mask, standardizer)
+        for f in dims.of_answers if len(spans) < features.n_spans - 1 else ():
+            values = values.at[..., dims.slices[f]].set(0.0)
+        spans.append(values.transpose(1, 0, 2))
     tokens = jnp.concatenate(spans)
     return FamilyTokens(
         tuple(tokens[..., s] for s in dims.slices),
@@ -297,45 +296,55 @@ def check_width(lengths: np.ndarray, n_tokens: int) -> None:
         )
 
 
-def span_lengths(spans: np.ndarray, setting: Setting) -> np.ndarray:
-    """Return the tokens of each span of a setting, `[n_examples, n_spans]`."""
-    own = spans[:, list(SPANS[setting])]
-    return own[..., 1] - own[..., 0]
+def used_spans(spans: np.ndarray) -> tuple[int, ...]:
+    """Return the spans of which some example has a token; the answer is always one.
+
+    Args:
+      spans: `[n_examples, 3, 2]`.
+
+    Returns:
+      Places among `SPAN_NAMES`: those of `SPANS` for answers of a model.
+    """
+    is_used = (spans[..., 1] > spans[..., 0]).any(axis=0)
+    return tuple(s for s in range(len(SPAN_NAMES)) if is_used[s] or s == ANSWER)
 
 
-def longest_spans(spans: np.ndarray, setting: Setting) -> tuple[int, ...]:
-    """Return the padded length of each span of a setting, at least one token."""
-    return widths_of(span_lengths(spans, setting))
+def span_lengths(spans: np.ndarray, read: Sequence[int]) -> np.ndarray:
+    """Return the tokens of the spans that are read, `[n_examples, n_spans]`.
+
+    Args:
+      spans: `[n_examples, 3, 2]`.
+      read: places among `SPAN_NAMES`.
+    """
+    return np.diff(spans[:, list(read)])[..., 0]
 
 
 def assemble(
     families: Mapping[str, np.ndarray],
     starts: np.ndarray,
     spans: np.ndarray,
-    setting: Setting,
+    read: Sequence[int],
     n_tokens: Sequence[int] | None = None,
 ) -> Features:
     """Lay the families side by side and pad the spans.
 
     Args:
-      families: by name `[n_rows, ...]`; `hidden` of one layer.
+      families: by name `[n_rows, ...]`, in the order of `FamilyDims`; one layer of
+        those that are stored by layer.
       starts: as in `pad_span`.
       spans: `[n_examples, 3, 2]`, see the glossary in `extract/store/read.py`.
-      setting: decides which spans are read.
+      read: the spans that are read, places among `SPAN_NAMES`.
       n_tokens: padded length per span; None takes the longest of each.
     """
-    n_rows = len(families["prob"])
-    rows = np.concatenate(
-        [
-            np.asarray(families[name]).reshape(n_rows, -1).astype(np.float32)
-            for name in FAMILIES
-        ],
-        axis=1,
-    )
-    widths = longest_spans(spans, setting) if n_tokens is None else tuple(n_tokens)
+    channels = [
+        np.asarray(values).reshape(len(values), -1).astype(np.float32)
+        for values in families.values()
+    ]
+    rows = np.concatenate(channels, axis=1)
+    widths = widths_of(span_lengths(spans, read)) if n_tokens is None else n_tokens
     padded = [
         pad_span(rows, starts, spans[:, s], width)
-        for s, width in zip(SPANS[setting], widths, strict=True)
+        for s, width in zip(read, widths, strict=True)
     ]
     tokens, masks = zip(*padded, strict=True)
     return Features(tokens, masks)

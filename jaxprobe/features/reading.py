@@ -9,35 +9,56 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from extract.records import Setting
-from extract.store.families import Dtype, decode, scale_name
+from extract.store.families import Dtype, Family, decode, scale_name
 from extract.store.read import FeatureStore, Ragged, read_family
 from jaxprobe.features.families import (
     ANSWER,
-    SPANS,
     FamilyTokens,
     Features,
     Standardizer,
     assemble,
     check_width,
+    span_lengths,
     standardizer_of,
+    used_spans,
 )
-from jaxprobe.features.subsets import FAMILIES, FamilyDims
+from jaxprobe.features.subsets import FamilyDims
+from jaxprobe.features.widths import widths_of
 from jaxprobe.kernels.stored import StoredTokens
 
 
-def family_dims(store: FeatureStore) -> FamilyDims:
-    """Return what an encoder reads of a store; of `hidden`, one layer."""
+def stored_signals(store: FeatureStore) -> dict[str, Family]:
+    """Return the families of a store without those of the scales of int8 codes."""
     families = store.spec.families
-    shapes = {name: families[name].shape for name in FAMILIES}
-    shapes["hidden"] = shapes["hidden"][1:]
-    sizes = {name: int(np.prod(shape)) for name, shape in shapes.items()}
-    return FamilyDims(**sizes, hidden_spans=families["hidden"].spans)
+    scales = set(map(scale_name, families))
+    return {name: own for name, own in families.items() if name not in scales}
+
+
+def family_dims(store: FeatureStore) -> FamilyDims:
+    """Return what an encoder reads of a store; of families by layer, one layer."""
+    families = stored_signals(store)
+    shapes = (own.shape[1:] if own.by_layer else own.shape for own in families.values())
+    return FamilyDims(
+        names=tuple(families),
+        sizes=tuple(int(np.prod(shape)) for shape in shapes),
+        spans=tuple(own.spans for own in families.values()),
+    )
 
 
 def stored_dtypes(store: FeatureStore) -> tuple[Dtype, ...]:
-    """Return the types in which the families are stored, in the order of `FAMILIES`."""
-    return tuple(store.spec.families[name].dtype for name in FAMILIES)
+    """Return the types in which the families are stored, in their order."""
+    return tuple(own.dtype for own in stored_signals(store).values())
+
+
+def stored_lengths(store: FeatureStore) -> np.ndarray:
+    """Return the tokens of the spans that a store has, `[n_rows, n_spans]`."""
+    spans = store.spec.spans
+    return span_lengths(spans, used_spans(spans))
+
+
+def longest_spans(store: FeatureStore) -> tuple[int, ...]:
+    """Return the padded length of each span of a store, at least one token."""
+    return widths_of(stored_lengths(store))
 
 
 def fit_reading(features: Features, dims: FamilyDims) -> Standardizer:
@@ -50,45 +71,45 @@ def fit_reading_of(
 ) -> Standardizer:
     """Fit the standardisation on examples that memory need not hold together.
 
-    Hidden states that a store keeps of the answer span alone are fitted on that span:
-    the zeros that stand for the others would shrink the mean and widen the spread.
+    Families that a store keeps of the answer span alone are fitted on that span: the
+    zeros that stand for the others would shrink the mean and widen the spread.
 
     Args:
-      parts: yields the examples, some at a time; asked twice where hidden states are
-        kept of the answer span alone.
+      parts: yields the examples, some at a time; called twice where a family is kept
+        of the answer span alone.
       dims: of the store.
     """
     whole = standardizer_of(parts())
-    if dims.hidden_spans == "all":
+    if not dims.of_answers:
         return whole
     answers = (Features(x.tokens[-1:], x.masks[-1:]) for x in parts())
-    answer, hidden = standardizer_of(answers), dims.slices[0]
-    for all_spans, own in zip(whole, answer, strict=True):
-        all_spans[hidden] = own[hidden]
+    of_answers = standardizer_of(answers)
+    for at in (dims.slices[f] for f in dims.of_answers):
+        for all_spans, answer in zip(whole, of_answers, strict=True):
+            all_spans[at] = answer[at]
     return whole
 
 
 def read_families(
     store: FeatureStore,
-    layer: int,
+    layer: int | None,
     examples: np.ndarray | None = None,
     *,
     is_decoded: bool = True,
 ) -> dict[str, Ragged]:
-    """Read all families of stored examples at once; of `hidden`, one layer.
+    """Read all families of stored examples at once.
 
     Each in a thread of its own: reading holds no lock, and where chunks are small one
     core alone cannot copy as fast as a disk delivers.
 
     Args:
       store: an extracted setting.
-      layer: entry of the resid axis.
+      layer: entry of the resid axis, of families that are stored by layer.
       examples: `[n]` indices into the store, or None for all.
       is_decoded: False for int8 codes, and the families of their scales beside them.
     """
     stored = store.spec.families
-    scales = () if is_decoded else map(scale_name, FAMILIES)
-    names = [*FAMILIES, *(name for name in scales if name in stored)]
+    names = list(stored_signals(store) if is_decoded else stored)
 
     def read(name: str) -> Ragged:
         own = layer if stored[name].by_layer else None
@@ -100,8 +121,7 @@ def read_families(
 
 def read_tokens(
     store: FeatureStore,
-    setting: Setting,
-    layer: int,
+    layer: int | None,
     examples: np.ndarray,
     n_tokens: Sequence[int],
     *,
@@ -114,8 +134,8 @@ def read_tokens(
 
     Args:
       store: an extracted setting.
-      setting: decides which spans are read.
-      layer: entry of the resid axis for the hidden family (0 is the embedding).
+      layer: entry of the resid axis for the hidden family (0 is the embedding); None
+        where no family is stored by layer.
       examples: `[n]` indices into the store.
       n_tokens: padded length per span.
       standardizer: fitted on training tokens.
@@ -129,7 +149,7 @@ def read_tokens(
       ValueError: a range is not extracted or damaged, or a span is longer.
     """
     families = read_families(store, layer, examples, is_decoded=False)
-    spans = store.spec.spans[examples][:, list(SPANS[setting])]
+    spans = store.spec.spans[examples][:, list(used_spans(store.spec.spans))]
     first, lengths = spans[..., 0], spans[..., 1] - spans[..., 0]
     masks, places = [], []
     for s, width in enumerate(n_tokens):
@@ -158,7 +178,8 @@ def read_tokens(
             is_kept=None if is_all else is_answer,
         )
 
-    tokens = map(one, FAMILIES, family_dims(store).slices, held_as)
+    dims = family_dims(store)
+    tokens = map(one, dims.names, dims.slices, held_as)
     return FamilyTokens(tuple(tokens), tuple(masks))
 
 
@@ -181,8 +202,7 @@ def _standardized(
 
 def read_features(
     store: FeatureStore,
-    setting: Setting,
-    layer: int,
+    layer: int | None,
     examples: np.ndarray | None = None,
     n_tokens: Sequence[int] | None = None,
 ) -> Features:
@@ -190,33 +210,42 @@ def read_features(
 
     Args:
       store: an extracted setting.
-      setting: decides which spans are read.
-      layer: entry of the resid axis for the hidden family (0 is the embedding).
+      layer: entry of the resid axis for the hidden family (0 is the embedding); None
+        where no family is stored by layer.
       examples: `[n]` indices into the store, or None for all.
       n_tokens: padded length per span; None takes the longest of each.
 
     Raises:
       ValueError: a range is not extracted or damaged.
     """
-    families = read_families(store, layer, examples)
-    every = families["prob"]
-    spans = store.spec.spans if examples is None else store.spec.spans[examples]
-    rows = {name: ragged.values for name, ragged in families.items()}
-    if store.spec.families["hidden"].spans == "answer":
-        rows["hidden"] = _spread(families["hidden"], every)
-    return assemble(rows, every.starts - every.first_tokens, spans, setting, n_tokens)
+    spec, families = store.spec, read_families(store, layer, examples)
+    chosen = slice(None) if examples is None else examples
+    lengths = spec.n_read[chosen]
+    # The row of each example's token 0, or where it would be.
+    starts = np.cumsum(lengths) - lengths - spec.firsts[chosen]
+    rows = {
+        name: _spread(ragged, starts, int(lengths.sum()))
+        if spec.families[name].spans == "answer"
+        else ragged.values
+        for name, ragged in families.items()
+    }
+    return assemble(rows, starts, spec.spans[chosen], used_spans(spec.spans), n_tokens)
 
 
-def _spread(kept: Ragged, every: Ragged) -> np.ndarray:
+def _spread(kept: Ragged, starts: np.ndarray, n_rows: int) -> np.ndarray:
     """Return kept rows at the tokens they are of, among zeros.
 
     The zeros stand for states that nobody kept. An encoder never sees them: what it
     reads of those spans is zero after standardisation, see `split_families`.
+
+    Args:
+      kept: rows of the answer span.
+      starts: as in `pad_span`.
+      n_rows: of all tokens.
     """
-    spread = np.zeros((len(every.values), *kept.values.shape[1:]), kept.values.dtype)
+    spread = np.zeros((n_rows, *kept.values.shape[1:]), kept.values.dtype)
     within = np.arange(len(kept.values)) - np.repeat(kept.starts, kept.lengths)
-    begins = every.starts + kept.first_tokens - every.first_tokens
-    first = np.repeat(begins, kept.lengths)
+    first = np.repeat(starts + kept.first_tokens, kept.lengths)
     spread[first + within] = kept.values
     return spread
 

@@ -20,7 +20,6 @@ from jaxprobe.features.families import (
     FamilyTokens,
     Standardizer,
     keep_spans,
-    span_lengths,
     zero_span,
 )
 from jaxprobe.features.reading import (
@@ -30,6 +29,7 @@ from jaxprobe.features.reading import (
     read_features,
     read_tokens,
     stored_dtypes,
+    stored_lengths,
 )
 from jaxprobe.features.subsets import FamilyDims
 from jaxprobe.features.widths import width_groups, widths_of
@@ -213,7 +213,7 @@ class TrainingSet:
     """
 
     rows: Rows
-    layer: int
+    layer: int | None
     dims: FamilyDims
     standardizer: Standardizer
     held_as: tuple[Dtype, ...]
@@ -256,7 +256,7 @@ def training_set(
     store: FeatureStore,
     rows: Rows,
     *,
-    layer: int,
+    layer: int | None,
     n_batch: int,
     streamed: bool = False,
     held_as: tuple[Dtype, ...] | None = None,
@@ -266,7 +266,8 @@ def training_set(
     Args:
       store: of one setting.
       rows: what its rows are.
-      layer: entry of the resid axis for the hidden family (0 is the embedding).
+      layer: entry of the resid axis for the hidden family (0 is the embedding); None
+        where no family is stored by layer.
       n_batch: rows of a training batch, which decides how rows are grouped by length.
       streamed: leave the rows in the store.
       held_as: types in which the device holds the families, see `read_tokens`; None for
@@ -275,12 +276,11 @@ def training_set(
     Raises:
       ValueError: the training or validation rows hold one class alone.
     """
-    setting, dims = rows.setting, family_dims(store)
+    dims, lengths = family_dims(store), stored_lengths(store)
     where = rows.where("train"), rows.where("validation")
     _refuse_one_class(rows, where)
-    lengths = span_lengths(store.spec.spans, setting)
     whole = widths_of(lengths)
-    features = partial(read_features, store, setting, layer)
+    features = partial(read_features, store, layer)
     groups = [width_groups(lengths[split], n_batch) for split in where]
     if streamed or len(groups[0]) > 1:
         parts = [
@@ -296,7 +296,7 @@ def training_set(
 
     held_as = held_as or stored_dtypes(store)
     fixed = {"standardizer": standardizer, "held_as": held_as}
-    read_part = partial(read_tokens, store, setting, layer, **fixed)
+    read_part = partial(read_tokens, store, layer, **fixed)
 
     def read(some: np.ndarray, widths: tuple[int, ...] = whole) -> FamilyTokens:
         first, *parts = (

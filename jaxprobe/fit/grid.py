@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxprobe.config import TrainConfig
 from jaxprobe.features.families import FamilyTokens
-from jaxprobe.features.subsets import N_SUBSETS, SUBSETS
+from jaxprobe.features.subsets import subset_masks
 from jaxprobe.fit.loop import (
     FitInfo,
     FitState,
@@ -56,7 +56,7 @@ _CORES = threading.BoundedSemaphore(os.cpu_count() or 1)
 class Member(NamedTuple):
     """One encoder of the grid."""
 
-    subset: int  # row of SUBSETS
+    subset: int  # see `jaxprobe.features.subsets`
     seed: int
 
 
@@ -72,9 +72,9 @@ class Block(NamedTuple):
         return tuple(Member(k, s) for s in self.seeds for k in self.subsets)
 
 
-def grid_members(n_seeds: int) -> tuple[Member, ...]:
-    """All subsets x seeds, seed-major: member `s * 15 + k` is subset k of seed s."""
-    return Block(tuple(range(N_SUBSETS)), tuple(range(n_seeds))).members
+def grid_members(n_seeds: int, n_subsets: int) -> tuple[Member, ...]:
+    """All subsets x seeds, seed-major: `s * n_subsets + k` is subset k of seed s."""
+    return Block(tuple(range(n_subsets)), tuple(range(n_seeds))).members
 
 
 class BlockArrays(NamedTuple):
@@ -82,7 +82,7 @@ class BlockArrays(NamedTuple):
 
     Attributes:
       family_masks: `[n_subsets, n_families]` bool.
-      subsets: `[n_subsets]` int32, rows of SUBSETS (they decide the random keys).
+      subsets: `[n_subsets]` int32 numbers of subsets, which decide the random keys.
       seeds: `[n_seeds]` int32.
     """
 
@@ -91,10 +91,10 @@ class BlockArrays(NamedTuple):
     seeds: Any
 
     @classmethod
-    def of(cls, block: Block) -> "BlockArrays":
+    def of(cls, block: Block, n_families: int) -> "BlockArrays":
         """Put a block into arrays."""
         subsets, seeds = (np.asarray(x, np.int32) for x in block)
-        return cls(SUBSETS[subsets], subsets, seeds)
+        return cls(subset_masks(n_families)[subsets], subsets, seeds)
 
 
 def over_members(
@@ -189,7 +189,7 @@ def labelled(
     if weights is None:
         weights = np.ones(labels.shape)
     if offsets is None:
-        offsets = np.zeros((N_SUBSETS, *labels.shape))
+        offsets = np.zeros((2 ** len(features.tokens) - 1, *labels.shape))
     # Converted on the host: for the device every shape would be compiled by itself.
     on_host = tuple(np.array(x, np.float32) for x in (labels, weights, offsets))
     return Labelled(features, *jax.device_put(on_host))
@@ -349,7 +349,10 @@ def fit_blocks(
     def one(block: Block) -> Trained:
         with _CORES:
             learner = block_learner(
-                BlockArrays.of(block), train[0].features, encoder=encoder, config=config
+                BlockArrays.of(block, encoder.dims.n_families),
+                train[0].features,
+                encoder=encoder,
+                config=config,
             )
             (state,) = fit(
                 [learner], partial(shuffled, train, config), lambda: valid, config
@@ -404,7 +407,7 @@ def fit_on_mesh(
     n_excess = -len(block.subsets) % mesh.size
     subsets = np.pad(np.asarray(block.subsets), (0, n_excess), mode="edge")
     whole = Block(tuple(subsets.tolist()), block.seeds)
-    family_masks, subsets, seeds = BlockArrays.of(whole)
+    family_masks, subsets, seeds = BlockArrays.of(whole, encoder.dims.n_families)
     split = _placed((family_masks, subsets), mesh, PartitionSpec(AXIS))
     given = (seeds, list(train), list(valid))
     seeds, train, valid = _placed(given, mesh, PartitionSpec())
@@ -513,11 +516,11 @@ def member_outputs(
     trained: Trained, features: FamilyTokens, *, encoder: Encoder, n_chunk: int = 256
 ) -> MemberOutputs:
     """What every trained member says of every example (see `MemberOutputs`)."""
-    outputs = []
+    outputs, masks = [], encoder.dims.subset_masks
     network = {k: v for k, v in trained.params.items() if k != COLLECTION}
     for i, member in enumerate(trained.members):
         params = jax.tree.map(lambda x, i=i: x[i], network)
-        mask = jnp.asarray(SUBSETS[member.subset])
+        mask = jnp.asarray(masks[member.subset])
         outputs.append(
             apply_member(params, mask, features, encoder=encoder, n_chunk=n_chunk)
         )

@@ -41,15 +41,23 @@ class _Set(NamedTuple):
     slot_mask: Any
 
 
-def _head_keys(config: TrainConfig, seed: jax.Array, one: _Set) -> jax.Array:
+def _head_keys(
+    config: TrainConfig, seed: jax.Array, one: _Set, n_pool: int
+) -> jax.Array:
     """Keys of a head's first weights and of its dropout, `[2]`.
 
-    The set counts as the bits of its positions (a pool has at most 30 encoders), so no
-    order and no number of slots changes them. Bits of no set are the batches'.
+    The set counts as the bits of its positions, so no order and no number of slots
+    changes them. Bits of no set are the batches'. A pool of more than 32 encoders, as
+    of five families in two passes, has several words of bits, and then their number.
     """
-    bits = jnp.uint32(1) << one.members.astype(jnp.uint32)
-    bits = jnp.where(one.slot_mask, bits, jnp.uint32(0)).sum(dtype=jnp.uint32)
-    return jax.random.split(stream_key(config.root_seed, HEADS, seed, bits))
+    n_words, position = -(-n_pool // 32), one.members.astype(jnp.uint32)
+    bits = jnp.where(one.slot_mask, jnp.uint32(1) << (position % 32), jnp.uint32(0))
+    words = [
+        jnp.where(position // 32 == word, bits, jnp.uint32(0)).sum(dtype=jnp.uint32)
+        for word in range(n_words)
+    ]
+    last = (n_words,) if n_words > 1 else ()
+    return jax.random.split(stream_key(config.root_seed, HEADS, seed, *words, *last))
 
 
 def _permuted(
@@ -118,7 +126,7 @@ def start_heads(
     """
 
     def one_head(seed: jax.Array, one: _Set) -> FitState:
-        key = _head_keys(config, seed, one)[0]
+        key = _head_keys(config, seed, one, train.n_pool)[0]
         params = head.init(key, train.outputs[seed][..., :1], *one)
         state = start_fit(params, config, _kernel_and_rest)
         logits = head.apply(params, valid.outputs[seed], *one)
@@ -164,7 +172,9 @@ def train_heads(
                 losses = optax.sigmoid_binary_cross_entropy(logits, labels)
                 return (losses * shares).sum()
 
-            own = jax.random.fold_in(_head_keys(config, seed, one)[1], number)
+            own = jax.random.fold_in(
+                _head_keys(config, seed, one, train.n_pool)[1], number
+            )
             keys = Keys(noise_key, own)
             return take_steps(state, loss, batches, keys, config, _kernel_and_rest)
 

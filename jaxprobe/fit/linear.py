@@ -22,7 +22,7 @@ from sklearn.model_selection import GroupKFold
 
 from jaxprobe.checkpoint import Cache
 from jaxprobe.features.families import FamilyTokens
-from jaxprobe.features.subsets import N_FAMILIES, N_SUBSETS, SUBSETS
+from jaxprobe.features.subsets import subset_masks
 from jaxprobe.fit.grid import Trained
 from jaxprobe.kernels.matmul import use_one_blas_thread
 from jaxprobe.metrics import auroc, is_gain
@@ -91,7 +91,7 @@ def fit_linear_parts(
       train: training rows.
       valid: validation rows, which choose each regression's penalty.
       questions: `[n_train]`; rows of one question are in one fold.
-      subsets: rows of SUBSETS.
+      subsets: their numbers.
 
     Raises:
       ValueError: training or validation rows hold one class only.
@@ -103,17 +103,19 @@ def fit_linear_parts(
     ]
     folds = list(GroupKFold(N_FOLDS).split(questions, groups=questions))
     widths = [len(mean) for mean, _ in scales]
+    masks = subset_masks(len(widths))
+    n_subsets = len(masks)
     grid = LinearGrid(
-        kernels=tuple(np.zeros((N_SUBSETS, width), np.float32) for width in widths),
-        bias=np.zeros(N_SUBSETS, np.float32),
-        inverse_penalty=np.zeros(N_SUBSETS),
-        train=np.zeros((N_SUBSETS, len(train.labels)), np.float32),
-        fitted=np.zeros((N_SUBSETS, len(train.labels)), np.float32),
-        valid=np.zeros((N_SUBSETS, len(valid.labels)), np.float32),
+        kernels=tuple(np.zeros((n_subsets, width), np.float32) for width in widths),
+        bias=np.zeros(n_subsets, np.float32),
+        inverse_penalty=np.zeros(n_subsets),
+        train=np.zeros((n_subsets, len(train.labels)), np.float32),
+        fitted=np.zeros((n_subsets, len(train.labels)), np.float32),
+        valid=np.zeros((n_subsets, len(valid.labels)), np.float32),
     )
 
     def fit_one(subset: int) -> None:
-        read = np.flatnonzero(SUBSETS[subset])
+        read = np.flatnonzero(masks[subset])
         x, y = (np.concatenate([part[f] for f in read], axis=1) for part in scaled)
         kept = fit_linear(x, train.labels, y, valid.labels).regression
         grid.inverse_penalty[subset] = kept.C
@@ -189,5 +191,6 @@ def load_linear(cache: Cache, subsets: Sequence[int]) -> LinearGrid | None:
     arrays = cache.load("linear")
     if arrays is None or not arrays["inverse_penalty"][subsets].all():
         return None
-    kernels = tuple(arrays.pop(f"kernel_{f}") for f in range(N_FAMILIES))
+    n_families = sum(name.startswith("kernel_") for name in arrays)
+    kernels = tuple(arrays.pop(f"kernel_{f}") for f in range(n_families))
     return LinearGrid(kernels, **arrays)

@@ -23,7 +23,7 @@ from extract.run.stages import bytes_in_words
 from extract.store.families import Dtype, numpy_dtype
 from jaxprobe.config import EncoderConfig, PlannedConfig, TrainConfig, row_choices
 from jaxprobe.features.families import FamilyTokens
-from jaxprobe.features.subsets import FLOATS, N_FAMILIES, N_SUBSETS, FamilyDims
+from jaxprobe.features.subsets import FamilyDims
 from jaxprobe.features.widths import width_groups, widths_of
 from jaxprobe.fit.grid import (
     Block,
@@ -73,7 +73,7 @@ class Sizes:
     widths: tuple[int, ...]
     n_train: int
     n_valid: int
-    held_as: tuple[Dtype, ...] = FLOATS
+    held_as: tuple[Dtype, ...]
     resident: int = 0
 
     @classmethod
@@ -164,7 +164,7 @@ def _rows(sizes: Sizes, n: int) -> Labelled:
     tokens = map(family, sizes.dims.sizes, sizes.held_as)
     masks = [shape((width, n), jnp.bool_) for width in sizes.widths]
     one = shape((n,), jnp.float32)
-    offsets = shape((N_SUBSETS, n), jnp.float32)
+    offsets = shape((sizes.dims.n_subsets, n), jnp.float32)
     return Labelled(FamilyTokens(tuple(tokens), tuple(masks)), one, one, offsets)
 
 
@@ -175,7 +175,9 @@ def traced_steps(sizes: Sizes, n_subsets: int, n_seeds: int, n_rows: int) -> lis
     fixed = {"encoder": Encoder(sizes.encoder, sizes.dims), "config": config}
     shape = jax.ShapeDtypeStruct
     subsets, seeds = (shape((n,), jnp.int32) for n in (n_subsets, n_seeds))
-    block = BlockArrays(shape((n_subsets, N_FAMILIES), jnp.bool_), subsets, seeds)
+    block = BlockArrays(
+        shape((n_subsets, sizes.dims.n_families), jnp.bool_), subsets, seeds
+    )
     rows = _rows(sizes, sizes.n_train)
     alone = BlockArrays(*(shape((1, *x.shape[1:]), x.dtype) for x in block))
     states = jax.eval_shape(lambda b, x: start_block(b, x, **fixed), alone, rows[0])
@@ -299,7 +301,7 @@ def choose(sizes: Sizes, device_memory: int | None = None) -> Plan:
     if device_memory is None:
         if jax.default_backend() == "cpu" and jax.device_count() == 1:
             return Plan(n_subsets=1, n_seeds=1)
-        return Plan(n_subsets=_subsets_each(), n_seeds=sizes.train.n_seeds)
+        return Plan(n_subsets=_subsets_each(sizes), n_seeds=sizes.train.n_seeds)
     limit = int((1 - KEPT_FREE) * device_memory)
     rows = sizes.resident + rows_bytes(sizes, sizes.n_train)
     if rows >= limit:
@@ -326,16 +328,16 @@ def choose(sizes: Sizes, device_memory: int | None = None) -> Plan:
     )
 
 
-def _subsets_each() -> int:
+def _subsets_each(sizes: Sizes) -> int:
     """Subsets of a seed on each device, where all of them are side by side."""
-    return -(-N_SUBSETS // jax.device_count())
+    return -(-sizes.dims.n_subsets // jax.device_count())
 
 
 def _candidates(sizes: Sizes) -> Iterator[tuple[int, int, int]]:
     """Yield subsets, seeds and rows of blocks, each about half of the one before."""
     rows = row_choices(sizes.train)
     n_many = sum(n >= _FEW_ROWS for n in rows) or 1
-    n_subsets, n_seeds = _subsets_each(), sizes.train.n_seeds
+    n_subsets, n_seeds = _subsets_each(sizes), sizes.train.n_seeds
     yield from ((n_subsets, n_seeds, n) for n in rows[:n_many])
     while n_subsets * n_seeds > 1:
         if n_seeds > 1:

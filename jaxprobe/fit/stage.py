@@ -74,7 +74,7 @@ def train_encoders(
     data: TrainingSet,
     config: GridConfig,
     *,
-    subsets: Iterable[int] = range(N_SUBSETS),
+    subsets: Iterable[int] | None = None,
     cache: Cache = Cache(),
     share: Share = Share(),
     on_part: Callable[[], None] = lambda: None,
@@ -84,7 +84,8 @@ def train_encoders(
     Args:
       data: the rows; their labels are learned.
       config: widths, protocol, and how rows are streamed.
-      subsets: rows of SUBSETS, each trained with every seed of the protocol.
+      subsets: numbers of those that are trained, each with every seed of the
+        protocol; None trains all of the families that the rows have.
       cache: where finished members are saved, and those of an earlier or another
         process found; its key names the data, the configuration and nothing else.
         Streamed members are all finished at once.
@@ -92,12 +93,12 @@ def train_encoders(
       on_part: called once a member that is trained, by whomever.
 
     Returns:
-      All members, seed-major, the subsets of a seed in the order of SUBSETS; and their
+      All members, seed-major, the subsets of a seed in their order; and their
       outputs on every row of the store. A training row's logit has in it the linear
       part that has not seen its question: fusion heads are trained on these. None for
       a share, whose members are in the cache.
     """
-    subsets = sorted(subsets)
+    subsets = sorted(range(data.dims.n_subsets) if subsets is None else subsets)
     linear = _linear_parts(data, config, subsets, cache)
     members = _members(config, subsets)
     mine = members_of_share(_workload(data, config), subsets, share)
@@ -149,7 +150,7 @@ def members_of_share(
 
     Args:
       work: of the grid.
-      subsets: rows of SUBSETS, ascending.
+      subsets: their numbers, ascending.
       share: of the members of these subsets.
 
     Returns:

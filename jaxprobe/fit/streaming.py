@@ -145,7 +145,12 @@ def fit_streamed(
     use_one_blas_thread()
     sample = train.read(train.where[:1])
     learners = [
-        block_learner(BlockArrays.of(block), sample, encoder=encoder, config=config)
+        block_learner(
+            BlockArrays.of(block, encoder.dims.n_families),
+            sample,
+            encoder=encoder,
+            config=config,
+        )
         for block in blocks
     ]
     states = fit(

@@ -3,12 +3,10 @@
 import dataclasses
 from collections.abc import Sequence
 
-import numpy as np
-
 from jaxprobe.config import EncoderConfig
-from jaxprobe.features.subsets import N_SUBSETS, SUBSETS, FamilyDims
+from jaxprobe.features.subsets import FamilyDims
 
-Member = tuple[int, int]  # row of SUBSETS, seed
+Member = tuple[int, int]  # subset, seed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +37,7 @@ class Workload:
     @property
     def members(self) -> list[Member]:
         """Every encoder, seed-major."""
-        return [(k, s) for s in range(self.n_seeds) for k in range(N_SUBSETS)]
+        return [(k, s) for s in range(self.n_seeds) for k in range(self.dims.n_subsets)]
 
     @property
     def n_tokens(self) -> int:
@@ -64,7 +62,8 @@ class Workload:
 
 def families_of(member: Member) -> tuple[int, ...]:
     """Return the families that a member reads."""
-    return tuple(np.flatnonzero(SUBSETS[member[0]]).tolist())
+    bits = member[0] + 1
+    return tuple(f for f in range(bits.bit_length()) if bits >> f & 1)
 
 
 def step_flops(workload: Workload, member: Member) -> int:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxprobe.config import EncoderConfig, MatmulDtype
 from jaxprobe.features.families import FamilyTokens
-from jaxprobe.features.subsets import N_FAMILIES, FamilyDims
+from jaxprobe.features.subsets import FamilyDims
 from jaxprobe.kernels.masked import (
     N_TAPS,
     channel_product,
@@ -216,7 +216,7 @@ class Encoder(nn.Module):
             self.param(f"projection_{f}", fan_in_normal, (cfg.projection, size))
             for f, size in enumerate(self.dims.sizes)
         ]
-        shape = (N_FAMILIES, cfg.projection)
+        shape = (self.dims.n_families, cfg.projection)
         biases = self.param("projection_bias", nn.initializers.zeros, shape)
         bias = (biases * family_mask.astype(jnp.float32)[:, None]).reshape(-1)
         families = [
@@ -232,8 +232,8 @@ class Encoder(nn.Module):
             )
             for f, tokens in enumerate(features.tokens)
         ]
-        if self.dims.hidden_spans == "answer":
-            # The other spans' states are zero at evaluation: no noise in training.
+        for f in self.dims.of_answers:
+            # The other spans' signals are zero at evaluation: no noise in training.
             n_before = features.span_slices[-1].start
-            families[0] = families[0].at[:, :n_before].set(0.0)
+            families[f] = families[f].at[:, :n_before].set(0.0)
         return jnp.concatenate(families) + bias[:, None, None]

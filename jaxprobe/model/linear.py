@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxprobe.features.families import FamilyTokens
-from jaxprobe.features.subsets import N_FAMILIES
 from jaxprobe.kernels.stored import values_of
 
 COLLECTION = "linear"
@@ -32,7 +31,8 @@ class LinearPart(NamedTuple):
     @classmethod
     def of(cls, collection: Mapping[str, Any]) -> "LinearPart":
         """Return what `variables` laid down."""
-        kernels = (collection[f"kernel_{f}"] for f in range(N_FAMILIES))
+        n_families = len(collection) - 1
+        kernels = (collection[f"kernel_{f}"] for f in range(n_families))
         return cls(tuple(kernels), collection["bias"])
 
     def variables(self) -> dict[str, Any]:

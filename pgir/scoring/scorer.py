@@ -27,7 +27,6 @@ from extract.run.directory import RunDir
 from extract.run.manifest import read_manifest
 from jaxprobe.detector import Detector, HeadName, Scores
 from jaxprobe.features.families import SPAN_NAMES, SPANS, Features
-from jaxprobe.features.subsets import FAMILIES
 from jaxprobe.scope import Threshold, count_scripts, share_outside
 from jaxprobe.settings import set_compiler
 from pgir.border import as_count, as_messages, as_path, as_rows, as_texts, refuse
@@ -481,7 +480,7 @@ def _warn_after(
             f"{share:.1%} of the {family} signals lie outside the range of 99.8 % of "
             f"training's; of 999 in 1,000 validation answers at most {limit:.1%} do"
             for family, share, limit in zip(
-                FAMILIES, row, bank.scope.limits, strict=True
+                bank.dims.names, row, bank.scope.limits, strict=True
             )
             if share > limit
         ]

@@ -12,7 +12,7 @@ from jaxprobe.calibration import Calibrator
 from jaxprobe.config import EncoderConfig, FusionConfig
 from jaxprobe.detector import Detector, EncoderBank, Provenance, SettingHead
 from jaxprobe.features.families import Features, fit_standardizer, split_families
-from jaxprobe.features.subsets import SUBSETS, FamilyDims, subset_index
+from jaxprobe.features.subsets import SUBSETS, paper_dims, subset_index
 from jaxprobe.fit.grid import Member, Trained, member_outputs
 from jaxprobe.model.encoder import Encoder, MemberOutputs
 from jaxprobe.model.fusion import (
@@ -26,8 +26,8 @@ from jaxprobe.model.fusion import (
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
 FUSION = FusionConfig(hidden=8, n_slots=4)
 DIMS = {
-    "closed_book": FamilyDims(hidden=6, prob=5, resid=4, attn=2),
-    "with_context": FamilyDims(hidden=6, prob=5, resid=4, attn=3),
+    "closed_book": paper_dims(hidden=6, prob=5, resid=4, attn=2),
+    "with_context": paper_dims(hidden=6, prob=5, resid=4, attn=3),
 }
 NAMES = ("HP", "A")
 
@@ -66,7 +66,7 @@ def made():
     banks = {
         setting: EncoderBank(
             names=NAMES,
-            params=selected_params(trained, NAMES),
+            params=selected_params(trained, list(map(subset_index, NAMES))),
             dims=DIMS[setting],
             config=CONFIG,
             standardizer=standardizer,

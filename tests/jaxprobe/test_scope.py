@@ -7,7 +7,7 @@ from extract.run.directory import RunDir
 from extract.run.manifest import NewRun
 from jaxprobe.detector import Detector
 from jaxprobe.features.families import Features
-from jaxprobe.features.subsets import FamilyDims
+from jaxprobe.features.subsets import paper_dims
 from jaxprobe.scope import (
     Scope,
     choose_threshold,
@@ -18,7 +18,7 @@ from jaxprobe.scope import (
 from jaxprobe.stage import CALIBRATE_PRESETS, CalibrateConfig, settle_precision
 from tests.jaxprobe.test_detector import made  # noqa: F401, a fixture
 
-DIMS = FamilyDims(hidden=3, prob=2, resid=2, attn=1)
+DIMS = paper_dims(hidden=3, prob=2, resid=2, attn=1)
 
 
 def normal_features(rows, dims=DIMS, shift=0.0):
@@ -61,7 +61,7 @@ def test_a_value_that_is_no_number_lies_outside(scope):
 
 
 def test_hidden_states_that_no_store_kept_are_in_no_range():
-    dims = dataclasses.replace(DIMS, hidden_spans="answer")
+    dims = dataclasses.replace(DIMS, spans=("answer", *DIMS.spans[1:]))
 
     def kept(rows):
         features = normal_features(rows, dims, shift=5.0)

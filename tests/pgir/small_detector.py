@@ -8,7 +8,7 @@ from jaxprobe.calibration import fit_calibrator
 from jaxprobe.config import EncoderConfig, FusionConfig
 from jaxprobe.detector import Detector, EncoderBank, Provenance, SettingHead
 from jaxprobe.features.families import FamilyTokens, Standardizer
-from jaxprobe.features.subsets import FamilyDims
+from jaxprobe.features.subsets import paper_dims
 from jaxprobe.model.encoder import Encoder
 from jaxprobe.model.fusion import FusionHead, head_inputs
 
@@ -56,7 +56,7 @@ def _head(reads):
 
 def make_detector(backbone):
     n_readings = 2 * 2 * len(backbone.attention_layers) * backbone.n_heads
-    dims = FamilyDims(
+    dims = paper_dims(
         hidden=backbone.d_model, prob=5, resid=4 * backbone.n_layers, attn=n_readings
     )
     closed, grounded = ("closed_book", "HPRA"), ("with_context", "HPRA")

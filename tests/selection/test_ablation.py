@@ -11,7 +11,7 @@ from jaxprobe.features.subsets import (
     FLOATS,
     N_SUBSETS,
     SUBSET_NAMES,
-    FamilyDims,
+    paper_dims,
     subset_index,
 )
 from jaxprobe.fit.grid import Block, Member
@@ -75,7 +75,7 @@ def test_the_papers_way_zeroes_a_span_in_training_and_evaluates_it_whole():
     data = TrainingSet(
         rows=some_rows(),
         layer=0,
-        dims=FamilyDims(hidden=3, prob=0, resid=0, attn=0),
+        dims=paper_dims(hidden=3, prob=0, resid=0, attn=0),
         standardizer=None,
         held_as=FLOATS,
         read=read,

@@ -7,7 +7,7 @@ import pytest
 
 from jaxprobe.config import EncoderConfig
 from jaxprobe.features.families import FamilyTokens
-from jaxprobe.features.subsets import SUBSETS, FamilyDims, subset_index
+from jaxprobe.features.subsets import SUBSETS, paper_dims, subset_index
 from jaxprobe.fit.grid import apply_member, member_logits
 from jaxprobe.model.encoder import Encoder
 from jaxprobe.model.linear import LinearPart
@@ -22,7 +22,7 @@ from selection.anatomy.encoders import (
 )
 from selection.anatomy.heads import channels_of_heads
 
-DIMS = FamilyDims(hidden=6, prob=5, resid=4, attn=16)
+DIMS = paper_dims(hidden=6, prob=5, resid=4, attn=16)
 ENCODER = Encoder(EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2), DIMS)
 LENGTHS = (7, 5, 4)
 N = 24

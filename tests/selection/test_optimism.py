@@ -50,6 +50,7 @@ def pool_of(rows, signal):
         valid=part(rows.where("validation")),
         all_rows=part(np.arange(n)),
         rows=rows,
+        n_subsets=N_SUBSETS,
     )
 
 

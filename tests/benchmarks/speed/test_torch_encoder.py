@@ -17,14 +17,14 @@ from benchmarks.speed.torch_encoder import (
 )
 from jaxprobe.config import EncoderConfig
 from jaxprobe.features.families import Standardizer, split_families
-from jaxprobe.features.subsets import SUBSETS, FamilyDims, subset_index
+from jaxprobe.features.subsets import SUBSETS, paper_dims, subset_index
 from jaxprobe.fit.work import Workload, families_of
 from jaxprobe.model.encoder import Encoder
 
 SPANS = ((0, 5), (3, 7), (1, 4))  # the first one is empty for some examples
 WORK = Workload(
     encoder=EncoderConfig(projection=4, hidden=8, n_blocks=2, n_groups=2),
-    dims=FamilyDims(hidden=6, prob=5, resid=4, attn=3),
+    dims=paper_dims(hidden=6, prob=5, resid=4, attn=3),
     spans=SPANS,
     batch_size=10,
     n_steps=1,

@@ -22,7 +22,7 @@ from benchmarks.speed.train import (
     require_same_losses,
 )
 from jaxprobe.config import EncoderConfig
-from jaxprobe.features.subsets import FamilyDims, subset_index
+from jaxprobe.features.subsets import paper_dims, subset_index
 from jaxprobe.fit.work import (
     Workload,
     in_parts,
@@ -32,7 +32,7 @@ from jaxprobe.fit.work import (
 
 TOY = Workload(
     encoder=EncoderConfig(projection=3, hidden=4, n_blocks=1, n_groups=2),
-    dims=FamilyDims(hidden=6, prob=5, resid=4, attn=2),
+    dims=paper_dims(hidden=6, prob=5, resid=4, attn=2),
     spans=((2, 5), (1, 3)),
     batch_size=8,
     n_steps=2,
@@ -75,7 +75,7 @@ def test_the_operations_of_a_step_are_those_that_pytorch_counts(folder, name):
 
 def test_members_are_split_whole_and_evenly():
     work = dataclasses.replace(
-        TOY, dims=FamilyDims(hidden=900, prob=5, resid=4, attn=2)
+        TOY, dims=paper_dims(hidden=900, prob=5, resid=4, attn=2)
     )
     parts = in_parts(work, [[m] for m in work.members], 2)
     assert sorted(m for part in parts for m in part) == work.members

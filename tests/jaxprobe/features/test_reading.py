@@ -10,17 +10,23 @@ from extract.store.families import Family, encode, scale_family
 from extract.store.read import read_family
 from extract.store.spec import StoreSpec
 from extract.store.write import create_store, write_range
-from jaxprobe.features.families import fit_standardizer, split_families
+from jaxprobe.features.families import (
+    fit_standardizer,
+    split_families,
+    used_spans,
+)
 from jaxprobe.features.reading import (
     family_dims,
     fit_reading,
     fit_reading_of,
+    longest_spans,
     mean_answer_states,
     read_features,
     read_tokens,
     stored_dtypes,
+    stored_lengths,
 )
-from jaxprobe.features.subsets import FLOATS, FamilyDims
+from jaxprobe.features.subsets import FLOATS, FamilyDims, letters_of
 from jaxprobe.kernels.stored import values_of
 
 N, LAYERS, D = 12, (1, 3), 6
@@ -42,17 +48,20 @@ def spans_and_lengths():
     return spans.astype(np.int64), lengths.astype(np.int64)
 
 
-@pytest.fixture(scope="module", params=["closed_book", "with_context"])
-def setting(request):
+@pytest.fixture(params=[(2,), (1, 2), (0, 1, 2)], ids=["answer", "closed", "context"])
+def used(request):
+    """The spans that a store has tokens of: answers alone, or those of a setting."""
     return request.param
 
 
-def stored(hidden_spans, is_spared=False, dtype="float32"):
+def stored(hidden_spans, is_spared=False, dtype="float32", used=(0, 1, 2)):
     """The same signals: hidden states of all tokens, or of the answers alone.
 
     Every other example may have rows from its context on alone.
     """
     spans, lengths = spans_and_lengths()
+    for span in {0, 1, 2}.difference(used):
+        spans[:, span, 1] = spans[:, span, 0]
     firsts = spans[:, 0, 0] * (np.arange(N) % 2) * is_spared
     families = {
         "hidden": Family(
@@ -92,7 +101,7 @@ def stored(hidden_spans, is_spared=False, dtype="float32"):
         families["hidden_scale"] = scale_family(families["hidden"])
         every["hidden_scale"] = encoded.scales
     spec = dataclasses.replace(spec, families=families)
-    url = f"memory://reading-{hidden_spans}-{is_spared}-{dtype}"
+    url = f"memory://reading-{hidden_spans}-{is_spared}-{dtype}-{len(used)}"
     store = create_store(url, spec)
     for range_id in range(spec.n_ranges):
         part = {}
@@ -108,10 +117,10 @@ def split_of(store, features):
     return split_families(features, dims, fit_reading(features, dims))
 
 
-def test_a_store_of_answers_reads_as_the_whole_one_without_the_other_states(setting):
+def test_a_store_of_answers_reads_as_the_whole_one_without_the_other_states(used):
     whole, answers = (
-        split_of(store, read_features(store, setting, 3))
-        for store in (stored("all"), stored("answer"))
+        split_of(store, read_features(store, 3))
+        for store in (stored("all", used=used), stored("answer", used=used))
     )
     for one, other in zip(whole.tokens[1:], answers.tokens[1:], strict=True):
         np.testing.assert_array_equal(one, other)
@@ -123,15 +132,15 @@ def test_a_store_of_answers_reads_as_the_whole_one_without_the_other_states(sett
 
 @pytest.mark.parametrize("hidden_spans", ["all", "answer"])
 def test_a_store_without_the_rows_before_the_spans_reads_as_the_whole_one(
-    setting, hidden_spans
+    used, hidden_spans
 ):
-    whole, spared = (stored(hidden_spans, is_spared) for is_spared in (False, True))
+    whole, spared = (
+        stored(hidden_spans, is_spared, used=used) for is_spared in (False, True)
+    )
     assert spared.spec.offsets[-1] == whole.spec.offsets[-1] - N // 2
     some = np.array([5, 2, 3])
     for examples in (None, some):
-        one, other = (
-            read_features(store, setting, 3, examples) for store in (whole, spared)
-        )
+        one, other = (read_features(store, 3, examples) for store in (whole, spared))
         for left, right in zip(one.tokens, other.tokens, strict=True):
             np.testing.assert_array_equal(left, right)
     means = (mean_answer_states(store, some, 1) for store in (whole, spared))
@@ -139,10 +148,10 @@ def test_a_store_without_the_rows_before_the_spans_reads_as_the_whole_one(
     np.testing.assert_array_equal(*map(perplexity_scores, (whole, spared)))
 
 
-def test_a_live_pass_with_every_state_reads_as_the_store_of_answers(setting):
-    answers = stored("answer")
-    kept = read_features(answers, setting, 3)
-    live = read_features(stored("all"), setting, 3)  # a model has all of them
+def test_a_live_pass_with_every_state_reads_as_the_store_of_answers(used):
+    answers = stored("answer", used=used)
+    kept = read_features(answers, 3)
+    live = read_features(stored("all", used=used), 3)  # a model has all of them
     dims = family_dims(answers)
     standardizer = fit_reading(kept, dims)
     for one, other in zip(
@@ -156,17 +165,17 @@ def test_a_live_pass_with_every_state_reads_as_the_store_of_answers(setting):
 @pytest.mark.parametrize("hidden_spans", ["all", "answer"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
 def test_tokens_are_those_of_the_padded_features_in_the_width_that_is_asked_for(
-    setting, hidden_spans, dtype
+    used, hidden_spans, dtype
 ):
-    store = stored(hidden_spans, dtype=dtype)
+    store = stored(hidden_spans, dtype=dtype, used=used)
     some, dims = np.array([5, 4, 2, 3, 3]), family_dims(store)
-    features = read_features(store, setting, 3, some)
+    features = read_features(store, 3, some)
     standardizer = fit_reading(features, dims)
     wanted = split_families(features, dims, standardizer)
     widths = [mask.shape[1] for mask in features.masks]
     for held_as in (FLOATS, stored_dtypes(store)):
         found = read_tokens(
-            *(store, setting, 3, some, widths),
+            *(store, 3, some, widths),
             standardizer=standardizer,
             held_as=held_as,
         )
@@ -186,15 +195,15 @@ def test_tokens_are_those_of_the_padded_features_in_the_width_that_is_asked_for(
         assert codes.dtype.itemsize == size
     with pytest.raises(ValueError, match="pad to a larger length"):
         read_tokens(
-            *(store, setting, 3, some, [1] * len(widths)),
+            *(store, 3, some, [1] * len(widths)),
             standardizer=standardizer,
             held_as=FLOATS,
         )
 
 
-def test_kept_states_are_standardised_by_the_answers_alone(setting):
-    answers = stored("answer")
-    tokens = np.asarray(split_of(answers, read_features(answers, setting, 1)).tokens[0])
+def test_kept_states_are_standardised_by_the_answers_alone(used):
+    answers = stored("answer", used=used)
+    tokens = np.asarray(split_of(answers, read_features(answers, 1)).tokens[0])
     spans, _ = spans_and_lengths()
     n_answer = (spans[:, 2, 1] - spans[:, 2, 0]).sum()
     real = tokens[np.abs(tokens).sum(-1) > 0]
@@ -203,16 +212,12 @@ def test_kept_states_are_standardised_by_the_answers_alone(setting):
     np.testing.assert_allclose(real.std(axis=0), 1, atol=1e-5)
 
 
-def test_with_every_state_the_standardisation_is_over_all_spans(setting):
-    whole = stored("all")
-    features = read_features(whole, setting, 1)
+def test_with_every_state_the_standardisation_is_over_all_spans(used):
+    whole = stored("all", used=used)
+    features = read_features(whole, 1)
     one, other = fit_reading(features, family_dims(whole)), fit_standardizer(features)
     np.testing.assert_array_equal(one.mean, other.mean)
     np.testing.assert_array_equal(one.std, other.std)
-
-
-def test_dims_of_an_older_checkpoint_read_every_state():
-    assert FamilyDims(hidden=1, prob=1, resid=1, attn=1).hidden_spans == "all"
 
 
 def test_answer_means_are_those_of_a_loop_over_examples_in_any_chunks():
@@ -232,16 +237,71 @@ def test_answer_means_are_those_of_a_loop_over_examples_in_any_chunks():
 
 
 @pytest.mark.parametrize("kept", ["all", "answer"])
-def test_examples_a_few_at_a_time_are_standardised_as_all_at_once(setting, kept):
-    store = stored(kept)
-    features, dims = read_features(store, setting, 1), family_dims(store)
+def test_examples_a_few_at_a_time_are_standardised_as_all_at_once(used, kept):
+    store = stored(kept, used=used)
+    features, dims = read_features(store, 1), family_dims(store)
     parts = [np.arange(5), np.arange(5, 6), np.arange(6, N)]
     widths = [mask.shape[1] for mask in features.masks]
 
     def read(where):
-        return read_features(store, setting, 1, where, widths)
+        return read_features(store, 1, where, widths)
 
     one = fit_reading(features, dims)
     other = fit_reading_of(lambda: map(read, parts), dims)
     np.testing.assert_allclose(one.mean, other.mean, atol=1e-5)
     np.testing.assert_allclose(one.std, other.std, rtol=1e-5)
+
+
+def test_spans_are_those_that_some_answer_has(used):
+    store = stored("all", used=used)
+    assert used_spans(store.spec.spans) == used
+    assert read_features(store, 3).n_spans == len(used)
+    assert longest_spans(store) == tuple(stored_lengths(store).max(axis=0))
+
+
+def test_families_of_any_names_and_number_are_read_in_their_order():
+    spans, lengths = spans_and_lengths()
+    families = {
+        "Zeta": Family(shape=(3,)),
+        "beta": Family(shape=(2, 2), spans="answer"),
+    }
+    spec = StoreSpec(
+        families=families,
+        keys=tuple((f"q{i}",) for i in range(N)),
+        lengths=lengths,
+        spans=spans,
+        rows_per_shard=256,
+        hidden_layers=(),
+        fingerprint={},
+    )
+    store = create_store("memory://reading-any", spec)
+    rng = np.random.default_rng(0)
+    values = {
+        name: rng.standard_normal(
+            (spec.family_offsets(name)[-1], *family.shape)
+        ).astype(np.float32)
+        for name, family in families.items()
+    }
+    write_range(store, 0, values)
+    dims = family_dims(store)
+    assert dims == FamilyDims(
+        names=("Zeta", "beta"), sizes=(3, 4), spans=("all", "answer")
+    )
+    assert dims.letters == "ZB" and dims.subset_names == ("Z", "B", "ZB")
+    features = read_features(store, None)
+    start = spec.offsets[3]
+    for span, (tokens, mask) in enumerate(
+        zip(features.tokens, features.masks, strict=True)
+    ):
+        own = slice(*(start + spans[3, span]))
+        np.testing.assert_array_equal(tokens[3, mask[3], :3], values["Zeta"][own])
+        n_answer = int(spans[:3, 2, 1].sum() - spans[:3, 2, 0].sum())
+        answers = values["beta"][n_answer : n_answer + mask[3].sum()].reshape(-1, 4)
+        kept = answers if span == 2 else np.zeros((mask[3].sum(), 4))
+        np.testing.assert_array_equal(tokens[3, mask[3], 3:], kept)
+
+
+def test_letters_are_initials_where_these_are_distinct():
+    assert letters_of(("hidden", "prob", "resid", "attn")) == "HPRA"
+    assert letters_of(("mass", "mean", "x")) == "ABC"
+    assert letters_of(("1st", "2nd")) == "AB"

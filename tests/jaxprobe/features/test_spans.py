@@ -10,7 +10,7 @@ from jaxprobe.features.families import (
     split_families,
 )
 from jaxprobe.features.rows import rows_at_once
-from jaxprobe.features.subsets import FamilyDims, subset_index
+from jaxprobe.features.subsets import paper_dims, subset_index
 from jaxprobe.fit.grid import Block, labelled, member_outputs, train_block
 from tests.jaxprobe.fit.test_grid import CONFIG, DIMS, ENCODER, TRAIN, planted, train
 
@@ -98,7 +98,7 @@ def test_every_choice_of_spans_trains_in_one_executable(plain):
 
 
 def test_long_texts_and_wide_models_are_read_fewer_at_a_time():
-    wide = FamilyDims(hidden=4096, prob=5, resid=128, attn=2048)
+    wide = paper_dims(hidden=4096, prob=5, resid=128, attn=2048)
     for widths in ((300, 40, 16), (4000, 100, 50), (40_000, 100, 50)):
         n = rows_at_once(widths, wide)
         assert n == 1 or 4 * n * sum(widths) * wide.total <= 2**29

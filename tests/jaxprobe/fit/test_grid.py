@@ -7,7 +7,7 @@ import pytest
 
 from jaxprobe.config import EncoderConfig, TrainConfig
 from jaxprobe.features.families import Features, fit_standardizer, split_families
-from jaxprobe.features.subsets import SUBSETS, FamilyDims, subset_index
+from jaxprobe.features.subsets import SUBSETS, paper_dims, subset_index
 from jaxprobe.fit.grid import (
     Block,
     Member,
@@ -22,7 +22,7 @@ from jaxprobe.kernels.projection import Draw
 from jaxprobe.metrics import masked_auroc
 from jaxprobe.model.encoder import Encoder
 
-DIMS = FamilyDims(hidden=6, prob=5, resid=4, attn=3)
+DIMS = paper_dims(hidden=6, prob=5, resid=4, attn=3)
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
 ENCODER = Encoder(CONFIG, DIMS)
 TRAIN = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=3, n_seeds=2)
@@ -120,7 +120,7 @@ def test_join_orders_members_and_names_the_missing(parts):
         trained[0].params["params"]["mlp_in"]["bias"][0],
     )
     with pytest.raises(ValueError, match="not trained"):
-        join(trained, grid_members(1))
+        join(trained, grid_members(1, 15))
 
 
 def test_rows_of_weight_zero_are_as_good_as_absent(parts):

@@ -14,7 +14,7 @@ from jaxprobe.config import (
     TrainConfig,
     row_choices,
 )
-from jaxprobe.features.subsets import FLOATS, N_SUBSETS, FamilyDims, subset_index
+from jaxprobe.features.subsets import FLOATS, N_SUBSETS, paper_dims, subset_index
 from jaxprobe.fit.grid import Block, Member, grid_members
 from jaxprobe.fit.memory import (
     KEPT_FREE,
@@ -31,7 +31,7 @@ from tests.jaxprobe.fit.test_grid import TRAIN, planted_parts, train
 # Wide, since what a plan is made of is: absent arrays cost nothing.
 SIZES = Sizes(
     encoder=EncoderConfig(n_blocks=1),
-    dims=FamilyDims(hidden=4096, prob=5, resid=128, attn=512),
+    dims=paper_dims(hidden=4096, prob=5, resid=128, attn=512),
     train=TrainConfig(),
     widths=(40, 16),
     n_train=2048,
@@ -90,14 +90,16 @@ def test_a_batch_is_parted_only_into_parts_of_what_draws_together():
 def test_without_an_accelerator_members_follow_one_another():
     plan = choose(SIZES)
     assert plan == Plan(n_subsets=1, n_seeds=1)
-    assert plan.blocks(grid_members(3)) == tuple(
+    assert plan.blocks(grid_members(3, 15)) == tuple(
         Block((k,), (s,)) for s in range(3) for k in range(N_SUBSETS)
     )
     assert plan.config(SIZES.train) is SIZES.train
 
 
 def test_blocks_hold_every_member_once_and_no_more_than_planned():
-    members = [m for m in grid_members(3) if m != Member(4, 1)]  # one is done already
+    members = [
+        m for m in grid_members(3, 15) if m != Member(4, 1)
+    ]  # one is done already
     blocks = Plan(n_subsets=8, n_seeds=2).blocks(members)
     assert sorted(m for b in blocks for m in b.members) == sorted(members)
     assert all(len(b.subsets) <= 8 and len(b.seeds) <= 2 for b in blocks)
@@ -122,7 +124,7 @@ def test_one_row_of_one_member_that_does_not_fit_is_named_in_a_sentence():
     sizes = dataclasses.replace(
         SIZES,
         encoder=EncoderConfig(n_blocks=1, dropout=0.0, input_noise=0.0),
-        dims=FamilyDims(hidden=6, prob=5, resid=4, attn=3),
+        dims=paper_dims(hidden=6, prob=5, resid=4, attn=3),
         train=TrainConfig(batch_size=2, n_microbatches=1, n_seeds=1),
         widths=(4,),
         n_train=4,

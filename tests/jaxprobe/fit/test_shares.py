@@ -3,14 +3,14 @@ import pytest
 
 from extract.run.share import Share
 from jaxprobe.config import EncoderConfig
-from jaxprobe.features.subsets import N_SUBSETS, FamilyDims
+from jaxprobe.features.subsets import N_SUBSETS, paper_dims
 from jaxprobe.fit.grid import grid_members
 from jaxprobe.fit.stage import EVERY_FAMILY, members_of_share
 from jaxprobe.fit.work import Workload, step_flops
 
 PAPER = Workload(
     encoder=EncoderConfig(),
-    dims=FamilyDims(hidden=4096, prob=5, resid=128, attn=512),
+    dims=paper_dims(hidden=4096, prob=5, resid=128, attn=512),
     spans=((1, 300), (1, 40), (1, 16)),
     batch_size=512,
     n_steps=1,
@@ -28,9 +28,9 @@ def shares(world_size, subsets=EVERY):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8, 15, 16, 48, 60])
 def test_every_member_is_one_shares_in_the_order_of_the_grid(world_size):
     members = [member for share in shares(world_size) for member in share]
-    assert sorted(members) == sorted(grid_members(3))
+    assert sorted(members) == sorted(grid_members(3, 15))
     for share in shares(world_size):
-        assert share == [member for member in grid_members(3) if member in share]
+        assert share == [member for member in grid_members(3, 15) if member in share]
 
 
 @pytest.mark.parametrize(("world_size", "most"), [(2, 1.02), (4, 1.07), (8, 1.18)])

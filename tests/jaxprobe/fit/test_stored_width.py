@@ -10,7 +10,7 @@ import pytest
 from extract.store.families import encode
 from jaxprobe.config import EncoderConfig, StreamConfig, TrainConfig
 from jaxprobe.features.families import FamilyTokens, keep_spans, zero_span
-from jaxprobe.features.subsets import FamilyDims, subset_index
+from jaxprobe.features.subsets import paper_dims, subset_index
 from jaxprobe.fit.grid import Block, fit_blocks, labelled, member_outputs
 from jaxprobe.fit.streaming import Streamed, fit_streamed
 from jaxprobe.kernels.stored import StoredTokens, take_rows, values_of
@@ -19,7 +19,7 @@ from jaxprobe.model.linear import pooled_signals
 
 WIDTHS = (4, 3)
 # Hidden states that are copied before they are projected, or read where they lie.
-NARROW, WIDE = (FamilyDims(hidden=n, prob=2, resid=3, attn=2) for n in (12, 1024))
+NARROW, WIDE = (paper_dims(hidden=n, prob=2, resid=3, attn=2) for n in (12, 1024))
 DTYPES = ("bfloat16", "float16", "int8")
 CONFIG = TrainConfig(learning_rate=1e-2, batch_size=16, max_epochs=2, patience=2)
 ALONE = Block((subset_index("HPRA"),), (0,))

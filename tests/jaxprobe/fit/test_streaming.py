@@ -13,12 +13,12 @@ from jaxprobe.features.families import (
     split_families,
     standardizer_of,
 )
-from jaxprobe.features.subsets import FamilyDims, subset_index
+from jaxprobe.features.subsets import paper_dims, subset_index
 from jaxprobe.fit.grid import Block, fit_blocks, labelled
 from jaxprobe.fit.streaming import Streamed, epoch_groups, fit_streamed, prefetched
 from jaxprobe.model.encoder import Encoder
 
-DIMS = FamilyDims(hidden=6, prob=2, resid=3, attn=2)
+DIMS = paper_dims(hidden=6, prob=2, resid=3, attn=2)
 ENCODER = Encoder(EncoderConfig(projection=3, hidden=4, n_blocks=1, n_groups=2), DIMS)
 CONFIG = TrainConfig(learning_rate=1e-2, batch_size=16, max_epochs=3, patience=3)
 IDENTITY = Standardizer(

@@ -17,7 +17,7 @@ from jaxprobe.features.subsets import (
     N_SUBSETS,
     SUBSET_NAMES,
     SUBSETS,
-    FamilyDims,
+    paper_dims,
     subset_index,
 )
 from jaxprobe.kernels.masked import token_convolution
@@ -25,7 +25,7 @@ from jaxprobe.kernels.projection import Draw
 from jaxprobe.model.encoder import Encoder
 from jaxprobe.model.fusion import FusionHead, head_inputs
 
-DIMS = FamilyDims(hidden=6, prob=5, resid=4, attn=3)
+DIMS = paper_dims(hidden=6, prob=5, resid=4, attn=3)
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)
 LENGTHS = (7, 5, 4)
 
@@ -122,7 +122,7 @@ def test_empty_spans_give_finite_scores_and_gradients():
 
 @pytest.mark.parametrize("spans", ["answer", "all"])
 def test_a_span_whose_states_are_not_read_gets_no_noise_in_training(spans):
-    dims = dataclasses.replace(DIMS, hidden_spans=spans)
+    dims = dataclasses.replace(DIMS, spans=(spans, *DIMS.spans[1:]))
     config = dataclasses.replace(CONFIG, dropout=0.0, input_noise=1.0)
     encoder = Encoder(config, dims)
     features = random_features()
@@ -278,7 +278,7 @@ def count(name, n_spans, dims):
 
 
 def test_champions_have_the_sizes_of_the_paper():
-    closed = FamilyDims(hidden=4096, prob=5, resid=128, attn=512)
+    closed = paper_dims(hidden=4096, prob=5, resid=128, attn=512)
     head = FusionHead(FusionConfig(n_slots=3))
     shapes = jax.eval_shape(
         head.init,
