@@ -26,10 +26,13 @@ _ASKED = ("question", "prompt")  # shown of a row on the page: the first that is
 Results = Sequence[tuple[str | None, Mapping[str, Any]]]
 
 
-def with_options(config: "ControlConfig", **given: Any) -> "ControlConfig":
+def with_options(
+    config: "ControlConfig", judges: tuple[str, ...] | None = None, **given: Any
+) -> "ControlConfig":
     """Return how the controllers are run, as the options say; None leaves a field."""
-    told = {name: value for name, value in given.items() if value is not None}
-    return dataclasses.replace(config, **told)
+    chosen = {name: value for name, value in given.items() if value is not None}
+    rivals = (*chosen.pop("rivals", config.rivals), *(judges or ()))
+    return dataclasses.replace(config, **chosen, rivals=tuple(dict.fromkeys(rivals)))
 
 
 @click.command()
@@ -73,17 +76,33 @@ def with_options(config: "ControlConfig", **given: Any) -> "ControlConfig":
     type=click.Choice(["paper", "choose", "all"]),
     help="Search as the paper, also as is best on validation, or in all ways.",
 )
+@click.option(
+    "--judge",
+    "judges",
+    multiple=True,
+    metavar="MODULE:NAME",
+    help="A judge of drafts of one's own, to run PGIR's loop with; repeatable.",
+)
 @retrieval_options
-def control(run_dir: Path, rivals: tuple[str, ...], **given: Any) -> None:
+def control(
+    run_dir: Path, rivals: tuple[str, ...], judges: tuple[str, ...], **given: Any
+) -> None:
     """Run PGIR and its rivals; choose their settings on validation.
 
     Without --corpus or --url the passages that came with the questions are searched.
 
     Example: beatrice control runs/paper --max-generations 4.63 --only all
     """
+    from extract.plugs import load_plug
     from extract.run.directory import RunDir
     from extract.run.stages import do
-    from pgir.controllers.stage import CONTROL, EVERY_RIVAL, settle_search
+    from pgir.controllers.services import JUDGES
+    from pgir.controllers.stage import (
+        CONTROL,
+        EVERY_RIVAL,
+        OWN_JUDGE,
+        settle_search,
+    )
 
     settle_options(run_dir, take_retrieval(given), "control")
     known = {"none": (), "all": EVERY_RIVAL} | {name: (name,) for name in EVERY_RIVAL}
@@ -92,7 +111,10 @@ def control(run_dir: Path, rivals: tuple[str, ...], **given: Any) -> None:
             f"--only: no rival is called {unknown[0]!r}; expected {', '.join(known)}"
         )
     named = {one for name in rivals for one in known[name]}
+    for spec in judges:
+        load_plug(spec, JUDGES)  # what cannot be found is not written down
     given["rivals"] = tuple(n for n in EVERY_RIVAL if n in named) if rivals else None
+    given["judges"] = tuple(f"{OWN_JUDGE}{spec}" for spec in judges) or None
     if any(value is not None for value in given.values()):
         with RunDir.open(run_dir) as run:
             settle_search(run, partial(with_options, **given))

@@ -9,12 +9,14 @@ import dataclasses
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from extract.backbone.names import backbone_of
 from extract.datasets.loading import Loaded, open_dataset
 from extract.generate.requests import answer_config
+from extract.generate.templates import PromptTemplate
 from extract.label.verdicts import text_key
 from extract.records import SETTINGS, Answer, Example, Passage, read_records, to_json
 from extract.run.contents import answers_file, read_examples
@@ -23,8 +25,8 @@ from extract.run.files import write_text_atomic
 from extract.run.manifest import NewRun, Preset
 from extract.signals.stage import extract_config
 from jaxprobe.stage import chosen_layer
-from pgir.retrieval.choice import Retrieval
-from pgir.retrieval.served import RetrievalFailed
+from pgir.controllers.services import showable
+from pgir.retrieval.retrievers import Retrieval, RetrievalFailed
 
 Failed = dict[str, str]  # why a question got no passages, by its id
 
@@ -89,7 +91,10 @@ def asked_questions(run: RunDir, config: TransferConfig) -> list[Example]:
 
 
 def with_passages(
-    asked: Sequence[Example], found: Retrieval, n_passages: int
+    asked: Sequence[Example],
+    found: Retrieval,
+    n_passages: int,
+    prompts: tuple[Any, PromptTemplate] | None = None,
 ) -> tuple[list[Example], Failed]:
     """Return the questions with retrieved passages, and those that got none.
 
@@ -97,25 +102,25 @@ def with_passages(
       asked: without passages.
       found: ranks passages.
       n_passages: of each question.
+      prompts: tokenizer and template; passages that hold control tokens of the model,
+        which no prompt can, are escaped. None takes all as they are.
     """
     queries = [example.question for example in asked]
     try:
         rows = enumerate(found.retriever.search(queries, n_passages))
         ranked, reasons = dict(rows), {}
     except RetrievalFailed as error:
-        ranked, reasons = error.found, error.reasons
+        ranked, reasons = error.rankings, error.reasons
 
-    def passage(place: int) -> Passage:
-        own = found.passages[place]
-        return Passage(title=own.title, text=own.text)
-
-    examples = [
-        msgspec.structs.replace(
-            example, passages=tuple(passage(int(place)) for place in ranked[i])
-        )
-        for i, example in enumerate(asked)
-        if i in ranked
-    ]
+    examples = []
+    for i, example in enumerate(asked):
+        if i in ranked:
+            every = (found.passages[int(place)] for place in ranked[i])
+            passages = [Passage(title=p.title, text=p.text) for p in every]
+            if prompts is not None:
+                passages = showable(*prompts, example.question, passages)
+            example = msgspec.structs.replace(example, passages=tuple(passages))
+            examples.append(example)
     return examples, {asked[i].id: why for i, why in reasons.items()}
 
 

@@ -25,7 +25,8 @@ from benchmarks.retrieved.questions import (
     with_passages,
     write_questions,
 )
-from extract.generate.stage import ANSWER
+from extract.generate.requests import answer_config
+from extract.generate.stage import ANSWER, load_tokenizer_only
 from extract.label.stage import LABEL
 from extract.label.verdicts import LABEL_PRESETS
 from extract.records import IN_DOMAIN, SETTINGS, Example, Setting
@@ -60,7 +61,7 @@ from jaxprobe.fit.stage import EVERY_FAMILY
 from jaxprobe.model.encoder import Encoder
 from jaxprobe.settings import grid_config, set_compiler
 from jaxprobe.stage import chosen_layer, encoder_folders, open_rows, run_bootstrap
-from pgir.retrieval.choice import retrieval_config, retrieval_of
+from pgir.retrieval.commands import retrieval_config, retrieval_of
 from pgir.retrieval.recall import has_answer
 
 NAME = "transfer"
@@ -324,7 +325,11 @@ def transfer_run(run: RunDir, config: TransferConfig, progress: Progress) -> Non
     run.finished_detector()
     asked = asked_questions(run, config)
     found = retrieval_of(run, progress.note)
-    examples, failed = with_passages(asked, found, config.n_passages)
+    model, _ = load_tokenizer_only(run)
+    template = answer_config(run).prompt.prompt_template()
+    examples, failed = with_passages(
+        asked, found, config.n_passages, (model.tokenizer, template)
+    )
     progress.note(
         f"transfer: {len(examples)} of {len(asked)} questions have passages, by "
         f"{retrieval_config(run).retriever} over {len(found.passages):,}"

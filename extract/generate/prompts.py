@@ -83,6 +83,18 @@ def _refuse_control_tokens(
             )
 
 
+def escape_control_tokens(tokenizer: Any, text: str) -> str:
+    """Return a text in which a blank parts every word that is a control token.
+
+    For what a search found: nobody can be asked to take it out.
+    """
+    for token in _control_tokens(tokenizer, len(tokenizer)).values():
+        word = token.strip()
+        if word and word in text:
+            text = text.replace(word, f"{word[0]} {word[1:]}")
+    return text
+
+
 _MARK = "BEATRICE-MESSAGE"  # no white space: many templates trim what they are given
 _BLOCKS = (("<think>", "</think>"), ("<|channel>thought", "<channel|>"))
 

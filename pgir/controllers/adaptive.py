@@ -22,8 +22,7 @@ import numpy as np
 from extract.records import Example
 from pgir.controllers.calls import Call, Plan, SearchConfig, no_rag, vanilla_rag
 from pgir.controllers.policy import fresh_passages
-from pgir.controllers.session import Rival, Session, right_of
-from pgir.controllers.skr import QuestionEncoder
+from pgir.controllers.session import Session, right_of, rival
 
 Strategy = Literal["A", "B", "C"]
 STRENGTHS = (1.0, 0.1, 10.0, 100.0)  # C of the regression; scikit-learn's is the first
@@ -103,16 +102,9 @@ def adaptive_rag(question: str, strategy: Strategy, config: SearchConfig) -> Pla
     return (yield from iterative(question, config))
 
 
-def enter_adaptive(
-    session: Session, encoder: QuestionEncoder, others: Sequence[Example]
-) -> None:
-    """Learn from outcomes, choose the classifier on validation, and run.
-
-    Args:
-      session: of the run.
-      encoder: of questions.
-      others: training questions that are not answered, for the bias.
-    """
+@rival("adaptive_rag", "2024-03", "encoder")
+def run_adaptive(session: Session) -> None:
+    """Learn from outcomes, choose the classifier on validation, and run."""
     shared, training = session.config.search, session.training
     without, once = (right_of(training, found) for found in session.outcomes)
     again = session.run(
@@ -128,9 +120,10 @@ def enter_adaptive(
         for example, label in zip(training, silver_labels(right), strict=True)
         if label
     ]
-    labelled += biased(others)
+    labelled += biased(session.unanswered)
     if not labelled:  # nothing was ever right; retrieving once is what is cheap
         labelled = [(example, "B") for example in training]
+    encoder = session.encoder()
     vectors = encoder.vectors([example.question for example, _ in labelled])
     labels = [label for _, label in labelled]
     asked = [e for one in session.sets for e in one.examples]
@@ -144,4 +137,4 @@ def enter_adaptive(
     def plan(strength: float, example: Example) -> Plan[str]:
         return adaptive_rag(example.question, chosen[strength][example.id], shared)
 
-    session.tune("adaptive_rag", Rival(grid=STRENGTHS, plan=plan))
+    session.tune("adaptive_rag", STRENGTHS, plan)

@@ -14,7 +14,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-Kind = Literal["search", "answer", "score", "words", "attended", "spread", "probe"]
+Kind = Literal[
+    "search", "answer", "score", "judge", "words", "attended", "spread", "probe"
+]
 T = TypeVar("T")
 
 
@@ -24,13 +26,13 @@ class Call(msgspec.Struct, frozen=True):
     Attributes:
       kind: "search" ranks passages for the text; the others take the text as the
         question: "answer" generates greedily, "score" judges that answer by the
-        detector, "words" and "attended" read its words (DRAGIN), "spread" draws answers
-        and measures how far they lie apart (SeaKR), "probe" judges it by rival probes
-        (Probing-RAG).
+        detector, "judge" by a judge of one's own, "words" and "attended" read its words
+        (DRAGIN), "spread" draws answers and measures how far they lie apart (SeaKR),
+        "probe" judges it by rival probes (Probing-RAG).
       text: the question, or the query.
       passages: indices into the corpus, in the order shown; none is closed-book.
       n: of a search its depth, of a spread its draws, of a probe the answers that it
-        was trained on.
+        was trained on, of a judge a number of its name.
     """
 
     kind: Kind
@@ -97,6 +99,7 @@ VALUES: dict[str, Any] = {
     "search": tuple[int, ...],
     "answer": Reply,
     "score": Scored,
+    "judge": Scored,
     "words": Words,
     "attended": Attended,
     "spread": tuple[float, int],

@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from extract.label.verdicts import exact_match
-from extract.records import Example, Passage
-from pgir.bridge import ProbedBackbone
+from extract.records import Example
+from pgir.controllers.calls import Call
 from pgir.controllers.policy import Decision, Draft, Policy, Traced, decide
+from pgir.controllers.services import Answering
 from pgir.scoring.page import shown_tokens
 
 Match = Callable[[Decision, bool, bool], bool]  # decision, draft right, final right
@@ -48,20 +49,19 @@ KINDS: tuple[tuple[str, str, int, Match], ...] = (
 
 
 def _shown_draft(
-    probed: ProbedBackbone, passages: Sequence[Passage], example: Example, draft: Draft
+    answering: Answering, example: Example, draft: Draft
 ) -> dict[str, Any]:
     """Return a draft as the report shows it; it is answered again for its signals."""
-    context = [passages[p] for p in draft.passages]
-    setting = "with_context" if context else "closed_book"
-    (request,) = probed.requests(setting, [example.question], [context])
+    probed = answering.probed
+    request, _ = answering.request(Call("answer", example.question, draft.passages))
     (answer,) = probed.answer([request])
     (signals,) = probed.read([answer]).signals
     return {
-        "setting": setting,
+        "setting": request.setting,
         "answer": answer.text,
         "p_correct": draft.p_correct,
         "correct": exact_match(answer.text, example.golds),
-        "passages": [passage.text for passage in context],
+        "passages": [answering.passages[p].text for p in draft.passages],
         "tokens": shown_tokens(
             probed.backbone.tokenizer.decode, answer, signals.prob, signals.first_token
         ),
@@ -112,10 +112,7 @@ def choose_cases(traced: Sequence[Traced], policy: Policy) -> list[Chosen]:
 
 
 def make_cases(
-    probed: ProbedBackbone,
-    passages: Sequence[Passage],
-    traced: Sequence[Traced],
-    policy: Policy,
+    answering: Answering, traced: Sequence[Traced], policy: Policy
 ) -> list[dict[str, Any]]:
     """Return the case studies of the evaluated sets as the report shows them."""
     cases = []
@@ -129,7 +126,7 @@ def make_cases(
                 "golds": list(example.golds[:2]),
                 "action": one.action,
                 "verdict": one.verdict,
-                "drafts": [_shown_draft(probed, passages, example, d) for d in drafts],
+                "drafts": [_shown_draft(answering, example, d) for d in drafts],
             }
         )
     return cases

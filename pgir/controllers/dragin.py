@@ -39,7 +39,7 @@ from pgir.controllers.calls import (
     content_words,
 )
 from pgir.controllers.services import Answering
-from pgir.controllers.session import Rival, Session
+from pgir.controllers.session import Session, rival
 from pgir.controllers.waves import Journal
 
 THETA = 1.0  # 2Wiki, Llama-2-7B-chat
@@ -246,9 +246,10 @@ def dragin(question: str, theta: float, config: SearchConfig) -> Plan[str]:
     return reply.text
 
 
-def enter_dragin(session: Session, answering: Answering) -> None:
+@rival("dragin", "2024-03", "answering")
+def run_dragin(session: Session) -> None:
     """Choose theta among the quantiles of validation answers, and run."""
-    wording = Wording(answering, session.waves.journal)
+    wording = Wording(session.answering, session.waves.journal)
     session.waves.services |= {"words": wording, "attended": wording}
     shared = session.config.search
 
@@ -264,4 +265,4 @@ def enter_dragin(session: Session, answering: Answering) -> None:
     def plan(theta: float, example: Example) -> Plan[str]:
         return dragin(example.question, theta, shared)
 
-    session.tune("dragin", Rival(grid=grid, plan=plan))
+    session.tune("dragin", grid, plan)

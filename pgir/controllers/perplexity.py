@@ -10,14 +10,12 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from extract.records import SETTINGS, Setting
-from extract.run.directory import RunDir
+from extract.records import Setting
 from extract.store.read import FeatureStore, read_family
 from jaxprobe.calibration import fit_calibrator
-from jaxprobe.stage import open_rows
 from pgir.controllers.calls import Plan, Reply
 from pgir.controllers.policy import Judge
-from pgir.controllers.session import Session
+from pgir.controllers.session import Session, Stores, rival
 
 Map = Callable[[np.ndarray], np.ndarray]
 _SURPRISAL = 1  # column of a prob row: -log p of the next token, in nats
@@ -39,11 +37,14 @@ def answer_log_probs(store: FeatureStore) -> np.ndarray:
     return np.array(means)
 
 
-def perplexity_maps(run: RunDir) -> dict[Setting, Map]:
-    """Return what makes a mean log-probability P(correct), of each setting."""
+def perplexity_maps(stores: Stores) -> dict[Setting, Map]:
+    """Return what makes a mean log-probability P(correct), of each setting.
+
+    Args:
+      stores: signals of the run's own answers, with their labels.
+    """
     maps: dict[Setting, Map] = {}
-    for setting in SETTINGS:
-        store, rows = open_rows(run, setting)
+    for setting, (store, rows) in stores.items():
         where = rows.where("validation")
         maps[setting] = fit_calibrator(
             answer_log_probs(store)[where], rows.labels[where]
@@ -68,11 +69,15 @@ def perplexity_judge(maps: Mapping[Setting, Map]) -> Judge:
     return judge
 
 
-def enter_perplexity(session: Session, judge: Judge) -> None:
+@rival("perplexity_rag", "", "stores")
+def run_perplexity(session: Session) -> None:
     """Choose threshold and budget on validation, and run.
 
     Where the loop is run no pass of the detector is asked for, nor paid.
     """
-    label = "trace:perplexity_rag"
-    traced = session.trace(label, session.config, session.validation_sets, judge)
-    session.enter("perplexity_rag", traced, session.config, judge)
+    judge = perplexity_judge(perplexity_maps(session.stores()))
+    session.run_loop("perplexity_rag", judge)
+    if session.queries != "paper":
+        session.deferred.append(
+            lambda: session.enter_query("perplexity_rag", judge, show_all=False)
+        )

@@ -120,6 +120,18 @@ def beatrice(
     return scored.p_correct, scored.raw
 
 
+def own_judge(number: int) -> Judge:
+    """Return the judge that a service knows by a number, see `Judging`."""
+
+    def judge(
+        question: str, passages: tuple[int, ...], reply: Reply
+    ) -> Plan[tuple[float, float]]:
+        scored = yield Call("judge", question, passages, n=number)
+        return scored.p_correct, scored.raw
+
+    return judge
+
+
 def _unjudged(
     question: str, passages: tuple[int, ...], reply: Reply
 ) -> Plan[tuple[float, float]]:

@@ -21,12 +21,12 @@ import torch
 
 from extract.generate.requests import plan_batches
 from extract.label.verdicts import contains_gold
-from extract.records import Example, Passage
+from extract.records import Example
 from extract.signals.plan import sequence_of
 from extract.signals.reader import SignalReader
 from pgir.controllers.calls import Call, Cost, Plan, Reply, SearchConfig
 from pgir.controllers.services import Answering
-from pgir.controllers.session import Rival, Session
+from pgir.controllers.session import Session, rival
 from pgir.controllers.waves import Journal
 
 _DEPTHS = tuple(layer / 18 for layer in (6, 8, 10, 12, 14, 16))  # of Gemma 2B's 18
@@ -216,10 +216,10 @@ def probing_rag(
     return reply.text
 
 
-def enter_probing(
-    session: Session, answering: Answering, passages: Sequence[Passage]
-) -> None:
+@rival("probing_rag", "2024-10", "answering")
+def run_probing(session: Session) -> None:
     """Train probes on training answers, choose theta on validation, and run."""
+    answering = session.answering
     shared, training = session.config.search, []
     _ = session.outcomes  # the answers to learn from
     for example in session.training:
@@ -234,7 +234,7 @@ def enter_probing(
     template = answering.probed.template
 
     def shown(indices: tuple[int, ...]) -> str:
-        return template.context_text([passages[p] for p in indices])
+        return template.context_text([answering.passages[p] for p in indices])
 
     def gap(example: Example) -> Plan[float]:
         yield Call("answer", example.question)
@@ -248,4 +248,4 @@ def enter_probing(
     def plan(theta: float, example: Example) -> Plan[str]:
         return probing_rag(example.question, theta, n, shown, shared)
 
-    session.tune("probing_rag", Rival(grid=grid, plan=plan))
+    session.tune("probing_rag", grid, plan)

@@ -21,7 +21,7 @@ from extract.records import Example
 from extract.signals.batch import pad_batch
 from pgir.controllers.calls import Call, Cost, Plan, SearchConfig
 from pgir.controllers.services import Answering
-from pgir.controllers.session import Rival, Session
+from pgir.controllers.session import Session, rival
 
 N_DRAWS = 20
 _RIDGE = 1e-3
@@ -156,10 +156,11 @@ def seakr(question: str, delta: float, n_draws: int, config: SearchConfig) -> Pl
     return min(found)[-1] if found else direct.text
 
 
-def enter_seakr(session: Session, answering: Answering, n_draws: int = N_DRAWS) -> None:
+@rival("seakr", "2024-06", "answering")
+def run_seakr(session: Session) -> None:
     """Choose delta among the quantiles of validation questions, and run."""
-    session.waves.services["spread"] = Spreading(answering)
-    shared = session.config.search
+    session.waves.services["spread"] = Spreading(session.answering)
+    shared, n_draws = session.config.search, session.n_draws
 
     def direct(example: Example) -> Plan[float]:
         yield Call("answer", example.question)
@@ -174,4 +175,4 @@ def enter_seakr(session: Session, answering: Answering, n_draws: int = N_DRAWS) 
     def plan(delta: float, example: Example) -> Plan[str]:
         return seakr(example.question, delta, n_draws, shared)
 
-    session.tune("seakr", Rival(grid=grid, plan=plan))
+    session.tune("seakr", grid, plan)

@@ -1,22 +1,31 @@
 """What serves the calls of controllers: the retriever, and the probed backbone."""
 
-from collections.abc import Collection, Iterator, Sequence
+import numbers
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from extract.generate.backends.local import TransformersGenerator
 from extract.generate.generator import GeneratorPrompt, SamplingConfig
+from extract.generate.prompts import build_prompt, escape_control_tokens
 from extract.generate.requests import Request
-from extract.records import Answer, Passage
+from extract.generate.templates import PromptTemplate
+from extract.records import Answer, Passage, Setting
+from extract.run.files import sha256_json
 from extract.signals.batch import Signals
+from pgir.border import refuse
 from pgir.bridge import ROWS, ProbedBackbone, Reading
 from pgir.controllers.calls import Call, Cost, Reply, Scored
 from pgir.controllers.waves import Failed, Journal, Service
-from pgir.retrieval.bm25 import Bm25Retriever, Retriever
-from pgir.retrieval.served import RetrievalFailed
+from pgir.retrieval.retrievers import Bm25Retriever, RetrievalFailed, Retriever
 
 _MOST_CACHED = 2 * ROWS[-1]  # closed-book answers; a group has half of them
+
+
+def _as_tuple(ranking: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(place) for place in ranking)
 
 
 class Searching:
@@ -36,23 +45,19 @@ class Searching:
                 continue
             try:
                 texts = [calls[i].text for i in places]
-                found = self._retriever.search(texts, depth)
+                rankings = dict(enumerate(self._retriever.search(texts, depth)))
+                reasons: Mapping[int, str] = {}
             except RetrievalFailed as error:  # of some queries; the others are there
-                yield [
-                    (
-                        i,
-                        tuple(error.found[n].tolist())
-                        if n in error.found
-                        else Failed(error.reasons[n]),
-                    )
-                    for n, i in enumerate(places)
-                ]
-                continue
+                rankings, reasons = error.rankings, error.reasons
             except OSError as error:  # a server that is down or slow
-                yield [(i, Failed(str(error))) for i in places]
-                continue
-            rankings = [tuple(row) for row in np.asarray(found).tolist()]
-            yield list(zip(places, rankings, strict=True))
+                rankings, reasons = {}, dict.fromkeys(range(len(texts)), str(error))
+            yield [
+                (
+                    i,
+                    Failed(reasons[n]) if n in reasons else _as_tuple(rankings[n]),
+                )
+                for n, i in enumerate(places)
+            ]
 
     def cost(self, call: Call, value: tuple[int, ...]) -> Cost:
         """Return what a search costs."""
@@ -60,12 +65,20 @@ class Searching:
 
 
 class Answering:
-    """Serves "answer": a greedy answer under the run's own template, for everyone."""
+    """Serves "answer": a greedy answer under the run's own template, for everyone.
+
+    Attributes:
+      probed: the backbone.
+      passages: the corpus.
+      escaped: indices of passages that hold control tokens of the model, which no
+        prompt can; a blank parts them.
+    """
 
     def __init__(self, probed: ProbedBackbone, passages: Sequence[Passage]) -> None:
         """Take the backbone and the corpus."""
         self.probed = probed
-        self._passages = passages
+        self.passages = passages
+        self.escaped: set[int] = set()
         self._sampling = SamplingConfig(
             max_new_tokens=probed.config.max_new_tokens, stop=probed.config.stop
         )
@@ -82,12 +95,26 @@ class Answering:
         setting = "with_context" if call.passages else "closed_book"
         window = self.probed.backbone.max_length
         for n_shown in range(len(call.passages), -1, -1):
-            context = [self._passages[p] for p in call.passages[:n_shown]]
-            (request,) = self.probed.requests(setting, [call.text], [context])
+            request = self._request(setting, call.text, call.passages[:n_shown])
             n_tokens = len(request.prompt.ids) + self._sampling.max_new_tokens
             if window is None or n_tokens <= window or n_shown <= 1:
                 return request, n_shown
         raise AssertionError("the loop ends at no passage")
+
+    def _request(
+        self, setting: Setting, question: str, places: Sequence[int]
+    ) -> Request:
+        """Return the prompt of a question with passages, in which they can stand."""
+        context = [self.passages[place] for place in places]
+        try:
+            return self.probed.requests(setting, [question], [context])[0]
+        except ValueError:
+            for i, place in enumerate(places):
+                escaped = escape_passage(self.probed.backbone.tokenizer, context[i])
+                if escaped != context[i]:
+                    self.escaped.add(place)
+                    context[i] = escaped
+            return self.probed.requests(setting, [question], [context])[0]
 
     def answered(self, call: Call, reply: Reply) -> Answer:
         """Return a call's answer as a record, for whoever reads its signals."""
@@ -131,6 +158,32 @@ class Answering:
         """Return what an answer costs."""
         n_tokens = value.n_prompt_tokens + len(value.log_probs)
         return Cost(generations=1, sequences=1, tokens=n_tokens)
+
+
+def escape_passage(tokenizer: Any, passage: Passage) -> Passage:
+    """Return a passage whose title and text hold no control token of a model."""
+    title, text = (
+        escape_control_tokens(tokenizer, words)
+        for words in (passage.title, passage.text)
+    )
+    return msgspec.structs.replace(passage, title=title, text=text)
+
+
+def showable(
+    tokenizer: Any,
+    template: PromptTemplate,
+    question: str,
+    passages: Sequence[Passage],
+) -> list[Passage]:
+    """Return a question's passages as its prompt can hold them, see `escape_passage`.
+
+    They are as they were wherever a prompt can be made of them.
+    """
+    try:
+        build_prompt(tokenizer, template, question, passages)
+    except ValueError:
+        return [escape_passage(tokenizer, passage) for passage in passages]
+    return list(passages)
 
 
 class Scoring:
@@ -201,6 +254,64 @@ class Scoring:
         return Cost(forwards=1)
 
 
+DraftJudge = Callable[[str, str, Sequence[Passage]], float]
+JUDGES = "beatrice.draft_judges"  # the group of entry points
+
+
+class Judging:
+    """Serves "judge": what judges of one's own say of an answer.
+
+    A judge is called with the question, the answer and the passages that were shown,
+    and returns P(the answer is correct). An OSError of it fails the question, which
+    the next run tries again.
+
+    Attributes:
+      judges: by the number that calls name them by.
+    """
+
+    def __init__(self, answering: Answering, journal: Journal) -> None:
+        """Take what made the answers, and where they are kept."""
+        self._answering, self._journal = answering, journal
+        self.judges: dict[int, DraftJudge] = {}
+
+    def add(self, name: str, judge: DraftJudge) -> int:
+        """Add a judge; return its number, which depends on its name alone."""
+        if not callable(judge):
+            refuse(name, "a callable of question, answer and passages", judge)
+        number = int(sha256_json(name)[:12], 16)
+        self.judges[number] = judge
+        return number
+
+    def batches(
+        self, calls: Sequence[Call], done: Collection[int]
+    ) -> Iterator[list[tuple[int, Scored | Failed]]]:
+        """Yield one verdict at a time; see `Service`."""
+        for i, call in enumerate(calls):
+            if i not in done:
+                yield [(i, self._judge(call))]
+
+    def _judge(self, call: Call) -> Scored | Failed:
+        reply = self._journal.value(Call("answer", call.text, call.passages))
+        passages = [self._answering.passages[place] for place in call.passages]
+        try:
+            p_correct = self.judges[call.n](call.text, reply.text, passages)
+        except OSError as error:
+            return Failed(str(error))
+        # Whatever a person's own code raises is a mistake in that code.
+        except Exception as error:
+            raise ValueError(
+                f"the judge fails ({type(error).__name__}): {error}"
+            ) from error
+        is_number = isinstance(p_correct, numbers.Real)
+        if not is_number or not 0 <= p_correct <= 1:
+            refuse("the judge", "a probability in [0, 1]", p_correct)
+        return Scored(float(p_correct), float(p_correct))
+
+    def cost(self, call: Call, value: Scored) -> Cost:
+        """Return what it costs here; what a judge asks elsewhere is its own account."""
+        return Cost()
+
+
 def open_services(
     answering: Answering,
     passages: Sequence[Passage],
@@ -219,4 +330,5 @@ def open_services(
         "search": Searching(retriever or Bm25Retriever(passages)),
         "answer": answering,
         "score": Scoring(answering, journal),
+        "judge": Judging(answering, journal),
     }

@@ -7,14 +7,19 @@ this backbone's own outcomes on training questions. Nothing is fitted on test.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from extract.label.verdicts import exact_match
-from extract.records import Example
+from extract.records import Example, Setting
 from extract.run.console import Update
+from extract.store.read import FeatureStore
+from jaxprobe.features.rows import Rows
 from pgir.controllers.calls import Done, Plan, best_under_cap, no_rag, vanilla_rag
 from pgir.controllers.policy import (
     ControllerConfig,
@@ -29,8 +34,11 @@ from pgir.controllers.policy import (
     pgir,
     search_policy,
 )
+from pgir.controllers.services import Answering
 from pgir.controllers.waves import Waves
 
+Queries = Literal["paper", "choose", "all"]
+Stores = Mapping[Setting, tuple[FeatureStore, Rows]]
 Recalibrate = Callable[[Example, Trace], Trace]
 PlanOf = Callable[[Example], Plan[Any]]
 # What PGIR may search with, see `ControllerConfig`; the paper's is the first.
@@ -79,17 +87,53 @@ def training_questions(examples: Sequence[Example], limit: int) -> list[Example]
     return [example for own in sets.values() for example in own[:share]][:limit]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Rival:
-    """A controller with a setting that is chosen on validation.
+Run = Callable[["Session"], None]
+
+
+class RivalEntry(NamedTuple):
+    """A controller that PGIR is compared with.
 
     Attributes:
-      grid: settings tried, the published one first; the first of equals is taken.
-      plan: what it does with a question under a setting.
+      name: in rows and on the command line.
+      since: month in which it was first published; rivals run in this order, those of
+        one month by name, and what nobody published first.
+      needs: attributes of a session that it cannot run without.
+      run: chooses its setting on a session's validation questions, and runs it.
     """
 
-    grid: Sequence[Any]
-    plan: Callable[[Any, Example], Plan[str]]
+    name: str
+    since: str
+    needs: tuple[str, ...]
+    run: Run
+
+
+_RIVALS: dict[str, RivalEntry] = {}
+
+
+def rival(name: str, since: str, *needs: str) -> Callable[[Run], Run]:
+    """Enter a controller; that its module lies in this folder is all else it takes."""
+
+    def enter(run: Run) -> Run:
+        _RIVALS[name] = RivalEntry(name, since, needs, run)
+        return run
+
+    return enter
+
+
+@functools.cache
+def all_rivals() -> dict[str, RivalEntry]:
+    """Return every rival of this folder by name, in the order in which they run."""
+    for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+        importlib.import_module(f"pgir.controllers.{module.name}")
+    entries = sorted(_RIVALS.values(), key=lambda entry: (entry.since, entry.name))
+    return {entry.name: entry for entry in entries}
+
+
+class QuestionEncoder(NamedTuple):
+    """Questions as vectors of length 1, and what makes them, in words."""
+
+    name: str
+    vectors: Callable[[Sequence[str]], np.ndarray]
 
 
 @dataclasses.dataclass
@@ -101,8 +145,16 @@ class Session:
       sets: validation and evaluated sets.
       training: questions that rivals may learn from.
       config: how far PGIR searches; others share its k, depth and cap.
-      update: told how many questions were put to a controller, and how many will be.
-      total: the latter, as far as it is known.
+      update: called with how many questions were put to a controller, and how many
+        will be.
+      answering: what makes prompts and answers; None where no rival needs it.
+      unanswered: training questions whose outcomes are not known.
+      encoder: of questions; None where no rival reads them alone.
+      n_draws: answers that SeaKR draws at a time.
+      stores: opens the signals of answers with their labels, of each setting.
+      queries: which of PGIR's queries are run, see `ControlConfig`.
+      total: questions that will be put to controllers, as far as it is known.
+      deferred: what is left for when all rivals have run.
       answers: by set's place and controller, what it returned.
       chosen: the setting of every controller that was tuned.
     """
@@ -112,10 +164,17 @@ class Session:
     training: Sequence[Example]
     config: ControllerConfig
     update: Update
+    answering: Answering | None = None
+    unanswered: Sequence[Example] = ()
+    encoder: Callable[[], QuestionEncoder] | None = None
+    n_draws: int = 20
+    stores: Callable[[], Stores] | None = None
+    queries: Queries = "paper"
     total: int = 0
     n_done: int = 0
     answers: list[dict[str, list[Done]]] = dataclasses.field(default_factory=list)
     chosen: dict[str, Any] = dataclasses.field(default_factory=dict)
+    deferred: list[Callable[[], None]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Begin with no answers."""
@@ -164,20 +223,45 @@ class Session:
         for answers, own in zip(self.answers, _split(found, self.sets), strict=True):
             answers[name] = own
 
-    def tune(self, name: str, rival: Rival) -> None:
-        """Choose a rival's setting on validation, and run it on every set."""
+    def run_rival(self, name: str) -> None:
+        """Run a rival of this folder by name.
+
+        Raises:
+          ValueError: the session lacks what it needs.
+        """
+        entry = all_rivals()[name]
+        if missing := [need for need in entry.needs if getattr(self, need) is None]:
+            raise ValueError(
+                f"{name} needs a session with {' and '.join(missing)}; give them when "
+                "it is made"
+            )
+        entry.run(self)
+
+    def tune(
+        self,
+        name: str,
+        grid: Sequence[Any],
+        plan: Callable[[Any, Example], Plan[str]],
+    ) -> None:
+        """Choose a rival's setting on validation, and run it on every set.
+
+        Args:
+          name: of the controller.
+          grid: settings tried, the published one first; the first of equals is taken.
+          plan: what it does with a question under a setting.
+        """
         examples, tried = self.validation, {}
-        for place, setting in enumerate(rival.grid):
-            found = self.run(
-                f"{name}:{place}", examples, lambda e, s=setting: rival.plan(s, e)
+        for place, setting in enumerate(grid):
+            done = self.run(
+                f"{name}:{place}", examples, lambda e, s=setting: plan(s, e)
             )
             tried[place] = (
-                right_of(examples, found),
-                np.array([done.cost.generations for done in found]),
+                right_of(examples, done),
+                np.array([one.cost.generations for one in done]),
             )
         best = best_under_cap(tried, self.config.max_generations)
-        self.chosen[name] = rival.grid[best]
-        self.answer(name, lambda e: rival.plan(rival.grid[best], e))
+        self.chosen[name] = grid[best]
+        self.answer(name, lambda e: plan(grid[best], e))
 
     def trace(
         self,
@@ -216,6 +300,11 @@ class Session:
         policy = choose_policy(traced, config, recalibrate)
         self._run_policy(name, policy, config, judge)
         return policy
+
+    def run_loop(self, name: str, judge: Judge) -> None:
+        """Choose PGIR's threshold and budget under another judge, and run the loop."""
+        traced = self.trace(f"trace:{name}", self.config, self.validation_sets, judge)
+        self.enter(name, traced, self.config, judge)
 
     @property
     def validation_sets(self) -> list[QuestionSet]:

@@ -14,19 +14,10 @@ from pathlib import Path
 import numpy as np
 
 from pgir.controllers.calls import Plan, SearchConfig, no_rag, vanilla_rag
-from pgir.controllers.session import Rival, Session, right_of
+from pgir.controllers.session import QuestionEncoder, Session, right_of, rival
 
 NEIGHBOURS = (5, 6, 7, 8, 9, 10)  # k, those that the paper tries
 _BATCH = 64
-Vectors = Callable[[Sequence[str]], np.ndarray]  # texts to rows of length 1
-
-
-@dataclasses.dataclass(frozen=True)
-class QuestionEncoder:
-    """Questions as vectors of length 1, and what makes them, in words."""
-
-    name: str
-    vectors: Vectors
 
 
 def question_encoder(
@@ -47,7 +38,7 @@ def question_encoder(
     return QuestionEncoder("TF-IDF", lambda texts: words.transform(texts).toarray())
 
 
-def _transformer(checkpoint: Path) -> Vectors:
+def _transformer(checkpoint: Path) -> Callable[[Sequence[str]], np.ndarray]:
     """Return the mean last state over a text's tokens, at length 1."""
     import torch
     from transformers import AutoModel, AutoTokenizer
@@ -163,13 +154,14 @@ def skr(question: str, retrieves: bool, config: SearchConfig) -> Plan[str]:
     return (yield from no_rag(question))
 
 
-def enter_skr(session: Session, encoder: QuestionEncoder) -> None:
+@rival("skr", "2023-10", "encoder")
+def run_skr(session: Session) -> None:
     """Learn from training questions, choose k on validation, and run."""
     without, with_passages = (
         right_of(session.training, found) for found in session.outcomes
     )
     questions = [example.question for example in session.training]
-    index = neighbours_of(questions, without, with_passages, encoder)
+    index = neighbours_of(questions, without, with_passages, session.encoder())
     asked = [e for one in session.sets for e in one.examples]
     votes = {
         k: dict(
@@ -183,4 +175,4 @@ def enter_skr(session: Session, encoder: QuestionEncoder) -> None:
     }
     shared = session.config.search
     plan = lambda k, e: skr(e.question, bool(votes[k][e.id]), shared)  # noqa: E731
-    session.tune("skr", Rival(grid=NEIGHBOURS, plan=plan))
+    session.tune("skr", NEIGHBOURS, plan)

@@ -1,17 +1,19 @@
 """The stage that lets every controller answer the same questions."""
 
 import dataclasses
+import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, get_args
 
 from extract.backbone.loading import open_backbone
 from extract.backbone.names import backbone_of
 from extract.generate.requests import answer_config
 from extract.label.verdicts import exact_match
-from extract.records import Example, Passage
+from extract.plugs import load_plug
+from extract.records import SETTINGS, Example
 from extract.run.console import Progress, Update
 from extract.run.contents import read_examples, require_both_settings, row_files
 from extract.run.directory import RunDir
@@ -22,17 +24,10 @@ from extract.run.stages import Stage
 from jaxprobe.calibration import folds_of
 from jaxprobe.detector import Detector
 from jaxprobe.settings import set_compiler
-from jaxprobe.stage import N_FOLDS, fold_calibrators, run_bootstrap
+from jaxprobe.stage import N_FOLDS, fold_calibrators, open_rows, run_bootstrap
 from pgir.bridge import ProbedBackbone
-from pgir.controllers.adaptive import enter_adaptive
 from pgir.controllers.calls import Plan, no_rag, vanilla_rag
 from pgir.controllers.cases import make_cases
-from pgir.controllers.dragin import enter_dragin
-from pgir.controllers.perplexity import (
-    enter_perplexity,
-    perplexity_judge,
-    perplexity_maps,
-)
 from pgir.controllers.policy import (
     ControllerConfig,
     Knows,
@@ -41,28 +36,27 @@ from pgir.controllers.policy import (
     Traced,
     beatrice,
     draft_rag,
+    own_judge,
     recalibrated,
     with_golds,
 )
-from pgir.controllers.probing import enter_probing
 from pgir.controllers.rivals import control_rows, frontier, seconds_rows
-from pgir.controllers.seakr import enter_seakr
-from pgir.controllers.services import Answering, open_services
+from pgir.controllers.services import JUDGES, Answering, open_services
 from pgir.controllers.session import (
+    Queries,
     Recalibrate,
     Session,
+    all_rivals,
     question_sets,
     training_questions,
 )
-from pgir.controllers.skr import enter_skr, question_encoder
+from pgir.controllers.skr import question_encoder
 from pgir.controllers.waves import Journal, Waves
-from pgir.retrieval.choice import Retrieval, retrieval_of
+from pgir.retrieval.commands import retrieval_of
+from pgir.retrieval.retrievers import Retrieval
 
-Queries = Literal["paper", "choose", "all"]
-RivalName = Literal[
-    "perplexity_rag", "skr", "adaptive_rag", "dragin", "seakr", "probing_rag"
-]
-EVERY_RIVAL: tuple[RivalName, ...] = get_args(RivalName)
+EVERY_RIVAL: tuple[str, ...] = tuple(all_rivals())
+OWN_JUDGE = "judge:"  # before `module:NAME` of a judge of drafts, among the rivals
 
 # What no controller knows: the names of bounds, and which part is told.
 KNOWS: dict[str, Knows] = {
@@ -83,7 +77,8 @@ class ControlConfig:
         controller's setting; the paper's run of Gemma spends 4.63.
       cross_fit: search a second policy on probabilities from isotonic maps that have
         not seen the question's own label; the paper's maps have seen it.
-      rivals: the published controllers that PGIR is compared with.
+      rivals: the controllers that PGIR is compared with; "judge:module:NAME" is its
+        loop with a judge of one's own.
       n_training: training questions whose outcomes the trained ones learn from.
       encoder: folder of a sentence encoder for those that read questions alone; None
         counts their words.
@@ -96,7 +91,7 @@ class ControlConfig:
     n_questions: int | None = None
     max_generations: float = 4.0
     cross_fit: bool = False
-    rivals: tuple[RivalName, ...] = EVERY_RIVAL
+    rivals: tuple[str, ...] = EVERY_RIVAL
     n_training: int = 2000
     encoder: str | None = None
     queries: Queries = "choose"
@@ -104,7 +99,8 @@ class ControlConfig:
 
     def __post_init__(self) -> None:
         """Refuse a rival that does not exist."""
-        if unknown := sorted(set(self.rivals) - set(EVERY_RIVAL)):
+        published = [n for n in self.rivals if not n.startswith(OWN_JUDGE)]
+        if unknown := sorted(set(published) - set(EVERY_RIVAL)):
             raise ValueError(
                 f"rivals: expected some of {', '.join(EVERY_RIVAL)}, found "
                 f"{', '.join(unknown)}"
@@ -183,10 +179,20 @@ def _open_session(
     )
     examples = read_examples(run)
     services = open_services(answering, searched.passages, journal, searched.retriever)
+    training = training_questions(examples, config.n_training)
+    answered = {example.id for example in training}
+    questions = [example.question for example in training]
+    checkpoint = Path(config.encoder) if config.encoder else None
     return Session(
         waves=Waves(services, journal),
         sets=question_sets(examples, config.n_questions),
-        training=training_questions(examples, config.n_training),
+        training=training,
+        answering=answering,
+        unanswered=[e for e in examples if e.split == "train" and e.id not in answered],
+        encoder=functools.cache(lambda: question_encoder(questions, checkpoint)),
+        n_draws=config.n_draws,
+        stores=lambda: {setting: open_rows(run, setting) for setting in SETTINGS},
+        queries=config.queries,
         config=ControllerConfig(
             max_budget=config.max_budget, max_generations=config.max_generations
         ),
@@ -217,38 +223,18 @@ def _enter_pgir(
     return traced, policy
 
 
-def _enter_rivals(
-    session: Session,
-    run: RunDir,
-    config: ControlConfig,
-    answering: Answering,
-    passages: Sequence[Passage],
-) -> None:
-    """Run the controllers that PGIR is compared with."""
-    encoder = question_encoder(
-        [example.question for example in session.training],
-        Path(config.encoder) if config.encoder else None,
-    )
-    judge = perplexity_judge(perplexity_maps(run))
-    answered = {example.id for example in session.training}
-    others = [
-        example
-        for example in read_examples(run)
-        if example.split == "train" and example.id not in answered
-    ]
-    enter: dict[RivalName, Callable[[], None]] = {
-        "perplexity_rag": lambda: enter_perplexity(session, judge),
-        "skr": lambda: enter_skr(session, encoder),
-        "adaptive_rag": lambda: enter_adaptive(session, encoder, others),
-        "dragin": lambda: enter_dragin(session, answering),
-        "seakr": lambda: enter_seakr(session, answering, config.n_draws),
-        "probing_rag": lambda: enter_probing(session, answering, passages),
-    }
-    for name in EVERY_RIVAL:
+def _run_rivals(session: Session, config: ControlConfig) -> None:
+    """Run the controllers that PGIR is compared with, and the judges of one's own."""
+    for name in all_rivals():
         if name in config.rivals:
-            enter[name]()
-    if "perplexity_rag" in config.rivals and config.queries != "paper":
-        session.enter_query("perplexity_rag", judge, show_all=False)
+            session.run_rival(name)
+    for work in session.deferred:
+        work()
+    for name in config.rivals:
+        if name.startswith(OWN_JUDGE):
+            judging: Any = session.waves.services["judge"]
+            judge = load_plug(name.removeprefix(OWN_JUDGE), JUDGES)
+            session.run_loop(name, own_judge(judging.add(name, judge)))
 
 
 def _control(
@@ -257,8 +243,7 @@ def _control(
     set_compiler(run.preset)
     probed = _open_probed(run)
     searched = retrieval_of(run, progress.note)
-    passages = searched.passages
-    answering = Answering(probed, passages)
+    answering = Answering(probed, searched.passages)
     session = _open_session(run, answering, searched, config, update)
     examples = read_examples(run)
     asked = {one.dataset for one in session.sets}
@@ -275,7 +260,9 @@ def _control(
         evaluated = [one for one in session.sets if one.split != "validation"]
         retraced = session.trace("trace:query", with_query, evaluated)
         curve += frontier("pgir_query", retraced, best, with_query)
-    _enter_rivals(session, run, config, answering, passages)
+    _run_rivals(session, config)
+    if note := _note_of_passages(searched, answering):
+        progress.note(f"control: {note}")
     for name, setting in session.chosen.items():
         progress.note(f"control: {CONTROLLERS.get(name, name)}: {setting}")
     evaluated = [one for one in traced if one.split != "validation"]
@@ -286,13 +273,25 @@ def _control(
             "budget": policy.budget,
             "cap": session.config.max_generations,
             "frontier": curve,
-            "cases": make_cases(probed, passages, evaluated, policy),
+            "cases": make_cases(answering, evaluated, policy),
         },
     )
     spent = seconds_rows(session.sets, session.answers)
     write_text_atomic(run.control / "seconds.jsonl", write_rows(spent))
     rows = control_rows(session.sets, session.answers, run_bootstrap(run))
     publish(run, "control", rows, progress)
+
+
+def _note_of_passages(searched: Retrieval, answering: Answering) -> str:
+    """Say how many passages could not be shown as they were, or nothing."""
+    counts = {
+        "without a word, which were left out": getattr(
+            searched.retriever, "n_empty", 0
+        ),
+        "with control tokens of the model, which a blank parts": len(answering.escaped),
+    }
+    parts = [f"{n} passages {what}" for what, n in counts.items() if n]
+    return "; ".join(parts)
 
 
 def _inputs(run: RunDir) -> list[Path]:

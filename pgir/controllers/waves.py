@@ -70,14 +70,18 @@ class Journal:
 
     Args:
       path: of the file, JSON lines; the first holds the identity. One of another
-        identity is begun again, and so is it from the first damaged line on.
+        identity is begun again, and so is it from the first damaged line on. None
+        keeps calls in memory alone.
       key: of everything that values depend on beside the calls.
     """
 
-    def __init__(self, path: Path, key: str) -> None:
+    def __init__(self, path: Path | None, key: str) -> None:
         """Open the file and read what is there."""
         self._entries: dict[Call, Entry] = {}
         self._waves: dict[str, list[Call]] = {}
+        self._file: JsonLines | None = None
+        if path is None:
+            return
         head = msgspec.json.encode({"journal": key}).decode()
         n_good = self._read(path, head)
         if n_good is None:
@@ -138,7 +142,8 @@ class Journal:
             line = msgspec.structs.replace(line, check=line.digest())
             self._take(line, value)
             lines.append(msgspec.json.encode(line).decode())
-        self._file.append(lines)
+        if self._file is not None:
+            self._file.append(lines)
 
 
 class Waves:

@@ -2,7 +2,3 @@
 
 Nothing here loads Torch, JAX or faiss before something is searched.
 """
-
-from pgir.retrieval.bm25 import Bm25Retriever, Retriever
-
-__all__ = ["Bm25Retriever", "Retriever"]

@@ -12,8 +12,10 @@ from extract.run.console import Progress, quiet
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from extract.run.directory import RunDir
     from pgir.retrieval.corpus import Corpus
     from pgir.retrieval.encoder import TextEncoder
+    from pgir.retrieval.retrievers import Retrieval, RetrievalConfig
 
 _FORMS = ("flat", "sq8", "ivf_pq")
 _FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -74,8 +76,8 @@ def retrieval_options(verb: "Callable[..., None]") -> "Callable[..., None]":
             ),
             click.option(
                 "--retriever",
-                type=click.Choice(["bm25", "dense", "fused"]),
-                help="With --corpus.  [default: bm25]",
+                help="With --corpus bm25, dense or fused; or one's own, as MODULE:NAME "
+                "or an entry point.  [default: bm25]",
             ),
             click.option(
                 "--index", "form", type=click.Choice(_FORMS), help="Dense index."
@@ -110,22 +112,65 @@ def settle_options(run_dir: Path, options: "Mapping[str, Any]", *stages: str) ->
     if not given:
         return
     from extract.run.directory import RunDir
-    from pgir.retrieval.choice import RetrievalConfig, settle_retrieval
+    from pgir.retrieval.retrievers import KINDS, RetrievalConfig, load_retriever
 
     own = {name: given[name] for name in _ENCODER if name in given}
     paths = {
         name: str(given[key].resolve()) if key in given else None
         for name, key in (("corpus", "corpus"), ("encoder", "retriever_encoder"))
     }
-    asked = RetrievalConfig(
+    chosen = RetrievalConfig(
         retriever="served" if "url" in given else given.get("retriever", "bm25"),
         form=given.get("form", "flat"),
         url=given.get("url"),
         encoder_options=own,
         **paths,
     )
+    if chosen.retriever not in KINDS:
+        load_retriever(chosen.retriever)  # what cannot be found is not written down
     with RunDir.open(run_dir) as run:
-        settle_retrieval(run, lambda _: asked, *stages)
+        settle_retrieval(run, lambda _: chosen, *stages)
+
+
+def retrieval_config(run: "RunDir") -> "RetrievalConfig":
+    """Return a run's choice; BM25 over its own passages where it made none."""
+    from pgir.retrieval.retrievers import RETRIEVAL_PRESETS
+
+    return run.settle("retrieval", RETRIEVAL_PRESETS, is_recorded=False)
+
+
+def settle_retrieval(
+    run: "RunDir",
+    change: "Callable[[RetrievalConfig], RetrievalConfig]",
+    *stages: str,
+) -> None:
+    """Let a run search elsewhere; stages that searched are done again.
+
+    No answer, label or weight of the run itself depends on it.
+    """
+    from pgir.retrieval.retrievers import RETRIEVAL_PRESETS
+
+    held = retrieval_config(run)
+    if change(held) != held:
+        for stage in stages:
+            run.reopen_stage(stage)
+    run.settle("retrieval", RETRIEVAL_PRESETS, change, is_replaceable=True)
+
+
+def retrieval_of(
+    run: "RunDir", note: "Callable[[str], None]" = lambda text: None
+) -> "Retrieval":
+    """Open the retriever that a run has chosen."""
+    from pgir.retrieval.retrievers import open_retrieval, served_cache
+
+    config, searches = retrieval_config(run), run.path / "searches"
+    # Where an earlier version kept a server's replies, and in the way of `transfer`,
+    # whose run that folder is.
+    earlier = run.path / "retrieved" / "served.jsonl"
+    if config.url is not None and earlier.exists():
+        searches.mkdir(exist_ok=True)
+        earlier.replace(served_cache(searches, config.url))
+    return open_retrieval(config, run.passages, searches, note)
 
 
 @click.command()
@@ -242,8 +287,8 @@ def retrieve(
     """
     if sum((bool(question), recall, serve)) != 1:
         raise click.UsageError("give one of --question, --recall and --serve")
-    from pgir.retrieval.choice import open_corpus_retrieval
     from pgir.retrieval.corpus import Corpus
+    from pgir.retrieval.retrievers import open_corpus_retrieval
 
     made, encoder = Corpus(folder), load_encoder(options)
     if recall:
@@ -268,10 +313,9 @@ def _recall(
     corpus: "Corpus", encoder: "TextEncoder | None", form: Any, as_json: bool
 ) -> None:
     """Print how many gold passages each retriever finds."""
-    from pgir.retrieval.bm25 import Bm25Retriever
     from pgir.retrieval.dense import DenseRetriever
-    from pgir.retrieval.fused import LEAST_DEPTH, fuse_all
     from pgir.retrieval.recall import DEPTHS, agreement, measure, recall_table
+    from pgir.retrieval.retrievers import LEAST_DEPTH, Bm25Retriever, fuse_all
 
     golds = corpus.golds()
     if not golds:

@@ -12,8 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from extract.records import Passage
-from pgir.retrieval.bm25 import Retriever
 from pgir.retrieval.corpus import as_document
+from pgir.retrieval.retrievers import Retriever
 
 _MOST_BYTES = 16 << 20  # of a request
 _MOST_DEPTH = 1000

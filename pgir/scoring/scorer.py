@@ -87,6 +87,9 @@ class Scorer:
     Calls from several threads are served one after another: the model is read through
     hooks, and uses all cores anyway. Many answers are fastest in one `score_many`.
 
+    Attributes:
+      probed: the two together, as the controllers use them.
+
     Args:
       model: a `Backbone`, or an object that has one as its `backbone`.
       detector: trained on this model's signals.
@@ -103,7 +106,7 @@ class Scorer:
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (it is frozen)
     ) -> None:
         """Check that the two belong together; see `load` for those of a run."""
-        self._probed = ProbedBackbone(_loaded(model), detector, generation)
+        self.probed = ProbedBackbone(_loaded(model), detector, generation)
 
     @classmethod
     def load(
@@ -161,20 +164,20 @@ class Scorer:
         """Return at which P answers of a setting are trusted, and how often rightly."""
         if setting not in SETTINGS:
             refuse("setting", f"one of {', '.join(SETTINGS)}", setting)
-        head = self._probed.detector.heads.get(_HEADS[setting])
+        head = self.probed.detector.heads.get(_HEADS[setting])
         return head.threshold if head else None
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """Return messages as the text that the model reads, in which ranges count."""
         checked = as_messages(messages, "messages")
-        with self._probed.lock:
-            return apply_template(self._probed.backbone.tokenizer, checked)
+        with self.probed.lock:
+            return apply_template(self.probed.backbone.tokenizer, checked)
 
     def answer(self, questions: Sequence[str]) -> list[str]:
         """Return the backbone's closed-book answers, as the run's own were written."""
         texts = as_texts(questions, "questions")
-        requests = self._probed.requests("closed_book", texts, [()] * len(texts))
-        return [answer.text for answer in self._probed.answer(requests)]
+        requests = self.probed.requests("closed_book", texts, [()] * len(texts))
+        return [answer.text for answer in self.probed.answer(requests)]
 
     def score(
         self,
@@ -256,7 +259,7 @@ class Scorer:
         Raises:
           ValueError: as `score`.
         """
-        probed = self._probed
+        probed = self.probed
         with probed.lock:
             prepared = prepare(
                 probed.backbone.tokenizer,
@@ -279,7 +282,7 @@ class Scorer:
         self, inputs: Sequence[ScoringInput], batch_size: int
     ) -> list[Score]:
         """Return the scores of answers that are prepared, see `score_many`."""
-        probed = self._probed
+        probed = self.probed
         scores: dict[int, Score] = {}
         for i, prepared in enumerate(inputs):
             reason = _why_unreadable(probed.backbone, prepared)
@@ -306,7 +309,7 @@ class Scorer:
         self, setting: Setting, inputs: Sequence[ScoringInput]
     ) -> Iterator[Score]:
         """Score answers of one setting in one forward pass."""
-        probed, detector = self._probed, self._probed.detector
+        probed, detector = self.probed, self.probed.detector
         reading = probed.read_sequences([prepared.sequence for prepared in inputs])
         features = probed.features(reading, setting)
         scores = (

@@ -26,9 +26,7 @@ from extract.run.directory import RunDir
 from extract.run.results import ResultRow, read_result_rows
 from jaxprobe.detector import Detector
 from jaxprobe.features.rows import Rows
-from pgir.retrieval.bm25 import Bm25Retriever
-from pgir.retrieval.choice import Retrieval
-from pgir.retrieval.served import RetrievalFailed
+from pgir.retrieval.retrievers import Bm25Retriever, Retrieval, RetrievalFailed
 from tests.extract.small_run import beatrice, questions
 from tests.process import call
 

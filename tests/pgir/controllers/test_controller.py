@@ -28,7 +28,7 @@ from pgir.controllers.stage import (
     ControlConfig,
     settle_search,
 )
-from pgir.retrieval.bm25 import Bm25Retriever
+from pgir.retrieval.retrievers import Bm25Retriever
 from tests.pgir.controllers.played import played, reply
 
 CORPUS = [Passage(title=f"t{i}", text=f"word{i} shared") for i in range(12)]

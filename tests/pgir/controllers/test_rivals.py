@@ -39,9 +39,9 @@ from pgir.controllers.probing import (
     probing_rag,
 )
 from pgir.controllers.seakr import seakr, uncertainty
+from pgir.controllers.session import QuestionEncoder
 from pgir.controllers.skr import (
     Neighbours,
-    QuestionEncoder,
     neighbours_of,
     question_encoder,
     skr,

@@ -6,8 +6,8 @@ from extract.records import Example, Passage
 from pgir.controllers.calls import Scored, no_rag, vanilla_rag
 from pgir.controllers.policy import ControllerConfig, QuestionSet, beatrice
 from pgir.controllers.session import (
-    Rival,
     Session,
+    all_rivals,
     question_sets,
     training_questions,
 )
@@ -81,8 +81,7 @@ def entered(one):
     one.enter_query("pgir", beatrice, show_all=True)
     shared = one.config.search
     plans = {"none": no_rag, "once": lambda q: vanilla_rag(q, shared)}
-    rival = Rival(grid=("none", "once"), plan=lambda s, e: plans[s](e.question))
-    one.tune("rival", rival)
+    one.tune("rival", ("none", "once"), lambda s, e: plans[s](e.question))
     return one.chosen
 
 
@@ -126,6 +125,13 @@ def test_a_search_that_fails_is_named_and_ends_the_stage(tmp_path):
     shared = one.config.search
     with pytest.raises(ConnectionError, match="8 of 8 questions.*timed out.*again"):
         one.answer("vanilla_rag", lambda e: vanilla_rag(e.question, shared))
+
+
+def test_every_rival_is_found_by_its_file_in_the_order_of_its_publication(tmp_path):
+    names = ["perplexity_rag", "skr", "adaptive_rag", "dragin", "seakr", "probing_rag"]
+    assert list(all_rivals()) == names
+    with pytest.raises(ValueError, match="dragin needs a session with answering"):
+        session(tmp_path).run_rival("dragin")
 
 
 def test_sets_without_passages_are_left_out_and_a_limit_holds_for_each():

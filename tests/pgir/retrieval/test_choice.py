@@ -1,12 +1,13 @@
 """A run says where its controllers search; without a word nothing changes."""
 
+import json
+
 import pytest
 
 from extract.records import Passage, write_lines
 from extract.run.directory import RunDir
-from pgir.retrieval.bm25 import Bm25Retriever
-from pgir.retrieval.choice import RetrievalConfig, retrieval_config, retrieval_of
-from pgir.retrieval.commands import settle_options
+from pgir.retrieval.commands import retrieval_config, retrieval_of, settle_options
+from pgir.retrieval.retrievers import Bm25Retriever, RetrievalConfig, served_cache
 from tests.extract.small_run import beatrice, smoke
 from tests.pgir.retrieval.small_corpus import make_corpus
 
@@ -44,6 +45,28 @@ def test_a_choice_that_lacks_something_is_refused_in_a_sentence(run, tmp_path):
     with pytest.raises(ValueError, match="goes with the served retriever"):
         RetrievalConfig(retriever="served")
     assert retrieval_config(run) == RetrievalConfig()
+
+
+def test_what_a_server_said_lies_in_nobodys_way(run):
+    url = "http://127.0.0.1:9/retrieve"
+    earlier = run.path / "retrieved" / "served.jsonl"
+    earlier.parent.mkdir()
+    kept = {"query": "q", "depth": 1, "places": [0], "new": ["a passage"]}
+    earlier.write_text(json.dumps(kept) + "\n")
+    settle_options(run.path, {"url": url})
+    found = retrieval_of(run)
+    assert found.retriever.search(["q"], 1) == [(0,)]
+    assert not any(earlier.parent.iterdir())  # a run of its own may lie there
+    assert served_cache(run.path / "searches", url).exists()
+
+
+def test_two_servers_are_not_taken_for_each_other(run):
+    one, other = (f"http://127.0.0.1:{port}/retrieve" for port in (8, 9))
+    caches = {served_cache(run.path, url) for url in (one, other)}
+    settle_options(run.path, {"url": one})
+    before = retrieval_of(run).identity
+    settle_options(run.path, {"url": other})
+    assert len(caches) == 2 and retrieval_of(run).identity != before
 
 
 def test_control_takes_the_choice_and_a_wrong_server_is_refused(run):

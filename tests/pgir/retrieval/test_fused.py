@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from extract.records import Passage
 from pgir.retrieval.corpus import Gold
-from pgir.retrieval.fused import FusedRetriever, fuse
 from pgir.retrieval.recall import agreement, gold_recall, has_answer, measure
+from pgir.retrieval.retrievers import FusedRetriever, fuse
 
 
 class Fixed:

@@ -12,8 +12,12 @@ import numpy as np
 import pytest
 
 from extract.records import Passage
-from pgir.retrieval.bm25 import Bm25Retriever
-from pgir.retrieval.served import RetrievalFailed, ServedRetriever, read_reply
+from pgir.retrieval.retrievers import (
+    Bm25Retriever,
+    RetrievalFailed,
+    ServedRetriever,
+    read_reply,
+)
 from pgir.retrieval.server import RetrievalServer
 
 CORPUS = [Passage(title=f"T{i}", text=f"word{i} shared text") for i in range(12)]
@@ -136,16 +140,29 @@ class _Moods(BaseHTTPRequestHandler):
             return
         if "slow" in moods:
             time.sleep(0.5)
-        document = {"contents": '"A"\ntext'}
-        content = json.dumps({"result": [[document] * 2] * len(asked["queries"])})
+        documents = [{"contents": '"A"\ntext'}] * 2
+        if "empty" in moods:
+            documents = [{"contents": " "}, {"contents": '"A"\ntext'}]
+        content = json.dumps({"result": [documents] * len(asked["queries"])})
         if "babble" in moods:
             content = "<html>busy</html>"
         if "short" in moods:
-            content = json.dumps({"result": [[document]] * len(asked["queries"])})
-        self.send_response(500 if "broken" in moods else 200)
-        self.end_headers()
+            content = json.dumps({"result": [documents[:1]] * len(asked["queries"])})
         with contextlib.suppress(OSError):  # who asked has gone
+            if "trickling head" in moods:
+                self._trickle(b"HTTP/1.0 200 OK\r\nX-Waiting: a while, and longer\r\n")
+            self.send_response(500 if "broken" in moods else 200)
+            self.end_headers()
+            if "trickling" in moods:
+                self._trickle(content.encode())
             self.wfile.write(content.encode())
+
+    def _trickle(self, content):
+        """Send a byte now and then, each long before a time-out of its own."""
+        for byte in content:
+            self.wfile.write(bytes([byte]))
+            self.wfile.flush()
+            time.sleep(0.05)
 
     def log_message(self, *words):
         pass
@@ -156,6 +173,8 @@ class _Moods(BaseHTTPRequestHandler):
     [
         ("dead", "the connection broke"),
         ("slow", "no reply came in 0.2 seconds"),
+        ("trickling", "no reply came in 0.2 seconds"),
+        ("trickling head", "no reply came in 0.2 seconds"),
         ("babble", "its reply is no ranking"),
         ("short", "expected 2 documents for a question, found 1"),
         ("broken", "status 500"),
@@ -168,16 +187,29 @@ def test_only_the_questions_a_server_fails_are_failed_and_retried(
     server = Moody({"poison": mood})
     with serving(server) as url:
         asking = client(f"{url}/retrieve", cache, timeout=0.2)
+        began = time.monotonic()
         with pytest.raises(RetrievalFailed, match="1 of 4 questions") as failed:
             asking.search(queries, 2)
+        assert time.monotonic() - began < 3  # two attempts together, two alone
         assert list(failed.value.reasons) == [2]
         assert reason in failed.value.reasons[2]
-        assert sorted(failed.value.found) == [0, 1, 3]
+        assert sorted(failed.value.rankings) == [0, 1, 3]
         server.moods.clear()  # it recovers
         server.asked.clear()
         again = client(f"{url}/retrieve", cache, timeout=5)
-        assert again.search(queries, 2).shape == (4, 2)
+        assert np.shape(again.search(queries, 2)) == (4, 2)
         assert server.asked == [["poison"]]
+
+
+def test_a_passage_without_a_word_is_never_ranked_nor_is_one_that_was_kept(tmp_path):
+    cache, server = tmp_path / "cache.jsonl", Moody({"poison": "empty"})
+    with serving(server) as url:
+        asking = client(f"{url}/retrieve", cache)
+        assert titles(asking, asking.search(["poison"], 2)) == [["A"]]
+        assert titles(asking, asking.search(["a"], 2)) == [["A"] * 2]
+        assert asking.n_empty == 1
+        again = client(f"{url}/retrieve", cache)
+        assert titles(again, again.search(["poison"], 2)) == [["A"]]
 
 
 def test_a_server_that_is_gone_fails_the_rest_at_once(tmp_path):
@@ -187,7 +219,7 @@ def test_a_server_that_is_gone_fails_the_rest_at_once(tmp_path):
     began = time.monotonic()
     with pytest.raises(RetrievalFailed, match="cannot be reached") as failed:
         asking.search([f"q{i}" for i in range(200)], 2)
-    assert len(failed.value.reasons) == 200 and not failed.value.found
+    assert len(failed.value.reasons) == 200 and not failed.value.rankings
     assert time.monotonic() - began < 5  # one request's attempts, not two hundred's
 
 
