@@ -1,4 +1,4 @@
-"""From a trained grid and selected heads to a detector that says probabilities.
+"""From a trained grid and selected heads to a detector, and to its probabilities.
 
 Calibration sees validation rows alone: one isotonic map and one threshold a head.
 """
@@ -20,18 +20,25 @@ from jaxprobe.detector import (
     EncoderBank,
     HeadName,
     Provenance,
+    Scores,
     SettingHead,
 )
-from jaxprobe.features.families import Standardizer
+from jaxprobe.features.families import (
+    Standardizer,
+    span_lengths,
+    used_spans,
+)
 from jaxprobe.features.reading import family_dims, longest_spans, read_features
-from jaxprobe.features.rows import Rows
+from jaxprobe.features.rows import Rows, partners, rows_at_once
 from jaxprobe.features.subsets import FamilyDims
+from jaxprobe.features.widths import width_groups, widths_of
 from jaxprobe.fit.grid import Trained
 from jaxprobe.model.encoder import Params
 from jaxprobe.pool import branch_setting, reads
 from jaxprobe.scope import choose_threshold, fit_scope
 
 SEEN = ("train", "validation")  # the rows that a detector knows
+_OF_A_KIND = 64  # rows of similar length that are worth a shape of their own
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -127,6 +134,7 @@ def encoder_bank(grid: Grid, names: Sequence[str]) -> EncoderBank:
         config=grid.config,
         standardizer=grid.standardizer,
         names=tuple(names),
+        spans=used_spans(store.spec.spans),
         params=selected_params(grid.trained, list(map(dims.subset_index, names))),
         lengths=longest_spans(store),
         scope=fit_scope(
@@ -164,3 +172,85 @@ def calibrated(
             names = [name for name in grid.dims.subset_names if name in read]
             banks[setting] = encoder_bank(grid, names)
     return Detector(banks=banks, heads=heads, provenance=provenance)
+
+
+def score_store(
+    detector: Detector,
+    branch: HeadName,
+    stores: Mapping[Setting, FeatureStore],
+    *,
+    layer: int | None,
+    examples: np.ndarray | None = None,
+) -> Scores:
+    """Return a detector's scores of stored answers, read a few at a time.
+
+    Args:
+      detector: trained on the same families.
+      branch: which head.
+      stores: of the passes. The answers are those of the branch's setting; a head that
+        reads closed-book encoders too finds the answer to the same question there.
+      layer: entry of the resid axis for the hidden family (0 is the embedding); None
+        where no family is stored by layer.
+      examples: `[n]` indices into the store of the branch's setting, at least one; None
+        for all.
+
+    Raises:
+      ValueError: a pass or one of its questions is missing, or its families are others
+        than the detector's.
+    """
+    setting = branch_setting(branch)
+    passes = detector.passes_of(branch)
+    if missing := {setting, *passes} - stores.keys():
+        raise ValueError(
+            f"scoring {branch} needs the signals of {' and '.join(sorted(missing))}"
+        )
+    own = stores[setting]
+    where = np.arange(len(own.spec.keys)) if examples is None else np.asarray(examples)
+    rows, lengths = {}, {}
+    for name in passes:
+        store, bank = stores[name], detector.banks[name]
+        _check_families(bank.dims, store)
+        rows[name] = (
+            where if name == setting else partners(_ids(own), _ids(store))[where]
+        )
+        lengths[name] = span_lengths(store.spec.spans[rows[name]], bank.spans)
+    places, scores = [], []
+    every = np.concatenate(list(lengths.values()), axis=1)
+    for group in width_groups(every, _OF_A_KIND):
+        widths = {name: widths_of(lengths[name][group]) for name in passes}
+        fitting = (rows_at_once(widths[n], detector.banks[n].dims) for n in passes)
+        n_at_once = min(len(group), *fitting)
+        for start in range(0, len(group), n_at_once):
+            part = group[start : start + n_at_once]
+            padded = np.pad(part, (0, n_at_once - len(part)), "edge")
+            features = {
+                name: read_features(
+                    stores[name],
+                    layer,
+                    rows[name][padded],
+                    widths[name],
+                    detector.banks[name].spans,
+                )
+                for name in passes
+            }
+            places.append(part)
+            scores.append(detector.score(branch, features).first(len(part)))
+    return Scores.joined(scores).take(np.argsort(np.concatenate(places)))
+
+
+def _check_families(dims: FamilyDims, store: FeatureStore) -> None:
+    """Raise where a store lacks signals that encoders read."""
+    stored = family_dims(store)
+    is_kept = all(
+        kept in ("all", read)
+        for kept, read in zip(stored.spans, dims.spans, strict=False)
+    )
+    if (stored.names, stored.sizes) != (dims.names, dims.sizes) or not is_kept:
+        raise ValueError(
+            f"{store.url} has {stored}, and the detector was trained on {dims}; give "
+            "the signals that it was trained on"
+        )
+
+
+def _ids(store: FeatureStore) -> list[str]:
+    return [key[0] for key in store.spec.keys]

@@ -43,6 +43,7 @@ class BankSpec:
       dims: channels of that pass.
       config: shape of its encoders.
       names: subsets, as in "HPA"; one per kept encoder.
+      spans: that the encoders read, places among `SPAN_NAMES`.
       lengths: of the longest spans in training; whoever pads to them compiles once.
         Empty where unknown.
     """
@@ -50,6 +51,7 @@ class BankSpec:
     dims: FamilyDims
     config: EncoderConfig
     names: tuple[str, ...]
+    spans: tuple[int, ...]
     lengths: tuple[int, ...] = ()
 
 
@@ -66,11 +68,6 @@ class EncoderBank(BankSpec):
     standardizer: Standardizer
     params: Params
     scope: Scope | None = None
-
-    @property
-    def n_spans(self) -> int:
-        """Spans that the encoders read."""
-        return sum(name.startswith("span_") for name in self.params["params"])
 
     @property
     def row_bytes(self) -> int:
@@ -133,11 +130,17 @@ class Scores(NamedTuple):
     encoders: np.ndarray
     encoder_names: tuple[str, ...]
 
+    def take(self, rows: np.ndarray | slice) -> "Scores":
+        """Select examples by index or slice."""
+        return self._replace(
+            raw=self.raw[rows],
+            p_correct=self.p_correct[rows],
+            encoders=self.encoders[rows],
+        )
+
     def first(self, n: int) -> "Scores":
         """The first `n` examples; the others were padding."""
-        return self._replace(
-            raw=self.raw[:n], p_correct=self.p_correct[:n], encoders=self.encoders[:n]
-        )
+        return self.take(slice(n))
 
     @staticmethod
     def joined(parts: "Sequence[Scores]") -> "Scores":
@@ -259,9 +262,13 @@ class Detector:
                         "the detector does not hold"
                     )
 
+    def passes_of(self, branch: HeadName) -> tuple[Setting, ...]:
+        """Return the passes that a head reads."""
+        return tuple(dict.fromkeys(where for where, _ in self._head(branch).reads))
+
     def score_closed_book(self, features: Features) -> Scores:
         """Score answers given without context; features have two spans."""
-        return self._score("closed_book", {"closed_book": features})
+        return self.score("closed_book", {"closed_book": features})
 
     def score_with_context(
         self, with_context: Features, closed_book: Features | None
@@ -276,17 +283,25 @@ class Detector:
         passes: dict[Setting, Features] = {"with_context": with_context}
         if closed_book is not None:
             passes["closed_book"] = closed_book
-        return self._score("with_context", passes)
+        return self.score("with_context", passes)
 
     def score_single_pass(self, with_context: Features) -> Scores:
         """Score answers given with context from their own forward pass alone."""
-        return self._score("single_pass", {"with_context": with_context})
+        return self.score("single_pass", {"with_context": with_context})
 
-    def _score(self, setting: HeadName, passes: Mapping[Setting, Features]) -> Scores:
-        """Encode the passes that the setting's head reads, fuse, calibrate."""
-        head = self._head(setting)
+    def score(self, branch: HeadName, passes: Mapping[Setting, Features]) -> Scores:
+        """Encode the passes that a head reads, fuse, calibrate.
+
+        Args:
+          branch: which head.
+          passes: signals of the same answers; others than are read may be among them.
+
+        Raises:
+          ValueError: the detector lacks the head, or the passes one that it reads.
+        """
+        head = self._head(branch)
         encoded = {
-            where: self._encode(where, passes) for where in {w for w, _ in head.reads}
+            where: self._encode(where, passes) for where in self.passes_of(branch)
         }
         logits, pooled = [], []
         for where, name in head.reads:
@@ -323,9 +338,9 @@ class Detector:
             raise ValueError(f"this score needs the signals of the {where} pass too")
         bank, features = self.banks[where], passes[where]
         check_features(features, bank.dims)
-        if features.n_spans != bank.n_spans:
+        if features.n_spans != len(bank.spans):
             raise ValueError(
-                f"{where} features have {bank.n_spans} spans, got {features.n_spans}"
+                f"{where} features have {len(bank.spans)} spans, got {features.n_spans}"
             )
         subsets = [bank.dims.subset_index(name) for name in bank.names]
         masks = bank.dims.subset_masks[subsets]

@@ -58,7 +58,7 @@ def pool_of(
     """
     own_rows, passes = rows[setting], [outputs[setting]]
     if setting == "with_context" and "closed_book" in outputs:
-        where = partners(own_rows, rows["closed_book"])
+        where = partners(own_rows.ids, rows["closed_book"].ids)
         passes.append(_take(outputs["closed_book"], where))
 
     def part(where: np.ndarray) -> PoolOutputs:

@@ -176,7 +176,7 @@ def selected_scores(scene: Scenario, detector: Detector) -> dict[str, np.ndarray
     bank = detector.banks.get("with_context") or detector.banks["closed_book"]
     _, rows = scene.new
     closed_store, closed_rows = open_rows(scene.inner, "closed_book")
-    partner = partners(rows, closed_rows)
+    partner = partners(rows.ids, closed_rows.ids)
     read = partial(
         read_features,
         closed_store,

@@ -205,6 +205,7 @@ def read_features(
     layer: int | None,
     examples: np.ndarray | None = None,
     n_tokens: Sequence[int] | None = None,
+    read: Sequence[int] | None = None,
 ) -> Features:
     """Read the signals of stored examples as the encoders read them.
 
@@ -214,6 +215,7 @@ def read_features(
         where no family is stored by layer.
       examples: `[n]` indices into the store, or None for all.
       n_tokens: padded length per span; None takes the longest of each.
+      read: the spans, places among `SPAN_NAMES`; None takes those that the store has.
 
     Raises:
       ValueError: a range is not extracted or damaged.
@@ -229,7 +231,8 @@ def read_features(
         else ragged.values
         for name, ragged in families.items()
     }
-    return assemble(rows, starts, spec.spans[chosen], used_spans(spec.spans), n_tokens)
+    read = used_spans(spec.spans) if read is None else read
+    return assemble(rows, starts, spec.spans[chosen], read, n_tokens)
 
 
 def _spread(kept: Ragged, starts: np.ndarray, n_rows: int) -> np.ndarray:

@@ -145,8 +145,12 @@ def rows_of(
     )
 
 
-def partners(rows: Rows, closed_book: Rows) -> np.ndarray:
-    """Return, for every row, the closed-book row of the same question.
+def partners(ids: Sequence[str], closed_book: Sequence[str]) -> np.ndarray:
+    """Return, for every row's question, the closed-book row of the same question.
+
+    Args:
+      ids: `[n_rows]` example ids.
+      closed_book: example ids of the closed-book rows.
 
     Returns:
       `[n_rows]` int64 indices into `closed_book`.
@@ -154,14 +158,13 @@ def partners(rows: Rows, closed_book: Rows) -> np.ndarray:
     Raises:
       ValueError: a question has no closed-book row.
     """
-    place = {example_id: i for i, example_id in enumerate(closed_book.ids)}
-    missing = [example_id for example_id in rows.ids if example_id not in place]
-    if missing:
+    place = {example_id: i for i, example_id in enumerate(closed_book)}
+    if missing := [example_id for example_id in ids if example_id not in place]:
         raise ValueError(
             f"question {missing[0]!r} has no closed-book answer; answer and extract "
             "both settings"
         )
-    return np.array([place[example_id] for example_id in rows.ids], dtype=np.int64)
+    return np.array([place[example_id] for example_id in ids], dtype=np.int64)
 
 
 class LayerCurve(Record, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from jaxprobe.calibrate import selected_params
 from jaxprobe.calibration import Calibrator
 from jaxprobe.config import EncoderConfig, FusionConfig
 from jaxprobe.detector import Detector, EncoderBank, Provenance, SettingHead
-from jaxprobe.features.families import Features, fit_standardizer, split_families
+from jaxprobe.features.families import SPANS, Features, fit_standardizer, split_families
 from jaxprobe.features.subsets import SUBSETS, paper_dims, subset_index
 from jaxprobe.fit.grid import Member, Trained, member_outputs
 from jaxprobe.model.encoder import Encoder, MemberOutputs
@@ -66,6 +66,7 @@ def made():
     banks = {
         setting: EncoderBank(
             names=NAMES,
+            spans=SPANS[setting],
             params=selected_params(trained, list(map(subset_index, NAMES))),
             dims=DIMS[setting],
             config=CONFIG,

@@ -34,6 +34,7 @@ def _bank(dims, n_spans):
             np.zeros(dims.total, np.float32), np.ones(dims.total, np.float32)
         ),
         names=("HPRA",),
+        spans=tuple(range(3 - n_spans, 3)),
         params=jax.tree.map(lambda x: np.asarray(x)[None, None], params),
     )
 
