@@ -1,3 +1,4 @@
+import gc
 import os
 import shutil
 from pathlib import Path
@@ -15,6 +16,8 @@ MOST_COMPILED_BYTES = 2**31
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Two workers whose threads wait for each other on two cores take twice as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Every file, worker and process that a test starts finds what another has compiled,
 # and so does the next session. Nothing is written to the user's own cache.
 COMPILED = ROOT / ".pytest_cache" / "compiled"
@@ -38,7 +41,13 @@ def pytest_configure(config):
 @pytest.fixture(scope="module", autouse=True)
 def compiled_code_lasts_for_one_file():
     """A process that keeps all that it compiles comes to six gigabytes, and to as many
-    mappings of memory as Linux allows one (65,530), where the compiler crashes."""
+    mappings of memory as Linux allows one (65,530), where the compiler crashes.
+
+    What is loaded by then is not looked at by the garbage collector again: two million
+    objects of libraries take it half a second, and statsmodels calls it in a function.
+    """
+    gc.collect()
+    gc.freeze()
     yield
     import jax
 
