@@ -3,7 +3,7 @@ VENV := .venv
 RUN ?= runs/demo
 STAMP := $(VENV)/.installed
 
-.PHONY: demo real test lint setup clean
+.PHONY: demo real test mutants lint setup clean
 
 demo: $(STAMP)
 	$(VENV)/bin/beatrice demo $(RUN)
@@ -15,7 +15,12 @@ real: $(STAMP)
 	$(VENV)/bin/beatrice real "$(DATA)" "runs/$(notdir $(MODEL))" --model "$(MODEL)"
 
 test: $(STAMP)
-	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile
+	$(VENV)/bin/python -m pytest -q -n 2 --dist worksteal
+
+# Which changes of the source the tests notice; an hour or two, and the same line again
+# continues: make mutants MUTANTS="-n 300 --seed 0"
+mutants: $(STAMP)
+	$(VENV)/bin/python -m tests.mutation $(MUTANTS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
