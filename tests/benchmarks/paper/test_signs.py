@@ -11,7 +11,7 @@ from benchmarks.paper.signs import in_a_sentence, signs, signs_by_table
 from benchmarks.paper.summaries import summaries
 from extract.records import IN_DOMAIN
 from extract.run.results import ResultRow
-from tests.benchmarks.results.anatomy_sample import anatomy_rows
+from tests.benchmarks.results.sample import anatomy_rows
 
 CELLS = read_ledger()
 TEST = dict(setting="with_context", dataset=IN_DOMAIN, split="test")

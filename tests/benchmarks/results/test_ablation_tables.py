@@ -13,8 +13,7 @@ from benchmarks.results.tables import (
     set_names,
     span_table,
 )
-from tests.benchmarks.results.ablation_sample import ablations, rankings
-from tests.benchmarks.results.sample import PLACES, row, sample_rows, selection
+from tests.benchmarks.results.sample import PARTS, PLACES, row, sample_rows
 
 TEST = PLACES[1]
 
@@ -69,19 +68,19 @@ def test_ranked_sets_are_shown_where_they_were_chosen_too():
 
 def test_every_family_has_its_line_and_its_encoders():
     assert len(family_table(sample_rows()).lines) == 5
-    named = dict(set_names(selection(), ablations()))
+    named = dict(set_names(PARTS["selection"], PARTS["ablations"]))
     assert named["Without attention"] == ["(PR) (A)", "(PR) (A)"]
     assert named["Without closed-book encoders"] == ["–", "[PR] [A]"]
-    none = ablations()
+    none = PARTS["ablations"]
     none["closed_book"]["without_prob"] = []
-    named = dict(set_names(selection(), none))
+    named = dict(set_names(PARTS["selection"], none))
     assert named["Without probabilities"][0] == "none: no better than chance"
-    assert set_names(selection(), {}) == []
+    assert set_names(PARTS["selection"], {}) == []
 
 
 @pytest.mark.parametrize("setting", ["closed_book", "with_context"])
 def test_a_ranking_marks_greedys_rank_and_stacks_the_passes(setting):
-    figure = ranking(rankings()[setting], setting)
+    figure = ranking(PARTS["ranking"][setting], setting)
     top, *ribbons = figure.axes
     assert len(ribbons) == 4
     n_passes = 1 if setting == "closed_book" else 2
@@ -93,6 +92,6 @@ def test_a_ranking_marks_greedys_rank_and_stacks_the_passes(setting):
 
 
 def test_the_caption_gives_rank_and_gap():
-    closed, _ = ranking_pictures(rankings())
+    closed, _ = ranking_pictures(PARTS["ranking"])
     assert "455 sets" in closed.caption and "number 7 " in closed.caption
     assert "0.0012 AUROC below the best, (HP) (PR) (HRA)" in closed.caption

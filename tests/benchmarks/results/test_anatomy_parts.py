@@ -8,23 +8,23 @@ import sys
 import msgspec
 import pytest
 
-from benchmarks.anatomy.parts import PARTS, anatomy_parts
+from benchmarks.anatomy.parts import PARTS as ANALYSES
+from benchmarks.anatomy.parts import anatomy_parts
 from benchmarks.anatomy.rows import spelled
 from benchmarks.results.report import render_report
 from extract.run.results import ResultTable
-from tests.benchmarks.results.anatomy_sample import anatomy_rows, studies
-from tests.benchmarks.results.sample import sample_report
+from tests.benchmarks.results.sample import PARTS, anatomy_rows, sample_report
 
 ROWS = anatomy_rows()
 
 
 @pytest.fixture(scope="module")
 def parts():
-    return anatomy_parts(ROWS, studies())
+    return anatomy_parts(ROWS, PARTS["studies"])
 
 
 def test_every_analysis_has_what_to_look_at_and_what_was_found(parts):
-    assert len(parts) == len(PARTS) + 1  # and the cases
+    assert len(parts) == len(ANALYSES) + 1  # and the cases
     for part in parts:
         assert part.look and part.found, part.title
         assert part.pictures or part.tables or part.cases, part.title
@@ -67,7 +67,7 @@ def test_undefined_numbers_are_said_to_be_undefined_and_break_nothing():
         )
         for row in ROWS
     ]
-    for part in anatomy_parts(hollow, studies()):
+    for part in anatomy_parts(hollow, PARTS["studies"]):
         assert "nan" not in " ".join(part.found)
 
 
@@ -80,7 +80,7 @@ def test_a_run_without_the_anatomy_has_none_and_one_setting_is_enough():
 
 def test_the_page_shows_it_and_escapes_the_cases():
     data = sample_report()
-    data = dataclasses.replace(data, rows=[*data.rows, *ROWS], studies=studies())
+    data = dataclasses.replace(data, rows=[*data.rows, *ROWS], studies=PARTS["studies"])
     page = render_report(data)
     section = re.search(r'<section id="anatomy">.*?</section>', page, re.DOTALL).group()
     assert 'class="empty"' not in section
@@ -94,7 +94,7 @@ def test_a_boundary_of_an_earlier_version_is_refused_and_says_what_to_do():
         for row in ROWS
     ]
     with pytest.raises(ValueError, match="an earlier version; delete anatomy/boundary"):
-        anatomy_parts(old, studies())
+        anatomy_parts(old, PARTS["studies"])
 
 
 def test_nothing_of_it_loads_jax_or_torch():

@@ -14,8 +14,8 @@ SYNERGY = {"H": 0.88, "P": 0.85, "HP": 0.9, "RA": 0.85}
 
 def drawn():
     """One figure of every kind."""
-    reliability = sample.reliability()["closed_book"]
-    rounds = sample.selection()["with_context"]["rounds"]
+    reliability = sample.PARTS["reliability"]["closed_book"]
+    rounds = sample.PARTS["selection"]["with_context"]["rounds"]
     curve = [
         {"budget": b, "generations": 1 + 0.5 * b, "em": 0.3 + 0.1 * b}
         for b in (0, 1, 2)
@@ -24,7 +24,7 @@ def drawn():
         "reliability": figures.reliability(
             reliability["raw"], reliability["calibrated"], "closed_book"
         ),
-        "sweep": figures.layer_sweep(sample.sweep()),
+        "sweep": figures.layer_sweep(sample.PARTS["sweep"]),
         "synergy": figures.synergy(SYNERGY, "with_context"),
         "selection": figures.selection_path(rounds, "with_context"),
         "frontier": figures.frontier(
@@ -100,14 +100,14 @@ def test_sweep_draws_every_known_seed_and_skips_undefined_ones():
 
 
 def test_reliability_leaves_empty_bins_out_of_the_curve_but_counts_them():
-    bins = list(sample.bins(0.0))
+    bins = sample.PARTS["reliability"]["closed_book"]["calibrated"]
     top, bottom = figures.reliability(bins, bins, "closed_book").axes
     assert len(top.lines[1].get_xdata()) == 9
     assert len(bottom.patches) == 20
 
 
 def test_selection_shows_every_candidate_and_names_the_kept():
-    found = sample.selection()["with_context"]
+    found = sample.PARTS["selection"]["with_context"]
     axes = figures.selection_path(found["rounds"], "with_context").axes[0]
     n_candidates = sum(len(r["candidates"]) for r in found["rounds"])
     soft = set(figures.SOFT.values())

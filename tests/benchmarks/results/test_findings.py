@@ -14,17 +14,15 @@ from benchmarks.results.findings import (
 from extract.records import IN_DOMAIN
 from extract.run.results import ResultTable
 from tests.benchmarks.results.sample import (
+    PARTS,
     PLACES,
-    accuracy,
     row,
     sample_report,
     sample_rows,
-    selection,
-    sweep,
 )
 
 TEST = PLACES[1]
-ENOUGH = [a for a in accuracy() if a["split"] != "train"]
+ENOUGH = [a for a in PARTS["accuracy"] if a["split"] != "train"]
 
 
 def difference(low, high, p_value=0.01, **fields):
@@ -132,7 +130,7 @@ def test_the_spread_of_the_seeds_stands_beside_the_interval():
         row("champion", "closed_book", TEST, "auroc", value, seed=str(i))
         for i, value in enumerate((0.90, 0.91, 0.92))
     ]
-    told = remarks([*sample_rows(), *seeds], ENOUGH, sweep(), selection())
+    told = remarks([*sample_rows(), *seeds], ENOUGH, PARTS["sweep"], PARTS["selection"])
     assert "microworld, test SD .010 over 3 seeds, beside ±.030" in "".join(
         told["closed_book"]
     )
@@ -153,7 +151,7 @@ def test_the_page_shows_the_answers_that_the_rule_gives():
     from benchmarks.results.report import render_report
 
     page = render_report(sample_report())
-    answers = [f.answer for f in findings(sample_rows(), list(accuracy()))]
+    answers = [f.answer for f in findings(sample_rows(), PARTS["accuracy"])]
     for answer in ("yes", "cannot tell"):
         shown = page.count(f'<b class="{answer.replace(" ", "-")}">')
         assert shown == answers.count(answer)

@@ -12,10 +12,10 @@ from benchmarks.results.report import (
     write_report,
 )
 from extract.records import IN_DOMAIN
-from tests.benchmarks.results.anatomy_sample import anatomy_rows, studies
 from tests.benchmarks.results.sample import (
     MARKUP,
-    frontier,
+    PARTS,
+    anatomy_rows,
     row,
     sample_report,
     sample_rows,
@@ -43,7 +43,7 @@ EMPTY = dict(
 
 def whole_report():
     rows = [*sample_rows(), *anatomy_rows()]
-    return sample_report(rows=rows, studies=studies())
+    return sample_report(rows=rows, studies=PARTS["studies"])
 
 
 @pytest.fixture(scope="module")
@@ -223,8 +223,8 @@ def test_what_was_not_run_is_named():
 
 
 def test_the_frontier_is_a_mean_over_the_same_datasets_at_every_budget():
-    curve, datasets = frontier_curve(list(frontier()))
+    curve, datasets = frontier_curve(PARTS["control"]["frontier"])
     assert [point["budget"] for point in curve] == [0, 1, 2, 3, 4]
     assert datasets == ["microworld", "pursuits", "places", "rephrased"]
     with pytest.raises(ValueError, match="budget 4 has 3 entries"):
-        frontier_curve(list(frontier())[:-1])
+        frontier_curve(PARTS["control"]["frontier"][:-1])
