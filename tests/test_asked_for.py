@@ -39,11 +39,11 @@ def finish(verb, run, *options):
 
 
 @pytest.mark.slow
-def test_kills_change_no_row_and_the_report_shows_what_was_asked_for(tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    finish("demo", whole, "--preset", "smoke")
+def test_kills_change_no_row_and_the_report_shows_what_was_asked_for(
+    smoke_run, tmp_path
+):
+    whole, killed = (shutil.copytree(smoke_run, tmp_path / x) for x in ("a", "b"))
     plain = (whole / "results.jsonl").read_text()
-    shutil.copytree(whole, killed)
     for verb, option, stage in LINES:
         began = time.monotonic()
         finish(verb, whole, option)

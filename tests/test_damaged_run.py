@@ -43,9 +43,13 @@ JUNK += ({"a": 1}, [None], "../..", float("nan"))
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """Make a run of a few questions, all stages."""
-    path = tmp_path_factory.mktemp("damaged") / "run"
+def run(shared_folder, tmp_path_factory):
+    """A run of a few questions, all stages."""
+    made = shared_folder("few_questions", make_run)
+    return RunDir(shutil.copytree(made, tmp_path_factory.mktemp("damaged") / "run"))
+
+
+def make_run(path):
     world = make_world(WorldConfig())
     questions = QuestionConfig(n_train=24, n_evaluation=16, n_ood=2)
     sections = {
@@ -62,7 +66,6 @@ def run(tmp_path_factory):
         once(run, "world", {}, [run.examples, run.passages], Progress(), make)
         for place in CHAIN[1:]:
             run_stage(load_stage(place), run, Progress())
-    return RunDir(path)
 
 
 def contents(run):

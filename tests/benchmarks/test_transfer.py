@@ -1,6 +1,7 @@
 """Detectors as they are, on answers from retrieved passages."""
 
 import json
+import shutil
 
 import msgspec
 import numpy as np
@@ -117,10 +118,9 @@ def test_what_was_asked_and_not_answered_is_counted_as_failed():
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
+def finished(smoke_run, tmp_path_factory):
     """A finished run of the smallest preset, with retrieved answers judged."""
-    run = tmp_path_factory.mktemp("transfer") / "run"
-    call("demo", run, "--preset", "smoke")
+    run = shutil.copytree(smoke_run, tmp_path_factory.mktemp("transfer") / "run")
     call("transfer", run, "--limit", 20)
     return RunDir(run)
 

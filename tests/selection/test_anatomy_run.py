@@ -20,10 +20,10 @@ def kept_in(run):
 
 
 @pytest.mark.slow
-def test_a_killed_anatomy_ends_with_the_same_rows_and_the_report_shows_it(tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    finish("demo", whole, "--preset", "smoke")
-    shutil.copytree(whole, killed)
+def test_a_killed_anatomy_ends_with_the_same_rows_and_the_report_shows_it(
+    smoke_run, tmp_path
+):
+    whole, killed = (shutil.copytree(smoke_run, tmp_path / x) for x in ("a", "b"))
     finish("anatomy", whole)
     for n_before in (3, 9):  # of thirteen
         process = start("anatomy", killed)

@@ -1,6 +1,7 @@
 """Rivals are judged on a run's answers: once each, with what they lack said."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -161,9 +162,8 @@ def test_the_list_has_a_line_for_every_detector():
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    path = tmp_path_factory.mktemp("judged") / "run"
-    call("demo", path, "--preset", "smoke")
+def run(smoke_run, tmp_path_factory):
+    path = shutil.copytree(smoke_run, tmp_path_factory.mktemp("judged") / "run")
     found = RunDir(path)
     quick = {name for name, x in catalogue().items() if not (x.needs or x.reads)}
     assert {name for name, _ in judged(found)} == quick

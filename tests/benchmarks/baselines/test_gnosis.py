@@ -1,6 +1,7 @@
 """The head of Gnosis finds what was planted in either stream, and nothing else."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -96,6 +97,7 @@ def test_the_labels_of_test_rows_change_nothing():
     np.testing.assert_array_equal(first.scores, second.scores)
 
 
+@functools.cache
 def fitted(**changes):
     labels = some_labels()
     maps, states = planted(labels, "maps")
@@ -121,12 +123,13 @@ def test_a_seed_of_several_is_fitted_as_it_is_alone():
 
 
 def test_a_head_keeps_the_epoch_that_is_best_on_validation():
-    best, config, inputs, labels = fitted(n_epochs=6)
+    best, config, inputs, labels = fitted(n_epochs=6, patience=6)
+    apply = jax.jit(GnosisHead(config).apply)
     valid, values = np.arange(200, 300), []
     for patience in (6, 1):
         found, _, _, _ = fitted(n_epochs=6, patience=patience)
         own = jax.tree.map(lambda x: x[0], found.params)
-        logits = GnosisHead(config).apply(own, *inputs.at(valid))
+        logits = apply(own, *inputs.at(valid))
         values.append(roc_auc_score(labels[valid], logits))
     assert 1 <= best.epochs[0] <= 6 and values[0] >= values[1] > 0.5
 
@@ -134,11 +137,12 @@ def test_a_head_keeps_the_epoch_that_is_best_on_validation():
 def test_a_step_and_a_head_have_their_places():
     head = GnosisHead(SMALL)
     maps, states = (x[:4] for x in planted(some_labels(), "maps"))
-    params = head.init(jax.random.key(0), maps, states)
-    plain = head.apply(params, maps, states)
+    params = jax.jit(head.init)(jax.random.key(0), maps, states)
+    apply = jax.jit(head.apply)
+    plain = apply(params, maps, states)
     for moved in ((maps[:, ::-1], states), (maps[:, :, ::-1], states)):
-        assert np.abs(head.apply(params, *moved) - plain).max() > 1e-5
-    turned = head.apply(params, maps, states[:, ::-1])
+        assert np.abs(apply(params, *moved) - plain).max() > 1e-5
+    turned = apply(params, maps, states[:, ::-1])
     assert np.abs(turned - plain).max() > 1e-5
-    alone = head.apply(params, maps[:1], states[:1])
+    alone = apply(params, maps[:1], states[:1])
     np.testing.assert_allclose(alone, plain[:1], atol=1e-5)
