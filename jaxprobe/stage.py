@@ -25,10 +25,10 @@ from extract.run.contents import (
 )
 from extract.run.directory import RunDir
 from extract.run.manifest import Preset, read_manifest
-from extract.run.stages import Forecast, Stage
+from extract.run.stages import Stage
 from extract.store.read import FeatureStore, open_store
 from jaxprobe import checkpoint
-from jaxprobe.calibrate import SEEN, FusedHead, Grid, calibrated
+from jaxprobe.calibrate import FusedHead, Grid, calibrated
 from jaxprobe.calibration import Calibrator, cross_fit, folds_of
 from jaxprobe.detector import HeadName, Provenance
 from jaxprobe.evaluation import INTERVAL_PRESETS
@@ -50,7 +50,6 @@ from jaxprobe.pool import (
     branches_of,
     pool_of,
     read_selection,
-    reads,
 )
 from jaxprobe.scope import scripts_of
 from jaxprobe.settings import GridConfig, grid_config, select_config, set_compiler
@@ -247,26 +246,6 @@ def _calibrate(
     detector.save(run.detector)
 
 
-def _forecast(run: RunDir, config: CalibrateConfig) -> Forecast:
-    """Count the maps, the scores they are fitted on, and the answers that are read."""
-    branches = run_branches(run)
-    rows = {setting: open_rows(run, setting)[1] for setting in settings_of(run)}
-    n_of = {s: {k: len(r.where(k)) for k in SEEN} for s, r in rows.items()}
-    n_scores = sum(n_of[branch_setting(branch)]["validation"] for branch in branches)
-    passes = {
-        s for b in branches for s, _ in reads(b, run_selection(run, b)[1]["members"])
-    }
-    n_read = sum(sum(n_of[setting].values()) for setting in passes)
-    return Forecast(
-        stage="calibrate",
-        basis=(
-            f"{len(branches)} isotonic maps and thresholds, fitted on {n_scores} "
-            f"validation scores; signals of {n_read} training and validation answers "
-            "are read to know where they lie; no model is asked"
-        ),
-    )
-
-
 CALIBRATE = Stage(
     name="calibrate",
     inputs=lambda run: [
@@ -278,5 +257,4 @@ CALIBRATE = Stage(
     outputs=lambda run: [run.detector],
     work=_calibrate,
     presets=CALIBRATE_PRESETS,
-    forecast=_forecast,
 )

@@ -12,8 +12,6 @@ from extract.records import IN_DOMAIN, SETTINGS, read_records, write_lines
 from extract.run.contents import read_examples, settings_of
 from extract.run.directory import RunDir
 from extract.run.results import ResultRow, ResultTable
-from jaxprobe.pool import branch_setting
-from jaxprobe.stage import CALIBRATE, open_rows
 from tests.extract.small_run import beatrice, questions, smoke
 
 BARE = {"bare", "rephrased"}  # sets without passages in a mixed run
@@ -99,18 +97,6 @@ def test_every_verb_works_on_the_settings_that_a_run_has(run, case):
         assert found == set(HAS[case])
     assert "every checksum holds" in beatrice("verify", run.path).stdout
     beatrice("doctor", run.path)
-
-
-@pytest.mark.slow
-def test_dry_runs_of_what_asks_no_model_count_what_was_done(run):
-    branches = [folder.name for folder in run.selection.iterdir()]
-    n_scores = sum(
-        len(open_rows(run, branch_setting(branch))[1].where("validation"))
-        for branch in branches
-    )
-    calibrate = CALIBRATE.forecast(run, CALIBRATE.settle(run)).basis
-    assert f"{len(branches)} isotonic maps and thresholds, fitted on" in calibrate
-    assert f"fitted on {n_scores} validation scores" in calibrate
 
 
 @pytest.mark.slow
