@@ -27,11 +27,12 @@ from jaxprobe.features.families import (
     Standardizer,
     span_lengths,
     used_spans,
+    width_groups,
+    widths_of,
 )
 from jaxprobe.features.reading import family_dims, longest_spans, read_features
 from jaxprobe.features.rows import Rows, partners, rows_at_once
 from jaxprobe.features.subsets import FamilyDims
-from jaxprobe.features.widths import width_groups, widths_of
 from jaxprobe.fit.grid import Trained
 from jaxprobe.model.encoder import Params
 from jaxprobe.pool import branch_setting, reads

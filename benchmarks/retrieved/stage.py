@@ -40,7 +40,13 @@ from extract.store.read import FeatureStore
 from jaxprobe import checkpoint
 from jaxprobe.detector import Detector
 from jaxprobe.evaluation import Scored, detection_rows
-from jaxprobe.features.families import Features, Standardizer, split_families
+from jaxprobe.features.families import (
+    Features,
+    Standardizer,
+    split_families,
+    width_groups,
+    widths_of,
+)
 from jaxprobe.features.reading import (
     family_dims,
     longest_spans,
@@ -55,7 +61,6 @@ from jaxprobe.features.subsets import (
     SUBSETS,
     FamilyDims,
 )
-from jaxprobe.features.widths import width_groups, widths_of
 from jaxprobe.fit.grid import grid_members, member_logits
 from jaxprobe.fit.stage import EVERY_FAMILY
 from jaxprobe.model.encoder import Encoder

@@ -21,9 +21,9 @@ from jaxprobe.features.families import (
     span_lengths,
     standardizer_of,
     used_spans,
+    widths_of,
 )
 from jaxprobe.features.subsets import FamilyDims
-from jaxprobe.features.widths import widths_of
 from jaxprobe.kernels.stored import StoredTokens
 
 

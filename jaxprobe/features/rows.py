@@ -20,6 +20,8 @@ from jaxprobe.features.families import (
     FamilyTokens,
     Standardizer,
     keep_spans,
+    width_groups,
+    widths_of,
     zero_span,
 )
 from jaxprobe.features.reading import (
@@ -32,7 +34,6 @@ from jaxprobe.features.reading import (
     stored_lengths,
 )
 from jaxprobe.features.subsets import FamilyDims
-from jaxprobe.features.widths import width_groups, widths_of
 
 _MOST_ROWS, _MOST_BYTES = 1024, 1 << 29  # standardised and encoded together
 # Of rows of the store, `[n]`, in the padded widths of all spans, or the given ones.

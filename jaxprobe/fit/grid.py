@@ -38,13 +38,15 @@ from jaxprobe.fit.loop import (
     start_fit,
     take_steps,
 )
-from jaxprobe.kernels.matmul import use_one_blas_thread
 from jaxprobe.kernels.projection import Draw
 from jaxprobe.kernels.random import BATCHES, MEMBERS, stream_key
-from jaxprobe.model.encoder import Encoder, MemberOutputs, Params
-from jaxprobe.model.linear import (
+from jaxprobe.kernels.stored import use_one_blas_thread
+from jaxprobe.model.encoder import (
     COLLECTION,
+    Encoder,
     LinearPart,
+    MemberOutputs,
+    Params,
     linear_logits,
     pooled_signals,
 )

@@ -24,9 +24,9 @@ from jaxprobe.checkpoint import Cache
 from jaxprobe.features.families import FamilyTokens
 from jaxprobe.features.subsets import subset_masks
 from jaxprobe.fit.grid import Trained
-from jaxprobe.kernels.matmul import use_one_blas_thread
+from jaxprobe.kernels.stored import use_one_blas_thread
 from jaxprobe.metrics import auroc, is_gain
-from jaxprobe.model.linear import LinearPart, pooled_signals
+from jaxprobe.model.encoder import LinearPart, pooled_signals
 from jaxprobe.regression import block_scale, fit_linear, logistic_regression
 
 N_FOLDS = 5
@@ -36,7 +36,7 @@ _pooled = jax.jit(pooled_signals)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Pooled:
-    """Pooled signals of rows, see `jaxprobe.model.linear`.
+    """Pooled signals of rows, see `jaxprobe.model.encoder`.
 
     Attributes:
       families: per family `[n_rows, n_parts * d_family]` float32.

@@ -22,9 +22,8 @@ import numpy as np
 from extract.run.stages import bytes_in_words
 from extract.store.families import Dtype, numpy_dtype
 from jaxprobe.config import EncoderConfig, PlannedConfig, TrainConfig, row_choices
-from jaxprobe.features.families import FamilyTokens
+from jaxprobe.features.families import FamilyTokens, width_groups, widths_of
 from jaxprobe.features.subsets import FamilyDims
-from jaxprobe.features.widths import width_groups, widths_of
 from jaxprobe.fit.grid import (
     Block,
     BlockArrays,

@@ -37,10 +37,9 @@ from extract.run.stages import Stage, side_by_side
 from jaxprobe import checkpoint
 from jaxprobe.checkpoint import Cache
 from jaxprobe.evaluation import permute_by_question
-from jaxprobe.features.families import FamilyTokens
+from jaxprobe.features.families import FamilyTokens, width_groups, widths_of
 from jaxprobe.features.rows import ReadRows, TrainingSet, rows_at_once, training_set
 from jaxprobe.features.subsets import N_SUBSETS, subset_index
-from jaxprobe.features.widths import width_groups, widths_of
 from jaxprobe.fit.grid import (
     Member,
     Trained,

@@ -28,7 +28,7 @@ from jaxprobe.fit.grid import (
     trained_block,
 )
 from jaxprobe.fit.loop import fit
-from jaxprobe.kernels.matmul import use_one_blas_thread
+from jaxprobe.kernels.stored import use_one_blas_thread
 from jaxprobe.model.encoder import Encoder
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxprobe.config import MatmulDtype
-from jaxprobe.kernels.matmul import product
+from jaxprobe.kernels.stored import product
 
 N_TAPS = 3  # kernel size of the convolutions within a block
 
@@ -60,7 +60,7 @@ def token_convolution(
       x: `[d_in, n_span_tokens, n_examples]`, zero on padding.
       kernel: `[d_out, 3, d_in]`.
       flag: see `materialize`.
-      matmul_dtype: see `jaxprobe.kernels.matmul`.
+      matmul_dtype: see `jaxprobe.kernels.stored`.
 
     Returns:
       `[d_out, n_span_tokens, n_examples]`.

@@ -5,21 +5,70 @@ None of the three is done for a family that is not read.
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxprobe.config import MatmulDtype
-from jaxprobe.kernels.branch import shared_branch, zeros_if_closed
-from jaxprobe.kernels.matmul import contract, product
 from jaxprobe.kernels.random import RowKeys, hashed_normal
 from jaxprobe.kernels.stored import (
     StoredTokens,
+    contract,
+    product,
     rows_of_tokens,
     take_rows,
     values_of,
 )
+
+
+def shared_branch(
+    compute: Callable[[Any], jax.Array],
+    mask: Callable[[jax.Array, jax.Array], jax.Array] | None,
+    gate: jax.Array,
+    given: Any,
+) -> jax.Array:
+    """`compute(given)` where the gate is open; for members side by side, once for all.
+
+    By itself `vmap` over gates copies what the members share, a batch of hidden states,
+    for every member. Here what is computed is as shared as what it is computed from.
+
+    Args:
+      compute: has no gradient of its own.
+      mask: makes zeros of a value whose gate is closed; None where nobody reads it.
+      gate: scalar bool.
+      given: arrays, not closed over, since `vmap` must see them.
+    """
+    shape = jax.eval_shape(compute, given)
+
+    @jax.custom_batching.custom_vmap
+    def branch(gate, given):
+        return jax.lax.cond(
+            gate, compute, lambda _: jnp.zeros(shape.shape, shape.dtype), given
+        )
+
+    @branch.def_vmap
+    def several(n, is_batched, gate, given):
+        is_gate_batched, are_given = is_batched
+        axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, are_given)
+        is_shared = not any(jax.tree.leaves(are_given))
+        found = (
+            compute(given)
+            if is_shared
+            else jax.vmap(compute, in_axes=(axes,), axis_size=n)(given)
+        )
+        if mask is None:
+            return found, not is_shared
+        own = 0 if is_gate_batched else None, None if is_shared else 0
+        return jax.vmap(mask, in_axes=own, axis_size=n)(gate, found), True
+
+    return branch(gate, given)
+
+
+def zeros_if_closed(gate: jax.Array, x: jax.Array) -> jax.Array:
+    """`x`, or zeros unless the gate is open: a mask of `shared_branch`."""
+    return jnp.where(gate, x, 0.0)
+
 
 # Channels from which a batch is too large to be copied before it is projected.
 _WIDE = 1024
@@ -63,7 +112,7 @@ def project(
       draw: None outside training: all examples, no noise.
       deviation: standard deviation of the noise on each input channel.
       stream: tells families apart in the noise.
-      matmul_dtype: see `jaxprobe.kernels.matmul`; the noise is not rounded.
+      matmul_dtype: see `jaxprobe.kernels.stored`; the noise is not rounded.
 
     Returns:
       `[d_projection, n_tokens, batch_size]`. Padding carries noise; mask it.
@@ -214,7 +263,7 @@ def wide_product(
     Only `weight` has a gradient.
 
     Args:
-      matmul_dtype: see `jaxprobe.kernels.matmul`.
+      matmul_dtype: see `jaxprobe.kernels.stored`.
       weight: `[d_projection, d_family]`.
       tokens: `[n_tokens, n_examples, d_family]`.
       rows: `[n_batch]` int32, all of them among the examples.

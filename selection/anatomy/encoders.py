@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxprobe.features.families import FamilyTokens
+from jaxprobe.features.families import FamilyTokens, width_groups, widths_of
 from jaxprobe.features.rows import TrainingSet, rows_at_once, training_set
 from jaxprobe.features.subsets import (
     FLOATS,
@@ -26,13 +26,13 @@ from jaxprobe.features.subsets import (
     FamilyDims,
     subset_index,
 )
-from jaxprobe.features.widths import width_groups, widths_of
 from jaxprobe.fit.grid import is_silent, member_logits
 from jaxprobe.kernels.masked import materialize
-from jaxprobe.model.encoder import Encoder, Params
-from jaxprobe.model.linear import (
+from jaxprobe.model.encoder import (
     COLLECTION,
+    Encoder,
     LinearPart,
+    Params,
     linear_logits,
     pooled_signals,
 )

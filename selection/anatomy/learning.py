@@ -24,10 +24,9 @@ from extract.records import IN_DOMAIN
 from extract.run.results import ResultRow
 from jaxprobe.checkpoint import Cache
 from jaxprobe.evaluation import Scored, detection_rows
-from jaxprobe.features.families import FamilyTokens
+from jaxprobe.features.families import FamilyTokens, widths_of
 from jaxprobe.features.rows import Held, Rows, TrainingSet
 from jaxprobe.features.subsets import LETTERS, subset_index
-from jaxprobe.features.widths import widths_of
 from jaxprobe.fit.stage import train_encoders
 from jaxprobe.pool import reads
 from jaxprobe.stage import run_selection

@@ -54,7 +54,7 @@ def linear_scores(
 def pooled_signals(deployed: Deployed, where: np.ndarray) -> tuple[np.ndarray, ...]:
     """Return what a linear probe reads of some rows, `[n, n_features]` a family.
 
-    The same as encoders that begin as regressions do, see `jaxprobe.model.linear`.
+    The same as encoders that begin as regressions do, see `jaxprobe.model.encoder`.
     """
     labels = deployed.evidence.rows.labels[where]
     return Pooled.of(deployed.parts(where, 2), labels).families

@@ -9,8 +9,7 @@ from jaxprobe.config import EncoderConfig
 from jaxprobe.features.families import FamilyTokens
 from jaxprobe.features.subsets import SUBSETS, paper_dims, subset_index
 from jaxprobe.fit.grid import apply_member, member_logits
-from jaxprobe.model.encoder import Encoder
-from jaxprobe.model.linear import LinearPart
+from jaxprobe.model.encoder import Encoder, LinearPart
 from selection.anatomy.encoders import (
     TOLERANCE,
     attributed,

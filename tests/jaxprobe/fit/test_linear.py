@@ -21,8 +21,7 @@ from jaxprobe.fit.linear import (
     with_linear_parts,
 )
 from jaxprobe.metrics import auroc, auroc_gain
-from jaxprobe.model.encoder import Encoder
-from jaxprobe.model.linear import pooled_signals
+from jaxprobe.model.encoder import Encoder, pooled_signals
 from tests.jaxprobe.fit.test_grid import CONFIG, DIMS, planted
 
 ENCODER = Encoder(dataclasses.replace(CONFIG, is_linear_first=True), DIMS)

@@ -14,8 +14,7 @@ from jaxprobe.features.subsets import paper_dims, subset_index
 from jaxprobe.fit.grid import Block, fit_blocks, labelled, member_outputs
 from jaxprobe.fit.streaming import Streamed, fit_streamed
 from jaxprobe.kernels.stored import StoredTokens, take_rows, values_of
-from jaxprobe.model.encoder import Encoder
-from jaxprobe.model.linear import pooled_signals
+from jaxprobe.model.encoder import Encoder, pooled_signals
 
 WIDTHS = (4, 3)
 # Hidden states that are copied before they are projected, or read where they lie.
