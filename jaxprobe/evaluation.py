@@ -302,6 +302,7 @@ class IntervalConfig:
 
 INTERVAL_PRESETS: dict[Preset, IntervalConfig] = {
     "demo": IntervalConfig(),
+    "few": IntervalConfig(),
     "smoke": IntervalConfig(n_resamples=100),
     "paper": IntervalConfig(),
 }

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -52,7 +52,13 @@ from jaxprobe.pool import (
     read_selection,
 )
 from jaxprobe.scope import scripts_of
-from jaxprobe.settings import GridConfig, grid_config, select_config, set_compiler
+from jaxprobe.settings import (
+    GRID_PRESETS,
+    SELECT_PRESETS,
+    GridConfig,
+    SelectConfig,
+    set_compiler,
+)
 
 N_FOLDS = 5  # of `fold_calibrators`
 
@@ -75,6 +81,16 @@ def chosen_layer(run: RunDir) -> int:
 def encoder_folders(run: RunDir) -> list[Path]:
     """Return the checkpoints of the run's settings."""
     return [run.encoders(setting) for setting in settings_of(run)]
+
+
+def grid_config(run: RunDir) -> GridConfig:
+    """Return how a run's encoders are trained, with the run's seed."""
+    return run.settle("train", GRID_PRESETS).seeded(run.seed)
+
+
+def select_config(run: RunDir) -> SelectConfig:
+    """Return how a run's heads are trained and selected, with the run's seed."""
+    return run.settle("select", SELECT_PRESETS).seeded(run.seed)
 
 
 def run_branches(run: RunDir) -> tuple[HeadName, ...]:
@@ -165,7 +181,7 @@ class CalibrateConfig:
 
 
 CALIBRATE_PRESETS: dict[Preset, CalibrateConfig] = dict.fromkeys(
-    ("demo", "smoke", "paper"), CalibrateConfig()
+    get_args(Preset), CalibrateConfig()
 )
 
 

@@ -34,9 +34,10 @@ from jaxprobe.fit.stage import settings_at_once, train_encoders
 from jaxprobe.model.encoder import MemberOutputs
 from jaxprobe.model.fusion import PoolOutputs
 from jaxprobe.pool import pool_names, reads
-from jaxprobe.settings import SELECT_PRESETS, SelectConfig, grid_config, set_compiler
+from jaxprobe.settings import SELECT_PRESETS, SelectConfig, set_compiler
 from jaxprobe.stage import (
     encoder_folders,
+    grid_config,
     run_bootstrap,
     run_outputs,
     run_pool,

@@ -8,8 +8,11 @@ import click
 
 from extract.run.directory import RunDir
 from extract.run.verbs import RUN_DIR, RunPath
+from jaxprobe.commands import HEAD_SIZES, size_options, with_sizes
 
 if TYPE_CHECKING:
+    from extract.run.manifest import Preset
+    from jaxprobe.settings import SelectConfig
     from selection.anatomy.stage import AnatomyConfig
 
 
@@ -28,6 +31,7 @@ def sweep(run_dir: Path) -> None:
 
 @click.command()
 @RUN_DIR
+@size_options("epochs", "learning-rate", "width", sizes=HEAD_SIZES)
 @click.option(
     "--exhaustive",
     is_flag=True,
@@ -38,15 +42,28 @@ def sweep(run_dir: Path) -> None:
     is_flag=True,
     help="Also search on twenty other splits: how much too good validation looks.",
 )
-def select(run_dir: Path, exhaustive: bool, optimism: bool) -> None:
+def select(
+    run_dir: Path,
+    exhaustive: bool,
+    optimism: bool,
+    preset: "Preset | None",
+    **sizes: float | None,
+) -> None:
     """Select encoders greedily and train the fusion heads.
+
+    There is a head for every seed of the encoders. Sizes stay with the run, and may be
+    others until heads have been trained with them.
 
     Example: beatrice select runs/demo --exhaustive
     """
     from extract.run.stages import do
+    from jaxprobe.settings import SELECT_PRESETS
     from selection.stage import SELECT
 
-    do(run_dir, SELECT)
+    def change(config: "SelectConfig") -> "SelectConfig":
+        return with_sizes(config, SELECT_PRESETS, preset, sizes)
+
+    do(run_dir, SELECT, change=change)
     if optimism:
         from selection.optimism import OPTIMISM
 

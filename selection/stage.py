@@ -190,4 +190,5 @@ SELECT = Stage(
     outputs=lambda run: [run.selection],
     work=_select,
     presets=SELECT_PRESETS,
+    is_open=True,
 )

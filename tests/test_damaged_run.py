@@ -35,8 +35,7 @@ from extract.world.questions import QuestionConfig, make_examples
 from jaxprobe import checkpoint
 from jaxprobe.detector import Detector
 from jaxprobe.features.rows import read_sweep
-from jaxprobe.settings import grid_config, select_config
-from jaxprobe.stage import run_selection
+from jaxprobe.stage import grid_config, run_selection, select_config
 
 JUNK = (None, True, -1, 0, 7, 2.5, 10**9, 10**30, "", "x", "7", [], {}, [1], [[]])
 JUNK += ({"a": 1}, [None], "../..", float("nan"))

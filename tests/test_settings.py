@@ -1,6 +1,7 @@
 """The sections of every room: what a manifest holds of them is what is read again."""
 
 import dataclasses
+import re
 from functools import partial
 
 import pytest
@@ -12,20 +13,15 @@ from extract.generate.requests import ANSWER_PRESETS
 from extract.label.verdicts import LABEL_PRESETS
 from extract.run.directory import RunDir
 from extract.run.manifest import PRESETS, NewRun, as_json, decode_section
-from extract.run.verbs import load_stage
+from extract.run.verbs import SIZES, load_stage
 from extract.signals.stage import EXTRACT_PRESETS
 from extract.world.commands import WORLD_PRESETS
-from jaxprobe.commands import with_options
+from jaxprobe.commands import HEAD_SIZES, with_options
 from jaxprobe.config import StreamConfig
 from jaxprobe.evaluation import INTERVAL_PRESETS
-from jaxprobe.settings import (
-    GRID_PRESETS,
-    SELECT_PRESETS,
-    GridConfig,
-    grid_config,
-    select_config,
-)
-from jaxprobe.stage import CALIBRATE_PRESETS
+from jaxprobe.fit.stage import TRAIN
+from jaxprobe.settings import GRID_PRESETS, SELECT_PRESETS, GridConfig
+from jaxprobe.stage import CALIBRATE_PRESETS, grid_config, select_config
 from pgir.controllers.stage import CONTROL_PRESETS
 from selection.sweep import SWEEP_PRESETS
 
@@ -111,6 +107,65 @@ def test_a_run_that_holds_its_store_in_memory_is_not_streamed(run):
     told = "a run with train.stream=None; you asked for train.stream={'n_chunk': 64"
     with pytest.raises(ValueError, match=told):
         run.settle("train", GRID_PRESETS, options(is_streamed=True))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_help_of_presets_names_their_sizes(preset):
+    grid, select = GRID_PRESETS[preset], SELECT_PRESETS[preset]
+    for text, width, train in (
+        (SIZES, grid.encoder.hidden, grid.train),
+        (HEAD_SIZES, select.head.hidden, select.train),
+    ):
+        words = next(part for part in text.split("; ") if part.startswith(preset))
+        assert re.search(rf"\bwidth {width}\b", words)
+        assert re.search(rf"\bbatches of {train.batch_size}\b", words)
+        assert f"{train.max_epochs} epochs at {train.learning_rate:g}" in words
+    words = next(part for part in SIZES.split("; ") if part.startswith(preset))
+    assert ("regressions" in words) == grid.encoder.is_linear_first
+    assert ("one seed" in words) == (grid.train.n_seeds == 1)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_sizes_of_a_grid_change_by_themselves(preset):
+    config = GRID_PRESETS[preset]
+    wide = config.resized(width=24, seeds=7)
+    assert (wide.encoder.hidden, wide.train.n_seeds) == (24, 7)
+    ratio = config.encoder.projection / config.encoder.hidden
+    assert wide.encoder.projection == 24 * ratio
+    assert (
+        wide.resized(width=config.encoder.hidden, seeds=config.train.n_seeds).train
+        == config.train
+    )
+    longer = config.resized(epochs=90, learning_rate=0.5)
+    assert (longer.train.max_epochs, longer.train.learning_rate) == (90, 0.5)
+    stays = config.train.lr_patience >= config.train.max_epochs
+    assert longer.train.lr_patience == (90 if stays else config.train.lr_patience)
+    assert config.resized() == config
+    with pytest.raises(ValueError, match="n_seeds must be at least 1"):
+        config.resized(seeds=0)
+
+
+def test_a_stages_sizes_are_open_until_its_outputs_are_there(run):
+    def change(config):
+        return config.resized(width=4)
+
+    assert grid_config(run).encoder.hidden == 8
+    assert TRAIN.settle(run, change).encoder.hidden == 4  # recorded, nothing trained
+    assert grid_config(run).encoder.hidden == 4
+    run.examples.write_text("")
+    run.encoders("closed_book").mkdir(parents=True)
+    assert TRAIN.settle(run, change) == TRAIN.settle(run)
+    with pytest.raises(
+        ValueError,
+        match=r"hidden=4; you asked for .*hidden=6.*, or delete .*encoders/closed_book",
+    ):
+        TRAIN.settle(run, lambda config: config.resized(width=6))
+    with pytest.raises(ValueError, match="n_seeds must be at least 1") as refused:
+        TRAIN.settle(run, lambda config: config.resized(seeds=0))
+    assert "delete" not in str(refused.value)
+    # No result depends on the memory for which it is planned.
+    planned = TRAIN.settle(run, lambda c: dataclasses.replace(c, device_memory=9))
+    assert planned.device_memory == 9
 
 
 def test_the_runs_seed_takes_the_place_of_the_protocols(run):

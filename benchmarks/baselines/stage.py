@@ -72,6 +72,7 @@ class BaselinesConfig:
 
 BASELINES_PRESETS: dict[Preset, BaselinesConfig] = {
     "demo": BaselinesConfig(),
+    "few": BaselinesConfig(),
     "smoke": BaselinesConfig(),
     "paper": BaselinesConfig(),
 }

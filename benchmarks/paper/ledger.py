@@ -21,8 +21,7 @@ from extract.run.contents import count_correct, read_examples, read_labels
 from extract.run.directory import RunDir
 from extract.run.manifest import read_manifest
 from extract.run.results import DIFFERENCE, SPLIT_LABELS, label_rule, read_result_rows
-from jaxprobe.settings import grid_config
-from jaxprobe.stage import run_bootstrap
+from jaxprobe.stage import grid_config, run_bootstrap
 
 _MARKS = {"bold": "**{}**", "underlined": "<u>{}</u>", "dagger": "{}†", None: "{}"}
 _WHY_NOT = {

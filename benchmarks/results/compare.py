@@ -32,8 +32,7 @@ from extract.run.results import (
 )
 from jaxprobe import checkpoint
 from jaxprobe.features.subsets import N_SUBSETS
-from jaxprobe.settings import grid_config
-from jaxprobe.stage import open_rows, run_bootstrap
+from jaxprobe.stage import grid_config, open_rows, run_bootstrap
 from selection.anatomy.backbones import Agreement, Ranked, agreement
 
 

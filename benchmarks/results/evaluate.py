@@ -48,10 +48,11 @@ from jaxprobe.features.rows import Rows
 from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
 from jaxprobe.fit.stage import EVERY_FAMILY
 from jaxprobe.metrics import BootstrapConfig
-from jaxprobe.settings import grid_config, set_compiler
+from jaxprobe.settings import set_compiler
 from jaxprobe.stage import (
     chosen_layer,
     encoder_folders,
+    grid_config,
     open_rows,
     run_bootstrap,
     run_selection,

@@ -46,8 +46,7 @@ from extract.run.results import (
 from extract.run.stages import Stage
 from extract.signals.stage import extract_config
 from jaxprobe.features.rows import read_sweep
-from jaxprobe.settings import grid_config
-from jaxprobe.stage import chosen_layer
+from jaxprobe.stage import chosen_layer, grid_config
 from selection.ablation import ablation_summary
 from selection.ranking import ranking_summary
 from selection.stage import selection_summary

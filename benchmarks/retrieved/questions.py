@@ -55,6 +55,7 @@ class TransferConfig:
 
 TRANSFER_PRESETS: dict[Preset, TransferConfig] = {
     "demo": TransferConfig(),
+    "few": TransferConfig(),
     "smoke": TransferConfig(limit=20),
     "paper": TransferConfig(),
 }

@@ -64,8 +64,14 @@ from jaxprobe.features.subsets import (
 from jaxprobe.fit.grid import grid_members, member_logits
 from jaxprobe.fit.stage import EVERY_FAMILY
 from jaxprobe.model.encoder import Encoder
-from jaxprobe.settings import grid_config, set_compiler
-from jaxprobe.stage import chosen_layer, encoder_folders, open_rows, run_bootstrap
+from jaxprobe.settings import set_compiler
+from jaxprobe.stage import (
+    chosen_layer,
+    encoder_folders,
+    grid_config,
+    open_rows,
+    run_bootstrap,
+)
 from pgir.retrieval.commands import retrieval_config, retrieval_of
 from pgir.retrieval.recall import has_answer
 

@@ -244,6 +244,7 @@ _SMALL = AnswerConfig(
 )
 ANSWER_PRESETS: dict[Preset, AnswerConfig] = {
     "demo": _SMALL,
+    "few": _SMALL,
     "smoke": _SMALL,
     "paper": AnswerConfig(
         generation=GenerationConfig(max_new_tokens=32, tokens_per_batch=16_384)

@@ -27,7 +27,7 @@ from extract.run.files import (
 )
 from extract.run.lock import utc_now
 
-Preset = Literal["demo", "smoke", "paper"]
+Preset = Literal["demo", "few", "smoke", "paper"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)
 FORMAT, VERSION = "beatrice-run", 4
 Section = TypeVar("Section")
@@ -271,7 +271,7 @@ def settle_section(
         settled = decode_section(held, type(preset), where)
         asked = settled if change is None else change(settled)
         if asked == settled:
-            return settled
+            return asked
         if not is_replaceable:
             refuse_other(path, {name: held}, {name: as_json(asked)})
     else:

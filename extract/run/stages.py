@@ -104,6 +104,8 @@ class Stage:
         does all.
       presets: its settings for every preset; empty where it has none.
       section: name of its settings in the manifest; the stage's own by default.
+      is_open: whether its settings may be others than those recorded, while none of its
+        outputs is there.
       forecast: says what is left to do, with the same settings; None where that is
         nothing that can be counted.
     """
@@ -115,13 +117,26 @@ class Stage:
     parts: str = ""
     presets: Mapping[Preset, Any] = dataclasses.field(default_factory=dict)
     section: str | None = None
+    is_open: bool = False
     forecast: Callable[[RunDir, Any], Forecast] | None = None
 
     def settle(self, run: RunDir, change: Change | None = None, **options: bool) -> Any:
         """Return the stage's settings in a run, see `settle_section`."""
         if not self.presets:
             return None
-        return run.settle(self.section or self.name, self.presets, change, **options)
+        name = self.section or self.name
+        if not self.is_open:
+            return run.settle(name, self.presets, change, **options)
+        paths = [path for path in self.outputs(run) if path.exists()]
+        if not paths or change is None:
+            options.setdefault("is_replaceable", not paths)
+            return run.settle(name, self.presets, change, **options)
+        asked = change(run.settle(name, self.presets, is_recorded=False))
+        try:
+            return run.settle(name, self.presets, lambda _: asked, **options)
+        except ValueError as error:
+            made = " and ".join(map(str, paths))
+            raise ValueError(f"{error}, or delete {made} to make it anew") from error
 
 
 def side_by_side(

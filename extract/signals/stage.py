@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _SMALL = ExtractConfig(tokens_per_batch=4096, rows_per_shard=4096)
 EXTRACT_PRESETS: dict[Preset, ExtractConfig] = {
     "demo": _SMALL,
+    "few": _SMALL,
     "smoke": _SMALL,
     "paper": ExtractConfig(),
 }

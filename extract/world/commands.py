@@ -38,6 +38,7 @@ class WorldSection:
 
 WORLD_PRESETS: dict[Preset, WorldSection] = {
     "demo": WorldSection(),
+    "few": WorldSection(),
     "smoke": WorldSection(
         questions=QuestionConfig(n_train=128, n_evaluation=32, n_ood=16)
     ),
@@ -105,7 +106,7 @@ def new_world_options(command: Callable[..., None]) -> Callable[..., None]:
         ),
         SETTINGS_OPTION,
         MODEL,
-        preset_option("demo", "Sizes: demo takes minutes on two cores, smoke one."),
+        preset_option("demo", "Sizes; demo takes minutes on two cores, smoke one."),
     ):
         command = option(command)
     return kept_options(command)

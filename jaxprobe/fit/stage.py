@@ -407,4 +407,5 @@ TRAIN = Stage(
     work=_train,
     parts="encoders",
     presets=GRID_PRESETS,
+    is_open=True,
 )

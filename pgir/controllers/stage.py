@@ -112,13 +112,15 @@ class ControlConfig:
             )
 
 
+# SeaKR draws 20 answers wherever others write one: by name, or with `--only all`.
+_SMALL = ControlConfig(
+    n_questions=250,
+    n_training=500,
+    rivals=tuple(name for name in EVERY_RIVAL if name != "seakr"),
+)
 CONTROL_PRESETS: dict[Preset, ControlConfig] = {
-    # SeaKR draws 20 answers wherever others write one: by name, or with `--only all`.
-    "demo": ControlConfig(
-        n_questions=250,
-        n_training=500,
-        rivals=tuple(name for name in EVERY_RIVAL if name != "seakr"),
-    ),
+    "demo": _SMALL,
+    "few": _SMALL,
     "smoke": ControlConfig(
         max_budget=2,
         n_questions=8,

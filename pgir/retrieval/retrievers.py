@@ -588,6 +588,7 @@ class RetrievalConfig:
 
 RETRIEVAL_PRESETS: dict[Preset, RetrievalConfig] = {
     "demo": RetrievalConfig(),
+    "few": RetrievalConfig(),
     "smoke": RetrievalConfig(),
     "paper": RetrievalConfig(),
 }

@@ -21,8 +21,8 @@ from jaxprobe import checkpoint
 from jaxprobe.features.rows import Rows
 from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
 from jaxprobe.metrics import BootstrapConfig, interval_of, resamples
-from jaxprobe.settings import GridConfig, grid_config
-from jaxprobe.stage import open_rows, run_bootstrap
+from jaxprobe.settings import GridConfig
+from jaxprobe.stage import grid_config, open_rows, run_bootstrap
 
 EVERY_FAMILY = "HPRA"
 

@@ -10,8 +10,7 @@ import itertools
 from extract.run.results import DIFFERENCE, ResultRow
 from jaxprobe.evaluation import Scored, detection_rows
 from jaxprobe.features.subsets import LETTERS
-from jaxprobe.settings import select_config
-from jaxprobe.stage import run_selection
+from jaxprobe.stage import run_selection, select_config
 from selection.ablation import Ablation
 from selection.anatomy.analysis import (
     EVERY_FAMILY,

@@ -63,6 +63,7 @@ FORMAT = 2  # of what is kept
 OTHER_PAIRS = "anatomy_other_pairs"
 ANATOMY_PRESETS: dict[Preset, AnatomyConfig] = {
     "demo": AnatomyConfig(),
+    "few": AnatomyConfig(),
     "smoke": AnatomyConfig(),
     "paper": AnatomyConfig(),
 }
