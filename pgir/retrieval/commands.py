@@ -313,7 +313,7 @@ def _recall(
     corpus: "Corpus", encoder: "TextEncoder | None", form: Any, as_json: bool
 ) -> None:
     """Print how many gold passages each retriever finds."""
-    from pgir.retrieval.dense import DenseRetriever
+    from pgir.retrieval.index import DenseRetriever
     from pgir.retrieval.recall import DEPTHS, agreement, measure, recall_table
     from pgir.retrieval.retrievers import LEAST_DEPTH, Bm25Retriever, fuse_all
 

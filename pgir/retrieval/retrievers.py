@@ -36,9 +36,8 @@ from extract.run.files import JsonLines, sha256_file, sha256_json
 from extract.run.manifest import Preset
 from pgir.border import as_passages, from_document
 from pgir.retrieval.corpus import Corpus, as_document
-from pgir.retrieval.dense import DenseRetriever
 from pgir.retrieval.encoder import TextEncoder, encoder_config
-from pgir.retrieval.index import Form
+from pgir.retrieval.index import DenseRetriever, Form
 
 Kind = Literal["bm25", "dense", "fused", "served"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -9,8 +9,7 @@ import pytest
 
 from extract.records import Passage
 from pgir.border import as_passages, as_rows
-from pgir.gate import Gate
-from pgir.gate.adapters import FlashRagJudger
+from pgir.gate import FlashRagJudger, Gate
 from pgir.scoring.scorer import Scorer
 from tests.pgir.small_detector import PASSAGE, QUESTION
 

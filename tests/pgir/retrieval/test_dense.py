@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from pgir.retrieval.dense import DenseRetriever
 from pgir.retrieval.encoder import TextEncoder, encoder_config
 from pgir.retrieval.index import (
+    DenseRetriever,
     IndexConfig,
     Vectors,
     build_index,

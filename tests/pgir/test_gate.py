@@ -5,8 +5,14 @@ import json
 
 import pytest
 
-from pgir.gate import Draft, Gate, Kept
-from pgir.gate.adapters import FlashRagJudger, langgraph_app, llama_index_engine
+from pgir.gate import (
+    Draft,
+    FlashRagJudger,
+    Gate,
+    Kept,
+    langgraph_app,
+    llama_index_engine,
+)
 from tests.pgir.small_detector import PASSAGE, QUESTION
 
 OTHER = "what is the genre of Skiband Rugrond?"
