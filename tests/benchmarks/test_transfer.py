@@ -22,13 +22,15 @@ from benchmarks.retrieved.stage import (
     rival_scores,
     selected_scores,
 )
-from extract.records import IN_DOMAIN, Passage
+from extract.records import IN_DOMAIN, Passage, read_records
 from extract.run.directory import RunDir
-from extract.run.results import ResultRow, read_result_rows
+from extract.run.results import ResultRow, read_result_rows, read_rows
 from jaxprobe.detector import Detector
 from jaxprobe.features.rows import Rows
 from pgir.retrieval.retrievers import Bm25Retriever, Retrieval, RetrievalFailed
+from pgir.retrieval.server import RetrievalServer
 from tests.extract.small_run import beatrice, questions
+from tests.pgir.retrieval.test_served import serving
 from tests.process import call
 
 CORPUS = [Passage(title=f"T{i}", text=f"word{i}", is_supporting=True) for i in range(5)]
@@ -152,3 +154,15 @@ def test_the_rows_are_published_beside_the_others_and_done_once(finished):
     before = finished.results.read_bytes()
     assert "transfer: already done" in call("transfer", finished.path).stderr
     assert finished.results.read_bytes() == before
+
+
+@pytest.mark.slow
+def test_transfer_searches_by_the_server_that_control_searched_by(smoke_run, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(smoke_run, run)
+    held = list(read_records(run / "passages.jsonl", Passage))
+    with serving(RetrievalServer(Bm25Retriever(held), held, port=0)) as url:
+        for verb, *words in (("control", "--only", "none"), ("transfer", "--limit", 1)):
+            beatrice(verb, run, "--url", f"{url}/retrieve", *words)
+    rows = list(read_rows(run / "rows" / "transfer.jsonl"))
+    assert {row.experiment for row in rows} >= {EXPERIMENT}

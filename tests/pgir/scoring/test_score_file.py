@@ -5,6 +5,7 @@ import re
 
 import jax
 import pytest
+import torch
 from click.testing import CliRunner
 
 import beatrice
@@ -16,6 +17,7 @@ from extract.run.manifest import NewRun
 from pgir.scoring.given import AnswerToScore
 from pgir.scoring.page import page
 from pgir.scoring.rows import Tally, read_rows, score_rows
+from pgir.scoring.scorer import Scorer
 from tests.extract.datasets.published import lm_eval, write_array, write_lines
 from tests.pgir.small_detector import PASSAGE, QUESTION
 
@@ -166,14 +168,18 @@ def test_the_page_tints_tokens_by_their_probability_and_says_so():
     assert not re.search(r"<script|https?://|<link|<img", text)
 
 
+def save_run(path, detector, backbone):
+    """Make a run with a detector, as `score` finds it."""
+    asked = NewRun(preset="paper", seed=0, sections={"backbone": backbone})
+    with RunDir.open(path, asked) as run:
+        detector.save(run.detector)
+    return path
+
+
 @pytest.fixture(scope="module")
 def run(probed, tmp_path_factory):
-    """A run with a detector of its own, as `score` finds it."""
     path = tmp_path_factory.mktemp("run") / "run"
-    sections = {"backbone": BackboneConfig()}
-    with RunDir.open(path, NewRun(preset="paper", seed=0, sections=sections)) as run:
-        probed.detector.save(run.detector)
-    return path
+    return save_run(path, probed.detector, BackboneConfig())
 
 
 def test_loading_uses_the_compile_cache_of_the_stages(run):
@@ -184,6 +190,28 @@ def test_loading_uses_the_compile_cache_of_the_stages(run):
         assert jax.config.jax_compilation_cache_dir is not None
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_model_is_loaded_as_in_the_run_or_as_asked(run, backbone):
+    asked = Scorer.load(run, dtype="bfloat16", device="cpu").probed.backbone
+    usual = Scorer.load(run).probed.backbone
+    assert (asked.dtype, usual.dtype) == (torch.bfloat16, torch.float32)
+    assert Scorer.load(run, model=backbone).probed.backbone is backbone
+    for options, message in (
+        ({"dtype": "float8"}, "dtype: expected one of"),
+        ({"device": 3}, "device: expected a Torch device"),
+        ({"device": f"cuda:{torch.cuda.device_count()}"}, "GPUs here"),
+        ({"model": backbone, "device": "cpu"}, "those of the model in memory"),
+        ({"model": 3}, "model: expected a path"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Scorer.load(run, **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_the_gpu_of_the_run_the_processor_reads(probed, tmp_path):
+    run = save_run(tmp_path / "run", probed.detector, BackboneConfig(device="cuda"))
+    assert Scorer.load(run).probed.backbone.device.type == "cpu"
 
 
 def test_the_verb_scores_a_file_and_fails_if_a_row_is_bad(run, tmp_path):
