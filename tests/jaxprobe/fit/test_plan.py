@@ -36,6 +36,7 @@ SIZES = Sizes(
     widths=(40, 16),
     n_train=2048,
     n_valid=512,
+    held_as=FLOATS,
 )
 
 
