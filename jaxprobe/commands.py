@@ -11,7 +11,7 @@ from extract.run.verbs import RUN_DIR, SHARD, SIZES, preset_option
 
 if TYPE_CHECKING:
     from extract.run.manifest import Preset
-    from jaxprobe.settings import GridConfig, SelectConfig
+    from jaxprobe.config import GridConfig, SelectConfig
 
 Config = TypeVar("Config", "GridConfig", "SelectConfig")
 _OPTIONS = {
@@ -82,8 +82,7 @@ def with_options(
     """Return how encoders are trained, as the options say."""
     import dataclasses
 
-    from jaxprobe.config import StreamConfig
-    from jaxprobe.settings import as_bytes
+    from jaxprobe.config import StreamConfig, as_bytes
 
     if is_streamed:
         config = dataclasses.replace(config, stream=StreamConfig())
@@ -125,8 +124,8 @@ def train(
     Example: srun -n 8 beatrice train runs/paper
     """
     from extract.run.stages import do
+    from jaxprobe.config import GRID_PRESETS, GridConfig
     from jaxprobe.fit.stage import TRAIN
-    from jaxprobe.settings import GRID_PRESETS, GridConfig
 
     sizes = {"epochs": epochs, "learning_rate": learning_rate, "width": width}
 

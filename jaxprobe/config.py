@@ -1,7 +1,17 @@
-"""Sizes and protocol of encoders and heads, as plain values: no JAX is loaded."""
+"""Sizes and protocol of encoders and heads, their presets, and how JAX compiles.
+
+Importing this loads no JAX: the compiler's flags must be set before JAX makes its first
+array.
+"""
 
 import dataclasses
+import math
+import os
+import re
+from pathlib import Path
 from typing import Literal, get_args
+
+from extract.run.manifest import Preset
 
 MatmulDtype = Literal["float32", "bfloat16"]
 
@@ -179,3 +189,227 @@ class StreamConfig:
                 f"n_chunk and n_mixed must be at least 1, got {self.n_chunk} and "
                 f"{self.n_mixed}"
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GridConfig:
+    """The run's section `train`: every encoder × seed.
+
+    Attributes:
+      encoder: widths.
+      train: the protocol; the run's seed takes the place of its own.
+      stream: how encoders read a store that is larger than memory, or None where all
+        of it is held; batches are then mixed within groups, which changes results.
+      device_memory: bytes for which members side by side are planned, or None for those
+        that the device has; no result depends on it, so that it may change.
+    """
+
+    encoder: EncoderConfig = EncoderConfig()
+    train: TrainConfig = TrainConfig()
+    stream: StreamConfig | None = None
+    device_memory: int | None = dataclasses.field(default=None, compare=False)
+
+    def seeded(self, seed: int) -> "GridConfig":
+        """Return the same with the run's seed in the protocol."""
+        train = dataclasses.replace(self.train, root_seed=seed)
+        return dataclasses.replace(self, train=train)
+
+    def mixed(self) -> "GridConfig":
+        """Return the same with products whose operands are rounded to bfloat16."""
+        encoder = dataclasses.replace(self.encoder, matmul_dtype="bfloat16")
+        return dataclasses.replace(self, encoder=encoder)
+
+    def resized(
+        self,
+        *,
+        seeds: int | None = None,
+        epochs: int | None = None,
+        learning_rate: float | None = None,
+        width: int | None = None,
+    ) -> "GridConfig":
+        """Return the same with other sizes; None leaves what is there.
+
+        Args:
+          seeds: of every subset.
+          epochs: at most.
+          learning_rate: at first.
+          width: of an encoder's hidden layers; its projections follow in proportion.
+        """
+        encoder, train = self.encoder, _trained_for(self.train, epochs, learning_rate)
+        if seeds is not None:
+            train = dataclasses.replace(train, n_seeds=seeds)
+        if width is not None:
+            encoder = dataclasses.replace(
+                encoder,
+                hidden=width,
+                projection=max(1, encoder.projection * width // encoder.hidden),
+                n_groups=math.gcd(width, encoder.n_groups),
+            )
+        return dataclasses.replace(self, encoder=encoder, train=train)
+
+    def linear_first(self) -> "GridConfig":
+        """Return the same with encoders that begin as regressions.
+
+        A network gains on its regression slowly, so its rate stays.
+        """
+        encoder = dataclasses.replace(self.encoder, is_linear_first=True)
+        train = dataclasses.replace(self.train, lr_patience=self.train.max_epochs)
+        return dataclasses.replace(self, encoder=encoder, train=train)
+
+
+def _trained_for(
+    train: TrainConfig, epochs: int | None, learning_rate: float | None
+) -> TrainConfig:
+    """Return a protocol of other epochs and rate; a rate that stays still stays."""
+    if epochs is not None:
+        stays = train.lr_patience >= train.max_epochs
+        lr_patience = epochs if stays else train.lr_patience
+        train = dataclasses.replace(train, max_epochs=epochs, lr_patience=lr_patience)
+    if learning_rate is not None:
+        train = dataclasses.replace(train, learning_rate=learning_rate)
+    return train
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SelectConfig:
+    """The run's section `select`: fusion heads, and the search over encoders.
+
+    Attributes:
+      head: widths.
+      train: the heads' protocol; the run's seed takes the place of its own.
+      margin: validation AUROC that an addition has to gain, delta of algorithm 1.
+    """
+
+    head: FusionConfig = FusionConfig()
+    train: TrainConfig = TrainConfig()
+    margin: float = 5e-4
+
+    def resized(
+        self,
+        *,
+        epochs: int | None = None,
+        learning_rate: float | None = None,
+        width: int | None = None,
+    ) -> "SelectConfig":
+        """Return the same with other sizes of the heads; None leaves what is there."""
+        train = _trained_for(self.train, epochs, learning_rate)
+        hidden = self.head.hidden if width is None else width
+        head = dataclasses.replace(self.head, hidden=hidden)
+        return dataclasses.replace(self, head=head, train=train)
+
+    def seeded(self, seed: int) -> "SelectConfig":
+        """Return the same with the run's seed in the protocol."""
+        train = dataclasses.replace(self.train, root_seed=seed)
+        return dataclasses.replace(self, train=train)
+
+
+# The demo's sizes aim at minutes on two cores, those of `few` at a minute for a hundred
+# answers, on which networks alone fall below the regressions that they begin as here
+# (docs/measurements.md). Those of `smoke` mean nothing: a minute once it is compiled.
+# The paper's are those of its section 3 and appendix B.
+GRID_PRESETS: dict[Preset, GridConfig] = {
+    "demo": GridConfig(
+        # Six epochs of two blocks left the hidden and attention encoders below logistic
+        # regression on the same signals.
+        encoder=EncoderConfig(
+            projection=16, hidden=16, n_blocks=1, n_groups=4, input_noise=0.1
+        ),
+        train=TrainConfig(
+            learning_rate=2e-3, batch_size=128, max_epochs=12, lr_patience=2, patience=4
+        ),
+    ),
+    "few": GridConfig(
+        encoder=EncoderConfig(
+            projection=16,
+            hidden=16,
+            n_blocks=1,
+            n_groups=4,
+            dropout=0.2,
+            input_noise=0.5,
+        ),
+        train=TrainConfig(learning_rate=3e-3, batch_size=32, max_epochs=12, patience=5),
+    ).linear_first(),
+    "smoke": GridConfig(
+        encoder=EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2),
+        train=TrainConfig(learning_rate=3e-3, batch_size=64, max_epochs=2, n_seeds=1),
+    ),
+    "paper": GridConfig(),
+}
+SELECT_PRESETS: dict[Preset, SelectConfig] = {
+    "demo": SelectConfig(
+        head=FusionConfig(hidden=16),
+        train=TrainConfig(
+            learning_rate=3e-3,
+            batch_size=512,
+            max_epochs=8,
+            lr_patience=2,
+            patience=3,
+            n_microbatches=1,
+        ),
+    ),
+    "few": SelectConfig(
+        head=FusionConfig(hidden=16, is_mean_first=True),
+        train=TrainConfig(
+            learning_rate=3e-3,
+            batch_size=64,
+            max_epochs=8,
+            lr_patience=2,
+            patience=3,
+            n_microbatches=1,
+        ),
+    ),
+    "smoke": SelectConfig(
+        # Room for a pool of two passes: all heads share one executable per setting.
+        head=FusionConfig(hidden=8, n_slots=30),
+        train=TrainConfig(learning_rate=3e-3, batch_size=64, max_epochs=2, n_seeds=1),
+    ),
+    "paper": SelectConfig(),
+}
+
+
+_UNITS = {"": 0, "k": 10, "m": 20, "g": 30, "t": 40}
+
+
+def as_bytes(text: str) -> int:
+    """Read a number of bytes such as "80GiB"; units are powers of 1024.
+
+    Raises:
+      ValueError: it is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", text.strip().lower())
+    if match is None or float(match[1]) == 0:
+        raise ValueError(f"expected a number of bytes such as 80GiB, got {text!r}")
+    return int(float(match[1]) * 2 ** _UNITS[match[2]])
+
+
+# Cores are shared among operations; sharing each one as well costs a third of a
+# training step (measured).
+_ONE_CORE_PER_OPERATION = "--xla_cpu_multi_thread_eigen=false"
+# Code that runs for seconds need not be optimised for longer than that.
+XLA_FLAGS: dict[Preset, str] = {
+    "demo": _ONE_CORE_PER_OPERATION,
+    "few": _ONE_CORE_PER_OPERATION,
+    "smoke": "--xla_cpu_use_fusion_emitters=false --xla_backend_optimization_level=0 "
+    + _ONE_CORE_PER_OPERATION,
+    "paper": "",
+}
+
+
+def set_compiler(preset: Preset) -> None:
+    """Set the compiler's flags, unless XLA_FLAGS has some, and its cache.
+
+    Compiled code is kept in the user's cache directory (`JAX_COMPILATION_CACHE_DIR`
+    names another, `JAX_ENABLE_COMPILATION_CACHE=false` keeps nothing): a run that is
+    resumed, and the next of the same sizes, compile little.
+    """
+    import jax
+
+    if XLA_FLAGS[preset]:  # read from the environment when the first array is made
+        os.environ.setdefault("XLA_FLAGS", XLA_FLAGS[preset])
+    if jax.config.jax_compilation_cache_dir is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update(
+            "jax_compilation_cache_dir", str(cache / "beatrice" / "compiled")
+        )
+        # Everything is kept: a short run compiles a hundred functions of 50 ms each.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -30,6 +30,13 @@ from extract.store.read import FeatureStore, open_store
 from jaxprobe import checkpoint
 from jaxprobe.calibrate import FusedHead, Grid, calibrated
 from jaxprobe.calibration import Calibrator, cross_fit, folds_of
+from jaxprobe.config import (
+    GRID_PRESETS,
+    SELECT_PRESETS,
+    GridConfig,
+    SelectConfig,
+    set_compiler,
+)
 from jaxprobe.detector import HeadName, Provenance
 from jaxprobe.evaluation import INTERVAL_PRESETS
 from jaxprobe.features.families import Standardizer
@@ -52,13 +59,6 @@ from jaxprobe.pool import (
     read_selection,
 )
 from jaxprobe.scope import scripts_of
-from jaxprobe.settings import (
-    GRID_PRESETS,
-    SELECT_PRESETS,
-    GridConfig,
-    SelectConfig,
-    set_compiler,
-)
 
 N_FOLDS = 5  # of `fold_calibrators`
 

@@ -25,6 +25,7 @@ from extract.run.files import read_json, write_json_atomic
 from extract.run.results import ON_REQUEST, ResultRow, publish, rows_file
 from extract.run.stages import Stage, side_by_side
 from jaxprobe.checkpoint import Cache, load_cache, save_cache
+from jaxprobe.config import SELECT_PRESETS, SelectConfig, set_compiler
 from jaxprobe.evaluation import METRICS, Scored, detection_rows
 from jaxprobe.features import families
 from jaxprobe.features.families import all_but
@@ -34,7 +35,6 @@ from jaxprobe.fit.stage import settings_at_once, train_encoders
 from jaxprobe.model.encoder import MemberOutputs
 from jaxprobe.model.fusion import PoolOutputs
 from jaxprobe.pool import pool_names, reads
-from jaxprobe.settings import SELECT_PRESETS, SelectConfig, set_compiler
 from jaxprobe.stage import (
     encoder_folders,
     grid_config,

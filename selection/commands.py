@@ -12,7 +12,7 @@ from jaxprobe.commands import HEAD_SIZES, size_options, with_sizes
 
 if TYPE_CHECKING:
     from extract.run.manifest import Preset
-    from jaxprobe.settings import SelectConfig
+    from jaxprobe.config import SelectConfig
     from selection.anatomy.stage import AnatomyConfig
 
 
@@ -57,7 +57,7 @@ def select(
     Example: beatrice select runs/demo --exhaustive
     """
     from extract.run.stages import do
-    from jaxprobe.settings import SELECT_PRESETS
+    from jaxprobe.config import SELECT_PRESETS
     from selection.stage import SELECT
 
     def change(config: "SelectConfig") -> "SelectConfig":

@@ -20,12 +20,12 @@ from extract.run.directory import RunDir
 from extract.run.results import ResultRow, publish, rows_file
 from extract.run.stages import Stage, side_by_side
 from jaxprobe.checkpoint import load_cache, save_cache
+from jaxprobe.config import SELECT_PRESETS, SelectConfig, set_compiler
 from jaxprobe.features.rows import Rows
 from jaxprobe.features.subsets import subset_index
 from jaxprobe.metrics import auroc
 from jaxprobe.model.fusion import PoolOutputs
 from jaxprobe.pool import Pool
-from jaxprobe.settings import SELECT_PRESETS, SelectConfig, set_compiler
 from jaxprobe.stage import encoder_folders, run_pool
 from selection.stage import HeadTrainer
 

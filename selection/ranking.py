@@ -14,11 +14,11 @@ from extract.run.directory import RunDir
 from extract.run.results import ResultRow, publish, rows_file
 from extract.run.stages import Stage, side_by_side
 from jaxprobe.checkpoint import save_cache
+from jaxprobe.config import SELECT_PRESETS, SelectConfig, set_compiler
 from jaxprobe.evaluation import Scored, detection_rows
 from jaxprobe.features.rows import Rows
 from jaxprobe.features.subsets import LETTERS
 from jaxprobe.pool import pool_names, reads
-from jaxprobe.settings import SELECT_PRESETS, SelectConfig, set_compiler
 from jaxprobe.stage import encoder_folders, run_bootstrap, run_pool, run_selection
 from selection.exhaustive import SET_SIZE, Enumeration, Ranking, carried
 from selection.greedy import GreedyConfig

@@ -17,10 +17,10 @@ from extract.run.results import ON_REQUEST
 from extract.run.stages import Stage, side_by_side
 from jaxprobe import checkpoint
 from jaxprobe.checkpoint import load_cache
+from jaxprobe.config import SELECT_PRESETS, SelectConfig, set_compiler
 from jaxprobe.detector import HeadName
 from jaxprobe.features.subsets import N_SUBSETS, subset_index
 from jaxprobe.pool import Pool, branch_setting, pool_names
-from jaxprobe.settings import SELECT_PRESETS, SelectConfig, set_compiler
 from jaxprobe.stage import encoder_folders, run_branches, run_pool, run_selection
 from selection.greedy import (
     GreedyConfig,

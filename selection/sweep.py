@@ -20,7 +20,7 @@ from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
 from extract.run.manifest import Preset
 from extract.run.stages import Stage
-from jaxprobe.config import TrainConfig
+from jaxprobe.config import TrainConfig, set_compiler
 from jaxprobe.features.reading import mean_answer_states
 from jaxprobe.features.rows import Rows
 from jaxprobe.fit.loop import (
@@ -33,7 +33,6 @@ from jaxprobe.fit.loop import (
     take_steps,
 )
 from jaxprobe.kernels.random import PROBES, stream_key
-from jaxprobe.settings import set_compiler
 from jaxprobe.stage import open_rows
 
 

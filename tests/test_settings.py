@@ -17,10 +17,9 @@ from extract.run.verbs import SIZES, load_stage
 from extract.signals.stage import EXTRACT_PRESETS
 from extract.world.commands import WORLD_PRESETS
 from jaxprobe.commands import HEAD_SIZES, with_options
-from jaxprobe.config import StreamConfig
+from jaxprobe.config import GRID_PRESETS, SELECT_PRESETS, GridConfig, StreamConfig
 from jaxprobe.evaluation import INTERVAL_PRESETS
 from jaxprobe.fit.stage import TRAIN
-from jaxprobe.settings import GRID_PRESETS, SELECT_PRESETS, GridConfig
 from jaxprobe.stage import CALIBRATE_PRESETS, grid_config, select_config
 from pgir.controllers.stage import CONTROL_PRESETS
 from selection.sweep import SWEEP_PRESETS

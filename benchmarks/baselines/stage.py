@@ -38,8 +38,8 @@ from extract.run.manifest import Preset
 from extract.run.memory import begin_peak, peak_bytes
 from extract.run.results import ResultRow, publish, rows_file
 from extract.run.stages import Stage
+from jaxprobe.config import set_compiler
 from jaxprobe.evaluation import Scored, detection_rows
-from jaxprobe.settings import set_compiler
 from jaxprobe.stage import chosen_layer, open_rows, run_bootstrap, run_selection
 
 OURS = "champion"

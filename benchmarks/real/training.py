@@ -24,12 +24,14 @@ mean logit where the gain may be chance.
 """
 
 from extract.run.directory import RunDir
-from jaxprobe.config import EncoderConfig, FusionConfig, TrainConfig
-from jaxprobe.settings import (
+from jaxprobe.config import (
     GRID_PRESETS,
     SELECT_PRESETS,
+    EncoderConfig,
+    FusionConfig,
     GridConfig,
     SelectConfig,
+    TrainConfig,
 )
 
 GRID = GridConfig(

@@ -42,13 +42,13 @@ from extract.run.stages import Stage
 from extract.store.read import FeatureStore
 from jaxprobe import checkpoint
 from jaxprobe.calibration import Reliability, brier, ece, reliability
+from jaxprobe.config import set_compiler
 from jaxprobe.detector import Detector
 from jaxprobe.evaluation import Scored, detection_rows
 from jaxprobe.features.rows import Rows
 from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
 from jaxprobe.fit.stage import EVERY_FAMILY
 from jaxprobe.metrics import BootstrapConfig
-from jaxprobe.settings import set_compiler
 from jaxprobe.stage import (
     chosen_layer,
     encoder_folders,

@@ -38,6 +38,7 @@ from extract.run.stages import once, run_stage
 from extract.signals.stage import EXTRACT
 from extract.store.read import FeatureStore
 from jaxprobe import checkpoint
+from jaxprobe.config import set_compiler
 from jaxprobe.detector import Detector
 from jaxprobe.evaluation import Scored, detection_rows
 from jaxprobe.features.families import (
@@ -64,7 +65,6 @@ from jaxprobe.features.subsets import (
 from jaxprobe.fit.grid import grid_members, member_logits
 from jaxprobe.fit.stage import EVERY_FAMILY
 from jaxprobe.model.encoder import Encoder
-from jaxprobe.settings import set_compiler
 from jaxprobe.stage import (
     chosen_layer,
     encoder_folders,

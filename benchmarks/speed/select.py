@@ -24,10 +24,9 @@ from sklearn.metrics import roc_auc_score
 from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
 
 from benchmarks.speed.commands import AS_JSON, RowPrinter
-from jaxprobe.config import FusionConfig, TrainConfig
+from jaxprobe.config import FusionConfig, TrainConfig, set_compiler
 from jaxprobe.model import fusion
 from jaxprobe.model.fusion import PoolOutputs, head_inputs
-from jaxprobe.settings import set_compiler
 from selection.greedy import Heads, fit_sets
 
 TOLERANCE = 1e-4  # of logits, fp32, sums in another order

@@ -37,6 +37,7 @@ from benchmarks.speed.torch_training import (
     by_subset,
 )
 from extract.run.console import Progress, quiet
+from jaxprobe.config import XLA_FLAGS
 from jaxprobe.features.subsets import subset_index
 from jaxprobe.fit.work import (
     Member,
@@ -44,7 +45,6 @@ from jaxprobe.fit.work import (
     in_parts,
     turn_flops,
 )
-from jaxprobe.settings import XLA_FLAGS
 
 KINDS = {
     "grid": "(a) grid, two members side by side",

@@ -21,7 +21,13 @@ import numpy as np
 
 from extract.run.stages import bytes_in_words
 from extract.store.families import Dtype, numpy_dtype
-from jaxprobe.config import EncoderConfig, PlannedConfig, TrainConfig, row_choices
+from jaxprobe.config import (
+    EncoderConfig,
+    GridConfig,
+    PlannedConfig,
+    TrainConfig,
+    row_choices,
+)
 from jaxprobe.features.families import FamilyTokens, width_groups, widths_of
 from jaxprobe.features.subsets import FamilyDims
 from jaxprobe.fit.grid import (
@@ -35,7 +41,6 @@ from jaxprobe.fit.grid import (
 )
 from jaxprobe.kernels.stored import StoredTokens
 from jaxprobe.model.encoder import Encoder
-from jaxprobe.settings import GridConfig
 
 KEPT_FREE = 0.15  # of a device: fragments, libraries, and what the compiler left out
 # More members share what is read of a seed's hidden states, and more rows share the

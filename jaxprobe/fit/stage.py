@@ -36,6 +36,7 @@ from extract.run.share import Share
 from extract.run.stages import Stage, side_by_side
 from jaxprobe import checkpoint
 from jaxprobe.checkpoint import Cache
+from jaxprobe.config import GRID_PRESETS, GridConfig, set_compiler
 from jaxprobe.evaluation import permute_by_question
 from jaxprobe.features.families import FamilyTokens, width_groups, widths_of
 from jaxprobe.features.rows import ReadRows, TrainingSet, rows_at_once, training_set
@@ -63,7 +64,6 @@ from jaxprobe.fit.memory import Sizes, choose
 from jaxprobe.fit.streaming import Streamed, fit_streamed
 from jaxprobe.fit.work import Workload, step_flops
 from jaxprobe.model.encoder import Encoder, MemberOutputs
-from jaxprobe.settings import GRID_PRESETS, GridConfig, set_compiler
 from jaxprobe.stage import chosen_layer, encoder_folders, open_rows
 
 EVERY_FAMILY = subset_index("HPRA")

@@ -22,8 +22,8 @@ from extract.run.manifest import Preset
 from extract.run.results import CONTROLLERS, CROSS_FIT, publish, rows_file, write_rows
 from extract.run.stages import Stage
 from jaxprobe.calibration import folds_of
+from jaxprobe.config import set_compiler
 from jaxprobe.detector import Detector
-from jaxprobe.settings import set_compiler
 from jaxprobe.stage import N_FOLDS, fold_calibrators, open_rows, run_bootstrap
 from pgir.bridge import ProbedBackbone
 from pgir.controllers.calls import Plan, no_rag, vanilla_rag

@@ -25,10 +25,10 @@ from extract.generate.requests import (
 from extract.records import SETTINGS, Setting
 from extract.run.directory import RunDir
 from extract.run.manifest import read_manifest
+from jaxprobe.config import set_compiler
 from jaxprobe.detector import Detector, HeadName, Scores
 from jaxprobe.features.families import SPAN_NAMES, SPANS, Features
 from jaxprobe.scope import Threshold, count_scripts, share_outside
-from jaxprobe.settings import set_compiler
 from pgir.border import as_count, as_messages, as_path, as_rows, as_texts, refuse
 from pgir.bridge import ProbedBackbone
 from pgir.scoring.given import AnswerToScore, ScoringInput, as_answer, prepare

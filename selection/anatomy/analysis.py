@@ -18,10 +18,10 @@ from extract.run.directory import RunDir
 from extract.run.results import ResultRow
 from extract.store.read import FeatureStore
 from jaxprobe import checkpoint
+from jaxprobe.config import GridConfig
 from jaxprobe.features.rows import Rows
 from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
 from jaxprobe.metrics import BootstrapConfig, interval_of, resamples
-from jaxprobe.settings import GridConfig
 from jaxprobe.stage import grid_config, open_rows, run_bootstrap
 
 EVERY_FAMILY = "HPRA"

@@ -23,8 +23,8 @@ from extract.run.manifest import Preset
 from extract.run.results import ResultRow, publish, rows_file, write_rows
 from extract.run.stages import Stage
 from jaxprobe.checkpoint import load_cache, save_cache
+from jaxprobe.config import set_compiler
 from jaxprobe.pool import reads
-from jaxprobe.settings import set_compiler
 from jaxprobe.stage import encoder_folders, run_branches, run_selection
 from selection.anatomy import Study
 from selection.anatomy.analysis import Evidence

@@ -11,14 +11,13 @@ from extract.store.families import Family
 from extract.store.spec import StoreSpec
 from extract.store.write import create_store, write_range
 from jaxprobe.calibrate import FusedHead, Grid, calibrated, score_store
-from jaxprobe.config import EncoderConfig, FusionConfig, TrainConfig
+from jaxprobe.config import EncoderConfig, FusionConfig, GridConfig, TrainConfig
 from jaxprobe.detector import Detector
 from jaxprobe.features.rows import rows_of, training_set
 from jaxprobe.fit.grid import Member
 from jaxprobe.fit.stage import train_encoders
 from jaxprobe.metrics import auroc
 from jaxprobe.pool import pool_of
-from jaxprobe.settings import GridConfig
 from selection.greedy import fused_probability, select
 
 N, N_SEEDS = 300, 2

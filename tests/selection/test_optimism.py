@@ -3,13 +3,12 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jaxprobe.config import FusionConfig, TrainConfig
+from jaxprobe.config import FusionConfig, SelectConfig, TrainConfig
 from jaxprobe.features.rows import Rows
 from jaxprobe.features.subsets import N_SUBSETS
 from jaxprobe.model.encoder import MemberOutputs
 from jaxprobe.model.fusion import pool_outputs
 from jaxprobe.pool import Pool
-from jaxprobe.settings import SelectConfig
 from selection.optimism import gaps, halves, searched_on
 
 CONFIG = SelectConfig(

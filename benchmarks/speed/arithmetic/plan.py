@@ -24,12 +24,11 @@ from extract.records import SETTINGS, Setting
 from extract.run.console import Progress, quiet
 from extract.run.stages import bytes_in_words
 from extract.store.config import StoreConfig
-from jaxprobe.config import StreamConfig
+from jaxprobe.config import GridConfig, StreamConfig, as_bytes
 from jaxprobe.features.subsets import N_FAMILIES
 from jaxprobe.fit.memory import Plan, Sizes, choose, compiled_step, traced_steps
 from jaxprobe.fit.work import Workload, step_flops
 from jaxprobe.kernels.masked import N_TAPS
-from jaxprobe.settings import GridConfig, as_bytes
 
 Name = Literal["h100", "h200"]
 # Rows of training and validation: 30,000 and 3,000 questions (the paper, section 3),

@@ -9,9 +9,11 @@ import pytest
 
 from jaxprobe.config import (
     EncoderConfig,
+    GridConfig,
     PlannedConfig,
     StreamConfig,
     TrainConfig,
+    as_bytes,
     row_choices,
 )
 from jaxprobe.features.subsets import FLOATS, N_SUBSETS, paper_dims, subset_index
@@ -25,7 +27,6 @@ from jaxprobe.fit.memory import (
     rows_bytes,
 )
 from jaxprobe.kernels.random import RowKeys, hashed_bits, hashed_normal
-from jaxprobe.settings import GridConfig, as_bytes
 from tests.jaxprobe.fit.test_grid import TRAIN, planted_parts, train
 
 # Wide, since what a plan is made of is: absent arrays cost nothing.
