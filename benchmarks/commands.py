@@ -47,7 +47,8 @@ def evaluate(run_dir: Path, ablations: bool) -> None:
     "--only",
     multiple=True,
     metavar="NAME",
-    help="These; by default those that need the run's signals and texts alone.",
+    help="These, yours by MODULE:NAME; by default those that need the run's signals "
+    "and texts alone.",
 )
 @click.option(
     "--again",
@@ -98,9 +99,10 @@ def baselines(
     if run_dir is None:
         raise click.UsageError("missing argument 'RUN_DIR'; or give --list")
     if check is not None:
-        from benchmarks.baselines.conformance import check_detector
+        from benchmarks.baselines.stage import BaselinesConfig, run_faults
 
-        faults = check_detector(run_dir, check, Path(nli) if nli else None)
+        with RunDir.open(run_dir) as run:
+            faults = run_faults(run, check, BaselinesConfig(nli=nli, encoder=encoder))
         click.echo("\n".join(faults) or f"{check}: nothing wrong was found")
         if faults:
             raise click.exceptions.Exit(1)
@@ -155,8 +157,9 @@ def report(run_dir: Path, ledger: bool) -> None:
     do(run_dir, REPORT)
     if ledger:
         from benchmarks.paper.ledger import ledger as ledger_of
+        from benchmarks.results.stage import run_experiment
 
-        click.echo(ledger_of(run_dir))
+        click.echo(ledger_of(run_experiment(RunDir(run_dir))))
 
 
 @click.command()
@@ -169,9 +172,10 @@ def compare(run_a: Path, run_b: Path, out: Path | None) -> None:
     Example: beatrice compare runs/gemma runs/smollm2 --out comparison.md
     """
     from benchmarks.results.compare import comparison
+    from benchmarks.results.stage import run_side
     from extract.run.files import write_text_atomic
 
-    text = comparison(run_a, run_b)
+    text = comparison(run_side(RunDir(run_a)), run_side(RunDir(run_b)))
     if out is not None:
         write_text_atomic(out, text)
     click.echo(text)

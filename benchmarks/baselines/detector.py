@@ -1,4 +1,4 @@
-"""What a rival detector is, what it may read of a run, and what it gives back.
+"""What a rival detector is, what it may read, what it gives back, and what it costs.
 
 A detector is a value: a name, what it needs, where it was published, and a function
 from `Evidence` to scores of every row of a setting.
@@ -8,24 +8,18 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 
-from extract.records import SETTINGS, Answer, Example, Sample, Setting, read_records
-from extract.run.contents import (
-    answers_file,
-    draw_seconds_file,
-    question_files,
-    read_answers,
-    read_examples,
-    samples_file,
-)
-from extract.run.directory import RunDir
-from extract.run.files import read_json, sha256_tree
+from extract.records import SETTINGS, Answer, Example, Sample, Setting
 from extract.run.results import ResultRow
-from extract.store.read import FeatureStore
-from jaxprobe.features.rows import Rows
+
+if TYPE_CHECKING:  # the report reads costs alone, and loads no JAX
+    from extract.generate.templates import PromptTemplate
+    from extract.store.read import FeatureStore
+    from jaxprobe.features.rows import Rows
 
 # Beyond the pass that gave the answer and its four families:
 #   samples        answers drawn to the same prompt (`beatrice sample`)
@@ -34,98 +28,112 @@ from jaxprobe.features.rows import Rows
 #   swapped        the answer is read behind another question's passages
 #   encoder        a text encoder, which is fine-tuned
 Need = Literal["samples", "entailment", "second_prompt", "swapped", "encoder"]
-FORMAT = "3"  # of what is kept: 3 says of which rows
-_OF_SAMPLES = ("sample_states", "p_true")  # readings of drawn answers too
+# P(entailment), P(neutral), P(contradiction) of pairs of texts, `[n_pairs, 3]`.
+Relations = Callable[[Sequence[tuple[str, str]]], np.ndarray]
+# Built from the same encoders as the selected set: no rivals of it.
+OURS = (
+    "champion",
+    "without_closed_book",
+    "hidden_only",
+    "early_fusion",
+    "late_fusion_singles",
+    "late_fusion_all",
+    "majority",
+    "permuted_labels",
+)
+
+PLAIN = ("perplexity", "tfidf", "answer_length")  # rivals that `evaluate` measures
+_KINDS = ("champion", "encoder", "probe", "layer", "labels")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Evidence:
-    """What a detector may read of one setting of a run.
-
-    Everything is in the order of `rows`.
+    """What a detector may read of one setting.
 
     Attributes:
-      run: holds it all.
       store: the four families.
       rows: what the rows are, with labels and splits.
-      layer: that the sweep chose.
+      layer: from which hidden states are read, as the sweep chose it.
+      questions: all that are known, in any order.
+      answers: the greedy answer of every row.
+      samples: the drawn answers of every row; empty where none was drawn.
+      template: how passages were shown; None where no text is read.
       readings: by name, `[n_rows, ...]` float32; NaN where a row was not read.
-      relations: P(entailment), P(neutral), P(contradiction) of pairs of texts,
-        `[n_pairs, 3]`, or None without an NLI model.
+      relations: an NLI model, or None without one.
       encoder: directory of a text encoder, or None without one.
     """
 
-    run: RunDir
-    store: FeatureStore
-    rows: Rows
+    store: "FeatureStore"
+    rows: "Rows"
     layer: int
+    questions: Sequence[Example] = ()
+    answers: Sequence[Answer] = ()
+    samples: Sequence[tuple[Sample, ...]] = ()
+    template: "PromptTemplate | None" = None
     readings: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    relations: Callable[[Sequence[tuple[str, str]]], np.ndarray] | None = None
+    relations: Relations | None = None
     encoder: Path | None = None
 
-    @cached_property
-    def questions(self) -> list[Example]:
-        """All questions of the run, in its order."""
-        return read_examples(self.run)
+    @classmethod
+    def of(
+        cls,
+        store: "FeatureStore",
+        rows: "Rows",
+        *,
+        layer: int = 0,
+        questions: Sequence[Example] = (),
+        answers: Iterable[Answer] = (),
+        samples: Iterable[Sample] = (),
+        **fields: Any,
+    ) -> "Evidence":
+        """Return the evidence of rows, whose answers and draws come in any order.
+
+        Raises:
+          ValueError: answers are given, and a row has none.
+        """
+        pairs = zip(rows.ids.tolist(), rows.variants.tolist(), strict=True)
+        keys = [(i, rows.setting, variant) for i, variant in pairs]
+        by_key = {answer.key: answer for answer in answers}
+        if by_key and (missing := [key for key in keys if key not in by_key]):
+            raise ValueError(
+                f"no answer to {missing[0]} among the {len(by_key)} given; give one to "
+                "every row of the store"
+            )
+        drawn: dict[tuple[str, str, str], list[Sample]] = {}
+        for sample in samples:
+            key = sample.example_id, sample.setting, sample.variant
+            drawn.setdefault(key, []).append(sample)
+        return cls(
+            store=store,
+            rows=rows,
+            layer=layer,
+            questions=questions,
+            answers=[by_key[key] for key in keys] if by_key else (),
+            samples=[tuple(drawn.get(key, ())) for key in keys],
+            **fields,
+        )
 
     @cached_property
     def examples(self) -> list[Example]:
         """The question of every row."""
-        known = {example.id: example for example in self.questions}
-        return [known[i] for i in self.rows.ids]
+        by_id = {example.id: example for example in self.questions}
+        return [by_id[example_id] for example_id in self.rows.ids]
 
     @cached_property
-    def answers(self) -> list[Answer]:
-        """The greedy answer of every row."""
-        known = {a.key: a for a in read_answers(self.run, self.rows.setting)}
-        return [known[key] for key in self._keys]
+    def texts(self) -> list[str]:
+        """What a text-only detector reads of every row, see `joined_text`.
 
-    @cached_property
-    def samples(self) -> list[tuple[Sample, ...]]:
-        """The drawn answers of every row; empty where none was drawn."""
-        found: dict[tuple[str, str, str], list[Sample]] = {}
-        path = samples_file(self.run)
-        if path.exists():
-            for sample in read_records(path, Sample):
-                key = sample.example_id, sample.setting, sample.variant
-                found.setdefault(key, []).append(sample)
-        return [tuple(found.get(key, ())) for key in self._keys]
+        Raises:
+          ValueError: texts, or how passages were shown, are not known.
+        """
+        if self.template is None or not self.answers:
+            raise ValueError(
+                "the texts are not known; give questions, answers and the template by "
+                "which passages were shown"
+            )
+        from benchmarks.baselines.text import texts_of
 
-    @property
-    def draw_seconds(self) -> float | None:
-        """What a drawn answer of the setting took; None where that was not timed."""
-        path = draw_seconds_file(self.run)
-        if not path.exists():
-            return None
-        known = read_json(path, dict[str, float | None], "run `beatrice sample` again")
-        return known.get(self.rows.setting)
-
-    @property
-    def _keys(self) -> list[tuple[str, str, str]]:
-        pairs = zip(self.rows.ids, self.rows.variants, strict=True)
-        return [(i, self.rows.setting, variant) for i, variant in pairs]
-
-
-def identities(evidence: Evidence, names: Iterable[str]) -> dict[str, str]:
-    """Return the identity of all that each reading depends on, by name.
-
-    Of the answers, the questions and, where the drawn answers are read too, of these.
-    Labels and the layer of the sweep are no part of it.
-    """
-    run = evidence.run
-    files = [answers_file(run), *question_files(run)]
-    shas = [str(sha256_tree(file)) for file in files]
-    drawn = str(sha256_tree(samples_file(run)))
-    return {
-        name: " ".join(
-            (FORMAT, name, evidence.rows.setting, *shas, *_drawn(name, drawn))
-        )
-        for name in names
-    }
-
-
-def _drawn(name: str, sha: str) -> tuple[str, ...]:
-    return (sha,) if name in _OF_SAMPLES else ()
+        return texts_of(self.rows, self.examples, self.answers, self.template)
 
 
 class Found(NamedTuple):
@@ -167,3 +175,46 @@ class Detector:
     is_trained: bool = False
     variant: str = ""
     settings: tuple[Setting, ...] = SETTINGS
+
+
+class Judged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a detector is, and what it costs a question.
+
+    Attributes:
+      needs: beyond the pass that gave the answer, see `Need`.
+      seconds: of scoring, its share of the readings, and of drawing its samples;
+        fitting included, which is paid once, over all answers of the setting. None
+        where its samples were drawn before drawing was timed.
+      peak_bytes: most memory of the process while it was read and scored, with all
+        that the process holds, such as the backbone; of the host, not of a device.
+        None in records from before it was measured.
+      n_forwards: beside the pass that gave the answer, none of which generates.
+      n_new_tokens: generated beside the answer, mean.
+      n_rows: answers that it was asked about.
+      reason: why it gives no score at all; empty where it does.
+    """
+
+    name: str
+    title: str
+    setting: Setting
+    source: str
+    variant: str
+    needs: tuple[str, ...]
+    is_trained: bool
+    seconds: float | None
+    peak_bytes: int | None = None
+    n_forwards: int
+    n_new_tokens: float
+    n_rows: int
+    reason: str = ""
+
+
+def is_taken(name: str) -> bool:
+    """Whether a name is that of what `beatrice evaluate` measures."""
+    kind, colon, _ = name.partition(":")
+    return name in (*OURS, *PLAIN) or (bool(colon) and kind in _KINDS)
+
+
+def is_rival(name: str) -> bool:
+    """Whether a detector is another's and not made of the selected set's encoders."""
+    return name not in OURS and not name.startswith("encoder:")

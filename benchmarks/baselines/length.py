@@ -10,26 +10,22 @@ import msgspec
 import numpy as np
 
 from benchmarks.baselines.linear import scores_of, standardise
-from extract.run.contents import read_answers
-from extract.run.directory import RunDir
-from extract.run.results import AT_EQUAL_LENGTH, ResultRow
+from extract.records import Answer
+from extract.run.results import ResultRow
 from jaxprobe.evaluation import Scored, detection_rows
 from jaxprobe.features.rows import Rows
 from jaxprobe.metrics import BootstrapConfig, paired_strata
 
 
-def length_features(run: RunDir, rows: Rows) -> np.ndarray:
-    """Return length, log(1 + length), is empty and was cut of every row's answer.
+def length_features(answers: Sequence[Answer]) -> np.ndarray:
+    """Return length, log(1 + length), is empty and was cut of every answer.
 
     Length is in tokens, the stop token not counted; cut is an answer that reached the
-    limit before it stopped. `[n_rows, 4]` float64.
+    limit before it stopped. `[n_answers, 4]` float64.
     """
-    answers = {answer.key: answer for answer in read_answers(run, rows.setting)}
-    keys = zip(rows.ids, rows.variants, strict=True)
-    own = [answers[example_id, rows.setting, variant] for example_id, variant in keys]
-    n_tokens = np.array([len(answer.token_ids) for answer in own], float)
-    is_empty = [not answer.text.strip() for answer in own]
-    was_cut = [answer.stop_id is None for answer in own]
+    n_tokens = np.array([len(answer.token_ids) for answer in answers], float)
+    is_empty = [not answer.text.strip() for answer in answers]
+    was_cut = [answer.stop_id is None for answer in answers]
     return np.stack([n_tokens, np.log1p(n_tokens), is_empty, was_cut], axis=1)
 
 
@@ -62,6 +58,7 @@ def rows_at_equal_length(
     rows: Rows,
     n_tokens: np.ndarray,
     config: BootstrapConfig,
+    names: Sequence[str],
 ) -> list[ResultRow]:
     """Return what detectors are worth among answers of equally many tokens.
 
@@ -70,20 +67,21 @@ def rows_at_equal_length(
     of one tercile apart. A score that follows length alone has one half.
 
     Args:
-      detectors: of a setting; those of `AT_EQUAL_LENGTH` are measured.
+      detectors: of a setting.
       rows: what they score.
       n_tokens: `[n_rows]` tokens of the answers.
       config: of the intervals.
+      names: of the detectors that are measured; the first against each of the others.
 
     Returns:
       Rows of the experiment "at_equal_length", whose `n` are the answers with a
-      counterpart of the other class; the gains of the selected encoders as
+      counterpart of the other class; the gains of the first one as
       "at_equal_length_paired"; and for each set the share of labelled answers without
       a counterpart, which say nothing here ("unmatched").
     """
     experiment = "at_equal_length"
-    own = [one for one in detectors if one.name in AT_EQUAL_LENGTH]
-    ours, *rivals = AT_EQUAL_LENGTH
+    own = [one for one in detectors if one.name in names]
+    ours, *rivals = names
     made = detection_rows(
         own,
         rows,

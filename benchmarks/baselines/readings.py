@@ -1,4 +1,4 @@
-"""What detectors read beyond the four families, kept in the run part by part.
+"""What detectors read beyond the four families, in a cache part by part.
 
 A part is some hundred answers; its readings are files of their own, one a name, so that
 what is stopped continues and what another detector asks for later is read alone.
@@ -7,19 +7,20 @@ what is stopped continues and what another detector asks for later is read alone
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.baselines.detector import Detector, Evidence, identities
-from extract.generate.requests import answer_config
+from benchmarks.baselines.detector import Detector, Evidence
 from extract.run.memory import begin_peak, peak_bytes
-from jaxprobe.checkpoint import load_cache, save_cache
+from jaxprobe.checkpoint import Cache
+from jaxprobe.features.rows import Rows
 
 if TYPE_CHECKING:
     from extract.backbone.loading import Backbone
 
+FORMAT = "3"  # of cached readings: 3 says of which rows
+_OF_SAMPLES = ("sample_states", "p_true")  # readings of drawn answers too
 _ANSWERS_PER_PART = 256
 _Arrays = dict[str, np.ndarray]
 Wanted = Mapping[str, np.ndarray]  # by name of a reading, `[n]` places of rows
@@ -41,22 +42,43 @@ class Kept(NamedTuple):
     peak_bytes: dict[str, int]
 
 
-class Reading:
-    """Reads parts of a setting's answers; the model is loaded when one is missing."""
+NOTHING_READ = Kept({}, {}, {})
 
-    def __init__(self, evidence: Evidence) -> None:
-        """Say whose answers are read."""
+
+def reading_keys(
+    setting: str, identities: Mapping[str, str], names: Iterable[str]
+) -> dict[str, str]:
+    """Return the identity of all that each reading depends on, by name.
+
+    Of the answers, the questions and, where the drawn answers are read too, of these.
+    Labels and the layer of the sweep are no part of it.
+
+    Args:
+      setting: of the answers.
+      identities: of answers and questions ("answers"), and of drawn answers
+        ("samples").
+      names: of readings.
+    """
+    answers, samples = identities["answers"], identities["samples"]
+    drawn = {name: (samples,) if name in _OF_SAMPLES else () for name in names}
+    return {
+        name: " ".join((FORMAT, name, setting, answers, *drawn[name])) for name in drawn
+    }
+
+
+class Reading:
+    """Reads answers; the model is loaded when the first one is read."""
+
+    def __init__(
+        self, evidence: Evidence, open_backbone: "Callable[[], Backbone]"
+    ) -> None:
+        """Say whose answers are read, and by which model."""
         self._evidence = evidence
+        self._open_backbone = open_backbone
 
     @cached_property
     def _backbone(self) -> "Backbone":
-        from extract.backbone.loading import open_backbone, require_answering_model
-        from extract.backbone.names import backbone_of
-
-        run = self._evidence.run
-        backbone = open_backbone(backbone_of(run))
-        require_answering_model(run.answers, backbone)
-        return backbone
+        return self._open_backbone()
 
     @cached_property
     def _n_cue(self) -> int:
@@ -93,10 +115,11 @@ class Reading:
         from extract.readings.prompts import swapped_prompt
 
         evidence = self._evidence
-        template = answer_config(evidence.run).prompt.prompt_template()
+        if evidence.template is None:
+            raise ValueError("how passages were shown is not known: give a template")
         return swapped_prompt(
             self._backbone,
-            template,
+            evidence.template,
             evidence.examples[i],
             evidence.answers[i],
             evidence.questions,
@@ -120,39 +143,43 @@ def _stack(values: Sequence[np.ndarray]) -> np.ndarray:
     return found
 
 
-def rows_read(evidence: Evidence, detectors: Iterable[Detector]) -> Wanted:
+def rows_read(rows: Rows, detectors: Iterable[Detector]) -> Wanted:
     """Return by name the rows whose reading some detector asks for, `[n]` places.
 
     Training answers are read for those that learn from them alone.
     """
-    everywhere = np.arange(len(evidence.rows.ids))
-    elsewhere = np.flatnonzero(evidence.rows.splits != "train")
+    everywhere = np.arange(len(rows.ids))
+    elsewhere = np.flatnonzero(rows.splits != "train")
     learned = {n for one in detectors if one.is_trained for n in one.reads}
     names = sorted({name for one in detectors for name in one.reads})
     return {name: everywhere if name in learned else elsewhere for name in names}
 
 
-def kept_readings(
-    evidence: Evidence, wanted: Wanted, tick: Callable[[], None] = lambda: None
+def cached_readings(
+    reading: Reading,
+    wanted: Wanted,
+    n_rows: int,
+    caches: Mapping[str, Cache],
+    tick: Callable[[], None] = lambda: None,
 ) -> Kept:
-    """Return readings of rows, read now or by an earlier, interrupted run.
+    """Return readings of rows, read now or by an earlier, interrupted start.
 
     Args:
-      evidence: whose answers are read, and where they are kept.
+      reading: reads what is missing.
       wanted: of `extract.readings.reader.READINGS`, each with its rows.
+      n_rows: of the setting.
+      caches: of each name.
       tick: called once for each of `parts_of`, when it is there.
 
     Raises:
       ValueError: other weights gave the answers, or a prompt is longer than the window.
     """
-    reading, n_rows = Reading(evidence), len(evidence.rows.ids)
     every: dict[str, dict[int, np.ndarray]] = {name: {} for name in wanted}
     seconds, peaks = dict.fromkeys(wanted, 0.0), dict.fromkeys(wanted, 0)
     for part in parts_of(n_rows):
-        held, missing = _held(evidence, wanted, part)
+        held, missing = read_before(wanted, caches, part)
         for name, own in _read(reading, missing).items():
-            key = identities(evidence, [name])[name]
-            save_cache(_path(evidence, name, part), own, key)
+            caches[name].save(_file(part), own)
             held[name] = own
         for name, own in held.items():
             every[name] |= zip(own["rows"].tolist(), own["values"], strict=True)
@@ -165,20 +192,23 @@ def kept_readings(
     return Kept(values, seconds, peaks)
 
 
-def _held(
-    evidence: Evidence, wanted: Wanted, part: slice
+def read_before(
+    wanted: Wanted, caches: Mapping[str, Cache], part: slice
 ) -> tuple[dict[str, _Arrays], dict[str, list[int]]]:
-    """Return what is kept of a part by name, and the rows of what is not."""
-    keys = identities(evidence, wanted)
+    """Return what is cached of a part by name, and the rows of what is not."""
     held, missing = {}, {}
     for name, rows in wanted.items():
         own = rows[(rows >= part.start) & (rows < part.stop)]
-        found = load_cache(_path(evidence, name, part), keys[name])
+        found = caches[name].load(_file(part))
         if found is not None and np.isin(own, found["rows"]).all():
             held[name] = found
         elif len(own):
             missing[name] = own.tolist()
     return held, missing
+
+
+def _file(part: slice) -> str:
+    return f"{part.start:07d}"
 
 
 def _read(reading: Reading, missing: Mapping[str, Sequence[int]]) -> dict[str, _Arrays]:
@@ -212,11 +242,6 @@ def _laid_out(values: Mapping[int, np.ndarray], n_rows: int) -> np.ndarray:
     n_axes = np.ndim(next(iter(values.values()), np.nan))
     nothing = np.full((0,) * n_axes, np.nan, np.float32)
     return _stack([values.get(row, nothing) for row in range(n_rows)])
-
-
-def _path(evidence: Evidence, name: str, rows: slice) -> Path:
-    folder = evidence.run.path / "readings" / evidence.rows.setting / name
-    return folder / f"{rows.start:07d}.safetensors"
 
 
 def parts_of(n_rows: int) -> list[slice]:

@@ -2,48 +2,60 @@
 
 import dataclasses
 import itertools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
-from benchmarks.baselines.catalogue import catalogue
-from benchmarks.baselines.detector import Detector, Evidence, Found, Need
+from benchmarks.baselines.catalogue import catalogue, find_detector, is_plug
+from benchmarks.baselines.check import faults_of
+from benchmarks.baselines.detector import (
+    Detector,
+    Evidence,
+    Judged,
+    Need,
+    Relations,
+    is_rival,
+)
+from benchmarks.baselines.judge import Metered, ScoreCache, Scores, cost_of, score
 from benchmarks.baselines.readings import (
+    NOTHING_READ,
     Kept,
-    kept_readings,
+    Reading,
+    cached_readings,
     parts_of,
+    reading_keys,
     rows_read,
 )
-from benchmarks.baselines.scores import (
-    KeptScores,
-    Scores,
-    identities_of,
-    models_beside,
-    models_file,
-)
-from benchmarks.panorama.costs import Judged, judged_file
-from benchmarks.panorama.significance import is_rival
-from extract.records import Setting
+from extract.generate.requests import answer_config
+from extract.records import Sample, Setting, read_records
 from extract.run.console import Progress, Update
-from extract.run.contents import row_files, samples_file, settings_of
-from extract.run.directory import RunDir
-from extract.run.files import (
-    write_json_atomic,
+from extract.run.contents import (
+    answers_file,
+    draw_seconds_file,
+    question_files,
+    read_answers,
+    read_examples,
+    row_files,
+    samples_file,
+    settings_of,
 )
+from extract.run.directory import RunDir
+from extract.run.files import read_json, sha256_tree, write_json_atomic
 from extract.run.manifest import Preset
-from extract.run.memory import begin_peak, peak_bytes
 from extract.run.results import ResultRow, publish, rows_file
 from extract.run.stages import Stage
+from jaxprobe.checkpoint import Cache
 from jaxprobe.config import set_compiler
 from jaxprobe.evaluation import Scored, detection_rows
 from jaxprobe.stage import chosen_layer, open_rows, run_bootstrap, run_selection
 
+if TYPE_CHECKING:
+    from extract.backbone.loading import Backbone
+
 OURS = "champion"
-Relations = Callable[[Sequence[tuple[str, str]]], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,8 +84,8 @@ class BaselinesConfig:
 
 BASELINES_PRESETS: dict[Preset, BaselinesConfig] = {
     "demo": BaselinesConfig(),
-    "few": BaselinesConfig(),
     "smoke": BaselinesConfig(),
+    "few": BaselinesConfig(),
     "paper": BaselinesConfig(),
 }
 
@@ -90,199 +102,278 @@ def unmet(detector: Detector, run: RunDir, config: BaselinesConfig) -> str | Non
 
 
 def chosen_detectors(config: BaselinesConfig) -> list[Detector]:
-    """Return the detectors asked for, in the catalogue's order.
+    """Return the detectors asked for, in the catalogue's order, somebody's own last.
 
     Raises:
       ValueError: one is not known.
     """
     known = catalogue()
-    if unknown := [name for name in config.only if name not in known]:
-        raise ValueError(f"no detector {unknown[0]!r}; there are {', '.join(known)}")
-    if config.only:
-        return [one for name, one in known.items() if name in config.only]
-    every = known.values()
-    return [one for one in every if config.again or not (one.needs or one.reads)]
+    if not config.only:
+        every = known.values()
+        return [one for one in every if config.again or not (one.needs or one.reads)]
+    wanted = {spec: find_detector(spec) for spec in dict.fromkeys(config.only)}
+    names = {detector.name for detector in wanted.values()}
+    own = [detector for spec, detector in wanted.items() if is_plug(spec)]
+    return _distinct([*(x for name, x in known.items() if name in names), *own])
 
 
-class _Metered:
-    """An NLI model whose time is charged to all that ask for a pair.
+def _distinct(detectors: Sequence[Detector]) -> list[Detector]:
+    by_name = {detector.name: detector for detector in detectors}
+    for detector in detectors:
+        if by_name[detector.name] is not detector:
+            raise ValueError(
+                f"two detectors are named {detector.name!r}; give one another name"
+            )
+    return list(by_name.values())
 
-    It reads a pair once; the detector that asks first would pay for all others.
+
+def _plugs_file(run: RunDir) -> Path:
+    """Return where a run remembers which detectors are not of the catalogue."""
+    return run.path / "baselines" / "plugs.json"
+
+
+def _known_detectors(
+    run: RunDir, config: BaselinesConfig, progress: Progress
+) -> list[Detector]:
+    """Return the catalogue and somebody's own, now asked for or by an earlier start."""
+    path = _plugs_file(run)
+    before = read_json(path, list[str], "delete it") if path.exists() else []
+    specs = list(dict.fromkeys((*before, *filter(is_plug, config.only))))
+    if specs != before:
+        write_json_atomic(path, specs)
+    known = list(catalogue().values())
+    for spec in specs:
+        try:
+            known.append(find_detector(spec))
+        except ValueError as error:
+            if spec in config.only:
+                raise
+            progress.note(f"baselines: {spec} is left out: {error}")
+    return _distinct(known)
+
+
+def run_evidence(
+    run: RunDir,
+    setting: Setting,
+    config: BaselinesConfig | None = None,
+    relations: Relations | None = None,
+    *,
+    layer: int | None = None,
+) -> Evidence:
+    """Return what detectors may read of a setting of a run, without readings.
+
+    Args:
+      run: that is labelled and extracted.
+      setting: of the answers.
+      config: gives the text encoder.
+      relations: an NLI model.
+      layer: of the hidden states; None takes the one that the run's sweep chose.
     """
-
-    def __init__(self, relations: Relations) -> None:
-        self._relations = relations
-        self._seconds: dict[tuple[str, str], float] = {}
-        self.owed = 0.0  # beyond what the clock shows
-
-    def __call__(self, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
-        """Return the relations of pairs."""
-        asked = set(pairs)
-        new = asked - set(self._seconds)
-        self.owed += sum(self._seconds[pair] for pair in asked - new)
-        began = time.monotonic()
-        found = self._relations(pairs)
-        share = (time.monotonic() - began) / max(1, len(new))
-        self._seconds.update(dict.fromkeys(new, share))
-        return found
-
-
-def _score(detector: Detector, evidence: Evidence, read: Kept) -> Scores:
-    """Ask a detector, whose readings cost what `read` says."""
-    begin_peak()
-    began, reason, own = time.monotonic(), "", set(detector.reads)
-    try:
-        found = detector.score(evidence)
-    except ValueError as error:  # such as a split of one class
-        reason = str(error)
-        found = Found(np.full((1, len(evidence.rows.ids)), np.nan))
-    found = Found(np.asarray(found.scores, np.float64), tuple(found.chosen))
-    seconds = time.monotonic() - began + sum(read.seconds[name] for name in own)
-    peaks = (peak_bytes(), *(read.peak_bytes[name] for name in own))
-    return Scores(found, seconds, max(peaks), reason)
-
-
-def _judged(detector: Detector, evidence: Evidence, scores: Scores) -> Judged:
-    """Say what a detector cost."""
-    n_rows, reads = len(evidence.rows.ids), set(detector.reads)
-    drawn = (
-        [row for row in evidence.samples if row] if "samples" in detector.needs else []
-    )
-    n_samples = max(map(len, drawn), default=0)
-    n_new = [sum(len(s.token_ids or ()) for s in row) for row in drawn]
-    per_draw = evidence.draw_seconds if drawn else 0.0
-    per_question = scores.seconds / n_rows
-    # Everything of the answer behind its own prompt is read in one pass.
-    is_read = bool(reads - {"p_true", "sample_states"})
-    n_others = ("p_true" in reads) + ("lumina_mmd" in reads)
-    return Judged(
-        name=detector.name,
-        title=detector.title,
-        setting=evidence.rows.setting,
-        source=detector.source,
-        variant=detector.variant,
-        needs=tuple(sorted(detector.needs)),
-        is_trained=detector.is_trained,
-        seconds=None if per_draw is None else per_question + per_draw * n_samples,
-        peak_bytes=scores.peak_bytes,
-        n_forwards=is_read + n_others + n_samples * ("sample_states" in reads),
-        n_new_tokens=float(np.mean(n_new)) if n_new else 0.0,
-        n_rows=n_rows,
-        reason=scores.reason,
-    )
-
-
-class _Left(NamedTuple):
-    """What earlier starts said of a setting, by name, and whom is still to be asked."""
-
-    kept: KeptScores
-    held: dict[str, Scores | None]
-    new: list[Detector]
-
-
-def _left(
-    run: RunDir,
-    setting: Setting,
-    config: BaselinesConfig,
-    asked: Sequence[Detector],
-    relations: _Metered | None = None,
-) -> _Left:
-    """Find what was said before of a setting."""
     store, rows = open_rows(run, setting)
-    evidence = Evidence(
-        run=run,
-        store=store,
-        rows=rows,
-        layer=chosen_layer(run),
+    drawn = samples_file(run)
+    encoder = config and config.encoder
+    return Evidence.of(
+        store,
+        rows,
+        layer=chosen_layer(run) if layer is None else layer,
+        questions=read_examples(run),
+        answers=read_answers(run, setting),
+        samples=read_records(drawn, Sample) if drawn.exists() else (),
+        template=answer_config(run).prompt.prompt_template(),
         relations=relations,
-        encoder=Path(config.encoder) if config.encoder else None,
+        encoder=Path(encoder) if encoder else None,
     )
-    kept = KeptScores(evidence=evidence, shas=identities_of(run, config.models))
-    every = [one for one in catalogue().values() if setting in one.settings]
-    held = {one.name: kept.load(one) for one in every}
-    names = {one.name for one in asked}
-    return _Left(kept, held, [d for d in every if d.name in names and not held[d.name]])
 
 
-def _setting(
+def run_identities(run: RunDir, given: Mapping[Need, str | None]) -> dict[str, str]:
+    """Return the identities of what detectors read, see `ScoreCache.identities`."""
+    common = [*row_files(run), run.answers, run.sweep]
+    texts = [answers_file(run), *question_files(run)]
+    return models_beside(models_file(run), given) | {
+        "run": " ".join(str(sha256_tree(path)) for path in common),
+        "answers": " ".join(str(sha256_tree(path)) for path in texts),
+        "samples": str(sha256_tree(samples_file(run))),
+    }
+
+
+def models_beside(path: Path, given: Mapping[Need, str | None]) -> dict[str, str]:
+    """Return by need the identity of the model that is asked beside the backbone.
+
+    Where none is given now that is the last one that was, so that what it said stays.
+
+    Args:
+      path: where those of earlier starts are written.
+      given: directories of models.
+    """
+    what_to_do = "move it away, and give --nli and --encoder again"
+    known = read_json(path, dict[str, str], what_to_do) if path.exists() else {}
+    return known | {n: str(sha256_tree(Path(own))) for n, own in given.items() if own}
+
+
+def models_file(run: RunDir) -> Path:
+    """Return where a run remembers which models were asked."""
+    return run.path / "baselines" / "models.json"
+
+
+def judged_file(run: RunDir) -> Path:
+    """Return where what the detectors are and cost is written, for the report."""
+    return run.path / "baselines" / "detectors.json"
+
+
+def read_judged(path: Path) -> list[Judged]:
+    """Return what the rivals of a run are and cost.
+
+    Raises:
+      ValueError: it is missing, or not as it was written.
+    """
+    return read_json(path, list[Judged], "run `beatrice baselines` again")
+
+
+def _open_backbone(run: RunDir) -> "Backbone":
+    from extract.backbone.loading import open_backbone, require_answering_model
+    from extract.backbone.names import backbone_of
+
+    backbone = open_backbone(backbone_of(run))
+    require_answering_model(run.answers, backbone)
+    return backbone
+
+
+def _read(
     run: RunDir,
-    setting: Setting,
-    config: BaselinesConfig,
-    asked: Sequence[Detector],
-    relations: _Metered | None,
+    evidence: Evidence,
+    detectors: Sequence[Detector],
+    identities: Mapping[str, str],
+    tick: Callable[[], None] = lambda: None,
+) -> Kept:
+    """Read what some detectors want of a setting."""
+    wanted = rows_read(evidence.rows, detectors)
+    if not wanted:
+        return NOTHING_READ
+    setting = evidence.rows.setting
+    folder = run.path / "readings" / setting
+    keys = reading_keys(setting, identities, wanted)
+    caches = {name: Cache(folder / name, key) for name, key in keys.items()}
+    reading = Reading(evidence, partial(_open_backbone, run))
+    return cached_readings(reading, wanted, len(evidence.rows.ids), caches, tick)
+
+
+def _draw_seconds(run: RunDir, setting: Setting) -> float | None:
+    """Return what a drawn answer of a setting took; None where that was not timed."""
+    path = draw_seconds_file(run)
+    if not path.exists():
+        return None
+    seconds = read_json(path, dict[str, float | None], "run `beatrice sample` again")
+    return seconds.get(setting)
+
+
+def _scores(
+    run: RunDir,
+    evidence: Evidence,
+    known: Sequence[Detector],
+    names: Sequence[str],
+    identities: Mapping[str, str],
     update: Update,
-    progress: Progress,
-) -> tuple[list[ResultRow], list[Judged]]:
-    """Judge detectors on one setting, those of earlier starts among them."""
-    kept, held, new = _left(run, setting, config, asked, relations)
-    evidence = kept.evidence
-    reads = rows_read(evidence, new)
-    ticks = itertools.count(1)
-    total = len(new) + len(parts_of(len(evidence.rows.ids))) * bool(reads)
+) -> dict[Detector, Scores]:
+    """Return scores by detector, those of earlier starts among them."""
+    setting = evidence.rows.setting
+    cache = ScoreCache(
+        folder=run.path / "baselines" / setting, setting=setting, identities=identities
+    )
+    held = {x: cache.load(x) for x in known if setting in x.settings}
+    new = [x for x, scores in held.items() if x.name in names and scores is None]
+    n_parts = len(parts_of(len(evidence.rows.ids))) * any(x.reads for x in new)
+    ticks, total = itertools.count(1), len(new) + n_parts
 
     def tick() -> None:
         update(next(ticks), total)
 
-    read = kept_readings(evidence, reads, tick) if reads else Kept({}, {}, {})
+    read = _read(run, evidence, new, identities, tick)
     evidence = dataclasses.replace(evidence, readings=read.values)
     for detector in new:
-        before = relations.owed if relations else 0.0
-        scores = _score(detector, evidence, read)
-        if relations:
-            seconds = scores.seconds + relations.owed - before
-            scores = scores._replace(seconds=seconds)
-        kept.save(detector, scores)
-        held[detector.name] = scores
+        held[detector] = scores = score(detector, evidence, read)
+        cache.save(detector, scores)
         tick()
-    known = catalogue()
-    found = {known[n]: scores for n, scores in held.items() if scores is not None}
-    for one, scores in found.items():
-        if scores.reason:
-            progress.note(f"baselines: {setting}: {one.name}: {scores.reason}")
-    heads, _ = run_selection(run, setting)
+    return {detector: scores for detector, scores in held.items() if scores is not None}
+
+
+def _rows(
+    run: RunDir, evidence: Evidence, scores: Mapping[Detector, Scores]
+) -> list[ResultRow]:
+    """Return the rows of detectors on a setting, and of the selected set's lead."""
+    heads, _ = run_selection(run, evidence.rows.setting)
     ours = Scored(name=OURS, scores=heads[OURS]["scores"])
-    scored = [
-        Scored(name=one.name, scores=scores.found.scores)
-        if not scores.reason
-        else Scored(name=one.name, scores=scores.found.scores, reason=scores.reason)
-        for one, scores in found.items()
-    ]
-    pairs = {"paired": [(OURS, one.name) for one in scored if is_rival(one.name)]}
-    made = detection_rows(
-        [ours, *scored], evidence.rows, run_bootstrap(run), pairs=pairs
-    )
-    is_told = [r.experiment != "detection" or r.detector != OURS for r in made]
-    chosen = [row for scores in found.values() for row in scores.found.chosen]
-    judged = [_judged(one, evidence, scores) for one, scores in found.items()]
-    return [*chosen, *itertools.compress(made, is_told)], judged
+    rivals = [own.scored(detector.name) for detector, own in scores.items()]
+    pairs = {"paired": [(OURS, one.name) for one in rivals if is_rival(one.name)]}
+    intervals = run_bootstrap(run)
+    made = detection_rows([ours, *rivals], evidence.rows, intervals, pairs=pairs)
+    chosen = [row for own in scores.values() for row in own.found.chosen]
+    # The selected set's own rows are those of `evaluate`.
+    new = [r for r in made if r.experiment != "detection" or r.detector != OURS]
+    return [*chosen, *new]
 
 
 def _baselines(
     run: RunDir, config: BaselinesConfig, update: Update, progress: Progress
 ) -> None:
     set_compiler(run.preset)
-    asked = chosen_detectors(config)
-    lacks = {one.name: unmet(one, run, config) for one in asked}
+    known = _known_detectors(run, config, progress)
+    lacks = {one.name: unmet(one, run, config) for one in chosen_detectors(config)}
     for name, reason in lacks.items():
         if reason is not None:
             progress.note(f"baselines: {name} {reason}")
-    possible = [one for one in asked if lacks[one.name] is None]
+    names = [name for name, reason in lacks.items() if reason is None]
     relations = None
-    if config.nli is not None and any("entailment" in d.needs for d in possible):
-        from benchmarks.baselines.sampled.entailment import load_entailment
+    if config.nli is not None and any(
+        "entailment" in x.needs for x in known if x.name in names
+    ):
+        from benchmarks.baselines.entailment import load_entailment
 
-        relations = _Metered(load_entailment(Path(config.nli), progress=update))
-    if known := models_beside(run, config.models):
-        write_json_atomic(models_file(run), known)
+        relations = Metered(load_entailment(Path(config.nli), progress=update))
+    if models := models_beside(models_file(run), config.models):
+        write_json_atomic(models_file(run), models)
+    identities = run_identities(run, config.models)
     made, judged = [], []
     for setting in settings_of(run):
-        rows, own = _setting(
-            run, setting, config, possible, relations, update, progress
-        )
-        made += rows
-        judged += own
+        evidence = run_evidence(run, setting, config, relations)
+        scores = _scores(run, evidence, known, names, identities, update)
+        for detector, own in scores.items():
+            if own.reason:
+                progress.note(f"baselines: {setting}: {detector.name}: {own.reason}")
+        made += _rows(run, evidence, scores)
+        per_draw = _draw_seconds(run, setting)
+        judged += [cost_of(x, evidence, own, per_draw) for x, own in scores.items()]
     write_json_atomic(judged_file(run), msgspec.to_builtins(judged))
     publish(run, "baselines", made, progress)
+
+
+def run_faults(run: RunDir, spec: str, config: BaselinesConfig) -> list[str]:
+    """Return what a detector does wrong on a run's answers, a sentence each.
+
+    Args:
+      run: whose signals are extracted, labelled and swept.
+      spec: see `find_detector`.
+      config: gives the models that it needs.
+
+    Raises:
+      ValueError: the run lacks what the detector needs.
+    """
+    detector = find_detector(spec)
+    if lack := unmet(detector, run, config):
+        raise ValueError(f"{detector.name} {lack}")
+    relations = None
+    if config.nli is not None:
+        from benchmarks.baselines.entailment import load_entailment
+
+        relations = load_entailment(Path(config.nli))
+    identities = run_identities(run, config.models)
+    faults = []
+    for setting in settings_of(run):
+        if setting in detector.settings:
+            evidence = run_evidence(run, setting, config, relations)
+            read = _read(run, evidence, [detector], identities)
+            evidence = dataclasses.replace(evidence, readings=read.values)
+            faults += [f"{setting}: {x}" for x in faults_of(detector, evidence)]
+    return faults
 
 
 BASELINES = Stage(

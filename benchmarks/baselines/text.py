@@ -13,9 +13,9 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
 from benchmarks.baselines.linear import chosen_row
-from extract.generate.requests import answer_config, variants_of
-from extract.run.contents import read_answers, read_examples
-from extract.run.directory import RunDir
+from extract.generate.requests import variants_of
+from extract.generate.templates import PromptTemplate
+from extract.records import Answer, Example
 from extract.run.results import ResultRow
 from jaxprobe.features.rows import Rows
 from jaxprobe.regression import fit_linear
@@ -81,16 +81,23 @@ def fit_tfidf(
     return TextDetector(vectorizer=vectorizer, **found._asdict())
 
 
-def texts_of(run: RunDir, rows: Rows) -> list[str]:
-    """Return what a text-only detector reads of every row, see `joined_text`."""
-    examples = {example.id: example for example in read_examples(run)}
-    answers = {a.key: a for a in read_answers(run, rows.setting)}
-    template = answer_config(run).prompt.prompt_template()
+def texts_of(
+    rows: Rows,
+    examples: Sequence[Example],
+    answers: Sequence[Answer],
+    template: PromptTemplate,
+) -> list[str]:
+    """Return what a text-only detector reads of every row, see `joined_text`.
 
-    def text(example_id: str, variant: str) -> str:
-        example = examples[example_id]
-        answer = answers[example_id, rows.setting, variant]
-        passages = dict(variants_of(rows.setting, example))[variant]
+    Args:
+      rows: what the rows are.
+      examples: the question of every row.
+      answers: the answer of every row.
+      template: how passages were shown to the model.
+    """
+
+    def text(example: Example, answer: Answer) -> str:
+        passages = dict(variants_of(rows.setting, example))[answer.variant]
         shown = [
             template.passage_text(passage)
             for i, passage in enumerate(passages)
@@ -98,15 +105,19 @@ def texts_of(run: RunDir, rows: Rows) -> list[str]:
         ]
         return joined_text(example.question, answer.text, shown)
 
-    return list(map(text, rows.ids, rows.variants))
+    return list(map(text, examples, answers))
 
 
-def text_scores(run: RunDir, rows: Rows) -> tuple[np.ndarray, ResultRow]:
-    """Return the text-only detector's scores of every row, `[1, n_rows]`.
+def text_scores(
+    texts: Sequence[str], rows: Rows, others: Sequence[str] | None = None
+) -> tuple[np.ndarray, ResultRow]:
+    """Return the text-only detector's scores, `[1, n]`, and the penalty's row.
 
-    And the row of the penalty that validation chose.
+    Args:
+      texts: of every row, see `texts_of`; validation chooses the penalty.
+      rows: what the rows are.
+      others: texts that are scored, by default those of the rows.
     """
-    texts = texts_of(run, rows)
     train, valid = rows.where("train"), rows.where("validation")
     detector = fit_tfidf(
         [texts[i] for i in train],
@@ -115,4 +126,4 @@ def text_scores(run: RunDir, rows: Rows) -> tuple[np.ndarray, ResultRow]:
         rows.labels[valid],
     )
     chosen = chosen_row(rows, "tfidf", "inverse_penalty", detector.regression.C)
-    return detector.score(texts)[None], chosen
+    return detector.score(texts if others is None else others)[None], chosen

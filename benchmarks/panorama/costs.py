@@ -1,14 +1,10 @@
 """What every rival detector is and costs: the stage's record of it, as a table."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
-import msgspec
-
+from benchmarks.baselines.detector import Judged
 from benchmarks.results.tables import number
-from extract.records import IN_DOMAIN, Setting
-from extract.run.directory import RunDir
-from extract.run.files import read_json
+from extract.records import IN_DOMAIN
 from extract.run.results import SETTING_LABELS, ResultRow, ResultTable
 from extract.run.stages import bytes_in_words
 
@@ -30,53 +26,6 @@ NEEDS = {
     "encoder": "a text encoder",
     "labels": "training labels",
 }
-
-
-class Judged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a detector is, and what it costs a question.
-
-    Attributes:
-      needs: beyond the pass that gave the answer, see `detector.Need`.
-      seconds: of scoring, its share of the readings, and of drawing its samples;
-        fitting included, which is paid once, over all answers of the setting. None
-        where its samples were drawn before drawing was timed.
-      peak_bytes: most memory of the process while it was read and scored, with all
-        that the process holds, such as the backbone; of the host, not of a device.
-        None in records from before it was measured.
-      n_forwards: beside the pass that gave the answer, none of which generates.
-      n_new_tokens: generated beside the answer, mean.
-      n_rows: answers that it was asked about.
-      reason: why it gives no score at all; empty where it does.
-    """
-
-    name: str
-    title: str
-    setting: Setting
-    source: str
-    variant: str
-    needs: tuple[str, ...]
-    is_trained: bool
-    seconds: float | None
-    peak_bytes: int | None = None
-    n_forwards: int
-    n_new_tokens: float
-    n_rows: int
-    reason: str = ""
-
-
-def judged_file(run: RunDir) -> Path:
-    """Return where what the detectors are and cost is written, for the report."""
-    return run.path / "baselines" / "detectors.json"
-
-
-def read_judged(run: RunDir) -> list[Judged]:
-    """Return what the rivals of a run are and cost.
-
-    Raises:
-      ValueError: it is missing, or not as it was written.
-    """
-    file = judged_file(run)
-    return read_json(file, list[Judged], "run `beatrice baselines` again")
 
 
 def titles_of(judged: Iterable[Judged]) -> dict[str, str]:

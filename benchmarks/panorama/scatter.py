@@ -5,7 +5,8 @@ from typing import Literal
 
 from matplotlib.figure import Figure
 
-from benchmarks.panorama.costs import Judged, measured
+from benchmarks.baselines.detector import Judged
+from benchmarks.panorama.costs import measured
 from benchmarks.results.figures import MUTED, SOFT, STRONG, styled
 from benchmarks.results.pictures import Picture, picture
 from extract.records import IN_DOMAIN, SETTINGS

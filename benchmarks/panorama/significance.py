@@ -14,11 +14,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from benchmarks.baselines.detector import is_rival
 from benchmarks.results.findings import place_name, seed_spread, tex
 from benchmarks.results.tables import Place, interval, number, places_of
 from extract.records import IN_DOMAIN
 from extract.run.results import (
-    CONTROLS,
     DETECTORS,
     DIFFERENCE,
     RIVALS,
@@ -33,9 +33,6 @@ TITLES: dict[Against, str] = {
     "hidden_only": "Against hidden states only",
 }
 LEVEL = 0.05
-# Built from the same encoders as the selected set: no rivals of it.
-OWN = ("champion", "without_closed_book", "hidden_only", "early_fusion")
-OWN += ("late_fusion_singles", "late_fusion_all", "majority", *CONTROLS)
 _SPLITS = ("test", "ood")
 HEADS = ("Set", "Rival", "AUROC", "Rival's", "Difference", "p", "Holm", "Seeds ± SD")
 
@@ -89,11 +86,6 @@ def columns_of(rows: Sequence[ResultRow]) -> list[Place]:
     measured = [r for r in rows if r.experiment == "detection" and r.split in _SPLITS]
     pooled = [r for r in measured if r.split == "ood" or r.dataset == IN_DOMAIN]
     return places_of(pooled, _SPLITS)
-
-
-def is_rival(name: str) -> bool:
-    """Whether a detector is another's and not made of the selected set's encoders."""
-    return name not in OWN and not name.startswith("encoder:")
 
 
 def _strongest(

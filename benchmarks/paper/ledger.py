@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from typing import Any
 
 from benchmarks.paper.cells import (
     OF_AN_INTERVAL,
@@ -15,13 +15,9 @@ from benchmarks.paper.cells import (
 )
 from benchmarks.paper.signs import Sign, in_a_sentence, signs, spelled
 from benchmarks.paper.summaries import summaries
-from extract.backbone.names import backbone_of
-from extract.records import IN_DOMAIN, Example
-from extract.run.contents import count_correct, read_examples, read_labels
-from extract.run.directory import RunDir
-from extract.run.manifest import read_manifest
-from extract.run.results import DIFFERENCE, SPLIT_LABELS, label_rule, read_result_rows
-from jaxprobe.stage import grid_config, run_bootstrap
+from extract.records import IN_DOMAIN, Example, Label
+from extract.run.contents import count_correct
+from extract.run.results import DIFFERENCE, SPLIT_LABELS, ResultRow
 
 _MARKS = {"bold": "**{}**", "underlined": "<u>{}</u>", "dagger": "{}†", None: "{}"}
 _WHY_NOT = {
@@ -61,49 +57,69 @@ def _paper_sizes(cells: Sequence[PaperCell], split: str) -> str:
     )
 
 
-def differences(run: RunDir, cells: Sequence[PaperCell]) -> list[Difference]:
-    """Return what differs between the paper's experiment and a run's, as both say it.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """What the paper's numbers are laid beside: an evaluated run.
+
+    Attributes:
+      rows: of its results.
+      examples: its questions.
+      labels: of its answers, by key.
+      backbone: name of its model.
+      label_rule: by which its answers were judged, in words.
+      passages: which ones its questions have.
+      n_seeds: of training.
+      n_resamples: of the intervals.
+    """
+
+    rows: Sequence[ResultRow]
+    examples: Sequence[Example]
+    labels: Mapping[tuple[str, str, str], Label]
+    backbone: str
+    label_rule: str
+    passages: Any
+    n_seeds: int
+    n_resamples: int
+
+
+def differences(own: Experiment, cells: Sequence[PaperCell]) -> list[Difference]:
+    """Return what differs between the paper's experiment and another, as both say it.
 
     Args:
-      run: that was evaluated.
+      own: the other one.
       cells: of the paper; its sizes are read there (`tab:label-dist`). The rest is
         of its section 4.1 and appendix B.
     """
-    examples = read_examples(run)
-    sections = read_manifest(run.path)["sections"]
-    passages = sections.get("data", {}).get("context", "of the embedded world")
-    variants = {label.variant for label in read_labels(run).values()}
+    variants = {label.variant for label in own.labels.values()}
     wordings = "two wordings" if "rewritten" in variants else "one wording"
     backbones = _backbones(cells)
     found = [
         Difference(
             what="Backbone",
             paper=backbones,
-            here=Path(backbone_of(run).model).name,
+            here=own.backbone,
         ),
         Difference(
             what="Answers judged by",
             paper="three prompts to a larger model of the same family, unanimous",
-            here=label_rule(run),
+            here=own.label_rule,
         ),
         Difference(
             what="Passages",
             paper="supporting, in two wordings where in-domain",
-            here=f"{passages}, in {wordings}",
+            here=f"{own.passages}, in {wordings}",
         ),
-        Difference(
-            what="Training seeds", paper="3", here=str(grid_config(run).train.n_seeds)
-        ),
+        Difference(what="Training seeds", paper="3", here=str(own.n_seeds)),
         Difference(
             what="Resamples",
             paper="10,000",
-            here=f"{run_bootstrap(run).n_resamples:,}",
+            here=f"{own.n_resamples:,}",
         ),
     ]
     for split in ("train", "validation", "test", "ood"):
         what = f"Questions, {SPLIT_LABELS[split]}"
-        sizes = {"paper": _paper_sizes(cells, split), "here": _sizes(examples, split)}
-        found.append(Difference(what=what, **sizes))
+        paper, here = _paper_sizes(cells, split), _sizes(own.examples, split)
+        found.append(Difference(what=what, paper=paper, here=here))
     return [one for one in found if one.paper != one.here]
 
 
@@ -253,15 +269,10 @@ def as_markdown(
     return "\n".join(lines) + "\n"
 
 
-def ledger(path: Path) -> str:
-    """Return the paper's tables with the numbers of an evaluated run, as Markdown.
-
-    Raises:
-      ValueError: the run has not been evaluated.
-    """
-    run, cells = RunDir(path), read_ledger()
-    accuracy = count_correct(read_examples(run), read_labels(run))
-    rows = read_result_rows(run)
-    rows = [*rows, *summaries(rows)]
+def ledger(own: Experiment) -> str:
+    """Return the paper's tables with the numbers of an evaluated run, as Markdown."""
+    cells = read_ledger()
+    accuracy = count_correct(own.examples, own.labels)
+    rows = [*own.rows, *summaries(own.rows)]
     found = beside(cells, rows, accuracy)
-    return as_markdown(cells, found, differences(run, cells), signs(found, rows))
+    return as_markdown(cells, found, differences(own, cells), signs(found, rows))

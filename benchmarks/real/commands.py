@@ -83,21 +83,23 @@ def _complete(options: dict[str, Any]) -> None:
 
 def _do_all(run_dir: Path, progress: Progress) -> None:
     """Do every stage, saying which it is, and print the headline and the costs."""
-    from benchmarks.real.costs import costs_in_words, measured, read_costs
-    from benchmarks.real.training import settle_training
+    from benchmarks.real.costs import COSTS, costs_in_words, measured, read_costs
+    from benchmarks.real.training import GRID, SELECT
     from benchmarks.results.stage import summary
     from extract.run.directory import RunDir
     from extract.run.stages import run_stage
+    from jaxprobe.config import GRID_PRESETS, SELECT_PRESETS
 
     # Retrieval has a verb of its own, and hours of generations.
     stages = [load_stage(place) for place in CHAIN[1:] if "controllers" not in place]
     with RunDir.open(run_dir) as run:
-        settle_training(run)
+        run.settle("train", GRID_PRESETS | {"demo": GRID})
+        run.settle("select", SELECT_PRESETS | {"demo": SELECT})
         for number, stage in enumerate(stages, start=1):
             progress.note(f"stage {number} of {len(stages)}: {stage.name}")
-            with measured(run, stage.name):
+            with measured(run_dir, stage.name, run.stage_record):
                 run_stage(stage, run, progress)
-        costs = costs_in_words(read_costs(run))
+        costs = costs_in_words(read_costs(run_dir / COSTS))
     click.echo(summary(run_dir)["text"])
     click.echo(f"\n{costs}\n{run_dir / 'report.html'}")
 

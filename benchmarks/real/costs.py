@@ -2,12 +2,11 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
-from extract.run.directory import RunDir
 from extract.run.files import read_json, write_json_atomic
 from extract.run.memory import begin_peak, peak_bytes
 from extract.run.stages import bytes_in_words, disk_bytes
@@ -48,35 +47,40 @@ class StageCost(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     disk_bytes: int = 0
 
 
-def costs_file(run: RunDir) -> Path:
-    """Return where the costs lie; no stage reads them."""
-    return run.path / "costs.json"
+COSTS = "costs.json"  # in the run; no stage reads it
 
 
-def read_costs(run: RunDir) -> dict[str, StageCost]:
+def read_costs(path: Path) -> dict[str, StageCost]:
     """Return the costs of the stages that were started, in their order."""
-    path = costs_file(run)
     if not path.exists():
         return {}
     return read_json(path, dict[str, StageCost], "delete it; nothing depends on it")
 
 
-def _write(run: RunDir, costs: Mapping[str, StageCost]) -> None:
-    write_json_atomic(costs_file(run), msgspec.to_builtins(costs))
+def _write(path: Path, costs: Mapping[str, StageCost]) -> None:
+    write_json_atomic(path, msgspec.to_builtins(costs))
 
 
 @contextlib.contextmanager
-def measured(run: RunDir, stage: str) -> Iterator[None]:
-    """Write down what a stage costs; nothing changes if it was done already."""
-    done_before = run.stage_record(stage)
-    costs = read_costs(run)
+def measured(
+    folder: Path, stage: str, record_of: Callable[[str], object]
+) -> Iterator[None]:
+    """Write down what a stage costs; nothing changes if it was done already.
+
+    Args:
+      folder: of the run.
+      stage: its name.
+      record_of: gives a stage's record by its name, None where there is none.
+    """
+    path, done_before = folder / COSTS, record_of(stage)
+    costs = read_costs(path)
     before = costs.get(stage, StageCost())
     costs[stage] = msgspec.structs.replace(before, n_starts=before.n_starts + 1)
-    _write(run, costs)
+    _write(path, costs)
     begin_peak()
     began, cpu_began = time.monotonic(), time.process_time()
     yield
-    if done_before is not None and run.stage_record(stage) == done_before:
+    if done_before is not None and record_of(stage) == done_before:
         costs[stage] = before
     else:
         costs[stage] = StageCost(
@@ -84,9 +88,9 @@ def measured(run: RunDir, stage: str) -> Iterator[None]:
             cpu_seconds=round(time.process_time() - cpu_began, 1),
             n_starts=before.n_starts + 1,
             peak_bytes=peak_bytes(),
-            disk_bytes=disk_bytes(run.path),
+            disk_bytes=disk_bytes(folder),
         )
-    _write(run, costs)
+    _write(path, costs)
 
 
 def costs_in_words(costs: Mapping[str, StageCost]) -> str:

@@ -23,10 +23,7 @@ their encoders (test, sets selected with them, two models: +.001, −.002 closed
 mean logit where the gain may be chance.
 """
 
-from extract.run.directory import RunDir
 from jaxprobe.config import (
-    GRID_PRESETS,
-    SELECT_PRESETS,
     EncoderConfig,
     FusionConfig,
     GridConfig,
@@ -56,13 +53,3 @@ SELECT = SelectConfig(
         n_microbatches=1,
     ),
 )
-
-
-def settle_training(run: RunDir) -> None:
-    """Write down how a run of the demo's preset is trained, unless it says so already.
-
-    Args:
-      run: whose manifest has no section `train` yet, or keeps the one that it has.
-    """
-    run.settle("train", GRID_PRESETS | {"demo": GRID})
-    run.settle("select", SELECT_PRESETS | {"demo": SELECT})

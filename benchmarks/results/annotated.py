@@ -1,12 +1,11 @@
 """What a person's verdicts on a sample say of the labels, and of detectors by them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from extract.run.directory import RunDir
 from extract.run.files import read_json
 from extract.run.results import AT_EQUAL_LENGTH, ResultRow
 from jaxprobe.evaluation import Scored
@@ -16,19 +15,31 @@ from jaxprobe.metrics import BootstrapConfig, interval_of, resamples, weighted_m
 SPLIT = "annotated"
 
 
-def human_files(run: RunDir) -> list[Path]:
-    """Return the file of a person's verdicts, if `label --audit` has read some."""
-    path = run.audit / "human.json"
-    return [path] if path.exists() else []
+def read_verdicts(path: Path) -> dict[str, Any]:
+    """Return a person's verdicts, as `label --audit` has written them.
+
+    Raises:
+      ValueError: they are not as they were written.
+    """
+    return read_json(path, dict[str, Any], "run `beatrice label --audit` again")
 
 
 def annotated_rows(
-    run: RunDir, detectors: Sequence[Scored], rows: Rows, config: BootstrapConfig
+    found: Mapping[str, Any],
+    detectors: Sequence[Scored],
+    rows: Rows,
+    config: BootstrapConfig,
 ) -> list[ResultRow]:
     """Return what a person disputes, and AUROC on the annotated answers.
 
-    Nothing where nobody has annotated. The sample has as many right labels as wrong;
-    every answer counts for as many as it was drawn from.
+    The sample has as many right labels as wrong; every answer counts for as many as it
+    was drawn from.
+
+    Args:
+      found: see `read_verdicts`.
+      detectors: that are measured.
+      rows: what they score.
+      config: of the intervals.
 
     Returns:
       Rows of the experiment "label_noise": per label the share that is disputed
@@ -36,10 +47,6 @@ def annotated_rows(
       detectors, where `dataset` says by which truth: "labels", "undisputed labels"
       (the disputed answers are out), or "a person".
     """
-    files = human_files(run)
-    if not files:
-        return []
-    found = read_json(files[0], dict[str, Any], "run `beatrice label --audit` again")
     noise = [one for one in found["noise"] if one["setting"] == rows.setting]
     human = {(x[0], x[2]): x[3] for x in found["verdicts"] if x[1] == rows.setting}
     made = [_disputed(one) for one in noise]

@@ -1,38 +1,26 @@
 """Two runs beside each other: do the same combinations win, do the answers agree?"""
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from benchmarks.results.findings import (
     Finding,
-    findings,
     measured,
     place_name,
     questions_of,
 )
 from benchmarks.results.tables import interval, number
 from extract.records import IN_DOMAIN, Setting
-from extract.run.contents import (
-    count_correct,
-    read_examples,
-    read_labels,
-    settings_of,
-)
-from extract.run.directory import RunDir
 from extract.run.results import (
     DETECTORS,
     RIVALS,
     SETTING_LABELS,
     ResultRow,
     ResultTable,
-    read_result_rows,
 )
-from jaxprobe import checkpoint
-from jaxprobe.features.subsets import N_SUBSETS
-from jaxprobe.stage import grid_config, open_rows, run_bootstrap
+from jaxprobe.metrics import BootstrapConfig
 from selection.anatomy.backbones import Agreement, Ranked, agreement
 
 
@@ -43,30 +31,22 @@ def in_words(found: Agreement) -> str:
     return f"{number(found.value)} [{number(found.low)} to {number(found.high)}]"
 
 
-def validation_answers(run: RunDir, setting: Setting) -> Ranked:
-    """Return what a run's encoders say of its validation answers of a setting."""
-    _, rows = open_rows(run, setting)
-    tree, _ = checkpoint.restore(run.encoders(setting))
-    n_seeds = grid_config(run).train.n_seeds
-    logits = tree["outputs"]["logits"].reshape(n_seeds, N_SUBSETS, -1)
-    where = rows.where("validation")
-    return Ranked(rows.ids[where], rows.labels[where], logits[:, :, where])
-
-
 class Side(NamedTuple):
-    """One of the two runs: its directory, its rows and its answers."""
+    """One of two evaluated runs.
 
-    run: RunDir
-    rows: list[ResultRow]
-    answered: list[Finding]
+    Attributes:
+      name: where it lies.
+      rows: of its results.
+      answered: the paper's questions, as it answers them.
+      validation: what its encoders say of its validation answers, by setting.
+      intervals: of its results.
+    """
 
-    @classmethod
-    def read(cls, path: Path) -> "Side":
-        """Read a run that has been evaluated."""
-        run = RunDir(path)
-        rows = read_result_rows(run)
-        counts = count_correct(read_examples(run), read_labels(run))
-        return cls(run, rows, findings(rows, counts))
+    name: str
+    rows: Sequence[ResultRow]
+    answered: Sequence[Finding]
+    validation: Mapping[Setting, Ranked]
+    intervals: BootstrapConfig
 
 
 def _set_of(found: Finding | ResultRow) -> str:
@@ -140,23 +120,23 @@ def _answers(sides: Sequence[Side], setting: Setting) -> list[str]:
     return lines
 
 
-def comparison(first: Path, second: Path) -> str:
+def comparison(first: Side, second: Side) -> str:
     """Return the comparison of two evaluated runs as Markdown.
 
     Raises:
-      ValueError: a run has not been evaluated, or they have no setting in common.
+      ValueError: they have no setting in common.
     """
-    sides = [Side.read(path) for path in (first, second)]
-    shared = [s for s in settings_of(sides[0].run) if s in settings_of(sides[1].run)]
+    sides = (first, second)
+    shared = [setting for setting in first.validation if setting in second.validation]
     if not shared:
         raise ValueError(
-            f"{first} and {second} have no setting in common; compare runs that were "
-            "both answered closed-book, or both with context"
+            f"{first.name} and {second.name} have no setting in common; compare runs "
+            "that were both answered closed-book, or both with context"
         )
-    lines = [f"A: {first}", "", f"B: {second}", ""]
+    lines = [f"A: {first.name}", "", f"B: {second.name}", ""]
     for setting in shared:
-        ranked = [validation_answers(side.run, setting) for side in sides]
-        found = agreement(*ranked, run_bootstrap(sides[0].run))
+        ranked = [side.validation[setting] for side in sides]
+        found = agreement(*ranked, first.intervals)
         n_answers = " and ".join(str(len(x.ids)) for x in ranked)
         lines += [
             f"## {SETTING_LABELS[setting]}",

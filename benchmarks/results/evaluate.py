@@ -2,10 +2,14 @@
 
 import collections
 import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.baselines.detector import Evidence
 from benchmarks.baselines.length import (
     length_features,
     length_scores,
@@ -14,12 +18,14 @@ from benchmarks.baselines.length import (
 )
 from benchmarks.baselines.perplexity import perplexity_scores
 from benchmarks.baselines.probe import layer_scores, probe_scores
+from benchmarks.baselines.stage import run_evidence
 from benchmarks.baselines.text import text_scores
-from benchmarks.results.annotated import annotated_rows, human_files
-from benchmarks.results.shown import shown_sets
+from benchmarks.results.annotated import annotated_rows, read_verdicts
+from benchmarks.results.shown import Spell, shown_sets
+from extract.backbone.names import backbone_of
 from extract.generate.answers import shares_of
 from extract.generate.requests import answer_config
-from extract.records import IN_DOMAIN, Answer, Setting
+from extract.records import IN_DOMAIN, Answer, Example, Setting
 from extract.run.console import Progress, Update
 from extract.run.contents import (
     left_out_file,
@@ -31,6 +37,7 @@ from extract.run.contents import (
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
 from extract.run.results import (
+    AT_EQUAL_LENGTH,
     FAMILY_PAIRS,
     FLOORS,
     RIVALS,
@@ -49,45 +56,47 @@ from jaxprobe.features.rows import Rows
 from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
 from jaxprobe.fit.stage import EVERY_FAMILY
 from jaxprobe.metrics import BootstrapConfig
-from jaxprobe.stage import (
-    chosen_layer,
-    encoder_folders,
-    grid_config,
-    open_rows,
-    run_bootstrap,
-    run_selection,
-)
+from jaxprobe.stage import encoder_folders, grid_config, run_bootstrap, run_selection
+from pgir.scoring.page import shown_tokens
 
 N_BINS = 10
+PAIRS = {
+    "paired": [("champion", rival) for rival in RIVALS],
+    "floor_paired": FLOORS.items(),
+    "finding": FAMILY_PAIRS,
+}
 
 
-def detectors_of(run: RunDir, setting: Setting) -> tuple[list[Scored], list[ResultRow]]:
+def detectors_of(
+    evidence: Evidence,
+    encoders: Mapping[str, Any],
+    heads: Mapping[str, np.ndarray],
+    n_seeds: int,
+) -> tuple[list[Scored], list[ResultRow]]:
     """Return the scores that every detector gives to every row of a setting.
 
     And rows of what had to be chosen on validation for them.
+
+    Args:
+      evidence: of the setting, with its texts.
+      encoders: the checkpoint of its encoders and of their control.
+      heads: scores of selected sets by name, `[n_seeds, n_rows]`.
+      n_seeds: of the encoders.
     """
-    store, rows = open_rows(run, setting)
-    tree, _ = checkpoint.restore(run.encoders(setting))
-    n_seeds = grid_config(run).train.n_seeds
-    logits = tree["outputs"]["logits"].reshape(n_seeds, N_SUBSETS, -1)
-    heads, _ = run_selection(run, setting)
-    scores = {
-        name: heads[name]["scores"]
-        for name in ("champion", "late_fusion_singles", "late_fusion_all")
-    }
-    if setting == "with_context" and len(settings_of(run)) > 1:
-        alone, _ = run_selection(run, "single_pass")
-        scores["without_closed_book"] = alone["champion"]["scores"]
+    store, rows = evidence.store, evidence.rows
+    logits = encoders["outputs"]["logits"].reshape(n_seeds, N_SUBSETS, -1)
+    scores = dict(heads)
     scores |= {"hidden_only": logits[:, 0], "early_fusion": logits[:, EVERY_FAMILY]}
     for subset, name in enumerate(SUBSET_NAMES):
         scores[f"encoder:{name}"] = logits[:, subset]
-    scores["tfidf"], chosen = text_scores(run, rows)
+    scores["tfidf"], chosen = text_scores(evidence.texts, rows)
     scores["perplexity"] = perplexity_scores(store)
-    scores["answer_length"] = length_scores(length_features(run, rows), rows)
+    lengths = length_features(evidence.answers)
+    scores["answer_length"] = length_scores(lengths, rows)
     scores["majority"] = majority_scores(rows)
-    probes, of_probes = probe_scores(store, rows, chosen_layer(run))
+    probes, of_probes = probe_scores(store, rows, evidence.layer)
     scores |= probes
-    control = tree["control"]
+    control = encoders["control"]
     permuted = Scored(
         name="permuted_labels",
         scores=control["logits"],
@@ -133,19 +142,18 @@ def _bins(curve: Reliability) -> list[dict[str, Any]]:
     ]
 
 
-def _reliability(
-    run: RunDir, setting: Setting
+def reliability_of(
+    raw: np.ndarray, calibrated: np.ndarray, labels: np.ndarray, setting: Setting
 ) -> tuple[dict[str, Any], list[ResultRow]]:
-    """Return the reliability of the champion on all in-domain test sets, and its rows.
+    """Return the reliability of the selected set as the report shows it, and its rows.
 
-    Both of the head's own probability ("raw") and of the calibrated one.
+    Args:
+      raw: `[n]` the head's own probability, mean over seeds, on all in-domain test
+        sets.
+      calibrated: `[n]` the calibrated one.
+      labels: `[n]` bool.
+      setting: of the answers.
     """
-    _, rows = open_rows(run, setting)
-    tree, _ = run_selection(run, setting)
-    where = rows.where("test")
-    raw = tree["champion"]["scores"].mean(axis=0)[where]
-    calibrated = Detector.load(run.detector).heads[setting].calibrator(raw)
-    labels = rows.labels[where]
     shown: dict[str, Any] = {}
     made = []
     for name, p_correct in (("raw", raw), ("calibrated", calibrated)):
@@ -165,52 +173,20 @@ def _reliability(
                     split="test",
                     metric=metric,
                     value=value,
-                    n=len(where),
+                    n=len(labels),
                 )
             )
     return shown, made
 
 
-def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> None:
-    set_compiler(run.preset)
-    bootstrap = run_bootstrap(run)
-    made, curves, shown = [], {}, []
-    settings = settings_of(run)
-    for n_done, setting in enumerate(settings, start=1):
-        store, rows = open_rows(run, setting)
-        pairs = {
-            "paired": [("champion", rival) for rival in RIVALS],
-            "floor_paired": FLOORS.items(),
-            "finding": FAMILY_PAIRS,
-        }
-        detectors, chosen = detectors_of(run, setting)
-        made += chosen
-        made += detection_rows(detectors, rows, bootstrap, pairs=pairs)
-        made += layer_rows(store, rows, chosen_layer(run), bootstrap)
-        n_tokens = length_features(run, rows)[:, 0]
-        made += rows_at_equal_length(detectors, rows, n_tokens, bootstrap)
-        shown += shown_sets(run, store, rows, progress)
-        made += annotated_rows(run, detectors, rows, bootstrap)
-        if len(rows.where("test")):
-            curves[setting], calibration = _reliability(run, setting)
-            made += calibration
-        else:
-            progress.note(f"evaluate: {setting}: no test answer, so no reliability")
-        update(n_done, len(settings))
-    made += answer_rows(run)
-    if answer_config(run).prompt.overlong != "refuse":
-        made += prompt_rows(run)
-    write_json_atomic(run.path / "reliability.json", curves)
-    write_json_atomic(run.path / "shown.json", shown)
-    publish(run, "evaluate", made, progress)
-
-
-def answer_rows(run: RunDir) -> list[ResultRow]:
+def answer_rows(
+    examples: Sequence[Example], answers: Sequence[Answer]
+) -> list[ResultRow]:
     """Return per set, split and setting the shares of `shares_of`: no answer is out."""
-    examples = {example.id: example for example in read_examples(run)}
+    by_id = {example.id: example for example in examples}
     groups: dict[tuple[Setting, str, str], list[Answer]] = {}
-    for answer in read_answers(run):
-        example = examples[answer.example_id]
+    for answer in answers:
+        example = by_id[answer.example_id]
         place = answer.setting, example.dataset, example.split
         groups.setdefault(place, []).append(answer)
     return [
@@ -229,25 +205,30 @@ def answer_rows(run: RunDir) -> list[ResultRow]:
     ]
 
 
-def prompt_rows(run: RunDir) -> list[ResultRow]:
+def prompt_rows(
+    examples: Sequence[Example],
+    answers: Sequence[Answer],
+    left_out: Sequence[Mapping[str, Any]],
+) -> list[ResultRow]:
     """Return the share of cut prompts per set, split and setting.
 
     `n` counts the prompts that were answered, `n_failed` the questions that were not
     asked in this setting, since not even one passage fitted.
+
+    Args:
+      examples: all questions.
+      answers: to them.
+      left_out: the example and the setting of what was not asked.
     """
-    examples = {example.id: example for example in read_examples(run)}
+    by_id = {example.id: example for example in examples}
 
     def group(example_id: str, setting: Setting) -> tuple[Setting, str, str]:
-        return setting, examples[example_id].dataset, examples[example_id].split
+        return setting, by_id[example_id].dataset, by_id[example_id].split
 
-    answers = read_answers(run)
     n_asked = collections.Counter(group(a.example_id, a.setting) for a in answers)
     n_cut = collections.Counter(
         group(a.example_id, a.setting) for a in answers if a.dropped
     )
-    path = left_out_file(run)
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    left_out = map(json.loads, lines)
     n_left_out = collections.Counter(
         group(row["example_id"], row["setting"]) for row in left_out
     )
@@ -269,6 +250,91 @@ def prompt_rows(run: RunDir) -> list[ResultRow]:
     ]
 
 
+def run_heads(run: RunDir, setting: Setting) -> dict[str, np.ndarray]:
+    """Return the scores of selected sets on the rows of a setting, by name."""
+    heads, _ = run_selection(run, setting)
+    names = ("champion", "late_fusion_singles", "late_fusion_all")
+    scores = {name: heads[name]["scores"] for name in names}
+    if setting == "with_context" and len(settings_of(run)) > 1:
+        alone, _ = run_selection(run, "single_pass")
+        scores["without_closed_book"] = alone["champion"]["scores"]
+    return scores
+
+
+def run_detectors(
+    run: RunDir, evidence: Evidence
+) -> tuple[list[Scored], list[ResultRow]]:
+    """Return `detectors_of` a setting of a run."""
+    setting = evidence.rows.setting
+    encoders, _ = checkpoint.restore(run.encoders(setting))
+    n_seeds = grid_config(run).train.n_seeds
+    return detectors_of(evidence, encoders, run_heads(run, setting), n_seeds)
+
+
+def _speller(run: RunDir, progress: Progress) -> Spell | None:
+    """Return what spells tokens, or None where the run's backbone is not there."""
+    # Loads Torch, which the tables and figures do without.
+    from extract.backbone.checkpoint import load_outline
+
+    try:
+        decode = load_outline(backbone_of(run).path).tokenizer.decode
+    except (ValueError, OSError) as error:
+        progress.note(
+            "evaluate: the answers to look at have no tokens, since the tokenizer "
+            f"could not be loaded: {str(error).splitlines()[0]}"
+        )
+        return None
+    return partial(shown_tokens, decode)
+
+
+def _human_files(run: RunDir) -> list[Path]:
+    """Return the file of a person's verdicts, if `label --audit` has read some."""
+    path = run.audit / "human.json"
+    return [path] if path.exists() else []
+
+
+def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> None:
+    set_compiler(run.preset)
+    bootstrap, spell = run_bootstrap(run), _speller(run, progress)
+    verdicts = [read_verdicts(path) for path in _human_files(run)]
+    calibrated = Detector.load(run.detector)
+    made, curves, shown = [], {}, []
+    settings = settings_of(run)
+    for n_done, setting in enumerate(settings, start=1):
+        evidence = run_evidence(run, setting)
+        rows = evidence.rows
+        detectors, chosen = run_detectors(run, evidence)
+        made += chosen
+        made += detection_rows(detectors, rows, bootstrap, pairs=PAIRS)
+        made += layer_rows(evidence.store, rows, evidence.layer, bootstrap)
+        n_tokens = length_features(evidence.answers)[:, 0]
+        made += rows_at_equal_length(
+            detectors, rows, n_tokens, bootstrap, list(AT_EQUAL_LENGTH)
+        )
+        head = calibrated.heads[setting]
+        raw = run_heads(run, setting)["champion"].mean(axis=0)
+        shown += shown_sets(evidence, head.calibrator(raw), head.threshold, spell)
+        for own in verdicts:
+            made += annotated_rows(own, detectors, rows, bootstrap)
+        if len(where := rows.where("test")):
+            curves[setting], calibration = reliability_of(
+                raw[where], head.calibrator(raw[where]), rows.labels[where], setting
+            )
+            made += calibration
+        else:
+            progress.note(f"evaluate: {setting}: no test answer, so no reliability")
+        update(n_done, len(settings))
+    examples, answers = read_examples(run), read_answers(run)
+    made += answer_rows(examples, answers)
+    if answer_config(run).prompt.overlong != "refuse":
+        path = left_out_file(run)
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        made += prompt_rows(examples, answers, [json.loads(line) for line in lines])
+    write_json_atomic(run.path / "reliability.json", curves)
+    write_json_atomic(run.path / "shown.json", shown)
+    publish(run, "evaluate", made, progress)
+
+
 EVALUATE = Stage(
     name="evaluate",
     inputs=lambda run: [
@@ -277,7 +343,7 @@ EVALUATE = Stage(
         run.detector,
         run.selection,
         *encoder_folders(run),
-        *human_files(run),
+        *_human_files(run),
     ],
     outputs=lambda run: [
         rows_file(run, "evaluate"),

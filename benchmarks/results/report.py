@@ -8,8 +8,9 @@ from typing import Any
 import jinja2
 
 from benchmarks.anatomy.parts import anatomy_parts
+from benchmarks.baselines.detector import Judged
 from benchmarks.panorama.costs import HEADS as COST_HEADS
-from benchmarks.panorama.costs import Judged, cost_tables, titles_of
+from benchmarks.panorama.costs import cost_tables, titles_of
 from benchmarks.panorama.layout import panoramas
 from benchmarks.panorama.scatter import cost_pictures
 from benchmarks.panorama.significance import HEADS, TITLES, cells_of, leads, sentence

@@ -1,11 +1,11 @@
 """What `evaluate`, `control` and `anatomy` leave for the report, read by type."""
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from extract.records import Record, Setting, Share
-from extract.run.directory import RunDir
 from extract.run.files import read_json
 from extract.run.results import ResultRow, read_rows
 from selection.anatomy import Study
@@ -118,53 +118,51 @@ class Control(Record, frozen=True, kw_only=True):
     cases: tuple[Case, ...]
 
 
-def read_control(run: RunDir) -> dict[str, Any]:
+def read_control(file: Path) -> dict[str, Any]:
     """Return what `control` found, as `ReportData` has it.
 
     Raises:
       ValueError: it is missing, or not as it was written.
     """
-    file = run.control / "control.json"
     return msgspec.to_builtins(read_json(file, Control, "run `beatrice control` again"))
 
 
-def read_seconds(run: RunDir) -> list[ResultRow]:
+def read_seconds(file: Path) -> list[ResultRow]:
     """Return what a question takes each controller, on the machine it was run on.
 
     Not among the rows of results.jsonl, which are the same wherever they are made.
     """
-    file = run.control / "seconds.jsonl"
     return list(read_rows(file)) if file.exists() else []
 
 
-def read_reliability(run: RunDir) -> dict[str, Any]:
+def read_reliability(file: Path) -> dict[str, Any]:
     """Return the reliability of each setting, as `ReportData` has it.
 
     Raises:
       ValueError: it is missing, or not as it was written.
     """
-    file, kind = run.path / "reliability.json", dict[Setting, Curves]
-    found = read_json(file, kind, "run `beatrice evaluate` again")
+    again = "run `beatrice evaluate` again"
+    found = read_json(file, dict[Setting, Curves], again)
     return msgspec.to_builtins(found)
 
 
-def read_shown(run: RunDir) -> list[dict[str, Any]]:
+def read_shown(file: Path) -> list[dict[str, Any]]:
     """Return the answers to look at, as `ReportData` has them.
 
     Raises:
       ValueError: they are missing, or not as they were written.
     """
-    file, kind = run.path / "shown.json", tuple[ShownSet, ...]
-    found = read_json(file, kind, "run `beatrice evaluate` again")
+    again = "run `beatrice evaluate` again"
+    found = read_json(file, tuple[ShownSet, ...], again)
     return msgspec.to_builtins(list(found))
 
 
-def read_studies(run: RunDir) -> list[dict[str, Any]]:
+def read_studies(file: Path) -> list[dict[str, Any]]:
     """Return the cases that `anatomy` found, as `ReportData` has them.
 
     Raises:
       ValueError: they are missing, or not as they were written.
     """
     again = "run `beatrice anatomy` again"
-    found = read_json(run.path / STUDIES, tuple[Study, ...], again)
+    found = read_json(file, tuple[Study, ...], again)
     return msgspec.to_builtins(list(found))

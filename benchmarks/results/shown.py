@@ -6,22 +6,15 @@ answers one P. Contexts in their original wording alone.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.baselines.detector import Evidence
 from benchmarks.results.saved import N_SHOWN
-from extract.backbone.names import backbone_of
 from extract.records import Answer, Example
-from extract.run.console import Progress
-from extract.run.contents import read_answers, read_examples
-from extract.run.directory import RunDir
-from extract.store.read import FeatureStore, Ragged, read_family
-from jaxprobe.detector import Detector
-from jaxprobe.features.rows import Rows
-from jaxprobe.stage import run_selection
-from pgir.scoring.page import shown_tokens
+from extract.store.read import Ragged, read_family
+from jaxprobe.scope import Threshold
 
 TRUSTED_FROM = 0.5  # where the run has no threshold of its own
 
@@ -78,44 +71,25 @@ def choose_answers(
 Spell = Callable[[Answer, np.ndarray, int], list[dict[str, Any]]]
 
 
-def _speller(run: RunDir, progress: Progress) -> Spell | None:
-    """Return what spells tokens, or None where the run's backbone is not there."""
-    # Loads Torch, which the tables and figures do without.
-    from extract.backbone.checkpoint import load_outline
-
-    try:
-        decode = load_outline(backbone_of(run).path).tokenizer.decode
-    except (ValueError, OSError) as error:
-        progress.note(
-            "evaluate: the answers to look at have no tokens, since the tokenizer "
-            f"could not be loaded: {str(error).splitlines()[0]}"
-        )
-        return None
-    return partial(shown_tokens, decode)
-
-
 def shown_sets(
-    run: RunDir, store: FeatureStore, rows: Rows, progress: Progress
+    evidence: Evidence,
+    p_correct: np.ndarray,
+    threshold: Threshold | None,
+    spell: Spell | None,
 ) -> list[dict[str, Any]]:
     """Return the answers to look at of every test and held-out set of a setting.
 
     Args:
-      run: with a calibrated detector.
-      store: of the setting; the tokens' probabilities are read there.
-      rows: what its rows are.
-      progress: told if the tokens cannot be spelled.
+      evidence: of the setting; the tokens' probabilities are read from its store.
+      p_correct: `[n_rows]` calibrated.
+      threshold: for the precision that was asked for.
+      spell: spells the tokens of an answer, or None.
 
     Returns:
       As `benchmarks.results.saved.ShownSet` has them.
     """
-    head = Detector.load(run.detector).heads[rows.setting]
-    tree, _ = run_selection(run, rows.setting)
-    p_correct = head.calibrator(tree["champion"]["scores"].mean(axis=0))
-    wanted = head.threshold and head.threshold.p_correct
-    threshold = TRUSTED_FROM if wanted is None else float(wanted)
-    examples = {example.id: example for example in read_examples(run)}
-    answers = {a.key: a for a in read_answers(run, rows.setting)}
-    spell = _speller(run, progress)
+    rows, wanted = evidence.rows, threshold and threshold.p_correct
+    trusted_from = TRUSTED_FROM if wanted is None else float(wanted)
     made = []
     for dataset, split in rows.evaluated_sets():
         if split == "validation" or " " in dataset:  # all in-domain sets together
@@ -125,22 +99,24 @@ def shown_sets(
         ids = rows.ids[where].tolist()
         kinds = []
         for kind, n, chosen in choose_answers(
-            p_correct[where], rows.labels[where], ids, threshold
+            p_correct[where], rows.labels[where], ids, trusted_from
         ):
             shown = []
             for i in chosen:
-                answer = answers[ids[i], rows.setting, "original"]
-                prob = read_family(store, "prob", where[i : i + 1])
-                draft = _draft(examples[ids[i]], answer, prob, spell)
+                answer = evidence.answers[where[i]]
+                example = evidence.examples[where[i]]
+                prob = read_family(evidence.store, "prob", where[i : i + 1])
+                draft = _draft(example, answer, prob, spell)
                 draft |= {"p_correct": float(p_correct[where[i]])}
                 draft |= {"correct": kind.is_correct}
-                example = examples[ids[i]]
                 golds = list(example.golds[:4])
                 asked = {"id": ids[i], "question": example.question, "golds": golds}
                 shown.append({**asked, "n_golds": len(example.golds), "draft": draft})
             kinds.append({"name": kind.name, "n": n, "answers": shown})
         place = {"setting": rows.setting, "dataset": dataset, "split": split}
-        made.append({**place, "n": len(where), "threshold": threshold, "kinds": kinds})
+        made.append(
+            {**place, "n": len(where), "threshold": trusted_from, "kinds": kinds}
+        )
     return made
 
 

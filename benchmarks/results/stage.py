@@ -6,8 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
+from benchmarks.baselines.detector import Judged
+from benchmarks.baselines.stage import judged_file, read_judged
 from benchmarks.panorama import costs, layout, significance
+from benchmarks.paper.ledger import Experiment
+from benchmarks.results.compare import Side
 from benchmarks.results.findings import as_latex, as_markdown, findings, remarks
 from benchmarks.results.paired import paired_table
 from benchmarks.results.report import ReportData, write_report
@@ -34,6 +39,7 @@ from extract.run.contents import (
 )
 from extract.run.directory import RunDir
 from extract.run.files import write_text_atomic
+from extract.run.manifest import read_manifest
 from extract.run.results import (
     ResultRow,
     ResultTable,
@@ -46,8 +52,16 @@ from extract.run.results import (
 from extract.run.stages import Stage
 from extract.signals.stage import extract_config
 from jaxprobe.features.rows import read_sweep
-from jaxprobe.stage import chosen_layer, grid_config
+from jaxprobe.features.subsets import N_SUBSETS
+from jaxprobe.stage import (
+    chosen_layer,
+    grid_config,
+    open_rows,
+    run_bootstrap,
+    run_outputs,
+)
 from selection.ablation import ablation_summary
+from selection.anatomy.backbones import Ranked
 from selection.ranking import ranking_summary
 from selection.stage import selection_summary
 
@@ -84,26 +98,26 @@ def _why_no_control(settings: Sequence[Setting]) -> str:
 def report_data(run: RunDir) -> ReportData:
     """Collect what the report shows from the run's files."""
     settings, has_control = settings_of(run), run.stage_record("control") is not None
-    control = read_control(run) if has_control else {}
+    control = read_control(run.control / "control.json") if has_control else {}
     on_request = asked_for(run)
     ranked = settings if "exhaustive" in on_request else ()
     records = {n: run.stage_record(n) for n in (*IN_ORDER, "report", *on_request)}
     return ReportData(
         facts=_facts(run),
         stage_seconds={name: r.seconds for name, r in records.items() if r is not None},
-        rows=[*read_result_rows(run), *read_seconds(run)],
+        rows=[*read_result_rows(run), *read_seconds(run.control / "seconds.jsonl")],
         accuracy=count_correct(read_examples(run), read_labels(run)),
         sweep=msgspec.to_builtins(read_sweep(run.sweep).settings),
         selection={setting: selection_summary(run, setting) for setting in settings},
-        reliability=read_reliability(run),
-        shown=read_shown(run),
+        reliability=read_reliability(run.path / "reliability.json"),
+        shown=read_shown(run.path / "shown.json"),
         control={k: v for k, v in control.items() if k != "cases"},
         cases=control.get("cases", ()),
         why_no_control="" if has_control else _why_no_control(settings),
         ranking={setting: ranking_summary(run, setting) for setting in ranked},
         ablations=ablation_summary(run) if "ablate" in on_request else {},
-        studies=read_studies(run) if "anatomy" in on_request else (),
-        judged=costs.read_judged(run) if "baselines" in on_request else (),
+        studies=read_studies(run.path / STUDIES) if "anatomy" in on_request else (),
+        judged=read_judged(judged_file(run)) if "baselines" in on_request else (),
     )
 
 
@@ -118,7 +132,7 @@ def panorama_files(run: RunDir) -> list[Path]:
 
 
 def _write_panorama(
-    run: RunDir, rows: Sequence[ResultRow], judged: Sequence[costs.Judged]
+    run: RunDir, rows: Sequence[ResultRow], judged: Sequence[Judged]
 ) -> None:
     """Write the paper's tables of detectors, and which leads are sure."""
     titles = costs.titles_of(judged)
@@ -160,7 +174,7 @@ def _inputs(run: RunDir) -> list[Path]:
         rows_file(run, "evaluate"),
         *((run.control, rows_file(run, "control")) if has_control else ()),
         *(rows_file(run, name) for name in asked_for(run)),
-        *([costs.judged_file(run)] if "baselines" in asked_for(run) else []),
+        *([judged_file(run)] if "baselines" in asked_for(run) else []),
         *([run.path / STUDIES] if "anatomy" in asked_for(run) else []),
     ]
 
@@ -176,6 +190,51 @@ REPORT = Stage(
     ],
     work=_report,
 )
+
+
+def run_side(run: RunDir) -> Side:
+    """Return what is compared of an evaluated run.
+
+    Raises:
+      ValueError: it has not been evaluated.
+    """
+    rows = read_result_rows(run)
+    counts = count_correct(read_examples(run), read_labels(run))
+    return Side(
+        name=str(run.path),
+        rows=rows,
+        answered=findings(rows, counts),
+        validation={setting: _ranked(run, setting) for setting in settings_of(run)},
+        intervals=run_bootstrap(run),
+    )
+
+
+def _ranked(run: RunDir, setting: Setting) -> Ranked:
+    """Return what a run's encoders say of its validation answers of a setting."""
+    _, rows = open_rows(run, setting)
+    logits, n_seeds = run_outputs(run, setting).logits, grid_config(run).train.n_seeds
+    where = rows.where("validation")
+    seeds = np.asarray(logits).reshape(n_seeds, N_SUBSETS, -1)
+    return Ranked(rows.ids[where], rows.labels[where], seeds[:, :, where])
+
+
+def run_experiment(run: RunDir) -> Experiment:
+    """Return what the paper's numbers are laid beside, of an evaluated run.
+
+    Raises:
+      ValueError: it has not been evaluated.
+    """
+    data = read_manifest(run.path)["sections"].get("data", {})
+    return Experiment(
+        rows=read_result_rows(run),
+        examples=read_examples(run),
+        labels=read_labels(run),
+        backbone=Path(backbone_of(run).model).name,
+        label_rule=label_rule(run),
+        passages=data.get("context", "of the embedded world"),
+        n_seeds=grid_config(run).train.n_seeds,
+        n_resamples=run_bootstrap(run).n_resamples,
+    )
 
 
 def summary(path: Path) -> dict[str, Any]:
@@ -196,7 +255,7 @@ def summary(path: Path) -> dict[str, Any]:
         f"{setting}: {' '.join(selection_summary(run, setting)['selected'])}"
         for setting in settings_of(run)
     ]
-    judged = costs.read_judged(run) if "baselines" in asked_for(run) else ()
+    judged = read_judged(judged_file(run)) if "baselines" in asked_for(run) else ()
     parts = [
         as_text(detection_table(rows, titles=costs.titles_of(judged))),
         "Gain of the selected encoders in AUROC\n" + as_text(paired_table(rows)),

@@ -1,30 +1,17 @@
-"""The questions of a run with retrieved passages, as a run inside the run.
-
-The inner run is answered, labelled and extracted by the stages of any run, so it stops
-and continues as they do, and `beatrice label RUN/retrieved --judge …` puts judges in
-the place of exact match.
-"""
+"""Which questions are asked again with retrieved passages."""
 
 import dataclasses
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from extract.backbone.names import backbone_of
 from extract.datasets.loading import Loaded, open_dataset
-from extract.generate.requests import answer_config
 from extract.generate.templates import PromptTemplate
 from extract.label.verdicts import text_key
-from extract.records import SETTINGS, Answer, Example, Passage, read_records, to_json
-from extract.run.contents import answers_file, read_examples
-from extract.run.directory import RunDir
-from extract.run.files import write_text_atomic
-from extract.run.manifest import NewRun, Preset
-from extract.signals.stage import extract_config
-from jaxprobe.stage import chosen_layer
+from extract.records import Example, Passage
+from extract.run.manifest import Preset
 from pgir.controllers.services import showable
 from pgir.retrieval.retrievers import Retrieval, RetrievalFailed
 
@@ -46,7 +33,7 @@ class TransferConfig:
     questions: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse counts that are none."""
+        """Check that counts are positive."""
         for name in ("limit", "n_passages"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -61,16 +48,17 @@ TRANSFER_PRESETS: dict[Preset, TransferConfig] = {
 }
 
 
-def asked_questions(run: RunDir, config: TransferConfig) -> list[Example]:
+def asked_questions(
+    examples: Sequence[Example], config: TransferConfig
+) -> list[Example]:
     """Return the questions that are asked again, without passages.
 
-    The run's test and held-out questions, and the first of other files whose text is
-    not among the run's own.
+    The test and held-out ones of a run's questions, and the first of other files whose
+    text is not among the run's own.
 
     Raises:
       ValueError: a file holds no questions, or nothing is left to ask.
     """
-    examples = read_examples(run)
     known = {text_key(example.question) for example in examples}
     pools: dict[tuple[str, str], list[Example]] = {}
     for example in examples:
@@ -87,7 +75,7 @@ def asked_questions(run: RunDir, config: TransferConfig) -> list[Example]:
                 own.append(found.question.as_example("ood", ()))
     asked = [one for pool in pools.values() for one in pool[: config.limit]]
     if not asked:
-        raise ValueError(f"{run.path} has neither test nor held-out questions")
+        raise ValueError("there are neither test nor held-out questions to ask again")
     return [msgspec.structs.replace(e, passages=(), rewritten=()) for e in asked]
 
 
@@ -123,47 +111,3 @@ def with_passages(
             example = msgspec.structs.replace(example, passages=tuple(passages))
             examples.append(example)
     return examples, {asked[i].id: why for i, why in reasons.items()}
-
-
-def inner_run(run: RunDir) -> RunDir:
-    """Open the run inside a run, of the same model, prompts and labels.
-
-    One layer of hidden states is kept: the one that the detectors read. Passages that
-    do not fit are left out from the last on, since nobody chose them for their length.
-    """
-    answer, extract = answer_config(run), extract_config(run)
-    prompt = dataclasses.replace(answer.prompt, overlong="drop-passages")
-    sections: Mapping[str, object] = {
-        "backbone": backbone_of(run),
-        "answer": dataclasses.replace(answer, settings=SETTINGS, prompt=prompt),
-        "extract": dataclasses.replace(extract, hidden_layers=(chosen_layer(run),)),
-    }
-    asked = NewRun(preset=run.preset, seed=run.seed, sections=sections)
-    return RunDir.open(run.path / "retrieved", asked)
-
-
-def write_questions(
-    inner: RunDir, run: RunDir, examples: Sequence[Example], note: Callable[[str], None]
-) -> None:
-    """Put questions into an inner run; what other passages were shown is done again.
-
-    Closed-book answers that the run has to the same questions are taken over.
-    """
-    content = "".join(f"{to_json(example)}\n" for example in examples)
-    if inner.examples.exists() and inner.examples.read_text("utf-8") == content:
-        return
-    if inner.examples.exists():
-        note("retrieved: other passages or questions than before")
-        shutil.rmtree(inner.path / "features", ignore_errors=True)
-        for stage in ("answer", "label", "extract"):
-            inner.reopen_stage(stage)
-    elif answers_file(run).exists():
-        ids = {example.id for example in examples}
-        lines = [
-            f"{to_json(answer)}\n"
-            for answer in read_records(answers_file(run), Answer)
-            if answer.setting == "closed_book" and answer.example_id in ids
-        ]
-        answers_file(inner).parent.mkdir(parents=True, exist_ok=True)
-        write_text_atomic(answers_file(inner), "".join(lines))
-    write_text_atomic(inner.examples, content)

@@ -14,6 +14,7 @@ import zipfile
 import pytest
 
 from benchmarks.real.costs import (
+    COSTS,
     costs_in_words,
     cpu_dtype,
     measured,
@@ -243,16 +244,19 @@ def test_weights_are_bfloat16_where_the_processor_multiplies_it(tmp_path, line, 
 
 def test_a_stage_that_was_stopped_is_counted_twice_and_one_that_is_done_once(tmp_path):
     with RunDir.open(tmp_path / "run", NewRun(preset="smoke")) as run:
-        with pytest.raises(KeyboardInterrupt), measured(run, "answer"):
+        with (
+            pytest.raises(KeyboardInterrupt),
+            measured(run.path, "answer", run.stage_record),
+        ):
             raise KeyboardInterrupt
-        with measured(run, "answer"):
+        with measured(run.path, "answer", run.stage_record):
             run.mark_stage("answer", {}, 1.0, [])
-        first = read_costs(run)["answer"]
+        first = read_costs(run.path / COSTS)["answer"]
         assert first.n_starts == 2 and first.peak_bytes > 1 << 20
-        with measured(run, "answer"):
+        with measured(run.path, "answer", run.stage_record):
             pass  # done already
-        assert read_costs(run)["answer"] == first
-        assert "last start" in costs_in_words(read_costs(run))
+        assert read_costs(run.path / COSTS)["answer"] == first
+        assert "last start" in costs_in_words(read_costs(run.path / COSTS))
 
 
 @pytest.mark.slow

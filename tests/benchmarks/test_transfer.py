@@ -7,26 +7,29 @@ import msgspec
 import numpy as np
 import pytest
 
-from benchmarks.results.evaluate import detectors_of
-from benchmarks.retrieved.questions import (
-    TransferConfig,
-    asked_questions,
-    with_passages,
-)
-from benchmarks.retrieved.stage import (
+from benchmarks.results.evaluate import run_detectors
+from benchmarks.retrieved.detectors import (
     ALL_SETS,
     EXPERIMENT,
-    Scenario,
     _counted,
     encoder_scores,
     rival_scores,
     selected_scores,
 )
+from benchmarks.retrieved.questions import (
+    TransferConfig,
+    asked_questions,
+    with_passages,
+)
+from benchmarks.retrieved.stage import run_scene
 from extract.records import IN_DOMAIN, Passage, read_records
+from extract.run.contents import read_examples
 from extract.run.directory import RunDir
 from extract.run.results import ResultRow, read_result_rows, read_rows
+from jaxprobe import checkpoint
 from jaxprobe.detector import Detector
 from jaxprobe.features.rows import Rows
+from jaxprobe.stage import grid_config
 from pgir.retrieval.retrievers import Bm25Retriever, Retrieval, RetrievalFailed
 from pgir.retrieval.server import RetrievalServer
 from tests.extract.small_run import beatrice, questions
@@ -55,7 +58,7 @@ def world(tmp_path):
 
 
 def test_the_first_test_and_held_out_questions_of_each_set_are_asked(world):
-    asked = asked_questions(world, TransferConfig(limit=3))
+    asked = asked_questions(read_examples(world), TransferConfig(limit=3))
     sets = {(e.dataset, e.split) for e in asked}
     assert {split for _, split in sets} == {"test", "ood"}
     assert len(asked) == 3 * len(sets)
@@ -63,7 +66,7 @@ def test_the_first_test_and_held_out_questions_of_each_set_are_asked(world):
 
 
 def test_another_set_is_held_out_and_no_question_of_the_run_is_in_it(world, tmp_path):
-    known = asked_questions(world, TransferConfig(limit=1))[0]
+    known = asked_questions(read_examples(world), TransferConfig(limit=1))[0]
     lines = [
         {"id": "1", "question": "What is new?", "golden_answers": ["this"]},
         {"id": "2", "question": known.question.upper(), "golden_answers": ["x"]},
@@ -71,7 +74,8 @@ def test_another_set_is_held_out_and_no_question_of_the_run_is_in_it(world, tmp_
     file = tmp_path / "more.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = TransferConfig(limit=2, questions=(("own", str(file)),))
-    own = [e for e in asked_questions(world, config) if e.dataset == "own"]
+    asked = asked_questions(read_examples(world), config)
+    own = [e for e in asked if e.dataset == "own"]
     assert [(e.question, e.split) for e in own] == [("What is new?", "ood")]
 
 
@@ -130,9 +134,11 @@ def finished(smoke_run, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("setting", ["closed_book", "with_context"])
 def test_put_to_their_own_rows_detectors_score_as_evaluate_says(finished, setting):
-    scene = Scenario(run=finished, inner=finished, setting=setting)
-    known = {one.name: one.scores for one in detectors_of(finished, setting)[0]}
-    found = encoder_scores(scene) | rival_scores(scene)
+    scene = run_scene(finished, finished, setting)
+    known = {one.name: one.scores for one in run_detectors(finished, scene.own)[0]}
+    encoders, _ = checkpoint.restore(finished.encoders(setting))
+    found = encoder_scores(scene, encoders, grid_config(finished))
+    found |= rival_scores(scene)
     for name, scores in found.items():
         # Encoders run in other batches; the probes' solver stops within its tolerance.
         np.testing.assert_allclose(scores, known[name], rtol=1e-3, atol=1e-4)

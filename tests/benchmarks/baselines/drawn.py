@@ -1,12 +1,10 @@
-"""Small evidence with drawn answers: a run directory of a few records."""
+"""Small evidence with drawn answers, of a few records."""
 
 import numpy as np
 
 from benchmarks.baselines.detector import Evidence
-from extract.records import Answer, Example, Sample, write_lines
-from extract.run.contents import answers_file, samples_file
-from extract.run.directory import RunDir
-from jaxprobe.features.rows import Rows
+from extract.records import Answer, Example, Sample
+from tests.benchmarks.rows import rows_of
 
 
 def sample(text, log_probs=(-1.0, -0.5), token_ids=(7,), number=0, row=0):
@@ -24,12 +22,9 @@ def sample(text, log_probs=(-1.0, -0.5), token_ids=(7,), number=0, row=0):
     )
 
 
-def evidence(folder, drawn, answers=None, labels=None, splits=None, **fields):
+def evidence(drawn, answers=None, labels=None, splits=None, **fields):
     """Return evidence of as many rows as `drawn`, whose items are texts or samples."""
     n = len(drawn)
-    run = RunDir(folder)
-    answers_file(run).parent.mkdir(parents=True)
-    samples_file(run).parent.mkdir()
     splits = ["train", *["test"] * (n - 1)] if splits is None else splits
     examples = [
         Example(
@@ -57,19 +52,11 @@ def evidence(folder, drawn, answers=None, labels=None, splits=None, **fields):
         for i, row in enumerate(drawn)
         for k, one in enumerate(row)
     ]
-    run.examples.write_text(write_lines(examples))
-    answers_file(run).write_text(write_lines(written))
-    samples_file(run).write_text(write_lines(samples))
-    rows = Rows(
-        setting="closed_book",
-        ids=np.array([example.id for example in examples]),
-        datasets=np.full(n, "d"),
-        splits=np.array(splits),
-        variants=np.full(n, "original"),
-        labels=np.ones(n, bool) if labels is None else np.asarray(labels, bool),
-        is_labelled=np.ones(n, bool),
+    labels = np.ones(n, bool) if labels is None else labels
+    rows = rows_of(labels, splits=splits)
+    return Evidence.of(
+        None, rows, questions=examples, answers=written, samples=samples, **fields
     )
-    return Evidence(run=run, store=None, rows=rows, layer=0, **fields)
 
 
 def relations_by(rule):

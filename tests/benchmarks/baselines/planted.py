@@ -3,14 +3,12 @@
 import numpy as np
 
 from benchmarks.baselines.detector import Evidence
-from extract.records import Answer, Example, Passage, Sample, write_lines
-from extract.run.contents import answers_file, samples_file
-from extract.run.directory import RunDir
-from extract.run.manifest import NewRun
+from extract.generate.requests import PromptConfig
+from extract.records import Answer, Example, Passage, Sample
 from extract.store.families import Family
 from extract.store.spec import StoreSpec
 from extract.store.write import create_store, write_range
-from jaxprobe.features.rows import Rows
+from tests.benchmarks.rows import rows_of
 
 N, D, N_LAYERS, N_HEADS, N_SAMPLES, N_PROMPT, N_TOLD = 150, 6, 5, 3, 4, 3, 3
 SETTING, LAYER = "with_context", 2  # of which hidden states tell, 0 the embedding
@@ -99,15 +97,11 @@ def samples_of(i, is_right, rng):
     ]
 
 
-def evidence(folder, seed=0):
+def evidence(seed=0):
     """Return evidence with context, of 150 rows, a third each of three splits."""
     rng = np.random.default_rng(seed)
     labels = rng.random(N) < 0.5
     splits = np.array(["train", "validation", "test"])[np.arange(N) % 3]
-    with RunDir.open(folder, NewRun()) as run:
-        pass  # only its manifest is read
-    for path in (answers_file(run), samples_file(run)):
-        path.parent.mkdir(parents=True)
     words = np.where(labels, "clear", "vague")
     examples = [
         Example(
@@ -134,28 +128,20 @@ def evidence(folder, seed=0):
         for i in range(N)
     ]
     drawn = [one for i in range(N) for one in samples_of(i, labels[i], rng)]
-    run.examples.write_text(write_lines(examples))
-    answers_file(run).write_text(write_lines(answers))
-    samples_file(run).write_text(write_lines(drawn))
-    rows = Rows(
-        setting=SETTING,
-        ids=np.array([example.id for example in examples]),
-        datasets=np.full(N, "d"),
-        splits=splits,
-        variants=np.full(N, "original"),
-        labels=labels,
-        is_labelled=np.ones(N, bool),
-    )
+    rows = rows_of(labels, SETTING, splits)
 
     def relations(pairs):
         same = np.array([a.split()[-2:] == b.split()[-2:] for a, b in pairs])
         return np.where(same[:, None], (0.9, 0.08, 0.02), (0.02, 0.08, 0.9))
 
-    return Evidence(
-        run=run,
-        store=store_of(labels, rng, folder.name),
-        rows=rows,
+    return Evidence.of(
+        store_of(labels, rng, f"planted-{seed}"),
+        rows,
         layer=LAYER,
+        questions=examples,
+        answers=answers,
+        samples=drawn,
+        template=PromptConfig().prompt_template(),
         readings=readings(labels, rng),
         relations=relations,
     )

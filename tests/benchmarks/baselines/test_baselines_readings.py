@@ -1,42 +1,45 @@
-"""What detectors read is kept by name and part, and read again when it must be."""
-
-import dataclasses
+"""What detectors read is cached by name and part, and read again when it must be."""
 
 import numpy as np
+import pytest
 
 from benchmarks.baselines import readings
 from benchmarks.baselines.catalogue import catalogue
-from benchmarks.baselines.detector import identities
 from benchmarks.baselines.readings import (
-    kept_readings,
+    Reading,
+    cached_readings,
     parts_of,
+    read_before,
+    reading_keys,
     rows_read,
 )
-from extract.records import read_records, write_lines
-from extract.run.contents import answers_file, samples_file
-from extract.run.files import write_text_atomic
-from jaxprobe.checkpoint import save_cache
-from tests.benchmarks.baselines.drawn import evidence, sample
+from jaxprobe.checkpoint import Cache
+from tests.benchmarks.baselines.drawn import evidence
 
 NAMES = ("llmcheck_hidden", "p_true")
+IDENTITIES = {"answers": "1", "samples": "2"}
 
 
-def keep(given, name, values, seconds=2.0, peak_bytes=0):
+def no_model():
+    raise AssertionError("nothing was to be read")
+
+
+def keep(cache, values, rows=None, seconds=2.0, peak_bytes=0):
     """Leave parts on disk as an earlier start would."""
-    folder = given.run.path / "readings" / given.rows.setting / name
-    key = identities(given, [name])[name]
-    for rows in parts_of(len(values)):
-        arrays = {"values": values[rows], "seconds": np.float64(seconds)}
-        arrays["peak_bytes"] = np.int64(peak_bytes + rows.start)
-        arrays["rows"] = np.arange(rows.start, rows.start + len(values[rows]))
-        save_cache(folder / f"{rows.start:07d}.safetensors", arrays, key)
+    places = np.arange(len(values)) if rows is None else rows
+    for part in parts_of(int(places.max()) + 1):
+        own = (places >= part.start) & (places < part.stop)
+        cost = {"seconds": np.float64(seconds)}
+        cost |= {"peak_bytes": np.int64(peak_bytes + part.start)}
+        arrays = {"values": values[own], "rows": places[own], **cost}
+        cache.save(f"{part.start:07d}", arrays)
 
 
-def unread(given, wanted):
+def unread(wanted, caches, n_rows):
     """Return by name the rows that would be read now."""
     rows = {name: [] for name in wanted}
-    for part in parts_of(len(given.rows.ids)):
-        for name, missing in readings._held(given, wanted, part)[1].items():
+    for part in parts_of(n_rows):
+        for name, missing in read_before(wanted, caches, part)[1].items():
             rows[name] += missing
     return rows
 
@@ -47,78 +50,61 @@ def test_parts_hold_every_row_once():
 
 
 def test_what_an_earlier_start_read_is_not_read_again(tmp_path):
-    given = evidence(tmp_path, [["a"]] * 300)
+    given = evidence([["a"]] * 300)
+    caches = {name: Cache(tmp_path / name, "key") for name in NAMES}
     states = np.random.default_rng(0).normal(size=(300, 3)).astype(np.float32)
     scalars = np.arange(300, dtype=np.float32)
-    keep(given, "llmcheck_hidden", states)
-    keep(given, "p_true", scalars)
+    for name, values in zip(NAMES, (states, scalars), strict=True):
+        keep(caches[name], values)
     ticks = []
-    # There is no model in this run: reading anything would fail.
     wanted = dict.fromkeys(NAMES, np.arange(300))
-    found = kept_readings(given, wanted, lambda: ticks.append(1))
-    np.testing.assert_array_equal(found.values["llmcheck_hidden"], states)
-    np.testing.assert_array_equal(found.values["p_true"], scalars)
-    assert found.seconds == dict.fromkeys(NAMES, 4.0) and len(ticks) == 2
+    reading = Reading(given, no_model)
+    read = cached_readings(reading, wanted, 300, caches, lambda: ticks.append(1))
+    np.testing.assert_array_equal(read.values["llmcheck_hidden"], states)
+    np.testing.assert_array_equal(read.values["p_true"], scalars)
+    assert read.seconds == dict.fromkeys(NAMES, 4.0) and len(ticks) == 2
     # The most of the parts, not their sum.
-    assert found.peak_bytes == dict.fromkeys(NAMES, 256)
-    left = unread(given, wanted)
-    assert {name: len(rows) for name, rows in left.items()} == dict.fromkeys(NAMES, 0)
-    (given.run.path / "readings/closed_book/p_true/0000256.safetensors").unlink()
-    assert unread(given, wanted)["p_true"] == list(range(256, 300))
+    assert read.peak_bytes == dict.fromkeys(NAMES, 256)
+    assert unread(wanted, caches, 300) == {name: [] for name in NAMES}
+    (tmp_path / "p_true" / "0000256.safetensors").unlink()
+    assert unread(wanted, caches, 300)["p_true"] == list(range(256, 300))
+    with pytest.raises(AssertionError, match="nothing was to be read"):
+        cached_readings(reading, wanted, 300, caches)
 
 
 def test_training_answers_are_read_for_those_that_learn_from_them_alone(tmp_path):
-    splits = ["train", "validation", "test"] * 4
-    given = evidence(tmp_path, [["a"]] * 12, splits=splits)
+    given = evidence([["a"]] * 12, splits=["train", "validation", "test"] * 4)
     known = catalogue()
     untrained, trained = known["llmcheck_hidden"], known["lookback_lens"]
-    wanted = rows_read(given, [untrained, trained])
-    evaluated = [row for row in range(12) if row % 3]
-    assert wanted["llmcheck_hidden_all"].tolist() == evaluated
+    wanted = rows_read(given.rows, [untrained, trained])
+    evaluated = np.array([row for row in range(12) if row % 3])
+    np.testing.assert_array_equal(wanted["llmcheck_hidden_all"], evaluated)
     assert wanted["lookback"].tolist() == list(range(12))
     values = np.arange(12, dtype=np.float32)[:, None]
-    path = given.run.path / "readings/closed_book/llmcheck_hidden_all"
-    key = identities(given, wanted)["llmcheck_hidden_all"]
-    kept = {"values": values[evaluated], "rows": np.array(evaluated)}
-    cost = {"seconds": np.float64(2.0), "peak_bytes": np.int64(0)}
-    save_cache(path / "0000000.safetensors", kept | cost, key)
-    few = {"llmcheck_hidden_all": wanted["llmcheck_hidden_all"]}
-    found = kept_readings(given, few)
+    caches = {"llmcheck_hidden_all": Cache(tmp_path, "key")}
+    keep(caches["llmcheck_hidden_all"], values[evaluated], evaluated)
+    few = {"llmcheck_hidden_all": evaluated}
+    read = cached_readings(Reading(given, no_model), few, 12, caches)
     laid_out = np.where(np.arange(12)[:, None] % 3 == 0, np.nan, values)
-    np.testing.assert_array_equal(found.values["llmcheck_hidden_all"], laid_out)
-    assert found.seconds["llmcheck_hidden_all"] == 3.0  # of 8 rows 2, of 12 rows 3
+    np.testing.assert_array_equal(read.values["llmcheck_hidden_all"], laid_out)
+    assert read.seconds["llmcheck_hidden_all"] == 3.0  # of 8 rows 2, of 12 rows 3
     # Asked for on every row, what is there does not do.
     whole = {"llmcheck_hidden_all": np.arange(12)}
-    assert unread(given, whole)["llmcheck_hidden_all"] == list(range(12))
+    assert unread(whole, caches, 12)["llmcheck_hidden_all"] == list(range(12))
 
 
-def test_other_answers_or_questions_are_read_again_and_other_labels_are_not(tmp_path):
-    given = evidence(tmp_path, [["a"], ["b"]])
-    before = identities(given, NAMES)
-    labels = dataclasses.replace(given.rows, labels=~given.rows.labels)
-    assert identities(dataclasses.replace(given, rows=labels), NAMES) == before
-    for path in (answers_file(given.run), given.run.examples):
-        text = path.read_text()
-        path.write_text(text + text.splitlines(keepends=True)[-1])
-        after = identities(given, NAMES)
-        assert all(after[name] != before[name] for name in NAMES)
-        path.write_text(text)
-    assert identities(given, NAMES) == before
-
-
-def test_drawn_answers_matter_to_what_reads_them_alone(tmp_path):
-    given = evidence(tmp_path, [["a"], ["b"]])
-    before = identities(given, NAMES)
-    drawn = list(read_records(samples_file(given.run), type(sample("a"))))
-    write_text_atomic(samples_file(given.run), write_lines(drawn[:1]))
-    after = identities(given, NAMES)
-    assert after["llmcheck_hidden"] == before["llmcheck_hidden"]
-    assert after["p_true"] != before["p_true"]
+@pytest.mark.parametrize(
+    ("changed", "gone"), [("answers", set(NAMES)), ("samples", {"p_true"})]
+)
+def test_drawn_answers_matter_to_what_reads_them_alone_and_others_to_all(changed, gone):
+    before = reading_keys("closed_book", IDENTITIES, NAMES)
+    after = reading_keys("closed_book", IDENTITIES | {changed: "9"}, NAMES)
+    assert {name for name in NAMES if before[name] != after[name]} == gone
 
 
 def test_fewer_samples_than_another_row_leave_nan_behind():
     rows = [np.ones((2, 3)), np.full((1, 3), 2.0), np.ones((0, 3))]
-    found = readings._stack(rows)
-    assert found.shape == (3, 2, 3)
-    np.testing.assert_array_equal(np.isnan(found[..., 0]).sum(axis=1), [0, 1, 2])
+    stacked = readings._stack(rows)
+    assert stacked.shape == (3, 2, 3)
+    np.testing.assert_array_equal(np.isnan(stacked[..., 0]).sum(axis=1), [0, 1, 2])
     np.testing.assert_array_equal(readings._stack(list(np.arange(3.0))), [0, 1, 2])

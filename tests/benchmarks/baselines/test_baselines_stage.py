@@ -7,44 +7,55 @@ import numpy as np
 import pytest
 
 from benchmarks.baselines import stage
-from benchmarks.baselines.catalogue import catalogue
+from benchmarks.baselines.catalogue import catalogue, find_detector
 from benchmarks.baselines.detector import Detector, Found
+from benchmarks.baselines.judge import Metered, ScoreCache, Scores, cost_of, score
 from benchmarks.baselines.readings import Kept
-from benchmarks.baselines.scores import KeptScores, Scores, models_beside, models_file
 from benchmarks.baselines.stage import (
     BaselinesConfig,
     chosen_detectors,
+    models_beside,
     unmet,
 )
-from extract.run.contents import draw_seconds_file, samples_file
+from extract.run.contents import samples_file
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
-from extract.run.results import read_result_rows, read_rows, rows_file
+from extract.run.results import ResultRow, read_result_rows, read_rows, rows_file
 from jaxprobe.evaluation import Scored, detection_rows
 from jaxprobe.metrics import BootstrapConfig
 from tests.benchmarks.baselines.drawn import evidence
 from tests.extract.small_run import beatrice
 from tests.process import call
 
+OWN = """
+import numpy as np
+from benchmarks.baselines.detector import Detector, Found
+
+def hedges(evidence):
+    return Found(np.zeros((1, len(evidence.rows.ids))))
+
+HEDGES = Detector(name="hedges", title="Hedges", source="own", score=hedges)
+"""
+
 
 def one(score, **fields):
-    return Detector(name="own", title="Own", source="here", score=score, **fields)
+    named = {"name": "own", "title": "Own", "source": "here"}
+    return Detector(**named | fields, score=score)
 
 
-def test_a_detector_that_cannot_learn_has_its_reason_in_its_rows(tmp_path):
-    given = evidence(tmp_path, [["a"]] * 6, labels=[0, 1, 0, 1, 0, 1])
+def test_a_detector_that_cannot_learn_has_its_reason_in_its_rows():
+    given = evidence([["a"]] * 6, labels=[0, 1, 0, 1, 0, 1])
 
     def refuse(_):
         raise ValueError("one class alone teaches nothing")
 
     read = Kept({}, {"x": 3.0}, {"x": 2**60})
-    scores = stage._score(one(refuse, reads=("x",)), given, read)
+    scores = score(one(refuse, reads=("x",)), given, read)
     assert np.isnan(scores.found.scores).all() and scores.seconds >= 3
     assert scores.peak_bytes == 2**60
-    scored = Scored(name="own", scores=scores.found.scores, reason=scores.reason)
     other = Scored(name="other", scores=np.arange(6.0)[None])
     rows = detection_rows(
-        [other, scored],
+        [other, scores.scored("own")],
         given.rows,
         BootstrapConfig(n_resamples=20),
         pairs={"paired": [("other", "own")]},
@@ -56,71 +67,96 @@ def test_a_detector_that_cannot_learn_has_its_reason_in_its_rows(tmp_path):
     assert all(r.value is not None for r in rows if r not in own and r.seed == "mean")
 
 
-def test_a_question_costs_what_its_draws_took_and_nobody_guesses(tmp_path):
-    given = evidence(tmp_path, [["a", "b"], ["a", "c"]])
+def test_a_question_costs_what_its_draws_took_and_nobody_guesses():
+    given = evidence([["a", "b"], ["a", "c"]])
     scores = Scores(Found(np.zeros((1, 2))), seconds=3.0, peak_bytes=1)
-
-    def seconds(**fields):
-        return stage._judged(one(None, **fields), given, scores).seconds
-
-    drawn = {"needs": frozenset({"samples"})}
-    assert seconds() == 1.5
-    assert seconds(**drawn) is None  # drawn before drawing was timed
-    file = draw_seconds_file(given.run)
-    write_json_atomic(file, {"closed_book": 0.25, "with_context": 7.0})
-    assert seconds(**drawn) == 1.5 + 2 * 0.25
-    assert seconds() == 1.5
-    write_json_atomic(file, {"closed_book": None})
-    assert seconds(**drawn) is None
+    drawn = one(None, needs=frozenset({"samples"}))
+    assert cost_of(one(None), given, scores, None).seconds == 1.5
+    assert cost_of(drawn, given, scores, None).seconds is None  # was not timed
+    assert cost_of(drawn, given, scores, 0.25).seconds == 1.5 + 2 * 0.25
+    assert cost_of(one(None), given, scores, 0.25).seconds == 1.5
 
 
-def test_scores_are_kept_until_what_they_depend_on_changes(tmp_path):
-    given = evidence(tmp_path, [["a"]] * 3)
-    shas = {"run": "1", "samples": "2", "entailment": "3"}
-    found = Found(np.array([[0.1, np.nan, 0.3]]))
-    plain, drawn = (
-        one(None, needs=frozenset(needs)) for needs in ((), ("samples", "entailment"))
-    )
-    kept = KeptScores(evidence=given, shas=shas)
-    for detector in (plain, drawn):
-        kept.save(detector, Scores(found, 1.5, 7, "why"))
-        held = kept.load(detector)
-        np.testing.assert_array_equal(held.found.scores, found.scores)
-        assert held[1:] == (1.5, 7, "why")
-        for name in shas:
-            other = KeptScores(evidence=given, shas=shas | {name: "9"})
-            is_read = name == "run" or bool(detector.needs)
-            assert (other.load(detector) is None) == is_read
+SHAS = {"run": "1", "samples": "2", "answers": "4", "entailment": "3"}
+CHOSEN = ResultRow(
+    experiment="chosen",
+    detector="p_true",
+    setting="closed_book",
+    dataset="d",
+    split="validation",
+    metric="layer",
+    value=3.0,
+    n=5,
+)
 
 
-def test_a_model_that_is_not_given_again_is_the_last_one_given(tmp_path):
-    run = RunDir(tmp_path / "run")
-    for name in "ab":
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(name)
-    assert models_beside(run, {"encoder": None, "entailment": None}) == {}
-    first = models_beside(run, {"encoder": str(tmp_path / "a"), "entailment": None})
-    assert set(first) == {"encoder"}
-    models_file(run).parent.mkdir(parents=True)
-    write_json_atomic(models_file(run), first)
-    assert models_beside(run, {"encoder": None}) == first
-    other = models_beside(run, {"encoder": str(tmp_path / "b")})
-    assert set(other) == {"encoder"} and other != first
-    models_file(run).write_text("[]")
-    with pytest.raises(ValueError, match="--encoder again"):
-        models_beside(run, {})
+def cache_of(folder, **changes):
+    return ScoreCache(folder=folder, setting="closed_book", identities=SHAS | changes)
+
+
+@pytest.mark.parametrize("needs", [(), ("samples", "entailment")])
+def test_scores_are_cached_until_what_they_depend_on_changes(tmp_path, needs):
+    found = Found(np.array([[0.1, np.nan, 0.3]]), (CHOSEN,))
+    detector = one(None, name="p_true", needs=frozenset(needs))
+    cache_of(tmp_path).save(detector, Scores(found, 1.5, 7, "why"))
+    held = cache_of(tmp_path).load(detector)
+    np.testing.assert_array_equal(held.found.scores, found.scores)
+    assert held.found.chosen == (CHOSEN,)
+    assert held[1:] == (1.5, 7, "why")
+    for name in SHAS:
+        is_read = name in ("run", *needs)
+        assert (cache_of(tmp_path, **{name: "9"}).load(detector) is None) == is_read
 
 
 def test_scores_from_readings_are_made_again_when_the_readings_are(tmp_path):
-    given = evidence(tmp_path, [["a"]] * 3)
-    kept = KeptScores(evidence=given, shas={"run": "1"})
-    shown, blind = (one(None, reads=(name,)) for name in ("p_true", "lookback"))
+    known = catalogue()
+    shown, blind = known["p_true"], known["lookback_lens"]
     for detector, is_gone in ((shown, True), (blind, False)):
-        text = samples_file(given.run).read_text()
-        kept.save(detector, Scores(Found(np.zeros((1, 3))), 1.0))
-        samples_file(given.run).write_text(text + text.splitlines(True)[-1])
-        assert (kept.load(detector) is None) == is_gone
-        samples_file(given.run).write_text(text)
+        cache_of(tmp_path).save(detector, Scores(Found(np.zeros((1, 3))), 1.0))
+        other = cache_of(tmp_path, samples="9")
+        assert (other.load(detector) is None) == is_gone
+
+
+def test_a_number_that_was_changed_in_the_cache_never_reaches_the_rows(tmp_path):
+    detector = catalogue()["p_true"]
+    scores = Scores(Found(np.zeros((1, 3)), (CHOSEN,)), 1.0)
+    cache_of(tmp_path).save(detector, scores)
+    (file,) = (path for path in tmp_path.iterdir())
+    content = file.read_bytes()
+    assert content.count(b'"value": 3.0') == 1
+    file.write_bytes(content.replace(b'"value": 3.0', b'"value": 4.0'))
+    assert cache_of(tmp_path).load(detector) is None
+
+
+def test_a_detector_of_ones_own_is_scored_anew_when_its_file_changes(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "hedges_of_mine.py"
+    file.write_text(OWN)
+    detector = find_detector("hedges_of_mine:HEDGES")
+    cache_of(tmp_path).save(detector, Scores(Found(np.zeros((1, 3))), 1.0))
+    assert cache_of(tmp_path).load(detector) is not None
+    file.write_text(OWN + "# another line\n")
+    assert cache_of(tmp_path).load(detector) is None
+
+
+def test_a_model_that_is_not_given_again_is_the_last_one_given(tmp_path):
+    path = tmp_path / "models.json"
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(name)
+    assert models_beside(path, {"encoder": None, "entailment": None}) == {}
+    first = models_beside(path, {"encoder": str(tmp_path / "a"), "entailment": None})
+    assert set(first) == {"encoder"}
+    write_json_atomic(path, first)
+    assert models_beside(path, {"encoder": None}) == first
+    other = models_beside(path, {"encoder": str(tmp_path / "b")})
+    assert set(other) == {"encoder"} and other != first
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="--encoder again"):
+        models_beside(path, {})
 
 
 def test_a_pair_of_texts_is_read_once_and_charged_to_all_that_ask():
@@ -130,7 +166,7 @@ def test_a_pair_of_texts_is_read_once_and_charged_to_all_that_ask():
         asked.extend(pairs)
         return np.zeros((len(pairs), 3))
 
-    metered = stage._Metered(relations)
+    metered = Metered(relations)
     metered([("a", "b")])
     assert metered.owed == 0.0
     metered([("a", "b"), ("b", "c")])

@@ -73,37 +73,34 @@ def test_no_texts_have_no_clusters():
         ((0.4, 0.6, 0.0), (0.4, 0.6, 0.0), False),  # not the likeliest
     ],
 )
-def test_entailment_is_the_likeliest_relation_in_both_directions(
-    tmp_path, forth, back, same
-):
+def test_entailment_is_the_likeliest_relation_in_both_directions(forth, back, same):
     one = evidence(
-        tmp_path,
         [["a", "b"]],
         relations=relations_by(lambda p, h: forth if p < h else back),
     )
     assert by_entailment(one)[0].tolist() == [[True, same], [same, True]]
 
 
-def test_the_question_is_put_before_both_texts(tmp_path):
+def test_the_question_is_put_before_both_texts():
     asked = []
 
     def rule(premise, hypothesis):
         asked.append((premise, hypothesis))
         return 1, 0, 0
 
-    by_entailment(evidence(tmp_path, [["a", "b"], ["a"]], relations=relations_by(rule)))
+    by_entailment(evidence([["a", "b"], ["a"]], relations=relations_by(rule)))
     assert sorted(asked) == [("Q0? a", "Q0? b"), ("Q0? b", "Q0? a")]
 
 
-def test_equal_texts_are_asked_of_the_model_too(tmp_path):
+def test_equal_texts_are_asked_of_the_model_too():
     never = relations_by(lambda p, h: (0, 1, 0))
-    one = evidence(tmp_path, [["a", "a"]], relations=never)
+    one = evidence([["a", "a"]], relations=never)
     assert by_entailment(one)[0].tolist() == [[True, False], [False, True]]
 
 
-def test_without_an_nli_model_entailment_is_refused(tmp_path):
+def test_without_an_nli_model_entailment_is_refused():
     with pytest.raises(ValueError, match="expected an NLI model, found none"):
-        by_entailment(evidence(tmp_path, [["a"]]))
+        by_entailment(evidence([["a"]]))
 
 
 @pytest.mark.parametrize(
@@ -119,14 +116,14 @@ def test_without_an_nli_model_entailment_is_refused(tmp_path):
         ("ｃａｆé", "Café", True),
     ],
 )
-def test_words_are_included_in_both_directions(tmp_path, first, second, same):
-    one = evidence(tmp_path, [[first, second]])
+def test_words_are_included_in_both_directions(first, second, same):
+    one = evidence([[first, second]])
     assert by_words(one)[0].tolist() == [[True, same], [same, True]]
 
 
-def test_rows_are_clustered_each_by_its_own_samples(tmp_path):
+def test_rows_are_clustered_each_by_its_own_samples():
     drawn = [["a x", "b x", "a y"], [], ["a x"]]
-    one = evidence(tmp_path, drawn, relations=relations_by(by_last_word))
+    one = evidence(drawn, relations=relations_by(by_last_word))
     for equivalences, expected in (
         (by_entailment, [[0, 0, 1], [], [0]]),
         (by_words, [[0, 1, 2], [], [0]]),

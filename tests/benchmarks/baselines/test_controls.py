@@ -1,7 +1,5 @@
 """Controls for what is easy: length, the commoner class, a linear probe."""
 
-import json
-
 import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
@@ -14,28 +12,13 @@ from benchmarks.baselines.length import (
 from benchmarks.baselines.linear import standardise
 from benchmarks.baselines.probe import pooled_signals, probe_scores
 from benchmarks.results.annotated import annotated_rows
-from extract.run.directory import RunDir
 from extract.run.results import AT_EQUAL_LENGTH, ResultTable
 from extract.store.families import Family
 from extract.store.spec import StoreSpec
 from extract.store.write import create_store, write_range
 from jaxprobe.evaluation import Scored, permute_by_question
-from jaxprobe.features.rows import Rows
 from jaxprobe.metrics import BootstrapConfig
-
-
-def some_rows(labels, setting="closed_book"):
-    """A third each of training, validation and test rows."""
-    n = len(labels)
-    return Rows(
-        setting=setting,
-        ids=np.array([f"q{i}" for i in range(n)]),
-        datasets=np.full(n, "world"),
-        splits=np.array(["train", "validation", "test"])[np.arange(n) * 3 // n],
-        variants=np.full(n, "original"),
-        labels=labels,
-        is_labelled=np.ones(n, bool),
-    )
+from tests.benchmarks.rows import rows_of
 
 
 def lengths(n_tokens):
@@ -48,7 +31,7 @@ def lengths(n_tokens):
 def test_answer_length_learns_its_direction_from_training_answers(sign):
     rng = np.random.default_rng(0)
     n_tokens = rng.integers(1, 30, size=900)
-    rows = some_rows(sign * (n_tokens - 15) + rng.normal(0, 5, 900) > 0)
+    rows = rows_of(sign * (n_tokens - 15) + rng.normal(0, 5, 900) > 0)
     (scores,) = length_scores(lengths(n_tokens), rows)
     test = rows.where("test")
     assert roc_auc_score(rows.labels[test], scores[test]) > 0.9
@@ -57,14 +40,14 @@ def test_answer_length_learns_its_direction_from_training_answers(sign):
 def test_answer_length_learns_that_the_middle_is_best():
     rng = np.random.default_rng(0)
     n_tokens = rng.integers(1, 200, size=900)
-    rows = some_rows((n_tokens > 5) & (n_tokens < 60))
+    rows = rows_of((n_tokens > 5) & (n_tokens < 60))
     (scores,) = length_scores(lengths(n_tokens), rows)
     test = rows.where("test")
     assert roc_auc_score(rows.labels[test], scores[test]) > 0.9
 
 
 def test_the_majority_ranks_nothing():
-    rows = some_rows(np.arange(90) % 3 == 0)
+    rows = rows_of(np.arange(90) % 3 == 0)
     (scores,) = majority_scores(rows)
     assert len(set(scores)) == 1 and scores[0] == pytest.approx(1 / 3)
 
@@ -155,7 +138,7 @@ def test_a_probe_reads_the_same_in_however_many_parts():
 def test_a_linear_probe_finds_what_was_planted_in_its_family_and_layer_alone():
     labels = np.random.default_rng(3).random(N) < 0.5
     store, *_ = stored(labels)
-    rows = some_rows(labels)
+    rows = rows_of(labels)
     test = rows.where("test")
 
     def aurocs(layer):
@@ -174,7 +157,7 @@ def matched(n=1800):
     """Right answers are short; one detector sees that alone, another sees more."""
     rng = np.random.default_rng(1)
     n_tokens = rng.integers(1, 12, n)
-    rows = some_rows(rng.random(n) < 1 - n_tokens / 12)
+    rows = rows_of(rng.random(n) < 1 - n_tokens / 12)
     noise = rng.standard_normal((3, n))
     scores = {
         "champion": 2.0 * rows.labels - n_tokens + noise,
@@ -188,9 +171,14 @@ def matched(n=1800):
 BOOTSTRAP = BootstrapConfig(n_resamples=300)
 
 
+def equal_length(detectors, rows, n_tokens):
+    names = list(AT_EQUAL_LENGTH)
+    return rows_at_equal_length(detectors, rows, n_tokens, BOOTSTRAP, names)
+
+
 def test_what_only_follows_length_vanishes_at_equal_length_and_the_rest_stays():
     rows, n_tokens, detectors = matched()
-    table = ResultTable(rows_at_equal_length(detectors, rows, n_tokens, BOOTSTRAP))
+    table = ResultTable(equal_length(detectors, rows, n_tokens))
     where = {"split": "test", "dataset": "world", "metric": "auroc", "seed": "mean"}
     length, ours, rival = (
         table.find(detector=x, **where)
@@ -212,7 +200,7 @@ def test_permuted_labels_cover_one_half_at_equal_length():
     detectors = [
         Scored(name=one.name, scores=one.scores, labels=permuted) for one in detectors
     ]
-    made = rows_at_equal_length(detectors, rows, n_tokens, BOOTSTRAP)
+    made = equal_length(detectors, rows, n_tokens)
     where = {"split": "test", "dataset": "world", "metric": "auroc", "seed": "mean"}
     row = ResultTable(made).find(detector="champion", **where)
     assert row.ci_low < 0.5 < row.ci_high
@@ -222,7 +210,7 @@ def test_answers_without_a_counterpart_of_their_length_are_counted():
     rows, n_tokens, detectors = matched()
     n_tokens = np.where(rows.labels, n_tokens, n_tokens + 100)
     n_tokens[rows.where("test")[:10]] = 7
-    table = ResultTable(rows_at_equal_length(detectors, rows, n_tokens, BOOTSTRAP))
+    table = ResultTable(equal_length(detectors, rows, n_tokens))
     where = {"split": "test", "dataset": "world"}
     share = table.find(detector="answers", **where)
     n = table.find(detector="champion", metric="auroc", seed="mean", **where).n
@@ -233,10 +221,8 @@ def test_answers_without_a_counterpart_of_their_length_are_counted():
     assert undefined.value is None and "no stratum" in undefined.reason
 
 
-def annotated(tmp_path, rows, disputed):
+def annotated(rows, disputed):
     """A person's verdicts on every test row, as `label --audit` leaves them."""
-    run = RunDir(tmp_path)
-    run.audit.mkdir()
     test = rows.where("test")
     verdicts = [
         [rows.ids[i], "closed_book", "original", bool(rows.labels[i] ^ (i in disputed))]
@@ -248,22 +234,20 @@ def annotated(tmp_path, rows, disputed):
         n_disputed = sum(i in disputed for i in own)
         noise.append(dict(setting="closed_book", label=label, n_all=3 * len(own)))
         noise[-1] |= dict(n=len(own), n_disputed=n_disputed, ci_low=0.0, ci_high=1.0)
-    found = {"noise": noise, "verdicts": verdicts}
-    (run.audit / "human.json").write_text(json.dumps(found))
-    return run
+    return {"noise": noise, "verdicts": verdicts}
 
 
-def test_mislabelled_answers_cost_auroc_that_a_person_gives_back(tmp_path):
+def test_mislabelled_answers_cost_auroc_that_a_person_gives_back():
     rng = np.random.default_rng(2)
     truth = rng.random(900) < 0.4
     slips = np.flatnonzero(rng.random(900) < 0.15)
     labels = truth.copy()
     labels[slips] ^= True
-    rows = some_rows(labels)
+    rows = rows_of(labels)
     scores = (2.5 * truth + rng.standard_normal(900))[None]
-    run = annotated(tmp_path, rows, set(slips.tolist()))
+    verdicts = annotated(rows, set(slips.tolist()))
     scored = [Scored(name="champion", scores=scores)]
-    table = ResultTable(annotated_rows(run, scored, rows, BOOTSTRAP))
+    table = ResultTable(annotated_rows(verdicts, scored, rows, BOOTSTRAP))
     by = {x.dataset: x for x in table.select(experiment="annotated")}
     test = rows.where("test")
     expected = roc_auc_score(labels[test], scores[0, test])
@@ -274,8 +258,3 @@ def test_mislabelled_answers_cost_auroc_that_a_person_gives_back(tmp_path):
     assert by["undisputed labels"].n == 300 - len(set(slips) & set(test))
     shares = table.select(experiment="label_noise")
     assert [row.detector for row in shares] == ["labels:right", "labels:wrong"]
-
-
-def test_without_a_persons_verdicts_there_are_no_rows_of_them(tmp_path):
-    rows = some_rows(np.arange(90) % 3 == 0)
-    assert annotated_rows(RunDir(tmp_path), [], rows, BOOTSTRAP) == []

@@ -2,7 +2,6 @@ import math
 
 import numpy as np
 import pytest
-from sklearn.metrics import roc_auc_score
 
 from benchmarks.baselines.sampled.eigenscore import (
     DETECTORS,
@@ -15,11 +14,11 @@ from tests.benchmarks.baselines.drawn import evidence, named, scores
 OFFICIAL = named(DETECTORS, "eigenscore")
 
 
-def with_states(folder, states, labels=None):
+def with_states(states, labels=None):
     """Evidence with these states, `[n_rows, n_samples, d_model]`."""
     drawn = [["a"] * states.shape[1]] * len(states)
     readings = {SAMPLE_STATES: states.astype(np.float32)}
-    return evidence(folder, drawn, labels=labels, readings=readings)
+    return evidence(drawn, labels=labels, readings=readings)
 
 
 def test_the_official_score_of_the_reference():
@@ -51,34 +50,19 @@ def test_equal_answers_have_the_least_score_and_no_error():
         assert -10 < measure(alike) < measure(apart)
 
 
-@pytest.mark.parametrize("permuted", [False, True])
-@pytest.mark.parametrize("detector", DETECTORS, ids=lambda one: one.name)
-def test_states_that_lie_together_score_higher(tmp_path, detector, permuted):
-    rng = np.random.default_rng(0)
-    labels = rng.random(200) < 0.5
-    spread = np.where(labels, 0.5, 1.5)[:, None, None] * rng.uniform(
-        0.5, 2, (200, 1, 1)
-    )
-    states = rng.normal(size=(200, 1, 32)) + spread * rng.normal(size=(200, 10, 32))
-    one = with_states(tmp_path, states, rng.permutation(labels) if permuted else labels)
-    found = roc_auc_score(one.rows.labels, scores(detector, one))
-    # A permuted AUROC has a s.d. of 0.04.
-    assert abs(found - 0.5) < 0.12 if permuted else found > 0.9
-
-
-def test_states_that_were_not_read_are_left_out_and_one_alone_is_undefined(tmp_path):
+def test_states_that_were_not_read_are_left_out_and_one_alone_is_undefined():
     states = np.random.default_rng(0).normal(size=(4, 5, 8)).astype(np.float32)
     states[1, 3:] = states[2, 1:] = states[3] = np.nan
-    found = scores(OFFICIAL, with_states(tmp_path, states))
+    found = scores(OFFICIAL, with_states(states))
     expected = -official_eigenscore(states[1, :3].astype(np.float64))
     assert found[1] == pytest.approx(expected)
     assert np.isfinite(found).tolist() == [True, True, False, False]
 
 
-def test_states_of_half_precision_do_not_overflow(tmp_path):
+def test_states_of_half_precision_do_not_overflow():
     rng = np.random.default_rng(0)
     states = rng.normal(size=(1, 10, 512)) * 100
-    (large,) = scores(OFFICIAL, with_states(tmp_path, states))
+    (large,) = scores(OFFICIAL, with_states(states))
     assert large == pytest.approx(-official_eigenscore(states[0]), rel=1e-5)
 
 
@@ -86,7 +70,7 @@ def test_states_of_half_precision_do_not_overflow(tmp_path):
     ("readings", "found"),
     [({}, "missing"), ({SAMPLE_STATES: np.zeros((3, 2, 4))}, r"\[3, 2, 4\]")],
 )
-def test_states_of_other_rows_or_none_are_refused(tmp_path, readings, found):
-    one = evidence(tmp_path, [["a"], ["b"]], readings=readings)
+def test_states_of_other_rows_or_none_are_refused(readings, found):
+    one = evidence([["a"], ["b"]], readings=readings)
     with pytest.raises(ValueError, match=f"'sample_states' is {found}, expected"):
         OFFICIAL.score(one)

@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from benchmarks.baselines.detector import Evidence
-from benchmarks.baselines.ladder import (
+from benchmarks.baselines.trained.ladder import (
     TEXT_ENCODER,
     TFIDF_MLP,
     TFIDF_SVM,
@@ -26,10 +26,8 @@ from benchmarks.baselines.ladder import (
     mlp_scores,
     svm_scores,
 )
-from extract.records import Answer, Example, Passage, write_lines
-from extract.run.contents import answers_file
-from extract.run.directory import RunDir
-from extract.run.manifest import NewRun
+from extract.generate.requests import PromptConfig
+from extract.records import Answer, Example, Passage
 from jaxprobe.regression import INVERSE_PENALTIES
 from tests.benchmarks.baselines.test_trained import (
     chosen,
@@ -223,23 +221,28 @@ def test_the_rungs_read_question_answer_and_passages_of_a_run(
     parts = [text.split("\n") for text in planted(labels)]
     empty = dict(variant="original", prompt_ids=(1,), context_span=(0, 0))
     empty |= dict(token_ids=(2,), stop_id=3, setting=setting)
-    with RunDir.open(tmp_path / "run", NewRun()) as run:
-        examples, answers = [], []
-        for i, (question, told, other) in enumerate(parts):
-            # With context the name stands in the passage, closed-book in the answer.
-            if setting == "with_context":
-                told, other = other, told
-            page = Passage(title="page", text=other)
-            name = dict(id=f"q{i}", dataset="world", split=rows.splits[i])
-            own = Example(**name, question=question, golds=("x",), passages=(page,))
-            examples.append(own)
-            answers.append(Answer(example_id=f"q{i}", text=told, **empty))
-        run.examples.write_text(write_lines(examples))
-        run.answers.mkdir()
-        answers_file(run).write_text(write_lines(reversed(answers)))
-        own = Evidence(run=run, store=None, rows=rows, layer=1, encoder=tiny_encoder)
-        quick = partial(TEXT_ENCODER.score, config=QUICK)
-        for score in (TFIDF_SVM.score, TFIDF_MLP.score, quick):
-            assert measured(score(own), rows) > 0.8
-        with pytest.raises(ValueError, match="--encoder DIRECTORY"):
-            quick(dataclasses.replace(own, encoder=None))
+    examples, answers = [], []
+    for i, (question, told, other) in enumerate(parts):
+        # With context the name stands in the passage, closed-book in the answer.
+        if setting == "with_context":
+            told, other = other, told
+        page = Passage(title="page", text=other)
+        name = dict(id=f"q{i}", dataset="world", split=rows.splits[i])
+        own = Example(**name, question=question, golds=("x",), passages=(page,))
+        examples.append(own)
+        answers.append(Answer(example_id=f"q{i}", text=told, **empty))
+    own = Evidence.of(
+        None,
+        rows,
+        questions=examples,
+        answers=reversed(answers),
+        template=PromptConfig().prompt_template(),
+        encoder=tiny_encoder,
+    )
+    quick = partial(TEXT_ENCODER.score, config=QUICK)
+    for score in (TFIDF_SVM.score, TFIDF_MLP.score, quick):
+        assert measured(score(own), rows) > 0.8
+    with pytest.raises(ValueError, match="--encoder DIRECTORY"):
+        quick(dataclasses.replace(own, encoder=None))
+    with pytest.raises(ValueError, match="give questions, answers and the template"):
+        TFIDF_SVM.score(dataclasses.replace(own, template=None))

@@ -2,7 +2,6 @@ import math
 
 import numpy as np
 import pytest
-from sklearn.metrics import roc_auc_score
 
 from benchmarks.baselines.sampled.selfcheck import (
     DETECTORS,
@@ -94,24 +93,23 @@ def test_no_word_is_lost_between_sentences():
     assert words == tokens_of(PASSAGE)
 
 
-def test_the_sentence_comes_first_and_in_the_papers_order_the_sample(tmp_path):
+def test_the_sentence_comes_first_and_in_the_papers_order_the_sample():
     asked = []
 
     def rule(premise, hypothesis):
         asked.append((premise, hypothesis))
         return 0.5, 0.0, 0.5
 
-    drawn = evidence(tmp_path, [["x"]], ["A b. C d."], relations=relations_by(rule))
+    drawn = evidence([["x"]], ["A b. C d."], relations=relations_by(rule))
     NLI.score(drawn)
     assert asked == [("A b.", "x"), ("C d.", "x")]
     PAPER.score(drawn)
     assert asked[2:] == [("x", "A b."), ("x", "C d.")]
 
 
-def test_a_score_is_minus_the_mean_contradiction_without_neutral(tmp_path):
+def test_a_score_is_minus_the_mean_contradiction_without_neutral():
     chances = {"x": (0.1, 0.8, 0.1), "y": (0.3, 0.6, 0.1), "z": (0.0, 0.5, 0.5)}
     drawn = evidence(
-        tmp_path,
         [["x", "y", "z", "x"]],
         relations=relations_by(lambda p, h: chances[h]),
     )
@@ -119,9 +117,8 @@ def test_a_score_is_minus_the_mean_contradiction_without_neutral(tmp_path):
     assert scores(NLI, drawn) == pytest.approx([expected])
 
 
-def test_sentences_count_alike(tmp_path):
+def test_sentences_count_alike():
     drawn = evidence(
-        tmp_path,
         [["we know x", "so x"]],
         ["Surely x. Perhaps y. Or z."],
         relations=relations_by(lambda p, h: by_last_word(p.rstrip("."), h.rstrip("."))),
@@ -131,9 +128,8 @@ def test_sentences_count_alike(tmp_path):
 
 
 @pytest.mark.parametrize("detector", DETECTORS, ids=lambda one: one.name)
-def test_an_empty_answer_and_no_samples_are_undefined(tmp_path, detector):
+def test_an_empty_answer_and_no_samples_are_undefined(detector):
     drawn = evidence(
-        tmp_path,
         [["a", "b"], ["a"], [], ["", "a"]],
         ["a", " ", "a", "a"],
         relations=relations_by(by_last_word),
@@ -141,52 +137,11 @@ def test_an_empty_answer_and_no_samples_are_undefined(tmp_path, detector):
     assert np.isfinite(scores(detector, drawn)).tolist() == [True, False, False, True]
 
 
-def test_a_pair_that_is_surely_neutral_is_undefined(tmp_path):
-    drawn = evidence(tmp_path, [["a"]], relations=relations_by(lambda p, h: (0, 1, 0)))
+def test_a_pair_that_is_surely_neutral_is_undefined():
+    drawn = evidence([["a"]], relations=relations_by(lambda p, h: (0, 1, 0)))
     assert np.isnan(scores(NLI, drawn)).all()
 
 
-def test_without_an_nli_model_the_contradiction_is_refused(tmp_path):
+def test_without_an_nli_model_the_contradiction_is_refused():
     with pytest.raises(ValueError, match="expected an NLI model, found none"):
-        NLI.score(evidence(tmp_path, [["a"]]))
-
-
-@pytest.mark.parametrize("permuted", [False, True])
-@pytest.mark.parametrize("detector", DETECTORS, ids=lambda one: one.name)
-def test_an_answer_that_samples_repeat_scores_higher(tmp_path, detector, permuted):
-    rng = np.random.default_rng(0)
-    labels = rng.random(200) < 0.5
-    drawn = [
-        ["it is Paris" if rng.random() < agree else "it is Rome" for _ in range(10)]
-        for agree in np.where(labels, 0.9, 0.4)
-    ]
-    kept = rng.permutation(labels) if permuted else labels
-    one = evidence(
-        tmp_path,
-        drawn,
-        ["it is Paris"] * 200,
-        labels=kept,
-        relations=relations_by(by_last_word),
-    )
-    found = roc_auc_score(kept, scores(detector, one))
-    # A permuted AUROC has a s.d. of 0.04.
-    assert abs(found - 0.5) < 0.12 if permuted else found > 0.9
-
-
-def test_samples_of_another_question_change_the_score(tmp_path):
-    answers = ["it is Paris", "it is Rome"]
-    own = [["it is Paris"] * 3, ["it is Rome"] * 3]
-    for detector in DETECTORS:
-        found = [
-            scores(
-                detector,
-                evidence(
-                    tmp_path / detector.name / str(i),
-                    drawn,
-                    answers,
-                    relations=relations_by(by_last_word),
-                ),
-            )
-            for i, drawn in enumerate((own, own[::-1]))
-        ]
-        assert (found[0] > found[1]).all()
+        NLI.score(evidence([["a"]]))

@@ -5,29 +5,27 @@ import re
 import msgspec
 import pytest
 
+from benchmarks.baselines.stage import read_judged
 from benchmarks.panorama.costs import (
     HEADS,
     as_markdown,
     cost_tables,
-    judged_file,
     measured,
-    read_judged,
     titles_of,
 )
 from benchmarks.panorama.scatter import cost_pictures, kind_of
 from benchmarks.panorama.significance import cells_of, leads
-from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
 from tests.benchmarks.results.sample import judged, sample_report, sample_rows
 
 
 def test_the_record_is_read_as_it_was_written_and_refused_otherwise(tmp_path):
-    run = RunDir(tmp_path)
-    write_json_atomic(judged_file(run), msgspec.to_builtins(judged()))
-    assert read_judged(run) == judged()
-    judged_file(run).write_text('[{"name": "x"}]')
+    path = tmp_path / "detectors.json"
+    write_json_atomic(path, msgspec.to_builtins(judged()))
+    assert read_judged(path) == judged()
+    path.write_text('[{"name": "x"}]')
     with pytest.raises(ValueError, match="beatrice baselines"):
-        read_judged(run)
+        read_judged(path)
 
 
 def test_the_better_ones_come_first_and_the_unmeasured_last():

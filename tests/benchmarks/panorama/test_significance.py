@@ -1,7 +1,7 @@
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.panorama.significance import (
@@ -16,9 +16,9 @@ from benchmarks.panorama.significance import (
 from extract.records import IN_DOMAIN
 from extract.run.results import DETECTORS, RIVALS
 from jaxprobe.evaluation import Scored, detection_rows
-from jaxprobe.features.rows import Rows
 from jaxprobe.metrics import BootstrapConfig
 from tests.benchmarks.results.sample import row, sample_rows
+from tests.benchmarks.rows import rows_of
 
 POOLED, OUTSIDE = (IN_DOMAIN, "test"), ("places", "ood")
 
@@ -38,6 +38,7 @@ def test_holm_gives_the_textbook_values():
     assert holm([]) == []
 
 
+@settings(max_examples=30)
 @given(st.lists(st.floats(1e-6, 1.0), min_size=1, max_size=12))
 def test_holm_agrees_with_its_definition(p_values):
     np.testing.assert_allclose(holm(p_values), by_hand(p_values), rtol=1e-12)
@@ -143,15 +144,7 @@ def planted(strength, seed=0):
     labels = draws.random(n) < 0.5
     noise = draws.normal(size=(2, n))
     scores = labels * np.array([[1.0 + strength], [1.0]]) + noise
-    rows = Rows(
-        setting="closed_book",
-        ids=np.array([f"q{i}" for i in range(n)]),
-        datasets=np.full(n, "world"),
-        splits=np.full(n, "test"),
-        variants=np.full(n, "original"),
-        labels=labels,
-        is_labelled=np.ones(n, bool),
-    )
+    rows = rows_of(labels, splits=["test"] * n)
     names = ("champion", "tfidf")
     own = [Scored(name=x, scores=s[None]) for x, s in zip(names, scores, strict=True)]
     config = BootstrapConfig(n_resamples=1000, seed=0)

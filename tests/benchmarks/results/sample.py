@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.panorama.costs import Judged
+from benchmarks.baselines.detector import Judged
 from benchmarks.results.report import ReportData
 from extract.records import IN_DOMAIN
 from extract.run.results import ResultRow

@@ -6,11 +6,11 @@ import itertools
 import numpy as np
 import pytest
 
-from benchmarks.baselines.catalogue import catalogue
-from benchmarks.baselines.conformance import faults_of, find_detector
+from benchmarks.baselines.catalogue import catalogue, find_detector
+from benchmarks.baselines.check import faults_of
 from benchmarks.baselines.detector import Detector, Evidence, Found
 from extract.run.results import CONTROLS, DETECTORS
-from jaxprobe.features.rows import Rows
+from tests.benchmarks.rows import rows_of
 
 N = 240
 LABELS = np.random.default_rng(0).random(N) < 0.5
@@ -19,17 +19,9 @@ SPLITS = np.array(["train", "validation", "test"])[np.arange(N) % 3]
 
 
 def evidence():
-    rows = Rows(
-        setting="closed_book",
-        ids=np.array([f"q{i}" for i in range(N)]),
-        datasets=np.full(N, "d"),
-        splits=SPLITS,
-        variants=np.full(N, "original"),
-        labels=LABELS,
-        is_labelled=np.ones(N, bool),
-    )
+    rows = rows_of(LABELS, splits=SPLITS)
     readings = {"signal": SIGNAL.astype(np.float32)}
-    return Evidence(run=None, store=None, rows=rows, layer=0, readings=readings)
+    return Evidence(store=None, rows=rows, layer=0, readings=readings)
 
 
 def own(score, **fields):
@@ -93,7 +85,7 @@ def test_a_detector_is_found_by_its_place_or_the_place_is_named():
     assert find_detector(place).name == "p_true"
     with pytest.raises(ValueError, match="expected a Detector"):
         find_detector("benchmarks.baselines.internal.p_true:reading")
-    with pytest.raises(ValueError, match="give MODULE:NAME"):
+    with pytest.raises(ValueError, match="no module 'no_such_module'"):
         find_detector("no_such_module:X")
 
 

@@ -1,9 +1,9 @@
 """The upper rungs of text alone: linear SVM, MLP, and a fine-tuned sentence encoder.
 
-The lower ones, the commoner class and logistic regression, are in `length.py` and
-`text.py`. All read the same text and are chosen on the same validation rows; the paper
-(appendix "How Far Surface Text Alone Goes") names the classifiers and none of their
-settings, so those here are ours.
+The lower ones, the commoner class and logistic regression, are in `../length.py` and
+`../text.py`. All read the same text and are chosen on the same validation rows; the
+paper (appendix "How Far Surface Text Alone Goes") names the classifiers and none of
+their settings, so those here are ours.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from sklearn.svm import LinearSVC
 
 from benchmarks.baselines.detector import Detector, Evidence, Found
 from benchmarks.baselines.linear import chosen_row
-from benchmarks.baselines.text import texts_of, word_pairs
+from benchmarks.baselines.text import word_pairs
 from jaxprobe.features.rows import Rows
 from jaxprobe.metrics import auroc
 from jaxprobe.regression import both_classes, fit_linear
@@ -245,7 +245,7 @@ def _fine_tuned(
 
 
 def _scored(evidence: Evidence, *, by: Callable[[Sequence[str], Rows], Found]) -> Found:
-    return by(texts_of(evidence.run, evidence.rows), evidence.rows)
+    return by(evidence.texts, evidence.rows)
 
 
 def _rung(

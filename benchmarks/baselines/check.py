@@ -1,81 +1,15 @@
 """What a detector does wrong: shape, repetition, test labels, orientation, gaps."""
 
 import dataclasses
-import importlib
 import math
-from pathlib import Path
 
 import numpy as np
 
-from benchmarks.baselines.catalogue import catalogue
 from benchmarks.baselines.detector import Detector, Evidence
-from benchmarks.baselines.readings import kept_readings, rows_read
-from benchmarks.baselines.stage import BaselinesConfig, unmet
-from extract.run.contents import settings_of
-from extract.run.directory import RunDir
 from jaxprobe.evaluation import Scored
 from jaxprobe.metrics import auroc
-from jaxprobe.stage import chosen_layer, open_rows
 
 _SPREADS = 3  # of AUROC under chance, below which a score points the wrong way
-
-
-def find_detector(place: str) -> Detector:
-    """Return the detector of a name in the catalogue, or of `module:NAME`.
-
-    Raises:
-      ValueError: there is no such detector.
-    """
-    if (known := catalogue().get(place)) is not None:
-        return known
-    module, _, name = place.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name, None)
-    except ImportError as error:
-        raise ValueError(f"{place}: {error}; give MODULE:NAME of a detector") from None
-    if not isinstance(found, Detector):
-        raise ValueError(
-            f"{place} is {type(found).__name__}, expected a Detector "
-            "(benchmarks/baselines/detector.py); give MODULE:NAME of one"
-        )
-    return found
-
-
-def check_detector(run_dir: Path, place: str, nli: Path | None = None) -> list[str]:
-    """Return what a detector does wrong on a run's answers, a sentence each.
-
-    Args:
-      run_dir: a run whose signals are extracted, labelled and swept.
-      place: see `find_detector`.
-      nli: directory of an NLI model, for those that need one.
-
-    Raises:
-      ValueError: the run lacks what the detector needs.
-    """
-    detector = find_detector(place)
-    with RunDir.open(run_dir) as run:
-        if lack := unmet(detector, run, BaselinesConfig(nli=nli and str(nli))):
-            raise ValueError(f"{detector.name} {lack}")
-        relations = None
-        if nli is not None:
-            from benchmarks.baselines.sampled.entailment import load_entailment
-
-            relations = load_entailment(nli)
-        settings = [s for s in settings_of(run) if s in detector.settings]
-        faults = []
-        for setting in settings:
-            store, rows = open_rows(run, setting)
-            evidence = Evidence(
-                run=run,
-                store=store,
-                rows=rows,
-                layer=chosen_layer(run),
-                relations=relations,
-            )
-            kept = kept_readings(evidence, rows_read(evidence, [detector]))
-            evidence = dataclasses.replace(evidence, readings=kept.values)
-            faults += [f"{setting}: {x}" for x in faults_of(detector, evidence)]
-    return faults
 
 
 def faults_of(detector: Detector, evidence: Evidence) -> list[str]:
@@ -156,11 +90,10 @@ def _faults_of_samples(
     if "samples" not in detector.needs:
         return []
     gone = np.flatnonzero(np.isin(evidence.rows.splits, ("test", "ood")))[::2]
-    less = dataclasses.replace(evidence)
     drawn = list(evidence.samples)
     for i in gone:
         drawn[i] = ()
-    vars(less)["samples"] = drawn  # in the place of what the run holds
+    less = dataclasses.replace(evidence, samples=drawn)
     found = np.asarray(detector.score(less).scores)
     rest = np.delete(np.arange(scores.shape[1]), gone)
     if _same(scores[:, rest], found[:, rest]):
