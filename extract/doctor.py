@@ -274,7 +274,7 @@ def _count_tokens(run: RunDir, answer_span: str) -> dict[str, int]:
     from extract.signals.plan import first_read
 
     n_tokens = n_answer = 0
-    for row in JsonLines(run.answers / "answers.jsonl").whole_rows(Answer):
+    for row in JsonLines(run.answers / "answers.jsonl").intact_rows(Answer):
         n_tokens += len(row.prompt_ids) + len(row.token_ids)
         n_tokens -= first_read(row.context_span[0])
         n_answer += len(row.token_ids) + (answer_span == "emitting")

@@ -1,157 +1,43 @@
-"""The file of answers, opened to be continued: which rows are there, and still hold.
+"""The journal of answers, which of them still hold, and what is said of them.
 
-A row holds if it answers the very prompt that is asked now. Others (of a context that
-was rewritten again since) are moved to a file beside, never mixed in. What workers
-answered side by side lies in parts, one file per process, until one process alone
-takes them in.
+An answer holds if it is to the very prompt that is asked now. Others (of a context that
+was rewritten again since) are moved to a file beside, never mixed in.
 """
 
-import contextlib
-import dataclasses
 import json
-import os
 import re
-import shutil
-import socket
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 from extract.generate.generator import Generated
 from extract.generate.requests import Request
 from extract.records import Answer, to_json
-from extract.run.console import Progress, Update
+from extract.run.console import Update
 from extract.run.contents import answers_file
 from extract.run.directory import RunDir
-from extract.run.files import (
-    JsonLines,
-    from_json,
-    read_json,
-    write_json_atomic,
-    write_stream_atomic,
-)
+from extract.run.files import Journal, JournalFiles, read_json, write_json_atomic
 
 Key = tuple[str, str, str]  # example, setting, variant
 
 
-class _Line(NamedTuple):
-    """Where a row lies: files of answers are larger than memory should hold."""
+def answer_files(
+    run: RunDir, requests: Sequence[Request] | None = None
+) -> JournalFiles[Key, Answer]:
+    """Return where a run's answers lie.
 
-    path: Path
-    start: int
-    n_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class AnswerRows:
-    """An open file of answers."""
-
-    lines: JsonLines  # where rows are appended
-    done: dict[Key, None]  # keys of the answers that are there, in the file's order
-
-    def append(self, rows: Mapping[Key, str]) -> None:
-        """Add answers, as lines by key."""
-        self.lines.append(rows.values())
-        self.done.update(dict.fromkeys(rows))
-
-    def arrange(self, order: Sequence[Key]) -> None:
-        """Put the rows into an order; nothing is written if they have it."""
-        there = [key for key in order if key in self.done]
-        if there != list(self.done):
-            lines = {key: line for key, _, line in _read(self.lines.path)}
-            _write(self.lines.path, [lines[key] for key in there])
-
-
-def _read(path: Path, *, is_whole: bool = False) -> Iterator[tuple[Key, Answer, _Line]]:
-    """Yield keys, answers and their places; an unfinished last line is passed over.
-
-    In a file that `is_whole` a damaged line is an error. Elsewhere it is of a worker
-    that was killed, and what follows is done again.
+    Args:
+      run: of the answers.
+      requests: an answer holds if it is to the very prompt of one of them; None takes
+        all answers.
     """
-    if not path.exists():
-        return
-    start = 0
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            try:
-                again = "restore the file, or delete it to do the stage again"
-                row = from_json(Answer, line, f"{path}, line {number}", again)
-            except ValueError:
-                if is_whole:
-                    raise
-                return
-            if not line.endswith(b"\n"):
-                return
-            yield row.key, row, _Line(path, start, len(line))
-            start += len(line)
-
-
-def _write(path: Path, lines: Sequence[_Line]) -> None:
-    """Replace a file in one step by lines of files; it may be one of them."""
-    with contextlib.ExitStack() as opened, write_stream_atomic(path) as stream:
-        sources = {
-            source: opened.enter_context(source.open("rb"))
-            for source in {line.path for line in lines}
-        }
-        for line in lines:
-            sources[line.path].seek(line.start)
-            stream.write(sources[line.path].read(line.n_bytes))
-
-
-def part_files(run: RunDir) -> list[Path]:
-    """Return what workers have written and nobody has taken in yet."""
-    return sorted(run.parts("answer").glob("*.jsonl"))
-
-
-def answered_keys(run: RunDir, requests: Sequence[Request]) -> set[Key]:
-    """Return which requests have an answer, here or in a part; changes nothing."""
-    asked = {request.key: request.prompt.ids for request in requests}
-    # Parts first: they go only after the file has their rows.
-    return {
-        key
-        for file in (*part_files(run), answers_file(run))
-        for key, row, _ in _read(file)
-        if asked.get(key) == row.prompt_ids
-    }
-
-
-def open_answers(
-    run: RunDir, requests: Sequence[Request], progress: Progress
-) -> AnswerRows:
-    """Open a run's file of answers and keep the rows that answer these requests.
-
-    Of the whole run nobody else writes it meanwhile: what workers wrote is taken in,
-    and their parts go; what was set aside is noted. For a share of the work it is a
-    part of this process's own, and what is answered anywhere counts as done.
-    """
-    if not run.share.is_whole:
-        name = f"{run.share.rank}-of-{run.share.world_size}@{socket.gethostname()}"
-        part = JsonLines.open(run.parts("answer") / f"{name}.{os.getpid()}.jsonl")
-        return AnswerRows(part, dict.fromkeys(answered_keys(run, requests)))
-    path = answers_file(run)
-    lines = JsonLines.open(path)
-    asked = {request.key: request.prompt.ids for request in requests}
-    kept: dict[Key, _Line] = {}
-    stale: list[str] = []
-    for file in (path, *part_files(run)):
-        for key, row, line in _read(file, is_whole=file == path):
-            if key not in kept and asked.get(key) == row.prompt_ids:
-                kept[key] = line
-            elif key not in kept or file == path:  # else done twice, by two workers
-                stale.append(to_json(row))
-    if lines.truncated:
-        progress.note(lines.truncated)
-    if stale:
-        aside = JsonLines.open(path.with_name(path.name + ".stale"))
-        aside.append(stale)
-        progress.note(
-            f"{path}: {len(stale)} answers are to prompts that are no longer asked "
-            f"and are now in {aside.path.name}"
-        )
-    if stale or any(line.path != path for line in kept.values()):
-        _write(path, list(kept.values()))
-    shutil.rmtree(run.parts("answer"), ignore_errors=True)
-    return AnswerRows(lines, dict.fromkeys(kept))
+    prompts = {request.key: request.prompt.ids for request in requests or ()}
+    return JournalFiles(
+        answers_file(run),
+        Answer,
+        lambda answer: answer.key,
+        run.parts("answer"),
+        lambda answer: requests is None or prompts.get(answer.key) == answer.prompt_ids,
+    )
 
 
 # How an answer says that it is none; read at its start, after small words are lowered.
@@ -260,7 +146,7 @@ def record_backend(run: RunDir, identity: Mapping[str, Any]) -> None:
 
 
 def append_answers(
-    rows: AnswerRows,
+    journal: Journal[Key, Answer],
     requests: Sequence[Request],
     ask: Callable[[Collection[int]], Iterable[Sequence[tuple[int, Generated]]]],
     update: Update,
@@ -269,7 +155,7 @@ def append_answers(
     """Answer what has no row yet.
 
     Args:
-      rows: where the answers go.
+      journal: where the answers go.
       requests: all of them.
       ask: of the indices that need no text; yields (index, text) in groups, each of
         which is appended as a whole as soon as it exists.
@@ -277,10 +163,10 @@ def append_answers(
       share: indices that are answered here; None for all.
     """
     share = range(len(requests)) if share is None else share
-    todo = {i for i in share if requests[i].key not in rows.done}
+    todo = {i for i in share if requests[i].key not in journal}
     update(len(share) - len(todo), len(share))
     for group in ask(set(range(len(requests))) - todo):
         answers = [requests[i].answer(reply) for i, reply in group if i in todo]
-        rows.append({answer.key: to_json(answer) for answer in answers})
+        journal.append({answer.key: to_json(answer) for answer in answers})
         todo -= {i for i, _ in group}
         update(len(share) - len(todo), len(share))

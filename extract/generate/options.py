@@ -341,23 +341,22 @@ def _paid_tokens(run: "RunDir", stage: str) -> tuple[int, int]:
     All of them, whichever backend wrote them: a cap errs on the side of the purse.
     What a server did not count is not known.
     """
-    from extract.generate.answers import part_files
+    from extract.generate.answers import answer_files
     from extract.records import Answer
-    from extract.run.contents import answers_file
     from extract.run.files import JsonLines
 
     if stage == "answer":
-        files = [answers_file(run), *part_files(run)]
+        files = answer_files(run)
         counts = (
             (len(r.prompt_ids), len(r.token_ids) + (r.stop_id is not None))
-            for file in files
-            for r in JsonLines(file).whole_rows(Answer)
+            for file in (files.path, *files.part_files())
+            for r in JsonLines(file).intact_rows(Answer)
         )
     else:
         replies = JsonLines(run.replies({"label": "judge"}.get(stage, stage)))
         counts = (
             (row.n_prompt_tokens or 0, row.n_new_tokens or 0)
-            for row in replies.whole_rows(_Spent)
+            for row in replies.intact_rows(_Spent)
         )
     n_prompt = n_new = 0
     for prompt, new in counts:

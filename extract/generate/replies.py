@@ -1,18 +1,10 @@
-"""Generated texts on disk, each appended when it exists and found again by its key.
-
-Workers that share a stage's texts write a part each, beside the file; who works alone
-after them finds their texts there, and takes them in.
-"""
+"""Generated texts on disk, each appended when it exists and found again by its key."""
 
 import dataclasses
 import json
-import os
-import shutil
-import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -25,32 +17,42 @@ from extract.generate.generator import (
 )
 from extract.run.console import Progress, Update
 from extract.run.directory import RunDir
-from extract.run.files import JsonLines
+from extract.run.files import Journal, JournalFiles
 from extract.run.share import Share
+
+
+class Reply(Generated, frozen=True, kw_only=True):
+    """A generated text with the key that it is found by, see `reply_key`."""
+
+    key: str
+
+    def text_alone(self) -> Generated:
+        """Return the text without its key."""
+        names = Generated.__struct_fields__
+        return Generated(**{name: getattr(self, name) for name in names})
+
+
+def reply_files(path: Path, parts: Path | None = None) -> JournalFiles[str, Reply]:
+    """Return where replies lie: a file, and a folder of what is not in it yet."""
+    return JournalFiles(path, Reply, lambda reply: reply.key, parts)
 
 
 @dataclasses.dataclass(kw_only=True)
 class Replies:
-    """A file of generated texts by key.
+    """Generated texts by key.
 
-    The key covers everything that changes a text (`reply_key`), so a
-    text is found again only for the same question to the same backend.
+    The key covers everything that changes a text, so a text is found again only for
+    the same question to the same backend.
 
     Attributes:
-      lines: where texts are appended.
-      found: texts by key.
-      parts: folder of what workers wrote, None where there is none.
+      journal: where texts are appended.
       share: of the texts that are generated here; one of several needs a backend that
         plans its batches.
-      from_parts: texts that are in parts alone.
       is_timed: a new text's line says what it took; no two starts write equal lines.
     """
 
-    lines: JsonLines
-    found: dict[str, Generated]
-    parts: Path | None = None
+    journal: Journal[str, Reply]
     share: Share = Share()
-    from_parts: dict[str, Generated] = dataclasses.field(default_factory=dict)
     is_timed: bool = False
     n_reused: int = 0  # texts that were found and not generated again
     n_new: int = 0  # texts that were generated and appended
@@ -58,23 +60,12 @@ class Replies:
 
     @classmethod
     def open(cls, path: Path) -> "Replies":
-        """Open a file of replies; a truncated last line is set aside and done again.
+        """Open a file of replies; an unfinished last line is set aside and done again.
 
         Raises:
           ValueError: a line before the last is no reply; the message names it.
         """
-        lines = JsonLines.open(path)
-        found: dict[str, Generated] = {}
-        for number, row in enumerate(lines.rows(), start=1):
-            try:
-                key, reply = _reply(row)
-                found.setdefault(key, reply)
-            except (AttributeError, KeyError, TypeError, msgspec.ValidationError):
-                raise ValueError(
-                    f"{path}, line {number}: not a generated text of this program's "
-                    "version; move the file away to generate its texts again"
-                ) from None
-        return cls(lines=lines, found=found)
+        return cls(journal=Journal.open(reply_files(path)))
 
     def generate(
         self,
@@ -100,8 +91,8 @@ class Replies:
         identity = generator.identity
         keys = [reply_key(identity, prompt, config) for prompt in prompts]
         first = {key: i for i, key in reversed(list(enumerate(keys)))}
-        done = {i for i, k in enumerate(keys) if k in self.found or first[k] != i}
-        n_there = sum(key in self.found for key in first)
+        done = {i for i, k in enumerate(keys) if k in self.journal or first[k] != i}
+        n_there = sum(key in self.journal for key in first)
         self.n_reused += n_there
         progress(n_there, len(first))
         if not self.share.is_whole:
@@ -112,43 +103,22 @@ class Replies:
             now = time.monotonic()
             took, began = round(now - began, 6) if self.is_timed else None, now
             reply = msgspec.structs.replace(text, seconds=took)
-            if keys[i] in self.found:
+            if keys[i] in self.journal:
                 continue
-            self.lines.append([_line(keys[i], reply)])
-            self.found[keys[i]] = reply
+            self.journal.append({keys[i]: _line(keys[i], reply)})
             self.n_new += 1
             n_there += 1
             progress(n_there, len(first))
         if not self.share.is_whole:
-            self.found |= dict(_written(self.parts))
-            self.n_missing = sum(key not in self.found for key in first)
+            there = self.journal.files.keys()
+            self.n_missing = sum(key not in there for key in first)
             return None
-        self._take_in()
-        return [self.found[key] for key in keys]
-
-    def _take_in(self) -> None:
-        """Append what workers wrote; their parts go."""
-        self.lines.append([_line(key, x) for key, x in self.from_parts.items()])
-        self.from_parts.clear()
-        if self.parts is not None:
-            shutil.rmtree(self.parts, ignore_errors=True)
-
-
-def _reply(row: dict[str, Any]) -> tuple[str, Generated]:
-    """Return a row's key and text."""
-    key = msgspec.convert(row.pop("key"), str)
-    return key, msgspec.convert(row, Generated)
+        texts = {key: self.journal[key].text_alone() for key in first}
+        return [texts[key] for key in keys]
 
 
 def _line(key: str, reply: Generated) -> str:
     return json.dumps({"key": key, **msgspec.structs.asdict(reply)})
-
-
-def _written(folder: Path) -> Iterator[tuple[str, Generated]]:
-    """Yield keys and texts of all parts; of a damaged line on, none of its part."""
-    for path in sorted(folder.glob("*.jsonl")):
-        for row in JsonLines(path).whole_rows(dict[str, Any]):
-            yield _reply(row)
 
 
 def open_replies(
@@ -166,27 +136,16 @@ def open_replies(
       progress: is told what was set aside.
       is_timed: see `Replies`.
     """
-    share, parts = run.share, run.parts(role)
-    if share.is_whole:
-        replies = Replies.open(run.replies(role))
-        replies.parts = parts
-        others = {k: v for k, v in _written(parts) if k not in replies.found}
-        replies.from_parts, replies.found = others, {**replies.found, **others}
-    else:
-        whole = (_reply(r) for r in JsonLines(run.replies(role)).whole_rows(dict))
-        found = {**dict(whole), **dict(_written(parts))}
-        name = f"{share.rank}-of-{share.world_size}@{socket.gethostname()}"
-        lines = JsonLines.open(parts / f"{name}.{os.getpid()}.jsonl")
-        replies = Replies(lines=lines, found=found, parts=parts, share=share)
-    replies.is_timed = is_timed
-    if replies.lines.truncated:
-        progress.note(replies.lines.truncated)
-    return replies
+    files = reply_files(run.replies(role), run.parts(role))
+    journal = Journal.open(files, run.share)
+    for note in journal.notes:
+        progress.note(note)
+    return Replies(journal=journal, share=run.share, is_timed=is_timed)
 
 
 def reused_in_words(replies: Replies) -> str:
     """Say how many texts were generated, and how many found."""
     return (
         f"{replies.n_new} texts generated, {replies.n_reused} found in "
-        f"{replies.lines.path.name}"
+        f"{replies.journal.lines.path.name}"
     )

@@ -7,16 +7,16 @@ the run was killed nor on how many workers share it.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from extract.backbone.names import BackboneConfig, backbone_of
 from extract.generate.answers import (
-    answered_keys,
+    Key,
+    answer_files,
     answers_in_words,
     append_answers,
-    open_answers,
     record_backend,
 )
 from extract.generate.forecast import forecast_requests, generation_bytes
@@ -41,7 +41,7 @@ from extract.generate.requests import (
 )
 from extract.generate.sampling import DrawConfig, draw_answers, request_prompt
 from extract.generate.templates import PromptConfig
-from extract.records import write_lines
+from extract.records import Answer, write_lines
 from extract.run.console import Progress, Update
 from extract.run.contents import (
     draw_seconds_file,
@@ -55,6 +55,7 @@ from extract.run.contents import (
 )
 from extract.run.directory import RunDir
 from extract.run.files import (
+    Journal,
     sha256_json,
     write_json_atomic,
     write_text_atomic,
@@ -93,6 +94,15 @@ def _asked(
     if made.note:
         progress.note(f"answer: {made.note}")
     return made.requests
+
+
+def _open_answers(
+    run: RunDir, requests: Sequence[Request], progress: Progress
+) -> Journal[Key, Answer]:
+    journal = Journal.open(answer_files(run, requests), run.share)
+    for note in journal.notes:
+        progress.note(f"answer: {note}")
+    return journal
 
 
 def _note_shares(run: RunDir, config: AnswerConfig, progress: Progress) -> None:
@@ -136,7 +146,7 @@ def _answer(
     requests = _asked(run, generator.backbone, config, progress)
     prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r in requests]
     batches = generator.plan(prompts, _greedy(config))
-    rows = open_answers(run, requests, progress)
+    rows = _open_answers(run, requests, progress)
     append_answers(
         rows,
         requests,
@@ -145,7 +155,7 @@ def _answer(
         frozenset(i for batch in run.share.mine(batches) for i in batch),
     )
     if not run.share.is_whole:
-        return len(requests) - len(answered_keys(run, requests))
+        return len(requests) - len(rows.files.keys())
     rows.arrange([requests[i].key for batch in batches for i in batch])
     _note_shares(run, config, progress)
     return 0
@@ -179,7 +189,7 @@ def answer_by_server(
     def work(update: Update) -> None:
         record_backend(run, identity)
         requests = _asked(run, model, config, progress)
-        rows = open_answers(run, requests, progress)
+        rows = _open_answers(run, requests, progress)
         prompts = [request_prompt(model.tokenizer, request) for request in requests]
         append_answers(
             rows,
@@ -201,7 +211,7 @@ def forecast_answers(
     """Return what answering needs: the prompts that have no answer yet."""
     run.hash_inputs(run.examples)  # says what is missing
     made = _make_requests(run, model, config)
-    there = answered_keys(run, made.requests)
+    there = answer_files(run, made.requests).keys()
     prompts = [
         GeneratorPrompt(text="", ids=request.prompt.ids)
         for request in made.requests

@@ -10,14 +10,18 @@ import hashlib
 import json
 import os
 import re
+import shutil
+import socket
 import tempfile
 import time
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Self, TypeVar
+from typing import Any, BinaryIO, Generic, NamedTuple, Self, TypeVar
 
 import msgspec
+
+from extract.run.share import Share
 
 Decoded = TypeVar("Decoded")
 
@@ -334,11 +338,14 @@ class JsonLines:
             f"{aside.name}; its row is done again",
         )
 
-    def append(self, lines: Iterable[str]) -> None:
+    def append(self, lines: Iterable[str]) -> int:
         """Add rows durably, all or none unless the machine stops in between.
 
         Args:
           lines: one JSON object each, without the line end.
+
+        Returns:
+          The size of the file before, in bytes.
         """
         batch = list(lines)
         for line in batch:
@@ -348,31 +355,218 @@ class JsonLines:
                     f"found {line[:40]!r}"
                 )
         if batch:
-            _append(self.path, "".join(line + "\n" for line in batch).encode())
+            return _append(self.path, "".join(line + "\n" for line in batch).encode())
+        return self.path.stat().st_size if self.path.exists() else 0
 
-    def whole_rows(self, kind: type[Decoded]) -> Iterator[Decoded]:
-        """Yield a file's rows as a type, up to the first that is none, as is a cut one.
+    def intact_rows(self, kind: type[Decoded]) -> Iterator[Decoded]:
+        """Yield rows as a type, up to the first damaged or unfinished line.
 
-        Nothing is set aside, nor the file held; who goes on with it opens it.
+        Neither locks nor repairs the file; `open` does.
         """
-        if not self.path.exists():
-            return
-        with self.path.open("rb") as lines:
-            for line in lines:
-                try:
-                    yield from_json(kind, line, "")
-                except ValueError:
-                    return  # its reader refuses what is damaged before the end
+        return (row for row, _ in _rows(self.path, kind, is_strict=False))
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows that are there."""
-        if not self.path.exists():
-            return
-        with self.path.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                where = f"{self.path}, line {number}"
+        """Yield the rows that are there.
+
+        Raises:
+          ValueError: a line is damaged; the message names it.
+        """
+        return (row for row, _ in _rows(self.path, dict[str, Any], is_strict=True))
+
+
+class _Place(NamedTuple):
+    """Where a line lies: growing files are larger than memory should hold."""
+
+    path: Path
+    start: int
+    n_bytes: int
+
+
+def _rows(
+    path: Path, kind: type[Decoded], *, is_strict: bool
+) -> Iterator[tuple[Decoded, _Place]]:
+    """Yield each row of a file and its place, up to the first line that is damaged.
+
+    Raises:
+      ValueError: `is_strict`, and a line is damaged.
+    """
+    if not path.exists():
+        return
+    start = 0
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
                 again = "restore the file, or delete it to do the stage again"
-                yield from_json(dict[str, Any], line, where, again)
+                row = from_json(kind, line, f"{path}, line {number}", again)
+            except ValueError:
+                if is_strict:
+                    raise
+                return
+            if not line.endswith(b"\n") and not is_strict:
+                return
+            yield row, _Place(path, start, len(line))
+            start += len(line)
+
+
+def _write_lines(path: Path, places: Sequence[_Place]) -> None:
+    """Replace a file in one step by lines of files; it may be one of them."""
+    with contextlib.ExitStack() as opened, write_stream_atomic(path) as stream:
+        sources = {
+            source: opened.enter_context(source.open("rb"))
+            for source in {place.path for place in places}
+        }
+        for place in places:
+            sources[place.path].seek(place.start)
+            stream.write(sources[place.path].read(place.n_bytes))
+
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclasses.dataclass(frozen=True)
+class JournalFiles(Generic[Key, Decoded]):
+    """Where the rows of a journal lie, and which of them count.
+
+    Attributes:
+      path: the file of all rows.
+      kind: their type.
+      key: of a row; the first of a key counts.
+      parts: folder in which processes that share the work write a file each, until
+        one that works alone takes them in; None where nobody shares it.
+      holds: whether a row still belongs here, such as an answer to the prompt of now.
+    """
+
+    path: Path
+    kind: type[Decoded]
+    key: Callable[[Decoded], Key]
+    parts: Path | None = None
+    holds: Callable[[Decoded], bool] = lambda row: True
+
+    def part_files(self) -> list[Path]:
+        """Return what processes have written that nobody has taken in yet."""
+        return sorted(self.parts.glob("*.jsonl")) if self.parts else []
+
+    def keys(self) -> set[Key]:
+        """Return the keys of the rows that are in the file or a part of it by now.
+
+        Changes nothing; of a damaged or unfinished line on, a file counts no more.
+        """
+        return set(self.places())
+
+    def places(self) -> dict[Key, _Place]:
+        """Return where those rows lie."""
+        places: dict[Key, _Place] = {}
+        # Parts first: they go only after the file has their rows.
+        for file in (*self.part_files(), self.path):
+            for row, place in _rows(file, self.kind, is_strict=False):
+                if self.holds(row):
+                    places[self.key(row)] = place
+        return places
+
+
+@dataclasses.dataclass(eq=False)
+class Journal(Mapping[Key, Decoded]):
+    """Rows by key in a file that only grows, so that a killed stage continues.
+
+    In memory are places alone; a row is read again when it is asked for.
+
+    Attributes:
+      lines: where rows are appended.
+      notes: what a person should know of the opening, a sentence each.
+    """
+
+    files: JournalFiles[Key, Decoded]
+    lines: JsonLines
+    notes: list[str]
+    _places: dict[Key, _Place]
+
+    @classmethod
+    def open(
+        cls, files: JournalFiles[Key, Decoded], share: Share = Share()
+    ) -> "Journal[Key, Decoded]":
+        """Open a journal to go on with it.
+
+        Whoever does all the work takes in what is in parts, and moves rows that do not
+        hold to `<name>.stale`. Whoever does a share of it appends to a part of its own,
+        and the rows of all parts count as there.
+
+        Raises:
+          ValueError: a line before the last of the file is damaged.
+        """
+        if not share.is_whole and files.parts is not None:
+            name = f"{share.rank}-of-{share.world_size}@{socket.gethostname()}"
+            part = JsonLines.open(files.parts / f"{name}.{os.getpid()}.jsonl")
+            return cls(files, part, [], files.places())
+        path, lines = files.path, JsonLines.open(files.path)
+        notes = [lines.truncated] if lines.truncated else []
+        places: dict[Key, _Place] = {}
+        stale: list[_Place] = []
+        for file in (path, *files.part_files()):
+            for row, place in _rows(file, files.kind, is_strict=file == path):
+                key = files.key(row)
+                if key not in places and files.holds(row):
+                    places[key] = place
+                elif key not in places or file == path:  # else done twice, in parts
+                    stale.append(place)
+        journal = cls(files, lines, notes, places)
+        if stale:
+            aside = path.with_name(path.name + ".stale")
+            _append(aside, b"".join(map(_line_at, stale)))
+            notes.append(
+                f"{path}: {len(stale)} rows are no longer asked for, or there twice, and "
+                f"are now in {aside.name}"
+            )
+        if stale or any(place.path != path for place in places.values()):
+            journal._rewrite(list(places))
+        if files.parts is not None:
+            shutil.rmtree(files.parts, ignore_errors=True)
+        return journal
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[Key]:
+        """Yield the keys, in the order of the file."""
+        return iter(self._places)
+
+    def __contains__(self, key: object) -> bool:
+        """Return whether there is a row, without reading it."""
+        return key in self._places
+
+    def __getitem__(self, key: Key) -> Decoded:
+        """Read a row."""
+        place = self._places[key]
+        return from_json(self.files.kind, _line_at(place), str(place.path))
+
+    def append(self, rows: Mapping[Key, str]) -> None:
+        """Add rows durably, as lines of JSON by key; all or none of them."""
+        start = self.lines.append(rows.values())
+        for key, line in rows.items():
+            n_bytes = len(line.encode()) + 1
+            self._places[key] = _Place(self.lines.path, start, n_bytes)
+            start += n_bytes
+
+    def arrange(self, order: Sequence[Key]) -> None:
+        """Put the rows into an order; nothing is written if they have it."""
+        present = [key for key in order if key in self._places]
+        if present != list(self._places):
+            self._rewrite(present)
+
+    def _rewrite(self, order: Sequence[Key]) -> None:
+        _write_lines(self.files.path, [self._places[key] for key in order])
+        start, places = 0, {}
+        for key in order:
+            n_bytes = self._places[key].n_bytes
+            places[key] = _Place(self.files.path, start, n_bytes)
+            start += n_bytes
+        self._places = places
+
+
+def _line_at(place: _Place) -> bytes:
+    with place.path.open("rb") as stream:
+        stream.seek(place.start)
+        return stream.read(place.n_bytes)
 
 
 def _is_whole(line: bytes) -> bool:
@@ -383,8 +577,8 @@ def _is_whole(line: bytes) -> bool:
         return False
 
 
-def _append(path: Path, content: bytes) -> None:
-    """Append and sync; if that fails, cut back to what was there."""
+def _append(path: Path, content: bytes) -> int:
+    """Append and sync; if that fails, cut back. Returns the file's size before."""
     is_new = not path.exists()
     with path.open("ab", buffering=0) as stream:
         size = stream.tell()
@@ -398,3 +592,4 @@ def _append(path: Path, content: bytes) -> None:
             raise
     if is_new:
         sync_folder(path.parent)
+    return size

@@ -130,7 +130,7 @@ def test_a_failure_that_stays_is_one_sentence_and_keeps_what_was_answered(
     with pytest.raises(ValueError, match="status 500: .*planned failure 500"):
         replies.generate(generator, prompts, GREEDY)
     again = Replies.open(tmp_path / "r.jsonl")
-    assert len(again.found) == 3
+    assert len(again.journal) == 3
     again.generate(generator, prompts, GREEDY)
     assert (again.n_reused, again.n_new) == (3, 3)
 
@@ -191,10 +191,10 @@ def test_the_spending_cap_stops_before_it_is_crossed_and_a_higher_one_continues(
     capped = client(prices=prices, n_concurrent=4)
     with pytest.raises(SpendingCapReached, match="spending cap of 120"):
         replies.generate(capped, prompts, GREEDY)
-    n_tokens = sum(r.n_prompt_tokens + r.n_new_tokens for r in replies.found.values())
+    n_tokens = sum(r.n_prompt_tokens + r.n_new_tokens for r in replies.journal.values())
     assert 0 < n_tokens <= 120
     assert capped.account.spent == pytest.approx(n_tokens)
-    n_before = len(replies.found)
+    n_before = len(replies.journal)
     richer = client(prices=dataclasses.replace(prices, cap=10_000.0))
     again = Replies.open(tmp_path / "r.jsonl")
     assert len(again.generate(richer, prompts, GREEDY)) == 20

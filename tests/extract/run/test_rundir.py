@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from extract.records import Record, to_json
 from extract.run.directory import RunDir
 from extract.run.files import (
+    Journal,
+    JournalFiles,
     JsonLines,
     sha256_file,
     write_json_atomic,
@@ -271,3 +274,70 @@ def test_a_run_given_by_a_relative_path_is_the_run_itself(tmp_path, monkeypatch)
         run.mark_stage("world", {}, 0.1, [run.examples])
         assert run.stage_done("world", run.hash_inputs())
     assert run == RunDir(tmp_path / "run")
+
+
+class Counted(Record, frozen=True):
+    name: str
+    n: int
+
+
+def counts_in(folder, **options):
+    return JournalFiles(folder / "a.jsonl", Counted, lambda row: row.name, **options)
+
+
+def lines_of(**counts):
+    return {name: to_json(Counted(name, n)) for name, n in counts.items()}
+
+
+def test_a_journal_finds_its_rows_by_key_when_it_is_opened_again(tmp_path):
+    Journal.open(counts_in(tmp_path)).append(lines_of(b=2, a=1))
+    again = Journal.open(counts_in(tmp_path))
+    again.append(lines_of(c=3))
+    assert list(again) == ["b", "a", "c"]
+    assert [again[name].n for name in "abc"] == [1, 2, 3]
+    assert again.notes == [] and "d" not in again
+
+
+def test_an_arranged_journal_has_the_order_on_disk_and_finds_its_rows(tmp_path):
+    journal = Journal.open(counts_in(tmp_path))
+    journal.append(lines_of(b=20, a=1, c=300))
+    journal.arrange("abc")
+    assert journal.lines.path.read_text() == "\n".join(
+        [*lines_of(a=1, b=20, c=300).values(), ""]
+    )
+    journal.append(lines_of(d=4))
+    assert [journal[name].n for name in "abcd"] == [1, 20, 300, 4]
+
+
+def test_rows_that_do_not_hold_or_are_there_twice_are_set_aside(tmp_path):
+    first = Journal.open(counts_in(tmp_path))
+    first.append(lines_of(a=1, b=2))
+    first.append(lines_of(a=7))
+    again = Journal.open(counts_in(tmp_path, holds=lambda row: row.n != 2))
+    assert [(row.name, row.n) for row in again.values()] == [("a", 1)]
+    aside = (tmp_path / "a.jsonl.stale").read_text()
+    assert aside == "\n".join([*lines_of(b=2).values(), *lines_of(a=7).values(), ""])
+    (note,) = again.notes
+    assert "2 rows are no longer asked for" in note
+
+
+def test_a_share_writes_a_part_and_whoever_works_alone_takes_all_in(tmp_path):
+    files = counts_in(tmp_path, parts=tmp_path / "parts")
+    Journal.open(files).append(lines_of(a=1))
+    one, other = (Journal.open(files, Share(rank, 2)) for rank in range(2))
+    one.append(lines_of(b=2))
+    other.append(lines_of(c=3, b=2))
+    assert files.keys() == set("abc")
+    assert files.path.read_text().count("\n") == 1
+    whole = Journal.open(files)
+    assert sorted(whole) == ["a", "b", "c"] and whole.notes == []
+    assert not files.parts.exists()
+
+
+def test_a_killed_shares_unfinished_line_is_no_row(tmp_path):
+    files = counts_in(tmp_path, parts=tmp_path / "parts")
+    Journal.open(files, Share(0, 2)).append(lines_of(a=1, b=2))
+    (part,) = files.part_files()
+    part.write_bytes(part.read_bytes()[:-3])
+    assert files.keys() == {"a"}
+    assert list(Journal.open(files)) == ["a"]
