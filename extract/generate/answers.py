@@ -6,16 +6,22 @@ was rewritten again since) are moved to a file beside, never mixed in.
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from extract.generate.generator import Generated
+from extract.generate.generator import (
+    Generator,
+    GeneratorPrompt,
+    SamplingConfig,
+    plan_of,
+)
 from extract.generate.requests import Request
 from extract.records import Answer, to_json
 from extract.run.console import Update
 from extract.run.contents import answers_file
 from extract.run.directory import RunDir
 from extract.run.files import Journal, JournalFiles, read_json, write_json_atomic
+from extract.run.share import Share
 
 Key = tuple[str, str, str]  # example, setting, variant
 
@@ -145,28 +151,61 @@ def record_backend(run: RunDir, identity: Mapping[str, Any]) -> None:
     write_json_atomic(path, wanted)
 
 
-def append_answers(
-    journal: Journal[Key, Answer],
-    requests: Sequence[Request],
-    ask: Callable[[Collection[int]], Iterable[Sequence[tuple[int, Generated]]]],
-    update: Update,
-    share: Collection[int] | None = None,
-) -> None:
-    """Answer what has no row yet.
+def generate(
+    generator: Generator, requests: Sequence[Request], sampling: SamplingConfig
+) -> Iterator[Answer]:
+    """Answer requests; yields each answer as soon as it exists.
 
     Args:
-      journal: where the answers go.
-      requests: all of them.
-      ask: of the indices that need no text; yields (index, text) in groups, each of
-        which is appended as a whole as soon as it exists.
-      update: told rows done and to do.
-      share: indices that are answered here; None for all.
+      generator: any, as long as it tells the ids that it wrote.
+      requests: of `make_requests`.
+      sampling: greedy in a run; longest answer and stop strings.
+
+    Raises:
+      ValueError: the generator tells no ids, or cannot answer.
     """
-    share = range(len(requests)) if share is None else share
-    todo = {i for i in share if requests[i].key not in journal}
-    update(len(share) - len(todo), len(share))
-    for group in ask(set(range(len(requests))) - todo):
-        answers = [requests[i].answer(reply) for i, reply in group if i in todo]
-        journal.append({answer.key: to_json(answer) for answer in answers})
-        todo -= {i for i, _ in group}
-        update(len(share) - len(todo), len(share))
+    for i, reply in generator.stream(prompts_of(requests), sampling):
+        yield requests[i].answer(reply)
+
+
+def prompts_of(requests: Sequence[Request]) -> list[GeneratorPrompt]:
+    """Return requests as prompts with their exact ids."""
+    prompts = (request.prompt for request in requests)
+    return [GeneratorPrompt(text=prompt.text, ids=prompt.ids) for prompt in prompts]
+
+
+def append_answers(
+    journal: Journal[Key, Answer],
+    generator: Generator,
+    requests: Sequence[Request],
+    sampling: SamplingConfig,
+    update: Update,
+    share: Share = Share(),
+) -> None:
+    """Answer what has no row yet; a whole share of it in the generator's order.
+
+    Args:
+      journal: where the answers go, batch by batch.
+      generator: see `plan_of`.
+      requests: all of them, also those that are answered: batches are planned over all.
+      sampling: as in `generate`.
+      update: told rows done and to do.
+      share: of the batches.
+    """
+    prompts = prompts_of(requests)
+    batches = plan_of(generator, prompts, sampling)
+    batch_of = {i: batch for batch in share.mine(batches) for i in batch}
+    todo = {i for i in batch_of if requests[i].key not in journal}
+    update(len(batch_of) - len(todo), len(batch_of))
+    waiting: dict[int, Answer] = {}
+    for i, reply in generator.stream(prompts, sampling, {*range(len(prompts))} - todo):
+        if i in todo:
+            waiting[i] = requests[i].answer(reply)
+            todo.discard(i)
+        batch = batch_of.get(i, ())
+        if todo.isdisjoint(batch):
+            answers = [waiting.pop(k) for k in batch if k in waiting]
+            journal.append({answer.key: to_json(answer) for answer in answers})
+            update(len(batch_of) - len(todo), len(batch_of))
+    if share.is_whole:
+        journal.arrange([requests[i].key for batch in batches for i in batch])

@@ -87,7 +87,7 @@ def answer(
             forecast = stage.forecast_answers(run, config, model)
             click.echo(forecast.as_text())
         else:
-            stage.answer_by_server(run, generator, model, Progress())
+            stage.answer_with(run, stage.Engine(generator, model), Progress())
 
 
 @click.command()
@@ -147,7 +147,7 @@ def sample(
     from extract.generate.generator import SamplingConfig
     from extract.generate.requests import answer_config
     from extract.generate.sampling import DrawConfig
-    from extract.generate.stage import draw_run
+    from extract.generate.stage import draw_run, forecast_draws
     from extract.run.contents import samples_file
     from extract.run.directory import RunDir
     from extract.run.stages import do_share
@@ -157,8 +157,7 @@ def sample(
         alone("sample --server", share)
 
     def open_in(run: RunDir) -> Any:
-        how = {"dry_run": dry_run, "log_probs": True}
-        return _open_backbone(run, "sample", backend, **how)
+        return _open_backbone(run, "sample", backend, log_probs=True)
 
     with opened_once(open_in) as opened:
 
@@ -173,16 +172,13 @@ def sample(
                 seed=run.seed,
             )
             model, generator = opened(run)
-            return draw_run(
-                run,
-                generator,
-                model,
-                config.prompt,
-                DrawConfig(n_samples=n_samples, sampling=sampling),
-                splits,
-                progress,
-                as_text=backend.server is not None and backend.dialect == "openai",
-            )
+            draws = DrawConfig(n_samples=n_samples, sampling=sampling)
+            drawing = (run, generator, model, config.prompt, draws, splits)
+            as_text = backend.server is not None and backend.dialect == "openai"
+            if dry_run:
+                click.echo(forecast_draws(*drawing, as_text=as_text))
+                return None
+            return draw_run(*drawing, progress, as_text=as_text)
 
         do_share(run_dir, "sample", share, work, progress, parts="texts")
     if not dry_run and share.is_whole:

@@ -159,7 +159,12 @@ def decode_ids(tokenizer: Any, ids: Sequence[int]) -> str:
 
 
 class Generator(Protocol):
-    """Generates texts; the order of the results is the backend's own."""
+    """Generates texts; the order of the results is the backend's own.
+
+    A generator that computes in batches also has `plan(prompts, config)`, which returns
+    the batches as indices of prompts, whichever are done: texts of a batch are written
+    down together, and processes that share the work do whole batches.
+    """
 
     @property
     def identity(self) -> Mapping[str, Any]:
@@ -186,6 +191,16 @@ class Generator(Protocol):
           config: how.
           done: indices that need not be generated again, but may be.
         """
+
+
+def plan_of(
+    generator: Generator, prompts: Sequence[GeneratorPrompt], config: SamplingConfig
+) -> list[tuple[int, ...]]:
+    """Return the batches of a generator, or every prompt by itself if it has none."""
+    plan = getattr(generator, "plan", None)
+    if plan is None:
+        return [(i,) for i in range(len(prompts))]
+    return [tuple(batch) for batch in plan(prompts, config)]
 
 
 def reply_key(

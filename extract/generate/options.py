@@ -301,31 +301,20 @@ def open_asking(
     stage: str,
     model: str,
     options: BackendOptions,
-    *,
-    dry_run: bool = False,
     **known: Any,
 ) -> Iterator["Generator"]:
-    """Open a stage's backend; in a dry run one that ends the block with a forecast.
+    """Open a stage's backend.
 
     Args:
       run: of the stage; texts that it has already count towards the spending cap.
       stage: as on the command line.
       model: see `open_generator`.
       options: where it runs.
-      dry_run: count what would be asked, print that, and ask nothing.
       **known: of the model, see `open_generator`.
     """
     paid = _paid_tokens(run, stage)
     with open_generator(model, options, earlier=paid, **known) as generator:
-        if not dry_run:
-            yield generator
-            return
-        from extract.generate.forecast import Counted, CountingGenerator
-
-        try:
-            yield CountingGenerator(generator, stage)
-        except Counted as found:
-            click.echo(found.forecast.as_text())
+        yield generator
 
 
 class _Spent(msgspec.Struct, frozen=True):

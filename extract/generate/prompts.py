@@ -213,6 +213,7 @@ class Prompt:
     # tokens, a chat's header and the worked examples.
     context_span: tuple[int, int]
     n_unknown: int  # tokens that stand for text the tokenizer has no word for
+    text: str = ""  # of which the ids were made; a chat's special tokens are in it
 
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -302,4 +303,5 @@ def build_prompt(
         ids=ids,
         context_span=token_span(encoded["offset_mapping"], characters, begin),
         n_unknown=ids.count(tokenizer.unk_token_id),  # 0 where it is None
+        text=text,
     )

@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -13,6 +14,7 @@ from extract.generate.generator import (
     Generator,
     GeneratorPrompt,
     SamplingConfig,
+    plan_of,
     reply_key,
 )
 from extract.run.console import Progress, Update
@@ -37,6 +39,19 @@ def reply_files(path: Path, parts: Path | None = None) -> JournalFiles[str, Repl
     return JournalFiles(path, Reply, lambda reply: reply.key, parts)
 
 
+class Texts(Protocol):
+    """What a stage asks for texts: `Replies`, or what counts them in a dry run."""
+
+    def generate(
+        self,
+        generator: Generator,
+        prompts: Sequence[GeneratorPrompt],
+        config: SamplingConfig,
+        progress: Update = ...,
+    ) -> list[Generated] | None:
+        """Return the text of every prompt, or None where the stage ends here."""
+
+
 @dataclasses.dataclass(kw_only=True)
 class Replies:
     """Generated texts by key.
@@ -46,8 +61,7 @@ class Replies:
 
     Attributes:
       journal: where texts are appended.
-      share: of the texts that are generated here; one of several needs a backend that
-        plans its batches.
+      share: of the texts that are generated here.
       is_timed: a new text's line says what it took; no two starts write equal lines.
     """
 
@@ -96,7 +110,7 @@ class Replies:
         self.n_reused += n_there
         progress(n_there, len(first))
         if not self.share.is_whole:
-            mine = self.share.mine(generator.plan(prompts, config))
+            mine = self.share.mine(plan_of(generator, prompts, config))
             done |= {*range(len(prompts))} - {i for batch in mine for i in batch}
         began = time.monotonic()
         for i, text in generator.stream(prompts, config, done):

@@ -14,7 +14,7 @@ from extract.generate.generator import (
     SamplingConfig,
 )
 from extract.generate.options import MAX_SAMPLES
-from extract.generate.replies import Replies
+from extract.generate.replies import Texts
 from extract.generate.requests import Request
 from extract.records import Sample, Setting
 from extract.run.console import Update
@@ -80,7 +80,7 @@ def draw_answers(
     requests: Sequence[Request],
     generator: Generator,
     tokenizer: Any,
-    replies: Replies,
+    replies: Texts,
     config: DrawConfig,
     progress: Update = lambda done, total: None,
     *,

@@ -8,22 +8,20 @@ the run was killed nor on how many workers share it.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from extract.backbone.names import BackboneConfig, backbone_of
+from extract.backbone.names import backbone_of
 from extract.generate.answers import (
-    Key,
     answer_files,
     answers_in_words,
     append_answers,
+    prompts_of,
     record_backend,
 )
-from extract.generate.forecast import forecast_requests, generation_bytes
+from extract.generate.forecast import count_requests, forecast_texts
 from extract.generate.generator import (
     SCHEMA_VERSION,
     Generator,
-    GeneratorPrompt,
     SamplingConfig,
     stop_ids_of,
 )
@@ -31,7 +29,6 @@ from extract.generate.replies import open_replies, reused_in_words
 from extract.generate.requests import (
     ANSWER_PRESETS,
     AnswerConfig,
-    GenerationConfig,
     PromptModel,
     Request,
     Requests,
@@ -39,9 +36,9 @@ from extract.generate.requests import (
     answer_config,
     make_requests,
 )
-from extract.generate.sampling import DrawConfig, draw_answers, request_prompt
+from extract.generate.sampling import DrawConfig, draw_answers
 from extract.generate.templates import PromptConfig
-from extract.records import Answer, write_lines
+from extract.records import write_lines
 from extract.run.console import Progress, Update
 from extract.run.contents import (
     draw_seconds_file,
@@ -63,7 +60,7 @@ from extract.run.files import (
 from extract.run.stages import Forecast, Stage, once
 
 if TYPE_CHECKING:
-    from extract.generate.backends.local import TransformersGenerator
+    from extract.backbone.loading import Backbone
 
 
 def answer_identity(config: AnswerConfig) -> dict[str, Any]:
@@ -96,15 +93,6 @@ def _asked(
     return made.requests
 
 
-def _open_answers(
-    run: RunDir, requests: Sequence[Request], progress: Progress
-) -> Journal[Key, Answer]:
-    journal = Journal.open(answer_files(run, requests), run.share)
-    for note in journal.notes:
-        progress.note(f"answer: {note}")
-    return journal
-
-
 def _note_shares(run: RunDir, config: AnswerConfig, progress: Progress) -> None:
     limit = config.generation.max_new_tokens
     for line in answers_in_words(read_answers(run), limit):
@@ -117,46 +105,51 @@ def _greedy(config: AnswerConfig) -> SamplingConfig:
     )
 
 
-def _open_local(
-    config: BackboneConfig, generation: GenerationConfig
-) -> "TransformersGenerator":
-    """Load a run's backbone, whose signals can be read, to answer on this machine."""
+class Engine(NamedTuple):
+    """What answers a run's questions, and what their prompts are made with."""
+
+    generator: Generator
+    model: PromptModel
+
+
+def open_local(
+    run: RunDir, config: AnswerConfig, check: Callable[["Backbone"], object]
+) -> Engine:
+    """Load a run's backbone, to answer on this machine.
+
+    Args:
+      run: of the backbone.
+      config: how it answers.
+      check: raises a ValueError where it is of no use to answer by this backbone.
+    """
     from extract.backbone.loading import open_backbone
     from extract.generate.backends.local import TransformersGenerator
-    from extract.signals.reader import SignalReader
 
-    # Read on a few tokens first: hours of answers whose signals cannot be read
-    # would be in vain.
-    reader = SignalReader(open_backbone(config), (0,))
-    return TransformersGenerator(
-        backbone=reader.backbone, tokens_per_batch=generation.tokens_per_batch
+    backbone = open_backbone(backbone_of(run))
+    check(backbone)
+    size = config.generation.tokens_per_batch
+    return Engine(
+        TransformersGenerator(backbone=backbone, tokens_per_batch=size), backbone
     )
 
 
 def _answer(
-    load: Callable[[BackboneConfig, GenerationConfig], "TransformersGenerator"],
+    engine: Engine,
     run: RunDir,
     config: AnswerConfig,
     update: Update,
     progress: Progress,
 ) -> int:
     """Answer a share of the run's batches; of the whole, put all into their order."""
-    generator = load(backbone_of(run), config.generation)
-    record_backend(run, generator.identity | answer_identity(config))
-    requests = _asked(run, generator.backbone, config, progress)
-    prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r in requests]
-    batches = generator.plan(prompts, _greedy(config))
-    rows = _open_answers(run, requests, progress)
-    append_answers(
-        rows,
-        requests,
-        lambda done: generator.batches(prompts, _greedy(config), done),
-        update,
-        frozenset(i for batch in run.share.mine(batches) for i in batch),
-    )
+    record_backend(run, dict(engine.generator.identity) | answer_identity(config))
+    requests = _asked(run, engine.model, config, progress)
+    journal = Journal.open(answer_files(run, requests), run.share)
+    for note in journal.notes:
+        progress.note(f"answer: {note}")
+    how = (engine.generator, requests, _greedy(config))
+    append_answers(journal, *how, update, run.share)
     if not run.share.is_whole:
-        return len(requests) - len(rows.files.keys())
-    rows.arrange([requests[i].key for batch in batches for i in batch])
+        return len(requests) - len(journal.files.keys())
     _note_shares(run, config, progress)
     return 0
 
@@ -179,55 +172,67 @@ def load_tokenizer_only(run: RunDir) -> tuple[TokenizerOnly, tuple[int, ...]]:
     return model, stop_ids_of(defaults.eos_token_id, config.model)
 
 
-def answer_by_server(
-    run: RunDir, generator: Generator, model: TokenizerOnly, progress: Progress
-) -> None:
-    """Answer every question by asking a server, with the exact token ids."""
+def answer_with(run: RunDir, engine: Engine, progress: Progress) -> None:
+    """Answer every question of a run by an engine that is open, such as a server.
+
+    The stage is done again if the engine's identity is another one than before.
+    """
     config = answer_config(run)
-    identity = dict(generator.identity) | answer_identity(config)
+    identity = dict(engine.generator.identity) | answer_identity(config)
 
     def work(update: Update) -> None:
-        record_backend(run, identity)
-        requests = _asked(run, model, config, progress)
-        rows = _open_answers(run, requests, progress)
-        prompts = [request_prompt(model.tokenizer, request) for request in requests]
-        append_answers(
-            rows,
-            requests,
-            lambda done: (
-                [reply] for reply in generator.stream(prompts, _greedy(config), done)
-            ),
-            update,
-        )
-        _note_shares(run, config, progress)
+        _answer(engine, run, config, update, progress)
 
     inputs = run.hash_inputs(*question_files(run)) | {"server": sha256_json(identity)}
     once(run, "answer", inputs, [run.answers], progress, work)
 
 
-def forecast_answers(
-    run: RunDir, config: AnswerConfig, model: PromptModel, **sizes: int
-) -> Forecast:
+def forecast_answers(run: RunDir, config: AnswerConfig, model: PromptModel) -> Forecast:
     """Return what answering needs: the prompts that have no answer yet."""
     run.hash_inputs(run.examples)  # says what is missing
     made = _make_requests(run, model, config)
     there = answer_files(run, made.requests).keys()
-    prompts = [
-        GeneratorPrompt(text="", ids=request.prompt.ids)
-        for request in made.requests
-        if request.key not in there
-    ]
-    forecast = forecast_requests("answer", prompts, _greedy(config), **sizes)
+    prompts = prompts_of([r for r in made.requests if r.key not in there])
+    forecast = count_requests("answer", prompts, _greedy(config))
     basis = ". ".join(filter(None, (forecast.basis, made.note)))
     return dataclasses.replace(forecast, basis=basis)
 
 
 def _forecast_here(run: RunDir, config: AnswerConfig) -> Forecast:
-    from extract.backbone.loading import open_backbone
+    return forecast_answers(run, config, load_tokenizer_only(run)[0])
 
-    backbone = open_backbone(backbone_of(run))
-    size = generation_bytes(backbone, config.generation.tokens_per_batch)
-    return forecast_answers(run, config, backbone, model_bytes=size)
+
+def _draw_requests(
+    run: RunDir,
+    model: TokenizerOnly,
+    prompt: PromptConfig,
+    draws: DrawConfig,
+    splits: Sequence[str],
+) -> Requests:
+    examples = [example for example in read_examples(run) if example.split in splits]
+    limit = draws.sampling.max_new_tokens
+    return make_requests(examples, model, prompt, limit, settings_of(run))
+
+
+def forecast_draws(
+    run: RunDir,
+    generator: Generator,
+    model: TokenizerOnly,
+    prompt: PromptConfig,
+    draws: DrawConfig,
+    splits: Sequence[str],
+    *,
+    as_text: bool = False,
+) -> str:
+    """Return in words what `draw_run` would ask."""
+    requests = _draw_requests(run, model, prompt, draws, splits).requests
+    drawing = (requests, generator, model.tokenizer)
+    return forecast_texts(
+        run,
+        "sample",
+        "sample",
+        lambda replies: draw_answers(*drawing, replies, draws, as_text=as_text),
+    )
 
 
 def draw_run(
@@ -236,7 +241,7 @@ def draw_run(
     model: TokenizerOnly,
     prompt: PromptConfig,
     draws: DrawConfig,
-    splits: tuple[str, ...],
+    splits: Sequence[str],
     progress: Progress,
     *,
     as_text: bool = False,
@@ -257,8 +262,7 @@ def draw_run(
 
     def work(update: Update) -> int | None:
         replies = open_replies(run, "sample", progress, is_timed=True)
-        examples = [e for e in read_examples(run) if e.split in splits]
-        made = make_requests(examples, model, prompt, limit, settings_of(run))
+        made = _draw_requests(run, model, prompt, draws, splits)
         if made.note:
             progress.note(f"sample: {made.note}")
         drawn = draw_answers(
@@ -289,23 +293,36 @@ def draw_run(
     return once(run, "sample", inputs, [run.samples], progress, work)
 
 
-def _answer_stage(
-    load: Callable[[BackboneConfig, GenerationConfig], "TransformersGenerator"],
-) -> Stage:
+def answer_stage(open_engine: Callable[[RunDir, AnswerConfig], Engine]) -> Stage:
+    """Return the stage that answers by what `open_engine` opens when it is needed."""
+
+    def work(
+        run: RunDir, config: AnswerConfig, update: Update, progress: Progress
+    ) -> int:
+        return _answer(open_engine(run, config), run, config, update, progress)
+
     return Stage(
         name="answer",
         inputs=question_files,
         outputs=lambda run: [run.answers],
-        work=partial(_answer, load),
+        work=work,
         parts="answers",
         presets=ANSWER_PRESETS,
         forecast=_forecast_here,
     )
 
 
+def _open_readable(run: RunDir, config: AnswerConfig) -> Engine:
+    from extract.signals.reader import SignalReader
+
+    # Read on a few tokens first: hours of answers whose signals cannot be read
+    # would be in vain.
+    return open_local(run, config, lambda backbone: SignalReader(backbone, (0,)))
+
+
 def answer_stage_kept() -> Stage:
     """Return the stage for a share: the model that did it joins all shares."""
-    return _answer_stage(functools.cache(_open_local))
+    return answer_stage(functools.cache(_open_readable))
 
 
-ANSWER = _answer_stage(_open_local)
+ANSWER = answer_stage(_open_readable)

@@ -28,11 +28,9 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def _asking(
-    run_dir: Path,
     line: str,
     model: str,
     backend: BackendOptions,
-    dry_run: bool,
     share: Share,
 ) -> Iterator[Callable[["RunDir"], "Generator"]]:
     """Yield what opens the model that a verb asks with an option; `line` has both."""
@@ -44,7 +42,7 @@ def _asking(
     quiet()
 
     def open_in(run: "RunDir") -> Any:
-        return open_asking(run, verb, model, backend, dry_run=dry_run)
+        return open_asking(run, verb, model, backend)
 
     with opened_once(open_in) as opened:
         yield opened
@@ -93,12 +91,12 @@ def rewrite(
     """
     from extract.generate.requests import answer_config
     from extract.label.rewriter import RewriteConfig
-    from extract.label.stage import rewrite_counts, rewrite_run
+    from extract.label.stage import forecast_rewrites, rewrite_counts, rewrite_run
     from extract.run.directory import RunDir
     from extract.run.stages import do_share
 
     share, progress = share_of(shard, dry_run), Progress()
-    with _asking(run_dir, "rewrite --model", model, backend, dry_run, share) as opened:
+    with _asking("rewrite --model", model, backend, share) as opened:
 
         def work(run: RunDir) -> int | None:
             config = RewriteConfig(
@@ -107,6 +105,9 @@ def rewrite(
                 skip_overlong=overlong == "skip",
                 template=answer_config(run, is_recorded=False).prompt.template,
             )
+            if dry_run:
+                click.echo(forecast_rewrites(run, opened(run), config))
+                return None
             return rewrite_run(run, opened(run), config, progress)
 
         do_share(run_dir, "rewrite", share, work, progress, parts="texts")
@@ -230,12 +231,15 @@ def label(
         # Of a directory its name alone: rows are compared between machines.
         name = Path(judge).name if Path(judge).is_dir() else judge
         line = "label --judge"
-        with _asking(run_dir, line, judge, backend, dry_run, share) as opened:
+        with _asking(line, judge, backend, share) as opened:
 
             def work(run: RunDir) -> int | None:
                 config = ConsensusConfig(vote=vote, seed=run.seed)
-                asked = (run, opened(run), config, progress)
-                return stage.label_run_by_judges(*asked, name=name)
+                judging = (run, opened(run), config)
+                if dry_run:
+                    click.echo(stage.forecast_judges(*judging))
+                    return None
+                return stage.label_run_by_judges(*judging, progress, name=name)
 
             do_share(run_dir, "label", share, work, progress, parts="texts")
     elif not audit:

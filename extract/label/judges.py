@@ -13,7 +13,7 @@ from extract.generate.generator import (
     GeneratorPrompt,
     SamplingConfig,
 )
-from extract.generate.replies import Replies
+from extract.generate.replies import Texts
 from extract.label.labels import pair_answers
 from extract.label.rubrics import RUBRICS, Rubric, judge_prompt
 from extract.label.verdicts import Verdict, Vote, label_by, parse_verdict
@@ -60,7 +60,7 @@ def judge_answers(
     answers: Iterable[Answer],
     examples: Iterable[Example],
     generator: Generator,
-    replies: Replies,
+    replies: Texts,
     config: ConsensusConfig,
     progress: Update = lambda done, total: None,
     *,

@@ -10,7 +10,7 @@ from extract.generate.generator import (
     GeneratorPrompt,
     SamplingConfig,
 )
-from extract.generate.replies import Replies
+from extract.generate.replies import Texts
 from extract.generate.templates import TEMPLATES, TemplateName
 from extract.label.rewrite import (
     OVERLONG,
@@ -102,7 +102,7 @@ def read_rewrite(
 def rewrite_contexts(
     examples: Sequence[Example],
     generator: Generator,
-    replies: Replies,
+    replies: Texts,
     config: RewriteConfig,
     progress: Update = lambda done, total: None,
 ) -> list[Rewrite] | None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from extract.generate.forecast import forecast_texts
 from extract.generate.generator import SCHEMA_VERSION, Generator
 from extract.generate.replies import open_replies, reused_in_words
 from extract.label.annotation import (
@@ -188,6 +189,16 @@ def label_run_by_judges(
     return once(run, "label", inputs, [run.labels, summary], progress, work)
 
 
+def forecast_judges(run: RunDir, generator: Generator, config: ConsensusConfig) -> str:
+    """Return in words what the judges would be asked, retries not included."""
+    return forecast_texts(
+        run,
+        "judge",
+        "label",
+        lambda replies: judge_answers(*_answered(run), generator, replies, config),
+    )
+
+
 def label_run_with(run: RunDir, spec: str, progress: Progress) -> None:
     """Label every answer by a person's own judge; writes `labels.jsonl`.
 
@@ -308,6 +319,18 @@ def rewrite_run(
 
     inputs = run.hash_inputs(run.examples) | {"rewriter": sha256_json(identity)}
     return once(run, "rewrite", inputs, [run.rewrites, summary], progress, work)
+
+
+def forecast_rewrites(run: RunDir, generator: Generator, config: RewriteConfig) -> str:
+    """Return in words what the rewriter would be asked."""
+    return forecast_texts(
+        run,
+        "rewrite",
+        "rewrite",
+        lambda replies: rewrite_contexts(
+            read_questions(run), generator, replies, config
+        ),
+    )
 
 
 def rewrite_counts(run: RunDir) -> dict[str, int]:

@@ -513,8 +513,8 @@ class Journal(Mapping[Key, Decoded]):
             aside = path.with_name(path.name + ".stale")
             _append(aside, b"".join(map(_line_at, stale)))
             notes.append(
-                f"{path}: {len(stale)} rows are no longer asked for, or there twice, and "
-                f"are now in {aside.name}"
+                f"{path}: {len(stale)} rows are no longer asked for, or are there "
+                f"twice, and now lie in {aside.name}"
             )
         if stale or any(place.path != path for place in places.values()):
             journal._rewrite(list(places))

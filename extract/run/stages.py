@@ -35,10 +35,6 @@ class Forecast:
       n_requests: texts a model has to write, retries not included.
       n_prompt_tokens: that it reads.
       n_new_tokens: that it writes, at most.
-      n_flops: floating-point operations of matrix products, at most.
-      model_bytes: weights and caches of the largest batch, on the device that the
-        model is loaded on.
-      memory_bytes: of the arrays that a stage without such a model holds at once.
       disk_bytes: of what it writes, at most.
       basis: what is counted, in a sentence.
     """
@@ -48,9 +44,6 @@ class Forecast:
     n_requests: int | None = None
     n_prompt_tokens: int | None = None
     n_new_tokens: int | None = None
-    n_flops: int | None = None
-    model_bytes: int | None = None
-    memory_bytes: int | None = None
     disk_bytes: int | None = None
     basis: str
 
@@ -77,9 +70,6 @@ _SHOWN: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("n_requests", "requests", lambda n: f"{n:,}"),
     ("n_prompt_tokens", "prompt tokens", lambda n: f"{n:,}"),
     ("n_new_tokens", "new tokens, at most", lambda n: f"{n:,}"),
-    ("n_flops", "operations, at most", lambda n: f"{n:.3g} FLOP"),
-    ("model_bytes", "memory of the model", bytes_in_words),
-    ("memory_bytes", "memory of the arrays", bytes_in_words),
     ("disk_bytes", "disk, at most", bytes_in_words),
 )
 
@@ -106,8 +96,8 @@ class Stage:
       section: name of its settings in the manifest; the stage's own by default.
       is_open: whether its settings may be others than those recorded, while none of its
         outputs is there.
-      forecast: says what is left to do, with the same settings; None where that is
-        nothing that can be counted.
+      forecast: says what is left to do, with the same settings; None where a verb has
+        no `--dry-run`.
     """
 
     name: str
@@ -385,31 +375,22 @@ def do(
             run_stage(stage, run, progress, None if i else change)
 
 
-def forecast_stage(
-    run_dir: Path, stage: Stage, change: Change | None = None, **options: bool
-) -> str:
-    """Return in words what a stage of an existing run would need.
+def forecast_stage(run_dir: Path, stage: Stage, change: Change | None = None) -> str:
+    """Return in words what a stage of an existing run, one with a forecast, would need.
 
     Args:
       run_dir: of the run.
       stage: of which.
       change: makes of its settings what a person chose.
-      **options: of `settle_section`, as where other settings replace those of before.
     """
+    assert stage.forecast is not None
     with RunDir.open(run_dir) as run:
-        paths = stage.inputs(run)
         before = stage.settle(run, is_recorded=False)
-        settings = stage.settle(run, change, is_recorded=False, **options)
-        is_done = run.stage_done(stage.name, run.hash_inputs(*paths))
+        settings = stage.settle(run, change, is_recorded=False)
+        is_done = run.stage_done(stage.name, run.hash_inputs(*stage.inputs(run)))
         if is_done and settings == before:
             return f"{stage.name}: already done, nothing is left to forecast"
-        if stage.forecast is not None:
-            return stage.forecast(run, settings).as_text()
-        sizes = [disk_bytes(path) for path in paths]
-        return Forecast(
-            stage=stage.name,
-            basis=f"reads {sum(sizes):,} bytes of this run; no model is asked",
-        ).as_text()
+        return stage.forecast(run, settings).as_text()
 
 
 def disk_bytes(path: Path) -> int:

@@ -10,7 +10,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -237,7 +237,6 @@ def extract(
     url: str | Path,
     config: ExtractConfig,
     *,
-    fingerprint: Mapping[str, Any] | None = None,
     share: Share = Share(),
     progress: Callable[[int, int], None] | None = None,
 ) -> ExtractionReport:
@@ -247,12 +246,10 @@ def extract(
     are committed are skipped.
 
     Args:
-      reader: the backbone's signal reader.
+      reader: a backbone's signal reader, or another engine's.
       answers: in the order the store keeps them.
       url: kvstore URL or path of the store.
       config: how the answers are read.
-      fingerprint: what the values depend on beside the answers and `config`: model,
-        revision, precision; JSON values.
       share: of the units that this process does.
       progress: called with (answers read now, answers to read now).
 
@@ -261,7 +258,7 @@ def extract(
     """
     sequences = [sequence_of(a, answer_span=config.answer_span) for a in answers]
     keys = [answer.key for answer in answers]
-    plan = plan_extraction(sequences, keys, reader, config, fingerprint or {})
+    plan = plan_extraction(sequences, keys, reader, config, reader.fingerprint)
     return run_plan(
         reader,
         sequences,

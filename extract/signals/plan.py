@@ -132,10 +132,19 @@ def first_read(context_start: int) -> int:
 
 
 class Reader(Protocol):
-    """What reads signals, see `extract.signals.reader.SignalReader`."""
+    """What reads signals, see `extract.signals.reader.SignalReader`.
+
+    Attributes:
+      hidden_layers: entries of the resid axis that are read (0: the embedding).
+      hidden_spans: tokens whose hidden states are read; the others are read of all.
+    """
 
     hidden_layers: tuple[int, ...]
     hidden_spans: Spans
+
+    @property
+    def fingerprint(self) -> Mapping[str, Any]:
+        """Return what the values depend on beside the answers: model, dtype (JSON)."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

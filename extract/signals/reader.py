@@ -74,6 +74,11 @@ class SignalReader:
         return cls(backbone, config.hidden_layers, hidden_spans=config.hidden_spans)
 
     @property
+    def fingerprint(self) -> dict[str, str]:
+        """Return the weights' revision and their type, which the values depend on."""
+        return {"model": self.backbone.revision, "dtype": str(self.backbone.dtype)}
+
+    @property
     def shapes(self) -> dict[FamilyName, tuple[int, ...]]:
         """Return the shape of one token's reading, per family."""
         every = model_shapes(

@@ -4,10 +4,9 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from extract.backbone.names import BackboneConfig, backbone_of
-from extract.generate.forecast import cache_bytes, generation_bytes
+from extract.backbone.names import backbone_of
 from extract.label.labels import check_both_classes
 from extract.run.console import Progress, Update
 from extract.run.contents import (
@@ -22,12 +21,8 @@ from extract.run.contents import (
 from extract.run.directory import RunDir
 from extract.run.manifest import Preset
 from extract.run.stages import Forecast, Stage
-from extract.signals.plan import ExtractConfig
+from extract.signals.plan import ExtractConfig, Reader
 from extract.store.config import stored_bytes
-from extract.store.spec import Family
-
-if TYPE_CHECKING:
-    from extract.signals.reader import SignalReader
 
 _SMALL = ExtractConfig(tokens_per_batch=4096, rows_per_shard=4096)
 EXTRACT_PRESETS: dict[Preset, ExtractConfig] = {
@@ -68,30 +63,33 @@ def settle_kept(run: RunDir, given: Mapping[str, Any]) -> ExtractConfig:
     return run.settle("extract", EXTRACT_PRESETS, lambda _: asked, is_replaceable=True)
 
 
-def _load_reader(backbone: BackboneConfig, config: ExtractConfig) -> "SignalReader":
-    from extract.backbone.loading import open_backbone
+def open_local_reader(run: RunDir, config: ExtractConfig) -> Reader:
+    """Load a run's backbone, which gave its answers, to read on this machine.
+
+    Raises:
+      ValueError: other weights gave the answers, see `require_answering_model`.
+    """
+    from extract.backbone.loading import (
+        open_backbone,
+        require_answering_model,
+        require_known_tokens,
+    )
     from extract.signals.reader import SignalReader
 
-    return SignalReader.for_config(open_backbone(backbone), config)
+    backbone = open_backbone(backbone_of(run))
+    require_answering_model(run.answers, backbone)
+    require_known_tokens(read_answers(run), backbone)
+    return SignalReader.for_config(backbone, config)
 
 
 def _extract(
-    load: Callable[[BackboneConfig, ExtractConfig], "SignalReader"],
+    open_reader: Callable[[RunDir, ExtractConfig], Reader],
     run: RunDir,
     config: ExtractConfig,
     update: Update,
     progress: Progress,
 ) -> int:
-    """Read a share of the run's answers; returns how many ranges are not there yet.
-
-    Raises:
-      ValueError: other weights gave the answers, see `require_answering_model`; or the
-        labels hold one class alone.
-    """
-    from extract.backbone.loading import (
-        require_answering_model,
-        require_known_tokens,
-    )
+    """Read a share of the run's answers; returns how many ranges are not there yet."""
     from extract.signals.extraction import extract
 
     check_answered(run)
@@ -104,18 +102,13 @@ def _extract(
             "the model's window; give shorter passages, or make the run with "
             "--settings closed-book"
         )
-    reader = load(backbone_of(run), config)
-    backbone = reader.backbone
-    require_answering_model(run.answers, backbone)
-    require_known_tokens(read_answers(run), backbone)
-    fingerprint = {"model": backbone.revision, "dtype": str(backbone.dtype)}
+    reader = open_reader(run, config)
     return sum(
         extract(
             reader,
             rows,
             run.features(setting),
             config,
-            fingerprint=fingerprint,
             share=run.share,
             progress=update,
         ).n_missing
@@ -141,30 +134,22 @@ def _forecast(run: RunDir, config: ExtractConfig) -> Forecast:
     every_layer = (backbone.n_layers + 1, backbone.d_model)
     shapes = {**reader.shapes, "hidden": every_layer}
     stored = stored_bytes(shapes, config, n_tokens=n_read, n_answer=n_answer)
-    batch = config.tokens_per_batch
-    signals = sum(Family(shape=tuple(s)).row_bytes for s in reader.shapes.values())
-    without_cache = generation_bytes(backbone, batch) - cache_bytes(backbone, batch)
     return Forecast(
         stage="extract",
         n_rows=n_read,
         n_prompt_tokens=n_tokens,
-        model_bytes=without_cache + batch * signals,
         disk_bytes=sum(stored.values()),
-        basis=(
-            f"rows are tokens read of {len(sequences)} answers; memory is that of the "
-            "weights and of one batch's signals"
-        ),
+        basis=f"rows are tokens read of {len(sequences)} answers",
     )
 
 
-def _extract_stage(
-    load: Callable[[BackboneConfig, ExtractConfig], "SignalReader"],
-) -> Stage:
+def extract_stage(open_reader: Callable[[RunDir, ExtractConfig], Reader]) -> Stage:
+    """Return the stage that reads by what `open_reader` opens when it is needed."""
     return Stage(
         name="extract",
         inputs=lambda run: [*question_files(run), run.answers],
         outputs=store_files,
-        work=partial(_extract, load),
+        work=partial(_extract, open_reader),
         parts="ranges",
         presets=EXTRACT_PRESETS,
         forecast=_forecast,
@@ -173,7 +158,7 @@ def _extract_stage(
 
 def extract_stage_kept() -> Stage:
     """Return the stage for a share: the model that did it joins all shares."""
-    return _extract_stage(functools.cache(_load_reader))
+    return extract_stage(functools.cache(open_local_reader))
 
 
-EXTRACT = _extract_stage(_load_reader)
+EXTRACT = extract_stage(open_local_reader)

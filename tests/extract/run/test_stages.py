@@ -161,12 +161,6 @@ def test_a_forecast_does_nothing_and_settles_nothing(run):
     )
 
 
-def test_a_stage_that_counts_nothing_says_what_it_reads(run):
-    run.close()
-    (run.path / "in").write_text("a" * 1234)
-    assert "reads 1,234 bytes" in forecast_stage(run.path, planted([]))
-
-
 def chain(done):
     """Return three stages, each of which repeats the letters of the one before."""
 

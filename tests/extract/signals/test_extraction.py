@@ -57,6 +57,8 @@ class IdReader:
     n_read: int = 0
     poison: int | None = None
 
+    fingerprint = {"model": "ids"}
+
     @property
     def shapes(self):
         return {"hidden": (len(self.hidden_layers), 16), "prob": (5,)}
@@ -289,9 +291,7 @@ def test_answers_are_read_in_their_order(tmp_path):
         )
         for i in range(5)
     ]
-    report = extract(
-        IdReader(), answers, tmp_path, CONFIG, fingerprint={"model": "ids"}
-    )
+    report = extract(IdReader(), answers, tmp_path, CONFIG)
     store = open_store(tmp_path)
     assert report.n_missing == 0
     assert store.spec.keys == tuple(answer.key for answer in answers)

@@ -27,7 +27,6 @@ from extract.backbone.checkpoint import Outline
 from extract.backbone.loading import Backbone
 from extract.backbone.twin import narrow_twin
 from extract.doctor import outline_shapes
-from extract.generate.forecast import cache_bytes
 from extract.signals import attention
 from extract.signals.reader import SignalReader
 
@@ -155,13 +154,6 @@ def test_a_config_with_heads_per_layer_is_refused_in_a_sentence():
         Backbone.from_model(model)
     with pytest.raises(ValueError, match=message):
         outline_shapes(Outline(model, model.config, None, None))
-
-
-def test_the_cache_of_layers_with_other_heads_is_that_of_the_largest():
-    backbone = Backbone.from_model(tiny_model("gemma4"))
-    d_head = [layer.self_attn.head_dim for layer in backbone.model.model.layers]
-    assert sorted(set(d_head)) == [8, 16]
-    assert cache_bytes(backbone, 10) == 10 * 2 * 6 * (2 * 16) * 4
 
 
 def with_positions(n_positions):

@@ -1,0 +1,42 @@
+"""What an engine of one's own plays, and the functions that take one.
+
+A `Generator` writes texts, a `Reader` reads the four signal families of a text that is
+there. Both may be any class with these methods, whose results are arrays or lists; no
+run directory is needed:
+
+    requests = make_requests(examples, model, PromptConfig(), max_new_tokens).requests
+    answers = list(generate(my_generator, requests, SamplingConfig()))
+    extract(my_reader, answers, "memory://signals/", ExtractConfig())
+
+In a run, `extract.generate.stage.answer_with` answers its questions by a generator, and
+the stage `extract.signals.stage.extract_stage(lambda run, config: my_reader)` reads the
+answers. `tests/extract/test_own_engine.py` does both with small classes.
+"""
+
+from extract.generate.answers import generate
+from extract.generate.generator import (
+    Generated,
+    Generator,
+    GeneratorPrompt,
+    SamplingConfig,
+)
+from extract.generate.requests import PromptModel, TokenizerOnly, make_requests
+from extract.generate.templates import PromptConfig
+from extract.signals.extraction import extract
+from extract.signals.plan import ExtractConfig, Reader, TokenSequence
+
+__all__ = [
+    "ExtractConfig",
+    "Generated",
+    "Generator",
+    "GeneratorPrompt",
+    "PromptConfig",
+    "PromptModel",
+    "Reader",
+    "SamplingConfig",
+    "TokenSequence",
+    "TokenizerOnly",
+    "extract",
+    "generate",
+    "make_requests",
+]

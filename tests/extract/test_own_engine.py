@@ -1,0 +1,146 @@
+"""An engine of one's own, from questions to a store and its rows, without a run."""
+
+import dataclasses
+
+import numpy as np
+
+from extract import engines
+from extract.generate.stage import Engine, answer_with
+from extract.label.labels import label_by_match
+from extract.records import write_lines
+from extract.run.console import Progress
+from extract.run.contents import read_answers
+from extract.run.directory import RunDir
+from extract.run.stages import run_stage
+from extract.signals.stage import extract_stage
+from extract.store.read import open_store, read_family
+from jaxprobe.features.rows import rows_of
+from tests.extract.small_run import questions, smoke
+
+N_WORDS, D_MODEL = 50, 8
+CONFIG = engines.ExtractConfig(dtype="float32", tokens_per_batch=4096)
+
+
+class Words:
+    """A fast tokenizer of words by their first letter, with offsets."""
+
+    is_fast, chat_template, unk_token_id = True, None, None
+    bos_token_id = eos_token_id = 0
+    all_special_ids, all_special_tokens, added_tokens_decoder = [], [], {}
+
+    def __len__(self):
+        return N_WORDS
+
+    def __call__(self, text, **options):
+        words, place, offsets = text.split(), 0, []
+        for word in words:
+            place = text.index(word, place)
+            offsets.append((place, place + len(word)))
+            place += len(word)
+        ids = [1 + ord(word[0].lower()) % (N_WORDS - 1) for word in words]
+        return {"input_ids": ids, "offset_mapping": offsets}
+
+
+class LastWord:
+    """A generator that repeats a prompt's last word but one, in two ids."""
+
+    identity = {"backend": "last word", "revision": "1"}
+    max_length = None
+
+    def count_tokens(self, prompt):
+        return len(prompt.ids)
+
+    def stream(self, prompts, config, done=()):
+        for i, prompt in reversed(list(enumerate(prompts))):
+            if i not in done:
+                word = prompt.text.split()[-2]
+                yield (
+                    i,
+                    engines.Generated(
+                        text=word,
+                        token_ids=(len(word), 7),
+                        stop_id=0,
+                        log_probs=None,
+                        finish="stop",
+                        n_prompt_tokens=len(prompt.ids),
+                        n_new_tokens=3,
+                    ),
+                )
+
+
+@dataclasses.dataclass
+class Arrays:
+    """One answer's signals, `[n_tokens, ...]` by family."""
+
+    hidden: np.ndarray
+    prob: np.ndarray
+    resid: np.ndarray
+    attn: np.ndarray
+
+
+class OneHot:
+    """A reader whose signals are arrays made of the ids alone."""
+
+    hidden_layers, hidden_spans = (1,), "all"
+    fingerprint = {"model": "one hot", "dtype": "float32"}
+    shapes = {
+        "hidden": (1, D_MODEL),
+        "prob": (5,),
+        "resid": (8,),
+        "attn": (2, 2, 2, 1),
+    }
+
+    def start(self, sequences):
+        self.batch = list(map(self.read, sequences))
+        return self
+
+    def result(self):
+        return self.batch
+
+    def read(self, sequence):
+        ids, next_ids = sequence.ids, sequence.targets
+        return Arrays(
+            hidden=np.eye(D_MODEL)[ids % D_MODEL][:, None],
+            prob=np.repeat(ids[:, None], 5, axis=1) / N_WORDS,
+            resid=np.repeat(next_ids[:, None], 8, axis=1) / N_WORDS,
+            attn=np.zeros((len(ids), 2, 2, 2, 1)),
+        )
+
+
+def test_questions_become_rows_of_a_store_by_an_engine_that_returns_arrays():
+    examples = questions()
+    model = engines.TokenizerOnly(Words(), name="words")
+    requests = engines.make_requests(
+        examples, model, engines.PromptConfig(), 2
+    ).requests
+    answers = list(
+        engines.generate(LastWord(), requests, engines.SamplingConfig(max_new_tokens=2))
+    )
+    assert {answer.key for answer in answers} == {request.key for request in requests}
+    labels = label_by_match(answers, examples)
+    closed = [answer for answer in answers if answer.setting == "closed_book"]
+    url = "memory://own-engine/"
+    report = engines.extract(OneHot(), closed, url, CONFIG)
+    assert report.n_missing == 0
+    store = open_store(url)
+    assert store.spec.fingerprint["model"] == "one hot"
+    rows = rows_of(store, examples, labels)
+    assert list(rows.ids) == [answer.example_id for answer in closed]
+    ids = np.concatenate([[*a.prompt_ids, *a.token_ids] for a in closed])
+    np.testing.assert_array_equal(
+        read_family(store, "hidden", layer=1).values, np.eye(D_MODEL)[ids % D_MODEL]
+    )
+
+
+def test_stages_of_a_run_take_an_engine_of_ones_own(tmp_path):
+    with RunDir.open(tmp_path / "run", smoke()) as run:
+        run.examples.write_text(write_lines(questions()))
+        engine = Engine(LastWord(), engines.TokenizerOnly(Words(), name="words"))
+        answer_with(run, engine, Progress())
+        assert run.stage_done("answer")
+        run_stage(extract_stage(lambda run, config: OneHot()), run, Progress())
+        assert run.stage_done("extract")
+        answers = read_answers(run, "closed_book")
+        store = open_store(run.features("closed_book"))
+        assert store.spec.keys == tuple(answer.key for answer in answers)
+        assert {answer.stop_id for answer in answers} == {0}
