@@ -133,16 +133,20 @@ def look_at_hub(model: str | None) -> Iterator[Finding]:
         yield Finding("hub", "warning", text)
 
 
-def look_at_server(url: str) -> Iterator[Finding]:
-    """Ask a server which models it has."""
+def look_at_server(url: str, *, timeout: float = 10.0) -> Iterator[Finding]:
+    """Ask a server which models it has; it has some seconds to answer in full."""
+    import asyncio
+
     import openai
 
-    key = os.environ.get("OPENAI_API_KEY") or "none"
+    from extract.generate.backends.server import open_client, within
+
+    async def list_models() -> list[str]:
+        async with open_client(url, timeout) as client:
+            return [model.id async for model in client.models.list()]
+
     try:
-        with openai.OpenAI(
-            base_url=url, api_key=key, max_retries=0, timeout=10
-        ) as client:
-            names = [model.id for model in client.models.list()]
+        names = asyncio.run(within(timeout, list_models()))
     except (openai.OpenAIError, ValueError, TypeError, AttributeError) as error:
         text = (
             f"{url} does not list its models ({_one_line(error, 200)}); is it running, "

@@ -14,6 +14,7 @@ from extract.generate.answers import answers_in_words, is_hedge, shares_of
 from extract.generate.backends.local import TransformersGenerator
 from extract.generate.generator import GeneratorPrompt, SamplingConfig
 from extract.generate.requests import AnswerConfig, GenerationConfig
+from extract.generate.templates import SHOTS, PromptConfig
 from extract.label.labels import shares_in_words
 from extract.records import Answer, Example, Label, read_records, write_lines
 from extract.run.contents import too_few_answers
@@ -80,12 +81,29 @@ def test_answers_cut_at_the_length_limit_are_counted_and_loud(tmp_path, examples
     run = make_run(tmp_path / "run", examples, smoke(answer=short))
     done = beatrice("answer", run)
     assert "answer: closed_book: 18 answers, 18 cut at 1 tokens, 0 empty" in done.stderr
-    assert "larger --max-new-tokens" in done.stderr
+    assert "--max-new-tokens above 1" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("prompt", "done"),
+    [
+        (PromptConfig(chat=True), {"--chat"}),
+        (PromptConfig(template="few-shot", shots=SHOTS), {"--template"}),
+        (PromptConfig(template="few-shot", shots=SHOTS, chat=True), {"--chat", "--te"}),
+        (PromptConfig(), set()),
+    ],
+)
+def test_cut_answers_are_told_only_what_was_not_done_yet(prompt, done):
+    (line,) = answers_in_words([answer(stop_id=None)] * 3, 7, prompt)
+    advice = line.partition("Make another run with")[2]
+    assert "--max-new-tokens above 7" in advice
+    for option in ("--chat", "--te"):
+        assert (option in advice) != any(name.startswith(option) for name in done)
 
 
 def test_few_cut_answers_are_counted_without_advice():
     answers = [answer() for _ in range(19)] + [answer(stop_id=None, text="")]
-    assert answers_in_words(answers, 7) == [
+    assert answers_in_words(answers, 7, PromptConfig()) == [
         "closed_book: 20 answers, 1 cut at 7 tokens, 1 empty, 0 hedges or refusals"
     ]
 
@@ -115,14 +133,14 @@ def test_hedges_and_refusals_are_told_by_how_an_answer_begins(text, counts):
 
 def test_hedges_are_counted_and_nothing_is_dropped():
     answers = [answer(text=x) for x in ("Oslo", "I do not know", "unclear", "")]
-    (line,) = answers_in_words(answers, 7)
+    (line,) = answers_in_words(answers, 7, PromptConfig())
     assert line.endswith("4 answers, 0 cut at 7 tokens, 1 empty, 2 hedges or refusals")
     assert shares_of(answers) == {"cut_off": 0.0, "empty": 0.25, "hedged": 0.5}
 
 
 def test_nothing_but_empty_answers_is_refused():
     with pytest.raises(ValueError, match="all 3 answers are empty"):
-        answers_in_words([answer("")] * 3, 10)
+        answers_in_words([answer("")] * 3, 10, PromptConfig())
 
 
 def test_labels_say_how_many_answers_are_right_and_where_one_class_is_alone():

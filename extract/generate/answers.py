@@ -16,6 +16,7 @@ from extract.generate.generator import (
     plan_of,
 )
 from extract.generate.requests import Request
+from extract.generate.templates import PromptConfig
 from extract.records import Answer, to_json
 from extract.run.console import Update
 from extract.run.contents import answers_file
@@ -87,12 +88,25 @@ def shares_of(answers: Sequence[Answer]) -> dict[str, float]:
 _MANY_CUT = 0.1  # of the answers of a setting
 
 
-def answers_in_words(answers: Iterable[Answer], limit: int) -> list[str]:
+def _against_cuts(prompt: PromptConfig, limit: int) -> str:
+    """Say how the next run can have whole answers; what this one did is left out."""
+    ways = [f"--max-new-tokens above {limit}"]
+    if prompt.template != "few-shot":
+        ways.append("--template few-shot, whose worked examples have short answers")
+    if not prompt.chat:
+        ways.append("--chat, if the model is instruction-tuned")
+    return "; or ".join(ways)
+
+
+def answers_in_words(
+    answers: Iterable[Answer], limit: int, prompt: PromptConfig
+) -> list[str]:
     """Say per setting how many answers were cut at the length limit or are empty.
 
     Args:
       answers: all of a run.
       limit: most tokens of an answer.
+      prompt: how the questions were put.
 
     Raises:
       ValueError: every answer is empty, so that nothing can be concluded.
@@ -116,8 +130,8 @@ def answers_in_words(answers: Iterable[Answer], limit: int) -> list[str]:
         if n_cut > _MANY_CUT * len(mine):
             lines[-1] += (
                 ". A cut answer is half a text, and mostly labelled wrong: the model "
-                "explains or never stops; make the run with --chat or with a larger "
-                "--max-new-tokens"
+                "explains or never stops. Make another run with "
+                f"{_against_cuts(prompt, limit)}"
             )
     return lines
 

@@ -81,7 +81,7 @@ _SERVER = (
         "--timeout",
         default=600.0,
         type=click.FloatRange(min=0, min_open=True),
-        help="Of a request, seconds.",
+        help="Seconds until a request is answered in full.",
     ),
     click.option(
         "--price-prompt",

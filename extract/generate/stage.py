@@ -95,7 +95,7 @@ def _asked(
 
 def _note_shares(run: RunDir, config: AnswerConfig, progress: Progress) -> None:
     limit = config.generation.max_new_tokens
-    for line in answers_in_words(read_answers(run), limit):
+    for line in answers_in_words(read_answers(run), limit, config.prompt):
         progress.note(f"answer: {line}")
 
 

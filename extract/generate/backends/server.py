@@ -1,9 +1,12 @@
 """The backend behind a server that speaks OpenAI's protocol, such as vLLM.
 
 The `openai` client does the talking. A request that failed for the server's reasons is
-sent again here, not by the client: each attempt may cost, and is booked.
+sent again here, not by the client: each attempt may cost, and is booked. What a client
+calls a time-out is the longest pause between two bytes; a request has a deadline here,
+so that a server that trickles holds nobody up.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import itertools
@@ -11,9 +14,9 @@ import math
 import os
 import random
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Awaitable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import openai
 
@@ -28,6 +31,7 @@ from extract.generate.generator import (
 from extract.generate.prompts import TEMPLATE_FIELDS
 
 Dialect = Literal["vllm", "openai"]
+Reply = TypeVar("Reply")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +57,7 @@ class ServerConfig:
     chat_template: str | None = None  # likewise
     n_concurrent: int = 16  # most requests under way at a time
     n_retries: int = 5  # of one request
-    timeout: float = 600.0  # of one request, seconds
+    timeout: float = 600.0  # until one request is answered in full, seconds
     prices: Prices = Prices()
 
     def __post_init__(self) -> None:
@@ -82,11 +86,15 @@ _LONGEST_ASKED = 60.0  # that a server may ask for
 _NEVER_SENT = ("ConnectError", "ConnectTimeout", "PoolTimeout")
 
 
+class DeadlineExceeded(openai.OpenAIError):
+    """A server did not answer in full in time."""
+
+
 def _is_transient(error: openai.OpenAIError) -> bool:
     """Tell whether the same request may succeed later."""
     if isinstance(error, openai.APIStatusError):
         return error.status_code in (408, 409, 429) or error.status_code >= 500
-    return isinstance(error, openai.APIConnectionError)
+    return isinstance(error, openai.APIConnectionError | DeadlineExceeded)
 
 
 def _may_have_cost(error: openai.OpenAIError) -> bool:
@@ -166,6 +174,30 @@ def _read(reply: Any, is_chat: bool, stop_ids: Collection[int]) -> Generated:
     )
 
 
+def open_client(url: str, timeout: float) -> openai.AsyncOpenAI:
+    """Return a client whose requests are given up by `within`."""
+    return openai.AsyncOpenAI(
+        base_url=url,
+        # Local servers need none, but the client insists on some.
+        api_key=os.environ.get("OPENAI_API_KEY") or "none",
+        max_retries=0,  # repeated here, see `ServedGenerator._ask`
+        # A connection that was never made costs nothing, and is told apart.
+        timeout=openai.Timeout(timeout, connect=0.9 * timeout),
+    )
+
+
+async def within(seconds: float, request: Awaitable[Reply]) -> Reply:
+    """Return a request's reply, if it is there in full after some seconds.
+
+    Raises:
+      DeadlineExceeded: it is not.
+    """
+    try:
+        return await asyncio.wait_for(request, seconds)
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"no whole reply within {seconds:g} s") from error
+
+
 class ServedGenerator(contextlib.AbstractContextManager):
     """Generates by asking a server."""
 
@@ -190,17 +222,22 @@ class ServedGenerator(contextlib.AbstractContextManager):
         self.config, self._tokenizer = config, tokenizer
         self.account = Account(config.prices, config.prices.cost(*earlier))
         self._stop_ids = frozenset(stop_ids)
-        self._client = openai.OpenAI(
-            base_url=config.url,
-            # Local servers need none, but the client insists on some.
-            api_key=os.environ.get("OPENAI_API_KEY") or "none",
-            max_retries=0,  # repeated here, see `_ask`
-            timeout=config.timeout,
-        )
+        self._client = open_client(config.url, config.timeout)
+        self._loop = asyncio.new_event_loop()
+        # Requests are under way there, where each can be given up at its deadline.
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
 
     def __exit__(self, *error: object) -> None:
         """Close the connections."""
-        self._client.close()
+        self._wait_for(self._client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _wait_for(self, request: Coroutine[Any, Any, Any]) -> Any:
+        """Return what comes of a request, from another thread than the loop's."""
+        return asyncio.run_coroutine_threadsafe(request, self._loop).result()
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -296,7 +333,8 @@ class ServedGenerator(contextlib.AbstractContextManager):
         reserved = self.account.reserve(n_prompt, n_new)
         client = self._client.chat if prompt.is_chat else self._client
         try:
-            found = client.completions.create(**self._fields(prompt, config))
+            request = client.completions.create(**self._fields(prompt, config))
+            found = self._wait_for(within(self.config.timeout, request))
             reply = _read(found, prompt.is_chat, self._stop_ids)
             reply = cut_at_stop(reply, config.stop, self._tokenizer)
             if reply.n_prompt_tokens is not None:

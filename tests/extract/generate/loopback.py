@@ -24,6 +24,7 @@ class Loopback:
         self.requests = []
         self.is_vllm = True
         self.pause = 0.0  # seconds a request takes at least
+        self.trickle = 0.0  # seconds between two bytes of a reply
         self.n_at_once = 0
         self.most_at_once = 0
         self.url = None
@@ -131,11 +132,26 @@ def _handler(loopback):
                 time.sleep(loopback.pause)
                 status, found = loopback.reply(self.path, body)
             content = json.dumps(found).encode()
+            if loopback.trickle:
+                self.write_slowly(content)
+                return
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
+
+        def do_GET(self):
+            models = [{"id": "m", "object": "model", "created": 0, "owned_by": "x"}]
+            self.write_slowly(json.dumps({"object": "list", "data": models}).encode())
+
+        def write_slowly(self, content):
+            head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(content)}\r\n"
+            head += "Content-Type: application/json\r\n\r\n"
+            with contextlib.suppress(OSError):  # whoever waited has gone
+                for byte in head.encode() + content:
+                    self.wfile.write(bytes([byte]))
+                    time.sleep(loopback.trickle)
 
         def log_message(self, *arguments):
             """Keep the test output clean."""

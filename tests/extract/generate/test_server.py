@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from extract.doctor import look_at_server
 from extract.generate.backends.server import ServedGenerator, ServerConfig
 from extract.generate.backends.spending import (
     Account,
@@ -200,6 +201,25 @@ def test_the_spending_cap_stops_before_it_is_crossed_and_a_higher_one_continues(
     assert len(again.generate(richer, prompts, GREEDY)) == 20
     assert again.n_reused == n_before
     assert again.n_new == 20 - n_before
+
+
+def test_a_server_that_trickles_holds_nobody_beyond_the_time_out(
+    client, server, requests
+):
+    server.trickle = 0.1  # some 60 seconds for a reply, a tenth of one for a byte
+    began = time.monotonic()
+    with pytest.raises(ValueError, match="no answer after 0 retries .DeadlineExceeded"):
+        texts(client(timeout=1.0), prompts_of(requests, 2))
+    assert time.monotonic() - began < 20
+
+
+def test_the_doctor_waits_for_a_trickling_server_no_longer_than_for_another(server):
+    (found,) = look_at_server(server.url)
+    assert (found.status, found.text) == ("ok", f"{server.url} serves m")
+    server.trickle, began = 0.1, time.monotonic()
+    (found,) = look_at_server(server.url, timeout=1.0)
+    assert found.status == "problem" and "does not list its models" in found.text
+    assert time.monotonic() - began < 15
 
 
 def test_what_earlier_processes_spent_counts_towards_the_cap(server):
