@@ -18,8 +18,8 @@ _PASSAGE = (
     "a text (str), a mapping with a text under 'text' or 'contents', or a document "
     "with 'page_content'"
 )
-# How tables give their rows: pandas; polars; pyarrow.
-_TABLES = (("to_dict", ("records",)), ("to_dicts", ()), ("to_pylist", ()))
+# How tables give their rows: polars; pyarrow; pandas.
+_TABLES = (("to_dicts", ()), ("to_pylist", ()), ("to_dict", ("records",)))
 
 
 def refuse(name: str, expected: str, value: Any) -> NoReturn:
@@ -43,8 +43,8 @@ def as_texts(values: Any, name: str) -> list[str]:
     """Return a list of texts; one text alone would be read letter by letter."""
     if isinstance(values, str):
         refuse(name, "a list of texts, such as [text]", values)
-    if isinstance(values, (Mapping, bytes)) or not isinstance(values, Iterable):
-        refuse(name, "a list of texts", values)
+    if not _is_list(values):
+        refuse(name, "a list of texts, such as one column of a table", values)
     return [as_text(value, f"{name}[{i}]") for i, value in enumerate(values)]
 
 
@@ -161,7 +161,9 @@ def as_passages(value: Any, name: str) -> tuple[Passage, ...]:
         return ()
     if _is_passage(value):
         return (as_passage(value, name),)
-    if isinstance(value, bytes) or not isinstance(value, Iterable):
+    if _is_table(value):
+        value = _table_rows(value)
+    if not _is_list(value):
         refuse(name, f"{_PASSAGE}, a list of these, or None for closed-book", value)
     return tuple(as_passage(one, f"{name}[{i}]") for i, one in enumerate(value))
 
@@ -175,14 +177,26 @@ def as_rows(value: Any, name: str) -> list[Any]:
       value: a data frame (pandas, polars, pyarrow), or any iterable of rows.
       name: of the argument, for the message.
     """
-    for method, arguments in _TABLES:
-        if hasattr(value, method):
-            table = getattr(value, method)(*arguments)
-            if isinstance(table, list):
-                return [_without_missing(row) for row in table]
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+    if _is_table(value):
+        return _table_rows(value)
+    if not _is_list(value):
         refuse(name, "a list of rows or a data frame", value)
     return list(value)
+
+
+def _is_list(value: Any) -> bool:
+    """Tell whether a value is several of something, and neither a text nor a table."""
+    is_one = isinstance(value, (str, bytes, Mapping)) or _is_table(value)
+    return isinstance(value, Iterable) and not is_one
+
+
+def _is_table(value: Any) -> bool:
+    return hasattr(value, "columns") and any(hasattr(value, m) for m, _ in _TABLES)
+
+
+def _table_rows(table: Any) -> list[dict[str, Any]]:
+    method, arguments = next((m, a) for m, a in _TABLES if hasattr(table, m))
+    return [_without_missing(row) for row in getattr(table, method)(*arguments)]
 
 
 def _without_missing(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from tests.pgir.small_detector import PASSAGE, QUESTION
 
 ANSWER = "Guzolt Falls"
 ROW = {"question": QUESTION, "answer": ANSWER}
+FRAME = pd.DataFrame([ROW])
 
 
 @dataclasses.dataclass
@@ -67,7 +68,11 @@ WRONG = {
         ),
     ],
     "answer": [
-        (lambda s, g, x: s.answer(x), "questions", [None, QUESTION, 3, [1], [None]]),
+        (
+            lambda s, g, x: s.answer(x),
+            "questions",
+            [None, QUESTION, 3, [1], [None], FRAME, {QUESTION: 1}],
+        ),
         (lambda s, g, x: s.render(x), "messages", [None, "hello", 4]),
         (lambda s, g, x: s.threshold(x), "setting: ", [None, "open", 4]),
     ],
@@ -134,6 +139,7 @@ def test_a_wrong_row_is_an_error_in_its_place(scorer, row):
         [Document(PASSAGE, {"source": "a file"})],
         np.array([PASSAGE]),
         pd.Series([PASSAGE]),
+        pd.DataFrame({"text": [PASSAGE], "title": [None]}),
         iter([PASSAGE]),
     ],
 )
@@ -155,6 +161,7 @@ def test_rows_may_be_mappings_or_tuples(scorer, row):
 
 
 def test_a_frame_is_read_row_by_row_and_an_empty_cell_is_left_out(scorer):
+    assert as_rows(pd.Series([ROW]), "rows") == [ROW]
     frame = pd.DataFrame([ROW, {**ROW, "context": PASSAGE}])
     assert as_rows(frame, "rows") == [ROW, {**ROW, "context": PASSAGE}]
     plain, grounded = scorer.score_many(frame)
@@ -163,8 +170,8 @@ def test_a_frame_is_read_row_by_row_and_an_empty_cell_is_left_out(scorer):
 
 
 def test_tables_of_others_are_read_by_what_they_offer():
-    polars = SimpleNamespace(to_dicts=lambda: [{**ROW, "context": None}])
-    arrow = SimpleNamespace(to_pylist=lambda: [ROW])
+    polars = SimpleNamespace(columns=[], to_dicts=lambda: [{**ROW, "context": None}])
+    arrow = SimpleNamespace(columns=[], to_pylist=lambda: [ROW])
     assert as_rows(polars, "rows") == as_rows(arrow, "rows") == [ROW]
 
 
