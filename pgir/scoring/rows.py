@@ -234,8 +234,8 @@ def score_rows(
             )
         if result.pop("check", None) != _check(result):
             raise ValueError(
-                f"{out.path}, line {number}: was edited since it was written; put the "
-                "line back, or delete the file to score all again"
+                f"{out.path}, line {number}: was edited, or written by an earlier "
+                "version; put the line back, or delete the file to score all again"
             )
         each(row, result)
     while some := list(itertools.islice(stream, ROWS_TOGETHER)):
