@@ -1,0 +1,353 @@
+"""A frozen language model: it answers questions, and its signals are read."""
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from extract.records import Answer, Example, Passage, Setting
+
+if TYPE_CHECKING:
+    from beatrice.signals import Signals
+    from extract.backbone.loading import Backbone
+    from extract.generate.requests import PromptConfig
+    from extract.signals.plan import ExtractConfig
+    from extract.signals.reader import SignalReader
+
+Context = str | Passage | Mapping[str, str] | Any
+_NOT_A_SPLIT = "test"  # a question that is asked here belongs to no split; one is due
+
+
+class LanguageModel:
+    """A frozen causal language model, loaded once.
+
+    `answer` writes answers, `read` reads the signals of answers. Nothing is trained.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Any,
+        tokenizer: Any = None,
+        *,
+        device: str | None = None,
+        dtype: str | None = None,
+        prompt: "PromptConfig | None" = None,
+    ) -> None:
+        """Load a model, or take one that is in memory.
+
+        Args:
+          model: a Hub id, a directory written by `save_pretrained`, a GGUF file,
+            "embedded" (the small model of an invented world that comes along), or a
+            Transformers causal language model that is in memory.
+          tokenizer: the fast tokenizer of a model in memory; of no other.
+          device: such as "cpu" or "cuda:0"; None takes a GPU where Torch sees one.
+          dtype: "float32", "bfloat16" or "float16"; None takes bfloat16 on a GPU and
+            float32 elsewhere. A model in memory stays where it is and as it is.
+          prompt: how questions are put; None takes the model's chat template where it
+            has one and worked examples where it has none.
+
+        Raises:
+          ValueError: there is no such model, it is of a kind that cannot be read
+            exactly, or a device or type is not to be had.
+        """
+        self.backbone: Backbone = _open(model, tokenizer, device, dtype)
+        self.name: str = model if isinstance(model, str) else self.backbone.name
+        self.prompt: PromptConfig = prompt or default_prompt(self.backbone)
+
+    def __repr__(self) -> str:
+        """Say which model it is and where it computes."""
+        backbone = self.backbone
+        dtype = str(backbone.dtype).removeprefix("torch.")
+        return (
+            f"LanguageModel({self.name!r}, {backbone.n_layers} layers, width "
+            f"{backbone.d_model}, {dtype} on {backbone.device})"
+        )
+
+    def answer(
+        self,
+        questions: Sequence[str | Example],
+        contexts: Sequence[Context | Sequence[Context]] | None = None,
+        *,
+        max_new_tokens: int = 32,
+        stop: Sequence[str] | None = None,
+    ) -> list[Answer]:
+        r"""Answer questions greedily, in batches of similar length.
+
+        Args:
+          questions: texts, or `Example`s, whose ids the answers keep. The passages of
+            an `Example` are shown only where `contexts` holds them:
+            `model.answer(examples, [e.passages for e in examples])`.
+          contexts: what is shown with each question: a text, a `Passage`, a mapping of
+            "title" and "text", a document with `page_content`, or several of these.
+            None asks closed-book.
+          max_new_tokens: most tokens of an answer.
+          stop: texts that end an answer; None takes "\n" behind worked examples.
+
+        Returns:
+          The answers, in the order of the questions, with the exact ids that were read
+          and written.
+
+        Raises:
+          ValueError: a text is empty or holds a control token, counts differ, or a
+            prompt does not fit the model's window; nothing is cut.
+        """
+        from extract.generate.backends.local import generate
+        from extract.generate.requests import GenerationConfig, make_requests
+
+        examples = as_examples(questions, contexts)
+        setting: Setting = "closed_book" if contexts is None else "with_context"
+        self._require_tokenizer()
+        requests = make_requests(
+            examples, self.backbone, self.prompt, max_new_tokens, (setting,)
+        )
+        if stop is None:
+            stop = ("\n",) if self.prompt.template == "few-shot" else ()
+        config = GenerationConfig(max_new_tokens=max_new_tokens, stop=tuple(stop))
+        return generate(self.backbone, requests.requests, config)
+
+    def read(
+        self,
+        answers: Sequence[Answer],
+        *,
+        layers: Sequence[int] | Literal["middle", "all"] = "middle",
+        store: str | Path | None = None,
+        config: "ExtractConfig | None" = None,
+    ) -> "Signals":
+        """Read the signals of answers, one forward pass an answer.
+
+        Args:
+          answers: all closed-book or all with context, as `answer` returns them.
+          layers: whose hidden states are kept, out of `n_layers + 1` (0 is the
+            embedding). Of several, `fit` chooses one.
+          store: a folder or URL to keep the signals in; a second call with the same
+            answers continues there. None keeps them in memory.
+          config: types, spans and batches; its `hidden_layers` is replaced.
+
+        Raises:
+          ValueError: no answers, answers of both settings, or answers that another
+            model gave.
+        """
+        from beatrice.signals import Signals, memory_url
+        from extract.backbone.loading import require_known_tokens
+        from extract.signals.extraction import extract
+        from extract.signals.plan import ExtractConfig
+        from extract.store.read import open_store
+
+        answers = _of_one_setting(answers)
+        require_known_tokens(answers, self.backbone)
+        config = dataclasses.replace(
+            config or ExtractConfig(), hidden_layers=self._layers(layers)
+        )
+        url = memory_url() if store is None else store
+        extract(
+            self._reader(config.hidden_layers, config.hidden_spans),
+            answers,
+            url,
+            config,
+            fingerprint=self._fingerprint(answers),
+        )
+        return Signals(open_store(url))
+
+    def _layers(self, layers: Any) -> tuple[int, ...]:
+        """Return the entries of the resid axis that are kept."""
+        n_entries = self.backbone.n_layers + 1
+        if layers == "middle":
+            return (n_entries // 2,)
+        if layers == "all":
+            return tuple(range(n_entries))
+        if isinstance(layers, str):
+            raise ValueError(
+                f'layers: expected numbers, "middle" or "all", found {layers!r}'
+            )
+        return tuple(sorted(int(layer) for layer in layers))
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019  # models live as long as a process
+    def _reader(self, layers: tuple[int, ...], spans: Any) -> "SignalReader":
+        from extract.signals.reader import SignalReader
+
+        return SignalReader(self.backbone, layers, hidden_spans=spans)
+
+    def _fingerprint(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return what the signals depend on, and what a score has to do likewise."""
+        stops = Counter(a.stop_id for a in answers if a.stop_id is not None)
+        return {
+            "model": self.backbone.revision,
+            "dtype": str(self.backbone.dtype),
+            "name": self.name,
+            "prompt": dataclasses.asdict(self.prompt),
+            "stop_id": stops.most_common(1)[0][0] if stops else None,
+        }
+
+    def _require_tokenizer(self) -> None:
+        if self.backbone.tokenizer is None:
+            raise ValueError(
+                "a model in memory needs its tokenizer to answer questions: "
+                "LanguageModel(model, tokenizer)"
+            )
+
+
+def _open(
+    model: Any, tokenizer: Any, device: str | None, dtype: str | None
+) -> "Backbone":
+    """Load a backbone by name, or freeze the model that is given."""
+    import torch
+
+    from extract.backbone.loading import Backbone, load_backbone
+    from extract.backbone.names import ModelDtype, default_dtype, model_path
+    from extract.run.console import quiet
+
+    if not isinstance(model, str | Path):
+        if not isinstance(model, torch.nn.Module):
+            raise ValueError(
+                "model: expected a Hub id, a path, or a Transformers model in memory, "
+                f"found {type(model).__name__}"
+            )
+        if device is not None or dtype is not None:
+            raise ValueError(
+                "a model in memory stays on its device and in its type; move it "
+                "before, and leave device and dtype out"
+            )
+        return Backbone.from_model(model, tokenizer)
+    if tokenizer is not None:
+        raise ValueError(
+            "a tokenizer is given with a model in memory; a model that is loaded by "
+            "name brings its own"
+        )
+    if dtype is not None and dtype not in get_args(ModelDtype):
+        choices = ", ".join(get_args(ModelDtype))
+        raise ValueError(f"dtype: expected one of {choices}, found {dtype!r}")
+    quiet()
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return load_backbone(
+        model_path(str(model)), dtype=dtype or default_dtype(device), device=device
+    )
+
+
+def default_prompt(backbone: "Backbone") -> "PromptConfig":
+    """Return how a model is asked where nobody says.
+
+    The embedded model was taught the short template. A model with a chat template is
+    asked through it in the paper's words. A base model sees worked examples first: of a
+    bare question it writes on as if it were a web page.
+    """
+    from extract.backbone.names import WEIGHTS
+    from extract.generate.requests import PromptConfig
+    from extract.generate.templates import SHOTS
+
+    if backbone.name == str(WEIGHTS):
+        return PromptConfig()
+    if getattr(backbone.tokenizer, "chat_template", None) is not None:
+        return PromptConfig(template="paper", chat=True)
+    return PromptConfig(template="few-shot", shots=SHOTS)
+
+
+def as_examples(
+    questions: Sequence[str | Example],
+    contexts: Sequence[Context | Sequence[Context]] | None,
+) -> list[Example]:
+    """Return questions as records, with the passages that are shown.
+
+    Raises:
+      ValueError: of another type, empty, or counts differ.
+    """
+    if isinstance(questions, str) or not isinstance(questions, Sequence):
+        raise ValueError(
+            "questions: expected a list of texts or Examples, found "
+            f"{type(questions).__name__}"
+        )
+    if contexts is None:
+        passages: list[tuple[Passage, ...]] = [()] * len(questions)
+    else:
+        if isinstance(contexts, str) or not isinstance(contexts, Sequence):
+            raise ValueError(
+                "contexts: expected one entry for each question, found "
+                f"{type(contexts).__name__}"
+            )
+        if len(contexts) != len(questions):
+            raise ValueError(
+                f"contexts: expected one for each of {len(questions)} questions, found "
+                f"{len(contexts)}"
+            )
+        passages = [as_passages(c, f"contexts[{i}]") for i, c in enumerate(contexts)]
+    return [
+        _as_example(question, number, shown)
+        for number, (question, shown) in enumerate(
+            zip(questions, passages, strict=True)
+        )
+    ]
+
+
+def _as_example(
+    question: str | Example, number: int, passages: tuple[Passage, ...]
+) -> Example:
+    if isinstance(question, Example):
+        fields = {"id": question.id, "question": question.question}
+    elif isinstance(question, str) and question.strip():
+        fields = {"id": str(number), "question": question}
+    else:
+        found = "an empty text" if isinstance(question, str) else type(question)
+        raise ValueError(
+            f"questions[{number}]: expected a text or an Example, found {found}"
+        )
+    return Example(
+        **fields, dataset="asked", split=_NOT_A_SPLIT, golds=("-",), passages=passages
+    )
+
+
+def as_passages(context: Any, where: str) -> tuple[Passage, ...]:
+    """Return what is shown with one question as passages.
+
+    Args:
+      context: a text, a `Passage`, a mapping of "title" and "text", a document with
+        `page_content` (as LangChain's), or several of these.
+      where: names it in an error.
+
+    Raises:
+      ValueError: of another type, or nothing is there.
+    """
+    if isinstance(context, str | Passage | Mapping) or hasattr(context, "page_content"):
+        context = [context]
+    if not isinstance(context, Sequence) or not context:
+        found = "nothing" if context in ([], ()) else type(context).__name__
+        raise ValueError(f"{where}: expected at least one passage, found {found}")
+    return tuple(_as_passage(p, f"{where}[{i}]") for i, p in enumerate(context))
+
+
+def _as_passage(passage: Any, where: str) -> Passage:
+    if isinstance(passage, Passage):
+        return passage
+    title, text = "", passage
+    if isinstance(passage, Mapping):
+        title, text = passage.get("title") or "", passage.get("text")
+    elif hasattr(passage, "page_content"):
+        title = (getattr(passage, "metadata", None) or {}).get("title") or ""
+        text = passage.page_content
+    if not (isinstance(text, str) and text.strip() and isinstance(title, str)):
+        raise ValueError(
+            f"{where}: expected a text, or a passage with a text, found "
+            f"{'an empty text' if text == '' else type(passage).__name__}"
+        )
+    return Passage(title=title, text=text)
+
+
+def _of_one_setting(answers: Sequence[Answer]) -> list[Answer]:
+    if isinstance(answers, Answer) or not isinstance(answers, Sequence) or not answers:
+        raise ValueError(
+            "answers: expected a list of at least one Answer, found "
+            f"{'none' if answers == [] else type(answers).__name__}"
+        )
+    for number, answer in enumerate(answers):
+        if not isinstance(answer, Answer):
+            raise ValueError(
+                f"answers[{number}]: expected an Answer, as LanguageModel.answer "
+                f"returns them, found {type(answer).__name__}"
+            )
+    settings = {answer.setting for answer in answers}
+    if len(settings) > 1:
+        raise ValueError(
+            "answers: some are closed-book and some with context; read each kind by "
+            "itself, and give both to fit: fit({'closed_book': …, 'with_context': …})"
+        )
+    return list(answers)

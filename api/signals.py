@@ -1,0 +1,257 @@
+"""Token signals of many answers: what `LanguageModel.read` reads and `fit` fits."""
+
+import itertools
+import weakref
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+import tensorstore as ts
+
+from extract.records import SETTINGS, Setting
+from extract.store.families import Family, scale_name
+from extract.store.read import (
+    FeatureStore,
+    as_url,
+    open_kvstore,
+    open_store,
+    read_family,
+)
+from extract.store.spec import StoreSpec
+from extract.store.write import create_store, write_range
+
+_N_SPANS = 3  # context, question, answer
+_MEMORY = "memory://beatrice-signals-"
+_NUMBERS = itertools.count()
+
+
+def memory_url() -> str:
+    """Return a new URL of a store in this process's memory."""
+    return f"{_MEMORY}{next(_NUMBERS)}/"
+
+
+def _forget(url: str) -> None:
+    """Give back the memory of a store."""
+    open_kvstore(url).delete_range(ts.KvStore.KeyRange()).result()
+
+
+class Signals:
+    """The token signals of many answers in one setting, in memory or in a store.
+
+    Indexing with a number gives one answer's arrays by family; with a slice, an array
+    of indices or of booleans the signals of those answers, without a copy.
+    """
+
+    def __init__(
+        self, store: FeatureStore | str | Path, indices: np.ndarray | None = None
+    ) -> None:
+        """Take a feature store.
+
+        Args:
+          store: an open one, or where one lies.
+          indices: `[n]` which of its answers, in this order; None takes all.
+
+        Raises:
+          ValueError: there is no store, or it holds answers of both settings.
+        """
+        if not isinstance(store, FeatureStore):
+            store = open_store(store)
+        settings = {key[1] for key in store.spec.keys if len(key) > 1}
+        if settings - {*SETTINGS} or len(settings) != 1:
+            raise ValueError(
+                f"{store.url}: expected signals of answers of one setting, found "
+                f"{', '.join(sorted(settings)) or 'none'}"
+            )
+        self.store = store
+        n_stored = len(store.spec.keys)
+        self.indices = np.arange(n_stored) if indices is None else np.asarray(indices)
+        if store.url.startswith(_MEMORY) and indices is None:
+            weakref.finalize(store, _forget, store.url).atexit = False
+
+    @classmethod
+    def from_arrays(
+        cls,
+        families: Mapping[str, np.ndarray | Sequence[np.ndarray]],
+        *,
+        lengths: Sequence[int] | np.ndarray | None = None,
+        spans: np.ndarray | None = None,
+        ids: Sequence[str] | None = None,
+        layers: Sequence[int] | None = None,
+        store: str | Path | None = None,
+    ) -> "Signals":
+        """Take signals that were read elsewhere: any families, under any names.
+
+        Args:
+          families: by name, of every family the same answers and tokens: one array per
+            answer `[n_tokens, …]`, or all of them end to end `[n_rows, …]` with
+            `lengths`, or, without, one row per answer.
+          lengths: `[n_answers]` tokens of each answer.
+          spans: `[n_answers, 3, 2]` where context, question and answer lie among an
+            answer's tokens, absolute and half-open; an empty span has start == stop.
+            None: every token is of the answer.
+          ids: names of the questions, one each; None numbers the answers.
+          layers: numbers of the layers, where the family "hidden" has a layer axis
+            `[…, n_layers, d_model]` and `fit` shall choose one.
+          store: a folder or URL to keep them in; None keeps them in memory.
+
+        Raises:
+          ValueError: shapes do not belong together, values are not finite, or names
+            repeat.
+        """
+        if not isinstance(families, Mapping) or not families:
+            raise ValueError(
+                "families: expected a mapping of a name to arrays, such as "
+                f"{{'hidden': …, 'attn': …}}, found {type(families).__name__}"
+            )
+        rows = {name: _end_to_end(name, x, lengths) for name, x in families.items()}
+        n_tokens = _equal_lengths({name: counts for name, (_, counts) in rows.items()})
+        values = {name: x for name, (x, _) in rows.items()}
+        whole = np.zeros((len(n_tokens), _N_SPANS, 2), np.int64)
+        whole[:, 2, 1] = n_tokens
+        spans = whole if spans is None else np.asarray(spans, np.int64)
+        if spans.shape != whole.shape:
+            raise ValueError(
+                f"spans: expected [n_answers, 3, 2], here {whole.shape}, found "
+                f"{spans.shape}"
+            )
+        has_context = (spans[:, 0, 1] > spans[:, 0, 0]).any()
+        setting: Setting = "with_context" if has_context else "closed_book"
+        spec = StoreSpec(
+            families={
+                name: Family(
+                    shape=x.shape[1:],
+                    by_layer=layers is not None and name == "hidden",
+                )
+                for name, x in values.items()
+            },
+            keys=tuple((i, setting, "original") for i in _ids(ids, len(n_tokens))),
+            lengths=n_tokens,
+            spans=spans,
+            rows_per_shard=1 << max(0, int(n_tokens.sum() - 1).bit_length()),
+            hidden_layers=() if layers is None else tuple(map(int, layers)),
+            fingerprint={"source": "arrays"},
+        )
+        opened = create_store(memory_url() if store is None else store, spec)
+        for range_id in range(spec.n_ranges):
+            start, stop = spec.range_rows(range_id)
+            write_range(opened, range_id, {k: x[start:stop] for k, x in values.items()})
+        return cls(opened)
+
+    @cached_property
+    def keys(self) -> tuple[tuple[str, ...], ...]:
+        """What names each answer: question id, setting, variant."""
+        return tuple(self.store.spec.keys[i] for i in self.indices)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The question id of each answer."""
+        return tuple(key[0] for key in self.keys)
+
+    @property
+    def setting(self) -> Setting:
+        """Whether the answers were given closed-book or with context."""
+        return self.store.spec.keys[0][1]
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Entries of the resid axis whose hidden states are there (0: embedding)."""
+        return self.store.spec.hidden_layers
+
+    @property
+    def families(self) -> dict[str, tuple[int, ...]]:
+        """The shape of one token's signals, by family."""
+        families = self.store.spec.families
+        scales = set(map(scale_name, families))
+        return {name: f.shape for name, f in families.items() if name not in scales}
+
+    @property
+    def spans(self) -> np.ndarray:
+        """`[n_answers, 3, 2]` context, question and answer, absolute and half-open."""
+        return self.store.spec.spans[self.indices]
+
+    def __len__(self) -> int:
+        """Count the answers."""
+        return len(self.indices)
+
+    @overload
+    def __getitem__(self, which: int) -> dict[str, np.ndarray]: ...
+    @overload
+    def __getitem__(self, which: slice | np.ndarray | Sequence[int]) -> "Signals": ...
+    def __getitem__(self, which: Any) -> "dict[str, np.ndarray] | Signals":
+        """Return one answer's arrays by family, or the signals of several answers."""
+        if not isinstance(which, int | np.integer):
+            chosen = self.indices[which if isinstance(which, slice) else list(which)]
+            return Signals(self.store, chosen)
+        at = [self.indices[which]]
+        return {
+            name: read_family(self.store, name, at).values for name in self.families
+        }
+
+    def __repr__(self) -> str:
+        """Say how many answers, of which setting, layers and families."""
+        layers = ", ".join(map(str, self.layers))
+        parts = [
+            f"{len(self)} answers",
+            self.setting.replace("_", "-"),
+            *([f"layers {layers}"] if len(self.layers) > 1 else []),
+            *([f"layer {layers}"] if len(self.layers) == 1 else []),
+            f"{len(self.families)} families",
+        ]
+        is_in_memory = self.store.url.startswith(_MEMORY)
+        where = "in memory" if is_in_memory else f"in {as_url(self.store.url)}"
+        return f"Signals({', '.join(parts)}, {where})"
+
+
+def _end_to_end(
+    name: str, given: Any, lengths: Sequence[int] | np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return a family's rows end to end `[n_rows, …]` float32, and each answer's count.
+
+    Raises:
+      ValueError: not numbers, not finite, or not as long as the lengths say.
+    """
+    try:
+        if isinstance(given, np.ndarray):
+            values = np.ascontiguousarray(given, np.float32)
+            counts = np.ones(len(values), np.int64) if lengths is None else lengths
+        else:
+            parts = [np.asarray(part, np.float32) for part in given]
+            values, counts = np.concatenate(parts), [len(part) for part in parts]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"family {name!r}: expected arrays of numbers: {error}") from (
+            None
+        )
+    counts = np.asarray(counts, np.int64)
+    if values.ndim == 1:
+        values = values[:, None]
+    if counts.sum() != len(values) or not len(values):
+        raise ValueError(
+            f"family {name!r}: {len(values)} rows, but the lengths sum to "
+            f"{counts.sum()}; give one row for every token of every answer"
+        )
+    if not np.isfinite(values).all():
+        n_bad = int((~np.isfinite(values)).sum())
+        raise ValueError(f"family {name!r}: {n_bad} values are not finite numbers")
+    return values, counts
+
+
+def _equal_lengths(counts: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return the tokens of each answer, which all families share."""
+    first = next(iter(counts))
+    for name, lengths in counts.items():
+        if not np.array_equal(lengths, counts[first]):
+            raise ValueError(
+                f"families {first!r} and {name!r} have different numbers of tokens; "
+                "all families are read at the same tokens of the same answers"
+            )
+    return counts[first]
+
+
+def _ids(ids: Sequence[str] | None, n_answers: int) -> list[str]:
+    if ids is None:
+        return [str(number) for number in range(n_answers)]
+    if len(ids) != n_answers:
+        raise ValueError(f"ids: expected {n_answers}, one an answer, found {len(ids)}")
+    return [str(name) for name in ids]
