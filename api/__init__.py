@@ -1,5 +1,12 @@
 """Is a frozen language model's answer right? Ask its own internal signals.
 
+    import beatrice
+
+    model = beatrice.LanguageModel("HuggingFaceTB/SmolLM2-135M")
+    answers = model.answer(questions)
+    probe = beatrice.fit(model.read(answers), labels)
+    probe.score("Who wrote Dracula?", "Bram Stoker").p_correct
+
 The names below load when they are first used, so that `import beatrice` is instant and
 a user of one side never loads the other's framework.
 """
@@ -8,11 +15,35 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from beatrice.cli import load
+    from beatrice.model import LanguageModel
+    from beatrice.probe import FitConfig, Probe, fit, load
+    from beatrice.signals import Signals
+    from extract.datasets.loading import read_questions
+    from extract.records import Answer, Example, Label, Passage
+    from pgir.scoring.scorer import Score
 
-__all__ = ["load"]
-
-_PLACES = {"load": "beatrice.cli"}
+__all__ = [
+    "Answer",
+    "Example",
+    "FitConfig",
+    "Label",
+    "LanguageModel",
+    "Passage",
+    "Probe",
+    "Score",
+    "Signals",
+    "fit",
+    "load",
+    "read_questions",
+]
+_PLACES = {
+    **dict.fromkeys(("Answer", "Example", "Label", "Passage"), "extract.records"),
+    **dict.fromkeys(("FitConfig", "Probe", "fit", "load"), "beatrice.probe"),
+    "LanguageModel": "beatrice.model",
+    "Score": "pgir.scoring.scorer",
+    "Signals": "beatrice.signals",
+    "read_questions": "extract.datasets.loading",
+}
 
 
 def __getattr__(name: str) -> Any:

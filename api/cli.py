@@ -17,9 +17,9 @@ from extract.run.launch import find_share
 from extract.run.verbs import CHAIN, SHARED, alone
 
 if TYPE_CHECKING:
-    from pgir.scoring.scorer import Scorer
+    pass
 
-__all__ = ["load", "main"]
+__all__ = ["main"]
 
 # The module in which a verb lives, in the order of the data, which is that of the help.
 VERBS = {
@@ -51,33 +51,6 @@ VERBS = {
     "doctor": "extract.commands",
     "bench": "benchmarks.speed.commands",
 }
-
-
-def load(
-    path: str | Path,
-    *,
-    model: Any = None,
-    device: str | None = None,
-    dtype: str | None = None,
-) -> "Scorer":
-    """Return the scorer of a finished run.
-
-    Args:
-      path: a run directory whose detector is calibrated.
-      model: where the run's backbone lies, if it has moved; or one in memory.
-      device: where it computes, such as "cuda"; None takes the run's.
-      dtype: of its weights; None takes the run's.
-
-    Returns:
-      An object whose `score(question, answer, context=None)` gives the calibrated
-      probability that the answer is right.
-
-    Raises:
-      ValueError: the run has no detector yet, or the backbone is another one.
-    """
-    from pgir.scoring.scorer import Scorer
-
-    return Scorer.load(path, model=model, device=device, dtype=dtype)
 
 
 class _Verbs(click.Group):

@@ -3,11 +3,12 @@
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from extract.records import Answer, Example, Passage, Setting
+from pgir.border import as_passages, refuse
 
 if TYPE_CHECKING:
     from beatrice.signals import Signals
@@ -16,8 +17,7 @@ if TYPE_CHECKING:
     from extract.signals.plan import ExtractConfig
     from extract.signals.reader import SignalReader
 
-Context = str | Passage | Mapping[str, str] | Any
-_NOT_A_SPLIT = "test"  # a question that is asked here belongs to no split; one is due
+_NO_SPLIT = "test"  # a question that is asked here is of none; a record needs one
 
 
 class LanguageModel:
@@ -67,8 +67,8 @@ class LanguageModel:
 
     def answer(
         self,
-        questions: Sequence[str | Example],
-        contexts: Sequence[Context | Sequence[Context]] | None = None,
+        questions: Iterable[str | Example],
+        contexts: Iterable[Any] | None = None,
         *,
         max_new_tokens: int = 32,
         stop: Sequence[str] | None = None,
@@ -109,7 +109,7 @@ class LanguageModel:
 
     def read(
         self,
-        answers: Sequence[Answer],
+        answers: Iterable[Answer],
         *,
         layers: Sequence[int] | Literal["middle", "all"] = "middle",
         store: str | Path | None = None,
@@ -244,110 +244,63 @@ def default_prompt(backbone: "Backbone") -> "PromptConfig":
 
 
 def as_examples(
-    questions: Sequence[str | Example],
-    contexts: Sequence[Context | Sequence[Context]] | None,
+    questions: Iterable[str | Example], contexts: Iterable[Any] | None
 ) -> list[Example]:
     """Return questions as records, with the passages that are shown.
 
     Raises:
       ValueError: of another type, empty, or counts differ.
     """
-    if isinstance(questions, str) or not isinstance(questions, Sequence):
-        raise ValueError(
-            "questions: expected a list of texts or Examples, found "
-            f"{type(questions).__name__}"
-        )
-    if contexts is None:
-        passages: list[tuple[Passage, ...]] = [()] * len(questions)
-    else:
-        if isinstance(contexts, str) or not isinstance(contexts, Sequence):
+    asked = _as_list(questions, "questions", "a list of texts or Examples")
+    shown: list[tuple[Passage, ...]] = [()] * len(asked)
+    if contexts is not None:
+        given = _as_list(contexts, "contexts", "a list with an entry a question")
+        if len(given) != len(asked):
             raise ValueError(
-                "contexts: expected one entry for each question, found "
-                f"{type(contexts).__name__}"
+                f"contexts: expected one for each of {len(asked)} questions, found "
+                f"{len(given)}"
             )
-        if len(contexts) != len(questions):
-            raise ValueError(
-                f"contexts: expected one for each of {len(questions)} questions, found "
-                f"{len(contexts)}"
-            )
-        passages = [as_passages(c, f"contexts[{i}]") for i, c in enumerate(contexts)]
-    return [
-        _as_example(question, number, shown)
-        for number, (question, shown) in enumerate(
-            zip(questions, passages, strict=True)
-        )
-    ]
+        shown = [as_passages(c, f"contexts[{i}]") for i, c in enumerate(given)]
+        for number, passages in enumerate(shown):
+            if not passages:
+                raise ValueError(
+                    f"contexts[{number}]: expected at least one passage, found none; "
+                    "leave contexts out to ask closed-book"
+                )
+    pairs = enumerate(zip(asked, shown, strict=True))
+    return [_as_example(question, n, passages) for n, (question, passages) in pairs]
+
+
+def _as_list(values: Any, name: str, expected: str) -> list[Any]:
+    """Return a list; a text alone would be read letter by letter."""
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        refuse(name, expected, values)
+    return list(values)
 
 
 def _as_example(
     question: str | Example, number: int, passages: tuple[Passage, ...]
 ) -> Example:
+    fields = {"id": str(number), "question": question}
     if isinstance(question, Example):
         fields = {"id": question.id, "question": question.question}
-    elif isinstance(question, str) and question.strip():
-        fields = {"id": str(number), "question": question}
-    else:
-        found = "an empty text" if isinstance(question, str) else type(question)
-        raise ValueError(
-            f"questions[{number}]: expected a text or an Example, found {found}"
-        )
+    elif not isinstance(question, str) or not question.strip():
+        refuse(f"questions[{number}]", "a text that says something", question)
     return Example(
-        **fields, dataset="asked", split=_NOT_A_SPLIT, golds=("-",), passages=passages
+        **fields, dataset="asked", split=_NO_SPLIT, golds=("-",), passages=passages
     )
 
 
-def as_passages(context: Any, where: str) -> tuple[Passage, ...]:
-    """Return what is shown with one question as passages.
-
-    Args:
-      context: a text, a `Passage`, a mapping of "title" and "text", a document with
-        `page_content` (as LangChain's), or several of these.
-      where: names it in an error.
-
-    Raises:
-      ValueError: of another type, or nothing is there.
-    """
-    if isinstance(context, str | Passage | Mapping) or hasattr(context, "page_content"):
-        context = [context]
-    if not isinstance(context, Sequence) or not context:
-        found = "nothing" if context in ([], ()) else type(context).__name__
-        raise ValueError(f"{where}: expected at least one passage, found {found}")
-    return tuple(_as_passage(p, f"{where}[{i}]") for i, p in enumerate(context))
-
-
-def _as_passage(passage: Any, where: str) -> Passage:
-    if isinstance(passage, Passage):
-        return passage
-    title, text = "", passage
-    if isinstance(passage, Mapping):
-        title, text = passage.get("title") or "", passage.get("text")
-    elif hasattr(passage, "page_content"):
-        title = (getattr(passage, "metadata", None) or {}).get("title") or ""
-        text = passage.page_content
-    if not (isinstance(text, str) and text.strip() and isinstance(title, str)):
-        raise ValueError(
-            f"{where}: expected a text, or a passage with a text, found "
-            f"{'an empty text' if text == '' else type(passage).__name__}"
-        )
-    return Passage(title=title, text=text)
-
-
-def _of_one_setting(answers: Sequence[Answer]) -> list[Answer]:
-    if isinstance(answers, Answer) or not isinstance(answers, Sequence) or not answers:
-        raise ValueError(
-            "answers: expected a list of at least one Answer, found "
-            f"{'none' if answers == [] else type(answers).__name__}"
-        )
-    for number, answer in enumerate(answers):
+def _of_one_setting(answers: Iterable[Answer]) -> list[Answer]:
+    checked = _as_list(answers, "answers", "a list of Answers")
+    for number, answer in enumerate(checked):
         if not isinstance(answer, Answer):
-            raise ValueError(
-                f"answers[{number}]: expected an Answer, as LanguageModel.answer "
-                f"returns them, found {type(answer).__name__}"
-            )
-    settings = {answer.setting for answer in answers}
-    if len(settings) > 1:
+            refuse(f"answers[{number}]", "an Answer of LanguageModel.answer", answer)
+    settings = {answer.setting for answer in checked}
+    if len(settings) != 1:
         raise ValueError(
-            "answers: some are closed-book and some with context; read each kind by "
-            "itself, and give both to fit: fit({'closed_book': …, 'with_context': …})"
+            f"answers: expected those of one setting, found {len(settings)} settings; "
+            "read each by itself, and give both to fit: "
+            "{'closed_book': …, 'with_context': …}"
         )
-    return list(answers)
+    return checked

@@ -1,0 +1,698 @@
+"""From signals and labels to a probe that says a calibrated P(answer is correct).
+
+`fit` is the protocol of the verbs `sweep`, `train`, `select` and `calibrate`, by the
+same functions: choose a layer, train every encoder with every seed, select and fuse,
+calibrate.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import numpy as np
+
+from beatrice.signals import Signals
+from extract.generate.templates import PromptConfig
+from extract.records import SETTINGS, Label, Setting
+from extract.run.console import Progress
+from extract.run.directory import RunDir
+from extract.run.files import read_sealed, seal, write_json_atomic
+from extract.run.manifest import read_manifest
+from jaxprobe.calibrate import FusedHead, Grid, calibrated
+from jaxprobe.calibration import brier, ece
+from jaxprobe.detector import Detector, HeadName, Provenance
+from jaxprobe.features.reading import mean_answer_states, read_features, stored_dtypes
+from jaxprobe.features.rows import Rows, training_set
+from jaxprobe.features.subsets import N_SUBSETS
+from jaxprobe.fit.stage import train_encoders
+from jaxprobe.metrics import (
+    BootstrapConfig,
+    Metric,
+    auprc,
+    auroc,
+    interval_of,
+    resamples,
+)
+from jaxprobe.pool import branch_setting, branches_of, pool_of
+from jaxprobe.settings import (
+    GRID_PRESETS,
+    SELECT_PRESETS,
+    GridConfig,
+    SelectConfig,
+    set_compiler,
+)
+from pgir.border import as_path, refuse
+from selection.stage import HeadTrainer
+from selection.sweep import SweepConfig, sweep_layers, sweep_rows
+
+if TYPE_CHECKING:
+    import pandas
+
+    from beatrice.model import LanguageModel
+    from pgir.scoring.scorer import Score, Scorer
+
+Passes = Signals | Mapping[Setting, Signals]
+Labels = Sequence[bool | None] | Sequence[Label] | np.ndarray
+Preset = Literal["few", "smoke", "demo", "paper"]
+_DETECTOR, _ABOUT = "detector", "probe.json"
+_N_AT_ONCE = 256  # answers that are encoded together
+_VALIDATION_SHARE = 0.3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitConfig:
+    """How a probe is fitted; every field of every step can be set.
+
+    Attributes:
+      sweep: the small probes that choose a layer, where there are several.
+      n_sweep: most answers of each split that they read.
+      encoders: widths and protocol of the encoders, seeds and learning rate included.
+      heads: likewise of the fusion heads, and the margin of the search.
+      n_resamples: of the intervals in the report.
+    """
+
+    sweep: SweepConfig = SweepConfig()
+    n_sweep: int = 1200
+    encoders: GridConfig = GridConfig()
+    heads: SelectConfig = SelectConfig()
+    n_resamples: int = 1000
+
+    @classmethod
+    def preset(cls, name: Preset) -> "FitConfig":
+        """Return the sizes of a preset of the command line."""
+        if name not in GRID_PRESETS:
+            raise ValueError(
+                f"config: expected a FitConfig or one of {', '.join(GRID_PRESETS)}, "
+                f"found {name!r}"
+            )
+        return cls(encoders=GRID_PRESETS[name], heads=SELECT_PRESETS[name])
+
+
+def fit(
+    signals: Passes,
+    labels: Labels | Mapping[Setting, Labels],
+    *,
+    groups: Sequence[str] | Mapping[Setting, Sequence[str]] | None = None,
+    splits: Sequence[str] | Mapping[Setting, Sequence[str]] | None = None,
+    config: FitConfig | Preset = "demo",
+    precision: float = 0.9,
+    seed: int = 0,
+    progress: bool = True,
+) -> "Probe":
+    """Fit a probe on the signals and labels of answers.
+
+    Args:
+      signals: of answers in one setting, or of both: `{"closed_book": …,
+        "with_context": …}`; with-context answers are then judged with the closed-book
+        pass of the same question as well.
+      labels: whether each answer is right: booleans (or 0 and 1), None where nobody
+        knows, or `Label`s in any order. Of both settings, a mapping as above.
+      groups: what must not be torn apart by the split, one name an answer; None takes
+        the question ids.
+      splits: "train", "validation" or "test" of each answer, or "" to leave it out.
+        None draws about three tenths of the groups for validation and tests on none.
+      config: how it is fitted, or the name of a preset: "demo" trains fifteen encoders
+        with three seeds, "paper" is the paper's, "smoke" means nothing and is quick.
+      precision: share of trusted answers that shall be right, in (0, 1].
+      seed: of every random choice.
+      progress: show how far it is.
+
+    Returns:
+      A probe. It judges answers of the language model that was read, if
+      `LanguageModel.read` made the signals, and signals in any case.
+
+    Raises:
+      ValueError: counts differ, a split has one class alone, or a value is of another
+        type.
+    """
+    passes = _by_setting(signals)
+    if not isinstance(config, FitConfig):
+        config = FitConfig.preset(config)
+    rows = _rows_of(passes, labels, groups, splits, seed)
+    layer = _choose_layer(passes, rows, config, seed)
+    encoders, heads = config.encoders.seeded(seed), config.heads.seeded(seed)
+    show = Progress()
+    grids: dict[Setting, Grid] = {}
+    outputs = {}
+    for setting, own in passes.items():
+        data = training_set(
+            own.store,
+            rows[setting],
+            layer=layer,
+            n_batch=encoders.train.batch_size,
+            streamed=encoders.stream is not None,
+        )
+        n_members = encoders.train.n_seeds * N_SUBSETS
+        with show.stage(f"fit {setting}") as update:
+            done = iter(range(1, n_members + 1))
+            trained, outputs[setting] = train_encoders(
+                data,
+                encoders,
+                on_part=lambda u=update, d=done, n=n_members: (
+                    u(next(d), n) if progress else None
+                ),
+            )
+        grids[setting] = Grid(
+            store=own.store,
+            rows=rows[setting],
+            layer=layer,
+            trained=trained,
+            standardizer=data.standardizer,
+            config=encoders.encoder,
+        )
+    fused: dict[HeadName, FusedHead] = {}
+    for branch in branches_of(tuple(passes)):
+        pool = pool_of(outputs, rows, branch_setting(branch), encoders.train.n_seeds)
+        trainer = HeadTrainer(pool, heads)
+        candidates = None
+        if branch == "single_pass":
+            candidates = range(N_SUBSETS)
+        found = trainer.search(candidates)
+        fused[branch] = FusedHead(
+            found.members, found.config, found.params, trainer.scores(found)
+        )
+    detector = calibrated(
+        fused, grids, provenance=_provenance(passes, layer), precision=precision
+    )
+    report = _report(fused, detector, rows, config.n_resamples, seed)
+    return Probe(detector, report, layer=layer)
+
+
+def _by_setting(signals: Passes) -> dict[Setting, Signals]:
+    """Return signals by the setting of their answers.
+
+    Raises:
+      ValueError: of another type, under a name that is not theirs, or empty.
+    """
+    passes = signals
+    if isinstance(signals, Signals):
+        passes = {signals.setting: signals}
+    if not isinstance(passes, Mapping) or not passes:
+        refuse(
+            "signals", f"Signals, or a mapping from {' and '.join(SETTINGS)}", signals
+        )
+    for setting, part in passes.items():
+        if not isinstance(part, Signals):
+            refuse(f"signals[{setting!r}]", "Signals", part)
+        if part.setting != setting:
+            raise ValueError(
+                f"signals[{setting!r}]: these are of {part.setting} answers; give them "
+                "under that name"
+            )
+    return {setting: passes[setting] for setting in SETTINGS if setting in passes}
+
+
+def _of(values: Any, setting: Setting, passes: Mapping[Setting, Signals]) -> Any:
+    """Return one setting's part of an argument that may be a mapping by setting."""
+    if isinstance(values, Mapping) and set(values) <= {*SETTINGS}:
+        return values.get(setting)
+    if values is not None and len(passes) > 1:
+        raise ValueError(
+            "with signals of both settings, labels, groups and splits are mappings "
+            "too: {'closed_book': …, 'with_context': …}"
+        )
+    return values
+
+
+def _as_labels(labels: Any, signals: Signals) -> tuple[np.ndarray, np.ndarray]:
+    """Return whether each answer is right, and whether anybody knows.
+
+    Args:
+      labels: booleans, 0 and 1, None; or `Label`s in any order.
+      signals: of the same answers.
+    """
+    if isinstance(labels, str | bytes | Mapping) or not isinstance(labels, Iterable):
+        refuse("labels", "a list with True, False or None for each answer", labels)
+    given = list(labels)
+    if given and all(isinstance(label, Label) for label in given):
+        verdicts = {label.key: label.label for label in given}
+        if missing := [key for key in signals.keys if key not in verdicts]:
+            raise ValueError(f"labels: none for the answer {missing[0]}")
+        given = [verdicts[key] for key in signals.keys]
+    if len(given) != len(signals):
+        raise ValueError(
+            f"labels: expected one for each of {len(signals)} answers, found "
+            f"{len(given)}"
+        )
+    for number, label in enumerate(given):
+        is_unknown = label is None or label != label  # NaN, as a table says it
+        if not is_unknown and label not in (0, 1):
+            refuse(f"labels[{number}]", "True, False or None", label)
+    is_labelled = np.array([x is not None and x == x for x in given])
+    return np.array([x is not None and x == 1 for x in given]), is_labelled
+
+
+def _rows_of(
+    passes: Mapping[Setting, Signals],
+    labels: Any,
+    groups: Any,
+    splits: Any,
+    seed: int,
+) -> dict[Setting, Rows]:
+    """Return what the rows of every store are; those that no one chose have no split.
+
+    Raises:
+      ValueError: counts differ, or a split is none.
+    """
+    truth = {s: _as_labels(_of(labels, s, passes), x) for s, x in passes.items()}
+    names = {}
+    for setting, part in passes.items():
+        group = _of(groups, setting, passes)
+        names[setting] = np.array(part.ids if group is None else [*map(str, group)])
+        if len(names[setting]) != len(part):
+            raise ValueError(
+                f"groups: expected one for each of {len(part)} answers, found "
+                f"{len(names[setting])}"
+            )
+    drawn = _drawn_splits(names, truth, seed) if splits is None else {}
+    rows = {}
+    for setting, part in passes.items():
+        chosen = drawn.get(setting)
+        if chosen is None:
+            chosen = _as_splits(_of(splits, setting, passes), len(part))
+        n_stored, at = len(part.store.spec.keys), part.indices
+        fields = {
+            "ids": ("", names[setting]),
+            "splits": ("", chosen),
+            "labels": (False, truth[setting][0]),
+            "is_labelled": (False, truth[setting][1]),
+        }
+        whole = {}
+        for name, (empty, values) in fields.items():
+            whole[name] = np.full(n_stored, empty, dtype=values.dtype)
+            whole[name][at] = values
+        rows[setting] = Rows(
+            setting=setting,
+            datasets=np.full(n_stored, "fitted"),
+            variants=np.array([key[-1] for key in part.store.spec.keys]),
+            **whole,
+        )
+    return rows
+
+
+def _as_splits(splits: Any, n_answers: int) -> np.ndarray:
+    given = [] if splits is None else [str(split) for split in splits]
+    known = ("train", "validation", "test", "")
+    if odd := [split for split in given if split not in known]:
+        raise ValueError(
+            f"splits: expected {', '.join(map(repr, known))}, found {odd[0]!r}"
+        )
+    if len(given) != n_answers:
+        raise ValueError(
+            f"splits: expected one for each of {n_answers} answers, found {len(given)}"
+        )
+    return np.array(given)
+
+
+def _drawn_splits(
+    names: Mapping[Setting, np.ndarray],
+    truth: Mapping[Setting, tuple[np.ndarray, np.ndarray]],
+    seed: int,
+) -> dict[Setting, np.ndarray]:
+    """Draw three tenths of the groups for validation, as many of those all right.
+
+    A group has the same split in both settings. Groups are drawn within those that
+    have as many right answers, so that both splits have both classes where they can.
+    """
+    n_right: dict[str, int] = {}
+    for setting, own in names.items():
+        labels, is_labelled = truth[setting]
+        for name, is_right in zip(own, labels & is_labelled, strict=True):
+            n_right[name] = n_right.get(name, 0) + int(is_right)
+    rng, validation = np.random.default_rng(seed), set()
+    for count in sorted(set(n_right.values())):
+        alike = sorted(name for name, n in n_right.items() if n == count)
+        n_drawn = round(_VALIDATION_SHARE * len(alike))
+        validation.update(rng.permutation(alike)[:n_drawn].tolist())
+    return {
+        setting: np.array(["validation" if n in validation else "train" for n in own])
+        for setting, own in names.items()
+    }
+
+
+def _choose_layer(
+    passes: Mapping[Setting, Signals],
+    rows: Mapping[Setting, Rows],
+    config: FitConfig,
+    seed: int,
+) -> int:
+    """Return the layer that hidden states are read from: best in the settings' mean.
+
+    Where only one is kept, or no family has layers, there is nothing to choose.
+    """
+    kept = {part.layers for part in passes.values()}
+    if len(kept) > 1:
+        raise ValueError(f"signals: settings keep different layers, {sorted(kept)}")
+    (layers,) = kept
+    if len(layers) < 2:
+        return layers[0] if layers else 0
+    probe = dataclasses.replace(config.sweep, root_seed=seed)
+    aurocs = []
+    for setting, part in passes.items():
+        data = []
+        for split in ("train", "validation"):
+            where = sweep_rows(rows[setting], split, config.n_sweep, seed)
+            states = [mean_answer_states(part.store, where, layer) for layer in layers]
+            data += [np.stack(states, axis=1), rows[setting].labels[where]]
+        aurocs.append(sweep_layers(*data, probe).aurocs.mean(axis=1))
+    return layers[int(np.argmax(np.mean(aurocs, axis=0)))]
+
+
+def _provenance(passes: Mapping[Setting, Signals], layer: int) -> Provenance | None:
+    """Return what the signals are of; None where no language model is known."""
+    store = next(iter(passes.values())).store
+    facts = store.spec.fingerprint
+    if any(part.store.spec.fingerprint.get("name") is None for part in passes.values()):
+        return None
+    return Provenance(
+        model=facts["name"],
+        revision=facts["model"],
+        layer=layer,
+        dtype=facts["dtype"].removeprefix("torch."),
+        stored_as=stored_dtypes(store),
+        answer_span=facts["answer_span"],
+        prompt=msgspec.convert(facts["prompt"], PromptConfig),
+        stop_id=facts["stop_id"],
+    )
+
+
+def _report(
+    fused: Mapping[HeadName, FusedHead],
+    detector: Detector,
+    rows: Mapping[Setting, Rows],
+    n_resamples: int,
+    seed: int,
+) -> list[dict[str, Any]]:
+    """Return what the probe is worth: a row for every head, split and metric."""
+    bootstrap = BootstrapConfig(n_resamples=n_resamples, seed=seed)
+    report = []
+    for branch, head in fused.items():
+        setting_rows = rows[branch_setting(branch)]
+        calibrator = detector.heads[branch].calibrator
+        p_correct = calibrator(head.scores.mean(axis=0))
+        for split in ("validation", "test"):
+            where = setting_rows.where(split)
+            if not len(where):
+                continue
+            labels, clusters = setting_rows.labels[where], setting_rows.ids[where]
+            n = {"n": len(where), "n_right": int(labels.sum())}
+            raw = head.scores.mean(axis=0)[where]
+            for name, metric, scores in (
+                ("auroc", partial(_value, auroc), raw),
+                ("auprc", partial(_value, auprc), raw),
+                ("ece", ece, p_correct[where]),
+                ("brier", brier, p_correct[where]),
+            ):
+                measured = _measured(metric, scores, labels, clusters, bootstrap)
+                report.append(
+                    {"head": branch, "split": split, "metric": name, **measured, **n}
+                )
+    return report
+
+
+def _value(
+    metric: Callable[..., Metric], scores: np.ndarray, labels: np.ndarray
+) -> float:
+    return metric(scores, labels).value
+
+
+def _measured(
+    metric: Callable[[np.ndarray, np.ndarray], float],
+    scores: np.ndarray,
+    labels: np.ndarray,
+    clusters: np.ndarray,
+    bootstrap: BootstrapConfig,
+) -> dict[str, float | None]:
+    """Return a metric with its 95 % interval; None where it is undefined."""
+    value = metric(scores, labels)
+    if not np.isfinite(value):
+        return {"value": None, "ci_low": None, "ci_high": None}
+    draws = []
+    for weights in resamples(clusters, bootstrap):
+        for counts in weights.T.astype(np.int64):
+            drawn = np.repeat(np.arange(len(labels)), counts)
+            draws.append(metric(scores[drawn], labels[drawn]))
+    low, high = interval_of(np.array([d for d in draws if np.isfinite(d)]))
+    return {"value": value, "ci_low": low, "ci_high": high}
+
+
+class Probe:
+    """A detector of right answers, with the language model that it belongs to.
+
+    `predict` takes signals and needs no language model. `score` takes texts: the model
+    is loaded when it is first needed, see `load`.
+    """
+
+    def __init__(
+        self,
+        detector: Detector,
+        report: Sequence[Mapping[str, Any]] = (),
+        *,
+        layer: int,
+        open_scorer: "Callable[[], Scorer] | None" = None,
+    ) -> None:
+        """Take a detector; see `fit` and `load`.
+
+        Args:
+          detector: the encoders, heads and maps.
+          report: what it is worth, as rows.
+          layer: entry of the resid axis that hidden states are read from.
+          open_scorer: loads the language model; None loads the one that the detector
+            names.
+        """
+        self.detector = detector
+        self.layer = layer
+        self._rows = [dict(row) for row in report]
+        self._open_scorer = open_scorer or partial(_open_scorer, detector)
+
+    def __repr__(self) -> str:
+        """Say what it reads, and of which model."""
+        heads = ", ".join(
+            f"{name}: {'+'.join(subset for _, subset in head.reads)}"
+            for name, head in self.detector.heads.items()
+        )
+        provenance = self.detector.provenance
+        of = "arrays" if provenance is None else provenance.model
+        return f"Probe({heads}; fitted on {of})"
+
+    @property
+    def report(self) -> "pandas.DataFrame":
+        """AUROC, AUPRC, ECE and Brier score with 95 % intervals, a row each.
+
+        Rows of the split "validation" flatter: it has chosen layer, encoders, heads and
+        map. Those of "test" do not.
+        """
+        import pandas
+
+        return pandas.DataFrame(self._rows)
+
+    def predict(
+        self, signals: Signals, *, closed_book: Signals | None = None
+    ) -> np.ndarray:
+        """Return calibrated P(correct) of answers from their signals, `[n_answers]`.
+
+        Args:
+          signals: of answers in one setting, read as those of the fit.
+          closed_book: of with-context answers, the signals of the same questions asked
+            closed-book, in the same order, which the head of both passes reads; None
+            takes the head that reads the with-context pass alone.
+
+        Raises:
+          ValueError: the signals are not of the probe's families, layer or setting.
+        """
+        passes = _by_setting(signals)
+        if closed_book is not None:
+            passes |= _by_setting(closed_book)
+        sizes = {len(part) for part in passes.values()}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"closed_book: expected the same {len(signals)} questions, found "
+                f"{len(closed_book)}"
+            )
+        detector = self.detector
+        score = {
+            ("closed_book",): detector.score_closed_book,
+            ("with_context",): detector.score_single_pass,
+            ("closed_book", "with_context"): lambda closed, context: (
+                detector.score_with_context(context, closed)
+            ),
+        }[tuple(passes)]
+        p_correct = []
+        for first in range(0, len(signals), _N_AT_ONCE):
+            where = range(first, min(first + _N_AT_ONCE, len(signals)))
+            features = [self._features(part, list(where)) for part in passes.values()]
+            p_correct.append(score(*features).p_correct)
+        return np.concatenate(p_correct)
+
+    def _features(self, signals: Signals, where: Sequence[int]) -> Any:
+        if signals.layers and self.layer not in signals.layers:
+            raise ValueError(
+                f"signals: the probe reads layer {self.layer}, these keep "
+                f"{', '.join(map(str, signals.layers))}; read them with that layer"
+            )
+        return read_features(
+            signals.store, signals.setting, self.layer, signals.indices[list(where)]
+        )
+
+    @cached_property
+    def scorer(self) -> "Scorer":
+        """The probe beside its language model, which is loaded now."""
+        return self._open_scorer()
+
+    def score(
+        self,
+        question: str | None = None,
+        answer: str | None = None,
+        context: Any = None,
+        *,
+        prompt: str | None = None,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        prompt_ids: Sequence[int] | None = None,
+        answer_ids: Sequence[int] | None = None,
+        context_range: tuple[int, int] | None = None,
+        question_range: tuple[int, int] | None = None,
+    ) -> "Score":
+        """Return P(the answer is correct) from one forward pass.
+
+        Args:
+          question: as the model was asked.
+          answer: its answer, or anybody's; it is read as if the model had written it.
+          context: the passages that the model was shown: a text, a mapping with `text`
+            and `title`, a document with `page_content`, or a list of these; None for
+            closed-book.
+          prompt: the text that was really sent to be completed.
+          messages: the chat that was really sent, each with `role` and `content`.
+          prompt_ids: the ids that the model really read.
+          answer_ids: the ids that it wrote.
+          context_range: characters `[start, stop)` of the context in the prompt's text.
+          question_range: likewise of the question.
+
+        Raises:
+          ValueError: an argument is of another type, a text is empty or holds control
+            tokens, or the probe was fitted on arrays or in another setting.
+        """
+        return self.scorer.score(
+            question,
+            answer,
+            context,
+            prompt=prompt,
+            messages=messages,
+            prompt_ids=prompt_ids,
+            answer_ids=answer_ids,
+            context_range=context_range,
+            question_range=question_range,
+        )
+
+    def score_many(self, rows: Any, batch_size: int = 64) -> "list[Score]":
+        """Return the scores of many answers, in shared forward passes.
+
+        Args:
+          rows: a list or a data frame. A row is a mapping of what `score` takes, or a
+            tuple of question, answer and perhaps context. One that cannot be read has
+            no P, the decision "unknown" and the reason in `error`.
+          batch_size: most answers in one forward pass.
+        """
+        return self.scorer.score_many(rows, batch_size)
+
+    def answer(self, questions: Sequence[str]) -> list[str]:
+        """Return the language model's closed-book answers, asked as in the fit."""
+        return self.scorer.answer(questions)
+
+    def threshold(self, setting: Setting) -> Any:
+        """Return at which P answers of a setting are trusted, and how often rightly."""
+        return self.scorer.threshold(setting)
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Return messages as the text that the model reads, in which ranges count."""
+        return self.scorer.render(messages)
+
+    def save(self, path: str | Path) -> None:
+        """Write the probe into a folder, which `load` reads: weights, maps, report.
+
+        Raises:
+          ValueError: something else is there.
+        """
+        folder = as_path(path, "path")
+        if folder.exists() and not _is_saved(folder) and any(folder.iterdir()):
+            raise ValueError(
+                f"{folder} holds something else; give a new folder, or that of a "
+                "probe, which is replaced"
+            )
+        folder.mkdir(parents=True, exist_ok=True)
+        self.detector.save(folder / _DETECTOR)
+        about = {"layer": self.layer, "report": self._rows}
+        write_json_atomic(folder / _ABOUT, seal(about))
+
+
+def _is_saved(folder: Path) -> bool:
+    return (folder / _DETECTOR).is_dir() and (folder / _ABOUT).is_file()
+
+
+def _open_scorer(
+    detector: Detector,
+    model: Any = None,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> "Scorer":
+    """Load the language model that a detector names, or take the one that is given."""
+    from beatrice.model import LanguageModel
+    from pgir.scoring.scorer import Scorer
+
+    provenance = detector.provenance
+    if provenance is None:
+        raise ValueError(
+            "this probe was fitted on arrays and names no language model; "
+            "predict(signals) works, or fit it on signals of LanguageModel.read"
+        )
+    if model is None or isinstance(model, str | Path):
+        model = LanguageModel(
+            model or provenance.model,
+            device=device,
+            dtype=dtype or provenance.dtype,
+            prompt=provenance.prompt,
+        )
+    return Scorer(model, detector)
+
+
+def load(
+    path: str | Path,
+    *,
+    model: "str | Path | LanguageModel | None" = None,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> Probe:
+    """Return a saved probe, or the probe of a finished run.
+
+    Args:
+      path: a folder written by `Probe.save`, or a run directory.
+      model: where the language model lies, if that has moved; or one in memory.
+      device: of the language model, which is loaded when it is first needed.
+      dtype: likewise; None takes the type in which the probe was fitted.
+
+    Raises:
+      ValueError: neither is there, or a file is not as it was written.
+    """
+    folder = as_path(path, "path")
+    options = {"model": model, "device": device, "dtype": dtype}
+    if _is_saved(folder):
+        about = read_sealed(folder / _ABOUT, "save the probe again")
+        detector = Detector.load(folder / _DETECTOR)
+        opener = partial(_open_scorer, detector, **options)
+        return Probe(
+            detector, about["report"], layer=about["layer"], open_scorer=opener
+        )
+    read_manifest(folder)  # refuses what is no run
+    run = RunDir(folder)
+    detector = Detector.load(run.finished_detector())
+    set_compiler(run.preset)
+
+    def open_scorer() -> "Scorer":
+        from pgir.scoring.scorer import Scorer
+
+        return Scorer.load(folder, **options)
+
+    layer = 0 if detector.provenance is None else detector.provenance.layer
+    return Probe(detector, layer=layer, open_scorer=open_scorer)
