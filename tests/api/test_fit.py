@@ -1,0 +1,214 @@
+"""From signals to a probe and back from a folder, without a run directory."""
+
+import dataclasses
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+import beatrice
+from extract.run.contents import read_examples, read_labels
+from extract.run.directory import RunDir
+from extract.store.read import open_kvstore
+from jaxprobe.detector import Detector
+from jaxprobe.metrics import auroc
+
+SETTINGS = ("closed_book", "with_context")
+SMALL = beatrice.FitConfig.preset("smoke")
+
+
+@pytest.fixture(scope="module")
+def run(smoke_run):
+    return RunDir(smoke_run)
+
+
+@pytest.fixture(scope="module")
+def signals(run):
+    return {setting: beatrice.Signals(run.features(setting)) for setting in SETTINGS}
+
+
+@pytest.fixture(scope="module")
+def probe(run, signals):
+    labels = list(read_labels(run).values())
+    split_of = {e.id: e.split.replace("ood", "") for e in read_examples(run)}
+    return beatrice.fit(
+        signals,
+        dict.fromkeys(SETTINGS, labels),
+        splits={s: [split_of[name] for name in x.ids] for s, x in signals.items()},
+        config="smoke",
+        seed=run.seed,
+        progress=False,
+    )
+
+
+def test_fit_on_the_signals_of_a_run_is_the_detector_of_its_verbs(run, signals, probe):
+    verbs = beatrice.Probe(Detector.load(run.detector), layer=probe.layer)
+    assert verbs.detector.provenance.layer == probe.layer
+    cases = [{"signals": part} for part in signals.values()]
+    ids = signals["closed_book"].ids
+    partners = [ids.index(name) for name in signals["with_context"].ids]
+    closed_book = signals["closed_book"][partners]
+    cases.append({"signals": signals["with_context"], "closed_book": closed_book})
+    for case in cases:
+        p_correct = probe.predict(**case)
+        np.testing.assert_allclose(verbs.predict(**case), p_correct, rtol=0, atol=1e-6)
+        assert np.ptp(p_correct) > 0.1  # it says something
+
+
+def test_a_saved_probe_predicts_the_same_and_a_changed_one_is_refused(
+    signals, probe, tmp_path
+):
+    folder = tmp_path / "probe"
+    probe.save(folder)
+    probe.save(folder)  # replaces itself
+    part = signals["closed_book"][:20]
+    again = beatrice.load(folder)
+    assert np.array_equal(again.predict(part), probe.predict(part))
+    assert again.report.equals(probe.report)
+    for file in (folder / "probe.json", *sorted(folder.rglob("*.json"))):
+        broken = tmp_path / "broken"
+        shutil.copytree(folder, broken, dirs_exist_ok=True)
+        damaged = broken / file.relative_to(folder)
+        damaged.write_bytes(damaged.read_bytes().replace(b"0", b"1"))
+        with pytest.raises(ValueError):
+            beatrice.load(broken)
+    with pytest.raises(ValueError, match="something else"):
+        probe.save(tmp_path)
+
+
+def test_a_report_has_every_head_split_and_metric_with_its_interval(probe):
+    report = probe.report
+    assert set(report["head"]) == {*SETTINGS, "single_pass"}
+    assert set(report["split"]) == {"validation", "test"}
+    assert set(report["metric"]) == {"auroc", "auprc", "ece", "brier"}
+    ranked = report[report["metric"].isin(["auroc", "auprc", "brier"])]
+    assert (ranked["ci_low"] <= ranked["value"]).all()
+    assert (ranked["value"] <= ranked["ci_high"]).all()
+
+
+def own_signals(rng, n_answers=300):
+    """Three families under names of their own; one of them knows, if little."""
+    lengths = rng.integers(1, 6, n_answers)
+    labels = rng.random(n_answers) < 0.5
+    at = np.repeat(np.arange(n_answers), lengths)
+    families = {
+        "activations": rng.normal(size=(lengths.sum(), 2, 3)),
+        "sae": rng.normal(size=(lengths.sum(), 8)),
+        "logits": rng.normal(size=lengths.sum()),
+    }
+    families["sae"][:, 2] += 2.0 * labels[at]
+    return beatrice.Signals.from_arrays(families, lengths=lengths), labels
+
+
+def own_config():
+    train = dataclasses.replace(SMALL.encoders.train, max_epochs=8)
+    encoders = dataclasses.replace(SMALL.encoders, train=train)
+    return dataclasses.replace(SMALL, encoders=encoders, n_resamples=20)
+
+
+def held_out_auroc(rng, labels_of):
+    signals, truth = own_signals(rng)
+    labels = labels_of(truth)
+    splits = ["train"] * 160 + ["validation"] * 60 + ["test"] * 80
+    probe = beatrice.fit(
+        signals, labels, splits=splits, config=own_config(), progress=False
+    )
+    report = probe.report.query("split == 'test' and metric == 'auroc'")
+    p_correct = probe.predict(signals)[220:]
+    assert auroc(p_correct, labels[220:]).value == pytest.approx(
+        report["value"].item(), abs=0.05
+    )
+    return report["value"].item(), probe
+
+
+def test_own_families_under_own_names_find_what_is_planted_and_nothing_else(rng):
+    value, probe = held_out_auroc(rng, lambda truth: truth)
+    assert value > 0.85
+    (head,) = probe.detector.heads.values()
+    assert any("S" in subset for _, subset in head.reads)
+    value, _ = held_out_auroc(rng, rng.permutation)
+    assert 0.3 < value < 0.7  # 80 answers: two standard errors are .13
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
+
+
+def test_signals_in_memory_are_given_back_with_the_last_that_holds_them(rng):
+    signals, _ = own_signals(rng, 20)
+    url, part = signals.store.url, signals[:5]
+    del signals
+    assert len(part[0]["sae"]) and open_kvstore(url).list().result()
+    del part
+    assert not open_kvstore(url).list().result()
+
+
+def test_a_part_of_signals_is_those_answers(rng):
+    signals, _ = own_signals(rng, 20)
+    where = np.arange(20) % 3 == 1
+    part = signals[where]
+    assert len(part) == where.sum() and part.ids == tuple(np.array(signals.ids)[where])
+    for name in signals.families:
+        assert np.array_equal(part[1][name], signals[4][name])
+    assert "20 answers" in repr(signals) and "3 families" in repr(signals)
+
+
+ROWS = np.ones((6, 2))
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"families": {}}, "families"),
+        ({"families": ROWS}, "families"),
+        ({"families": {"a": "text"}}, "a"),
+        ({"families": {"a": ROWS, "b": ROWS[:5]}}, "different numbers"),
+        ({"families": {"a": ROWS}, "lengths": [2, 2]}, "lengths"),
+        ({"families": {"a": ROWS * np.nan}}, "finite"),
+        ({"families": {"a": ROWS}, "spans": np.zeros((6, 2))}, "spans"),
+        ({"families": {"a": ROWS}, "ids": ["x"]}, "ids"),
+        ({"families": {"a": ROWS}, "ids": ["x"] * 6}, "twice"),
+    ],
+)
+def test_arrays_that_do_not_belong_together_are_refused(given, named):
+    with pytest.raises(ValueError, match=named):
+        beatrice.Signals.from_arrays(**given)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"signals": None}, "signals"),
+        ({"signals": {"closed": 1}}, "signals"),
+        ({"labels": "right"}, "labels"),
+        ({"labels": [True]}, "labels"),
+        ({"labels": ["yes"] * 20}, "labels"),
+        ({"labels": [True] * 20}, "class"),
+        ({"groups": ["a"]}, "groups"),
+        ({"splits": ["train"]}, "splits"),
+        ({"splits": ["dev"] * 20}, "splits"),
+        ({"config": "huge"}, "config"),
+        ({"precision": 1.5}, "precision"),
+        ({"precision": "0.9"}, "precision"),
+        ({"seed": "1"}, "seed"),
+    ],
+)
+def test_what_fit_cannot_use_is_one_sentence(rng, change, named):
+    signals, labels = own_signals(rng, 20)
+    given = {"signals": signals, "labels": labels, "config": "smoke", **change}
+    with pytest.raises(ValueError, match=named):
+        beatrice.fit(**given, progress=False)
+
+
+def test_a_probe_of_arrays_says_that_it_has_no_language_model(probe):
+    with pytest.raises(ValueError, match="arrays"):
+        probe.score("a question", "an answer")
+
+
+def test_what_is_no_probe_and_no_run_is_refused(tmp_path):
+    for path in (tmp_path, tmp_path / "nowhere", 3, None):
+        with pytest.raises(ValueError):
+            beatrice.load(path)
+    assert os.listdir(tmp_path) == []

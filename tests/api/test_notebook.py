@@ -1,0 +1,160 @@
+"""What a notebook does: questions, answers, signals, a probe, a score."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+import beatrice
+from extract.run.contents import read_answers, read_examples
+from extract.run.directory import RunDir
+from extract.store.read import open_store, read_family
+
+NOTEBOOK = """
+import beatrice
+questions = beatrice.read_questions("examples.jsonl")
+model = beatrice.LanguageModel("embedded")
+answers = model.answer(questions, max_new_tokens=10)
+labels = [a.text in q.golds for a, q in zip(answers, questions)]
+signals = model.read(answers, layers="all")
+probe = beatrice.fit(signals, labels, config="smoke")
+probe.save("probe")
+probe = beatrice.load("probe")
+score = probe.score(questions[0].question, answers[0].text)
+"""
+
+
+@pytest.fixture(scope="module")
+def run(smoke_run):
+    return RunDir(smoke_run)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return beatrice.LanguageModel("embedded")
+
+
+@pytest.fixture(scope="module")
+def examples(run):
+    return read_examples(run)[:24]
+
+
+def test_a_notebook_of_ten_lines_goes_from_questions_to_a_score(run, tmp_path):
+    assert len(NOTEBOOK.strip().splitlines()) <= 12
+    (tmp_path / "examples.jsonl").write_bytes(run.examples.read_bytes())
+    here, names = os.getcwd(), {}
+    os.chdir(tmp_path)
+    try:
+        exec(NOTEBOOK, names)
+    finally:
+        os.chdir(here)
+    assert sorted(os.listdir(tmp_path)) == ["examples.jsonl", "probe"]
+    score, probe = names["score"], names["probe"]
+    p_correct = probe.predict(names["signals"][:1])
+    assert score.p_correct == pytest.approx(p_correct[0], abs=1e-4)
+    assert score.decision in ("trust", "distrust", "unknown")
+
+
+def test_answers_are_those_of_the_verb(run, model, examples):
+    for setting, contexts in (
+        ("closed_book", None),
+        ("with_context", [e.passages for e in examples]),
+    ):
+        known = {a.key: a for a in read_answers(run, setting)}
+        for answer in model.answer(examples, contexts, max_new_tokens=10):
+            assert answer == known[answer.key]
+
+
+def test_signals_are_those_of_the_verb_in_memory_and_in_a_folder(
+    run, model, examples, tmp_path
+):
+    answers = model.answer(examples, max_new_tokens=10)
+    store = open_store(run.features("closed_book"))
+    for where in (None, tmp_path / "signals"):
+        signals = model.read(answers, layers=[2, 4], store=where)
+        assert signals.layers == (2, 4) and signals.setting == "closed_book"
+        for i, answer in enumerate(answers[:5]):
+            at = [store.spec.keys.index(answer.key)]
+            for name in ("prob", "resid", "attn"):
+                kept = read_family(store, name, at).values
+                np.testing.assert_allclose(signals[i][name], kept, rtol=0, atol=1e-4)
+    assert len(model.read(answers, layers=[2, 4], store=where)) == len(answers)
+
+
+def test_a_model_in_memory_is_read_where_it_is_and_as_it_is(model, examples):
+    backbone = model.backbone
+    ours = beatrice.LanguageModel(backbone.model, backbone.tokenizer)
+    assert "float32 on cpu" in repr(ours)
+    texts = [e.question for e in examples[:3]]
+    ours.prompt = model.prompt  # what a base model is asked by default is another
+    pairs = zip(ours.answer(texts), model.answer(texts), strict=True)
+    assert all(left.token_ids == right.token_ids for left, right in pairs)
+
+
+def test_a_type_is_that_of_the_weights():
+    half = beatrice.LanguageModel("embedded", dtype="bfloat16")
+    assert half.backbone.dtype == torch.bfloat16
+    assert "bfloat16" in repr(half)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"model": 3}, "model"),
+        ({"model": "no/such model"}, "no/such model"),
+        ({"model": "embedded", "dtype": "int4"}, "dtype"),
+        ({"model": "embedded", "device": "tpu"}, "device"),
+        ({"model": "embedded", "tokenizer": object()}, "tokenizer"),
+        ({"model": torch.nn.Linear(2, 2), "device": "cpu"}, "device"),
+    ],
+)
+def test_a_model_that_cannot_be_had_is_one_sentence(given, named):
+    with pytest.raises(ValueError, match=named):
+        beatrice.LanguageModel(**given)
+
+
+@pytest.mark.parametrize(
+    ("questions", "contexts", "named"),
+    [
+        ("where?", None, "questions"),
+        (None, None, "questions"),
+        ([3], None, r"questions\[0\]"),
+        (["where?", " "], None, r"questions\[1\]"),
+        (["where?"], "Paris", "contexts"),
+        (["where?"], [], "contexts"),
+        (["where?"], [[]], r"contexts\[0\]"),
+        (["where?"], [[3]], r"contexts\[0\]"),
+    ],
+)
+def test_what_is_no_question_or_context_is_one_sentence(
+    model, questions, contexts, named
+):
+    with pytest.raises(ValueError, match=named):
+        model.answer(questions, contexts)
+
+
+def test_contexts_may_be_texts_passages_mappings_or_documents(model):
+    class Document:
+        page_content = "Skiband Rugrond was born in Guzolt Falls."
+        metadata = {"title": ""}
+
+    text = Document.page_content
+    kinds = [text, [text], {"title": "", "text": text}, Document()]
+    kinds.append([beatrice.Passage(title="", text=text)])
+    question = "where was Skiband Rugrond born?"
+    answers = model.answer([question] * len(kinds), kinds)
+    assert len({answer.prompt_ids for answer in answers}) == 1
+
+
+@pytest.mark.parametrize("answers", [None, [], "text", ["text"]])
+def test_only_answers_are_read(model, answers):
+    with pytest.raises(ValueError, match="answers"):
+        model.read(answers)
+
+
+def test_layers_that_the_model_has_not_are_refused(model):
+    answers = model.answer(["where was Skiband Rugrond born?"])
+    for layers in ("last", [99], [-1]):
+        with pytest.raises(ValueError, match="layers"):
+            model.read(answers, layers=layers)
