@@ -26,7 +26,6 @@ from jaxprobe.calibration import brier, ece
 from jaxprobe.detector import Detector, HeadName, Provenance
 from jaxprobe.features.reading import mean_answer_states, read_features, stored_dtypes
 from jaxprobe.features.rows import Rows, training_set
-from jaxprobe.features.subsets import N_SUBSETS
 from jaxprobe.fit.stage import train_encoders
 from jaxprobe.metrics import (
     BootstrapConfig,
@@ -44,7 +43,7 @@ from jaxprobe.settings import (
     SelectConfig,
     set_compiler,
 )
-from pgir.border import as_path, refuse
+from pgir.border import as_path, as_probability, refuse
 from selection.stage import HeadTrainer
 from selection.sweep import SweepConfig, sweep_layers, sweep_rows
 
@@ -129,6 +128,10 @@ def fit(
         type.
     """
     passes = _by_setting(signals)
+    as_probability(precision, "precision")
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        refuse("seed", "a whole number from 0 on", seed)
+    set_compiler("smoke" if config == "smoke" else "demo")
     if not isinstance(config, FitConfig):
         config = FitConfig.preset(config)
     rows = _rows_of(passes, labels, groups, splits, seed)
@@ -145,7 +148,7 @@ def fit(
             n_batch=encoders.train.batch_size,
             streamed=encoders.stream is not None,
         )
-        n_members = encoders.train.n_seeds * N_SUBSETS
+        n_members = encoders.train.n_seeds * data.dims.n_subsets
         with show.stage(f"fit {setting}") as update:
             done = iter(range(1, n_members + 1))
             trained, outputs[setting] = train_encoders(
@@ -169,7 +172,7 @@ def fit(
         trainer = HeadTrainer(pool, heads)
         candidates = None
         if branch == "single_pass":
-            candidates = range(N_SUBSETS)
+            candidates = range(pool.n_subsets)
         found = trainer.search(candidates)
         fused[branch] = FusedHead(
             found.members, found.config, found.params, trainer.scores(found)
@@ -338,7 +341,7 @@ def _choose_layer(
     rows: Mapping[Setting, Rows],
     config: FitConfig,
     seed: int,
-) -> int:
+) -> int | None:
     """Return the layer that hidden states are read from: best in the settings' mean.
 
     Where only one is kept, or no family has layers, there is nothing to choose.
@@ -348,7 +351,7 @@ def _choose_layer(
         raise ValueError(f"signals: settings keep different layers, {sorted(kept)}")
     (layers,) = kept
     if len(layers) < 2:
-        return layers[0] if layers else 0
+        return layers[0] if layers else None
     probe = dataclasses.replace(config.sweep, root_seed=seed)
     aurocs = []
     for setting, part in passes.items():
@@ -361,7 +364,9 @@ def _choose_layer(
     return layers[int(np.argmax(np.mean(aurocs, axis=0)))]
 
 
-def _provenance(passes: Mapping[Setting, Signals], layer: int) -> Provenance | None:
+def _provenance(
+    passes: Mapping[Setting, Signals], layer: int | None
+) -> Provenance | None:
     """Return what the signals are of; None where no language model is known."""
     store = next(iter(passes.values())).store
     facts = store.spec.fingerprint
@@ -451,7 +456,7 @@ class Probe:
         detector: Detector,
         report: Sequence[Mapping[str, Any]] = (),
         *,
-        layer: int,
+        layer: int | None,
         open_scorer: "Callable[[], Scorer] | None" = None,
     ) -> None:
         """Take a detector; see `fit` and `load`.
@@ -459,7 +464,8 @@ class Probe:
         Args:
           detector: the encoders, heads and maps.
           report: what it is worth, as rows.
-          layer: entry of the resid axis that hidden states are read from.
+          layer: entry of the resid axis that hidden states are read from; None where
+            no family has layers.
           open_scorer: loads the language model; None loads the one that the detector
             names.
         """
@@ -506,36 +512,36 @@ class Probe:
         passes = _by_setting(signals)
         if closed_book is not None:
             passes |= _by_setting(closed_book)
-        sizes = {len(part) for part in passes.values()}
-        if len(sizes) > 1:
-            raise ValueError(
-                f"closed_book: expected the same {len(signals)} questions, found "
-                f"{len(closed_book)}"
+            if set(passes) != {*SETTINGS} or len(closed_book) != len(signals):
+                raise ValueError(
+                    f"closed_book: expected closed-book signals of the {len(signals)} "
+                    f"questions that were asked with context, found {closed_book}"
+                )
+        p_correct = [
+            self._score({s: self._features(x, where) for s, x in passes.items()})
+            for where in np.array_split(
+                np.arange(len(signals)), -(-len(signals) // _N_AT_ONCE)
             )
-        detector = self.detector
-        score = {
-            ("closed_book",): detector.score_closed_book,
-            ("with_context",): detector.score_single_pass,
-            ("closed_book", "with_context"): lambda closed, context: (
-                detector.score_with_context(context, closed)
-            ),
-        }[tuple(passes)]
-        p_correct = []
-        for first in range(0, len(signals), _N_AT_ONCE):
-            where = range(first, min(first + _N_AT_ONCE, len(signals)))
-            features = [self._features(part, list(where)) for part in passes.values()]
-            p_correct.append(score(*features).p_correct)
+        ]
         return np.concatenate(p_correct)
 
-    def _features(self, signals: Signals, where: Sequence[int]) -> Any:
+    def _score(self, features: Mapping[Setting, Any]) -> np.ndarray:
+        """Return the P of answers whose passes are given, `[n_answers]`."""
+        detector = self.detector
+        if "with_context" not in features:
+            return detector.score_closed_book(features["closed_book"]).p_correct
+        context = features["with_context"]
+        if "closed_book" not in features:
+            return detector.score_single_pass(context).p_correct
+        return detector.score_with_context(context, features["closed_book"]).p_correct
+
+    def _features(self, signals: Signals, where: np.ndarray) -> Any:
         if signals.layers and self.layer not in signals.layers:
             raise ValueError(
                 f"signals: the probe reads layer {self.layer}, these keep "
                 f"{', '.join(map(str, signals.layers))}; read them with that layer"
             )
-        return read_features(
-            signals.store, signals.setting, self.layer, signals.indices[list(where)]
-        )
+        return read_features(signals.store, self.layer, signals.indices[where])
 
     @cached_property
     def scorer(self) -> "Scorer":
@@ -694,5 +700,5 @@ def load(
 
         return Scorer.load(folder, **options)
 
-    layer = 0 if detector.provenance is None else detector.provenance.layer
+    layer = None if detector.provenance is None else detector.provenance.layer
     return Probe(detector, layer=layer, open_scorer=open_scorer)
