@@ -21,10 +21,17 @@ from extract.run.console import Progress
 from extract.run.directory import RunDir
 from extract.run.files import read_sealed, seal, write_json_atomic
 from extract.run.manifest import read_manifest
-from jaxprobe.calibrate import FusedHead, Grid, calibrated
+from jaxprobe.calibrate import FusedHead, Grid, calibrated, score_store
 from jaxprobe.calibration import brier, ece
+from jaxprobe.config import (
+    GRID_PRESETS,
+    SELECT_PRESETS,
+    GridConfig,
+    SelectConfig,
+    set_compiler,
+)
 from jaxprobe.detector import Detector, HeadName, Provenance
-from jaxprobe.features.reading import mean_answer_states, read_features, stored_dtypes
+from jaxprobe.features.reading import mean_answer_states, stored_dtypes
 from jaxprobe.features.rows import Rows, training_set
 from jaxprobe.fit.stage import train_encoders
 from jaxprobe.metrics import (
@@ -36,13 +43,6 @@ from jaxprobe.metrics import (
     resamples,
 )
 from jaxprobe.pool import branch_setting, branches_of, pool_of
-from jaxprobe.settings import (
-    GRID_PRESETS,
-    SELECT_PRESETS,
-    GridConfig,
-    SelectConfig,
-    set_compiler,
-)
 from pgir.border import as_path, as_probability, refuse
 from selection.stage import HeadTrainer
 from selection.sweep import SweepConfig, sweep_layers, sweep_rows
@@ -57,7 +57,6 @@ Passes = Signals | Mapping[Setting, Signals]
 Labels = Sequence[bool | None] | Sequence[Label] | np.ndarray
 Preset = Literal["few", "smoke", "demo", "paper"]
 _DETECTOR, _ABOUT = "detector", "probe.json"
-_N_AT_ONCE = 256  # answers that are encoded together
 _VALIDATION_SHARE = 0.3
 
 
@@ -503,8 +502,8 @@ class Probe:
         Args:
           signals: of answers in one setting, read as those of the fit.
           closed_book: of with-context answers, the signals of the same questions asked
-            closed-book, in the same order, which the head of both passes reads; None
-            takes the head that reads the with-context pass alone.
+            closed-book, which the head of both passes reads too and finds by their
+            ids; None takes the head that reads the with-context pass alone.
 
         Raises:
           ValueError: the signals are not of the probe's families, layer or setting.
@@ -512,36 +511,28 @@ class Probe:
         passes = _by_setting(signals)
         if closed_book is not None:
             passes |= _by_setting(closed_book)
-            if set(passes) != {*SETTINGS} or len(closed_book) != len(signals):
+            if list(passes) != ["with_context", "closed_book"]:
                 raise ValueError(
-                    f"closed_book: expected closed-book signals of the {len(signals)} "
-                    f"questions that were asked with context, found {closed_book}"
+                    "closed_book: expected closed-book signals beside with-context "
+                    f"ones, found {closed_book} beside {signals}"
                 )
-        p_correct = [
-            self._score({s: self._features(x, where) for s, x in passes.items()})
-            for where in np.array_split(
-                np.arange(len(signals)), -(-len(signals) // _N_AT_ONCE)
-            )
-        ]
-        return np.concatenate(p_correct)
-
-    def _score(self, features: Mapping[Setting, Any]) -> np.ndarray:
-        """Return the P of answers whose passes are given, `[n_answers]`."""
-        detector = self.detector
-        if "with_context" not in features:
-            return detector.score_closed_book(features["closed_book"]).p_correct
-        context = features["with_context"]
-        if "closed_book" not in features:
-            return detector.score_single_pass(context).p_correct
-        return detector.score_with_context(context, features["closed_book"]).p_correct
-
-    def _features(self, signals: Signals, where: np.ndarray) -> Any:
-        if signals.layers and self.layer not in signals.layers:
-            raise ValueError(
-                f"signals: the probe reads layer {self.layer}, these keep "
-                f"{', '.join(map(str, signals.layers))}; read them with that layer"
-            )
-        return read_features(signals.store, self.layer, signals.indices[where])
+        branch: HeadName = signals.setting
+        if branch == "with_context" and closed_book is None:
+            branch = "single_pass"
+        for part in passes.values():
+            if part.layers and self.layer not in part.layers:
+                raise ValueError(
+                    f"signals: the probe reads layer {self.layer}, these keep "
+                    f"{', '.join(map(str, part.layers))}; read them with that layer"
+                )
+        stores = {setting: part.store for setting, part in passes.items()}
+        return score_store(
+            self.detector,
+            branch,
+            stores,
+            layer=self.layer,
+            examples=signals.indices,
+        ).p_correct
 
     @cached_property
     def scorer(self) -> "Scorer":
