@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from extract.datasets.config import BuildConfig, Context, DataConfig, Role, Source
+from extract.datasets.config import BuildConfig, DataConfig, Role, Source
 from extract.datasets.loading import Refusal
 from extract.datasets.pools import SourceReport, is_usable, open_source, read_pools
-from extract.datasets.readers.question import Question
 from extract.datasets.splits import (
     Candidate,
     Draw,
@@ -33,16 +32,6 @@ def _has_other_things(folder: Path) -> bool:
     if "manifest.json" in names:
         names -= {"manifest.json", "lock", "examples.jsonl", "passages.jsonl"}
     return bool(names)
-
-
-def _shown(question: Question, context: Context) -> tuple[Passage, ...]:
-    """Return the passages that become an example's context."""
-    if context == "none":
-        return ()
-    if context == "all":
-        return question.passages
-    found = tuple(p for p in question.passages if p.is_supporting)
-    return found[:1] if context == "first" else found
 
 
 class _Row(NamedTuple):
@@ -70,7 +59,7 @@ def _drawn_rows(
             question, name = found.question, str(found.question.id)
             if name not in order or name in rows:
                 continue
-            example = question.as_example(order[name], _shown(question, context))
+            example = question.as_example(order[name], question.context(context))
             bare = (Passage(title=p.title, text=p.text) for p in question.passages)
             rows[name] = _Row(
                 to_json(example), text_key(question.question), list(map(to_json, bare))

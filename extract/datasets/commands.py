@@ -95,11 +95,11 @@ def make_data_run(
         return check_folder(run.path)
 
 
+_FEW = 1000  # training questions; the paper has 10,000 of each set
 _N_SHOWN = 20  # refused records named one by one on the terminal; --json has more
 _NOTES = (
     ("repeated_questions", "questions whose text occurred before"),
     ("golds_without_words", "answers of which normalising leaves nothing"),
-    ("twice_encoded", "questions with text that was encoded twice"),
     ("empty_passages", "passages without text, left out"),
     ("missing_titles", "questions with a gold title that has no paragraph"),
     ("missing_documents", "evidence files that are not there"),
@@ -298,6 +298,12 @@ def make_run(
             "data: without --dev there is nothing to choose and calibrate a detector on"
         )
     manifest = make_data_run(run_dir, sources, build, asked, progress, fixed=fixed)
+    n_train = sum(manifest["sizes"].get("train", {}).values())
+    if preset == "paper" and 0 < n_train < _FEW:
+        progress.note(
+            f"data: {n_train} training questions are few for the sizes of the preset "
+            "paper; `beatrice train RUN --preset few` is made for them"
+        )
     _show_splits(run_dir, manifest, options["as_json"])
 
 
@@ -333,7 +339,6 @@ def _inspection_as_text(report: Mapping[str, Any]) -> str:
         f"  refused            {report['refused']}",
     ]
     lines += [f"  {report[key]:<6} {text}" for key, text in _NOTES if report[key]]
-    lines += [f"         {one}" for one in report["twice_encoded_texts"][:_N_SHOWN]]
     shown = report["refusals"][:_N_SHOWN]
     lines += [f"  record {r['record']} ({r['at']}): {r['reason']}" for r in shown]
     if report["refused"] > len(shown):

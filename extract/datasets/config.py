@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from extract.records import Split
+from extract.records import ACROSS_SETS, MAX_NAME, Split
 
 Role = Literal["train", "dev", "held-out"]
 Context = Literal["supporting", "first", "all", "none"]
 Size = int | Literal["all"]  # of a split
+A_NAME = (
+    f"a name (letters, digits, '.', '_' and '-', at most {MAX_NAME}, the first a "
+    f"letter, a digit or '_'; none of {', '.join(ACROSS_SETS)})"
+)
 HELD_OUT_SIZES = {"popqa": 1000, "nq": 1182, "triviaqa": 1277}
 
 

@@ -4,7 +4,6 @@ What cannot be had is a ValueError; its text is why the record is refused.
 """
 
 import ast
-import itertools
 import re
 import warnings
 from collections.abc import Iterable, Mapping
@@ -30,13 +29,9 @@ _LITERAL_CHARACTERS = 1 << 20  # of a list written as text; the longest known is
 # which are read nearly twice as fast as by the parser of the language alone.
 _ENTRY = re.compile(r"'([^'\\\n]*)'")
 _PLAIN_LIST = re.compile(r"\['[^'\\\n]*'(?:, '[^'\\\n]*')*+\]")
-_A_STRING = re.compile(r"""'(?:[^'\\]|\\.)*+'|"(?:[^"\\]|\\.)*+\"""", re.S)
-_NOTHING_BETWEEN = re.compile(r"\s*[uUrRbBfF]{0,2}")
+# A text ends and another begins, which Python would join.
+_NO_COMMA = re.compile(r"""[^\\\s\[,](['"])\s+['"]""")
 _OPENS_A_LIST = re.compile(r"""[\[{]\s*['"\]}]""")
-_OPENS_A_TUPLE = re.compile(r"""\(\s*['"]""")
-_OTHER_LETTERS = re.compile(r"[^\x00-\x7f]+")
-_USUAL = re.compile("[\u00a0-\u017f\u2010-\u2026\u20ac]")  # of European languages
-_PRINTED = re.compile(r"(array|Index|Series)\(\[")
 _MISSING = ("null", "NULL", "nan", "NaN", "None", "<NA>")  # as tables and logs write it
 _SINGULAR = ("answer", "reference", "target")  # names under which a plain text is usual
 _IN_ORDER = ("answers", "answer", "golden_answers", "ground_truth", "short_answers",
@@ -102,48 +97,38 @@ def identity(record: Record, *keys: str) -> str | None:
 
 
 def unfold(value: Any, name: str) -> Any:
-    """Return a value that was written as text: JSON, or a Python literal.
+    """Return what a text holds that begins like a list or an object.
 
-    Text that starts like a list or an object is parsed, also where it was encoded
-    twice; anything else is returned as it is.
+    JSON, or a Python literal as DPR's files and copies of PopQA have it; anything else
+    is returned as it is.
+
+    Raises:
+      ValueError: it is neither.
     """
-    begin = value.lstrip()[:1] if isinstance(value, str) else ""
-    if begin not in ("[", "{", '"') or not begin:
+    text = value.strip() if isinstance(value, str) else ""
+    if text[:1] not in ("[", "{"):
         return value
     try:
-        found = msgspec.json.decode(value)
+        return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
-        return value if begin == '"' else _literal(value.strip(), name)
-    if begin == '"':  # JSON inside a JSON text
-        return unfold(found, name) if found.lstrip()[:1] in ("[", "{", '"') else value
-    return found
+        return _literal(text, name)
 
 
-def _literal(value: str, name: str) -> Any:
-    """Return a Python literal, where it cannot mean anything else.
-
-    Python joins two texts without a comma between; NumPy prints its arrays so.
-    """
-    if _PLAIN_LIST.fullmatch(value):
-        return _ENTRY.findall(value)
-    if len(value) > _LITERAL_CHARACTERS:
-        raise ValueError(f"{name!r}: a list written as text of {len(value)} characters")
-    strings = list(_A_STRING.finditer(value))
-    for first, second in itertools.pairwise(strings):
-        if _NOTHING_BETWEEN.fullmatch(value, first.end(), second.start()):
-            raise ValueError(
-                f"{name!r}: two texts without a comma between them, as NumPy prints an "
-                f"array; save the list as JSON, found {value[:40]!r}"
-            )
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of "\ " and the like inside a string
-            return ast.literal_eval(value)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        raise ValueError(
-            f"{name!r}: expected a list as JSON or as a Python literal, found "
-            f"{value[:40]!r}"
-        ) from None
+def _literal(text: str, name: str) -> Any:
+    """Return a Python literal; NumPy prints arrays like one, without its commas."""
+    if _PLAIN_LIST.fullmatch(text):
+        return _ENTRY.findall(text)
+    if len(text) <= _LITERAL_CHARACTERS and not _NO_COMMA.search(text):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of "\ " and the like inside a string
+                return ast.literal_eval(text)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            pass
+    raise ValueError(
+        f"{name!r}: expected a list as JSON or as a Python literal, commas between "
+        f"its texts, found {text[:40]!r}"
+    )
 
 
 def distinct(texts: Iterable[str]) -> tuple[str, ...]:
@@ -194,61 +179,13 @@ def _answers_of_text(value: Any, name: str) -> Any:
         raise ValueError(
             f"{name!r}: expected an answer, found {text!r}, the sign of a missing value"
         )
-    if _PRINTED.match(text):
-        raise ValueError(
-            f"{name!r}: expected a list as JSON, found {text[:40]!r}, as Python prints "
-            "an array; save it with tolist()"
-        )
-    if "|" in text and name not in _SINGULAR and text[0] != "[":
+    is_plural = name not in _SINGULAR
+    if "|" in text and is_plural and text[0] != "[":
         raise ValueError(
             f"{name!r}: expected a list, found {text[:40]!r}; whether the bars part "
             "several answers cannot be told, save the list as JSON"
         )
-    if text[:1] not in ("[", "{", "(", '"'):
-        return value
-    must_be_list = text[0] in "[{" and (
-        name not in _SINGULAR or _OPENS_A_LIST.match(text) is not None
-    )
-    try:
-        is_tuple = _OPENS_A_TUPLE.match(text) is not None
-        found = _literal(text, name) if is_tuple else unfold(text, name)
-    except ValueError:
-        if must_be_list:
-            raise
-        return value
-    return value if isinstance(found, str) else found
-
-
-def _as_byte(character: str) -> bytes:
-    """Return the byte that Windows-1252 shows as a character; it lacks five of them."""
-    try:
-        return character.encode("cp1252")
-    except UnicodeEncodeError:
-        return character.encode("latin-1")
-
-
-def _decoded_run(run: re.Match[str]) -> str:
-    """Return what a run of other letters says if its bytes are UTF-8; else itself.
-
-    One odd letter is no sign: "CAF\u00c9\u2122" would turn into a schwa.
-    """
-    try:
-        found = b"".join(map(_as_byte, run.group())).decode()
-    except UnicodeError:
-        return run.group()
-    return found if len(found) > 1 or _USUAL.match(found) else run.group()
-
-
-def decoded_once(text: str) -> str | None:
-    """Return what a text says that was encoded twice; None where it was not.
-
-    UTF-8 that was read as Windows-1252 and encoded again shows an accented letter as
-    two ("\u00c3\u00a9").
-    """
-    if text.isascii():
-        return None
-    found = _OTHER_LETTERS.sub(_decoded_run, text)
-    return found if found != text else None
+    return unfold(value, name) if is_plural or _OPENS_A_LIST.match(text) else value
 
 
 def has_answers(record: Record) -> bool:

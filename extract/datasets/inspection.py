@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from extract.datasets.fields import decoded_once
 from extract.datasets.files.kinds import FileType
 from extract.datasets.loading import (
     DatasetFile,
@@ -31,7 +30,7 @@ _LONG_WORD = re.compile(r"\w{4}")  # no article: spares normalising most answers
 
 _COUNTED = ("records", "loaded", "refused", "with_passages", "with_gold_passages",
             "passages", "gold_passages", "golds", "repeated_questions",
-            "golds_without_words", "twice_encoded", "empty_passages", "missing_titles",
+            "golds_without_words", "empty_passages", "missing_titles",
             "missing_documents")  # fmt: skip
 
 
@@ -46,7 +45,6 @@ class Tally:
         self.reasons: collections.Counter[str] = collections.Counter()
         self.refusals: list[Refusal] = []
         self._questions: set[bytes] = set()
-        self._mended: list[str] = []
 
     def add(self, found: Loaded | Refusal) -> None:
         """Count one record."""
@@ -63,9 +61,6 @@ class Tally:
 
     def _add_question(self, question: Question) -> None:
         n_gold = sum(passage.is_supporting for passage in question.passages)
-        words = (question.question, *question.golds)
-        mended = [(one, new) for one in words if (new := decoded_once(one)) is not None]
-        self._mended += [f"{one!r}, meant {new!r}" for one, new in mended]
         text = normalise(question.question).encode()
         key = hashlib.blake2b(text, digest_size=12).digest()
         self.counts.update(
@@ -79,7 +74,6 @@ class Tally:
             empty_passages=question.meta.get("n_empty_passages", 0),
             missing_titles="missing_titles" in question.meta,
             missing_documents=question.meta.get("n_missing_documents", 0),
-            twice_encoded=bool(mended),
             repeated_questions=key in self._questions,
         )
         self._questions.add(key)
@@ -88,7 +82,6 @@ class Tally:
         """Return the numbers, and what was refused."""
         return {
             **self.counts,
-            "twice_encoded_texts": self._mended[:MAX_LISTED],
             "reasons": dict(self.reasons.most_common()),
             "refusals": [
                 {"record": one.number, "at": one.at, "reason": one.reason}

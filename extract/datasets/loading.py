@@ -7,10 +7,14 @@ its number and the reason.
 import collections
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+import msgspec
+
+from extract.datasets.config import A_NAME, Context
 from extract.datasets.fields import Record, has_answers
 from extract.datasets.files.kinds import FileType, recognise
 from extract.datasets.files.streams import RawRecord, RecordStream
@@ -25,9 +29,9 @@ from extract.datasets.readers.question import (
     is_foreign,
 )
 from extract.datasets.readers.triviaqa import attach, find_evidence
+from extract.records import Example, is_safe_name
 
 N_SAMPLE = 64  # records from which a file's layout and question set are told
-N_SEARCHED = 4096  # records read for one of a known layout, where the first are not
 
 
 def _read_document(record: Record) -> Question | None:
@@ -279,21 +283,11 @@ def open_dataset(
 
 
 def _sample(path: Path, file_type: FileType) -> tuple[list[RawRecord], Format]:
-    """Return the first records and their layout.
-
-    Where none of them is of a known one, more are read: a damaged beginning does not
-    make a file of questions another kind of file.
-    """
+    """Return the first records and their layout."""
     sample: list[RawRecord] = []
-    n_read = n_known = 0
     try:
-        for raw in RecordStream(path, file_type):
-            is_known = raw.value is not None and recognise_record(raw.value)
-            n_read, n_known = n_read + 1, n_known + bool(is_known)
-            if is_known or n_read <= N_SAMPLE:  # a thousand unknown ones may be large
-                sample.append(raw)
-            if n_read == N_SEARCHED or (n_known and n_read % N_SAMPLE == 0):
-                break
+        for raw in itertools.islice(RecordStream(path, file_type), N_SAMPLE):
+            sample.append(raw)
     except ValueError:
         if not any(raw.value is not None for raw in sample):
             raise  # otherwise what was read tells what the file is
@@ -302,7 +296,7 @@ def _sample(path: Path, file_type: FileType) -> tuple[list[RawRecord], Format]:
     values = [raw.value for raw in sample if raw.value is not None]
     if not values:
         raise ValueError(
-            f"{path}: none of the first {n_read} records can be read; record "
+            f"{path}: none of the first {len(sample)} records can be read; record "
             f"{sample[0].number} ({sample[0].at}): {sample[0].problem}"
         )
     known = choose_format(values)
@@ -342,3 +336,59 @@ def _dataset_of(
     if name is not None and name != guess:
         return name, "file name"
     return guess, source if guess is not None else None
+
+
+def read_questions(
+    path: Path | str, dataset: str | None = None, *, context: Context = "all"
+) -> list[Example]:
+    """Read a file of questions, in any of the layouts that `beatrice data` reads.
+
+    Args:
+      path: JSON, JSON lines, CSV, TSV or Parquet, also gzipped: a published question
+        set, or lines with "question", "golds" and perhaps "id" and "passages".
+      dataset: name of the question set; by default what the records or the file's name
+        say.
+      context: which passages an example has: all that came with its question, the
+        supporting ones, the first of these, or none.
+
+    Returns:
+      The questions in file order, each with an id of its own. A split is the one that a
+      record names, else `train`.
+
+    Raises:
+      ValueError: the file is no file of questions, a record cannot be used (its number
+        and reason are named), or an argument is of the wrong type.
+    """
+    if not isinstance(path, str | Path):
+        raise ValueError(
+            "read_questions reads a file: expected its path, found "
+            f"{type(path).__name__} (questions in memory are made by Example)"
+        )
+    if dataset is not None and not (isinstance(dataset, str) and is_safe_name(dataset)):
+        raise ValueError(f"dataset: expected {A_NAME}, found {dataset!r}")
+    if context not in get_args(Context):
+        raise ValueError(
+            f"context: expected one of {', '.join(get_args(Context))}, found "
+            f"{context!r}"
+        )
+    path = Path(path)
+    file = open_dataset(path, dataset=dataset)
+    stem = path.name.partition(".")[0]
+    default = file.dataset or (stem if is_safe_name(stem) else "questions")
+    examples: dict[str, Example] = {}
+    for row in file.read():
+        if isinstance(row, Refusal):
+            raise ValueError(f"{path}, record {row.number} ({row.at}): {row.reason}")
+        question = row.question
+        if question.dataset is None:
+            question = dataclasses.replace(question, dataset=default)
+        example = question.as_example(
+            question.split or "train", question.context(context)
+        )
+        # The text of a question without an id may be there again.
+        for number in itertools.count(2):
+            if examples.setdefault(example.id, example) is example:
+                break
+            name = f"{question.dataset}-{question.id}-{number}"
+            example = msgspec.structs.replace(example, id=name)
+    return list(examples.values())

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from extract.records import ACROSS_SETS, MAX_NAME, is_safe_name
+from extract.datasets.config import A_NAME
+from extract.records import is_safe_name
 from extract.run.verbs import SEED, SETTINGS_OPTION, preset_option
 
 if TYPE_CHECKING:
@@ -16,12 +17,6 @@ if TYPE_CHECKING:
 _CONTEXTS = ("supporting", "first", "all", "none")
 _ROLES = ("train", "dev", "held-out")
 Command = Callable[..., None]
-
-
-A_NAME = (
-    f"letters, digits, '.', '_' and '-', at most {MAX_NAME}, the first a letter, a "
-    f"digit or '_'; none of {', '.join(ACROSS_SETS)}"
-)
 
 
 class SetName(click.ParamType):
@@ -34,7 +29,7 @@ class SetName(click.ParamType):
     ) -> str:
         """Return the name, or refuse what is none."""
         if not is_safe_name(value):
-            self.fail(f"expected a name ({A_NAME}), found {value!r}", param, ctx)
+            self.fail(f"expected {A_NAME}, found {value!r}", param, ctx)
         return value
 
 
@@ -73,7 +68,7 @@ class _Named(click.ParamType):
         name, equals, rest = str(value).partition("=")
         if not equals or not rest or not is_safe_name(name):
             self.fail(
-                f"expected NAME=VALUE with a name ({A_NAME}), found {value!r}",
+                f"expected NAME=VALUE with {A_NAME}, found {value!r}",
                 param,
                 ctx,
             )

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from extract.datasets.config import BuildConfig, Context, Role, Source
-from extract.datasets.fields import decoded_once
 from extract.datasets.loading import DatasetFile, Loaded, Refusal, open_dataset
 from extract.datasets.readers.question import DATASETS
 from extract.datasets.splits import Candidate
@@ -34,7 +33,6 @@ class SourceReport:
     usable: int = 0
     left_out: int = 0
     elsewhere: int = 0
-    twice_encoded: list[str] = dataclasses.field(default_factory=list)
     repeats: list[Refusal] = dataclasses.field(default_factory=list)
     refusals: list[Refusal] = dataclasses.field(default_factory=list)
 
@@ -52,8 +50,6 @@ class SourceReport:
             "context": self.context,
             "without_passages": self.left_out,
             "of_another_split": self.elsewhere,
-            "twice_encoded": len(self.twice_encoded),
-            "twice_encoded_texts": self.twice_encoded[:MAX_LISTED],
             "repeated": len(self.repeats),
             "repeats": [dataclasses.asdict(one) for one in self.repeats[:MAX_LISTED]],
             "refused": len(self.refusals),
@@ -160,9 +156,6 @@ def _read_pool(
             )
         if question.has_made_id:
             first[name] = found.number
-        for text in (question.question, *question.golds):
-            if (mended := decoded_once(text)) is not None:
-                report.twice_encoded.append(f"{text!r}, meant {mended!r}")
         pool[name] = Candidate(name, text_key(question.question), question.split)
     if report.records and report.elsewhere == report.records:
         raise ValueError(
@@ -197,10 +190,4 @@ def read_pools(
             f"repeated, {report.elsewhere} of another split)"
             f"{'' if context != 'none' else '; closed-book only'}"
         )
-        if report.twice_encoded:
-            note(
-                f"{source.path}: {len(report.twice_encoded)} questions or answers look "
-                "as if their text was encoded twice, and no answer will match them; "
-                f"the first: {', '.join(report.twice_encoded[:3])}"
-            )
     return pools, reports

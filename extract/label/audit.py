@@ -1,15 +1,29 @@
-"""Are the labels to be trusted? Judges against exact match, and against each other."""
+"""Are the labels to be trusted? Judges, exact match and a person against each other.
 
+A person judges a sample of answers blind: a CSV goes out, and the same CSV comes in. It
+shows question, golds, passages and answer, not the verdicts; the person fills the
+column `human` with correct or incorrect, and what is left empty is counted. Half of the
+sample is labelled right and half wrong, so that each kind of mistake has an interval;
+what that says of all answers is weighted by how many have either label.
+"""
+
+import csv
 import dataclasses
+import hashlib
+import io
 import itertools
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from extract.generate.requests import variants_of
 from extract.label.rubrics import RUBRICS, Rubric
-from extract.label.verdicts import exact_match
+from extract.label.verdicts import exact_match, parse_verdict
 from extract.records import Answer, Example, Label
+from extract.run.files import write_text_atomic
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -220,3 +234,253 @@ def between_judges(
             }
         )
     return compared
+
+
+Key = tuple[str, str, str]  # example, setting, variant
+COLUMNS = tuple(
+    "item example_id setting variant question golds passages answer check human".split()
+)
+
+
+def draw_sample(
+    rows: Sequence[LabelledAnswer], n: int, *, seed: int = 0
+) -> list[LabelledAnswer]:
+    """Draw answers that have a label, evenly over the settings (paper: 50 and 50).
+
+    And evenly over right and wrong, of test and held-out questions where there are any:
+    what detectors are measured on.
+
+    Args:
+      rows: all, in the order of their keys.
+      n: how many; fewer if there are not so many, and where one kind has too few the
+        others give more.
+      seed: of the draw.
+
+    Returns:
+      The sample in a random order.
+    """
+    rng = np.random.default_rng(seed)
+    piles = [
+        [pile[i] for i in rng.permutation(len(pile))]
+        for _, pile in sorted(_kinds(rows).items())
+    ]
+    chosen: list[LabelledAnswer] = []
+    while len(chosen) < n and any(piles):
+        for pile in piles:
+            if pile and len(chosen) < n:
+                chosen.append(pile.pop())
+    return [chosen[i] for i in rng.permutation(len(chosen))]
+
+
+def _kinds(
+    rows: Sequence[LabelledAnswer],
+) -> dict[tuple[str, bool], list[LabelledAnswer]]:
+    """Return the answers that may be drawn, by setting and label."""
+    kept = [row for row in rows if row.label.label is not None]
+    evaluated = [row for row in kept if row.example.split in ("test", "ood")]
+    kinds: dict[tuple[str, bool], list[LabelledAnswer]] = {}
+    for row in evaluated or kept:
+        kinds.setdefault((row.label.setting, bool(row.label.label)), []).append(row)
+    return kinds
+
+
+def checksum(row: LabelledAnswer) -> str:
+    """Return what changes with the question, its golds or the answer.
+
+    A letter stands first, or a spreadsheet might take it for a number.
+    """
+    content = [row.example.question, list(row.example.golds), row.answer.text]
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+    return f"c{digest[:12]}"
+
+
+def _shown(text: str) -> str:
+    """Return a cell that no spreadsheet takes for a formula."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
+
+
+def _passages(row: LabelledAnswer) -> str:
+    """Return the titles and texts that the model saw, a line each."""
+    shown = dict(variants_of(row.label.setting, row.example)).get(row.label.variant, ())
+    return "\n".join(
+        f"{passage.title}: {passage.text}"
+        for i, passage in enumerate(shown or ())
+        if i not in row.answer.dropped
+    )
+
+
+def sample_csv(sample: Sequence[LabelledAnswer]) -> str:
+    """Return the sample as CSV, the column `human` empty."""
+    stream = io.StringIO()
+    writer = csv.writer(stream, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for item, row in enumerate(sample, start=1):
+        cells = (
+            row.example.id,
+            *row.group,
+            row.example.question,
+            " | ".join(row.example.golds),
+            _passages(row),
+            row.answer.text,
+            checksum(row),
+        )
+        writer.writerow((item, *map(_shown, cells), ""))
+    return stream.getvalue()
+
+
+def write_sample(path: Path, sample: Sequence[LabelledAnswer]) -> None:
+    """Write the sample's CSV; a file that a person may have filled in is left alone.
+
+    Raises:
+      ValueError: the file there holds another sample.
+    """
+    if path.exists():
+        there = [row["check"] for row in _read_rows(path)]
+        if there != [checksum(row) for row in sample]:
+            raise ValueError(
+                f"{path} holds another sample, perhaps with annotations; move it away "
+                "to draw anew"
+            )
+        return
+    write_text_atomic(path, sample_csv(sample))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LabelNoise:
+    """How often a person disputes one label in one setting."""
+
+    setting: str
+    label: bool  # what the labels say
+    n_all: int  # evaluated answers with this label
+    n: int  # of them, annotated
+    n_disputed: int  # of these, the person says otherwise
+    ci_low: float | None  # Wilson's 95 % interval of the share; None without any
+    ci_high: float | None
+
+    def in_words(self) -> str:
+        """Return one line for a person."""
+        said, truly = ("right", "wrong") if self.label else ("wrong", "right")
+        line = f"{self.setting}: {self.n_disputed} of {self.n} labelled {said} are "
+        if self.ci_low is None:
+            return f"{line}{truly}"
+        return f"{line}{truly} [{self.ci_low:.3f}, {self.ci_high:.3f}]"
+
+
+def label_noise(
+    rows: Sequence[LabelledAnswer], human: Mapping[Key, bool]
+) -> tuple[LabelNoise, ...]:
+    """Count what a person disputes, per setting and label.
+
+    Args:
+      rows: all labelled answers.
+      human: the person's verdicts by key.
+    """
+    # Here, since a second of the verb's start would go into loading it.
+    from scipy.stats import binomtest
+
+    found = []
+    for (setting, label), pile in sorted(_kinds(rows).items()):
+        own = [human[row.label.key] for row in pile if row.label.key in human]
+        n, n_disputed = len(own), sum(one != label for one in own)
+        interval = (None, None)
+        if n:
+            interval = binomtest(n_disputed, n).proportion_ci(0.95, method="wilson")
+        fields = {"setting": setting, "label": label, "n_all": len(pile), "n": n}
+        fields |= {"n_disputed": n_disputed}
+        low, high = (None if x is None else float(x) for x in interval)
+        found.append(LabelNoise(**fields, ci_low=low, ci_high=high))
+    return tuple(found)
+
+
+def noise_in_words(noise: Sequence[LabelNoise]) -> list[str]:
+    """Return a line for each label of each setting, and one for all of its answers."""
+    lines = []
+    for setting in dict.fromkeys(one.setting for one in noise):
+        own = [one for one in noise if one.setting == setting]
+        lines += [one.in_words() for one in own]
+        if all(one.n for one in own):
+            share = sum(x.n_all * x.n_disputed / x.n for x in own)
+            share /= sum(x.n_all for x in own)
+            lines.append(f"{setting}: of all answers, {100 * share:.1f} % mislabelled")
+    return lines
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HumanAgreement:
+    """What a person's annotations say about the labels."""
+
+    judge: Agreement  # of the person with the labels
+    exact: Agreement  # of the person with exact match
+    n_empty: int  # items that were not annotated
+    noise: tuple[LabelNoise, ...]
+    verdicts: tuple[tuple[str, str, str, bool], ...]  # key, and is it correct?
+
+
+def _read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a sample's CSV; a spreadsheet may have put semicolons."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError(
+            f"{path}: expected a CSV in UTF-8; save it from the spreadsheet as "
+            "'CSV UTF-8'"
+        ) from None
+    header = text.split("\n", 1)[0]
+    separator = ";" if header.count(";") > header.count(",") else ","
+    reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator)
+    missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+    if missing:
+        raise ValueError(
+            f"{path}: expected the columns {', '.join(COLUMNS)}; "
+            f"found no {missing[0]!r}"
+        )
+    return [{name: row[name] or "" for name in COLUMNS} for row in reader]
+
+
+def read_annotations(
+    path: Path, rows: Sequence[LabelledAnswer], *, seed: int = 0
+) -> HumanAgreement:
+    """Compare a person's annotations with the labels.
+
+    Args:
+      path: a sample's CSV with the column `human` filled in.
+      rows: all labelled answers as they are now.
+      seed: of the bootstrap.
+
+    Raises:
+      ValueError: the file is no such CSV, a word is neither correct nor incorrect, or
+        an item is unknown, twice there, or of another answer than the run's.
+    """
+    # Looked up as it is shown: the CSV may hold an id behind an apostrophe.
+    by_key = {tuple(map(_shown, row.label.key)): row for row in rows}
+    rated: list[tuple[bool, LabelledAnswer]] = []
+    seen: set[tuple[str, ...]] = set()
+    for number, cells in enumerate(_read_rows(path), start=1):
+        key = (cells["example_id"], cells["setting"], cells["variant"])
+        where = f"{path}, row {number}"
+        if key not in by_key or by_key[key].label.label is None:
+            raise ValueError(f"{where}: {key} is no labelled answer of this run")
+        if key in seen:
+            raise ValueError(f"{where}: {key} is there twice; keep one of them")
+        seen.add(key)
+        if cells["check"] != checksum(by_key[key]):
+            raise ValueError(
+                f"{where}: {key} was annotated for another question, gold or answer "
+                "than the run's; draw a new sample"
+            )
+        if cells["human"].strip():
+            verdict = parse_verdict(cells["human"])
+            if verdict == "unparsable":
+                raise ValueError(
+                    f"{where}: the column human is correct, incorrect or empty, found "
+                    f"{cells['human'][:40]!r}"
+                )
+            rated.append((verdict == "correct", by_key[key]))
+    labels = [(human, bool(row.label.label)) for human, row in rated]
+    return HumanAgreement(
+        judge=agreement(labels, seed=seed),
+        exact=agreement([(human, row.exact) for human, row in rated], seed=seed),
+        n_empty=len(seen) - len(rated),
+        noise=label_noise(rows, {row.label.key: human for human, row in rated}),
+        verdicts=tuple((*row.label.key, human) for human, row in rated),
+    )

@@ -22,7 +22,7 @@ from extract.run.verbs import RUN_DIR, SHARD, alone, dry_run_option, share_of
 
 if TYPE_CHECKING:
     from extract.generate.generator import Generator
-    from extract.label.annotation import HumanAgreement
+    from extract.label.audit import HumanAgreement
     from extract.run.directory import RunDir
 
 
@@ -283,7 +283,7 @@ def _agreement(row: dict[str, Any]) -> str:
 
 def _audit_as_text(report: dict[str, Any], human: "HumanAgreement | None") -> str:
     """Return the report of `audit_labels`, line by line."""
-    from extract.label.annotation import noise_in_words
+    from extract.label.audit import noise_in_words
 
     lines = [f"labels by {report['label_rule']}", "", "against exact match"]
     for row in report["exact_match"]:

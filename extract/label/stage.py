@@ -11,18 +11,16 @@ from typing import Any
 from extract.generate.forecast import forecast_texts
 from extract.generate.generator import SCHEMA_VERSION, Generator
 from extract.generate.replies import open_replies, reused_in_words
-from extract.label.annotation import (
-    HumanAgreement,
-    draw_sample,
-    read_annotations,
-    write_sample,
-)
 from extract.label.audit import (
+    HumanAgreement,
     LabelledAnswer,
     against_exact_match,
     between_judges,
     disagreements,
+    draw_sample,
     join_labels,
+    read_annotations,
+    write_sample,
 )
 from extract.label.judges import ConsensusConfig, judge_answers
 from extract.label.labels import (

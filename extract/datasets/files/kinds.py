@@ -9,9 +9,9 @@ import contextlib
 import csv
 import dataclasses
 import gzip
+import json
 import re
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Literal, Protocol
 
@@ -22,69 +22,38 @@ LIST_KEYS = ("Data", "data", "rows", "examples", "questions", "instances")
 # An object with one of these is a record, not something around records.
 _RECORD_KEYS = {"question", "Question", "question_text", "query", "golden_answers"}
 # Text here holds a character for each byte (Latin-1), and may end anywhere.
-_FLAGS = re.ASCII | re.DOTALL
-_STRING = r'"(?:[^"\\]++|\\.)*+"'
-_KEY = re.compile(rf"[\s,{{]*+({_STRING})\s*+:\s*+", _FLAGS)
-# Up to the first object of a list, or to its end.
-_LIST_HEAD = re.compile(rf"\[((?:{_STRING}|[^\[\]{{}}\"]++)*+)(?=[{{\]])", _FLAGS)
-_SCALAR = re.compile(rf"(?:{_STRING}|[^\s,{{}}\[\]\"]++)", _FLAGS)
-_TO_BRACKET = {
-    "{": re.compile(rf'(?:[^{{}}"]++|{_STRING})*+[{{}}]', _FLAGS),
-    "[": re.compile(rf'(?:[^\[\]"]++|{_STRING})*+[\[\]]', _FLAGS),
-}
+_KEY = re.compile(r'[\s,{]*+("(?:[^"\\]++|\\.)*+")\s*+:\s*+', re.ASCII | re.DOTALL)
+_LIST_OF_OBJECTS = re.compile(r"\[\s*[{\]]", re.ASCII)
+_decode = json.JSONDecoder().raw_decode
 
 
 def _list_key_of(text: str) -> str | None:
-    """Return the name of the list of objects that the object at 0 is around.
+    """Return the name of the list of records that the object at 0 is around.
 
     A record is no such object, though a third party gave it a list under one of the
-    names; and a damaged first entry does not make another list of it.
+    names.
     """
-    at, found = 0, None
+    at, list_key = 0, None
     while key := _KEY.match(text, at):
-        name = key[1][1:-1]
-        at = key.end()
+        name, at = key[1][1:-1], key.end()
         if name in _RECORD_KEYS:
             return None
-        if found is None and name in LIST_KEYS and _is_list_of_objects(text, at):
-            found = name
-        at = end_of_value(text, at) or len(text)
-        if found == name and text[at - 1 : at] != "]":
-            break  # damaged inside, or longer than the text
-    return found
+        if name in LIST_KEYS and _LIST_OF_OBJECTS.match(text, at):
+            list_key = list_key or name
+        try:
+            _, at = _decode(text, at)
+        except (ValueError, RecursionError):
+            break  # longer than the text, or damaged
+    return list_key
 
 
-def _is_list_of_objects(text: str, at: int) -> bool:
-    """Tell whether the value at `at` is an empty list, or one with an object in it."""
-    head = _LIST_HEAD.match(text, at)
-    if head is None:
-        return False
-    return text[head.end() : head.end() + 1] == "{" or not head[1].strip()
-
-
-def top_keys(text: str, at: int) -> Iterator[str]:
-    """Yield the keys of the object at `at`, as far as it can be followed."""
-    while key := _KEY.match(text, at):
-        yield key[1][1:-1]
-        at = end_of_value(text, key.end()) or len(text)
-
-
-def end_of_value(text: str, at: int) -> int | None:
-    """Return the position behind the JSON value at `at`, or None if it is cut off.
-
-    It need not be valid: brackets of one kind are counted, outside strings.
-    """
-    opening = text[at : at + 1]
-    if opening not in ("{", "["):
-        scalar = _SCALAR.match(text, at)
-        return scalar.end() if scalar else None
-    depth, pattern = 0, _TO_BRACKET[opening]
-    while found := pattern.match(text, at):
-        at = found.end()
-        depth += 1 if text[at - 1] == opening else -1
-        if depth == 0:
-            return at
-    return None
+def _is_cut(text: str) -> bool:
+    """Tell whether the object at 0 does not end in the text."""
+    try:
+        _decode(text)
+    except (ValueError, RecursionError):
+        return True
+    return False
 
 
 Container = Literal[
@@ -274,7 +243,7 @@ def _kind_of_objects(text: str) -> FileType:
     # A first line that is damaged does not change what the others are.
     if _is_object(first) or (len(first) > 2 and rest.startswith("{")):
         return FileType(container="json lines")
-    if not rest and len(text) >= HEAD - 8 and end_of_value(text, 0) is None:
+    if not rest and len(text) >= HEAD - 8 and _is_cut(text):
         return FileType(container="json lines")  # one record, longer than the head
     return FileType(container="json values")
 

@@ -5,7 +5,6 @@ are read one by one, Parquet in small batches. What is no record is passed on wi
 number and the reason; only a file that is cut off or damaged as a whole ends reading.
 """
 
-import collections
 import contextlib
 import csv
 import re
@@ -21,7 +20,7 @@ from extract.datasets.fields import HEADERLESS
 from extract.datasets.files.json_stream import (
     CHUNK,
     MAX_RECORD,
-    ArrayScanner,
+    JsonValues,
     RawRecord,
     Window,
     parse_object,
@@ -121,13 +120,13 @@ class RecordStream:
         window, name = Window(stream), str(self._path)
         at = window.skip_space(0)
         if self._type.container == "json values":
-            yield from ArrayScanner(window, name, in_array=False).walk(at)
+            yield from JsonValues(window, name, in_array=False).walk(at)
             return
         at, before = at + 1, ""
         if self._type.list_key is not None:
             at = _list_start(window, self._type.list_key)
             before = window.text[:at]
-        scanner = ArrayScanner(window, name)
+        scanner = JsonValues(window, name)
         yield from scanner.walk(at)
         rest = window.text[scanner.end :]  # it is short in every known format
         while len(rest) <= CHUNK and window.advance(len(window.text)):
@@ -196,38 +195,28 @@ def _json_lines(stream: Readable) -> Iterator[RawRecord]:
 def _table_rows(stream: Readable, path: Path, delimiter: str) -> Iterator[RawRecord]:
     """Yield one record a row, under the header's names or `column 1`, `column 2`.
 
-    Quoting is CSV's: cells of PopQA and of DPR's question files hold doubled quotes. A
-    quote left open takes the rows behind it in, to the end of the file: they are read
-    again.
-    """
-    source = _lines(stream)
-    again: collections.deque[tuple[int, str]] = collections.deque()
-    taken: list[tuple[int, str]] = []  # the lines of this row
-    size = 0  # of them
+    Quoting is CSV's: cells of PopQA and of DPR's question files hold doubled quotes.
 
-    def feed() -> Iterator[str]:
-        nonlocal size
-        while again or (found := next(source, None)):
-            if not again:
-                number, line, is_long = found
-                size += len(line)
-                if is_long or size > MAX_RECORD:
-                    raise ValueError(
-                        f"{path}, line {number}: a row of more than "
-                        f"{MAX_RECORD >> 20} MiB, perhaps for a quote that is left "
-                        "open; the file is no table of questions"
-                    )
-                again.append((number, line.decode("utf-8", "surrogateescape")))
-            taken.append(again.popleft())
-            yield taken[-1][1] + "\n"
+    Raises:
+      ValueError: a row of several lines is damaged: a quote that is left open takes in
+        the rows behind it.
+    """
+
+    def lines() -> Iterator[str]:
+        for number, line, is_long in _lines(stream):
+            if is_long:
+                raise ValueError(
+                    f"{path}, line {number}: longer than {MAX_RECORD >> 20} MiB; the "
+                    "file is no table of questions"
+                )
+            yield line.decode("utf-8", "surrogateescape") + "\n"
 
     csv.field_size_limit(max(csv.field_size_limit(), MAX_RECORD))
-    reader = csv.reader(feed(), delimiter=delimiter, strict=True)
+    reader = csv.reader(lines(), delimiter=delimiter, strict=True)
     names: list[str] | None = None
     n_records = 0
     while True:
-        taken.clear()
-        size = 0
+        first = reader.line_num + 1
         try:
             cells, problem = next(reader, None), None
         except csv.Error as error:
@@ -242,17 +231,16 @@ def _table_rows(stream: Readable, path: Path, delimiter: str) -> Iterator[RawRec
                 continue
             names = list(HEADERLESS)
         n_records += 1
-        if len(taken) > 1 and (problem or len(cells) != len(names or HEADERLESS)):
-            again.extendleft(reversed(taken[1:]))
-            del taken[1:]
-            reader = csv.reader(feed(), delimiter=delimiter, strict=True)
-            problem = (problem or "the row has another number of columns") + (
-                ": a quote is left open on this line"
-            )
         problem = problem or _row_problem(cells, names or [])
+        at = f"line {first}"
+        if reader.line_num > first:
+            at = f"lines {first}-{reader.line_num}"
+            if problem is not None:
+                raise ValueError(
+                    f"{path}, {at}: {problem}; perhaps a quote is left open on line "
+                    f"{first}: close it, nothing behind it can be read"
+                )
         value = None if problem else dict(zip(names or [], cells, strict=True))
-        first, last = taken[0][0], taken[-1][0]
-        at = f"line {first}" if first == last else f"lines {first}-{last}"
         yield RawRecord(n_records, at, value, problem)
 
 

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
+from extract.datasets.config import Context
 from extract.datasets.fields import Record
 from extract.records import Example, Passage, Split
 
@@ -52,6 +53,15 @@ class Question:
     meta: dict[str, Any] = dataclasses.field(default_factory=dict)
     has_made_id: bool = False
     split: Split | None = None
+
+    def context(self, context: Context) -> tuple[Passage, ...]:
+        """Return the passages that become an example's context."""
+        if context == "none":
+            return ()
+        if context == "all":
+            return self.passages
+        supporting = tuple(p for p in self.passages if p.is_supporting)
+        return supporting[:1] if context == "first" else supporting
 
     def as_example(self, split: Split, passages: tuple[Passage, ...]) -> Example:
         """Return the example of a split, with the passages chosen as its context."""

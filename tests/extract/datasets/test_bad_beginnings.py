@@ -1,4 +1,4 @@
-"""A file whose beginning is damaged, or looks like another kind, is what it is."""
+"""A file whose beginning looks like another kind is what it is."""
 
 import json
 
@@ -13,18 +13,8 @@ LINES = [json.dumps(pub.hotpot(i)) for i in range(3)]
 OTHER = [{"x": 1}] * 65
 
 
-def opened(first):
-    """TriviaQA's object with something before its first entry."""
-    return DATA.replace('"Data": [', f'"Data": [{first}', 1)
-
-
 # For each file: what it holds, its container, and how many are loaded and refused.
 FILES = {
-    "null before the entries": (opened("null, "), "json object", 3, 1),
-    "a number before them": (opened("5, "), "json object", 3, 1),
-    "a text before them": (opened('"x", '), "json object", 3, 1),
-    "a comma before them": (opened(","), "json object", 3, 1),
-    "three of them": (opened('null, "a{", 5, '), "json object", 3, 3),
     "lines with a list of objects": (
         "".join(json.dumps(one) + "\n" for one in EXTRA),
         "json lines",
@@ -60,19 +50,6 @@ FILES = {
         1,
     ),
     "an array behind a tab": ("\t" + json.dumps(EXTRA), "json array", 3, 0),
-    "65 nulls": (json.dumps([None] * 65 + EXTRA), "json array", 3, 65),
-    "65 lines of other fields": (
-        "".join(json.dumps(one) + "\n" for one in OTHER + EXTRA),
-        "json lines",
-        3,
-        65,
-    ),
-    "a first record without its brace": (
-        json.dumps(EXTRA).replace('}, {"_id', ', {"_id', 1),
-        "json array",
-        2,
-        1,
-    ),
 }
 
 
@@ -97,14 +74,6 @@ def test_values_without_line_feeds_are_told_in_files_of_any_size(between, tmp_pa
     assert (report["loaded"], report["container"]) == (3200, "json values")
 
 
-def test_an_entry_with_a_brace_too_many_is_a_fault_inside_the_list(tmp_path):
-    path = tmp_path / "file"
-    path.write_text(DATA.replace("}], ", "}}], ", 1))
-    report = inspect_file(path)
-    assert report["container"] == "json object"
-    assert report["error"]
-
-
 def test_one_long_record_is_still_a_line(tmp_path):
     path = tmp_path / "file"
     path.write_text(json.dumps(pub.hotpot(1) | {"more": "x" * (2 << 20)}))
@@ -121,7 +90,7 @@ NO_JSON = {
     ),
     "UTF-32": (DATA.encode("utf-32"), "UTF-32"),
     "UTF-16": (DATA.encode("utf-16"), "UTF-16"),
-    "nothing known at all": (json.dumps(OTHER * 70).encode(), "'x' are of no known"),
+    "nothing known at all": (json.dumps(OTHER).encode(), "'x' are of no known"),
 }
 
 

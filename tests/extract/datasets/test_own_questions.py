@@ -164,16 +164,6 @@ def test_a_name_of_ones_own_is_no_claim_to_be_a_published_set(own, tmp_path):
     assert "none of the six question sets" in done.output
 
 
-def test_text_that_was_encoded_twice_is_counted_and_shown(own, tmp_path):
-    lines = [LINES[0] | {"golds": ["DvoÅ™Ã¡k", "CAFÉ™"]}, *LINES[1:]]
-    own.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    said = build(tmp_path / "run", ("train", own)).stderr
-    assert "1 questions or answers look as if their text was encoded twice" in said
-    assert "'DvoÅ™Ã¡k', meant 'Dvořák'" in said
-    said = beatrice("data", "--inspect", own).output
-    assert "'DvoÅ™Ã¡k', meant 'Dvořák'" in said and "CAFÉ" not in said
-
-
 @pytest.mark.parametrize("verb", ["demo", "world", "data"])
 def test_a_folder_with_a_persons_files_is_refused_and_left_alone(own, verb):
     files = ("--train", f"mine={own}", "--n-train", "all", "--model", "embedded")
