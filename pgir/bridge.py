@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from extract.backbone.loading import Backbone
-from extract.generate.backends.local import generate
 from extract.generate.prompts import build_prompt
 from extract.generate.requests import GenerationConfig, Request, plan_batches
 from extract.records import Answer, Setting
@@ -153,6 +152,8 @@ class ProbedBackbone:
 
     def answer(self, requests: Sequence[Request]) -> list[Answer]:
         """Return greedy answers in the order of the requests."""
+        from extract.generate.backends.local import generate  # scoring writes nothing
+
         with self.lock:
             return generate(self.backbone, requests, self.config)
 

@@ -23,7 +23,6 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from extract.backbone.names import check_name
-from extract.backbone.unpacking import outlined
 
 
 def _switch_lengths(rope: Any) -> list[int]:
@@ -301,6 +300,8 @@ def load_outline(name: str) -> Outline:
       ValueError: it could not be loaded, or would be refused if it were, as far as
         its weights need not be read for that.
     """
+    from extract.backbone.unpacking import outlined  # scoring has no need of it
+
     check_name(name)
     with outlined(name) as source:
         return _load_outline(source)

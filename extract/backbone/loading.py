@@ -17,7 +17,6 @@ from extract.backbone.names import (
     check_name,
     own_device,
 )
-from extract.backbone.unpacking import unpacked
 from extract.records import Answer
 from extract.run.console import quiet
 from extract.run.files import read_json, sha256_file
@@ -169,7 +168,12 @@ def load_backbone(
         keep_freed_memory()
     place = Path(name).expanduser()
     is_local = place.exists()
-    model, tokenizer = load_checkpoint(unpacked(name), getattr(torch, dtype))
+    source = str(place) if is_local else name
+    if place.is_file():  # GGUF, which few need: three files
+        from extract.backbone.unpacking import unpacked
+
+        source = unpacked(name)
+    model, tokenizer = load_checkpoint(source, getattr(torch, dtype))
     revision = _hash_files(place) if is_local else model.config._commit_hash
     return Backbone.from_model(
         model.to(device), tokenizer, name=name, revision=revision
