@@ -1,6 +1,5 @@
 """A detector of one's own, as the README shows it: checked, judged, in a notebook."""
 
-import importlib.metadata
 import re
 import shutil
 import sys
@@ -70,7 +69,6 @@ def test_an_entry_point_goes_by_its_name(here, monkeypatch):
         "[beatrice.baselines]\nhedges_of_theirs = hedges:HEDGING\n"
     )
     monkeypatch.syspath_prepend(here)
-    importlib.metadata.MetadataPathFinder.invalidate_caches()
     assert find_detector("hedges_of_theirs").name == "hedging"
     (found,) = chosen_detectors(BaselinesConfig(only=("hedges_of_theirs",)))
     assert found.name == "hedging"
