@@ -164,7 +164,9 @@ class StoreSpec:
         tensors = {"lengths": self.lengths, "spans": self.spans}
         if self.firsts.any():  # else the bytes are those from before there was a choice
             tensors["firsts"] = self.firsts
-        return safetensors.numpy.save(tensors)
+        # The memory of a strided array would be written as it lies.
+        contiguous = {name: np.ascontiguousarray(x) for name, x in tensors.items()}
+        return safetensors.numpy.save(contiguous)
 
     def index_bytes(self) -> bytes:
         """Return the content of `index.json`; equal specs give equal bytes."""

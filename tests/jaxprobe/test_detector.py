@@ -6,12 +6,16 @@ import numpy as np
 import pytest
 
 from extract.generate.templates import PromptConfig, Shot
+from extract.store.families import Family
+from extract.store.spec import StoreSpec
+from extract.store.write import create_store, write_range
 from jaxprobe import checkpoint
-from jaxprobe.calibrate import selected_params
+from jaxprobe.calibrate import score_store, selected_params
 from jaxprobe.calibration import Calibrator
 from jaxprobe.config import EncoderConfig, FusionConfig
 from jaxprobe.detector import Detector, EncoderBank, Provenance, SettingHead
 from jaxprobe.features.families import SPANS, Features, fit_standardizer, split_families
+from jaxprobe.features.reading import read_features
 from jaxprobe.features.subsets import SUBSETS, paper_dims, subset_index
 from jaxprobe.fit.grid import Member, Trained, member_outputs
 from jaxprobe.model.encoder import Encoder, MemberOutputs
@@ -152,6 +156,62 @@ def test_a_detector_of_an_older_format_is_refused_in_a_sentence(made, tmp_path):
     with pytest.raises(ValueError) as caught:
         Detector.load(tmp_path)
     assert str(tmp_path) in str(caught.value) and "again" in str(caught.value)
+
+
+def stored(setting, questions):
+    """Random signals of some questions; closed-book nobody has a context."""
+    rng, dims = np.random.default_rng(len(questions)), DIMS[setting]
+    lengths = rng.integers(1, 5, (len(questions), 3))
+    lengths[:, 0] *= setting == "with_context"
+    stops = np.cumsum(lengths, axis=1)
+    spec = StoreSpec(
+        families={
+            name: Family(shape=(size,))
+            for name, size in zip(dims.names, dims.sizes, strict=True)
+        },
+        keys=tuple((f"q{i}", setting, "original") for i in questions),
+        lengths=stops[:, -1],
+        spans=np.stack([stops - lengths, stops], axis=-1),
+        rows_per_shard=1 << 10,
+        hidden_layers=(),
+        fingerprint={},
+    )
+    store = create_store(f"memory://detector-{setting}-{len(questions)}", spec)
+    n_tokens = int(stops[:, -1].sum())
+    write_range(
+        store,
+        0,
+        {
+            name: rng.standard_normal((n_tokens, *family.shape)).astype(np.float32)
+            for name, family in spec.families.items()
+        },
+    )
+    return store
+
+
+def test_stored_answers_are_scored_beside_the_closed_book_ones_of_their_questions(made):
+    detector, _ = made
+    context, closed = np.arange(90), np.roll(np.arange(100)[::-1], 7)
+    stores = {
+        "with_context": stored("with_context", context),
+        "closed_book": stored("closed_book", closed),
+    }
+    partner = np.array([closed.tolist().index(i) for i in context])
+    expected = detector.score_with_context(
+        read_features(stores["with_context"], None),
+        read_features(stores["closed_book"], None, partner),
+    )
+    scores = score_store(detector, "with_context", stores, layer=None)
+    np.testing.assert_allclose(scores.raw, expected.raw, atol=1e-5)
+    some = np.array([80, 3, 41])
+    few = score_store(detector, "with_context", stores, layer=None, examples=some)
+    np.testing.assert_allclose(few.encoders, expected.encoders[some], atol=1e-5)
+    with pytest.raises(ValueError, match="needs the signals of closed_book"):
+        alone = {"with_context": stores["with_context"]}
+        score_store(detector, "with_context", alone, layer=None)
+    with pytest.raises(ValueError, match="'q0' has no closed-book answer"):
+        stores["closed_book"] = stored("closed_book", context[1:])
+        score_store(detector, "with_context", stores, layer=None)
 
 
 def test_detector_says_what_is_missing(made):
