@@ -32,7 +32,7 @@ import numpy as np
 
 from extract.plugs import load_plug
 from extract.records import Passage, read_records
-from extract.run.files import JsonLines, sha256_file, sha256_json
+from extract.run.files import Journal, JournalFiles, sha256_file, sha256_json
 from extract.run.manifest import Preset
 from pgir.border import as_passages, from_document
 from pgir.retrieval.corpus import Corpus, as_document
@@ -191,6 +191,11 @@ class _KeptRanking(msgspec.Struct, frozen=True):
     places: tuple[int, ...]
     new: tuple[str, ...]
 
+    @property
+    def key(self) -> tuple[str, int]:
+        """What was asked."""
+        return self.query, self.depth
+
 
 class RememberedRetriever:
     """Ranks what somebody else finds, whose passages become indices that stay.
@@ -225,13 +230,14 @@ class RememberedRetriever:
         self.n_empty = 0
         self._places: dict[str, int] = {}
         self._known: dict[tuple[str, int], tuple[int, ...]] = {}
-        self._lines = None if cache is None else JsonLines.open(cache)
-        if self._lines is None:
-            return
-        if self._lines.truncated:
-            note(self._lines.truncated)
-        for row in self._lines.rows():
-            self._remember(msgspec.convert(row, _KeptRanking))
+        self._journal: Journal[tuple[str, int], _KeptRanking] | None = None
+        if cache is not None:
+            files = JournalFiles(cache, _KeptRanking, lambda row: row.key)
+            self._journal = Journal.open(files)
+            for text in self._journal.notes:
+                note(text)
+            for kept in self._journal.values():
+                self._remember(kept)
 
     def _remember(self, kept: _KeptRanking) -> None:
         for contents in kept.new:
@@ -239,7 +245,7 @@ class RememberedRetriever:
             self.passages.append(from_document(contents))
             self.n_empty += not self.passages[-1].text.strip()
         readable = (p for p in kept.places if self.passages[p].text.strip())
-        self._known[kept.query, kept.depth] = tuple(readable)
+        self._known[kept.key] = tuple(readable)
 
     def search(self, queries: Sequence[str], depth: int) -> list[tuple[int, ...]]:
         """Return at most `depth` indices into `passages` of each query, best first.
@@ -281,16 +287,16 @@ class RememberedRetriever:
                 self._search_batch([query], depth, reasons)
 
     def _keep(self, queries: list[str], depth: int, replies: list[list[str]]) -> None:
-        lines = []
+        lines: dict[tuple[str, int], str] = {}
         for query, documents in zip(queries, replies, strict=True):
             new = [d for d in dict.fromkeys(documents) if d not in self._places]
             places = {d: len(self.passages) + i for i, d in enumerate(new)}
             ranked = tuple(self._places.get(d, places.get(d, 0)) for d in documents)
             kept = _KeptRanking(query, depth, ranked, tuple(new))
             self._remember(kept)
-            lines.append(json.dumps(msgspec.to_builtins(kept)))
-        if self._lines is not None:
-            self._lines.append(lines)
+            lines[kept.key] = json.dumps(msgspec.to_builtins(kept))
+        if self._journal is not None:
+            self._journal.append(lines)
 
 
 class ServedRetriever(RememberedRetriever):

@@ -201,6 +201,21 @@ def test_only_the_questions_a_server_fails_are_failed_and_retried(
         assert server.asked == [["poison"]]
 
 
+@pytest.mark.parametrize("line", ['{"query": 3}', "no line"])
+def test_a_damaged_cache_is_refused_by_its_line_and_a_cut_one_is_asked_again(
+    tmp_path, line
+):
+    cache = tmp_path / "cache.jsonl"
+    kept = '{"query": "q", "depth": 1, "places": [0], "new": ["text"]}\n'
+    cache.write_text(kept + kept[:30])
+    cut = client("http://there/retrieve", cache)
+    assert cut.search(["q"], 1) == [(0,)]
+    assert cache.read_text() == kept
+    cache.write_text(f"{line}\n{kept}")
+    with pytest.raises(ValueError, match=r"cache.jsonl, line 1"):
+        client("http://there/retrieve", cache)
+
+
 def test_a_passage_without_a_word_is_never_ranked_nor_is_one_that_was_kept(tmp_path):
     cache, server = tmp_path / "cache.jsonl", Moody({"poison": "empty"})
     with serving(server) as url:
