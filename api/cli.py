@@ -32,7 +32,7 @@ VERBS = {
     "label": "extract.label.commands",
     "sample": "extract.generate.commands",
     "extract": "extract.signals.commands",
-    "verify": "extract.commands",
+    "verify": "beatrice.doctor",
     "sweep": "selection.commands",
     "train": "jaxprobe.commands",
     "select": "selection.commands",
@@ -48,7 +48,7 @@ VERBS = {
     "compare": "benchmarks.commands",
     "score": "pgir.commands",
     "fetch": "benchmarks.real.commands",
-    "doctor": "extract.commands",
+    "doctor": "beatrice.doctor",
     "bench": "benchmarks.speed.commands",
 }
 

@@ -15,8 +15,8 @@ from click.testing import CliRunner
 
 from beatrice.cli import CHAIN, main
 from benchmarks.results.saved import read_control, read_reliability
-from extract.backbone.names import BackboneConfig, backbone_of
-from extract.generate.requests import answer_config
+from extract.backbone.names import BackboneConfig
+from extract.generate.stage import answer_config
 from extract.records import Passage, read_records, write_lines
 from extract.run.console import Progress
 from extract.run.contents import count_correct, read_answers, read_examples, read_labels
@@ -78,7 +78,8 @@ def read(run, name):
     top, *inner = name.split("/")
     if top == "manifest.json":
         read_manifest(run.path)
-        for section in (backbone_of, answer_config, extract_config, grid_config):
+        run.section("backbone", BackboneConfig)
+        for section in (answer_config, extract_config, grid_config):
             section(run)
         return select_config(run)
     readers = {

@@ -30,7 +30,7 @@ WITHOUT_TORCH = (
     "extract.store",
 )
 # Functions below the stages that take a run directory. It may only fall.
-MOST_TAKE_A_RUN = 66
+MOST_TAKE_A_RUN = 1
 SOURCES = sorted(
     path for room in (*ROOMS, "api") for path in (ROOT / room).rglob("*.py")
 )
@@ -185,8 +185,8 @@ for name in cli.VERBS:
 
 
 def test_every_verb_lives_in_the_commands_of_a_room():
-    for name, module in cli.VERBS.items():
-        if name != "demo":
+    for module in cli.VERBS.values():
+        if not module.startswith("beatrice"):  # knows all rooms: demo, doctor
             assert module.split(".")[0] in ROOMS
             assert module.endswith(".commands")
 

@@ -29,7 +29,7 @@ from benchmarks.baselines.readings import (
     reading_keys,
     rows_read,
 )
-from extract.generate.requests import answer_config
+from extract.generate.stage import answer_config
 from extract.records import Sample, Setting, read_records
 from extract.run.console import Progress, Update
 from extract.run.contents import (
@@ -231,9 +231,9 @@ def read_judged(path: Path) -> list[Judged]:
 
 def _open_backbone(run: RunDir) -> "Backbone":
     from extract.backbone.loading import open_backbone, require_answering_model
-    from extract.backbone.names import backbone_of
+    from extract.backbone.names import BackboneConfig
 
-    backbone = open_backbone(backbone_of(run))
+    backbone = open_backbone(run.section("backbone", BackboneConfig))
     require_answering_model(run.answers, backbone)
     return backbone
 

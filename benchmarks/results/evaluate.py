@@ -22,9 +22,9 @@ from benchmarks.baselines.stage import run_evidence
 from benchmarks.baselines.text import text_scores
 from benchmarks.results.annotated import annotated_rows, read_verdicts
 from benchmarks.results.shown import Spell, shown_sets
-from extract.backbone.names import backbone_of
+from extract.backbone.names import BackboneConfig
 from extract.generate.answers import shares_of
-from extract.generate.requests import answer_config
+from extract.generate.stage import answer_config
 from extract.records import IN_DOMAIN, Answer, Example, Setting
 from extract.run.console import Progress, Update
 from extract.run.contents import (
@@ -277,7 +277,9 @@ def _speller(run: RunDir, progress: Progress) -> Spell | None:
     from extract.backbone.checkpoint import load_outline
 
     try:
-        decode = load_outline(backbone_of(run).path).tokenizer.decode
+        decode = load_outline(
+            run.section("backbone", BackboneConfig).path
+        ).tokenizer.decode
     except (ValueError, OSError) as error:
         progress.note(
             "evaluate: the answers to look at have no tokens, since the tokenizer "

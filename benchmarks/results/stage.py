@@ -26,7 +26,7 @@ from benchmarks.results.saved import (
 )
 from benchmarks.results.tables import controller_table, detection_table
 from benchmarks.results.terminal import as_text
-from extract.backbone.names import backbone_of
+from extract.backbone.names import BackboneConfig
 from extract.records import IN_DOMAIN, SETTINGS, Setting
 from extract.run.console import Progress, Update
 from extract.run.contents import (
@@ -75,7 +75,7 @@ def _facts(run: RunDir) -> dict[str, str]:
     splits = ("train", "validation", "test", "ood")
     extract = extract_config(run)
     return {
-        "Backbone": backbone_of(run).model,
+        "Backbone": run.section("backbone", BackboneConfig).model,
         "Preset": run.preset,
         "Seed": str(run.seed),
         "Settings": settings_in_words(run),
@@ -229,7 +229,7 @@ def run_experiment(run: RunDir) -> Experiment:
         rows=read_result_rows(run),
         examples=read_examples(run),
         labels=read_labels(run),
-        backbone=Path(backbone_of(run).model).name,
+        backbone=Path(run.section("backbone", BackboneConfig).model).name,
         label_rule=label_rule(run),
         passages=data.get("context", "of the embedded world"),
         n_seeds=grid_config(run).train.n_seeds,

@@ -25,9 +25,8 @@ from benchmarks.retrieved.questions import (
     asked_questions,
     with_passages,
 )
-from extract.backbone.names import backbone_of
-from extract.generate.requests import answer_config
-from extract.generate.stage import ANSWER, load_tokenizer_only
+from extract.backbone.names import BackboneConfig
+from extract.generate.stage import ANSWER, answer_config, load_tokenizer_only
 from extract.label.stage import LABEL
 from extract.label.verdicts import LABEL_PRESETS
 from extract.records import SETTINGS, Answer, Example, Setting, read_records, to_json
@@ -72,7 +71,7 @@ def open_inner(run: RunDir) -> RunDir:
     answer, extract = answer_config(run), extract_config(run)
     prompt = dataclasses.replace(answer.prompt, overlong="drop-passages")
     sections: Mapping[str, object] = {
-        "backbone": backbone_of(run),
+        "backbone": run.section("backbone", BackboneConfig),
         "answer": dataclasses.replace(answer, settings=SETTINGS, prompt=prompt),
         "extract": dataclasses.replace(extract, hidden_layers=(chosen_layer(run),)),
     }

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from extract.run.directory import RunDir
 from extract.run.launch import local_rank
 
 EMBEDDED = "embedded"  # its name on the command line and in manifests
@@ -130,8 +129,3 @@ class BackboneConfig:
     def path(self) -> str:
         """What `load_backbone` loads."""
         return model_path(self.model)
-
-
-def backbone_of(run: RunDir) -> BackboneConfig:
-    """Return which model a run asks."""
-    return run.section("backbone", BackboneConfig)

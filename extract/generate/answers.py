@@ -7,6 +7,7 @@ was rewritten again since) are moved to a file beside, never mixed in.
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from extract.generate.generator import (
@@ -19,8 +20,6 @@ from extract.generate.requests import Request
 from extract.generate.templates import PromptConfig
 from extract.records import Answer, to_json
 from extract.run.console import Update
-from extract.run.contents import answers_file
-from extract.run.directory import RunDir
 from extract.run.files import Journal, JournalFiles, read_json, write_json_atomic
 from extract.run.share import Share
 
@@ -28,21 +27,22 @@ Key = tuple[str, str, str]  # example, setting, variant
 
 
 def answer_files(
-    run: RunDir, requests: Sequence[Request] | None = None
+    path: Path, parts: Path, requests: Sequence[Request] | None = None
 ) -> JournalFiles[Key, Answer]:
-    """Return where a run's answers lie.
+    """Return where answers lie.
 
     Args:
-      run: of the answers.
+      path: the file of all answers.
+      parts: folder of what workers wrote.
       requests: an answer holds if it is to the very prompt of one of them; None takes
         all answers.
     """
     prompts = {request.key: request.prompt.ids for request in requests or ()}
     return JournalFiles(
-        answers_file(run),
+        path,
         Answer,
         lambda answer: answer.key,
-        run.parts("answer"),
+        parts,
         lambda answer: requests is None or prompts.get(answer.key) == answer.prompt_ids,
     )
 
@@ -136,13 +136,13 @@ def answers_in_words(
     return lines
 
 
-def record_backend(run: RunDir, identity: Mapping[str, Any]) -> None:
-    """Write down which backend answers, or check that it is still the same.
+def record_backend(folder: Path, identity: Mapping[str, Any]) -> None:
+    """Write down in a folder of answers which backend answers, or check that it did.
 
     Raises:
       ValueError: the answers that are there are of another backend; never mixed.
     """
-    path = run.answers / "backend.json"
+    path = folder / "backend.json"
     # Through JSON, so that tuples and lists compare alike.
     wanted = json.loads(json.dumps(dict(identity)))
     if path.exists():
@@ -152,14 +152,14 @@ def record_backend(run: RunDir, identity: Mapping[str, Any]) -> None:
         for name in sorted(found.keys() | wanted.keys()):
             if found.get(name) != wanted.get(name):
                 raise ValueError(
-                    f"{run.answers} holds answers with {name}={found.get(name)!r}, "
+                    f"{folder} holds answers with {name}={found.get(name)!r}, "
                     f"asked was {wanted.get(name)!r}; start another run directory, or "
                     "delete this folder to answer again"
                 )
         return
-    if (run.answers / "answers.jsonl").exists() and wanted["backend"] == "served":
+    if (folder / "answers.jsonl").exists() and wanted["backend"] == "served":
         raise ValueError(
-            f"{run.answers} holds answers of an earlier version, which did not say who "
+            f"{folder} holds answers of an earlier version, which did not say who "
             "answered; start another run directory to answer by a server"
         )
     write_json_atomic(path, wanted)

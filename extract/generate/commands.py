@@ -37,12 +37,12 @@ def _open_backbone(
     run: "RunDir", stage: str, backend: BackendOptions, **options: Any
 ) -> Iterator[tuple["TokenizerOnly", "Generator"]]:
     """Open a run's tokenizer, and the backend that has its backbone."""
-    from extract.backbone.names import backbone_of
+    from extract.backbone.names import BackboneConfig
     from extract.generate.stage import load_tokenizer_only
 
     quiet()
     model, stop_ids = load_tokenizer_only(run)
-    name = backend.served_model or backbone_of(run).path
+    name = backend.served_model or run.section("backbone", BackboneConfig).path
     known = {"stop_ids": stop_ids, "tokenizer": model.tokenizer}
     with open_asking(run, stage, name, backend, **known, **options) as generator:
         yield model, generator
@@ -68,7 +68,7 @@ def answer(
     Example: torchrun --nproc-per-node 8 -m beatrice answer runs/paper
     """
     from extract.generate import stage
-    from extract.generate.requests import answer_config
+    from extract.generate.stage import answer_config
     from extract.run.directory import RunDir
 
     share = share_of(shard, dry_run)
@@ -145,9 +145,8 @@ def sample(
     Example: beatrice sample runs/demo --n-samples 10 --split test
     """
     from extract.generate.generator import SamplingConfig
-    from extract.generate.requests import answer_config
     from extract.generate.sampling import DrawConfig
-    from extract.generate.stage import draw_run, forecast_draws
+    from extract.generate.stage import answer_config, draw_run, forecast_draws
     from extract.run.contents import samples_file
     from extract.run.directory import RunDir
     from extract.run.stages import do_share

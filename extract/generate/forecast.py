@@ -8,9 +8,9 @@ from extract.generate.generator import (
     SamplingConfig,
     reply_key,
 )
-from extract.generate.replies import reply_files
+from extract.generate.replies import Reply
 from extract.run.console import Update
-from extract.run.directory import RunDir
+from extract.run.files import JournalFiles
 from extract.run.stages import Forecast
 
 
@@ -56,16 +56,15 @@ class CountedReplies:
     stage itself decides what it would ask.
 
     Args:
-      run: whose texts are there.
-      role: of the model, see `RunDir.replies`.
+      files: of the texts that are there, see `reply_files`.
       stage: whose forecast it is.
     """
 
     n_missing = 0
 
-    def __init__(self, run: RunDir, role: str, stage: str) -> None:
+    def __init__(self, files: JournalFiles[str, Reply], stage: str) -> None:
         """Look which texts are there; nothing is written."""
-        self._there = reply_files(run.replies(role), run.parts(role)).keys()
+        self._there = files.keys()
         self._stage = stage
         self.forecast = count_requests(stage, (), SamplingConfig())
 
@@ -84,9 +83,11 @@ class CountedReplies:
 
 
 def forecast_texts(
-    run: RunDir, role: str, stage: str, ask: Callable[[CountedReplies], object]
+    files: JournalFiles[str, Reply],
+    stage: str,
+    ask: Callable[[CountedReplies], object],
 ) -> str:
     """Return in words what texts `ask` would generate with these replies."""
-    replies = CountedReplies(run, role, stage)
+    replies = CountedReplies(files, stage)
     ask(replies)
     return replies.forecast.as_text()

@@ -332,10 +332,11 @@ def _paid_tokens(run: "RunDir", stage: str) -> tuple[int, int]:
     """
     from extract.generate.answers import answer_files
     from extract.records import Answer
+    from extract.run.contents import answers_file
     from extract.run.files import JsonLines
 
     if stage == "answer":
-        files = answer_files(run)
+        files = answer_files(answers_file(run), run.parts("answer"))
         counts = (
             (len(r.prompt_ids), len(r.token_ids) + (r.stop_id is not None))
             for file in (files.path, *files.part_files())

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -17,8 +17,7 @@ from extract.generate.generator import (
     plan_of,
     reply_key,
 )
-from extract.run.console import Progress, Update
-from extract.run.directory import RunDir
+from extract.run.console import Update
 from extract.run.files import Journal, JournalFiles
 from extract.run.share import Share
 
@@ -136,25 +135,24 @@ def _line(key: str, reply: Generated) -> str:
 
 
 def open_replies(
-    run: RunDir,
-    role: str,
-    progress: Progress,
+    files: JournalFiles[str, Reply],
+    share: Share,
+    note: Callable[[str], None],
     *,
     is_timed: bool = False,
 ) -> Replies:
-    """Open what a model has written in one role of a run; see `RunDir.replies`.
+    """Open what a model has written, to go on with it.
 
     Args:
-      run: held alone, or for a share of the texts.
-      role: of the model.
-      progress: is told what was set aside.
+      files: where it lies, see `reply_files`.
+      share: of the texts, which this process generates.
+      note: is told what was set aside.
       is_timed: see `Replies`.
     """
-    files = reply_files(run.replies(role), run.parts(role))
-    journal = Journal.open(files, run.share)
-    for note in journal.notes:
-        progress.note(note)
-    return Replies(journal=journal, share=run.share, is_timed=is_timed)
+    journal = Journal.open(files, share)
+    for text in journal.notes:
+        note(text)
+    return Replies(journal=journal, share=share, is_timed=is_timed)
 
 
 def reused_in_words(replies: Replies) -> str:

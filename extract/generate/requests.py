@@ -22,7 +22,6 @@ from extract.records import (
     Setting,
     Variant,
 )
-from extract.run.directory import RunDir
 from extract.run.manifest import Preset
 
 
@@ -250,8 +249,3 @@ ANSWER_PRESETS: dict[Preset, AnswerConfig] = {
         generation=GenerationConfig(max_new_tokens=32, tokens_per_batch=16_384)
     ),
 }
-
-
-def answer_config(run: RunDir, *, is_recorded: bool = True) -> AnswerConfig:
-    """Return how a run's questions are put; a dry run settles nothing."""
-    return run.settle("answer", ANSWER_PRESETS, is_recorded=is_recorded)

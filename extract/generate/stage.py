@@ -10,8 +10,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from extract.backbone.names import backbone_of
+from extract.backbone.names import BackboneConfig
 from extract.generate.answers import (
+    Key,
     answer_files,
     answers_in_words,
     append_answers,
@@ -25,7 +26,7 @@ from extract.generate.generator import (
     SamplingConfig,
     stop_ids_of,
 )
-from extract.generate.replies import open_replies, reused_in_words
+from extract.generate.replies import open_replies, reply_files, reused_in_words
 from extract.generate.requests import (
     ANSWER_PRESETS,
     AnswerConfig,
@@ -33,14 +34,14 @@ from extract.generate.requests import (
     Request,
     Requests,
     TokenizerOnly,
-    answer_config,
     make_requests,
 )
 from extract.generate.sampling import DrawConfig, draw_answers
 from extract.generate.templates import PromptConfig
-from extract.records import write_lines
+from extract.records import Answer, write_lines
 from extract.run.console import Progress, Update
 from extract.run.contents import (
+    answers_file,
     draw_seconds_file,
     left_out_file,
     question_files,
@@ -53,6 +54,7 @@ from extract.run.contents import (
 from extract.run.directory import RunDir
 from extract.run.files import (
     Journal,
+    JournalFiles,
     sha256_json,
     write_json_atomic,
     write_text_atomic,
@@ -61,6 +63,11 @@ from extract.run.stages import Forecast, Stage, once
 
 if TYPE_CHECKING:
     from extract.backbone.loading import Backbone
+
+
+def answer_config(run: RunDir, *, is_recorded: bool = True) -> AnswerConfig:
+    """Return how a run's questions are put; a dry run settles nothing."""
+    return run.settle("answer", ANSWER_PRESETS, is_recorded=is_recorded)
 
 
 def answer_identity(config: AnswerConfig) -> dict[str, Any]:
@@ -91,6 +98,10 @@ def _asked(
     if made.note:
         progress.note(f"answer: {made.note}")
     return made.requests
+
+
+def _files(run: RunDir, requests: Sequence[Request]) -> JournalFiles[Key, Answer]:
+    return answer_files(answers_file(run), run.parts("answer"), requests)
 
 
 def _note_shares(run: RunDir, config: AnswerConfig, progress: Progress) -> None:
@@ -125,7 +136,7 @@ def open_local(
     from extract.backbone.loading import open_backbone
     from extract.generate.backends.local import TransformersGenerator
 
-    backbone = open_backbone(backbone_of(run))
+    backbone = open_backbone(run.section("backbone", BackboneConfig))
     check(backbone)
     size = config.generation.tokens_per_batch
     return Engine(
@@ -141,9 +152,11 @@ def _answer(
     progress: Progress,
 ) -> int:
     """Answer a share of the run's batches; of the whole, put all into their order."""
-    record_backend(run, dict(engine.generator.identity) | answer_identity(config))
+    record_backend(
+        run.answers, dict(engine.generator.identity) | answer_identity(config)
+    )
     requests = _asked(run, engine.model, config, progress)
-    journal = Journal.open(answer_files(run, requests), run.share)
+    journal = Journal.open(_files(run, requests), run.share)
     for note in journal.notes:
         progress.note(f"answer: {note}")
     how = (engine.generator, requests, _greedy(config))
@@ -162,7 +175,7 @@ def load_tokenizer_only(run: RunDir) -> tuple[TokenizerOnly, tuple[int, ...]]:
     from extract.backbone.twin import require_readable
     from extract.backbone.unpacking import unpacked
 
-    config = backbone_of(run)
+    config = run.section("backbone", BackboneConfig)
     found = load_outline(config.path)
     require_readable(config.model, found)
     defaults = Defaults.from_pretrained(unpacked(config.path))
@@ -191,7 +204,7 @@ def forecast_answers(run: RunDir, config: AnswerConfig, model: PromptModel) -> F
     """Return what answering needs: the prompts that have no answer yet."""
     run.hash_inputs(run.examples)  # says what is missing
     made = _make_requests(run, model, config)
-    there = answer_files(run, made.requests).keys()
+    there = _files(run, made.requests).keys()
     prompts = prompts_of([r for r in made.requests if r.key not in there])
     forecast = count_requests("answer", prompts, _greedy(config))
     basis = ". ".join(filter(None, (forecast.basis, made.note)))
@@ -228,8 +241,7 @@ def forecast_draws(
     requests = _draw_requests(run, model, prompt, draws, splits).requests
     drawing = (requests, generator, model.tokenizer)
     return forecast_texts(
-        run,
-        "sample",
+        reply_files(run.replies("sample"), run.parts("sample")),
         "sample",
         lambda replies: draw_answers(*drawing, replies, draws, as_text=as_text),
     )
@@ -261,7 +273,8 @@ def draw_run(
     path, limit = samples_file(run), draws.sampling.max_new_tokens
 
     def work(update: Update) -> int | None:
-        replies = open_replies(run, "sample", progress, is_timed=True)
+        files = reply_files(run.replies("sample"), run.parts("sample"))
+        replies = open_replies(files, run.share, progress.note, is_timed=True)
         made = _draw_requests(run, model, prompt, draws, splits)
         if made.note:
             progress.note(f"sample: {made.note}")

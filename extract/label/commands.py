@@ -89,7 +89,7 @@ def rewrite(
     Example: beatrice rewrite runs/mine --model Qwen/Qwen3.5-27B --server
     http://localhost:8000/v1
     """
-    from extract.generate.requests import answer_config
+    from extract.generate.stage import answer_config
     from extract.label.rewriter import RewriteConfig
     from extract.label.stage import forecast_rewrites, rewrite_counts, rewrite_run
     from extract.run.directory import RunDir

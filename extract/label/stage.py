@@ -10,7 +10,7 @@ from typing import Any
 
 from extract.generate.forecast import forecast_texts
 from extract.generate.generator import SCHEMA_VERSION, Generator
-from extract.generate.replies import open_replies, reused_in_words
+from extract.generate.replies import open_replies, reply_files, reused_in_words
 from extract.label.audit import (
     HumanAgreement,
     LabelledAnswer,
@@ -158,7 +158,8 @@ def label_run_by_judges(
     summary = run.replies("judge").with_suffix(".json")
 
     def work(update: Update) -> int | None:
-        replies = open_replies(run, "judge", progress)
+        files = reply_files(run.replies("judge"), run.parts("judge"))
+        replies = open_replies(files, run.share, progress.note)
         judgements = judge_answers(
             *_answered(run), generator, replies, config, update, rubrics=rubrics
         )
@@ -190,8 +191,7 @@ def label_run_by_judges(
 def forecast_judges(run: RunDir, generator: Generator, config: ConsensusConfig) -> str:
     """Return in words what the judges would be asked, retries not included."""
     return forecast_texts(
-        run,
-        "judge",
+        reply_files(run.replies("judge"), run.parts("judge")),
         "label",
         lambda replies: judge_answers(*_answered(run), generator, replies, config),
     )
@@ -302,7 +302,8 @@ def rewrite_run(
 
     def work(update: Update) -> int | None:
         examples = read_questions(run)
-        replies = open_replies(run, "rewrite", progress)
+        files = reply_files(run.replies("rewrite"), run.parts("rewrite"))
+        replies = open_replies(files, run.share, progress.note)
         rewrites = rewrite_contexts(examples, generator, replies, config, update)
         if rewrites is None:
             return replies.n_missing
@@ -322,8 +323,7 @@ def rewrite_run(
 def forecast_rewrites(run: RunDir, generator: Generator, config: RewriteConfig) -> str:
     """Return in words what the rewriter would be asked."""
     return forecast_texts(
-        run,
-        "rewrite",
+        reply_files(run.replies("rewrite"), run.parts("rewrite")),
         "rewrite",
         lambda replies: rewrite_contexts(
             read_questions(run), generator, replies, config

@@ -104,14 +104,16 @@ def extract(run_dir: Path, shard: str | None, dry_run: bool, **options: Any) -> 
     """
     import dataclasses
 
-    from extract.backbone.names import backbone_of
+    from extract.backbone.names import BackboneConfig
     from extract.generate.options import check_backbone
     from extract.run.directory import RunDir
     from extract.signals.stage import EXTRACT, extract_stage_kept, settle_kept
 
     given, share = take_kept(options), share_of(shard, dry_run)
     if given.get("hidden_layers") is not None:
-        check_backbone(backbone_of(RunDir(run_dir)), given["hidden_layers"])
+        check_backbone(
+            RunDir(run_dir).section("backbone", BackboneConfig), given["hidden_layers"]
+        )
     if dry_run:
         asked = given and (lambda config: dataclasses.replace(config, **given))
         do_or_forecast(run_dir, EXTRACT, True, asked or None)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from extract.backbone.names import backbone_of
+from extract.backbone.names import BackboneConfig
 from extract.label.labels import check_both_classes
 from extract.run.console import Progress, Update
 from extract.run.contents import (
@@ -76,7 +76,7 @@ def open_local_reader(run: RunDir, config: ExtractConfig) -> Reader:
     )
     from extract.signals.reader import SignalReader
 
-    backbone = open_backbone(backbone_of(run))
+    backbone = open_backbone(run.section("backbone", BackboneConfig))
     require_answering_model(run.answers, backbone)
     require_known_tokens(read_answers(run), backbone)
     return SignalReader.for_config(backbone, config)
@@ -122,7 +122,7 @@ def _forecast(run: RunDir, config: ExtractConfig) -> Forecast:
     from extract.signals.plan import first_read, sequence_of
     from extract.signals.reader import SignalReader
 
-    backbone = open_backbone(backbone_of(run))
+    backbone = open_backbone(run.section("backbone", BackboneConfig))
     reader = SignalReader.for_config(backbone, config)
     sequences = [
         sequence_of(answer, answer_span=config.answer_span)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from extract.backbone.loading import open_backbone
-from extract.backbone.names import backbone_of
-from extract.generate.requests import answer_config
+from extract.backbone.names import BackboneConfig
+from extract.generate.stage import answer_config
 from extract.label.verdicts import exact_match
 from extract.plugs import load_plug
 from extract.records import SETTINGS, Example
@@ -135,7 +135,7 @@ CONTROL_PRESETS: dict[Preset, ControlConfig] = {
 def _open_probed(run: RunDir) -> ProbedBackbone:
     """Load the run's backbone together with its detector."""
     return ProbedBackbone(
-        open_backbone(backbone_of(run)),
+        open_backbone(run.section("backbone", BackboneConfig)),
         Detector.load(run.detector),
         answer_config(run).generation,
     )

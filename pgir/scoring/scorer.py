@@ -17,9 +17,9 @@ from extract.backbone.loading import Backbone, load_backbone
 from extract.backbone.names import BackboneConfig, model_path, own_device
 from extract.generate.prompts import apply_template
 from extract.generate.requests import (
+    ANSWER_PRESETS,
     GenerationConfig,
     PromptModel,
-    answer_config,
     plan_batches,
 )
 from extract.records import SETTINGS, Setting
@@ -139,7 +139,7 @@ class Scorer:
         folder = run.finished_detector()
         set_compiler(run.preset)
         detector = Detector.load(folder)
-        generation = answer_config(run, is_recorded=False).generation
+        generation = run.settle("answer", ANSWER_PRESETS, is_recorded=False).generation
         trained = detector.provenance
         if trained is None:
             raise ValueError(f"{folder} was trained on arrays, and has no model")

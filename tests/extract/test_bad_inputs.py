@@ -9,6 +9,7 @@ import pytest
 import tensorstore
 import torch
 
+from beatrice.doctor import look_at_run
 from benchmarks.results.saved import read_control, read_reliability
 from benchmarks.speed.tiny_models import tiny_model
 from extract.backbone.checkpoint import load_outline
@@ -19,7 +20,6 @@ from extract.backbone.loading import (
     require_known_tokens,
 )
 from extract.backbone.names import WEIGHTS, BackboneConfig
-from extract.doctor import look_at_run
 from extract.generate.options import check_backbone
 from extract.generate.prompts import render_message
 from extract.records import Answer, Label, to_json, write_lines

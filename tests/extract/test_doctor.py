@@ -6,10 +6,10 @@ import socket
 
 import msgspec
 
+from beatrice.doctor import look_at_hub, outline_shapes
 from benchmarks.speed.tiny_models import tiny_model
 from extract.backbone.checkpoint import load_outline
 from extract.backbone.names import WEIGHTS, unreachable_hub
-from extract.doctor import look_at_hub, outline_shapes
 from extract.records import Answer, write_lines
 from extract.run.directory import RunDir
 from extract.signals.plan import ExtractConfig

@@ -94,8 +94,8 @@ def test_every_ingredient_of_an_answer_is_in_the_answers_key(tmp_path):
     def identity(config=config, **fields):
         return backend | fields | answer_identity(config)
 
-    record_backend(run, identity())
-    record_backend(run, identity())  # the same again
+    record_backend(run.answers, identity())
+    record_backend(run.answers, identity())  # the same again
     asking, longest = config.prompt, config.generation
     others = [
         identity(revision="s"),
@@ -120,15 +120,15 @@ def test_every_ingredient_of_an_answer_is_in_the_answers_key(tmp_path):
     others.append(identity() | {"schema": identity()["schema"] + 1})
     for other in others:
         with pytest.raises(ValueError, match="start another run directory"):
-            record_backend(run, other)
+            record_backend(run.answers, other)
 
 
 def test_answers_from_before_the_key_had_a_schema_are_continued(tmp_path):
     run = RunDir(tmp_path)
     identity = {"backend": "b"} | answer_identity(ANSWER_PRESETS["smoke"])
-    record_backend(run, identity)
+    record_backend(run.answers, identity)
     path = run.answers / "backend.json"
     found = json.loads(path.read_text())
     assert found.pop("schema") == 1
     path.write_text(json.dumps(found))
-    record_backend(run, identity)
+    record_backend(run.answers, identity)

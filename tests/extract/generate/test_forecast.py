@@ -8,7 +8,7 @@ import pytest
 
 from extract.generate.forecast import CountedReplies, count_requests
 from extract.generate.generator import GeneratorPrompt, SamplingConfig
-from extract.generate.replies import Replies
+from extract.generate.replies import Replies, reply_files
 from extract.records import (
     SETTINGS,
     Answer,
@@ -52,7 +52,7 @@ def test_what_is_there_and_what_is_asked_twice_is_not_counted(tmp_path):
     run = RunDir(tmp_path)
     Replies.open(run.replies("judge")).generate(generator, prompts(30), GREEDY)
     before, n_asked = files_of(tmp_path), len(generator.asked)
-    counting = CountedReplies(run, "judge", "label")
+    counting = CountedReplies(reply_files(run.replies("judge")), "label")
     assert counting.generate(generator, prompts(33) + prompts(32), GREEDY) is None
     assert counting.forecast.n_requests == 3
     assert counting.forecast.n_prompt_tokens == 31 + 32 + 33

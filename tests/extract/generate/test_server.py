@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from extract.doctor import look_at_server
+from beatrice.doctor import look_at_server
 from extract.generate.backends.server import ServedGenerator, ServerConfig
 from extract.generate.backends.spending import (
     Account,

@@ -16,6 +16,7 @@ from transformers import (
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from beatrice.doctor import outline_shapes
 from benchmarks.speed import oracle
 from benchmarks.speed.tiny_models import (
     VOCAB_SIZE,
@@ -26,7 +27,6 @@ from benchmarks.speed.tiny_models import (
 from extract.backbone.checkpoint import Outline
 from extract.backbone.loading import Backbone
 from extract.backbone.twin import narrow_twin
-from extract.doctor import outline_shapes
 from extract.signals import attention
 from extract.signals.reader import SignalReader
 
