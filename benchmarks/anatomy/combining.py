@@ -22,10 +22,10 @@ from benchmarks.anatomy.rows import (
     table_of,
     test_rows,
 )
+from benchmarks.results.names import DETECTORS
 from benchmarks.results.pictures import Picture, picture
 from extract.records import SETTINGS
 from extract.run.results import (
-    DETECTORS,
     DIFFERENCE,
     SETTING_LABELS,
     SPLIT_LABELS,

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.panorama.significance import is_rival
 from benchmarks.results.findings import tex
+from benchmarks.results.names import DETECTORS
 from benchmarks.results.tables import (
     METRICS,
     Cell,
@@ -21,7 +22,7 @@ from benchmarks.results.tables import (
     number,
 )
 from extract.records import IN_DOMAIN, SETTINGS, Setting
-from extract.run.results import DETECTORS, SETTING_LABELS, ResultRow
+from extract.run.results import SETTING_LABELS, ResultRow
 
 CHANCE = "Random AUPRC (error rate)"
 # A score that is the same for every answer: its AUPRC is the share of wrong ones.

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.results.names import AT_EQUAL_LENGTH
 from extract.run.files import read_json
-from extract.run.results import AT_EQUAL_LENGTH, ResultRow
+from extract.run.results import ResultRow
 from jaxprobe.evaluation import Scored
 from jaxprobe.features.rows import Rows
 from jaxprobe.metrics import BootstrapConfig, interval_of, resamples, weighted_metrics

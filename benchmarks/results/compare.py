@@ -11,15 +11,10 @@ from benchmarks.results.findings import (
     place_name,
     questions_of,
 )
+from benchmarks.results.names import DETECTORS, RIVALS
 from benchmarks.results.tables import interval, number
 from extract.records import IN_DOMAIN, Setting
-from extract.run.results import (
-    DETECTORS,
-    RIVALS,
-    SETTING_LABELS,
-    ResultRow,
-    ResultTable,
-)
+from extract.run.results import SETTING_LABELS, ResultRow, ResultTable
 from jaxprobe.metrics import BootstrapConfig
 from selection.anatomy.backbones import Agreement, Ranked, agreement
 

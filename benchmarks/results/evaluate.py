@@ -21,6 +21,7 @@ from benchmarks.baselines.probe import layer_scores, probe_scores
 from benchmarks.baselines.stage import run_evidence
 from benchmarks.baselines.text import text_scores
 from benchmarks.results.annotated import annotated_rows, read_verdicts
+from benchmarks.results.names import AT_EQUAL_LENGTH, FAMILY_PAIRS, FLOORS, RIVALS
 from benchmarks.results.shown import Spell, shown_sets
 from extract.backbone.names import BackboneConfig
 from extract.generate.answers import shares_of
@@ -36,15 +37,7 @@ from extract.run.contents import (
 )
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
-from extract.run.results import (
-    AT_EQUAL_LENGTH,
-    FAMILY_PAIRS,
-    FLOORS,
-    RIVALS,
-    ResultRow,
-    publish,
-    rows_file,
-)
+from extract.run.results import ResultRow, publish, rows_file
 from extract.run.stages import Stage
 from extract.store.read import FeatureStore
 from jaxprobe import checkpoint

@@ -14,12 +14,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+from benchmarks.results.names import RIVALS
 from benchmarks.results.tables import Place, interval, number, places_of
 from extract.records import IN_DOMAIN
 from extract.run.contents import too_few_answers
 from extract.run.results import (
     DIFFERENCE,
-    RIVALS,
     SETTING_LABELS,
     SPLIT_LABELS,
     ResultRow,

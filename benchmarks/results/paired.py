@@ -9,17 +9,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from benchmarks.results.names import AT_EQUAL_LENGTH, DETECTORS, FLOORS, RIVALS
 from benchmarks.results.tables import Cell, Table, detection_table, interval, number
-from extract.run.results import (
-    AT_EQUAL_LENGTH,
-    CONTROLLERS,
-    DETECTORS,
-    DIFFERENCE,
-    FLOORS,
-    RIVALS,
-    ResultRow,
-    ResultTable,
-)
+from extract.run.results import DIFFERENCE, ResultRow, ResultTable
+from pgir.controllers.titles import CONTROLLERS
 
 
 def paired_table(rows: Sequence[ResultRow], experiment: str = "paired") -> Table:

@@ -11,7 +11,6 @@ from benchmarks.results import figures
 from benchmarks.results.tables import number
 from extract.records import IN_DOMAIN
 from extract.run.results import (
-    CONTROLLERS,
     METRIC_LABELS,
     SETTING_LABELS,
     ResultRow,
@@ -19,6 +18,7 @@ from extract.run.results import (
     controller_rows,
     macro_row,
 )
+from pgir.controllers.titles import CONTROLLERS
 
 PerSetting = Mapping[str, Mapping[str, Any]]
 

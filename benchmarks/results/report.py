@@ -15,6 +15,7 @@ from benchmarks.panorama.layout import panoramas
 from benchmarks.panorama.scatter import cost_pictures
 from benchmarks.panorama.significance import HEADS, TITLES, cells_of, leads, sentence
 from benchmarks.results.findings import findings, grids, measured, remarks, sentences
+from benchmarks.results.names import CONTROLS, DETECTORS, SPAN_DECISIONS
 from benchmarks.results.paired import (
     annotated_table,
     answer_table,
@@ -47,18 +48,14 @@ from benchmarks.results.tables import (
 from extract.records import IN_DOMAIN
 from extract.run.files import write_text_atomic
 from extract.run.results import (
-    CONTROLLERS,
-    CONTROLS,
-    DETECTORS,
     MACRO,
     METRIC_LABELS,
-    OPTIONAL,
     SETTING_LABELS,
-    SPAN_DECISIONS,
     SPLIT_LABELS,
     ResultRow,
     ResultTable,
 )
+from pgir.controllers.titles import CONTROLLERS, OPTIONAL
 from pgir.scoring.page import P_STEPS
 
 

@@ -13,12 +13,9 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from benchmarks.results.names import CONTROLS, DETECTORS
 from extract.records import IN_DOMAIN
 from extract.run.results import (
-    BOUNDS,
-    CONTROLLERS,
-    CONTROLS,
-    DETECTORS,
     DIFFERENCE,
     SETTING_LABELS,
     SPLIT_LABELS,
@@ -27,6 +24,7 @@ from extract.run.results import (
     controller_rows,
     macro_row,
 )
+from pgir.controllers.titles import BOUNDS, CONTROLLERS
 
 METRICS = ("auroc", "auprc")  # of a detector, in the order of a cell
 Rank = Literal["best", "second"]

@@ -20,8 +20,9 @@ from benchmarks.baselines.linear import scores_of, standardise
 from benchmarks.baselines.perplexity import perplexity_scores
 from benchmarks.baselines.probe import pooled_signals
 from benchmarks.baselines.text import text_scores
+from benchmarks.results.names import RIVALS
 from extract.records import IN_DOMAIN, Example, Setting
-from extract.run.results import RIVALS, ResultRow
+from extract.run.results import ResultRow
 from jaxprobe.config import GridConfig
 from jaxprobe.detector import Detector
 from jaxprobe.evaluation import Scored, detection_rows

@@ -24,7 +24,7 @@ N_DECIMALS = 6
 
 MACRO = "macro"  # what stands for a set in the mean over sets, each counted once
 
-# Printed names of what the rows hold, in the order in which tables list them.
+# Printed names of settings, splits and metrics.
 SETTING_LABELS = {
     "closed_book": "Closed-book",
     "with_context": "With context",
@@ -40,79 +40,6 @@ SPLIT_LABELS = {
 }
 METRIC_LABELS = {"auroc": "AUROC", "auprc": "AUPRC", "em": "EM", "f1": "F1"}
 DIFFERENCE = "_difference"  # ends the metric of a row that compares two methods
-
-DETECTORS = {
-    "champion": "BEATRICE (selected encoders)",
-    "without_closed_book": "BEATRICE, with-context pass alone",
-    "hidden_only": "Hidden states only",
-    "early_fusion": "One encoder, all families",
-    "late_fusion_singles": "Late fusion, single families",
-    "late_fusion_all": "Late fusion, all encoders",
-    "tfidf": "Text only (TF-IDF)",
-    "perplexity": "Answer perplexity",
-    "answer_length": "Answer length",
-    "majority": "Majority class",
-    "probe:H": "Linear probe on hidden states",
-    "probe:P": "Linear probe on probabilities",
-    "probe:R": "Linear probe on the residual stream",
-    "probe:A": "Linear probe on attention",
-    "probe:HPRA": "Linear probe on all families",
-}
-CROSS_FIT = "pgir_cross_fit"  # is there only where `control --cross-fit` asks for it
-CONTROLLERS = {
-    "no_rag": "Never retrieve",
-    "vanilla_rag": "Always retrieve once",
-    "draft_rag": "Always retrieve once, draft in the query",
-    "skr": "SKR",
-    "adaptive_rag": "Adaptive-RAG",
-    "dragin": "DRAGIN",
-    "seakr": "SeaKR",
-    "probing_rag": "Probing-RAG",
-    "perplexity_rag": "PGIR's loop, answer perplexity in it",
-    "pgir": "PGIR",
-    CROSS_FIT: "PGIR, τ and B on cross-fitted probabilities",
-    "perplexity_rag_query": "PGIR's loop, perplexity in it, query chosen on validation",
-    "pgir_query": "PGIR, query chosen on validation",
-}
-OPTIONAL = (CROSS_FIT, "pgir_query", "perplexity_rag_query")
-# What the selected encoders are compared with, question by question.
-RIVALS = {
-    "perplexity": DETECTORS["perplexity"],
-    "hidden_only": DETECTORS["hidden_only"],
-    "encoder:P": "Probabilities only",
-    "encoder:R": "Residual stream only",
-    "encoder:A": "Attention only",
-    "early_fusion": DETECTORS["early_fusion"],
-    "tfidf": DETECTORS["tfidf"],
-    "answer_length": DETECTORS["answer_length"],
-    **{name: title for name, title in DETECTORS.items() if name.startswith("probe:")},
-}
-# What each encoder is compared with: a linear probe that reads the same signals.
-FLOORS = {
-    "encoder:H": "probe:H",
-    "encoder:P": "probe:P",
-    "encoder:R": "probe:R",
-    "encoder:A": "probe:A",
-    "early_fusion": "probe:HPRA",
-}
-# What a family has alone before perplexity, and what it adds to the other three.
-FAMILY_PAIRS = (
-    *((f"encoder:{family}", "perplexity") for family in "HPRA"),
-    *(("early_fusion", f"encoder:{others}") for others in ("PRA", "HRA", "HPA", "HPR")),
-)
-# What is measured among answers of equally many tokens too; the first against the rest.
-AT_EQUAL_LENGTH = {"champion": DETECTORS["champion"], **RIVALS}
-# No controllers: what PGIR would give if a part of it knew the answers.
-BOUNDS = {
-    "perfect_gate": "PGIR, first draft judged without error",
-    "perfect_choice": "PGIR, the kept draft chosen without error",
-    "perfect_judge": "PGIR's drafts, judged without error",
-}
-CONTROLS = {"permuted_labels": "Trained on permuted labels"}
-SPAN_DECISIONS = {
-    "emitting": "From the position that emits the answer",
-    "literal": "Answer tokens only",
-}
 
 # Of these a value lies in [0, 1], and a difference in [-1, 1].
 SHARES = ("auroc", "auprc", "em", "f1", "brier", "ece", "cut", "unmatched", "disputed")

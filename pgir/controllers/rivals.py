@@ -7,7 +7,7 @@ import numpy as np
 
 from extract.label.verdicts import exact_match, token_f1
 from extract.records import Example
-from extract.run.results import CONTROLLERS, DIFFERENCE, MACRO, ResultRow
+from extract.run.results import DIFFERENCE, MACRO, ResultRow
 from jaxprobe.evaluation import difference_row
 from jaxprobe.metrics import BootstrapConfig, interval_of, resamples
 from pgir.controllers.calls import COUNTED, Done
@@ -18,6 +18,7 @@ from pgir.controllers.policy import (
     Traced,
     decide,
 )
+from pgir.controllers.titles import CONTROLLERS
 
 QUALITY = ("em", "f1")
 # Whose gain over every other controller is a row, and of which experiment.

@@ -19,7 +19,7 @@ from extract.run.contents import read_examples, require_both_settings, row_files
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic, write_text_atomic
 from extract.run.manifest import Preset
-from extract.run.results import CONTROLLERS, CROSS_FIT, publish, rows_file, write_rows
+from extract.run.results import publish, rows_file, write_rows
 from extract.run.stages import Stage
 from jaxprobe.calibration import folds_of
 from jaxprobe.config import set_compiler
@@ -51,6 +51,7 @@ from pgir.controllers.session import (
     training_questions,
 )
 from pgir.controllers.skr import question_encoder
+from pgir.controllers.titles import CONTROLLERS, CROSS_FIT
 from pgir.controllers.waves import Journal, Waves
 from pgir.retrieval.commands import retrieval_of
 from pgir.retrieval.retrievers import Retrieval

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.baselines.catalogue import catalogue, find_detector
 from benchmarks.baselines.check import faults_of
 from benchmarks.baselines.detector import Detector, Evidence, Found
-from extract.run.results import CONTROLS, DETECTORS
+from benchmarks.results.names import CONTROLS, DETECTORS
 from tests.benchmarks.rows import rows_of
 
 N = 240

@@ -12,7 +12,8 @@ from benchmarks.baselines.length import (
 from benchmarks.baselines.linear import standardise
 from benchmarks.baselines.probe import pooled_signals, probe_scores
 from benchmarks.results.annotated import annotated_rows
-from extract.run.results import AT_EQUAL_LENGTH, ResultTable
+from benchmarks.results.names import AT_EQUAL_LENGTH
+from extract.run.results import ResultTable
 from extract.store.families import Family
 from extract.store.spec import StoreSpec
 from extract.store.write import create_store, write_range

@@ -13,8 +13,8 @@ from benchmarks.panorama.significance import (
     leads,
     sentence,
 )
+from benchmarks.results.names import DETECTORS, RIVALS
 from extract.records import IN_DOMAIN
-from extract.run.results import DETECTORS, RIVALS
 from jaxprobe.evaluation import Scored, detection_rows
 from jaxprobe.metrics import BootstrapConfig
 from tests.benchmarks.results.sample import row, sample_rows

@@ -1,15 +1,10 @@
 import msgspec
 
+from benchmarks.results.names import CONTROLS, DETECTORS, RIVALS, SPAN_DECISIONS
 from benchmarks.results.paired import gain, paired_table
 from benchmarks.results.tables import controller_table, detection_table, number
 from benchmarks.results.terminal import as_text
 from extract.records import IN_DOMAIN
-from extract.run.results import (
-    CONTROLS,
-    DETECTORS,
-    RIVALS,
-    SPAN_DECISIONS,
-)
 from tests.benchmarks.results.sample import PLACES, row, sample_rows
 
 TEST = PLACES[1]
