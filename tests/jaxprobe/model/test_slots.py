@@ -2,6 +2,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxprobe.config import TrainConfig
+from jaxprobe.fit.heads import _head_keys, _Set
 from jaxprobe.model.fusion import slot_products
 
 N_SLOTS, D, HIDDEN, N = 4, 5, 3, 6
@@ -48,3 +50,18 @@ def test_products_of_stacked_pools_are_those_of_each():
     pools = np.stack([pool, -2 * pool])
     found = jax.vmap(lambda p: ours(kernel, p, keep))(pools)
     np.testing.assert_allclose(found[1], -2 * found[0], atol=1e-5)
+
+
+def test_every_set_of_a_pool_has_keys_of_its_own_whatever_the_order_of_its_slots():
+    def keys(members, n_pool):
+        slots, mask = np.zeros(3, np.int32), np.arange(3) < len(members)
+        slots[: len(members)] = members
+        fused = _Set(jnp.asarray(slots), jnp.asarray(mask))
+        data = jax.random.key_data(_head_keys(TrainConfig(), 0, fused, n_pool))
+        return tuple(np.asarray(data).ravel().tolist())
+
+    # A pool of more than 32, as five families in two passes make, needs two words.
+    for n_pool, sets in ((30, [(1,), (29,), (1, 29)]), (62, [(1,), (33,), (1, 33)])):
+        assert len({keys(members, n_pool) for members in sets}) == 3
+        assert keys(sets[2][::-1], n_pool) == keys(sets[2], n_pool)
+    assert keys((1, 3), 30) == keys((1, 3), 15)
