@@ -137,18 +137,8 @@ def check_features(features: Features, dims: FamilyDims) -> None:
             )
 
 
-def fit_standardizer(features: Features, n_chunk: int = 512) -> Standardizer:
-    """Mean and standard deviation of every channel over the real training tokens.
-
-    Raises:
-      ValueError: if no token is real.
-    """
-    starts = range(0, features.n_examples, n_chunk)
-    return standardizer_of(features.take(slice(i, i + n_chunk)) for i in starts)
-
-
 def standardizer_of(parts: Iterable[Features]) -> Standardizer:
-    """Fit the standardisation in one pass; as `fit_standardizer` on all at once.
+    """Fit mean and deviation of every channel over the real tokens, in one pass.
 
     Raises:
       ValueError: no token is real.

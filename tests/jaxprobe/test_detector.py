@@ -14,7 +14,7 @@ from jaxprobe.calibrate import score_store, selected_params
 from jaxprobe.calibration import Calibrator
 from jaxprobe.config import EncoderConfig, FusionConfig
 from jaxprobe.detector import Detector, EncoderBank, Provenance, SettingHead
-from jaxprobe.features.families import SPANS, Features, fit_standardizer, split_families
+from jaxprobe.features.families import SPANS, Features, split_families, standardizer_of
 from jaxprobe.features.reading import read_features
 from jaxprobe.features.subsets import SUBSETS, paper_dims, subset_index
 from jaxprobe.fit.grid import Member, Trained, member_outputs
@@ -50,7 +50,7 @@ def random_features(setting, n_examples=7):
 def random_grid(setting):
     """Two subsets x two seeds, untrained: scoring does not care."""
     features = random_features(setting)
-    standardizer = fit_standardizer(features)
+    standardizer = standardizer_of([features])
     families = split_families(features, DIMS[setting], standardizer)
     encoder = Encoder(CONFIG, DIMS[setting])
     members = tuple(Member(subset_index(n), s) for s in (0, 1) for n in NAMES)

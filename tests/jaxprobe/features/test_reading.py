@@ -11,8 +11,8 @@ from extract.store.read import read_family
 from extract.store.spec import StoreSpec
 from extract.store.write import create_store, write_range
 from jaxprobe.features.families import (
-    fit_standardizer,
     split_families,
+    standardizer_of,
     used_spans,
 )
 from jaxprobe.features.reading import (
@@ -215,7 +215,7 @@ def test_kept_states_are_standardised_by_the_answers_alone(used):
 def test_with_every_state_the_standardisation_is_over_all_spans(used):
     whole = stored("all", used=used)
     features = read_features(whole, 1)
-    one, other = fit_reading(features, family_dims(whole)), fit_standardizer(features)
+    one, other = fit_reading(features, family_dims(whole)), standardizer_of([features])
     np.testing.assert_array_equal(one.mean, other.mean)
     np.testing.assert_array_equal(one.std, other.std)
 

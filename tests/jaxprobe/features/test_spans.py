@@ -5,9 +5,9 @@ import pytest
 from jaxprobe.features.families import (
     Features,
     all_but,
-    fit_standardizer,
     keep_spans,
     split_families,
+    standardizer_of,
 )
 from jaxprobe.features.rows import rows_at_once
 from jaxprobe.features.subsets import paper_dims, subset_index
@@ -23,7 +23,7 @@ def plain():
     """Features, labels and standardisation; the signal lies in the answer span."""
     features, labels = planted(230, seed=0)
     valid, valid_labels = planted(110, seed=1)
-    return (features, labels), (valid, valid_labels), fit_standardizer(features)
+    return (features, labels), (valid, valid_labels), standardizer_of([features])
 
 
 def without(plain, span=None):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxprobe.config import EncoderConfig, TrainConfig
-from jaxprobe.features.families import Features, fit_standardizer, split_families
+from jaxprobe.features.families import Features, split_families, standardizer_of
 from jaxprobe.features.subsets import SUBSETS, paper_dims, subset_index
 from jaxprobe.fit.grid import (
     Block,
@@ -46,7 +46,7 @@ def planted_parts():
     """Training and validation rows with a planted residual-stream signal."""
     features, labels = planted(230, seed=0)
     valid_features, valid_labels = planted(110, seed=1)
-    standardizer = fit_standardizer(features)
+    standardizer = standardizer_of([features])
     return (
         labelled(split_families(features, DIMS, standardizer), labels),
         labelled(split_families(valid_features, DIMS, standardizer), valid_labels),

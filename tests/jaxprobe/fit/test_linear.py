@@ -8,7 +8,7 @@ from sklearn.linear_model import LogisticRegression
 
 from jaxprobe.checkpoint import Cache
 from jaxprobe.config import TrainConfig
-from jaxprobe.features.families import Features, fit_standardizer, split_families
+from jaxprobe.features.families import Features, split_families, standardizer_of
 from jaxprobe.features.subsets import SUBSETS, subset_index
 from jaxprobe.fit.grid import Block, fit_blocks, labelled, member_outputs
 from jaxprobe.fit.linear import (
@@ -32,7 +32,7 @@ EVERYTHING = np.arange(N_TRAIN)  # every row a question of its own
 
 def families_of(*parts):
     """Standardised tokens of each part, as the first part's tell."""
-    standardizer = fit_standardizer(parts[0])
+    standardizer = standardizer_of([parts[0]])
     return [split_families(x, DIMS, standardizer) for x in parts]
 
 

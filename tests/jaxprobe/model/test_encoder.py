@@ -10,8 +10,8 @@ from jaxprobe.features.families import (
     FamilyTokens,
     Features,
     Standardizer,
-    fit_standardizer,
     split_families,
+    standardizer_of,
 )
 from jaxprobe.features.subsets import (
     N_SUBSETS,
@@ -252,7 +252,7 @@ def test_standardised_training_tokens_have_mean_zero_and_deviation_one():
         x[..., 2] = 7.0
         shifted.append(x)
     features = Features(tuple(shifted), features.masks)
-    standardizer = fit_standardizer(features)
+    standardizer = standardizer_of([features])
     assert standardizer.std[2] == 1.0
     families = split_families(features, DIMS, standardizer)
     mask = np.concatenate(families.masks)
