@@ -34,12 +34,13 @@ from extract.run.launch import own_gpu
 from extract.run.memory import return_freed_memory
 from extract.run.share import Share
 from extract.run.stages import Stage, side_by_side
+from extract.store.read import open_store
 from jaxprobe import checkpoint
 from jaxprobe.checkpoint import Cache
 from jaxprobe.config import GRID_PRESETS, GridConfig, set_compiler
 from jaxprobe.evaluation import permute_by_question
 from jaxprobe.features.families import FamilyTokens, width_groups, widths_of
-from jaxprobe.features.rows import ReadRows, TrainingSet, rows_at_once, training_set
+from jaxprobe.features.rows import ReadRows, TrainingSet, rows_at_once
 from jaxprobe.features.subsets import N_SUBSETS, subset_index
 from jaxprobe.fit.grid import (
     Member,
@@ -64,7 +65,7 @@ from jaxprobe.fit.memory import Sizes, choose
 from jaxprobe.fit.streaming import Streamed, fit_streamed
 from jaxprobe.fit.work import Workload, step_flops
 from jaxprobe.model.encoder import Encoder, MemberOutputs
-from jaxprobe.stage import chosen_layer, encoder_folders, open_rows
+from jaxprobe.stage import encoder_folders, run_training_set
 
 EVERY_FAMILY = subset_index("HPRA")
 
@@ -311,10 +312,9 @@ def settings_at_once(config: GridConfig) -> int:
 def _key(run: RunDir, config: GridConfig, store_id: str) -> str:
     """Return the identity of all that a setting's members depend on."""
     sources = (*question_files(run), run.labels, run.sweep)
-    told = json.dumps(
-        dataclasses.asdict(dataclasses.replace(config, device_memory=None))
-    )
-    protocol = hashlib.sha256(told.encode()).hexdigest()
+    config = dataclasses.replace(config, device_memory=None)  # changes no result
+    text = json.dumps(dataclasses.asdict(config))
+    protocol = hashlib.sha256(text.encode()).hexdigest()
     return " ".join((*map(sha256_file, sources), store_id, protocol))
 
 
@@ -332,23 +332,15 @@ def _train_setting(
     Returns:
       How many members of other processes are missing.
     """
-    store, rows = open_rows(run, setting)
-    key = _key(run, config, store.id)
+    key = _key(run, config, open_store(run.features(setting)).id)
     if checkpoint.is_saved(run.encoders(setting), key):
         return 0
-    is_streamed = config.stream is not None
-    if is_streamed:
+    if config.stream is not None:
         return_freed_memory()
-    data = training_set(
-        store,
-        rows,
-        layer=chosen_layer(run),
-        n_batch=config.train.batch_size,
-        streamed=is_streamed,
-    )
-    permuted = permute_by_question(rows, run.seed)
+    data = run_training_set(run, setting, config)
+    permuted = permute_by_question(data.rows, run.seed)
     control_data = dataclasses.replace(
-        data, rows=dataclasses.replace(rows, labels=permuted)
+        data, rows=dataclasses.replace(data.rows, labels=permuted)
     )
     folder = run.encoders(setting).with_name(f"{setting}.members")
     caches = [Cache(folder / name, key) for name in ("grid", "permuted")]
