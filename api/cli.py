@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from benchmarks.chain import CHAIN
 from extract.run.launch import find_share
-from extract.run.verbs import CHAIN, SHARED, alone
+from extract.run.verbs import alone
 
 if TYPE_CHECKING:
     pass
@@ -51,6 +52,8 @@ VERBS = {
     "doctor": "beatrice.doctor",
     "bench": "benchmarks.speed.commands",
 }
+# What several processes may share; each other verb is the work of one.
+SHARED = ("rewrite", "answer", "label", "sample", "extract", "train")
 
 
 class _Verbs(click.Group):

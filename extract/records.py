@@ -5,8 +5,11 @@ missing field is an error that names the file and the line, so that a renamed co
 cannot turn into an empty one. To change a field: `msgspec.structs.replace`.
 """
 
+import hashlib
 import json
 import re
+import string
+import unicodedata
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -193,6 +196,38 @@ class Label(Record, frozen=True, kw_only=True):
     def key(self) -> tuple[str, str, str]:
         """Return what identifies this row: example, setting, variant."""
         return (self.example_id, self.setting, self.variant)
+
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation))
+
+
+def normalise(text: str) -> str:
+    """Return the text as SQuAD's script compares it (Rajpurkar et al. 2016).
+
+    Lower-cased, ASCII punctuation deleted, articles made a space, extra space
+    removed: "J.K. Rowling" is "jk rowling", "1,000" is "1000", but "U.S." is "us" and
+    "U.S.A." is "usa". Other marks and accents stay.
+    """
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def text_key(question: str) -> bytes:
+    """Return what is equal for questions that differ in case, marks or articles."""
+    folded = unicodedata.normalize("NFKC", question).casefold()
+    return hashlib.blake2b((normalise(folded) or folded).encode()).digest()[:16]
+
+
+def stands_in_context(example: Example, answer: Answer) -> bool:
+    """Return whether an answer, normalised, stands in the passages that were shown.
+
+    Whole words, of titles and texts; an answer of which nothing is left stands nowhere.
+    """
+    passages = example.context(answer.variant)
+    shown = [p for i, p in enumerate(passages) if i not in answer.dropped]
+    text = normalise(" ".join(f"{p.title} {p.text}" for p in shown))
+    wanted = normalise(answer.text)
+    return bool(wanted) and f" {wanted} " in f" {text} "
 
 
 RecordT = TypeVar("RecordT", bound=Record)

@@ -17,9 +17,10 @@ from beatrice.cli import CHAIN, main
 from benchmarks.results.saved import read_control, read_reliability
 from extract.backbone.names import BackboneConfig
 from extract.generate.stage import answer_config
+from extract.label.labels import count_correct
 from extract.records import Passage, read_records, write_lines
 from extract.run.console import Progress
-from extract.run.contents import count_correct, read_answers, read_examples, read_labels
+from extract.run.contents import read_answers, read_examples, read_labels
 from extract.run.directory import RunDir
 from extract.run.files import write_text_atomic
 from extract.run.manifest import NewRun, read_manifest

@@ -15,9 +15,8 @@ from extract.generate.backends.local import TransformersGenerator
 from extract.generate.generator import GeneratorPrompt, SamplingConfig
 from extract.generate.requests import AnswerConfig, GenerationConfig
 from extract.generate.templates import SHOTS, PromptConfig
-from extract.label.labels import shares_in_words
+from extract.label.labels import shares_in_words, too_few_answers
 from extract.records import Answer, Example, Label, read_records, write_lines
-from extract.run.contents import too_few_answers
 from extract.run.directory import RunDir
 from tests.extract.small_run import beatrice, questions, smoke
 

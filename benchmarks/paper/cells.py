@@ -195,7 +195,7 @@ def beside(
     Args:
       cells: of the paper.
       rows: of the run; see `summaries` for what some of the anatomy's are made to be.
-      accuracy: as `extract.run.contents.count_correct` gives it.
+      accuracy: as `extract.label.labels.count_correct` gives it.
     """
     known, made = by_key(rows), []
     for cell in cells:

@@ -15,8 +15,8 @@ from benchmarks.paper.cells import (
 )
 from benchmarks.paper.signs import Sign, in_a_sentence, signs, spelled
 from benchmarks.paper.summaries import summaries
+from extract.label.labels import count_correct
 from extract.records import IN_DOMAIN, Example, Label
-from extract.run.contents import count_correct
 from extract.run.results import DIFFERENCE, SPLIT_LABELS, ResultRow
 
 _MARKS = {"bold": "**{}**", "underlined": "<u>{}</u>", "dagger": "{}†", None: "{}"}

@@ -5,13 +5,14 @@ from typing import Any
 
 import click
 
+from benchmarks.chain import CHAIN
 from extract.datasets.options import (
     asking_options,
     question_options,
     take_files,
 )
 from extract.run.console import Progress
-from extract.run.verbs import CHAIN, RUN_DIR, load_stage
+from extract.run.verbs import RUN_DIR, load_stage
 from extract.signals.commands import kept_options
 
 # Defaults of `beatrice data` that are others here.

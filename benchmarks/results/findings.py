@@ -6,7 +6,7 @@ questions (`paired` and `finding` rows). "yes": a difference is above zero, and 
 all else. Where any of several differences would do (is one of four families better?),
 its p must be below .05 divided by their number too, so that four looks at chance find
 nothing more often than one. "cannot conclude": the setting has too few right or wrong
-training answers (`extract.run.contents.too_few_answers`), whatever its rows say.
+training answers (`extract.label.labels.too_few_answers`), whatever its rows say.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 from benchmarks.results.names import RIVALS
 from benchmarks.results.tables import Place, interval, number, places_of
+from extract.label.labels import too_few_answers
 from extract.records import IN_DOMAIN
-from extract.run.contents import too_few_answers
 from extract.run.results import (
     DIFFERENCE,
     SETTING_LABELS,
@@ -157,7 +157,7 @@ def findings(
 
     Args:
       rows: result rows of a run.
-      accuracy: as `extract.run.contents.count_correct` gives it.
+      accuracy: as `extract.label.labels.count_correct` gives it.
     """
     wanted = [r for r in rows if r.experiment in ("paired", "finding", "detection")]
     table, too_few = ResultTable(wanted), too_few_answers(accuracy)

@@ -27,10 +27,10 @@ from benchmarks.results.saved import (
 from benchmarks.results.tables import controller_table, detection_table
 from benchmarks.results.terminal import as_text
 from extract.backbone.names import BackboneConfig
+from extract.label.labels import count_correct
 from extract.records import IN_DOMAIN, SETTINGS, Setting
 from extract.run.console import Progress, Update
 from extract.run.contents import (
-    count_correct,
     question_files,
     read_examples,
     read_labels,

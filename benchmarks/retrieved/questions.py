@@ -9,8 +9,7 @@ import msgspec
 
 from extract.datasets.loading import Loaded, open_dataset
 from extract.generate.templates import PromptTemplate
-from extract.label.verdicts import text_key
-from extract.records import Example, Passage
+from extract.records import Example, Passage, text_key
 from extract.run.manifest import Preset
 from pgir.controllers.services import showable
 from pgir.retrieval.retrievers import Retrieval, RetrievalFailed

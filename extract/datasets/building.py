@@ -21,8 +21,7 @@ from extract.datasets.splits import (
     read_splits,
     seal,
 )
-from extract.label.verdicts import text_key
-from extract.records import Passage, Split, to_json
+from extract.records import Passage, Split, text_key, to_json
 from extract.run.files import sha256_file, write_json_atomic, write_stream_atomic
 
 

@@ -15,7 +15,7 @@ from extract.datasets.loading import (
     open_dataset,
 )
 from extract.datasets.readers.question import DATASETS, Question
-from extract.label.verdicts import normalise
+from extract.records import normalise
 from extract.run.files import sha256_file
 
 MAX_LISTED = 1000  # refusals kept one by one; all are counted

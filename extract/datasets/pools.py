@@ -9,7 +9,7 @@ from extract.datasets.config import BuildConfig, Context, Role, Source
 from extract.datasets.loading import DatasetFile, Loaded, Refusal, open_dataset
 from extract.datasets.readers.question import DATASETS
 from extract.datasets.splits import Candidate
-from extract.label.verdicts import text_key
+from extract.records import text_key
 from extract.run.files import sha256_file
 
 MAX_LISTED = 1000  # refusals named one by one in the manifest; all are counted

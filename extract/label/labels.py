@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from extract.label.verdicts import RULES, Match, contains_gold, exact_match, text_key
+from extract.label.verdicts import RULES, Match, contains_gold, exact_match
 from extract.records import (
     SETTINGS,
     Answer,
@@ -19,9 +19,9 @@ from extract.records import (
     Split,
     Variant,
     from_json,
+    text_key,
 )
 from extract.run.console import Update
-from extract.run.contents import count_correct, too_few_answers
 
 # A judge of labels: True, False, or None where it cannot decide.
 Judge = Callable[[Example, Answer], bool | None]
@@ -353,3 +353,62 @@ def _one_class(setting: Setting, split: Split, n: int, n_correct: int) -> str:
         "answers; other prompts, more questions, --match containment or a judge may "
         "help"
     )
+
+
+ENOUGH = 150  # right training answers of a setting, and wrong ones
+
+
+def too_few_answers(counts: Sequence[Mapping[str, Any]]) -> dict[Setting, str]:
+    """Say for which settings a run cannot conclude anything, whatever comes out.
+
+    The paper names no such number. With 150 of one class and 850 of the other, the
+    standard error of an AUROC of .75 is .024 (Hanley and McNeil, 1982), about what
+    separates detectors in the paper; validation and test have fewer still.
+
+    Args:
+      counts: as `count_correct` gives them; the original wording of training counts.
+
+    Returns:
+      A sentence with both counts, by setting; nothing for one that has enough.
+    """
+    found: dict[Setting, str] = {}
+    for setting in SETTINGS:
+        mine = [
+            row
+            for row in counts
+            if (row["split"], row["setting"]) == ("train", setting)
+            and row["variant"] == "original"
+        ]
+        n_correct = sum(row["n_correct"] for row in mine)
+        n_wrong = sum(row["n"] for row in mine) - n_correct
+        if mine and min(n_correct, n_wrong) < ENOUGH:
+            found[setting] = (
+                f"{n_correct} correct and {n_wrong} incorrect training answers; with "
+                f"fewer than {ENOUGH} of either this run cannot conclude for this "
+                "setting"
+            )
+    return found
+
+
+def count_correct(
+    examples: Sequence[Example], labels: Mapping[tuple[str, str, str], Label]
+) -> list[dict[str, Any]]:
+    """Count right answers per dataset, split, setting and variant, in file order."""
+    counts: dict[tuple[str, str, str, str], list[int]] = {}
+    by_id = {example.id: example for example in examples}
+    for label in labels.values():
+        if label.example_id not in by_id:
+            raise ValueError(
+                f"a label is of the question {label.example_id!r}, which is not in "
+                "examples.jsonl; run `beatrice label` again"
+            )
+        example = by_id[label.example_id]
+        group = (example.dataset, example.split, label.setting, label.variant)
+        tally = counts.setdefault(group, [0, 0])
+        tally[0] += label.label is not None
+        tally[1] += label.label is True
+    names = ("dataset", "split", "setting", "variant")
+    return [
+        {**dict(zip(names, group, strict=True)), "n": n, "n_correct": n_correct}
+        for group, (n, n_correct) in counts.items()
+    ]

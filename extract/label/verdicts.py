@@ -7,14 +7,11 @@ retrieval, where the majority decides and every question is kept.
 
 import collections
 import dataclasses
-import hashlib
 import re
-import string
-import unicodedata
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from extract.records import Answer, Label
+from extract.records import Answer, Label, normalise
 from extract.run.manifest import Preset
 
 Verdict = Literal["correct", "incorrect", "unparsable"]
@@ -79,25 +76,7 @@ def parse_verdict(text: str) -> Verdict:
     return "incorrect" if word.group(1) else "correct"
 
 
-_ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = str.maketrans(dict.fromkeys(string.punctuation))
 _CLOSED = ("yes", "no", "noanswer")
-
-
-def normalise(text: str) -> str:
-    """Return the text as SQuAD's script compares it (Rajpurkar et al. 2016).
-
-    Lower-cased, ASCII punctuation deleted, articles made a space, extra space
-    removed: "J.K. Rowling" is "jk rowling", "1,000" is "1000", but "U.S." is "us" and
-    "U.S.A." is "usa". Other marks and accents stay.
-    """
-    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
-
-
-def text_key(question: str) -> bytes:
-    """Return what is equal for questions that differ in case, marks or articles."""
-    folded = unicodedata.normalize("NFKC", question).casefold()
-    return hashlib.blake2b((normalise(folded) or folded).encode()).digest()[:16]
 
 
 def exact_match(answer: str, golds: Sequence[str]) -> bool:

@@ -1,12 +1,9 @@
 """What lies in a run directory, read without Torch: questions, answers, labels."""
 
 import collections
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from extract.label.rewrite import Rewrite, with_rewrites
-from extract.label.verdicts import normalise, text_key
 from extract.records import (
     SETTINGS,
     Answer,
@@ -14,6 +11,7 @@ from extract.records import (
     Label,
     Setting,
     read_records,
+    text_key,
 )
 from extract.run.directory import RunDir
 from extract.run.layout import MAKE_A_RUN
@@ -210,18 +208,6 @@ def read_answers(run: RunDir, *settings: Setting) -> list[Answer]:
     ]
 
 
-def stands_in_context(example: Example, answer: Answer) -> bool:
-    """Return whether an answer, normalised, stands in the passages that were shown.
-
-    Whole words, of titles and texts; an answer of which nothing is left stands nowhere.
-    """
-    passages = example.context(answer.variant)
-    shown = [p for i, p in enumerate(passages) if i not in answer.dropped]
-    text = normalise(" ".join(f"{p.title} {p.text}" for p in shown))
-    wanted = normalise(answer.text)
-    return bool(wanted) and f" {wanted} " in f" {text} "
-
-
 def read_labels(run: RunDir) -> dict[Key, Label]:
     """Return the labels by example, setting and variant.
 
@@ -236,62 +222,3 @@ def read_labels(run: RunDir) -> dict[Key, Label]:
                 "one; run `beatrice label` again"
             )
     return found
-
-
-ENOUGH = 150  # right training answers of a setting, and wrong ones
-
-
-def too_few_answers(counts: Sequence[Mapping[str, Any]]) -> dict[Setting, str]:
-    """Say for which settings a run cannot conclude anything, whatever comes out.
-
-    The paper names no such number. With 150 of one class and 850 of the other, the
-    standard error of an AUROC of .75 is .024 (Hanley and McNeil, 1982), about what
-    separates detectors in the paper; validation and test have fewer still.
-
-    Args:
-      counts: as `count_correct` gives them; the original wording of training counts.
-
-    Returns:
-      A sentence with both counts, by setting; nothing for one that has enough.
-    """
-    found: dict[Setting, str] = {}
-    for setting in SETTINGS:
-        mine = [
-            row
-            for row in counts
-            if (row["split"], row["setting"]) == ("train", setting)
-            and row["variant"] == "original"
-        ]
-        n_correct = sum(row["n_correct"] for row in mine)
-        n_wrong = sum(row["n"] for row in mine) - n_correct
-        if mine and min(n_correct, n_wrong) < ENOUGH:
-            found[setting] = (
-                f"{n_correct} correct and {n_wrong} incorrect training answers; with "
-                f"fewer than {ENOUGH} of either this run cannot conclude for this "
-                "setting"
-            )
-    return found
-
-
-def count_correct(
-    examples: Sequence[Example], labels: dict[Key, Label]
-) -> list[dict[str, Any]]:
-    """Count right answers per dataset, split, setting and variant, in file order."""
-    counts: dict[tuple[str, str, str, str], list[int]] = {}
-    by_id = {example.id: example for example in examples}
-    for label in labels.values():
-        if label.example_id not in by_id:
-            raise ValueError(
-                f"a label is of the question {label.example_id!r}, which is not in "
-                "examples.jsonl; run `beatrice label` again"
-            )
-        example = by_id[label.example_id]
-        group = (example.dataset, example.split, label.setting, label.variant)
-        tally = counts.setdefault(group, [0, 0])
-        tally[0] += label.label is not None
-        tally[1] += label.label is True
-    names = ("dataset", "split", "setting", "variant")
-    return [
-        {**dict(zip(names, group, strict=True)), "n": n, "n_correct": n_correct}
-        for group, (n, n_correct) in counts.items()
-    ]

@@ -18,22 +18,6 @@ if TYPE_CHECKING:
 
 Command = Callable[..., None]
 
-# What `demo` does, in order: where each stage stands. Real questions take the place of
-# the world's in `real`.
-CHAIN = (
-    "extract.world.commands:WORLD",
-    "extract.generate.stage:ANSWER",
-    "extract.label.stage:LABEL",
-    "extract.signals.stage:EXTRACT",
-    "selection.sweep:SWEEP",
-    "jaxprobe.fit.stage:TRAIN",
-    "selection.stage:SELECT",
-    "jaxprobe.stage:CALIBRATE",
-    "benchmarks.results.evaluate:EVALUATE",
-    "benchmarks.baselines.stage:BASELINES",
-    "pgir.controllers.stage:CONTROL",
-    "benchmarks.results.stage:REPORT",
-)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -154,9 +138,6 @@ def share_of(shard: str | None, dry_run: bool) -> Share:
     return Share() if dry_run else find_share(shard)
 
 
-SHARED = ("rewrite", "answer", "label", "sample", "extract", "train")
-
-
 def alone(what: str, share: Share) -> None:
     """Check that a verb was started as one process.
 
@@ -166,7 +147,6 @@ def alone(what: str, share: Share) -> None:
     if share.world_size > 1:
         raise click.UsageError(
             f"{what} is one process's work, and {share.world_size} were launched "
-            f"({share.source}); workers share `extract`, `train`, and on this machine "
-            "`rewrite`, `answer`, `label --judge` and `sample`, so start this once "
-            "(with --server, --concurrency says how many requests are under way)"
+            f"({share.source}); start this once (with --server, --concurrency says how "
+            "many requests are under way); verbs that workers share have --shard"
         )

@@ -21,8 +21,7 @@ import numpy as np
 from extract.datasets.files.streams import RecordStream
 from extract.datasets.loading import FileRefused, Loaded, open_dataset
 from extract.datasets.readers.question import Question
-from extract.label.verdicts import text_key
-from extract.records import Passage, Record, read_records, to_json
+from extract.records import Passage, Record, read_records, text_key, to_json
 from extract.run.files import (
     read_sealed,
     seal,

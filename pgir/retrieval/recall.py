@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from extract.label.verdicts import normalise
-from extract.records import Passage
+from extract.records import Passage, normalise
 from pgir.retrieval.corpus import Gold
 
 DEPTHS = (3, 5, 20)

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from extract.run.contents import read_answers, read_examples, stands_in_context
+from extract.records import stands_in_context
+from extract.run.contents import read_answers, read_examples
 from extract.run.results import ResultRow
 from selection.anatomy.analysis import (
     Evidence,

@@ -30,8 +30,7 @@ from benchmarks.real.packages import (
 )
 from benchmarks.real.questions import WANTED, find_questions
 from extract.backbone.names import WEIGHTS
-from extract.label.verdicts import text_key
-from extract.records import Example, read_records
+from extract.records import Example, read_records, text_key
 from extract.run.directory import RunDir
 from extract.run.manifest import NewRun
 from extract.world.facts import WorldConfig, make_world

@@ -22,9 +22,10 @@ from extract.backbone.loading import (
 from extract.backbone.names import WEIGHTS, BackboneConfig
 from extract.generate.options import check_backbone
 from extract.generate.prompts import render_message
+from extract.label.labels import count_correct
 from extract.records import Answer, Label, to_json, write_lines
 from extract.run.console import in_one_sentence
-from extract.run.contents import count_correct, read_labels
+from extract.run.contents import read_labels
 from extract.run.directory import RunDir
 from extract.run.files import from_json
 from extract.run.manifest import NewRun

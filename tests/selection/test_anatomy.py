@@ -5,8 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from extract.records import Answer, Example, Passage
-from extract.run.contents import stands_in_context
+from extract.records import Answer, Example, Passage, stands_in_context
 from jaxprobe.features.rows import Rows
 from jaxprobe.metrics import BootstrapConfig
 from selection.anatomy.analysis import (

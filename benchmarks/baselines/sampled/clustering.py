@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from benchmarks.baselines.detector import Evidence
-from extract.label.verdicts import normalise
+from extract.records import normalise
 
 # Which samples of each row mean the same: `[n_samples, n_samples]` bool, symmetric.
 Equivalences = Callable[[Evidence], list[np.ndarray]]

@@ -10,8 +10,7 @@ from typing import Any, Literal
 from extract.datasets import fields
 from extract.datasets.fields import Record
 from extract.datasets.readers.question import Document, Format, Question
-from extract.label.verdicts import normalise
-from extract.records import Passage
+from extract.records import Passage, normalise
 
 N_WORDS = 100  # a passage, as in DPR's psgs_w100
 # In running text a mark often stands between two words ("Boulevard (1950)", "a-ha"), so

@@ -6,8 +6,7 @@ import pytest
 from extract.datasets.building import build_examples, check_folder
 from extract.datasets.config import HELD_OUT_SIZES, BuildConfig, Source, SplitConfig
 from extract.datasets.splits import Candidate, draw_splits, read_splits, seal
-from extract.label.verdicts import text_key
-from extract.records import Example, Passage, read_records
+from extract.records import Example, Passage, read_records, text_key
 from tests.extract.datasets import published as pub
 
 

@@ -6,7 +6,8 @@ from collections import Counter
 import pytest
 
 from extract.datasets.loading import open_dataset
-from extract.label.verdicts import contains_gold, exact_match, normalise, token_f1
+from extract.label.verdicts import contains_gold, exact_match, token_f1
+from extract.records import normalise
 from tests.extract.datasets.published import samples
 
 FILES = (
