@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -33,86 +33,59 @@ class SetName(click.ParamType):
         return value
 
 
-class _Size(click.ParamType):
-    """A number of questions, or `all`."""
+def _size(text: str) -> Any:
+    """Return a number of questions, or "all"."""
+    if text == "all":
+        return text
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ValueError(f"expected a whole number above 0, or all, found {text!r}")
+    return int(text)
 
-    name = "n|all"
+
+def _context(text: str) -> str:
+    """Return which passages become a context."""
+    if text not in _CONTEXTS:
+        raise ValueError(f"expected {', '.join(_CONTEXTS)}, found {text!r}")
+    return text
+
+
+class _Of(click.ParamType):
+    """A value, `NAME=VALUE` of one question set, or either.
+
+    Args:
+      parse: makes the value of its text; a ValueError says why it cannot.
+      named: whether a name must, may or cannot stand before it.
+    """
+
+    name = "value"
+
+    def __init__(
+        self, parse: Callable[[str], Any], named: Literal["always", "maybe", "never"]
+    ) -> None:
+        self._parse, self._named = parse, named
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
-        """Return the number, or "all"."""
-        if value == "all" or isinstance(value, int):
-            return value
-        if not value.isascii() or not value.isdigit() or int(value) < 1:
+        """Return the name, or None for all sets, and the value; or the value alone."""
+        if not isinstance(value, str):
+            return value  # a default
+        name, equals, rest = value.partition("=")
+        has_name = self._named == "always" or (self._named == "maybe" and equals)
+        if has_name and not (equals and rest and is_safe_name(name)):
             self.fail(
-                f"expected a whole number above 0, or all, found {value!r}", param, ctx
-            )
-        return int(value)
-
-
-class _Named(click.ParamType):
-    """`NAME=VALUE`, where the name is that of a question set."""
-
-    name = "set=value"
-
-    def __init__(self, *, is_size: bool) -> None:
-        self._is_size = is_size
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str, Any]:
-        """Return the name and the path or the number."""
-        if isinstance(value, tuple):
-            return value
-        name, equals, rest = str(value).partition("=")
-        if not equals or not rest or not is_safe_name(name):
-            self.fail(
-                f"expected NAME=VALUE with {A_NAME}, found {value!r}",
+                f"expected NAME=VALUE, such as mine={rest or name}, with {A_NAME}; "
+                f"found {value!r}",
                 param,
                 ctx,
             )
-        if not self._is_size:
-            return name, Path(rest)
-        return name, _Size().convert(rest, param, ctx)
-
-
-class _TrainSize(click.ParamType):
-    """`N` of all sets, or `NAME=N` of one."""
-
-    name = "n"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str | None, Any]:
-        """Return the set, or None for all, and the number or "all"."""
-        if isinstance(value, tuple):
-            return value
-        if "=" in str(value):
-            return _Named(is_size=True).convert(value, param, ctx)
-        return None, _Size().convert(value, param, ctx)
-
-
-class _Context(click.ParamType):
-    """`CONTEXT` of all sets, or `NAME=CONTEXT` of one."""
-
-    name = "context"
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[str | None, str]:
-        """Return the set, or None for all, and the context."""
-        if isinstance(value, tuple):
-            return value
-        name, equals, context = str(value).rpartition("=")
-        if context not in _CONTEXTS or (equals and not is_safe_name(name)):
-            self.fail(
-                f"expected {', '.join(_CONTEXTS)}, or NAME= and one of them, found "
-                f"{value!r}",
-                param,
-                ctx,
-            )
-        return name or None, context
+        try:
+            parsed = self._parse(rest if has_name else value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        if self._named == "never":
+            return parsed
+        return name if has_name else None, parsed
 
 
 def _by_set(
@@ -135,7 +108,7 @@ def _files(role: str, text: str) -> Any:
     return click.option(
         f"--{role}",
         multiple=True,
-        type=_Named(is_size=False),
+        type=_Of(Path, "always"),
         metavar="NAME=FILE",
         help=text,
     )
@@ -154,27 +127,28 @@ _QUESTIONS = (
     click.option(
         "--n-train",
         multiple=True,
-        type=_TrainSize(),
+        type=_Of(_size, "maybe"),
         metavar="[NAME=]N",
         help="N or all; with NAME= of one set alone. Default: 10000 of each.",
     ),
     click.option(
         "--n-evaluation",
         default=500,
-        type=_Size(),
+        type=_Of(_size, "never"),
+        metavar="N",
         help="Validation and test each, of each set; all halves the questions.",
     ),
     click.option(
         "--n-held-out",
         multiple=True,
-        type=_Named(is_size=True),
+        type=_Of(_size, "always"),
         metavar="NAME=N",
         help="N or all. Default: popqa=1000, nq=1182, triviaqa=1277.",
     ),
     click.option(
         "--context",
         multiple=True,
-        type=_Context(),
+        type=_Of(_context, "maybe"),
         metavar="[NAME=]CONTEXT",
         help="Passages of an example: supporting (the default), the first of these, "
         "all or none; questions without are left out, and counted. With NAME= of one "

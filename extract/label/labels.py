@@ -288,7 +288,7 @@ def shares_in_words(
       that holds one class alone, or too few of one.
     """
     too_few = too_few_answers(count_correct(examples, {x.key: x for x in labels}))
-    taught = _taught(examples, labels)
+    counts = class_counts(examples, labels)
     for setting in SETTINGS:
         mine = [label for label in labels if label.setting == setting]
         if not mine:
@@ -298,7 +298,7 @@ def shares_in_words(
         dropped = f", {len(mine) - n} without a label" if n < len(mine) else ""
         yield f"{setting}: {n_correct} of {n} answers correct{share}{dropped}"
         for split in ("train", "validation"):
-            n, n_correct = taught.get((setting, split), (None, 0))
+            n, n_correct = counts.get((setting, split), (None, 0))
             if n is None:
                 continue
             if n_correct in (0, n):
@@ -320,7 +320,7 @@ def check_both_classes(examples: Sequence[Example], labels: Sequence[Label]) -> 
       ValueError: the labelled answers of one are all correct or all incorrect; says
         which, and what may help.
     """
-    for (setting, split), (n, n_correct) in _taught(examples, labels).items():
+    for (setting, split), (n, n_correct) in class_counts(examples, labels).items():
         if n_correct in (0, n):
             raise ValueError(
                 f"{_one_class(setting, split, n, n_correct)}; signals for another use "
@@ -328,10 +328,10 @@ def check_both_classes(examples: Sequence[Example], labels: Sequence[Label]) -> 
             )
 
 
-def _taught(
+def class_counts(
     examples: Sequence[Example], labels: Sequence[Label]
 ) -> dict[tuple[Setting, Split], tuple[int, int]]:
-    """Return `_count` of each setting's training and validation answers."""
+    """Count labelled and correct answers for training and validation, by setting."""
     split_of = {example.id: example.split for example in examples}
     groups: dict[tuple[Setting, Split], list[Label]] = {}
     for label in labels:

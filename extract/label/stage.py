@@ -24,7 +24,7 @@ from extract.label.audit import (
 )
 from extract.label.judges import ConsensusConfig, judge_answers
 from extract.label.labels import (
-    check_both_classes,
+    class_counts,
     import_labels,
     label_by_match,
     label_with,
@@ -116,10 +116,10 @@ def _note_shares(run: RunDir, labels: Sequence[Label], progress: Progress) -> No
     examples = read_examples(run)
     for line in shares_in_words(examples, labels):
         progress.note(f"label: {line}")
-    try:
-        check_both_classes(examples, labels)
-    except ValueError:
-        answer = read_answers(run)[0]
+    counts = class_counts(examples, labels).items()
+    one_class = [setting for (setting, _), (n, k) in counts if k in (0, n)]
+    if one_class:
+        answer = read_answers(run, one_class[0])[0]
         example = next(e for e in examples if e.id == answer.example_id)
         progress.note(
             f"label: for instance, {example.question!r} is answered {answer.text!r}, "
