@@ -11,7 +11,7 @@ the paper's other variants are rows of `evaluate` already.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -24,28 +24,29 @@ from extract.run.directory import RunDir
 from extract.run.files import read_json, write_json_atomic
 from extract.run.results import ON_REQUEST, ResultRow, publish, rows_file
 from extract.run.stages import Stage, side_by_side
-from jaxprobe.checkpoint import Cache, load_cache, save_cache
-from jaxprobe.config import SELECT_PRESETS, SelectConfig, set_compiler
+from jaxprobe.checkpoint import Cache
+from jaxprobe.config import SELECT_PRESETS, GridConfig, SelectConfig, set_compiler
 from jaxprobe.evaluation import METRICS, Scored, detection_rows
 from jaxprobe.features import families
 from jaxprobe.features.families import all_but
 from jaxprobe.features.rows import Rows, TrainingSet
 from jaxprobe.features.subsets import FAMILIES, LETTERS, N_SUBSETS, SUBSET_NAMES
 from jaxprobe.fit.stage import settings_at_once, train_encoders
+from jaxprobe.metrics import BootstrapConfig
 from jaxprobe.model.encoder import MemberOutputs
 from jaxprobe.model.fusion import PoolOutputs
-from jaxprobe.pool import pool_names, reads
+from jaxprobe.pool import Pool, pool_names, pool_of, reads
 from jaxprobe.stage import (
     encoder_folders,
     grid_config,
+    open_rows,
     run_bootstrap,
     run_outputs,
-    run_pool,
     run_selection,
     run_training_set,
 )
-from selection.greedy import NoSignalError, Selection
-from selection.stage import HeadTrainer, load_results
+from selection.greedy import HeadTrainer, NoSignalError, Selection
+from selection.stage import load_part
 
 EXPERIMENT = "ablation"
 SPANS: dict[Setting, tuple[str, ...]] = {
@@ -143,54 +144,42 @@ def _inputs(run: RunDir) -> list[Path]:
     return [*row_files(run), run.sweep, run.selection, *encoder_folders(run)]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Ablation:
-    """The ablations of one run; what an interrupted one has finished is kept.
+    """What is taken away from what was selected, setting by setting.
 
     Attributes:
-      run: with selected encoders.
+      champions: pool positions of the selected encoders, by setting.
+      rows: what the rows of every setting are.
+      read_outputs: reads what all encoders of a pass put out on its rows.
+      read_training_set: reads a setting's rows as encoders are trained on them.
+      grid: how encoders are trained.
       config: heads and search, with the run's seed.
+      cache: where finished variants are saved; its key names all that they depend on.
     """
 
-    run: RunDir
+    champions: Mapping[Setting, tuple[int, ...]]
+    rows: Mapping[Setting, Rows]
+    read_outputs: Callable[[Setting], MemberOutputs]
+    read_training_set: Callable[[Setting], TrainingSet]
+    grid: GridConfig
     config: SelectConfig
-
-    @cached_property
-    def key(self) -> str:
-        """Identity of everything that a variant depends on."""
-        return " ".join(self.run.hash_inputs(*_inputs(self.run)).values())
-
-    @cached_property
-    def settings(self) -> tuple[Setting, ...]:
-        """Of the run."""
-        return settings_of(self.run)
-
-    @cached_property
-    def champions(self) -> dict[Setting, tuple[int, ...]]:
-        """Pool positions of the selected encoders, by setting."""
-        found = {s: run_selection(self.run, s)[1]["members"] for s in self.settings}
-        return {setting: tuple(members) for setting, members in found.items()}
+    cache: Cache
 
     @cached_property
     def subsets(self) -> dict[Setting, tuple[int, ...]]:
         """The encoders of each pass that a champion reads, as rows of SUBSETS."""
-        read = {pair for s in self.settings for pair in reads(s, self.champions[s])}
+        read = {pair for s, own in self.champions.items() for pair in reads(s, own)}
         return {
             setting: tuple(
                 sorted(SUBSET_NAMES.index(n) for s, n in read if s == setting)
             )
-            for setting in self.settings
+            for setting in self.champions
         }
 
     def n_members(self, setting: Setting) -> int:
         """Return how many of a pass's encoders are trained for each span variant."""
-        return grid_config(self.run).train.n_seeds * len(self.subsets[setting])
-
-    def _outputs_file(self, setting: Setting, variant: str) -> Path:
-        return _folder(self.run) / f"{setting}.{variant}.safetensors"
-
-    def _scores_file(self, setting: Setting, variant: str) -> Path:
-        return _folder(self.run) / f"{setting}.{variant}.scores.safetensors"
+        return self.grid.train.n_seeds * len(self.subsets[setting])
 
     def train_without_spans(self, setting: Setting, tick: Callable[[], None]) -> None:
         """Train the champions' encoders of a pass, once for each of its span variants.
@@ -202,23 +191,26 @@ class Ablation:
         missing = [
             variant
             for variant in named
-            if load_cache(self._outputs_file(setting, variant), self.key) is None
+            if self.cache.load(f"{setting}.{variant}") is None
         ]
         for _ in range(self.n_members(setting) * (len(named) - len(missing))):
             tick()
         if not missing or not subsets:
             return
-        config = grid_config(self.run)
-        data = run_training_set(self.run, setting, config)
+        data = self.read_training_set(setting)
         for variant in missing:
-            without = rows_without(data, setting, variant)
-            cache = Cache(_folder(self.run) / f"{setting}.{variant}.members", self.key)
+            name = f"{setting}.{variant}"
+            folder = self.cache.folder and self.cache.folder / f"{name}.members"
+            members = Cache(folder, self.cache.key)
             _, outputs = train_encoders(
-                without, config, subsets=subsets, cache=cache, on_part=tick
+                rows_without(data, setting, variant),
+                self.grid,
+                subsets=subsets,
+                cache=members,
+                on_part=tick,
             )
-            path = self._outputs_file(setting, variant)
-            save_cache(path, outputs._asdict(), self.key)
-            cache.clear()
+            self.cache.save(name, outputs._asdict())
+            members.clear()
 
     def _outputs_without(self, variant: str, setting: Setting) -> MemberOutputs:
         """Return a pass's outputs, those of the champions' encoders as retrained.
@@ -226,28 +218,32 @@ class Ablation:
         The other encoders keep their outputs; no head reads them. So the pool keeps its
         shape, and a head its place in the pool, its draws and its executable.
         """
-        outputs = run_outputs(self.run, setting)
+        outputs = self.read_outputs(setting)
         subsets = self.subsets[setting]
         if variant not in span_variants(setting) or not subsets:
             return outputs
-        path = self._outputs_file(setting, variant)
-        retrained = MemberOutputs(**load_results(path, self.key, "ablate"))
-        return replaced(outputs, retrained, subsets)
+        retrained = load_part(self.cache, f"{setting}.{variant}", "ablate")
+        return replaced(outputs, MemberOutputs(**retrained), subsets)
 
-    def make_variants(self, setting: Setting, tick: Callable[[], None]) -> None:
+    def _pool(self, setting: Setting, variant: str = "") -> Pool:
+        """Return a setting's pool, by default of the encoders as they are."""
+        passes = self.champions if setting == "with_context" else (setting,)
+        outputs = {s: self._outputs_without(variant, s) for s in passes}
+        return pool_of(outputs, self.rows, setting, self.grid.train.n_seeds)
+
+    def fit_variants(self, setting: Setting, tick: Callable[[], None]) -> None:
         """Train the heads of every variant of a setting that is not finished yet."""
         heads = None
         for variant in variants(setting):
-            path = self._scores_file(setting, variant)
-            if load_cache(path, self.key) is None:
+            name = f"{setting}.{variant}.scores"
+            if self.cache.load(name) is None:
                 if variant in span_variants(setting):
                     arrays = self._without_span(setting, variant)
                 else:
-                    if heads is None:
-                        heads = HeadTrainer(run_pool(self.run, setting), self.config)
+                    heads = heads or HeadTrainer(self._pool(setting), self.config)
                     family = variant.removeprefix("without_")
                     arrays = self._without_family(heads, family)
-                save_cache(path, arrays, self.key)
+                self.cache.save(name, arrays)
             tick()
 
     def _without_family(self, heads: HeadTrainer, family: str) -> dict[str, np.ndarray]:
@@ -261,64 +257,77 @@ class Ablation:
 
     def _without_span(self, setting: Setting, variant: str) -> dict[str, np.ndarray]:
         """Fit heads on the champion's encoders, retrained without a span."""
-        pool = run_pool(self.run, setting, partial(self._outputs_without, variant))
-        heads = HeadTrainer(pool, self.config)
+        heads = HeadTrainer(self._pool(setting, variant), self.config)
         return _arrays(heads, heads.fit(self.champions[setting]))
 
-    def _load(self, setting: Setting) -> dict[str, dict[str, np.ndarray]]:
-        return {
-            variant: load_results(
-                self._scores_file(setting, variant), self.key, "ablate"
-            )
-            for variant in variants(setting)
-        }
-
-    def scores(self, setting: Setting, variant: str) -> np.ndarray | None:
-        """Return what a variant says of every row, `[n_seeds, n_rows]`.
-
-        None where its search found nothing to select.
-        """
-        return self._load(setting)[variant].get("scores")
-
-    def rows(self, setting: Setting) -> list[ResultRow]:
+    def result_rows(
+        self, setting: Setting, bootstrap: BootstrapConfig
+    ) -> list[ResultRow]:
         """Return the rows of a setting's variants, undefined ones last."""
-        pool = run_pool(self.run, setting)
-        rows, champion = pool.rows, self.champions[setting]
-        own = own_scores(pool.all_rows, champion)
+        rows = self.rows[setting]
+        own = own_scores(self._pool(setting).all_rows, self.champions[setting])
         scored, undefined = [Scored(name=f"champion{OWN}", scores=own)], []
-        for variant, arrays in self._load(setting).items():
+        for variant, arrays in load_variants(self.cache, setting).items():
             if "scores" not in arrays:
                 undefined += undefined_rows(variant, rows)
                 continue
             scored.append(Scored(name=variant, scores=arrays["scores"]))
             if variant in span_variants(setting):
                 scored.append(Scored(name=variant + OWN, scores=arrays["own"]))
-        bootstrap = run_bootstrap(self.run)
         return detection_rows(scored, rows, bootstrap, EXPERIMENT) + undefined
 
-    def summary(self) -> dict[str, dict[str, list[str]]]:
-        """Return the printed names of every variant's encoders, by setting."""
-        summary = {
-            setting: {
-                variant: pool_names(setting, arrays["members"].tolist())
-                for variant, arrays in self._load(setting).items()
-            }
-            for setting in self.settings
+
+def load_variants(cache: Cache, setting: Setting) -> dict[str, dict[str, np.ndarray]]:
+    """Return the encoders and scores of every variant of a setting, see `_arrays`."""
+    return {
+        variant: load_part(cache, f"{setting}.{variant}.scores", "ablate")
+        for variant in variants(setting)
+    }
+
+
+def _cache(run: RunDir) -> Cache:
+    return Cache(_folder(run), " ".join(run.hash_inputs(*_inputs(run)).values()))
+
+
+def scores_without(run: RunDir, setting: Setting, variant: str) -> np.ndarray | None:
+    """Return what a variant says of every row, `[n_seeds, n_rows]`.
+
+    None where its search found nothing to select.
+    """
+    return load_variants(_cache(run), setting)[variant].get("scores")
+
+
+def _summary(run: RunDir, cache: Cache) -> dict[str, dict[str, list[str]]]:
+    """Return which encoders every variant reads, by setting and name."""
+    settings = settings_of(run)
+    summary = {
+        setting: {
+            variant: pool_names(setting, arrays["members"].tolist())
+            for variant, arrays in load_variants(cache, setting).items()
         }
-        if len(self.settings) == 1:
-            return summary
-        alone = run_selection(self.run, "single_pass")[1]["members"]
-        names = pool_names("single_pass", alone)  # its scores are rows of `evaluate`
+        for setting in settings
+    }
+    if len(settings) > 1:
+        members = run_selection(run, "single_pass")[1]["members"]
+        names = pool_names("single_pass", members)  # its scores are rows of `evaluate`
         summary["with_context"]["without_closed_book"] = names
-        return summary
+    return summary
 
 
 def _ablate(
     run: RunDir, config: SelectConfig, update: Update, progress: Progress
 ) -> None:
     set_compiler(run.preset)
-    ablation = Ablation(run, config.seeded(run.seed))
-    settings = ablation.settings
+    settings, grid, cache = settings_of(run), grid_config(run), _cache(run)
+    ablation = Ablation(
+        champions={s: tuple(run_selection(run, s)[1]["members"]) for s in settings},
+        rows={setting: open_rows(run, setting)[1] for setting in settings},
+        read_outputs=partial(run_outputs, run),
+        read_training_set=lambda setting: run_training_set(run, setting, grid),
+        grid=grid,
+        config=config.seeded(run.seed),
+        cache=cache,
+    )
     n_members = sum(ablation.n_members(s) * len(span_variants(s)) for s in settings)
     n_all = n_members + sum(len(variants(setting)) for setting in settings)
     # The with-context heads need the closed-book encoders, so training comes first.
@@ -327,17 +336,18 @@ def _ablate(
         settings,
         update,
         n_all,
-        at_once=settings_at_once(grid_config(run)),
+        at_once=settings_at_once(grid),
     )
     side_by_side(
-        ablation.make_variants,
+        ablation.fit_variants,
         settings,
         lambda done, total: update(n_members + done, total),
         n_all,
     )
-    rows = [row for setting in settings for row in ablation.rows(setting)]
+    bootstrap = run_bootstrap(run)
+    rows = [row for s in settings for row in ablation.result_rows(s, bootstrap)]
     publish(run, "ablate", rows, progress)
-    write_json_atomic(_folder(run) / "summary.json", ablation.summary())
+    write_json_atomic(_folder(run) / "summary.json", _summary(run, cache))
 
 
 def ablation_summary(run: RunDir) -> dict[str, dict[str, list[str]]]:

@@ -7,14 +7,16 @@ helps by more than a margin. All heads of all rounds run through one compiled ca
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxprobe.config import FusionConfig, TrainConfig
+from extract.records import Setting
+from jaxprobe.config import FusionConfig, SelectConfig, TrainConfig
+from jaxprobe.detector import HeadName
 from jaxprobe.fit.heads import fit_heads
 from jaxprobe.fit.loop import FitInfo
 from jaxprobe.model.encoder import Params
@@ -24,6 +26,7 @@ from jaxprobe.model.fusion import (
     apply_head,
     slots_of,
 )
+from jaxprobe.pool import Pool, branch_setting, branches_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -247,3 +250,78 @@ def fused_probability(
     ]
     p_correct = np.asarray(jax.nn.sigmoid(np.stack(logits)))
     return p_correct if per_seed else p_correct.mean(axis=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadTrainer:
+    """Trains fusion heads on the pool of one setting.
+
+    Attributes:
+      pool: outputs of the encoders.
+      config: heads and search, with the run's seed.
+    """
+
+    pool: Pool
+    config: SelectConfig
+
+    def search(
+        self,
+        candidates: Sequence[int] | None = None,
+        greedy: GreedyConfig | None = None,
+    ) -> Selection:
+        """Select encoders greedily, by default with the configured margin.
+
+        Args:
+          candidates: pool positions to search; None searches all.
+          greedy: another margin or limit.
+        """
+        return select(
+            self.pool.train,
+            self.pool.valid,
+            config=self.config.head,
+            train_config=self.config.train,
+            greedy=greedy or GreedyConfig(margin=self.config.margin),
+            candidates=candidates,
+        )
+
+    def fit(self, members: tuple[int, ...]) -> Selection:
+        """Train the heads of a given set, in the search's shapes if they fit."""
+        shape = slots_for(self.config.head, len(members))
+        heads = fit_sets(
+            [members],
+            self.pool.train,
+            self.pool.valid,
+            config=shape,
+            train_config=self.config.train,
+            n_calls=self.pool.train.n_pool,
+        )
+        params, info = jax.tree.map(lambda x: x[0], tuple(heads))
+        auroc = float(info.best_auroc.mean())
+        return Selection(members, auroc, (), shape, params, info)
+
+    def scores(self, selection: Selection) -> np.ndarray:
+        """Return P(correct) of every row by a set's heads, `[n_seeds, n_rows]`."""
+        return fused_probability(selection, self.pool.all_rows, per_seed=True)
+
+
+def select_heads(
+    pools: Mapping[Setting, Pool], config: SelectConfig
+) -> dict[HeadName, Selection]:
+    """Select encoders for every branch that scores answers of some settings.
+
+    The single pass searches the with-context half of the with-context pool.
+
+    Args:
+      pools: what encoders put out, by setting whose answers are scored.
+      config: heads and search, with the run's seed.
+
+    Raises:
+      NoSignalError: no encoder of a pool is better than chance.
+      ValueError: the validation rows of a pool have one class only.
+    """
+    selections = {}
+    for branch in branches_of(tuple(pools)):
+        pool = pools[branch_setting(branch)]
+        searched = range(pool.n_subsets) if branch == "single_pass" else None
+        selections[branch] = HeadTrainer(pool, config).search(searched)
+    return selections

@@ -19,15 +19,14 @@ from extract.run.contents import settings_of
 from extract.run.directory import RunDir
 from extract.run.results import ResultRow, publish, rows_file
 from extract.run.stages import Stage, side_by_side
-from jaxprobe.checkpoint import load_cache, save_cache
+from jaxprobe.checkpoint import Cache
 from jaxprobe.config import SELECT_PRESETS, SelectConfig, set_compiler
 from jaxprobe.features.rows import Rows
-from jaxprobe.features.subsets import subset_index
 from jaxprobe.metrics import auroc
 from jaxprobe.model.fusion import PoolOutputs
 from jaxprobe.pool import Pool
 from jaxprobe.stage import encoder_folders, run_pool
-from selection.stage import HeadTrainer
+from selection.greedy import HeadTrainer
 
 EXPERIMENT = "optimism"
 N_SPLITS = 20
@@ -66,23 +65,29 @@ def searched_on(pool: Pool, seen: np.ndarray) -> Pool:
 
 def gaps(
     pool: Pool, config: SelectConfig, seen: np.ndarray, unseen: np.ndarray
-) -> dict[str, float]:
-    """Return AUROC on the rows seen minus AUROC on the rows unseen, mean over seeds."""
+) -> dict[str, np.ndarray]:
+    """Return AUROC on the rows seen minus AUROC on the rows unseen, mean over seeds.
+
+    Returns:
+      `[1]` by detector: the searched set, and one encoder of all families.
+    """
     heads = HeadTrainer(searched_on(pool, seen), config)
-    every_family = np.asarray(pool.all_rows.outputs)[:, subset_index("HPRA"), -1]
+    every_family = np.asarray(pool.all_rows.outputs)[:, pool.n_subsets - 1, -1]
     scores = {"champion": heads.scores(heads.search()), "early_fusion": every_family}
 
     def mean(scored: np.ndarray, where: np.ndarray) -> float:
         labels = pool.rows.labels[where]
         return float(np.mean([auroc(one[where], labels).value for one in scored]))
 
-    return {name: mean(s, seen) - mean(s, unseen) for name, s in scores.items()}
+    return {
+        name: np.array([mean(s, seen) - mean(s, unseen)]) for name, s in scores.items()
+    }
 
 
-def _rows(found: dict[str, np.ndarray], rows: Rows, n: int) -> list[ResultRow]:
+def _rows(every: dict[str, np.ndarray], rows: Rows, n: int) -> list[ResultRow]:
     """Return means over the splits; the interval holds 95 % of the splits' own."""
     made = []
-    for name, values in found.items():
+    for name, values in every.items():
         low, high = np.quantile(values, [0.025, 0.975])
         made.append(
             ResultRow(
@@ -114,23 +119,21 @@ def _measure(
 ) -> None:
     set_compiler(run.preset)
     config = config.seeded(run.seed)
-    key = " ".join(run.hash_inputs(*_inputs(run)).values())
+    cache = Cache(_folder(run), " ".join(run.hash_inputs(*_inputs(run)).values()))
     rows: dict[Setting, list[ResultRow]] = {}
 
     def work(setting: Setting, tick: Callable[[], None]) -> None:
-        pool, found = run_pool(run, setting), []
+        pool, splits = run_pool(run, setting), []
         for number in range(N_SPLITS):
-            path = _folder(run) / f"{setting}.{number}.safetensors"
-            one = load_cache(path, key)
-            if one is None:
-                parts = halves(pool.rows, number, run.seed)
-                measured = gaps(pool, config, *parts)
-                one = {name: np.array([gap]) for name, gap in measured.items()}
-                save_cache(path, one, key)
-            found.append(one)
+            name = f"{setting}.{number}"
+            split = cache.load(name)
+            if split is None:
+                split = gaps(pool, config, *halves(pool.rows, number, run.seed))
+                cache.save(name, split)
+            splits.append(split)
             tick()
-        joined = {n: np.concatenate([one[n] for one in found]) for n in found[0]}
-        rows[setting] = _rows(joined, pool.rows, len(halves(pool.rows, 0, run.seed)[1]))
+        every = {n: np.concatenate([split[n] for split in splits]) for n in splits[0]}
+        rows[setting] = _rows(every, pool.rows, len(halves(pool.rows, 0, run.seed)[1]))
 
     settings = settings_of(run)
     side_by_side(work, settings, update, len(settings) * N_SPLITS)

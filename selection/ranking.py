@@ -1,7 +1,6 @@
 """The stage that ranks every set of three encoders, and finds greedy's place there."""
 
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,17 @@ from extract.run.contents import row_files, settings_of
 from extract.run.directory import RunDir
 from extract.run.results import ResultRow, publish, rows_file
 from extract.run.stages import Stage, side_by_side
-from jaxprobe.checkpoint import save_cache
+from jaxprobe.checkpoint import Cache
 from jaxprobe.config import SELECT_PRESETS, SelectConfig, set_compiler
 from jaxprobe.evaluation import Scored, detection_rows
 from jaxprobe.features.rows import Rows
 from jaxprobe.features.subsets import LETTERS
+from jaxprobe.metrics import BootstrapConfig
 from jaxprobe.pool import pool_names, reads
 from jaxprobe.stage import encoder_folders, run_bootstrap, run_pool, run_selection
 from selection.exhaustive import SET_SIZE, Enumeration, Ranking, carried
-from selection.greedy import GreedyConfig
-from selection.stage import HeadTrainer, load_results
+from selection.greedy import GreedyConfig, HeadTrainer
+from selection.stage import load_part
 
 N_BINS = 80  # parts of the ranking that the figure shows
 EXPERIMENT = "exhaustive"
@@ -32,20 +32,22 @@ def _folder(run: RunDir) -> Path:
     return run.path / "exhaustive"
 
 
-def _ranking_file(run: RunDir, setting: Setting) -> Path:
-    return _folder(run) / f"{setting}.safetensors"
+def _rankings(run: RunDir) -> Cache:
+    return Cache(_folder(run), EXPERIMENT)
 
 
-def _greedy_members(run: RunDir, heads: HeadTrainer) -> tuple[int, ...]:
+def _greedy_members(heads: HeadTrainer, added: Sequence[int]) -> tuple[int, ...]:
     """Return the search's set after three rounds.
 
     Where the search stopped earlier, it is continued without a margin, so that what is
     ranked is always as large as what it is ranked among.
+
+    Args:
+      heads: of the search.
+      added: pool positions that it added, in order.
     """
-    _, summary = run_selection(run, heads.pool.rows.setting)
-    added = [one["added"] for one in summary["rounds"][:SET_SIZE]]
-    if len(added) == SET_SIZE:
-        return tuple(sorted(added))
+    if len(added) >= SET_SIZE:
+        return tuple(sorted(added[:SET_SIZE]))
     return heads.search(greedy=GreedyConfig(margin=-1.0, max_encoders=SET_SIZE)).members
 
 
@@ -83,25 +85,32 @@ def traits(setting: Setting, n_pool: int) -> dict[str, np.ndarray]:
     pool = reads(setting, range(n_pool))
     passes = [s for s in SETTINGS if any(where == s for where, _ in pool)]
     return {
-        f"{letter}:{own}": np.array([w == own and letter in name for w, name in pool])
+        f"{letter}:{where}": np.array([w == where and letter in n for w, n in pool])
         for letter in LETTERS
-        for own in passes
+        for where in passes
     }
 
 
-def _rank_setting(
-    run: RunDir, heads: HeadTrainer, search: Enumeration, tick: Callable[[], None]
-) -> list[ResultRow]:
-    """Rank a setting's sets and save the ranking; return its rows."""
+def rank(
+    heads: HeadTrainer,
+    ranking: Ranking,
+    added: Sequence[int],
+    bootstrap: BootstrapConfig,
+) -> tuple[dict[str, np.ndarray], list[ResultRow]]:
+    """Compare a pool's best set of three with greedy's.
 
-    def tick_heads(n_heads: int) -> None:
-        for _ in range(n_heads):
-            tick()
+    Args:
+      heads: of the pool.
+      ranking: of all its sets.
+      added: pool positions that the greedy search added, in order.
+      bootstrap: how intervals are made.
 
-    ranking = search.run(tick_heads)
+    Returns:
+      What the report shows of the ranking, and the rows of both sets.
+    """
     rows = heads.pool.rows
     best = ranking.sets[ranking.order[0]]
-    greedy = _greedy_members(run, heads)
+    greedy = _greedy_members(heads, added)
     scored = [
         Scored(name=name, scores=heads.scores(heads.fit(members)))
         for name, members in (
@@ -118,10 +127,9 @@ def _rank_setting(
         "ordered_means": np.stack([part.mean() for part in parts]),
         "ribbon": carried(ranking, np.stack(families), N_BINS),
     }
-    save_cache(_ranking_file(run, rows.setting), arrays, EXPERIMENT)
-    return [
+    return arrays, [
         *_rank_rows(ranking, greedy, rows),
-        *detection_rows(scored, rows, run_bootstrap(run), EXPERIMENT),
+        *detection_rows(scored, rows, bootstrap, EXPERIMENT),
     ]
 
 
@@ -150,16 +158,16 @@ def _enumerate(
     rows: dict[Setting, list[ResultRow]] = {}
 
     def work(setting: Setting, tick: Callable[[], None]) -> None:
-        rows[setting] = _rank_setting(run, heads[setting], searches[setting], tick)
+        ranking = searches[setting].run(lambda n: [tick() for _ in range(n)])
+        _, summary = run_selection(run, setting)
+        added = [step["added"] for step in summary["rounds"]]
+        arrays, rows[setting] = rank(heads[setting], ranking, added, run_bootstrap(run))
+        _rankings(run).save(setting, arrays)
 
     side_by_side(work, settings, update, n_missing)
     publish(run, "exhaustive", [row for s in settings for row in rows[s]], progress)
     for search in searches.values():  # the rankings hold all of it now
-        shutil.rmtree(search.folder, ignore_errors=True)
-
-
-def _saved(run: RunDir, setting: Setting) -> dict[str, np.ndarray]:
-    return load_results(_ranking_file(run, setting), EXPERIMENT, "exhaustive")
+        search.cache.clear()
 
 
 def read_ranking(run: RunDir, setting: Setting) -> Ranking:
@@ -168,13 +176,13 @@ def read_ranking(run: RunDir, setting: Setting) -> Ranking:
     Raises:
       ValueError: it was not made, or is damaged.
     """
-    saved = _saved(run, setting)
+    saved = load_part(_rankings(run), setting, "exhaustive")
     return Ranking(saved["sets"], saved["aurocs"])
 
 
 def ranking_summary(run: RunDir, setting: Setting) -> dict[str, Any]:
     """Return what the report shows of a setting's ranking, as JSON values."""
-    saved = _saved(run, setting)
+    saved = load_part(_rankings(run), setting, "exhaustive")
     ranking = Ranking(saved["sets"], saved["aurocs"])
     greedy = tuple(saved["greedy"].tolist())
     names = traits(setting, int(ranking.sets.max()) + 1)

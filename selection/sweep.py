@@ -6,23 +6,28 @@ state over the answer tokens, which ranks layers at a small part of an encoder's
 """
 
 import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import optax
 
+from extract.records import Setting
 from extract.run.console import Progress, Update
 from extract.run.contents import row_files, settings_of
 from extract.run.directory import RunDir
 from extract.run.files import write_json_atomic
 from extract.run.manifest import Preset
 from extract.run.stages import Stage
+from extract.store.read import FeatureStore
 from jaxprobe.config import TrainConfig, set_compiler
 from jaxprobe.features.reading import mean_answer_states
-from jaxprobe.features.rows import Rows
+from jaxprobe.features.rows import LayerCurve, LayerSweep, Rows
 from jaxprobe.fit.loop import (
     FitState,
     Keys,
@@ -182,10 +187,15 @@ class SweepSection:
     n_rows: int = 1200
     probe: SweepConfig = SweepConfig()
 
+    def seeded(self, seed: int) -> "SweepSection":
+        """Return the same with the run's seed in the protocol."""
+        return dataclasses.replace(
+            self, probe=dataclasses.replace(self.probe, root_seed=seed)
+        )
+
 
 SWEEP_PRESETS: dict[Preset, SweepSection] = {
     "demo": SweepSection(),
-    "few": SweepSection(),
     "smoke": SweepSection(n_rows=96, probe=SweepConfig(n_seeds=1)),
     "paper": SweepSection(),
 }
@@ -210,49 +220,73 @@ def sweep_rows(rows: Rows, split: str, limit: int, seed: int) -> np.ndarray:
     return np.sort(shuffled[groups[np.arange(limit) * len(where) // limit]])
 
 
+def sweep_store(store: FeatureStore, rows: Rows, config: SweepSection) -> LayerCurve:
+    """Fit probes on the mean answer states of every layer that a store keeps.
+
+    Args:
+      store: of one setting.
+      rows: what its rows are.
+      config: which rows are read, and how probes are fitted.
+
+    Raises:
+      ValueError: the training or validation rows have one class only.
+    """
+    layers = store.spec.hidden_layers
+    parts = []
+    for split in ("train", "validation"):
+        where = sweep_rows(rows, split, config.n_rows, config.probe.root_seed)
+        states = [mean_answer_states(store, where, layer) for layer in layers]
+        parts += [np.stack(states, axis=1), rows.labels[where]]
+    sweep = sweep_layers(*parts, config.probe)
+    return LayerCurve(
+        layers=tuple(layers),
+        auroc=tuple(tuple(round(float(x), 6) for x in row) for row in sweep.aurocs),
+        best=layers[sweep.best_layer],
+        n_train=len(parts[1]),
+        n_validation=len(parts[3]),
+    )
+
+
+def choose_layer(
+    stores: Mapping[Setting, tuple[FeatureStore, Rows]],
+    config: SweepSection | None = None,
+    on_setting: Callable[[], None] = lambda: None,
+) -> LayerSweep:
+    """Choose the layer that the hidden family is read from, by validation AUROC.
+
+    One layer serves all settings, as in the paper: the best of their mean.
+
+    Args:
+      stores: signals and rows of every setting, which keep the same layers.
+      config: which rows are read, and how probes are fitted.
+      on_setting: called after every setting.
+    """
+    curves = {}
+    for setting, (store, rows) in stores.items():
+        curves[setting] = sweep_store(store, rows, config or SweepSection())
+        on_setting()
+    means = [np.mean(curve.auroc, axis=1) for curve in curves.values()]
+    layers = next(iter(curves.values())).layers
+    best = layers[int(np.argmax(np.mean(means, axis=0)))]
+    return LayerSweep(layer=best, settings=curves)
+
+
 def _sweep(
     run: RunDir, config: SweepSection, update: Update, progress: Progress
 ) -> None:
     set_compiler(run.preset)
-    probe = dataclasses.replace(config.probe, root_seed=run.seed)
-    found: dict[str, Any] = {}
-    settings = settings_of(run)
-    for number, setting in enumerate(settings, start=1):
-        store, rows = open_rows(run, setting)
-        train, valid = (
-            sweep_rows(rows, split, config.n_rows, run.seed)
-            for split in ("train", "validation")
-        )
-        layers = store.spec.hidden_layers
-        states = [
-            np.stack(
-                [mean_answer_states(store, where, layer) for layer in layers], axis=1
-            )
-            for where in (train, valid)
-        ]
-        sweep = sweep_layers(
-            states[0],
-            rows.labels[train],
-            states[1],
-            rows.labels[valid],
-            probe,
-        )
-        found[setting] = {
-            "layers": list(layers),
-            "auroc": [[round(float(x), 6) for x in row] for row in sweep.aurocs],
-            "best": layers[sweep.best_layer],
-            "n_train": len(train),
-            "n_validation": len(valid),
-        }
-        update(number, len(settings))
-    # One layer serves all settings, as in the paper: the best of their mean.
-    mean = np.mean([np.mean(f["auroc"], axis=1) for f in found.values()], axis=0)
-    best = layers[int(np.argmax(mean))]
-    if len(layers) == 1:
+    settings, done = settings_of(run), itertools.count(1)
+    sweep = choose_layer(
+        {setting: open_rows(run, setting) for setting in settings},
+        config.seeded(run.seed),
+        lambda: update(next(done), len(settings)),
+    )
+    if len(sweep.settings[settings[0]].layers) == 1:
         progress.note(
-            f"sweep: the store keeps layer {best} alone, so there is nothing to choose"
+            f"sweep: the store keeps layer {sweep.layer} alone, so there is nothing to "
+            "choose"
         )
-    write_json_atomic(run.sweep, {"layer": best, "settings": found})
+    write_json_atomic(run.sweep, msgspec.to_builtins(sweep))
 
 
 SWEEP = Stage(

@@ -1,116 +1,112 @@
 """What every analysis is given, and how shares become rows with intervals.
 
-An analysis asks the encoders and heads of a finished run, setting by setting, and gives
-rows. Nothing is trained again, except where an analysis says so.
+An analysis asks the encoders and heads of a finished run and gives rows. Nothing is
+trained again, except where an analysis says so. A file of analyses lists them in its
+`ANALYSES`; the stage does those of all files.
 """
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from extract.records import IN_DOMAIN, Setting
-from extract.run.contents import settings_of
-from extract.run.directory import RunDir
+from extract.records import IN_DOMAIN, Answer, Example, Setting
 from extract.run.results import ResultRow
-from extract.store.read import FeatureStore
-from jaxprobe import checkpoint
-from jaxprobe.config import GridConfig
+from jaxprobe.detector import HeadName, SettingHead
 from jaxprobe.features.rows import Rows
-from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
 from jaxprobe.metrics import BootstrapConfig, interval_of, resamples
-from jaxprobe.stage import grid_config, open_rows, run_bootstrap
+from selection.anatomy import Study
+from selection.anatomy.encoders import Deployed
+from selection.exhaustive import Ranking
 
-EVERY_FAMILY = "HPRA"
+Part = Literal["closed_book", "with_context", "rankings", "ablations", "other"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Evidence:
-    """A setting of a finished run; what several analyses read is read once.
+class Search(NamedTuple):
+    """What a search has selected, and what its heads say.
 
     Attributes:
-      run: with selected encoders.
-      setting: whose answers are looked at.
-      selected: encoders of this pass that some search has selected, by their letters.
+      reads: pass and letters of every selected encoder.
+      scores: `[n_seeds, n_rows]` P(correct) by the head's name, "champion" and others.
     """
 
-    run: RunDir
-    setting: Setting
-    selected: tuple[str, ...]
-
-    @cached_property
-    def _loaded(self) -> tuple[FeatureStore, Rows]:
-        return open_rows(self.run, self.setting)
-
-    @property
-    def store(self) -> FeatureStore:
-        """The setting's signals."""
-        return self._loaded[0]
-
-    @property
-    def rows(self) -> Rows:
-        """What the rows of the store are."""
-        return self._loaded[1]
-
-    @cached_property
-    def tree(self) -> dict[str, Any]:
-        """Weights, and what all encoders say of all rows; see `jaxprobe.fit.stage`."""
-        return checkpoint.restore(self.run.encoders(self.setting))[0]
-
-    @cached_property
-    def config(self) -> GridConfig:
-        """How the encoders are trained."""
-        return grid_config(self.run)
-
-    @cached_property
-    def settings(self) -> tuple[Setting, ...]:
-        """All settings of the run."""
-        return settings_of(self.run)
-
-    @property
-    def n_seeds(self) -> int:
-        """Training seeds of every encoder."""
-        return self.config.train.n_seeds
-
-    @cached_property
-    def logits(self) -> np.ndarray:
-        """What the encoders say of every row, `[n_seeds, 15, n_rows]`."""
-        logits = np.asarray(self.tree["outputs"]["logits"])
-        return logits.reshape(self.n_seeds, N_SUBSETS, -1)
-
-    @cached_property
-    def bootstrap(self) -> BootstrapConfig:
-        """How intervals are made."""
-        return run_bootstrap(self.run)
-
-    @cached_property
-    def queried(self) -> tuple[str, ...]:
-        """Encoders that are looked into: that of all families, and selected ones.
-
-        The paper queries the combination encoders that its search selected. Ours may
-        have selected a single family, which decides alone; the encoder of all four is
-        the one that every run has.
-        """
-        combined = (name for name in self.selected if len(name) > 1)
-        return tuple(dict.fromkeys([EVERY_FAMILY, *combined]))
-
-    @cached_property
-    def judged(self) -> np.ndarray:
-        """Labelled test and held-out rows, `[n]` indices into the store."""
-        is_judged = np.isin(self.rows.splits, ("test", "ood")) & self.rows.is_labelled
-        return np.flatnonzero(is_judged)
-
-    def printed(self, name: str) -> str:
-        """Return an encoder's printed name, [HP] with context and (HP) without."""
-        return f"({name})" if self.setting == "closed_book" else f"[{name}]"
+    reads: tuple[tuple[Setting, str], ...]
+    scores: Mapping[str, np.ndarray]
 
 
-def subset_logits(evidence: Evidence, name: str) -> np.ndarray:
-    """Return what one encoder says of every row, `[n_seeds, n_rows]`."""
-    return evidence.logits[:, SUBSET_NAMES.index(name)]
+class Texts(NamedTuple):
+    """Questions by id, and answers by (question, setting, variant)."""
+
+    examples: Mapping[str, Example]
+    answers: Mapping[tuple[str, str, str], Answer]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class AnalysisInput:
+    """What an analysis is given.
+
+    Attributes:
+      settings: the encoders of every setting.
+      searches: by branch.
+      heads: calibrated, by branch.
+      read_texts: reads the questions and answers; most analyses need none.
+      parts: identity of each part that not every run has, by its name.
+      rankings: of every set of three encoders, by setting.
+      without_hidden: `[n_seeds, n_rows]` P(correct) by the search among encoders that
+        do not read hidden states, by setting; where it has selected some.
+      other: the encoders of a run of another backbone, by setting.
+      models: names of this run's backbone and of the other one's.
+      folder: of encoders that are trained anew, until all of them are.
+    """
+
+    settings: Mapping[Setting, Deployed]
+    searches: Mapping[HeadName, Search]
+    heads: Mapping[HeadName, SettingHead]
+    read_texts: Callable[[], Texts]
+    parts: Mapping[Part, str]
+    rankings: Mapping[Setting, Ranking]
+    without_hidden: Mapping[Setting, np.ndarray]
+    other: Mapping[Setting, Deployed]
+    models: tuple[str, ...]
+    folder: Path
+
+
+class Findings(NamedTuple):
+    """What an analysis gives: rows of the results, and cases where it shows some."""
+
+    rows: list[ResultRow]
+    cases: tuple[Study, ...] = ()
+
+
+class Analysis(NamedTuple):
+    """An analysis of the anatomy.
+
+    Attributes:
+      name: by which it is asked for.
+      work: does it.
+      needs: parts that its input must have.
+      uses: parts that it reads where its input has them.
+    """
+
+    name: str
+    work: Callable[[AnalysisInput], Findings]
+    needs: tuple[Part, ...] = ()
+    uses: tuple[Part, ...] = ()
+
+
+def in_each_setting(
+    work: Callable[[Deployed], list[ResultRow]],
+) -> Callable[[AnalysisInput], Findings]:
+    """Return what does some work in every setting, one after another."""
+
+    def analyse(given: AnalysisInput) -> Findings:
+        each = map(work, given.settings.values())
+        return Findings([row for rows in each for row in rows])
+
+    return analyse
 
 
 def judged_sets(rows: Rows) -> list[tuple[str, str]]:
@@ -203,8 +199,3 @@ def ratio_rows(
         low, high = min(low, value), max(high, value)
         made.append(ResultRow(**fields, value=value, ci_low=low, ci_high=high))
     return made
-
-
-def place_of(setting: Setting, dataset: str, split: str) -> dict[str, Any]:
-    """Return the fields of a row that say where it was measured."""
-    return {"setting": setting, "dataset": dataset, "split": split}

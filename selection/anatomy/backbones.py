@@ -4,16 +4,13 @@ Spearman's correlation of the fifteen encoders' AUROC (paper, appendix E, figure
 backbones), with an interval that resamples both runs' questions.
 """
 
-from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from scipy.stats import rankdata
 
 from extract.records import IN_DOMAIN
-from extract.run.directory import RunDir
-from extract.run.manifest import read_manifest
 from extract.run.results import ResultRow
 from jaxprobe.features.subsets import SUBSET_NAMES
 from jaxprobe.metrics import (
@@ -23,9 +20,11 @@ from jaxprobe.metrics import (
     resamples,
     weighted_metrics,
 )
-from selection.anatomy.analysis import Evidence, place_of
+from selection.anatomy.analysis import Analysis, AnalysisInput, Findings
+from selection.anatomy.encoders import Deployed
+from selection.anatomy.fusion import pairs
 
-EXPERIMENT = "anatomy_backbones"
+EXPERIMENT, OTHER_PAIRS = "anatomy_backbones", "anatomy_other_pairs"
 
 
 class Ranked(NamedTuple):
@@ -117,17 +116,11 @@ def agreement(first: Ranked, second: Ranked, config: BootstrapConfig) -> Agreeme
     return Agreement(value, *interval_of(draws))
 
 
-def _answers(evidence: Evidence, split: str) -> Ranked:
+def _answers(deployed: Deployed, split: str) -> Ranked:
     """Return what a run's encoders say of its in-domain answers of a split."""
-    rows = evidence.rows
+    rows = deployed.rows
     where = rows.where(split)
-    return Ranked(rows.ids[where], rows.labels[where], evidence.logits[:, :, where])
-
-
-def model_of(run: RunDir) -> str:
-    """Return the last part of the name of a run's backbone."""
-    section = read_manifest(run.path)["sections"].get("backbone", {})
-    return Path(str(section.get("model", "embedded"))).name
+    return Ranked(rows.ids[where], rows.labels[where], deployed.logits[:, :, where])
 
 
 def _auroc_rows(
@@ -151,38 +144,40 @@ def _auroc_rows(
     return made
 
 
-def backbones(
-    first: Mapping[str, Evidence], second: Mapping[str, Evidence]
-) -> list[ResultRow]:
+def backbones(given: AnalysisInput) -> Findings:
     """Return how two runs' encoders compare on test answers, in shared settings.
 
-    Args:
-      first: the settings of this run, by name.
-      second: those of a run of another backbone.
+    And what pairs of families gain on the other backbone.
 
     Raises:
-      ValueError: they have no setting in common.
+      ValueError: the runs have no setting in common.
     """
-    made: list[ResultRow] = []
-    runs = [next(iter(side.values())).run for side in (first, second)]
-    if not first.keys() & second.keys():
+    shared = [setting for setting in given.settings if setting in given.other]
+    if not shared:
         raise ValueError(
-            f"{runs[0].path} and {runs[1].path} have no setting in common; give a run "
-            "whose answers were asked for in the same way"
+            f"this run has {', '.join(given.settings)}, the other one has "
+            f"{', '.join(given.other)}, and they have no setting in common; give a run "
+            "whose questions were asked in the same way"
         )
-    for setting in [s for s in first if s in second]:
-        own, beside = first[setting], second[setting]
-        config, place = own.bootstrap, place_of(own.setting, IN_DOMAIN, "test")
-        ranked = [_answers(e, "test") for e in (own, beside)]
-        for which, found in zip(("first", "second"), ranked, strict=True):
-            made += _auroc_rows(found, config, which, place)
+    made: list[ResultRow] = []
+    for setting in shared:
+        both = given.settings[setting], given.other[setting]
+        config, place = both[0].bootstrap, both[0].place(IN_DOMAIN, "test")
+        ranked = [_answers(deployed, "test") for deployed in both]
+        for which, side in zip(("first", "second"), ranked, strict=True):
+            made += _auroc_rows(side, config, which, place)
         alike = agreement(*ranked, config)
         fields = dict(experiment=EXPERIMENT, metric="spearman", n=len(SUBSET_NAMES))
-        fields |= {"detector": " | ".join(map(model_of, runs)), **place}
+        fields |= {"detector": " | ".join(given.models), **place}
         if np.isfinite(alike.value):
             ends = {"ci_low": alike.low, "ci_high": alike.high}
             made.append(ResultRow(**fields, value=alike.value, **ends))
         else:
             reason = "one class only, or all subsets are equally good"
             made.append(ResultRow(**fields, value=None, reason=reason))
-    return made
+    of_pairs = [row for setting in shared for row in pairs(given.other[setting])]
+    made += [msgspec.structs.replace(row, experiment=OTHER_PAIRS) for row in of_pairs]
+    return Findings(made)
+
+
+ANALYSES = (Analysis("backbones", backbones, needs=("other",)),)

@@ -12,12 +12,17 @@ from typing import NamedTuple
 import numpy as np
 
 from extract.records import Setting
-from extract.run.contents import read_answers, read_examples
 from extract.run.results import ResultRow
-from jaxprobe.detector import Detector
-from jaxprobe.stage import run_selection
 from selection.anatomy import Study
-from selection.anatomy.analysis import Evidence, Ratio, judged_sets, ratio_rows
+from selection.anatomy.analysis import (
+    Analysis,
+    AnalysisInput,
+    Findings,
+    Ratio,
+    judged_sets,
+    ratio_rows,
+)
+from selection.anatomy.encoders import Deployed
 
 EXPERIMENT = "anatomy_cases"
 TRUSTED_FROM = 0.6  # the paper's, where `calibrate` found no threshold of its own
@@ -69,12 +74,12 @@ class _Read(NamedTuple):
     threshold: float
 
 
-def _read(evidence: Evidence) -> _Read:
-    rows, where = evidence.rows, evidence.judged
+def _read(given: AnalysisInput, setting: Setting) -> _Read:
+    deployed, head = given.settings[setting], given.heads[setting]
+    rows, where = deployed.rows, deployed.judged
     where = where[rows.variants[where] == "original"]
-    head = Detector.load(evidence.run.detector).heads[evidence.setting]
-    tree, _ = run_selection(evidence.run, evidence.setting)
-    p = head.calibrator(tree["champion"]["scores"].mean(axis=0))
+    scores = given.searches[setting].scores["champion"]
+    p = head.calibrator(scores.mean(axis=0))
     wanted = head.threshold and head.threshold.p_correct
     return _Read(
         {str(rows.ids[i]): float(p[i]) for i in where},
@@ -83,22 +88,16 @@ def _read(evidence: Evidence) -> _Read:
     )
 
 
-def cases(
-    closed_book: Evidence, with_context: Evidence
-) -> tuple[list[ResultRow], list[Study]]:
+def cases(given: AnalysisInput) -> Findings:
     """Return how many questions are of each kind and how often the answer is right.
 
     And a case of each kind of every set.
     """
-    sides = [_read(closed_book), _read(with_context)]
-    thresholds = np.array([side.threshold for side in sides])
-    run = with_context.run
     settings: tuple[Setting, Setting] = ("closed_book", "with_context")
-    texts = [
-        {a.example_id: a.text for a in read_answers(run, s) if a.variant == "original"}
-        for s in settings
-    ]
-    examples = {example.id: example for example in read_examples(run)}
+    with_context = given.settings["with_context"]
+    sides = [_read(given, setting) for setting in settings]
+    thresholds = np.array([side.threshold for side in sides])
+    examples, answers = given.read_texts()
     made: list[ResultRow] = []
     shown: list[Study] = []
     rows = with_context.rows
@@ -119,6 +118,7 @@ def cases(
         dataset = datasets[0]
         for kind, i in chosen(found, thresholds).items():
             example = examples[ids[i]]
+            texts = [answers[ids[i], s, "original"].text for s in settings]
             shown.append(
                 Study(
                     dataset=dataset,
@@ -126,15 +126,15 @@ def cases(
                     kind=KINDS[kind],
                     question=example.question,
                     gold="; ".join(example.golds[:3]),  # any of them is right
-                    closed_book=texts[0][ids[i]],
+                    closed_book=texts[0],
                     p_closed_book=float(found.p[i, 0]),
                     is_closed_book_right=bool(found.labels[i, 0]),
-                    with_context=texts[1][ids[i]],
+                    with_context=texts[1],
                     p_with_context=float(found.p[i, 1]),
                     is_with_context_right=bool(found.labels[i, 1]),
                 )
             )
-    return made, shown
+    return Findings(made, tuple(shown))
 
 
 def _rows(
@@ -142,7 +142,7 @@ def _rows(
     thresholds: np.ndarray,
     dataset: str,
     split: str,
-    evidence: Evidence,
+    deployed: Deployed,
 ) -> list[ResultRow]:
     """Return the share of each kind, and of its final answers that are right."""
     kinds, every = kinds_of(found.p, thresholds), np.ones(len(found.ids))
@@ -153,4 +153,7 @@ def _rows(
         ratios.append(Ratio(kind, "share", is_own, every))
         ratios.append(Ratio(kind, "right", is_own & final, is_own))
     place = {"setting": "both", "dataset": dataset, "split": split}
-    return ratio_rows(EXPERIMENT, ratios, found.ids, place, evidence.bootstrap)
+    return ratio_rows(EXPERIMENT, ratios, found.ids, place, deployed.bootstrap)
+
+
+ANALYSES = (Analysis("cases", cases, needs=("closed_book", "with_context")),)

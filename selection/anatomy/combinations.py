@@ -11,9 +11,10 @@ import numpy as np
 
 from extract.records import IN_DOMAIN
 from extract.run.results import ResultRow
-from selection.anatomy.analysis import Evidence, place_of
+from selection.anatomy.analysis import Analysis, AnalysisInput, Findings
+from selection.anatomy.encoders import Deployed
 from selection.exhaustive import SET_SIZE, Ranking
-from selection.ranking import read_ranking, traits
+from selection.ranking import traits
 
 EXPERIMENT = "anatomy_combinations"
 N_PARTS = 20  # of the ranking
@@ -40,19 +41,27 @@ def counts_along(
     )
 
 
-def combinations(evidence: Evidence) -> list[ResultRow]:
-    """Return the rows of a setting's ranking; the ranks are of validation AUROC."""
-    ranking = read_ranking(evidence.run, evidence.setting)
+def combinations(given: AnalysisInput) -> Findings:
+    """Return the rows of every setting's ranking, by validation AUROC."""
+    each = (
+        _of_ranking(given.rankings[setting], deployed)
+        for setting, deployed in given.settings.items()
+    )
+    return Findings([row for rows in each for row in rows])
+
+
+def _of_ranking(ranking: Ranking, deployed: Deployed) -> list[ResultRow]:
     n_sets, n_pool = len(ranking.sets), int(ranking.sets.max()) + 1
-    own = traits(evidence.setting, n_pool)
-    place = place_of(evidence.setting, IN_DOMAIN, "validation")
+    by_trait = traits(deployed.setting, n_pool)
+    place = deployed.place(IN_DOMAIN, "validation")
     best = ranking.sets[ranking.order[:N_BEST]]
     values: list[tuple[str, str, float, int]] = []
-    for name, reads in own.items():
+    for name, reads in by_trait.items():
         values.append((name, "encoders in a best set", _mean(reads, best), len(best)))
         values.append((name, "encoders in a set", _mean(reads, ranking.sets), n_sets))
     is_closed_book = np.any(
-        [reads for name, reads in own.items() if name.endswith("closed_book")], axis=0
+        [reads for name, reads in by_trait.items() if name.endswith("closed_book")],
+        axis=0,
     )
     if not is_closed_book.all():
         shares = counts_along(ranking, is_closed_book, N_PARTS)
@@ -80,3 +89,6 @@ def combinations(evidence: Evidence) -> list[ResultRow]:
 def _mean(reads: np.ndarray, sets: Sequence[np.ndarray] | np.ndarray) -> float:
     """Return how many encoders of a set have a trait, on average."""
     return float(reads[np.asarray(sets)].sum(axis=1).mean())
+
+
+ANALYSES = (Analysis("combinations", combinations, needs=("rankings",)),)

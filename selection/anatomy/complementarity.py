@@ -13,13 +13,13 @@ import numpy as np
 from extract.run.results import ResultRow
 from jaxprobe.features.subsets import LETTERS
 from selection.anatomy.analysis import (
-    Evidence,
+    Analysis,
     Ratio,
+    in_each_setting,
     judged_sets,
-    place_of,
     ratio_rows,
-    subset_logits,
 )
+from selection.anatomy.encoders import Deployed
 
 EXPERIMENT = "anatomy_complementarity"
 
@@ -40,13 +40,13 @@ def mistakes(scores: np.ndarray, labels: np.ndarray, names: np.ndarray) -> np.nd
     return is_flagged == labels
 
 
-def complementarity(evidence: Evidence) -> list[ResultRow]:
+def complementarity(deployed: Deployed) -> list[ResultRow]:
     """Return each family's error rate and the share of each other's errors it rights.
 
     Seeds are counted together: a share is over the mistakes of all seeds, each against
     the same seed of the other family.
     """
-    rows, made = evidence.rows, []
+    rows, made = deployed.rows, []
     names = np.char.add(np.char.add(rows.ids, " "), rows.variants)
     for dataset, split in judged_sets(rows):
         where = rows.where(split, dataset)
@@ -55,7 +55,7 @@ def complementarity(evidence: Evidence) -> list[ResultRow]:
             x: np.stack(
                 [
                     mistakes(own[where], labels, names[where])
-                    for own in subset_logits(evidence, x)
+                    for own in deployed.logits_of(x)
                 ]
             )
             for x in LETTERS
@@ -66,7 +66,10 @@ def complementarity(evidence: Evidence) -> list[ResultRow]:
             Ratio(f"encoder:{row}", f"rights:{of}", wrong[of] & ~wrong[row], wrong[of])
             for row, of in itertools.permutations(LETTERS, 2)
         ]
-        place = place_of(evidence.setting, dataset, split)
-        ids, config = rows.ids[where], evidence.bootstrap
+        place = deployed.place(dataset, split)
+        ids, config = rows.ids[where], deployed.bootstrap
         made += ratio_rows(EXPERIMENT, ratios, ids, place, config, "it has no mistake")
     return made
+
+
+ANALYSES = (Analysis("complementarity", in_each_setting(complementarity)),)

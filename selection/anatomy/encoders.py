@@ -8,7 +8,7 @@ does not say which it takes.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,10 +16,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxprobe.features.families import FamilyTokens, width_groups, widths_of
-from jaxprobe.features.rows import TrainingSet, rows_at_once, training_set
+from extract.records import Setting
+from extract.store.read import FeatureStore
+from jaxprobe.config import GridConfig
+from jaxprobe.features.families import (
+    SPAN_NAMES,
+    SPANS,
+    FamilyTokens,
+    width_groups,
+    widths_of,
+)
+from jaxprobe.features.rows import Rows, TrainingSet, rows_at_once, training_set
 from jaxprobe.features.subsets import (
     FLOATS,
+    LETTERS,
     N_FAMILIES,
     N_SUBSETS,
     SUBSETS,
@@ -28,6 +38,7 @@ from jaxprobe.features.subsets import (
 )
 from jaxprobe.fit.grid import is_silent, member_logits
 from jaxprobe.kernels.masked import materialize
+from jaxprobe.metrics import BootstrapConfig
 from jaxprobe.model.encoder import (
     COLLECTION,
     Encoder,
@@ -36,9 +47,8 @@ from jaxprobe.model.encoder import (
     linear_logits,
     pooled_signals,
 )
-from jaxprobe.stage import chosen_layer
-from selection.anatomy.analysis import Evidence
 
+EVERY_FAMILY = "HPRA"
 # Of each family `[n_spans, d_family]`: values of every span's channels, or which.
 PerChannel = tuple[np.ndarray, ...]
 _FEWEST_STEPS, _MOST_STEPS = 32, 1024
@@ -188,26 +198,117 @@ def of_span(dims: FamilyDims, n_spans: int, span: int) -> PerChannel:
     return tuple(np.repeat(at, size, axis=1) for size in dims.sizes)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Deployed:
     """The encoders of a setting, and the rows that they are asked about.
 
+    What several analyses read is read once.
+
     Attributes:
-      evidence: of the setting.
+      setting: whose answers are looked at.
+      store: the setting's signals.
+      rows: what the rows of the store are.
+      layer: entry of the resid axis that the hidden family is read from.
+      tree: weights, and what all encoders say of all rows; see `jaxprobe.fit.stage`.
+      config: how the encoders are trained.
+      selected: encoders of this pass that some search has selected, by their letters.
+      bootstrap: how intervals are made; its seed is that of all drawings.
     """
 
-    evidence: Evidence
+    setting: Setting
+    store: FeatureStore
+    rows: Rows
+    layer: int
+    tree: Mapping[str, Any]
+    config: GridConfig
+    selected: tuple[str, ...]
+    bootstrap: BootstrapConfig
+
+    @property
+    def n_seeds(self) -> int:
+        """Training seeds of every encoder."""
+        return self.config.train.n_seeds
+
+    @property
+    def seed(self) -> int:
+        """Of all drawings."""
+        return self.bootstrap.seed
+
+    @cached_property
+    def queried(self) -> tuple[str, ...]:
+        """Encoders that are looked into: that of all families, and selected ones.
+
+        The paper queries the combination encoders that its search selected. Ours may
+        have selected a single family, which decides alone; the encoder of all four is
+        the one that every run has.
+        """
+        combined = (name for name in self.selected if len(name) > 1)
+        return tuple(dict.fromkeys([EVERY_FAMILY, *combined]))
+
+    @cached_property
+    def judged(self) -> np.ndarray:
+        """Labelled test and held-out rows, `[n]` indices into the store."""
+        is_judged = np.isin(self.rows.splits, ("test", "ood")) & self.rows.is_labelled
+        return np.flatnonzero(is_judged)
+
+    @property
+    def spans(self) -> tuple[str, ...]:
+        """Names of the setting's spans, in order: two closed-book, else three."""
+        return tuple(SPAN_NAMES[span] for span in SPANS[self.setting])
+
+    @property
+    def n_spans(self) -> int:
+        """Number of the setting's spans."""
+        return len(SPANS[self.setting])
+
+    def printed(self, name: str) -> str:
+        """Return an encoder's printed name, [HP] with context and (HP) without."""
+        return f"({name})" if self.setting == "closed_book" else f"[{name}]"
+
+    def place(self, dataset: str, split: str) -> dict[str, Any]:
+        """Return the fields of a row that say where it was measured."""
+        return {"setting": self.setting, "dataset": dataset, "split": split}
+
+    @cached_property
+    def logits(self) -> np.ndarray:
+        """What the encoders say of every row, `[n_seeds, 15, n_rows]`."""
+        logits = np.asarray(self.tree["outputs"]["logits"])
+        return logits.reshape(self.n_seeds, N_SUBSETS, -1)
+
+    def logits_of(self, name: str) -> np.ndarray:
+        """Return what one encoder says of every row, `[n_seeds, n_rows]`."""
+        return self.logits[:, subset_index(name)]
+
+    def intact(self, name: str) -> np.ndarray:
+        """Return what one encoder says of the judged rows, `[n_seeds, n]`."""
+        return self.logits_of(name)[:, self.judged]
+
+    def without(self, name: str, what: str) -> np.ndarray:
+        """Return what a queried encoder says of them without a family or a span.
+
+        Args:
+          name: the encoder's letters.
+          what: a family's letter, or a span's name.
+        """
+        variants = (*LETTERS, *self.spans)
+        return self._without[self.queried.index(name), variants.index(what)]
+
+    @cached_property
+    def _without(self) -> np.ndarray:
+        """`[n_queried, n_families + n_spans, n_seeds, n_judged]` logits."""
+        each = [of_families(self.dims, self.n_spans, (f,)) for f in range(N_FAMILIES)]
+        each += [of_span(self.dims, self.n_spans, i) for i in range(self.n_spans)]
+        return self.logits_without(self.queried, self.judged, each)
 
     @cached_property
     def data(self) -> TrainingSet:
         """Rows as the encoders read them."""
-        config = self.evidence.config
         # "streamed": the training rows are read for their statistics and not kept.
         return training_set(
-            self.evidence.store,
-            self.evidence.rows,
-            layer=chosen_layer(self.evidence.run),
-            n_batch=config.train.batch_size,
+            self.store,
+            self.rows,
+            layer=self.layer,
+            n_batch=self.config.train.batch_size,
             streamed=True,
             held_as=FLOATS,  # signals are replaced, and have gradients
         )
@@ -218,20 +319,17 @@ class Deployed:
         return self.data.dims
 
     @property
-    def n_spans(self) -> int:
-        """Two closed-book, three with context."""
-        return self.data.lengths.shape[1]
-
-    @property
     def encoder(self) -> Encoder:
         """The module of all encoders."""
-        return Encoder(self.evidence.config.encoder, self.dims)
+        return Encoder(self.config.encoder, self.dims)
 
     def params(self, name: str) -> list[Params]:
         """Return the weights of an encoder, seed by seed."""
-        places = np.arange(self.evidence.n_seeds) * N_SUBSETS + subset_index(name)
-        tree = self.evidence.tree["params"]
-        return [jax.tree.map(lambda x, i=i: np.asarray(x)[i], tree) for i in places]
+        places = np.arange(self.n_seeds) * N_SUBSETS + subset_index(name)
+        return [
+            jax.tree.map(lambda x, i=i: np.asarray(x)[i], self.tree["params"])
+            for i in places
+        ]
 
     def parts(
         self, where: np.ndarray, n_copies: int = 1
@@ -247,7 +345,7 @@ class Deployed:
           shape, the last filled up with its last row, which has no place.
         """
         lengths = self.data.lengths[where]
-        for group in width_groups(lengths, self.evidence.config.train.batch_size):
+        for group in width_groups(lengths, self.config.train.batch_size):
             widths = widths_of(lengths[group])
             most = max(1, rows_at_once(widths, self.dims) // n_copies)
             size = -(-len(group) // -(-len(group) // most))
@@ -261,7 +359,7 @@ class Deployed:
         """Mean of every span's channels over the labelled test and held-out rows."""
         sums = [np.zeros((self.n_spans, size)) for size in self.dims.sizes]
         counts = np.zeros((self.n_spans, 1))
-        for places, tokens in self.parts(self.evidence.judged):
+        for places, tokens in self.parts(self.judged):
             for span, at in enumerate(tokens.span_slices):
                 real = np.asarray(tokens.masks[span])[:, : len(places)]
                 counts[span] += real.sum()
@@ -288,7 +386,7 @@ class Deployed:
         Returns:
           `[n_names, n_variants, n_seeds, n]` logits.
         """
-        shape = (len(names), len(each), self.evidence.n_seeds, len(where))
+        shape = (len(names), len(each), self.n_seeds, len(where))
         found = np.full(shape, np.nan, np.float32)
         masks = [jnp.asarray(SUBSETS[subset_index(name)]) for name in names]
         every = [

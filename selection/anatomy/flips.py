@@ -7,68 +7,23 @@ correctly. The score without the family, against what the family adds to it, sho
 near the boundary its flips lie.
 """
 
-import dataclasses
-from functools import cached_property
-
 import numpy as np
 
 from extract.records import IN_DOMAIN
 from extract.run.results import ResultRow
-from jaxprobe.features.families import SPAN_NAMES, SPANS
-from jaxprobe.features.subsets import FAMILIES, LETTERS
 from selection.anatomy.analysis import (
-    Evidence,
+    Analysis,
     Ratio,
+    in_each_setting,
     judged_sets,
-    place_of,
     ratio_rows,
-    subset_logits,
 )
-from selection.anatomy.encoders import Deployed, of_families, of_span
+from selection.anatomy.encoders import Deployed
 
 EXPERIMENT, BAND = "anatomy_flips", "anatomy_boundary"
 NEAR = 1.0  # logits: a remaining score so near the boundary is undecided
 _N_CELLS = 12  # of the boundary's figure, from zero to its edge
 _NARROWEST = 0.5  # logits, of a cell
-
-
-@dataclasses.dataclass(frozen=True)
-class Ablated:
-    """What the queried encoders say of the judged rows without a family or a span.
-
-    Attributes:
-      deployed: the setting's encoders.
-    """
-
-    deployed: Deployed
-
-    @property
-    def evidence(self) -> Evidence:
-        """Of the setting."""
-        return self.deployed.evidence
-
-    @cached_property
-    def spans(self) -> tuple[str, ...]:
-        """Of the setting, in order."""
-        return tuple(SPAN_NAMES[span] for span in SPANS[self.evidence.setting])
-
-    @cached_property
-    def _without(self) -> np.ndarray:
-        """`[n_queried, n_families + n_spans, n_seeds, n_judged]` logits."""
-        dims, n_spans = self.deployed.dims, self.deployed.n_spans
-        each = [of_families(dims, n_spans, (f,)) for f in range(len(FAMILIES))]
-        each += [of_span(dims, n_spans, span) for span in range(n_spans)]
-        evidence = self.evidence
-        return self.deployed.logits_without(evidence.queried, evidence.judged, each)
-
-    def intact(self, name: str) -> np.ndarray:
-        """Return the logits of judged rows, `[n_seeds, n]`."""
-        return subset_logits(self.evidence, name)[:, self.evidence.judged]
-
-    def without(self, name: str, what: str) -> np.ndarray:
-        """Return them without a family's letter or a span's name."""
-        variants = (*LETTERS, *self.spans)
-        return self._without[self.evidence.queried.index(name), variants.index(what)]
 
 
 def flip_ratios(
@@ -95,47 +50,45 @@ def flip_ratios(
     ]
 
 
-def flips(ablated: Ablated) -> list[ResultRow]:
+def flips(deployed: Deployed) -> list[ResultRow]:
     """Return the flips of every family of every queried encoder on every set.
 
     And the share of right answers, against which a precision is to be read.
     """
-    evidence, made = ablated.evidence, []
-    rows = evidence.rows
+    rows, made = deployed.rows, []
     for dataset, split in judged_sets(rows):
-        at = np.isin(evidence.judged, rows.where(split, dataset))
-        labels = rows.labels[evidence.judged[at]]
+        at = np.isin(deployed.judged, rows.where(split, dataset))
+        labels = rows.labels[deployed.judged[at]]
         ratios = [Ratio("answers", "right", labels, np.ones_like(labels))]
-        for name in evidence.queried:
-            intact = ablated.intact(name)[:, at]
+        for name in deployed.queried:
+            intact = deployed.intact(name)[:, at]
             right = (intact > 0) == labels[None]
-            printed = evidence.printed(name)
+            printed = deployed.printed(name)
             ratios.append(Ratio(printed, "accuracy", right, np.ones_like(right)))
             for letter in name:
-                without = ablated.without(name, letter)[:, at]
+                without = deployed.without(name, letter)[:, at]
                 ratios += flip_ratios(f"{printed}-{letter}", intact, without, labels)
-        place = place_of(evidence.setting, dataset, split)
-        ids = rows.ids[evidence.judged[at]]
+        place = deployed.place(dataset, split)
+        ids = rows.ids[deployed.judged[at]]
         made += ratio_rows(
-            EXPERIMENT, ratios, ids, place, evidence.bootstrap, "no decision flips"
+            EXPERIMENT, ratios, ids, place, deployed.bootstrap, "no decision flips"
         )
     return made
 
 
-def boundary(ablated: Ablated) -> list[ResultRow]:
+def boundary(deployed: Deployed) -> list[ResultRow]:
     """Return how many answers lie where, by remaining score and contribution.
 
     Of the in-domain test rows, all seeds: a cell is a row, `answers at x y in w` with
     its centre and its width, and `flips at x y in w` where decisions changed there. All
     cells of an encoder have one width, the least at which every answer has a cell.
     """
-    evidence, made = ablated.evidence, []
-    rows = evidence.rows
-    at = np.isin(evidence.judged, rows.where("test"))
-    place = place_of(evidence.setting, IN_DOMAIN, "test") | {"n": int(at.sum())}
-    for name in evidence.queried:
-        intact = ablated.intact(name)[:, at]
-        rests = {letter: ablated.without(name, letter)[:, at] for letter in name}
+    rows, made = deployed.rows, []
+    at = np.isin(deployed.judged, rows.where("test"))
+    place = deployed.place(IN_DOMAIN, "test") | {"n": int(at.sum())}
+    for name in deployed.queried:
+        intact = deployed.intact(name)[:, at]
+        rests = {letter: deployed.without(name, letter)[:, at] for letter in name}
         width = max(_width(x) for rest in rests.values() for x in (rest, intact - rest))
         for letter, without in rests.items():
             flipped = (intact > 0) != (without > 0)
@@ -146,7 +99,7 @@ def boundary(ablated: Ablated) -> list[ResultRow]:
                 made += [
                     ResultRow(
                         experiment=BAND,
-                        detector=f"{evidence.printed(name)}-{letter}",
+                        detector=f"{deployed.printed(name)}-{letter}",
                         metric=f"{metric} at {x:g} {y:g} in {width:g}",
                         value=float(count),
                         **place,
@@ -160,3 +113,9 @@ def _width(logits: np.ndarray) -> float:
     """Return the width of cells, in logits, of which `_N_CELLS` reach every value."""
     needed = max(float(np.abs(logits).max()) / _N_CELLS, _NARROWEST)
     return _NARROWEST * 2.0 ** np.ceil(np.log2(needed / _NARROWEST))
+
+
+ANALYSES = (
+    Analysis("flips", in_each_setting(flips)),
+    Analysis("boundary", in_each_setting(boundary)),
+)

@@ -10,35 +10,35 @@ import itertools
 from extract.run.results import DIFFERENCE, ResultRow
 from jaxprobe.evaluation import Scored, detection_rows
 from jaxprobe.features.subsets import LETTERS
-from jaxprobe.stage import run_selection, select_config
-from selection.ablation import Ablation
 from selection.anatomy.analysis import (
-    EVERY_FAMILY,
-    Evidence,
+    Analysis,
+    AnalysisInput,
+    Findings,
+    in_each_setting,
     some_rows,
-    subset_logits,
 )
+from selection.anatomy.encoders import EVERY_FAMILY, Deployed
 
 PAIRS, VARIANTS = "anatomy_pairs", "anatomy_fusion"
 _ALL = "anatomy_all"  # rows that others have already
 
 
 def _differences(
-    evidence: Evidence, scored: list[Scored], pairs: list[tuple[str, str]], name: str
+    deployed: Deployed, scored: list[Scored], pairs: list[tuple[str, str]], name: str
 ) -> list[ResultRow]:
     """Return how much more AUROC the first of each pair has, on the judged sets."""
-    rows = some_rows(evidence.rows, evidence.judged)
-    own = [one.take(evidence.judged) for one in scored]
-    made = detection_rows(own, rows, evidence.bootstrap, _ALL, {name: pairs})
+    rows = some_rows(deployed.rows, deployed.judged)
+    judged = [one.take(deployed.judged) for one in scored]
+    made = detection_rows(judged, rows, deployed.bootstrap, _ALL, {name: pairs})
     wanted = f"auroc{DIFFERENCE}"
     return [r for r in made if r.experiment == name and r.metric == wanted]
 
 
-def pairs(evidence: Evidence) -> list[ResultRow]:
+def pairs(deployed: Deployed) -> list[ResultRow]:
     """Return what the encoder of two families has more than that of each of them."""
     names = [*LETTERS, *map("".join, itertools.combinations(LETTERS, 2))]
     scored = [
-        Scored(name=f"encoder:{name}", scores=subset_logits(evidence, name))
+        Scored(name=f"encoder:{name}", scores=deployed.logits_of(name))
         for name in names
     ]
     compared = [
@@ -47,25 +47,31 @@ def pairs(evidence: Evidence) -> list[ResultRow]:
         if len(name) == 2
         for one in name
     ]
-    return _differences(evidence, scored, compared, PAIRS)
+    return _differences(deployed, scored, compared, PAIRS)
 
 
-def fusion(evidence: Evidence) -> list[ResultRow]:
+def fusion(given: AnalysisInput) -> Findings:
     """Return what the selected set has more than each other variant.
 
     Without hidden states only where `evaluate --ablations` has searched for it.
     """
-    run, setting = evidence.run, evidence.setting
-    heads, _ = run_selection(run, setting)
-    scores = {name: heads[name]["scores"] for name in heads}
-    scores["hidden_only"] = subset_logits(evidence, "H")
-    scores["early_fusion"] = subset_logits(evidence, EVERY_FAMILY)
-    if setting == "with_context" and len(evidence.settings) > 1:
-        alone, _ = run_selection(run, "single_pass")
-        scores["without_closed_book"] = alone["champion"]["scores"]
-    if run.stage_done("ablate"):
-        found = Ablation(run, select_config(run)).scores(setting, "without_hidden")
-        scores |= {} if found is None else {"without_hidden": found}
-    scored = [Scored(name=name, scores=own) for name, own in scores.items()]
-    compared = [("champion", name) for name in scores if name != "champion"]
-    return _differences(evidence, scored, compared, VARIANTS)
+    rows: list[ResultRow] = []
+    for setting, deployed in given.settings.items():
+        scores = dict(given.searches[setting].scores)
+        scores["hidden_only"] = deployed.logits_of("H")
+        scores["early_fusion"] = deployed.logits_of(EVERY_FAMILY)
+        if setting == "with_context" and len(given.settings) > 1:
+            single_pass = given.searches["single_pass"]
+            scores["without_closed_book"] = single_pass.scores["champion"]
+        if setting in given.without_hidden:
+            scores["without_hidden"] = given.without_hidden[setting]
+        scored = [Scored(name=name, scores=own) for name, own in scores.items()]
+        compared = [("champion", name) for name in scores if name != "champion"]
+        rows += _differences(deployed, scored, compared, VARIANTS)
+    return Findings(rows)
+
+
+ANALYSES = (
+    Analysis("pairs", in_each_setting(pairs)),
+    Analysis("fusion", fusion, uses=("ablations",)),
+)

@@ -11,16 +11,17 @@ from typing import NamedTuple
 import numpy as np
 
 from extract.records import stands_in_context
-from extract.run.contents import read_answers, read_examples
-from extract.run.results import ResultRow
+from jaxprobe.features.rows import Rows
 from selection.anatomy.analysis import (
-    Evidence,
+    Analysis,
+    AnalysisInput,
+    Findings,
     Ratio,
+    Texts,
     judged_sets,
-    place_of,
     ratio_rows,
 )
-from selection.anatomy.flips import Ablated
+from selection.anatomy.encoders import Deployed
 
 EXPERIMENT = "anatomy_grounding"
 
@@ -75,47 +76,43 @@ def ratios_of(
     return ratios
 
 
-def _grounded(evidence: Evidence, closed_book: Evidence | None) -> Grounded:
+def _grounded(deployed: Deployed, texts: Texts, closed_book: Rows | None) -> Grounded:
     """Return what is known of the judged answers of the with-context setting."""
-    rows, where = evidence.rows, evidence.judged
-    examples = {example.id: example for example in read_examples(evidence.run)}
-    answers = {a.key: a for a in read_answers(evidence.run, evidence.setting)}
+    rows, where = deployed.rows, deployed.judged
     stands = np.zeros(len(where), bool)
     for place, i in enumerate(where):
-        key = str(rows.ids[i]), evidence.setting, str(rows.variants[i])
-        stands[place] = stands_in_context(examples[key[0]], answers[key])
+        key = str(rows.ids[i]), deployed.setting, str(rows.variants[i])
+        stands[place] = stands_in_context(texts.examples[key[0]], texts.answers[key])
     without = np.full(len(where), np.nan)
     if closed_book is not None:
-        other = closed_book.rows
-        labelled = np.flatnonzero(other.is_labelled)
-        known = {other.ids[i]: float(other.labels[i]) for i in labelled}
-        without = np.array([known.get(rows.ids[i], np.nan) for i in where])
+        labelled = np.flatnonzero(closed_book.is_labelled)
+        labels = {closed_book.ids[i]: float(closed_book.labels[i]) for i in labelled}
+        without = np.array([labels.get(rows.ids[i], np.nan) for i in where])
     return Grounded(rows.labels[where], stands, without)
 
 
-def grounding(ablated: Ablated, closed_book: Evidence | None) -> list[ResultRow]:
-    """Return the rows of every test and held-out set, with context alone.
-
-    Args:
-      ablated: the with-context setting.
-      closed_book: the other one, where the run has it.
-    """
-    evidence, made = ablated.evidence, []
-    known = _grounded(evidence, closed_book)
-    for dataset, split in judged_sets(evidence.rows):
-        at = np.isin(evidence.judged, evidence.rows.where(split, dataset))
+def grounding(given: AnalysisInput) -> Findings:
+    """Return the rows of every test and held-out set, with context alone."""
+    deployed, made = given.settings["with_context"], []
+    closed_book = given.settings.get("closed_book")
+    known = _grounded(deployed, given.read_texts(), closed_book and closed_book.rows)
+    for dataset, split in judged_sets(deployed.rows):
+        at = np.isin(deployed.judged, deployed.rows.where(split, dataset))
         own = Grounded(*(x[at] for x in known))
         flips = {}
-        for name in evidence.queried:
+        for name in deployed.queried:
             if "A" not in name:
                 continue
             intact, without = (
-                x[:, at] for x in (ablated.intact(name), ablated.without(name, "A"))
+                x[:, at] for x in (deployed.intact(name), deployed.without(name, "A"))
             )
             is_right = (intact > 0) == own.labels[None]
-            flips[evidence.printed(name)] = (intact > 0) != (without > 0), is_right
-        ids = evidence.rows.ids[evidence.judged[at]]
-        place = place_of(evidence.setting, dataset, split)
+            flips[deployed.printed(name)] = (intact > 0) != (without > 0), is_right
+        ids = deployed.rows.ids[deployed.judged[at]]
+        place = deployed.place(dataset, split)
         ratios = ratios_of(own, flips)
-        made += ratio_rows(EXPERIMENT, ratios, ids, place, evidence.bootstrap)
-    return made
+        made += ratio_rows(EXPERIMENT, ratios, ids, place, deployed.bootstrap)
+    return Findings(made)
+
+
+ANALYSES = (Analysis("grounding", grounding, needs=("with_context",)),)

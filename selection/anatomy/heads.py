@@ -13,10 +13,10 @@ from extract.records import IN_DOMAIN
 from extract.run.results import ResultRow
 from jaxprobe.features.subsets import FAMILIES, FamilyDims
 from selection.anatomy.analysis import (
-    Evidence,
+    Analysis,
     Ratio,
     drawn,
-    place_of,
+    in_each_setting,
     ratio_rows,
 )
 from selection.anatomy.encoders import TOLERANCE, Deployed, PerChannel, incompleteness
@@ -42,12 +42,12 @@ def not_attributed(error: float) -> str:
     )
 
 
-def test_answers(evidence: Evidence) -> np.ndarray:
+def test_answers(deployed: Deployed) -> np.ndarray:
     """Return the test rows that are attributed, in their original wording."""
-    rows = evidence.rows
+    rows = deployed.rows
     where = rows.where("test")
     where = where[rows.variants[where] == "original"]
-    return drawn(rows, where, N_ANSWERS, evidence.run.seed)
+    return drawn(rows, where, N_ANSWERS, deployed.seed)
 
 
 def head_sums(
@@ -64,7 +64,7 @@ def head_sums(
       `[n, n_layers, n_heads]` absolute attributions in logits, summed over seeds,
       tokens, spans and channels; and the incompleteness.
     """
-    shape = deployed.evidence.store.spec.families["attn"].shape
+    shape = deployed.store.spec.families["attn"].shape
     sums = np.zeros((len(where), *shape[-2:]))
     added, wanted = [], []
     for places, change, found, _ in deployed.attributions(name, where, (_ATTENTION,)):
@@ -98,13 +98,12 @@ def _chosen(shape: tuple[int, ...], flat: np.ndarray) -> np.ndarray:
 
 def heads(deployed: Deployed) -> list[ResultRow]:
     """Return the share of every head, and what the largest eight of them are worth."""
-    evidence = deployed.evidence
-    where = test_answers(evidence)
-    names = dict.fromkeys([*(n for n in evidence.queried if "A" in n), "A"])
-    place = place_of(evidence.setting, IN_DOMAIN, "test")
+    where = test_answers(deployed)
+    names = dict.fromkeys([*(n for n in deployed.queried if "A" in n), "A"])
+    place = deployed.place(IN_DOMAIN, "test")
     made: list[ResultRow] = []
     for name in names if len(where) > 1 else ():
-        printed = evidence.printed(name)
+        printed = deployed.printed(name)
         sums, error = head_sums(deployed, name, where)
         made.append(incomplete(EXPERIMENT, printed, error, **place, n=len(where)))
         if error > TOLERANCE:
@@ -121,7 +120,7 @@ def _of_encoder(
     deployed: Deployed, name: str, where: np.ndarray, sums: np.ndarray, place: dict
 ) -> list[ResultRow]:
     """Return the rows of one encoder's heads."""
-    evidence, printed = deployed.evidence, deployed.evidence.printed(name)
+    printed = deployed.printed(name)
     shape, n_cells = sums.shape[1:], int(np.prod(sums.shape[1:]))
     whole = sums.sum(axis=(1, 2))
     ratios = [
@@ -129,13 +128,13 @@ def _of_encoder(
         for layer in range(shape[0])
         for head in range(shape[1])
     ]
-    ids, config = evidence.rows.ids[where], evidence.bootstrap
+    ids, config = deployed.rows.ids[where], deployed.bootstrap
     made = ratio_rows(EXPERIMENT, ratios, ids, place, config)
     n_heads = min(N_HEADS, n_cells)
     half = len(where) // 2  # they are in the order of a hash
     order = np.argsort(-sums[:half].sum(axis=0).ravel(), kind="stable")
     top = _chosen(shape, order[:n_heads])
-    rng = np.random.default_rng(evidence.run.seed)
+    rng = np.random.default_rng(deployed.seed)
     others = [
         _chosen(shape, rng.choice(n_cells, n_heads, replace=False))
         for _ in range(N_DRAWS)
@@ -155,7 +154,10 @@ def _of_encoder(
         Ratio(printed, "moved by random 8", by_random, every),
         Ratio(printed, "moved more by 8", moved[0] - by_random, every),
     ]
-    made += ratio_rows(EXPERIMENT, ratios, evidence.rows.ids[rest], place, config)
+    made += ratio_rows(EXPERIMENT, ratios, deployed.rows.ids[rest], place, config)
     even = dict(experiment=EXPERIMENT, detector=printed, metric="even share of 8")
     made.append(ResultRow(**even, **place, value=n_heads / n_cells, n=n_cells))
     return made
+
+
+ANALYSES = (Analysis("heads", in_each_setting(heads)),)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from extract.records import IN_DOMAIN
+from extract.records import IN_DOMAIN, Setting
 from extract.run.results import ResultRow
 from jaxprobe.checkpoint import Cache
 from jaxprobe.evaluation import Scored, detection_rows
@@ -28,16 +28,14 @@ from jaxprobe.features.families import FamilyTokens, widths_of
 from jaxprobe.features.rows import Held, Rows, TrainingSet
 from jaxprobe.features.subsets import LETTERS, subset_index
 from jaxprobe.fit.stage import train_encoders
-from jaxprobe.pool import reads
-from jaxprobe.stage import run_selection
 from selection.anatomy.analysis import (
-    EVERY_FAMILY,
-    Evidence,
+    Analysis,
+    AnalysisInput,
+    Findings,
     drawn,
-    place_of,
     some_rows,
 )
-from selection.anatomy.encoders import Deployed
+from selection.anatomy.encoders import EVERY_FAMILY, Deployed
 from selection.anatomy.linear import linear_scores, pooled_signals
 
 CURVE, TRANSFER = "anatomy_labels", "anatomy_transfer"
@@ -53,7 +51,7 @@ def candidates(deployed: Deployed, split: str) -> np.ndarray:
     Padding makes every row as long as the longest: those of more than four times the
     median's tokens are left out.
     """
-    rows = deployed.evidence.rows
+    rows = deployed.rows
     where = rows.where(split)
     where = where[rows.variants[where] == "original"]
     n_tokens = deployed.data.lengths[where].sum(axis=1)
@@ -85,7 +83,9 @@ class Few:
     folder: Path
 
     @classmethod
-    def of(cls, deployed: Deployed, drawn_rows: np.ndarray, n_most: int) -> "Few":
+    def of(
+        cls, deployed: Deployed, drawn_rows: np.ndarray, n_most: int, folder: Path
+    ) -> "Few":
         """Return what trains on at most `n_most` of some rows."""
         train, valid = parted(np.arange(n_most))
         return cls(
@@ -93,7 +93,7 @@ class Few:
             n_train=len(train),
             n_valid=len(valid),
             lengths=widths_of(deployed.data.lengths[drawn_rows]),
-            folder=deployed.evidence.run.path / "anatomy" / "members",
+            folder=folder,
         )
 
     def scores(
@@ -109,8 +109,7 @@ class Few:
         Returns:
           `[m]` logits by name; None where a part of the rows holds one class.
         """
-        evidence = self.deployed.evidence
-        labels = evidence.rows.labels
+        labels, config = self.deployed.rows.labels, self.deployed.config
         parts = parted(order)
         if any(len(set(labels[part].tolist())) < 2 for part in parts):
             return None
@@ -120,10 +119,10 @@ class Few:
         places = np.split(np.arange(len(taken)), np.cumsum(sizes))
         data = self._rows(taken, places[:2])
         digest = hashlib.sha256(taken.tobytes()).hexdigest()
-        one_seed = dataclasses.replace(evidence.config.train, n_seeds=1)
+        one_seed = dataclasses.replace(config.train, n_seeds=1)
         trained, outputs = train_encoders(
             data,
-            dataclasses.replace(evidence.config, train=one_seed, stream=None),
+            dataclasses.replace(config, train=one_seed, stream=None),
             subsets=[subset_index(name) for name in names],
             cache=Cache(self.folder / digest[:16], digest),
         )
@@ -157,12 +156,10 @@ class Few:
         )
 
 
-def own_members(evidence: Evidence) -> list[str]:
-    """Return the selected encoders of this pass, of the search in this pass alone."""
-    alone = evidence.setting == "with_context" and len(evidence.settings) > 1
-    branch = "single_pass" if alone else evidence.setting
-    members = run_selection(evidence.run, branch)[1]["members"]
-    return [name for _, name in reads(branch, members)]
+def selected_here(given: AnalysisInput, setting: Setting) -> list[str]:
+    """Return the selected encoders of a pass, of the search in this pass alone."""
+    branch = "single_pass" if setting == "with_context" else setting
+    return [name for _, name in given.searches[branch].reads]
 
 
 def _scored(name: str, scores: np.ndarray, reason: str = "") -> Scored:
@@ -174,28 +171,32 @@ def _scored(name: str, scores: np.ndarray, reason: str = "") -> Scored:
 _ONE_CLASS = "the drawn answers hold one class"
 
 
-def learning_curve(deployed: Deployed) -> list[ResultRow]:
+def learning_curve(given: AnalysisInput) -> Findings:
     """Return AUROC on test and held-out sets against the number of labelled answers.
 
     `encoder:H at 400` and so on; `selected at 400` is the mean of the probabilities of
     the selected encoders of this pass, which is how a head begins; `probe:HPRA at 400`
     logistic regression on all four families.
     """
-    evidence = deployed.evidence
-    rows, seed = evidence.rows, evidence.run.seed
-    judged = evidence.judged
+    each = (_curve(given, deployed) for deployed in given.settings.values())
+    return Findings([row for rows in each for row in rows])
+
+
+def _curve(given: AnalysisInput, deployed: Deployed) -> list[ResultRow]:
+    rows, judged = deployed.rows, deployed.judged
     pool = np.concatenate(
         [candidates(deployed, split) for split in ("train", "validation")]
     )
-    order = drawn(rows, pool, max(SIZES), seed)
+    order = drawn(rows, pool, max(SIZES), deployed.seed)
     sizes = [n for n in SIZES if n <= len(order)]
     if not sizes:
         return []
     where = np.concatenate([order, judged])
     blocks = pooled_signals(deployed, where)
-    selected = own_members(evidence)
+    selected = selected_here(given, deployed.setting)
     names = tuple(dict.fromkeys([*LETTERS, EVERY_FAMILY, *selected]))
-    few = Few.of(deployed, order, max(n for n in sizes if n in ENCODER_SIZES))
+    n_most = max(n for n in sizes if n in ENCODER_SIZES)
+    few = Few.of(deployed, order, n_most, given.folder)
     scored: list[Scored] = []
     for n in sizes:
         train, valid = parted(np.arange(n))
@@ -215,9 +216,9 @@ def learning_curve(deployed: Deployed) -> list[ResultRow]:
         mean = np.mean([1 / (1 + np.exp(-found[x])) for x in selected], axis=0)
         scored.append(_scored(f"selected at {n}", mean, _ONE_CLASS))
     own = some_rows(rows, judged)
-    made = detection_rows(scored, own, evidence.bootstrap, CURVE)
+    made = detection_rows(scored, own, deployed.bootstrap, CURVE)
     n_all = sum(len(rows.where(split)) for split in ("train", "validation"))
-    place = place_of(evidence.setting, IN_DOMAIN, "test")
+    place = deployed.place(IN_DOMAIN, "test")
     fields = dict(experiment=CURVE, detector="run", metric="labels", n=n_all)
     of_run = ResultRow(**fields, **place, value=float(n_all))
     return [of_run, *(row for row in made if row.metric == "auroc")]
@@ -247,23 +248,27 @@ def sources_of(rows: Rows, pools: Mapping[str, np.ndarray]) -> dict[str, np.ndar
     return found
 
 
-def transfer(deployed: Deployed) -> list[ResultRow]:
+def transfer(given: AnalysisInput) -> Findings:
     """Return AUROC on every set of detectors that were trained on one set each.
 
     `encoder:HPRA from NAME` and `probe:HPRA from NAME`, from as many answers of each.
     """
-    evidence = deployed.evidence
-    rows, seed = evidence.rows, evidence.run.seed
+    each = (_matrix(deployed, given.folder) for deployed in given.settings.values())
+    return Findings([row for rows in each for row in rows])
+
+
+def _matrix(deployed: Deployed, folder: Path) -> list[ResultRow]:
+    rows, seed = deployed.rows, deployed.seed
     splits = ("train", "validation", "ood")
     sources = sources_of(rows, {s: candidates(deployed, s) for s in splits})
     n = min(min(map(len, sources.values())), max(SIZES))
     taught = {name: drawn(rows, own, n, seed) for name, own in sources.items()}
-    judged = evidence.judged
+    judged = deployed.judged
     is_read = (rows.splits[judged] == "test") | ~_half(rows.ids[judged])
     judged = judged[is_read]
     every = np.concatenate([*taught.values(), judged])
     blocks = pooled_signals(deployed, every)
-    few = Few.of(deployed, np.concatenate(list(taught.values())), n)
+    few = Few.of(deployed, np.concatenate(list(taught.values())), n, folder)
     scored = []
     for place, (name, order) in enumerate(taught.items()):
         train, valid = (place * n + part for part in parted(np.arange(n)))
@@ -275,6 +280,12 @@ def transfer(deployed: Deployed) -> list[ResultRow]:
         scored.append(
             _scored(f"encoder:{EVERY_FAMILY} from {name}", logits, _ONE_CLASS)
         )
-    made = detection_rows(scored, some_rows(rows, judged), evidence.bootstrap, TRANSFER)
+    made = detection_rows(scored, some_rows(rows, judged), deployed.bootstrap, TRANSFER)
     kept = [row for row in made if row.metric == "auroc"]
     return [row for row in kept if row.dataset != IN_DOMAIN]
+
+
+ANALYSES = (
+    Analysis("labels", learning_curve),
+    Analysis("transfer", transfer),
+)

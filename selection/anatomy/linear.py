@@ -14,7 +14,7 @@ from jaxprobe.evaluation import Scored, detection_rows
 from jaxprobe.features.reading import mean_answer_states
 from jaxprobe.fit.linear import Pooled
 from jaxprobe.regression import block_scale, fit_linear
-from selection.anatomy.analysis import Evidence, some_rows
+from selection.anatomy.analysis import Analysis, in_each_setting, some_rows
 from selection.anatomy.encoders import Deployed
 
 LAYERS = "anatomy_layers"
@@ -56,13 +56,13 @@ def pooled_signals(deployed: Deployed, where: np.ndarray) -> tuple[np.ndarray, .
 
     The same as encoders that begin as regressions do, see `jaxprobe.model.encoder`.
     """
-    labels = deployed.evidence.rows.labels[where]
+    labels = deployed.rows.labels[where]
     return Pooled.of(deployed.parts(where, 2), labels).families
 
 
-def layers(evidence: Evidence) -> list[ResultRow]:
+def layers(deployed: Deployed) -> list[ResultRow]:
     """Return the AUROC of the mean answer state of every kept layer, on every row."""
-    rows, store = evidence.rows, evidence.store
+    rows, store = deployed.rows, deployed.store
     where = np.flatnonzero(rows.is_labelled)
     own = some_rows(rows, where)
     train, valid = own.where("train"), own.where("validation")
@@ -71,5 +71,8 @@ def layers(evidence: Evidence) -> list[ResultRow]:
         states = mean_answer_states(store, where, layer)
         scores = linear_scores([states], own.labels, train, valid)
         scored.append(Scored(name=f"layer {layer}", scores=scores[None]))
-    made = detection_rows(scored, own, evidence.bootstrap, LAYERS)
+    made = detection_rows(scored, own, deployed.bootstrap, LAYERS)
     return [row for row in made if row.metric == "auroc"]
+
+
+ANALYSES = (Analysis("layers", in_each_setting(layers)),)

@@ -16,19 +16,19 @@ from extract.run.results import ResultRow
 from jaxprobe.evaluation import Scored, detection_rows
 from jaxprobe.features.subsets import FAMILIES
 from selection.anatomy.analysis import (
-    EVERY_FAMILY,
+    Analysis,
     Ratio,
-    place_of,
+    in_each_setting,
     ratio_rows,
     some_rows,
 )
-from selection.anatomy.encoders import TOLERANCE, Deployed, incompleteness
-from selection.anatomy.flips import Ablated
-from selection.anatomy.heads import (
-    incomplete,
-    not_attributed,
-    test_answers,
+from selection.anatomy.encoders import (
+    EVERY_FAMILY,
+    TOLERANCE,
+    Deployed,
+    incompleteness,
 )
+from selection.anatomy.heads import incomplete, not_attributed, test_answers
 
 EXPERIMENT, SPANS_GONE = "anatomy_positions", "anatomy_spans"
 N_POSITIONS = 8  # first tokens of an answer that are told apart
@@ -110,40 +110,44 @@ def position_ratios(printed: str, moved: Moved, spans: tuple[str, ...]) -> list[
     return ratios
 
 
-def positions(ablated: Ablated) -> list[ResultRow]:
+def positions(deployed: Deployed) -> list[ResultRow]:
     """Return the shares of spans and positions, by integrated gradients."""
-    deployed, evidence = ablated.deployed, ablated.evidence
-    where, printed = test_answers(evidence), evidence.printed(EVERY_FAMILY)
+    where, printed = test_answers(deployed), deployed.printed(EVERY_FAMILY)
     if not len(where):
         return []
     moved = moved_by_tokens(deployed, EVERY_FAMILY, where)
-    place = place_of(evidence.setting, IN_DOMAIN, "test")
+    place = deployed.place(IN_DOMAIN, "test")
     made = [incomplete(EXPERIMENT, printed, moved.error, **place, n=len(where))]
     if moved.error > TOLERANCE:
         fields = dict(experiment=EXPERIMENT, detector=printed, metric="share in answer")
         reason = not_attributed(moved.error)
         row = ResultRow(**fields, **place, value=None, reason=reason, n=len(where))
         return [*made, row]
-    ratios = position_ratios(printed, moved, ablated.spans)
-    ids = evidence.rows.ids[where]
-    return made + ratio_rows(EXPERIMENT, ratios, ids, place, evidence.bootstrap)
+    ratios = position_ratios(printed, moved, deployed.spans)
+    ids = deployed.rows.ids[where]
+    return made + ratio_rows(EXPERIMENT, ratios, ids, place, deployed.bootstrap)
 
 
-def spans_gone(ablated: Ablated) -> list[ResultRow]:
+def spans_gone(deployed: Deployed) -> list[ResultRow]:
     """Return the AUROC of queried encoders with each span at its means, and the loss.
 
     The encoder's own logit, without a head.
     """
-    evidence = ablated.evidence
     scored, pairs = [], []
-    for name in evidence.queried:
-        printed = evidence.printed(name)
-        scored.append(Scored(name=printed, scores=ablated.intact(name)))
-        for span in ablated.spans:
-            without = ablated.without(name, span)
+    for name in deployed.queried:
+        printed = deployed.printed(name)
+        scored.append(Scored(name=printed, scores=deployed.intact(name)))
+        for span in deployed.spans:
+            without = deployed.without(name, span)
             scored.append(Scored(name=f"{printed} without {span}", scores=without))
             pairs.append((f"{printed} without {span}", printed))
-    rows = some_rows(evidence.rows, evidence.judged)
+    rows = some_rows(deployed.rows, deployed.judged)
     return detection_rows(
-        scored, rows, evidence.bootstrap, SPANS_GONE, {SPANS_GONE: pairs}
+        scored, rows, deployed.bootstrap, SPANS_GONE, {SPANS_GONE: pairs}
     )
+
+
+ANALYSES = (
+    Analysis("positions", in_each_setting(positions)),
+    Analysis("spans", in_each_setting(spans_gone)),
+)

@@ -1,48 +1,84 @@
 """The stage that takes the trained detector apart, one analysis after another.
 
-Each analysis is kept by what it was made of, so that a killed run continues with the
+Each analysis is saved by what it was made of, so that a killed run continues with the
 next one, and asking for one analysis more does not make the others again.
 """
 
 import dataclasses
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
 from extract.records import Setting
 from extract.run.console import Progress, Update
-from extract.run.contents import row_files, settings_of
+from extract.run.contents import read_answers, read_examples, row_files, settings_of
 from extract.run.directory import RunDir
 from extract.run.files import from_json, sha256_tree, write_json_atomic
-from extract.run.manifest import Preset
+from extract.run.manifest import Preset, read_manifest
 from extract.run.results import ResultRow, publish, rows_file, write_rows
 from extract.run.stages import Stage
-from jaxprobe.checkpoint import load_cache, save_cache
+from jaxprobe import checkpoint
+from jaxprobe.checkpoint import Cache
 from jaxprobe.config import set_compiler
+from jaxprobe.detector import Detector
 from jaxprobe.pool import reads
-from jaxprobe.stage import encoder_folders, run_branches, run_selection
-from selection.anatomy import Study
-from selection.anatomy.analysis import Evidence
-from selection.anatomy.backbones import backbones
-from selection.anatomy.cases import cases
-from selection.anatomy.combinations import combinations
-from selection.anatomy.complementarity import complementarity
-from selection.anatomy.encoders import Deployed
-from selection.anatomy.flips import Ablated, boundary, flips
-from selection.anatomy.fusion import fusion, pairs
-from selection.anatomy.grounding import grounding
-from selection.anatomy.heads import heads
-from selection.anatomy.learning import (
-    learning_curve,
-    transfer,
+from jaxprobe.stage import (
+    chosen_layer,
+    encoder_folders,
+    grid_config,
+    open_rows,
+    run_bootstrap,
+    run_branches,
+    run_selection,
 )
-from selection.anatomy.linear import layers
-from selection.anatomy.positions import positions, spans_gone
+from selection.ablation import scores_without
+from selection.anatomy import (
+    Study,
+    backbones,
+    cases,
+    combinations,
+    complementarity,
+    flips,
+    fusion,
+    grounding,
+    heads,
+    learning,
+    linear,
+    positions,
+)
+from selection.anatomy.analysis import (
+    Analysis,
+    AnalysisInput,
+    Findings,
+    Part,
+    Search,
+    Texts,
+)
+from selection.anatomy.encoders import Deployed
+from selection.ranking import read_ranking
+
+FORMAT = 3  # of what is saved
+ANALYSES: dict[str, Analysis] = {
+    analysis.name: analysis
+    for file in (
+        complementarity,
+        flips,
+        grounding,
+        heads,
+        positions,
+        linear,
+        fusion,
+        combinations,
+        backbones,
+        learning,
+        cases,
+    )
+    for analysis in file.ANALYSES
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,164 +95,13 @@ class AnatomyConfig:
     other: str | None = None
 
 
-FORMAT = 2  # of what is kept
-OTHER_PAIRS = "anatomy_other_pairs"
-ANATOMY_PRESETS: dict[Preset, AnatomyConfig] = {
-    "demo": AnatomyConfig(),
-    "few": AnatomyConfig(),
-    "smoke": AnatomyConfig(),
-    "paper": AnatomyConfig(),
-}
-
-
-def evidence_of(run: RunDir) -> tuple[Evidence, ...]:
-    """Return a run's settings, each with the encoders of its pass that were selected.
-
-    By any search: the with-context set may hold closed-book ones.
-    """
-    selected: dict[Setting, dict[str, None]] = {s: {} for s in settings_of(run)}
-    for branch in run_branches(run):
-        members = run_selection(run, branch)[1]["members"]
-        for setting, name in reads(branch, members):
-            selected[setting][name] = None
-    return tuple(Evidence(run, s, tuple(names)) for s, names in selected.items())
-
-
-@dataclasses.dataclass(frozen=True)
-class Asked:
-    """What an analysis is given.
-
-    Attributes:
-      run: of the analysis.
-      config: the stage's.
-      ablated: the run's settings, each with its encoders.
-    """
-
-    run: RunDir
-    config: AnatomyConfig
-    ablated: tuple[Ablated, ...]
-
-    @property
-    def evidence(self) -> dict[str, Evidence]:
-        """The run's settings by name."""
-        return {a.evidence.setting: a.evidence for a in self.ablated}
-
-
-class Made(NamedTuple):
-    """What an analysis made: rows of the results, and cases where it shows some."""
-
-    rows: list[ResultRow]
-    cases: tuple[Study, ...] = ()
-
-
-Work = Callable[[Asked], Made]
-
-
-class Analysis(NamedTuple):
-    """An analysis of the stage.
-
-    Attributes:
-      work: does it.
-      lacks: says what a run lacks for it, or gives None.
-      also: what it reads beside what the stage reads, inside the run or not.
-    """
-
-    work: Work
-    lacks: Callable[[Asked], str | None] = lambda asked: None
-    also: Callable[[RunDir, AnatomyConfig], Iterable[Path]] = lambda run, config: ()
-
-
-def _each(work: Callable[[Evidence], list[ResultRow]]) -> Work:
-    return lambda asked: Made([row for a in asked.ablated for row in work(a.evidence)])
-
-
-def _deployed(work: Callable[[Deployed], list[ResultRow]]) -> Work:
-    return lambda asked: Made([row for a in asked.ablated for row in work(a.deployed)])
-
-
-def _ablated(work: Callable[[Ablated], list[ResultRow]]) -> Work:
-    return lambda asked: Made([row for a in asked.ablated for row in work(a)])
-
-
-def _grounding(asked: Asked) -> Made:
-    closed_book = asked.evidence.get("closed_book")
-    (own,) = (a for a in asked.ablated if a.evidence.setting == "with_context")
-    return Made(grounding(own, closed_book))
-
-
-def _backbones(asked: Asked) -> Made:
-    """Rankings, and what pairs of families gain on the other backbone."""
-    other = {e.setting: e for e in evidence_of(RunDir(Path(str(asked.config.other))))}
-    of_pairs = [
-        msgspec.structs.replace(row, experiment=OTHER_PAIRS)
-        for setting in asked.evidence
-        if setting in other
-        for row in pairs(other[setting])
-    ]
-    return Made([*backbones(asked.evidence, other), *of_pairs])
-
-
-def _cases(asked: Asked) -> Made:
-    found = asked.evidence
-    rows, shown = cases(found["closed_book"], found["with_context"])
-    return Made(rows, tuple(shown))
-
-
-def _lacks_context(asked: Asked) -> str | None:
-    return None if "with_context" in asked.evidence else "needs answers with context"
-
-
-def _lacks_both(asked: Asked) -> str | None:
-    return None if len(asked.evidence) == 2 else "needs answers in both settings"
-
-
-def _lacks_ranking(asked: Asked) -> str | None:
-    if asked.run.stage_done("exhaustive"):
-        return None
-    return f"needs the ranking of `beatrice select {asked.run.path} --exhaustive`"
-
-
-def _lacks_other(asked: Asked) -> str | None:
-    if asked.config.other is not None:
-        return None
-    return f"needs another backbone: `beatrice anatomy {asked.run.path} OTHER_RUN`"
-
-
-def _other_files(run: RunDir, config: AnatomyConfig) -> list[Path]:
-    if config.other is None:
-        return []
-    other = RunDir(Path(config.other))
-    return [*row_files(other), *encoder_folders(other)]
-
-
-ANALYSES: Mapping[str, Analysis] = {
-    "complementarity": Analysis(_each(complementarity)),
-    "flips": Analysis(_ablated(flips)),
-    "boundary": Analysis(_ablated(boundary)),
-    "grounding": Analysis(_grounding, _lacks_context),
-    "heads": Analysis(_deployed(heads)),
-    "positions": Analysis(_ablated(positions)),
-    "spans": Analysis(_ablated(spans_gone)),
-    "layers": Analysis(_each(layers)),
-    "pairs": Analysis(_each(pairs)),
-    "fusion": Analysis(
-        _each(fusion),
-        also=lambda run, config: [run.path / "ablations"],
-    ),
-    "combinations": Analysis(
-        _each(combinations),
-        _lacks_ranking,
-        lambda run, config: [run.path / "exhaustive"],
-    ),
-    "backbones": Analysis(_backbones, _lacks_other, _other_files),
-    "labels": Analysis(_deployed(learning_curve)),
-    "transfer": Analysis(_deployed(transfer)),
-    "cases": Analysis(_cases, _lacks_both),
-}
+ANATOMY_PRESETS: dict[Preset, AnatomyConfig] = dict.fromkeys(
+    ("demo", "smoke", "paper"), AnatomyConfig()
+)
 
 
 def chosen_analyses(config: AnatomyConfig) -> list[str]:
-    """Return the analyses asked for, in order.
+    """Return the names of the analyses that a run is given, in order.
 
     Raises:
       ValueError: one is not known.
@@ -236,78 +121,154 @@ def cases_file(run: RunDir) -> Path:
 
 
 def _inputs(run: RunDir) -> list[Path]:
-    own = [run.answers, run.sweep, run.selection, run.detector]
-    return [*row_files(run), *own, *encoder_folders(run)]
+    whole = [run.answers, run.sweep, run.selection, run.detector]
+    return [*row_files(run), *whole, *encoder_folders(run)]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Kept:
-    """What analyses made, by file in the run.
+def _model_of(run: RunDir) -> str:
+    """Return the last part of the name of a run's backbone."""
+    section = read_manifest(run.path)["sections"].get("backbone", {})
+    return Path(str(section.get("model", "embedded"))).name
 
-    Attributes:
-      asked: of the run.
-      base: identity of what all analyses read.
+
+def _searches(run: RunDir) -> dict[str, Search]:
+    found = {}
+    for branch in run_branches(run):
+        tree, summary = run_selection(run, branch)
+        scores = {name: head["scores"] for name, head in tree.items()}
+        found[branch] = Search(reads(branch, summary["members"]), scores)
+    return found
+
+
+def _deployed(run: RunDir) -> dict[Setting, Deployed]:
+    """Return the encoders of a run's settings, with those that any search selected.
+
+    The with-context search may have selected closed-book encoders.
     """
-
-    asked: Asked
-    base: str
-
-    def _path(self, name: str) -> Path:
-        return _folder(self.asked.run) / f"{name}.safetensors"
-
-    def _key(self, name: str) -> str:
-        also = ANALYSES[name].also(self.asked.run, self.asked.config)
-        own = [sha256_tree(path) for path in also]
-        return hashlib.sha256(f"{FORMAT} {name} {self.base} {own}".encode()).hexdigest()
-
-    def load(self, name: str) -> Made | None:
-        """Return what an analysis made before, of the same things."""
-        held = load_cache(self._path(name), self._key(name))
-        if held is None:
-            return None
-        where = f"the rows of {name}"
-        lines = held["rows"].tobytes().decode().splitlines()
-        shown = from_json(tuple[Study, ...], held["cases"].tobytes(), where)
-        rows = [from_json(ResultRow, line, where) for line in lines]
-        return Made(rows, shown)
-
-    def save(self, name: str, made: Made) -> None:
-        """Keep what an analysis made."""
-        texts = write_rows(made.rows).encode(), msgspec.json.encode(made.cases)
-        rows, shown = (np.frombuffer(text, np.uint8) for text in texts)
-        arrays = {"rows": rows, "cases": shown}
-        save_cache(self._path(name), arrays, self._key(name))
+    pairs = dict.fromkeys(p for s in _searches(run).values() for p in s.reads)
+    deployed = {}
+    for setting in settings_of(run):
+        store, rows = open_rows(run, setting)
+        deployed[setting] = Deployed(
+            setting=setting,
+            store=store,
+            rows=rows,
+            layer=chosen_layer(run),
+            tree=checkpoint.restore(run.encoders(setting))[0],
+            config=grid_config(run),
+            selected=tuple(name for where, name in pairs if where == setting),
+            bootstrap=run_bootstrap(run),
+        )
+    return deployed
 
 
-def _asked(run: RunDir, config: AnatomyConfig) -> Asked:
-    settings = (Ablated(Deployed(one)) for one in evidence_of(run))
-    return Asked(run, config, tuple(settings))
+def _read_texts(run: RunDir) -> Texts:
+    return Texts(
+        {example.id: example for example in read_examples(run)},
+        {answer.key: answer for answer in read_answers(run)},
+    )
+
+
+def _parts(run: RunDir, other: RunDir | None) -> dict[Part, str]:
+    """Return the identity of each part that a run has and others may not have."""
+    parts: dict[Part, str] = {setting: "" for setting in settings_of(run)}
+    if run.stage_done("exhaustive"):
+        parts["rankings"] = sha256_tree(run.path / "exhaustive")
+    if run.stage_done("ablate"):
+        parts["ablations"] = sha256_tree(run.path / "ablations")
+    if other is not None:
+        files = [*row_files(other), *encoder_folders(other)]
+        parts["other"] = " ".join(map(sha256_tree, files))
+    return parts
+
+
+def _input(run: RunDir, config: AnatomyConfig) -> AnalysisInput:
+    """Read what analyses are given."""
+    other = None if config.other is None else RunDir(Path(config.other))
+    parts, settings = _parts(run, other), settings_of(run)
+    without_hidden = {
+        setting: scores
+        for setting in (settings if "ablations" in parts else ())
+        if (scores := scores_without(run, setting, "without_hidden")) is not None
+    }
+    return AnalysisInput(
+        settings=_deployed(run),
+        searches=_searches(run),
+        heads=Detector.load(run.detector).heads,
+        read_texts=partial(_read_texts, run),
+        parts=parts,
+        rankings={s: read_ranking(run, s) for s in settings if "rankings" in parts},
+        without_hidden=without_hidden,
+        other={} if other is None else _deployed(other),
+        models=tuple(map(_model_of, [run] if other is None else [run, other])),
+        folder=_folder(run) / "members",
+    )
+
+
+def _missing(analysis: Analysis, given: AnalysisInput, run: RunDir) -> str | None:
+    """Return what a run lacks for an analysis, in words, or None."""
+    words: dict[Part, str] = {
+        "closed_book": "closed-book answers",
+        "with_context": "answers with context",
+        "rankings": f"the ranking of `beatrice select {run.path} --exhaustive`",
+        "ablations": f"the ablations of `beatrice evaluate {run.path} --ablations`",
+        "other": f"another backbone: `beatrice anatomy {run.path} OTHER_RUN`",
+    }
+    return next((words[p] for p in analysis.needs if p not in given.parts), None)
+
+
+def _cache(run: RunDir, analysis: Analysis, given: AnalysisInput, base: str) -> Cache:
+    """Return where an analysis is saved, by what it is made of."""
+    read = [given.parts.get(part) for part in (*analysis.needs, *analysis.uses)]
+    key = hashlib.sha256(f"{FORMAT} {analysis.name} {base} {read}".encode())
+    return Cache(_folder(run), key.hexdigest())
+
+
+def _load(cache: Cache, name: str) -> Findings | None:
+    """Return what an analysis found before, in the same things."""
+    arrays = cache.load(name)
+    if arrays is None:
+        return None
+    where = f"the rows of {name}"
+    lines = arrays["rows"].tobytes().decode().splitlines()
+    shown = from_json(tuple[Study, ...], arrays["cases"].tobytes(), where)
+    return Findings([from_json(ResultRow, line, where) for line in lines], shown)
+
+
+def _save(cache: Cache, name: str, findings: Findings) -> None:
+    texts = {
+        "rows": write_rows(findings.rows).encode(),
+        "cases": msgspec.json.encode(findings.cases),
+    }
+    cache.save(name, {n: np.frombuffer(text, np.uint8) for n, text in texts.items()})
 
 
 def _anatomy(
     run: RunDir, config: AnatomyConfig, update: Update, progress: Progress
 ) -> None:
     set_compiler(run.preset)
-    asked, chosen = _asked(run, config), chosen_analyses(config)
+    given, chosen = _input(run, config), chosen_analyses(config)
     base = " ".join(run.hash_inputs(*_inputs(run)).values())
-    kept = _Kept(asked, base)
-    made: list[Made] = []
+    every: list[Findings] = []
     for name, analysis in ANALYSES.items():
-        reason = analysis.lacks(asked)
-        found = kept.load(name) if reason is None else None
-        if reason is not None and name in chosen:
-            progress.note(f"anatomy: {name} {reason}")
-        elif found is None and name in chosen:
-            began = time.monotonic()
-            found = analysis.work(asked)
-            kept.save(name, found)
-            progress.note(f"anatomy: {name} took {time.monotonic() - began:.0f} s")
+        missing = _missing(analysis, given, run)
+        if missing is not None and name in chosen:
+            progress.note(f"anatomy: {name} needs {missing}")
+        if missing is None:
+            cache = _cache(run, analysis, given, base)
+            findings = _load(cache, name)
+            if findings is None and name in chosen:
+                began = time.monotonic()
+                findings = analysis.work(given)
+                _save(cache, name, findings)
+                seconds = time.monotonic() - began
+                progress.note(f"anatomy: {name} took {seconds:.0f} s")
+            every += [] if findings is None else [findings]
         if name in chosen:
             update(1 + chosen.index(name), len(chosen))
-        made += [] if found is None else [found]
-    shown = [msgspec.to_builtins(case) for one in made for case in one.cases]
+    shown = [msgspec.to_builtins(case) for one in every for case in one.cases]
     write_json_atomic(cases_file(run), shown)
-    publish(run, "anatomy", [row for one in made for row in one.rows], progress)
+    publish(run, "anatomy", [row for one in every for row in one.rows], progress)
 
 
 ANATOMY = Stage(

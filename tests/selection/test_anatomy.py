@@ -12,7 +12,6 @@ from selection.anatomy.analysis import (
     Ratio,
     drawn,
     judged_sets,
-    place_of,
     ratio_rows,
 )
 from selection.anatomy.cases import Answered, chosen, kinds_of
@@ -27,7 +26,7 @@ from selection.anatomy.stage import ANALYSES, AnatomyConfig, chosen_analyses
 from selection.exhaustive import Ranking, all_sets
 
 CONFIG = BootstrapConfig(n_resamples=400, seed=0)
-PLACE = place_of("closed_book", "one", "test")
+PLACE = {"setting": "closed_book", "dataset": "one", "split": "test"}
 
 
 def values(ratios, n, ids=None):
@@ -71,16 +70,13 @@ def test_a_family_that_decides_and_one_that_corrects_at_the_boundary_are_told_ap
 def test_the_boundarys_cells_hold_every_answer_however_far_it_lies(reach, width):
     rest = reach * np.linspace(-1, 1, 50)[None]
     added = np.where(np.arange(50) % 2, 0.3, -0.3)[None] * (reach > 0)
-    evidence = SimpleNamespace(
-        rows=SimpleNamespace(where=lambda split: np.arange(50)),
-        judged=np.arange(50),
-        setting="closed_book",
-        queried=("P",),
-        printed=lambda name: f"({name})",
-    )
     rows = boundary(
         SimpleNamespace(
-            evidence=evidence,
+            rows=SimpleNamespace(where=lambda split: np.arange(50)),
+            judged=np.arange(50),
+            queried=("P",),
+            printed=lambda name: f"({name})",
+            place=lambda *place: PLACE,
             intact=lambda name: rest + added,
             without=lambda name, letter: rest,
         )

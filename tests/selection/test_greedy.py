@@ -3,10 +3,19 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from jaxprobe.config import FusionConfig, TrainConfig
+from jaxprobe.config import FusionConfig, SelectConfig, TrainConfig
+from jaxprobe.features.rows import Rows
 from jaxprobe.fit.heads import train_heads
+from jaxprobe.model.encoder import MemberOutputs
 from jaxprobe.model.fusion import PoolOutputs, head_inputs
-from selection.greedy import GreedyConfig, fused_probability, select, slots_for
+from jaxprobe.pool import pool_of
+from selection.greedy import (
+    GreedyConfig,
+    fused_probability,
+    select,
+    select_heads,
+    slots_for,
+)
 
 TRAIN = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=8)
 FUSION = FusionConfig(hidden=8, n_slots=4)
@@ -96,3 +105,45 @@ def test_only_the_candidates_are_searched_and_nothing_is_compiled_anew():
     for wrong in ([], [N_POOL], [-1, 2]):
         with pytest.raises(ValueError, match="positions in a pool of 6"):
             search(*parts, candidates=wrong)
+
+
+def outputs_of_two_families(labels, knowing, seed):
+    """Three encoders a seed, of which one knows half of the answer."""
+    rng = np.random.default_rng(seed)
+    logits = rng.standard_normal((N_SEEDS * 3, len(labels)))
+    logits[knowing::3] = 1.5 * labels + rng.standard_normal(len(labels))
+    pooled = np.repeat(logits[..., None], D_POOLED, axis=-1) * 0.3
+    return MemberOutputs(*(x.astype(np.float32) for x in (logits, pooled)))
+
+
+def test_outputs_of_two_passes_give_every_branch_its_selection():
+    n = 900
+    labels = np.random.default_rng(0).random(n) < 0.5
+    rows = {
+        setting: Rows(
+            setting=setting,
+            ids=np.array([f"q{i}" for i in range(n)]),
+            datasets=np.full(n, "own"),
+            splits=np.where(np.arange(n) % 3 < 2, "train", "validation"),
+            variants=np.full(n, "original"),
+            labels=labels,
+            is_labelled=np.ones(n, bool),
+        )
+        for setting in ("closed_book", "with_context")
+    }
+    outputs = {
+        "closed_book": outputs_of_two_families(labels, 0, 1),
+        "with_context": outputs_of_two_families(labels, 2, 2),
+    }
+    config = SelectConfig(head=FUSION, train=TRAIN, margin=0.01)
+    pools = {s: pool_of(outputs, rows, s, N_SEEDS) for s in rows}
+    found = select_heads(pools, config)
+    # With context the pool is the pass's three encoders, then the closed-book ones.
+    assert {branch: one.members for branch, one in found.items()} == {
+        "closed_book": (0,),
+        "with_context": (2, 3),
+        "single_pass": (2,),
+    }
+    assert select_heads({"closed_book": pools["closed_book"]}, config).keys() == {
+        "closed_book"
+    }

@@ -1,8 +1,17 @@
 import numpy as np
 import pytest
 
+from extract.store.families import Family
+from extract.store.spec import StoreSpec
+from extract.store.write import create_store, write_range
 from jaxprobe.features.rows import Rows
-from selection.sweep import SweepConfig, sweep_layers, sweep_rows
+from selection.sweep import (
+    SweepConfig,
+    SweepSection,
+    choose_layer,
+    sweep_layers,
+    sweep_rows,
+)
 
 
 def states(n_examples, seed, layer=2):
@@ -65,3 +74,49 @@ def test_a_sweep_reads_all_rows_where_there_are_no_more_than_it_may():
     rows = several_sets()
     everything = sweep_rows(rows, "train", 1000, seed=0)
     assert everything.tolist() == list(range(0, 2000, 2))
+
+
+def stored(setting, layer, loudness, n=400):
+    """Answers of two tokens; states of one kept layer say whether they are right."""
+    rng = np.random.default_rng(layer)
+    labels = rng.random(n) < 0.5
+    hidden = rng.standard_normal((2 * n, 3, 4)).astype(np.float32)
+    hidden[:, layer, 1] += loudness * np.repeat(labels, 2)
+    spans = np.tile([[0, 0], [0, 0], [0, 2]], (n, 1, 1))
+    spec = StoreSpec(
+        families={"hidden": Family(shape=(3, 4), by_layer=True)},
+        keys=tuple((f"q{i}", setting, "original") for i in range(n)),
+        lengths=np.full(n, 2),
+        spans=spans,
+        rows_per_shard=1 << 10,
+        hidden_layers=(0, 4, 8),
+        fingerprint={},
+    )
+    store = create_store(f"memory://sweep-{setting}", spec)
+    write_range(store, 0, {"hidden": hidden})
+    rows = Rows(
+        setting=setting,
+        ids=np.array([f"q{i}" for i in range(n)]),
+        datasets=np.full(n, "own"),
+        splits=np.where(np.arange(n) % 2, "train", "validation"),
+        variants=np.full(n, "original"),
+        labels=labels,
+        is_labelled=np.ones(n, bool),
+    )
+    return store, rows
+
+
+def test_one_layer_of_stores_is_chosen_for_all_settings_the_best_of_their_mean():
+    stores = {
+        "closed_book": stored("closed_book", 1, 3.0),
+        "with_context": stored("with_context", 2, 1.0),
+    }
+    config = SweepSection(n_rows=150, probe=SweepConfig(n_seeds=1))
+    done = []
+    sweep = choose_layer(stores, config, lambda: done.append(1))
+    assert sweep.layer == 4 and len(done) == 2
+    curves = sweep.settings
+    assert [curves[setting].best for setting in stores] == [4, 8]
+    assert {curve.n_train for curve in curves.values()} == {150}
+    only = choose_layer({"with_context": stores["with_context"]}, config)
+    assert only.layer == 8 and only.settings == {"with_context": curves["with_context"]}
