@@ -86,7 +86,9 @@ def channels_of_heads(dims: FamilyDims, n_spans: int, cells: np.ndarray) -> PerC
     """
     channels = [np.zeros((n_spans, size), bool) for size in dims.sizes]
     # Two other spans and two readings stand before layers and heads.
-    channels[_ATTENTION][:] = np.tile(cells.ravel(), dims.attn // cells.size)[None]
+    channels[_ATTENTION][:] = np.tile(
+        cells.ravel(), dims.sizes[_ATTENTION] // cells.size
+    )[None]
     return tuple(channels)
 
 
