@@ -65,11 +65,11 @@ def select(
 
     do(run_dir, SELECT, change=change)
     if optimism:
-        from selection.optimism import OPTIMISM
+        from selection.stage import OPTIMISM
 
         do(run_dir, OPTIMISM)
     if exhaustive:
-        from selection.ranking import EXHAUSTIVE
+        from selection.exhaustive import EXHAUSTIVE
 
         do(run_dir, EXHAUSTIVE)
 

@@ -1,25 +1,41 @@
-"""The stage that chooses encoders and trains the fusion heads."""
+"""The stage that chooses encoders and trains the fusion heads, and its optimism.
+
+How much too good does a selection look on the rows that it was selected on? One
+validation split decides early stopping, layer, heads, encoders and calibration, as in
+the paper. On request its questions and those of the in-domain test are parted anew, at
+random, into a half that the greedy search sees and a half that it does not; what it
+reports of the first above what it reaches on the second is its optimism. Halves are
+exchangeable, so that anything chosen beforehand has none: one encoder of all families
+is the control. The encoders themselves stay those of the run.
+"""
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from extract.records import Setting
+from extract.records import IN_DOMAIN, Setting
 from extract.run.console import Progress, Update
 from extract.run.contents import row_files, settings_of
 from extract.run.directory import RunDir
-from extract.run.results import ON_REQUEST
+from extract.run.results import ON_REQUEST, ResultRow, publish, rows_file
 from extract.run.stages import Stage, side_by_side
 from jaxprobe import checkpoint
 from jaxprobe.checkpoint import Cache
 from jaxprobe.config import SELECT_PRESETS, SelectConfig, set_compiler
 from jaxprobe.detector import HeadName
+from jaxprobe.features.rows import Rows
 from jaxprobe.features.subsets import N_SUBSETS
-from jaxprobe.pool import pool_names
+from jaxprobe.metrics import auroc
+from jaxprobe.model.fusion import PoolOutputs
+from jaxprobe.pool import Pool, pool_names
 from jaxprobe.stage import encoder_folders, run_branches, run_pool, run_selection
 from selection.greedy import HeadTrainer, Selection, select_heads
+
+EXPERIMENT = "optimism"
+N_SPLITS = 20  # of validation and test questions
 
 
 def load_part(cache: Cache, name: str, stage: str) -> dict[str, np.ndarray]:
@@ -118,4 +134,127 @@ SELECT = Stage(
     outputs=lambda run: [run.selection],
     work=_select,
     presets=SELECT_PRESETS,
+)
+
+
+def halves(rows: Rows, number: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Part the labelled in-domain questions that no encoder was trained on.
+
+    Args:
+      rows: of a setting.
+      number: of the split; both settings part the same questions alike.
+      seed: of the run.
+
+    Returns:
+      Rows that a search may see and rows that it may not, indices into the store. Each
+      set of questions is parted evenly, and a rewording goes with its question.
+    """
+    where = np.concatenate([rows.where("validation"), rows.where("test")])
+    is_seen = np.zeros(len(rows.ids), bool)
+    for dataset in np.unique(rows.datasets[where]):
+        ids = np.unique(rows.ids[where[rows.datasets[where] == dataset]])
+        drawn = np.random.default_rng([seed, number]).permutation(ids)
+        is_seen |= np.isin(rows.ids, drawn[: len(ids) // 2])
+    return where[is_seen[where]], where[~is_seen[where]]
+
+
+def searched_on(pool: Pool, seen: np.ndarray) -> Pool:
+    """Return the pool with other validation rows, in a shape that all splits share."""
+    rows = pool.rows
+    where = np.concatenate([rows.where("validation"), rows.where("test")])
+    weights = np.isin(where, seen).astype(np.float32)
+    outputs = np.asarray(pool.all_rows.outputs)[..., where]
+    labels = rows.labels[where].astype(np.float32)
+    return pool._replace(valid=PoolOutputs(outputs, labels, weights))
+
+
+def gaps(
+    pool: Pool, config: SelectConfig, seen: np.ndarray, unseen: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return AUROC on the rows seen minus AUROC on the rows unseen, mean over seeds.
+
+    Returns:
+      `[1]` by detector: the searched set, and one encoder of all families.
+    """
+    heads = HeadTrainer(searched_on(pool, seen), config)
+    every_family = np.asarray(pool.all_rows.outputs)[:, pool.n_subsets - 1, -1]
+    scores = {"champion": heads.scores(heads.search()), "early_fusion": every_family}
+
+    def mean(scored: np.ndarray, where: np.ndarray) -> float:
+        labels = pool.rows.labels[where]
+        return float(np.mean([auroc(one[where], labels).value for one in scored]))
+
+    return {
+        name: np.array([mean(s, seen) - mean(s, unseen)]) for name, s in scores.items()
+    }
+
+
+def _gap_rows(every: dict[str, np.ndarray], rows: Rows, n: int) -> list[ResultRow]:
+    """Return means over the splits; the interval holds 95 % of the splits' own."""
+    made = []
+    for name, values in every.items():
+        low, high = np.quantile(values, [0.025, 0.975])
+        made.append(
+            ResultRow(
+                experiment=EXPERIMENT,
+                detector=name,
+                setting=rows.setting,
+                dataset=IN_DOMAIN,
+                split="test",
+                metric="auroc_gap",
+                value=float(values.mean()),
+                ci_low=float(low),
+                ci_high=float(high),
+                n=n,
+            )
+        )
+    return made
+
+
+def _optimism_folder(run: RunDir) -> Path:
+    return run.path / EXPERIMENT
+
+
+def _optimism_inputs(run: RunDir) -> list[Path]:
+    return [run.labels, *encoder_folders(run)]
+
+
+def _measure(
+    run: RunDir, config: SelectConfig, update: Update, progress: Progress
+) -> None:
+    set_compiler(run.preset)
+    config = config.seeded(run.seed)
+    cache = Cache(
+        _optimism_folder(run),
+        " ".join(run.hash_inputs(*_optimism_inputs(run)).values()),
+    )
+    rows: dict[Setting, list[ResultRow]] = {}
+
+    def work(setting: Setting, tick: Callable[[], None]) -> None:
+        pool, splits = run_pool(run, setting), []
+        for number in range(N_SPLITS):
+            name = f"{setting}.{number}"
+            split = cache.load(name)
+            if split is None:
+                split = gaps(pool, config, *halves(pool.rows, number, run.seed))
+                cache.save(name, split)
+            splits.append(split)
+            tick()
+        every = {n: np.concatenate([split[n] for split in splits]) for n in splits[0]}
+        rows[setting] = _gap_rows(
+            every, pool.rows, len(halves(pool.rows, 0, run.seed)[1])
+        )
+
+    settings = settings_of(run)
+    side_by_side(work, settings, update, len(settings) * N_SPLITS)
+    publish(run, EXPERIMENT, [row for s in settings for row in rows[s]], progress)
+
+
+OPTIMISM = Stage(
+    name=EXPERIMENT,
+    inputs=_optimism_inputs,
+    outputs=lambda run: [_optimism_folder(run), rows_file(run, EXPERIMENT)],
+    work=_measure,
+    presets=SELECT_PRESETS,
+    section="select",
 )

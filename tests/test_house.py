@@ -164,7 +164,7 @@ def loaded_by(code):
         ("import extract.datasets", "pyarrow"),
         # What `train`, `select`, `calibrate` and `report` import to do their work.
         ("import jaxprobe.fit.stage, jaxprobe.stage, jaxprobe.detector", "torch"),
-        ("import selection.stage, selection.ranking, selection.ablation", "torch"),
+        ("import selection.stage, selection.exhaustive, selection.ablation", "torch"),
         ("import benchmarks.results.stage, benchmarks.results.evaluate", "torch"),
         ("import beatrice", "numpy"),
     ],

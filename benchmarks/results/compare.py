@@ -16,7 +16,7 @@ from benchmarks.results.tables import interval, number
 from extract.records import IN_DOMAIN, Setting
 from extract.run.results import SETTING_LABELS, ResultRow, ResultTable
 from jaxprobe.metrics import BootstrapConfig
-from selection.anatomy.backbones import Agreement, Ranked, agreement
+from selection.anatomy.reach import Agreement, Ranked, agreement
 
 
 def in_words(found: Agreement) -> str:

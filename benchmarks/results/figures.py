@@ -322,7 +322,7 @@ def ranking(found: Mapping[str, Any], setting: str) -> Figure:
 
     Args:
       found: `{"n_sets", "rank", "means": [per part of the ranking], "ribbon":
-        {"H:closed_book": [per part]}}`, see `selection.ranking.ranking_summary`.
+        {"H:closed_book": [per part]}}`, see `selection.exhaustive.ranking_summary`.
       setting: for the colours.
     """
     n_parts = len(found["means"])

@@ -83,7 +83,7 @@ class ReportData:
         p, surprisal, entropy, margin}`, the span one of context, question, answer, the
         numbers those of the position that emits this token.
       shown: answers to look at, by setting and set, as `saved.ShownSet` has them.
-      ranking: per setting what `selection.ranking.ranking_summary` returns.
+      ranking: per setting what `selection.exhaustive.ranking_summary` returns.
       ablations: per setting and variant the names of the encoders it reads.
       studies: cases of `beatrice anatomy`, as its `Case` has them.
       judged: what the rivals of `beatrice baselines` are and cost.

@@ -61,8 +61,8 @@ from jaxprobe.stage import (
     run_outputs,
 )
 from selection.ablation import ablation_summary
-from selection.anatomy.backbones import Ranked
-from selection.ranking import ranking_summary
+from selection.anatomy.reach import Ranked
+from selection.exhaustive import ranking_summary
 from selection.stage import selection_summary
 
 IN_ORDER = (

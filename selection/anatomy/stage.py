@@ -36,20 +36,7 @@ from jaxprobe.stage import (
     run_selection,
 )
 from selection.ablation import scores_without
-from selection.anatomy import (
-    Study,
-    backbones,
-    cases,
-    combinations,
-    complementarity,
-    flips,
-    fusion,
-    grounding,
-    heads,
-    learning,
-    linear,
-    positions,
-)
+from selection.anatomy import Study, combining, decisions, places, reach
 from selection.anatomy.analysis import (
     Analysis,
     AnalysisInput,
@@ -59,24 +46,12 @@ from selection.anatomy.analysis import (
     Texts,
 )
 from selection.anatomy.encoders import Deployed
-from selection.ranking import read_ranking
+from selection.exhaustive import read_ranking
 
 FORMAT = 3  # of what is saved
 ANALYSES: dict[str, Analysis] = {
     analysis.name: analysis
-    for file in (
-        complementarity,
-        flips,
-        grounding,
-        heads,
-        positions,
-        linear,
-        fusion,
-        combinations,
-        backbones,
-        learning,
-        cases,
-    )
+    for file in (combining, decisions, places, reach)
     for analysis in file.ANALYSES
 }
 

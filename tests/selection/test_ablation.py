@@ -25,8 +25,7 @@ from selection.ablation import (
     undefined_rows,
     variants,
 )
-from selection.exhaustive import Ranking, all_sets
-from selection.ranking import _rank_rows, traits
+from selection.exhaustive import Ranking, _rank_rows, all_sets, traits
 
 
 def some_rows():

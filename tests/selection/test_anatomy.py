@@ -14,14 +14,18 @@ from selection.anatomy.analysis import (
     judged_sets,
     ratio_rows,
 )
-from selection.anatomy.cases import Answered, chosen, kinds_of
-from selection.anatomy.combinations import counts_along
-from selection.anatomy.complementarity import mistakes
-from selection.anatomy.flips import boundary, flip_ratios
-from selection.anatomy.grounding import Grounded, ratios_of
-from selection.anatomy.learning import parted, sources_of
-from selection.anatomy.linear import linear_scores
-from selection.anatomy.positions import Moved, position_ratios
+from selection.anatomy.combining import counts_along, mistakes
+from selection.anatomy.decisions import (
+    Answered,
+    Grounded,
+    boundary,
+    chosen,
+    flip_ratios,
+    kinds_of,
+    ratios_of,
+)
+from selection.anatomy.places import Moved, linear_scores, position_ratios
+from selection.anatomy.reach import parted, sources_of
 from selection.anatomy.stage import ANALYSES, AnatomyConfig, chosen_analyses
 from selection.exhaustive import Ranking, all_sets
 

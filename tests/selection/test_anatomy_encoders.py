@@ -19,7 +19,7 @@ from selection.anatomy.encoders import (
     path_gradients,
     replaced,
 )
-from selection.anatomy.heads import channels_of_heads
+from selection.anatomy.places import channels_of_heads
 
 DIMS = paper_dims(hidden=6, prob=5, resid=4, attn=16)
 ENCODER = Encoder(EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2), DIMS)

@@ -9,7 +9,7 @@ from jaxprobe.features.subsets import N_SUBSETS
 from jaxprobe.model.encoder import MemberOutputs
 from jaxprobe.model.fusion import pool_outputs
 from jaxprobe.pool import Pool
-from selection.optimism import gaps, halves, searched_on
+from selection.stage import gaps, halves, searched_on
 
 CONFIG = SelectConfig(
     head=FusionConfig(hidden=4, n_slots=4),

@@ -3,7 +3,7 @@ import pytest
 
 from benchmarks.results.compare import in_words
 from jaxprobe.metrics import BootstrapConfig
-from selection.anatomy.backbones import Ranked, agreement, rank_correlation
+from selection.anatomy.reach import Ranked, agreement, rank_correlation
 
 CONFIG = BootstrapConfig(n_resamples=400)
 

@@ -1,0 +1,221 @@
+"""What is gained by combining: families that err apart, pairs, variants, sets of three.
+
+Complementarity (paper, figure of that name): every single-family encoder is thresholded
+to flag as many answers as are wrong, as in the paper (section 5.3). A cell is the share
+of the column family's mistakes, of either kind, that the row family gets right; two
+families whose mistakes had nothing to do with each other would have one minus the row's
+own error rate there.
+
+Pairs and fusion: an early-fused pair against each of its members (paper, figure across
+backbones, lower half: against the better one), and the selected set against the six
+other variants of the paper's table of features and fusion, question by question.
+
+Combinations, of the ranking that `select --exhaustive` leaves (paper, figure of the
+combination search): its ribbons of families are drawn in the report already; here are
+the count of closed-book encoders along the ranking, and what the ten best sets hold.
+"""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from extract.records import IN_DOMAIN
+from extract.run.results import DIFFERENCE, ResultRow
+from jaxprobe.evaluation import Scored, detection_rows
+from jaxprobe.features.subsets import LETTERS
+from selection.anatomy.analysis import (
+    Analysis,
+    AnalysisInput,
+    Findings,
+    Ratio,
+    in_each_setting,
+    judged_sets,
+    ratio_rows,
+    some_rows,
+)
+from selection.anatomy.encoders import EVERY_FAMILY, Deployed
+from selection.exhaustive import SET_SIZE, Ranking, traits
+
+COMPLEMENTARITY = "anatomy_complementarity"
+PAIRS, VARIANTS = "anatomy_pairs", "anatomy_fusion"
+_ALL = "anatomy_all"  # rows that others have already
+COMBINATIONS = "anatomy_combinations"
+N_PARTS = 20  # of the ranking
+N_BEST = 10  # the paper's
+
+
+def mistakes(scores: np.ndarray, labels: np.ndarray, names: np.ndarray) -> np.ndarray:
+    """Return where a score is wrong that flags as many answers as are wrong.
+
+    Args:
+      scores: `[n]`, higher = more likely correct.
+      labels: `[n]` bool.
+      names: `[n]`, all different; they settle ties, so that order does not.
+
+    Returns:
+      `[n]` bool: flagged and right, or wrong and not flagged.
+    """
+    is_flagged = np.zeros(len(scores), bool)
+    is_flagged[np.lexsort((names, scores))[: int((~labels).sum())]] = True
+    return is_flagged == labels
+
+
+def complementarity(deployed: Deployed) -> list[ResultRow]:
+    """Return each family's error rate and the share of each other's errors it rights.
+
+    Seeds are counted together: a share is over the mistakes of all seeds, each against
+    the same seed of the other family.
+    """
+    rows, made = deployed.rows, []
+    names = np.char.add(np.char.add(rows.ids, " "), rows.variants)
+    for dataset, split in judged_sets(rows):
+        where = rows.where(split, dataset)
+        labels = rows.labels[where]
+        wrong = {
+            x: np.stack(
+                [
+                    mistakes(own[where], labels, names[where])
+                    for own in deployed.logits_of(x)
+                ]
+            )
+            for x in LETTERS
+        }
+        every = np.ones_like(wrong["H"])
+        ratios = [Ratio(f"encoder:{x}", "error_rate", wrong[x], every) for x in LETTERS]
+        ratios += [
+            Ratio(f"encoder:{row}", f"rights:{of}", wrong[of] & ~wrong[row], wrong[of])
+            for row, of in itertools.permutations(LETTERS, 2)
+        ]
+        place = deployed.place(dataset, split)
+        ids, config = rows.ids[where], deployed.bootstrap
+        made += ratio_rows(
+            COMPLEMENTARITY, ratios, ids, place, config, "it has no mistake"
+        )
+    return made
+
+
+def _differences(
+    deployed: Deployed, scored: list[Scored], pairs: list[tuple[str, str]], name: str
+) -> list[ResultRow]:
+    """Return how much more AUROC the first of each pair has, on the judged sets."""
+    rows = some_rows(deployed.rows, deployed.judged)
+    judged = [one.take(deployed.judged) for one in scored]
+    made = detection_rows(judged, rows, deployed.bootstrap, _ALL, {name: pairs})
+    wanted = f"auroc{DIFFERENCE}"
+    return [r for r in made if r.experiment == name and r.metric == wanted]
+
+
+def pairs(deployed: Deployed) -> list[ResultRow]:
+    """Return what the encoder of two families has more than that of each of them."""
+    names = [*LETTERS, *map("".join, itertools.combinations(LETTERS, 2))]
+    scored = [
+        Scored(name=f"encoder:{name}", scores=deployed.logits_of(name))
+        for name in names
+    ]
+    compared = [
+        (f"encoder:{name}", f"encoder:{one}")
+        for name in names
+        if len(name) == 2
+        for one in name
+    ]
+    return _differences(deployed, scored, compared, PAIRS)
+
+
+def fusion(given: AnalysisInput) -> Findings:
+    """Return what the selected set has more than each other variant.
+
+    Without hidden states only where `evaluate --ablations` has searched for it.
+    """
+    rows: list[ResultRow] = []
+    for setting, deployed in given.settings.items():
+        scores = dict(given.searches[setting].scores)
+        scores["hidden_only"] = deployed.logits_of("H")
+        scores["early_fusion"] = deployed.logits_of(EVERY_FAMILY)
+        if setting == "with_context" and len(given.settings) > 1:
+            single_pass = given.searches["single_pass"]
+            scores["without_closed_book"] = single_pass.scores["champion"]
+        if setting in given.without_hidden:
+            scores["without_hidden"] = given.without_hidden[setting]
+        scored = [Scored(name=name, scores=own) for name, own in scores.items()]
+        compared = [("champion", name) for name in scores if name != "champion"]
+        rows += _differences(deployed, scored, compared, VARIANTS)
+    return Findings(rows)
+
+
+def counts_along(
+    ranking: Ranking, is_closed_book: np.ndarray, n_parts: int
+) -> np.ndarray:
+    """Return how many closed-book encoders sets hold, along the ranking.
+
+    Args:
+      ranking: of all sets.
+      is_closed_book: `[n_pool]` bool.
+      n_parts: of the ranking, best first.
+
+    Returns:
+      `[SET_SIZE + 1, n_parts]`: of a part's sets, the share that holds 0, 1, 2 or 3.
+    """
+    counts = is_closed_book[ranking.sets[ranking.order]].sum(axis=1)
+    parts = np.array_split(counts, min(n_parts, len(counts)))
+    return np.stack(
+        [[(part == k).mean() for part in parts] for k in range(SET_SIZE + 1)]
+    )
+
+
+def combinations(given: AnalysisInput) -> Findings:
+    """Return the rows of every setting's ranking, by validation AUROC."""
+    each = (
+        _of_ranking(given.rankings[setting], deployed)
+        for setting, deployed in given.settings.items()
+    )
+    return Findings([row for rows in each for row in rows])
+
+
+def _of_ranking(ranking: Ranking, deployed: Deployed) -> list[ResultRow]:
+    n_sets, n_pool = len(ranking.sets), int(ranking.sets.max()) + 1
+    by_trait = traits(deployed.setting, n_pool)
+    place = deployed.place(IN_DOMAIN, "validation")
+    best = ranking.sets[ranking.order[:N_BEST]]
+    values: list[tuple[str, str, float, int]] = []
+    for name, reads in by_trait.items():
+        values.append((name, "encoders in a best set", _mean(reads, best), len(best)))
+        values.append((name, "encoders in a set", _mean(reads, ranking.sets), n_sets))
+    is_closed_book = np.any(
+        [reads for name, reads in by_trait.items() if name.endswith("closed_book")],
+        axis=0,
+    )
+    if not is_closed_book.all():
+        shares = counts_along(ranking, is_closed_book, N_PARTS)
+        for k, along in enumerate(shares):
+            held = is_closed_book[best].sum(axis=1) == k
+            fields = f"{k} closed-book", "best sets", float(held.sum()), len(best)
+            values.append(fields)
+            values += [
+                (f"{k} closed-book", f"share in part {part}", float(share), n_sets)
+                for part, share in enumerate(along, start=1)
+            ]
+    return [
+        ResultRow(
+            experiment=COMBINATIONS,
+            detector=name,
+            metric=metric,
+            value=value,
+            n=n,
+            **place,
+        )
+        for name, metric, value, n in values
+    ]
+
+
+def _mean(reads: np.ndarray, sets: Sequence[np.ndarray] | np.ndarray) -> float:
+    """Return how many encoders of a set have a trait, on average."""
+    return float(reads[np.asarray(sets)].sum(axis=1).mean())
+
+
+ANALYSES = (
+    Analysis("complementarity", in_each_setting(complementarity)),
+    Analysis("pairs", in_each_setting(pairs)),
+    Analysis("fusion", fusion, uses=("ablations",)),
+    Analysis("combinations", combinations, needs=("rankings",)),
+)

@@ -1,0 +1,361 @@
+"""Who decides: families whose absence flips decisions, support in passages, and cases.
+
+Flips: one family at a time is replaced by its means inside a deployed encoder (paper,
+appendix E, table of flips and figure of the boundary band). A flip is a decision,
+P(correct) above or below one half, that changes; it is precise where the intact encoder
+decides correctly. The score without the family, against what the family adds to it,
+shows how near the boundary its flips lie.
+
+Grounding: the flips of attention, restricted to the answers on which verbatim support
+and correctness disagree (paper, appendix E, table of grounding), beside how good
+retrieval was: the generator's accuracy with and without the passages, and the share of
+wrong answers that stand in them.
+
+Cases, after the paper's table of case studies (appendix G), but of every set and kind,
+and chosen by a rule. A closed-book answer with P(correct) of at least the threshold is
+accepted; else the with-context answer is trusted if its P is; else both are flagged. Of
+each set and kind the case that is surest of its decisions is shown, of equals the
+smaller id, with at most three of its golds.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from extract.records import IN_DOMAIN, Setting, stands_in_context
+from extract.run.results import ResultRow
+from jaxprobe.features.rows import Rows
+from selection.anatomy import Study
+from selection.anatomy.analysis import (
+    Analysis,
+    AnalysisInput,
+    Findings,
+    Ratio,
+    Texts,
+    in_each_setting,
+    judged_sets,
+    ratio_rows,
+)
+from selection.anatomy.encoders import Deployed
+
+FLIPS, BAND = "anatomy_flips", "anatomy_boundary"
+NEAR = 1.0  # logits: a remaining score so near the boundary is undecided
+_N_CELLS = 12  # of the boundary's figure, from zero to its edge
+_NARROWEST = 0.5  # logits, of a cell
+GROUNDING = "anatomy_grounding"
+CASES = "anatomy_cases"
+TRUSTED_FROM = 0.6  # the paper's, where `calibrate` found no threshold of its own
+KINDS = ("accepted closed-book", "trusted with context", "both flagged")
+
+
+def flip_ratios(
+    detector: str, intact: np.ndarray, without: np.ndarray, labels: np.ndarray
+) -> list[Ratio]:
+    """Return how often decisions flip, how often rightly, and how near the boundary.
+
+    Args:
+      detector: of the rows.
+      intact: `[n_seeds, n]` logits.
+      without: the same without a family.
+      labels: `[n]` bool.
+    """
+    is_flip = (intact > 0) != (without > 0)
+    is_right = (intact > 0) == labels[None]
+    is_near, every = np.abs(without) <= NEAR, np.ones_like(is_flip)
+    added = intact - without
+    return [
+        Ratio(detector, "flip_rate", is_flip, every),
+        Ratio(detector, "flip_precision", is_flip & is_right, is_flip),
+        Ratio(detector, "flips_near_boundary", is_flip & is_near, is_flip),
+        Ratio(detector, "answers_near_boundary", is_near, every),
+        Ratio(detector, "mean_contribution", np.abs(added), every),
+    ]
+
+
+def flips(deployed: Deployed) -> list[ResultRow]:
+    """Return the flips of every family of every queried encoder on every set.
+
+    And the share of right answers, against which a precision is to be read.
+    """
+    rows, made = deployed.rows, []
+    for dataset, split in judged_sets(rows):
+        at = np.isin(deployed.judged, rows.where(split, dataset))
+        labels = rows.labels[deployed.judged[at]]
+        ratios = [Ratio("answers", "right", labels, np.ones_like(labels))]
+        for name in deployed.queried:
+            intact = deployed.intact(name)[:, at]
+            right = (intact > 0) == labels[None]
+            printed = deployed.printed(name)
+            ratios.append(Ratio(printed, "accuracy", right, np.ones_like(right)))
+            for letter in name:
+                without = deployed.without(name, letter)[:, at]
+                ratios += flip_ratios(f"{printed}-{letter}", intact, without, labels)
+        place = deployed.place(dataset, split)
+        ids = rows.ids[deployed.judged[at]]
+        made += ratio_rows(
+            FLIPS, ratios, ids, place, deployed.bootstrap, "no decision flips"
+        )
+    return made
+
+
+def boundary(deployed: Deployed) -> list[ResultRow]:
+    """Return how many answers lie where, by remaining score and contribution.
+
+    Of the in-domain test rows, all seeds: a cell is a row, `answers at x y in w` with
+    its centre and its width, and `flips at x y in w` where decisions changed there. All
+    cells of an encoder have one width, the least at which every answer has a cell.
+    """
+    rows, made = deployed.rows, []
+    at = np.isin(deployed.judged, rows.where("test"))
+    place = deployed.place(IN_DOMAIN, "test") | {"n": int(at.sum())}
+    for name in deployed.queried:
+        intact = deployed.intact(name)[:, at]
+        rests = {letter: deployed.without(name, letter)[:, at] for letter in name}
+        width = max(_width(x) for rest in rests.values() for x in (rest, intact - rest))
+        for letter, without in rests.items():
+            flipped = (intact > 0) != (without > 0)
+            places = np.stack([without, intact - without], axis=-1)
+            cells = width * (np.floor(places / width) + 0.5)
+            for metric, chosen in (("answers", ~flipped), ("flips", flipped)):
+                centres, counts = np.unique(cells[chosen], axis=0, return_counts=True)
+                made += [
+                    ResultRow(
+                        experiment=BAND,
+                        detector=f"{deployed.printed(name)}-{letter}",
+                        metric=f"{metric} at {x:g} {y:g} in {width:g}",
+                        value=float(count),
+                        **place,
+                    )
+                    for (x, y), count in zip(centres, counts, strict=True)
+                ]
+    return made
+
+
+def _width(logits: np.ndarray) -> float:
+    """Return the width of cells, in logits, of which `_N_CELLS` reach every value."""
+    needed = max(float(np.abs(logits).max()) / _N_CELLS, _NARROWEST)
+    return _NARROWEST * 2.0 ** np.ceil(np.log2(needed / _NARROWEST))
+
+
+class Grounded(NamedTuple):
+    """What is known of some with-context answers.
+
+    Attributes:
+      labels: `[n]` bool.
+      stands: `[n]` bool, whether the answer stands in the passages.
+      right_without: `[n]` float, whether the closed-book answer is right; NaN where
+        there is none, or it has no label.
+    """
+
+    labels: np.ndarray
+    stands: np.ndarray
+    right_without: np.ndarray
+
+
+def ratios_of(
+    known: Grounded, flips: dict[str, tuple[np.ndarray, np.ndarray]]
+) -> list[Ratio]:
+    """Return shares of answers and precisions of flips.
+
+    Args:
+      known: of `n` answers.
+      flips: by encoder, whether decisions flip, and whether the intact encoder is
+        right; `[n_seeds, n]` bool each.
+    """
+    labels, stands, without = known
+    every, has = np.ones(len(labels)), ~np.isnan(without)
+    ratios = [
+        Ratio("answers", "right with context", labels, every),
+        Ratio("answers", "right closed-book", np.where(has, without, 0), has),
+        Ratio("answers", "wrong ones that stand there", stands & ~labels, ~labels),
+        Ratio("answers", "right ones that stand there", stands & labels, labels),
+    ]
+    subsets = {
+        "flip precision": every > 0,
+        "flip precision, there but wrong": stands & ~labels,
+        "flip precision, right but not there": ~stands & labels,
+    }
+    for name, (is_flip, is_right) in flips.items():
+        ratios += [
+            Ratio(name, metric, is_flip & is_right & own[None], is_flip & own[None])
+            for metric, own in subsets.items()
+        ]
+        for metric, own in list(subsets.items())[1:]:
+            whole = np.broadcast_to(own[None], is_flip.shape)
+            rate = metric.replace("flip precision", "flip rate")
+            ratios.append(Ratio(name, rate, is_flip & own[None], whole))
+    return ratios
+
+
+def _grounded(deployed: Deployed, texts: Texts, closed_book: Rows | None) -> Grounded:
+    """Return what is known of the judged answers of the with-context setting."""
+    rows, where = deployed.rows, deployed.judged
+    stands = np.zeros(len(where), bool)
+    for place, i in enumerate(where):
+        key = str(rows.ids[i]), deployed.setting, str(rows.variants[i])
+        stands[place] = stands_in_context(texts.examples[key[0]], texts.answers[key])
+    without = np.full(len(where), np.nan)
+    if closed_book is not None:
+        labelled = np.flatnonzero(closed_book.is_labelled)
+        labels = {closed_book.ids[i]: float(closed_book.labels[i]) for i in labelled}
+        without = np.array([labels.get(rows.ids[i], np.nan) for i in where])
+    return Grounded(rows.labels[where], stands, without)
+
+
+def grounding(given: AnalysisInput) -> Findings:
+    """Return the rows of every test and held-out set, with context alone."""
+    deployed, made = given.settings["with_context"], []
+    closed_book = given.settings.get("closed_book")
+    known = _grounded(deployed, given.read_texts(), closed_book and closed_book.rows)
+    for dataset, split in judged_sets(deployed.rows):
+        at = np.isin(deployed.judged, deployed.rows.where(split, dataset))
+        own = Grounded(*(x[at] for x in known))
+        flips = {}
+        for name in deployed.queried:
+            if "A" not in name:
+                continue
+            intact, without = (
+                x[:, at] for x in (deployed.intact(name), deployed.without(name, "A"))
+            )
+            is_right = (intact > 0) == own.labels[None]
+            flips[deployed.printed(name)] = (intact > 0) != (without > 0), is_right
+        ids = deployed.rows.ids[deployed.judged[at]]
+        place = deployed.place(dataset, split)
+        ratios = ratios_of(own, flips)
+        made += ratio_rows(GROUNDING, ratios, ids, place, deployed.bootstrap)
+    return Findings(made)
+
+
+class Answered(NamedTuple):
+    """Both answers to some questions, `[n]` each.
+
+    Attributes:
+      ids: all different.
+      p: `[n, 2]` calibrated P(correct), closed-book and with context.
+      labels: `[n, 2]` bool.
+    """
+
+    ids: np.ndarray
+    p: np.ndarray
+    labels: np.ndarray
+
+
+def kinds_of(p: np.ndarray, thresholds: np.ndarray) -> np.ndarray:
+    """Return the place in KINDS of each question, by `[n, 2]` probabilities."""
+    is_trusted = p >= thresholds[None]
+    return np.where(is_trusted[:, 0], 0, np.where(is_trusted[:, 1], 1, 2))
+
+
+def chosen(found: Answered, thresholds: np.ndarray) -> dict[int, int]:
+    """Return the question shown of each kind, by the kind's place.
+
+    The surest: the smallest distance of a probability that decides from its threshold
+    is the largest. Accepted, the first decides alone.
+    """
+    kinds = kinds_of(found.p, thresholds)
+    distance = np.abs(found.p - thresholds[None])
+    margin = np.where(kinds == 0, distance[:, 0], distance.min(axis=1))
+    shown = {}
+    for kind in range(len(KINDS)):
+        own = np.flatnonzero(kinds == kind)
+        if len(own):
+            shown[kind] = min(own.tolist(), key=lambda i: (-margin[i], found.ids[i]))
+    return shown
+
+
+class _Decisions(NamedTuple):
+    """P, label and row of every judged original answer of a setting, by question."""
+
+    p: dict[str, float]
+    labels: dict[str, bool]
+    threshold: float
+
+
+def _read_decisions(given: AnalysisInput, setting: Setting) -> _Decisions:
+    deployed, head = given.settings[setting], given.heads[setting]
+    rows, where = deployed.rows, deployed.judged
+    where = where[rows.variants[where] == "original"]
+    scores = given.searches[setting].scores["champion"]
+    p = head.calibrator(scores.mean(axis=0))
+    wanted = head.threshold and head.threshold.p_correct
+    return _Decisions(
+        {str(rows.ids[i]): float(p[i]) for i in where},
+        {str(rows.ids[i]): bool(rows.labels[i]) for i in where},
+        TRUSTED_FROM if wanted is None else float(wanted),
+    )
+
+
+def cases(given: AnalysisInput) -> Findings:
+    """Return how many questions are of each kind and how often the answer is right.
+
+    And a case of each kind of every set.
+    """
+    settings: tuple[Setting, Setting] = ("closed_book", "with_context")
+    with_context = given.settings["with_context"]
+    sides = [_read_decisions(given, setting) for setting in settings]
+    thresholds = np.array([side.threshold for side in sides])
+    examples, answers = given.read_texts()
+    made: list[ResultRow] = []
+    shown: list[Study] = []
+    rows = with_context.rows
+    for dataset, split in judged_sets(rows):
+        own = rows.where(split, dataset)
+        wanted = set(rows.ids[own].tolist())
+        ids = sorted(wanted & sides[0].p.keys() & sides[1].p.keys())
+        if not ids:
+            continue
+        found = Answered(
+            np.array(ids),
+            np.array([[side.p[i] for side in sides] for i in ids]),
+            np.array([[side.labels[i] for side in sides] for i in ids]),
+        )
+        made += _case_rows(found, thresholds, dataset, split, with_context)
+        if len(set(datasets := rows.datasets[own].tolist())) > 1:
+            continue  # all in-domain sets together
+        dataset = datasets[0]
+        for kind, i in chosen(found, thresholds).items():
+            example = examples[ids[i]]
+            texts = [answers[ids[i], s, "original"].text for s in settings]
+            shown.append(
+                Study(
+                    dataset=dataset,
+                    split=split,
+                    kind=KINDS[kind],
+                    question=example.question,
+                    gold="; ".join(example.golds[:3]),  # any of them is right
+                    closed_book=texts[0],
+                    p_closed_book=float(found.p[i, 0]),
+                    is_closed_book_right=bool(found.labels[i, 0]),
+                    with_context=texts[1],
+                    p_with_context=float(found.p[i, 1]),
+                    is_with_context_right=bool(found.labels[i, 1]),
+                )
+            )
+    return Findings(made, tuple(shown))
+
+
+def _case_rows(
+    found: Answered,
+    thresholds: np.ndarray,
+    dataset: str,
+    split: str,
+    deployed: Deployed,
+) -> list[ResultRow]:
+    """Return the share of each kind, and of its final answers that are right."""
+    kinds, every = kinds_of(found.p, thresholds), np.ones(len(found.ids))
+    final = np.where(kinds == 0, found.labels[:, 0], found.labels[:, 1])
+    ratios = []
+    for place, kind in enumerate(KINDS):
+        is_own = kinds == place
+        ratios.append(Ratio(kind, "share", is_own, every))
+        ratios.append(Ratio(kind, "right", is_own & final, is_own))
+    place = {"setting": "both", "dataset": dataset, "split": split}
+    return ratio_rows(CASES, ratios, found.ids, place, deployed.bootstrap)
+
+
+ANALYSES = (
+    Analysis("flips", in_each_setting(flips)),
+    Analysis("boundary", in_each_setting(boundary)),
+    Analysis("grounding", grounding, needs=("with_context",)),
+    Analysis("cases", cases, needs=("closed_book", "with_context")),
+)

@@ -1,0 +1,366 @@
+"""Where it is read: heads of attention, spans and tokens, layers.
+
+Heads (paper, appendix E, figure of attention heads): integrated gradients over the
+channels of attention, from a baseline in which that family lies at its means, over 400
+test answers; a head's share is the absolute attribution of its channels over all tokens
+and spans. Unlike the paper's, the eight largest heads are found on one half of these
+answers and measured on the other: found and measured on the same ones, the largest of
+any map hold more than eight drawn ones.
+
+Positions, in two ways. Integrated gradients of the encoder of all families, from all
+signals at their means, say how much each token moves its logit. And a whole span is put
+at its means inside the deployed encoder: the AUROC that is lost is what only that span
+has. The paper's way, a span zeroed and everything trained again, is `evaluate
+--ablations`; a head that reads the answer span's vector loses there by construction.
+
+Layers: the layer sweep of the paper (figure of the same name) reads at most some
+answers of each split and has no interval; here every labelled answer counts, on
+validation, test and held-out sets.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from extract.records import IN_DOMAIN
+from extract.run.results import ResultRow
+from jaxprobe.evaluation import Scored, detection_rows
+from jaxprobe.features.reading import mean_answer_states
+from jaxprobe.features.subsets import FAMILIES, FamilyDims
+from jaxprobe.fit.linear import Pooled
+from jaxprobe.regression import block_scale, fit_linear
+from selection.anatomy.analysis import (
+    Analysis,
+    Ratio,
+    drawn,
+    in_each_setting,
+    ratio_rows,
+    some_rows,
+)
+from selection.anatomy.encoders import (
+    EVERY_FAMILY,
+    TOLERANCE,
+    Deployed,
+    PerChannel,
+    incompleteness,
+)
+
+HEADS = "anatomy_heads"
+N_ANSWERS = 400  # the paper's
+N_HEADS = 8  # likewise
+N_DRAWS = 20  # sets of as many random heads
+_ATTENTION = FAMILIES.index("attn")
+POSITIONS, SPANS_GONE = "anatomy_positions", "anatomy_spans"
+N_POSITIONS = 8  # first tokens of an answer that are told apart
+_FEWEST = 20  # answers that have a position
+LAYERS = "anatomy_layers"
+
+
+def incomplete(experiment: str, detector: str, error: float, **place) -> ResultRow:
+    """Return the row that says how far attributions are from adding up."""
+    fields = dict(experiment=experiment, detector=detector, metric="incompleteness")
+    return ResultRow(**fields, value=error, **place)
+
+
+def not_attributed(error: float) -> str:
+    """Say why attributions that do not add up are not shown."""
+    return (
+        f"the attributions miss the differences of the logits by {error:.1%}, more "
+        f"than {TOLERANCE:.0%}; a family of 1,024 channels or more gives no gradient"
+    )
+
+
+def test_answers(deployed: Deployed) -> np.ndarray:
+    """Return the test rows that are attributed, in their original wording."""
+    rows = deployed.rows
+    where = rows.where("test")
+    where = where[rows.variants[where] == "original"]
+    return drawn(rows, where, N_ANSWERS, deployed.seed)
+
+
+def head_sums(
+    deployed: Deployed, name: str, where: np.ndarray
+) -> tuple[np.ndarray, float]:
+    """Return what each head of each layer moves, and how far it is from adding up.
+
+    Args:
+      deployed: encoders of a setting.
+      name: of one that reads attention.
+      where: `[n]` rows of the store.
+
+    Returns:
+      `[n, n_layers, n_heads]` absolute attributions in logits, summed over seeds,
+      tokens, spans and channels; and the incompleteness.
+    """
+    shape = deployed.store.spec.families["attn"].shape
+    sums = np.zeros((len(where), *shape[-2:]))
+    added, wanted = [], []
+    for places, change, found, _ in deployed.attributions(name, where, (_ATTENTION,)):
+        attention = found[_ATTENTION]
+        whole = np.abs(attention).sum(axis=(0, 1))
+        sums[places] = whole.reshape(len(places), -1, *shape[-2:]).sum(axis=1)
+        added.append(attention.sum(axis=(1, 3)).ravel())
+        wanted.append(change.ravel())
+    return sums, incompleteness(np.concatenate(added), np.concatenate(wanted))
+
+
+def channels_of_heads(dims: FamilyDims, n_spans: int, cells: np.ndarray) -> PerChannel:
+    """Return which channels are gone where some heads are.
+
+    Args:
+      dims: of the encoders.
+      n_spans: of the setting.
+      cells: `[n_layers, n_heads]` bool.
+    """
+    channels = [np.zeros((n_spans, size), bool) for size in dims.sizes]
+    # Two other spans and two readings stand before layers and heads.
+    channels[_ATTENTION][:] = np.tile(
+        cells.ravel(), dims.sizes[_ATTENTION] // cells.size
+    )[None]
+    return tuple(channels)
+
+
+def _cells_of(shape: tuple[int, ...], flat: np.ndarray) -> np.ndarray:
+    cells = np.zeros(int(np.prod(shape)), bool)
+    cells[flat] = True
+    return cells.reshape(shape)
+
+
+def heads(deployed: Deployed) -> list[ResultRow]:
+    """Return the share of every head, and what the largest eight of them are worth."""
+    where = test_answers(deployed)
+    names = dict.fromkeys([*(n for n in deployed.queried if "A" in n), "A"])
+    place = deployed.place(IN_DOMAIN, "test")
+    made: list[ResultRow] = []
+    for name in names if len(where) > 1 else ():
+        printed = deployed.printed(name)
+        sums, error = head_sums(deployed, name, where)
+        made.append(incomplete(HEADS, printed, error, **place, n=len(where)))
+        if error > TOLERANCE:
+            fields = dict(experiment=HEADS, detector=printed, n=len(where))
+            reason = not_attributed(error)
+            fields |= {"metric": "share of 8", "value": None, "reason": reason}
+            made.append(ResultRow(**fields, **place))
+            continue
+        made += _head_rows(deployed, name, where, sums, place)
+    return made
+
+
+def _head_rows(
+    deployed: Deployed, name: str, where: np.ndarray, sums: np.ndarray, place: dict
+) -> list[ResultRow]:
+    """Return the rows of one encoder's heads."""
+    printed = deployed.printed(name)
+    shape, n_cells = sums.shape[1:], int(np.prod(sums.shape[1:]))
+    whole = sums.sum(axis=(1, 2))
+    ratios = [
+        Ratio(printed, f"share at {layer} {head}", sums[:, layer, head], whole)
+        for layer in range(shape[0])
+        for head in range(shape[1])
+    ]
+    ids, config = deployed.rows.ids[where], deployed.bootstrap
+    made = ratio_rows(HEADS, ratios, ids, place, config)
+    n_heads = min(N_HEADS, n_cells)
+    half = len(where) // 2  # they are in the order of a hash
+    order = np.argsort(-sums[:half].sum(axis=0).ravel(), kind="stable")
+    top = _cells_of(shape, order[:n_heads])
+    rng = np.random.default_rng(deployed.seed)
+    others = [
+        _cells_of(shape, rng.choice(n_cells, n_heads, replace=False))
+        for _ in range(N_DRAWS)
+    ]
+    rest = where[half:]
+    each = [
+        channels_of_heads(deployed.dims, deployed.n_spans, cells)
+        for cells in (top & ~top, top, *others)  # none of them first
+    ]
+    (without,) = deployed.logits_without([name], rest, each)
+    moved = np.abs(without[1:] - without[:1]).mean(axis=1)  # [1 + n_draws, n]
+    by_random, every = moved[1:].mean(axis=0), np.ones(len(rest))
+    kept = sums[half:]
+    ratios = [
+        Ratio(printed, "share of 8", kept[:, top].sum(axis=1), kept.sum(axis=(1, 2))),
+        Ratio(printed, "moved by 8", moved[0], every),
+        Ratio(printed, "moved by random 8", by_random, every),
+        Ratio(printed, "moved more by 8", moved[0] - by_random, every),
+    ]
+    made += ratio_rows(HEADS, ratios, deployed.rows.ids[rest], place, config)
+    even = dict(experiment=HEADS, detector=printed, metric="even share of 8")
+    made.append(ResultRow(**even, **place, value=n_heads / n_cells, n=n_cells))
+    return made
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Moved:
+    """How much tokens move a logit, summed over seeds.
+
+    Attributes:
+      families: `[n, n_spans, n_families]`, of each span's tokens together.
+      answer: `[n, longest]` of the tokens of the answer, 0 beyond its end.
+      lengths: `[n, n_spans]` tokens.
+      error: incompleteness.
+    """
+
+    families: np.ndarray
+    answer: np.ndarray
+    lengths: np.ndarray
+    error: float
+
+    @property
+    def spans(self) -> np.ndarray:
+        """Of each span's tokens, `[n, n_spans]`; what families move is not summed."""
+        return self.families.sum(axis=2)
+
+
+def moved_by_tokens(deployed: Deployed, name: str, where: np.ndarray) -> Moved:
+    """Return how much every token moves an encoder's logit.
+
+    A token's part is the size of what each family's channels add there together,
+    families apart: what one adds and another takes away is two movements.
+    """
+    n, n_spans = len(where), deployed.n_spans
+    lengths = deployed.data.lengths[where]
+    families = np.zeros((n, n_spans, len(FAMILIES)))
+    answer = np.zeros((n, int(lengths[:, -1].max())))
+    added, wanted = [], []
+    for places, change, found, tokens in deployed.attributions(name, where):
+        each = np.stack([own.sum(axis=3) for own in found], axis=-1)
+        added.append(each.sum(axis=(1, 3)).ravel())
+        wanted.append(change.ravel())
+        size = np.abs(each).sum(axis=0)  # [n_tokens, n, n_families]
+        for span, at in enumerate(tokens.span_slices):
+            families[places, span] = size[at].sum(axis=0)
+        own = size[tokens.span_slices[-1]].sum(axis=2)
+        answer[places, : len(own)] = own.T[:, : answer.shape[1]]
+    error = incompleteness(np.concatenate(added), np.concatenate(wanted))
+    return Moved(families, answer, lengths, error)
+
+
+def position_ratios(printed: str, moved: Moved, spans: tuple[str, ...]) -> list[Ratio]:
+    """Return shares by span, by family within, and by position in the answer."""
+    whole, tokens = moved.spans.sum(axis=1), moved.lengths.sum(axis=1)
+    ratios = []
+    for i, span in enumerate(spans):
+        ratios.append(Ratio(printed, f"share in {span}", moved.spans[:, i], whole))
+        own = moved.lengths[:, i]
+        ratios.append(Ratio(printed, f"tokens in {span}", own, tokens))
+        for f, family in enumerate(FAMILIES):
+            part = moved.families[:, i, f]
+            ratios.append(Ratio(printed, f"share in {span} by {family}", part, whole))
+    length, total = moved.lengths[:, -1], moved.answer.sum(axis=1)
+    for k in range(min(N_POSITIONS, moved.answer.shape[1])):
+        has = length > k
+        if has.sum() >= _FEWEST:
+            part = moved.answer[:, k]
+            metric = f"share at {k + 1}"
+            ratios.append(Ratio(printed, metric, part * has, total * has))
+            metric = f"even share at {k + 1}"
+            even = has / np.maximum(length, 1)
+            ratios.append(Ratio(printed, metric, even, has))
+    last = moved.answer[np.arange(len(length)), np.maximum(length, 1) - 1]
+    several = length > 1
+    ratios.append(Ratio(printed, "share at last", last * several, total * several))
+    even = several / np.maximum(length, 1)
+    ratios.append(Ratio(printed, "even share at last", even, several))
+    return ratios
+
+
+def positions(deployed: Deployed) -> list[ResultRow]:
+    """Return the shares of spans and positions, by integrated gradients."""
+    where, printed = test_answers(deployed), deployed.printed(EVERY_FAMILY)
+    if not len(where):
+        return []
+    moved = moved_by_tokens(deployed, EVERY_FAMILY, where)
+    place = deployed.place(IN_DOMAIN, "test")
+    made = [incomplete(POSITIONS, printed, moved.error, **place, n=len(where))]
+    if moved.error > TOLERANCE:
+        fields = dict(experiment=POSITIONS, detector=printed, metric="share in answer")
+        reason = not_attributed(moved.error)
+        row = ResultRow(**fields, **place, value=None, reason=reason, n=len(where))
+        return [*made, row]
+    ratios = position_ratios(printed, moved, deployed.spans)
+    ids = deployed.rows.ids[where]
+    return made + ratio_rows(POSITIONS, ratios, ids, place, deployed.bootstrap)
+
+
+def spans_gone(deployed: Deployed) -> list[ResultRow]:
+    """Return the AUROC of queried encoders with each span at its means, and the loss.
+
+    The encoder's own logit, without a head.
+    """
+    scored, pairs = [], []
+    for name in deployed.queried:
+        printed = deployed.printed(name)
+        scored.append(Scored(name=printed, scores=deployed.intact(name)))
+        for span in deployed.spans:
+            without = deployed.without(name, span)
+            scored.append(Scored(name=f"{printed} without {span}", scores=without))
+            pairs.append((f"{printed} without {span}", printed))
+    rows = some_rows(deployed.rows, deployed.judged)
+    return detection_rows(
+        scored, rows, deployed.bootstrap, SPANS_GONE, {SPANS_GONE: pairs}
+    )
+
+
+def linear_scores(
+    blocks: Sequence[np.ndarray],
+    labels: np.ndarray,
+    train: np.ndarray,
+    valid: np.ndarray,
+) -> np.ndarray:
+    """Fit on some rows, choose the penalty on others, and score all.
+
+    Every block is scaled, see `block_scale`: five probabilities count beside thousands
+    of states.
+
+    Args:
+      blocks: `[n, n_features]` each, side by side.
+      labels: `[n]` bool.
+      train: indices of the training rows.
+      valid: indices of the rows whose AUROC chooses the penalty, the strongest of ties.
+
+    Returns:
+      `[n]` log-odds; NaN where training or validation rows hold one class.
+    """
+    if any(len(set(labels[part].tolist())) < 2 for part in (train, valid)):
+        return np.full(len(labels), np.nan)
+    scaled = []
+    for block in blocks:
+        mean, scale = block_scale(block[train])
+        scaled.append((block - mean) / scale)
+    features = np.concatenate(scaled, axis=1)
+    fit = fit_linear(features[train], labels[train], features[valid], labels[valid])
+    return fit.regression.decision_function(features).astype(np.float64)
+
+
+def pooled_signals(deployed: Deployed, where: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Return what a linear probe reads of some rows, `[n, n_features]` a family.
+
+    The same as encoders that begin as regressions do, see `jaxprobe.model.encoder`.
+    """
+    labels = deployed.rows.labels[where]
+    return Pooled.of(deployed.parts(where, 2), labels).families
+
+
+def layers(deployed: Deployed) -> list[ResultRow]:
+    """Return the AUROC of the mean answer state of every kept layer, on every row."""
+    rows, store = deployed.rows, deployed.store
+    where = np.flatnonzero(rows.is_labelled)
+    own = some_rows(rows, where)
+    train, valid = own.where("train"), own.where("validation")
+    scored = []
+    for layer in store.spec.hidden_layers:
+        states = mean_answer_states(store, where, layer)
+        scores = linear_scores([states], own.labels, train, valid)
+        scored.append(Scored(name=f"layer {layer}", scores=scores[None]))
+    made = detection_rows(scored, own, deployed.bootstrap, LAYERS)
+    return [row for row in made if row.metric == "auroc"]
+
+
+ANALYSES = (
+    Analysis("heads", in_each_setting(heads)),
+    Analysis("positions", in_each_setting(positions)),
+    Analysis("spans", in_each_setting(spans_gone)),
+    Analysis("layers", in_each_setting(layers)),
+)
