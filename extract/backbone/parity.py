@@ -11,13 +11,21 @@ neither padding nor the other example of the batch changes what is read of one.
 The batch has one row of 7 tokens and one of 11, or as many as the model has positions.
 Where the model's smallest window or chunk of attention is at most 1024 tokens, the
 longer row is three tokens longer than that, since a lost mask shows nowhere else. Not
-covered are larger windows (Mistral's 4096) and a second window. In half precision
-three keys too many of several hundred can be within the rounding allowed.
+covered are larger windows (Mistral's 4096) and a second window.
+
+In half precision a weak sink, or three keys too many of several hundred, would be
+within the rounding that logits are allowed. So there each attention module that asks
+for an attention function is called once more by itself in float32, on the states that
+it had in the model: as it attends by itself and as it is read.
 """
 
+import contextlib
 import copy
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -25,9 +33,10 @@ from extract.backbone.checkpoint import layer_values
 from extract.backbone.layout import LayerPass
 from extract.backbone.loading import Backbone
 from extract.signals import residual
-from extract.signals.attention import run_decoder
+from extract.signals.attention import attend_alone, run_decoder
 from extract.signals.batch import budget_for
 from extract.signals.probability import Head
+from extract.signals.reductions import SpanReading
 
 # Relative. In bf16 sums in float32 differ from the stream's own rounding by 3e-3
 # (reference/backbones.md, 2.1); in float32 the largest seen was 1e-6.
@@ -287,6 +296,66 @@ def _check_alone(
             )
 
 
+def _calls(backbone: Backbone, run: Callable[[], Any]) -> dict[int, tuple[Any, Any]]:
+    """Return what each attention module is called with during a forward, by layer."""
+    calls: dict[int, tuple[Any, Any]] = {}
+
+    def keep(index: int, module: Any, args: Any, kwargs: Any) -> None:
+        calls[index] = args, kwargs
+
+    with contextlib.ExitStack() as handles:
+        for index in backbone.layout.attention_layers:
+            hook = functools.partial(keep, index)
+            mixer = backbone.layout.layers[index].mixer
+            handle = mixer.register_forward_pre_hook(hook, with_kwargs=True)
+            handles.callback(handle.remove)
+        run()
+    return calls
+
+
+def _widened(value: Any) -> Any:
+    """Return tensors of a module's arguments in float32, those of numbers alone."""
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _widened(part) for key, part in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(map(_widened, value))
+    return value
+
+
+def _check_attention(
+    backbone: Backbone, ids: torch.Tensor, lengths: tuple[int, int]
+) -> None:
+    """Compare each attention module with its reading in float32, see above."""
+    layout = backbone.layout
+    if not layout.decoder._can_set_attn_implementation():
+        return  # its own weights are read
+    thirds = [[0, n // 3, 2 * n // 3, n] for n in lengths]
+    spans = torch.tensor([[t[:2], t[1:3], t[2:]] for t in thirds])
+    budget = budget_for(ids.device).n_attention_weights
+    unread = _calls(backbone, lambda: layout.decoder(input_ids=ids, use_cache=False))
+    read = _calls(
+        backbone, lambda: run_decoder(layout, ids, spans, budget, lambda _: None)
+    )
+    for index in layout.attention_layers:
+        mixer = copy.deepcopy(layout.layers[index].mixer)
+        mixer._apply(_widened)  # `float()` would spoil complex rotations
+        args, kwargs = map(_widened, unread[index])
+        expected = attend_alone(mixer, args, kwargs, None)
+        # The mask is in the form that each attention function takes.
+        if "attention_mask" in kwargs:
+            mask = _widened(read[index][1]["attention_mask"])
+            kwargs = {**kwargs, "attention_mask": mask}
+        reading = SpanReading(spans, ids, layout.attention_layers, budget)
+        _check_close(
+            attend_alone(mixer, args, kwargs, reading),
+            expected,
+            _LOGIT_TOLERANCE[torch.float32],
+            f"what the attention of layer {index} puts out by itself and as it is read",
+        )
+
+
 def _check_pushes(
     backbone: Backbone, head: Head, found: _Pass, targets: torch.Tensor
 ) -> None:
@@ -323,4 +392,6 @@ def check_parity(backbone: Backbone, final_norm: residual.FinalNorm, head: Head)
     _check_logits(backbone, ids, lengths, together.final, head)
     _check_pushes(backbone, head, together, ids.roll(-1, dims=1))
     _check_alone(backbone, final_norm, head, ids, lengths, together)
+    if backbone.dtype != torch.float32:
+        _check_attention(backbone, ids, lengths)
     return together.attn.shape[-1]

@@ -71,7 +71,24 @@ def _selected(
     chosen, blocks = kwargs.pop("indices", None), kwargs.pop("block_indices", None)
     if chosen is None and blocks is None:
         return mask
-    n_tokens = query.shape[2]
+    n_examples, n_heads, n_tokens, _ = query.shape
+    shape = tuple((chosen if blocks is None else blocks).shape)
+    is_known = (
+        shape[:-1] == (n_examples, n_tokens)
+        if blocks is None
+        else (
+            len(shape) == 4
+            and (shape[0], shape[2]) == (n_examples, n_tokens)
+            and n_heads % max(1, shape[1]) == 0
+            and hasattr(getattr(module, "indexer", None), "block_size")
+        )
+    )
+    if not is_known or (chosen is not None and blocks is not None):
+        raise ValueError(
+            f"cannot read the attention of {type(module).__name__}: expected the keys "
+            f"that are chosen for each of {n_examples} x {n_tokens} tokens, as indices "
+            f"or as blocks of an indexer, found {shape}; use another backbone"
+        )
     keys, size = torch.arange(n_tokens, device=query.device), 1
     if blocks is None:
         blocks = chosen[:, None]
@@ -236,6 +253,34 @@ class _OwnAttention(TorchFunctionMode):
                 self.reading.read(index, AttentionMap(part), None)
                 return (*output[:at], None, *output[at + 1 :])
         return output
+
+
+def attend_alone(
+    mixer: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    reading: AttentionReading | None,
+) -> torch.Tensor:
+    """Call one attention module by itself, through a reading or as it would attend.
+
+    Args:
+      mixer: a module that asks for an attention function, with a config of its own.
+      args: that it is called with.
+      kwargs: likewise.
+      reading: active while it attends; None leaves the attention to the model.
+
+    Returns:
+      What it puts out, `[n_examples, n_tokens, d_model]`.
+    """
+    if reading is not None:
+        mixer.config._attn_implementation = NAME
+        token = _active.set(reading)
+    try:
+        output = mixer(*args, **kwargs)
+    finally:
+        if reading is not None:
+            _active.reset(token)
+    return output[0] if isinstance(output, tuple) else output
 
 
 def run_decoder(

@@ -223,3 +223,23 @@ class PendingSignals:
                 hidden=self.hidden[:, own].float().transpose(0, 1).numpy(),
                 **{name: values[rows] for name, values in scalars.items()},
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PendingParts:
+    """A batch that is read in several parts.
+
+    Attributes:
+      parts: each a batch of its own.
+      places: which examples of the whole batch are in each part.
+    """
+
+    parts: list[PendingSignals]
+    places: list[list[int]]
+
+    def result(self) -> Iterator[Signals]:
+        """Yield the examples in the order of the whole batch."""
+        signals: dict[int, Signals] = {}
+        for part, places in zip(self.parts, self.places, strict=True):
+            signals |= zip(places, part.result(), strict=True)
+        yield from (signals[place] for place in sorted(signals))

@@ -12,12 +12,14 @@ from typing import Self
 import numpy as np
 import torch
 
+from extract.backbone.checkpoint import layer_values
 from extract.backbone.loading import Backbone
 from extract.backbone.parity import check_parity
 from extract.signals import probability, residual
 from extract.signals.attention import run_decoder
 from extract.signals.batch import (
     FamilyName,
+    PendingParts,
     PendingSignals,
     ReadingBudget,
     Rows,
@@ -65,6 +67,8 @@ class SignalReader:
         self._copies = host_copies(backbone.device)
         self._final_norm = residual.measure_final_norm(backbone.layout)
         self._head = probability.head_of(backbone.model)
+        config = backbone.model.config.get_text_config()
+        self._n_chosen = min(layer_values(config, "index_topk"), default=None)
         n_heads = check_parity(backbone, self._final_norm, self._head)
         self.backbone = dataclasses.replace(backbone, n_heads=n_heads)
 
@@ -101,13 +105,26 @@ class SignalReader:
         """
         return list(self.start(sequences).result()) if sequences else []
 
-    @torch.no_grad()
-    def start(self, sequences: list[TokenSequence]) -> PendingSignals:
+    def start(self, sequences: list[TokenSequence]) -> "PendingSignals | PendingParts":
         """Begin to read a batch of at least one sequence, see `read`.
 
         On a GPU this returns when the work is queued. The next batch may be started
         before this one's result is taken.
+
+        A layer that attends to the highest-ranked keys alone decides ties by how many
+        columns there are: what it reads of a padded sequence may be other keys than
+        alone. Such a batch is read one length at a time, without padding.
         """
+        places: dict[int, list[int]] = {}
+        for place, sequence in enumerate(sequences):
+            places.setdefault(len(sequence.ids), []).append(place)
+        if self._n_chosen is None or len(places) == 1 or max(places) <= self._n_chosen:
+            return self._start(sequences)
+        parts = [self._start([sequences[i] for i in at]) for at in places.values()]
+        return PendingParts(parts=parts, places=list(places.values()))
+
+    @torch.no_grad()
+    def _start(self, sequences: list[TokenSequence]) -> PendingSignals:
         lengths = [len(sequence.ids) for sequence in sequences]
         n_tokens, window = max(lengths), self.backbone.max_length
         if window is not None and n_tokens > window:

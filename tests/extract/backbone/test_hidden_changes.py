@@ -117,6 +117,16 @@ def test_a_change_that_only_the_models_own_attention_knows_is_refused(name, dtyp
     refused(model, "the logits of the reading pass and of the untouched model differ")
 
 
+def weak_sink(logits, visible):
+    """Takes four percent of what attention gives, and moves logits by less than two."""
+    return with_sink(logits + 2.0, visible)
+
+
+def test_a_sink_too_weak_for_rounded_logits_is_refused_all_the_same():
+    model = with_attention("weak_sink", weak_sink).to(torch.bfloat16)
+    refused(model, "what the attention of layer 0 puts out by itself and as it is read")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_another_implementation_of_the_same_attention_passes(dtype):
     SignalReader(Backbone.from_model(with_attention("none", softmax).to(dtype)))

@@ -57,6 +57,30 @@ def with_keyword(model, **keywords):
     return model
 
 
+@pytest.mark.parametrize(
+    "indices", [torch.ones(1), torch.zeros((1, 26, 3), dtype=torch.long)]
+)
+def test_chosen_keys_of_another_shape_are_refused_and_do_not_crash(llama, indices):
+    model = with_keyword(llama, indices=indices)
+    with pytest.raises(ValueError, match="LlamaAttention.*expected the keys"):
+        SignalReader(Backbone.from_model(model))
+
+
+def test_a_ragged_batch_with_ties_among_its_keys_is_read_as_each_row_alone():
+    # One head of the indexer: its ReLU leaves most keys of a row at exactly zero, and
+    # which of them are chosen depends on the number of columns.
+    config = CONFIG_MAPPING["deepseek_v32"]()
+    sizes = {"index_topk": 14, "index_n_heads": 1, "num_attention_heads": 4}
+    reader = SignalReader(Backbone.from_model(narrow_twin(config, **sizes)))
+    batch = make_batch()
+    together = reader.read(batch)
+    for sequence, signals in zip(batch, together, strict=True):
+        (alone,) = reader.read([sequence])
+        for name in ("hidden", "prob", "resid", "attn"):
+            gap = abs(getattr(alone, name) - getattr(signals, name)).max()
+            assert gap < oracle.TOLERANCE, name
+
+
 @pytest.fixture
 def llama():
     return narrow_twin(CONFIG_MAPPING["llama"](), num_attention_heads=4)
