@@ -28,7 +28,7 @@ import coverage
 import pytest
 
 from tests.mutation.sites import Mutant, apply, draw, rooms_of
-from tests.mutation.tracing import SETTINGS
+from tests.mutation.tracing import SETTINGS, read_tests
 
 LIBRARIES = (
     "numpy scipy.stats scipy.optimize sklearn.linear_model sklearn.metrics torch "
@@ -38,6 +38,8 @@ LIBRARIES = (
 ENVIRON = {
     "JAX_PLATFORMS": "cpu",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "XLA_FLAGS": "--xla_cpu_use_fusion_emitters=false "
+    "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false",
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     "HF_HUB_OFFLINE": "1",
@@ -65,11 +67,13 @@ def copy_tree(tree: Path, copy: Path) -> None:
 
 
 def trace(tree: Path, folder: Path) -> None:
-    """Run the suite of a copied tree, once: `coverage` and `tests.json` in a folder."""
+    """Run the suite of a copied tree, once: `coverage` and `tests.jsonl` in a folder.
+
+    Raises:
+      SystemExit: it was stopped; the next run goes on with the tests that are left.
+    """
     if (folder / "traced").exists():
         return
-    for path in folder.glob("coverage*"):
-        path.unlink()
     paths = [room[0] for room in rooms_of(tree).values()]
     source = ",".join(str(x if x.parent == tree else x.parent) for x in paths)
     settings = folder / "coveragerc"
@@ -78,7 +82,9 @@ def trace(tree: Path, folder: Path) -> None:
     line += ["-p", "no:cacheprovider", "-p", "tests.mutation.tracing"]
     environ = environ_of(tree) | {"MUTATION_FOLDER": str(folder)}
     with (folder / "trace.log").open("w") as log:
-        subprocess.run(line, cwd=tree, env=environ, stdout=log, stderr=log, check=False)
+        code = subprocess.call(line, cwd=tree, env=environ, stdout=log, stderr=log)
+    if code not in (0, 1, 5):  # 1: tests have failed, 5: none was left
+        raise SystemExit(f"the suite did not come to its end; see {folder}/trace.log")
     data = coverage.Coverage(config_file=str(settings))
     data.combine(keep=True)
     if not data.get_data().measured_files():
@@ -92,8 +98,8 @@ class Chooser:
 
     def __init__(self, tree: Path, folder: Path, budget: float):
         self.tree, self.budget = tree, budget
-        tests = json.loads((folder / "tests.json").read_text())
-        self.seconds = {t: x["seconds"] for t, x in tests.items() if x["passed"]}
+        tests = read_tests(folder).items()
+        self.seconds = {test: row["seconds"] for test, row in tests if row["passed"]}
         self.files = collections.defaultdict(list)
         for test in self.seconds:
             self.files[test.split("::")[0]].append(test)
@@ -217,22 +223,24 @@ def try_mutant(tree: Path, mutant: Mutant, tests: list[str], seconds: dict) -> d
         os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
-def work(tree: Path, mutants: list[Mutant], chooser: Chooser, out: Path) -> None:
+def work(
+    tree: Path, planned: list[tuple[Mutant, list[str]]], seconds: dict, out: Path
+) -> None:
     """Try mutants one after another in a tree of one's own; write a line each.
 
     A test that has killed must pass without the change, or it kills nothing.
     """
     good, bad = set(), set()
-    for mutant in mutants:
+    for mutant, chosen in planned:
         began, test = time.monotonic(), None
         while test is None:
-            tests = [test for test in chooser.choose(mutant) if test not in bad]
+            tests = [test for test in chosen if test not in bad]
             result = {"outcome": "uncovered", "test": ""}
             if tests:
-                result = try_mutant(tree, mutant, tests, chooser.seconds)
+                result = try_mutant(tree, mutant, tests, seconds)
             test = result["test"]
             if test in tests and test not in good:
-                is_good = judge(tree, [test], chooser.seconds)["outcome"] == "survived"
+                is_good = judge(tree, [test], seconds)["outcome"] == "survived"
                 (good if is_good else bad).add(test)
                 test = test if is_good else None
         row = dataclasses.asdict(mutant) | result | {"n_tests": len(tests)}
@@ -287,9 +295,10 @@ def main() -> None:
     done = {(r["file"], r["line"], r["column"], r["after"]) for r in rows}
     if done - {mutant.key for mutant in mutants}:
         raise SystemExit(f"{out} is of another tree, seed or number; move it away")
-    left = [mutant for mutant in mutants if mutant.key not in done]
     chooser = Chooser(base, folder, args.budget)
-    os.environ.update(ENVIRON)
+    # All here: a forked process that reads coverage's data erases them.
+    planned = [(m, chooser.choose(m)) for m in mutants if m.key not in done]
+    os.environ.update(environ_of(base))  # JAX reads its own when it is imported
     for library in LIBRARIES:
         importlib.import_module(library)
     children = []
@@ -298,7 +307,7 @@ def main() -> None:
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(base, copy, symlinks=True)
         if not (child := os.fork()):
-            work(copy, left[job :: args.jobs], chooser, out)
+            work(copy, planned[job :: args.jobs], chooser.seconds, out)
             os._exit(0)
         children.append(child)
     is_whole = not any(os.waitpid(child, 0)[1] for child in children)

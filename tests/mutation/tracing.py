@@ -1,6 +1,5 @@
 """A pytest plugin: which test runs which line, in its worker and in what it starts."""
 
-import gc
 import json
 import os
 from pathlib import Path
@@ -32,32 +31,43 @@ class Tracer:
         self.tracer.switch_context(item.nodeid)
         return (yield)
 
-    @pytest.fixture(scope="module", autouse=True)
-    def libraries_are_no_garbage(self):
-        gc.collect()
-        gc.freeze()
-
     def pytest_unconfigure(self):
         self.tracer.stop()
         self.tracer.save()
 
 
 class Durations:
-    """Sums what each test takes, as the first process hears it from all workers."""
+    """Writes what each test took, as the first process hears it from all workers."""
 
     def __init__(self, folder: Path):
-        self.folder, self.tests = folder, {}
+        self.path, self.seconds, self.failed = folder / "tests.jsonl", {}, set()
 
     def pytest_runtest_logreport(self, report):
-        test = self.tests.setdefault(report.nodeid, {"seconds": 0.0, "passed": True})
-        test["seconds"] = round(test["seconds"] + report.duration, 3)
-        test["passed"] &= report.passed
+        seconds = self.seconds.get(report.nodeid, 0.0) + report.duration
+        self.seconds[report.nodeid] = seconds
+        if not report.passed:  # or skipped: it tells of no mutant
+            self.failed.add(report.nodeid)
+        if report.when == "teardown":
+            row = {"test": report.nodeid, "seconds": round(seconds, 3)}
+            row["passed"] = report.nodeid not in self.failed
+            with self.path.open("a") as file:
+                file.write(json.dumps(row) + "\n")
 
-    def pytest_unconfigure(self):
-        (self.folder / "tests.json").write_text(json.dumps(self.tests))
+
+def read_tests(folder: Path) -> dict[str, dict]:
+    """Return the tests that were traced, by their names."""
+    path = folder / "tests.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {row["test"]: row for row in map(json.loads, lines)}
 
 
 def pytest_configure(config):
     folder = Path(os.environ["MUTATION_FOLDER"])
     plugin = Tracer if hasattr(config, "workerinput") else Durations
     config.pluginmanager.register(plugin(folder), "mutation")
+
+
+def pytest_collection_modifyitems(items):
+    """Leave out what a run that was stopped has traced; workers collect alike."""
+    traced = read_tests(Path(os.environ["MUTATION_FOLDER"]))
+    items[:] = [item for item in items if item.nodeid not in traced]

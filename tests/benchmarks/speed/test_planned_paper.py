@@ -1,7 +1,7 @@
 """The paper's training on devices that are not here: plans, and the lowered module."""
 
 import dataclasses
-from concurrent.futures import ThreadPoolExecutor
+import functools
 
 import pytest
 
@@ -17,37 +17,28 @@ from benchmarks.speed.arithmetic.plan import (
     planned,
     work_of,
 )
-from extract.records import SETTINGS
 from jaxprobe.fit.memory import Plan, choose, compiled_step
 from jaxprobe.fit.work import Workload, step_flops
 
 GIB = 1 << 30
 
 
-@pytest.fixture(scope="module")
-def plans():
-    """Plans by setting and memory; two settings are traced and compiled at once."""
-
-    def both(setting):
-        return {n: planned(setting, n * GIB) for n in (80, 141)}
-
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(SETTINGS, pool.map(both, SETTINGS), strict=True))
+plan_of = functools.cache(planned)  # each traces and compiles a step of the paper's
 
 
 @pytest.mark.parametrize(
     ("setting", "memory", "n_rows"),
     [
         ("closed_book", 80, 512),
-        ("closed_book", 141, 512),
-        ("with_context", 80, 128),
-        ("with_context", 141, 256),
+        pytest.param("closed_book", 141, 512, marks=pytest.mark.slow),
+        pytest.param("with_context", 80, 128, marks=pytest.mark.slow),
+        pytest.param("with_context", 141, 256, marks=pytest.mark.slow),
     ],
 )
 def test_the_papers_training_fits_as_compiled_with_a_share_kept_free(
-    plans, setting, memory, n_rows
+    setting, memory, n_rows
 ):
-    sizes, row = plans[setting][memory]
+    sizes, row = plan_of(setting, memory * GIB)
     plan = row.plan
     assert plan.resident + plan.needed.total <= plan.limit == int(0.85 * memory * GIB)
     assert (plan.n_subsets, plan.n_seeds, plan.n_rows) == (15, 3, n_rows)
@@ -56,9 +47,8 @@ def test_the_papers_training_fits_as_compiled_with_a_share_kept_free(
         assert plan.resident + needed.total > plan.limit
 
 
-def test_in_memory_the_rows_with_context_fit_no_device(plans):
-    sizes, _ = plans["with_context"][141]
-    whole = dataclasses.replace(sizes, n_train=60_000)
+def test_in_memory_the_rows_with_context_fit_no_device():
+    whole = dataclasses.replace(paper_sizes("with_context"), n_train=60_000)
     with pytest.raises(ValueError, match="--streamed"):
         choose(whole, 141 * GIB)
 
@@ -121,9 +111,11 @@ def test_functions_that_are_called_twice_count_twice():
     assert found.transposes == {Tensor((3, 2), "f32"): 2}
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_time_by_roofline_is_that_of_the_peak_that_binds(plans, setting):
-    sizes, row = plans[setting][80]
+@pytest.mark.parametrize(
+    "setting", ["closed_book", pytest.param("with_context", marks=pytest.mark.slow)]
+)
+def test_time_by_roofline_is_that_of_the_peak_that_binds(setting):
+    sizes, row = plan_of(setting, 80 * GIB)
     module, device = cuda_module(sizes, row.plan), DEVICES["h100"]
     found = operations(setting, sizes, module, device)
     for one in found:

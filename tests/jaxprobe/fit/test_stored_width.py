@@ -86,7 +86,7 @@ def test_values_are_those_of_a_loop_over_the_codes(dtype):
     ("block", "dims", "dtype"),
     [
         (ALONE, NARROW, "bfloat16"),
-        (ALONE, WIDE, "bfloat16"),
+        pytest.param(ALONE, WIDE, "bfloat16", marks=pytest.mark.slow),
         (ALONE, WIDE, "int8"),
         (TOGETHER, WIDE, "float16"),
     ],
