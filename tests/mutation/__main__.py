@@ -116,7 +116,8 @@ class Chooser:
         contexts = self.data.contexts_by_lineno(str(self.tree / mutant.file))
         lines = {mutant.line, *range(mutant.first_line, mutant.last_line + 1)}
         names = {
-            name.split("|")[-1].rsplit(" (", 1)[0]
+            # A process that a test has started says "TEST (call)".
+            name if name in self.seconds else name.rsplit(" (", 1)[0]
             for line, names in contexts.items()
             for name in names
             if mutant.at_import or line in lines
