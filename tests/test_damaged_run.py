@@ -185,7 +185,7 @@ def numbers(files):
 def test_mutants_end_in_a_sentence_or_change_no_number(run, n_mutants):
     whole, verbs = contents(run), consumers(run)
     # The page is drawn again for these two, which takes a second.
-    slow = {"results.jsonl": 2, "stages/report.json": 2}
+    slow = dict.fromkeys(("results.jsonl", "stages/report.json"), n_mutants // 150)
     quick = [name for name in whole if name not in slow]
     names = [name for name, n in slow.items() for _ in range(n)]
     names += [quick[i % len(quick)] for i in range(n_mutants - len(names))]

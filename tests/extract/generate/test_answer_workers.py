@@ -1,6 +1,6 @@
 """Workers that answer together write what one process writes alone."""
 
-import functools
+import dataclasses
 import json
 import subprocess
 import sys
@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from extract.backbone.names import own_device
+from extract.generate.requests import ANSWER_PRESETS, GenerationConfig
 from extract.records import write_lines
 from extract.run.directory import RunDir
 from extract.run.share import Share
@@ -18,20 +19,19 @@ from tests.extract.small_run import beatrice, questions, smoke
 ROOT = Path(__file__).parents[3]
 
 
-@functools.cache
-def long_questions():
-    """Return questions with long contexts, of which a few fill batches, as lines."""
-    return write_lines(
-        [
-            msgspec.structs.replace(e, passages=e.passages * 14, rewritten=())
-            for e in questions(n_train=10, n_evaluation=5)
-        ]
-    )
+# A few prompts with contexts fill a batch.
+BATCHES = dataclasses.replace(
+    ANSWER_PRESETS["smoke"],
+    generation=GenerationConfig(max_new_tokens=10, tokens_per_batch=600),
+)
 
 
 def make_run(path):
-    with RunDir.open(path, smoke()) as run:
-        run.examples.write_text(long_questions())
+    found = questions(n_train=10, n_evaluation=5)
+    with RunDir.open(path, smoke(answer=BATCHES)) as run:
+        run.examples.write_text(
+            write_lines(msgspec.structs.replace(e, rewritten=()) for e in found)
+        )
     return path
 
 
@@ -130,7 +130,7 @@ def test_two_processes_of_one_rank_do_no_harm(run, alone):
 
 
 def test_one_process_and_workers_keep_each_other_out(run):
-    with RunDir.open(run, smoke(), share=Share(0, 2)):
+    with RunDir.open(run, smoke(answer=BATCHES), share=Share(0, 2)):
         assert "workers that a launcher started" in answer(run, code=1)
     answer(run)
 
