@@ -53,31 +53,6 @@ def test_a_live_score_is_that_of_the_evaluation(run):
 
 
 @pytest.mark.slow
-def test_precision_is_measured_against_itself_first(run):
-    done = call("bench", "precision", run, "--json")
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 10
-    for row in rows:
-        assert 0 <= row["auroc"]["test"] <= 1
-        _, low, high = row["difference"]
-        if row["kept"]["dtype"] == "float32":
-            assert row["difference"] == [0, 0, 0]
-        else:
-            assert low <= high
-
-
-@pytest.mark.slow
-def test_mixed_precision_is_measured_for_every_encoder(run):
-    done = call("bench", "mixed", run, "--json")
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 2 * (1 + 15)
-    assert any(row["mixed"] != row["single"] for row in rows)
-    for row in rows:
-        _, low, high = row["difference"]
-        assert low <= high and 0 <= row["mixed"] <= 1
-
-
-@pytest.mark.slow
 def test_the_ledger_lays_the_run_beside_the_paper_and_says_what_differs(run):
     told = call("report", run, "--ledger").stdout
     assert "| Backbone | Qwen3.5-9B and Gemma 4 E4B | embedded |" in told
