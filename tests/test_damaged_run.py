@@ -94,8 +94,8 @@ def read(run, name):
         "encoders": lambda: checkpoint.restore(run.encoders(inner[0])),
         "detector": lambda: Detector.load(run.detector),
         "features": lambda: verify(open_store(run.features(inner[0]))),
-        "control": lambda: read_control(run),
-        "reliability.json": lambda: read_reliability(run),
+        "control": lambda: read_control(run.control / "control.json"),
+        "reliability.json": lambda: read_reliability(run.path / name),
         "results.jsonl": lambda: read_result_rows(run),
         "rows": lambda: list(read_rows(run.path / name)),
     }

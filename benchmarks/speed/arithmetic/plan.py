@@ -225,7 +225,7 @@ def role_of(product: Product, sizes: Sizes) -> str:
     """Say what a product is part of, by its widths."""
     config = sizes.encoder
     shapes = {*product.left.shape, *product.right.shape, *product.result.shape}
-    if sizes.dims.hidden in shapes and product.n_flops > 1e9 * config.projection / 64:
+    if sizes.dims.sizes[0] in shapes and product.n_flops > 1e9 * config.projection / 64:
         return "hidden states"
     if N_TAPS * config.hidden in shapes:
         return "convolution"
@@ -308,7 +308,7 @@ def moved_activations(module: Module, sizes: Sizes, n_rows: int) -> int:
 
 def gathers_of_states(module: Module, sizes: Sizes) -> Counter[tuple[int, ...]]:
     """Count the gathers of hidden states, by the shape of what is gathered."""
-    width = sizes.dims.hidden
+    width = sizes.dims.sizes[0]
     found: Counter[tuple[int, ...]] = Counter()
     for (source, result), n in module.gathers.items():
         if source.shape[-1:] == (width,):
