@@ -32,7 +32,7 @@ from extract.run.manifest import NewRun
 from extract.store.read import as_url
 from extract.world.facts import WorldConfig, make_world
 from extract.world.model import make_tokenizer
-from jaxprobe.stage import chosen_layer
+from jaxprobe.features.rows import read_sweep
 from tests.extract.small_run import beatrice, questions
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
@@ -132,7 +132,7 @@ def test_a_file_of_another_stage_that_holds_something_else_is_named(tmp_path, co
     run = RunDir(tmp_path)
     run.control.mkdir()
     for path, read, verb in (
-        (run.sweep, chosen_layer, "sweep"),
+        (run.sweep, read_sweep, "sweep"),
         (run.path / "reliability.json", read_reliability, "evaluate"),
         (run.control / "control.json", read_control, "control"),
     ):
@@ -140,7 +140,7 @@ def test_a_file_of_another_stage_that_holds_something_else_is_named(tmp_path, co
             continue  # a run without in-domain test questions
         path.write_text(content)
         with pytest.raises(ValueError) as caught:
-            read(run)
+            read(path)
         assert str(caught.value).startswith(f"{path}")
         assert str(caught.value).endswith(f"run `beatrice {verb}` again")
 
