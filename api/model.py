@@ -146,7 +146,7 @@ class LanguageModel:
             answers,
             url,
             config,
-            fingerprint=self._fingerprint(answers),
+            about=self._about(answers),
         )
         return Signals(open_store(url))
 
@@ -169,12 +169,10 @@ class LanguageModel:
 
         return SignalReader(self.backbone, layers, hidden_spans=spans)
 
-    def _fingerprint(self, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Return what the signals depend on, and what a score has to do likewise."""
+    def _about(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return what a score has to do as these answers did; for `Provenance`."""
         stops = Counter(a.stop_id for a in answers if a.stop_id is not None)
         return {
-            "model": self.backbone.revision,
-            "dtype": str(self.backbone.dtype),
             "name": self.name,
             "prompt": dataclasses.asdict(self.prompt),
             "stop_id": stops.most_common(1)[0][0] if stops else None,

@@ -29,8 +29,6 @@ WITHOUT_TORCH = (
     "extract.run",
     "extract.store",
 )
-# Functions below the stages that take a run directory. It may only fall.
-MOST_TAKE_A_RUN = 1
 SOURCES = sorted(
     path for room in (*ROOMS, "api") for path in (ROOT / room).rglob("*.py")
 )
@@ -118,7 +116,7 @@ def test_only_a_stage_takes_a_run_directory():
         if not is_stage_file(path)
         for name in functions_with_a_run(path)
     }
-    assert len(below) <= MOST_TAKE_A_RUN, sorted(below)
+    assert below == set()
 
 
 def test_every_public_function_and_class_says_what_it_is():

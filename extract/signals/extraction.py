@@ -10,7 +10,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +237,7 @@ def extract(
     url: str | Path,
     config: ExtractConfig,
     *,
+    about: Mapping[str, Any] | None = None,
     share: Share = Share(),
     progress: Callable[[int, int], None] | None = None,
 ) -> ExtractionReport:
@@ -250,6 +251,8 @@ def extract(
       answers: in the order the store keeps them.
       url: kvstore URL or path of the store.
       config: how the answers are read.
+      about: what else the store says of them, such as how questions were put; JSON
+        values, which become part of its fingerprint.
       share: of the units that this process does.
       progress: called with (answers read now, answers to read now).
 
@@ -258,7 +261,8 @@ def extract(
     """
     sequences = [sequence_of(a, answer_span=config.answer_span) for a in answers]
     keys = [answer.key for answer in answers]
-    plan = plan_extraction(sequences, keys, reader, config, reader.fingerprint)
+    fingerprint = {**reader.fingerprint, **(about or {})}
+    plan = plan_extraction(sequences, keys, reader, config, fingerprint)
     return run_plan(
         reader,
         sequences,
