@@ -1,6 +1,7 @@
 """What a notebook does: questions, answers, signals, a probe, a score."""
 
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,18 +12,8 @@ from extract.run.contents import read_answers, read_examples
 from extract.run.directory import RunDir
 from extract.store.read import open_store, read_family
 
-NOTEBOOK = """
-import beatrice
-questions = beatrice.read_questions("examples.jsonl")
-model = beatrice.LanguageModel("embedded")
-answers = model.answer(questions, max_new_tokens=10)
-labels = [a.text in q.golds for a, q in zip(answers, questions)]
-signals = model.read(answers, layers="all")
-probe = beatrice.fit(signals, labels, config="smoke")
-probe.save("probe")
-probe = beatrice.load("probe")
-score = probe.score(questions[0].question, answers[0].text)
-"""
+README = (Path(__file__).parents[2] / "README.md").read_text()
+NOTEBOOK = README.split("## From a notebook")[1].split("```python\n")[1].split("```")[0]
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +33,14 @@ def examples(run):
 
 def test_a_notebook_of_ten_lines_goes_from_questions_to_a_score(run, tmp_path):
     assert len(NOTEBOOK.strip().splitlines()) <= 12
-    (tmp_path / "examples.jsonl").write_bytes(run.examples.read_bytes())
+    (tmp_path / "questions.jsonl").write_bytes(run.examples.read_bytes())
     here, names = os.getcwd(), {}
     os.chdir(tmp_path)
     try:
         exec(NOTEBOOK, names)
     finally:
         os.chdir(here)
-    assert sorted(os.listdir(tmp_path)) == ["examples.jsonl", "probe"]
+    assert sorted(os.listdir(tmp_path)) == ["probe", "questions.jsonl"]
     score, probe = names["score"], names["probe"]
     p_correct = probe.predict(names["signals"][:1])
     assert score.p_correct == pytest.approx(p_correct[0], abs=1e-4)
