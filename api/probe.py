@@ -95,7 +95,7 @@ def fit(
     *,
     groups: Sequence[str] | Mapping[Setting, Sequence[str]] | None = None,
     splits: Sequence[str] | Mapping[Setting, Sequence[str]] | None = None,
-    config: FitConfig | Preset = "demo",
+    config: FitConfig | Preset = "few",
     precision: float = 0.9,
     seed: int = 0,
     progress: bool = True,
@@ -112,8 +112,9 @@ def fit(
         the question ids.
       splits: "train", "validation" or "test" of each answer, or "" to leave it out.
         None draws about three tenths of the groups for validation and tests on none.
-      config: how it is fitted, or the name of a preset: "demo" trains fifteen encoders
-        with three seeds, "paper" is the paper's, "smoke" means nothing and is quick.
+      config: how it is fitted, or the name of a preset: "few" begins encoders as
+        regressions, for hundreds of answers; "demo" is for thousands, "paper" is the
+        paper's; "smoke" means nothing and is quick.
       precision: share of trusted answers that shall be right, in (0, 1].
       seed: of every random choice.
       progress: show how far it is.
