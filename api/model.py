@@ -102,9 +102,8 @@ class LanguageModel:
         requests = make_requests(
             examples, self.backbone, self.prompt, max_new_tokens, (setting,)
         )
-        if stop is None:
-            stop = ("\n",) if self.prompt.template == "few-shot" else ()
-        config = GenerationConfig(max_new_tokens=max_new_tokens, stop=tuple(stop))
+        stop = usual_stop(self.prompt) if stop is None else tuple(stop)
+        config = GenerationConfig(max_new_tokens=max_new_tokens, stop=stop)
         return generate(self.backbone, requests.requests, config)
 
     def read(
@@ -148,7 +147,7 @@ class LanguageModel:
             config,
             about=self._about(answers),
         )
-        return Signals(open_store(url))
+        return Signals(open_store(url), model=self)
 
     def _layers(self, layers: Any) -> tuple[int, ...]:
         """Return the entries of the resid axis that are kept."""
@@ -239,6 +238,11 @@ def default_prompt(backbone: "Backbone") -> "PromptConfig":
     if getattr(backbone.tokenizer, "chat_template", None) is not None:
         return PromptConfig(template="paper", chat=True)
     return PromptConfig(template="few-shot", shots=SHOTS)
+
+
+def usual_stop(prompt: "PromptConfig") -> tuple[str, ...]:
+    """Return the texts that end an answer: behind worked examples the line's end."""
+    return ("\n",) if prompt.template == "few-shot" else ()
 
 
 def as_examples(

@@ -181,7 +181,9 @@ def fit(
         fused, grids, provenance=_provenance(passes, layer), precision=precision
     )
     report = _report(fused, detector, rows, config.n_resamples, seed)
-    return Probe(detector, report, layer=layer)
+    model = next(iter(passes.values())).model
+    opener = partial(_open_scorer, detector, model)
+    return Probe(detector, report, layer=layer, open_scorer=opener)
 
 
 def _by_setting(signals: Passes) -> dict[Setting, Signals]:
@@ -636,7 +638,8 @@ def _open_scorer(
     dtype: str | None = None,
 ) -> "Scorer":
     """Load the language model that a detector names, or take the one that is given."""
-    from beatrice.model import LanguageModel
+    from beatrice.model import LanguageModel, usual_stop
+    from extract.generate.requests import GenerationConfig
     from pgir.scoring.scorer import Scorer
 
     provenance = detector.provenance
@@ -652,7 +655,8 @@ def _open_scorer(
             dtype=dtype or provenance.dtype,
             prompt=provenance.prompt,
         )
-    return Scorer(model, detector)
+    generation = GenerationConfig(max_new_tokens=32, stop=usual_stop(provenance.prompt))
+    return Scorer(model, detector, generation)
 
 
 def load(

@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import tensorstore as ts
@@ -21,6 +21,9 @@ from extract.store.read import (
 )
 from extract.store.spec import StoreSpec
 from extract.store.write import create_store, write_range
+
+if TYPE_CHECKING:
+    from beatrice.model import LanguageModel
 
 _N_SPANS = 3  # context, question, answer
 _MEMORY = "memory://beatrice-signals-"
@@ -45,13 +48,19 @@ class Signals:
     """
 
     def __init__(
-        self, store: FeatureStore | str | Path, indices: np.ndarray | None = None
+        self,
+        store: FeatureStore | str | Path,
+        indices: np.ndarray | None = None,
+        *,
+        model: "LanguageModel | None" = None,
     ) -> None:
         """Take a feature store.
 
         Args:
           store: an open one, or where one lies.
           indices: `[n]` which of its answers, in this order; None takes all.
+          model: the language model that they were read from, if it is in memory; a
+            probe that is fitted on them scores with it, and loads none.
 
         Raises:
           ValueError: there is no store, or it holds answers of both settings.
@@ -64,7 +73,7 @@ class Signals:
                 f"{store.url}: expected signals of answers of one setting, found "
                 f"{', '.join(sorted(settings)) or 'none'}"
             )
-        self.store = store
+        self.store, self.model = store, model
         n_stored = len(store.spec.keys)
         self.indices = np.arange(n_stored) if indices is None else np.asarray(indices)
         if store.url.startswith(_MEMORY) and indices is None:
@@ -183,7 +192,7 @@ class Signals:
         """Return one answer's arrays by family, or the signals of several answers."""
         if not isinstance(which, int | np.integer):
             chosen = self.indices[which if isinstance(which, slice) else list(which)]
-            return Signals(self.store, chosen)
+            return Signals(self.store, chosen, model=self.model)
         at = [self.indices[which]]
         return {
             name: read_family(self.store, name, at).values for name in self.families

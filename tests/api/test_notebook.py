@@ -28,7 +28,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def examples(run):
-    return read_examples(run)[:24]
+    return read_examples(run)[:60]
 
 
 def test_a_notebook_of_ten_lines_goes_from_questions_to_a_score(run, tmp_path):
@@ -81,6 +81,20 @@ def test_a_model_in_memory_is_read_where_it_is_and_as_it_is(model, examples):
     ours.prompt = model.prompt  # what a base model is asked by default is another
     pairs = zip(ours.answer(texts), model.answer(texts), strict=True)
     assert all(left.token_ids == right.token_ids for left, right in pairs)
+
+
+def test_a_probe_of_a_model_in_memory_scores_with_that_model(model, examples):
+    backbone = model.backbone
+    ours = beatrice.LanguageModel(
+        backbone.model, backbone.tokenizer, prompt=model.prompt
+    )
+    answers = ours.answer(examples, max_new_tokens=10)
+    labels = [a.text in e.golds for a, e in zip(answers, examples, strict=True)]
+    signals = ours.read(answers)
+    probe = beatrice.fit(signals, labels, config="smoke", progress=False)
+    score = probe.score(examples[0].question, answers[0].text)
+    assert probe.scorer.probed.backbone.model is backbone.model
+    assert score.p_correct == pytest.approx(probe.predict(signals[:1])[0], abs=1e-4)
 
 
 def test_a_type_is_that_of_the_weights():
