@@ -196,6 +196,7 @@ class SweepSection:
 
 SWEEP_PRESETS: dict[Preset, SweepSection] = {
     "demo": SweepSection(),
+    "few": SweepSection(),
     "smoke": SweepSection(n_rows=96, probe=SweepConfig(n_seeds=1)),
     "paper": SweepSection(),
 }
