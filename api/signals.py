@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 import tensorstore as ts
@@ -21,9 +21,6 @@ from extract.store.read import (
 )
 from extract.store.spec import StoreSpec
 from extract.store.write import create_store, write_range
-
-if TYPE_CHECKING:
-    from beatrice.model import LanguageModel
 
 _N_SPANS = 3  # context, question, answer
 _MEMORY = "memory://beatrice-signals-"
@@ -52,15 +49,15 @@ class Signals:
         store: FeatureStore | str | Path,
         indices: np.ndarray | None = None,
         *,
-        model: "LanguageModel | None" = None,
+        model: Any = None,
     ) -> None:
         """Take a feature store.
 
         Args:
           store: an open one, or where one lies.
           indices: `[n]` which of its answers, in this order; None takes all.
-          model: the language model that they were read from, if it is in memory; a
-            probe that is fitted on them scores with it, and loads none.
+          model: the `LanguageModel` that they were read from, or None; a probe that
+            is fitted on them scores with it, and loads none.
 
         Raises:
           ValueError: there is no store, or it holds answers of both settings.

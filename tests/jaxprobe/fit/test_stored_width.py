@@ -1,5 +1,8 @@
 """Tokens held as they are stored train what the same values do, widened beforehand."""
 
+import os
+import subprocess
+import sys
 from functools import partial
 
 import jax
@@ -16,6 +19,11 @@ from jaxprobe.fit.streaming import Streamed, fit_streamed
 from jaxprobe.kernels.stored import StoredTokens, take_rows, values_of
 from jaxprobe.model.encoder import Encoder, pooled_signals
 
+# Without fusion emitters, as other tests compile, bits are equal only up to rounding.
+AS_USERS_COMPILE = "--xla_backend_optimization_level=0"
+bit_by_bit = pytest.mark.skipif(
+    os.environ["XLA_FLAGS"] != AS_USERS_COMPILE, reason="compiled as users compile"
+)
 WIDTHS = (4, 3)
 # Hidden states that are copied before they are projected, or read where they lie.
 NARROW, WIDE = (paper_dims(hidden=n, prob=2, resid=3, attn=2) for n in (12, 1024))
@@ -82,6 +90,7 @@ def test_values_are_those_of_a_loop_over_the_codes(dtype):
         np.testing.assert_allclose(found, flat[at], rtol=1e-5, atol=1e-5)
 
 
+@bit_by_bit
 @pytest.mark.parametrize(
     ("block", "dims", "dtype"),
     [
@@ -106,6 +115,14 @@ def test_training_as_stored_is_training_on_the_same_values_widened(block, dims, 
     assert_same(*found, dtype)
 
 
+def test_bits_are_equal_as_users_compile():
+    line = [sys.executable, "-m", "pytest", "-q", "-k", "as_stored", __file__]
+    environ = {**os.environ, "XLA_FLAGS": AS_USERS_COMPILE}
+    run = subprocess.run(line, env=environ, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout
+    assert "4 passed" in run.stdout
+
+
 def test_other_values_train_other_weights():
     features, labels = stored_tokens(NARROW, "bfloat16")
     moved = features.tokens[0]._replace(mean=features.tokens[0].mean + 0.1)
@@ -120,6 +137,7 @@ def test_other_values_train_other_weights():
     assert not np.allclose(*found, rtol=1e-4)
 
 
+@bit_by_bit
 def test_a_stream_as_stored_is_a_stream_of_the_same_values_widened():
     parts = [stored_tokens(NARROW, "bfloat16", seed=seed) for seed in (0, 1)]
     config = StreamConfig(n_chunk=8, n_mixed=3)
