@@ -6,6 +6,7 @@ calibrate.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from jaxprobe.config import (
     set_compiler,
 )
 from jaxprobe.detector import Detector, HeadName, Provenance
-from jaxprobe.features.reading import mean_answer_states, stored_dtypes
+from jaxprobe.features.reading import stored_dtypes
 from jaxprobe.features.rows import Rows, training_set
 from jaxprobe.fit.stage import train_encoders
 from jaxprobe.metrics import (
@@ -42,10 +43,11 @@ from jaxprobe.metrics import (
     interval_of,
     resamples,
 )
-from jaxprobe.pool import branch_setting, branches_of, pool_of
+from jaxprobe.model.encoder import MemberOutputs
+from jaxprobe.pool import branch_setting, pool_of
 from pgir.border import as_path, as_probability, refuse
-from selection.stage import HeadTrainer
-from selection.sweep import SweepConfig, sweep_layers, sweep_rows
+from selection.greedy import HeadTrainer, select_heads
+from selection.sweep import SWEEP_PRESETS, SweepSection, choose_layer
 
 if TYPE_CHECKING:
     import pandas
@@ -65,15 +67,14 @@ class FitConfig:
     """How a probe is fitted; every field of every step can be set.
 
     Attributes:
-      sweep: the small probes that choose a layer, where there are several.
-      n_sweep: most answers of each split that they read.
+      sweep: the small probes that choose a layer, where there are several, and how
+        many answers they read.
       encoders: widths and protocol of the encoders, seeds and learning rate included.
       heads: likewise of the fusion heads, and the margin of the search.
       n_resamples: of the intervals in the report.
     """
 
-    sweep: SweepConfig = SweepConfig()
-    n_sweep: int = 1200
+    sweep: SweepSection = SweepSection()
     encoders: GridConfig = GridConfig()
     heads: SelectConfig = SelectConfig()
     n_resamples: int = 1000
@@ -86,7 +87,11 @@ class FitConfig:
                 f"config: expected a FitConfig or one of {', '.join(GRID_PRESETS)}, "
                 f"found {name!r}"
             )
-        return cls(encoders=GRID_PRESETS[name], heads=SELECT_PRESETS[name])
+        return cls(
+            sweep=SWEEP_PRESETS[name],
+            encoders=GRID_PRESETS[name],
+            heads=SELECT_PRESETS[name],
+        )
 
 
 def fit(
@@ -137,46 +142,23 @@ def fit(
     rows = _rows_of(passes, labels, groups, splits, seed)
     layer = _choose_layer(passes, rows, config, seed)
     encoders, heads = config.encoders.seeded(seed), config.heads.seeded(seed)
-    show = Progress()
     grids: dict[Setting, Grid] = {}
-    outputs = {}
-    for setting, own in passes.items():
-        data = training_set(
-            own.store,
-            rows[setting],
-            layer=layer,
-            n_batch=encoders.train.batch_size,
-            streamed=encoders.stream is not None,
+    outputs: dict[Setting, MemberOutputs] = {}
+    for setting, part in passes.items():
+        grids[setting], outputs[setting] = _train(
+            part, rows[setting], layer, encoders, progress
         )
-        n_members = encoders.train.n_seeds * data.dims.n_subsets
-        with show.stage(f"fit {setting}") as update:
-            done = iter(range(1, n_members + 1))
-            trained, outputs[setting] = train_encoders(
-                data,
-                encoders,
-                on_part=lambda u=update, d=done, n=n_members: (
-                    u(next(d), n) if progress else None
-                ),
-            )
-        grids[setting] = Grid(
-            store=own.store,
-            rows=rows[setting],
-            layer=layer,
-            trained=trained,
-            standardizer=data.standardizer,
-            config=encoders.encoder,
+    n_seeds = encoders.train.n_seeds
+    pools = {setting: pool_of(outputs, rows, setting, n_seeds) for setting in passes}
+    fused: dict[HeadName, FusedHead] = {
+        branch: FusedHead(
+            chosen.members,
+            chosen.config,
+            chosen.params,
+            HeadTrainer(pools[branch_setting(branch)], heads).scores(chosen),
         )
-    fused: dict[HeadName, FusedHead] = {}
-    for branch in branches_of(tuple(passes)):
-        pool = pool_of(outputs, rows, branch_setting(branch), encoders.train.n_seeds)
-        trainer = HeadTrainer(pool, heads)
-        candidates = None
-        if branch == "single_pass":
-            candidates = range(pool.n_subsets)
-        found = trainer.search(candidates)
-        fused[branch] = FusedHead(
-            found.members, found.config, found.params, trainer.scores(found)
-        )
+        for branch, chosen in select_heads(pools, heads).items()
+    }
     detector = calibrated(
         fused, grids, provenance=_provenance(passes, layer), precision=precision
     )
@@ -184,6 +166,40 @@ def fit(
     model = next(iter(passes.values())).model
     opener = partial(_open_scorer, detector, model)
     return Probe(detector, report, layer=layer, open_scorer=opener)
+
+
+def _train(
+    signals: Signals,
+    rows: Rows,
+    layer: int | None,
+    config: GridConfig,
+    progress: bool,
+) -> tuple[Grid, MemberOutputs]:
+    """Train every encoder of a setting, and apply them to all of its rows."""
+    data = training_set(
+        signals.store,
+        rows,
+        layer=layer,
+        n_batch=config.train.batch_size,
+        streamed=config.stream is not None,
+    )
+    n_members = config.train.n_seeds * data.dims.n_subsets
+    done = itertools.count(1)
+    with Progress().stage(f"fit {rows.setting}") as update:
+        trained, outputs = train_encoders(
+            data,
+            config,
+            on_part=lambda: update(next(done), n_members) if progress else None,
+        )
+    grid = Grid(
+        store=signals.store,
+        rows=rows,
+        layer=layer,
+        trained=trained,
+        standardizer=data.standardizer,
+        config=config.encoder,
+    )
+    return grid, outputs
 
 
 def _by_setting(signals: Passes) -> dict[Setting, Signals]:
@@ -354,16 +370,8 @@ def _choose_layer(
     (layers,) = kept
     if len(layers) < 2:
         return layers[0] if layers else None
-    probe = dataclasses.replace(config.sweep, root_seed=seed)
-    aurocs = []
-    for setting, part in passes.items():
-        data = []
-        for split in ("train", "validation"):
-            where = sweep_rows(rows[setting], split, config.n_sweep, seed)
-            states = [mean_answer_states(part.store, where, layer) for layer in layers]
-            data += [np.stack(states, axis=1), rows[setting].labels[where]]
-        aurocs.append(sweep_layers(*data, probe).aurocs.mean(axis=1))
-    return layers[int(np.argmax(np.mean(aurocs, axis=0)))]
+    stores = {s: (part.store, rows[s]) for s, part in passes.items()}
+    return choose_layer(stores, config.sweep.seeded(seed)).layer
 
 
 def _provenance(
