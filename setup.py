@@ -1,9 +1,15 @@
-"""Names the packages: the folder `api` is installed as `beatrice`."""
+"""Names the packages: the folder `api` is `beatrice`, a room is `beatrice.ROOM`."""
 
 from setuptools import find_packages, setup
 
 ROOMS = ("extract", "jaxprobe", "selection", "pgir", "benchmarks")
 setup(
-    packages=["beatrice", *find_packages(include=[f"{room}*" for room in ROOMS])],
-    package_dir={"beatrice": "api"},
+    packages=[
+        "beatrice",
+        *(
+            f"beatrice.{package}"
+            for package in find_packages(include=[f"{room}*" for room in ROOMS])
+        ),
+    ],
+    package_dir={"beatrice": "api", **{f"beatrice.{room}": room for room in ROOMS}},
 )

@@ -15,12 +15,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from beatrice.extract.datasets.loading import read_questions
+    from beatrice.extract.records import Answer, Example, Label, Passage
     from beatrice.model import LanguageModel
+    from beatrice.pgir.scoring.scorer import Score
     from beatrice.probe import FitConfig, Probe, fit, load
     from beatrice.signals import Signals
-    from extract.datasets.loading import read_questions
-    from extract.records import Answer, Example, Label, Passage
-    from pgir.scoring.scorer import Score
 
 __all__ = [
     "Answer",
@@ -37,12 +37,14 @@ __all__ = [
     "read_questions",
 ]
 _PLACES = {
-    **dict.fromkeys(("Answer", "Example", "Label", "Passage"), "extract.records"),
+    **dict.fromkeys(
+        ("Answer", "Example", "Label", "Passage"), "beatrice.extract.records"
+    ),
     **dict.fromkeys(("FitConfig", "Probe", "fit", "load"), "beatrice.probe"),
     "LanguageModel": "beatrice.model",
-    "Score": "pgir.scoring.scorer",
+    "Score": "beatrice.pgir.scoring.scorer",
     "Signals": "beatrice.signals",
-    "read_questions": "extract.datasets.loading",
+    "read_questions": "beatrice.extract.datasets.loading",
 }
 
 

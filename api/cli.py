@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from benchmarks.chain import CHAIN
-from extract.run.launch import find_share
-from extract.run.verbs import alone
+from beatrice.benchmarks.chain import CHAIN
+from beatrice.extract.run.launch import find_share
+from beatrice.extract.run.verbs import alone
 
 if TYPE_CHECKING:
     pass
@@ -25,32 +25,32 @@ __all__ = ["main"]
 # The module in which a verb lives, in the order of the data, which is that of the help.
 VERBS = {
     "demo": "beatrice.cli",
-    "real": "benchmarks.real.commands",
-    "data": "extract.datasets.commands",
-    "world": "extract.world.commands",
-    "rewrite": "extract.label.commands",
-    "answer": "extract.generate.commands",
-    "label": "extract.label.commands",
-    "sample": "extract.generate.commands",
-    "extract": "extract.signals.commands",
+    "real": "beatrice.benchmarks.real.commands",
+    "data": "beatrice.extract.datasets.commands",
+    "world": "beatrice.extract.world.commands",
+    "rewrite": "beatrice.extract.label.commands",
+    "answer": "beatrice.extract.generate.commands",
+    "label": "beatrice.extract.label.commands",
+    "sample": "beatrice.extract.generate.commands",
+    "extract": "beatrice.extract.signals.commands",
     "verify": "beatrice.doctor",
-    "sweep": "selection.commands",
-    "train": "jaxprobe.commands",
-    "select": "selection.commands",
-    "calibrate": "jaxprobe.commands",
-    "evaluate": "benchmarks.commands",
-    "baselines": "benchmarks.commands",
-    "anatomy": "selection.commands",
-    "corpus": "pgir.retrieval.commands",
-    "retrieve": "pgir.retrieval.commands",
-    "transfer": "benchmarks.retrieved.commands",
-    "control": "pgir.commands",
-    "report": "benchmarks.commands",
-    "compare": "benchmarks.commands",
-    "score": "pgir.commands",
-    "fetch": "benchmarks.real.commands",
+    "sweep": "beatrice.selection.commands",
+    "train": "beatrice.jaxprobe.commands",
+    "select": "beatrice.selection.commands",
+    "calibrate": "beatrice.jaxprobe.commands",
+    "evaluate": "beatrice.benchmarks.commands",
+    "baselines": "beatrice.benchmarks.commands",
+    "anatomy": "beatrice.selection.commands",
+    "corpus": "beatrice.pgir.retrieval.commands",
+    "retrieve": "beatrice.pgir.retrieval.commands",
+    "transfer": "beatrice.benchmarks.retrieved.commands",
+    "control": "beatrice.pgir.commands",
+    "report": "beatrice.benchmarks.commands",
+    "compare": "beatrice.benchmarks.commands",
+    "score": "beatrice.pgir.commands",
+    "fetch": "beatrice.benchmarks.real.commands",
     "doctor": "beatrice.doctor",
-    "bench": "benchmarks.speed.commands",
+    "bench": "beatrice.benchmarks.speed.commands",
 }
 # What several processes may share; each other verb is the work of one.
 SHARED = ("rewrite", "answer", "label", "sample", "extract", "train")
@@ -81,7 +81,7 @@ class _Verbs(click.Group):
             return super().invoke(ctx)
         # Any other error is the program's own mistake, and shows where it was made.
         except (ValueError, OSError, MemoryError) as error:
-            from extract.run.console import in_one_sentence
+            from beatrice.extract.run.console import in_one_sentence
 
             raise click.ClickException(in_one_sentence(error)) from error
         except KeyboardInterrupt:
@@ -91,9 +91,9 @@ class _Verbs(click.Group):
 
 def make_demo() -> click.Command:
     """Return the verb that does everything."""
-    from extract.run.verbs import RUN_DIR, load_stage
-    from extract.world.commands import new_world, new_world_options
-    from jaxprobe.commands import training_options, with_options
+    from beatrice.extract.run.verbs import RUN_DIR, load_stage
+    from beatrice.extract.world.commands import new_world, new_world_options
+    from beatrice.jaxprobe.commands import training_options, with_options
 
     @click.command()
     @RUN_DIR
@@ -112,11 +112,11 @@ def make_demo() -> click.Command:
 
         Example: beatrice demo runs/demo
         """
-        from extract.records import SETTINGS
-        from extract.run.console import Progress
-        from extract.run.contents import settings_of
-        from extract.run.directory import RunDir
-        from extract.run.stages import run_stage
+        from beatrice.extract.records import SETTINGS
+        from beatrice.extract.run.console import Progress
+        from beatrice.extract.run.contents import settings_of
+        from beatrice.extract.run.directory import RunDir
+        from beatrice.extract.run.stages import run_stage
 
         asked, progress = new_world(options), Progress()
         with RunDir.open(run_dir, asked) as run:
@@ -133,7 +133,7 @@ def make_demo() -> click.Command:
                         is_linear_first=is_linear_first,
                     )
                 run_stage(stage, run, progress, change)
-        from benchmarks.results.stage import summary
+        from beatrice.benchmarks.results.stage import summary
 
         found = summary(run_dir)
         click.echo(json.dumps(found["headline"]) if as_json else found["text"])

@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
-from extract.records import Answer
-from extract.run.contents import settings_in_words
-from extract.run.directory import RunDir
-from extract.run.files import JsonLines
-from extract.run.stages import bytes_in_words
-from extract.run.verbs import RUN_DIR, RunPath
+from beatrice.extract.records import Answer
+from beatrice.extract.run.contents import settings_in_words
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import JsonLines
+from beatrice.extract.run.stages import bytes_in_words
+from beatrice.extract.run.verbs import RUN_DIR, RunPath
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-    from extract.backbone.checkpoint import Outline
-    from extract.store.config import StoreConfig
+    from beatrice.extract.backbone.checkpoint import Outline
+    from beatrice.extract.store.config import StoreConfig
 
 Status = Literal["ok", "warning", "problem"]
 _DISTRIBUTION = "beatrice-probe"
@@ -127,7 +127,7 @@ def look_at_hub(model: str | None) -> Iterator[Finding]:
 
     Its client is told where nobody answers, and then looks into its cache alone.
     """
-    from extract.backbone.names import model_path, unreachable_hub
+    from beatrice.extract.backbone.names import model_path, unreachable_hub
 
     if model is None or Path(model_path(model)).expanduser().exists():
         return
@@ -143,7 +143,7 @@ def look_at_server(url: str, *, timeout: float = 10.0) -> Iterator[Finding]:
 
     import openai
 
-    from extract.generate.backends.server import open_client, within
+    from beatrice.extract.generate.backends.server import open_client, within
 
     async def list_models() -> list[str]:
         async with open_client(url, timeout) as client:
@@ -171,13 +171,13 @@ def look_at_model(name: str) -> Generator[Finding, None, Shapes | None]:
     Returns:
       The shapes of its readings, or None where its config or layout cannot be used.
     """
-    from extract.backbone.checkpoint import (
+    from beatrice.extract.backbone.checkpoint import (
         check_quantization_support,
         load_outline,
         window_of,
     )
-    from extract.backbone.names import model_path
-    from extract.backbone.twin import require_readable
+    from beatrice.extract.backbone.names import model_path
+    from beatrice.extract.backbone.twin import require_readable
 
     path, shapes = model_path(name), None
     try:
@@ -206,7 +206,7 @@ def look_at_model(name: str) -> Generator[Finding, None, Shapes | None]:
 
 def _look_at_tokenizer(tokenizer: Any) -> Finding:
     """Say whether a tokenizer can be used, and for chats as well."""
-    from extract.generate.prompts import render_message
+    from beatrice.extract.generate.prompts import render_message
 
     if not getattr(tokenizer, "is_fast", False):
         text = f"{type(tokenizer).__name__} has no offsets; a fast one is needed"
@@ -221,7 +221,7 @@ def _look_at_tokenizer(tokenizer: Any) -> Finding:
 
 def look_at_run(path: Path) -> Iterator[Finding]:
     """Say what of a run is done, and what its feature store will take."""
-    from extract.backbone.names import BackboneConfig
+    from beatrice.extract.backbone.names import BackboneConfig
 
     run = RunDir(path)
     try:
@@ -244,7 +244,7 @@ def look_at_run(path: Path) -> Iterator[Finding]:
 
 def _look_at_run_device(device: str) -> Iterator[Finding]:
     """Say whether a run's device is here; nothing where it is."""
-    from extract.backbone.loading import check_device
+    from beatrice.extract.backbone.loading import check_device
 
     try:
         check_device(device)
@@ -254,8 +254,8 @@ def _look_at_run_device(device: str) -> Iterator[Finding]:
 
 def _look_at_store(run: RunDir, shapes: Shapes) -> Iterator[Finding]:
     """Compare what extraction will write with the free disk."""
-    from extract.signals.stage import EXTRACT_PRESETS
-    from extract.store.config import as_size, stored_bytes
+    from beatrice.extract.signals.stage import EXTRACT_PRESETS
+    from beatrice.extract.store.config import as_size, stored_bytes
 
     kept = run.settle("extract", EXTRACT_PRESETS, is_recorded=False)
     counts = _count_tokens(run, kept.answer_span)
@@ -279,7 +279,7 @@ def _look_at_store(run: RunDir, shapes: Shapes) -> Iterator[Finding]:
 
 def _count_tokens(run: RunDir, answer_span: str) -> dict[str, int]:
     """Count the tokens of a run's answers that are read, and of their answer spans."""
-    from extract.signals.plan import first_read
+    from beatrice.extract.signals.plan import first_read
 
     n_tokens = n_answer = 0
     for row in JsonLines(run.answers / "answers.jsonl").intact_rows(Answer):
@@ -296,9 +296,9 @@ def outline_shapes(outline: "Outline") -> dict[str, tuple[int, ...]]:
     Raises:
       ValueError: its residual layout is unknown.
     """
-    from extract.backbone.checkpoint import n_heads_of
-    from extract.backbone.layout import find_layout
-    from extract.store.config import model_shapes
+    from beatrice.extract.backbone.checkpoint import n_heads_of
+    from beatrice.extract.backbone.layout import find_layout
+    from beatrice.extract.store.config import model_shapes
 
     layout = find_layout(outline.model)
     return model_shapes(
@@ -320,8 +320,8 @@ def sizes_of_choices(
       n_tokens: of all sequences, prompts included.
       n_answer: of all answer spans.
     """
-    from extract.store.config import as_size, stored_bytes
-    from extract.store.families import SHORT_NAMES, Spans
+    from beatrice.extract.store.config import as_size, stored_bytes
+    from beatrice.extract.store.families import SHORT_NAMES, Spans
 
     columns = list(itertools.product((None, (0,)), get_args(Spans)))
     heads = [
@@ -343,7 +343,7 @@ def sizes_of_choices(
 
 def typical_sizes(shapes: Shapes) -> str:
     """Return the table for a number of answers that stands for a run."""
-    from extract.store.config import StoreConfig
+    from beatrice.extract.store.config import StoreConfig
 
     table = sizes_of_choices(
         shapes,
@@ -382,11 +382,11 @@ def verify_run(path: Path) -> list[str]:
     Raises:
       ValueError: the path is no run directory.
     """
-    from extract.records import SETTINGS
-    from extract.run.files import CHECKSUMS, verify_checksums
-    from extract.run.manifest import read_manifest
-    from extract.store.read import open_store
-    from extract.store.write import verify as verify_store
+    from beatrice.extract.records import SETTINGS
+    from beatrice.extract.run.files import CHECKSUMS, verify_checksums
+    from beatrice.extract.run.manifest import read_manifest
+    from beatrice.extract.store.read import open_store
+    from beatrice.extract.store.write import verify as verify_store
 
     read_manifest(path)
     run = RunDir(path)
@@ -421,7 +421,7 @@ def doctor(
 
     Example: beatrice doctor runs/paper --model Qwen/Qwen3.5-9B
     """
-    from extract.run.console import quiet
+    from beatrice.extract.run.console import quiet
 
     hub = list(look_at_hub(model))
     quiet()

@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from extract.records import Answer, Example, Passage, Setting
-from pgir.border import as_passages, refuse
+from beatrice.extract.records import Answer, Example, Passage, Setting
+from beatrice.pgir.border import as_passages, refuse
 
 if TYPE_CHECKING:
+    from beatrice.extract.backbone.loading import Backbone
+    from beatrice.extract.generate.requests import PromptConfig
+    from beatrice.extract.signals.plan import ExtractConfig
+    from beatrice.extract.signals.reader import SignalReader
     from beatrice.signals import Signals
-    from extract.backbone.loading import Backbone
-    from extract.generate.requests import PromptConfig
-    from extract.signals.plan import ExtractConfig
-    from extract.signals.reader import SignalReader
 
 _NO_SPLIT = "test"  # a question that is asked here is of none; a record needs one
 
@@ -93,8 +93,8 @@ class LanguageModel:
           ValueError: a text is empty or holds a control token, counts differ, or a
             prompt does not fit the model's window; nothing is cut.
         """
-        from extract.generate.backends.local import generate
-        from extract.generate.requests import GenerationConfig, make_requests
+        from beatrice.extract.generate.backends.local import generate
+        from beatrice.extract.generate.requests import GenerationConfig, make_requests
 
         examples = as_examples(questions, contexts)
         setting: Setting = "closed_book" if contexts is None else "with_context"
@@ -128,11 +128,11 @@ class LanguageModel:
           ValueError: no answers, answers of both settings, or answers that another
             model gave.
         """
+        from beatrice.extract.backbone.loading import require_known_tokens
+        from beatrice.extract.signals.extraction import extract
+        from beatrice.extract.signals.plan import ExtractConfig
+        from beatrice.extract.store.read import open_store
         from beatrice.signals import Signals, memory_url
-        from extract.backbone.loading import require_known_tokens
-        from extract.signals.extraction import extract
-        from extract.signals.plan import ExtractConfig
-        from extract.store.read import open_store
 
         answers = _of_one_setting(answers)
         require_known_tokens(answers, self.backbone)
@@ -164,7 +164,7 @@ class LanguageModel:
 
     @functools.lru_cache(maxsize=4)  # noqa: B019  # models live as long as a process
     def _reader(self, layers: tuple[int, ...], spans: Any) -> "SignalReader":
-        from extract.signals.reader import SignalReader
+        from beatrice.extract.signals.reader import SignalReader
 
         return SignalReader(self.backbone, layers, hidden_spans=spans)
 
@@ -191,9 +191,9 @@ def _open(
     """Load a backbone by name, or freeze the model that is given."""
     import torch
 
-    from extract.backbone.loading import Backbone, load_backbone
-    from extract.backbone.names import ModelDtype, default_dtype, model_path
-    from extract.run.console import quiet
+    from beatrice.extract.backbone.loading import Backbone, load_backbone
+    from beatrice.extract.backbone.names import ModelDtype, default_dtype, model_path
+    from beatrice.extract.run.console import quiet
 
     if not isinstance(model, str | Path):
         if not isinstance(model, torch.nn.Module):
@@ -229,9 +229,9 @@ def default_prompt(backbone: "Backbone") -> "PromptConfig":
     asked through it in the paper's words. A base model sees worked examples first: of a
     bare question it writes on as if it were a web page.
     """
-    from extract.backbone.names import WEIGHTS
-    from extract.generate.requests import PromptConfig
-    from extract.generate.templates import SHOTS
+    from beatrice.extract.backbone.names import WEIGHTS
+    from beatrice.extract.generate.requests import PromptConfig
+    from beatrice.extract.generate.templates import SHOTS
 
     if backbone.name == str(WEIGHTS):
         return PromptConfig()

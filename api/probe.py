@@ -15,27 +15,26 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import numpy as np
 
-from beatrice.signals import Signals
-from extract.generate.templates import PromptConfig
-from extract.records import SETTINGS, Label, Setting
-from extract.run.console import Progress
-from extract.run.directory import RunDir
-from extract.run.files import read_sealed, seal, write_json_atomic
-from extract.run.manifest import read_manifest
-from jaxprobe.calibrate import FusedHead, Grid, calibrated, score_store
-from jaxprobe.calibration import brier, ece
-from jaxprobe.config import (
+from beatrice.extract.generate.templates import PromptConfig
+from beatrice.extract.records import SETTINGS, Label, Setting
+from beatrice.extract.run.console import Progress
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import read_sealed, seal, write_json_atomic
+from beatrice.extract.run.manifest import read_manifest
+from beatrice.jaxprobe.calibrate import FusedHead, Grid, calibrated, score_store
+from beatrice.jaxprobe.calibration import brier, ece
+from beatrice.jaxprobe.config import (
     GRID_PRESETS,
     SELECT_PRESETS,
     GridConfig,
     SelectConfig,
     set_compiler,
 )
-from jaxprobe.detector import Detector, HeadName, Provenance
-from jaxprobe.features.reading import stored_dtypes
-from jaxprobe.features.rows import Rows, training_set
-from jaxprobe.fit.stage import train_encoders
-from jaxprobe.metrics import (
+from beatrice.jaxprobe.detector import Detector, HeadName, Provenance
+from beatrice.jaxprobe.features.reading import stored_dtypes
+from beatrice.jaxprobe.features.rows import Rows, training_set
+from beatrice.jaxprobe.fit.stage import train_encoders
+from beatrice.jaxprobe.metrics import (
     BootstrapConfig,
     Metric,
     auprc,
@@ -43,17 +42,18 @@ from jaxprobe.metrics import (
     interval_of,
     resamples,
 )
-from jaxprobe.model.encoder import MemberOutputs
-from jaxprobe.pool import branch_setting, pool_of
-from pgir.border import as_path, as_probability, refuse
-from selection.greedy import HeadTrainer, select_heads
-from selection.sweep import SWEEP_PRESETS, SweepSection, choose_layer
+from beatrice.jaxprobe.model.encoder import MemberOutputs
+from beatrice.jaxprobe.pool import branch_setting, pool_of
+from beatrice.pgir.border import as_path, as_probability, refuse
+from beatrice.selection.greedy import HeadTrainer, select_heads
+from beatrice.selection.sweep import SWEEP_PRESETS, SweepSection, choose_layer
+from beatrice.signals import Signals
 
 if TYPE_CHECKING:
     import pandas
 
     from beatrice.model import LanguageModel
-    from pgir.scoring.scorer import Score, Scorer
+    from beatrice.pgir.scoring.scorer import Score, Scorer
 
 Passes = Signals | Mapping[Setting, Signals]
 Labels = Sequence[bool | None] | Sequence[Label] | np.ndarray
@@ -646,9 +646,9 @@ def _open_scorer(
     dtype: str | None = None,
 ) -> "Scorer":
     """Load the language model that a detector names, or take the one that is given."""
+    from beatrice.extract.generate.requests import GenerationConfig
     from beatrice.model import LanguageModel, usual_stop
-    from extract.generate.requests import GenerationConfig
-    from pgir.scoring.scorer import Scorer
+    from beatrice.pgir.scoring.scorer import Scorer
 
     provenance = detector.provenance
     if provenance is None:
@@ -700,7 +700,7 @@ def load(
     set_compiler(run.preset)
 
     def open_scorer() -> "Scorer":
-        from pgir.scoring.scorer import Scorer
+        from beatrice.pgir.scoring.scorer import Scorer
 
         return Scorer.load(folder, **options)
 

@@ -10,17 +10,17 @@ from typing import Any, overload
 import numpy as np
 import tensorstore as ts
 
-from extract.records import SETTINGS, Setting
-from extract.store.families import Family, scale_name
-from extract.store.read import (
+from beatrice.extract.records import SETTINGS, Setting
+from beatrice.extract.store.families import Family, scale_name
+from beatrice.extract.store.read import (
     FeatureStore,
     as_url,
     open_kvstore,
     open_store,
     read_family,
 )
-from extract.store.spec import StoreSpec
-from extract.store.write import create_store, write_range
+from beatrice.extract.store.spec import StoreSpec
+from beatrice.extract.store.write import create_store, write_range
 
 _N_SPANS = 3  # context, question, answer
 _MEMORY = "memory://beatrice-signals-"

@@ -3,16 +3,16 @@
 # What `demo` does, in order: where each stage stands. Real questions take the place of
 # the world's in `real`.
 CHAIN = (
-    "extract.world.commands:WORLD",
-    "extract.generate.stage:ANSWER",
-    "extract.label.stage:LABEL",
-    "extract.signals.stage:EXTRACT",
-    "selection.sweep:SWEEP",
-    "jaxprobe.fit.stage:TRAIN",
-    "selection.stage:SELECT",
-    "jaxprobe.stage:CALIBRATE",
-    "benchmarks.results.evaluate:EVALUATE",
-    "benchmarks.baselines.stage:BASELINES",
-    "pgir.controllers.stage:CONTROL",
-    "benchmarks.results.stage:REPORT",
+    "beatrice.extract.world.commands:WORLD",
+    "beatrice.extract.generate.stage:ANSWER",
+    "beatrice.extract.label.stage:LABEL",
+    "beatrice.extract.signals.stage:EXTRACT",
+    "beatrice.selection.sweep:SWEEP",
+    "beatrice.jaxprobe.fit.stage:TRAIN",
+    "beatrice.selection.stage:SELECT",
+    "beatrice.jaxprobe.stage:CALIBRATE",
+    "beatrice.benchmarks.results.evaluate:EVALUATE",
+    "beatrice.benchmarks.baselines.stage:BASELINES",
+    "beatrice.pgir.controllers.stage:CONTROL",
+    "beatrice.benchmarks.results.stage:REPORT",
 )

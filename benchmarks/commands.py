@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from extract.run.console import Progress
-from extract.run.directory import RunDir
-from extract.run.verbs import (
+from beatrice.extract.run.console import Progress
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.verbs import (
     RUN_DIR,
     RunPath,
 )
 
 if TYPE_CHECKING:
-    from benchmarks.baselines.stage import BaselinesConfig
+    from beatrice.benchmarks.baselines.stage import BaselinesConfig
 
 
 @click.command()
@@ -29,12 +29,12 @@ def evaluate(run_dir: Path, ablations: bool) -> None:
 
     Example: beatrice evaluate runs/demo --ablations
     """
-    from benchmarks.results.evaluate import EVALUATE
-    from extract.run.stages import do
+    from beatrice.benchmarks.results.evaluate import EVALUATE
+    from beatrice.extract.run.stages import do
 
     do(run_dir, EVALUATE)
     if ablations:
-        from selection.ablation import ABLATE
+        from beatrice.selection.ablation import ABLATE
 
         do(run_dir, ABLATE)
     if (run_dir / "report.html").exists():
@@ -92,14 +92,14 @@ def baselines(
     Example: beatrice baselines runs/demo --only saplma_last --only p_true
     """
     if is_list:
-        from benchmarks.baselines.catalogue import catalogue, listed
+        from beatrice.benchmarks.baselines.catalogue import catalogue, listed
 
         click.echo(listed(catalogue().values()))
         return
     if run_dir is None:
         raise click.UsageError("missing argument 'RUN_DIR'; or give --list")
     if check is not None:
-        from benchmarks.baselines.stage import BaselinesConfig, run_faults
+        from beatrice.benchmarks.baselines.stage import BaselinesConfig, run_faults
 
         with RunDir.open(run_dir) as run:
             faults = run_faults(run, check, BaselinesConfig(nli=nli, encoder=encoder))
@@ -107,8 +107,8 @@ def baselines(
         if faults:
             raise click.exceptions.Exit(1)
         return
-    from benchmarks.baselines.stage import BASELINES, chosen_detectors
-    from extract.run.stages import do
+    from beatrice.benchmarks.baselines.stage import BASELINES, chosen_detectors
+    from beatrice.extract.run.stages import do
 
     def change(config: "BaselinesConfig") -> "BaselinesConfig":
         is_more = again or is_all
@@ -133,7 +133,7 @@ def baselines(
 
 def _draw(run_dir: Path) -> None:
     """Draw answers of all splits; probes of semantic entropy learn from some."""
-    from extract.generate.commands import sample
+    from beatrice.extract.generate.commands import sample
 
     splits = [x for s in ("train", "validation", "test", "ood") for x in ("--split", s)]
     sample.main([str(run_dir), *splits], standalone_mode=False)
@@ -151,13 +151,13 @@ def report(run_dir: Path, ledger: bool) -> None:
 
     Example: beatrice report runs/demo --ledger
     """
-    from benchmarks.results.stage import REPORT
-    from extract.run.stages import do
+    from beatrice.benchmarks.results.stage import REPORT
+    from beatrice.extract.run.stages import do
 
     do(run_dir, REPORT)
     if ledger:
-        from benchmarks.paper.ledger import ledger as ledger_of
-        from benchmarks.results.stage import run_experiment
+        from beatrice.benchmarks.paper.ledger import ledger as ledger_of
+        from beatrice.benchmarks.results.stage import run_experiment
 
         click.echo(ledger_of(run_experiment(RunDir(run_dir))))
 
@@ -171,9 +171,9 @@ def compare(run_a: Path, run_b: Path, out: Path | None) -> None:
 
     Example: beatrice compare runs/gemma runs/smollm2 --out comparison.md
     """
-    from benchmarks.results.compare import comparison
-    from benchmarks.results.stage import run_side
-    from extract.run.files import write_text_atomic
+    from beatrice.benchmarks.results.compare import comparison
+    from beatrice.benchmarks.results.stage import run_side
+    from beatrice.extract.run.files import write_text_atomic
 
     text = comparison(run_side(RunDir(run_a)), run_side(RunDir(run_b)))
     if out is not None:

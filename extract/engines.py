@@ -9,21 +9,21 @@ run directory is needed:
     extract(my_reader, answers, "memory://signals/", ExtractConfig())
 
 In a run, `extract.generate.stage.answer_with` answers its questions by a generator, and
-the stage `extract.signals.stage.extract_stage(lambda run, config: my_reader)` reads the
-answers. `tests/extract/test_own_engine.py` does both with small classes.
+the stage of `extract.signals.stage.extract_stage(lambda run, config: my_reader)` reads
+the answers. `tests/extract/test_own_engine.py` does both with small classes.
 """
 
-from extract.generate.answers import generate
-from extract.generate.generator import (
+from beatrice.extract.generate.answers import generate
+from beatrice.extract.generate.generator import (
     Generated,
     Generator,
     GeneratorPrompt,
     SamplingConfig,
 )
-from extract.generate.requests import PromptModel, TokenizerOnly, make_requests
-from extract.generate.templates import PromptConfig
-from extract.signals.extraction import extract
-from extract.signals.plan import ExtractConfig, Reader, TokenSequence
+from beatrice.extract.generate.requests import PromptModel, TokenizerOnly, make_requests
+from beatrice.extract.generate.templates import PromptConfig
+from beatrice.extract.signals.extraction import extract
+from beatrice.extract.signals.plan import ExtractConfig, Reader, TokenSequence
 
 __all__ = [
     "ExtractConfig",

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 
-from extract.run.files import from_json
+from beatrice.extract.run.files import from_json
 
 Setting = Literal["closed_book", "with_context"]
 Variant = Literal["original", "rewritten"]

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from extract.records import Setting
-from extract.store.read import FeatureStore
-from jaxprobe.calibration import fit_calibrator
-from jaxprobe.config import EncoderConfig, FusionConfig
-from jaxprobe.detector import (
+from beatrice.extract.records import Setting
+from beatrice.extract.store.read import FeatureStore
+from beatrice.jaxprobe.calibration import fit_calibrator
+from beatrice.jaxprobe.config import EncoderConfig, FusionConfig
+from beatrice.jaxprobe.detector import (
     Detector,
     EncoderBank,
     HeadName,
@@ -23,20 +23,20 @@ from jaxprobe.detector import (
     Scores,
     SettingHead,
 )
-from jaxprobe.features.families import (
+from beatrice.jaxprobe.features.families import (
     Standardizer,
     span_lengths,
     used_spans,
     width_groups,
     widths_of,
 )
-from jaxprobe.features.reading import family_dims, longest_spans, read_features
-from jaxprobe.features.rows import Rows, partners, rows_at_once
-from jaxprobe.features.subsets import FamilyDims
-from jaxprobe.fit.grid import Trained
-from jaxprobe.model.encoder import Params
-from jaxprobe.pool import branch_setting, reads
-from jaxprobe.scope import choose_threshold, fit_scope
+from beatrice.jaxprobe.features.reading import family_dims, longest_spans, read_features
+from beatrice.jaxprobe.features.rows import Rows, partners, rows_at_once
+from beatrice.jaxprobe.features.subsets import FamilyDims
+from beatrice.jaxprobe.fit.grid import Trained
+from beatrice.jaxprobe.model.encoder import Params
+from beatrice.jaxprobe.pool import branch_setting, reads
+from beatrice.jaxprobe.scope import choose_threshold, fit_scope
 
 SEEN = ("train", "validation")  # the rows that a detector knows
 _OF_A_KIND = 64  # rows of similar length that are worth a shape of their own

@@ -22,7 +22,12 @@ import orbax.checkpoint as ocp
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from extract.run.files import Decoded, read_json, verify_checksums, write_checksums
+from beatrice.extract.run.files import (
+    Decoded,
+    read_json,
+    verify_checksums,
+    write_checksums,
+)
 
 Arrays = Mapping[str, np.ndarray]
 

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from extract.run.launch import find_share
-from extract.run.verbs import RUN_DIR, SHARD, SIZES, preset_option
+from beatrice.extract.run.launch import find_share
+from beatrice.extract.run.verbs import RUN_DIR, SHARD, SIZES, preset_option
 
 if TYPE_CHECKING:
-    from extract.run.manifest import Preset
-    from jaxprobe.config import GridConfig, SelectConfig
+    from beatrice.extract.run.manifest import Preset
+    from beatrice.jaxprobe.config import GridConfig, SelectConfig
 
 Config = TypeVar("Config", "GridConfig", "SelectConfig")
 _OPTIONS = {
@@ -82,7 +82,7 @@ def with_options(
     """Return how encoders are trained, as the options say."""
     import dataclasses
 
-    from jaxprobe.config import StreamConfig, as_bytes
+    from beatrice.jaxprobe.config import StreamConfig, as_bytes
 
     if is_streamed:
         config = dataclasses.replace(config, stream=StreamConfig())
@@ -123,9 +123,9 @@ def train(
 
     Example: srun -n 8 beatrice train runs/paper
     """
-    from extract.run.stages import do
-    from jaxprobe.config import GRID_PRESETS, GridConfig
-    from jaxprobe.fit.stage import TRAIN
+    from beatrice.extract.run.stages import do
+    from beatrice.jaxprobe.config import GRID_PRESETS, GridConfig
+    from beatrice.jaxprobe.fit.stage import TRAIN
 
     sizes = {"epochs": epochs, "learning_rate": learning_rate, "width": width}
 
@@ -149,9 +149,9 @@ def calibrate(run_dir: Path, precision: float | None) -> None:
 
     Example: beatrice calibrate runs/demo --precision .95
     """
-    from extract.run.directory import RunDir
-    from extract.run.stages import do
-    from jaxprobe.stage import CALIBRATE, settle_precision
+    from beatrice.extract.run.directory import RunDir
+    from beatrice.extract.run.stages import do
+    from beatrice.jaxprobe.stage import CALIBRATE, settle_precision
 
     if precision is not None:
         with RunDir.open(run_dir) as run:

@@ -16,23 +16,23 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from extract.generate.templates import PromptConfig
-from extract.records import AnswerSpan, Record, Setting
-from extract.store.families import Dtype
-from jaxprobe import checkpoint
-from jaxprobe.calibration import Calibrator
-from jaxprobe.config import EncoderConfig, FusionConfig
-from jaxprobe.features.families import (
+from beatrice.extract.generate.templates import PromptConfig
+from beatrice.extract.records import AnswerSpan, Record, Setting
+from beatrice.extract.store.families import Dtype
+from beatrice.jaxprobe import checkpoint
+from beatrice.jaxprobe.calibration import Calibrator
+from beatrice.jaxprobe.config import EncoderConfig, FusionConfig
+from beatrice.jaxprobe.features.families import (
     FamilyTokens,
     Features,
     Standardizer,
     check_features,
     split_families,
 )
-from jaxprobe.features.subsets import FamilyDims
-from jaxprobe.model.encoder import Encoder, Params
-from jaxprobe.model.fusion import FusionHead, head_inputs, slots_of
-from jaxprobe.scope import Scope, Threshold
+from beatrice.jaxprobe.features.subsets import FamilyDims
+from beatrice.jaxprobe.model.encoder import Encoder, Params
+from beatrice.jaxprobe.model.fusion import FusionHead, head_inputs, slots_of
+from beatrice.jaxprobe.scope import Scope, Threshold
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

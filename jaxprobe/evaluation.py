@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from extract.records import IN_DOMAIN
-from extract.run.manifest import Preset
-from extract.run.results import DIFFERENCE, ResultRow
-from jaxprobe.features.rows import Rows
-from jaxprobe.metrics import (
+from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.run.manifest import Preset
+from beatrice.extract.run.results import DIFFERENCE, ResultRow
+from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.metrics import (
     BootstrapConfig,
     Metric,
     auprc,

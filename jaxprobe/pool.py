@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from extract.records import Record, Setting
-from jaxprobe import checkpoint
-from jaxprobe.detector import HeadName
-from jaxprobe.features.rows import Rows, partners
-from jaxprobe.features.subsets import SUBSET_NAMES
-from jaxprobe.model.encoder import MemberOutputs
-from jaxprobe.model.fusion import PoolOutputs, pool_outputs
+from beatrice.extract.records import Record, Setting
+from beatrice.jaxprobe import checkpoint
+from beatrice.jaxprobe.detector import HeadName
+from beatrice.jaxprobe.features.rows import Rows, partners
+from beatrice.jaxprobe.features.subsets import SUBSET_NAMES
+from beatrice.jaxprobe.model.encoder import MemberOutputs
+from beatrice.jaxprobe.model.fusion import PoolOutputs, pool_outputs
 
 BRANCHES: tuple[HeadName, ...] = ("closed_book", "with_context", "single_pass")
 

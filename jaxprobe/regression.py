@@ -8,7 +8,7 @@ from scipy.sparse import spmatrix
 from sklearn.linear_model import LogisticRegression
 from sklearn.svm import LinearSVC
 
-from jaxprobe.metrics import auroc
+from beatrice.jaxprobe.metrics import auroc
 
 # Inverse strengths of the penalty, from which validation chooses; the paper gives none.
 INVERSE_PENALTIES = (0.01, 0.1, 1.0, 10.0, 100.0)

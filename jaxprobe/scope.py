@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.stats import binomtest
 
-from jaxprobe.features.families import Features
-from jaxprobe.features.subsets import FamilyDims
+from beatrice.jaxprobe.features.families import Features
+from beatrice.jaxprobe.features.subsets import FamilyDims
 
 QUANTILES = (0.001, 0.999)  # of a channel over training tokens: its range
 FLAGGED = 0.001  # share of validation answers that a family's limit would flag

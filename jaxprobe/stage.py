@@ -13,52 +13,52 @@ from typing import Any, get_args
 
 import msgspec
 
-from extract.generate.templates import PromptConfig
-from extract.records import Setting
-from extract.run.console import Progress, Update
-from extract.run.contents import (
+from beatrice.extract.generate.templates import PromptConfig
+from beatrice.extract.records import Setting
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.contents import (
     read_answers,
     read_examples,
     read_labels,
     row_files,
     settings_of,
 )
-from extract.run.directory import RunDir
-from extract.run.manifest import Preset, read_manifest
-from extract.run.stages import Stage
-from extract.store.read import FeatureStore, open_store
-from jaxprobe import checkpoint
-from jaxprobe.calibrate import FusedHead, Grid, calibrated
-from jaxprobe.calibration import Calibrator, cross_fit, folds_of
-from jaxprobe.config import (
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.manifest import Preset, read_manifest
+from beatrice.extract.run.stages import Stage
+from beatrice.extract.store.read import FeatureStore, open_store
+from beatrice.jaxprobe import checkpoint
+from beatrice.jaxprobe.calibrate import FusedHead, Grid, calibrated
+from beatrice.jaxprobe.calibration import Calibrator, cross_fit, folds_of
+from beatrice.jaxprobe.config import (
     GRID_PRESETS,
     SELECT_PRESETS,
     GridConfig,
     SelectConfig,
     set_compiler,
 )
-from jaxprobe.detector import HeadName, Provenance
-from jaxprobe.evaluation import INTERVAL_PRESETS
-from jaxprobe.features.families import Standardizer
-from jaxprobe.features.reading import family_dims, stored_dtypes
-from jaxprobe.features.rows import (
+from beatrice.jaxprobe.detector import HeadName, Provenance
+from beatrice.jaxprobe.evaluation import INTERVAL_PRESETS
+from beatrice.jaxprobe.features.families import Standardizer
+from beatrice.jaxprobe.features.reading import family_dims, stored_dtypes
+from beatrice.jaxprobe.features.rows import (
     Rows,
     TrainingSet,
     read_sweep,
     rows_of,
     training_set,
 )
-from jaxprobe.fit.grid import Trained, grid_members
-from jaxprobe.metrics import BootstrapConfig
-from jaxprobe.model.encoder import MemberOutputs
-from jaxprobe.pool import (
+from beatrice.jaxprobe.fit.grid import Trained, grid_members
+from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.jaxprobe.model.encoder import MemberOutputs
+from beatrice.jaxprobe.pool import (
     Pool,
     branch_setting,
     branches_of,
     pool_of,
     read_selection,
 )
-from jaxprobe.scope import scripts_of
+from beatrice.jaxprobe.scope import scripts_of
 
 N_FOLDS = 5  # of `fold_calibrators`
 

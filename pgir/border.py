@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from extract.records import Passage
+from beatrice.extract.records import Passage
 
 _PASSAGE = (
     "a text (str), a mapping with a text under 'text' or 'contents', or a document "

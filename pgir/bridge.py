@@ -10,17 +10,17 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from extract.backbone.loading import Backbone
-from extract.generate.prompts import build_prompt
-from extract.generate.requests import GenerationConfig, Request, plan_batches
-from extract.records import Answer, Setting
-from extract.signals.batch import Signals
-from extract.signals.plan import TokenSequence, sequence_of
-from extract.signals.reader import SignalReader
-from extract.store.families import as_written
-from jaxprobe.detector import Detector, Scores
-from jaxprobe.features.families import SPANS, Features, assemble
-from jaxprobe.features.subsets import FAMILIES
+from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.generate.prompts import build_prompt
+from beatrice.extract.generate.requests import GenerationConfig, Request, plan_batches
+from beatrice.extract.records import Answer, Setting
+from beatrice.extract.signals.batch import Signals
+from beatrice.extract.signals.plan import TokenSequence, sequence_of
+from beatrice.extract.signals.reader import SignalReader
+from beatrice.extract.store.families import as_written
+from beatrice.jaxprobe.detector import Detector, Scores
+from beatrice.jaxprobe.features.families import SPANS, Features, assemble
+from beatrice.jaxprobe.features.subsets import FAMILIES
 
 # Padded lengths of spans longer than any in training: each rounded up to one of these,
 # so a new question rarely means a new compilation.
@@ -152,7 +152,9 @@ class ProbedBackbone:
 
     def answer(self, requests: Sequence[Request]) -> list[Answer]:
         """Return greedy answers in the order of the requests."""
-        from extract.generate.backends.local import generate  # scoring writes nothing
+        from beatrice.extract.generate.backends.local import (
+            generate,  # scoring writes nothing
+        )
 
         with self.lock:
             return generate(self.backbone, requests, self.config)

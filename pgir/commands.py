@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from extract.run.console import Progress, quiet
-from extract.run.verbs import RUN_DIR
-from pgir.retrieval.commands import (
+from beatrice.extract.run.console import Progress, quiet
+from beatrice.extract.run.verbs import RUN_DIR
+from beatrice.pgir.retrieval.commands import (
     retrieval_options,
     settle_options,
     take_retrieval,
 )
 
 if TYPE_CHECKING:
-    from extract.run.directory import RunDir
-    from pgir.controllers.stage import ControlConfig
+    from beatrice.extract.run.directory import RunDir
+    from beatrice.pgir.controllers.stage import ControlConfig
 
 _ASKED = ("question", "prompt")  # shown of a row on the page: the first that is there
 Results = Sequence[tuple[str | None, Mapping[str, Any]]]
@@ -93,11 +93,11 @@ def control(
 
     Example: beatrice control runs/paper --max-generations 4.63 --only all
     """
-    from extract.plugs import load_plug
-    from extract.run.directory import RunDir
-    from extract.run.stages import do
-    from pgir.controllers.services import JUDGES
-    from pgir.controllers.stage import (
+    from beatrice.extract.plugs import load_plug
+    from beatrice.extract.run.directory import RunDir
+    from beatrice.extract.run.stages import do
+    from beatrice.pgir.controllers.services import JUDGES
+    from beatrice.pgir.controllers.stage import (
         CONTROL,
         EVERY_RIVAL,
         OWN_JUDGE,
@@ -179,15 +179,15 @@ def score(
         raise click.UsageError("--out is for the results of a --file")
     _refuse_same({"--file": answers, "--out": out, "--html": html})
     quiet()
-    from extract.run.directory import RunDir
-    from extract.run.manifest import read_manifest
+    from beatrice.extract.run.directory import RunDir
+    from beatrice.extract.run.manifest import read_manifest
 
     read_manifest(run_dir)  # what is no run, or not finished, is refused at once
     RunDir(run_dir).finished_detector()
     if answers is not None:
         _score_file(RunDir(run_dir), model, answers, out, html, batch_size)
         return
-    from pgir.scoring.scorer import Scorer
+    from beatrice.pgir.scoring.scorer import Scorer
 
     found = Scorer.load(run_dir, model=model).score(question, answer, context or None)
     for warning in found.warnings:
@@ -217,8 +217,8 @@ def _refuse_same(files: Mapping[str, Path | None]) -> None:
 
 def _write_page(html: Path, title: str, summary: str, results: Results) -> None:
     """Write the page of some results."""
-    from extract.run.files import write_text_atomic
-    from pgir.scoring.page import page
+    from beatrice.extract.run.files import write_text_atomic
+    from beatrice.pgir.scoring.page import page
 
     write_text_atomic(html, page(title, summary, results))
 
@@ -232,13 +232,13 @@ def _score_file(
     batch_size: int,
 ) -> None:
     """Score a file's rows; raise at the end if any of them could not be scored."""
-    from extract.records import SETTINGS
-    from extract.run.files import CHECKSUMS, JsonLines, sha256_file
-    from pgir.scoring.rows import Tally, count_rows, read_rows, score_rows
+    from beatrice.extract.records import SETTINGS
+    from beatrice.extract.run.files import CHECKSUMS, JsonLines, sha256_file
+    from beatrice.pgir.scoring.rows import Tally, count_rows, read_rows, score_rows
 
     progress, tally, shown = Progress(), Tally(), []
     total = count_rows(answers)  # a file that cannot be read is refused at once
-    from pgir.scoring.scorer import Scorer
+    from beatrice.pgir.scoring.scorer import Scorer
 
     scorer = Scorer.load(run.path, model=model)
     lines = JsonLines.open(out) if out else None

@@ -17,10 +17,17 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from extract.run.directory import RunDir
-from extract.run.files import read_json
-from pgir.border import as_passages, as_path, as_probability, as_text, as_texts, refuse
-from pgir.scoring.scorer import Decision, Scorer
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import read_json
+from beatrice.pgir.border import (
+    as_passages,
+    as_path,
+    as_probability,
+    as_text,
+    as_texts,
+    refuse,
+)
+from beatrice.pgir.scoring.scorer import Decision, Scorer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from extract.records import Passage
-from pgir.border import as_count, as_probability, as_texts, refuse
-from pgir.controllers.policy import (
+from beatrice.extract.records import Passage
+from beatrice.pgir.border import as_count, as_probability, as_texts, refuse
+from beatrice.pgir.controllers.policy import (
     ControllerConfig,
     Judge,
     Policy,
@@ -17,10 +17,10 @@ from pgir.controllers.policy import (
     drafts,
     own_judge,
 )
-from pgir.controllers.services import Answering, DraftJudge, open_services
-from pgir.controllers.waves import Journal, Waves
-from pgir.retrieval.retrievers import OwnRetriever
-from pgir.scoring.scorer import Scorer
+from beatrice.pgir.controllers.services import Answering, DraftJudge, open_services
+from beatrice.pgir.controllers.waves import Journal, Waves
+from beatrice.pgir.retrieval.retrievers import OwnRetriever
+from beatrice.pgir.scoring.scorer import Scorer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,26 +17,36 @@ from pathlib import Path
 
 import numpy as np
 
-from extract.records import Setting
-from extract.run.console import Progress, Update
-from extract.run.contents import row_files, settings_of
-from extract.run.directory import RunDir
-from extract.run.files import read_json, write_json_atomic
-from extract.run.results import ON_REQUEST, ResultRow, publish, rows_file
-from extract.run.stages import Stage, side_by_side
-from jaxprobe.checkpoint import Cache
-from jaxprobe.config import SELECT_PRESETS, GridConfig, SelectConfig, set_compiler
-from jaxprobe.evaluation import METRICS, Scored, detection_rows
-from jaxprobe.features import families
-from jaxprobe.features.families import all_but
-from jaxprobe.features.rows import Rows, TrainingSet
-from jaxprobe.features.subsets import FAMILIES, LETTERS, N_SUBSETS, SUBSET_NAMES
-from jaxprobe.fit.stage import settings_at_once, train_encoders
-from jaxprobe.metrics import BootstrapConfig
-from jaxprobe.model.encoder import MemberOutputs
-from jaxprobe.model.fusion import PoolOutputs
-from jaxprobe.pool import Pool, pool_names, pool_of, reads
-from jaxprobe.stage import (
+from beatrice.extract.records import Setting
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.contents import row_files, settings_of
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import read_json, write_json_atomic
+from beatrice.extract.run.results import ON_REQUEST, ResultRow, publish, rows_file
+from beatrice.extract.run.stages import Stage, side_by_side
+from beatrice.jaxprobe.checkpoint import Cache
+from beatrice.jaxprobe.config import (
+    SELECT_PRESETS,
+    GridConfig,
+    SelectConfig,
+    set_compiler,
+)
+from beatrice.jaxprobe.evaluation import METRICS, Scored, detection_rows
+from beatrice.jaxprobe.features import families
+from beatrice.jaxprobe.features.families import all_but
+from beatrice.jaxprobe.features.rows import Rows, TrainingSet
+from beatrice.jaxprobe.features.subsets import (
+    FAMILIES,
+    LETTERS,
+    N_SUBSETS,
+    SUBSET_NAMES,
+)
+from beatrice.jaxprobe.fit.stage import settings_at_once, train_encoders
+from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.jaxprobe.model.encoder import MemberOutputs
+from beatrice.jaxprobe.model.fusion import PoolOutputs
+from beatrice.jaxprobe.pool import Pool, pool_names, pool_of, reads
+from beatrice.jaxprobe.stage import (
     encoder_folders,
     grid_config,
     open_rows,
@@ -45,8 +55,8 @@ from jaxprobe.stage import (
     run_selection,
     run_training_set,
 )
-from selection.greedy import HeadTrainer, NoSignalError, Selection
-from selection.stage import load_part
+from beatrice.selection.greedy import HeadTrainer, NoSignalError, Selection
+from beatrice.selection.stage import load_part
 
 EXPERIMENT = "ablation"
 SPANS: dict[Setting, tuple[str, ...]] = {

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from extract.run.directory import RunDir
-from extract.run.verbs import RUN_DIR, RunPath
-from jaxprobe.commands import HEAD_SIZES, size_options, with_sizes
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.verbs import RUN_DIR, RunPath
+from beatrice.jaxprobe.commands import HEAD_SIZES, size_options, with_sizes
 
 if TYPE_CHECKING:
-    from extract.run.manifest import Preset
-    from jaxprobe.config import SelectConfig
-    from selection.anatomy.stage import AnatomyConfig
+    from beatrice.extract.run.manifest import Preset
+    from beatrice.jaxprobe.config import SelectConfig
+    from beatrice.selection.anatomy.stage import AnatomyConfig
 
 
 @click.command()
@@ -23,8 +23,8 @@ def sweep(run_dir: Path) -> None:
 
     Example: beatrice sweep runs/demo
     """
-    from extract.run.stages import do
-    from selection.sweep import SWEEP
+    from beatrice.extract.run.stages import do
+    from beatrice.selection.sweep import SWEEP
 
     do(run_dir, SWEEP)
 
@@ -56,20 +56,20 @@ def select(
 
     Example: beatrice select runs/demo --exhaustive
     """
-    from extract.run.stages import do
-    from jaxprobe.config import SELECT_PRESETS
-    from selection.stage import SELECT
+    from beatrice.extract.run.stages import do
+    from beatrice.jaxprobe.config import SELECT_PRESETS
+    from beatrice.selection.stage import SELECT
 
     def change(config: "SelectConfig") -> "SelectConfig":
         return with_sizes(config, SELECT_PRESETS, preset, sizes)
 
     do(run_dir, SELECT, change=change)
     if optimism:
-        from selection.stage import OPTIMISM
+        from beatrice.selection.stage import OPTIMISM
 
         do(run_dir, OPTIMISM)
     if exhaustive:
-        from selection.exhaustive import EXHAUSTIVE
+        from beatrice.selection.exhaustive import EXHAUSTIVE
 
         do(run_dir, EXHAUSTIVE)
 
@@ -83,8 +83,8 @@ def anatomy(run_dir: Path, other: Path | None, only: tuple[str, ...]) -> None:
 
     Example: beatrice anatomy runs/gemma runs/smollm2 --only flips --only backbones
     """
-    from extract.run.stages import do
-    from selection.anatomy.stage import ANATOMY, chosen_analyses
+    from beatrice.extract.run.stages import do
+    from beatrice.selection.anatomy.stage import ANATOMY, chosen_analyses
 
     def change(config: "AnatomyConfig") -> "AnatomyConfig":
         beside = config.other if other is None else str(other.resolve())

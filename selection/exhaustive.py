@@ -17,35 +17,40 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from extract.records import IN_DOMAIN, SETTINGS, Setting
-from extract.run.console import Progress, Update
-from extract.run.contents import row_files, settings_of
-from extract.run.directory import RunDir
-from extract.run.results import ResultRow, publish, rows_file
-from extract.run.stages import Stage, side_by_side
-from jaxprobe.checkpoint import Cache
-from jaxprobe.config import (
+from beatrice.extract.records import IN_DOMAIN, SETTINGS, Setting
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.contents import row_files, settings_of
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.results import ResultRow, publish, rows_file
+from beatrice.extract.run.stages import Stage, side_by_side
+from beatrice.jaxprobe.checkpoint import Cache
+from beatrice.jaxprobe.config import (
     SELECT_PRESETS,
     FusionConfig,
     SelectConfig,
     TrainConfig,
     set_compiler,
 )
-from jaxprobe.evaluation import Scored, detection_rows
-from jaxprobe.features.rows import Rows
-from jaxprobe.features.subsets import LETTERS
-from jaxprobe.metrics import BootstrapConfig
-from jaxprobe.model.fusion import PoolOutputs
-from jaxprobe.pool import pool_names, reads
-from jaxprobe.stage import encoder_folders, run_bootstrap, run_pool, run_selection
-from selection.greedy import (
+from beatrice.jaxprobe.evaluation import Scored, detection_rows
+from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.features.subsets import LETTERS
+from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.jaxprobe.model.fusion import PoolOutputs
+from beatrice.jaxprobe.pool import pool_names, reads
+from beatrice.jaxprobe.stage import (
+    encoder_folders,
+    run_bootstrap,
+    run_pool,
+    run_selection,
+)
+from beatrice.selection.greedy import (
     GreedyConfig,
     HeadTrainer,
     check_classes,
     fit_sets,
     slots_for,
 )
-from selection.stage import load_part
+from beatrice.selection.stage import load_part
 
 SET_SIZE = 3  # of the paper's enumeration
 

@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from extract.records import Setting
-from jaxprobe.config import FusionConfig, SelectConfig, TrainConfig
-from jaxprobe.detector import HeadName
-from jaxprobe.fit.heads import fit_heads
-from jaxprobe.fit.loop import FitInfo
-from jaxprobe.model.encoder import Params
-from jaxprobe.model.fusion import (
+from beatrice.extract.records import Setting
+from beatrice.jaxprobe.config import FusionConfig, SelectConfig, TrainConfig
+from beatrice.jaxprobe.detector import HeadName
+from beatrice.jaxprobe.fit.heads import fit_heads
+from beatrice.jaxprobe.fit.loop import FitInfo
+from beatrice.jaxprobe.model.encoder import Params
+from beatrice.jaxprobe.model.fusion import (
     FusionHead,
     PoolOutputs,
     apply_head,
     slots_of,
 )
-from jaxprobe.pool import Pool, branch_setting, branches_of
+from beatrice.jaxprobe.pool import Pool, branch_setting, branches_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,23 +16,28 @@ from typing import Any
 
 import numpy as np
 
-from extract.records import IN_DOMAIN, Setting
-from extract.run.console import Progress, Update
-from extract.run.contents import row_files, settings_of
-from extract.run.directory import RunDir
-from extract.run.results import ON_REQUEST, ResultRow, publish, rows_file
-from extract.run.stages import Stage, side_by_side
-from jaxprobe import checkpoint
-from jaxprobe.checkpoint import Cache
-from jaxprobe.config import SELECT_PRESETS, SelectConfig, set_compiler
-from jaxprobe.detector import HeadName
-from jaxprobe.features.rows import Rows
-from jaxprobe.features.subsets import N_SUBSETS
-from jaxprobe.metrics import auroc
-from jaxprobe.model.fusion import PoolOutputs
-from jaxprobe.pool import Pool, pool_names
-from jaxprobe.stage import encoder_folders, run_branches, run_pool, run_selection
-from selection.greedy import HeadTrainer, Selection, select_heads
+from beatrice.extract.records import IN_DOMAIN, Setting
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.contents import row_files, settings_of
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.results import ON_REQUEST, ResultRow, publish, rows_file
+from beatrice.extract.run.stages import Stage, side_by_side
+from beatrice.jaxprobe import checkpoint
+from beatrice.jaxprobe.checkpoint import Cache
+from beatrice.jaxprobe.config import SELECT_PRESETS, SelectConfig, set_compiler
+from beatrice.jaxprobe.detector import HeadName
+from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.features.subsets import N_SUBSETS
+from beatrice.jaxprobe.metrics import auroc
+from beatrice.jaxprobe.model.fusion import PoolOutputs
+from beatrice.jaxprobe.pool import Pool, pool_names
+from beatrice.jaxprobe.stage import (
+    encoder_folders,
+    run_branches,
+    run_pool,
+    run_selection,
+)
+from beatrice.selection.greedy import HeadTrainer, Selection, select_heads
 
 EXPERIMENT = "optimism"
 N_SPLITS = 20  # of validation and test questions

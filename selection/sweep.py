@@ -17,18 +17,18 @@ import msgspec
 import numpy as np
 import optax
 
-from extract.records import Setting
-from extract.run.console import Progress, Update
-from extract.run.contents import row_files, settings_of
-from extract.run.directory import RunDir
-from extract.run.files import write_json_atomic
-from extract.run.manifest import Preset
-from extract.run.stages import Stage
-from extract.store.read import FeatureStore
-from jaxprobe.config import TrainConfig, set_compiler
-from jaxprobe.features.reading import mean_answer_states
-from jaxprobe.features.rows import LayerCurve, LayerSweep, Rows
-from jaxprobe.fit.loop import (
+from beatrice.extract.records import Setting
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.contents import row_files, settings_of
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import write_json_atomic
+from beatrice.extract.run.manifest import Preset
+from beatrice.extract.run.stages import Stage
+from beatrice.extract.store.read import FeatureStore
+from beatrice.jaxprobe.config import TrainConfig, set_compiler
+from beatrice.jaxprobe.features.reading import mean_answer_states
+from beatrice.jaxprobe.features.rows import LayerCurve, LayerSweep, Rows
+from beatrice.jaxprobe.fit.loop import (
     FitState,
     Keys,
     Learner,
@@ -37,8 +37,8 @@ from jaxprobe.fit.loop import (
     start_fit,
     take_steps,
 )
-from jaxprobe.kernels.random import PROBES, stream_key
-from jaxprobe.stage import open_rows
+from beatrice.jaxprobe.kernels.random import PROBES, stream_key
+from beatrice.jaxprobe.stage import open_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from beatrice.cli import main
-from extract.backbone.names import WEIGHTS
+from beatrice.extract.backbone.names import WEIGHTS
 
 ROOT = Path(__file__).parent.parent
 VERBS = (

@@ -13,30 +13,30 @@ import shutil
 import pytest
 from click.testing import CliRunner
 
+from beatrice.benchmarks.results.saved import read_control, read_reliability
 from beatrice.cli import CHAIN, main
-from benchmarks.results.saved import read_control, read_reliability
-from extract.backbone.names import BackboneConfig
-from extract.generate.stage import answer_config
-from extract.label.labels import count_correct
-from extract.records import Passage, read_records, write_lines
-from extract.run.console import Progress
-from extract.run.contents import read_answers, read_examples, read_labels
-from extract.run.directory import RunDir
-from extract.run.files import write_text_atomic
-from extract.run.manifest import NewRun, read_manifest
-from extract.run.results import read_result_rows, read_rows
-from extract.run.stages import once, run_stage
-from extract.run.verbs import load_stage
-from extract.signals.stage import extract_config
-from extract.store.read import open_store
-from extract.store.write import verify
-from extract.world.commands import WorldSection
-from extract.world.facts import WorldConfig, make_world
-from extract.world.questions import QuestionConfig, make_examples
-from jaxprobe import checkpoint
-from jaxprobe.detector import Detector
-from jaxprobe.features.rows import read_sweep
-from jaxprobe.stage import grid_config, run_selection, select_config
+from beatrice.extract.backbone.names import BackboneConfig
+from beatrice.extract.generate.stage import answer_config
+from beatrice.extract.label.labels import count_correct
+from beatrice.extract.records import Passage, read_records, write_lines
+from beatrice.extract.run.console import Progress
+from beatrice.extract.run.contents import read_answers, read_examples, read_labels
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import write_text_atomic
+from beatrice.extract.run.manifest import NewRun, read_manifest
+from beatrice.extract.run.results import read_result_rows, read_rows
+from beatrice.extract.run.stages import once, run_stage
+from beatrice.extract.run.verbs import load_stage
+from beatrice.extract.signals.stage import extract_config
+from beatrice.extract.store.read import open_store
+from beatrice.extract.store.write import verify
+from beatrice.extract.world.commands import WorldSection
+from beatrice.extract.world.facts import WorldConfig, make_world
+from beatrice.extract.world.questions import QuestionConfig, make_examples
+from beatrice.jaxprobe import checkpoint
+from beatrice.jaxprobe.detector import Detector
+from beatrice.jaxprobe.features.rows import read_sweep
+from beatrice.jaxprobe.stage import grid_config, run_selection, select_config
 
 JUNK = (None, True, -1, 0, 7, 2.5, 10**9, 10**30, "", "x", "7", [], {}, [1], [[]])
 JUNK += ({"a": 1}, [None], "../..", float("nan"))

@@ -8,16 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from extract.backbone.loading import load_backbone
-from extract.backbone.names import WEIGHTS
-from extract.generate.answers import answers_in_words, is_hedge, shares_of
-from extract.generate.backends.local import TransformersGenerator
-from extract.generate.generator import GeneratorPrompt, SamplingConfig
-from extract.generate.requests import AnswerConfig, GenerationConfig
-from extract.generate.templates import SHOTS, PromptConfig
-from extract.label.labels import shares_in_words, too_few_answers
-from extract.records import Answer, Example, Label, read_records, write_lines
-from extract.run.directory import RunDir
+from beatrice.extract.backbone.loading import load_backbone
+from beatrice.extract.backbone.names import WEIGHTS
+from beatrice.extract.generate.answers import answers_in_words, is_hedge, shares_of
+from beatrice.extract.generate.backends.local import TransformersGenerator
+from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
+from beatrice.extract.generate.requests import AnswerConfig, GenerationConfig
+from beatrice.extract.generate.templates import SHOTS, PromptConfig
+from beatrice.extract.label.labels import shares_in_words, too_few_answers
+from beatrice.extract.records import Answer, Example, Label, read_records, write_lines
+from beatrice.extract.run.directory import RunDir
 from tests.extract.small_run import beatrice, questions, smoke
 
 

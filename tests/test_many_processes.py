@@ -10,10 +10,10 @@ import time
 import jax
 import pytest
 
-from extract.records import SETTINGS
-from extract.run.contents import settings_of
-from extract.run.directory import RunDir
-from jaxprobe import checkpoint
+from beatrice.extract.records import SETTINGS
+from beatrice.extract.run.contents import settings_of
+from beatrice.extract.run.directory import RunDir
+from beatrice.jaxprobe import checkpoint
 from tests.extract.small_run import beatrice
 from tests.process import ROOT, call
 from tests.test_one_setting import examples_of, make_run

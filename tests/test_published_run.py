@@ -8,10 +8,10 @@ import json
 
 import pytest
 
-from extract.records import IN_DOMAIN
-from extract.world.commands import WORLD_PRESETS
-from extract.world.facts import make_world
-from extract.world.questions import make_examples
+from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.world.commands import WORLD_PRESETS
+from beatrice.extract.world.facts import make_world
+from beatrice.extract.world.questions import make_examples
 from tests.process import call
 
 

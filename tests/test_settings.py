@@ -6,23 +6,28 @@ from functools import partial
 
 import pytest
 
+from beatrice.benchmarks.baselines.stage import BASELINES_PRESETS
 from beatrice.cli import CHAIN, VERBS
-from benchmarks.baselines.stage import BASELINES_PRESETS
-from extract.backbone.names import BackboneConfig
-from extract.generate.requests import ANSWER_PRESETS
-from extract.label.verdicts import LABEL_PRESETS
-from extract.run.directory import RunDir
-from extract.run.manifest import PRESETS, NewRun, as_json, decode_section
-from extract.run.verbs import SIZES, load_stage
-from extract.signals.stage import EXTRACT_PRESETS
-from extract.world.commands import WORLD_PRESETS
-from jaxprobe.commands import HEAD_SIZES, with_options
-from jaxprobe.config import GRID_PRESETS, SELECT_PRESETS, GridConfig, StreamConfig
-from jaxprobe.evaluation import INTERVAL_PRESETS
-from jaxprobe.fit.stage import TRAIN
-from jaxprobe.stage import CALIBRATE_PRESETS, grid_config, select_config
-from pgir.controllers.stage import CONTROL_PRESETS
-from selection.sweep import SWEEP_PRESETS
+from beatrice.extract.backbone.names import BackboneConfig
+from beatrice.extract.generate.requests import ANSWER_PRESETS
+from beatrice.extract.label.verdicts import LABEL_PRESETS
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.manifest import PRESETS, NewRun, as_json, decode_section
+from beatrice.extract.run.verbs import SIZES, load_stage
+from beatrice.extract.signals.stage import EXTRACT_PRESETS
+from beatrice.extract.world.commands import WORLD_PRESETS
+from beatrice.jaxprobe.commands import HEAD_SIZES, with_options
+from beatrice.jaxprobe.config import (
+    GRID_PRESETS,
+    SELECT_PRESETS,
+    GridConfig,
+    StreamConfig,
+)
+from beatrice.jaxprobe.evaluation import INTERVAL_PRESETS
+from beatrice.jaxprobe.fit.stage import TRAIN
+from beatrice.jaxprobe.stage import CALIBRATE_PRESETS, grid_config, select_config
+from beatrice.pgir.controllers.stage import CONTROL_PRESETS
+from beatrice.selection.sweep import SWEEP_PRESETS
 
 SECTIONS = {
     "world": WORLD_PRESETS,

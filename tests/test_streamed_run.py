@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from extract.records import SETTINGS
-from extract.run.directory import RunDir
-from jaxprobe.stage import run_outputs
+from beatrice.extract.records import SETTINGS
+from beatrice.extract.run.directory import RunDir
+from beatrice.jaxprobe.stage import run_outputs
 from tests.process import call
 
 

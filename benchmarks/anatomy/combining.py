@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.anatomy import figures
-from benchmarks.anatomy.rows import (
+from beatrice.benchmarks.anatomy import figures
+from beatrice.benchmarks.anatomy.rows import (
     FAMILIES,
     Part,
     cell,
@@ -22,10 +22,10 @@ from benchmarks.anatomy.rows import (
     table_of,
     test_rows,
 )
-from benchmarks.results.names import DETECTORS
-from benchmarks.results.pictures import Picture, picture
-from extract.records import SETTINGS
-from extract.run.results import (
+from beatrice.benchmarks.results.names import DETECTORS
+from beatrice.benchmarks.results.pictures import Picture, picture
+from beatrice.extract.records import SETTINGS
+from beatrice.extract.run.results import (
     DIFFERENCE,
     SETTING_LABELS,
     SPLIT_LABELS,

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.anatomy import figures
-from benchmarks.anatomy.rows import (
+from beatrice.benchmarks.anatomy import figures
+from beatrice.benchmarks.anatomy.rows import (
     EVERY,
     FAMILIES,
     Part,
@@ -23,10 +23,15 @@ from benchmarks.anatomy.rows import (
     table_of,
     test_rows,
 )
-from benchmarks.results.pictures import Picture, picture
-from benchmarks.results.tables import Table
-from extract.records import IN_DOMAIN
-from extract.run.results import SETTING_LABELS, SPLIT_LABELS, ResultRow, ResultTable
+from beatrice.benchmarks.results.pictures import Picture, picture
+from beatrice.benchmarks.results.tables import Table
+from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.run.results import (
+    SETTING_LABELS,
+    SPLIT_LABELS,
+    ResultRow,
+    ResultTable,
+)
 
 
 def _complementarity_figure(table: ResultTable, setting: str) -> Picture | None:

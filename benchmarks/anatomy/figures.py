@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
 
-from benchmarks.results.figures import (
+from beatrice.benchmarks.results.figures import (
     FAMILIES,
     GRID,
     INK,
@@ -23,7 +23,7 @@ from benchmarks.results.figures import (
     STRONG,
     styled,
 )
-from extract.run.results import SETTING_LABELS
+from beatrice.extract.run.results import SETTING_LABELS
 
 Cells = Mapping[tuple[float, float], float]  # counts by the centres of cells
 

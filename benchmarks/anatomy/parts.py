@@ -4,23 +4,23 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.anatomy.combining import (
+from beatrice.benchmarks.anatomy.combining import (
     backbones_part,
     combinations_part,
     fusion_part,
     pairs_part,
 )
-from benchmarks.anatomy.decisions import (
+from beatrice.benchmarks.anatomy.decisions import (
     complementarity_part,
     flips_part,
     grounding_part,
 )
-from benchmarks.anatomy.places import heads_part, layers_part, positions_part
-from benchmarks.anatomy.reach import cases_part, labels_part, transfer_part
-from benchmarks.anatomy.rows import Part
-from benchmarks.paper.cells import read_ledger
-from benchmarks.paper.signs import Sign, in_a_sentence, signs_by_table
-from extract.run.results import ResultRow
+from beatrice.benchmarks.anatomy.places import heads_part, layers_part, positions_part
+from beatrice.benchmarks.anatomy.reach import cases_part, labels_part, transfer_part
+from beatrice.benchmarks.anatomy.rows import Part
+from beatrice.benchmarks.paper.cells import read_ledger
+from beatrice.benchmarks.paper.signs import Sign, in_a_sentence, signs_by_table
+from beatrice.extract.run.results import ResultRow
 
 # With the paper's tables, figures and sections whose numbers stand beside.
 PARTS = {

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.anatomy import figures
-from benchmarks.anatomy.rows import (
+from beatrice.benchmarks.anatomy import figures
+from beatrice.benchmarks.anatomy.rows import (
     EVERY,
     Part,
     cell,
@@ -20,9 +20,9 @@ from benchmarks.anatomy.rows import (
     table_of,
     test_rows,
 )
-from benchmarks.results.pictures import Picture, picture
-from extract.records import IN_DOMAIN
-from extract.run.results import (
+from beatrice.benchmarks.results.pictures import Picture, picture
+from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.run.results import (
     DIFFERENCE,
     SETTING_LABELS,
     SPLIT_LABELS,

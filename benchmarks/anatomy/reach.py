@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from benchmarks.anatomy import figures
-from benchmarks.anatomy.rows import (
+from beatrice.benchmarks.anatomy import figures
+from beatrice.benchmarks.anatomy.rows import (
     EVERY,
     FAMILIES,
     Part,
@@ -18,9 +18,9 @@ from benchmarks.anatomy.rows import (
     spelled,
     test_rows,
 )
-from benchmarks.results.pictures import Picture, picture
-from extract.records import IN_DOMAIN
-from extract.run.results import SETTING_LABELS, ResultRow, ResultTable
+from beatrice.benchmarks.results.pictures import Picture, picture
+from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.run.results import SETTING_LABELS, ResultRow, ResultTable
 
 CURVES = {
     **{f"encoder:{x}": name for x, name in FAMILIES.items()},

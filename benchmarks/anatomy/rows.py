@@ -7,10 +7,22 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.results.pictures import Picture
-from benchmarks.results.tables import Cell, Column, Line, Measure, Table, number
-from extract.records import IN_DOMAIN, SETTINGS
-from extract.run.results import DIFFERENCE, SETTING_LABELS, ResultRow, ResultTable
+from beatrice.benchmarks.results.pictures import Picture
+from beatrice.benchmarks.results.tables import (
+    Cell,
+    Column,
+    Line,
+    Measure,
+    Table,
+    number,
+)
+from beatrice.extract.records import IN_DOMAIN, SETTINGS
+from beatrice.extract.run.results import (
+    DIFFERENCE,
+    SETTING_LABELS,
+    ResultRow,
+    ResultTable,
+)
 
 FAMILIES = {
     "H": "hidden states",

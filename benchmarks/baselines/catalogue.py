@@ -11,9 +11,9 @@ import pkgutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.baselines.detector import Detector, is_taken
-from extract.plugs import load_plug
-from extract.run.files import sha256_file
+from beatrice.benchmarks.baselines.detector import Detector, is_taken
+from beatrice.extract.plugs import load_plug
+from beatrice.extract.run.files import sha256_file
 
 GROUP = "beatrice.baselines"  # of entry points
 _FOLDERS = ("sampled", "trained", "internal")

@@ -5,9 +5,9 @@ import math
 
 import numpy as np
 
-from benchmarks.baselines.detector import Detector, Evidence
-from jaxprobe.evaluation import Scored
-from jaxprobe.metrics import auroc
+from beatrice.benchmarks.baselines.detector import Detector, Evidence
+from beatrice.jaxprobe.evaluation import Scored
+from beatrice.jaxprobe.metrics import auroc
 
 _SPREADS = 3  # of AUROC under chance, below which a score points the wrong way
 

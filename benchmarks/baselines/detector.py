@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from extract.records import SETTINGS, Answer, Example, Sample, Setting
-from extract.run.results import ResultRow
+from beatrice.extract.records import SETTINGS, Answer, Example, Sample, Setting
+from beatrice.extract.run.results import ResultRow
 
 if TYPE_CHECKING:  # the report reads costs alone, and loads no JAX
-    from extract.generate.templates import PromptTemplate
-    from extract.store.read import FeatureStore
-    from jaxprobe.features.rows import Rows
+    from beatrice.extract.generate.templates import PromptTemplate
+    from beatrice.extract.store.read import FeatureStore
+    from beatrice.jaxprobe.features.rows import Rows
 
 # Beyond the pass that gave the answer and its four families:
 #   samples        answers drawn to the same prompt (`beatrice sample`)
@@ -131,7 +131,7 @@ class Evidence:
                 "the texts are not known; give questions, answers and the template by "
                 "which passages were shown"
             )
-        from benchmarks.baselines.text import texts_of
+        from beatrice.benchmarks.baselines.text import texts_of
 
         return texts_of(self.rows, self.examples, self.answers, self.template)
 

@@ -14,7 +14,7 @@ import torch
 from scipy.special import softmax
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from extract.run.console import Update
+from beatrice.extract.run.console import Update
 
 RELATIONS = ("entailment", "neutral", "contradiction")
 

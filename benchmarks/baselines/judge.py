@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from benchmarks.baselines.catalogue import code_of, is_plug
-from benchmarks.baselines.detector import (
+from beatrice.benchmarks.baselines.catalogue import code_of, is_plug
+from beatrice.benchmarks.baselines.detector import (
     Detector,
     Evidence,
     Found,
     Judged,
     Relations,
 )
-from benchmarks.baselines.readings import NOTHING_READ, Kept, reading_keys
-from extract.records import Answer, Example, Label, Sample
-from extract.run.memory import begin_peak, peak_bytes
-from extract.run.results import ResultRow, write_rows
-from extract.store.read import FeatureStore
-from jaxprobe.checkpoint import Cache
-from jaxprobe.evaluation import Scored, detection_rows
-from jaxprobe.features.rows import Rows, rows_of
-from jaxprobe.metrics import BootstrapConfig
+from beatrice.benchmarks.baselines.readings import NOTHING_READ, Kept, reading_keys
+from beatrice.extract.records import Answer, Example, Label, Sample
+from beatrice.extract.run.memory import begin_peak, peak_bytes
+from beatrice.extract.run.results import ResultRow, write_rows
+from beatrice.extract.store.read import FeatureStore
+from beatrice.jaxprobe.checkpoint import Cache
+from beatrice.jaxprobe.evaluation import Scored, detection_rows
+from beatrice.jaxprobe.features.rows import Rows, rows_of
+from beatrice.jaxprobe.metrics import BootstrapConfig
 
 if TYPE_CHECKING:
     import pandas

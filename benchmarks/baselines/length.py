@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from benchmarks.baselines.linear import scores_of, standardise
-from extract.records import Answer
-from extract.run.results import ResultRow
-from jaxprobe.evaluation import Scored, detection_rows
-from jaxprobe.features.rows import Rows
-from jaxprobe.metrics import BootstrapConfig, paired_strata
+from beatrice.benchmarks.baselines.linear import scores_of, standardise
+from beatrice.extract.records import Answer
+from beatrice.extract.run.results import ResultRow
+from beatrice.jaxprobe.evaluation import Scored, detection_rows
+from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.metrics import BootstrapConfig, paired_strata
 
 
 def length_features(answers: Sequence[Answer]) -> np.ndarray:

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from extract.records import IN_DOMAIN
-from extract.run.results import ResultRow
-from jaxprobe.features.rows import Rows
-from jaxprobe.regression import block_scale, fit_linear
+from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.run.results import ResultRow
+from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.regression import block_scale, fit_linear
 
 
 def standardise(features: np.ndarray, train: np.ndarray) -> None:

@@ -7,14 +7,14 @@ channel are read, of the question and the passages the mean.
 
 import numpy as np
 
-from benchmarks.baselines.linear import chosen_row, scores_of, standardise
-from extract.records import Setting
-from extract.run.results import ResultRow
-from extract.store.read import FeatureStore, read_family
-from jaxprobe.features.families import ANSWER, SPANS
-from jaxprobe.features.reading import mean_answer_states
-from jaxprobe.features.rows import Rows
-from jaxprobe.features.subsets import FAMILIES, LETTERS
+from beatrice.benchmarks.baselines.linear import chosen_row, scores_of, standardise
+from beatrice.extract.records import Setting
+from beatrice.extract.run.results import ResultRow
+from beatrice.extract.store.read import FeatureStore, read_family
+from beatrice.jaxprobe.features.families import ANSWER, SPANS
+from beatrice.jaxprobe.features.reading import mean_answer_states
+from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.features.subsets import FAMILIES, LETTERS
 
 
 def pooled_signals(

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.baselines.detector import Detector, Evidence
-from extract.run.memory import begin_peak, peak_bytes
-from jaxprobe.checkpoint import Cache
-from jaxprobe.features.rows import Rows
+from beatrice.benchmarks.baselines.detector import Detector, Evidence
+from beatrice.extract.run.memory import begin_peak, peak_bytes
+from beatrice.jaxprobe.checkpoint import Cache
+from beatrice.jaxprobe.features.rows import Rows
 
 if TYPE_CHECKING:
-    from extract.backbone.loading import Backbone
+    from beatrice.extract.backbone.loading import Backbone
 
 FORMAT = "3"  # of cached readings: 3 says of which rows
 _OF_SAMPLES = ("sample_states", "p_true")  # readings of drawn answers too
@@ -82,13 +82,13 @@ class Reading:
 
     @cached_property
     def _n_cue(self) -> int:
-        from extract.readings.part import cue_length
+        from beatrice.extract.readings.part import cue_length
 
         return cue_length(self._evidence.answers)
 
     def some(self, rows: Sequence[int], names: Sequence[str]) -> dict[str, np.ndarray]:
         """Read the answers of some rows."""
-        from extract.readings.reader import read
+        from beatrice.extract.readings.reader import read
 
         given = {
             argument: [one(i) for i in rows]
@@ -112,7 +112,7 @@ class Reading:
         }
 
     def _swapped(self, i: int) -> tuple[int, ...] | None:
-        from extract.readings.prompts import swapped_prompt
+        from beatrice.extract.readings.prompts import swapped_prompt
 
         evidence = self._evidence
         if evidence.template is None:
@@ -126,7 +126,7 @@ class Reading:
         )
 
     def _truth_prompt(self, i: int) -> tuple[int, ...] | None:
-        from extract.readings.prompts import truth_prompt
+        from beatrice.extract.readings.prompts import truth_prompt
 
         evidence = self._evidence
         ideas = [sample.text for sample in evidence.samples[i]]

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from benchmarks.baselines.catalogue import catalogue, find_detector, is_plug
-from benchmarks.baselines.check import faults_of
-from benchmarks.baselines.detector import (
+from beatrice.benchmarks.baselines.catalogue import catalogue, find_detector, is_plug
+from beatrice.benchmarks.baselines.check import faults_of
+from beatrice.benchmarks.baselines.detector import (
     Detector,
     Evidence,
     Judged,
@@ -19,8 +19,14 @@ from benchmarks.baselines.detector import (
     Relations,
     is_rival,
 )
-from benchmarks.baselines.judge import Metered, ScoreCache, Scores, cost_of, score
-from benchmarks.baselines.readings import (
+from beatrice.benchmarks.baselines.judge import (
+    Metered,
+    ScoreCache,
+    Scores,
+    cost_of,
+    score,
+)
+from beatrice.benchmarks.baselines.readings import (
     NOTHING_READ,
     Kept,
     Reading,
@@ -29,10 +35,10 @@ from benchmarks.baselines.readings import (
     reading_keys,
     rows_read,
 )
-from extract.generate.stage import answer_config
-from extract.records import Sample, Setting, read_records
-from extract.run.console import Progress, Update
-from extract.run.contents import (
+from beatrice.extract.generate.stage import answer_config
+from beatrice.extract.records import Sample, Setting, read_records
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.contents import (
     answers_file,
     draw_seconds_file,
     question_files,
@@ -42,18 +48,23 @@ from extract.run.contents import (
     samples_file,
     settings_of,
 )
-from extract.run.directory import RunDir
-from extract.run.files import read_json, sha256_tree, write_json_atomic
-from extract.run.manifest import Preset
-from extract.run.results import ResultRow, publish, rows_file
-from extract.run.stages import Stage
-from jaxprobe.checkpoint import Cache
-from jaxprobe.config import set_compiler
-from jaxprobe.evaluation import Scored, detection_rows
-from jaxprobe.stage import chosen_layer, open_rows, run_bootstrap, run_selection
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import read_json, sha256_tree, write_json_atomic
+from beatrice.extract.run.manifest import Preset
+from beatrice.extract.run.results import ResultRow, publish, rows_file
+from beatrice.extract.run.stages import Stage
+from beatrice.jaxprobe.checkpoint import Cache
+from beatrice.jaxprobe.config import set_compiler
+from beatrice.jaxprobe.evaluation import Scored, detection_rows
+from beatrice.jaxprobe.stage import (
+    chosen_layer,
+    open_rows,
+    run_bootstrap,
+    run_selection,
+)
 
 if TYPE_CHECKING:
-    from extract.backbone.loading import Backbone
+    from beatrice.extract.backbone.loading import Backbone
 
 OURS = "champion"
 
@@ -230,8 +241,8 @@ def read_judged(path: Path) -> list[Judged]:
 
 
 def _open_backbone(run: RunDir) -> "Backbone":
-    from extract.backbone.loading import open_backbone, require_answering_model
-    from extract.backbone.names import BackboneConfig
+    from beatrice.extract.backbone.loading import open_backbone, require_answering_model
+    from beatrice.extract.backbone.names import BackboneConfig
 
     backbone = open_backbone(run.section("backbone", BackboneConfig))
     require_answering_model(run.answers, backbone)
@@ -326,7 +337,7 @@ def _baselines(
     if config.nli is not None and any(
         "entailment" in x.needs for x in known if x.name in names
     ):
-        from benchmarks.baselines.entailment import load_entailment
+        from beatrice.benchmarks.baselines.entailment import load_entailment
 
         relations = Metered(load_entailment(Path(config.nli), progress=update))
     if models := models_beside(models_file(run), config.models):
@@ -362,7 +373,7 @@ def run_faults(run: RunDir, spec: str, config: BaselinesConfig) -> list[str]:
         raise ValueError(f"{detector.name} {lack}")
     relations = None
     if config.nli is not None:
-        from benchmarks.baselines.entailment import load_entailment
+        from beatrice.benchmarks.baselines.entailment import load_entailment
 
         relations = load_entailment(Path(config.nli))
     identities = run_identities(run, config.models)

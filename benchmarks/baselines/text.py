@@ -12,13 +12,13 @@ import numpy as np
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
-from benchmarks.baselines.linear import chosen_row
-from extract.generate.requests import variants_of
-from extract.generate.templates import PromptTemplate
-from extract.records import Answer, Example
-from extract.run.results import ResultRow
-from jaxprobe.features.rows import Rows
-from jaxprobe.regression import fit_linear
+from beatrice.benchmarks.baselines.linear import chosen_row
+from beatrice.extract.generate.requests import variants_of
+from beatrice.extract.generate.templates import PromptTemplate
+from beatrice.extract.records import Answer, Example
+from beatrice.extract.run.results import ResultRow
+from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.regression import fit_linear
 
 
 def joined_text(question: str, answer: str, passages: Sequence[str] = ()) -> str:

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from benchmarks.baselines.detector import Judged
-from benchmarks.results.tables import number
-from extract.records import IN_DOMAIN
-from extract.run.results import SETTING_LABELS, ResultRow, ResultTable
-from extract.run.stages import bytes_in_words
+from beatrice.benchmarks.baselines.detector import Judged
+from beatrice.benchmarks.results.tables import number
+from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.run.results import SETTING_LABELS, ResultRow, ResultTable
+from beatrice.extract.run.stages import bytes_in_words
 
 HEADS = (
     "Detector",

@@ -9,10 +9,10 @@ best of a column bold, the second underlined; the first line is the AUPRC of gue
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from benchmarks.panorama.significance import is_rival
-from benchmarks.results.findings import tex
-from benchmarks.results.names import DETECTORS
-from benchmarks.results.tables import (
+from beatrice.benchmarks.panorama.significance import is_rival
+from beatrice.benchmarks.results.findings import tex
+from beatrice.benchmarks.results.names import DETECTORS
+from beatrice.benchmarks.results.tables import (
     METRICS,
     Cell,
     Line,
@@ -21,8 +21,8 @@ from benchmarks.results.tables import (
     detection_table,
     number,
 )
-from extract.records import IN_DOMAIN, SETTINGS, Setting
-from extract.run.results import SETTING_LABELS, ResultRow
+from beatrice.extract.records import IN_DOMAIN, SETTINGS, Setting
+from beatrice.extract.run.results import SETTING_LABELS, ResultRow
 
 CHANCE = "Random AUPRC (error rate)"
 # A score that is the same for every answer: its AUPRC is the share of wrong ones.

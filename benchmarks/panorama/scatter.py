@@ -5,12 +5,12 @@ from typing import Literal
 
 from matplotlib.figure import Figure
 
-from benchmarks.baselines.detector import Judged
-from benchmarks.panorama.costs import measured
-from benchmarks.results.figures import MUTED, SOFT, STRONG, styled
-from benchmarks.results.pictures import Picture, picture
-from extract.records import IN_DOMAIN, SETTINGS
-from extract.run.results import SETTING_LABELS, ResultRow, ResultTable
+from beatrice.benchmarks.baselines.detector import Judged
+from beatrice.benchmarks.panorama.costs import measured
+from beatrice.benchmarks.results.figures import MUTED, SOFT, STRONG, styled
+from beatrice.benchmarks.results.pictures import Picture, picture
+from beatrice.extract.records import IN_DOMAIN, SETTINGS
+from beatrice.extract.run.results import SETTING_LABELS, ResultRow, ResultTable
 
 Kind = Literal["plain", "trained", "sampled"]
 MARKERS: dict[Kind, tuple[str, str]] = {

@@ -14,12 +14,17 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from benchmarks.baselines.detector import is_rival
-from benchmarks.results.findings import place_name, seed_spread, tex
-from benchmarks.results.names import DETECTORS, RIVALS
-from benchmarks.results.tables import Place, interval, number, places_of
-from extract.records import IN_DOMAIN
-from extract.run.results import DIFFERENCE, SETTING_LABELS, ResultRow, ResultTable
+from beatrice.benchmarks.baselines.detector import is_rival
+from beatrice.benchmarks.results.findings import place_name, seed_spread, tex
+from beatrice.benchmarks.results.names import DETECTORS, RIVALS
+from beatrice.benchmarks.results.tables import Place, interval, number, places_of
+from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.run.results import (
+    DIFFERENCE,
+    SETTING_LABELS,
+    ResultRow,
+    ResultTable,
+)
 
 Against = Literal["strongest", "hidden_only"]
 TITLES: dict[Against, str] = {

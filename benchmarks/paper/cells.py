@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from extract.records import ACROSS_SETS, IN_DOMAIN, Record, read_records
-from extract.run.results import DIFFERENCE, ResultRow
+from beatrice.extract.records import ACROSS_SETS, IN_DOMAIN, Record, read_records
+from beatrice.extract.run.results import DIFFERENCE, ResultRow
 
 Mark = Literal["bold", "underlined", "dagger"]
 Order = Literal["above", "below", "not above"]

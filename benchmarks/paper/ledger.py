@@ -5,7 +5,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.paper.cells import (
+from beatrice.benchmarks.paper.cells import (
     OF_AN_INTERVAL,
     Beside,
     Key,
@@ -13,11 +13,11 @@ from benchmarks.paper.cells import (
     beside,
     read_ledger,
 )
-from benchmarks.paper.signs import Sign, in_a_sentence, signs, spelled
-from benchmarks.paper.summaries import summaries
-from extract.label.labels import count_correct
-from extract.records import IN_DOMAIN, Example, Label
-from extract.run.results import DIFFERENCE, SPLIT_LABELS, ResultRow
+from beatrice.benchmarks.paper.signs import Sign, in_a_sentence, signs, spelled
+from beatrice.benchmarks.paper.summaries import summaries
+from beatrice.extract.label.labels import count_correct
+from beatrice.extract.records import IN_DOMAIN, Example, Label
+from beatrice.extract.run.results import DIFFERENCE, SPLIT_LABELS, ResultRow
 
 _MARKS = {"bold": "**{}**", "underlined": "<u>{}</u>", "dagger": "{}†", None: "{}"}
 _WHY_NOT = {

@@ -11,10 +11,17 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from benchmarks.paper.cells import Beside, Key, Order, PaperCell, beside, by_key
-from benchmarks.paper.summaries import summaries
-from benchmarks.results.tables import number
-from extract.run.results import DIFFERENCE, ResultRow
+from beatrice.benchmarks.paper.cells import (
+    Beside,
+    Key,
+    Order,
+    PaperCell,
+    beside,
+    by_key,
+)
+from beatrice.benchmarks.paper.summaries import summaries
+from beatrice.benchmarks.results.tables import number
+from beatrice.extract.run.results import DIFFERENCE, ResultRow
 
 Verdict = Literal["agrees", "differs", "cannot be told", "no interval"]
 _TO_ZERO = ("spearman", "points")

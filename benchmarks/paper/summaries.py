@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from benchmarks.anatomy.rows import (
+from beatrice.benchmarks.anatomy.rows import (
     EVERY,
     FAMILIES,
     distinct_sets,
@@ -20,8 +20,8 @@ from benchmarks.anatomy.rows import (
     printed,
     test_rows,
 )
-from extract.records import IN_DOMAIN, SETTINGS
-from extract.run.results import DIFFERENCE, ResultRow, ResultTable
+from beatrice.extract.records import IN_DOMAIN, SETTINGS
+from beatrice.extract.run.results import DIFFERENCE, ResultRow, ResultTable
 
 EXPERIMENT = "anatomy_summary"
 OTHERS = tuple(letter for letter in FAMILIES if letter != "H")

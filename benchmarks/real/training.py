@@ -23,7 +23,7 @@ their encoders (test, sets selected with them, two models: +.001, −.002 closed
 mean logit where the gain may be chance.
 """
 
-from jaxprobe.config import (
+from beatrice.jaxprobe.config import (
     EncoderConfig,
     FusionConfig,
     GridConfig,

@@ -6,12 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.results.names import AT_EQUAL_LENGTH
-from extract.run.files import read_json
-from extract.run.results import ResultRow
-from jaxprobe.evaluation import Scored
-from jaxprobe.features.rows import Rows
-from jaxprobe.metrics import BootstrapConfig, interval_of, resamples, weighted_metrics
+from beatrice.benchmarks.results.names import AT_EQUAL_LENGTH
+from beatrice.extract.run.files import read_json
+from beatrice.extract.run.results import ResultRow
+from beatrice.jaxprobe.evaluation import Scored
+from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.metrics import (
+    BootstrapConfig,
+    interval_of,
+    resamples,
+    weighted_metrics,
+)
 
 SPLIT = "annotated"
 

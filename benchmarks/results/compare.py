@@ -5,18 +5,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.results.findings import (
+from beatrice.benchmarks.results.findings import (
     Finding,
     measured,
     place_name,
     questions_of,
 )
-from benchmarks.results.names import DETECTORS, RIVALS
-from benchmarks.results.tables import interval, number
-from extract.records import IN_DOMAIN, Setting
-from extract.run.results import SETTING_LABELS, ResultRow, ResultTable
-from jaxprobe.metrics import BootstrapConfig
-from selection.anatomy.reach import Agreement, Ranked, agreement
+from beatrice.benchmarks.results.names import DETECTORS, RIVALS
+from beatrice.benchmarks.results.tables import interval, number
+from beatrice.extract.records import IN_DOMAIN, Setting
+from beatrice.extract.run.results import SETTING_LABELS, ResultRow, ResultTable
+from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.selection.anatomy.reach import Agreement, Ranked, agreement
 
 
 def in_words(found: Agreement) -> str:

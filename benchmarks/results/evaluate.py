@@ -9,48 +9,58 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.baselines.detector import Evidence
-from benchmarks.baselines.length import (
+from beatrice.benchmarks.baselines.detector import Evidence
+from beatrice.benchmarks.baselines.length import (
     length_features,
     length_scores,
     majority_scores,
     rows_at_equal_length,
 )
-from benchmarks.baselines.perplexity import perplexity_scores
-from benchmarks.baselines.probe import layer_scores, probe_scores
-from benchmarks.baselines.stage import run_evidence
-from benchmarks.baselines.text import text_scores
-from benchmarks.results.annotated import annotated_rows, read_verdicts
-from benchmarks.results.names import AT_EQUAL_LENGTH, FAMILY_PAIRS, FLOORS, RIVALS
-from benchmarks.results.shown import Spell, shown_sets
-from extract.backbone.names import BackboneConfig
-from extract.generate.answers import shares_of
-from extract.generate.stage import answer_config
-from extract.records import IN_DOMAIN, Answer, Example, Setting
-from extract.run.console import Progress, Update
-from extract.run.contents import (
+from beatrice.benchmarks.baselines.perplexity import perplexity_scores
+from beatrice.benchmarks.baselines.probe import layer_scores, probe_scores
+from beatrice.benchmarks.baselines.stage import run_evidence
+from beatrice.benchmarks.baselines.text import text_scores
+from beatrice.benchmarks.results.annotated import annotated_rows, read_verdicts
+from beatrice.benchmarks.results.names import (
+    AT_EQUAL_LENGTH,
+    FAMILY_PAIRS,
+    FLOORS,
+    RIVALS,
+)
+from beatrice.benchmarks.results.shown import Spell, shown_sets
+from beatrice.extract.backbone.names import BackboneConfig
+from beatrice.extract.generate.answers import shares_of
+from beatrice.extract.generate.stage import answer_config
+from beatrice.extract.records import IN_DOMAIN, Answer, Example, Setting
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.contents import (
     left_out_file,
     read_answers,
     read_examples,
     row_files,
     settings_of,
 )
-from extract.run.directory import RunDir
-from extract.run.files import write_json_atomic
-from extract.run.results import ResultRow, publish, rows_file
-from extract.run.stages import Stage
-from extract.store.read import FeatureStore
-from jaxprobe import checkpoint
-from jaxprobe.calibration import Reliability, brier, ece, reliability
-from jaxprobe.config import set_compiler
-from jaxprobe.detector import Detector
-from jaxprobe.evaluation import Scored, detection_rows
-from jaxprobe.features.rows import Rows
-from jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
-from jaxprobe.fit.stage import EVERY_FAMILY
-from jaxprobe.metrics import BootstrapConfig
-from jaxprobe.stage import encoder_folders, grid_config, run_bootstrap, run_selection
-from pgir.scoring.page import shown_tokens
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import write_json_atomic
+from beatrice.extract.run.results import ResultRow, publish, rows_file
+from beatrice.extract.run.stages import Stage
+from beatrice.extract.store.read import FeatureStore
+from beatrice.jaxprobe import checkpoint
+from beatrice.jaxprobe.calibration import Reliability, brier, ece, reliability
+from beatrice.jaxprobe.config import set_compiler
+from beatrice.jaxprobe.detector import Detector
+from beatrice.jaxprobe.evaluation import Scored, detection_rows
+from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.features.subsets import N_SUBSETS, SUBSET_NAMES
+from beatrice.jaxprobe.fit.stage import EVERY_FAMILY
+from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.jaxprobe.stage import (
+    encoder_folders,
+    grid_config,
+    run_bootstrap,
+    run_selection,
+)
+from beatrice.pgir.scoring.page import shown_tokens
 
 N_BINS = 10
 PAIRS = {
@@ -267,7 +277,7 @@ def run_detectors(
 def _speller(run: RunDir, progress: Progress) -> Spell | None:
     """Return what spells tokens, or None where the run's backbone is not there."""
     # Loads Torch, which the tables and figures do without.
-    from extract.backbone.checkpoint import load_outline
+    from beatrice.extract.backbone.checkpoint import load_outline
 
     try:
         decode = load_outline(

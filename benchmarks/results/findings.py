@@ -14,11 +14,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from benchmarks.results.names import RIVALS
-from benchmarks.results.tables import Place, interval, number, places_of
-from extract.label.labels import too_few_answers
-from extract.records import IN_DOMAIN
-from extract.run.results import (
+from beatrice.benchmarks.results.names import RIVALS
+from beatrice.benchmarks.results.tables import Place, interval, number, places_of
+from beatrice.extract.label.labels import too_few_answers
+from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.run.results import (
     DIFFERENCE,
     SETTING_LABELS,
     SPLIT_LABELS,

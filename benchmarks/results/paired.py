@@ -9,10 +9,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from benchmarks.results.names import AT_EQUAL_LENGTH, DETECTORS, FLOORS, RIVALS
-from benchmarks.results.tables import Cell, Table, detection_table, interval, number
-from extract.run.results import DIFFERENCE, ResultRow, ResultTable
-from pgir.controllers.titles import CONTROLLERS
+from beatrice.benchmarks.results.names import AT_EQUAL_LENGTH, DETECTORS, FLOORS, RIVALS
+from beatrice.benchmarks.results.tables import (
+    Cell,
+    Table,
+    detection_table,
+    interval,
+    number,
+)
+from beatrice.extract.run.results import DIFFERENCE, ResultRow, ResultTable
+from beatrice.pgir.controllers.titles import CONTROLLERS
 
 
 def paired_table(rows: Sequence[ResultRow], experiment: str = "paired") -> Table:

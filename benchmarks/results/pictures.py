@@ -7,10 +7,10 @@ from typing import Any
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from benchmarks.results import figures
-from benchmarks.results.tables import number
-from extract.records import IN_DOMAIN
-from extract.run.results import (
+from beatrice.benchmarks.results import figures
+from beatrice.benchmarks.results.tables import number
+from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.run.results import (
     METRIC_LABELS,
     SETTING_LABELS,
     ResultRow,
@@ -18,7 +18,7 @@ from extract.run.results import (
     controller_rows,
     macro_row,
 )
-from pgir.controllers.titles import CONTROLLERS
+from beatrice.pgir.controllers.titles import CONTROLLERS
 
 PerSetting = Mapping[str, Mapping[str, Any]]
 

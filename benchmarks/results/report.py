@@ -7,16 +7,28 @@ from typing import Any
 
 import jinja2
 
-from benchmarks.anatomy.parts import anatomy_parts
-from benchmarks.baselines.detector import Judged
-from benchmarks.panorama.costs import HEADS as COST_HEADS
-from benchmarks.panorama.costs import cost_tables, titles_of
-from benchmarks.panorama.layout import panoramas
-from benchmarks.panorama.scatter import cost_pictures
-from benchmarks.panorama.significance import HEADS, TITLES, cells_of, leads, sentence
-from benchmarks.results.findings import findings, grids, measured, remarks, sentences
-from benchmarks.results.names import CONTROLS, DETECTORS, SPAN_DECISIONS
-from benchmarks.results.paired import (
+from beatrice.benchmarks.anatomy.parts import anatomy_parts
+from beatrice.benchmarks.baselines.detector import Judged
+from beatrice.benchmarks.panorama.costs import HEADS as COST_HEADS
+from beatrice.benchmarks.panorama.costs import cost_tables, titles_of
+from beatrice.benchmarks.panorama.layout import panoramas
+from beatrice.benchmarks.panorama.scatter import cost_pictures
+from beatrice.benchmarks.panorama.significance import (
+    HEADS,
+    TITLES,
+    cells_of,
+    leads,
+    sentence,
+)
+from beatrice.benchmarks.results.findings import (
+    findings,
+    grids,
+    measured,
+    remarks,
+    sentences,
+)
+from beatrice.benchmarks.results.names import CONTROLS, DETECTORS, SPAN_DECISIONS
+from beatrice.benchmarks.results.paired import (
     annotated_table,
     answer_table,
     equal_length_table,
@@ -25,7 +37,7 @@ from benchmarks.results.paired import (
     noise_table,
     paired_table,
 )
-from benchmarks.results.pictures import (
+from beatrice.benchmarks.results.pictures import (
     frontier_pictures,
     ranking_pictures,
     reliability_pictures,
@@ -33,8 +45,8 @@ from benchmarks.results.pictures import (
     sweep_pictures,
     synergy_pictures,
 )
-from benchmarks.results.saved import N_SHOWN
-from benchmarks.results.tables import (
+from beatrice.benchmarks.results.saved import N_SHOWN
+from beatrice.benchmarks.results.tables import (
     controller_table,
     detection_table,
     exhaustive_table,
@@ -45,9 +57,9 @@ from benchmarks.results.tables import (
     set_names,
     span_table,
 )
-from extract.records import IN_DOMAIN
-from extract.run.files import write_text_atomic
-from extract.run.results import (
+from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.run.files import write_text_atomic
+from beatrice.extract.run.results import (
     MACRO,
     METRIC_LABELS,
     SETTING_LABELS,
@@ -55,8 +67,8 @@ from extract.run.results import (
     ResultRow,
     ResultTable,
 )
-from pgir.controllers.titles import CONTROLLERS, OPTIONAL
-from pgir.scoring.page import P_STEPS
+from beatrice.pgir.controllers.titles import CONTROLLERS, OPTIONAL
+from beatrice.pgir.scoring.page import P_STEPS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

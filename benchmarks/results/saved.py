@@ -5,10 +5,10 @@ from typing import Any
 
 import msgspec
 
-from extract.records import Record, Setting, Share
-from extract.run.files import read_json
-from extract.run.results import ResultRow, read_rows
-from selection.anatomy import Study
+from beatrice.extract.records import Record, Setting, Share
+from beatrice.extract.run.files import read_json
+from beatrice.extract.run.results import ResultRow, read_rows
+from beatrice.selection.anatomy import Study
 
 STUDIES = "anatomy/cases.json"  # in the run
 N_SHOWN = 3  # answers of each kind of each set

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.baselines.detector import Evidence
-from benchmarks.results.saved import N_SHOWN
-from extract.records import Answer, Example
-from extract.store.read import Ragged, read_family
-from jaxprobe.scope import Threshold
+from beatrice.benchmarks.baselines.detector import Evidence
+from beatrice.benchmarks.results.saved import N_SHOWN
+from beatrice.extract.records import Answer, Example
+from beatrice.extract.store.read import Ragged, read_family
+from beatrice.jaxprobe.scope import Threshold
 
 TRUSTED_FROM = 0.5  # where the run has no threshold of its own
 

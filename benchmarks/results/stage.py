@@ -8,15 +8,20 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from benchmarks.baselines.detector import Judged
-from benchmarks.baselines.stage import judged_file, read_judged
-from benchmarks.panorama import costs, layout, significance
-from benchmarks.paper.ledger import Experiment
-from benchmarks.results.compare import Side
-from benchmarks.results.findings import as_latex, as_markdown, findings, remarks
-from benchmarks.results.paired import paired_table
-from benchmarks.results.report import ReportData, write_report
-from benchmarks.results.saved import (
+from beatrice.benchmarks.baselines.detector import Judged
+from beatrice.benchmarks.baselines.stage import judged_file, read_judged
+from beatrice.benchmarks.panorama import costs, layout, significance
+from beatrice.benchmarks.paper.ledger import Experiment
+from beatrice.benchmarks.results.compare import Side
+from beatrice.benchmarks.results.findings import (
+    as_latex,
+    as_markdown,
+    findings,
+    remarks,
+)
+from beatrice.benchmarks.results.paired import paired_table
+from beatrice.benchmarks.results.report import ReportData, write_report
+from beatrice.benchmarks.results.saved import (
     STUDIES,
     read_control,
     read_reliability,
@@ -24,23 +29,23 @@ from benchmarks.results.saved import (
     read_shown,
     read_studies,
 )
-from benchmarks.results.tables import controller_table, detection_table
-from benchmarks.results.terminal import as_text
-from extract.backbone.names import BackboneConfig
-from extract.label.labels import count_correct
-from extract.records import IN_DOMAIN, SETTINGS, Setting
-from extract.run.console import Progress, Update
-from extract.run.contents import (
+from beatrice.benchmarks.results.tables import controller_table, detection_table
+from beatrice.benchmarks.results.terminal import as_text
+from beatrice.extract.backbone.names import BackboneConfig
+from beatrice.extract.label.labels import count_correct
+from beatrice.extract.records import IN_DOMAIN, SETTINGS, Setting
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.contents import (
     question_files,
     read_examples,
     read_labels,
     settings_in_words,
     settings_of,
 )
-from extract.run.directory import RunDir
-from extract.run.files import write_text_atomic
-from extract.run.manifest import read_manifest
-from extract.run.results import (
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import write_text_atomic
+from beatrice.extract.run.manifest import read_manifest
+from beatrice.extract.run.results import (
     ResultRow,
     ResultTable,
     asked_for,
@@ -49,21 +54,21 @@ from extract.run.results import (
     read_result_rows,
     rows_file,
 )
-from extract.run.stages import Stage
-from extract.signals.stage import extract_config
-from jaxprobe.features.rows import read_sweep
-from jaxprobe.features.subsets import N_SUBSETS
-from jaxprobe.stage import (
+from beatrice.extract.run.stages import Stage
+from beatrice.extract.signals.stage import extract_config
+from beatrice.jaxprobe.features.rows import read_sweep
+from beatrice.jaxprobe.features.subsets import N_SUBSETS
+from beatrice.jaxprobe.stage import (
     chosen_layer,
     grid_config,
     open_rows,
     run_bootstrap,
     run_outputs,
 )
-from selection.ablation import ablation_summary
-from selection.anatomy.reach import Ranked
-from selection.exhaustive import ranking_summary
-from selection.stage import selection_summary
+from beatrice.selection.ablation import ablation_summary
+from beatrice.selection.anatomy.reach import Ranked
+from beatrice.selection.exhaustive import ranking_summary
+from beatrice.selection.stage import selection_summary
 
 IN_ORDER = (
     "data world answer label extract sweep train select calibrate evaluate control"

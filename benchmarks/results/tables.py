@@ -13,9 +13,9 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from benchmarks.results.names import CONTROLS, DETECTORS
-from extract.records import IN_DOMAIN
-from extract.run.results import (
+from beatrice.benchmarks.results.names import CONTROLS, DETECTORS
+from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.run.results import (
     DIFFERENCE,
     SETTING_LABELS,
     SPLIT_LABELS,
@@ -24,7 +24,7 @@ from extract.run.results import (
     controller_rows,
     macro_row,
 )
-from pgir.controllers.titles import BOUNDS, CONTROLLERS
+from beatrice.pgir.controllers.titles import BOUNDS, CONTROLLERS
 
 METRICS = ("auroc", "auprc")  # of a detector, in the order of a cell
 Rank = Literal["best", "second"]

@@ -8,7 +8,7 @@ import rich.console
 import rich.table
 import rich.text
 
-from benchmarks.results.tables import Cell, Table, interval, number
+from beatrice.benchmarks.results.tables import Cell, Table, interval, number
 
 
 def _cell_text(cell: Cell, notes: Sequence[str]) -> str:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from extract.run.verbs import RUN_DIR
-from pgir.retrieval.commands import retrieval_options, settle_options
+from beatrice.extract.run.verbs import RUN_DIR
+from beatrice.pgir.retrieval.commands import retrieval_options, settle_options
 
 if TYPE_CHECKING:
-    from benchmarks.retrieved.questions import TransferConfig
+    from beatrice.benchmarks.retrieved.questions import TransferConfig
 
 
 def _named_file(
@@ -57,10 +57,10 @@ def transfer(
     Example: beatrice transfer runs/gemma --corpus corpora/six --retriever fused
     --retriever-encoder all-MiniLM-L6-v2
     """
-    from benchmarks.retrieved.questions import TRANSFER_PRESETS
-    from benchmarks.retrieved.stage import NAME, transfer_run
-    from extract.run.console import Progress
-    from extract.run.directory import RunDir
+    from beatrice.benchmarks.retrieved.questions import TRANSFER_PRESETS
+    from beatrice.benchmarks.retrieved.stage import NAME, transfer_run
+    from beatrice.extract.run.console import Progress
+    from beatrice.extract.run.directory import RunDir
 
     given = {"limit": limit, "n_passages": n_passages, "questions": questions or None}
     chosen = {name: value for name, value in given.items() if value is not None}

@@ -14,44 +14,44 @@ import jax
 import msgspec
 import numpy as np
 
-from benchmarks.baselines.detector import Evidence
-from benchmarks.baselines.length import length_features
-from benchmarks.baselines.linear import scores_of, standardise
-from benchmarks.baselines.perplexity import perplexity_scores
-from benchmarks.baselines.probe import pooled_signals
-from benchmarks.baselines.text import text_scores
-from benchmarks.results.names import RIVALS
-from extract.records import IN_DOMAIN, Example, Setting
-from extract.run.results import ResultRow
-from jaxprobe.config import GridConfig
-from jaxprobe.detector import Detector
-from jaxprobe.evaluation import Scored, detection_rows
-from jaxprobe.features.families import (
+from beatrice.benchmarks.baselines.detector import Evidence
+from beatrice.benchmarks.baselines.length import length_features
+from beatrice.benchmarks.baselines.linear import scores_of, standardise
+from beatrice.benchmarks.baselines.perplexity import perplexity_scores
+from beatrice.benchmarks.baselines.probe import pooled_signals
+from beatrice.benchmarks.baselines.text import text_scores
+from beatrice.benchmarks.results.names import RIVALS
+from beatrice.extract.records import IN_DOMAIN, Example, Setting
+from beatrice.extract.run.results import ResultRow
+from beatrice.jaxprobe.config import GridConfig
+from beatrice.jaxprobe.detector import Detector
+from beatrice.jaxprobe.evaluation import Scored, detection_rows
+from beatrice.jaxprobe.features.families import (
     Features,
     Standardizer,
     split_families,
     width_groups,
     widths_of,
 )
-from jaxprobe.features.reading import (
+from beatrice.jaxprobe.features.reading import (
     family_dims,
     longest_spans,
     read_features,
     stored_lengths,
 )
-from jaxprobe.features.rows import Rows, partners, rows_at_once
-from jaxprobe.features.subsets import (
+from beatrice.jaxprobe.features.rows import Rows, partners, rows_at_once
+from beatrice.jaxprobe.features.subsets import (
     FAMILIES,
     LETTERS,
     SUBSET_NAMES,
     SUBSETS,
     FamilyDims,
 )
-from jaxprobe.fit.grid import grid_members, member_logits
-from jaxprobe.fit.stage import EVERY_FAMILY
-from jaxprobe.metrics import BootstrapConfig
-from jaxprobe.model.encoder import Encoder
-from pgir.retrieval.recall import has_answer
+from beatrice.jaxprobe.fit.grid import grid_members, member_logits
+from beatrice.jaxprobe.fit.stage import EVERY_FAMILY
+from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.jaxprobe.model.encoder import Encoder
+from beatrice.pgir.retrieval.recall import has_answer
 
 EXPERIMENT = "real_retrieval"
 _ROWS_OF_A_KIND = 64  # of the longest rows, which are read by themselves

@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
-from extract.datasets.loading import Loaded, open_dataset
-from extract.generate.templates import PromptTemplate
-from extract.records import Example, Passage, text_key
-from extract.run.manifest import Preset
-from pgir.controllers.services import showable
-from pgir.retrieval.retrievers import Retrieval, RetrievalFailed
+from beatrice.extract.datasets.loading import Loaded, open_dataset
+from beatrice.extract.generate.templates import PromptTemplate
+from beatrice.extract.records import Example, Passage, text_key
+from beatrice.extract.run.manifest import Preset
+from beatrice.pgir.controllers.services import showable
+from beatrice.pgir.retrieval.retrievers import Retrieval, RetrievalFailed
 
 Failed = dict[str, str]  # why a question got no passages, by its id
 

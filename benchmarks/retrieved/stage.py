@@ -11,43 +11,55 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.baselines.stage import run_evidence
-from benchmarks.retrieved.detectors import (
+from beatrice.benchmarks.baselines.stage import run_evidence
+from beatrice.benchmarks.retrieved.detectors import (
     Scenario,
     encoder_scores,
     rival_scores,
     scene_rows,
     selected_scores,
 )
-from benchmarks.retrieved.questions import (
+from beatrice.benchmarks.retrieved.questions import (
     TRANSFER_PRESETS,
     TransferConfig,
     asked_questions,
     with_passages,
 )
-from extract.backbone.names import BackboneConfig
-from extract.generate.stage import ANSWER, answer_config, load_tokenizer_only
-from extract.label.stage import LABEL
-from extract.label.verdicts import LABEL_PRESETS
-from extract.records import SETTINGS, Answer, Example, Setting, read_records, to_json
-from extract.run.console import Progress, Update
-from extract.run.contents import (
+from beatrice.extract.backbone.names import BackboneConfig
+from beatrice.extract.generate.stage import ANSWER, answer_config, load_tokenizer_only
+from beatrice.extract.label.stage import LABEL
+from beatrice.extract.label.verdicts import LABEL_PRESETS
+from beatrice.extract.records import (
+    SETTINGS,
+    Answer,
+    Example,
+    Setting,
+    read_records,
+    to_json,
+)
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.contents import (
     answers_file,
     read_examples,
     require_both_settings,
     row_files,
 )
-from extract.run.directory import RunDir
-from extract.run.files import write_json_atomic, write_text_atomic
-from extract.run.manifest import NewRun
-from extract.run.results import publish, rows_file
-from extract.run.stages import Stage, run_stage
-from extract.signals.stage import EXTRACT, extract_config
-from jaxprobe import checkpoint
-from jaxprobe.config import set_compiler
-from jaxprobe.detector import Detector
-from jaxprobe.stage import chosen_layer, encoder_folders, grid_config, run_bootstrap
-from pgir.retrieval.commands import retrieval_config, retrieval_of
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import write_json_atomic, write_text_atomic
+from beatrice.extract.run.manifest import NewRun
+from beatrice.extract.run.results import publish, rows_file
+from beatrice.extract.run.stages import Stage, run_stage
+from beatrice.extract.signals.stage import EXTRACT, extract_config
+from beatrice.jaxprobe import checkpoint
+from beatrice.jaxprobe.config import set_compiler
+from beatrice.jaxprobe.detector import Detector
+from beatrice.jaxprobe.stage import (
+    chosen_layer,
+    encoder_folders,
+    grid_config,
+    run_bootstrap,
+)
+from beatrice.pgir.retrieval.commands import retrieval_config, retrieval_of
 
 NAME = "transfer"
 

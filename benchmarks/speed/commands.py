@@ -17,8 +17,8 @@ from typing import Any
 
 import click
 
-from extract.run.console import table_head, table_row
-from extract.run.memory import held_bytes, peak_bytes
+from beatrice.extract.run.console import table_head, table_row
+from beatrice.extract.run.memory import held_bytes, peak_bytes
 
 # Subcommand -> what its help begins with; the module has its name, or is named below.
 BENCHES = {
@@ -52,7 +52,9 @@ class _Benches(click.Group):
         if name not in BENCHES:
             return None
         module = _ELSEWHERE.get(name, name)
-        return getattr(importlib.import_module(f"benchmarks.speed.{module}"), name)
+        return getattr(
+            importlib.import_module(f"beatrice.benchmarks.speed.{module}"), name
+        )
 
     def format_commands(
         self, ctx: click.Context, formatter: click.HelpFormatter

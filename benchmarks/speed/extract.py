@@ -23,8 +23,8 @@ from transformers import (
     Qwen3_5TextConfig,
 )
 
-from benchmarks.speed.commands import AS_JSON, RowPrinter
-from benchmarks.speed.reading import (
+from beatrice.benchmarks.speed.commands import AS_JSON, RowPrinter
+from beatrice.benchmarks.speed.reading import (
     HEAD,
     LOOP_HEAD,
     N_THREADS,
@@ -39,15 +39,15 @@ from benchmarks.speed.reading import (
     measure_loops,
     measure_reading,
 )
-from extract.backbone.loading import Backbone, load_backbone
-from extract.backbone.names import ModelDtype, model_path
-from extract.generate.backends.local import generate
-from extract.generate.prompts import build_prompt
-from extract.generate.requests import GenerationConfig, Request
-from extract.generate.templates import SHOTS, TEMPLATES
-from extract.run.console import Progress, quiet
-from extract.signals.plan import ExtractConfig, sequence_of
-from extract.signals.reader import SignalReader
+from beatrice.extract.backbone.loading import Backbone, load_backbone
+from beatrice.extract.backbone.names import ModelDtype, model_path
+from beatrice.extract.generate.backends.local import generate
+from beatrice.extract.generate.prompts import build_prompt
+from beatrice.extract.generate.requests import GenerationConfig, Request
+from beatrice.extract.generate.templates import SHOTS, TEMPLATES
+from beatrice.extract.run.console import Progress, quiet
+from beatrice.extract.signals.plan import ExtractConfig, sequence_of
+from beatrice.extract.signals.reader import SignalReader
 
 _N_KERNELS = 12
 _QWEN = {

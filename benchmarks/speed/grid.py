@@ -14,13 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from extract.run.memory import begin_peak
-from jaxprobe.config import GRID_PRESETS, EncoderConfig, TrainConfig
-from jaxprobe.features.families import Features, Standardizer, split_families
-from jaxprobe.features.subsets import SUBSETS, paper_dims
-from jaxprobe.fit.grid import Block, Labelled, fit_blocks, labelled, member_keys
-from jaxprobe.fit.work import Member, Workload
-from jaxprobe.model.encoder import Encoder
+from beatrice.extract.run.memory import begin_peak
+from beatrice.jaxprobe.config import GRID_PRESETS, EncoderConfig, TrainConfig
+from beatrice.jaxprobe.features.families import Features, Standardizer, split_families
+from beatrice.jaxprobe.features.subsets import SUBSETS, paper_dims
+from beatrice.jaxprobe.fit.grid import (
+    Block,
+    Labelled,
+    fit_blocks,
+    labelled,
+    member_keys,
+)
+from beatrice.jaxprobe.fit.work import Member, Workload
+from beatrice.jaxprobe.model.encoder import Encoder
 
 Losses = dict[Member, list[float]]  # of every step
 N_VALID = 16  # examples behind an epoch, so few that validation costs nothing

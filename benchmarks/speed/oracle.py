@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.speed.commands import AS_JSON, RowPrinter
-from benchmarks.speed.exact.untouched import (
+from beatrice.benchmarks.speed.commands import AS_JSON, RowPrinter
+from beatrice.benchmarks.speed.exact.untouched import (
     FUSED,
     Run,
     copy_with_attention,
@@ -33,12 +33,12 @@ from benchmarks.speed.exact.untouched import (
     logit_scale,
     run_model,
 )
-from benchmarks.speed.tiny_models import architectures, make_batch
-from extract.backbone.loading import Backbone
-from extract.run.console import Progress, quiet
-from extract.signals.batch import ReadingBudget
-from extract.signals.plan import TokenSequence
-from extract.signals.reader import SignalReader
+from beatrice.benchmarks.speed.tiny_models import architectures, make_batch
+from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.run.console import Progress, quiet
+from beatrice.extract.signals.batch import ReadingBudget
+from beatrice.extract.signals.plan import TokenSequence
+from beatrice.extract.signals.reader import SignalReader
 
 Readings = dict[str, np.ndarray]  # by family of signals
 SIGNALS = ("hidden", "prob", "resid", "attn")

@@ -22,18 +22,18 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.speed.commands import MIB, measure_fresh
-from extract.backbone.loading import Backbone, load_backbone
-from extract.backbone.names import EMBEDDED, model_path
-from extract.run.memory import (
+from beatrice.benchmarks.speed.commands import MIB, measure_fresh
+from beatrice.extract.backbone.loading import Backbone, load_backbone
+from beatrice.extract.backbone.names import EMBEDDED, model_path
+from beatrice.extract.run.memory import (
     begin_peak,
     held_bytes,
     keep_freed_memory,
     peak_bytes,
 )
-from extract.signals.extraction import read_batches, run_plan
-from extract.signals.plan import ExtractConfig, TokenSequence, plan_extraction
-from extract.signals.reader import SignalReader
+from beatrice.extract.signals.extraction import read_batches, run_plan
+from beatrice.extract.signals.plan import ExtractConfig, TokenSequence, plan_extraction
+from beatrice.extract.signals.reader import SignalReader
 
 N_THREADS = 2  # of Torch on the CPU
 

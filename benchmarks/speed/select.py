@@ -23,11 +23,11 @@ import torch
 from sklearn.metrics import roc_auc_score
 from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
 
-from benchmarks.speed.commands import AS_JSON, RowPrinter
-from jaxprobe.config import FusionConfig, TrainConfig, set_compiler
-from jaxprobe.model import fusion
-from jaxprobe.model.fusion import PoolOutputs, head_inputs
-from selection.greedy import Heads, fit_sets
+from beatrice.benchmarks.speed.commands import AS_JSON, RowPrinter
+from beatrice.jaxprobe.config import FusionConfig, TrainConfig, set_compiler
+from beatrice.jaxprobe.model import fusion
+from beatrice.jaxprobe.model.fusion import PoolOutputs, head_inputs
+from beatrice.selection.greedy import Heads, fit_sets
 
 TOLERANCE = 1e-4  # of logits, fp32, sums in another order
 EPSILON = 1e-6  # Flax's LayerNorm

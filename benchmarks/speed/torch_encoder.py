@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch.nn.functional import conv1d, dropout, gelu, layer_norm, pad
 
-from jaxprobe.config import EncoderConfig
-from jaxprobe.features.subsets import N_FAMILIES
+from beatrice.jaxprobe.config import EncoderConfig
+from beatrice.jaxprobe.features.subsets import N_FAMILIES
 
 Arrays = Mapping[str, np.ndarray]
 Weights = dict[str, torch.Tensor]

@@ -16,8 +16,8 @@ from safetensors.numpy import load_file
 from torch.func import grad_and_value, vmap
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from benchmarks.speed.grid import Losses, made_up_features, weights_file
-from benchmarks.speed.torch_encoder import (
+from beatrice.benchmarks.speed.grid import Losses, made_up_features, weights_file
+from beatrice.benchmarks.speed.torch_encoder import (
     Arrays,
     Convolution,
     Noise,
@@ -27,8 +27,8 @@ from benchmarks.speed.torch_encoder import (
     encode_span,
     weights_of,
 )
-from extract.run.memory import begin_peak
-from jaxprobe.fit.work import Member, Workload, families_of
+from beatrice.extract.run.memory import begin_peak
+from beatrice.jaxprobe.fit.work import Member, Workload, families_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

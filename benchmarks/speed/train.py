@@ -22,24 +22,24 @@ import click
 import numpy as np
 import torch
 
-from benchmarks.speed.commands import (
+from beatrice.benchmarks.speed.commands import (
     AS_JSON,
     MIB,
     Remote,
     RowPrinter,
 )
-from benchmarks.speed.grid import Grid, Losses, machine, microworld, paper
-from benchmarks.speed.torch_training import (
+from beatrice.benchmarks.speed.grid import Grid, Losses, machine, microworld, paper
+from beatrice.benchmarks.speed.torch_training import (
     CHANGES,
     FASTEST,
     Setting,
     TorchTrainer,
     by_subset,
 )
-from extract.run.console import Progress, quiet
-from jaxprobe.config import XLA_FLAGS
-from jaxprobe.features.subsets import subset_index
-from jaxprobe.fit.work import (
+from beatrice.extract.run.console import Progress, quiet
+from beatrice.jaxprobe.config import XLA_FLAGS
+from beatrice.jaxprobe.features.subsets import subset_index
+from beatrice.jaxprobe.fit.work import (
     Member,
     Workload,
     in_parts,

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from extract.backbone.names import check_name
+from beatrice.extract.backbone.names import check_name
 
 
 def _switch_lengths(rope: Any) -> list[int]:
@@ -300,7 +300,9 @@ def load_outline(name: str) -> Outline:
       ValueError: it could not be loaded, or would be refused if it were, as far as
         its weights need not be read for that.
     """
-    from extract.backbone.unpacking import outlined  # scoring has no need of it
+    from beatrice.extract.backbone.unpacking import (
+        outlined,  # scoring has no need of it
+    )
 
     check_name(name)
     with outlined(name) as source:

@@ -26,7 +26,13 @@ from transformers.modeling_gguf_pytorch_utils import (
     get_gguf_hf_weights_map,
 )
 
-from extract.backbone.gguf import Header, Refusal, config_values, dequantized, reading
+from beatrice.extract.backbone.gguf import (
+    Header,
+    Refusal,
+    config_values,
+    dequantized,
+    reading,
+)
 
 
 class _Route(Protocol):

@@ -9,18 +9,18 @@ from typing import Any, get_args
 
 import torch
 
-from extract.backbone.checkpoint import load_checkpoint, n_heads_of, window_of
-from extract.backbone.layout import Layout, find_layout
-from extract.backbone.names import (
+from beatrice.extract.backbone.checkpoint import load_checkpoint, n_heads_of, window_of
+from beatrice.extract.backbone.layout import Layout, find_layout
+from beatrice.extract.backbone.names import (
     BackboneConfig,
     ModelDtype,
     check_name,
     own_device,
 )
-from extract.records import Answer
-from extract.run.console import quiet
-from extract.run.files import read_json, sha256_file
-from extract.run.memory import keep_freed_memory
+from beatrice.extract.records import Answer
+from beatrice.extract.run.console import quiet
+from beatrice.extract.run.files import read_json, sha256_file
+from beatrice.extract.run.memory import keep_freed_memory
 
 _COMMIT = re.compile("[0-9a-fA-F]{40}")
 
@@ -170,7 +170,7 @@ def load_backbone(
     is_local = place.exists()
     source = str(place) if is_local else name
     if place.is_file():  # GGUF, which few need: three files
-        from extract.backbone.unpacking import unpacked
+        from beatrice.extract.backbone.unpacking import unpacked
 
         source = unpacked(name)
     model, tokenizer = load_checkpoint(source, getattr(torch, dtype))

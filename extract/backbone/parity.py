@@ -29,14 +29,14 @@ from typing import Any
 
 import torch
 
-from extract.backbone.checkpoint import layer_values
-from extract.backbone.layout import LayerPass
-from extract.backbone.loading import Backbone
-from extract.signals import residual
-from extract.signals.attention import attend_alone, run_decoder
-from extract.signals.batch import budget_for
-from extract.signals.probability import Head
-from extract.signals.reductions import SpanReading
+from beatrice.extract.backbone.checkpoint import layer_values
+from beatrice.extract.backbone.layout import LayerPass
+from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.signals import residual
+from beatrice.extract.signals.attention import attend_alone, run_decoder
+from beatrice.extract.signals.batch import budget_for
+from beatrice.extract.signals.probability import Head
+from beatrice.extract.signals.reductions import SpanReading
 
 # Relative. In bf16 sums in float32 differ from the stream's own rounding by 3e-3
 # (reference/backbones.md, 2.1); in float32 the largest seen was 1e-6.

@@ -15,7 +15,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from extract.backbone.layout import Layout
+from beatrice.extract.backbone.layout import Layout
 
 FEWEST_SHARED = 16  # a forward of its own for fewer costs about what it saves
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from extract.backbone.checkpoint import Outline
+from beatrice.extract.backbone.checkpoint import Outline
 
 N_WORDS = 61
 N_POSITIONS = 4096
@@ -170,9 +170,9 @@ def require_readable(name: str, outline: Outline) -> None:
     Raises:
       ValueError: its twin is refused, with the reason.
     """
-    from extract.backbone.loading import Backbone
-    from extract.backbone.parity import check_parity
-    from extract.signals import probability, residual
+    from beatrice.extract.backbone.loading import Backbone
+    from beatrice.extract.backbone.parity import check_parity
+    from beatrice.extract.signals import probability, residual
 
     try:
         model = narrow_twin(outline.config)

@@ -14,16 +14,16 @@ from typing import Any, BinaryIO
 import ml_dtypes
 import numpy as np
 
-from extract.backbone.gguf import (
+from beatrice.extract.backbone.gguf import (
     Header,
     config_of,
     generation_of,
     read_header,
     tokenizer_of,
 )
-from extract.backbone.gguf_weights import Weights
-from extract.run.console import Progress, Update
-from extract.run.files import (
+from beatrice.extract.backbone.gguf_weights import Weights
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.files import (
     sha256_file,
     sync_folder,
     verify_checksums,

@@ -10,10 +10,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from extract.datasets.config import BuildConfig, DataConfig, Role, Source
-from extract.datasets.loading import Refusal
-from extract.datasets.pools import SourceReport, is_usable, open_source, read_pools
-from extract.datasets.splits import (
+from beatrice.extract.datasets.config import BuildConfig, DataConfig, Role, Source
+from beatrice.extract.datasets.loading import Refusal
+from beatrice.extract.datasets.pools import (
+    SourceReport,
+    is_usable,
+    open_source,
+    read_pools,
+)
+from beatrice.extract.datasets.splits import (
     Candidate,
     Draw,
     draw_splits,
@@ -21,8 +26,12 @@ from extract.datasets.splits import (
     read_splits,
     seal,
 )
-from extract.records import Passage, Split, text_key, to_json
-from extract.run.files import sha256_file, write_json_atomic, write_stream_atomic
+from beatrice.extract.records import Passage, Split, text_key, to_json
+from beatrice.extract.run.files import (
+    sha256_file,
+    write_json_atomic,
+    write_stream_atomic,
+)
 
 
 def _has_other_things(folder: Path) -> bool:

@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
-from extract.datasets.config import BuildConfig, Source
-from extract.datasets.options import (
+from beatrice.extract.datasets.config import BuildConfig, Source
+from beatrice.extract.datasets.options import (
     SetName,
     asking_options,
     build_config,
@@ -23,14 +23,14 @@ from extract.datasets.options import (
     stop_strings,
     take_files,
 )
-from extract.run.console import Progress, Update
-from extract.run.contents import splits_file
-from extract.run.directory import RunDir
-from extract.run.files import sha256_file
-from extract.run.manifest import NewRun, manifest_file
-from extract.run.stages import once
-from extract.run.verbs import RunPath
-from extract.signals.commands import kept_options, take_kept
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.contents import splits_file
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import sha256_file
+from beatrice.extract.run.manifest import NewRun, manifest_file
+from beatrice.extract.run.stages import once
+from beatrice.extract.run.verbs import RunPath
+from beatrice.extract.signals.commands import kept_options, take_kept
 
 
 @contextlib.contextmanager
@@ -73,8 +73,8 @@ def make_data_run(
     Raises:
       ValueError: a file is refused or too small, or the directory holds another run.
     """
-    from extract.datasets.building import build_examples, check_folder
-    from extract.run.contents import settings_in_words
+    from beatrice.extract.datasets.building import build_examples, check_folder
+    from beatrice.extract.run.contents import settings_in_words
 
     with _nothing_half_made(path), RunDir.open(path, asked) as run:
         for left in run.path.glob(".*.tmp"):  # of a run that was killed; we hold it
@@ -187,7 +187,7 @@ def data(run_dir: Path | None, **options: Any) -> None:
 
 def _inspect(path: Path, options: Mapping[str, Any]) -> None:
     """Print what a file is; raise if it or a record is refused."""
-    from extract.datasets.inspection import inspect_file
+    from beatrice.extract.datasets.inspection import inspect_file
 
     report = inspect_file(
         path, dataset=options["dataset"], evidence=options["evidence"]
@@ -212,7 +212,7 @@ def _inspect(path: Path, options: Mapping[str, Any]) -> None:
 
 def _check(run_dir: Path, as_json: bool) -> None:
     """Verify a folder."""
-    from extract.datasets.building import check_folder
+    from beatrice.extract.datasets.building import check_folder
 
     manifest = check_folder(run_dir)
     click.echo(
@@ -237,14 +237,14 @@ def make_run(
     """
     import dataclasses
 
-    from extract.backbone.names import EMBEDDED, BackboneConfig, default_dtype
-    from extract.datasets.building import data_config
-    from extract.datasets.pools import with_contexts_of_files
-    from extract.generate.options import check_backbone
-    from extract.generate.requests import ANSWER_PRESETS
-    from extract.run.console import Progress
-    from extract.run.manifest import NewRun
-    from extract.signals.stage import EXTRACT_PRESETS
+    from beatrice.extract.backbone.names import EMBEDDED, BackboneConfig, default_dtype
+    from beatrice.extract.datasets.building import data_config
+    from beatrice.extract.datasets.pools import with_contexts_of_files
+    from beatrice.extract.generate.options import check_backbone
+    from beatrice.extract.generate.requests import ANSWER_PRESETS
+    from beatrice.extract.run.console import Progress
+    from beatrice.extract.run.manifest import NewRun
+    from beatrice.extract.signals.stage import EXTRACT_PRESETS
 
     if options["model"] is None:
         raise click.UsageError(

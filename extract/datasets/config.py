@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from extract.records import ACROSS_SETS, MAX_NAME, Split
+from beatrice.extract.records import ACROSS_SETS, MAX_NAME, Split
 
 Role = Literal["train", "dev", "held-out"]
 Context = Literal["supporting", "first", "all", "none"]

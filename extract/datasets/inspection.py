@@ -6,17 +6,17 @@ import re
 from pathlib import Path
 from typing import Any
 
-from extract.datasets.files.kinds import FileType
-from extract.datasets.loading import (
+from beatrice.extract.datasets.files.kinds import FileType
+from beatrice.extract.datasets.loading import (
     DatasetFile,
     FileRefused,
     Loaded,
     Refusal,
     open_dataset,
 )
-from extract.datasets.readers.question import DATASETS, Question
-from extract.records import normalise
-from extract.run.files import sha256_file
+from beatrice.extract.datasets.readers.question import DATASETS, Question
+from beatrice.extract.records import normalise
+from beatrice.extract.run.files import sha256_file
 
 MAX_LISTED = 1000  # refusals kept one by one; all are counted
 

@@ -14,13 +14,19 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from extract.datasets.config import A_NAME, Context
-from extract.datasets.fields import Record, has_answers
-from extract.datasets.files.kinds import FileType, recognise
-from extract.datasets.files.streams import RawRecord, RecordStream
-from extract.datasets.readers import dpr, multihop, neutral, single_hop, triviaqa
-from extract.datasets.readers.passages import check_no_passages
-from extract.datasets.readers.question import (
+from beatrice.extract.datasets.config import A_NAME, Context
+from beatrice.extract.datasets.fields import Record, has_answers
+from beatrice.extract.datasets.files.kinds import FileType, recognise
+from beatrice.extract.datasets.files.streams import RawRecord, RecordStream
+from beatrice.extract.datasets.readers import (
+    dpr,
+    multihop,
+    neutral,
+    single_hop,
+    triviaqa,
+)
+from beatrice.extract.datasets.readers.passages import check_no_passages
+from beatrice.extract.datasets.readers.question import (
     DATASETS,
     Format,
     Question,
@@ -28,8 +34,8 @@ from extract.datasets.readers.question import (
     dataset_of_style,
     is_foreign,
 )
-from extract.datasets.readers.triviaqa import attach, find_evidence
-from extract.records import Example, is_safe_name
+from beatrice.extract.datasets.readers.triviaqa import attach, find_evidence
+from beatrice.extract.records import Example, is_safe_name
 
 N_SAMPLE = 64  # records from which a file's layout and question set are told
 

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from extract.datasets.config import A_NAME
-from extract.records import is_safe_name
-from extract.run.verbs import SEED, SETTINGS_OPTION, preset_option
+from beatrice.extract.datasets.config import A_NAME
+from beatrice.extract.records import is_safe_name
+from beatrice.extract.run.verbs import SEED, SETTINGS_OPTION, preset_option
 
 if TYPE_CHECKING:
-    from extract.datasets.config import BuildConfig, Source
-    from extract.generate.templates import PromptConfig
+    from beatrice.extract.datasets.config import BuildConfig, Source
+    from beatrice.extract.generate.templates import PromptConfig
 
 _CONTEXTS = ("supporting", "first", "all", "none")
 _ROLES = ("train", "dev", "held-out")
@@ -254,14 +254,18 @@ def take_files(given: dict[str, Any]) -> list[tuple[str, str, Path]]:
 
 def sources_of(files: list[tuple[str, str, Path]]) -> "list[Source]":
     """Return the files with what they are for."""
-    from extract.datasets.config import Source
+    from beatrice.extract.datasets.config import Source
 
     return [Source(dataset=name, role=role, path=path) for role, name, path in files]
 
 
 def build_config(options: dict[str, Any]) -> "BuildConfig":
     """Return what is to be built."""
-    from extract.datasets.config import HELD_OUT_SIZES, BuildConfig, SplitConfig
+    from beatrice.extract.datasets.config import (
+        HELD_OUT_SIZES,
+        BuildConfig,
+        SplitConfig,
+    )
 
     n_train, n_train_of = _by_set("--n-train", options["n_train"], 10_000)
     splits = SplitConfig(
@@ -283,7 +287,7 @@ def build_config(options: dict[str, Any]) -> "BuildConfig":
 
 def prompt_config(options: dict[str, Any]) -> "PromptConfig":
     """Return how the questions are put."""
-    from extract.generate.templates import SHOTS, PromptConfig, read_shots
+    from beatrice.extract.generate.templates import SHOTS, PromptConfig, read_shots
 
     is_shown = options["template"] == "few-shot"
     if options["shots"] is not None and not is_shown:

@@ -5,12 +5,12 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from extract.datasets.config import BuildConfig, Context, Role, Source
-from extract.datasets.loading import DatasetFile, Loaded, Refusal, open_dataset
-from extract.datasets.readers.question import DATASETS
-from extract.datasets.splits import Candidate
-from extract.records import text_key
-from extract.run.files import sha256_file
+from beatrice.extract.datasets.config import BuildConfig, Context, Role, Source
+from beatrice.extract.datasets.loading import DatasetFile, Loaded, Refusal, open_dataset
+from beatrice.extract.datasets.readers.question import DATASETS
+from beatrice.extract.datasets.splits import Candidate
+from beatrice.extract.records import text_key
+from beatrice.extract.run.files import sha256_file
 
 MAX_LISTED = 1000  # refusals named one by one in the manifest; all are counted
 _WANTED = {

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from extract.datasets.config import Role, Size, SplitConfig
-from extract.records import Split
+from beatrice.extract.datasets.config import Role, Size, SplitConfig
+from beatrice.extract.records import Split
 
 ROLES: tuple[Role, ...] = ("dev", "held-out", "train")  # evaluation chooses first
 

@@ -10,18 +10,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from extract.generate.generator import (
+from beatrice.extract.generate.generator import (
     Generator,
     GeneratorPrompt,
     SamplingConfig,
     plan_of,
 )
-from extract.generate.requests import Request
-from extract.generate.templates import PromptConfig
-from extract.records import Answer, to_json
-from extract.run.console import Update
-from extract.run.files import Journal, JournalFiles, read_json, write_json_atomic
-from extract.run.share import Share
+from beatrice.extract.generate.requests import Request
+from beatrice.extract.generate.templates import PromptConfig
+from beatrice.extract.records import Answer, to_json
+from beatrice.extract.run.console import Update
+from beatrice.extract.run.files import (
+    Journal,
+    JournalFiles,
+    read_json,
+    write_json_atomic,
+)
+from beatrice.extract.run.share import Share
 
 Key = tuple[str, str, str]  # example, setting, variant
 

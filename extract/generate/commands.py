@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from extract.generate.options import (
+from beatrice.extract.generate.options import (
     MAX_SAMPLES,
     SERVED_MODEL,
     BackendOptions,
@@ -16,8 +16,8 @@ from extract.generate.options import (
     opened_once,
     server_options,
 )
-from extract.run.console import Progress, quiet
-from extract.run.verbs import (
+from beatrice.extract.run.console import Progress, quiet
+from beatrice.extract.run.verbs import (
     RUN_DIR,
     SHARD,
     alone,
@@ -27,9 +27,9 @@ from extract.run.verbs import (
 )
 
 if TYPE_CHECKING:
-    from extract.generate.generator import Generator
-    from extract.generate.requests import TokenizerOnly
-    from extract.run.directory import RunDir
+    from beatrice.extract.generate.generator import Generator
+    from beatrice.extract.generate.requests import TokenizerOnly
+    from beatrice.extract.run.directory import RunDir
 
 
 @contextlib.contextmanager
@@ -37,8 +37,8 @@ def _open_backbone(
     run: "RunDir", stage: str, backend: BackendOptions, **options: Any
 ) -> Iterator[tuple["TokenizerOnly", "Generator"]]:
     """Open a run's tokenizer, and the backend that has its backbone."""
-    from extract.backbone.names import BackboneConfig
-    from extract.generate.stage import load_tokenizer_only
+    from beatrice.extract.backbone.names import BackboneConfig
+    from beatrice.extract.generate.stage import load_tokenizer_only
 
     quiet()
     model, stop_ids = load_tokenizer_only(run)
@@ -67,9 +67,9 @@ def answer(
 
     Example: torchrun --nproc-per-node 8 -m beatrice answer runs/paper
     """
-    from extract.generate import stage
-    from extract.generate.stage import answer_config
-    from extract.run.directory import RunDir
+    from beatrice.extract.generate import stage
+    from beatrice.extract.generate.stage import answer_config
+    from beatrice.extract.run.directory import RunDir
 
     share = share_of(shard, dry_run)
     if backend.server is None:
@@ -144,12 +144,12 @@ def sample(
 
     Example: beatrice sample runs/demo --n-samples 10 --split test
     """
-    from extract.generate.generator import SamplingConfig
-    from extract.generate.sampling import DrawConfig
-    from extract.generate.stage import answer_config, draw_run, forecast_draws
-    from extract.run.contents import samples_file
-    from extract.run.directory import RunDir
-    from extract.run.stages import do_share
+    from beatrice.extract.generate.generator import SamplingConfig
+    from beatrice.extract.generate.sampling import DrawConfig
+    from beatrice.extract.generate.stage import answer_config, draw_run, forecast_draws
+    from beatrice.extract.run.contents import samples_file
+    from beatrice.extract.run.directory import RunDir
+    from beatrice.extract.run.stages import do_share
 
     share, progress = share_of(shard, dry_run), Progress()
     if backend.server is not None:

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Sequence
 
-from extract.generate.generator import (
+from beatrice.extract.generate.generator import (
     Generator,
     GeneratorPrompt,
     SamplingConfig,
     reply_key,
 )
-from extract.generate.replies import Reply
-from extract.run.console import Update
-from extract.run.files import JournalFiles
-from extract.run.stages import Forecast
+from beatrice.extract.generate.replies import Reply
+from beatrice.extract.run.console import Update
+from beatrice.extract.run.files import JournalFiles
+from beatrice.extract.run.stages import Forecast
 
 
 def count_requests(

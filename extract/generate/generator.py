@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from extract.records import Finish, Record
+from beatrice.extract.records import Finish, Record
 
 SCHEMA_VERSION = 1  # of keys and of stored replies; raise it when either changes
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 import msgspec
 
-from extract.backbone.names import EMBEDDED, check_name, model_path
+from beatrice.extract.backbone.names import EMBEDDED, check_name, model_path
 
 if TYPE_CHECKING:
-    from extract.backbone.names import BackboneConfig
-    from extract.generate.generator import Generator
-    from extract.run.directory import RunDir
+    from beatrice.extract.backbone.names import BackboneConfig
+    from beatrice.extract.generate.generator import Generator
+    from beatrice.extract.run.directory import RunDir
 
 Command = Callable[..., None]
 MAX_SAMPLES = 1000  # of a question; the baselines draw ten, and all are held in memory
@@ -188,9 +188,9 @@ def open_generator(
     if options.server is None:
         import torch
 
-        from extract.backbone.loading import load_backbone
-        from extract.backbone.names import default_dtype, own_device
-        from extract.generate.backends.local import TransformersGenerator
+        from beatrice.extract.backbone.loading import load_backbone
+        from beatrice.extract.backbone.names import default_dtype, own_device
+        from beatrice.extract.generate.backends.local import TransformersGenerator
 
         device = own_device(options.device, torch.cuda.device_count())
         dtype = options.dtype or default_dtype(options.device)
@@ -199,9 +199,9 @@ def open_generator(
             backbone=backbone, tokens_per_batch=options.batch_tokens
         )
         return
-    from extract.generate.backends.server import ServedGenerator, ServerConfig
-    from extract.generate.backends.spending import Prices
-    from extract.generate.generator import tokenizer_identity
+    from beatrice.extract.generate.backends.server import ServedGenerator, ServerConfig
+    from beatrice.extract.generate.backends.spending import Prices
+    from beatrice.extract.generate.generator import tokenizer_identity
 
     config = ServerConfig(
         url=options.server,
@@ -252,9 +252,9 @@ def check_backbone(
     path = Path(config.path).expanduser()
     if not path.exists() or (config.model == EMBEDDED and hidden_layers is None):
         return
-    from extract.backbone.checkpoint import load_outline
-    from extract.backbone.twin import require_readable
-    from extract.run.console import quiet
+    from beatrice.extract.backbone.checkpoint import load_outline
+    from beatrice.extract.backbone.twin import require_readable
+    from beatrice.extract.run.console import quiet
 
     quiet()
     outline = load_outline(str(path))
@@ -271,7 +271,7 @@ def check_backbone(
 
 def _note_device(device: str) -> None:
     """Say that a device is not here; a run is often made where its GPUs are not."""
-    from extract.backbone.loading import check_device
+    from beatrice.extract.backbone.loading import check_device
 
     try:
         check_device(device)
@@ -330,10 +330,10 @@ def _paid_tokens(run: "RunDir", stage: str) -> tuple[int, int]:
     All of them, whichever backend wrote them: a cap errs on the side of the purse.
     What a server did not count is not known.
     """
-    from extract.generate.answers import answer_files
-    from extract.records import Answer
-    from extract.run.contents import answers_file
-    from extract.run.files import JsonLines
+    from beatrice.extract.generate.answers import answer_files
+    from beatrice.extract.records import Answer
+    from beatrice.extract.run.contents import answers_file
+    from beatrice.extract.run.files import JsonLines
 
     if stage == "answer":
         files = answer_files(answers_file(run), run.parts("answer"))

@@ -13,8 +13,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from extract.generate.templates import PromptTemplate
-from extract.records import Passage
+from beatrice.extract.generate.templates import PromptTemplate
+from beatrice.extract.records import Passage
 
 _TEMPLATE_SECONDS, _TEMPLATE_CHARACTERS = 10, 1_000_000  # far above any that is meant
 

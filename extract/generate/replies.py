@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from extract.generate.generator import (
+from beatrice.extract.generate.generator import (
     Generated,
     Generator,
     GeneratorPrompt,
@@ -17,9 +17,9 @@ from extract.generate.generator import (
     plan_of,
     reply_key,
 )
-from extract.run.console import Update
-from extract.run.files import Journal, JournalFiles
-from extract.run.share import Share
+from beatrice.extract.run.console import Update
+from beatrice.extract.run.files import Journal, JournalFiles
+from beatrice.extract.run.share import Share
 
 
 class Reply(Generated, frozen=True, kw_only=True):

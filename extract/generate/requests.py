@@ -10,10 +10,10 @@ import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from extract.generate.generator import Generated
-from extract.generate.prompts import Prompt, build_prompt
-from extract.generate.templates import PromptConfig, PromptTemplate
-from extract.records import (
+from beatrice.extract.generate.generator import Generated
+from beatrice.extract.generate.prompts import Prompt, build_prompt
+from beatrice.extract.generate.templates import PromptConfig, PromptTemplate
+from beatrice.extract.records import (
     SETTINGS,
     Answer,
     Example,
@@ -22,7 +22,7 @@ from extract.records import (
     Setting,
     Variant,
 )
-from extract.run.manifest import Preset
+from beatrice.extract.run.manifest import Preset
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,16 +8,16 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from extract.generate.generator import (
+from beatrice.extract.generate.generator import (
     Generator,
     GeneratorPrompt,
     SamplingConfig,
 )
-from extract.generate.options import MAX_SAMPLES
-from extract.generate.replies import Texts
-from extract.generate.requests import Request
-from extract.records import Sample, Setting
-from extract.run.console import Update
+from beatrice.extract.generate.options import MAX_SAMPLES
+from beatrice.extract.generate.replies import Texts
+from beatrice.extract.generate.requests import Request
+from beatrice.extract.records import Sample, Setting
+from beatrice.extract.run.console import Update
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from extract.backbone.names import BackboneConfig
-from extract.generate.answers import (
+from beatrice.extract.backbone.names import BackboneConfig
+from beatrice.extract.generate.answers import (
     Key,
     answer_files,
     answers_in_words,
@@ -19,15 +19,15 @@ from extract.generate.answers import (
     prompts_of,
     record_backend,
 )
-from extract.generate.forecast import count_requests, forecast_texts
-from extract.generate.generator import (
+from beatrice.extract.generate.forecast import count_requests, forecast_texts
+from beatrice.extract.generate.generator import (
     SCHEMA_VERSION,
     Generator,
     SamplingConfig,
     stop_ids_of,
 )
-from extract.generate.replies import open_replies, reply_files, reused_in_words
-from extract.generate.requests import (
+from beatrice.extract.generate.replies import open_replies, reply_files, reused_in_words
+from beatrice.extract.generate.requests import (
     ANSWER_PRESETS,
     AnswerConfig,
     PromptModel,
@@ -36,11 +36,11 @@ from extract.generate.requests import (
     TokenizerOnly,
     make_requests,
 )
-from extract.generate.sampling import DrawConfig, draw_answers
-from extract.generate.templates import PromptConfig
-from extract.records import Answer, write_lines
-from extract.run.console import Progress, Update
-from extract.run.contents import (
+from beatrice.extract.generate.sampling import DrawConfig, draw_answers
+from beatrice.extract.generate.templates import PromptConfig
+from beatrice.extract.records import Answer, write_lines
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.contents import (
     answers_file,
     draw_seconds_file,
     left_out_file,
@@ -51,18 +51,18 @@ from extract.run.contents import (
     settings_in_words,
     settings_of,
 )
-from extract.run.directory import RunDir
-from extract.run.files import (
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import (
     Journal,
     JournalFiles,
     sha256_json,
     write_json_atomic,
     write_text_atomic,
 )
-from extract.run.stages import Forecast, Stage, once
+from beatrice.extract.run.stages import Forecast, Stage, once
 
 if TYPE_CHECKING:
-    from extract.backbone.loading import Backbone
+    from beatrice.extract.backbone.loading import Backbone
 
 
 def answer_config(run: RunDir, *, is_recorded: bool = True) -> AnswerConfig:
@@ -133,8 +133,8 @@ def open_local(
       config: how it answers.
       check: raises a ValueError where it is of no use to answer by this backbone.
     """
-    from extract.backbone.loading import open_backbone
-    from extract.generate.backends.local import TransformersGenerator
+    from beatrice.extract.backbone.loading import open_backbone
+    from beatrice.extract.generate.backends.local import TransformersGenerator
 
     backbone = open_backbone(run.section("backbone", BackboneConfig))
     check(backbone)
@@ -171,9 +171,9 @@ def load_tokenizer_only(run: RunDir) -> tuple[TokenizerOnly, tuple[int, ...]]:
     """Load a run's tokenizer and stop tokens, without the backbone's weights."""
     from transformers import GenerationConfig as Defaults
 
-    from extract.backbone.checkpoint import load_outline, window_of
-    from extract.backbone.twin import require_readable
-    from extract.backbone.unpacking import unpacked
+    from beatrice.extract.backbone.checkpoint import load_outline, window_of
+    from beatrice.extract.backbone.twin import require_readable
+    from beatrice.extract.backbone.unpacking import unpacked
 
     config = run.section("backbone", BackboneConfig)
     found = load_outline(config.path)
@@ -326,7 +326,7 @@ def answer_stage(open_engine: Callable[[RunDir, AnswerConfig], Engine]) -> Stage
 
 
 def _open_readable(run: RunDir, config: AnswerConfig) -> Engine:
-    from extract.signals.reader import SignalReader
+    from beatrice.extract.signals.reader import SignalReader
 
     # Read on a few tokens first: hours of answers whose signals cannot be read
     # would be in vain.

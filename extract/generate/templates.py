@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from extract.records import Passage
+from beatrice.extract.records import Passage
 
 TemplateName = Literal["short", "paper", "few-shot"]
 

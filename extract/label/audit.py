@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from extract.generate.requests import variants_of
-from extract.label.rubrics import RUBRICS, Rubric
-from extract.label.verdicts import exact_match, parse_verdict
-from extract.records import Answer, Example, Label
-from extract.run.files import write_text_atomic
+from beatrice.extract.generate.requests import variants_of
+from beatrice.extract.label.rubrics import RUBRICS, Rubric
+from beatrice.extract.label.verdicts import exact_match, parse_verdict
+from beatrice.extract.records import Answer, Example, Label
+from beatrice.extract.run.files import write_text_atomic
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,21 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from extract.generate.options import (
+from beatrice.extract.generate.options import (
     BackendOptions,
     backend_options,
     check_model_option,
     open_asking,
     opened_once,
 )
-from extract.run.console import Progress, quiet
-from extract.run.share import Share
-from extract.run.verbs import RUN_DIR, SHARD, alone, dry_run_option, share_of
+from beatrice.extract.run.console import Progress, quiet
+from beatrice.extract.run.share import Share
+from beatrice.extract.run.verbs import RUN_DIR, SHARD, alone, dry_run_option, share_of
 
 if TYPE_CHECKING:
-    from extract.generate.generator import Generator
-    from extract.label.audit import HumanAgreement
-    from extract.run.directory import RunDir
+    from beatrice.extract.generate.generator import Generator
+    from beatrice.extract.label.audit import HumanAgreement
+    from beatrice.extract.run.directory import RunDir
 
 
 @contextlib.contextmanager
@@ -89,11 +89,15 @@ def rewrite(
     Example: beatrice rewrite runs/mine --model Qwen/Qwen3.5-27B --server
     http://localhost:8000/v1
     """
-    from extract.generate.stage import answer_config
-    from extract.label.rewriter import RewriteConfig
-    from extract.label.stage import forecast_rewrites, rewrite_counts, rewrite_run
-    from extract.run.directory import RunDir
-    from extract.run.stages import do_share
+    from beatrice.extract.generate.stage import answer_config
+    from beatrice.extract.label.rewriter import RewriteConfig
+    from beatrice.extract.label.stage import (
+        forecast_rewrites,
+        rewrite_counts,
+        rewrite_run,
+    )
+    from beatrice.extract.run.directory import RunDir
+    from beatrice.extract.run.stages import do_share
 
     share, progress = share_of(shard, dry_run), Progress()
     with _asking("rewrite --model", model, backend, share) as opened:
@@ -219,10 +223,10 @@ def label(
         )
     if dry_run and (judge is None or audit):
         raise click.UsageError("--dry-run counts what --judge would be asked, alone")
-    from extract.label import stage
-    from extract.label.judges import ConsensusConfig
-    from extract.run.directory import RunDir
-    from extract.run.stages import do_share
+    from beatrice.extract.label import stage
+    from beatrice.extract.label.judges import ConsensusConfig
+    from beatrice.extract.run.directory import RunDir
+    from beatrice.extract.run.stages import do_share
 
     share, progress = share_of(shard, dry_run), Progress()
     if judge is None or audit:
@@ -258,8 +262,8 @@ def _audit(
     run_dir: Path, n_sample: int, annotations: Path | None, as_json: bool
 ) -> None:
     """Audit the labels, and compare a person's with them."""
-    from extract.label.stage import audit_labels, compare_annotations
-    from extract.run.directory import RunDir
+    from beatrice.extract.label.stage import audit_labels, compare_annotations
+    from beatrice.extract.run.directory import RunDir
 
     with RunDir.open(run_dir) as run:
         human = None
@@ -275,7 +279,7 @@ def _audit(
 
 def _agreement(row: dict[str, Any]) -> str:
     """Return the agreement in a row as one line."""
-    from extract.label.audit import Agreement
+    from beatrice.extract.label.audit import Agreement
 
     names = [field.name for field in dataclasses.fields(Agreement)]
     return Agreement(**{name: row[name] for name in names}).in_words()
@@ -283,7 +287,7 @@ def _agreement(row: dict[str, Any]) -> str:
 
 def _audit_as_text(report: dict[str, Any], human: "HumanAgreement | None") -> str:
     """Return the report of `audit_labels`, line by line."""
-    from extract.label.audit import noise_in_words
+    from beatrice.extract.label.audit import noise_in_words
 
     lines = [f"labels by {report['label_rule']}", "", "against exact match"]
     for row in report["exact_match"]:

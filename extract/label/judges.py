@@ -8,17 +8,17 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 
-from extract.generate.generator import (
+from beatrice.extract.generate.generator import (
     Generator,
     GeneratorPrompt,
     SamplingConfig,
 )
-from extract.generate.replies import Texts
-from extract.label.labels import pair_answers
-from extract.label.rubrics import RUBRICS, Rubric, judge_prompt
-from extract.label.verdicts import Verdict, Vote, label_by, parse_verdict
-from extract.records import Answer, Example, Label
-from extract.run.console import Update
+from beatrice.extract.generate.replies import Texts
+from beatrice.extract.label.labels import pair_answers
+from beatrice.extract.label.rubrics import RUBRICS, Rubric, judge_prompt
+from beatrice.extract.label.verdicts import Verdict, Vote, label_by, parse_verdict
+from beatrice.extract.records import Answer, Example, Label
+from beatrice.extract.run.console import Update
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from extract.label.verdicts import RULES, Match, contains_gold, exact_match
-from extract.records import (
+from beatrice.extract.label.verdicts import RULES, Match, contains_gold, exact_match
+from beatrice.extract.records import (
     SETTINGS,
     Answer,
     Example,
@@ -21,7 +21,7 @@ from extract.records import (
     from_json,
     text_key,
 )
-from extract.run.console import Update
+from beatrice.extract.run.console import Update
 
 # A judge of labels: True, False, or None where it cannot decide.
 Judge = Callable[[Example, Answer], bool | None]

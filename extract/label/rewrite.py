@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from extract.records import Example, Passage, Record
+from beatrice.extract.records import Example, Passage, Record
 
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 _WORD = re.compile(r"[^\W\d_]+(?:['\u2019][^\W\d_]+)*")

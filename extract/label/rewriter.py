@@ -4,24 +4,24 @@ import dataclasses
 import re
 from collections.abc import Sequence
 
-from extract.generate.generator import (
+from beatrice.extract.generate.generator import (
     Generated,
     Generator,
     GeneratorPrompt,
     SamplingConfig,
 )
-from extract.generate.replies import Texts
-from extract.generate.templates import TEMPLATES, TemplateName
-from extract.label.rewrite import (
+from beatrice.extract.generate.replies import Texts
+from beatrice.extract.generate.templates import TEMPLATES, TemplateName
+from beatrice.extract.label.rewrite import (
     OVERLONG,
     Rewrite,
     find_additions,
     needs_rewrite,
     source_sha,
 )
-from extract.label.rubrics import delimit, marker_for
-from extract.records import Example
-from extract.run.console import Update
+from beatrice.extract.label.rubrics import delimit, marker_for
+from beatrice.extract.records import Example
+from beatrice.extract.run.console import Update
 
 _OPENING = (
     "Rewrite the context into a compact evidence-style passage aligned to the question."

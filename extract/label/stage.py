@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from extract.generate.forecast import forecast_texts
-from extract.generate.generator import SCHEMA_VERSION, Generator
-from extract.generate.replies import open_replies, reply_files, reused_in_words
-from extract.label.audit import (
+from beatrice.extract.generate.forecast import forecast_texts
+from beatrice.extract.generate.generator import SCHEMA_VERSION, Generator
+from beatrice.extract.generate.replies import open_replies, reply_files, reused_in_words
+from beatrice.extract.label.audit import (
     HumanAgreement,
     LabelledAnswer,
     against_exact_match,
@@ -22,22 +22,22 @@ from extract.label.audit import (
     read_annotations,
     write_sample,
 )
-from extract.label.judges import ConsensusConfig, judge_answers
-from extract.label.labels import (
+from beatrice.extract.label.judges import ConsensusConfig, judge_answers
+from beatrice.extract.label.labels import (
     class_counts,
     import_labels,
     label_by_match,
     label_with,
     shares_in_words,
 )
-from extract.label.rewrite import count_rewrites
-from extract.label.rewriter import RewriteConfig, rewrite_contexts
-from extract.label.rubrics import RUBRICS, Rubric
-from extract.label.verdicts import LABEL_PRESETS, RULES, LabelConfig, Match
-from extract.plugs import load_plug
-from extract.records import Answer, Example, Label, read_records, write_lines
-from extract.run.console import Progress, Update
-from extract.run.contents import (
+from beatrice.extract.label.rewrite import count_rewrites
+from beatrice.extract.label.rewriter import RewriteConfig, rewrite_contexts
+from beatrice.extract.label.rubrics import RUBRICS, Rubric
+from beatrice.extract.label.verdicts import LABEL_PRESETS, RULES, LabelConfig, Match
+from beatrice.extract.plugs import load_plug
+from beatrice.extract.records import Answer, Example, Label, read_records, write_lines
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.contents import (
     check_answered,
     question_files,
     read_answers,
@@ -45,16 +45,16 @@ from extract.run.contents import (
     read_questions,
     settings_of,
 )
-from extract.run.directory import RunDir
-from extract.run.files import (
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import (
     sha256_file,
     sha256_json,
     write_json_atomic,
     write_new_text,
     write_text_atomic,
 )
-from extract.run.results import label_rule
-from extract.run.stages import Stage, once, refuse_stale, run_stage
+from beatrice.extract.run.results import label_rule
+from beatrice.extract.run.stages import Stage, once, refuse_stale, run_stage
 
 JUDGES = "beatrice.judges"  # entry points of people's own judges of labels
 

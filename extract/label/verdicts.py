@@ -11,8 +11,8 @@ import re
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-from extract.records import Answer, Label, normalise
-from extract.run.manifest import Preset
+from beatrice.extract.records import Answer, Label, normalise
+from beatrice.extract.run.manifest import Preset
 
 Verdict = Literal["correct", "incorrect", "unparsable"]
 Vote = Literal["unanimous", "majority"]

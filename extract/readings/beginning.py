@@ -11,16 +11,16 @@ from collections.abc import Sequence
 import torch
 from transformers import DynamicCache
 
-from extract.backbone.layout import LayerPass, Layout
-from extract.backbone.sharing import (
+from beatrice.extract.backbone.layout import LayerPass, Layout
+from beatrice.extract.backbone.sharing import (
     FEWEST_SHARED,
     begun_cache,
     filled_layers,
     n_shared,
 )
-from extract.signals.attention import run_reading
-from extract.signals.reductions import AttentionReading
-from extract.signals.span_sums import AttentionCall, AttentionMap
+from beatrice.extract.signals.attention import run_reading
+from beatrice.extract.signals.reductions import AttentionReading
+from beatrice.extract.signals.span_sums import AttentionCall, AttentionMap
 
 
 class _Calls(AttentionReading):

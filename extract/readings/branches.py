@@ -6,8 +6,8 @@ technion-cs-nlp/LLMsKnow at bee3ec5, where `probe_at="mlp"` hooks each block's M
 
 import torch
 
-from extract.backbone.layout import LayerPass
-from extract.readings.part import Batch, Part
+from beatrice.extract.backbone.layout import LayerPass
+from beatrice.extract.readings.part import Batch, Part
 
 
 class ExactAnswerStates(Part):

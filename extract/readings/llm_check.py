@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import torch
 
-from extract.backbone.layout import LayerPass
-from extract.readings.part import Batch, Part
+from beatrice.extract.backbone.layout import LayerPass
+from beatrice.extract.readings.part import Batch, Part
 
 _RIDGE = 1e-3
 _N_TOP = 50

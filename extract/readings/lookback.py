@@ -7,8 +7,8 @@ counts among the new tokens, so that there is one when the first token is predic
 
 import torch
 
-from extract.readings.part import Batch, Part
-from extract.signals.plan import sequence_of
+from beatrice.extract.readings.part import Batch, Part
+from beatrice.extract.signals.plan import sequence_of
 
 
 def lookback_ratio(

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from extract.backbone.layout import LayerPass
-from extract.readings.beginning import final_states
-from extract.readings.part import Batch, Part, mean_rows, rows_in_cache
-from extract.signals.batch import Rows, pad_batch
-from extract.signals.probability import token_probabilities
+from beatrice.extract.backbone.layout import LayerPass
+from beatrice.extract.readings.beginning import final_states
+from beatrice.extract.readings.part import Batch, Part, mean_rows, rows_in_cache
+from beatrice.extract.signals.batch import Rows, pad_batch
+from beatrice.extract.signals.probability import token_probabilities
 
 _N_TOP = 100
 _GUARD = 1e-8  # of the official code, under an entropy that divides

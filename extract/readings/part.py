@@ -14,12 +14,12 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from extract.backbone.layout import LayerPass
-from extract.backbone.loading import Backbone
-from extract.readings.beginning import Beginning
-from extract.records import Answer
-from extract.signals.batch import ReadingBudget, Rows, pad_batch
-from extract.signals.probability import Head, head_of
+from beatrice.extract.backbone.layout import LayerPass
+from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.readings.beginning import Beginning
+from beatrice.extract.records import Answer
+from beatrice.extract.signals.batch import ReadingBudget, Rows, pad_batch
+from beatrice.extract.signals.probability import Head, head_of
 
 # Next-token distributions in memory at once, 256 MiB: 256 rows of the largest
 # vocabularies, which share reading and converting the head's weights. On one core

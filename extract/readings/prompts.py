@@ -7,10 +7,10 @@ import html
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from extract.generate.prompts import build_prompt, encode_text
-from extract.generate.requests import PromptModel
-from extract.generate.templates import PromptTemplate
-from extract.records import Answer, Example, Passage
+from beatrice.extract.generate.prompts import build_prompt, encode_text
+from beatrice.extract.generate.requests import PromptModel
+from beatrice.extract.generate.templates import PromptTemplate
+from beatrice.extract.records import Answer, Example, Passage
 
 _OPTION = " A"
 

@@ -11,28 +11,28 @@ from typing import Any
 import numpy as np
 import torch
 
-from extract.backbone.layout import LayerPass, watch_layers
-from extract.backbone.loading import Backbone
-from extract.readings.beginning import begin, final_states
-from extract.readings.branches import ExactAnswerStates
-from extract.readings.gnosis import AttentionStatistics, StateTrace
-from extract.readings.llm_check import DiagonalScores, Entropies, HiddenScores
-from extract.readings.lookback import Lookback
-from extract.readings.lumina import Discrepancies, ProcessingRates
-from extract.readings.part import (
+from beatrice.extract.backbone.layout import LayerPass, watch_layers
+from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.readings.beginning import begin, final_states
+from beatrice.extract.readings.branches import ExactAnswerStates
+from beatrice.extract.readings.gnosis import AttentionStatistics, StateTrace
+from beatrice.extract.readings.llm_check import DiagonalScores, Entropies, HiddenScores
+from beatrice.extract.readings.lookback import Lookback
+from beatrice.extract.readings.lumina import Discrepancies, ProcessingRates
+from beatrice.extract.readings.part import (
     Batch,
     Part,
     batches_of,
     check_window,
     cue_length,
 )
-from extract.readings.redeep import ContextScores, KnowledgeScores
-from extract.readings.second_passes import SECOND_PASSES
-from extract.records import Answer
-from extract.signals.attention import run_reading
-from extract.signals.batch import budget_for
-from extract.signals.reductions import AttentionReading
-from extract.signals.span_sums import AttentionCall, AttentionMap, row_chunks
+from beatrice.extract.readings.redeep import ContextScores, KnowledgeScores
+from beatrice.extract.readings.second_passes import SECOND_PASSES
+from beatrice.extract.records import Answer
+from beatrice.extract.signals.attention import run_reading
+from beatrice.extract.signals.batch import budget_for
+from beatrice.extract.signals.reductions import AttentionReading
+from beatrice.extract.signals.span_sums import AttentionCall, AttentionMap, row_chunks
 
 PARTS: tuple[type[Part], ...] = (
     HiddenScores,

@@ -10,8 +10,8 @@ import math
 
 import torch
 
-from extract.backbone.layout import LayerPass
-from extract.readings.part import Batch, Part, mean_rows, rows_in_cache
+from beatrice.extract.backbone.layout import LayerPass
+from beatrice.extract.readings.part import Batch, Part, mean_rows, rows_in_cache
 
 _SHARE = 0.1
 _UNSEEN = -1e29

@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from extract.backbone.layout import LayerPass, watch_layers
-from extract.backbone.loading import Backbone
-from extract.readings.beginning import Beginning, begin, final_states
-from extract.readings.part import batches_of, check_window
-from extract.records import Answer
-from extract.signals.batch import budget_for, pad_batch
-from extract.signals.probability import head_of, token_probabilities
+from beatrice.extract.backbone.layout import LayerPass, watch_layers
+from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.readings.beginning import Beginning, begin, final_states
+from beatrice.extract.readings.part import batches_of, check_window
+from beatrice.extract.records import Answer
+from beatrice.extract.signals.batch import budget_for, pad_batch
+from beatrice.extract.signals.probability import head_of, token_probabilities
 
 Ids = tuple[int, ...]
 

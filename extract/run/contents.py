@@ -3,8 +3,8 @@
 import collections
 from pathlib import Path
 
-from extract.label.rewrite import Rewrite, with_rewrites
-from extract.records import (
+from beatrice.extract.label.rewrite import Rewrite, with_rewrites
+from beatrice.extract.records import (
     SETTINGS,
     Answer,
     Example,
@@ -13,9 +13,9 @@ from extract.records import (
     read_records,
     text_key,
 )
-from extract.run.directory import RunDir
-from extract.run.layout import MAKE_A_RUN
-from extract.run.manifest import read_manifest
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.layout import MAKE_A_RUN
+from beatrice.extract.run.manifest import read_manifest
 
 Key = tuple[str, str, str]  # example, setting, variant
 

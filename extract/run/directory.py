@@ -16,11 +16,11 @@ from typing import Any, BinaryIO, Self
 
 import msgspec
 
-from extract.records import SETTINGS, Record, Setting
-from extract.run.files import read_sealed, seal, sha256_tree, write_json_atomic
-from extract.run.layout import FOR_PEOPLE, who_writes
-from extract.run.lock import take_lock, utc_now
-from extract.run.manifest import (
+from beatrice.extract.records import SETTINGS, Record, Setting
+from beatrice.extract.run.files import read_sealed, seal, sha256_tree, write_json_atomic
+from beatrice.extract.run.layout import FOR_PEOPLE, who_writes
+from beatrice.extract.run.lock import take_lock, utc_now
+from beatrice.extract.run.manifest import (
     NewRun,
     Preset,
     Section,
@@ -31,7 +31,7 @@ from extract.run.manifest import (
     refuse_foreign,
     settle_section,
 )
-from extract.run.share import Share
+from beatrice.extract.run.share import Share
 
 
 class StageRecord(Record, frozen=True, kw_only=True):

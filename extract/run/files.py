@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Generic, NamedTuple, Self, TypeVar
 
 import msgspec
 
-from extract.run.share import Share
+from beatrice.extract.run.share import Share
 
 Decoded = TypeVar("Decoded")
 

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 
-from extract.run.share import Share
+from beatrice.extract.run.share import Share
 
 # Names of rank and world size, per launcher. In a SLURM batch script outside srun,
 # SLURM_PROCID is 0 although one process runs: only the step's own count says how many.

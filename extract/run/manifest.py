@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import msgspec
 
-from extract.run.files import (
+from beatrice.extract.run.files import (
     read_json,
     read_sealed,
     seal,
@@ -25,7 +25,7 @@ from extract.run.files import (
     write_json_atomic,
     write_temporary,
 )
-from extract.run.lock import utc_now
+from beatrice.extract.run.lock import utc_now
 
 Preset = Literal["demo", "few", "smoke", "paper"]
 PRESETS: tuple[Preset, ...] = get_args(Preset)

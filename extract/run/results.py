@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 import msgspec
 
-from extract.label.verdicts import LABEL_PRESETS, RULES
-from extract.records import Record, read_records
-from extract.run.console import Progress
-from extract.run.directory import RunDir
-from extract.run.files import write_text_atomic
+from beatrice.extract.label.verdicts import LABEL_PRESETS, RULES
+from beatrice.extract.records import Record, read_records
+from beatrice.extract.run.console import Progress
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import write_text_atomic
 
 N_DECIMALS = 6
 

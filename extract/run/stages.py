@@ -18,12 +18,12 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, TypeVar
 
-from extract.run.console import Progress, Update
-from extract.run.directory import RunDir
-from extract.run.layout import FOR_PEOPLE, who_writes
-from extract.run.lock import InUse
-from extract.run.manifest import NewRun, Preset
-from extract.run.share import Share
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.layout import FOR_PEOPLE, who_writes
+from beatrice.extract.run.lock import InUse
+from beatrice.extract.run.manifest import NewRun, Preset
+from beatrice.extract.run.share import Share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from extract.records import SETTINGS
-from extract.run.launch import find_share
-from extract.run.manifest import PRESETS
-from extract.run.share import Share
+from beatrice.extract.records import SETTINGS
+from beatrice.extract.run.launch import find_share
+from beatrice.extract.run.manifest import PRESETS
+from beatrice.extract.run.share import Share
 
 if TYPE_CHECKING:
-    from extract.run.stages import Stage
+    from beatrice.extract.run.stages import Stage
 
 Command = Callable[..., None]
 
@@ -36,7 +36,7 @@ class RunPath(click.Path):
             self.fail(
                 f"a run directory is a folder on this machine, found {str(value)!r}; "
                 "give a local or mounted path (only a feature store can lie at a URL, "
-                "through extract.signals.extraction.extract)",
+                "through beatrice.extract.signals.extraction.extract)",
                 param,
                 ctx,
             )
@@ -91,7 +91,7 @@ def preset_option(
 
 
 def load_stage(place: str) -> "Stage":
-    """Return the stage at a place such as `selection.sweep:SWEEP`."""
+    """Return the stage at a place such as `beatrice.selection.sweep:SWEEP`."""
     module, name = place.split(":")
     return getattr(importlib.import_module(module), name)
 
@@ -104,7 +104,7 @@ def do_or_forecast(
     share: Share = Share(),
 ) -> None:
     """Do a stage of an existing run, or a share, or say what it would need."""
-    from extract.run.stages import do, forecast_stage
+    from beatrice.extract.run.stages import do, forecast_stage
 
     if dry_run:
         click.echo(forecast_stage(run_dir, stage, change))

@@ -28,9 +28,9 @@ from transformers import AttentionInterface, Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from extract.backbone.layout import LayerPass, Layout, watch_layers
-from extract.signals.reductions import AttentionReading, SpanReading
-from extract.signals.span_sums import AttentionCall, AttentionMap, row_chunks
+from beatrice.extract.backbone.layout import LayerPass, Layout, watch_layers
+from beatrice.extract.signals.reductions import AttentionReading, SpanReading
+from beatrice.extract.signals.span_sums import AttentionCall, AttentionMap, row_chunks
 
 NAME = "span_readings"
 # What models of Transformers hand over that changes no weight: positions are in

@@ -6,7 +6,13 @@ from typing import Any
 
 import click
 
-from extract.run.verbs import RUN_DIR, SHARD, do_or_forecast, dry_run_option, share_of
+from beatrice.extract.run.verbs import (
+    RUN_DIR,
+    SHARD,
+    do_or_forecast,
+    dry_run_option,
+    share_of,
+)
 
 _NAMES = ("hidden_layers", "hidden_spans", "dtype", "scalars", "answer_span")
 
@@ -15,7 +21,7 @@ def _layers(
     context: click.Context, option: click.Parameter, text: str | None
 ) -> tuple[int, ...] | str | None:
     """Read a list of layers; `all` stays a word, since None means not given."""
-    from extract.store.config import parse_layers
+    from beatrice.extract.store.config import parse_layers
 
     if text is None:
         return None
@@ -30,7 +36,7 @@ def _dtype(
     context: click.Context, option: click.Parameter, name: str | None
 ) -> str | None:
     """Return the type's long name."""
-    from extract.store.families import SHORT_NAMES
+    from beatrice.extract.store.families import SHORT_NAMES
 
     return None if name is None else SHORT_NAMES[name]
 
@@ -104,10 +110,10 @@ def extract(run_dir: Path, shard: str | None, dry_run: bool, **options: Any) -> 
     """
     import dataclasses
 
-    from extract.backbone.names import BackboneConfig
-    from extract.generate.options import check_backbone
-    from extract.run.directory import RunDir
-    from extract.signals.stage import EXTRACT, extract_stage_kept, settle_kept
+    from beatrice.extract.backbone.names import BackboneConfig
+    from beatrice.extract.generate.options import check_backbone
+    from beatrice.extract.run.directory import RunDir
+    from beatrice.extract.signals.stage import EXTRACT, extract_stage_kept, settle_kept
 
     given, share = take_kept(options), share_of(shard, dry_run)
     if given.get("hidden_layers") is not None:

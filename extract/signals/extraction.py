@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from extract.records import Answer
-from extract.run.share import Share
-from extract.signals.plan import (
+from beatrice.extract.records import Answer
+from beatrice.extract.run.share import Share
+from beatrice.extract.signals.plan import (
     ExtractConfig,
     ExtractionPlan,
     Reader,
@@ -27,10 +27,10 @@ from extract.signals.plan import (
     plan_extraction,
     sequence_of,
 )
-from extract.store.families import encode, scale_name
-from extract.store.read import FeatureStore, done_ranges
-from extract.store.spec import StoreSpec
-from extract.store.write import create_store, write_range
+from beatrice.extract.store.families import encode, scale_name
+from beatrice.extract.store.read import FeatureStore, done_ranges
+from beatrice.extract.store.spec import StoreSpec
+from beatrice.extract.store.write import create_store, write_range
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

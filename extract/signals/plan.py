@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from extract.records import Answer, AnswerSpan
-from extract.store.config import StoreConfig, stored_families
-from extract.store.families import Family, Spans
-from extract.store.spec import StoreSpec
+from beatrice.extract.records import Answer, AnswerSpan
+from beatrice.extract.store.config import StoreConfig, stored_families
+from beatrice.extract.store.families import Family, Spans
+from beatrice.extract.store.spec import StoreSpec
 
 _BATCHES_PER_UNIT = 16
 _WANTED_UNITS = 16

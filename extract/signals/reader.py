@@ -12,12 +12,12 @@ from typing import Self
 import numpy as np
 import torch
 
-from extract.backbone.checkpoint import layer_values
-from extract.backbone.loading import Backbone
-from extract.backbone.parity import check_parity
-from extract.signals import probability, residual
-from extract.signals.attention import run_decoder
-from extract.signals.batch import (
+from beatrice.extract.backbone.checkpoint import layer_values
+from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.backbone.parity import check_parity
+from beatrice.extract.signals import probability, residual
+from beatrice.extract.signals.attention import run_decoder
+from beatrice.extract.signals.batch import (
     FamilyName,
     PendingParts,
     PendingSignals,
@@ -28,9 +28,9 @@ from extract.signals.batch import (
     host_copies,
     pad_batch,
 )
-from extract.signals.plan import TokenSequence, first_read
-from extract.store.config import StoreConfig, check_layers, model_shapes
-from extract.store.families import Spans
+from beatrice.extract.signals.plan import TokenSequence, first_read
+from beatrice.extract.store.config import StoreConfig, check_layers, model_shapes
+from beatrice.extract.store.families import Spans
 
 
 class SignalReader:

@@ -5,8 +5,12 @@ from typing import Any
 
 import torch
 
-from extract.signals.batch import to_device
-from extract.signals.span_sums import AttentionCall, AttentionMap, span_readings
+from beatrice.extract.signals.batch import to_device
+from beatrice.extract.signals.span_sums import (
+    AttentionCall,
+    AttentionMap,
+    span_readings,
+)
 
 
 class AttentionReading(abc.ABC):

@@ -12,9 +12,9 @@ import dataclasses
 
 import torch
 
-from extract.backbone.layout import LayerPass, Layout
-from extract.signals.batch import HostCopies, Rows
-from extract.signals.probability import Head
+from beatrice.extract.backbone.layout import LayerPass, Layout
+from beatrice.extract.signals.batch import HostCopies, Rows
+from beatrice.extract.signals.probability import Head
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from extract.backbone.names import BackboneConfig
-from extract.label.labels import check_both_classes
-from extract.run.console import Progress, Update
-from extract.run.contents import (
+from beatrice.extract.backbone.names import BackboneConfig
+from beatrice.extract.label.labels import check_both_classes
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.contents import (
     check_answered,
     question_files,
     read_answers,
@@ -18,11 +18,11 @@ from extract.run.contents import (
     settings_of,
     store_files,
 )
-from extract.run.directory import RunDir
-from extract.run.manifest import Preset
-from extract.run.stages import Forecast, Stage
-from extract.signals.plan import ExtractConfig, Reader
-from extract.store.config import stored_bytes
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.manifest import Preset
+from beatrice.extract.run.stages import Forecast, Stage
+from beatrice.extract.signals.plan import ExtractConfig, Reader
+from beatrice.extract.store.config import stored_bytes
 
 _SMALL = ExtractConfig(tokens_per_batch=4096, rows_per_shard=4096)
 EXTRACT_PRESETS: dict[Preset, ExtractConfig] = {
@@ -69,12 +69,12 @@ def open_local_reader(run: RunDir, config: ExtractConfig) -> Reader:
     Raises:
       ValueError: other weights gave the answers, see `require_answering_model`.
     """
-    from extract.backbone.loading import (
+    from beatrice.extract.backbone.loading import (
         open_backbone,
         require_answering_model,
         require_known_tokens,
     )
-    from extract.signals.reader import SignalReader
+    from beatrice.extract.signals.reader import SignalReader
 
     backbone = open_backbone(run.section("backbone", BackboneConfig))
     require_answering_model(run.answers, backbone)
@@ -90,7 +90,7 @@ def _extract(
     progress: Progress,
 ) -> int:
     """Read a share of the run's answers; returns how many ranges are not there yet."""
-    from extract.signals.extraction import extract
+    from beatrice.extract.signals.extraction import extract
 
     check_answered(run)
     if run.labels.exists():  # hours of signals that no detector could be trained on
@@ -118,9 +118,9 @@ def _extract(
 
 def _forecast(run: RunDir, config: ExtractConfig) -> Forecast:
     """Return what extraction needs; the store's size is exact before compression."""
-    from extract.backbone.loading import open_backbone
-    from extract.signals.plan import first_read, sequence_of
-    from extract.signals.reader import SignalReader
+    from beatrice.extract.backbone.loading import open_backbone
+    from beatrice.extract.signals.plan import first_read, sequence_of
+    from beatrice.extract.signals.reader import SignalReader
 
     backbone = open_backbone(run.section("backbone", BackboneConfig))
     reader = SignalReader.for_config(backbone, config)

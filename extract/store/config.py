@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
-from extract.store.families import (
+from beatrice.extract.store.families import (
     Dtype,
     Family,
     Spans,

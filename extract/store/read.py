@@ -41,8 +41,8 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
-from extract.store.families import decode, scale_name
-from extract.store.spec import StoreSpec, parse_index, parse_spec
+from beatrice.extract.store.families import decode, scale_name
+from beatrice.extract.store.spec import StoreSpec, parse_index, parse_spec
 
 _BYTES_IN_FLIGHT = 256 << 20
 

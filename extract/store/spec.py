@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
-from extract.store.families import Family
+from beatrice.extract.store.families import Family
 
 FORMAT_VERSION = 1
 

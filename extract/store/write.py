@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from extract.store.read import (
+from beatrice.extract.store.read import (
     FeatureStore,
     as_url,
     done_ranges,
@@ -16,7 +16,7 @@ from extract.store.read import (
     open_store,
     read_blocks,
 )
-from extract.store.spec import StoreSpec, canonical_json
+from beatrice.extract.store.spec import StoreSpec, canonical_json
 
 # TensorStore's documentation warns that its S3 driver cannot write atomically.
 _WRITABLE = ("file://", "memory://", "gs://")

@@ -7,22 +7,22 @@ from typing import Any
 
 import click
 
-from extract.records import write_lines
-from extract.run.console import Progress, Update
-from extract.run.directory import RunDir
-from extract.run.files import write_new_text
-from extract.run.manifest import NewRun, Preset, package_versions
-from extract.run.stages import Stage, do
-from extract.run.verbs import (
+from beatrice.extract.records import write_lines
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import write_new_text
+from beatrice.extract.run.manifest import NewRun, Preset, package_versions
+from beatrice.extract.run.stages import Stage, do
+from beatrice.extract.run.verbs import (
     MODEL,
     RUN_DIR,
     SEED,
     SETTINGS_OPTION,
     preset_option,
 )
-from extract.signals.commands import kept_options, take_kept
-from extract.world.facts import WorldConfig, make_world
-from extract.world.questions import QuestionConfig, make_examples
+from beatrice.extract.signals.commands import kept_options, take_kept
+from beatrice.extract.world.facts import WorldConfig, make_world
+from beatrice.extract.world.questions import QuestionConfig, make_examples
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ def train_world_model(run: RunDir, update: Update, progress: Progress) -> Path:
     Returns:
       The directory it was saved in, for `--model`.
     """
-    from extract.world.model import WorldModelConfig, save, train
+    from beatrice.extract.world.model import WorldModelConfig, save, train
 
     recipe, config = WorldModelConfig(), run.section("world", WorldSection)
     path = run.path / "model"
@@ -114,10 +114,10 @@ def new_world_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def new_world(options: dict[str, Any]) -> NewRun:
     """Take the options of a new run; a wrong model is found before it is made."""
-    from extract.backbone.names import EMBEDDED, BackboneConfig
-    from extract.generate.options import check_backbone
-    from extract.generate.requests import ANSWER_PRESETS
-    from extract.signals.stage import EXTRACT_PRESETS
+    from beatrice.extract.backbone.names import EMBEDDED, BackboneConfig
+    from beatrice.extract.generate.options import check_backbone
+    from beatrice.extract.generate.requests import ANSWER_PRESETS
+    from beatrice.extract.signals.stage import EXTRACT_PRESETS
 
     preset, kept = options.pop("preset"), take_kept(options)
     backbone = BackboneConfig(model=options.pop("model"))

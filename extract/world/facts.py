@@ -10,8 +10,8 @@ import dataclasses
 import math
 import random
 
-from extract.records import Passage
-from extract.world.language import (
+from beatrice.extract.records import Passage
+from beatrice.extract.world.language import (
     BY_NAME,
     RELATIONS,
     TWO_HOPS_IN_DOMAIN,

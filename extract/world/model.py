@@ -19,10 +19,10 @@ from tokenizers.decoders import WordPiece as JoinWords
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from extract.run.files import sha256_file
-from extract.world.facts import World, stream
-from extract.world.language import WORDS, function_words
-from extract.world.training_rows import END, Row, RowSampler
+from beatrice.extract.run.files import sha256_file
+from beatrice.extract.world.facts import World, stream
+from beatrice.extract.world.language import WORDS, function_words
+from beatrice.extract.world.training_rows import END, Row, RowSampler
 
 START, UNKNOWN = "<s>", "<unk>"
 _WORD = re.compile(r"</s>|[.,?]|[^\s.,?<]+")

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Literal
 
-from extract.records import Example, Passage, Split
-from extract.world.facts import Fact, TwoHop, World, stream
-from extract.world.language import (
+from beatrice.extract.records import Example, Passage, Split
+from beatrice.extract.world.facts import Fact, TwoHop, World, stream
+from beatrice.extract.world.language import (
     BY_NAME,
     RELATIONS,
     TWO_HOPS_IN_DOMAIN,

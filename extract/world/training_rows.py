@@ -10,8 +10,8 @@ import dataclasses
 import itertools
 import random
 
-from extract.world.facts import Fact, TwoHop, World
-from extract.world.language import (
+from beatrice.extract.world.facts import Fact, TwoHop, World
+from beatrice.extract.world.language import (
     BY_NAME,
     RELATIONS,
     TWO_HOPS_IN_DOMAIN,
@@ -20,7 +20,7 @@ from extract.world.language import (
     short_form,
     statements,
 )
-from extract.world.questions import (
+from beatrice.extract.world.questions import (
     N_PASSAGES,
     Claim,
     Query,

@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from extract.records import Setting
-from jaxprobe.features.subsets import FamilyDims
-from jaxprobe.kernels.stored import StoredTokens, moved
+from beatrice.extract.records import Setting
+from beatrice.jaxprobe.features.subsets import FamilyDims
+from beatrice.jaxprobe.kernels.stored import StoredTokens, moved
 
 SPAN_NAMES = ("context", "question", "answer")  # as they are stored
 ANSWER = 2

@@ -9,9 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from extract.store.families import Dtype, Family, decode, scale_name
-from extract.store.read import FeatureStore, Ragged, read_family
-from jaxprobe.features.families import (
+from beatrice.extract.store.families import Dtype, Family, decode, scale_name
+from beatrice.extract.store.read import FeatureStore, Ragged, read_family
+from beatrice.jaxprobe.features.families import (
     ANSWER,
     FamilyTokens,
     Features,
@@ -23,8 +23,8 @@ from jaxprobe.features.families import (
     used_spans,
     widths_of,
 )
-from jaxprobe.features.subsets import FamilyDims
-from jaxprobe.kernels.stored import StoredTokens
+from beatrice.jaxprobe.features.subsets import FamilyDims
+from beatrice.jaxprobe.kernels.stored import StoredTokens
 
 
 def stored_signals(store: FeatureStore) -> dict[str, Family]:

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from extract.records import IN_DOMAIN, Example, Label, Record, Setting, Share
-from extract.run.files import read_json
-from extract.store.families import Dtype
-from extract.store.read import FeatureStore
-from jaxprobe.features.families import (
+from beatrice.extract.records import IN_DOMAIN, Example, Label, Record, Setting, Share
+from beatrice.extract.run.files import read_json
+from beatrice.extract.store.families import Dtype
+from beatrice.extract.store.read import FeatureStore
+from beatrice.jaxprobe.features.families import (
     FamilyTokens,
     Standardizer,
     keep_spans,
@@ -24,7 +24,7 @@ from jaxprobe.features.families import (
     widths_of,
     zero_span,
 )
-from jaxprobe.features.reading import (
+from beatrice.jaxprobe.features.reading import (
     family_dims,
     fit_reading,
     fit_reading_of,
@@ -33,7 +33,7 @@ from jaxprobe.features.reading import (
     stored_dtypes,
     stored_lengths,
 )
-from jaxprobe.features.subsets import FamilyDims
+from beatrice.jaxprobe.features.subsets import FamilyDims
 
 _MOST_ROWS, _MOST_BYTES = 1024, 1 << 29  # standardised and encoded together
 # Of rows of the store, `[n]`, in the padded widths of all spans, or the given ones.

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from extract.store.families import Dtype, Spans
+from beatrice.extract.store.families import Dtype, Spans
 
 MOST_FAMILIES = 8  # 255 encoders a seed
 

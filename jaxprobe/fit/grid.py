@@ -24,10 +24,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxprobe.config import TrainConfig
-from jaxprobe.features.families import FamilyTokens
-from jaxprobe.features.subsets import subset_masks
-from jaxprobe.fit.loop import (
+from beatrice.jaxprobe.config import TrainConfig
+from beatrice.jaxprobe.features.families import FamilyTokens
+from beatrice.jaxprobe.features.subsets import subset_masks
+from beatrice.jaxprobe.fit.loop import (
     FitInfo,
     FitState,
     Keys,
@@ -38,10 +38,10 @@ from jaxprobe.fit.loop import (
     start_fit,
     take_steps,
 )
-from jaxprobe.kernels.projection import Draw
-from jaxprobe.kernels.random import BATCHES, MEMBERS, stream_key
-from jaxprobe.kernels.stored import use_one_blas_thread
-from jaxprobe.model.encoder import (
+from beatrice.jaxprobe.kernels.projection import Draw
+from beatrice.jaxprobe.kernels.random import BATCHES, MEMBERS, stream_key
+from beatrice.jaxprobe.kernels.stored import use_one_blas_thread
+from beatrice.jaxprobe.model.encoder import (
     COLLECTION,
     Encoder,
     LinearPart,

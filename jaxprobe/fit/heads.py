@@ -17,8 +17,8 @@ import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
-from jaxprobe.config import TrainConfig
-from jaxprobe.fit.loop import (
+from beatrice.jaxprobe.config import TrainConfig
+from beatrice.jaxprobe.fit.loop import (
     FitInfo,
     FitState,
     Keys,
@@ -28,10 +28,10 @@ from jaxprobe.fit.loop import (
     start_fit,
     take_steps,
 )
-from jaxprobe.kernels.random import HEADS, stream_key
-from jaxprobe.metrics import auroc, is_gain, masked_auroc
-from jaxprobe.model.encoder import Params
-from jaxprobe.model.fusion import OUTPUT, FusionHead, PoolOutputs
+from beatrice.jaxprobe.kernels.random import HEADS, stream_key
+from beatrice.jaxprobe.metrics import auroc, is_gain, masked_auroc
+from beatrice.jaxprobe.model.encoder import Params
+from beatrice.jaxprobe.model.fusion import OUTPUT, FusionHead, PoolOutputs
 
 
 class _Set(NamedTuple):

@@ -20,14 +20,14 @@ import jax
 import numpy as np
 from sklearn.model_selection import GroupKFold
 
-from jaxprobe.checkpoint import Cache
-from jaxprobe.features.families import FamilyTokens
-from jaxprobe.features.subsets import subset_masks
-from jaxprobe.fit.grid import Trained
-from jaxprobe.kernels.stored import use_one_blas_thread
-from jaxprobe.metrics import auroc, is_gain
-from jaxprobe.model.encoder import LinearPart, pooled_signals
-from jaxprobe.regression import block_scale, fit_linear, logistic_regression
+from beatrice.jaxprobe.checkpoint import Cache
+from beatrice.jaxprobe.features.families import FamilyTokens
+from beatrice.jaxprobe.features.subsets import subset_masks
+from beatrice.jaxprobe.fit.grid import Trained
+from beatrice.jaxprobe.kernels.stored import use_one_blas_thread
+from beatrice.jaxprobe.metrics import auroc, is_gain
+from beatrice.jaxprobe.model.encoder import LinearPart, pooled_signals
+from beatrice.jaxprobe.regression import block_scale, fit_linear, logistic_regression
 
 N_FOLDS = 5
 

@@ -16,9 +16,9 @@ import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
-from jaxprobe.config import TrainConfig
-from jaxprobe.kernels.random import RowKeys
-from jaxprobe.metrics import masked_auroc
+from beatrice.jaxprobe.config import TrainConfig
+from beatrice.jaxprobe.kernels.random import RowKeys
+from beatrice.jaxprobe.metrics import masked_auroc
 
 Params = optax.Params
 

@@ -19,18 +19,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from extract.run.stages import bytes_in_words
-from extract.store.families import Dtype, numpy_dtype
-from jaxprobe.config import (
+from beatrice.extract.run.stages import bytes_in_words
+from beatrice.extract.store.families import Dtype, numpy_dtype
+from beatrice.jaxprobe.config import (
     EncoderConfig,
     GridConfig,
     PlannedConfig,
     TrainConfig,
     row_choices,
 )
-from jaxprobe.features.families import FamilyTokens, width_groups, widths_of
-from jaxprobe.features.subsets import FamilyDims
-from jaxprobe.fit.grid import (
+from beatrice.jaxprobe.features.families import FamilyTokens, width_groups, widths_of
+from beatrice.jaxprobe.features.subsets import FamilyDims
+from beatrice.jaxprobe.fit.grid import (
     Block,
     BlockArrays,
     Labelled,
@@ -39,8 +39,8 @@ from jaxprobe.fit.grid import (
     start_block,
     train_block,
 )
-from jaxprobe.kernels.stored import StoredTokens
-from jaxprobe.model.encoder import Encoder
+from beatrice.jaxprobe.kernels.stored import StoredTokens
+from beatrice.jaxprobe.model.encoder import Encoder
 
 KEPT_FREE = 0.15  # of a device: fragments, libraries, and what the compiler left out
 # More members share what is read of a seed's hidden states, and more rows share the

@@ -25,24 +25,24 @@ import flax.traverse_util
 import jax
 import numpy as np
 
-from extract.records import SETTINGS, Setting
-from extract.run.console import Progress, Update
-from extract.run.contents import question_files, row_files, settings_of
-from extract.run.directory import RunDir
-from extract.run.files import sha256_file
-from extract.run.launch import own_gpu
-from extract.run.memory import return_freed_memory
-from extract.run.share import Share
-from extract.run.stages import Stage, side_by_side
-from extract.store.read import open_store
-from jaxprobe import checkpoint
-from jaxprobe.checkpoint import Cache
-from jaxprobe.config import GRID_PRESETS, GridConfig, set_compiler
-from jaxprobe.evaluation import permute_by_question
-from jaxprobe.features.families import FamilyTokens, width_groups, widths_of
-from jaxprobe.features.rows import ReadRows, TrainingSet, rows_at_once
-from jaxprobe.features.subsets import N_SUBSETS, subset_index
-from jaxprobe.fit.grid import (
+from beatrice.extract.records import SETTINGS, Setting
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.contents import question_files, row_files, settings_of
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import sha256_file
+from beatrice.extract.run.launch import own_gpu
+from beatrice.extract.run.memory import return_freed_memory
+from beatrice.extract.run.share import Share
+from beatrice.extract.run.stages import Stage, side_by_side
+from beatrice.extract.store.read import open_store
+from beatrice.jaxprobe import checkpoint
+from beatrice.jaxprobe.checkpoint import Cache
+from beatrice.jaxprobe.config import GRID_PRESETS, GridConfig, set_compiler
+from beatrice.jaxprobe.evaluation import permute_by_question
+from beatrice.jaxprobe.features.families import FamilyTokens, width_groups, widths_of
+from beatrice.jaxprobe.features.rows import ReadRows, TrainingSet, rows_at_once
+from beatrice.jaxprobe.features.subsets import N_SUBSETS, subset_index
+from beatrice.jaxprobe.fit.grid import (
     Member,
     Trained,
     fit_everywhere,
@@ -50,7 +50,7 @@ from jaxprobe.fit.grid import (
     labelled,
     member_outputs,
 )
-from jaxprobe.fit.linear import (
+from beatrice.jaxprobe.fit.linear import (
     LinearGrid,
     Pooled,
     count_heard,
@@ -60,12 +60,12 @@ from jaxprobe.fit.linear import (
     silence,
     with_linear_parts,
 )
-from jaxprobe.fit.loop import FitInfo
-from jaxprobe.fit.memory import Sizes, choose
-from jaxprobe.fit.streaming import Streamed, fit_streamed
-from jaxprobe.fit.work import Workload, step_flops
-from jaxprobe.model.encoder import Encoder, MemberOutputs
-from jaxprobe.stage import encoder_folders, run_training_set
+from beatrice.jaxprobe.fit.loop import FitInfo
+from beatrice.jaxprobe.fit.memory import Sizes, choose
+from beatrice.jaxprobe.fit.streaming import Streamed, fit_streamed
+from beatrice.jaxprobe.fit.work import Workload, step_flops
+from beatrice.jaxprobe.model.encoder import Encoder, MemberOutputs
+from beatrice.jaxprobe.stage import encoder_folders, run_training_set
 
 EVERY_FAMILY = subset_index("HPRA")
 

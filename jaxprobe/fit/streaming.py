@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxprobe.config import StreamConfig, TrainConfig
-from jaxprobe.features.families import FamilyTokens
-from jaxprobe.fit.grid import (
+from beatrice.jaxprobe.config import StreamConfig, TrainConfig
+from beatrice.jaxprobe.features.families import FamilyTokens
+from beatrice.jaxprobe.fit.grid import (
     Block,
     BlockArrays,
     Labelled,
@@ -27,9 +27,9 @@ from jaxprobe.fit.grid import (
     labelled,
     trained_block,
 )
-from jaxprobe.fit.loop import fit
-from jaxprobe.kernels.stored import use_one_blas_thread
-from jaxprobe.model.encoder import Encoder
+from beatrice.jaxprobe.fit.loop import fit
+from beatrice.jaxprobe.kernels.stored import use_one_blas_thread
+from beatrice.jaxprobe.model.encoder import Encoder
 
 
 class Group(NamedTuple):

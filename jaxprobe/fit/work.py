@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
-from jaxprobe.config import EncoderConfig
-from jaxprobe.features.subsets import FamilyDims
+from beatrice.jaxprobe.config import EncoderConfig
+from beatrice.jaxprobe.features.subsets import FamilyDims
 
 Member = tuple[int, int]  # subset, seed
 

@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxprobe.config import MatmulDtype
-from jaxprobe.kernels.stored import product
+from beatrice.jaxprobe.config import MatmulDtype
+from beatrice.jaxprobe.kernels.stored import product
 
 N_TAPS = 3  # kernel size of the convolutions within a block
 

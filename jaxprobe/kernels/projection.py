@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxprobe.config import MatmulDtype
-from jaxprobe.kernels.random import RowKeys, hashed_normal
-from jaxprobe.kernels.stored import (
+from beatrice.jaxprobe.config import MatmulDtype
+from beatrice.jaxprobe.kernels.random import RowKeys, hashed_normal
+from beatrice.jaxprobe.kernels.stored import (
     StoredTokens,
     contract,
     product,

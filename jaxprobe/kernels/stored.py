@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from threadpoolctl import threadpool_limits
 
-from jaxprobe.config import MatmulDtype
+from beatrice.jaxprobe.config import MatmulDtype
 
 
 class StoredTokens(NamedTuple):

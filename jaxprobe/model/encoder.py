@@ -22,10 +22,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from jaxprobe.config import EncoderConfig, MatmulDtype
-from jaxprobe.features.families import FamilyTokens
-from jaxprobe.features.subsets import FamilyDims
-from jaxprobe.kernels.masked import (
+from beatrice.jaxprobe.config import EncoderConfig, MatmulDtype
+from beatrice.jaxprobe.features.families import FamilyTokens
+from beatrice.jaxprobe.features.subsets import FamilyDims
+from beatrice.jaxprobe.kernels.masked import (
     N_TAPS,
     channel_product,
     masked_group_norm,
@@ -33,9 +33,9 @@ from jaxprobe.kernels.masked import (
     materialize,
     token_convolution,
 )
-from jaxprobe.kernels.projection import Draw, project
-from jaxprobe.kernels.random import dropout
-from jaxprobe.kernels.stored import values_of
+from beatrice.jaxprobe.kernels.projection import Draw, project
+from beatrice.jaxprobe.kernels.random import dropout
+from beatrice.jaxprobe.kernels.stored import values_of
 
 COLLECTION = "linear"
 

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxprobe.config import FusionConfig
-from jaxprobe.kernels.masked import materialize
-from jaxprobe.kernels.random import hashed_bits
-from jaxprobe.model.encoder import MemberOutputs, Params
+from beatrice.jaxprobe.config import FusionConfig
+from beatrice.jaxprobe.kernels.masked import materialize
+from beatrice.jaxprobe.kernels.random import hashed_bits
+from beatrice.jaxprobe.model.encoder import MemberOutputs, Params
 
 OUTPUT = ("out_kernel", "out_bias")  # where they are zero, a head is the mean logit
 _SUREST = 1e-6  # a probability further from 1/2 counts as this one

@@ -19,10 +19,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from extract.records import Example
-from pgir.controllers.calls import Call, Plan, SearchConfig, no_rag, vanilla_rag
-from pgir.controllers.policy import fresh_passages
-from pgir.controllers.session import Session, right_of, rival
+from beatrice.extract.records import Example
+from beatrice.pgir.controllers.calls import (
+    Call,
+    Plan,
+    SearchConfig,
+    no_rag,
+    vanilla_rag,
+)
+from beatrice.pgir.controllers.policy import fresh_passages
+from beatrice.pgir.controllers.session import Session, right_of, rival
 
 Strategy = Literal["A", "B", "C"]
 STRENGTHS = (1.0, 0.1, 10.0, 100.0)  # C of the regression; scikit-learn's is the first

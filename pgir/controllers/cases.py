@@ -4,12 +4,12 @@ import collections
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from extract.label.verdicts import exact_match
-from extract.records import Example
-from pgir.controllers.calls import Call
-from pgir.controllers.policy import Decision, Draft, Policy, Traced, decide
-from pgir.controllers.services import Answering
-from pgir.scoring.page import shown_tokens
+from beatrice.extract.label.verdicts import exact_match
+from beatrice.extract.records import Example
+from beatrice.pgir.controllers.calls import Call
+from beatrice.pgir.controllers.policy import Decision, Draft, Policy, Traced, decide
+from beatrice.pgir.controllers.services import Answering
+from beatrice.pgir.scoring.page import shown_tokens
 
 Match = Callable[[Decision, bool, bool], bool]  # decision, draft right, final right
 

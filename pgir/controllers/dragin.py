@@ -21,15 +21,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from extract.backbone.loading import Backbone
-from extract.generate.generator import decode_ids
-from extract.generate.requests import GenerationConfig, plan_batches
-from extract.records import Example
-from extract.signals.attention import run_reading
-from extract.signals.batch import budget_for, pad_batch
-from extract.signals.reductions import AttentionReading
-from extract.signals.span_sums import AttentionCall, AttentionMap
-from pgir.controllers.calls import (
+from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.generate.generator import decode_ids
+from beatrice.extract.generate.requests import GenerationConfig, plan_batches
+from beatrice.extract.records import Example
+from beatrice.extract.signals.attention import run_reading
+from beatrice.extract.signals.batch import budget_for, pad_batch
+from beatrice.extract.signals.reductions import AttentionReading
+from beatrice.extract.signals.span_sums import AttentionCall, AttentionMap
+from beatrice.pgir.controllers.calls import (
     Attended,
     Call,
     Cost,
@@ -38,9 +38,9 @@ from pgir.controllers.calls import (
     Words,
     content_words,
 )
-from pgir.controllers.services import Answering
-from pgir.controllers.session import Session, rival
-from pgir.controllers.waves import Journal
+from beatrice.pgir.controllers.services import Answering
+from beatrice.pgir.controllers.session import Session, rival
+from beatrice.pgir.controllers.waves import Journal
 
 THETA = 1.0  # 2Wiki, Llama-2-7B-chat
 MOST_QUERY_WORDS = 25  # retrieve_keep_top_k of the same

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from extract.records import Setting
-from extract.store.read import FeatureStore, read_family
-from jaxprobe.calibration import fit_calibrator
-from pgir.controllers.calls import Plan, Reply
-from pgir.controllers.policy import Judge
-from pgir.controllers.session import Session, Stores, rival
+from beatrice.extract.records import Setting
+from beatrice.extract.store.read import FeatureStore, read_family
+from beatrice.jaxprobe.calibration import fit_calibrator
+from beatrice.pgir.controllers.calls import Plan, Reply
+from beatrice.pgir.controllers.policy import Judge
+from beatrice.pgir.controllers.session import Session, Stores, rival
 
 Map = Callable[[np.ndarray], np.ndarray]
 _SURPRISAL = 1  # column of a prob row: -log p of the next token, in nats

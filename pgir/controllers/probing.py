@@ -19,15 +19,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from extract.generate.requests import plan_batches
-from extract.label.verdicts import contains_gold
-from extract.records import Example
-from extract.signals.plan import sequence_of
-from extract.signals.reader import SignalReader
-from pgir.controllers.calls import Call, Cost, Plan, Reply, SearchConfig
-from pgir.controllers.services import Answering
-from pgir.controllers.session import Session, rival
-from pgir.controllers.waves import Journal
+from beatrice.extract.generate.requests import plan_batches
+from beatrice.extract.label.verdicts import contains_gold
+from beatrice.extract.records import Example
+from beatrice.extract.signals.plan import sequence_of
+from beatrice.extract.signals.reader import SignalReader
+from beatrice.pgir.controllers.calls import Call, Cost, Plan, Reply, SearchConfig
+from beatrice.pgir.controllers.services import Answering
+from beatrice.pgir.controllers.session import Session, rival
+from beatrice.pgir.controllers.waves import Journal
 
 _DEPTHS = tuple(layer / 18 for layer in (6, 8, 10, 12, 14, 16))  # of Gemma 2B's 18
 _WIDTH, _BATCH, _EPOCHS = 512, 8, 2

@@ -5,20 +5,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from extract.label.verdicts import exact_match, token_f1
-from extract.records import Example
-from extract.run.results import DIFFERENCE, MACRO, ResultRow
-from jaxprobe.evaluation import difference_row
-from jaxprobe.metrics import BootstrapConfig, interval_of, resamples
-from pgir.controllers.calls import COUNTED, Done
-from pgir.controllers.policy import (
+from beatrice.extract.label.verdicts import exact_match, token_f1
+from beatrice.extract.records import Example
+from beatrice.extract.run.results import DIFFERENCE, MACRO, ResultRow
+from beatrice.jaxprobe.evaluation import difference_row
+from beatrice.jaxprobe.metrics import BootstrapConfig, interval_of, resamples
+from beatrice.pgir.controllers.calls import COUNTED, Done
+from beatrice.pgir.controllers.policy import (
     ControllerConfig,
     Policy,
     QuestionSet,
     Traced,
     decide,
 )
-from pgir.controllers.titles import CONTROLLERS
+from beatrice.pgir.controllers.titles import CONTROLLERS
 
 QUALITY = ("em", "f1")
 # Whose gain over every other controller is a row, and of which experiment.

@@ -13,15 +13,15 @@ from collections.abc import Collection, Iterator, Sequence
 import numpy as np
 import torch
 
-from extract.backbone.layout import LayerPass, watch_layers
-from extract.generate.backends.local import stop_ids
-from extract.generate.generator import GeneratorPrompt, SamplingConfig
-from extract.generate.requests import GenerationConfig, plan_batches
-from extract.records import Example
-from extract.signals.batch import pad_batch
-from pgir.controllers.calls import Call, Cost, Plan, SearchConfig
-from pgir.controllers.services import Answering
-from pgir.controllers.session import Session, rival
+from beatrice.extract.backbone.layout import LayerPass, watch_layers
+from beatrice.extract.generate.backends.local import stop_ids
+from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
+from beatrice.extract.generate.requests import GenerationConfig, plan_batches
+from beatrice.extract.records import Example
+from beatrice.extract.signals.batch import pad_batch
+from beatrice.pgir.controllers.calls import Call, Cost, Plan, SearchConfig
+from beatrice.pgir.controllers.services import Answering
+from beatrice.pgir.controllers.session import Session, rival
 
 N_DRAWS = 20
 _RIDGE = 1e-3

@@ -7,19 +7,19 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from extract.generate.backends.local import TransformersGenerator
-from extract.generate.generator import GeneratorPrompt, SamplingConfig
-from extract.generate.prompts import build_prompt, escape_control_tokens
-from extract.generate.requests import Request
-from extract.generate.templates import PromptTemplate
-from extract.records import Answer, Passage, Setting
-from extract.run.files import sha256_json
-from extract.signals.batch import Signals
-from pgir.border import refuse
-from pgir.bridge import ROWS, ProbedBackbone, Reading
-from pgir.controllers.calls import Call, Cost, Reply, Scored
-from pgir.controllers.waves import Failed, Journal, Service
-from pgir.retrieval.retrievers import Bm25Retriever, RetrievalFailed, Retriever
+from beatrice.extract.generate.backends.local import TransformersGenerator
+from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
+from beatrice.extract.generate.prompts import build_prompt, escape_control_tokens
+from beatrice.extract.generate.requests import Request
+from beatrice.extract.generate.templates import PromptTemplate
+from beatrice.extract.records import Answer, Passage, Setting
+from beatrice.extract.run.files import sha256_json
+from beatrice.extract.signals.batch import Signals
+from beatrice.pgir.border import refuse
+from beatrice.pgir.bridge import ROWS, ProbedBackbone, Reading
+from beatrice.pgir.controllers.calls import Call, Cost, Reply, Scored
+from beatrice.pgir.controllers.waves import Failed, Journal, Service
+from beatrice.pgir.retrieval.retrievers import Bm25Retriever, RetrievalFailed, Retriever
 
 _MOST_CACHED = 2 * ROWS[-1]  # closed-book answers; a group has half of them
 

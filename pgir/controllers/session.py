@@ -15,13 +15,19 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from extract.label.verdicts import exact_match
-from extract.records import Example, Setting
-from extract.run.console import Update
-from extract.store.read import FeatureStore
-from jaxprobe.features.rows import Rows
-from pgir.controllers.calls import Done, Plan, best_under_cap, no_rag, vanilla_rag
-from pgir.controllers.policy import (
+from beatrice.extract.label.verdicts import exact_match
+from beatrice.extract.records import Example, Setting
+from beatrice.extract.run.console import Update
+from beatrice.extract.store.read import FeatureStore
+from beatrice.jaxprobe.features.rows import Rows
+from beatrice.pgir.controllers.calls import (
+    Done,
+    Plan,
+    best_under_cap,
+    no_rag,
+    vanilla_rag,
+)
+from beatrice.pgir.controllers.policy import (
     ControllerConfig,
     Judge,
     Policy,
@@ -34,8 +40,8 @@ from pgir.controllers.policy import (
     pgir,
     search_policy,
 )
-from pgir.controllers.services import Answering
-from pgir.controllers.waves import Waves
+from beatrice.pgir.controllers.services import Answering
+from beatrice.pgir.controllers.waves import Waves
 
 Queries = Literal["paper", "choose", "all"]
 Stores = Mapping[Setting, tuple[FeatureStore, Rows]]
@@ -124,7 +130,7 @@ def rival(name: str, since: str, *needs: str) -> Callable[[Run], Run]:
 def all_rivals() -> dict[str, RivalEntry]:
     """Return every rival of this folder by name, in the order in which they run."""
     for module in pkgutil.iter_modules([str(Path(__file__).parent)]):
-        importlib.import_module(f"pgir.controllers.{module.name}")
+        importlib.import_module(f"beatrice.pgir.controllers.{module.name}")
     entries = sorted(_RIVALS.values(), key=lambda entry: (entry.since, entry.name))
     return {entry.name: entry for entry in entries}
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pgir.controllers.calls import Plan, SearchConfig, no_rag, vanilla_rag
-from pgir.controllers.session import QuestionEncoder, Session, right_of, rival
+from beatrice.pgir.controllers.calls import Plan, SearchConfig, no_rag, vanilla_rag
+from beatrice.pgir.controllers.session import QuestionEncoder, Session, right_of, rival
 
 NEIGHBOURS = (5, 6, 7, 8, 9, 10)  # k, those that the paper tries
 _BATCH = 64

@@ -8,27 +8,31 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-from extract.backbone.loading import open_backbone
-from extract.backbone.names import BackboneConfig
-from extract.generate.stage import answer_config
-from extract.label.verdicts import exact_match
-from extract.plugs import load_plug
-from extract.records import SETTINGS, Example
-from extract.run.console import Progress, Update
-from extract.run.contents import read_examples, require_both_settings, row_files
-from extract.run.directory import RunDir
-from extract.run.files import write_json_atomic, write_text_atomic
-from extract.run.manifest import Preset
-from extract.run.results import publish, rows_file, write_rows
-from extract.run.stages import Stage
-from jaxprobe.calibration import folds_of
-from jaxprobe.config import set_compiler
-from jaxprobe.detector import Detector
-from jaxprobe.stage import N_FOLDS, fold_calibrators, open_rows, run_bootstrap
-from pgir.bridge import ProbedBackbone
-from pgir.controllers.calls import Plan, no_rag, vanilla_rag
-from pgir.controllers.cases import make_cases
-from pgir.controllers.policy import (
+from beatrice.extract.backbone.loading import open_backbone
+from beatrice.extract.backbone.names import BackboneConfig
+from beatrice.extract.generate.stage import answer_config
+from beatrice.extract.label.verdicts import exact_match
+from beatrice.extract.plugs import load_plug
+from beatrice.extract.records import SETTINGS, Example
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.contents import (
+    read_examples,
+    require_both_settings,
+    row_files,
+)
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import write_json_atomic, write_text_atomic
+from beatrice.extract.run.manifest import Preset
+from beatrice.extract.run.results import publish, rows_file, write_rows
+from beatrice.extract.run.stages import Stage
+from beatrice.jaxprobe.calibration import folds_of
+from beatrice.jaxprobe.config import set_compiler
+from beatrice.jaxprobe.detector import Detector
+from beatrice.jaxprobe.stage import N_FOLDS, fold_calibrators, open_rows, run_bootstrap
+from beatrice.pgir.bridge import ProbedBackbone
+from beatrice.pgir.controllers.calls import Plan, no_rag, vanilla_rag
+from beatrice.pgir.controllers.cases import make_cases
+from beatrice.pgir.controllers.policy import (
     ControllerConfig,
     Knows,
     Policy,
@@ -40,9 +44,9 @@ from pgir.controllers.policy import (
     recalibrated,
     with_golds,
 )
-from pgir.controllers.rivals import control_rows, frontier, seconds_rows
-from pgir.controllers.services import JUDGES, Answering, open_services
-from pgir.controllers.session import (
+from beatrice.pgir.controllers.rivals import control_rows, frontier, seconds_rows
+from beatrice.pgir.controllers.services import JUDGES, Answering, open_services
+from beatrice.pgir.controllers.session import (
     Queries,
     Recalibrate,
     Session,
@@ -50,11 +54,11 @@ from pgir.controllers.session import (
     question_sets,
     training_questions,
 )
-from pgir.controllers.skr import question_encoder
-from pgir.controllers.titles import CONTROLLERS, CROSS_FIT
-from pgir.controllers.waves import Journal, Waves
-from pgir.retrieval.commands import retrieval_of
-from pgir.retrieval.retrievers import Retrieval
+from beatrice.pgir.controllers.skr import question_encoder
+from beatrice.pgir.controllers.titles import CONTROLLERS, CROSS_FIT
+from beatrice.pgir.controllers.waves import Journal, Waves
+from beatrice.pgir.retrieval.commands import retrieval_of
+from beatrice.pgir.retrieval.retrievers import Retrieval
 
 EVERY_RIVAL: tuple[str, ...] = tuple(all_rivals())
 OWN_JUDGE = "judge:"  # before `module:NAME` of a judge of drafts, among the rivals

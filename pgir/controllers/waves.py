@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from extract.run.files import JsonLines
-from pgir.controllers.calls import VALUES, Call, Cost, Done, Plan
+from beatrice.extract.run.files import JsonLines
+from beatrice.pgir.controllers.calls import VALUES, Call, Cost, Done, Plan
 
 GROUP_SIZE = 256  # questions that go together; what is read of them is in memory
 

@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from extract.run.console import Progress, quiet
+from beatrice.extract.run.console import Progress, quiet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from extract.run.directory import RunDir
-    from pgir.retrieval.corpus import Corpus
-    from pgir.retrieval.encoder import TextEncoder
-    from pgir.retrieval.retrievers import Retrieval, RetrievalConfig
+    from beatrice.extract.run.directory import RunDir
+    from beatrice.pgir.retrieval.corpus import Corpus
+    from beatrice.pgir.retrieval.encoder import TextEncoder
+    from beatrice.pgir.retrieval.retrievers import Retrieval, RetrievalConfig
 
 _FORMS = ("flat", "sq8", "ivf_pq")
 _FOLDER = click.Path(file_okay=False, path_type=Path)
@@ -58,7 +58,7 @@ def load_encoder(options: dict[str, Any]) -> "TextEncoder | None":
     """Return the encoder that the options name, or None."""
     if options["encoder"] is None:
         return None
-    from pgir.retrieval.encoder import TextEncoder, encoder_config
+    from beatrice.pgir.retrieval.encoder import TextEncoder, encoder_config
 
     quiet()
     given = {name: options[name] for name in _ENCODER}
@@ -111,8 +111,12 @@ def settle_options(run_dir: Path, options: "Mapping[str, Any]", *stages: str) ->
     given = {name: value for name, value in options.items() if value is not None}
     if not given:
         return
-    from extract.run.directory import RunDir
-    from pgir.retrieval.retrievers import KINDS, RetrievalConfig, load_retriever
+    from beatrice.extract.run.directory import RunDir
+    from beatrice.pgir.retrieval.retrievers import (
+        KINDS,
+        RetrievalConfig,
+        load_retriever,
+    )
 
     own = {name: given[name] for name in _ENCODER if name in given}
     paths = {
@@ -134,7 +138,7 @@ def settle_options(run_dir: Path, options: "Mapping[str, Any]", *stages: str) ->
 
 def retrieval_config(run: "RunDir") -> "RetrievalConfig":
     """Return a run's choice; BM25 over its own passages where it made none."""
-    from pgir.retrieval.retrievers import RETRIEVAL_PRESETS
+    from beatrice.pgir.retrieval.retrievers import RETRIEVAL_PRESETS
 
     return run.settle("retrieval", RETRIEVAL_PRESETS, is_recorded=False)
 
@@ -148,7 +152,7 @@ def settle_retrieval(
 
     No answer, label or weight of the run itself depends on it.
     """
-    from pgir.retrieval.retrievers import RETRIEVAL_PRESETS
+    from beatrice.pgir.retrieval.retrievers import RETRIEVAL_PRESETS
 
     held = retrieval_config(run)
     if change(held) != held:
@@ -161,7 +165,7 @@ def retrieval_of(
     run: "RunDir", note: "Callable[[str], None]" = lambda text: None
 ) -> "Retrieval":
     """Open the retriever that a run has chosen."""
-    from pgir.retrieval.retrievers import open_retrieval, served_cache
+    from beatrice.pgir.retrieval.retrievers import open_retrieval, served_cache
 
     config, searches = retrieval_config(run), run.path / "searches"
     # Where an earlier version kept a server's replies, and in the way of `transfer`,
@@ -203,7 +207,7 @@ def corpus(
     Example: beatrice corpus corpora/wiki --source psgs_w100.tsv --encoder e5-base-v2
     --index ivf_pq
     """
-    from pgir.retrieval.corpus import Corpus, build_corpus
+    from beatrice.pgir.retrieval.corpus import Corpus, build_corpus
 
     progress = Progress()
     encoder = load_encoder(options)
@@ -224,7 +228,7 @@ def _index(
     progress: Progress,
 ) -> None:
     """Encode a corpus and build its indexes."""
-    from pgir.retrieval.index import (
+    from beatrice.pgir.retrieval.index import (
         IndexConfig,
         build_index,
         build_vectors,
@@ -287,8 +291,8 @@ def retrieve(
     """
     if sum((bool(question), recall, serve)) != 1:
         raise click.UsageError("give one of --question, --recall and --serve")
-    from pgir.retrieval.corpus import Corpus
-    from pgir.retrieval.retrievers import open_corpus_retrieval
+    from beatrice.pgir.retrieval.corpus import Corpus
+    from beatrice.pgir.retrieval.retrievers import open_corpus_retrieval
 
     made, encoder = Corpus(folder), load_encoder(options)
     if recall:
@@ -313,9 +317,9 @@ def _recall(
     corpus: "Corpus", encoder: "TextEncoder | None", form: Any, as_json: bool
 ) -> None:
     """Print how many gold passages each retriever finds."""
-    from pgir.retrieval.index import DenseRetriever
-    from pgir.retrieval.recall import DEPTHS, agreement, measure, recall_table
-    from pgir.retrieval.retrievers import LEAST_DEPTH, Bm25Retriever, fuse_all
+    from beatrice.pgir.retrieval.index import DenseRetriever
+    from beatrice.pgir.retrieval.recall import DEPTHS, agreement, measure, recall_table
+    from beatrice.pgir.retrieval.retrievers import LEAST_DEPTH, Bm25Retriever, fuse_all
 
     golds = corpus.golds()
     if not golds:
@@ -356,7 +360,7 @@ def _recall(
 
 def _serve(search: Any, corpus: "Corpus", host: str, port: int, depth: int) -> None:
     """Answer over HTTP until stopped."""
-    from pgir.retrieval.server import RetrievalServer
+    from beatrice.pgir.retrieval.server import RetrievalServer
 
     with RetrievalServer(search, corpus, host=host, port=port, depth=depth) as server:
         click.echo(

@@ -18,18 +18,18 @@ from typing import Any, overload
 import msgspec
 import numpy as np
 
-from extract.datasets.files.streams import RecordStream
-from extract.datasets.loading import FileRefused, Loaded, open_dataset
-from extract.datasets.readers.question import Question
-from extract.records import Passage, Record, read_records, text_key, to_json
-from extract.run.files import (
+from beatrice.extract.datasets.files.streams import RecordStream
+from beatrice.extract.datasets.loading import FileRefused, Loaded, open_dataset
+from beatrice.extract.datasets.readers.question import Question
+from beatrice.extract.records import Passage, Record, read_records, text_key, to_json
+from beatrice.extract.run.files import (
     read_sealed,
     seal,
     sha256_file,
     write_json_atomic,
     write_stream_atomic,
 )
-from pgir.border import from_document
+from beatrice.pgir.border import from_document
 
 # A passage is what a prompt can hold. TriviaQA's evidence is whole pages, of which
 # nothing says which paragraph holds the answer.

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from extract.run.files import sha256_file, sha256_json
+from beatrice.extract.run.files import sha256_file, sha256_json
 
 Pooling = Literal["mean", "cls"]
 Kind = Literal["query", "passage"]

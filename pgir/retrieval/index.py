@@ -14,16 +14,16 @@ from typing import Any, Literal
 
 import numpy as np
 
-from extract.run.console import Update
-from extract.run.files import (
+from beatrice.extract.run.console import Update
+from beatrice.extract.run.files import (
     read_sealed,
     seal,
     sha256_file,
     write_json_atomic,
     write_stream_atomic,
 )
-from pgir.retrieval.corpus import Corpus, as_document
-from pgir.retrieval.encoder import TextEncoder
+from beatrice.pgir.retrieval.corpus import Corpus, as_document
+from beatrice.pgir.retrieval.encoder import TextEncoder
 
 Form = Literal["flat", "sq8", "ivf_pq"]
 FORMS: tuple[Form, ...] = ("flat", "sq8", "ivf_pq")

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from extract.records import Passage, normalise
-from pgir.retrieval.corpus import Gold
+from beatrice.extract.records import Passage, normalise
+from beatrice.pgir.retrieval.corpus import Gold
 
 DEPTHS = (3, 5, 20)
 # By (question set, measure): the mean at each depth; None of a set is its count.

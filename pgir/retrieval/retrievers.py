@@ -30,14 +30,14 @@ from typing import Any, Literal, NamedTuple, Protocol, get_args
 import msgspec
 import numpy as np
 
-from extract.plugs import load_plug
-from extract.records import Passage, read_records
-from extract.run.files import Journal, JournalFiles, sha256_file, sha256_json
-from extract.run.manifest import Preset
-from pgir.border import as_passages, from_document
-from pgir.retrieval.corpus import Corpus, as_document
-from pgir.retrieval.encoder import TextEncoder, encoder_config
-from pgir.retrieval.index import DenseRetriever, Form
+from beatrice.extract.plugs import load_plug
+from beatrice.extract.records import Passage, read_records
+from beatrice.extract.run.files import Journal, JournalFiles, sha256_file, sha256_json
+from beatrice.extract.run.manifest import Preset
+from beatrice.pgir.border import as_passages, from_document
+from beatrice.pgir.retrieval.corpus import Corpus, as_document
+from beatrice.pgir.retrieval.encoder import TextEncoder, encoder_config
+from beatrice.pgir.retrieval.index import DenseRetriever, Form
 
 Kind = Literal["bm25", "dense", "fused", "served"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

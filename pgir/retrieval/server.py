@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from extract.records import Passage
-from pgir.retrieval.corpus import as_document
-from pgir.retrieval.retrievers import Retriever
+from beatrice.extract.records import Passage
+from beatrice.pgir.retrieval.corpus import as_document
+from beatrice.pgir.retrieval.retrievers import Retriever
 
 _MOST_BYTES = 16 << 20  # of a request
 _MOST_DEPTH = 1000

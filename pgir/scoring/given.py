@@ -9,17 +9,17 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from extract.generate.prompts import (
+from beatrice.extract.generate.prompts import (
     apply_template,
     build_prompt,
     check_text,
     encode_text,
     token_span,
 )
-from extract.generate.templates import PromptTemplate
-from extract.records import Answer, AnswerSpan, Passage, Setting
-from extract.signals.plan import TokenSequence, sequence_of
-from pgir.border import (
+from beatrice.extract.generate.templates import PromptTemplate
+from beatrice.extract.records import Answer, AnswerSpan, Passage, Setting
+from beatrice.extract.signals.plan import TokenSequence, sequence_of
+from beatrice.pgir.border import (
     as_ids,
     as_messages,
     as_passages,

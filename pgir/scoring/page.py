@@ -12,8 +12,8 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from extract.records import Answer
-from extract.signals.plan import sequence_of
+from beatrice.extract.records import Answer
+from beatrice.extract.signals.plan import sequence_of
 
 P_STEPS = (0.05, 0.25, 0.5, 0.8)  # upper ends of the tints of a token, by its p
 
@@ -110,7 +110,9 @@ def shown_tokens(
         none (the first of all) is left out.
       first_token: which token the first row is of.
     """
-    from jaxprobe.features.families import SPAN_NAMES  # the report needs no JAX
+    from beatrice.jaxprobe.features.families import (
+        SPAN_NAMES,  # the report needs no JAX
+    )
 
     # Whose text a token is, whichever positions the run reads as the answer.
     spans = sequence_of(answer, answer_span="emitting").spans

@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from extract.datasets.fields import Record
-from extract.datasets.files.kinds import recognise
-from extract.datasets.files.streams import RecordStream
-from extract.datasets.loading import recognise_record
-from extract.records import Passage
-from extract.run.files import JsonLines, sha256_json
-from pgir.border import as_passages, as_text
-from pgir.scoring.given import ARGUMENTS, AnswerToScore
-from pgir.scoring.scorer import Score
+from beatrice.extract.datasets.fields import Record
+from beatrice.extract.datasets.files.kinds import recognise
+from beatrice.extract.datasets.files.streams import RecordStream
+from beatrice.extract.datasets.loading import recognise_record
+from beatrice.extract.records import Passage
+from beatrice.extract.run.files import JsonLines, sha256_json
+from beatrice.pgir.border import as_passages, as_text
+from beatrice.pgir.scoring.given import ARGUMENTS, AnswerToScore
+from beatrice.pgir.scoring.scorer import Score
 
 ROWS_TOGETHER = 512  # read, sorted by length and written together
 _LM_EVAL = "lm-eval samples"

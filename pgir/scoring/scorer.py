@@ -13,25 +13,32 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from extract.backbone.loading import Backbone, load_backbone
-from extract.backbone.names import BackboneConfig, model_path, own_device
-from extract.generate.prompts import apply_template
-from extract.generate.requests import (
+from beatrice.extract.backbone.loading import Backbone, load_backbone
+from beatrice.extract.backbone.names import BackboneConfig, model_path, own_device
+from beatrice.extract.generate.prompts import apply_template
+from beatrice.extract.generate.requests import (
     ANSWER_PRESETS,
     GenerationConfig,
     PromptModel,
     plan_batches,
 )
-from extract.records import SETTINGS, Setting
-from extract.run.directory import RunDir
-from extract.run.manifest import read_manifest
-from jaxprobe.config import set_compiler
-from jaxprobe.detector import Detector, HeadName, Scores
-from jaxprobe.features.families import SPAN_NAMES, SPANS, Features
-from jaxprobe.scope import Threshold, count_scripts, share_outside
-from pgir.border import as_count, as_messages, as_path, as_rows, as_texts, refuse
-from pgir.bridge import ProbedBackbone
-from pgir.scoring.given import AnswerToScore, ScoringInput, as_answer, prepare
+from beatrice.extract.records import SETTINGS, Setting
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.manifest import read_manifest
+from beatrice.jaxprobe.config import set_compiler
+from beatrice.jaxprobe.detector import Detector, HeadName, Scores
+from beatrice.jaxprobe.features.families import SPAN_NAMES, SPANS, Features
+from beatrice.jaxprobe.scope import Threshold, count_scripts, share_outside
+from beatrice.pgir.border import (
+    as_count,
+    as_messages,
+    as_path,
+    as_rows,
+    as_texts,
+    refuse,
+)
+from beatrice.pgir.bridge import ProbedBackbone
+from beatrice.pgir.scoring.given import AnswerToScore, ScoringInput, as_answer, prepare
 
 BATCH_SIZE = 64  # one of the bridge's padded numbers of examples: few compilations
 MOST_UNKNOWN = 0.5  # share of a text's tokens that the model may not know

@@ -1,6 +1,6 @@
 """Where correctness can be read: what deployed encoders say when they are queried."""
 
-from extract.records import Record, Share
+from beatrice.extract.records import Record, Share
 
 
 class Study(Record, frozen=True, kw_only=True):

@@ -13,14 +13,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from extract.records import IN_DOMAIN, Answer, Example, Setting
-from extract.run.results import ResultRow
-from jaxprobe.detector import HeadName, SettingHead
-from jaxprobe.features.rows import Rows
-from jaxprobe.metrics import BootstrapConfig, interval_of, resamples
-from selection.anatomy import Study
-from selection.anatomy.encoders import Deployed
-from selection.exhaustive import Ranking
+from beatrice.extract.records import IN_DOMAIN, Answer, Example, Setting
+from beatrice.extract.run.results import ResultRow
+from beatrice.jaxprobe.detector import HeadName, SettingHead
+from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.metrics import BootstrapConfig, interval_of, resamples
+from beatrice.selection.anatomy import Study
+from beatrice.selection.anatomy.encoders import Deployed
+from beatrice.selection.exhaustive import Ranking
 
 Part = Literal["closed_book", "with_context", "rankings", "ablations", "other"]
 

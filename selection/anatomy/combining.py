@@ -20,11 +20,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from extract.records import IN_DOMAIN
-from extract.run.results import DIFFERENCE, ResultRow
-from jaxprobe.evaluation import Scored, detection_rows
-from jaxprobe.features.subsets import LETTERS
-from selection.anatomy.analysis import (
+from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.run.results import DIFFERENCE, ResultRow
+from beatrice.jaxprobe.evaluation import Scored, detection_rows
+from beatrice.jaxprobe.features.subsets import LETTERS
+from beatrice.selection.anatomy.analysis import (
     Analysis,
     AnalysisInput,
     Findings,
@@ -34,8 +34,8 @@ from selection.anatomy.analysis import (
     ratio_rows,
     some_rows,
 )
-from selection.anatomy.encoders import EVERY_FAMILY, Deployed
-from selection.exhaustive import SET_SIZE, Ranking, traits
+from beatrice.selection.anatomy.encoders import EVERY_FAMILY, Deployed
+from beatrice.selection.exhaustive import SET_SIZE, Ranking, traits
 
 COMPLEMENTARITY = "anatomy_complementarity"
 PAIRS, VARIANTS = "anatomy_pairs", "anatomy_fusion"

@@ -22,11 +22,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from extract.records import IN_DOMAIN, Setting, stands_in_context
-from extract.run.results import ResultRow
-from jaxprobe.features.rows import Rows
-from selection.anatomy import Study
-from selection.anatomy.analysis import (
+from beatrice.extract.records import IN_DOMAIN, Setting, stands_in_context
+from beatrice.extract.run.results import ResultRow
+from beatrice.jaxprobe.features.rows import Rows
+from beatrice.selection.anatomy import Study
+from beatrice.selection.anatomy.analysis import (
     Analysis,
     AnalysisInput,
     Findings,
@@ -36,7 +36,7 @@ from selection.anatomy.analysis import (
     judged_sets,
     ratio_rows,
 )
-from selection.anatomy.encoders import Deployed
+from beatrice.selection.anatomy.encoders import Deployed
 
 FLIPS, BAND = "anatomy_flips", "anatomy_boundary"
 NEAR = 1.0  # logits: a remaining score so near the boundary is undecided

@@ -16,18 +16,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from extract.records import Setting
-from extract.store.read import FeatureStore
-from jaxprobe.config import GridConfig
-from jaxprobe.features.families import (
+from beatrice.extract.records import Setting
+from beatrice.extract.store.read import FeatureStore
+from beatrice.jaxprobe.config import GridConfig
+from beatrice.jaxprobe.features.families import (
     SPAN_NAMES,
     SPANS,
     FamilyTokens,
     width_groups,
     widths_of,
 )
-from jaxprobe.features.rows import Rows, TrainingSet, rows_at_once, training_set
-from jaxprobe.features.subsets import (
+from beatrice.jaxprobe.features.rows import (
+    Rows,
+    TrainingSet,
+    rows_at_once,
+    training_set,
+)
+from beatrice.jaxprobe.features.subsets import (
     FLOATS,
     LETTERS,
     N_FAMILIES,
@@ -36,10 +41,10 @@ from jaxprobe.features.subsets import (
     FamilyDims,
     subset_index,
 )
-from jaxprobe.fit.grid import is_silent, member_logits
-from jaxprobe.kernels.masked import materialize
-from jaxprobe.metrics import BootstrapConfig
-from jaxprobe.model.encoder import (
+from beatrice.jaxprobe.fit.grid import is_silent, member_logits
+from beatrice.jaxprobe.kernels.masked import materialize
+from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.jaxprobe.model.encoder import (
     COLLECTION,
     Encoder,
     LinearPart,

@@ -23,14 +23,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from extract.records import IN_DOMAIN
-from extract.run.results import ResultRow
-from jaxprobe.evaluation import Scored, detection_rows
-from jaxprobe.features.reading import mean_answer_states
-from jaxprobe.features.subsets import FAMILIES, FamilyDims
-from jaxprobe.fit.linear import Pooled
-from jaxprobe.regression import block_scale, fit_linear
-from selection.anatomy.analysis import (
+from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.run.results import ResultRow
+from beatrice.jaxprobe.evaluation import Scored, detection_rows
+from beatrice.jaxprobe.features.reading import mean_answer_states
+from beatrice.jaxprobe.features.subsets import FAMILIES, FamilyDims
+from beatrice.jaxprobe.fit.linear import Pooled
+from beatrice.jaxprobe.regression import block_scale, fit_linear
+from beatrice.selection.anatomy.analysis import (
     Analysis,
     Ratio,
     drawn,
@@ -38,7 +38,7 @@ from selection.anatomy.analysis import (
     ratio_rows,
     some_rows,
 )
-from selection.anatomy.encoders import (
+from beatrice.selection.anatomy.encoders import (
     EVERY_FAMILY,
     TOLERANCE,
     Deployed,

@@ -28,31 +28,31 @@ import msgspec
 import numpy as np
 from scipy.stats import rankdata
 
-from extract.records import IN_DOMAIN, Setting
-from extract.run.results import ResultRow
-from jaxprobe.checkpoint import Cache
-from jaxprobe.evaluation import Scored, detection_rows
-from jaxprobe.features.families import FamilyTokens, widths_of
-from jaxprobe.features.rows import Held, Rows, TrainingSet
-from jaxprobe.features.subsets import LETTERS, SUBSET_NAMES, subset_index
-from jaxprobe.fit.stage import train_encoders
-from jaxprobe.metrics import (
+from beatrice.extract.records import IN_DOMAIN, Setting
+from beatrice.extract.run.results import ResultRow
+from beatrice.jaxprobe.checkpoint import Cache
+from beatrice.jaxprobe.evaluation import Scored, detection_rows
+from beatrice.jaxprobe.features.families import FamilyTokens, widths_of
+from beatrice.jaxprobe.features.rows import Held, Rows, TrainingSet
+from beatrice.jaxprobe.features.subsets import LETTERS, SUBSET_NAMES, subset_index
+from beatrice.jaxprobe.fit.stage import train_encoders
+from beatrice.jaxprobe.metrics import (
     BootstrapConfig,
     auroc,
     interval_of,
     resamples,
     weighted_metrics,
 )
-from selection.anatomy.analysis import (
+from beatrice.selection.anatomy.analysis import (
     Analysis,
     AnalysisInput,
     Findings,
     drawn,
     some_rows,
 )
-from selection.anatomy.combining import pairs
-from selection.anatomy.encoders import EVERY_FAMILY, Deployed
-from selection.anatomy.places import linear_scores, pooled_signals
+from beatrice.selection.anatomy.combining import pairs
+from beatrice.selection.anatomy.encoders import EVERY_FAMILY, Deployed
+from beatrice.selection.anatomy.places import linear_scores, pooled_signals
 
 CURVE, TRANSFER = "anatomy_labels", "anatomy_transfer"
 SIZES = (100, 200, 400, 800, 1600)  # labelled answers

@@ -13,20 +13,25 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from extract.records import Setting
-from extract.run.console import Progress, Update
-from extract.run.contents import read_answers, read_examples, row_files, settings_of
-from extract.run.directory import RunDir
-from extract.run.files import from_json, sha256_tree, write_json_atomic
-from extract.run.manifest import Preset, read_manifest
-from extract.run.results import ResultRow, publish, rows_file, write_rows
-from extract.run.stages import Stage
-from jaxprobe import checkpoint
-from jaxprobe.checkpoint import Cache
-from jaxprobe.config import set_compiler
-from jaxprobe.detector import Detector
-from jaxprobe.pool import reads
-from jaxprobe.stage import (
+from beatrice.extract.records import Setting
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.contents import (
+    read_answers,
+    read_examples,
+    row_files,
+    settings_of,
+)
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import from_json, sha256_tree, write_json_atomic
+from beatrice.extract.run.manifest import Preset, read_manifest
+from beatrice.extract.run.results import ResultRow, publish, rows_file, write_rows
+from beatrice.extract.run.stages import Stage
+from beatrice.jaxprobe import checkpoint
+from beatrice.jaxprobe.checkpoint import Cache
+from beatrice.jaxprobe.config import set_compiler
+from beatrice.jaxprobe.detector import Detector
+from beatrice.jaxprobe.pool import reads
+from beatrice.jaxprobe.stage import (
     chosen_layer,
     encoder_folders,
     grid_config,
@@ -35,9 +40,9 @@ from jaxprobe.stage import (
     run_branches,
     run_selection,
 )
-from selection.ablation import scores_without
-from selection.anatomy import Study, combining, decisions, places, reach
-from selection.anatomy.analysis import (
+from beatrice.selection.ablation import scores_without
+from beatrice.selection.anatomy import Study, combining, decisions, places, reach
+from beatrice.selection.anatomy.analysis import (
     Analysis,
     AnalysisInput,
     Findings,
@@ -45,8 +50,8 @@ from selection.anatomy.analysis import (
     Search,
     Texts,
 )
-from selection.anatomy.encoders import Deployed
-from selection.exhaustive import read_ranking
+from beatrice.selection.anatomy.encoders import Deployed
+from beatrice.selection.exhaustive import read_ranking
 
 FORMAT = 3  # of what is saved
 ANALYSES: dict[str, Analysis] = {

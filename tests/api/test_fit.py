@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import beatrice
-from extract.run.contents import read_examples, read_labels
-from extract.run.directory import RunDir
-from extract.store.read import open_kvstore
-from jaxprobe.detector import Detector
-from jaxprobe.metrics import auroc
+from beatrice.extract.run.contents import read_examples, read_labels
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.store.read import open_kvstore
+from beatrice.jaxprobe.detector import Detector
+from beatrice.jaxprobe.metrics import auroc
 
 SETTINGS = ("closed_book", "with_context")
 SMALL = beatrice.FitConfig.preset("smoke")

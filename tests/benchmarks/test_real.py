@@ -13,14 +13,14 @@ import zipfile
 
 import pytest
 
-from benchmarks.real.costs import (
+from beatrice.benchmarks.real.costs import (
     COSTS,
     costs_in_words,
     cpu_dtype,
     measured,
     read_costs,
 )
-from benchmarks.real.packages import (
+from beatrice.benchmarks.real.packages import (
     ENCODERS,
     MODELS,
     PackagedFolder,
@@ -28,13 +28,13 @@ from benchmarks.real.packages import (
     fetch_folder,
     fetch_model,
 )
-from benchmarks.real.questions import WANTED, find_questions
-from extract.backbone.names import WEIGHTS
-from extract.records import Example, read_records, text_key
-from extract.run.directory import RunDir
-from extract.run.manifest import NewRun
-from extract.world.facts import WorldConfig, make_world
-from extract.world.questions import QuestionConfig, make_examples
+from beatrice.benchmarks.real.questions import WANTED, find_questions
+from beatrice.extract.backbone.names import WEIGHTS
+from beatrice.extract.records import Example, read_records, text_key
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.manifest import NewRun
+from beatrice.extract.world.facts import WorldConfig, make_world
+from beatrice.extract.world.questions import QuestionConfig, make_examples
 from tests.extract.datasets import published as pub
 from tests.extract.small_run import beatrice
 

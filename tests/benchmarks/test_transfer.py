@@ -7,8 +7,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from benchmarks.results.evaluate import run_detectors
-from benchmarks.retrieved.detectors import (
+from beatrice.benchmarks.results.evaluate import run_detectors
+from beatrice.benchmarks.retrieved.detectors import (
     ALL_SETS,
     EXPERIMENT,
     _counted,
@@ -16,22 +16,22 @@ from benchmarks.retrieved.detectors import (
     rival_scores,
     selected_scores,
 )
-from benchmarks.retrieved.questions import (
+from beatrice.benchmarks.retrieved.questions import (
     TransferConfig,
     asked_questions,
     with_passages,
 )
-from benchmarks.retrieved.stage import run_scene
-from extract.records import IN_DOMAIN, Passage, read_records
-from extract.run.contents import read_examples
-from extract.run.directory import RunDir
-from extract.run.results import ResultRow, read_result_rows, read_rows
-from jaxprobe import checkpoint
-from jaxprobe.detector import Detector
-from jaxprobe.features.rows import Rows
-from jaxprobe.stage import grid_config
-from pgir.retrieval.retrievers import Bm25Retriever, Retrieval, RetrievalFailed
-from pgir.retrieval.server import RetrievalServer
+from beatrice.benchmarks.retrieved.stage import run_scene
+from beatrice.extract.records import IN_DOMAIN, Passage, read_records
+from beatrice.extract.run.contents import read_examples
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.results import ResultRow, read_result_rows, read_rows
+from beatrice.jaxprobe import checkpoint
+from beatrice.jaxprobe.detector import Detector
+from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.stage import grid_config
+from beatrice.pgir.retrieval.retrievers import Bm25Retriever, Retrieval, RetrievalFailed
+from beatrice.pgir.retrieval.server import RetrievalServer
 from tests.extract.small_run import beatrice, questions
 from tests.pgir.retrieval.test_served import serving
 from tests.process import call

@@ -4,14 +4,14 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from extract.backbone.loading import load_backbone
-from extract.backbone.names import WEIGHTS
-from extract.generate.backends.local import TransformersGenerator
-from extract.generate.requests import make_requests
-from extract.generate.templates import PromptConfig
-from extract.world.commands import WORLD_PRESETS
-from extract.world.facts import make_world
-from extract.world.questions import make_examples
+from beatrice.extract.backbone.loading import load_backbone
+from beatrice.extract.backbone.names import WEIGHTS
+from beatrice.extract.generate.backends.local import TransformersGenerator
+from beatrice.extract.generate.requests import make_requests
+from beatrice.extract.generate.templates import PromptConfig
+from beatrice.extract.world.commands import WORLD_PRESETS
+from beatrice.extract.world.facts import make_world
+from beatrice.extract.world.questions import make_examples
 
 
 @pytest.fixture(scope="module")

@@ -3,10 +3,10 @@
 from click.testing import CliRunner
 
 from beatrice.cli import main
-from extract.backbone.names import EMBEDDED, BackboneConfig
-from extract.run.manifest import NewRun
-from extract.world.facts import WorldConfig, make_world
-from extract.world.questions import QuestionConfig, make_examples
+from beatrice.extract.backbone.names import EMBEDDED, BackboneConfig
+from beatrice.extract.run.manifest import NewRun
+from beatrice.extract.world.facts import WorldConfig, make_world
+from beatrice.extract.world.questions import QuestionConfig, make_examples
 
 
 def smoke(model=EMBEDDED, **sections):

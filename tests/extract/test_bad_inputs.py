@@ -9,30 +9,30 @@ import pytest
 import tensorstore
 import torch
 
+from beatrice.benchmarks.results.saved import read_control, read_reliability
+from beatrice.benchmarks.speed.tiny_models import tiny_model
 from beatrice.doctor import look_at_run
-from benchmarks.results.saved import read_control, read_reliability
-from benchmarks.speed.tiny_models import tiny_model
-from extract.backbone.checkpoint import load_outline
-from extract.backbone.loading import (
+from beatrice.extract.backbone.checkpoint import load_outline
+from beatrice.extract.backbone.loading import (
     Backbone,
     check_device,
     load_backbone,
     require_known_tokens,
 )
-from extract.backbone.names import WEIGHTS, BackboneConfig
-from extract.generate.options import check_backbone
-from extract.generate.prompts import render_message
-from extract.label.labels import count_correct
-from extract.records import Answer, Label, to_json, write_lines
-from extract.run.console import in_one_sentence
-from extract.run.contents import read_labels
-from extract.run.directory import RunDir
-from extract.run.files import from_json
-from extract.run.manifest import NewRun
-from extract.store.read import as_url
-from extract.world.facts import WorldConfig, make_world
-from extract.world.model import make_tokenizer
-from jaxprobe.features.rows import read_sweep
+from beatrice.extract.backbone.names import WEIGHTS, BackboneConfig
+from beatrice.extract.generate.options import check_backbone
+from beatrice.extract.generate.prompts import render_message
+from beatrice.extract.label.labels import count_correct
+from beatrice.extract.records import Answer, Label, to_json, write_lines
+from beatrice.extract.run.console import in_one_sentence
+from beatrice.extract.run.contents import read_labels
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import from_json
+from beatrice.extract.run.manifest import NewRun
+from beatrice.extract.store.read import as_url
+from beatrice.extract.world.facts import WorldConfig, make_world
+from beatrice.extract.world.model import make_tokenizer
+from beatrice.jaxprobe.features.rows import read_sweep
 from tests.extract.small_run import beatrice, questions
 
 WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from extract.records import Answer, Example, Label, read_records
+from beatrice.extract.records import Answer, Example, Label, read_records
 from tests.extract.datasets import published as pub
 from tests.extract.small_run import beatrice
 
@@ -115,10 +115,10 @@ def test_the_chain_asks_published_questions_in_the_papers_words(tmp_path, option
     assert {e.dataset for e in examples.values()} == {"hotpotqa", "popqa"}
     assert {e.split for e in examples.values()} == {"validation", "test", "ood"}
     assert all(len(label.verdicts) == 3 for label in labels)
-    from extract.backbone.loading import load_backbone
-    from extract.backbone.names import WEIGHTS
-    from extract.generate.prompts import build_prompt
-    from extract.generate.templates import PromptConfig
+    from beatrice.extract.backbone.loading import load_backbone
+    from beatrice.extract.backbone.names import WEIGHTS
+    from beatrice.extract.generate.prompts import build_prompt
+    from beatrice.extract.generate.templates import PromptConfig
 
     tokenizer = load_backbone(WEIGHTS).tokenizer
     words = PromptConfig(template="paper").prompt_template()

@@ -4,17 +4,17 @@ import dataclasses
 
 import numpy as np
 
-from extract import engines
-from extract.generate.stage import Engine, answer_with
-from extract.label.labels import label_by_match
-from extract.records import write_lines
-from extract.run.console import Progress
-from extract.run.contents import read_answers
-from extract.run.directory import RunDir
-from extract.run.stages import run_stage
-from extract.signals.stage import extract_stage
-from extract.store.read import open_store, read_family
-from jaxprobe.features.rows import rows_of
+from beatrice.extract import engines
+from beatrice.extract.generate.stage import Engine, answer_with
+from beatrice.extract.label.labels import label_by_match
+from beatrice.extract.records import write_lines
+from beatrice.extract.run.console import Progress
+from beatrice.extract.run.contents import read_answers
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.stages import run_stage
+from beatrice.extract.signals.stage import extract_stage
+from beatrice.extract.store.read import open_store, read_family
+from beatrice.jaxprobe.features.rows import rows_of
 from tests.extract.small_run import questions, smoke
 
 N_WORDS, D_MODEL = 50, 8

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from extract.plugs import load_plug
+from beatrice.extract.plugs import load_plug
 
 GROUP = "beatrice.judges"
 

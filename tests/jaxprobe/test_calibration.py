@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from sklearn.isotonic import IsotonicRegression
 
-from jaxprobe.calibration import (
+from beatrice.jaxprobe.calibration import (
     brier,
     cross_fit,
     ece,

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from jaxprobe import checkpoint
-from jaxprobe.checkpoint import Cache
+from beatrice.jaxprobe import checkpoint
+from beatrice.jaxprobe.checkpoint import Cache
 
 TREE = {"a": {"b": np.arange(600.0, dtype=np.float32)}, "c": np.ones((2, 3), np.int32)}
 

@@ -5,21 +5,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from extract.generate.templates import PromptConfig, Shot
-from extract.store.families import Family
-from extract.store.spec import StoreSpec
-from extract.store.write import create_store, write_range
-from jaxprobe import checkpoint
-from jaxprobe.calibrate import score_store, selected_params
-from jaxprobe.calibration import Calibrator
-from jaxprobe.config import EncoderConfig, FusionConfig
-from jaxprobe.detector import Detector, EncoderBank, Provenance, SettingHead
-from jaxprobe.features.families import SPANS, Features, split_families, standardizer_of
-from jaxprobe.features.reading import read_features
-from jaxprobe.features.subsets import SUBSETS, paper_dims, subset_index
-from jaxprobe.fit.grid import Member, Trained, member_outputs
-from jaxprobe.model.encoder import Encoder, MemberOutputs
-from jaxprobe.model.fusion import (
+from beatrice.extract.generate.templates import PromptConfig, Shot
+from beatrice.extract.store.families import Family
+from beatrice.extract.store.spec import StoreSpec
+from beatrice.extract.store.write import create_store, write_range
+from beatrice.jaxprobe import checkpoint
+from beatrice.jaxprobe.calibrate import score_store, selected_params
+from beatrice.jaxprobe.calibration import Calibrator
+from beatrice.jaxprobe.config import EncoderConfig, FusionConfig
+from beatrice.jaxprobe.detector import Detector, EncoderBank, Provenance, SettingHead
+from beatrice.jaxprobe.features.families import (
+    SPANS,
+    Features,
+    split_families,
+    standardizer_of,
+)
+from beatrice.jaxprobe.features.reading import read_features
+from beatrice.jaxprobe.features.subsets import SUBSETS, paper_dims, subset_index
+from beatrice.jaxprobe.fit.grid import Member, Trained, member_outputs
+from beatrice.jaxprobe.model.encoder import Encoder, MemberOutputs
+from beatrice.jaxprobe.model.fusion import (
     FusionHead,
     PoolOutputs,
     apply_head,

@@ -2,11 +2,11 @@ import numpy as np
 import pytest
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from extract.records import IN_DOMAIN, is_safe_name
-from extract.run.results import ResultTable
-from jaxprobe.evaluation import Scored, detection_rows, permute_by_question
-from jaxprobe.features.rows import Rows
-from jaxprobe.metrics import (
+from beatrice.extract.records import IN_DOMAIN, is_safe_name
+from beatrice.extract.run.results import ResultTable
+from beatrice.jaxprobe.evaluation import Scored, detection_rows, permute_by_question
+from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.metrics import (
     BootstrapConfig,
     auroc,
     interval_of,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from jaxprobe.metrics import (
+from beatrice.jaxprobe.metrics import (
     BootstrapConfig,
     auprc,
     auroc,

@@ -6,19 +6,24 @@ import jax
 import numpy as np
 import pytest
 
-from extract.records import Example, Label
-from extract.store.families import Family
-from extract.store.spec import StoreSpec
-from extract.store.write import create_store, write_range
-from jaxprobe.calibrate import FusedHead, Grid, calibrated, score_store
-from jaxprobe.config import EncoderConfig, FusionConfig, GridConfig, TrainConfig
-from jaxprobe.detector import Detector
-from jaxprobe.features.rows import rows_of, training_set
-from jaxprobe.fit.grid import Member
-from jaxprobe.fit.stage import train_encoders
-from jaxprobe.metrics import auroc
-from jaxprobe.pool import pool_of
-from selection.greedy import fused_probability, select
+from beatrice.extract.records import Example, Label
+from beatrice.extract.store.families import Family
+from beatrice.extract.store.spec import StoreSpec
+from beatrice.extract.store.write import create_store, write_range
+from beatrice.jaxprobe.calibrate import FusedHead, Grid, calibrated, score_store
+from beatrice.jaxprobe.config import (
+    EncoderConfig,
+    FusionConfig,
+    GridConfig,
+    TrainConfig,
+)
+from beatrice.jaxprobe.detector import Detector
+from beatrice.jaxprobe.features.rows import rows_of, training_set
+from beatrice.jaxprobe.fit.grid import Member
+from beatrice.jaxprobe.fit.stage import train_encoders
+from beatrice.jaxprobe.metrics import auroc
+from beatrice.jaxprobe.pool import pool_of
+from beatrice.selection.greedy import fused_probability, select
 
 N, N_SEEDS = 300, 2
 CONFIG = GridConfig(

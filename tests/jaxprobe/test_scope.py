@@ -3,19 +3,19 @@ import dataclasses
 import numpy as np
 import pytest
 
-from extract.run.directory import RunDir
-from extract.run.manifest import NewRun
-from jaxprobe.detector import Detector
-from jaxprobe.features.families import Features
-from jaxprobe.features.subsets import paper_dims
-from jaxprobe.scope import (
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.manifest import NewRun
+from beatrice.jaxprobe.detector import Detector
+from beatrice.jaxprobe.features.families import Features
+from beatrice.jaxprobe.features.subsets import paper_dims
+from beatrice.jaxprobe.scope import (
     Scope,
     choose_threshold,
     fit_scope,
     scripts_of,
     share_outside,
 )
-from jaxprobe.stage import CALIBRATE_PRESETS, CalibrateConfig, settle_precision
+from beatrice.jaxprobe.stage import CALIBRATE_PRESETS, CalibrateConfig, settle_precision
 from tests.jaxprobe.test_detector import made  # noqa: F401, a fixture
 
 DIMS = paper_dims(hidden=3, prob=2, resid=2, attn=1)

@@ -17,6 +17,7 @@ import hashlib
 import importlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -45,6 +46,7 @@ ENVIRON = {
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",
 }
+ROOMS = ("extract", "jaxprobe", "selection", "pgir", "benchmarks")
 NOT_COPIED = (".*", "__pycache__", "runs", "build", "*.egg-info", "shared")
 LEAST_SECONDS, TIMES_ITS_SECONDS = 60, 10  # after which a test hangs
 
@@ -60,8 +62,10 @@ def copy_tree(tree: Path, copy: Path) -> None:
     """Copy sources and tests; the root package has another name than its folder."""
     shutil.copytree(tree, copy, ignore=shutil.ignore_patterns(*NOT_COPIED))
     if (copy / "api").is_dir():
-        (copy / ".path").mkdir()
-        (copy / ".path" / "beatrice").symlink_to("../api")
+        package = copy / ".path" / "beatrice"
+        package.mkdir(parents=True)
+        for path in [*(copy / "api").iterdir(), *(copy / room for room in ROOMS)]:
+            (package / path.name).symlink_to(path)
     if not (copy / "tests" / "mutation").exists():
         shutil.copytree(Path(__file__).parent, copy / "tests" / "mutation")
 
@@ -126,6 +130,7 @@ class Chooser:
         files = {test.split("::")[0] for test in first}
         if mutant.at_import:
             module = mutant.file.removesuffix(".py").replace("/", ".")
+            module = re.sub(r"^api\b", "beatrice", module)
             files = {f for f in self.files if module in (self.tree / f).read_text()}
         chosen, left = [], self.budget
         for group in (first, {t for f in files for t in self.files[f]} - first):

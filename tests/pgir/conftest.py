@@ -2,11 +2,11 @@
 
 import pytest
 
-from extract.backbone.loading import load_backbone
-from extract.backbone.names import WEIGHTS
-from extract.generate.requests import GenerationConfig
-from pgir.bridge import ProbedBackbone
-from pgir.scoring.scorer import Scorer
+from beatrice.extract.backbone.loading import load_backbone
+from beatrice.extract.backbone.names import WEIGHTS
+from beatrice.extract.generate.requests import GenerationConfig
+from beatrice.pgir.bridge import ProbedBackbone
+from beatrice.pgir.scoring.scorer import Scorer
 from tests.pgir.small_detector import make_detector
 
 

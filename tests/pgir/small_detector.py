@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxprobe.calibration import fit_calibrator
-from jaxprobe.config import EncoderConfig, FusionConfig
-from jaxprobe.detector import Detector, EncoderBank, Provenance, SettingHead
-from jaxprobe.features.families import FamilyTokens, Standardizer
-from jaxprobe.features.subsets import paper_dims
-from jaxprobe.model.encoder import Encoder
-from jaxprobe.model.fusion import FusionHead, head_inputs
+from beatrice.jaxprobe.calibration import fit_calibrator
+from beatrice.jaxprobe.config import EncoderConfig, FusionConfig
+from beatrice.jaxprobe.detector import Detector, EncoderBank, Provenance, SettingHead
+from beatrice.jaxprobe.features.families import FamilyTokens, Standardizer
+from beatrice.jaxprobe.features.subsets import paper_dims
+from beatrice.jaxprobe.model.encoder import Encoder
+from beatrice.jaxprobe.model.fusion import FusionHead, head_inputs
 
 LAYER = 3
 QUESTION = "where was Skiband Rugrond born?"

@@ -7,10 +7,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from extract.records import Passage
-from pgir.border import as_passages, as_rows
-from pgir.gate import FlashRagJudger, Gate
-from pgir.scoring.scorer import Scorer
+from beatrice.extract.records import Passage
+from beatrice.pgir.border import as_passages, as_rows
+from beatrice.pgir.gate import FlashRagJudger, Gate
+from beatrice.pgir.scoring.scorer import Scorer
 from tests.pgir.small_detector import PASSAGE, QUESTION
 
 ANSWER = "Guzolt Falls"

@@ -3,10 +3,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from extract.records import Passage
-from jaxprobe.detector import bank_outputs
-from jaxprobe.features.families import SPANS
-from pgir.bridge import ProbedBackbone, fixed_length
+from beatrice.extract.records import Passage
+from beatrice.jaxprobe.detector import bank_outputs
+from beatrice.jaxprobe.features.families import SPANS
+from beatrice.pgir.bridge import ProbedBackbone, fixed_length
 from tests.pgir.small_detector import LAYER, PASSAGE, QUESTION
 
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from pgir.gate import (
+from beatrice.pgir.gate import (
     Draft,
     FlashRagJudger,
     Gate,

@@ -8,12 +8,16 @@ import sys
 import numpy as np
 import pytest
 
-from extract.records import Passage
-from pgir.controllers.calls import Call
-from pgir.controllers.services import Answering, Judging
-from pgir.controllers.waves import Journal
-from pgir.rag import run_pgir
-from pgir.retrieval.retrievers import OwnRetriever, RetrievalFailed, load_retriever
+from beatrice.extract.records import Passage
+from beatrice.pgir.controllers.calls import Call
+from beatrice.pgir.controllers.services import Answering, Judging
+from beatrice.pgir.controllers.waves import Journal
+from beatrice.pgir.rag import run_pgir
+from beatrice.pgir.retrieval.retrievers import (
+    OwnRetriever,
+    RetrievalFailed,
+    load_retriever,
+)
 from tests.extract.small_run import beatrice
 from tests.pgir.small_detector import PASSAGE, QUESTION
 from tests.process import ROOT

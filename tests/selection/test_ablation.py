@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from extract.records import IN_DOMAIN
-from jaxprobe.features.families import FamilyTokens
-from jaxprobe.features.rows import Held, Rows, TrainingSet
-from jaxprobe.features.subsets import (
+from beatrice.extract.records import IN_DOMAIN
+from beatrice.jaxprobe.features.families import FamilyTokens
+from beatrice.jaxprobe.features.rows import Held, Rows, TrainingSet
+from beatrice.jaxprobe.features.subsets import (
     FAMILIES,
     FLOATS,
     N_SUBSETS,
@@ -14,10 +14,10 @@ from jaxprobe.features.subsets import (
     paper_dims,
     subset_index,
 )
-from jaxprobe.fit.grid import Block, Member
-from jaxprobe.model.encoder import MemberOutputs
-from jaxprobe.model.fusion import pool_outputs
-from selection.ablation import (
+from beatrice.jaxprobe.fit.grid import Block, Member
+from beatrice.jaxprobe.model.encoder import MemberOutputs
+from beatrice.jaxprobe.model.fusion import pool_outputs
+from beatrice.selection.ablation import (
     candidates_without,
     own_scores,
     replaced,
@@ -25,7 +25,7 @@ from selection.ablation import (
     undefined_rows,
     variants,
 )
-from selection.exhaustive import Ranking, _rank_rows, all_sets, traits
+from beatrice.selection.exhaustive import Ranking, _rank_rows, all_sets, traits
 
 
 def some_rows():

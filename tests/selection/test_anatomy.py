@@ -5,17 +5,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from extract.records import Answer, Example, Passage, stands_in_context
-from jaxprobe.features.rows import Rows
-from jaxprobe.metrics import BootstrapConfig
-from selection.anatomy.analysis import (
+from beatrice.extract.records import Answer, Example, Passage, stands_in_context
+from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.selection.anatomy.analysis import (
     Ratio,
     drawn,
     judged_sets,
     ratio_rows,
 )
-from selection.anatomy.combining import counts_along, mistakes
-from selection.anatomy.decisions import (
+from beatrice.selection.anatomy.combining import counts_along, mistakes
+from beatrice.selection.anatomy.decisions import (
     Answered,
     Grounded,
     boundary,
@@ -24,10 +24,10 @@ from selection.anatomy.decisions import (
     kinds_of,
     ratios_of,
 )
-from selection.anatomy.places import Moved, linear_scores, position_ratios
-from selection.anatomy.reach import parted, sources_of
-from selection.anatomy.stage import ANALYSES, AnatomyConfig, chosen_analyses
-from selection.exhaustive import Ranking, all_sets
+from beatrice.selection.anatomy.places import Moved, linear_scores, position_ratios
+from beatrice.selection.anatomy.reach import parted, sources_of
+from beatrice.selection.anatomy.stage import ANALYSES, AnatomyConfig, chosen_analyses
+from beatrice.selection.exhaustive import Ranking, all_sets
 
 CONFIG = BootstrapConfig(n_resamples=400, seed=0)
 PLACE = {"setting": "closed_book", "dataset": "one", "split": "test"}

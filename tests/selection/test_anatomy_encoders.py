@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxprobe.config import EncoderConfig
-from jaxprobe.features.families import FamilyTokens
-from jaxprobe.features.subsets import SUBSETS, paper_dims, subset_index
-from jaxprobe.fit.grid import apply_member, member_logits
-from jaxprobe.model.encoder import Encoder, LinearPart
-from selection.anatomy.encoders import (
+from beatrice.jaxprobe.config import EncoderConfig
+from beatrice.jaxprobe.features.families import FamilyTokens
+from beatrice.jaxprobe.features.subsets import SUBSETS, paper_dims, subset_index
+from beatrice.jaxprobe.fit.grid import apply_member, member_logits
+from beatrice.jaxprobe.model.encoder import Encoder, LinearPart
+from beatrice.selection.anatomy.encoders import (
     TOLERANCE,
     attributed,
     incompleteness,
@@ -19,7 +19,7 @@ from selection.anatomy.encoders import (
     path_gradients,
     replaced,
 )
-from selection.anatomy.places import channels_of_heads
+from beatrice.selection.anatomy.places import channels_of_heads
 
 DIMS = paper_dims(hidden=6, prob=5, resid=4, attn=16)
 ENCODER = Encoder(EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2), DIMS)

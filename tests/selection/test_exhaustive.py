@@ -8,11 +8,11 @@ from scipy.stats import rankdata, spearmanr
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
-from jaxprobe.config import FusionConfig, TrainConfig
-from jaxprobe.fit.heads import train_heads
-from jaxprobe.model.fusion import PoolOutputs
-from selection.exhaustive import Enumeration, Ranking, all_sets, carried
-from selection.greedy import GreedyConfig, fit_sets, select
+from beatrice.jaxprobe.config import FusionConfig, TrainConfig
+from beatrice.jaxprobe.fit.heads import train_heads
+from beatrice.jaxprobe.model.fusion import PoolOutputs
+from beatrice.selection.exhaustive import Enumeration, Ranking, all_sets, carried
+from beatrice.selection.greedy import GreedyConfig, fit_sets, select
 from tests.selection.test_greedy import random_codes
 
 TRAIN = TrainConfig(learning_rate=1e-2, batch_size=64, max_epochs=8)

@@ -3,13 +3,13 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from jaxprobe.config import FusionConfig, SelectConfig, TrainConfig
-from jaxprobe.features.rows import Rows
-from jaxprobe.fit.heads import train_heads
-from jaxprobe.model.encoder import MemberOutputs
-from jaxprobe.model.fusion import PoolOutputs, head_inputs
-from jaxprobe.pool import pool_of
-from selection.greedy import (
+from beatrice.jaxprobe.config import FusionConfig, SelectConfig, TrainConfig
+from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.fit.heads import train_heads
+from beatrice.jaxprobe.model.encoder import MemberOutputs
+from beatrice.jaxprobe.model.fusion import PoolOutputs, head_inputs
+from beatrice.jaxprobe.pool import pool_of
+from beatrice.selection.greedy import (
     GreedyConfig,
     fused_probability,
     select,

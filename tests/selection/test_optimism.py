@@ -3,13 +3,13 @@
 import jax.numpy as jnp
 import numpy as np
 
-from jaxprobe.config import FusionConfig, SelectConfig, TrainConfig
-from jaxprobe.features.rows import Rows
-from jaxprobe.features.subsets import N_SUBSETS
-from jaxprobe.model.encoder import MemberOutputs
-from jaxprobe.model.fusion import pool_outputs
-from jaxprobe.pool import Pool
-from selection.stage import gaps, halves, searched_on
+from beatrice.jaxprobe.config import FusionConfig, SelectConfig, TrainConfig
+from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.features.subsets import N_SUBSETS
+from beatrice.jaxprobe.model.encoder import MemberOutputs
+from beatrice.jaxprobe.model.fusion import pool_outputs
+from beatrice.jaxprobe.pool import Pool
+from beatrice.selection.stage import gaps, halves, searched_on
 
 CONFIG = SelectConfig(
     head=FusionConfig(hidden=4, n_slots=4),

@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 
-from extract.store.families import Family
-from extract.store.spec import StoreSpec
-from extract.store.write import create_store, write_range
-from jaxprobe.features.rows import Rows
-from selection.sweep import (
+from beatrice.extract.store.families import Family
+from beatrice.extract.store.spec import StoreSpec
+from beatrice.extract.store.write import create_store, write_range
+from beatrice.jaxprobe.features.rows import Rows
+from beatrice.selection.sweep import (
     SweepConfig,
     SweepSection,
     choose_layer,

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import numpy as np
 from scipy.stats import rankdata
 
-from benchmarks.baselines.detector import Evidence
-from benchmarks.baselines.linear import chosen_row
-from extract.run.results import ResultRow
-from jaxprobe.features.rows import Rows
+from beatrice.benchmarks.baselines.detector import Evidence
+from beatrice.benchmarks.baselines.linear import chosen_row
+from beatrice.extract.run.results import ResultRow
+from beatrice.jaxprobe.features.rows import Rows
 
 
 def reading(evidence: Evidence, name: str, n_axes: int) -> np.ndarray:

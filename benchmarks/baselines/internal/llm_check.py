@@ -11,15 +11,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.baselines.detector import Detector, Evidence, Found
-from benchmarks.baselines.internal.choice import (
+from beatrice.benchmarks.baselines.detector import Detector, Evidence, Found
+from beatrice.benchmarks.baselines.internal.choice import (
     chosen_rows,
     defined_rows,
     oriented,
     reading,
 )
-from benchmarks.baselines.perplexity import SURPRISAL
-from extract.store.read import read_family
+from beatrice.benchmarks.baselines.perplexity import SURPRISAL
+from beatrice.extract.store.read import read_family
 
 
 def answer_perplexity(evidence: Evidence) -> np.ndarray:

@@ -2,8 +2,8 @@
 
 from functools import partial
 
-from benchmarks.baselines.detector import Detector, Evidence, Found
-from benchmarks.baselines.internal.choice import reading
+from beatrice.benchmarks.baselines.detector import Detector, Evidence, Found
+from beatrice.benchmarks.baselines.internal.choice import reading
 
 _LAMBDA = 0.5  # of the paper, for every model; the two are not scaled
 

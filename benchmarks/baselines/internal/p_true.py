@@ -1,7 +1,7 @@
 """P(True): the backbone is asked whether its own answer is true."""
 
-from benchmarks.baselines.detector import Detector, Evidence, Found
-from benchmarks.baselines.internal.choice import reading
+from beatrice.benchmarks.baselines.detector import Detector, Evidence, Found
+from beatrice.benchmarks.baselines.internal.choice import reading
 
 
 def p_true(evidence: Evidence) -> Found:

@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.baselines.detector import Detector, Evidence, Found
-from benchmarks.baselines.internal.choice import (
+from beatrice.benchmarks.baselines.detector import Detector, Evidence, Found
+from beatrice.benchmarks.baselines.internal.choice import (
     chosen_rows,
     column_aurocs,
     defined_rows,
     reading,
 )
-from jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.features.rows import Rows
 
 MOST_HEADS = 32
 ALPHAS = tuple(np.arange(1, 20) / 10)

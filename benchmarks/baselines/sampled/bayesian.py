@@ -12,8 +12,8 @@ from functools import cache, partial
 import numpy as np
 from scipy.special import entr
 
-from benchmarks.baselines.detector import Detector, Evidence, Found
-from benchmarks.baselines.sampled.clustering import (
+from beatrice.benchmarks.baselines.detector import Detector, Evidence, Found
+from beatrice.benchmarks.baselines.sampled.clustering import (
     BY_WORDS,
     Equivalences,
     by_entailment,
@@ -21,8 +21,8 @@ from benchmarks.baselines.sampled.clustering import (
     clusters_of,
     distinct_clusters,
 )
-from extract.records import IN_DOMAIN, Sample
-from extract.run.results import ResultRow
+from beatrice.extract.records import IN_DOMAIN, Sample
+from beatrice.extract.run.results import ResultRow
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

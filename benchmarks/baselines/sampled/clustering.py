@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from benchmarks.baselines.detector import Evidence
-from extract.records import normalise
+from beatrice.benchmarks.baselines.detector import Evidence
+from beatrice.extract.records import normalise
 
 # Which samples of each row mean the same: `[n_samples, n_samples]` bool, symmetric.
 Equivalences = Callable[[Evidence], list[np.ndarray]]

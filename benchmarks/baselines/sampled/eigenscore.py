@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.baselines.detector import Detector, Evidence, Found
+from beatrice.benchmarks.baselines.detector import Detector, Evidence, Found
 
 SAMPLE_STATES = "sample_states"  # the reading, `[n_rows, n_samples, d_model]`
 _RIDGE = 1e-3

@@ -10,8 +10,8 @@ from functools import partial
 import numpy as np
 from scipy.special import entr, softmax
 
-from benchmarks.baselines.detector import Detector, Evidence, Found
-from benchmarks.baselines.sampled.clustering import (
+from beatrice.benchmarks.baselines.detector import Detector, Evidence, Found
+from beatrice.benchmarks.baselines.sampled.clustering import (
     BY_WORDS,
     Clustering,
     Equivalences,
@@ -21,7 +21,7 @@ from benchmarks.baselines.sampled.clustering import (
     official_clusters,
     paper_clusters,
 )
-from extract.records import Sample
+from beatrice.extract.records import Sample
 
 
 def mean_log_prob(sample: Sample) -> float:

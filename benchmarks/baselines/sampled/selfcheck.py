@@ -14,8 +14,8 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.baselines.detector import Detector, Evidence, Found
-from benchmarks.baselines.sampled.clustering import relations_of
+from beatrice.benchmarks.baselines.detector import Detector, Evidence, Found
+from beatrice.benchmarks.baselines.sampled.clustering import relations_of
 
 # After a mark that ends a sentence, which may be followed by a quote or bracket; not
 # after an initial or a title.

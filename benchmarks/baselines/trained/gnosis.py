@@ -12,12 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.baselines.detector import Detector, Evidence, Found
-from benchmarks.baselines.linear import chosen_row
-from benchmarks.baselines.trained.gnosis_network import GnosisConfig, GnosisHead
-from jaxprobe.features.rows import Rows
-from jaxprobe.metrics import auroc
-from jaxprobe.regression import both_classes
+from beatrice.benchmarks.baselines.detector import Detector, Evidence, Found
+from beatrice.benchmarks.baselines.linear import chosen_row
+from beatrice.benchmarks.baselines.trained.gnosis_network import (
+    GnosisConfig,
+    GnosisHead,
+)
+from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.metrics import auroc
+from beatrice.jaxprobe.regression import both_classes
 
 # Rows that are scored together: an answer has a token for every head of the backbone.
 _N_SCORED = 64

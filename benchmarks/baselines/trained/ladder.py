@@ -17,12 +17,12 @@ from scipy.sparse import csr_matrix
 from sklearn.neural_network import MLPClassifier
 from sklearn.svm import LinearSVC
 
-from benchmarks.baselines.detector import Detector, Evidence, Found
-from benchmarks.baselines.linear import chosen_row
-from benchmarks.baselines.text import word_pairs
-from jaxprobe.features.rows import Rows
-from jaxprobe.metrics import auroc
-from jaxprobe.regression import both_classes, fit_linear
+from beatrice.benchmarks.baselines.detector import Detector, Evidence, Found
+from beatrice.benchmarks.baselines.linear import chosen_row
+from beatrice.benchmarks.baselines.text import word_pairs
+from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.metrics import auroc
+from beatrice.jaxprobe.regression import both_classes, fit_linear
 
 
 def _tfidf(texts: Sequence[str], rows: Rows) -> csr_matrix:

@@ -12,13 +12,13 @@ import numpy as np
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 
-from benchmarks.baselines.detector import Found
-from benchmarks.baselines.linear import chosen_row
-from extract.store.read import FeatureStore, read_family
-from jaxprobe.features.families import ANSWER
-from jaxprobe.features.rows import Rows
-from jaxprobe.metrics import auroc
-from jaxprobe.regression import both_classes
+from beatrice.benchmarks.baselines.detector import Found
+from beatrice.benchmarks.baselines.linear import chosen_row
+from beatrice.extract.store.read import FeatureStore, read_family
+from beatrice.jaxprobe.features.families import ANSWER
+from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.metrics import auroc
+from beatrice.jaxprobe.regression import both_classes
 
 # Of training states `[n_train, width]`, their labels, and the states to be scored
 # `[n, width]`: `[n_seeds, n]` scores.

@@ -2,12 +2,12 @@
 
 import numpy as np
 
-from benchmarks.baselines.detector import Detector, Evidence, Found
-from benchmarks.baselines.linear import chosen_row, scores_of, standardise
-from benchmarks.baselines.trained.layers import best_layer
-from extract.store.read import FeatureStore
-from jaxprobe.features.reading import mean_answer_states
-from jaxprobe.features.rows import Rows
+from beatrice.benchmarks.baselines.detector import Detector, Evidence, Found
+from beatrice.benchmarks.baselines.linear import chosen_row, scores_of, standardise
+from beatrice.benchmarks.baselines.trained.layers import best_layer
+from beatrice.extract.store.read import FeatureStore
+from beatrice.jaxprobe.features.reading import mean_answer_states
+from beatrice.jaxprobe.features.rows import Rows
 
 
 def linear_probe(store: FeatureStore, rows: Rows) -> Found:

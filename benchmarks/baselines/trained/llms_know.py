@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from benchmarks.baselines.detector import Detector, Evidence, Found
-from benchmarks.baselines.trained.layers import (
+from beatrice.benchmarks.baselines.detector import Detector, Evidence, Found
+from beatrice.benchmarks.baselines.trained.layers import (
     best_layer,
     logistic_log_odds,
     scores_where_defined,
 )
-from jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.features.rows import Rows
 
 
 def llms_know(outputs: np.ndarray, rows: Rows) -> Found:

@@ -4,9 +4,12 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.baselines.detector import Detector, Evidence, Found
-from benchmarks.baselines.trained.layers import logistic_log_odds, scores_where_defined
-from jaxprobe.features.rows import Rows
+from beatrice.benchmarks.baselines.detector import Detector, Evidence, Found
+from beatrice.benchmarks.baselines.trained.layers import (
+    logistic_log_odds,
+    scores_where_defined,
+)
+from beatrice.jaxprobe.features.rows import Rows
 
 
 def lookback_lens(ratios: np.ndarray, rows: Rows) -> Found:

@@ -11,16 +11,16 @@ import numpy as np
 import optax
 from flax import linen as nn
 
-from benchmarks.baselines.detector import Detector, Evidence, Found
-from benchmarks.baselines.trained.layers import (
+from beatrice.benchmarks.baselines.detector import Detector, Evidence, Found
+from beatrice.benchmarks.baselines.trained.layers import (
     best_layer,
     last_steps,
     scores_where_defined,
     states_at,
 )
-from extract.store.read import FeatureStore
-from jaxprobe.features.reading import mean_answer_states
-from jaxprobe.features.rows import Rows
+from beatrice.extract.store.read import FeatureStore
+from beatrice.jaxprobe.features.reading import mean_answer_states
+from beatrice.jaxprobe.features.rows import Rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,23 +5,23 @@ from functools import partial
 
 import numpy as np
 
-from benchmarks.baselines.detector import Detector, Evidence, Found
-from benchmarks.baselines.linear import chosen_row
-from benchmarks.baselines.sampled.clustering import (
+from beatrice.benchmarks.baselines.detector import Detector, Evidence, Found
+from beatrice.benchmarks.baselines.linear import chosen_row
+from beatrice.benchmarks.baselines.sampled.clustering import (
     BY_WORDS,
     Equivalences,
     by_entailment,
     by_words,
 )
-from benchmarks.baselines.sampled.entropy import discrete_entropies
-from benchmarks.baselines.trained.layers import (
+from beatrice.benchmarks.baselines.sampled.entropy import discrete_entropies
+from beatrice.benchmarks.baselines.trained.layers import (
     last_steps,
     logistic_log_odds,
     scores_where_defined,
     states_at,
     validation_auroc,
 )
-from jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.features.rows import Rows
 
 FEWEST_LAYERS = 5  # of a range, as in the code
 

@@ -17,18 +17,24 @@ from typing import Literal
 import click
 import numpy as np
 
-from benchmarks.speed.arithmetic.lowered import Module, Product, read_module
-from benchmarks.speed.commands import AS_JSON, RowPrinter
-from benchmarks.speed.grid import paper
-from extract.records import SETTINGS, Setting
-from extract.run.console import Progress, quiet
-from extract.run.stages import bytes_in_words
-from extract.store.config import StoreConfig
-from jaxprobe.config import GridConfig, StreamConfig, as_bytes
-from jaxprobe.features.subsets import N_FAMILIES
-from jaxprobe.fit.memory import Plan, Sizes, choose, compiled_step, traced_steps
-from jaxprobe.fit.work import Workload, step_flops
-from jaxprobe.kernels.masked import N_TAPS
+from beatrice.benchmarks.speed.arithmetic.lowered import Module, Product, read_module
+from beatrice.benchmarks.speed.commands import AS_JSON, RowPrinter
+from beatrice.benchmarks.speed.grid import paper
+from beatrice.extract.records import SETTINGS, Setting
+from beatrice.extract.run.console import Progress, quiet
+from beatrice.extract.run.stages import bytes_in_words
+from beatrice.extract.store.config import StoreConfig
+from beatrice.jaxprobe.config import GridConfig, StreamConfig, as_bytes
+from beatrice.jaxprobe.features.subsets import N_FAMILIES
+from beatrice.jaxprobe.fit.memory import (
+    Plan,
+    Sizes,
+    choose,
+    compiled_step,
+    traced_steps,
+)
+from beatrice.jaxprobe.fit.work import Workload, step_flops
+from beatrice.jaxprobe.kernels.masked import N_TAPS
 
 Name = Literal["h100", "h200"]
 # Rows of training and validation: 30,000 and 3,000 questions (the paper, section 3),

@@ -25,15 +25,15 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 )
 
-from benchmarks.speed.commands import AS_JSON, RowPrinter
-from benchmarks.speed.exact.untouched import FUSED, copy_with_attention
-from benchmarks.speed.oracle import SIGNALS, Readings, oracle_signals
-from benchmarks.speed.tiny_models import make_batch, make_sequence
-from extract.backbone.loading import Backbone
-from extract.backbone.twin import N_POSITIONS, narrow_twin
-from extract.run.console import Progress, quiet, table_head, table_row
-from extract.signals.plan import TokenSequence
-from extract.signals.reader import SignalReader
+from beatrice.benchmarks.speed.commands import AS_JSON, RowPrinter
+from beatrice.benchmarks.speed.exact.untouched import FUSED, copy_with_attention
+from beatrice.benchmarks.speed.oracle import SIGNALS, Readings, oracle_signals
+from beatrice.benchmarks.speed.tiny_models import make_batch, make_sequence
+from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.backbone.twin import N_POSITIONS, narrow_twin
+from beatrice.extract.run.console import Progress, quiet, table_head, table_row
+from beatrice.extract.signals.plan import TokenSequence
+from beatrice.extract.signals.reader import SignalReader
 
 Outcome = Literal["exact", "refused", "wrong", "not built"]
 Lengths = Literal["short", "beyond", "long"]

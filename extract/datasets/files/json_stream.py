@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from extract.datasets.fields import kind_of
-from extract.datasets.files.kinds import Readable
+from beatrice.extract.datasets.fields import kind_of
+from beatrice.extract.datasets.files.kinds import Readable
 
 CHUNK = 1 << 20
 MAX_RECORD = 32 << 20  # bytes; the largest published records (NQ pages) are below 5 MB

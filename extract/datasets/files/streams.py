@@ -16,8 +16,8 @@ from typing import Any
 
 import msgspec
 
-from extract.datasets.fields import HEADERLESS
-from extract.datasets.files.json_stream import (
+from beatrice.extract.datasets.fields import HEADERLESS
+from beatrice.extract.datasets.files.json_stream import (
     CHUNK,
     MAX_RECORD,
     JsonValues,
@@ -25,7 +25,12 @@ from extract.datasets.files.json_stream import (
     Window,
     parse_object,
 )
-from extract.datasets.files.kinds import COLUMNS, FileType, Readable, open_bytes
+from beatrice.extract.datasets.files.kinds import (
+    COLUMNS,
+    FileType,
+    Readable,
+    open_bytes,
+)
 
 _PARQUET_ROWS = 64  # per batch: HotpotQA rows are 6 kB, DPR rows 100 kB
 Row = tuple[dict[str, Any] | None, str | None]  # the row, or what is wrong with it

@@ -4,17 +4,17 @@ from collections.abc import Iterator
 
 import msgspec
 
-from extract.datasets import fields
-from extract.datasets.fields import Record
-from extract.datasets.readers.passages import titled_passages
-from extract.datasets.readers.question import (
+from beatrice.extract.datasets import fields
+from beatrice.extract.datasets.fields import Record
+from beatrice.extract.datasets.readers.passages import titled_passages
+from beatrice.extract.datasets.readers.question import (
     Format,
     Question,
     dataset_marked,
     dataset_tagged,
     unquote,
 )
-from extract.records import Passage
+from beatrice.extract.records import Passage
 
 GOLD_SCORE = 1000  # of the positive that comes from the annotated page
 

@@ -2,15 +2,22 @@
 
 from typing import Any
 
-from extract.datasets.fields import Record, answers, identity, listed, required, text
-from extract.datasets.readers.passages import (
+from beatrice.extract.datasets.fields import (
+    Record,
+    answers,
+    identity,
+    listed,
+    required,
+    text,
+)
+from beatrice.extract.datasets.readers.passages import (
     is_list_of_objects,
     is_titled,
     marked_passages,
     read_context,
     supporting_titles,
 )
-from extract.datasets.readers.question import (
+from beatrice.extract.datasets.readers.question import (
     TWOWIKI_TYPES,
     Format,
     Question,

@@ -8,9 +8,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, get_args
 
-from extract.datasets import fields
-from extract.datasets.fields import Record
-from extract.datasets.readers.passages import (
+from beatrice.extract.datasets import fields
+from beatrice.extract.datasets.fields import Record
+from beatrice.extract.datasets.readers.passages import (
     any_passages,
     check_no_passages,
     is_list_of_objects,
@@ -19,7 +19,7 @@ from extract.datasets.readers.passages import (
     supporting_titles,
     titled_passages,
 )
-from extract.datasets.readers.question import (
+from beatrice.extract.datasets.readers.question import (
     Format,
     Question,
     dataset_marked,
@@ -29,7 +29,7 @@ from extract.datasets.readers.question import (
     is_twowiki,
     unquote,
 )
-from extract.records import Passage, Split
+from beatrice.extract.records import Passage, Split
 
 _QUESTIONS = ("question", "query", "input", "Question", "problem")
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from extract.datasets.fields import (
+from beatrice.extract.datasets.fields import (
     Record,
     expect,
     kind_of,
@@ -13,7 +13,7 @@ from extract.datasets.fields import (
     text,
     unfold,
 )
-from extract.records import Passage
+from beatrice.extract.records import Passage
 
 _BODIES = ("sentences", "content", "text", "paragraph_text", "contents")
 _TEXTS = ("text", "paragraph_text", "contents", "content")

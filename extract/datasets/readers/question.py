@@ -5,9 +5,9 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
-from extract.datasets.config import Context
-from extract.datasets.fields import Record
-from extract.records import Example, Passage, Split
+from beatrice.extract.datasets.config import Context
+from beatrice.extract.datasets.fields import Record
+from beatrice.extract.records import Example, Passage, Split
 
 DatasetName = Literal[
     "hotpotqa", "musique", "2wikimultihopqa", "popqa", "nq", "triviaqa"

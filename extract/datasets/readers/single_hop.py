@@ -5,17 +5,17 @@ import math
 import re
 from typing import Any
 
-from extract.datasets import fields
-from extract.datasets.fields import Record
-from extract.datasets.readers.passages import any_passages, titled_passages
-from extract.datasets.readers.question import (
+from beatrice.extract.datasets import fields
+from beatrice.extract.datasets.fields import Record
+from beatrice.extract.datasets.readers.passages import any_passages, titled_passages
+from beatrice.extract.datasets.readers.question import (
     Format,
     Question,
     dataset_named,
     dataset_of_id,
     dataset_tagged,
 )
-from extract.records import Passage
+from beatrice.extract.records import Passage
 
 _PARAGRAPHS = {"context", "ctxs", "paragraphs", "supporting_facts"}
 _TAG = re.compile(r"^<[^>]+>$")

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from extract.datasets import fields
-from extract.datasets.fields import Record
-from extract.datasets.readers.question import Document, Format, Question
-from extract.records import Passage, normalise
+from beatrice.extract.datasets import fields
+from beatrice.extract.datasets.fields import Record
+from beatrice.extract.datasets.readers.question import Document, Format, Question
+from beatrice.extract.records import Passage, normalise
 
 N_WORDS = 100  # a passage, as in DPR's psgs_w100
 # In running text a mark often stands between two words ("Boulevard (1950)", "a-ha"), so

@@ -13,7 +13,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from extract.generate.generator import SamplingConfig, decode_ids, find_stop
+from beatrice.extract.generate.generator import SamplingConfig, decode_ids, find_stop
 
 
 def _likeliest(scores: torch.Tensor, n_most: int | None) -> torch.Tensor:

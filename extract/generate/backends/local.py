@@ -11,10 +11,10 @@ import msgspec
 import torch
 from transformers import LogitsProcessorList, StoppingCriteriaList
 
-from extract.backbone.loading import Backbone
-from extract.backbone.sharing import begun_states, has_plain_states
-from extract.generate.backends.choosing import Choice, Done
-from extract.generate.generator import (
+from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.backbone.sharing import begun_states, has_plain_states
+from beatrice.extract.generate.backends.choosing import Choice, Done
+from beatrice.extract.generate.generator import (
     Generated,
     GeneratorPrompt,
     SamplingConfig,
@@ -23,9 +23,9 @@ from extract.generate.generator import (
     stop_ids_of,
     tokenizer_identity,
 )
-from extract.generate.prompts import render_message
-from extract.generate.requests import GenerationConfig, Request, plan_batches
-from extract.records import Answer
+from beatrice.extract.generate.prompts import render_message
+from beatrice.extract.generate.requests import GenerationConfig, Request, plan_batches
+from beatrice.extract.records import Answer
 
 
 def stop_ids(backbone: Backbone) -> tuple[int, ...]:

@@ -20,15 +20,15 @@ from typing import Any, Literal, TypeVar, get_args
 
 import openai
 
-from extract.generate.backends.spending import Account, Prices
-from extract.generate.generator import (
+from beatrice.extract.generate.backends.spending import Account, Prices
+from beatrice.extract.generate.generator import (
     Generated,
     GeneratorPrompt,
     SamplingConfig,
     cut_at_stop,
     draw_seed,
 )
-from extract.generate.prompts import TEMPLATE_FIELDS
+from beatrice.extract.generate.prompts import TEMPLATE_FIELDS
 
 Dialect = Literal["vllm", "openai"]
 Reply = TypeVar("Reply")

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from benchmarks.baselines.detector import Evidence
-from extract.records import Answer, Example, Sample
+from beatrice.benchmarks.baselines.detector import Evidence
+from beatrice.extract.records import Answer, Example, Sample
 from tests.benchmarks.rows import rows_of
 
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from benchmarks.baselines import readings
-from benchmarks.baselines.catalogue import catalogue
-from benchmarks.baselines.readings import (
+from beatrice.benchmarks.baselines import readings
+from beatrice.benchmarks.baselines.catalogue import catalogue
+from beatrice.benchmarks.baselines.readings import (
     Reading,
     cached_readings,
     parts_of,
@@ -13,7 +13,7 @@ from benchmarks.baselines.readings import (
     reading_keys,
     rows_read,
 )
-from jaxprobe.checkpoint import Cache
+from beatrice.jaxprobe.checkpoint import Cache
 from tests.benchmarks.baselines.drawn import evidence
 
 NAMES = ("llmcheck_hidden", "p_true")

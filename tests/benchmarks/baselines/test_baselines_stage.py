@@ -6,30 +6,41 @@ import shutil
 import numpy as np
 import pytest
 
-from benchmarks.baselines import stage
-from benchmarks.baselines.catalogue import catalogue, find_detector
-from benchmarks.baselines.detector import Detector, Found
-from benchmarks.baselines.judge import Metered, ScoreCache, Scores, cost_of, score
-from benchmarks.baselines.readings import Kept
-from benchmarks.baselines.stage import (
+from beatrice.benchmarks.baselines import stage
+from beatrice.benchmarks.baselines.catalogue import catalogue, find_detector
+from beatrice.benchmarks.baselines.detector import Detector, Found
+from beatrice.benchmarks.baselines.judge import (
+    Metered,
+    ScoreCache,
+    Scores,
+    cost_of,
+    score,
+)
+from beatrice.benchmarks.baselines.readings import Kept
+from beatrice.benchmarks.baselines.stage import (
     BaselinesConfig,
     chosen_detectors,
     models_beside,
     unmet,
 )
-from extract.run.contents import samples_file
-from extract.run.directory import RunDir
-from extract.run.files import write_json_atomic
-from extract.run.results import ResultRow, read_result_rows, read_rows, rows_file
-from jaxprobe.evaluation import Scored, detection_rows
-from jaxprobe.metrics import BootstrapConfig
+from beatrice.extract.run.contents import samples_file
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import write_json_atomic
+from beatrice.extract.run.results import (
+    ResultRow,
+    read_result_rows,
+    read_rows,
+    rows_file,
+)
+from beatrice.jaxprobe.evaluation import Scored, detection_rows
+from beatrice.jaxprobe.metrics import BootstrapConfig
 from tests.benchmarks.baselines.drawn import evidence
 from tests.extract.small_run import beatrice
 from tests.process import call
 
 OWN = """
 import numpy as np
-from benchmarks.baselines.detector import Detector, Found
+from beatrice.benchmarks.baselines.detector import Detector, Found
 
 def hedges(evidence):
     return Found(np.zeros((1, len(evidence.rows.ids))))

@@ -8,10 +8,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from benchmarks.baselines.catalogue import catalogue
-from benchmarks.baselines.check import faults_of
-from benchmarks.baselines.detector import Found
-from jaxprobe.metrics import auroc
+from beatrice.benchmarks.baselines.catalogue import catalogue
+from beatrice.benchmarks.baselines.check import faults_of
+from beatrice.benchmarks.baselines.detector import Found
+from beatrice.jaxprobe.metrics import auroc
 from tests.benchmarks.baselines import planted
 
 # The encoder is a model of its own, and tested with one (`test_ladder`); a head that

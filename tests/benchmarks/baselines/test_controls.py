@@ -4,21 +4,21 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from benchmarks.baselines.length import (
+from beatrice.benchmarks.baselines.length import (
     length_scores,
     majority_scores,
     rows_at_equal_length,
 )
-from benchmarks.baselines.linear import standardise
-from benchmarks.baselines.probe import pooled_signals, probe_scores
-from benchmarks.results.annotated import annotated_rows
-from benchmarks.results.names import AT_EQUAL_LENGTH
-from extract.run.results import ResultTable
-from extract.store.families import Family
-from extract.store.spec import StoreSpec
-from extract.store.write import create_store, write_range
-from jaxprobe.evaluation import Scored, permute_by_question
-from jaxprobe.metrics import BootstrapConfig
+from beatrice.benchmarks.baselines.linear import standardise
+from beatrice.benchmarks.baselines.probe import pooled_signals, probe_scores
+from beatrice.benchmarks.results.annotated import annotated_rows
+from beatrice.benchmarks.results.names import AT_EQUAL_LENGTH
+from beatrice.extract.run.results import ResultTable
+from beatrice.extract.store.families import Family
+from beatrice.extract.store.spec import StoreSpec
+from beatrice.extract.store.write import create_store, write_range
+from beatrice.jaxprobe.evaluation import Scored, permute_by_question
+from beatrice.jaxprobe.metrics import BootstrapConfig
 from tests.benchmarks.rows import rows_of
 
 

@@ -5,8 +5,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from benchmarks.baselines.trained.layers import last_steps, states_at
-from benchmarks.baselines.trained.sep import (
+from beatrice.benchmarks.baselines.trained.layers import last_steps, states_at
+from beatrice.benchmarks.baselines.trained.sep import (
     before_generation,
     best_range,
     entropy_probe,

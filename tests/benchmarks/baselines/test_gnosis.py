@@ -8,9 +8,17 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from benchmarks.baselines.detector import Evidence
-from benchmarks.baselines.trained.gnosis import GNOSIS, Inputs, fit_heads, gnosis
-from benchmarks.baselines.trained.gnosis_network import GnosisConfig, GnosisHead
+from beatrice.benchmarks.baselines.detector import Evidence
+from beatrice.benchmarks.baselines.trained.gnosis import (
+    GNOSIS,
+    Inputs,
+    fit_heads,
+    gnosis,
+)
+from beatrice.benchmarks.baselines.trained.gnosis_network import (
+    GnosisConfig,
+    GnosisHead,
+)
 from tests.benchmarks.rows import rows_of
 
 N = 600

@@ -4,19 +4,19 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from benchmarks.baselines.detector import Evidence
-from benchmarks.baselines.internal import llm_check, lumina, p_true, redeep
-from benchmarks.baselines.internal.choice import (
+from beatrice.benchmarks.baselines.detector import Evidence
+from beatrice.benchmarks.baselines.internal import llm_check, lumina, p_true, redeep
+from beatrice.benchmarks.baselines.internal.choice import (
     column_aurocs,
     defined_rows,
     oriented,
     reading,
 )
-from extract.readings.reader import READINGS
-from extract.records import Answer, Example
-from extract.store.families import Family
-from extract.store.spec import StoreSpec
-from extract.store.write import create_store, write_range
+from beatrice.extract.readings.reader import READINGS
+from beatrice.extract.records import Answer, Example
+from beatrice.extract.store.families import Family
+from beatrice.extract.store.spec import StoreSpec
+from beatrice.extract.store.write import create_store, write_range
 from tests.benchmarks.rows import SPLITS
 from tests.benchmarks.rows import rows_of as rows_with
 

@@ -14,8 +14,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-from benchmarks.baselines.detector import Evidence
-from benchmarks.baselines.trained.ladder import (
+from beatrice.benchmarks.baselines.detector import Evidence
+from beatrice.benchmarks.baselines.trained.ladder import (
     TEXT_ENCODER,
     TFIDF_MLP,
     TFIDF_SVM,
@@ -26,9 +26,9 @@ from benchmarks.baselines.trained.ladder import (
     mlp_scores,
     svm_scores,
 )
-from extract.generate.requests import PromptConfig
-from extract.records import Answer, Example, Passage
-from jaxprobe.regression import INVERSE_PENALTIES
+from beatrice.extract.generate.requests import PromptConfig
+from beatrice.extract.records import Answer, Example, Passage
+from beatrice.jaxprobe.regression import INVERSE_PENALTIES
 from tests.benchmarks.baselines.test_trained import (
     chosen,
     measured,

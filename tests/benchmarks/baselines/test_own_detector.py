@@ -8,13 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.baselines.catalogue import catalogue, find_detector
-from benchmarks.baselines.detector import Detector, Found
-from benchmarks.baselines.judge import judge
-from benchmarks.baselines.stage import BaselinesConfig, chosen_detectors, read_judged
-from extract.run.directory import RunDir
-from extract.run.results import read_result_rows
-from jaxprobe.metrics import BootstrapConfig
+from beatrice.benchmarks.baselines.catalogue import catalogue, find_detector
+from beatrice.benchmarks.baselines.detector import Detector, Found
+from beatrice.benchmarks.baselines.judge import judge
+from beatrice.benchmarks.baselines.stage import (
+    BaselinesConfig,
+    chosen_detectors,
+    read_judged,
+)
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.results import read_result_rows
+from beatrice.jaxprobe.metrics import BootstrapConfig
 from tests.benchmarks.baselines import planted
 from tests.extract.small_run import beatrice
 

@@ -15,13 +15,16 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from benchmarks.baselines.sampled.clustering import paper_clusters
-from benchmarks.baselines.sampled.eigenscore import (
+from beatrice.benchmarks.baselines.sampled.clustering import paper_clusters
+from beatrice.benchmarks.baselines.sampled.eigenscore import (
     official_eigenscore,
     paper_eigenscore,
 )
-from benchmarks.baselines.sampled.entropy import discrete_entropy, weighted_entropy
-from benchmarks.baselines.sampled.selfcheck import sentences_of, unigram_max
+from beatrice.benchmarks.baselines.sampled.entropy import (
+    discrete_entropy,
+    weighted_entropy,
+)
+from beatrice.benchmarks.baselines.sampled.selfcheck import sentences_of, unigram_max
 from tests.benchmarks.baselines.test_selfcheck import PASSAGE, SAMPLES
 
 EXACT = 1e-12

@@ -15,12 +15,15 @@ import types
 import numpy as np
 import pytest
 
-from benchmarks.baselines.sampled.eigenscore import (
+from beatrice.benchmarks.baselines.sampled.eigenscore import (
     official_eigenscore,
     paper_eigenscore,
 )
-from benchmarks.baselines.sampled.entropy import discrete_entropy, weighted_entropy
-from benchmarks.baselines.sampled.selfcheck import (
+from beatrice.benchmarks.baselines.sampled.entropy import (
+    discrete_entropy,
+    weighted_entropy,
+)
+from beatrice.benchmarks.baselines.sampled.selfcheck import (
     sentences_of,
     tokens_of,
     unigram_max,

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks.baselines.sampled.selfcheck import (
+from beatrice.benchmarks.baselines.sampled.selfcheck import (
     DETECTORS,
     sentences_of,
     tokens_of,

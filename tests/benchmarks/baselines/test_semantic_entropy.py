@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from scipy.special import digamma
 
-from benchmarks.baselines.sampled import bayesian, entropy
-from benchmarks.baselines.sampled.bayesian import (
+from beatrice.benchmarks.baselines.sampled import bayesian, entropy
+from beatrice.benchmarks.baselines.sampled.bayesian import (
     BayesConfig,
     bayesian_entropies,
     lower_bounds,
     prior_of,
     tail_of,
 )
-from benchmarks.baselines.sampled.entropy import (
+from beatrice.benchmarks.baselines.sampled.entropy import (
     discrete_entropy,
     mean_log_prob,
     weighted_entropy,

@@ -3,10 +3,10 @@ import pytest
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
-from benchmarks.baselines import text
-from benchmarks.baselines.perplexity import perplexity_score
-from benchmarks.baselines.text import joined_text
-from jaxprobe.regression import INVERSE_PENALTIES
+from beatrice.benchmarks.baselines import text
+from beatrice.benchmarks.baselines.perplexity import perplexity_score
+from beatrice.benchmarks.baselines.text import joined_text
+from beatrice.jaxprobe.regression import INVERSE_PENALTIES
 
 
 def planted(n, seed):

@@ -11,18 +11,18 @@ from scipy.special import logit
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
-from benchmarks.baselines.detector import Evidence
-from benchmarks.baselines.trained import (
+from beatrice.benchmarks.baselines.detector import Evidence
+from beatrice.benchmarks.baselines.trained import (
     linear_probe,
     llms_know,
     lookback_lens,
     saplma,
     sep,
 )
-from benchmarks.baselines.trained.layers import last_steps, states_at
-from benchmarks.baselines.trained.llms_know import LLMS_KNOW
-from benchmarks.baselines.trained.lookback_lens import LOOKBACK_LENS
-from benchmarks.baselines.trained.saplma import (
+from beatrice.benchmarks.baselines.trained.layers import last_steps, states_at
+from beatrice.benchmarks.baselines.trained.llms_know import LLMS_KNOW
+from beatrice.benchmarks.baselines.trained.lookback_lens import LOOKBACK_LENS
+from beatrice.benchmarks.baselines.trained.saplma import (
     SAPLMA_LAST,
     SAPLMA_MEAN,
     SaplmaConfig,
@@ -30,9 +30,9 @@ from benchmarks.baselines.trained.saplma import (
     last_states,
     saplma_logits,
 )
-from extract.store.families import Family
-from extract.store.spec import StoreSpec
-from extract.store.write import create_store, write_range
+from beatrice.extract.store.families import Family
+from beatrice.extract.store.spec import StoreSpec
+from beatrice.extract.store.write import create_store, write_range
 from tests.benchmarks.rows import rows_of
 
 D, LAYERS, NUMBER = 8, (0, 2, 5), itertools.count()

@@ -5,17 +5,17 @@ import re
 import msgspec
 import pytest
 
-from benchmarks.baselines.stage import read_judged
-from benchmarks.panorama.costs import (
+from beatrice.benchmarks.baselines.stage import read_judged
+from beatrice.benchmarks.panorama.costs import (
     HEADS,
     as_markdown,
     cost_tables,
     measured,
     titles_of,
 )
-from benchmarks.panorama.scatter import cost_pictures, kind_of
-from benchmarks.panorama.significance import cells_of, leads
-from extract.run.files import write_json_atomic
+from beatrice.benchmarks.panorama.scatter import cost_pictures, kind_of
+from beatrice.benchmarks.panorama.significance import cells_of, leads
+from beatrice.extract.run.files import write_json_atomic
 from tests.benchmarks.results.sample import judged, sample_report, sample_rows
 
 

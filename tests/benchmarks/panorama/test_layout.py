@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from benchmarks.panorama.layout import (
+from beatrice.benchmarks.panorama.layout import (
     CHANCE,
     as_latex,
     as_markdown,
@@ -9,7 +9,7 @@ from benchmarks.panorama.layout import (
     panorama_table,
     panoramas,
 )
-from extract.records import IN_DOMAIN
+from beatrice.extract.records import IN_DOMAIN
 from tests.benchmarks.results.sample import row, sample_rows
 
 POOLED = (IN_DOMAIN, "test")

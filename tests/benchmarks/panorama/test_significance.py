@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.panorama.significance import (
+from beatrice.benchmarks.panorama.significance import (
     as_latex,
     as_markdown,
     cells_of,
@@ -13,10 +13,10 @@ from benchmarks.panorama.significance import (
     leads,
     sentence,
 )
-from benchmarks.results.names import DETECTORS, RIVALS
-from extract.records import IN_DOMAIN
-from jaxprobe.evaluation import Scored, detection_rows
-from jaxprobe.metrics import BootstrapConfig
+from beatrice.benchmarks.results.names import DETECTORS, RIVALS
+from beatrice.extract.records import IN_DOMAIN
+from beatrice.jaxprobe.evaluation import Scored, detection_rows
+from beatrice.jaxprobe.metrics import BootstrapConfig
 from tests.benchmarks.results.sample import row, sample_rows
 from tests.benchmarks.rows import rows_of
 

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.paper.ledger import (
+from beatrice.benchmarks.paper.ledger import (
     Difference,
     as_markdown,
     beside,
     read_ledger,
 )
-from extract.records import IN_DOMAIN
+from beatrice.extract.records import IN_DOMAIN
 from tests.benchmarks.results.sample import row
 
 ROOT = Path(__file__).parents[3]
@@ -75,7 +75,7 @@ def test_no_two_lines_are_the_same_number_of_the_paper():
 
 def test_the_wheel_takes_the_ledger_along():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    taken = project["tool"]["setuptools"]["package-data"]["benchmarks.paper"]
+    taken = project["tool"]["setuptools"]["package-data"]["beatrice.benchmarks.paper"]
     assert "paper.jsonl" in taken
 
 

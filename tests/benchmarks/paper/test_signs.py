@@ -4,13 +4,13 @@ import collections
 
 import pytest
 
-from benchmarks.anatomy.parts import PARTS, anatomy_parts
-from benchmarks.paper.cells import PaperCell, beside, read_ledger
-from benchmarks.paper.ledger import as_markdown
-from benchmarks.paper.signs import in_a_sentence, signs, signs_by_table
-from benchmarks.paper.summaries import summaries
-from extract.records import IN_DOMAIN
-from extract.run.results import ResultRow
+from beatrice.benchmarks.anatomy.parts import PARTS, anatomy_parts
+from beatrice.benchmarks.paper.cells import PaperCell, beside, read_ledger
+from beatrice.benchmarks.paper.ledger import as_markdown
+from beatrice.benchmarks.paper.signs import in_a_sentence, signs, signs_by_table
+from beatrice.benchmarks.paper.summaries import summaries
+from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.run.results import ResultRow
 from tests.benchmarks.results.sample import anatomy_rows
 
 CELLS = read_ledger()

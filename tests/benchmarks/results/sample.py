@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.baselines.detector import Judged
-from benchmarks.results.report import ReportData
-from extract.records import IN_DOMAIN
-from extract.run.results import ResultRow
+from beatrice.benchmarks.baselines.detector import Judged
+from beatrice.benchmarks.results.report import ReportData
+from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.run.results import ResultRow
 
 FOLDER = Path(__file__).parent
 PLACES = (

@@ -3,9 +3,9 @@ import xml.etree.ElementTree
 import msgspec
 import pytest
 
-from benchmarks.results.figures import ranking, to_svg
-from benchmarks.results.pictures import ranking_pictures
-from benchmarks.results.tables import (
+from beatrice.benchmarks.results.figures import ranking, to_svg
+from beatrice.benchmarks.results.pictures import ranking_pictures
+from beatrice.benchmarks.results.tables import (
     FEATURES,
     exhaustive_table,
     family_table,

@@ -8,11 +8,11 @@ import sys
 import msgspec
 import pytest
 
-from benchmarks.anatomy.parts import PARTS as ANALYSES
-from benchmarks.anatomy.parts import anatomy_parts
-from benchmarks.anatomy.rows import spelled
-from benchmarks.results.report import render_report
-from extract.run.results import ResultTable
+from beatrice.benchmarks.anatomy.parts import PARTS as ANALYSES
+from beatrice.benchmarks.anatomy.parts import anatomy_parts
+from beatrice.benchmarks.anatomy.rows import spelled
+from beatrice.benchmarks.results.report import render_report
+from beatrice.extract.run.results import ResultTable
 from tests.benchmarks.results.sample import PARTS, anatomy_rows, sample_report
 
 ROWS = anatomy_rows()
@@ -98,7 +98,7 @@ def test_a_boundary_of_an_earlier_version_is_refused_and_says_what_to_do():
 
 
 def test_nothing_of_it_loads_jax_or_torch():
-    code = "import sys, benchmarks.anatomy.parts; print(*sys.modules)"
+    code = "import sys, beatrice.benchmarks.anatomy.parts; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

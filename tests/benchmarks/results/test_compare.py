@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from benchmarks.results.compare import in_words
-from jaxprobe.metrics import BootstrapConfig
-from selection.anatomy.reach import Ranked, agreement, rank_correlation
+from beatrice.benchmarks.results.compare import in_words
+from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.selection.anatomy.reach import Ranked, agreement, rank_correlation
 
 CONFIG = BootstrapConfig(n_resamples=400)
 

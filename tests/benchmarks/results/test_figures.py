@@ -6,7 +6,7 @@ import xml.etree.ElementTree
 import matplotlib
 import pytest
 
-from benchmarks.results import figures
+from beatrice.benchmarks.results import figures
 from tests.benchmarks.results import sample
 
 SYNERGY = {"H": 0.88, "P": 0.85, "HP": 0.9, "RA": 0.85}
@@ -132,10 +132,10 @@ def loaded_by(code):
 
 def test_drawing_needs_neither_pyplot_nor_a_display():
     draw = "f.to_svg(f.synergy({'H': .9, 'P': .8}, 'closed_book'), 'x', 'y')"
-    loaded = loaded_by(f"from benchmarks.results import figures as f; {draw}")
+    loaded = loaded_by(f"from beatrice.benchmarks.results import figures as f; {draw}")
     assert "matplotlib.pyplot" not in loaded
 
 
 def test_a_report_only_reads_rows():
-    loaded = loaded_by("import benchmarks.results.report")
+    loaded = loaded_by("import beatrice.benchmarks.results.report")
     assert not loaded & {"torch", "transformers", "jax"}

@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from benchmarks.results.findings import (
+from beatrice.benchmarks.results.findings import (
     answer_of,
     as_latex,
     as_markdown,
@@ -11,8 +11,8 @@ from benchmarks.results.findings import (
     remarks,
     sentences,
 )
-from extract.records import IN_DOMAIN
-from extract.run.results import ResultTable
+from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.run.results import ResultTable
 from tests.benchmarks.results.sample import (
     PARTS,
     PLACES,
@@ -148,7 +148,7 @@ def test_the_latex_table_has_a_cell_for_each_set_and_escapes_names():
 
 
 def test_the_page_shows_the_answers_that_the_rule_gives():
-    from benchmarks.results.report import render_report
+    from beatrice.benchmarks.results.report import render_report
 
     page = render_report(sample_report())
     answers = [f.answer for f in findings(sample_rows(), PARTS["accuracy"])]

@@ -4,14 +4,14 @@ import re
 import msgspec
 import pytest
 
-from benchmarks.results.pictures import frontier_curve, synergy_pictures
-from benchmarks.results.report import (
+from beatrice.benchmarks.results.pictures import frontier_curve, synergy_pictures
+from beatrice.benchmarks.results.report import (
     headlines,
     missing,
     render_report,
     write_report,
 )
-from extract.records import IN_DOMAIN
+from beatrice.extract.records import IN_DOMAIN
 from tests.benchmarks.results.sample import (
     MARKUP,
     PARTS,

@@ -1,10 +1,15 @@
 import msgspec
 
-from benchmarks.results.names import CONTROLS, DETECTORS, RIVALS, SPAN_DECISIONS
-from benchmarks.results.paired import gain, paired_table
-from benchmarks.results.tables import controller_table, detection_table, number
-from benchmarks.results.terminal import as_text
-from extract.records import IN_DOMAIN
+from beatrice.benchmarks.results.names import (
+    CONTROLS,
+    DETECTORS,
+    RIVALS,
+    SPAN_DECISIONS,
+)
+from beatrice.benchmarks.results.paired import gain, paired_table
+from beatrice.benchmarks.results.tables import controller_table, detection_table, number
+from beatrice.benchmarks.results.terminal import as_text
+from beatrice.extract.records import IN_DOMAIN
 from tests.benchmarks.results.sample import PLACES, row, sample_rows
 
 TEST = PLACES[1]

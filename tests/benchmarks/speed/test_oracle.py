@@ -3,8 +3,8 @@ import math
 
 import pytest
 
-from benchmarks.speed import oracle
-from benchmarks.speed.oracle import SIGNALS, TOLERANCE, Exactness
+from beatrice.benchmarks.speed import oracle
+from beatrice.benchmarks.speed.oracle import SIGNALS, TOLERANCE, Exactness
 
 
 def make_row(**changes):

@@ -5,8 +5,8 @@ import functools
 
 import pytest
 
-from benchmarks.speed.arithmetic.lowered import Product, Tensor, read_module
-from benchmarks.speed.arithmetic.plan import (
+from beatrice.benchmarks.speed.arithmetic.lowered import Product, Tensor, read_module
+from beatrice.benchmarks.speed.arithmetic.plan import (
     DEVICES,
     WIDTHS,
     cuda_module,
@@ -17,8 +17,8 @@ from benchmarks.speed.arithmetic.plan import (
     planned,
     work_of,
 )
-from jaxprobe.fit.memory import Plan, choose, compiled_step
-from jaxprobe.fit.work import Workload, step_flops
+from beatrice.jaxprobe.fit.memory import Plan, choose, compiled_step
+from beatrice.jaxprobe.fit.work import Workload, step_flops
 
 GIB = 1 << 30
 

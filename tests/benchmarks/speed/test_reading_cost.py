@@ -6,8 +6,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks.speed.commands import measure_fresh
-from benchmarks.speed.extract import (
+from beatrice.benchmarks.speed.commands import measure_fresh
+from beatrice.benchmarks.speed.extract import (
     EXAMPLES_HEAD,
     GPU_HEAD,
     extract,
@@ -16,7 +16,7 @@ from benchmarks.speed.extract import (
     measure_gpu,
     measure_with_examples,
 )
-from benchmarks.speed.reading import (
+from beatrice.benchmarks.speed.reading import (
     HEAD,
     LOOP_HEAD,
     BatchConfig,
@@ -31,11 +31,11 @@ from benchmarks.speed.reading import (
     measure_peak,
     peak_above,
 )
-from benchmarks.speed.tiny_models import tiny_model
-from extract.backbone.loading import Backbone, load_backbone
-from extract.backbone.names import WEIGHTS
-from extract.signals.plan import ExtractConfig
-from extract.signals.reader import SignalReader
+from beatrice.benchmarks.speed.tiny_models import tiny_model
+from beatrice.extract.backbone.loading import Backbone, load_backbone
+from beatrice.extract.backbone.names import WEIGHTS
+from beatrice.extract.signals.plan import ExtractConfig
+from beatrice.extract.signals.reader import SignalReader
 
 TINY = BatchConfig(
     n_tokens=24, n_examples=2, n_read=12, vocab_size=97, d_model=64, n_layers=2

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.speed.select import (
+from beatrice.benchmarks.speed.select import (
     HEAD,
     TOLERANCE,
     SelectConfig,
@@ -13,9 +13,9 @@ from benchmarks.speed.select import (
     measure,
     rows_of_set,
 )
-from jaxprobe.config import FusionConfig, TrainConfig
-from jaxprobe.model.fusion import head_inputs
-from selection.greedy import fit_sets
+from beatrice.jaxprobe.config import FusionConfig, TrainConfig
+from beatrice.jaxprobe.model.fusion import head_inputs
+from beatrice.selection.greedy import fit_sets
 
 SMALL = SelectConfig(
     n_pool=4,

@@ -8,18 +8,18 @@ import optax
 import pytest
 import torch
 
-from benchmarks.speed.grid import made_up_features
-from benchmarks.speed.torch_encoder import (
+from beatrice.benchmarks.speed.grid import made_up_features
+from beatrice.benchmarks.speed.torch_encoder import (
     TorchEncoder,
     apply_encoder,
     project,
     weights_of,
 )
-from jaxprobe.config import EncoderConfig
-from jaxprobe.features.families import Standardizer, split_families
-from jaxprobe.features.subsets import SUBSETS, paper_dims, subset_index
-from jaxprobe.fit.work import Workload, families_of
-from jaxprobe.model.encoder import Encoder
+from beatrice.jaxprobe.config import EncoderConfig
+from beatrice.jaxprobe.features.families import Standardizer, split_families
+from beatrice.jaxprobe.features.subsets import SUBSETS, paper_dims, subset_index
+from beatrice.jaxprobe.fit.work import Workload, families_of
+from beatrice.jaxprobe.model.encoder import Encoder
 
 SPANS = ((0, 5), (3, 7), (1, 4))  # the first one is empty for some examples
 WORK = Workload(

@@ -5,8 +5,8 @@ import pytest
 from safetensors.numpy import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.speed.grid import Grid, made_up_features, weights_file
-from benchmarks.speed.torch_training import (
+from beatrice.benchmarks.speed.grid import Grid, made_up_features, weights_file
+from beatrice.benchmarks.speed.torch_training import (
     Loop,
     Setting,
     Stacked,
@@ -14,16 +14,16 @@ from benchmarks.speed.torch_training import (
     TorchTrainer,
     train,
 )
-from benchmarks.speed.train import (
+from beatrice.benchmarks.speed.train import (
     KINDS,
     CheckSize,
     Method,
     measure,
     require_same_losses,
 )
-from jaxprobe.config import EncoderConfig
-from jaxprobe.features.subsets import paper_dims, subset_index
-from jaxprobe.fit.work import (
+from beatrice.jaxprobe.config import EncoderConfig
+from beatrice.jaxprobe.features.subsets import paper_dims, subset_index
+from beatrice.jaxprobe.fit.work import (
     Workload,
     in_parts,
     step_flops,

@@ -5,8 +5,8 @@ import types
 
 import pytest
 
-from extract.backbone.loading import require_answering_model
-from extract.run.directory import RunDir
+from beatrice.extract.backbone.loading import require_answering_model
+from beatrice.extract.run.directory import RunDir
 
 HERE, OTHER = "a" * 40, "b" * 40
 

@@ -5,8 +5,8 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from benchmarks.speed.tiny_models import VOCAB_SIZE, tiny_model
-from extract.backbone.loading import Backbone, load_backbone
+from beatrice.benchmarks.speed.tiny_models import VOCAB_SIZE, tiny_model
+from beatrice.extract.backbone.loading import Backbone, load_backbone
 
 
 def save_tokenizer(path):

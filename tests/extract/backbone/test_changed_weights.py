@@ -6,9 +6,9 @@ import shutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from extract.backbone.names import WEIGHTS
-from extract.records import write_lines
-from extract.run.directory import RunDir
+from beatrice.extract.backbone.names import WEIGHTS
+from beatrice.extract.records import write_lines
+from beatrice.extract.run.directory import RunDir
 from tests.extract.small_run import beatrice, questions, smoke
 
 

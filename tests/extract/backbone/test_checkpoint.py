@@ -8,10 +8,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
 
-from benchmarks.speed.tiny_models import VOCAB_SIZE, tiny_model
-from extract.backbone.checkpoint import check_quantization_support, load_outline
-from extract.backbone.loading import load_backbone
-from extract.signals.reader import SignalReader
+from beatrice.benchmarks.speed.tiny_models import VOCAB_SIZE, tiny_model
+from beatrice.extract.backbone.checkpoint import (
+    check_quantization_support,
+    load_outline,
+)
+from beatrice.extract.backbone.loading import load_backbone
+from beatrice.extract.signals.reader import SignalReader
 
 
 def save_words(path, n_words, **special):

@@ -11,9 +11,9 @@ from transformers import (
 )
 from transformers.masking_utils import sdpa_mask
 
-from benchmarks.speed.tiny_models import _SIZE, _randomise, tiny_model
-from extract.backbone.loading import Backbone
-from extract.signals.reader import SignalReader
+from beatrice.benchmarks.speed.tiny_models import _SIZE, _randomise, tiny_model
+from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.signals.reader import SignalReader
 
 
 class ProjectedDecoder(LlamaModel):

@@ -5,11 +5,15 @@ import pytest
 import torch
 from transformers import Phi3Config, Phi3ForCausalLM
 
-from benchmarks.speed import oracle
-from benchmarks.speed.tiny_models import _NO_HEAD_DIM, _randomise, make_sequence
-from extract.backbone.checkpoint import window_of
-from extract.backbone.loading import Backbone
-from extract.signals.reader import SignalReader
+from beatrice.benchmarks.speed import oracle
+from beatrice.benchmarks.speed.tiny_models import (
+    _NO_HEAD_DIM,
+    _randomise,
+    make_sequence,
+)
+from beatrice.extract.backbone.checkpoint import window_of
+from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.signals.reader import SignalReader
 
 SWITCH = 16
 ROPE = {

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from extract.datasets.inspection import inspect_file
-from extract.datasets.loading import Loaded, Refusal, open_dataset
-from extract.records import Passage
+from beatrice.extract.datasets.inspection import inspect_file
+from beatrice.extract.datasets.loading import Loaded, Refusal, open_dataset
+from beatrice.extract.records import Passage
 from tests.extract.datasets import published as pub
 
 

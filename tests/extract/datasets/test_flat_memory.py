@@ -1,7 +1,7 @@
 import json
 
-from benchmarks.speed.commands import measure_fresh
-from extract.run.memory import peak_bytes
+from beatrice.benchmarks.speed.commands import measure_fresh
+from beatrice.extract.run.memory import peak_bytes
 
 RECORD = {
     "answer": "Ulm",
@@ -23,7 +23,7 @@ def write_hotpot(path, n_records):
 
 def read_file(path):
     """Return how many questions are loaded, and the peak of the process."""
-    from extract.datasets.loading import Loaded, open_dataset
+    from beatrice.extract.datasets.loading import Loaded, open_dataset
 
     n_loaded = sum(isinstance(row, Loaded) for row in open_dataset(path).read())
     return n_loaded, peak_bytes()

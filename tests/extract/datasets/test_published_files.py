@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from extract.datasets.inspection import inspect_file
-from extract.datasets.loading import Loaded, open_dataset
+from beatrice.extract.datasets.inspection import inspect_file
+from beatrice.extract.datasets.loading import Loaded, open_dataset
 from tests.extract.datasets import published as pub
 
 

@@ -5,8 +5,8 @@ import json
 import pandas as pd
 import pytest
 
-from extract.datasets.loading import read_questions
-from extract.records import Passage
+from beatrice.extract.datasets.loading import read_questions
+from beatrice.extract.records import Passage
 from tests.extract.datasets import published as pub
 
 OWN = [

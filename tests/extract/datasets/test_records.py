@@ -12,12 +12,12 @@ from typing import NamedTuple
 import pytest
 from click.testing import CliRunner
 
-from extract.datasets.building import build_examples
-from extract.datasets.commands import data
-from extract.datasets.config import BuildConfig, Source, SplitConfig
-from extract.datasets.inspection import inspect_file
-from extract.datasets.loading import Loaded, open_dataset
-from extract.records import Passage
+from beatrice.extract.datasets.building import build_examples
+from beatrice.extract.datasets.commands import data
+from beatrice.extract.datasets.config import BuildConfig, Source, SplitConfig
+from beatrice.extract.datasets.inspection import inspect_file
+from beatrice.extract.datasets.loading import Loaded, open_dataset
+from beatrice.extract.records import Passage
 from tests.extract.datasets import published as pub
 
 

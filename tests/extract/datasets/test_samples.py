@@ -4,9 +4,9 @@ import csv
 
 import pytest
 
-from extract.datasets.inspection import inspect_file
-from extract.datasets.loading import open_dataset
-from extract.label.verdicts import exact_match
+from beatrice.extract.datasets.inspection import inspect_file
+from beatrice.extract.datasets.loading import open_dataset
+from beatrice.extract.label.verdicts import exact_match
 from tests.extract.datasets.published import samples
 
 # file: set, records, loaded, with passages, with gold passages

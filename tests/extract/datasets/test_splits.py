@@ -3,10 +3,15 @@ import random
 
 import pytest
 
-from extract.datasets.building import build_examples, check_folder
-from extract.datasets.config import HELD_OUT_SIZES, BuildConfig, Source, SplitConfig
-from extract.datasets.splits import Candidate, draw_splits, read_splits, seal
-from extract.records import Example, Passage, read_records, text_key
+from beatrice.extract.datasets.building import build_examples, check_folder
+from beatrice.extract.datasets.config import (
+    HELD_OUT_SIZES,
+    BuildConfig,
+    Source,
+    SplitConfig,
+)
+from beatrice.extract.datasets.splits import Candidate, draw_splits, read_splits, seal
+from beatrice.extract.records import Example, Passage, read_records, text_key
 from tests.extract.datasets import published as pub
 
 

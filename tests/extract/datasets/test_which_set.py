@@ -2,8 +2,8 @@
 
 import pytest
 
-from extract.datasets.inspection import inspect_file
-from extract.datasets.loading import open_dataset
+from beatrice.extract.datasets.inspection import inspect_file
+from beatrice.extract.datasets.loading import open_dataset
 from tests.extract.datasets import published as pub
 
 

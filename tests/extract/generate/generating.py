@@ -1,6 +1,6 @@
 """What the tests of the backends share: greedy answers to prompts."""
 
-from extract.generate.generator import GeneratorPrompt, SamplingConfig
+from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
 
 GREEDY = SamplingConfig(max_new_tokens=10)
 

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import msgspec
 
-from extract.generate.generator import GeneratorPrompt, SamplingConfig
+from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
 
 
 class Loopback:

@@ -9,11 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from extract.backbone.names import own_device
-from extract.generate.requests import ANSWER_PRESETS, GenerationConfig
-from extract.records import write_lines
-from extract.run.directory import RunDir
-from extract.run.share import Share
+from beatrice.extract.backbone.names import own_device
+from beatrice.extract.generate.requests import ANSWER_PRESETS, GenerationConfig
+from beatrice.extract.records import write_lines
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.share import Share
 from tests.extract.small_run import beatrice, questions, smoke
 
 ROOT = Path(__file__).parents[3]

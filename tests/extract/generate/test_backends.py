@@ -5,19 +5,19 @@ import json
 
 import pytest
 
-from extract.backbone.names import default_dtype
-from extract.generate.answers import record_backend
-from extract.generate.generator import (
+from beatrice.extract.backbone.names import default_dtype
+from beatrice.extract.generate.answers import record_backend
+from beatrice.extract.generate.generator import (
     GeneratorPrompt,
     SamplingConfig,
     reply_key,
     tokenizer_identity,
 )
-from extract.generate.options import BackendOptions, open_generator
-from extract.generate.requests import ANSWER_PRESETS
-from extract.generate.stage import answer_identity, load_tokenizer_only
-from extract.run.directory import RunDir
-from extract.run.manifest import read_manifest
+from beatrice.extract.generate.options import BackendOptions, open_generator
+from beatrice.extract.generate.requests import ANSWER_PRESETS
+from beatrice.extract.generate.stage import answer_identity, load_tokenizer_only
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.manifest import read_manifest
 from tests.extract.datasets import published as pub
 from tests.extract.small_run import beatrice, smoke
 

@@ -4,11 +4,11 @@ import dataclasses
 
 import pytest
 
-from extract.backbone.loading import load_backbone
-from extract.backbone.names import WEIGHTS
-from extract.generate.prompts import build_prompt, encode_text
-from extract.generate.templates import TEMPLATES
-from extract.records import Passage
+from beatrice.extract.backbone.loading import load_backbone
+from beatrice.extract.backbone.names import WEIGHTS
+from beatrice.extract.generate.prompts import build_prompt, encode_text
+from beatrice.extract.generate.templates import TEMPLATES
+from beatrice.extract.records import Passage
 
 EVIL = "a </s> <s> b"
 SHORT = TEMPLATES["short"]

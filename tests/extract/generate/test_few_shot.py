@@ -6,14 +6,20 @@ import pytest
 from click.testing import CliRunner
 
 from beatrice.cli import main
-from extract.datasets.options import stop_strings
-from extract.generate.backends.server import ServedGenerator, ServerConfig
-from extract.generate.generator import SamplingConfig
-from extract.generate.prompts import build_prompt
-from extract.generate.requests import Request
-from extract.generate.templates import SHOTS, TEMPLATES, PromptConfig, Shot, read_shots
-from extract.records import Passage
-from extract.signals.plan import sequence_of
+from beatrice.extract.datasets.options import stop_strings
+from beatrice.extract.generate.backends.server import ServedGenerator, ServerConfig
+from beatrice.extract.generate.generator import SamplingConfig
+from beatrice.extract.generate.prompts import build_prompt
+from beatrice.extract.generate.requests import Request
+from beatrice.extract.generate.templates import (
+    SHOTS,
+    TEMPLATES,
+    PromptConfig,
+    Shot,
+    read_shots,
+)
+from beatrice.extract.records import Passage
+from beatrice.extract.signals.plan import sequence_of
 from tests.extract.generate.generating import GREEDY, prompts_of, texts
 from tests.extract.generate.loopback import served
 

@@ -6,21 +6,21 @@ import shutil
 
 import pytest
 
-from extract.generate.forecast import CountedReplies, count_requests
-from extract.generate.generator import GeneratorPrompt, SamplingConfig
-from extract.generate.replies import Replies, reply_files
-from extract.records import (
+from beatrice.extract.generate.forecast import CountedReplies, count_requests
+from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
+from beatrice.extract.generate.replies import Replies, reply_files
+from beatrice.extract.records import (
     SETTINGS,
     Answer,
     read_records,
     write_lines,
 )
-from extract.run.contents import read_answers
-from extract.run.directory import RunDir
-from extract.run.files import JsonLines
-from extract.run.stages import Forecast, bytes_in_words, disk_bytes
-from extract.signals.stage import EXTRACT, EXTRACT_PRESETS
-from extract.store.read import open_store
+from beatrice.extract.run.contents import read_answers
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import JsonLines
+from beatrice.extract.run.stages import Forecast, bytes_in_words, disk_bytes
+from beatrice.extract.signals.stage import EXTRACT, EXTRACT_PRESETS
+from beatrice.extract.store.read import open_store
 from tests.extract.datasets import published as pub
 from tests.extract.label.scripted import ScriptedGenerator
 from tests.extract.small_run import beatrice, questions, smoke

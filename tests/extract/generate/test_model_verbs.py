@@ -13,12 +13,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from extract.backbone.loading import load_backbone
-from extract.backbone.names import WEIGHTS
-from extract.generate.backends.local import TransformersGenerator
-from extract.records import SETTINGS, Answer, Sample, read_records, write_lines
-from extract.run.contents import read_examples
-from extract.run.directory import RunDir
+from beatrice.extract.backbone.loading import load_backbone
+from beatrice.extract.backbone.names import WEIGHTS
+from beatrice.extract.generate.backends.local import TransformersGenerator
+from beatrice.extract.records import SETTINGS, Answer, Sample, read_records, write_lines
+from beatrice.extract.run.contents import read_examples
+from beatrice.extract.run.directory import RunDir
 from tests.extract.generate.loopback import served
 from tests.extract.label.scripted import (
     ScriptedGenerator,

@@ -4,14 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extract.generate.generator import Generated
-from extract.generate.prompts import build_prompt
-from extract.generate.templates import TEMPLATES
-from extract.label.rewrite import with_rewrites
-from extract.label.rewriter import read_rewrite, rewrite_prompt
-from extract.records import Example, Passage
-from extract.world.facts import WorldConfig, make_world
-from extract.world.model import make_tokenizer
+from beatrice.extract.generate.generator import Generated
+from beatrice.extract.generate.prompts import build_prompt
+from beatrice.extract.generate.templates import TEMPLATES
+from beatrice.extract.label.rewrite import with_rewrites
+from beatrice.extract.label.rewriter import read_rewrite, rewrite_prompt
+from beatrice.extract.records import Example, Passage
+from beatrice.extract.world.facts import WorldConfig, make_world
+from beatrice.extract.world.model import make_tokenizer
 
 WORLD = make_world(WorldConfig(n_people=60, n_books=40, n_strangers=5))
 TOKENIZER = make_tokenizer(WORLD)

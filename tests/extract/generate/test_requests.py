@@ -2,12 +2,12 @@ import dataclasses
 
 import pytest
 
-from extract.generate.prompts import build_prompt, render_message
-from extract.generate.requests import TokenizerOnly, make_requests
-from extract.generate.templates import TEMPLATES, PromptConfig
-from extract.records import Example, Passage
-from extract.world.facts import WorldConfig, make_world
-from extract.world.model import make_tokenizer
+from beatrice.extract.generate.prompts import build_prompt, render_message
+from beatrice.extract.generate.requests import TokenizerOnly, make_requests
+from beatrice.extract.generate.templates import TEMPLATES, PromptConfig
+from beatrice.extract.records import Example, Passage
+from beatrice.extract.world.facts import WorldConfig, make_world
+from beatrice.extract.world.model import make_tokenizer
 
 WORLD = make_world(WorldConfig(n_people=60, n_books=40, n_strangers=5))
 TEXTS = [passage.text for passage in WORLD.passages[:40]]

@@ -5,15 +5,19 @@ import time
 import pytest
 
 from beatrice.doctor import look_at_server
-from extract.generate.backends.server import ServedGenerator, ServerConfig
-from extract.generate.backends.spending import (
+from beatrice.extract.generate.backends.server import ServedGenerator, ServerConfig
+from beatrice.extract.generate.backends.spending import (
     Account,
     Prices,
     SpendingCapReached,
 )
-from extract.generate.generator import GeneratorPrompt, SamplingConfig, reply_key
-from extract.generate.prompts import TEMPLATE_FIELDS
-from extract.generate.replies import Replies
+from beatrice.extract.generate.generator import (
+    GeneratorPrompt,
+    SamplingConfig,
+    reply_key,
+)
+from beatrice.extract.generate.prompts import TEMPLATE_FIELDS
+from beatrice.extract.generate.replies import Replies
 from tests.extract.generate.generating import GREEDY, prompts_of, texts
 from tests.extract.generate.loopback import served
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from benchmarks.speed.tiny_models import N_TEXT_IDS, tiny_model
-from extract.backbone import sharing
-from extract.backbone.loading import Backbone
-from extract.generate.backends.local import TransformersGenerator
-from extract.generate.generator import GeneratorPrompt, SamplingConfig
+from beatrice.benchmarks.speed.tiny_models import N_TEXT_IDS, tiny_model
+from beatrice.extract.backbone import sharing
+from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.generate.backends.local import TransformersGenerator
+from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
 from tests.extract.generate.generating import texts
 
 N_SHARED = 40

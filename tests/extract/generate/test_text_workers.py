@@ -5,8 +5,8 @@ import shutil
 import msgspec
 import pytest
 
-from extract.records import write_lines
-from extract.run.directory import RunDir
+from beatrice.extract.records import write_lines
+from beatrice.extract.run.directory import RunDir
 from tests.extract.small_run import beatrice, questions, smoke
 
 LINES = {  # each in several batches

@@ -2,8 +2,8 @@
 
 import re
 
-from extract.generate.generator import Generated
-from extract.label.verdicts import exact_match
+from beatrice.extract.generate.generator import Generated
+from beatrice.extract.label.verdicts import exact_match
 
 MARKER = re.compile(r"that carry the marker (\S+)\. What stands")
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import cohen_kappa_score
 
-from extract.label.audit import (
+from beatrice.extract.label.audit import (
     _kappas,
     against_exact_match,
     agreement,
@@ -26,8 +26,8 @@ from extract.label.audit import (
     read_annotations,
     write_sample,
 )
-from extract.label.verdicts import consensus
-from extract.records import SETTINGS, Answer, Example, Label, Passage
+from beatrice.extract.label.verdicts import consensus
+from beatrice.extract.records import SETTINGS, Answer, Example, Label, Passage
 
 
 def labelled(verdicts, texts=None, settings=("closed_book", "with_context")):

@@ -2,11 +2,11 @@ import msgspec
 import pytest
 from transformers import AutoTokenizer
 
-from extract.backbone.names import WEIGHTS
-from extract.generate.replies import Replies
-from extract.label.audit import between_judges, join_labels
-from extract.label.judges import ConsensusConfig, judge_answers
-from extract.label.rubrics import (
+from beatrice.extract.backbone.names import WEIGHTS
+from beatrice.extract.generate.replies import Replies
+from beatrice.extract.label.audit import between_judges, join_labels
+from beatrice.extract.label.judges import ConsensusConfig, judge_answers
+from beatrice.extract.label.rubrics import (
     RUBRICS,
     Rubric,
     delimit,
@@ -14,8 +14,8 @@ from extract.label.rubrics import (
     judge_prompt,
     marker_for,
 )
-from extract.label.verdicts import consensus
-from extract.records import Answer, Example
+from beatrice.extract.label.verdicts import consensus
+from beatrice.extract.records import Answer, Example
 from tests.extract.label.scripted import (
     ScriptedGenerator,
     fair_verdict,

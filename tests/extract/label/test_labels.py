@@ -10,17 +10,24 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from extract.label.labels import (
+from beatrice.extract.label.labels import (
     check_both_classes,
     import_labels,
     label_by_match,
     label_with,
 )
-from extract.records import Answer, Example, Label, read_records, to_json, write_lines
-from extract.run.contents import answers_file
-from extract.run.directory import RunDir
-from extract.run.files import write_text_atomic
-from extract.run.results import label_rule
+from beatrice.extract.records import (
+    Answer,
+    Example,
+    Label,
+    read_records,
+    to_json,
+    write_lines,
+)
+from beatrice.extract.run.contents import answers_file
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import write_text_atomic
+from beatrice.extract.run.results import label_rule
 from tests.extract.small_run import beatrice, smoke
 
 

@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
-from extract.datasets.loading import open_dataset
-from extract.label.verdicts import contains_gold, exact_match, token_f1
-from extract.records import normalise
+from beatrice.extract.datasets.loading import open_dataset
+from beatrice.extract.label.verdicts import contains_gold, exact_match, token_f1
+from beatrice.extract.records import normalise
 from tests.extract.datasets.published import samples
 
 FILES = (

@@ -1,16 +1,16 @@
 import msgspec
 import pytest
 
-from extract.generate.replies import Replies
-from extract.label.rewrite import count_rewrites, find_additions, with_rewrites
-from extract.label.rewriter import (
+from beatrice.extract.generate.replies import Replies
+from beatrice.extract.label.rewrite import count_rewrites, find_additions, with_rewrites
+from beatrice.extract.label.rewriter import (
     RewriteConfig,
     read_rewrite,
     rewrite_contexts,
     rewrite_prompt,
 )
-from extract.label.rubrics import escape
-from extract.records import Example, Passage
+from beatrice.extract.label.rubrics import escape
+from beatrice.extract.records import Example, Passage
 from tests.extract.label.scripted import ScriptedGenerator, fields_of, generated
 from tests.extract.label.strings import INJECTIONS
 

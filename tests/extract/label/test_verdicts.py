@@ -2,9 +2,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extract.label.labels import label_by_match
-from extract.label.verdicts import consensus, exact_match, parse_verdict, token_f1
-from extract.records import Answer, Example, normalise
+from beatrice.extract.label.labels import label_by_match
+from beatrice.extract.label.verdicts import (
+    consensus,
+    exact_match,
+    parse_verdict,
+    token_f1,
+)
+from beatrice.extract.records import Answer, Example, normalise
 from tests.extract.label.strings import INJECTIONS, LABELLED, REPLIES
 
 EXAMPLE = Example(

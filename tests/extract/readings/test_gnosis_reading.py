@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from extract.readings.gnosis import bin_weights, map_statistics
+from beatrice.extract.readings.gnosis import bin_weights, map_statistics
 from tests.extract.readings.gnosis_loops import statistics
 
 # Of Amirhosein-gh98/Gnosis f8ff11d, `compute_attn_stats(A[None, None], ("all",))` in

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.speed.tiny_models import N_TEXT_IDS, tiny_model
-from extract.backbone.loading import Backbone
-from extract.readings.beginning import begin
-from extract.readings.part import Batch
-from extract.readings.reader import PARTS, _read_batch, read
-from extract.readings.second_passes import _end_states
-from extract.records import Answer
-from extract.signals.batch import ReadingBudget
+from beatrice.benchmarks.speed.tiny_models import N_TEXT_IDS, tiny_model
+from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.readings.beginning import begin
+from beatrice.extract.readings.part import Batch
+from beatrice.extract.readings.reader import PARTS, _read_batch, read
+from beatrice.extract.readings.second_passes import _end_states
+from beatrice.extract.records import Answer
+from beatrice.extract.signals.batch import ReadingBudget
 
 N_SHARED = 24
 OWN = frozenset(name for part in PARTS for name in part.names)

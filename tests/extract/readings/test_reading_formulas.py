@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.speed.tiny_models import tiny_model
-from extract.backbone.loading import Backbone
-from extract.readings import llm_check, lumina, redeep
-from extract.readings.lookback import lookback_ratio
-from extract.readings.part import Batch
-from extract.records import Answer
-from extract.signals.batch import ReadingBudget
-from extract.signals.probability import Head
+from beatrice.benchmarks.speed.tiny_models import tiny_model
+from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.readings import llm_check, lumina, redeep
+from beatrice.extract.readings.lookback import lookback_ratio
+from beatrice.extract.readings.part import Batch
+from beatrice.extract.records import Answer
+from beatrice.extract.signals.batch import ReadingBudget
+from beatrice.extract.signals.probability import Head
 from tests.extract.readings.reading_loops import log_gram, mmd, shannon
 
 

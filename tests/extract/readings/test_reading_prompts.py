@@ -8,17 +8,17 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from extract.generate.prompts import build_prompt
-from extract.generate.requests import TokenizerOnly
-from extract.generate.templates import TEMPLATES
-from extract.readings.prompts import (
+from beatrice.extract.generate.prompts import build_prompt
+from beatrice.extract.generate.requests import TokenizerOnly
+from beatrice.extract.generate.templates import TEMPLATES
+from beatrice.extract.readings.prompts import (
     other_passages,
     swapped_prompt,
     truth_prompt,
     truth_text,
 )
-from extract.readings.reader import read
-from extract.records import Answer, Example, Passage
+from beatrice.extract.readings.reader import read
+from beatrice.extract.records import Answer, Example, Passage
 from tests.extract.small_run import questions
 
 SHORT = TEMPLATES["short"]

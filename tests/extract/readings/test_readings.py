@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.speed.tiny_models import N_TEXT_IDS, tiny_model
-from extract.backbone.loading import Backbone
-from extract.readings.part import Batch, cue_length
-from extract.readings.reader import PARTS, READINGS, read
-from extract.readings.second_passes import SECOND_PASSES, middle_entry
-from extract.records import Answer
-from extract.signals.batch import ReadingBudget, budget_for
+from beatrice.benchmarks.speed.tiny_models import N_TEXT_IDS, tiny_model
+from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.readings.part import Batch, cue_length
+from beatrice.extract.readings.reader import PARTS, READINGS, read
+from beatrice.extract.readings.second_passes import SECOND_PASSES, middle_entry
+from beatrice.extract.records import Answer
+from beatrice.extract.signals.batch import ReadingBudget, budget_for
 from tests.extract.readings.reading_loops import Eager, expected
 
 CUE = (5, 9, 7)
@@ -141,7 +141,7 @@ def test_what_is_read_does_not_depend_on_the_batch_nor_on_the_order(backbone, fo
 
 def test_chunks_of_one_row_give_what_one_chunk_gives(backbone):
     def parts_of(budget):
-        from extract.readings import reader
+        from beatrice.extract.readings import reader
 
         batch = Batch(
             backbone=backbone, answers=ANSWERS, swapped=SWAPPED, n_cue=3, budget=budget

@@ -3,13 +3,13 @@ import sys
 
 import pytest
 
-from extract.run.memory import keep_freed_memory, return_freed_memory
+from beatrice.extract.run.memory import keep_freed_memory, return_freed_memory
 
 # Takes, fills and frees 48 MiB five times; prints the pages that the system gave for
 # the last four. Not by NumPy, which asks for huge pages.
 CHURN = """
 import resource, sys
-from extract.run.memory import keep_freed_memory
+from beatrice.extract.run.memory import keep_freed_memory
 
 def churn():
     b"x" * (48 << 20)
@@ -48,7 +48,7 @@ def test_freed_memory_is_used_again_and_is_not_without_the_call():
 # 16 MiB below one that stays; prints how much of it is still resident.
 LEARN = """
 import ctypes, sys
-from extract.run.memory import held_bytes, return_freed_memory
+from beatrice.extract.run.memory import held_bytes, return_freed_memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p

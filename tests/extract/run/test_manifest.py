@@ -7,10 +7,10 @@ from typing import Literal
 
 import pytest
 
-from extract.run.directory import RunDir
-from extract.run.files import seal
-from extract.run.manifest import NewRun, read_manifest, settle_section
-from extract.run.share import Share
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import seal
+from beatrice.extract.run.manifest import NewRun, read_manifest, settle_section
+from beatrice.extract.run.share import Share
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

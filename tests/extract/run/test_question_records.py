@@ -4,10 +4,16 @@ import json
 
 import pytest
 
-from extract.records import Example, from_json, is_safe_id, is_safe_name, to_json
-from extract.run.contents import answers_file, read_answers, read_examples
-from extract.run.directory import RunDir
-from extract.run.files import write_text_atomic
+from beatrice.extract.records import (
+    Example,
+    from_json,
+    is_safe_id,
+    is_safe_name,
+    to_json,
+)
+from beatrice.extract.run.contents import answers_file, read_answers, read_examples
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import write_text_atomic
 
 EXAMPLE = Example(
     id="capitals-1",

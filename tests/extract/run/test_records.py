@@ -5,7 +5,7 @@ import re
 import msgspec
 import pytest
 
-from extract.records import (
+from beatrice.extract.records import (
     Answer,
     Example,
     Label,
@@ -14,7 +14,7 @@ from extract.records import (
     to_json,
     write_lines,
 )
-from extract.run.files import from_json
+from beatrice.extract.run.files import from_json
 
 EXAMPLE = Example(
     id="q1",

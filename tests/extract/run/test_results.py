@@ -3,9 +3,9 @@ import json
 import msgspec
 import pytest
 
-from extract.run.directory import RunDir
-from extract.run.manifest import NewRun
-from extract.run.results import (
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.manifest import NewRun
+from beatrice.extract.run.results import (
     ResultRow,
     ResultTable,
     macro_row,

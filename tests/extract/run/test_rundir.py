@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from extract.records import Record, to_json
-from extract.run.directory import RunDir
-from extract.run.files import (
+from beatrice.extract.records import Record, to_json
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import (
     Journal,
     JournalFiles,
     JsonLines,
@@ -17,9 +17,9 @@ from extract.run.files import (
     write_json_atomic,
     write_text_atomic,
 )
-from extract.run.lock import InUse
-from extract.run.manifest import NewRun
-from extract.run.share import Share
+from beatrice.extract.run.lock import InUse
+from beatrice.extract.run.manifest import NewRun
+from beatrice.extract.run.share import Share
 
 REPOSITORY = Path(__file__).parents[3]
 ASKED = NewRun(preset="smoke")
@@ -28,8 +28,8 @@ ASKED = NewRun(preset="smoke")
 def start_owner(path):
     """Start a process that holds a run directory until it is ended."""
     code = (
-        "import time; from extract.run.directory import RunDir\n"
-        "from extract.run.manifest import NewRun\n"
+        "import time; from beatrice.extract.run.directory import RunDir\n"
+        "from beatrice.extract.run.manifest import NewRun\n"
         f"run = RunDir.open({str(path)!r}, {ASKED!r})\n"
         "print('held', flush=True); time.sleep(60)"
     )

@@ -6,10 +6,10 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from extract.run.console import Progress, rates
-from extract.run.directory import RunDir
-from extract.run.manifest import NewRun, read_manifest
-from extract.run.stages import (
+from beatrice.extract.run.console import Progress, rates
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.manifest import NewRun, read_manifest
+from beatrice.extract.run.stages import (
     Forecast,
     Stage,
     do,

@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from extract.records import Answer
-from extract.run.share import Share
-from extract.signals.extraction import extract, run_plan
-from extract.signals.plan import ExtractConfig, n_rows_of, plan_extraction
-from extract.store.families import Family
-from extract.store.read import done_ranges, open_store, read_family
-from extract.store.write import verify
+from beatrice.extract.records import Answer
+from beatrice.extract.run.share import Share
+from beatrice.extract.signals.extraction import extract, run_plan
+from beatrice.extract.signals.plan import ExtractConfig, n_rows_of, plan_extraction
+from beatrice.extract.store.families import Family
+from beatrice.extract.store.read import done_ranges, open_store, read_family
+from beatrice.extract.store.write import verify
 
 REPOSITORY = Path(__file__).parents[3]
 CONFIG = ExtractConfig(tokens_per_batch=96, rows_per_shard=64)

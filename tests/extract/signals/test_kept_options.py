@@ -6,12 +6,12 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from extract.run.directory import RunDir
-from extract.run.manifest import read_manifest
-from extract.signals.commands import kept_options, take_kept
-from extract.signals.plan import ExtractConfig
-from extract.signals.stage import extract_config, settle_kept
-from extract.store.families import SHORT_NAMES
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.manifest import read_manifest
+from beatrice.extract.signals.commands import kept_options, take_kept
+from beatrice.extract.signals.plan import ExtractConfig
+from beatrice.extract.signals.stage import extract_config, settle_kept
+from beatrice.extract.store.families import SHORT_NAMES
 from tests.extract.small_run import beatrice, smoke
 
 

@@ -12,13 +12,13 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from benchmarks.speed import oracle
-from benchmarks.speed.oracle import TOLERANCE
-from benchmarks.speed.tiny_models import FAMILIES, tiny_model
-from extract.backbone import parity
-from extract.backbone.loading import Backbone
-from extract.signals import attention, probability, residual
-from extract.signals.reader import SignalReader
+from beatrice.benchmarks.speed import oracle
+from beatrice.benchmarks.speed.oracle import TOLERANCE
+from beatrice.benchmarks.speed.tiny_models import FAMILIES, tiny_model
+from beatrice.extract.backbone import parity
+from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.signals import attention, probability, residual
+from beatrice.extract.signals.reader import SignalReader
 from tests.extract.signals.families import representatives
 
 # Its norm has no weight to forget.

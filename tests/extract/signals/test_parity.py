@@ -16,19 +16,19 @@ from transformers import (
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from beatrice.doctor import outline_shapes
-from benchmarks.speed import oracle
-from benchmarks.speed.tiny_models import (
+from beatrice.benchmarks.speed import oracle
+from beatrice.benchmarks.speed.tiny_models import (
     VOCAB_SIZE,
     make_batch,
     make_sequence,
     tiny_model,
 )
-from extract.backbone.checkpoint import Outline
-from extract.backbone.loading import Backbone
-from extract.backbone.twin import narrow_twin
-from extract.signals import attention
-from extract.signals.reader import SignalReader
+from beatrice.doctor import outline_shapes
+from beatrice.extract.backbone.checkpoint import Outline
+from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.backbone.twin import narrow_twin
+from beatrice.extract.signals import attention
+from beatrice.extract.signals.reader import SignalReader
 
 SMALL = {
     "vocab_size": VOCAB_SIZE,

@@ -3,11 +3,11 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.speed.tiny_models import tiny_model
-from extract.backbone.loading import Backbone
-from extract.records import Answer
-from extract.signals.plan import ExtractConfig, TokenSequence, sequence_of
-from extract.signals.reader import SignalReader
+from beatrice.benchmarks.speed.tiny_models import tiny_model
+from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.records import Answer
+from beatrice.extract.signals.plan import ExtractConfig, TokenSequence, sequence_of
+from beatrice.extract.signals.reader import SignalReader
 
 
 def make_answer(**changes):

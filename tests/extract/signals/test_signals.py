@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.speed import oracle
-from benchmarks.speed.oracle import TOLERANCE
-from benchmarks.speed.tiny_models import (
+from beatrice.benchmarks.speed import oracle
+from beatrice.benchmarks.speed.oracle import TOLERANCE
+from beatrice.benchmarks.speed.tiny_models import (
     FAMILIES,
     VOCAB_SIZE,
     WINDOW,
@@ -17,12 +17,12 @@ from benchmarks.speed.tiny_models import (
     multimodal_wrapper,
     tiny_model,
 )
-from extract.backbone.loading import Backbone
-from extract.signals import probability
-from extract.signals.attention import run_decoder
-from extract.signals.batch import HostCopies, Rows
-from extract.signals.reader import SignalReader
-from extract.signals.residual import StreamReading
+from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.signals import probability
+from beatrice.extract.signals.attention import run_decoder
+from beatrice.extract.signals.batch import HostCopies, Rows
+from beatrice.extract.signals.reader import SignalReader
+from beatrice.extract.signals.residual import StreamReading
 from tests.extract.signals.families import representatives
 
 FIELDS = oracle.SIGNALS

@@ -4,10 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.speed.exact.untouched import exact_map
-from benchmarks.speed.oracle import attention_reading
-from extract.signals.probability import Head, token_probabilities
-from extract.signals.span_sums import AttentionCall, AttentionMap, span_readings
+from beatrice.benchmarks.speed.exact.untouched import exact_map
+from beatrice.benchmarks.speed.oracle import attention_reading
+from beatrice.extract.signals.probability import Head, token_probabilities
+from beatrice.extract.signals.span_sums import (
+    AttentionCall,
+    AttentionMap,
+    span_readings,
+)
 
 N_TOKENS = 24
 SPANS = [(2, 12), (12, 19), (19, 24)]

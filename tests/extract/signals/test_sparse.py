@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from benchmarks.speed import oracle
-from benchmarks.speed.tiny_models import make_batch
-from extract.backbone.loading import Backbone
-from extract.backbone.twin import narrow_twin
-from extract.signals.reader import SignalReader
+from beatrice.benchmarks.speed import oracle
+from beatrice.benchmarks.speed.tiny_models import make_batch
+from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.backbone.twin import narrow_twin
+from beatrice.extract.signals.reader import SignalReader
 
 # Eight heads of the indexer: fewer, and the ReLU leaves ties among its scores.
 KEYS = {"index_topk": 6, "index_n_heads": 8, "num_attention_heads": 4}

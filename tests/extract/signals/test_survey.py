@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from benchmarks.speed.commands import RowPrinter
-from benchmarks.speed.exact.survey import (
+from beatrice.benchmarks.speed.commands import RowPrinter
+from beatrice.benchmarks.speed.exact.survey import (
     SIGNALS,
     TOLERANCE,
     relative_errors,

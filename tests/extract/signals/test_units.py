@@ -9,21 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.speed.tiny_models import N_TEXT_IDS, tiny_model
-from extract.backbone.loading import Backbone
-from extract.run.launch import find_share
-from extract.run.share import Share
-from extract.signals.extraction import run_plan
-from extract.signals.plan import (
+from beatrice.benchmarks.speed.tiny_models import N_TEXT_IDS, tiny_model
+from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.run.launch import find_share
+from beatrice.extract.run.share import Share
+from beatrice.extract.signals.extraction import run_plan
+from beatrice.extract.signals.plan import (
     ExtractConfig,
     TokenSequence,
     plan_extraction,
     tokens_per_unit,
 )
-from extract.signals.reader import SignalReader
-from extract.store.config import model_shapes
-from extract.store.families import Family
-from extract.store.read import open_store
+from beatrice.extract.signals.reader import SignalReader
+from beatrice.extract.store.config import model_shapes
+from beatrice.extract.store.families import Family
+from beatrice.extract.store.read import open_store
 from tests.extract.signals.test_extraction import TokenIds, files_under
 
 REPOSITORY = Path(__file__).parents[3]

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from extract.store.families import DTYPES, as_written, decode, encode
+from beatrice.extract.store.families import DTYPES, as_written, decode, encode
 
 
 def rows_of(n=200, d=64, seed=0):

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from extract.store.families import Family
-from extract.store.read import as_url, done_ranges, open_store, read_family
-from extract.store.spec import StoreSpec
-from extract.store.write import create_store, verify, write_range
+from beatrice.extract.store.families import Family
+from beatrice.extract.store.read import as_url, done_ranges, open_store, read_family
+from beatrice.extract.store.spec import StoreSpec
+from beatrice.extract.store.write import create_store, verify, write_range
 
 FAMILIES = {
     "hidden": Family(shape=(3, 8), dtype="bfloat16", by_layer=True),

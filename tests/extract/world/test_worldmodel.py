@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from extract.world.facts import WorldConfig, make_world
-from extract.world.model import WorldModelConfig, train
+from beatrice.extract.world.facts import WorldConfig, make_world
+from beatrice.extract.world.model import WorldModelConfig, train
 
 TINY = WorldModelConfig(
     n_layers=2,

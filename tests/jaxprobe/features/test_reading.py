@@ -5,17 +5,17 @@ import dataclasses
 import numpy as np
 import pytest
 
-from benchmarks.baselines.perplexity import perplexity_scores
-from extract.store.families import Family, encode, scale_family
-from extract.store.read import read_family
-from extract.store.spec import StoreSpec
-from extract.store.write import create_store, write_range
-from jaxprobe.features.families import (
+from beatrice.benchmarks.baselines.perplexity import perplexity_scores
+from beatrice.extract.store.families import Family, encode, scale_family
+from beatrice.extract.store.read import read_family
+from beatrice.extract.store.spec import StoreSpec
+from beatrice.extract.store.write import create_store, write_range
+from beatrice.jaxprobe.features.families import (
     split_families,
     standardizer_of,
     used_spans,
 )
-from jaxprobe.features.reading import (
+from beatrice.jaxprobe.features.reading import (
     family_dims,
     fit_reading,
     fit_reading_of,
@@ -26,8 +26,8 @@ from jaxprobe.features.reading import (
     stored_dtypes,
     stored_lengths,
 )
-from jaxprobe.features.subsets import FLOATS, FamilyDims, letters_of
-from jaxprobe.kernels.stored import values_of
+from beatrice.jaxprobe.features.subsets import FLOATS, FamilyDims, letters_of
+from beatrice.jaxprobe.kernels.stored import values_of
 
 N, LAYERS, D = 12, (1, 3), 6
 

@@ -2,16 +2,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxprobe.features.families import (
+from beatrice.jaxprobe.features.families import (
     Features,
     all_but,
     keep_spans,
     split_families,
     standardizer_of,
 )
-from jaxprobe.features.rows import rows_at_once
-from jaxprobe.features.subsets import paper_dims, subset_index
-from jaxprobe.fit.grid import Block, labelled, member_outputs, train_block
+from beatrice.jaxprobe.features.rows import rows_at_once
+from beatrice.jaxprobe.features.subsets import paper_dims, subset_index
+from beatrice.jaxprobe.fit.grid import Block, labelled, member_outputs, train_block
 from tests.jaxprobe.fit.test_grid import CONFIG, DIMS, ENCODER, TRAIN, planted, train
 
 QUESTION, ANSWER = 0, 1

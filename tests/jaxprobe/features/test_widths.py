@@ -1,9 +1,9 @@
 import jax
 import numpy as np
 
-from jaxprobe.features.families import width_groups, widths_of
-from jaxprobe.features.subsets import subset_index
-from jaxprobe.fit.grid import Block, fit_blocks, labelled, member_outputs
+from beatrice.jaxprobe.features.families import width_groups, widths_of
+from beatrice.jaxprobe.features.subsets import subset_index
+from beatrice.jaxprobe.fit.grid import Block, fit_blocks, labelled, member_outputs
 from tests.jaxprobe.fit.test_grid import ENCODER, TRAIN, planted_parts
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 
 def main(out):
-    from jaxprobe.fit.grid import Block, fit_on_mesh, member_mesh
+    from beatrice.jaxprobe.fit.grid import Block, fit_on_mesh, member_mesh
     from tests.jaxprobe.fit.test_grid import ENCODER, TRAIN, in_one_group, planted_parts
 
     trained = fit_on_mesh(

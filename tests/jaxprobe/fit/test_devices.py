@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxprobe.fit.grid import Block, fit_blocks, fit_everywhere
+from beatrice.jaxprobe.fit.grid import Block, fit_blocks, fit_everywhere
 from tests.jaxprobe.fit.test_grid import ENCODER, TRAIN, in_one_group, planted_parts
 
 ROOT = Path(__file__).parents[3]

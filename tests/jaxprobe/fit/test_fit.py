@@ -6,8 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxprobe.config import TrainConfig
-from jaxprobe.fit.loop import (
+from beatrice.jaxprobe.config import TrainConfig
+from beatrice.jaxprobe.fit.loop import (
     Keys,
     Learner,
     epoch_batches,
@@ -15,7 +15,7 @@ from jaxprobe.fit.loop import (
     start_fit,
     take_steps,
 )
-from jaxprobe.metrics import masked_auroc
+from beatrice.jaxprobe.metrics import masked_auroc
 
 RNG = np.random.default_rng(0)
 ROWS = jnp.asarray(RNG.standard_normal((150, 3)), jnp.float32)

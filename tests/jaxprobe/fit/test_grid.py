@@ -5,10 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxprobe.config import EncoderConfig, TrainConfig
-from jaxprobe.features.families import Features, split_families, standardizer_of
-from jaxprobe.features.subsets import SUBSETS, paper_dims, subset_index
-from jaxprobe.fit.grid import (
+from beatrice.jaxprobe.config import EncoderConfig, TrainConfig
+from beatrice.jaxprobe.features.families import (
+    Features,
+    split_families,
+    standardizer_of,
+)
+from beatrice.jaxprobe.features.subsets import SUBSETS, paper_dims, subset_index
+from beatrice.jaxprobe.fit.grid import (
     Block,
     Member,
     fit_blocks,
@@ -18,9 +22,9 @@ from jaxprobe.fit.grid import (
     member_outputs,
     train_block,
 )
-from jaxprobe.kernels.projection import Draw
-from jaxprobe.metrics import masked_auroc
-from jaxprobe.model.encoder import Encoder
+from beatrice.jaxprobe.kernels.projection import Draw
+from beatrice.jaxprobe.metrics import masked_auroc
+from beatrice.jaxprobe.model.encoder import Encoder
 
 DIMS = paper_dims(hidden=6, prob=5, resid=4, attn=3)
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)

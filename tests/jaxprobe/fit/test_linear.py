@@ -6,12 +6,16 @@ import numpy as np
 import pytest
 from sklearn.linear_model import LogisticRegression
 
-from jaxprobe.checkpoint import Cache
-from jaxprobe.config import TrainConfig
-from jaxprobe.features.families import Features, split_families, standardizer_of
-from jaxprobe.features.subsets import SUBSETS, subset_index
-from jaxprobe.fit.grid import Block, fit_blocks, labelled, member_outputs
-from jaxprobe.fit.linear import (
+from beatrice.jaxprobe.checkpoint import Cache
+from beatrice.jaxprobe.config import TrainConfig
+from beatrice.jaxprobe.features.families import (
+    Features,
+    split_families,
+    standardizer_of,
+)
+from beatrice.jaxprobe.features.subsets import SUBSETS, subset_index
+from beatrice.jaxprobe.fit.grid import Block, fit_blocks, labelled, member_outputs
+from beatrice.jaxprobe.fit.linear import (
     Pooled,
     count_heard,
     fit_linear_parts,
@@ -20,8 +24,8 @@ from jaxprobe.fit.linear import (
     silence,
     with_linear_parts,
 )
-from jaxprobe.metrics import auroc, auroc_gain
-from jaxprobe.model.encoder import Encoder, pooled_signals
+from beatrice.jaxprobe.metrics import auroc, auroc_gain
+from beatrice.jaxprobe.model.encoder import Encoder, pooled_signals
 from tests.jaxprobe.fit.test_grid import CONFIG, DIMS, planted
 
 ENCODER = Encoder(dataclasses.replace(CONFIG, is_linear_first=True), DIMS)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxprobe.config import (
+from beatrice.jaxprobe.config import (
     EncoderConfig,
     GridConfig,
     PlannedConfig,
@@ -16,9 +16,14 @@ from jaxprobe.config import (
     as_bytes,
     row_choices,
 )
-from jaxprobe.features.subsets import FLOATS, N_SUBSETS, paper_dims, subset_index
-from jaxprobe.fit.grid import Block, Member, grid_members
-from jaxprobe.fit.memory import (
+from beatrice.jaxprobe.features.subsets import (
+    FLOATS,
+    N_SUBSETS,
+    paper_dims,
+    subset_index,
+)
+from beatrice.jaxprobe.fit.grid import Block, Member, grid_members
+from beatrice.jaxprobe.fit.memory import (
     KEPT_FREE,
     Plan,
     Sizes,
@@ -26,7 +31,7 @@ from jaxprobe.fit.memory import (
     compiled_step,
     rows_bytes,
 )
-from jaxprobe.kernels.random import RowKeys, hashed_bits, hashed_normal
+from beatrice.jaxprobe.kernels.random import RowKeys, hashed_bits, hashed_normal
 from tests.jaxprobe.fit.test_grid import TRAIN, planted_parts, train
 
 # Wide, since what a plan is made of is: absent arrays cost nothing.

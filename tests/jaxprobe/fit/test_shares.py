@@ -1,12 +1,12 @@
 import numpy as np
 import pytest
 
-from extract.run.share import Share
-from jaxprobe.config import EncoderConfig
-from jaxprobe.features.subsets import N_SUBSETS, paper_dims
-from jaxprobe.fit.grid import grid_members
-from jaxprobe.fit.stage import EVERY_FAMILY, members_of_share
-from jaxprobe.fit.work import Workload, step_flops
+from beatrice.extract.run.share import Share
+from beatrice.jaxprobe.config import EncoderConfig
+from beatrice.jaxprobe.features.subsets import N_SUBSETS, paper_dims
+from beatrice.jaxprobe.fit.grid import grid_members
+from beatrice.jaxprobe.fit.stage import EVERY_FAMILY, members_of_share
+from beatrice.jaxprobe.fit.work import Workload, step_flops
 
 PAPER = Workload(
     encoder=EncoderConfig(),

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from extract.store.families import encode
-from jaxprobe.config import EncoderConfig, StreamConfig, TrainConfig
-from jaxprobe.features.families import FamilyTokens, keep_spans, zero_span
-from jaxprobe.features.subsets import paper_dims, subset_index
-from jaxprobe.fit.grid import Block, fit_blocks, labelled, member_outputs
-from jaxprobe.fit.streaming import Streamed, fit_streamed
-from jaxprobe.kernels.stored import StoredTokens, take_rows, values_of
-from jaxprobe.model.encoder import Encoder, pooled_signals
+from beatrice.extract.store.families import encode
+from beatrice.jaxprobe.config import EncoderConfig, StreamConfig, TrainConfig
+from beatrice.jaxprobe.features.families import FamilyTokens, keep_spans, zero_span
+from beatrice.jaxprobe.features.subsets import paper_dims, subset_index
+from beatrice.jaxprobe.fit.grid import Block, fit_blocks, labelled, member_outputs
+from beatrice.jaxprobe.fit.streaming import Streamed, fit_streamed
+from beatrice.jaxprobe.kernels.stored import StoredTokens, take_rows, values_of
+from beatrice.jaxprobe.model.encoder import Encoder, pooled_signals
 
 # Without fusion emitters, as other tests compile, bits are equal only up to rounding.
 AS_USERS_COMPILE = "--xla_backend_optimization_level=0"

@@ -5,17 +5,22 @@ import jax
 import numpy as np
 import pytest
 
-from jaxprobe.config import EncoderConfig, StreamConfig, TrainConfig
-from jaxprobe.features.families import (
+from beatrice.jaxprobe.config import EncoderConfig, StreamConfig, TrainConfig
+from beatrice.jaxprobe.features.families import (
     Features,
     Standardizer,
     split_families,
     standardizer_of,
 )
-from jaxprobe.features.subsets import paper_dims, subset_index
-from jaxprobe.fit.grid import Block, fit_blocks, labelled
-from jaxprobe.fit.streaming import Streamed, epoch_groups, fit_streamed, prefetched
-from jaxprobe.model.encoder import Encoder
+from beatrice.jaxprobe.features.subsets import paper_dims, subset_index
+from beatrice.jaxprobe.fit.grid import Block, fit_blocks, labelled
+from beatrice.jaxprobe.fit.streaming import (
+    Streamed,
+    epoch_groups,
+    fit_streamed,
+    prefetched,
+)
+from beatrice.jaxprobe.model.encoder import Encoder
 
 DIMS = paper_dims(hidden=6, prob=2, resid=3, attn=2)
 ENCODER = Encoder(EncoderConfig(projection=3, hidden=4, n_blocks=1, n_groups=2), DIMS)

@@ -1,7 +1,7 @@
 import scipy.linalg  # noqa: F401  its OpenBLAS is the one that JAX calls
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from jaxprobe.kernels.stored import use_one_blas_thread
+from beatrice.jaxprobe.kernels.stored import use_one_blas_thread
 
 
 def threads():

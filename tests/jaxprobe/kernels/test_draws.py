@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from scipy.stats import kstest
 
-from jaxprobe.config import TrainConfig
-from jaxprobe.fit.grid import member_keys
-from jaxprobe.kernels.random import dropout, hashed_bits, hashed_normal
+from beatrice.jaxprobe.config import TrainConfig
+from beatrice.jaxprobe.fit.grid import member_keys
+from beatrice.jaxprobe.kernels.random import dropout, hashed_bits, hashed_normal
 
 KEY = jax.random.key(7)
 

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from jax.flatten_util import ravel_pytree
 
-from jaxprobe.config import EncoderConfig
-from jaxprobe.features.families import FamilyTokens
-from jaxprobe.features.subsets import paper_dims
-from jaxprobe.kernels.projection import Draw
-from jaxprobe.kernels.stored import contract, product
-from jaxprobe.model.encoder import Encoder
+from beatrice.jaxprobe.config import EncoderConfig
+from beatrice.jaxprobe.features.families import FamilyTokens
+from beatrice.jaxprobe.features.subsets import paper_dims
+from beatrice.jaxprobe.kernels.projection import Draw
+from beatrice.jaxprobe.kernels.stored import contract, product
+from beatrice.jaxprobe.model.encoder import Encoder
 
 DIMS = paper_dims(hidden=1024, prob=5, resid=24, attn=40)  # one is wide
 

@@ -3,8 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxprobe.kernels import projection
-from jaxprobe.kernels.projection import Draw, noise_factor, project
+from beatrice.jaxprobe.kernels import projection
+from beatrice.jaxprobe.kernels.projection import Draw, noise_factor, project
 
 WIDE, NARROW = (3, 7), (7, 3)  # [d_projection, d_family]: noise behind, noise before
 WIDEST = (3, 2048)  # a few tokens at a time

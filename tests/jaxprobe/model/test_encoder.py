@@ -5,25 +5,25 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxprobe.config import EncoderConfig, FusionConfig
-from jaxprobe.features.families import (
+from beatrice.jaxprobe.config import EncoderConfig, FusionConfig
+from beatrice.jaxprobe.features.families import (
     FamilyTokens,
     Features,
     Standardizer,
     split_families,
     standardizer_of,
 )
-from jaxprobe.features.subsets import (
+from beatrice.jaxprobe.features.subsets import (
     N_SUBSETS,
     SUBSET_NAMES,
     SUBSETS,
     paper_dims,
     subset_index,
 )
-from jaxprobe.kernels.masked import token_convolution
-from jaxprobe.kernels.projection import Draw
-from jaxprobe.model.encoder import Encoder
-from jaxprobe.model.fusion import FusionHead, head_inputs
+from beatrice.jaxprobe.kernels.masked import token_convolution
+from beatrice.jaxprobe.kernels.projection import Draw
+from beatrice.jaxprobe.model.encoder import Encoder
+from beatrice.jaxprobe.model.fusion import FusionHead, head_inputs
 
 DIMS = paper_dims(hidden=6, prob=5, resid=4, attn=3)
 CONFIG = EncoderConfig(projection=4, hidden=8, n_blocks=1, n_groups=2)

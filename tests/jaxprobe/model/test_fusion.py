@@ -3,11 +3,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxprobe.config import FusionConfig, TrainConfig
-from jaxprobe.fit.heads import fit_heads
-from jaxprobe.metrics import auroc
-from jaxprobe.model.encoder import MemberOutputs
-from jaxprobe.model.fusion import (
+from beatrice.jaxprobe.config import FusionConfig, TrainConfig
+from beatrice.jaxprobe.fit.heads import fit_heads
+from beatrice.jaxprobe.metrics import auroc
+from beatrice.jaxprobe.model.encoder import MemberOutputs
+from beatrice.jaxprobe.model.fusion import (
     FusionHead,
     PoolOutputs,
     head_inputs,

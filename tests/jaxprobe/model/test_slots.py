@@ -2,9 +2,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxprobe.config import TrainConfig
-from jaxprobe.fit.heads import _head_keys, _Set
-from jaxprobe.model.fusion import slot_products
+from beatrice.jaxprobe.config import TrainConfig
+from beatrice.jaxprobe.fit.heads import _head_keys, _Set
+from beatrice.jaxprobe.model.fusion import slot_products
 
 N_SLOTS, D, HIDDEN, N = 4, 5, 3, 6
 MEMBERS, START, N_FILLED = jnp.array([6, 1, 3, 0]), 2, 3

@@ -1,6 +1,6 @@
 """A controller played by hand: its calls are answered by a function."""
 
-from pgir.controllers.calls import Reply
+from beatrice.pgir.controllers.calls import Reply
 
 
 def played(plan, serve):

@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extract.records import Passage
-from extract.run.directory import RunDir
-from extract.run.manifest import NewRun
-from pgir.commands import with_options
-from pgir.controllers.calls import Scored
-from pgir.controllers.policy import (
+from beatrice.extract.records import Passage
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.manifest import NewRun
+from beatrice.pgir.commands import with_options
+from beatrice.pgir.controllers.calls import Scored
+from beatrice.pgir.controllers.policy import (
     ControllerConfig,
     Draft,
     Policy,
@@ -22,13 +22,13 @@ from pgir.controllers.policy import (
     search_policy,
     with_golds,
 )
-from pgir.controllers.stage import (
+from beatrice.pgir.controllers.stage import (
     CONTROL,
     CONTROL_PRESETS,
     ControlConfig,
     settle_search,
 )
-from pgir.retrieval.retrievers import Bm25Retriever
+from beatrice.pgir.retrieval.retrievers import Bm25Retriever
 from tests.pgir.controllers.played import played, reply
 
 CORPUS = [Passage(title=f"t{i}", text=f"word{i} shared") for i in range(12)]

@@ -3,12 +3,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from extract.records import Example
-from extract.run.results import ResultTable
-from jaxprobe.metrics import BootstrapConfig, drawn_clusters, interval_of
-from pgir.controllers.calls import Cost, Done, Scored, no_rag, vanilla_rag
-from pgir.controllers.cases import choose_cases
-from pgir.controllers.policy import (
+from beatrice.extract.records import Example
+from beatrice.extract.run.results import ResultTable
+from beatrice.jaxprobe.metrics import BootstrapConfig, drawn_clusters, interval_of
+from beatrice.pgir.controllers.calls import Cost, Done, Scored, no_rag, vanilla_rag
+from beatrice.pgir.controllers.cases import choose_cases
+from beatrice.pgir.controllers.policy import (
     ControllerConfig,
     Draft,
     Policy,
@@ -17,7 +17,7 @@ from pgir.controllers.policy import (
     pgir,
     with_golds,
 )
-from pgir.controllers.rivals import control_rows, frontier
+from beatrice.pgir.controllers.rivals import control_rows, frontier
 from tests.pgir.controllers.played import played, reply
 
 POLICY = Policy(threshold=0.5, budget=2)

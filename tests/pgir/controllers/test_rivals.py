@@ -8,39 +8,39 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extract.records import Example
-from pgir.controllers.adaptive import (
+from beatrice.extract.records import Example
+from beatrice.pgir.controllers.adaptive import (
     adaptive_rag,
     biased,
     fit_router,
     iterative,
     silver_labels,
 )
-from pgir.controllers.calls import (
+from beatrice.pgir.controllers.calls import (
     Attended,
     SearchConfig,
     Words,
     best_under_cap,
     content_words,
 )
-from pgir.controllers.dragin import (
+from beatrice.pgir.controllers.dragin import (
     dragin,
     query_words,
     word_owners,
     word_values,
 )
-from pgir.controllers.perplexity import perplexity_judge
-from pgir.controllers.policy import ControllerConfig, Policy, pgir
-from pgir.controllers.probing import (
+from beatrice.pgir.controllers.perplexity import perplexity_judge
+from beatrice.pgir.controllers.policy import ControllerConfig, Policy, pgir
+from beatrice.pgir.controllers.probing import (
     balanced,
     fit_probe,
     make_probe,
     probed_layers,
     probing_rag,
 )
-from pgir.controllers.seakr import seakr, uncertainty
-from pgir.controllers.session import QuestionEncoder
-from pgir.controllers.skr import (
+from beatrice.pgir.controllers.seakr import seakr, uncertainty
+from beatrice.pgir.controllers.session import QuestionEncoder
+from beatrice.pgir.controllers.skr import (
     Neighbours,
     neighbours_of,
     question_encoder,

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 import torch
 
-from extract.generate.requests import GenerationConfig
-from extract.records import Example, Passage
-from pgir.bridge import ProbedBackbone
-from pgir.controllers.calls import Call
-from pgir.controllers.dragin import Wording, last_attention
-from pgir.controllers.probing import Probing, probed_layers
-from pgir.controllers.seakr import Spreading
-from pgir.controllers.services import Answering
-from pgir.controllers.waves import Journal
+from beatrice.extract.generate.requests import GenerationConfig
+from beatrice.extract.records import Example, Passage
+from beatrice.pgir.bridge import ProbedBackbone
+from beatrice.pgir.controllers.calls import Call
+from beatrice.pgir.controllers.dragin import Wording, last_attention
+from beatrice.pgir.controllers.probing import Probing, probed_layers
+from beatrice.pgir.controllers.seakr import Spreading
+from beatrice.pgir.controllers.services import Answering
+from beatrice.pgir.controllers.waves import Journal
 from tests.pgir.small_detector import PASSAGE, QUESTION
 
 

@@ -2,16 +2,16 @@
 
 import pytest
 
-from extract.records import Example, Passage
-from pgir.controllers.calls import Scored, no_rag, vanilla_rag
-from pgir.controllers.policy import ControllerConfig, QuestionSet, beatrice
-from pgir.controllers.session import (
+from beatrice.extract.records import Example, Passage
+from beatrice.pgir.controllers.calls import Scored, no_rag, vanilla_rag
+from beatrice.pgir.controllers.policy import ControllerConfig, QuestionSet, beatrice
+from beatrice.pgir.controllers.session import (
     Session,
     all_rivals,
     question_sets,
     training_questions,
 )
-from pgir.controllers.waves import Failed, Journal, Waves
+from beatrice.pgir.controllers.waves import Failed, Journal, Waves
 from tests.pgir.controllers.played import reply
 from tests.pgir.controllers.test_waves import PRICES
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pgir.controllers.calls import Call, Cost, Scored
-from pgir.controllers.policy import ControllerConfig, drafts
-from pgir.controllers.waves import Failed, Journal, Waves
+from beatrice.pgir.controllers.calls import Call, Cost, Scored
+from beatrice.pgir.controllers.policy import ControllerConfig, drafts
+from beatrice.pgir.controllers.waves import Failed, Journal, Waves
 from tests.pgir.controllers.played import played, reply
 
 ROOT = Path(__file__).parents[3]
@@ -166,19 +166,19 @@ def test_a_failed_search_costs_its_question_alone_and_is_tried_again(tmp_path):
 CHILD = """
 import sys
 from pathlib import Path
-from extract.backbone.loading import load_backbone
-from extract.backbone.names import WEIGHTS
-from extract.generate.requests import GenerationConfig
-from extract.records import Example, Passage
-from extract.run.results import write_rows
-from jaxprobe.metrics import BootstrapConfig
-from pgir.bridge import ProbedBackbone
-from pgir.controllers.calls import vanilla_rag
-from pgir.controllers.policy import ControllerConfig, QuestionSet
-from pgir.controllers.rivals import control_rows
-from pgir.controllers.services import Answering, open_services
-from pgir.controllers.session import Session
-from pgir.controllers.waves import Journal, Waves
+from beatrice.extract.backbone.loading import load_backbone
+from beatrice.extract.backbone.names import WEIGHTS
+from beatrice.extract.generate.requests import GenerationConfig
+from beatrice.extract.records import Example, Passage
+from beatrice.extract.run.results import write_rows
+from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.pgir.bridge import ProbedBackbone
+from beatrice.pgir.controllers.calls import vanilla_rag
+from beatrice.pgir.controllers.policy import ControllerConfig, QuestionSet
+from beatrice.pgir.controllers.rivals import control_rows
+from beatrice.pgir.controllers.services import Answering, open_services
+from beatrice.pgir.controllers.session import Session
+from beatrice.pgir.controllers.waves import Journal, Waves
 from tests.pgir.small_detector import make_detector
 
 folder = Path(sys.argv[1])

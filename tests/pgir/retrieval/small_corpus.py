@@ -4,8 +4,8 @@ import json
 
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
-from pgir.retrieval.corpus import build_corpus
-from pgir.retrieval.encoder import EncoderConfig
+from beatrice.pgir.retrieval.corpus import build_corpus
+from beatrice.pgir.retrieval.encoder import EncoderConfig
 
 TOPICS = "river city painter novel king planet bridge opera engine island".split()
 

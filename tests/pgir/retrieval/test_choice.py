@@ -4,10 +4,18 @@ import json
 
 import pytest
 
-from extract.records import Passage, write_lines
-from extract.run.directory import RunDir
-from pgir.retrieval.commands import retrieval_config, retrieval_of, settle_options
-from pgir.retrieval.retrievers import Bm25Retriever, RetrievalConfig, served_cache
+from beatrice.extract.records import Passage, write_lines
+from beatrice.extract.run.directory import RunDir
+from beatrice.pgir.retrieval.commands import (
+    retrieval_config,
+    retrieval_of,
+    settle_options,
+)
+from beatrice.pgir.retrieval.retrievers import (
+    Bm25Retriever,
+    RetrievalConfig,
+    served_cache,
+)
 from tests.extract.small_run import beatrice, smoke
 from tests.pgir.retrieval.small_corpus import make_corpus
 

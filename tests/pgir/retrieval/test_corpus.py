@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from extract.records import Passage
-from pgir.border import from_document
-from pgir.retrieval.corpus import (
+from beatrice.extract.records import Passage
+from beatrice.pgir.border import from_document
+from beatrice.pgir.retrieval.corpus import (
     MOST_WORDS,
     Corpus,
     as_document,

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from pgir.retrieval.encoder import TextEncoder, encoder_config
-from pgir.retrieval.index import (
+from beatrice.pgir.retrieval.encoder import TextEncoder, encoder_config
+from beatrice.pgir.retrieval.index import (
     DenseRetriever,
     IndexConfig,
     Vectors,
@@ -30,9 +30,9 @@ NOTHING = lambda done, total: None  # noqa: E731
 BUILD = """
 import sys, time
 from pathlib import Path
-from pgir.retrieval.corpus import Corpus
-from pgir.retrieval.encoder import EncoderConfig, TextEncoder
-from pgir.retrieval.index import *
+from beatrice.pgir.retrieval.corpus import Corpus
+from beatrice.pgir.retrieval.encoder import EncoderConfig, TextEncoder
+from beatrice.pgir.retrieval.index import *
 corpus = Corpus(Path(sys.argv[1]))
 encoder = TextEncoder(EncoderConfig(path=Path(sys.argv[2]), max_tokens=48))
 folder = index_folder(corpus, encoder.config.path.name)

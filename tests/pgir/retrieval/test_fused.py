@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from extract.records import Passage
-from pgir.retrieval.corpus import Gold
-from pgir.retrieval.recall import agreement, gold_recall, has_answer, measure
-from pgir.retrieval.retrievers import FusedRetriever, fuse
+from beatrice.extract.records import Passage
+from beatrice.pgir.retrieval.corpus import Gold
+from beatrice.pgir.retrieval.recall import agreement, gold_recall, has_answer, measure
+from beatrice.pgir.retrieval.retrievers import FusedRetriever, fuse
 
 
 class Fixed:

@@ -11,14 +11,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
-from extract.records import Passage
-from pgir.retrieval.retrievers import (
+from beatrice.extract.records import Passage
+from beatrice.pgir.retrieval.retrievers import (
     Bm25Retriever,
     RetrievalFailed,
     ServedRetriever,
     read_reply,
 )
-from pgir.retrieval.server import RetrievalServer
+from beatrice.pgir.retrieval.server import RetrievalServer
 
 CORPUS = [Passage(title=f"T{i}", text=f"word{i} shared text") for i in range(12)]
 QUERIES = ["word3", "word7 shared", "word1"]

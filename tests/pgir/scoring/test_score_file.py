@@ -10,14 +10,14 @@ from click.testing import CliRunner
 
 import beatrice
 from beatrice.cli import main
-from extract.backbone.names import BackboneConfig
-from extract.run.directory import RunDir
-from extract.run.files import JsonLines
-from extract.run.manifest import NewRun
-from pgir.scoring.given import AnswerToScore
-from pgir.scoring.page import page
-from pgir.scoring.rows import Tally, read_rows, score_rows
-from pgir.scoring.scorer import Scorer
+from beatrice.extract.backbone.names import BackboneConfig
+from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.files import JsonLines
+from beatrice.extract.run.manifest import NewRun
+from beatrice.pgir.scoring.given import AnswerToScore
+from beatrice.pgir.scoring.page import page
+from beatrice.pgir.scoring.rows import Tally, read_rows, score_rows
+from beatrice.pgir.scoring.scorer import Scorer
 from tests.extract.datasets.published import lm_eval, write_array, write_lines
 from tests.pgir.small_detector import PASSAGE, QUESTION
 

@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from extract.generate.templates import PromptConfig
-from extract.signals.plan import sequence_of
-from pgir.bridge import ProbedBackbone
-from pgir.scoring.given import AnswerToScore, prepare
-from pgir.scoring.scorer import Scorer
+from beatrice.extract.generate.templates import PromptConfig
+from beatrice.extract.signals.plan import sequence_of
+from beatrice.pgir.bridge import ProbedBackbone
+from beatrice.pgir.scoring.given import AnswerToScore, prepare
+from beatrice.pgir.scoring.scorer import Scorer
 from tests.pgir.small_detector import PASSAGE, QUESTION
 
 ANSWER = "Guzolt Falls"

@@ -5,9 +5,9 @@ import dataclasses
 import jax
 import numpy as np
 
-from jaxprobe.calibration import Calibrator
-from jaxprobe.scope import Scope, Threshold
-from pgir.scoring.scorer import Scorer
+from beatrice.jaxprobe.calibration import Calibrator
+from beatrice.jaxprobe.scope import Scope, Threshold
+from beatrice.pgir.scoring.scorer import Scorer
 from tests.pgir.small_detector import PASSAGE, QUESTION
 
 ANSWER = "Guzolt Falls"
