@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from beatrice.benchmarks.chain import CHAIN
-from beatrice.extract.run.launch import find_share
+from beatrice.extract.run.share import find_share
 from beatrice.extract.run.verbs import alone
 
 if TYPE_CHECKING:

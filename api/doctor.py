@@ -383,8 +383,8 @@ def verify_run(path: Path) -> list[str]:
       ValueError: the path is no run directory.
     """
     from beatrice.extract.records import SETTINGS
+    from beatrice.extract.run.directory import read_manifest
     from beatrice.extract.run.files import CHECKSUMS, verify_checksums
-    from beatrice.extract.run.manifest import read_manifest
     from beatrice.extract.store.read import open_store
     from beatrice.extract.store.write import verify as verify_store
 

@@ -18,9 +18,8 @@ import numpy as np
 from beatrice.extract.generate.templates import PromptConfig
 from beatrice.extract.records import SETTINGS, Label, Setting
 from beatrice.extract.run.console import Progress
-from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.directory import RunDir, read_manifest
 from beatrice.extract.run.files import read_sealed, seal, write_json_atomic
-from beatrice.extract.run.manifest import read_manifest
 from beatrice.jaxprobe.calibrate import FusedHead, Grid, calibrated, score_store
 from beatrice.jaxprobe.calibration import brier, ece
 from beatrice.jaxprobe.config import (

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from beatrice.extract.run.launch import find_share
+from beatrice.extract.run.share import find_share
 from beatrice.extract.run.verbs import RUN_DIR, SHARD, SIZES, preset_option
 
 if TYPE_CHECKING:
-    from beatrice.extract.run.manifest import Preset
+    from beatrice.extract.run.directory import Preset
     from beatrice.jaxprobe.config import GridConfig, SelectConfig
 
 Config = TypeVar("Config", "GridConfig", "SelectConfig")

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Literal, get_args
 
-from beatrice.extract.run.manifest import Preset
+from beatrice.extract.run.directory import Preset
 
 MatmulDtype = Literal["float32", "bfloat16"]
 

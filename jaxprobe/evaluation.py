@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from beatrice.extract.records import IN_DOMAIN
-from beatrice.extract.run.manifest import Preset
-from beatrice.extract.run.results import DIFFERENCE, ResultRow
+from beatrice.extract.run.directory import Preset
+from beatrice.extract.run.rows import DIFFERENCE, ResultRow
 from beatrice.jaxprobe.features.rows import Rows
 from beatrice.jaxprobe.metrics import (
     BootstrapConfig,

@@ -23,8 +23,7 @@ from beatrice.extract.run.contents import (
     row_files,
     settings_of,
 )
-from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.manifest import Preset, read_manifest
+from beatrice.extract.run.directory import Preset, RunDir, read_manifest
 from beatrice.extract.run.stages import Stage
 from beatrice.extract.store.read import FeatureStore, open_store
 from beatrice.jaxprobe import checkpoint

@@ -179,8 +179,7 @@ def score(
         raise click.UsageError("--out is for the results of a --file")
     _refuse_same({"--file": answers, "--out": out, "--html": html})
     quiet()
-    from beatrice.extract.run.directory import RunDir
-    from beatrice.extract.run.manifest import read_manifest
+    from beatrice.extract.run.directory import RunDir, read_manifest
 
     read_manifest(run_dir)  # what is no run, or not finished, is refused at once
     RunDir(run_dir).finished_detector()

@@ -22,7 +22,7 @@ from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import row_files, settings_of
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import read_json, write_json_atomic
-from beatrice.extract.run.results import ON_REQUEST, ResultRow, publish, rows_file
+from beatrice.extract.run.rows import ON_REQUEST, ResultRow, publish, rows_file
 from beatrice.extract.run.stages import Stage, side_by_side
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import (

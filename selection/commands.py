@@ -11,7 +11,7 @@ from beatrice.extract.run.verbs import RUN_DIR, RunPath
 from beatrice.jaxprobe.commands import HEAD_SIZES, size_options, with_sizes
 
 if TYPE_CHECKING:
-    from beatrice.extract.run.manifest import Preset
+    from beatrice.extract.run.directory import Preset
     from beatrice.jaxprobe.config import SelectConfig
     from beatrice.selection.anatomy.stage import AnatomyConfig
 

@@ -21,7 +21,7 @@ from beatrice.extract.records import IN_DOMAIN, SETTINGS, Setting
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import row_files, settings_of
 from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.results import ResultRow, publish, rows_file
+from beatrice.extract.run.rows import ResultRow, publish, rows_file
 from beatrice.extract.run.stages import Stage, side_by_side
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import (

@@ -20,7 +20,7 @@ from beatrice.extract.records import IN_DOMAIN, Setting
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import row_files, settings_of
 from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.results import ON_REQUEST, ResultRow, publish, rows_file
+from beatrice.extract.run.rows import ON_REQUEST, ResultRow, publish, rows_file
 from beatrice.extract.run.stages import Stage, side_by_side
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.checkpoint import Cache

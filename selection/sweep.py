@@ -20,9 +20,8 @@ import optax
 from beatrice.extract.records import Setting
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import row_files, settings_of
-from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.directory import Preset, RunDir
 from beatrice.extract.run.files import write_json_atomic
-from beatrice.extract.run.manifest import Preset
 from beatrice.extract.run.stages import Stage
 from beatrice.extract.store.read import FeatureStore
 from beatrice.jaxprobe.config import TrainConfig, set_compiler

@@ -21,10 +21,9 @@ from beatrice.extract.label.labels import count_correct
 from beatrice.extract.records import Passage, read_records, write_lines
 from beatrice.extract.run.console import Progress
 from beatrice.extract.run.contents import read_answers, read_examples, read_labels
-from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.directory import NewRun, RunDir, read_manifest
 from beatrice.extract.run.files import write_text_atomic
-from beatrice.extract.run.manifest import NewRun, read_manifest
-from beatrice.extract.run.results import read_result_rows, read_rows
+from beatrice.extract.run.rows import read_result_rows, read_rows
 from beatrice.extract.run.stages import once, run_stage
 from beatrice.extract.run.verbs import load_stage
 from beatrice.extract.signals.stage import extract_config

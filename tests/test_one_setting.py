@@ -11,7 +11,7 @@ from beatrice.extract.generate.requests import ANSWER_PRESETS
 from beatrice.extract.records import IN_DOMAIN, SETTINGS, read_records, write_lines
 from beatrice.extract.run.contents import read_examples, settings_of
 from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.results import ResultRow, ResultTable
+from beatrice.extract.run.rows import ResultRow, ResultTable
 from tests.extract.small_run import beatrice, questions, smoke
 
 BARE = {"bare", "rephrased"}  # sets without passages in a mixed run

@@ -11,8 +11,13 @@ from beatrice.cli import CHAIN, VERBS
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.generate.requests import ANSWER_PRESETS
 from beatrice.extract.label.verdicts import LABEL_PRESETS
-from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.manifest import PRESETS, NewRun, as_json, decode_section
+from beatrice.extract.run.directory import (
+    PRESETS,
+    NewRun,
+    RunDir,
+    as_json,
+    decode_section,
+)
 from beatrice.extract.run.verbs import SIZES, load_stage
 from beatrice.extract.signals.stage import EXTRACT_PRESETS
 from beatrice.extract.world.commands import WORLD_PRESETS

@@ -22,16 +22,10 @@ from beatrice.benchmarks.anatomy.rows import (
     table_of,
     test_rows,
 )
-from beatrice.benchmarks.results.names import DETECTORS
+from beatrice.benchmarks.results.names import DETECTORS, SETTING_LABELS, SPLIT_LABELS
 from beatrice.benchmarks.results.pictures import Picture, picture
 from beatrice.extract.records import SETTINGS
-from beatrice.extract.run.results import (
-    DIFFERENCE,
-    SETTING_LABELS,
-    SPLIT_LABELS,
-    ResultRow,
-    ResultTable,
-)
+from beatrice.extract.run.rows import DIFFERENCE, ResultRow, ResultTable
 
 METRIC = f"auroc{DIFFERENCE}"
 VARIANTS = {

@@ -23,15 +23,11 @@ from beatrice.benchmarks.anatomy.rows import (
     table_of,
     test_rows,
 )
+from beatrice.benchmarks.results.names import SETTING_LABELS, SPLIT_LABELS
 from beatrice.benchmarks.results.pictures import Picture, picture
 from beatrice.benchmarks.results.tables import Table
 from beatrice.extract.records import IN_DOMAIN
-from beatrice.extract.run.results import (
-    SETTING_LABELS,
-    SPLIT_LABELS,
-    ResultRow,
-    ResultTable,
-)
+from beatrice.extract.run.rows import ResultRow, ResultTable
 
 
 def _complementarity_figure(table: ResultTable, setting: str) -> Picture | None:

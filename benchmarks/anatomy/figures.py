@@ -23,7 +23,7 @@ from beatrice.benchmarks.results.figures import (
     STRONG,
     styled,
 )
-from beatrice.extract.run.results import SETTING_LABELS
+from beatrice.benchmarks.results.names import SETTING_LABELS
 
 Cells = Mapping[tuple[float, float], float]  # counts by the centres of cells
 

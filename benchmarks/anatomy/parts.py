@@ -20,7 +20,7 @@ from beatrice.benchmarks.anatomy.reach import cases_part, labels_part, transfer_
 from beatrice.benchmarks.anatomy.rows import Part
 from beatrice.benchmarks.paper.cells import read_ledger
 from beatrice.benchmarks.paper.signs import Sign, in_a_sentence, signs_by_table
-from beatrice.extract.run.results import ResultRow
+from beatrice.extract.run.rows import ResultRow
 
 # With the paper's tables, figures and sections whose numbers stand beside.
 PARTS = {

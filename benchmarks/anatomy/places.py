@@ -20,15 +20,10 @@ from beatrice.benchmarks.anatomy.rows import (
     table_of,
     test_rows,
 )
+from beatrice.benchmarks.results.names import SETTING_LABELS, SPLIT_LABELS
 from beatrice.benchmarks.results.pictures import Picture, picture
 from beatrice.extract.records import IN_DOMAIN
-from beatrice.extract.run.results import (
-    DIFFERENCE,
-    SETTING_LABELS,
-    SPLIT_LABELS,
-    ResultRow,
-    ResultTable,
-)
+from beatrice.extract.run.rows import DIFFERENCE, ResultRow, ResultTable
 
 
 def _head_map(table: ResultTable, name: str) -> np.ndarray | None:

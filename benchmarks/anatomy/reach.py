@@ -18,9 +18,10 @@ from beatrice.benchmarks.anatomy.rows import (
     spelled,
     test_rows,
 )
+from beatrice.benchmarks.results.names import SETTING_LABELS
 from beatrice.benchmarks.results.pictures import Picture, picture
 from beatrice.extract.records import IN_DOMAIN
-from beatrice.extract.run.results import SETTING_LABELS, ResultRow, ResultTable
+from beatrice.extract.run.rows import ResultRow, ResultTable
 
 CURVES = {
     **{f"encoder:{x}": name for x, name in FAMILIES.items()},

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from beatrice.benchmarks.results.names import SETTING_LABELS
 from beatrice.benchmarks.results.pictures import Picture
 from beatrice.benchmarks.results.tables import (
     Cell,
@@ -17,12 +18,7 @@ from beatrice.benchmarks.results.tables import (
     number,
 )
 from beatrice.extract.records import IN_DOMAIN, SETTINGS
-from beatrice.extract.run.results import (
-    DIFFERENCE,
-    SETTING_LABELS,
-    ResultRow,
-    ResultTable,
-)
+from beatrice.extract.run.rows import DIFFERENCE, ResultRow, ResultTable
 
 FAMILIES = {
     "H": "hidden states",

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from beatrice.extract.records import SETTINGS, Answer, Example, Sample, Setting
-from beatrice.extract.run.results import ResultRow
+from beatrice.extract.run.rows import ResultRow
 
 if TYPE_CHECKING:  # the report reads costs alone, and loads no JAX
     from beatrice.extract.generate.templates import PromptTemplate

@@ -24,7 +24,7 @@ from beatrice.benchmarks.baselines.detector import (
 from beatrice.benchmarks.baselines.readings import NOTHING_READ, Kept, reading_keys
 from beatrice.extract.records import Answer, Example, Label, Sample
 from beatrice.extract.run.memory import begin_peak, peak_bytes
-from beatrice.extract.run.results import ResultRow, write_rows
+from beatrice.extract.run.rows import ResultRow, write_rows
 from beatrice.extract.store.read import FeatureStore
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.evaluation import Scored, detection_rows

@@ -11,7 +11,7 @@ import numpy as np
 
 from beatrice.benchmarks.baselines.linear import scores_of, standardise
 from beatrice.extract.records import Answer
-from beatrice.extract.run.results import ResultRow
+from beatrice.extract.run.rows import ResultRow
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.features.rows import Rows
 from beatrice.jaxprobe.metrics import BootstrapConfig, paired_strata

@@ -3,7 +3,7 @@
 import numpy as np
 
 from beatrice.extract.records import IN_DOMAIN
-from beatrice.extract.run.results import ResultRow
+from beatrice.extract.run.rows import ResultRow
 from beatrice.jaxprobe.features.rows import Rows
 from beatrice.jaxprobe.regression import block_scale, fit_linear
 

@@ -48,10 +48,9 @@ from beatrice.extract.run.contents import (
     samples_file,
     settings_of,
 )
-from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.directory import Preset, RunDir
 from beatrice.extract.run.files import read_json, sha256_tree, write_json_atomic
-from beatrice.extract.run.manifest import Preset
-from beatrice.extract.run.results import ResultRow, publish, rows_file
+from beatrice.extract.run.rows import ResultRow, publish, rows_file
 from beatrice.extract.run.stages import Stage
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import set_compiler

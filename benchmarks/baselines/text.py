@@ -16,7 +16,7 @@ from beatrice.benchmarks.baselines.linear import chosen_row
 from beatrice.extract.generate.requests import variants_of
 from beatrice.extract.generate.templates import PromptTemplate
 from beatrice.extract.records import Answer, Example
-from beatrice.extract.run.results import ResultRow
+from beatrice.extract.run.rows import ResultRow
 from beatrice.jaxprobe.features.rows import Rows
 from beatrice.jaxprobe.regression import fit_linear
 

@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from beatrice.benchmarks.baselines.detector import Judged
+from beatrice.benchmarks.results.names import SETTING_LABELS
 from beatrice.benchmarks.results.tables import number
 from beatrice.extract.records import IN_DOMAIN
-from beatrice.extract.run.results import SETTING_LABELS, ResultRow, ResultTable
+from beatrice.extract.run.rows import ResultRow, ResultTable
 from beatrice.extract.run.stages import bytes_in_words
 
 HEADS = (

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from beatrice.benchmarks.panorama.significance import is_rival
 from beatrice.benchmarks.results.findings import tex
-from beatrice.benchmarks.results.names import DETECTORS
+from beatrice.benchmarks.results.names import DETECTORS, SETTING_LABELS
 from beatrice.benchmarks.results.tables import (
     METRICS,
     Cell,
@@ -22,7 +22,7 @@ from beatrice.benchmarks.results.tables import (
     number,
 )
 from beatrice.extract.records import IN_DOMAIN, SETTINGS, Setting
-from beatrice.extract.run.results import SETTING_LABELS, ResultRow
+from beatrice.extract.run.rows import ResultRow
 
 CHANCE = "Random AUPRC (error rate)"
 # A score that is the same for every answer: its AUPRC is the share of wrong ones.

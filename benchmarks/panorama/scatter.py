@@ -8,9 +8,10 @@ from matplotlib.figure import Figure
 from beatrice.benchmarks.baselines.detector import Judged
 from beatrice.benchmarks.panorama.costs import measured
 from beatrice.benchmarks.results.figures import MUTED, SOFT, STRONG, styled
+from beatrice.benchmarks.results.names import SETTING_LABELS
 from beatrice.benchmarks.results.pictures import Picture, picture
 from beatrice.extract.records import IN_DOMAIN, SETTINGS
-from beatrice.extract.run.results import SETTING_LABELS, ResultRow, ResultTable
+from beatrice.extract.run.rows import ResultRow, ResultTable
 
 Kind = Literal["plain", "trained", "sampled"]
 MARKERS: dict[Kind, tuple[str, str]] = {

@@ -16,15 +16,10 @@ from typing import Literal
 
 from beatrice.benchmarks.baselines.detector import is_rival
 from beatrice.benchmarks.results.findings import place_name, seed_spread, tex
-from beatrice.benchmarks.results.names import DETECTORS, RIVALS
+from beatrice.benchmarks.results.names import DETECTORS, RIVALS, SETTING_LABELS
 from beatrice.benchmarks.results.tables import Place, interval, number, places_of
 from beatrice.extract.records import IN_DOMAIN
-from beatrice.extract.run.results import (
-    DIFFERENCE,
-    SETTING_LABELS,
-    ResultRow,
-    ResultTable,
-)
+from beatrice.extract.run.rows import DIFFERENCE, ResultRow, ResultTable
 
 Against = Literal["strongest", "hidden_only"]
 TITLES: dict[Against, str] = {

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from beatrice.extract.records import ACROSS_SETS, IN_DOMAIN, Record, read_records
-from beatrice.extract.run.results import DIFFERENCE, ResultRow
+from beatrice.extract.run.rows import DIFFERENCE, ResultRow
 
 Mark = Literal["bold", "underlined", "dagger"]
 Order = Literal["above", "below", "not above"]

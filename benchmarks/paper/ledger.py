@@ -15,9 +15,10 @@ from beatrice.benchmarks.paper.cells import (
 )
 from beatrice.benchmarks.paper.signs import Sign, in_a_sentence, signs, spelled
 from beatrice.benchmarks.paper.summaries import summaries
+from beatrice.benchmarks.results.names import SPLIT_LABELS
 from beatrice.extract.label.labels import count_correct
 from beatrice.extract.records import IN_DOMAIN, Example, Label
-from beatrice.extract.run.results import DIFFERENCE, SPLIT_LABELS, ResultRow
+from beatrice.extract.run.rows import DIFFERENCE, ResultRow
 
 _MARKS = {"bold": "**{}**", "underlined": "<u>{}</u>", "dagger": "{}†", None: "{}"}
 _WHY_NOT = {

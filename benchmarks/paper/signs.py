@@ -21,7 +21,7 @@ from beatrice.benchmarks.paper.cells import (
 )
 from beatrice.benchmarks.paper.summaries import summaries
 from beatrice.benchmarks.results.tables import number
-from beatrice.extract.run.results import DIFFERENCE, ResultRow
+from beatrice.extract.run.rows import DIFFERENCE, ResultRow
 
 Verdict = Literal["agrees", "differs", "cannot be told", "no interval"]
 _TO_ZERO = ("spearman", "points")

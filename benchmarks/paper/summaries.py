@@ -21,7 +21,7 @@ from beatrice.benchmarks.anatomy.rows import (
     test_rows,
 )
 from beatrice.extract.records import IN_DOMAIN, SETTINGS
-from beatrice.extract.run.results import DIFFERENCE, ResultRow, ResultTable
+from beatrice.extract.run.rows import DIFFERENCE, ResultRow, ResultTable
 
 EXPERIMENT = "anatomy_summary"
 OTHERS = tuple(letter for letter in FAMILIES if letter != "H")

@@ -8,7 +8,7 @@ import numpy as np
 
 from beatrice.benchmarks.results.names import AT_EQUAL_LENGTH
 from beatrice.extract.run.files import read_json
-from beatrice.extract.run.results import ResultRow
+from beatrice.extract.run.rows import ResultRow
 from beatrice.jaxprobe.evaluation import Scored
 from beatrice.jaxprobe.features.rows import Rows
 from beatrice.jaxprobe.metrics import (

@@ -11,10 +11,10 @@ from beatrice.benchmarks.results.findings import (
     place_name,
     questions_of,
 )
-from beatrice.benchmarks.results.names import DETECTORS, RIVALS
+from beatrice.benchmarks.results.names import DETECTORS, RIVALS, SETTING_LABELS
 from beatrice.benchmarks.results.tables import interval, number
 from beatrice.extract.records import IN_DOMAIN, Setting
-from beatrice.extract.run.results import SETTING_LABELS, ResultRow, ResultTable
+from beatrice.extract.run.rows import ResultRow, ResultTable
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.selection.anatomy.reach import Agreement, Ranked, agreement
 

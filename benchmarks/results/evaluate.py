@@ -42,7 +42,7 @@ from beatrice.extract.run.contents import (
 )
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import write_json_atomic
-from beatrice.extract.run.results import ResultRow, publish, rows_file
+from beatrice.extract.run.rows import ResultRow, publish, rows_file
 from beatrice.extract.run.stages import Stage
 from beatrice.extract.store.read import FeatureStore
 from beatrice.jaxprobe import checkpoint

@@ -20,7 +20,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from beatrice.extract.run.results import METRIC_LABELS, SETTING_LABELS
+from beatrice.benchmarks.results.names import METRIC_LABELS, SETTING_LABELS
 
 INK, MUTED, GRID, PAPER = "#1b2430", "#5c6878", "#dbe1e8", "#fefefe"
 STRONG = {"closed_book": "#1f68ad", "with_context": "#c2570f"}

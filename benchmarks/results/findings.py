@@ -14,17 +14,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from beatrice.benchmarks.results.names import RIVALS
+from beatrice.benchmarks.results.names import RIVALS, SETTING_LABELS, SPLIT_LABELS
 from beatrice.benchmarks.results.tables import Place, interval, number, places_of
 from beatrice.extract.label.labels import too_few_answers
 from beatrice.extract.records import IN_DOMAIN
-from beatrice.extract.run.results import (
-    DIFFERENCE,
-    SETTING_LABELS,
-    SPLIT_LABELS,
-    ResultRow,
-    ResultTable,
-)
+from beatrice.extract.run.rows import DIFFERENCE, ResultRow, ResultTable
 
 Answer = Literal["yes", "no", "cannot tell", "cannot conclude"]
 FAMILIES = {"H": "hidden states", "P": "probabilities", "R": "residual stream"}

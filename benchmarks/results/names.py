@@ -49,3 +49,18 @@ SPAN_DECISIONS = {
     "emitting": "From the position that emits the answer",
     "literal": "Answer tokens only",
 }
+# Printed names of settings, splits and metrics.
+SETTING_LABELS = {
+    "closed_book": "Closed-book",
+    "with_context": "With context",
+    "both": "Both settings",
+}
+SPLIT_LABELS = {
+    "train": "training",
+    "validation": "validation",
+    "test": "test",
+    "ood": "held out",
+    "evaluated": "mean of sets",
+    "annotated": "annotated by a person",
+}
+METRIC_LABELS = {"auroc": "AUROC", "auprc": "AUPRC", "em": "EM", "f1": "F1"}

@@ -17,7 +17,7 @@ from beatrice.benchmarks.results.tables import (
     interval,
     number,
 )
-from beatrice.extract.run.results import DIFFERENCE, ResultRow, ResultTable
+from beatrice.extract.run.rows import DIFFERENCE, ResultRow, ResultTable
 from beatrice.pgir.controllers.titles import CONTROLLERS
 
 

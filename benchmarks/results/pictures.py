@@ -8,16 +8,10 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from beatrice.benchmarks.results import figures
-from beatrice.benchmarks.results.tables import number
+from beatrice.benchmarks.results.names import METRIC_LABELS, SETTING_LABELS
+from beatrice.benchmarks.results.tables import controller_rows, macro_row, number
 from beatrice.extract.records import IN_DOMAIN
-from beatrice.extract.run.results import (
-    METRIC_LABELS,
-    SETTING_LABELS,
-    ResultRow,
-    ResultTable,
-    controller_rows,
-    macro_row,
-)
+from beatrice.extract.run.rows import ResultRow, ResultTable
 from beatrice.pgir.controllers.titles import CONTROLLERS
 
 PerSetting = Mapping[str, Mapping[str, Any]]

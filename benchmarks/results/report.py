@@ -27,7 +27,14 @@ from beatrice.benchmarks.results.findings import (
     remarks,
     sentences,
 )
-from beatrice.benchmarks.results.names import CONTROLS, DETECTORS, SPAN_DECISIONS
+from beatrice.benchmarks.results.names import (
+    CONTROLS,
+    DETECTORS,
+    METRIC_LABELS,
+    SETTING_LABELS,
+    SPAN_DECISIONS,
+    SPLIT_LABELS,
+)
 from beatrice.benchmarks.results.paired import (
     annotated_table,
     answer_table,
@@ -59,14 +66,7 @@ from beatrice.benchmarks.results.tables import (
 )
 from beatrice.extract.records import IN_DOMAIN
 from beatrice.extract.run.files import write_text_atomic
-from beatrice.extract.run.results import (
-    MACRO,
-    METRIC_LABELS,
-    SETTING_LABELS,
-    SPLIT_LABELS,
-    ResultRow,
-    ResultTable,
-)
+from beatrice.extract.run.rows import MACRO, ResultRow, ResultTable
 from beatrice.pgir.controllers.titles import CONTROLLERS, OPTIONAL
 from beatrice.pgir.scoring.page import P_STEPS
 

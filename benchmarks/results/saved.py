@@ -7,7 +7,7 @@ import msgspec
 
 from beatrice.extract.records import Record, Setting, Share
 from beatrice.extract.run.files import read_json
-from beatrice.extract.run.results import ResultRow, read_rows
+from beatrice.extract.run.rows import ResultRow, read_rows
 from beatrice.selection.anatomy import Study
 
 STUDIES = "anatomy/cases.json"  # in the run

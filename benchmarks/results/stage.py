@@ -42,10 +42,9 @@ from beatrice.extract.run.contents import (
     settings_in_words,
     settings_of,
 )
-from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.directory import RunDir, read_manifest
 from beatrice.extract.run.files import write_text_atomic
-from beatrice.extract.run.manifest import read_manifest
-from beatrice.extract.run.results import (
+from beatrice.extract.run.rows import (
     ResultRow,
     ResultTable,
     asked_for,

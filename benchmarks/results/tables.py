@@ -13,17 +13,14 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from beatrice.benchmarks.results.names import CONTROLS, DETECTORS
-from beatrice.extract.records import IN_DOMAIN
-from beatrice.extract.run.results import (
-    DIFFERENCE,
+from beatrice.benchmarks.results.names import (
+    CONTROLS,
+    DETECTORS,
     SETTING_LABELS,
     SPLIT_LABELS,
-    ResultRow,
-    ResultTable,
-    controller_rows,
-    macro_row,
 )
+from beatrice.extract.records import IN_DOMAIN
+from beatrice.extract.run.rows import DIFFERENCE, MACRO, ResultRow, ResultTable
 from beatrice.pgir.controllers.titles import BOUNDS, CONTROLLERS
 
 METRICS = ("auroc", "auprc")  # of a detector, in the order of a cell
@@ -396,3 +393,34 @@ def set_names(
         for name, label in labels.items()
         if name == "champion" or any(name in found for found in ablations.values())
     ]
+
+
+def controller_rows(rows: Sequence[ResultRow]) -> ResultTable:
+    """Keep the evaluation rows of the retrieval controllers."""
+    controllers = ResultTable(rows).select(experiment="controller", seed="mean")
+    return ResultTable([row for row in controllers if row.split in ("test", "ood")])
+
+
+def macro_row(
+    table: ResultTable, detector: str, metric: str, datasets: Sequence[str]
+) -> ResultRow | None:
+    """Return the unweighted mean over datasets as a row without an interval.
+
+    Returns:
+      None if a dataset was not measured; a row without value, with its reason, if one
+      is undefined.
+    """
+    rows = [table.find(detector=detector, metric=metric, dataset=d) for d in datasets]
+    if not rows or None in rows:
+        return None
+    undefined = [row.dataset for row in rows if row.value is None]
+    return msgspec.structs.replace(
+        rows[0],
+        dataset=MACRO,
+        value=None if undefined else sum(row.value for row in rows) / len(rows),
+        ci_low=None,
+        ci_high=None,
+        n=sum(row.n for row in rows),
+        n_failed=sum(row.n_failed for row in rows),
+        reason=f"undefined on {', '.join(undefined)}" if undefined else None,
+    )

@@ -22,7 +22,7 @@ from beatrice.benchmarks.baselines.probe import pooled_signals
 from beatrice.benchmarks.baselines.text import text_scores
 from beatrice.benchmarks.results.names import RIVALS
 from beatrice.extract.records import IN_DOMAIN, Example, Setting
-from beatrice.extract.run.results import ResultRow
+from beatrice.extract.run.rows import ResultRow
 from beatrice.jaxprobe.config import GridConfig
 from beatrice.jaxprobe.detector import Detector
 from beatrice.jaxprobe.evaluation import Scored, detection_rows

@@ -10,7 +10,7 @@ import msgspec
 from beatrice.extract.datasets.loading import Loaded, open_dataset
 from beatrice.extract.generate.templates import PromptTemplate
 from beatrice.extract.records import Example, Passage, text_key
-from beatrice.extract.run.manifest import Preset
+from beatrice.extract.run.directory import Preset
 from beatrice.pgir.controllers.services import showable
 from beatrice.pgir.retrieval.retrievers import Retrieval, RetrievalFailed
 

@@ -44,10 +44,9 @@ from beatrice.extract.run.contents import (
     require_both_settings,
     row_files,
 )
-from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.run.files import write_json_atomic, write_text_atomic
-from beatrice.extract.run.manifest import NewRun
-from beatrice.extract.run.results import publish, rows_file
+from beatrice.extract.run.rows import publish, rows_file
 from beatrice.extract.run.stages import Stage, run_stage
 from beatrice.extract.signals.stage import EXTRACT, extract_config
 from beatrice.jaxprobe import checkpoint

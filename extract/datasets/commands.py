@@ -25,9 +25,8 @@ from beatrice.extract.datasets.options import (
 )
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import splits_file
-from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.directory import NewRun, RunDir, manifest_file
 from beatrice.extract.run.files import sha256_file
-from beatrice.extract.run.manifest import NewRun, manifest_file
 from beatrice.extract.run.stages import once
 from beatrice.extract.run.verbs import RunPath
 from beatrice.extract.signals.commands import kept_options, take_kept
@@ -243,7 +242,7 @@ def make_run(
     from beatrice.extract.generate.options import check_backbone
     from beatrice.extract.generate.requests import ANSWER_PRESETS
     from beatrice.extract.run.console import Progress
-    from beatrice.extract.run.manifest import NewRun
+    from beatrice.extract.run.directory import NewRun
     from beatrice.extract.signals.stage import EXTRACT_PRESETS
 
     if options["model"] is None:

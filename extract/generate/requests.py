@@ -22,7 +22,7 @@ from beatrice.extract.records import (
     Setting,
     Variant,
 )
-from beatrice.extract.run.manifest import Preset
+from beatrice.extract.run.directory import Preset
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

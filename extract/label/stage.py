@@ -53,7 +53,7 @@ from beatrice.extract.run.files import (
     write_new_text,
     write_text_atomic,
 )
-from beatrice.extract.run.results import label_rule
+from beatrice.extract.run.rows import label_rule
 from beatrice.extract.run.stages import Stage, once, refuse_stale, run_stage
 
 JUDGES = "beatrice.judges"  # entry points of people's own judges of labels

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 from beatrice.extract.records import Answer, Label, normalise
-from beatrice.extract.run.manifest import Preset
+from beatrice.extract.run.directory import Preset
 
 Verdict = Literal["correct", "incorrect", "unparsable"]
 Vote = Literal["unanimous", "majority"]

@@ -13,9 +13,7 @@ from beatrice.extract.records import (
     read_records,
     text_key,
 )
-from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.layout import MAKE_A_RUN
-from beatrice.extract.run.manifest import read_manifest
+from beatrice.extract.run.directory import MAKE_A_RUN, RunDir, read_manifest
 
 Key = tuple[str, str, str]  # example, setting, variant
 

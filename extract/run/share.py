@@ -5,7 +5,8 @@ finds that no part is missing joins them (`extract.run.stages.do_share`).
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -65,3 +66,81 @@ class Share:
             if least == self.rank:
                 places.append(place)
         return [items[place] for place in sorted(places)]
+
+
+# Names of rank and world size, per launcher. In a SLURM batch script outside srun,
+# SLURM_PROCID is 0 although one process runs: only the step's own count says how many.
+_LAUNCHERS = (
+    ("RANK", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+)
+_LOCAL_RANKS = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+
+
+def _number(text: str, source: str) -> int:
+    """Return a whole number, which is 0 or more."""
+    if not text.strip().isascii() or not text.strip().isdigit():
+        raise ValueError(f"{source}: expected a whole number, found {text!r}")
+    return int(text)
+
+
+def find_share(
+    shard: str | None = None, environ: Mapping[str, str] = os.environ
+) -> Share:
+    """Return which share of the work is this process's.
+
+    Args:
+      shard: `i/n`, as the option `--shard` has it; it goes before what a launcher says.
+        For arrays of jobs and schedulers that set other variables.
+      environ: of the process.
+
+    Raises:
+      ValueError: half of a pair is set, or the numbers are not whole or do not fit.
+    """
+    if shard is not None:
+        rank, slash, world_size = shard.partition("/")
+        source = f"--shard {shard}"
+        if not slash:
+            raise ValueError(f"{source}: expected i/n, such as 0/4 for the first of 4")
+        return Share(_number(rank, source), _number(world_size, source), source)
+    for names in _LAUNCHERS:
+        known = [f"{name}={environ[name]}" for name in names if name in environ]
+        if len(known) == 2:
+            source = " ".join(known)
+            return Share(*(_number(environ[name], source) for name in names), source)
+        if known and names[0] != "SLURM_PROCID":
+            (missing,) = {name for name in names if name not in environ}
+            raise ValueError(
+                f"{known[0]} is set without {missing}; set both, or neither to work "
+                "alone"
+            )
+    return Share()
+
+
+def local_rank(environ: Mapping[str, str] = os.environ) -> int:
+    """Return this process's number among those of its machine, 0 without a launcher.
+
+    Raises:
+      ValueError: the variable that says so holds no number.
+    """
+    for name in _LOCAL_RANKS:
+        if name in environ:
+            return _number(environ[name], name)
+    return 0
+
+
+def own_gpu(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return which of the visible GPUs is this process's, from 0.
+
+    Returns:
+      None where no launcher numbers the processes of this machine: then all are.
+
+    Raises:
+      ValueError: the variable that numbers them holds no number.
+    """
+    if not any(name in environ for name in _LOCAL_RANKS):
+        return None
+    number, visible = local_rank(environ), environ.get("CUDA_VISIBLE_DEVICES")
+    # Slurm may show each process one GPU, which is then its first.
+    return number if visible is None else number % (visible.count(",") + 1)

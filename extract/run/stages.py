@@ -19,10 +19,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from beatrice.extract.run.console import Progress, Update
-from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.layout import FOR_PEOPLE, who_writes
-from beatrice.extract.run.lock import InUse
-from beatrice.extract.run.manifest import NewRun, Preset
+from beatrice.extract.run.directory import (
+    FOR_PEOPLE,
+    InUse,
+    NewRun,
+    Preset,
+    RunDir,
+    who_writes,
+)
 from beatrice.extract.run.share import Share
 
 

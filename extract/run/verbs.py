@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from beatrice.extract.records import SETTINGS
-from beatrice.extract.run.launch import find_share
-from beatrice.extract.run.manifest import PRESETS
-from beatrice.extract.run.share import Share
+from beatrice.extract.run.directory import PRESETS
+from beatrice.extract.run.share import Share, find_share
 
 if TYPE_CHECKING:
     from beatrice.extract.run.stages import Stage

@@ -18,8 +18,7 @@ from beatrice.extract.run.contents import (
     settings_of,
     store_files,
 )
-from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.manifest import Preset
+from beatrice.extract.run.directory import Preset, RunDir
 from beatrice.extract.run.stages import Forecast, Stage
 from beatrice.extract.signals.plan import ExtractConfig, Reader
 from beatrice.extract.store.config import stored_bytes

@@ -9,9 +9,8 @@ import click
 
 from beatrice.extract.records import write_lines
 from beatrice.extract.run.console import Progress, Update
-from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.directory import NewRun, Preset, RunDir, package_versions
 from beatrice.extract.run.files import write_new_text
-from beatrice.extract.run.manifest import NewRun, Preset, package_versions
 from beatrice.extract.run.stages import Stage, do
 from beatrice.extract.run.verbs import (
     MODEL,

@@ -30,9 +30,8 @@ from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import question_files, row_files, settings_of
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import sha256_file
-from beatrice.extract.run.launch import own_gpu
 from beatrice.extract.run.memory import return_freed_memory
-from beatrice.extract.run.share import Share
+from beatrice.extract.run.share import Share, own_gpu
 from beatrice.extract.run.stages import Stage, side_by_side
 from beatrice.extract.store.read import open_store
 from beatrice.jaxprobe import checkpoint

@@ -7,7 +7,7 @@ import numpy as np
 
 from beatrice.extract.label.verdicts import exact_match, token_f1
 from beatrice.extract.records import Example
-from beatrice.extract.run.results import DIFFERENCE, MACRO, ResultRow
+from beatrice.extract.run.rows import DIFFERENCE, MACRO, ResultRow
 from beatrice.jaxprobe.evaluation import difference_row
 from beatrice.jaxprobe.metrics import BootstrapConfig, interval_of, resamples
 from beatrice.pgir.controllers.calls import COUNTED, Done

@@ -20,10 +20,9 @@ from beatrice.extract.run.contents import (
     require_both_settings,
     row_files,
 )
-from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.directory import Preset, RunDir
 from beatrice.extract.run.files import write_json_atomic, write_text_atomic
-from beatrice.extract.run.manifest import Preset
-from beatrice.extract.run.results import publish, rows_file, write_rows
+from beatrice.extract.run.rows import publish, rows_file, write_rows
 from beatrice.extract.run.stages import Stage
 from beatrice.jaxprobe.calibration import folds_of
 from beatrice.jaxprobe.config import set_compiler

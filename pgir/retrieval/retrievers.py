@@ -32,8 +32,8 @@ import numpy as np
 
 from beatrice.extract.plugs import load_plug
 from beatrice.extract.records import Passage, read_records
+from beatrice.extract.run.directory import Preset
 from beatrice.extract.run.files import Journal, JournalFiles, sha256_file, sha256_json
-from beatrice.extract.run.manifest import Preset
 from beatrice.pgir.border import as_passages, from_document
 from beatrice.pgir.retrieval.corpus import Corpus, as_document
 from beatrice.pgir.retrieval.encoder import TextEncoder, encoder_config

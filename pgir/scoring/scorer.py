@@ -23,8 +23,7 @@ from beatrice.extract.generate.requests import (
     plan_batches,
 )
 from beatrice.extract.records import SETTINGS, Setting
-from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.manifest import read_manifest
+from beatrice.extract.run.directory import RunDir, read_manifest
 from beatrice.jaxprobe.config import set_compiler
 from beatrice.jaxprobe.detector import Detector, HeadName, Scores
 from beatrice.jaxprobe.features.families import SPAN_NAMES, SPANS, Features

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from beatrice.extract.records import IN_DOMAIN, Answer, Example, Setting
-from beatrice.extract.run.results import ResultRow
+from beatrice.extract.run.rows import ResultRow
 from beatrice.jaxprobe.detector import HeadName, SettingHead
 from beatrice.jaxprobe.features.rows import Rows
 from beatrice.jaxprobe.metrics import BootstrapConfig, interval_of, resamples

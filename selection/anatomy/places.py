@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from beatrice.extract.records import IN_DOMAIN
-from beatrice.extract.run.results import ResultRow
+from beatrice.extract.run.rows import ResultRow
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.features.reading import mean_answer_states
 from beatrice.jaxprobe.features.subsets import FAMILIES, FamilyDims

@@ -29,7 +29,7 @@ import numpy as np
 from scipy.stats import rankdata
 
 from beatrice.extract.records import IN_DOMAIN, Setting
-from beatrice.extract.run.results import ResultRow
+from beatrice.extract.run.rows import ResultRow
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.features.families import FamilyTokens, widths_of

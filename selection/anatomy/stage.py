@@ -21,10 +21,9 @@ from beatrice.extract.run.contents import (
     row_files,
     settings_of,
 )
-from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.directory import Preset, RunDir, read_manifest
 from beatrice.extract.run.files import from_json, sha256_tree, write_json_atomic
-from beatrice.extract.run.manifest import Preset, read_manifest
-from beatrice.extract.run.results import ResultRow, publish, rows_file, write_rows
+from beatrice.extract.run.rows import ResultRow, publish, rows_file, write_rows
 from beatrice.extract.run.stages import Stage
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.checkpoint import Cache

@@ -31,8 +31,7 @@ from beatrice.benchmarks.real.packages import (
 from beatrice.benchmarks.real.questions import WANTED, find_questions
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.records import Example, read_records, text_key
-from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.manifest import NewRun
+from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.world.facts import WorldConfig, make_world
 from beatrice.extract.world.questions import QuestionConfig, make_examples
 from tests.extract.datasets import published as pub

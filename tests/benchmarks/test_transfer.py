@@ -25,7 +25,7 @@ from beatrice.benchmarks.retrieved.stage import run_scene
 from beatrice.extract.records import IN_DOMAIN, Passage, read_records
 from beatrice.extract.run.contents import read_examples
 from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.results import ResultRow, read_result_rows, read_rows
+from beatrice.extract.run.rows import ResultRow, read_result_rows, read_rows
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.detector import Detector
 from beatrice.jaxprobe.features.rows import Rows

@@ -4,7 +4,7 @@ from click.testing import CliRunner
 
 from beatrice.cli import main
 from beatrice.extract.backbone.names import EMBEDDED, BackboneConfig
-from beatrice.extract.run.manifest import NewRun
+from beatrice.extract.run.directory import NewRun
 from beatrice.extract.world.facts import WorldConfig, make_world
 from beatrice.extract.world.questions import QuestionConfig, make_examples
 

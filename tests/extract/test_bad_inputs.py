@@ -26,9 +26,8 @@ from beatrice.extract.label.labels import count_correct
 from beatrice.extract.records import Answer, Label, to_json, write_lines
 from beatrice.extract.run.console import in_one_sentence
 from beatrice.extract.run.contents import read_labels
-from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.run.files import from_json
-from beatrice.extract.run.manifest import NewRun
 from beatrice.extract.store.read import as_url
 from beatrice.extract.world.facts import WorldConfig, make_world
 from beatrice.extract.world.model import make_tokenizer

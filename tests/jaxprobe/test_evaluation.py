@@ -3,7 +3,7 @@ import pytest
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from beatrice.extract.records import IN_DOMAIN, is_safe_name
-from beatrice.extract.run.results import ResultTable
+from beatrice.extract.run.rows import ResultTable
 from beatrice.jaxprobe.evaluation import Scored, detection_rows, permute_by_question
 from beatrice.jaxprobe.features.rows import Rows
 from beatrice.jaxprobe.metrics import (

@@ -3,8 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.manifest import NewRun
+from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.jaxprobe.detector import Detector
 from beatrice.jaxprobe.features.families import Features
 from beatrice.jaxprobe.features.subsets import paper_dims

@@ -8,7 +8,7 @@ from scipy.stats import rankdata
 
 from beatrice.benchmarks.baselines.detector import Evidence
 from beatrice.benchmarks.baselines.linear import chosen_row
-from beatrice.extract.run.results import ResultRow
+from beatrice.extract.run.rows import ResultRow
 from beatrice.jaxprobe.features.rows import Rows
 
 

@@ -22,7 +22,7 @@ from beatrice.benchmarks.baselines.sampled.clustering import (
     distinct_clusters,
 )
 from beatrice.extract.records import IN_DOMAIN, Sample
-from beatrice.extract.run.results import ResultRow
+from beatrice.extract.run.rows import ResultRow
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

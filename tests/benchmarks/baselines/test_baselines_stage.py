@@ -26,12 +26,7 @@ from beatrice.benchmarks.baselines.stage import (
 from beatrice.extract.run.contents import samples_file
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import write_json_atomic
-from beatrice.extract.run.results import (
-    ResultRow,
-    read_result_rows,
-    read_rows,
-    rows_file,
-)
+from beatrice.extract.run.rows import ResultRow, read_result_rows, read_rows, rows_file
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from tests.benchmarks.baselines.drawn import evidence

@@ -13,7 +13,7 @@ from beatrice.benchmarks.baselines.linear import standardise
 from beatrice.benchmarks.baselines.probe import pooled_signals, probe_scores
 from beatrice.benchmarks.results.annotated import annotated_rows
 from beatrice.benchmarks.results.names import AT_EQUAL_LENGTH
-from beatrice.extract.run.results import ResultTable
+from beatrice.extract.run.rows import ResultTable
 from beatrice.extract.store.families import Family
 from beatrice.extract.store.spec import StoreSpec
 from beatrice.extract.store.write import create_store, write_range

@@ -17,7 +17,7 @@ from beatrice.benchmarks.baselines.stage import (
     read_judged,
 )
 from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.results import read_result_rows
+from beatrice.extract.run.rows import read_result_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from tests.benchmarks.baselines import planted
 from tests.extract.small_run import beatrice

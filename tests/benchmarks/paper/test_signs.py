@@ -10,7 +10,7 @@ from beatrice.benchmarks.paper.ledger import as_markdown
 from beatrice.benchmarks.paper.signs import in_a_sentence, signs, signs_by_table
 from beatrice.benchmarks.paper.summaries import summaries
 from beatrice.extract.records import IN_DOMAIN
-from beatrice.extract.run.results import ResultRow
+from beatrice.extract.run.rows import ResultRow
 from tests.benchmarks.results.sample import anatomy_rows
 
 CELLS = read_ledger()

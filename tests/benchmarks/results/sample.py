@@ -11,7 +11,7 @@ import msgspec
 from beatrice.benchmarks.baselines.detector import Judged
 from beatrice.benchmarks.results.report import ReportData
 from beatrice.extract.records import IN_DOMAIN
-from beatrice.extract.run.results import ResultRow
+from beatrice.extract.run.rows import ResultRow
 
 FOLDER = Path(__file__).parent
 PLACES = (

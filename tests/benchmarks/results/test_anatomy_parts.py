@@ -12,7 +12,7 @@ from beatrice.benchmarks.anatomy.parts import PARTS as ANALYSES
 from beatrice.benchmarks.anatomy.parts import anatomy_parts
 from beatrice.benchmarks.anatomy.rows import spelled
 from beatrice.benchmarks.results.report import render_report
-from beatrice.extract.run.results import ResultTable
+from beatrice.extract.run.rows import ResultTable
 from tests.benchmarks.results.sample import PARTS, anatomy_rows, sample_report
 
 ROWS = anatomy_rows()

@@ -12,7 +12,7 @@ from beatrice.benchmarks.results.findings import (
     sentences,
 )
 from beatrice.extract.records import IN_DOMAIN
-from beatrice.extract.run.results import ResultTable
+from beatrice.extract.run.rows import ResultTable
 from tests.benchmarks.results.sample import (
     PARTS,
     PLACES,

@@ -8,8 +8,7 @@ import pytest
 
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.records import Example, read_records, write_lines
-from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.manifest import read_manifest
+from beatrice.extract.run.directory import RunDir, read_manifest
 from tests.extract.small_run import beatrice, questions, smoke
 
 LINES = [

@@ -16,8 +16,7 @@ from beatrice.extract.generate.generator import (
 from beatrice.extract.generate.options import BackendOptions, open_generator
 from beatrice.extract.generate.requests import ANSWER_PRESETS
 from beatrice.extract.generate.stage import answer_identity, load_tokenizer_only
-from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.manifest import read_manifest
+from beatrice.extract.run.directory import RunDir, read_manifest
 from tests.extract.datasets import published as pub
 from tests.extract.small_run import beatrice, smoke
 

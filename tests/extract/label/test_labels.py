@@ -27,7 +27,7 @@ from beatrice.extract.records import (
 from beatrice.extract.run.contents import answers_file
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import write_text_atomic
-from beatrice.extract.run.results import label_rule
+from beatrice.extract.run.rows import label_rule
 from tests.extract.small_run import beatrice, smoke
 
 

@@ -7,9 +7,8 @@ from typing import Literal
 
 import pytest
 
-from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.directory import NewRun, RunDir, read_manifest, settle_section
 from beatrice.extract.run.files import seal
-from beatrice.extract.run.manifest import NewRun, read_manifest, settle_section
 from beatrice.extract.run.share import Share
 
 

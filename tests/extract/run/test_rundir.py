@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from beatrice.extract.records import Record, to_json
-from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.directory import InUse, NewRun, RunDir
 from beatrice.extract.run.files import (
     Journal,
     JournalFiles,
@@ -17,8 +17,6 @@ from beatrice.extract.run.files import (
     write_json_atomic,
     write_text_atomic,
 )
-from beatrice.extract.run.lock import InUse
-from beatrice.extract.run.manifest import NewRun
 from beatrice.extract.run.share import Share
 
 REPOSITORY = Path(__file__).parents[3]
@@ -29,7 +27,7 @@ def start_owner(path):
     """Start a process that holds a run directory until it is ended."""
     code = (
         "import time; from beatrice.extract.run.directory import RunDir\n"
-        "from beatrice.extract.run.manifest import NewRun\n"
+        "from beatrice.extract.run.directory import NewRun\n"
         f"run = RunDir.open({str(path)!r}, {ASKED!r})\n"
         "print('held', flush=True); time.sleep(60)"
     )

@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from beatrice.extract.run.launch import find_share, local_rank, own_gpu
-from beatrice.extract.run.share import Share
+from beatrice.extract.run.share import Share, find_share, local_rank, own_gpu
 
 SRUN = {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
 MPIRUN = {
@@ -148,7 +147,7 @@ def test_shares_by_cost_are_about_as_expensive_where_counts_are_not():
 
 
 def test_a_library_user_of_runs_loads_no_command_line():
-    code = "import sys; from beatrice.extract.run import contents, launch, stages"
+    code = "import sys; from beatrice.extract.run import contents, share, stages"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}; print('click' in sys.modules)"],
         capture_output=True,

@@ -7,8 +7,7 @@ from concurrent.futures import CancelledError
 import pytest
 
 from beatrice.extract.run.console import Progress, rates
-from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.manifest import NewRun, read_manifest
+from beatrice.extract.run.directory import NewRun, RunDir, read_manifest
 from beatrice.extract.run.stages import (
     Forecast,
     Stage,

@@ -6,8 +6,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.manifest import read_manifest
+from beatrice.extract.run.directory import RunDir, read_manifest
 from beatrice.extract.signals.commands import kept_options, take_kept
 from beatrice.extract.signals.plan import ExtractConfig
 from beatrice.extract.signals.stage import extract_config, settle_kept

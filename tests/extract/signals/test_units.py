@@ -11,8 +11,7 @@ import pytest
 
 from beatrice.benchmarks.speed.tiny_models import N_TEXT_IDS, tiny_model
 from beatrice.extract.backbone.loading import Backbone
-from beatrice.extract.run.launch import find_share
-from beatrice.extract.run.share import Share
+from beatrice.extract.run.share import Share, find_share
 from beatrice.extract.signals.extraction import run_plan
 from beatrice.extract.signals.plan import (
     ExtractConfig,

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from beatrice.extract.records import Passage
-from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.manifest import NewRun
+from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.pgir.commands import with_options
 from beatrice.pgir.controllers.calls import Scored
 from beatrice.pgir.controllers.policy import (

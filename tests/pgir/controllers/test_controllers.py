@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from beatrice.extract.records import Example
-from beatrice.extract.run.results import ResultTable
+from beatrice.extract.run.rows import ResultTable
 from beatrice.jaxprobe.metrics import BootstrapConfig, drawn_clusters, interval_of
 from beatrice.pgir.controllers.calls import Cost, Done, Scored, no_rag, vanilla_rag
 from beatrice.pgir.controllers.cases import choose_cases

@@ -170,7 +170,7 @@ from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.generate.requests import GenerationConfig
 from beatrice.extract.records import Example, Passage
-from beatrice.extract.run.results import write_rows
+from beatrice.extract.run.rows import write_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.controllers.calls import vanilla_rag

@@ -11,9 +11,8 @@ from click.testing import CliRunner
 import beatrice
 from beatrice.cli import main
 from beatrice.extract.backbone.names import BackboneConfig
-from beatrice.extract.run.directory import RunDir
+from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.run.files import JsonLines
-from beatrice.extract.run.manifest import NewRun
 from beatrice.pgir.scoring.given import AnswerToScore
 from beatrice.pgir.scoring.page import page
 from beatrice.pgir.scoring.rows import Tally, read_rows, score_rows

@@ -3,12 +3,11 @@ import json
 import msgspec
 import pytest
 
-from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.manifest import NewRun
-from beatrice.extract.run.results import (
+from beatrice.benchmarks.results.tables import macro_row
+from beatrice.extract.run.directory import NewRun, RunDir
+from beatrice.extract.run.rows import (
     ResultRow,
     ResultTable,
-    macro_row,
     publish,
     read_result_rows,
     read_rows,

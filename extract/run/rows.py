@@ -24,21 +24,6 @@ N_DECIMALS = 6
 
 MACRO = "macro"  # what stands for a set in the mean over sets, each counted once
 
-# Printed names of settings, splits and metrics.
-SETTING_LABELS = {
-    "closed_book": "Closed-book",
-    "with_context": "With context",
-    "both": "Both settings",
-}
-SPLIT_LABELS = {
-    "train": "training",
-    "validation": "validation",
-    "test": "test",
-    "ood": "held out",
-    "evaluated": "mean of sets",
-    "annotated": "annotated by a person",
-}
-METRIC_LABELS = {"auroc": "AUROC", "auprc": "AUPRC", "em": "EM", "f1": "F1"}
 DIFFERENCE = "_difference"  # ends the metric of a row that compares two methods
 
 # Of these a value lies in [0, 1], and a difference in [-1, 1].
@@ -201,37 +186,6 @@ class ResultTable:
 
 def _in_words(fields: dict[str, Any]) -> str:
     return ", ".join(f"{name}={wanted!r}" for name, wanted in fields.items())
-
-
-def controller_rows(rows: Sequence[ResultRow]) -> ResultTable:
-    """Keep the evaluation rows of the retrieval controllers."""
-    controllers = ResultTable(rows).select(experiment="controller", seed="mean")
-    return ResultTable([row for row in controllers if row.split in ("test", "ood")])
-
-
-def macro_row(
-    table: ResultTable, detector: str, metric: str, datasets: Sequence[str]
-) -> ResultRow | None:
-    """Return the unweighted mean over datasets as a row without an interval.
-
-    Returns:
-      None if a dataset was not measured; a row without value, with its reason, if one
-      is undefined.
-    """
-    rows = [table.find(detector=detector, metric=metric, dataset=d) for d in datasets]
-    if not rows or None in rows:
-        return None
-    undefined = [row.dataset for row in rows if row.value is None]
-    return msgspec.structs.replace(
-        rows[0],
-        dataset=MACRO,
-        value=None if undefined else sum(row.value for row in rows) / len(rows),
-        ci_low=None,
-        ci_high=None,
-        n=sum(row.n for row in rows),
-        n_failed=sum(row.n_failed for row in rows),
-        reason=f"undefined on {', '.join(undefined)}" if undefined else None,
-    )
 
 
 ALWAYS = ("evaluate", "control")
