@@ -130,11 +130,7 @@ def _attend(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(query, key, mask, scale, softcap, s_aux)
     reading, n_tokens = _active.get(), query.shape[2]
-    if key.shape[2] > n_tokens:  # of a beginning that was run before
-        reading.read(module.layer_idx, call, None)
-        tensors, options = (query, key, value, mask), {**kwargs, "scaling": scale}
-        return sdpa_attention_forward(module, *tensors, **options)[0], None
-    is_shared = _is_exact(query)
+    is_shared = _is_exact(query) and (reading.attends_to_cache or not call.n_cached)
     attended = reading.read(module.layer_idx, call, value if is_shared else None)
     n_fused = reading.rows[0] if is_shared else n_tokens
     if n_fused == 0:
@@ -161,7 +157,8 @@ def _plain_attention(
       `[n_examples, n_tokens, n_heads, d_head]` in the value's dtype.
     """
     n_examples, n_heads, n_tokens = call.shape
-    value = value[:, :, :n_tokens]
+    n_keys = call.n_cached + n_tokens
+    value = value[:, :, :n_keys]
     options = {**kwargs, "scaling": call.scaling}
     if call.softcap is None and call.sinks is None:
         tensors = call.query, call.key, value, call.mask
@@ -172,13 +169,13 @@ def _plain_attention(
         eager(
             module,
             call.query[:, :, start:stop],
-            call.key[:, :, :stop],
-            value[:, :, :stop],
+            call.key[:, :, : call.n_cached + stop],
+            value[:, :, : call.n_cached + stop],
             call.added(start, stop),
             **options,
         )[0]
         for start, stop in row_chunks(
-            (0, n_tokens), n_examples * n_heads * n_tokens, budget
+            (0, n_tokens), n_examples * n_heads * n_keys, budget
         )
     ]
     return torch.cat(chunks, dim=1)

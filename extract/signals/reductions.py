@@ -14,7 +14,13 @@ from beatrice.extract.signals.span_sums import (
 
 
 class AttentionReading(abc.ABC):
-    """What one forward's attention is reduced to, filled layer by layer."""
+    """What one forward's attention is reduced to, filled layer by layer.
+
+    Attributes:
+      attends_to_cache: whether `reduce` attends where keys come out of a cache too.
+    """
+
+    attends_to_cache = False
 
     def __init__(
         self,

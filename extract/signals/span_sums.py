@@ -26,9 +26,10 @@ class AttentionCall:
 
     Attributes:
       query: `[n_examples, n_heads, n_tokens, d_head]`.
-      key: `[n_examples, n_kv_heads, n_tokens, d_head]`; query head h uses the kv
-        head `h // (n_heads / n_kv_heads)`.
-      mask: None (causal), or `[n_examples | 1, n_heads | 1, n_tokens, n_tokens]`: bool,
+      key: `[n_examples, n_kv_heads, n_keys, d_head]`; query head h uses the kv head
+        `h // (n_heads / n_kv_heads)`. The last `n_tokens` keys are the queries' own,
+        those before them come out of a cache.
+      mask: None (causal), or `[n_examples | 1, n_heads | 1, n_tokens, n_keys]`: bool,
         True = visible, or what is added to the scaled logits, hugely negative for what
         is invisible (Falcon's alibi).
       scaling: multiplies the logits.
@@ -50,6 +51,11 @@ class AttentionCall:
         return self.query.shape[0], self.query.shape[1], self.query.shape[2]
 
     @property
+    def n_cached(self) -> int:
+        """Return how many keys stand before the queries' own."""
+        return self.key.shape[2] - self.query.shape[2]
+
+    @property
     def device(self) -> torch.device:
         """Return where the model computes."""
         return self.query.device
@@ -61,12 +67,12 @@ class AttentionCall:
 
     def first(self, n_tokens: int) -> "AttentionCall":
         """Return the call cut to the first tokens."""
-        mask = self.mask
+        mask, n_keys = self.mask, self.n_cached + n_tokens
         return dataclasses.replace(
             self,
             query=self.query[:, :, :n_tokens],
-            key=self.key[:, :, :n_tokens],
-            mask=None if mask is None else mask[:, :, :n_tokens, :n_tokens],
+            key=self.key[:, :, :n_keys],
+            mask=None if mask is None else mask[:, :, :n_tokens, :n_keys],
         )
 
     def logits(
@@ -77,7 +83,7 @@ class AttentionCall:
     ) -> torch.Tensor:
         """Return the attention logits of the rows `[start, stop)`, in float32.
 
-        Keys from `stop` on are invisible to all these rows and left out.
+        Keys behind that of the last row are invisible to all and left out.
 
         Args:
           start: first row.
@@ -85,20 +91,20 @@ class AttentionCall:
           out: a flat buffer to write to; None makes a new tensor.
 
         Returns:
-          `[n_examples, n_heads, stop - start, stop]`; invisible keys are hugely
-          negative.
+          `[n_examples, n_heads, stop - start, n_cached + stop]`; invisible keys are
+          hugely negative.
         """
         n_examples, n_heads, _, d_head = self.query.shape
-        n_kv_heads = self.key.shape[1]
+        n_kv_heads, n_keys = self.key.shape[1], self.n_cached + stop
         query = self.query[:, :, start:stop].float() * self.scaling
         query = query.reshape(n_examples, n_kv_heads, -1, d_head)
         # Upcast before the product: logits rounded to bf16 move weights by percents.
-        keys = self.key.float()[:, :, :stop].mT
+        keys = self.key.float()[:, :, :n_keys].mT
         if out is not None:
-            out = out[: query.shape[2] * query.shape[1] * n_examples * stop]
-            out = out.view(n_examples, n_kv_heads, -1, stop)
+            out = out[: query.shape[2] * query.shape[1] * n_examples * n_keys]
+            out = out.view(n_examples, n_kv_heads, -1, n_keys)
         logits = torch.matmul(query, keys, out=out)
-        logits = logits.view(n_examples, n_heads, stop - start, stop)
+        logits = logits.view(n_examples, n_heads, stop - start, n_keys)
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         self._hide(logits, start, stop)
@@ -106,7 +112,8 @@ class AttentionCall:
 
     def added(self, start: int, stop: int) -> torch.Tensor:
         """Return the mask of the rows `[start, stop)` as what eager attention adds."""
-        rows = torch.zeros((1, 1, stop - start, stop), device=self.device)
+        shape = (1, 1, stop - start, self.n_cached + stop)
+        rows = torch.zeros(shape, device=self.device)
         if self.mask is not None:
             rows = rows.expand(*self.mask.shape[:2], -1, -1).contiguous()
         self._hide(rows, start, stop)
@@ -134,7 +141,7 @@ class AttentionCall:
     def _hide(self, logits: torch.Tensor, start: int, stop: int) -> None:
         """Overwrite the logits of keys that the rows `[start, stop)` do not see."""
         if self.mask is not None:
-            mask = self.mask[:, :, start:stop, :stop]
+            mask = self.mask[:, :, start:stop, : self.n_cached + stop]
             if mask.dtype == torch.bool:
                 logits.masked_fill_(mask.logical_not(), _HIDDEN)
             else:
@@ -142,7 +149,7 @@ class AttentionCall:
             return
         rows = torch.arange(stop - start, device=logits.device)
         # Every row sees all keys before the first row.
-        logits[..., start:].masked_fill_(rows > rows[:, None], _HIDDEN)
+        logits[..., self.n_cached + start :].masked_fill_(rows > rows[:, None], _HIDDEN)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +166,11 @@ class AttentionMap:
     def shape(self) -> tuple[int, int, int]:
         """Return n_examples, n_heads, n_tokens."""
         return self.map.shape[0], self.map.shape[1], self.map.shape[2]
+
+    @property
+    def n_cached(self) -> int:
+        """Return 0: a map is of whole sequences."""
+        return 0
 
     @property
     def device(self) -> torch.device:
@@ -204,39 +216,52 @@ def _attended(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return grouped.view(n_examples, n_heads, n_rows, -1).transpose(1, 2)
 
 
-def _read_rows(
+def span_sums(
     call: AttentionCall | AttentionMap,
-    members: torch.Tensor,
+    key_members: torch.Tensor,
+    row_members: torch.Tensor,
     rows: tuple[int, int],
     budget: int,
     value: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Sum a and a log a by span, along rows and along columns; attend if wanted.
 
+    Args:
+      call: as in `span_readings`; its keys may be more than its rows.
+      key_members: `[n_examples, 2, n_keys]` bool, keys in context and question.
+      row_members: `[n_examples, 2, n_tokens]` bool, rows in question and answer.
+      rows: `[start, stop)` of the rows that are read, up to the last.
+      budget: as in `span_readings`.
+      value: likewise.
+
     Returns:
       `[2 (a, a log a), n_examples, n_heads, 2, n_tokens]` of every row over the keys in
-      (context, question); the same of every key over the rows in (question, answer);
-      and `[n_examples, n_rows, n_heads, d_head]`, or None where it is not wanted.
+      (context, question); `[…, n_keys]` of every key over the rows in (question,
+      answer); and `[n_examples, n_rows, n_heads, d_head]`, or None where it is not
+      wanted.
     """
     call = call.prepared()
     n_examples, n_heads, n_tokens = call.shape
-    sums = torch.zeros((2, 2, n_examples, n_heads, 2, n_tokens), device=call.device)
+    n_keys = call.n_cached + n_tokens
+    sums = (2, n_examples, n_heads, 2)
+    by_row = torch.zeros((*sums, n_tokens), device=call.device)
+    by_key = torch.zeros((*sums, n_keys), device=call.device)
     attended = None
     if value is not None:
         value = value.contiguous()
         shape = n_examples, rows[1] - rows[0], n_heads, value.shape[-1]
         attended = value.new_empty(shape)
-    by_row, by_key = sums
-    in_key_span = members[:, None, :2].float()
-    in_row_span = members[:, None, 1:].float()
-    per_row = n_examples * n_heads * n_tokens
+    in_key_span = key_members[:, None].float()
+    in_row_span = row_members[:, None].float()
+    per_row = n_examples * n_heads * n_keys
     chunks = list(row_chunks(rows, per_row, budget))
     size = max((stop - start for start, stop in chunks), default=0) * per_row
     # Reused by every chunk: fresh pages cost more than the sums on a CPU.
     buffers = torch.empty((2, size), device=call.device)
     for start, stop in chunks:
         pair = call.weights_and_terms(start, stop, buffers)
-        is_key, is_row = in_key_span[..., :stop], in_row_span[..., start:stop]
+        n_seen = call.n_cached + stop
+        is_key, is_row = in_key_span[..., :n_seen], in_row_span[..., start:stop]
         at = slice(start - rows[0], stop - rows[0])
         # Every product is a batch over heads, so that a core finds in its own cache
         # what it wrote: one product over both kinds would hand one kind to each core,
@@ -244,7 +269,7 @@ def _read_rows(
         for kind, values in enumerate(pair):
             # The skinny operand comes first: the other order is six times slower.
             by_row[kind, ..., start:stop] = is_key @ values.mT
-            by_key[kind, ..., :stop] += is_row @ values
+            by_key[kind, ..., :n_seen] += is_row @ values
         if value is not None:
             attended[:, at] = _attended(pair[0], value)
     return by_row, by_key, attended
@@ -273,7 +298,25 @@ def span_readings(
       Partners are the two other spans in the order context, question, answer. Tokens
       of no span, and empty or unseen partners, read zero.
     """
-    by_row, by_key, attended = _read_rows(call, members, rows, budget, value)
+    by_row, by_key, attended = span_sums(
+        call, members[:, :2], members[:, 1:], rows, budget, value
+    )
+    return entropies_and_masses(by_row, by_key, members), attended
+
+
+def entropies_and_masses(
+    by_row: torch.Tensor, by_key: torch.Tensor, members: torch.Tensor
+) -> torch.Tensor:
+    """Turn the sums of a whole sequence into its readings.
+
+    Args:
+      by_row: `[2, n_examples, n_heads, 2, n_tokens]`, see `span_sums`.
+      by_key: likewise.
+      members: as in `span_readings`.
+
+    Returns:
+      `[n_examples, n_tokens, 2, 2, n_heads]`, see `span_readings`.
+    """
     to_context, to_question = _entropy_and_mass(*by_row).unbind(2)
     from_question, from_answer = _entropy_and_mass(*by_key).unbind(2)
     in_context, in_question, in_answer = members[:, :, None, :, None].unbind(1)
@@ -282,4 +325,4 @@ def span_readings(
     in_any = in_context | in_question | in_answer
     # [n_examples, n_heads, n_tokens, 2 (entropy, mass), 2 (partner)]
     both = torch.stack([first, second], dim=-1) * in_any[..., None]
-    return both.permute(0, 2, 4, 3, 1), attended
+    return both.permute(0, 2, 4, 3, 1)
