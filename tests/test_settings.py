@@ -10,7 +10,7 @@ from beatrice.benchmarks.baselines.stage import BASELINES_PRESETS
 from beatrice.cli import CHAIN, VERBS
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.generate.requests import ANSWER_PRESETS
-from beatrice.extract.label.verdicts import LABEL_PRESETS
+from beatrice.extract.label.labels import LABEL_PRESETS
 from beatrice.extract.run.directory import (
     PRESETS,
     NewRun,

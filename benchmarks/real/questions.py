@@ -5,9 +5,9 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from beatrice.extract.datasets.config import Context, Role
+from beatrice.extract.datasets.building import is_usable
 from beatrice.extract.datasets.loading import Loaded, open_dataset
-from beatrice.extract.datasets.pools import is_usable
+from beatrice.extract.datasets.splits import Context, Role
 
 
 class Wanted(NamedTuple):

@@ -27,8 +27,8 @@ from beatrice.benchmarks.retrieved.questions import (
 )
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.generate.stage import ANSWER, answer_config, load_tokenizer_only
+from beatrice.extract.label.labels import LABEL_PRESETS
 from beatrice.extract.label.stage import LABEL
-from beatrice.extract.label.verdicts import LABEL_PRESETS
 from beatrice.extract.records import (
     SETTINGS,
     Answer,

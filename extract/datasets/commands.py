@@ -12,7 +12,6 @@ from typing import Any
 
 import click
 
-from beatrice.extract.datasets.config import BuildConfig, Source
 from beatrice.extract.datasets.options import (
     SetName,
     asking_options,
@@ -23,6 +22,7 @@ from beatrice.extract.datasets.options import (
     stop_strings,
     take_files,
 )
+from beatrice.extract.datasets.splits import BuildConfig, Source
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import splits_file
 from beatrice.extract.run.directory import NewRun, RunDir, manifest_file
@@ -186,7 +186,7 @@ def data(run_dir: Path | None, **options: Any) -> None:
 
 def _inspect(path: Path, options: Mapping[str, Any]) -> None:
     """Print what a file is; raise if it or a record is refused."""
-    from beatrice.extract.datasets.inspection import inspect_file
+    from beatrice.extract.datasets.loading import inspect_file
 
     report = inspect_file(
         path, dataset=options["dataset"], evidence=options["evidence"]
@@ -237,8 +237,7 @@ def make_run(
     import dataclasses
 
     from beatrice.extract.backbone.names import EMBEDDED, BackboneConfig, default_dtype
-    from beatrice.extract.datasets.building import data_config
-    from beatrice.extract.datasets.pools import with_contexts_of_files
+    from beatrice.extract.datasets.building import data_config, with_contexts_of_files
     from beatrice.extract.generate.options import check_backbone
     from beatrice.extract.generate.requests import ANSWER_PRESETS
     from beatrice.extract.run.console import Progress

@@ -6,10 +6,12 @@ What cannot be had is a ValueError; its text is why the record is refused.
 import ast
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+
+from beatrice.extract.records import Passage
 
 T = TypeVar("T")
 Record = Mapping[str, Any]  # as it lies in a file
@@ -191,3 +193,221 @@ def _answers_of_text(value: Any, name: str) -> Any:
 def has_answers(record: Record) -> bool:
     """Tell whether any known name of an answer field is there."""
     return any(name in record for name in _IN_ORDER)
+
+
+_BODIES = ("sentences", "content", "text", "paragraph_text", "contents")
+_TEXTS = ("text", "paragraph_text", "contents", "content")
+# A list or an object as text; "[1] It is said" and "{{cite}}" are passages.
+_IN_JSON = re.compile(r"""\s*(\[\s*(\[?\s*['"]|\{|\]\s*$)|\{\s*['"}])""")
+_MARKS = ("is_supporting", "isgold")
+# Names under which a record keeps passages, whoever wrote it.
+_HOLDERS = ("paragraphs", "ctxs", "context", "contexts", "passages", "documents",
+            "positive_ctxs", "positive_passages")  # fmt: skip
+
+
+def is_list_of_objects(value: Any) -> bool:
+    """Tell whether a value is a list whose first entry is an object."""
+    return isinstance(value, Sequence) and bool(value) and isinstance(value[0], dict)
+
+
+def is_titled(value: Any) -> bool:
+    """Tell whether a context is of titled sentences, in one of their layouts."""
+    if isinstance(value, list) and value:
+        value = value[0]
+        if isinstance(value, list):
+            is_pair = len(value) == 2 and isinstance(value[1], list)
+            return is_pair and isinstance(value[0], str)
+    return isinstance(value, dict) and (
+        "title" in value and bool({"sentences", "content"} & value.keys())
+    )
+
+
+def _object_pairs(items: Sequence[Any], name: str, second: tuple[str, ...]) -> Any:
+    """Return the pairs of a list of objects; a text stands for its one sentence."""
+    pairs = []
+    for i, item in enumerate(items):
+        key = next((key for key in second if key in item), None)
+        if "title" not in item or key is None:
+            raise ValueError(
+                f"{f'{name}[{i}]'!r}: expected an object with 'title' and {second[0]!r}"
+            )
+        is_text = second is _BODIES and isinstance(item[key], str)
+        pairs.append((item["title"], [item[key]] if is_text else item[key]))
+    return pairs
+
+
+def _pairs(value: Any, name: str, second: tuple[str, ...]) -> Sequence[Sequence[Any]]:
+    """Return the pairs of a list of pairs, of objects, or of an object of two lists."""
+    value = unfold(value, name)
+    if value is None:
+        raise ValueError(f"{name!r} is null")
+    if isinstance(value, dict):
+        key = next((key for key in second if key in value), second[0])
+        columns = value.get("title"), value.get(key)
+        if not all(isinstance(column, list) for column in columns):
+            raise ValueError(f"{name!r}: expected the lists 'title' and {key!r}")
+        if len(columns[0]) != len(columns[1]):
+            raise ValueError(
+                f"{name!r}: {len(columns[0])} titles but {len(columns[1])} {key}"
+            )
+        return list(zip(*columns, strict=True))
+    kinds = {type(item) for item in expect(value, list, name)}
+    if kinds == {list} and {len(item) for item in value} == {2}:
+        return value  # nearly every record; told faster than item by item
+    if kinds == {dict}:
+        return _object_pairs(value, name, second)
+    for i, item in enumerate(value):
+        if not isinstance(item, list) or len(item) != 2:
+            raise ValueError(
+                f"{f'{name}[{i}]'!r}: expected a pair of title and {second[0]}, found "
+                f"{kind_of(item)}"
+            )
+    return value
+
+
+def _joined(sentences: Sequence[str]) -> str:
+    """Return a paragraph; HotpotQA's sentences bring their spaces, 2Wiki's do not."""
+    if len(sentences) < 2 or sentences[1][:1].isspace():  # nearly every paragraph
+        return "".join(sentences).strip()
+    if any(sentence[:1].isspace() for sentence in sentences[2:]):
+        return "".join(sentences).strip()
+    return " ".join(sentence for sentence in sentences if sentence).strip()
+
+
+def supporting_titles(value: Any) -> list[str]:
+    """Return the gold titles in order, each once.
+
+    The sentence numbers beside them are not used: published files hold some that are
+    out of range.
+    """
+    titles = {}
+    for i, (title, _) in enumerate(_pairs(value, "supporting_facts", ("sent_id",))):
+        if not isinstance(title, str):
+            raise ValueError(
+                f"'supporting_facts[{i}]': expected a title, found {kind_of(title)}"
+            )
+        titles[title] = None
+    return list(titles)
+
+
+def read_context(value: Any, gold_titles: Sequence[str]) -> tuple[Passage, ...]:
+    """Return the paragraphs; those under a gold title are supporting."""
+    passages = []
+    for i, (title, sentences) in enumerate(_pairs(value, "context", _BODIES)):
+        if not (isinstance(title, str) and isinstance(sentences, list)):
+            raise ValueError(
+                f"'context[{i}]': expected a title and a list of sentences, found "
+                f"{kind_of(title)} and {kind_of(sentences)}"
+            )
+        try:
+            body = _joined(sentences)
+        except (TypeError, AttributeError):
+            raise ValueError(
+                f"'context[{i}]': expected sentences as texts, found another type"
+            ) from None
+        is_gold = title in gold_titles
+        passages.append(Passage(title=title, text=body, is_supporting=is_gold))
+    if not passages:
+        raise ValueError("'context' holds no paragraph")
+    return tuple(passages)
+
+
+def _body(item: Record, within: str) -> str:
+    """Return the text of a passage; it may be empty, and is then left out later."""
+    name = next((name for name in _TEXTS if name in item), _TEXTS[0])
+    return "" if item.get(name) == "" else text(item, name, within=within)
+
+
+def _passage(item: Any, name: str, is_supporting: bool | None) -> Passage:
+    """Return a passage of an object, or of a text, which has no title and no mark."""
+    if isinstance(item, str):
+        return Passage(title="", text=item.strip(), is_supporting=bool(is_supporting))
+    item, within = expect(item, dict, name), f"{name}."
+    title = "" if item.get("title") is None else item["title"]
+    title = expect(title, str, f"{within}title").strip()
+    body = _body(item, within)
+    if is_supporting is None:
+        mark = next((name for name in _MARKS if name in item), None)
+        is_supporting = mark is not None and expect(item[mark], bool, within + mark)
+    return Passage(title=title, text=body, is_supporting=is_supporting)
+
+
+def titled_passages(
+    record: Record, key: str, *, is_supporting: bool | None = None
+) -> tuple[Passage, ...]:
+    """Return the passages of a field: a list of objects with a title and a text.
+
+    Plain texts may stand for objects, one text for a list, and JSON for either, as a
+    cell of a table has it. Nothing but white space is no passage.
+
+    Args:
+      record: an object.
+      key: the field.
+      is_supporting: the same for all; None believes the file's own marks.
+    """
+    value = _unfolded(required(record, key), key)
+    return tuple(
+        _passage(item, f"{key}[{i}]", is_supporting)
+        for i, item in enumerate(expect(value, list, key))
+    )
+
+
+def _unfolded(value: Any, name: str) -> Any:
+    """Return a text as the list that it holds, or of which it is the one passage."""
+    if not isinstance(value, str):
+        return value
+    if _IN_JSON.match(value):
+        return unfold(value, name)
+    return [value] if value.strip() else []
+
+
+def marked_passages(record: Record, key: str) -> tuple[Passage, ...]:
+    """Return the same where every passage must have its title and its mark."""
+    passages = tuple(
+        Passage(
+            is_supporting=expect(
+                item.get("is_supporting"), bool, f"{key}[{i}].is_supporting"
+            ),
+            title=expect(item.get("title"), str, f"{key}[{i}].title"),
+            text=_body(item, f"{key}[{i}]."),
+        )
+        for i, item in enumerate(objects(record, key))
+    )
+    if not passages:
+        raise ValueError(f"{key!r} is an empty list")
+    return passages
+
+
+def any_passages(record: Record) -> tuple[Passage, ...]:
+    """Return the passages under whichever of their names holds texts.
+
+    What no layout reads under such a name is refused by `check_no_passages`.
+    """
+    for name in _HOLDERS:
+        value = _unfolded(record.get(name), name)
+        first = value[0] if isinstance(value, list) and value else None
+        has_text = isinstance(first, dict) and not first.keys().isdisjoint(_TEXTS)
+        if has_text or isinstance(first, str):
+            return titled_passages({name: value}, name)
+    return ()
+
+
+def check_no_passages(record: Record, *, within: str = "") -> None:
+    """Refuse a record whose passages no reader understood: they would be lost.
+
+    Args:
+      record: became a question without passages.
+      within: begins the message, where the record lies inside another.
+    """
+    for name in _HOLDERS:
+        value = record.get(name)
+        if not value or (isinstance(value, str) and not value.strip()):
+            continue
+        what = kind_of(value)
+        if isinstance(value, list):
+            what = f"a list that begins with {kind_of(value[0])}"
+        raise ValueError(
+            f"{within}{name!r}: expected passages as a list of texts, or of objects "
+            f"with 'title' and 'text', found {what}; convert them, or take the field "
+            "out to read the question without passages"
+        )

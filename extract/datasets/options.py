@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from beatrice.extract.datasets.config import A_NAME
+from beatrice.extract.datasets.splits import A_NAME
 from beatrice.extract.records import is_safe_name
 from beatrice.extract.run.verbs import SEED, SETTINGS_OPTION, preset_option
 
 if TYPE_CHECKING:
-    from beatrice.extract.datasets.config import BuildConfig, Source
+    from beatrice.extract.datasets.splits import BuildConfig, Source
     from beatrice.extract.generate.templates import PromptConfig
 
 _CONTEXTS = ("supporting", "first", "all", "none")
@@ -254,14 +254,14 @@ def take_files(given: dict[str, Any]) -> list[tuple[str, str, Path]]:
 
 def sources_of(files: list[tuple[str, str, Path]]) -> "list[Source]":
     """Return the files with what they are for."""
-    from beatrice.extract.datasets.config import Source
+    from beatrice.extract.datasets.splits import Source
 
     return [Source(dataset=name, role=role, path=path) for role, name, path in files]
 
 
 def build_config(options: dict[str, Any]) -> "BuildConfig":
     """Return what is to be built."""
-    from beatrice.extract.datasets.config import (
+    from beatrice.extract.datasets.splits import (
         HELD_OUT_SIZES,
         BuildConfig,
         SplitConfig,

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from beatrice.extract.generate.requests import variants_of
-from beatrice.extract.label.rubrics import RUBRICS, Rubric
-from beatrice.extract.label.verdicts import exact_match, parse_verdict
+from beatrice.extract.label.judges import RUBRICS, Rubric, parse_verdict
+from beatrice.extract.label.labels import exact_match
 from beatrice.extract.records import Answer, Example, Label
 from beatrice.extract.run.files import write_text_atomic
 

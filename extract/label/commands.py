@@ -90,7 +90,7 @@ def rewrite(
     http://localhost:8000/v1
     """
     from beatrice.extract.generate.stage import answer_config
-    from beatrice.extract.label.rewriter import RewriteConfig
+    from beatrice.extract.label.rewrite import RewriteConfig
     from beatrice.extract.label.stage import (
         forecast_rewrites,
         rewrite_counts,

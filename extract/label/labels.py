@@ -1,14 +1,12 @@
 """Labels of answers: by comparison with golds, by a judge, or from a person's file."""
 
+import collections
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
-import numpy as np
-
-from beatrice.extract.label.verdicts import RULES, Match, contains_gold, exact_match
 from beatrice.extract.records import (
     SETTINGS,
     Answer,
@@ -19,9 +17,63 @@ from beatrice.extract.records import (
     Split,
     Variant,
     from_json,
+    normalise,
     text_key,
 )
 from beatrice.extract.run.console import Update
+from beatrice.extract.run.directory import Preset
+
+Match = Literal["exact", "containment"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LabelConfig:
+    """The run's section `label`: how an answer is compared with golds, unjudged."""
+
+    match: Match = "exact"  # or "containment": a gold somewhere in the answer will do
+
+
+LABEL_PRESETS: dict[Preset, LabelConfig] = dict.fromkeys(
+    get_args(Preset), LabelConfig()
+)
+RULES: dict[Match, str] = {"exact": "exact match", "containment": "containment"}
+
+
+_CLOSED = ("yes", "no", "noanswer")
+
+
+def exact_match(answer: str, golds: Sequence[str]) -> bool:
+    """Return whether the normalised answer is one of the normalised golds."""
+    return normalise(answer) in {normalise(gold) for gold in golds}
+
+
+def contains_gold(answer: str, golds: Sequence[str]) -> bool:
+    """Return whether the normalised answer is a gold, or has one in it.
+
+    Whole words, unlike FlashRAG's "acc", by which "no" is in "unknown" and "1" in "10".
+    A gold of which nothing is left, as of "The", is in no answer.
+    """
+    text = f" {normalise(answer)} "
+    found = (normalise(gold) for gold in golds)
+    return exact_match(answer, golds) or any(g and f" {g} " in text for g in found)
+
+
+def token_f1(answer: str, golds: Sequence[str]) -> float:
+    """Return the best token F1 against any gold, after normalising both.
+
+    As in HotpotQA's script and FlashRAG: yes, no and noanswer have nothing in common
+    with longer texts, and two texts of which nothing is left score 0.
+    """
+    return max(_pair_f1(normalise(answer), normalise(gold)) for gold in golds)
+
+
+def _pair_f1(answer: str, gold: str) -> float:
+    if answer != gold and (answer in _CLOSED or gold in _CLOSED):
+        return 0.0
+    words, wanted = answer.split(), gold.split()
+    common = sum((collections.Counter(words) & collections.Counter(wanted)).values())
+    return 2 * common / (len(words) + len(wanted)) if common else 0.0
+
 
 # A judge of labels: True, False, or None where it cannot decide.
 Judge = Callable[[Example, Answer], bool | None]
@@ -116,6 +168,8 @@ def label_with(
             "judge: expected a function of a question and an answer, found "
             f"{type(judge).__name__}"
         )
+    import numpy as np  # here, since whoever reads labels needs none
+
     name = name or getattr(judge, "__name__", type(judge).__name__)
     pairs, labels = pair_answers(answers, examples), []
     for number, (example, answer) in enumerate(pairs, start=1):

@@ -22,18 +22,28 @@ from beatrice.extract.label.audit import (
     read_annotations,
     write_sample,
 )
-from beatrice.extract.label.judges import ConsensusConfig, judge_answers
+from beatrice.extract.label.judges import (
+    RUBRICS,
+    ConsensusConfig,
+    Rubric,
+    judge_answers,
+)
 from beatrice.extract.label.labels import (
+    LABEL_PRESETS,
+    RULES,
+    LabelConfig,
+    Match,
     class_counts,
     import_labels,
     label_by_match,
     label_with,
     shares_in_words,
 )
-from beatrice.extract.label.rewrite import count_rewrites
-from beatrice.extract.label.rewriter import RewriteConfig, rewrite_contexts
-from beatrice.extract.label.rubrics import RUBRICS, Rubric
-from beatrice.extract.label.verdicts import LABEL_PRESETS, RULES, LabelConfig, Match
+from beatrice.extract.label.rewrite import (
+    RewriteConfig,
+    count_rewrites,
+    rewrite_contexts,
+)
 from beatrice.extract.plugs import load_plug
 from beatrice.extract.records import Answer, Example, Label, read_records, write_lines
 from beatrice.extract.run.console import Progress, Update

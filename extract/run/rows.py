@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from beatrice.extract.label.verdicts import LABEL_PRESETS, RULES
+from beatrice.extract.label.labels import LABEL_PRESETS, RULES
 from beatrice.extract.records import Record, read_records
 from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import RunDir

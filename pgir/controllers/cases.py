@@ -4,7 +4,7 @@ import collections
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from beatrice.extract.label.verdicts import exact_match
+from beatrice.extract.label.labels import exact_match
 from beatrice.extract.records import Example
 from beatrice.pgir.controllers.calls import Call
 from beatrice.pgir.controllers.policy import Decision, Draft, Policy, Traced, decide

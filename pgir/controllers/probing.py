@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from beatrice.extract.generate.requests import plan_batches
-from beatrice.extract.label.verdicts import contains_gold
+from beatrice.extract.label.labels import contains_gold
 from beatrice.extract.records import Example
 from beatrice.extract.signals.plan import sequence_of
 from beatrice.extract.signals.reader import SignalReader

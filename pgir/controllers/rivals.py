@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from beatrice.extract.label.verdicts import exact_match, token_f1
+from beatrice.extract.label.labels import exact_match, token_f1
 from beatrice.extract.records import Example
 from beatrice.extract.run.rows import DIFFERENCE, MACRO, ResultRow
 from beatrice.jaxprobe.evaluation import difference_row

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from beatrice.extract.label.verdicts import exact_match
+from beatrice.extract.label.labels import exact_match
 from beatrice.extract.records import Example, Setting
 from beatrice.extract.run.console import Update
 from beatrice.extract.store.read import FeatureStore

@@ -18,9 +18,9 @@ from typing import Any, overload
 import msgspec
 import numpy as np
 
-from beatrice.extract.datasets.files.streams import RecordStream
 from beatrice.extract.datasets.loading import FileRefused, Loaded, open_dataset
-from beatrice.extract.datasets.readers.question import Question
+from beatrice.extract.datasets.question import Question
+from beatrice.extract.datasets.rows import RecordStream
 from beatrice.extract.records import Passage, Record, read_records, text_key, to_json
 from beatrice.extract.run.files import (
     read_sealed,

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from beatrice.extract.datasets.fields import Record
-from beatrice.extract.datasets.files.kinds import recognise
-from beatrice.extract.datasets.files.streams import RecordStream
 from beatrice.extract.datasets.loading import recognise_record
+from beatrice.extract.datasets.rows import RecordStream, recognise
 from beatrice.extract.records import Passage
 from beatrice.extract.run.files import JsonLines, sha256_json
 from beatrice.pgir.border import as_passages, as_text

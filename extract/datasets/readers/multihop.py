@@ -6,18 +6,16 @@ from beatrice.extract.datasets.fields import (
     Record,
     answers,
     identity,
-    listed,
-    required,
-    text,
-)
-from beatrice.extract.datasets.readers.passages import (
     is_list_of_objects,
     is_titled,
+    listed,
     marked_passages,
     read_context,
+    required,
     supporting_titles,
+    text,
 )
-from beatrice.extract.datasets.readers.question import (
+from beatrice.extract.datasets.question import (
     TWOWIKI_TYPES,
     Format,
     Question,

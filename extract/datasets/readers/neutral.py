@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 from beatrice.extract.datasets import fields
-from beatrice.extract.datasets.fields import Record
-from beatrice.extract.datasets.readers.passages import (
+from beatrice.extract.datasets.fields import (
+    Record,
     any_passages,
     check_no_passages,
     is_list_of_objects,
@@ -19,7 +19,7 @@ from beatrice.extract.datasets.readers.passages import (
     supporting_titles,
     titled_passages,
 )
-from beatrice.extract.datasets.readers.question import (
+from beatrice.extract.datasets.question import (
     Format,
     Question,
     dataset_marked,

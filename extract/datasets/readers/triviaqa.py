@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from beatrice.extract.datasets import fields
 from beatrice.extract.datasets.fields import Record
-from beatrice.extract.datasets.readers.question import Document, Format, Question
+from beatrice.extract.datasets.question import Document, Format, Question
 from beatrice.extract.records import Passage, normalise
 
 N_WORDS = 100  # a passage, as in DPR's psgs_w100

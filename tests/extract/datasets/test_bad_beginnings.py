@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from beatrice.extract.datasets.inspection import inspect_file
+from beatrice.extract.datasets.loading import inspect_file
 from tests.extract.datasets import published as pub
 
 DATA = json.dumps(pub.trivia_file(3))

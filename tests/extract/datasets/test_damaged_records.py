@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from beatrice.extract.datasets.inspection import inspect_file
+from beatrice.extract.datasets.loading import inspect_file
 from tests.extract.datasets import published as pub
 
 JUNK = (

@@ -4,8 +4,12 @@ import json
 
 import pytest
 
-from beatrice.extract.datasets.inspection import inspect_file
-from beatrice.extract.datasets.loading import Loaded, Refusal, open_dataset
+from beatrice.extract.datasets.loading import (
+    Loaded,
+    Refusal,
+    inspect_file,
+    open_dataset,
+)
 from beatrice.extract.records import Passage
 from tests.extract.datasets import published as pub
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from beatrice.extract.datasets.files.json_stream import JsonValues, Window
+from beatrice.extract.datasets.rows import JsonValues, Window
 from tests.extract.datasets.published import hotpot, musique
 
 

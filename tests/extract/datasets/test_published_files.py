@@ -6,8 +6,7 @@ import os
 
 import pytest
 
-from beatrice.extract.datasets.inspection import inspect_file
-from beatrice.extract.datasets.loading import Loaded, open_dataset
+from beatrice.extract.datasets.loading import Loaded, inspect_file, open_dataset
 from tests.extract.datasets import published as pub
 
 

@@ -14,9 +14,8 @@ from click.testing import CliRunner
 
 from beatrice.extract.datasets.building import build_examples
 from beatrice.extract.datasets.commands import data
-from beatrice.extract.datasets.config import BuildConfig, Source, SplitConfig
-from beatrice.extract.datasets.inspection import inspect_file
-from beatrice.extract.datasets.loading import Loaded, open_dataset
+from beatrice.extract.datasets.loading import Loaded, inspect_file, open_dataset
+from beatrice.extract.datasets.splits import BuildConfig, Source, SplitConfig
 from beatrice.extract.records import Passage
 from tests.extract.datasets import published as pub
 

@@ -4,9 +4,8 @@ import csv
 
 import pytest
 
-from beatrice.extract.datasets.inspection import inspect_file
-from beatrice.extract.datasets.loading import open_dataset
-from beatrice.extract.label.verdicts import exact_match
+from beatrice.extract.datasets.loading import inspect_file, open_dataset
+from beatrice.extract.label.labels import exact_match
 from tests.extract.datasets.published import samples
 
 # file: set, records, loaded, with passages, with gold passages

@@ -4,13 +4,16 @@ import random
 import pytest
 
 from beatrice.extract.datasets.building import build_examples, check_folder
-from beatrice.extract.datasets.config import (
+from beatrice.extract.datasets.splits import (
     HELD_OUT_SIZES,
     BuildConfig,
+    Candidate,
     Source,
     SplitConfig,
+    draw_splits,
+    read_splits,
+    seal,
 )
-from beatrice.extract.datasets.splits import Candidate, draw_splits, read_splits, seal
 from beatrice.extract.records import Example, Passage, read_records, text_key
 from tests.extract.datasets import published as pub
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from beatrice.extract.datasets.inspection import inspect_file
-from beatrice.extract.datasets.loading import open_dataset
+from beatrice.extract.datasets.loading import inspect_file, open_dataset
 from tests.extract.datasets import published as pub
 
 

@@ -3,7 +3,7 @@
 import re
 
 from beatrice.extract.generate.generator import Generated
-from beatrice.extract.label.verdicts import exact_match
+from beatrice.extract.label.labels import exact_match
 
 MARKER = re.compile(r"that carry the marker (\S+)\. What stands")
 

@@ -26,7 +26,7 @@ from beatrice.extract.label.audit import (
     read_annotations,
     write_sample,
 )
-from beatrice.extract.label.verdicts import consensus
+from beatrice.extract.label.judges import consensus
 from beatrice.extract.records import SETTINGS, Answer, Example, Label, Passage
 
 

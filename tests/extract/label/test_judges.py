@@ -5,16 +5,17 @@ from transformers import AutoTokenizer
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.generate.replies import Replies
 from beatrice.extract.label.audit import between_judges, join_labels
-from beatrice.extract.label.judges import ConsensusConfig, judge_answers
-from beatrice.extract.label.rubrics import (
+from beatrice.extract.label.judges import (
     RUBRICS,
+    ConsensusConfig,
     Rubric,
+    consensus,
     delimit,
     escape,
+    judge_answers,
     judge_prompt,
     marker_for,
 )
-from beatrice.extract.label.verdicts import consensus
 from beatrice.extract.records import Answer, Example
 from tests.extract.label.scripted import (
     ScriptedGenerator,

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from beatrice.extract.datasets.loading import open_dataset
-from beatrice.extract.label.verdicts import contains_gold, exact_match, token_f1
+from beatrice.extract.label.labels import contains_gold, exact_match, token_f1
 from beatrice.extract.records import normalise
 from tests.extract.datasets.published import samples
 

@@ -2,14 +2,16 @@ import msgspec
 import pytest
 
 from beatrice.extract.generate.replies import Replies
-from beatrice.extract.label.rewrite import count_rewrites, find_additions, with_rewrites
-from beatrice.extract.label.rewriter import (
+from beatrice.extract.label.judges import escape
+from beatrice.extract.label.rewrite import (
     RewriteConfig,
+    count_rewrites,
+    find_additions,
     read_rewrite,
     rewrite_contexts,
     rewrite_prompt,
+    with_rewrites,
 )
-from beatrice.extract.label.rubrics import escape
 from beatrice.extract.records import Example, Passage
 from tests.extract.label.scripted import ScriptedGenerator, fields_of, generated
 from tests.extract.label.strings import INJECTIONS

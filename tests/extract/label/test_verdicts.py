@@ -2,13 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from beatrice.extract.label.labels import label_by_match
-from beatrice.extract.label.verdicts import (
-    consensus,
-    exact_match,
-    parse_verdict,
-    token_f1,
-)
+from beatrice.extract.label.judges import consensus, parse_verdict
+from beatrice.extract.label.labels import exact_match, label_by_match, token_f1
 from beatrice.extract.records import Answer, Example, normalise
 from tests.extract.label.strings import INJECTIONS, LABELLED, REPLIES
 

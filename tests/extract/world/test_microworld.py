@@ -4,7 +4,7 @@ import pytest
 
 from beatrice.extract.world.facts import WorldConfig, make_world
 from beatrice.extract.world.language import BY_NAME, RELATIONS
-from beatrice.extract.world.model import make_tokenizer
+from beatrice.extract.world.model import RowSampler, make_tokenizer
 from beatrice.extract.world.questions import (
     OOD_DATASETS,
     QuestionConfig,
@@ -14,7 +14,6 @@ from beatrice.extract.world.questions import (
     make_examples,
     split_of_subjects,
 )
-from beatrice.extract.world.training_rows import RowSampler
 
 SMALL = WorldConfig(n_people=240, n_books=120, n_strangers=60, n_last_names=200)
 QUESTIONS = QuestionConfig(n_train=300, n_evaluation=90, n_ood=60)

@@ -5,8 +5,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
-from beatrice.extract.datasets.config import Context
 from beatrice.extract.datasets.fields import Record
+from beatrice.extract.datasets.splits import Context
 from beatrice.extract.records import Example, Passage, Split
 
 DatasetName = Literal[

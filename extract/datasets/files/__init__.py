@@ -1,1 +1,0 @@
-"""Files of records: what a file is, by content, and its records, streamed."""
