@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from beatrice.extract.datasets.loading import read_questions
     from beatrice.extract.records import Answer, Example, Label, Passage
     from beatrice.model import LanguageModel
-    from beatrice.pgir.scoring.scorer import Score
+    from beatrice.pgir.scorer import Score
     from beatrice.probe import FitConfig, Probe, fit, load
     from beatrice.signals import Signals
 
@@ -42,7 +42,7 @@ _PLACES = {
     ),
     **dict.fromkeys(("FitConfig", "Probe", "fit", "load"), "beatrice.probe"),
     "LanguageModel": "beatrice.model",
-    "Score": "beatrice.pgir.scoring.scorer",
+    "Score": "beatrice.pgir.scorer",
     "Signals": "beatrice.signals",
     "read_questions": "beatrice.extract.datasets.loading",
 }

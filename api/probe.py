@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     import pandas
 
     from beatrice.model import LanguageModel
-    from beatrice.pgir.scoring.scorer import Score, Scorer
+    from beatrice.pgir.scorer import Score, Scorer
 
 Passes = Signals | Mapping[Setting, Signals]
 Labels = Sequence[bool | None] | Sequence[Label] | np.ndarray
@@ -647,7 +647,7 @@ def _open_scorer(
     """Load the language model that a detector names, or take the one that is given."""
     from beatrice.extract.generate.requests import GenerationConfig
     from beatrice.model import LanguageModel, usual_stop
-    from beatrice.pgir.scoring.scorer import Scorer
+    from beatrice.pgir.scorer import Scorer
 
     provenance = detector.provenance
     if provenance is None:
@@ -699,7 +699,7 @@ def load(
     set_compiler(run.preset)
 
     def open_scorer() -> "Scorer":
-        from beatrice.pgir.scoring.scorer import Scorer
+        from beatrice.pgir.scorer import Scorer
 
         return Scorer.load(folder, **options)
 

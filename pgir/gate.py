@@ -1,12 +1,13 @@
-"""The score as a gate: whether to retrieve, and which answer to keep.
+"""The score as a gate: whether to retrieve, and which answer to keep; and PGIR itself.
 
-`should_retrieve` lets the run's backbone answer closed-book and asks whether that
-answer may stand; `keep` takes that answer and one written with passages, by whoever
-wrote it, and says which is to be returned. The threshold is PGIR's tau where `beatrice
-control` has chosen one, the same that its tables were made with.
+`should_retrieve` lets the backbone answer closed-book and returns whether that answer
+may stand; `keep` takes that answer and one written with passages, by whoever wrote it,
+and returns the better. The threshold is PGIR's tau where `beatrice control` has chosen
+one, the same that its tables were made with. `run_pgir` runs the whole loop, without a
+run directory, over a person's own retriever.
 
-None of FlashRAG, LangGraph and LlamaIndex is imported before its adapter is used, and
-none is needed by this package. Each adapter is short enough to be pasted.
+FlashRAG, LangGraph and LlamaIndex are imported only by their adapters, and this package
+needs none of them. Each adapter is short enough to be pasted.
 """
 
 import dataclasses
@@ -17,9 +18,11 @@ from typing import Any, TypedDict
 
 import msgspec
 
+from beatrice.extract.records import Passage
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import read_json
 from beatrice.pgir.border import (
+    as_count,
     as_passages,
     as_path,
     as_probability,
@@ -27,7 +30,26 @@ from beatrice.pgir.border import (
     as_texts,
     refuse,
 )
-from beatrice.pgir.scoring.scorer import Decision, Scorer
+from beatrice.pgir.controllers.loop import (
+    ControllerConfig,
+    Judge,
+    Policy,
+    Query,
+    Trace,
+    beatrice,
+    decide,
+    drafts,
+    own_judge,
+)
+from beatrice.pgir.controllers.waves import (
+    Answering,
+    DraftJudge,
+    Journal,
+    Waves,
+    open_services,
+)
+from beatrice.pgir.retrievers import OwnRetriever
+from beatrice.pgir.scorer import Decision, Scorer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -301,3 +323,102 @@ def llama_index_engine(gate: Gate, engine: Any) -> Any:
             )
 
     return GatedEngine()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RagAnswer:
+    """What PGIR answers a question.
+
+    Attributes:
+      question: as it was asked.
+      answer: of the draft that is returned; None where a search failed.
+      p_correct: in [0, 1], of that draft; None likewise.
+      is_trusted: whether it reaches the threshold; else it is the best of all drafts.
+      passages: that the model was shown; none for a closed-book draft.
+      n_generations: drafts that were written.
+      error: why there is no answer.
+    """
+
+    question: str
+    answer: str | None = None
+    p_correct: float | None = None
+    is_trusted: bool = False
+    passages: tuple[Passage, ...] = ()
+    n_generations: int = 0
+    error: str | None = None
+
+
+def run_pgir(
+    scorer: Scorer,
+    questions: Sequence[str],
+    retriever: Any,
+    *,
+    threshold: float,
+    budget: int = 2,
+    n_passages: int = 3,
+    query: Query = "draft",
+    judge: DraftJudge | None = None,
+) -> list[RagAnswer]:
+    """Answer questions as PGIR does, in batches (see `pgir.controllers.policy`).
+
+    Args:
+      scorer: of a model and its detector, such as `beatrice.load(run)`.
+      questions: not empty.
+      retriever: one's own, see `OwnRetriever`.
+      threshold: least P of a draft that is returned at once, in (0, 1].
+      budget: most retrievals of a question.
+      n_passages: shown after each retrieval.
+      query: with what is searched, see `ControllerConfig`.
+      judge: of drafts, in the place of the detector: a callable of question, answer
+        and passages that returns P(correct) in [0, 1].
+
+    Raises:
+      ValueError: an argument is of another type, or the retriever or judge fails.
+    """
+    if not isinstance(scorer, Scorer):
+        refuse("scorer", "a Scorer, such as `beatrice.load(run)`", scorer)
+    texts = as_texts(questions, "questions")
+    policy = Policy(
+        threshold=as_probability(threshold, "threshold"),
+        budget=as_count(budget, "budget"),
+    )
+    config = ControllerConfig(
+        n_passages=as_count(n_passages, "n_passages"),
+        max_budget=policy.budget,
+        query=query,
+    )
+    own = OwnRetriever(retriever)
+    answering, journal = Answering(scorer.probed, own.passages), Journal(None, "")
+    services = open_services(answering, own.passages, journal, own)
+    draft_judge: Judge = beatrice
+    if judge is not None:
+        draft_judge = own_judge(services["judge"].add("judge", judge))
+    waves = Waves(services, journal)
+    plans = [
+        drafts(text, config, draft_judge, lambda d: d.p_correct >= policy.threshold)
+        for text in texts
+    ]
+    done = waves.run("pgir", plans)
+    failed = next(iter(waves.failed.values()), None)
+    return [
+        RagAnswer(question=text, error=failed)
+        if one is None
+        else _answer_of(text, one.value, policy, own.passages)
+        for text, one in zip(texts, done, strict=True)
+    ]
+
+
+def _answer_of(
+    question: str, trace: Trace, policy: Policy, passages: Sequence[Passage]
+) -> RagAnswer:
+    """Return what a policy takes of a question's drafts."""
+    decision = decide(trace, policy)
+    draft = trace[decision.round]
+    return RagAnswer(
+        question=question,
+        answer=draft.answer,
+        p_correct=draft.p_correct,
+        is_trusted=decision.is_accepted,
+        passages=tuple(passages[place] for place in draft.passages),
+        n_generations=decision.n_generations,
+    )

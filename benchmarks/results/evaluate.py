@@ -60,7 +60,7 @@ from beatrice.jaxprobe.stage import (
     run_bootstrap,
     run_selection,
 )
-from beatrice.pgir.scoring.page import shown_tokens
+from beatrice.pgir.score_files import shown_tokens
 
 N_BINS = 10
 PAIRS = {

@@ -18,7 +18,7 @@ from beatrice.benchmarks.results.tables import (
     number,
 )
 from beatrice.extract.run.rows import DIFFERENCE, ResultRow, ResultTable
-from beatrice.pgir.controllers.titles import CONTROLLERS
+from beatrice.pgir.controllers import CONTROLLERS
 
 
 def paired_table(rows: Sequence[ResultRow], experiment: str = "paired") -> Table:

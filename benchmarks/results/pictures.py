@@ -12,7 +12,7 @@ from beatrice.benchmarks.results.names import METRIC_LABELS, SETTING_LABELS
 from beatrice.benchmarks.results.tables import controller_rows, macro_row, number
 from beatrice.extract.records import IN_DOMAIN
 from beatrice.extract.run.rows import ResultRow, ResultTable
-from beatrice.pgir.controllers.titles import CONTROLLERS
+from beatrice.pgir.controllers import CONTROLLERS
 
 PerSetting = Mapping[str, Mapping[str, Any]]
 

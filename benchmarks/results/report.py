@@ -67,8 +67,8 @@ from beatrice.benchmarks.results.tables import (
 from beatrice.extract.records import IN_DOMAIN
 from beatrice.extract.run.files import write_text_atomic
 from beatrice.extract.run.rows import MACRO, ResultRow, ResultTable
-from beatrice.pgir.controllers.titles import CONTROLLERS, OPTIONAL
-from beatrice.pgir.scoring.page import P_STEPS
+from beatrice.pgir.controllers import CONTROLLERS, OPTIONAL
+from beatrice.pgir.score_files import P_STEPS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from beatrice.benchmarks.results.names import (
 )
 from beatrice.extract.records import IN_DOMAIN
 from beatrice.extract.run.rows import DIFFERENCE, MACRO, ResultRow, ResultTable
-from beatrice.pgir.controllers.titles import BOUNDS, CONTROLLERS
+from beatrice.pgir.controllers import BOUNDS, CONTROLLERS
 
 METRICS = ("auroc", "auprc")  # of a detector, in the order of a cell
 Rank = Literal["best", "second"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from beatrice.extract.run.verbs import RUN_DIR
-from beatrice.pgir.retrieval.commands import retrieval_options, settle_options
+from beatrice.pgir.commands import retrieval_options, settle_options
 
 if TYPE_CHECKING:
     from beatrice.benchmarks.retrieved.questions import TransferConfig

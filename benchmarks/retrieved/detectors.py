@@ -51,7 +51,7 @@ from beatrice.jaxprobe.fit.grid import grid_members, member_logits
 from beatrice.jaxprobe.fit.stage import EVERY_FAMILY
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.jaxprobe.model.encoder import Encoder
-from beatrice.pgir.retrieval.recall import has_answer
+from beatrice.pgir.corpus import has_answer
 
 EXPERIMENT = "real_retrieval"
 _ROWS_OF_A_KIND = 64  # of the longest rows, which are read by themselves

@@ -11,8 +11,8 @@ from beatrice.extract.datasets.loading import Loaded, open_dataset
 from beatrice.extract.generate.templates import PromptTemplate
 from beatrice.extract.records import Example, Passage, text_key
 from beatrice.extract.run.directory import Preset
-from beatrice.pgir.controllers.services import showable
-from beatrice.pgir.retrieval.retrievers import Retrieval, RetrievalFailed
+from beatrice.pgir.controllers.waves import showable
+from beatrice.pgir.retrievers import Retrieval, RetrievalFailed
 
 Failed = dict[str, str]  # why a question got no passages, by its id
 

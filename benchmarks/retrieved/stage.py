@@ -58,7 +58,7 @@ from beatrice.jaxprobe.stage import (
     grid_config,
     run_bootstrap,
 )
-from beatrice.pgir.retrieval.commands import retrieval_config, retrieval_of
+from beatrice.pgir.controllers.stage import retrieval_config, retrieval_of
 
 NAME = "transfer"
 

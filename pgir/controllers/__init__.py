@@ -1,1 +1,28 @@
-"""When to retrieve, and what to keep: PGIR and its rivals."""
+"""When to retrieve, and what to keep: PGIR and its rivals.
+
+Printed names of controllers and of bounds on them, in the order of the tables.
+"""
+
+CROSS_FIT = "pgir_cross_fit"  # is there only where `control --cross-fit` asks for it
+CONTROLLERS = {
+    "no_rag": "Never retrieve",
+    "vanilla_rag": "Always retrieve once",
+    "draft_rag": "Always retrieve once, draft in the query",
+    "skr": "SKR",
+    "adaptive_rag": "Adaptive-RAG",
+    "dragin": "DRAGIN",
+    "seakr": "SeaKR",
+    "probing_rag": "Probing-RAG",
+    "perplexity_rag": "PGIR's loop, answer perplexity in it",
+    "pgir": "PGIR",
+    CROSS_FIT: "PGIR, τ and B on cross-fitted probabilities",
+    "perplexity_rag_query": "PGIR's loop, perplexity in it, query chosen on validation",
+    "pgir_query": "PGIR, query chosen on validation",
+}
+OPTIONAL = (CROSS_FIT, "pgir_query", "perplexity_rag_query")
+# No controllers: what PGIR would give if a part of it knew the answers.
+BOUNDS = {
+    "perfect_gate": "PGIR, first draft judged without error",
+    "perfect_choice": "PGIR, the kept draft chosen without error",
+    "perfect_judge": "PGIR's drafts, judged without error",
+}

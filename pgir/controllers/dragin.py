@@ -29,7 +29,7 @@ from beatrice.extract.signals.attention import run_reading
 from beatrice.extract.signals.batch import budget_for, pad_batch
 from beatrice.extract.signals.reductions import AttentionReading
 from beatrice.extract.signals.span_sums import AttentionCall, AttentionMap
-from beatrice.pgir.controllers.calls import (
+from beatrice.pgir.controllers.plans import (
     Attended,
     Call,
     Cost,
@@ -38,9 +38,8 @@ from beatrice.pgir.controllers.calls import (
     Words,
     content_words,
 )
-from beatrice.pgir.controllers.services import Answering
 from beatrice.pgir.controllers.session import Session, rival
-from beatrice.pgir.controllers.waves import Journal
+from beatrice.pgir.controllers.waves import Answering, Journal
 
 THETA = 1.0  # 2Wiki, Llama-2-7B-chat
 MOST_QUERY_WORDS = 25  # retrieve_keep_top_k of the same

@@ -24,10 +24,9 @@ from beatrice.extract.label.labels import contains_gold
 from beatrice.extract.records import Example
 from beatrice.extract.signals.plan import sequence_of
 from beatrice.extract.signals.reader import SignalReader
-from beatrice.pgir.controllers.calls import Call, Cost, Plan, Reply, SearchConfig
-from beatrice.pgir.controllers.services import Answering
+from beatrice.pgir.controllers.plans import Call, Cost, Plan, Reply, SearchConfig
 from beatrice.pgir.controllers.session import Session, rival
-from beatrice.pgir.controllers.waves import Journal
+from beatrice.pgir.controllers.waves import Answering, Journal
 
 _DEPTHS = tuple(layer / 18 for layer in (6, 8, 10, 12, 14, 16))  # of Gemma 2B's 18
 _WIDTH, _BATCH, _EPOCHS = 512, 8, 2

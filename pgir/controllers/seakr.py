@@ -19,9 +19,9 @@ from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
 from beatrice.extract.generate.requests import GenerationConfig, plan_batches
 from beatrice.extract.records import Example
 from beatrice.extract.signals.batch import pad_batch
-from beatrice.pgir.controllers.calls import Call, Cost, Plan, SearchConfig
-from beatrice.pgir.controllers.services import Answering
+from beatrice.pgir.controllers.plans import Call, Cost, Plan, SearchConfig
 from beatrice.pgir.controllers.session import Session, rival
+from beatrice.pgir.controllers.waves import Answering
 
 N_DRAWS = 20
 _RIDGE = 1e-3

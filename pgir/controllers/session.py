@@ -20,14 +20,7 @@ from beatrice.extract.records import Example, Setting
 from beatrice.extract.run.console import Update
 from beatrice.extract.store.read import FeatureStore
 from beatrice.jaxprobe.features.rows import Rows
-from beatrice.pgir.controllers.calls import (
-    Done,
-    Plan,
-    best_under_cap,
-    no_rag,
-    vanilla_rag,
-)
-from beatrice.pgir.controllers.policy import (
+from beatrice.pgir.controllers.loop import (
     ControllerConfig,
     Judge,
     Policy,
@@ -40,8 +33,14 @@ from beatrice.pgir.controllers.policy import (
     pgir,
     search_policy,
 )
-from beatrice.pgir.controllers.services import Answering
-from beatrice.pgir.controllers.waves import Waves
+from beatrice.pgir.controllers.plans import (
+    Done,
+    Plan,
+    best_under_cap,
+    no_rag,
+    vanilla_rag,
+)
+from beatrice.pgir.controllers.waves import Answering, Waves
 
 Queries = Literal["paper", "choose", "all"]
 Stores = Mapping[Setting, tuple[FeatureStore, Rows]]

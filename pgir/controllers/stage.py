@@ -29,9 +29,9 @@ from beatrice.jaxprobe.config import set_compiler
 from beatrice.jaxprobe.detector import Detector
 from beatrice.jaxprobe.stage import N_FOLDS, fold_calibrators, open_rows, run_bootstrap
 from beatrice.pgir.bridge import ProbedBackbone
-from beatrice.pgir.controllers.calls import Plan, no_rag, vanilla_rag
-from beatrice.pgir.controllers.cases import make_cases
-from beatrice.pgir.controllers.policy import (
+from beatrice.pgir.controllers import CONTROLLERS, CROSS_FIT
+from beatrice.pgir.controllers.adaptive import question_encoder
+from beatrice.pgir.controllers.loop import (
     ControllerConfig,
     Knows,
     Policy,
@@ -43,8 +43,13 @@ from beatrice.pgir.controllers.policy import (
     recalibrated,
     with_golds,
 )
-from beatrice.pgir.controllers.rivals import control_rows, frontier, seconds_rows
-from beatrice.pgir.controllers.services import JUDGES, Answering, open_services
+from beatrice.pgir.controllers.plans import Plan, no_rag, vanilla_rag
+from beatrice.pgir.controllers.rows import (
+    control_rows,
+    frontier,
+    make_cases,
+    seconds_rows,
+)
 from beatrice.pgir.controllers.session import (
     Queries,
     Recalibrate,
@@ -53,11 +58,20 @@ from beatrice.pgir.controllers.session import (
     question_sets,
     training_questions,
 )
-from beatrice.pgir.controllers.skr import question_encoder
-from beatrice.pgir.controllers.titles import CONTROLLERS, CROSS_FIT
-from beatrice.pgir.controllers.waves import Journal, Waves
-from beatrice.pgir.retrieval.commands import retrieval_of
-from beatrice.pgir.retrieval.retrievers import Retrieval
+from beatrice.pgir.controllers.waves import (
+    JUDGES,
+    Answering,
+    Journal,
+    Waves,
+    open_services,
+)
+from beatrice.pgir.retrievers import (
+    RETRIEVAL_PRESETS,
+    Retrieval,
+    RetrievalConfig,
+    open_retrieval,
+    served_cache,
+)
 
 EVERY_RIVAL: tuple[str, ...] = tuple(all_rivals())
 OWN_JUDGE = "judge:"  # before `module:NAME` of a judge of drafts, among the rivals
@@ -156,6 +170,41 @@ def settle_search(
     if change(held) != held:
         run.reopen_stage("control")
     run.settle("control", CONTROL_PRESETS, change, is_replaceable=True)
+
+
+def retrieval_config(run: RunDir) -> RetrievalConfig:
+    """Return a run's choice; BM25 over its own passages where it made none."""
+    return run.settle("retrieval", RETRIEVAL_PRESETS, is_recorded=False)
+
+
+def settle_retrieval(
+    run: RunDir,
+    change: Callable[[RetrievalConfig], RetrievalConfig],
+    *stages: str,
+) -> None:
+    """Let a run search elsewhere; stages that searched are done again.
+
+    No answer, label or weight of the run itself depends on it.
+    """
+    held = retrieval_config(run)
+    if change(held) != held:
+        for stage in stages:
+            run.reopen_stage(stage)
+    run.settle("retrieval", RETRIEVAL_PRESETS, change, is_replaceable=True)
+
+
+def retrieval_of(
+    run: RunDir, note: Callable[[str], None] = lambda text: None
+) -> Retrieval:
+    """Open the retriever that a run has chosen."""
+    config, searches = retrieval_config(run), run.path / "searches"
+    # Where an earlier version kept a server's replies, and in the way of `transfer`,
+    # whose run that folder is.
+    earlier = run.path / "retrieved" / "served.jsonl"
+    if config.url is not None and earlier.exists():
+        searches.mkdir(exist_ok=True)
+        earlier.replace(served_cache(searches, config.url))
+    return open_retrieval(config, run.passages, searches, note)
 
 
 def _cross_fitted(run: RunDir) -> Recalibrate:

@@ -30,10 +30,14 @@ from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.detector import Detector
 from beatrice.jaxprobe.features.rows import Rows
 from beatrice.jaxprobe.stage import grid_config
-from beatrice.pgir.retrieval.retrievers import Bm25Retriever, Retrieval, RetrievalFailed
-from beatrice.pgir.retrieval.server import RetrievalServer
+from beatrice.pgir.retrievers import (
+    Bm25Retriever,
+    Retrieval,
+    RetrievalFailed,
+    RetrievalServer,
+)
 from tests.extract.small_run import beatrice, questions
-from tests.pgir.retrieval.test_served import serving
+from tests.pgir.test_retrievers import serving
 from tests.process import call
 
 CORPUS = [Passage(title=f"T{i}", text=f"word{i}", is_supporting=True) for i in range(5)]

@@ -6,7 +6,7 @@ from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.generate.requests import GenerationConfig
 from beatrice.pgir.bridge import ProbedBackbone
-from beatrice.pgir.scoring.scorer import Scorer
+from beatrice.pgir.scorer import Scorer
 from tests.pgir.small_detector import make_detector
 
 

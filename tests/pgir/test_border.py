@@ -10,7 +10,7 @@ import pytest
 from beatrice.extract.records import Passage
 from beatrice.pgir.border import as_passages, as_rows
 from beatrice.pgir.gate import FlashRagJudger, Gate
-from beatrice.pgir.scoring.scorer import Scorer
+from beatrice.pgir.scorer import Scorer
 from tests.pgir.small_detector import PASSAGE, QUESTION
 
 ANSWER = "Guzolt Falls"

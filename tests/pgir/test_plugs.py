@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from beatrice.extract.records import Passage
-from beatrice.pgir.controllers.calls import Call
-from beatrice.pgir.controllers.services import Answering, Judging
-from beatrice.pgir.controllers.waves import Journal
-from beatrice.pgir.rag import run_pgir
-from beatrice.pgir.retrieval.retrievers import (
+from beatrice.pgir.controllers.plans import Call
+from beatrice.pgir.controllers.waves import Answering, Journal, Judging
+from beatrice.pgir.gate import run_pgir
+from beatrice.pgir.retrievers import (
     OwnRetriever,
     RetrievalFailed,
     load_retriever,

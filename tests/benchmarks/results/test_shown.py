@@ -2,7 +2,7 @@ import numpy as np
 
 from beatrice.benchmarks.results.shown import choose_answers
 from beatrice.extract.records import Answer
-from beatrice.pgir.scoring.page import shown_tokens
+from beatrice.pgir.score_files import shown_tokens
 
 P = np.array([0.9, 0.1, 0.8, 0.2, 0.9, 0.9, 0.9, 0.4])
 LABELS = np.array([1, 0, 0, 1, 1, 1, 1, 0], bool)

@@ -1,6 +1,6 @@
 """A controller played by hand: its calls are answered by a function."""
 
-from beatrice.pgir.controllers.calls import Reply
+from beatrice.pgir.controllers.plans import Reply
 
 
 def played(plan, serve):

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from beatrice.extract.records import Example
-from beatrice.pgir.controllers.calls import Call, Plan, Reply, SearchConfig
+from beatrice.pgir.controllers.plans import Call, Plan, Reply, SearchConfig
 
 Query = Literal["draft", "question", "question_first", "sure_draft", "fused", "both"]
 _RANK_OFFSET = 60  # of reciprocal ranks (Cormack et al., SIGIR 2009)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from beatrice.pgir.controllers.calls import Call, Cost, Scored
-from beatrice.pgir.controllers.policy import ControllerConfig, drafts
+from beatrice.pgir.controllers.loop import ControllerConfig, drafts
+from beatrice.pgir.controllers.plans import Call, Cost, Scored
 from beatrice.pgir.controllers.waves import Failed, Journal, Waves
-from tests.pgir.controllers.played import played, reply
+from tests.pgir.played import played, reply
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 QUESTIONS = [f"question {i}?" for i in range(7)]
 CONFIG = ControllerConfig(max_budget=2)
 PRICES = {
@@ -173,10 +173,10 @@ from beatrice.extract.records import Example, Passage
 from beatrice.extract.run.rows import write_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from beatrice.pgir.bridge import ProbedBackbone
-from beatrice.pgir.controllers.calls import vanilla_rag
-from beatrice.pgir.controllers.policy import ControllerConfig, QuestionSet
-from beatrice.pgir.controllers.rivals import control_rows
-from beatrice.pgir.controllers.services import Answering, open_services
+from beatrice.pgir.controllers.plans import vanilla_rag
+from beatrice.pgir.controllers.loop import ControllerConfig, QuestionSet
+from beatrice.pgir.controllers.rows import control_rows
+from beatrice.pgir.controllers.waves import Answering, open_services
 from beatrice.pgir.controllers.session import Session
 from beatrice.pgir.controllers.waves import Journal, Waves
 from tests.pgir.small_detector import make_detector

@@ -10,15 +10,27 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from beatrice.extract.records import Passage
-from beatrice.pgir.retrieval.retrievers import (
+from beatrice.extract.records import Passage, write_lines
+from beatrice.extract.run.directory import RunDir
+from beatrice.pgir.commands import settle_options
+from beatrice.pgir.controllers.stage import retrieval_config, retrieval_of
+from beatrice.pgir.corpus import Gold, agreement, gold_recall, has_answer, measure
+from beatrice.pgir.retrievers import (
     Bm25Retriever,
+    FusedRetriever,
+    RetrievalConfig,
     RetrievalFailed,
+    RetrievalServer,
     ServedRetriever,
+    fuse,
     read_reply,
+    served_cache,
 )
-from beatrice.pgir.retrieval.server import RetrievalServer
+from tests.extract.small_run import beatrice, smoke
+from tests.pgir.small_corpus import make_corpus
 
 CORPUS = [Passage(title=f"T{i}", text=f"word{i} shared text") for i in range(12)]
 QUERIES = ["word3", "word7 shared", "word1"]
@@ -241,3 +253,137 @@ def test_a_server_that_is_gone_fails_the_rest_at_once(tmp_path):
 def test_a_url_of_no_protocol_is_refused(tmp_path):
     with pytest.raises(ValueError, match="ends in /retrieve"):
         ServedRetriever("http://127.0.0.1:8000/", tmp_path / "cache.jsonl")
+
+
+class Fixed:
+    """A retriever that ranks as it is told, whatever is asked."""
+
+    def __init__(self, ranking):
+        self.ranking = np.array(ranking)
+
+    def search(self, queries, depth):
+        return np.tile(self.ranking[:depth], (len(queries), 1))
+
+
+def test_the_fused_score_is_the_sum_of_reciprocal_ranks():
+    # 4: 1/61 + 1/63; 7: 1/62 + 1/61; 9: 1/63; 2: 1/62
+    assert fuse([np.array([4, 7, 9]), np.array([7, 2, 4])]).tolist() == [7, 4, 2, 9]
+
+
+@given(st.permutations(range(8)))
+def test_a_ranking_fused_with_itself_is_itself(ranking):
+    assert fuse([np.array(ranking)] * 2).tolist() == list(ranking)
+
+
+@given(st.permutations(range(8)), st.permutations(range(8)))
+def test_fusion_does_not_depend_on_the_order_of_the_retrievers(one, other):
+    a, b = np.array(one), np.array(other)
+    assert fuse([a, b]).tolist() == fuse([b, a]).tolist()
+
+
+def test_a_passage_that_one_retriever_misses_can_still_be_found():
+    fused = FusedRetriever([Fixed([0, 1, 2, 3]), Fixed([9, 0, 8, 7])])
+    assert fused.search(["a", "b"], 2).tolist() == [[0, 9], [0, 9]]
+    assert fused.search([], 2).shape == (0, 2)
+
+
+def test_fusion_needs_two_retrievers():
+    with pytest.raises(ValueError, match="two retrievers, found 1"):
+        FusedRetriever([Fixed([0])])
+
+
+def test_recall_is_the_share_of_gold_passages_among_the_first():
+    ranking = np.array([5, 1, 8, 2, 9, 3])
+    assert gold_recall(ranking, [1, 3], (1, 2, 6)) == {1: 0.0, 2: 0.5, 6: 1.0}
+
+
+def test_an_answer_is_held_by_whole_words_whatever_case_and_articles():
+    passages = [
+        Passage(title="Rome", text="A parish."),
+        Passage(title="", text="Paris"),
+    ]
+    found = has_answer(np.array([0, 1]), passages, ["the paris"], (1, 2))
+    assert found == {1: 0.0, 2: 1.0}
+    assert has_answer(np.array([0, 1]), passages, ["The"], (2,)) == {2: 0.0}
+
+
+def test_means_are_per_question_set():
+    golds = [
+        Gold(dataset=name, id=str(i), question="q", golds=("x",), passages=(place,))
+        for i, (name, place) in enumerate([("a", 0), ("a", 25), ("b", 4)])
+    ]
+    passages = [Passage(title="", text=str(i)) for i in range(30)]
+    found, counts = measure(np.tile(np.arange(30), (3, 1)), passages, golds)
+    assert counts == {"a": 2, "b": 1}
+    assert found["a", "recall"] == {3: 0.5, 5: 0.5, 20: 0.5}
+    assert found["b", "recall"] == {3: 0.0, 5: 1.0, 20: 1.0}
+    assert found["a", "answer"] == {3: 0.0, 5: 0.0, 20: 0.0}
+
+
+def test_agreement_is_one_with_itself_and_half_where_half_is_missing():
+    exact = np.tile(np.arange(20), (3, 1))
+    assert set(agreement(exact, exact).values()) == {1.0}
+    half = np.where(np.arange(20) % 2, exact, 99)
+    assert agreement(half, exact)[20] == 0.5
+
+
+@pytest.fixture
+def run(tmp_path):
+    with RunDir.open(tmp_path / "run", smoke()) as found:
+        passages = [Passage(title="Own", text=f"own w{i}") for i in range(4)]
+        found.passages.write_text(write_lines(passages))
+    return found
+
+
+def test_a_run_without_a_choice_searches_its_own_passages_by_words(run):
+    assert retrieval_config(run) == RetrievalConfig()
+    found = retrieval_of(run)
+    assert isinstance(found.retriever, Bm25Retriever)
+    assert {passage.title for passage in found.passages} == {"Own"}
+
+
+def test_a_run_searches_the_corpus_that_it_was_given(run, tmp_path):
+    corpus = make_corpus(tmp_path, 20)
+    before = retrieval_of(run).identity
+    settle_options(run.path, {"corpus": corpus.folder, "url": None})
+    found = retrieval_of(run)
+    (row,) = found.retriever.search(["w7 n7"], 1)
+    assert found.passages[row[0]].title == "Title 7"
+    assert found.identity != before
+    settle_options(run.path, {"corpus": None, "url": None})  # not asked: stays
+    assert retrieval_of(run).identity == found.identity
+
+
+def test_a_choice_that_lacks_something_is_refused_in_a_sentence(run, tmp_path):
+    with pytest.raises(ValueError, match="needs a corpus and the encoder"):
+        settle_options(run.path, {"retriever": "fused"})
+    with pytest.raises(ValueError, match="goes with the served retriever"):
+        RetrievalConfig(retriever="served")
+    assert retrieval_config(run) == RetrievalConfig()
+
+
+def test_what_a_server_said_lies_in_nobodys_way(run):
+    url = "http://127.0.0.1:9/retrieve"
+    earlier = run.path / "retrieved" / "served.jsonl"
+    earlier.parent.mkdir()
+    kept = {"query": "q", "depth": 1, "places": [0], "new": ["a passage"]}
+    earlier.write_text(json.dumps(kept) + "\n")
+    settle_options(run.path, {"url": url})
+    found = retrieval_of(run)
+    assert found.retriever.search(["q"], 1) == [(0,)]
+    assert not any(earlier.parent.iterdir())  # a run of its own may lie there
+    assert served_cache(run.path / "searches", url).exists()
+
+
+def test_two_servers_are_not_taken_for_each_other(run):
+    one, other = (f"http://127.0.0.1:{port}/retrieve" for port in (8, 9))
+    caches = {served_cache(run.path, url) for url in (one, other)}
+    settle_options(run.path, {"url": one})
+    before = retrieval_of(run).identity
+    settle_options(run.path, {"url": other})
+    assert len(caches) == 2 and retrieval_of(run).identity != before
+
+
+def test_control_takes_the_choice_and_a_wrong_server_is_refused(run):
+    done = beatrice("control", run.path, "--url", "http://there/", code=1)
+    assert "Error:" in done.stderr and "Traceback" not in done.stderr

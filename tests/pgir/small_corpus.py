@@ -4,8 +4,8 @@ import json
 
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
-from beatrice.pgir.retrieval.corpus import build_corpus
-from beatrice.pgir.retrieval.encoder import EncoderConfig
+from beatrice.pgir.corpus import build_corpus
+from beatrice.pgir.index import EncoderConfig
 
 TOPICS = "river city painter novel king planet bridge opera engine island".split()
 

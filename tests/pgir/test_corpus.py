@@ -6,14 +6,14 @@ import pytest
 
 from beatrice.extract.records import Passage
 from beatrice.pgir.border import from_document
-from beatrice.pgir.retrieval.corpus import (
+from beatrice.pgir.corpus import (
     MOST_WORDS,
     Corpus,
     as_document,
     build_corpus,
 )
 from tests.extract.small_run import beatrice
-from tests.pgir.retrieval.small_corpus import make_corpus, write_passages
+from tests.pgir.small_corpus import make_corpus, write_passages
 
 PSGS = 'id\ttext\ttitle\n1\t"He said ""no"" twice."\tAaron\n2\t"Second block."\tAaron\n'
 TITLES = [

@@ -37,7 +37,7 @@ from beatrice.pgir.border import (
     refuse,
 )
 from beatrice.pgir.bridge import ProbedBackbone
-from beatrice.pgir.scoring.given import AnswerToScore, ScoringInput, as_answer, prepare
+from beatrice.pgir.given import AnswerToScore, ScoringInput, as_answer, prepare
 
 BATCH_SIZE = 64  # one of the bridge's padded numbers of examples: few compilations
 MOST_UNKNOWN = 0.5  # share of a text's tokens that the model may not know

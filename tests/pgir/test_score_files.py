@@ -13,10 +13,9 @@ from beatrice.cli import main
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.run.files import JsonLines
-from beatrice.pgir.scoring.given import AnswerToScore
-from beatrice.pgir.scoring.page import page
-from beatrice.pgir.scoring.rows import Tally, read_rows, score_rows
-from beatrice.pgir.scoring.scorer import Scorer
+from beatrice.pgir.given import AnswerToScore
+from beatrice.pgir.score_files import Tally, page, read_rows, score_rows
+from beatrice.pgir.scorer import Scorer
 from tests.extract.datasets.published import lm_eval, write_array, write_lines
 from tests.pgir.small_detector import PASSAGE, QUESTION
 

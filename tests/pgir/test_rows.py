@@ -6,9 +6,7 @@ import pytest
 from beatrice.extract.records import Example
 from beatrice.extract.run.rows import ResultTable
 from beatrice.jaxprobe.metrics import BootstrapConfig, drawn_clusters, interval_of
-from beatrice.pgir.controllers.calls import Cost, Done, Scored, no_rag, vanilla_rag
-from beatrice.pgir.controllers.cases import choose_cases
-from beatrice.pgir.controllers.policy import (
+from beatrice.pgir.controllers.loop import (
     ControllerConfig,
     Draft,
     Policy,
@@ -17,8 +15,9 @@ from beatrice.pgir.controllers.policy import (
     pgir,
     with_golds,
 )
-from beatrice.pgir.controllers.rivals import control_rows, frontier
-from tests.pgir.controllers.played import played, reply
+from beatrice.pgir.controllers.plans import Cost, Done, Scored, no_rag, vanilla_rag
+from beatrice.pgir.controllers.rows import choose_cases, control_rows, frontier
+from tests.pgir.played import played, reply
 
 POLICY = Policy(threshold=0.5, budget=2)
 

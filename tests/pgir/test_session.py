@@ -3,8 +3,8 @@
 import pytest
 
 from beatrice.extract.records import Example, Passage
-from beatrice.pgir.controllers.calls import Scored, no_rag, vanilla_rag
-from beatrice.pgir.controllers.policy import ControllerConfig, QuestionSet, beatrice
+from beatrice.pgir.controllers.loop import ControllerConfig, QuestionSet, beatrice
+from beatrice.pgir.controllers.plans import Scored, no_rag, vanilla_rag
 from beatrice.pgir.controllers.session import (
     Session,
     all_rivals,
@@ -12,8 +12,8 @@ from beatrice.pgir.controllers.session import (
     training_questions,
 )
 from beatrice.pgir.controllers.waves import Failed, Journal, Waves
-from tests.pgir.controllers.played import reply
-from tests.pgir.controllers.test_waves import PRICES
+from tests.pgir.played import reply
+from tests.pgir.test_waves import PRICES
 
 PASSAGES = (Passage(title="t", text="x"),)
 

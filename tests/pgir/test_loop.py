@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from beatrice.extract.records import Passage
 from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.pgir.commands import with_options
-from beatrice.pgir.controllers.calls import Scored
-from beatrice.pgir.controllers.policy import (
+from beatrice.pgir.controllers.loop import (
     ControllerConfig,
     Draft,
     Policy,
@@ -21,14 +20,15 @@ from beatrice.pgir.controllers.policy import (
     search_policy,
     with_golds,
 )
+from beatrice.pgir.controllers.plans import Scored
 from beatrice.pgir.controllers.stage import (
     CONTROL,
     CONTROL_PRESETS,
     ControlConfig,
     settle_search,
 )
-from beatrice.pgir.retrieval.retrievers import Bm25Retriever
-from tests.pgir.controllers.played import played, reply
+from beatrice.pgir.retrievers import Bm25Retriever
+from tests.pgir.played import played, reply
 
 CORPUS = [Passage(title=f"t{i}", text=f"word{i} shared") for i in range(12)]
 

@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from beatrice.pgir.retrieval.encoder import TextEncoder, encoder_config
-from beatrice.pgir.retrieval.index import (
+from beatrice.pgir.index import (
     DenseRetriever,
     IndexConfig,
+    TextEncoder,
     Vectors,
     build_index,
     build_vectors,
+    encoder_config,
     index_folder,
     open_index,
 )
-from tests.pgir.retrieval.small_corpus import make_corpus, save_encoder, text_of
+from tests.pgir.small_corpus import make_corpus, save_encoder, text_of
 from tests.process import ROOT
 
 pytest.importorskip("faiss")
@@ -30,9 +31,9 @@ NOTHING = lambda done, total: None  # noqa: E731
 BUILD = """
 import sys, time
 from pathlib import Path
-from beatrice.pgir.retrieval.corpus import Corpus
-from beatrice.pgir.retrieval.encoder import EncoderConfig, TextEncoder
-from beatrice.pgir.retrieval.index import *
+from beatrice.pgir.corpus import Corpus
+from beatrice.pgir.index import EncoderConfig, TextEncoder
+from beatrice.pgir.index import *
 corpus = Corpus(Path(sys.argv[1]))
 encoder = TextEncoder(EncoderConfig(path=Path(sys.argv[2]), max_tokens=48))
 folder = index_folder(corpus, encoder.config.path.name)

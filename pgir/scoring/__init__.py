@@ -1,1 +1,0 @@
-"""Scoring answers that exist: one, many, or a file of them."""
