@@ -27,8 +27,8 @@ from beatrice.extract.run.verbs import RUN_DIR, RunPath
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-    from beatrice.extract.backbone.checkpoint import Outline
-    from beatrice.extract.store.config import StoreConfig
+    from beatrice.extract.backbone.loading import Outline
+    from beatrice.extract.store.families import StoreConfig
 
 Status = Literal["ok", "warning", "problem"]
 _DISTRIBUTION = "beatrice-probe"
@@ -143,7 +143,7 @@ def look_at_server(url: str, *, timeout: float = 10.0) -> Iterator[Finding]:
 
     import openai
 
-    from beatrice.extract.generate.backends.server import open_client, within
+    from beatrice.extract.generate.server import open_client, within
 
     async def list_models() -> list[str]:
         async with open_client(url, timeout) as client:
@@ -171,13 +171,13 @@ def look_at_model(name: str) -> Generator[Finding, None, Shapes | None]:
     Returns:
       The shapes of its readings, or None where its config or layout cannot be used.
     """
-    from beatrice.extract.backbone.checkpoint import (
+    from beatrice.extract.backbone.loading import (
         check_quantization_support,
         load_outline,
         window_of,
     )
     from beatrice.extract.backbone.names import model_path
-    from beatrice.extract.backbone.twin import require_readable
+    from beatrice.extract.signals.parity import require_readable
 
     path, shapes = model_path(name), None
     try:
@@ -254,8 +254,8 @@ def _look_at_run_device(device: str) -> Iterator[Finding]:
 
 def _look_at_store(run: RunDir, shapes: Shapes) -> Iterator[Finding]:
     """Compare what extraction will write with the free disk."""
-    from beatrice.extract.signals.stage import EXTRACT_PRESETS
-    from beatrice.extract.store.config import as_size, stored_bytes
+    from beatrice.extract.signals.extract import EXTRACT_PRESETS
+    from beatrice.extract.store.families import as_size, stored_bytes
 
     kept = run.settle("extract", EXTRACT_PRESETS, is_recorded=False)
     counts = _count_tokens(run, kept.answer_span)
@@ -279,7 +279,7 @@ def _look_at_store(run: RunDir, shapes: Shapes) -> Iterator[Finding]:
 
 def _count_tokens(run: RunDir, answer_span: str) -> dict[str, int]:
     """Count the tokens of a run's answers that are read, and of their answer spans."""
-    from beatrice.extract.signals.plan import first_read
+    from beatrice.extract.signals.sequence import first_read
 
     n_tokens = n_answer = 0
     for row in JsonLines(run.answers / "answers.jsonl").intact_rows(Answer):
@@ -296,9 +296,9 @@ def outline_shapes(outline: "Outline") -> dict[str, tuple[int, ...]]:
     Raises:
       ValueError: its residual layout is unknown.
     """
-    from beatrice.extract.backbone.checkpoint import n_heads_of
     from beatrice.extract.backbone.layout import find_layout
-    from beatrice.extract.store.config import model_shapes
+    from beatrice.extract.backbone.loading import n_heads_of
+    from beatrice.extract.store.families import model_shapes
 
     layout = find_layout(outline.model)
     return model_shapes(
@@ -320,8 +320,12 @@ def sizes_of_choices(
       n_tokens: of all sequences, prompts included.
       n_answer: of all answer spans.
     """
-    from beatrice.extract.store.config import as_size, stored_bytes
-    from beatrice.extract.store.families import SHORT_NAMES, Spans
+    from beatrice.extract.store.families import (
+        SHORT_NAMES,
+        Spans,
+        as_size,
+        stored_bytes,
+    )
 
     columns = list(itertools.product((None, (0,)), get_args(Spans)))
     heads = [
@@ -343,7 +347,7 @@ def sizes_of_choices(
 
 def typical_sizes(shapes: Shapes) -> str:
     """Return the table for a number of answers that stands for a run."""
-    from beatrice.extract.store.config import StoreConfig
+    from beatrice.extract.store.families import StoreConfig
 
     table = sizes_of_choices(
         shapes,
@@ -385,8 +389,8 @@ def verify_run(path: Path) -> list[str]:
     from beatrice.extract.records import SETTINGS
     from beatrice.extract.run.directory import read_manifest
     from beatrice.extract.run.files import CHECKSUMS, verify_checksums
-    from beatrice.extract.store.read import open_store
-    from beatrice.extract.store.write import verify as verify_store
+    from beatrice.extract.store.store import open_store
+    from beatrice.extract.store.store import verify as verify_store
 
     read_manifest(path)
     run = RunDir(path)

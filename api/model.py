@@ -13,7 +13,7 @@ from beatrice.pgir.border import as_passages, refuse
 if TYPE_CHECKING:
     from beatrice.extract.backbone.loading import Backbone
     from beatrice.extract.generate.requests import PromptConfig
-    from beatrice.extract.signals.plan import ExtractConfig
+    from beatrice.extract.signals.extract import ExtractConfig
     from beatrice.extract.signals.reader import SignalReader
     from beatrice.signals import Signals
 
@@ -93,7 +93,7 @@ class LanguageModel:
           ValueError: a text is empty or holds a control token, counts differ, or a
             prompt does not fit the model's window; nothing is cut.
         """
-        from beatrice.extract.generate.backends.local import generate
+        from beatrice.extract.generate.local import generate
         from beatrice.extract.generate.requests import GenerationConfig, make_requests
 
         examples = as_examples(questions, contexts)
@@ -129,9 +129,8 @@ class LanguageModel:
             model gave.
         """
         from beatrice.extract.backbone.loading import require_known_tokens
-        from beatrice.extract.signals.extraction import extract
-        from beatrice.extract.signals.plan import ExtractConfig
-        from beatrice.extract.store.read import open_store
+        from beatrice.extract.signals.extract import ExtractConfig, extract
+        from beatrice.extract.store.store import open_store
         from beatrice.signals import Signals, memory_url
 
         answers = _of_one_setting(answers)
@@ -230,8 +229,8 @@ def default_prompt(backbone: "Backbone") -> "PromptConfig":
     bare question it writes on as if it were a web page.
     """
     from beatrice.extract.backbone.names import WEIGHTS
+    from beatrice.extract.generate.prompts import SHOTS
     from beatrice.extract.generate.requests import PromptConfig
-    from beatrice.extract.generate.templates import SHOTS
 
     if backbone.name == str(WEIGHTS):
         return PromptConfig()

@@ -12,15 +12,16 @@ import tensorstore as ts
 
 from beatrice.extract.records import SETTINGS, Setting
 from beatrice.extract.store.families import Family, scale_name
-from beatrice.extract.store.read import (
+from beatrice.extract.store.spec import StoreSpec
+from beatrice.extract.store.store import (
     FeatureStore,
     as_url,
+    create_store,
     open_kvstore,
     open_store,
     read_family,
+    write_range,
 )
-from beatrice.extract.store.spec import StoreSpec
-from beatrice.extract.store.write import create_store, write_range
 
 _N_SPANS = 3  # context, question, answer
 _MEMORY = "memory://beatrice-signals-"

@@ -4,9 +4,9 @@
 # the world's in `real`.
 CHAIN = (
     "beatrice.extract.world.commands:WORLD",
-    "beatrice.extract.generate.stage:ANSWER",
+    "beatrice.extract.generate.answers:ANSWER",
     "beatrice.extract.label.stage:LABEL",
-    "beatrice.extract.signals.stage:EXTRACT",
+    "beatrice.extract.signals.extract:EXTRACT",
     "beatrice.selection.sweep:SWEEP",
     "beatrice.jaxprobe.fit.stage:TRAIN",
     "beatrice.selection.stage:SELECT",

@@ -8,9 +8,9 @@ run directory is needed:
     answers = list(generate(my_generator, requests, SamplingConfig()))
     extract(my_reader, answers, "memory://signals/", ExtractConfig())
 
-In a run, `extract.generate.stage.answer_with` answers its questions by a generator, and
-the stage of `extract.signals.stage.extract_stage(lambda run, config: my_reader)` reads
-the answers. `tests/extract/test_own_engine.py` does both with small classes.
+In a run, `extract.generate.answers.answer_with` answers its questions by a generator,
+and the stage of `extract.signals.extract.extract_stage(lambda run, config: my_reader)`
+reads the answers. `tests/extract/test_own_engine.py` does both with small classes.
 """
 
 from beatrice.extract.generate.answers import generate
@@ -20,10 +20,10 @@ from beatrice.extract.generate.generator import (
     GeneratorPrompt,
     SamplingConfig,
 )
+from beatrice.extract.generate.prompts import PromptConfig
 from beatrice.extract.generate.requests import PromptModel, TokenizerOnly, make_requests
-from beatrice.extract.generate.templates import PromptConfig
-from beatrice.extract.signals.extraction import extract
-from beatrice.extract.signals.plan import ExtractConfig, Reader, TokenSequence
+from beatrice.extract.signals.extract import ExtractConfig, Reader, extract
+from beatrice.extract.signals.sequence import TokenSequence
 
 __all__ = [
     "ExtractConfig",

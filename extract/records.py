@@ -22,7 +22,7 @@ Setting = Literal["closed_book", "with_context"]
 Variant = Literal["original", "rewritten"]
 Split = Literal["train", "validation", "test", "ood"]
 Finish = Literal["stop", "length"]
-AnswerSpan = Literal["emitting", "literal"]  # see `extract.signals.plan.sequence_of`
+AnswerSpan = Literal["emitting", "literal"]  # see `signals.sequence.sequence_of`
 
 SETTINGS: tuple[Setting, ...] = ("closed_book", "with_context")
 # What stands for a set in numbers over the questions of all in-domain sets together,

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from beatrice.extract.records import Setting
-from beatrice.extract.store.read import FeatureStore
+from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.calibration import fit_calibrator
 from beatrice.jaxprobe.config import EncoderConfig, FusionConfig
 from beatrice.jaxprobe.detector import (

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from beatrice.extract.generate.templates import PromptConfig
+from beatrice.extract.generate.prompts import PromptConfig
 from beatrice.extract.records import AnswerSpan, Record, Setting
 from beatrice.extract.store.families import Dtype
 from beatrice.jaxprobe import checkpoint
@@ -206,7 +206,7 @@ class Provenance:
       dtype: in which the backbone computed.
       stored_as: types in which the families were stored, in their order; live signals
         are rounded likewise. Empty where they were not rounded.
-      answer_span: which tokens were the answer's, see `extract.signals.plan`.
+      answer_span: which tokens were the answer's, see `extract.signals.sequence`.
       prompt: how questions were put.
       stop_id: the token that ended most answers; None where none ended.
       scripts: that the training texts are written in, see `jaxprobe.scope.scripts_of`;

@@ -13,7 +13,7 @@ from typing import Any, get_args
 
 import msgspec
 
-from beatrice.extract.generate.templates import PromptConfig
+from beatrice.extract.generate.prompts import PromptConfig
 from beatrice.extract.records import Setting
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (
@@ -25,7 +25,7 @@ from beatrice.extract.run.contents import (
 )
 from beatrice.extract.run.directory import Preset, RunDir, read_manifest
 from beatrice.extract.run.stages import Stage
-from beatrice.extract.store.read import FeatureStore, open_store
+from beatrice.extract.store.store import FeatureStore, open_store
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibrate import FusedHead, Grid, calibrated
 from beatrice.jaxprobe.calibration import Calibrator, cross_fit, folds_of

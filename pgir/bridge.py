@@ -14,9 +14,8 @@ from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.generate.prompts import build_prompt
 from beatrice.extract.generate.requests import GenerationConfig, Request, plan_batches
 from beatrice.extract.records import Answer, Setting
-from beatrice.extract.signals.batch import Signals
-from beatrice.extract.signals.plan import TokenSequence, sequence_of
-from beatrice.extract.signals.reader import SignalReader
+from beatrice.extract.signals.reader import SignalReader, Signals
+from beatrice.extract.signals.sequence import TokenSequence, sequence_of
 from beatrice.extract.store.families import as_written
 from beatrice.jaxprobe.detector import Detector, Scores
 from beatrice.jaxprobe.features.families import SPANS, Features, assemble
@@ -152,9 +151,7 @@ class ProbedBackbone:
 
     def answer(self, requests: Sequence[Request]) -> list[Answer]:
         """Return greedy answers in the order of the requests."""
-        from beatrice.extract.generate.backends.local import (
-            generate,  # scoring writes nothing
-        )
+        from beatrice.extract.generate.local import generate
 
         with self.lock:
             return generate(self.backbone, requests, self.config)

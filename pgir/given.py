@@ -10,15 +10,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from beatrice.extract.generate.prompts import (
+    PromptTemplate,
     apply_template,
     build_prompt,
     check_text,
     encode_text,
     token_span,
 )
-from beatrice.extract.generate.templates import PromptTemplate
 from beatrice.extract.records import Answer, AnswerSpan, Passage, Setting
-from beatrice.extract.signals.plan import TokenSequence, sequence_of
+from beatrice.extract.signals.sequence import TokenSequence, sequence_of
 from beatrice.pgir.border import (
     as_ids,
     as_messages,

@@ -23,7 +23,7 @@ from beatrice.extract.run.contents import row_files, settings_of
 from beatrice.extract.run.directory import Preset, RunDir
 from beatrice.extract.run.files import write_json_atomic
 from beatrice.extract.run.stages import Stage
-from beatrice.extract.store.read import FeatureStore
+from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.config import TrainConfig, set_compiler
 from beatrice.jaxprobe.features.reading import mean_answer_states
 from beatrice.jaxprobe.features.rows import LayerCurve, LayerSweep, Rows

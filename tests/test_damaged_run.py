@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from beatrice.benchmarks.results.saved import read_control, read_reliability
 from beatrice.cli import CHAIN, main
 from beatrice.extract.backbone.names import BackboneConfig
-from beatrice.extract.generate.stage import answer_config
+from beatrice.extract.generate.answers import answer_config
 from beatrice.extract.label.labels import count_correct
 from beatrice.extract.records import Passage, read_records, write_lines
 from beatrice.extract.run.console import Progress
@@ -26,9 +26,8 @@ from beatrice.extract.run.files import write_text_atomic
 from beatrice.extract.run.rows import read_result_rows, read_rows
 from beatrice.extract.run.stages import once, run_stage
 from beatrice.extract.run.verbs import load_stage
-from beatrice.extract.signals.stage import extract_config
-from beatrice.extract.store.read import open_store
-from beatrice.extract.store.write import verify
+from beatrice.extract.signals.extract import extract_config
+from beatrice.extract.store.store import open_store, verify
 from beatrice.extract.world.commands import WorldSection
 from beatrice.extract.world.facts import WorldConfig, make_world
 from beatrice.extract.world.questions import QuestionConfig, make_examples

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
 from beatrice.extract.generate.answers import answers_in_words, is_hedge, shares_of
-from beatrice.extract.generate.backends.local import TransformersGenerator
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
+from beatrice.extract.generate.local import TransformersGenerator
+from beatrice.extract.generate.prompts import SHOTS, PromptConfig
 from beatrice.extract.generate.requests import AnswerConfig, GenerationConfig
-from beatrice.extract.generate.templates import SHOTS, PromptConfig
 from beatrice.extract.label.labels import shares_in_words, too_few_answers
 from beatrice.extract.records import Answer, Example, Label, read_records, write_lines
 from beatrice.extract.run.directory import RunDir

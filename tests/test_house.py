@@ -23,7 +23,7 @@ MAY_IMPORT = {
 # What a JAX room may take from `extract`: records, the words of prompts, run
 # directories, stored arrays.
 WITHOUT_TORCH = (
-    "extract.generate.templates",
+    "extract.generate.prompts",
     "extract.records",
     "extract.run",
     "extract.store",
@@ -161,9 +161,9 @@ def loaded_by(code):
 @pytest.mark.parametrize(
     ("modules", "absent"),
     [
-        ("extract.store.write extract.run.stages extract.records", "jax"),
-        ("extract.store.write extract.run.stages extract.records", "torch"),
-        ("extract.signals.reader extract.generate.backends.local", "jax"),
+        ("extract.store.store extract.run.stages extract.records", "jax"),
+        ("extract.store.store extract.run.stages extract.records", "torch"),
+        ("extract.signals.reader extract.generate.local", "jax"),
         ("extract.run.contents extract.label.stage", "torch"),
         ("extract.generate.requests extract.generate.answers", "torch"),
         ("extract.datasets.building extract.datasets.splits", "torch"),

@@ -19,7 +19,7 @@ from beatrice.extract.run.directory import (
     decode_section,
 )
 from beatrice.extract.run.verbs import SIZES, load_stage
-from beatrice.extract.signals.stage import EXTRACT_PRESETS
+from beatrice.extract.signals.extract import EXTRACT_PRESETS
 from beatrice.extract.world.commands import WORLD_PRESETS
 from beatrice.jaxprobe.commands import HEAD_SIZES, with_options
 from beatrice.jaxprobe.config import (

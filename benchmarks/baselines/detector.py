@@ -17,8 +17,8 @@ from beatrice.extract.records import SETTINGS, Answer, Example, Sample, Setting
 from beatrice.extract.run.rows import ResultRow
 
 if TYPE_CHECKING:  # the report reads costs alone, and loads no JAX
-    from beatrice.extract.generate.templates import PromptTemplate
-    from beatrice.extract.store.read import FeatureStore
+    from beatrice.extract.generate.prompts import PromptTemplate
+    from beatrice.extract.store.store import FeatureStore
     from beatrice.jaxprobe.features.rows import Rows
 
 # Beyond the pass that gave the answer and its four families:

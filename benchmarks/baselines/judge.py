@@ -25,7 +25,7 @@ from beatrice.benchmarks.baselines.readings import NOTHING_READ, Kept, reading_k
 from beatrice.extract.records import Answer, Example, Label, Sample
 from beatrice.extract.run.memory import begin_peak, peak_bytes
 from beatrice.extract.run.rows import ResultRow, write_rows
-from beatrice.extract.store.read import FeatureStore
+from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.features.rows import Rows, rows_of

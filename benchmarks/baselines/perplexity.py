@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from beatrice.extract.store.read import FeatureStore, read_family
+from beatrice.extract.store.store import FeatureStore, read_family
 
 SURPRISAL = 1  # column of a prob row: p(v), -log p(v), entropy, top p, margin
 

@@ -10,7 +10,7 @@ import numpy as np
 from beatrice.benchmarks.baselines.linear import chosen_row, scores_of, standardise
 from beatrice.extract.records import Setting
 from beatrice.extract.run.rows import ResultRow
-from beatrice.extract.store.read import FeatureStore, read_family
+from beatrice.extract.store.store import FeatureStore, read_family
 from beatrice.jaxprobe.features.families import ANSWER, SPANS
 from beatrice.jaxprobe.features.reading import mean_answer_states
 from beatrice.jaxprobe.features.rows import Rows

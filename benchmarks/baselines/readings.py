@@ -82,7 +82,7 @@ class Reading:
 
     @cached_property
     def _n_cue(self) -> int:
-        from beatrice.extract.readings.part import cue_length
+        from beatrice.extract.readings.batch import cue_length
 
         return cue_length(self._evidence.answers)
 

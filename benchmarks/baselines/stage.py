@@ -35,7 +35,7 @@ from beatrice.benchmarks.baselines.readings import (
     reading_keys,
     rows_read,
 )
-from beatrice.extract.generate.stage import answer_config
+from beatrice.extract.generate.answers import answer_config
 from beatrice.extract.records import Sample, Setting, read_records
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (

@@ -13,8 +13,8 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
 from beatrice.benchmarks.baselines.linear import chosen_row
+from beatrice.extract.generate.prompts import PromptTemplate
 from beatrice.extract.generate.requests import variants_of
-from beatrice.extract.generate.templates import PromptTemplate
 from beatrice.extract.records import Answer, Example
 from beatrice.extract.run.rows import ResultRow
 from beatrice.jaxprobe.features.rows import Rows

@@ -29,8 +29,7 @@ from beatrice.benchmarks.results.names import (
 )
 from beatrice.benchmarks.results.shown import Spell, shown_sets
 from beatrice.extract.backbone.names import BackboneConfig
-from beatrice.extract.generate.answers import shares_of
-from beatrice.extract.generate.stage import answer_config
+from beatrice.extract.generate.answers import answer_config, shares_of
 from beatrice.extract.records import IN_DOMAIN, Answer, Example, Setting
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import (
@@ -44,7 +43,7 @@ from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import write_json_atomic
 from beatrice.extract.run.rows import ResultRow, publish, rows_file
 from beatrice.extract.run.stages import Stage
-from beatrice.extract.store.read import FeatureStore
+from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibration import Reliability, brier, ece, reliability
 from beatrice.jaxprobe.config import set_compiler
@@ -277,7 +276,7 @@ def run_detectors(
 def _speller(run: RunDir, progress: Progress) -> Spell | None:
     """Return what spells tokens, or None where the run's backbone is not there."""
     # Loads Torch, which the tables and figures do without.
-    from beatrice.extract.backbone.checkpoint import load_outline
+    from beatrice.extract.backbone.loading import load_outline
 
     try:
         decode = load_outline(

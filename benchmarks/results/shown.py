@@ -13,7 +13,7 @@ import numpy as np
 from beatrice.benchmarks.baselines.detector import Evidence
 from beatrice.benchmarks.results.saved import N_SHOWN
 from beatrice.extract.records import Answer, Example
-from beatrice.extract.store.read import Ragged, read_family
+from beatrice.extract.store.store import Ragged, read_family
 from beatrice.jaxprobe.scope import Threshold
 
 TRUSTED_FROM = 0.5  # where the run has no threshold of its own

@@ -54,7 +54,7 @@ from beatrice.extract.run.rows import (
     rows_file,
 )
 from beatrice.extract.run.stages import Stage
-from beatrice.extract.signals.stage import extract_config
+from beatrice.extract.signals.extract import extract_config
 from beatrice.jaxprobe.features.rows import read_sweep
 from beatrice.jaxprobe.features.subsets import N_SUBSETS
 from beatrice.jaxprobe.stage import (

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from beatrice.extract.datasets.loading import Loaded, open_dataset
-from beatrice.extract.generate.templates import PromptTemplate
+from beatrice.extract.generate.prompts import PromptTemplate
 from beatrice.extract.records import Example, Passage, text_key
 from beatrice.extract.run.directory import Preset
 from beatrice.pgir.controllers.waves import showable

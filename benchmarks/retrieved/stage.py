@@ -26,7 +26,7 @@ from beatrice.benchmarks.retrieved.questions import (
     with_passages,
 )
 from beatrice.extract.backbone.names import BackboneConfig
-from beatrice.extract.generate.stage import ANSWER, answer_config, load_tokenizer_only
+from beatrice.extract.generate.answers import ANSWER, answer_config, load_tokenizer_only
 from beatrice.extract.label.labels import LABEL_PRESETS
 from beatrice.extract.label.stage import LABEL
 from beatrice.extract.records import (
@@ -48,7 +48,7 @@ from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.run.files import write_json_atomic, write_text_atomic
 from beatrice.extract.run.rows import publish, rows_file
 from beatrice.extract.run.stages import Stage, run_stage
-from beatrice.extract.signals.stage import EXTRACT, extract_config
+from beatrice.extract.signals.extract import EXTRACT, extract_config
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.config import set_compiler
 from beatrice.jaxprobe.detector import Detector

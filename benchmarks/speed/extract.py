@@ -41,13 +41,13 @@ from beatrice.benchmarks.speed.reading import (
 )
 from beatrice.extract.backbone.loading import Backbone, load_backbone
 from beatrice.extract.backbone.names import ModelDtype, model_path
-from beatrice.extract.generate.backends.local import generate
-from beatrice.extract.generate.prompts import build_prompt
+from beatrice.extract.generate.local import generate
+from beatrice.extract.generate.prompts import SHOTS, TEMPLATES, build_prompt
 from beatrice.extract.generate.requests import GenerationConfig, Request
-from beatrice.extract.generate.templates import SHOTS, TEMPLATES
 from beatrice.extract.run.console import Progress, quiet
-from beatrice.extract.signals.plan import ExtractConfig, sequence_of
+from beatrice.extract.signals.extract import ExtractConfig
 from beatrice.extract.signals.reader import SignalReader
+from beatrice.extract.signals.sequence import sequence_of
 
 _N_KERNELS = 12
 _QWEN = {

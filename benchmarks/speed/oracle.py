@@ -37,8 +37,8 @@ from beatrice.benchmarks.speed.tiny_models import architectures, make_batch
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.run.console import Progress, quiet
 from beatrice.extract.signals.batch import ReadingBudget
-from beatrice.extract.signals.plan import TokenSequence
 from beatrice.extract.signals.reader import SignalReader
+from beatrice.extract.signals.sequence import TokenSequence
 
 Readings = dict[str, np.ndarray]  # by family of signals
 SIGNALS = ("hidden", "prob", "resid", "attn")

@@ -31,9 +31,14 @@ from beatrice.extract.run.memory import (
     keep_freed_memory,
     peak_bytes,
 )
-from beatrice.extract.signals.extraction import read_batches, run_plan
-from beatrice.extract.signals.plan import ExtractConfig, TokenSequence, plan_extraction
+from beatrice.extract.signals.extract import (
+    ExtractConfig,
+    plan_extraction,
+    read_batches,
+    run_plan,
+)
 from beatrice.extract.signals.reader import SignalReader
+from beatrice.extract.signals.sequence import TokenSequence
 
 N_THREADS = 2  # of Torch on the CPU
 

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from beatrice.extract.signals.plan import TokenSequence
+from beatrice.extract.signals.sequence import TokenSequence
 
 VOCAB_SIZE = 61
 # The ids from here on stand for images and sounds in a multimodal wrapper, which puts

@@ -4,27 +4,63 @@ Transformers' own way through `from_pretrained(gguf_file=…)` reads the header 
 times with the gguf package, which makes several views of NumPy for each of its words:
 three quarters of the time for a vocabulary of 262,144. Here the header is read once
 with `struct`, and Transformers is shown a header without vocabulary for the config.
+
+The weights of a GGUF file under Transformers' names, dequantised one by one.
+
+A GGUF file's model as a checkpoint directory, made once and kept in the cache.
 """
 
 import contextlib
+import copy
 import dataclasses
+import fcntl
+import json
 import math
+import os
+import re
+import shutil
 import struct
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, BinaryIO, Protocol
 
 import gguf
+import ml_dtypes
 import numpy as np
 import torch
-from transformers import GenerationConfig, TokenizersBackend
-from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, get_gguf_config
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from transformers import AutoModelForCausalLM, GenerationConfig, TokenizersBackend
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+from transformers.integrations.gguf import (
+    GGUF_CONFIG_ARCHS,
+    get_gguf_config,
+    get_gguf_conversion_mapping,
+    is_gguf_arch_supported,
+)
+from transformers.modeling_gguf_pytorch_utils import (
+    TENSOR_PROCESSORS,
+    TensorProcessor,
+    get_gguf_hf_weights_map,
+    load_gguf_checkpoint,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
+
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.files import (
+    sha256_file,
+    sync_folder,
+    verify_checksums,
+    write_checksums,
+)
 
 # Of a value in the header, by its type: see gguf.GGUFValueType.
 _FORMATS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
@@ -345,3 +381,304 @@ def dequantized(
 
     list(threads.map(fill, range(0, len(rows), step)))
     return values.reshape(entry.shape)
+
+
+class _Route(Protocol):
+    """How Transformers turns the tensors of an architecture into its own."""
+
+    places: dict[str, str | None]  # by name in the file; None: it has no place
+
+    def turned(self, name: str, values: np.ndarray, is_last: bool) -> Any:
+        """Return the tensor as laid out here, or None while parts of it are missing."""
+
+
+class _Processed:
+    """By its older way: names from the gguf package, a processor for each tensor."""
+
+    def __init__(self, header: Header, config: Any, model: Any) -> None:
+        make = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)
+        self._processor = make(config=config_values(header))
+        # The names of all submodules are needed for a few models only (Bloom's), and
+        # take most of the time: asked for if the whole model's names do not do.
+        alone = SimpleNamespace(
+            config=config, state_dict=model.state_dict, named_children=lambda: ()
+        )
+        for source in (alone, model):
+            found = get_gguf_hf_weights_map(source, self._processor, config.model_type)
+            self._mapping = found
+            # Those of experts are listed without their ending.
+            self.places = {
+                name: found.get(name) or found.get(re.sub(r"\.weight$", "", name))
+                for name in header.weights
+            }
+            if None not in self.places.values():
+                break
+        self._joined: dict[str, torch.Tensor] = {}
+
+    def turned(self, name: str, values: np.ndarray, is_last: bool) -> Any:
+        done = self._processor.process(
+            weights=values,
+            name=name,
+            tensor_key_mapping=self._mapping,
+            parsed_parameters={"tensors": self._joined},
+        )
+        if done.name is not None:
+            return done.weights
+        return self._joined.pop(str(self.places[name])).numpy() if is_last else None
+
+
+class _Converted:
+    """By its newer way (Qwen3.5, LFM2): renamings, and operations for some tensors."""
+
+    def __init__(self, header: Header, config: Any, model: Any) -> None:
+        mapping = get_gguf_conversion_mapping(header.architecture, config)
+        renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+        converters = [one for one in mapping if isinstance(one, WeightConverter)]
+        self._converters = {p: one for one in converters for p in one.source_patterns}
+        known = model.state_dict()
+        found = {
+            name: rename_source_key(name, renamings, converters)
+            for name in header.weights
+        }
+        self._patterns = {name: pattern for name, (_, pattern) in found.items()}
+        self.places = {n: p if p in known else None for n, (p, _) in found.items()}
+        self._open: dict[str, WeightConverter] = {}
+
+    def turned(self, name: str, values: np.ndarray, is_last: bool) -> Any:
+        place, pattern = str(self.places[name]), self._patterns[name]
+        if pattern is None:
+            return values
+        if place not in self._open:
+            self._open[place] = copy.deepcopy(self._converters[pattern])
+        self._open[place].add_tensor(place, name, pattern, torch.from_numpy(values))
+        if not is_last:
+            return None
+        return self._open.pop(place).convert(place)[place].numpy()
+
+
+class Weights:
+    """The tensors of a file under Transformers' names.
+
+    Attributes:
+      shapes: of each tensor, by name.
+      dtypes: "F16" and "BF16" where the file holds a matrix so, else "F32".
+    """
+
+    def __init__(self, header: Header, config: Any) -> None:
+        """Match names; no weight is read.
+
+        Raises:
+          ValueError: a tensor of the file is none of this model's.
+        """
+        self._header = header
+        with reading(header.path, "its tensors cannot be matched"):
+            with torch.device("meta"):
+                model = AutoModelForCausalLM.from_config(config)
+            make = _Processed
+            if is_gguf_arch_supported(header.architecture):
+                make = _Converted
+            self._route: _Route = make(header, config, model)
+            shapes = {k: tuple(v.shape) for k, v in model.state_dict().items()}
+        unread = [name for name, place in self._route.places.items() if place is None]
+        if unread:
+            raise Refusal(
+                header.path,
+                f"Transformers has no place for {len(unread)} of its tensors, first "
+                f"{unread[0]!r}, and would pass over them in silence; use the model's "
+                "safetensors",
+            )
+        self._places = {name: str(p) for name, p in self._route.places.items()}
+        self._n_parts = Counter(self._places.values())
+        self.shapes = {place: shapes[place] for place in self._n_parts}
+        self.dtypes = dict.fromkeys(self.shapes, "F32")
+        for name, place in self._places.items():
+            kind = header.tensors[name].kind.name
+            # Vectors are changed by some processors (norms), matrices only turned.
+            is_matrix = len(self.shapes[place]) > 1 and self._n_parts[place] == 1
+            if kind in ("F16", "BF16") and is_matrix:
+                self.dtypes[place] = kind
+
+    def read(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Yield each tensor once as `[…]` float32, with its name; one is in memory.
+
+        Raises:
+          ValueError: a tensor is of a type that cannot be dequantised, or its shape is
+            not the model's.
+        """
+        path, waiting = self._header.path, self._n_parts.copy()
+        content = np.memmap(path, mode="r", dtype=np.uint8)
+        with ThreadPoolExecutor(2) as threads:
+            for name, place in self._places.items():
+                waiting[place] -= 1
+                with reading(path, f"{name!r} cannot be dequantised"):
+                    values = self._route.turned(
+                        name,
+                        dequantized(content, self._header.tensors[name], threads),
+                        waiting[place] == 0,
+                    )
+                if values is None:
+                    continue
+                if values.shape != self.shapes[place]:
+                    raise Refusal(
+                        path,
+                        f"it holds {place!r} as {list(values.shape)}, but the model of "
+                        f"its metadata has it as {list(self.shapes[place])}",
+                    )
+                yield place, np.ascontiguousarray(values)
+                del values
+
+
+# Part of the folder's name: raised when the same file would be unpacked otherwise.
+_RECIPE = 1
+_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+
+
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Return where unpacked models are kept; any of them may be deleted."""
+    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "beatrice" / "gguf"
+
+
+def _kept(path: Path) -> Path:
+    """Return the folder of a file's model, which may not be there yet."""
+    return cache_folder() / f"{sha256_file(path)}-{_RECIPE}"
+
+
+def _write_outline(header: Header, folder: Path) -> Any:
+    """Write config, tokenizer and stop tokens; return the config."""
+    config = config_of(header)
+    tokenizer = tokenizer_of(header, config)
+    config.save_pretrained(folder)
+    _write_tokenizer(tokenizer, folder, header.n_tokens)
+    generation_of(header, config, tokenizer).save_pretrained(folder)
+    return config
+
+
+def _write_tokenizer(tokenizer: Any, folder: Path, n_tokens: int) -> None:
+    """Write a tokenizer that is loaded as it is.
+
+    Transformers' classes add tokens of their own (`<|endoftext|>`, `<mask>`) to a
+    vocabulary that lacks them; the model has no embedding of these.
+    """
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    values = json.loads(path.read_bytes()) | {"tokenizer_class": "TokenizersBackend"}
+    if len(tokenizer) > n_tokens:
+        content = json.loads((folder / "tokenizer.json").read_bytes())
+        tokens = content["added_tokens"]
+        content["added_tokens"] = [t for t in tokens if t["id"] < n_tokens]
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+        added = [t["content"] for t in tokens if t["id"] >= n_tokens]
+        values = {k: v for k, v in values.items() if v not in added}
+    path.write_text(json.dumps(values, indent=2))
+
+
+def _write_weights(weights: Weights, path: Path, update: Update) -> None:
+    """Write tensors as safetensors, one after another: none waits for the rest."""
+    heads, end = {}, 0
+    for name, shape in weights.shapes.items():
+        kind = weights.dtypes[name]
+        begin, end = end, end + math.prod(shape) * np.dtype(_DTYPES[kind]).itemsize
+        heads[name] = {
+            "dtype": kind,
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps({"__metadata__": {"format": "pt"}, **heads}).encode()
+    text += b" " * (-len(text) % 8)
+    free = shutil.disk_usage(path.parent).free
+    if end > free:
+        raise ValueError(
+            f"unpacking takes {end / 1e9:.1f} GB in {cache_folder()}, but "
+            f"{free / 1e9:.1f} GB are free; make room, or set XDG_CACHE_HOME"
+        )
+    with path.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        done = 0
+        for name, values in weights.read():
+            begin, _ = heads[name]["data_offsets"]
+            stream.seek(8 + len(text) + begin)
+            stored = values.astype(_DTYPES[weights.dtypes[name]], copy=False)
+            stream.write(stored.view(np.uint8).data)
+            update(done := done + 1, len(heads))
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+@contextlib.contextmanager
+def _only_one(folder: Path) -> Iterator[BinaryIO]:
+    """Let one process unpack at a time; the others wait, and then find it done."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("wb") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield stream
+
+
+def _is_whole(folder: Path) -> bool:
+    """Tell whether an unpacked model is there as it was written."""
+    try:
+        verify_checksums(folder)
+    except ValueError:
+        return False
+    return True
+
+
+def unpacked(name: str) -> str:
+    """Return what Transformers loads for a name; a GGUF file is unpacked if need be.
+
+    The folder is written beside its place and moved there whole. If what is kept does
+    not match its checksums, it is made again.
+
+    Args:
+      name: a GGUF file; a directory or Hub id is returned as it is.
+
+    Raises:
+      ValueError: the file is damaged, or of an architecture that cannot be read.
+    """
+    path = Path(name).expanduser()
+    if not path.is_file():
+        return str(path) if path.exists() else name
+    kept = _kept(path)
+    if _is_whole(kept):
+        return str(kept)
+    header = read_header(path)
+    weights = Weights(header, config_of(header))
+    with _only_one(kept.parent):
+        if not _is_whole(kept):
+            _unpack(weights, header, kept)
+    return str(kept)
+
+
+def _unpack(weights: Weights, header: Header, kept: Path) -> None:
+    """Write a model's folder beside its place, and move it there."""
+    for left in kept.parent.glob(f".{kept.name}.*"):  # of a process that was killed
+        shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(
+        prefix=f".{kept.name}.", dir=kept.parent
+    ) as beside:
+        folder = Path(beside) / "model"
+        folder.mkdir()
+        with Progress().stage(f"unpack {header.path.name}") as update:
+            _write_outline(header, folder)
+            _write_weights(weights, folder / "model.safetensors", update)
+            write_checksums(folder)
+        shutil.rmtree(kept, ignore_errors=True)
+        folder.rename(kept)
+        sync_folder(kept.parent)
+
+
+@contextlib.contextmanager
+def outlined(name: str) -> Iterator[str]:
+    """Yield what has a name's config and tokenizer; no weight of a GGUF file is read.
+
+    Raises:
+      ValueError: as `unpacked` does.
+    """
+    path = Path(name).expanduser()
+    if not path.is_file() or _kept(path).is_dir():
+        yield str(_kept(path)) if path.is_file() else unpacked(name)
+        return
+    header = read_header(path)
+    with tempfile.TemporaryDirectory(prefix="beatrice-") as folder:
+        Weights(header, _write_outline(header, Path(folder)))
+        yield folder

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from beatrice.extract.backbone.checkpoint import Outline
-
 N_WORDS = 61
 N_POSITIONS = 4096
 _D_MODEL = 32
@@ -52,8 +50,6 @@ _WIDTH = re.compile(
     "|emb_dim|embedding_dim|word_embed_proj_dim|lru_width"
 )
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
-# Where a config spaces its attention layers by a period, a twin can have none.
-_REFUSAL = re.compile("(unknown residual layout|cannot read)(?!.*found no attention)")
 # What a twin may weigh; a config with towers or widths of other names makes more.
 _MOST_PARAMETERS = 20_000_000
 
@@ -156,33 +152,3 @@ def _built(config: Any, kind: Any, seed: int) -> Any:
         model.eval().requires_grad_(False)
         model(input_ids=torch.arange(3, 14)[None], use_cache=False)
     return model
-
-
-def require_readable(name: str, outline: Outline) -> None:
-    """Refuse a checkpoint whose signals could not be read, before it is loaded.
-
-    Where no twin can be made, the check of the loaded model decides.
-
-    Args:
-      name: of the checkpoint, as messages call it.
-      outline: its config.
-
-    Raises:
-      ValueError: its twin is refused, with the reason.
-    """
-    from beatrice.extract.backbone.loading import Backbone
-    from beatrice.extract.backbone.parity import check_parity
-    from beatrice.extract.signals import probability, residual
-
-    try:
-        model = narrow_twin(outline.config)
-    # Transformers raises whatever comes first for sizes that do not fit each other.
-    except Exception:
-        return
-    try:
-        twin = Backbone.from_model(model, revision="twin")
-        final_norm = residual.measure_final_norm(twin.layout)
-        check_parity(twin, final_norm, probability.head_of(model))
-    except ValueError as error:
-        if _REFUSAL.match(str(error)):
-            raise ValueError(f"backbone {name!r}: {error}") from error

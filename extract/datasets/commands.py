@@ -242,7 +242,7 @@ def make_run(
     from beatrice.extract.generate.requests import ANSWER_PRESETS
     from beatrice.extract.run.console import Progress
     from beatrice.extract.run.directory import NewRun
-    from beatrice.extract.signals.stage import EXTRACT_PRESETS
+    from beatrice.extract.signals.extract import EXTRACT_PRESETS
 
     if options["model"] is None:
         raise click.UsageError(

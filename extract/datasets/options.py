@@ -12,7 +12,7 @@ from beatrice.extract.run.verbs import SEED, SETTINGS_OPTION, preset_option
 
 if TYPE_CHECKING:
     from beatrice.extract.datasets.splits import BuildConfig, Source
-    from beatrice.extract.generate.templates import PromptConfig
+    from beatrice.extract.generate.prompts import PromptConfig
 
 _CONTEXTS = ("supporting", "first", "all", "none")
 _ROLES = ("train", "dev", "held-out")
@@ -287,7 +287,7 @@ def build_config(options: dict[str, Any]) -> "BuildConfig":
 
 def prompt_config(options: dict[str, Any]) -> "PromptConfig":
     """Return how the questions are put."""
-    from beatrice.extract.generate.templates import SHOTS, PromptConfig, read_shots
+    from beatrice.extract.generate.prompts import SHOTS, PromptConfig, read_shots
 
     is_shown = options["template"] == "few-shot"
     if options["shots"] is not None and not is_shown:

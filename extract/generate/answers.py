@@ -2,31 +2,82 @@
 
 An answer holds if it is to the very prompt that is asked now. Others (of a context that
 was rewritten again since) are moved to a file beside, never mixed in.
+
+Several drawn answers per question, for the detectors that measure their agreement.
+
+Temperature, top-p and top-k are always written down: left to a checkpoint's defaults,
+the published numbers of the same detector differ.
+
+The stages that ask the run's backbone: `answer`, and `sample` for baselines.
+
+Finished rows are never done again: a killed stage continues where it stopped. Batches
+are planned over all requests, done or not, so that an answer depends neither on when
+the run was killed nor on how many workers share it.
 """
 
+import dataclasses
+import functools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.generate.generator import (
+    MAX_SAMPLES,
+    SCHEMA_VERSION,
     Generator,
     GeneratorPrompt,
     SamplingConfig,
     plan_of,
+    stop_ids_of,
 )
-from beatrice.extract.generate.requests import Request
-from beatrice.extract.generate.templates import PromptConfig
-from beatrice.extract.records import Answer, to_json
-from beatrice.extract.run.console import Update
+from beatrice.extract.generate.prompts import PromptConfig
+from beatrice.extract.generate.replies import (
+    Texts,
+    count_requests,
+    forecast_texts,
+    open_replies,
+    reply_files,
+    reused_in_words,
+)
+from beatrice.extract.generate.requests import (
+    ANSWER_PRESETS,
+    AnswerConfig,
+    PromptModel,
+    Request,
+    Requests,
+    TokenizerOnly,
+    make_requests,
+)
+from beatrice.extract.records import Answer, Sample, Setting, to_json, write_lines
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.contents import (
+    answers_file,
+    draw_seconds_file,
+    left_out_file,
+    question_files,
+    read_answers,
+    read_examples,
+    samples_file,
+    settings_in_words,
+    settings_of,
+)
+from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import (
     Journal,
     JournalFiles,
     read_json,
+    sha256_json,
     write_json_atomic,
+    write_text_atomic,
 )
 from beatrice.extract.run.share import Share
+from beatrice.extract.run.stages import Forecast, Stage, once
+
+if TYPE_CHECKING:
+    from beatrice.extract.backbone.loading import Backbone
 
 Key = tuple[str, str, str]  # example, setting, variant
 
@@ -228,3 +279,381 @@ def append_answers(
             update(len(batch_of) - len(todo), len(batch_of))
     if share.is_whole:
         journal.arrange([requests[i].key for batch in batches for i in batch])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrawConfig:
+    """How answers are drawn; defaults follow Farquhar et al. (Nature, 2024)."""
+
+    n_samples: int = 10  # per question, setting and variant
+    sampling: SamplingConfig = SamplingConfig(temperature=1.0, top_p=0.9, top_k=50)
+
+    def __post_init__(self) -> None:
+        """Refuse no draws, and greedy ones."""
+        if not 1 <= self.n_samples <= MAX_SAMPLES:
+            raise ValueError(
+                f"n_samples: expected 1 to {MAX_SAMPLES}, found {self.n_samples}"
+            )
+        if self.sampling.is_greedy:
+            raise ValueError(
+                "temperature: expected above 0 for drawn answers, found 0; a greedy "
+                "answer would be the same every time"
+            )
+
+
+class Drawn(NamedTuple):
+    """Drawn answers, and what they cost.
+
+    Attributes:
+      samples: in the order of the requests, those of one together.
+      seconds: by setting, a drawn answer's, of one worker and over all starts; None
+        where some were drawn before they were timed.
+    """
+
+    samples: list[Sample]
+    seconds: dict[Setting, float | None]
+
+
+def request_prompt(
+    tokenizer: Any, request: Request, *, as_text: bool = False
+) -> GeneratorPrompt:
+    """Return a request as a prompt with its exact ids.
+
+    Args:
+      tokenizer: of the backbone.
+      request: the question.
+      as_text: the backend takes text alone and will tokenize it itself.
+
+    Raises:
+      ValueError: with `as_text`, the text would become other ids.
+    """
+    ids = request.prompt.ids
+    text = tokenizer.decode(ids, skip_special_tokens=True)
+    if as_text and tuple(tokenizer(text)["input_ids"]) != ids:
+        raise ValueError(
+            f"question {request.example_id!r}: its text would be read as other tokens "
+            "than its prompt has; use a server that takes token ids (vLLM)"
+        )
+    return GeneratorPrompt(text=text, ids=ids)
+
+
+def draw_answers(
+    requests: Sequence[Request],
+    generator: Generator,
+    tokenizer: Any,
+    replies: Texts,
+    config: DrawConfig,
+    progress: Update = lambda done, total: None,
+    *,
+    as_text: bool = False,
+) -> Drawn | None:
+    """Draw `n_samples` answers to every request, the draws of one request together.
+
+    Returns:
+      None where these replies are a share of the texts.
+    """
+    cells = [(r, k) for r in requests for k in range(config.n_samples)]
+    prompts = [
+        dataclasses.replace(prompt, sample=k)
+        for prompt in (request_prompt(tokenizer, r, as_text=as_text) for r in requests)
+        for k in range(config.n_samples)
+    ]
+    found = replies.generate(generator, prompts, config.sampling, progress)
+    if found is None:
+        return None
+    written = ("text", "token_ids", "stop_id", "log_probs", "finish")
+    samples = [
+        Sample(
+            example_id=request.example_id,
+            setting=request.setting,
+            variant=request.variant,
+            sample=k,
+            **{name: getattr(reply, name) for name in written},
+        )
+        for (request, k), reply in zip(cells, found, strict=True)
+    ]
+    timed: dict[Setting, list[float | None]] = {}
+    for sample, reply in zip(samples, found, strict=True):
+        timed.setdefault(sample.setting, []).append(reply.seconds)
+    return Drawn(samples, {setting: _mean(each) for setting, each in timed.items()})
+
+
+def _mean(seconds: Sequence[float | None]) -> float | None:
+    known = [one for one in seconds if one is not None]
+    return sum(known) / len(known) if len(known) == len(seconds) else None
+
+
+def answer_config(run: RunDir, *, is_recorded: bool = True) -> AnswerConfig:
+    """Return how a run's questions are put; a dry run settles nothing."""
+    return run.settle("answer", ANSWER_PRESETS, is_recorded=is_recorded)
+
+
+def answer_identity(config: AnswerConfig) -> dict[str, Any]:
+    """Return what changes the prompts and the length of the answers."""
+    return dataclasses.asdict(config.prompt) | {
+        "schema": SCHEMA_VERSION,
+        "max_new_tokens": config.generation.max_new_tokens,
+        "stop": list(config.generation.stop),
+    }
+
+
+def _make_requests(run: RunDir, model: PromptModel, config: AnswerConfig) -> Requests:
+    limit = config.generation.max_new_tokens
+    examples, settings = read_examples(run), settings_of(run)
+    return make_requests(examples, model, config.prompt, limit, settings)
+
+
+def _asked(
+    run: RunDir, model: PromptModel, config: AnswerConfig, progress: Progress
+) -> list[Request]:
+    """Return what the run asks; what it does not ask is written down and counted."""
+    progress.note(f"answer: {settings_in_words(run)}")
+    made = _make_requests(run, model, config)
+    if made.left_out:
+        write_text_atomic(left_out_file(run), write_lines(made.left_out))
+    else:
+        left_out_file(run).unlink(missing_ok=True)
+    if made.note:
+        progress.note(f"answer: {made.note}")
+    return made.requests
+
+
+def _files(run: RunDir, requests: Sequence[Request]) -> JournalFiles[Key, Answer]:
+    return answer_files(answers_file(run), run.parts("answer"), requests)
+
+
+def _note_shares(run: RunDir, config: AnswerConfig, progress: Progress) -> None:
+    limit = config.generation.max_new_tokens
+    for line in answers_in_words(read_answers(run), limit, config.prompt):
+        progress.note(f"answer: {line}")
+
+
+def _greedy(config: AnswerConfig) -> SamplingConfig:
+    return SamplingConfig(
+        max_new_tokens=config.generation.max_new_tokens, stop=config.generation.stop
+    )
+
+
+class Engine(NamedTuple):
+    """What answers a run's questions, and what their prompts are made with."""
+
+    generator: Generator
+    model: PromptModel
+
+
+def open_local(
+    run: RunDir, config: AnswerConfig, check: Callable[["Backbone"], object]
+) -> Engine:
+    """Load a run's backbone, to answer on this machine.
+
+    Args:
+      run: of the backbone.
+      config: how it answers.
+      check: raises a ValueError where it is of no use to answer by this backbone.
+    """
+    from beatrice.extract.backbone.loading import open_backbone
+    from beatrice.extract.generate.local import TransformersGenerator
+
+    backbone = open_backbone(run.section("backbone", BackboneConfig))
+    check(backbone)
+    size = config.generation.tokens_per_batch
+    return Engine(
+        TransformersGenerator(backbone=backbone, tokens_per_batch=size), backbone
+    )
+
+
+def _answer(
+    engine: Engine,
+    run: RunDir,
+    config: AnswerConfig,
+    update: Update,
+    progress: Progress,
+) -> int:
+    """Answer a share of the run's batches; of the whole, put all into their order."""
+    record_backend(
+        run.answers, dict(engine.generator.identity) | answer_identity(config)
+    )
+    requests = _asked(run, engine.model, config, progress)
+    journal = Journal.open(_files(run, requests), run.share)
+    for note in journal.notes:
+        progress.note(f"answer: {note}")
+    how = (engine.generator, requests, _greedy(config))
+    append_answers(journal, *how, update, run.share)
+    if not run.share.is_whole:
+        return len(requests) - len(journal.files.keys())
+    _note_shares(run, config, progress)
+    return 0
+
+
+def load_tokenizer_only(run: RunDir) -> tuple[TokenizerOnly, tuple[int, ...]]:
+    """Load a run's tokenizer and stop tokens, without the backbone's weights."""
+    from transformers import GenerationConfig as Defaults
+
+    from beatrice.extract.backbone.gguf import unpacked
+    from beatrice.extract.backbone.loading import load_outline, window_of
+    from beatrice.extract.signals.parity import require_readable
+
+    config = run.section("backbone", BackboneConfig)
+    found = load_outline(config.path)
+    require_readable(config.model, found)
+    defaults = Defaults.from_pretrained(unpacked(config.path))
+    model = TokenizerOnly(
+        found.tokenizer, max_length=window_of(found.config), name=config.model
+    )
+    return model, stop_ids_of(defaults.eos_token_id, config.model)
+
+
+def answer_with(run: RunDir, engine: Engine, progress: Progress) -> None:
+    """Answer every question of a run by an engine that is open, such as a server.
+
+    The stage is done again if the engine's identity is another one than before.
+    """
+    config = answer_config(run)
+    identity = dict(engine.generator.identity) | answer_identity(config)
+
+    def work(update: Update) -> None:
+        _answer(engine, run, config, update, progress)
+
+    inputs = run.hash_inputs(*question_files(run)) | {"server": sha256_json(identity)}
+    once(run, "answer", inputs, [run.answers], progress, work)
+
+
+def forecast_answers(run: RunDir, config: AnswerConfig, model: PromptModel) -> Forecast:
+    """Return what answering needs: the prompts that have no answer yet."""
+    run.hash_inputs(run.examples)  # says what is missing
+    made = _make_requests(run, model, config)
+    there = _files(run, made.requests).keys()
+    prompts = prompts_of([r for r in made.requests if r.key not in there])
+    forecast = count_requests("answer", prompts, _greedy(config))
+    basis = ". ".join(filter(None, (forecast.basis, made.note)))
+    return dataclasses.replace(forecast, basis=basis)
+
+
+def _forecast_here(run: RunDir, config: AnswerConfig) -> Forecast:
+    return forecast_answers(run, config, load_tokenizer_only(run)[0])
+
+
+def _draw_requests(
+    run: RunDir,
+    model: TokenizerOnly,
+    prompt: PromptConfig,
+    draws: DrawConfig,
+    splits: Sequence[str],
+) -> Requests:
+    examples = [example for example in read_examples(run) if example.split in splits]
+    limit = draws.sampling.max_new_tokens
+    return make_requests(examples, model, prompt, limit, settings_of(run))
+
+
+def forecast_draws(
+    run: RunDir,
+    generator: Generator,
+    model: TokenizerOnly,
+    prompt: PromptConfig,
+    draws: DrawConfig,
+    splits: Sequence[str],
+    *,
+    as_text: bool = False,
+) -> str:
+    """Return in words what `draw_run` would ask."""
+    requests = _draw_requests(run, model, prompt, draws, splits).requests
+    drawing = (requests, generator, model.tokenizer)
+    return forecast_texts(
+        reply_files(run.replies("sample"), run.parts("sample")),
+        "sample",
+        lambda replies: draw_answers(*drawing, replies, draws, as_text=as_text),
+    )
+
+
+def draw_run(
+    run: RunDir,
+    generator: Generator,
+    model: TokenizerOnly,
+    prompt: PromptConfig,
+    draws: DrawConfig,
+    splits: Sequence[str],
+    progress: Progress,
+    *,
+    as_text: bool = False,
+) -> int | None:
+    """Draw answers to the questions of some splits.
+
+    Returns:
+      As `once`.
+    """
+    identity = {
+        "schema": SCHEMA_VERSION,
+        "backend": dict(generator.identity),
+        "prompt": dataclasses.asdict(prompt),
+        "splits": list(splits),
+        "draws": dataclasses.asdict(draws),
+    }
+    path, limit = samples_file(run), draws.sampling.max_new_tokens
+
+    def work(update: Update) -> int | None:
+        files = reply_files(run.replies("sample"), run.parts("sample"))
+        replies = open_replies(files, run.share, progress.note, is_timed=True)
+        made = _draw_requests(run, model, prompt, draws, splits)
+        if made.note:
+            progress.note(f"sample: {made.note}")
+        drawn = draw_answers(
+            made.requests,
+            generator,
+            model.tokenizer,
+            replies,
+            draws,
+            update,
+            as_text=as_text,
+        )
+        if drawn is None:
+            return replies.n_missing
+        samples, seconds = drawn
+        n_bare = sum(sample.log_probs is None for sample in samples)
+        n_cut = sum(sample.finish == "length" for sample in samples)
+        progress.note(f"sample: {reused_in_words(replies)}")
+        progress.note(
+            f"sample: {len(samples)} drawn, {n_bare} without log-probabilities, "
+            f"{n_cut} cut at {limit} tokens"
+        )
+        write_text_atomic(path, write_lines(samples))
+        write_json_atomic(run.samples / "config.json", identity)
+        write_json_atomic(draw_seconds_file(run), seconds)
+        return None
+
+    inputs = run.hash_inputs(*question_files(run)) | {"sampler": sha256_json(identity)}
+    return once(run, "sample", inputs, [run.samples], progress, work)
+
+
+def answer_stage(open_engine: Callable[[RunDir, AnswerConfig], Engine]) -> Stage:
+    """Return the stage that answers by what `open_engine` opens when it is needed."""
+
+    def work(
+        run: RunDir, config: AnswerConfig, update: Update, progress: Progress
+    ) -> int:
+        return _answer(open_engine(run, config), run, config, update, progress)
+
+    return Stage(
+        name="answer",
+        inputs=question_files,
+        outputs=lambda run: [run.answers],
+        work=work,
+        parts="answers",
+        presets=ANSWER_PRESETS,
+        forecast=_forecast_here,
+    )
+
+
+def _open_readable(run: RunDir, config: AnswerConfig) -> Engine:
+    from beatrice.extract.signals.reader import SignalReader
+
+    # Read on a few tokens first: hours of answers whose signals cannot be read
+    # would be in vain.
+    return open_local(run, config, lambda backbone: SignalReader(backbone, (0,)))
+
+
+def answer_stage_kept() -> Stage:
+    """Return the stage for a share: the model that did it joins all shares."""
+    return answer_stage(functools.cache(_open_readable))
+
+
+ANSWER = answer_stage(_open_readable)

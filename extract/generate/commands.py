@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from beatrice.extract.generate.generator import MAX_SAMPLES
 from beatrice.extract.generate.options import (
-    MAX_SAMPLES,
     SERVED_MODEL,
     BackendOptions,
     backend_options,
@@ -38,7 +38,7 @@ def _open_backbone(
 ) -> Iterator[tuple["TokenizerOnly", "Generator"]]:
     """Open a run's tokenizer, and the backend that has its backbone."""
     from beatrice.extract.backbone.names import BackboneConfig
-    from beatrice.extract.generate.stage import load_tokenizer_only
+    from beatrice.extract.generate.answers import load_tokenizer_only
 
     quiet()
     model, stop_ids = load_tokenizer_only(run)
@@ -67,14 +67,14 @@ def answer(
 
     Example: torchrun --nproc-per-node 8 -m beatrice answer runs/paper
     """
-    from beatrice.extract.generate import stage
-    from beatrice.extract.generate.stage import answer_config
+    from beatrice.extract.generate import answers
+    from beatrice.extract.generate.answers import answer_config
     from beatrice.extract.run.directory import RunDir
 
     share = share_of(shard, dry_run)
     if backend.server is None:
         # A share's model is the one that joins all of them.
-        answering = stage.ANSWER if share.is_whole else stage.answer_stage_kept()
+        answering = answers.ANSWER if share.is_whole else answers.answer_stage_kept()
         do_or_forecast(run_dir, answering, dry_run, share=share)
         return
     alone("answer --server", share)
@@ -84,10 +84,10 @@ def answer(
     ):
         if dry_run:
             config = answer_config(run, is_recorded=False)
-            forecast = stage.forecast_answers(run, config, model)
+            forecast = answers.forecast_answers(run, config, model)
             click.echo(forecast.as_text())
         else:
-            stage.answer_with(run, stage.Engine(generator, model), Progress())
+            answers.answer_with(run, answers.Engine(generator, model), Progress())
 
 
 @click.command()
@@ -144,9 +144,13 @@ def sample(
 
     Example: beatrice sample runs/demo --n-samples 10 --split test
     """
+    from beatrice.extract.generate.answers import (
+        DrawConfig,
+        answer_config,
+        draw_run,
+        forecast_draws,
+    )
     from beatrice.extract.generate.generator import SamplingConfig
-    from beatrice.extract.generate.sampling import DrawConfig
-    from beatrice.extract.generate.stage import answer_config, draw_run, forecast_draws
     from beatrice.extract.run.contents import samples_file
     from beatrice.extract.run.directory import RunDir
     from beatrice.extract.run.stages import do_share

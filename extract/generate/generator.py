@@ -16,6 +16,7 @@ import msgspec
 from beatrice.extract.records import Finish, Record
 
 SCHEMA_VERSION = 1  # of keys and of stored replies; raise it when either changes
+MAX_SAMPLES = 1000  # of a question; the baselines draw ten, and all are held in memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

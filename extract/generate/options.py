@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from beatrice.extract.run.directory import RunDir
 
 Command = Callable[..., None]
-MAX_SAMPLES = 1000  # of a question; the baselines draw ten, and all are held in memory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,7 +189,7 @@ def open_generator(
 
         from beatrice.extract.backbone.loading import load_backbone
         from beatrice.extract.backbone.names import default_dtype, own_device
-        from beatrice.extract.generate.backends.local import TransformersGenerator
+        from beatrice.extract.generate.local import TransformersGenerator
 
         device = own_device(options.device, torch.cuda.device_count())
         dtype = options.dtype or default_dtype(options.device)
@@ -199,9 +198,8 @@ def open_generator(
             backbone=backbone, tokens_per_batch=options.batch_tokens
         )
         return
-    from beatrice.extract.generate.backends.server import ServedGenerator, ServerConfig
-    from beatrice.extract.generate.backends.spending import Prices
     from beatrice.extract.generate.generator import tokenizer_identity
+    from beatrice.extract.generate.server import Prices, ServedGenerator, ServerConfig
 
     config = ServerConfig(
         url=options.server,
@@ -252,9 +250,9 @@ def check_backbone(
     path = Path(config.path).expanduser()
     if not path.exists() or (config.model == EMBEDDED and hidden_layers is None):
         return
-    from beatrice.extract.backbone.checkpoint import load_outline
-    from beatrice.extract.backbone.twin import require_readable
+    from beatrice.extract.backbone.loading import load_outline
     from beatrice.extract.run.console import quiet
+    from beatrice.extract.signals.parity import require_readable
 
     quiet()
     outline = load_outline(str(path))

@@ -11,8 +11,12 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from beatrice.extract.generate.generator import Generated
-from beatrice.extract.generate.prompts import Prompt, build_prompt
-from beatrice.extract.generate.templates import PromptConfig, PromptTemplate
+from beatrice.extract.generate.prompts import (
+    Prompt,
+    PromptConfig,
+    PromptTemplate,
+    build_prompt,
+)
 from beatrice.extract.records import (
     SETTINGS,
     Answer,

@@ -89,7 +89,7 @@ def rewrite(
     Example: beatrice rewrite runs/mine --model Qwen/Qwen3.5-27B --server
     http://localhost:8000/v1
     """
-    from beatrice.extract.generate.stage import answer_config
+    from beatrice.extract.generate.answers import answer_config
     from beatrice.extract.label.rewrite import RewriteConfig
     from beatrice.extract.label.stage import (
         forecast_rewrites,

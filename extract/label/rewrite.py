@@ -21,8 +21,8 @@ from beatrice.extract.generate.generator import (
     GeneratorPrompt,
     SamplingConfig,
 )
+from beatrice.extract.generate.prompts import TEMPLATES, TemplateName
 from beatrice.extract.generate.replies import Texts
-from beatrice.extract.generate.templates import TEMPLATES, TemplateName
 from beatrice.extract.label.judges import delimit, marker_for
 from beatrice.extract.records import Example, Passage, Record
 from beatrice.extract.run.console import Update

@@ -8,9 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from beatrice.extract.generate.forecast import forecast_texts
 from beatrice.extract.generate.generator import SCHEMA_VERSION, Generator
-from beatrice.extract.generate.replies import open_replies, reply_files, reused_in_words
+from beatrice.extract.generate.replies import (
+    forecast_texts,
+    open_replies,
+    reply_files,
+    reused_in_words,
+)
 from beatrice.extract.label.audit import (
     HumanAgreement,
     LabelledAnswer,

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import torch
 
-from beatrice.extract.readings.part import Batch, Part
+from beatrice.extract.readings.batch import Batch, Part
 
 N_CELLS, N_STEPS, N_STATISTICS = 32, 8, 23
 _TINY = 1e-12

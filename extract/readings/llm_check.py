@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from beatrice.extract.backbone.layout import LayerPass
-from beatrice.extract.readings.part import Batch, Part
+from beatrice.extract.readings.batch import Batch, Part
 
 _RIDGE = 1e-3
 _N_TOP = 50

@@ -1,16 +1,33 @@
 """Which other sequences are read: a question about the answer, and swapped passages.
 
 Nothing here loads Torch.
+
+Readings of other sequences than the answer's: P(True), and states of drawn answers.
+
+Each returns one float32 array per answer, NaN where there is nothing to read.
 """
 
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from beatrice.extract.generate.prompts import build_prompt, encode_text
+import numpy as np
+import torch
+
+from beatrice.extract.backbone.layout import LayerPass, watch_layers
+from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.generate.prompts import PromptTemplate, build_prompt, encode_text
 from beatrice.extract.generate.requests import PromptModel
-from beatrice.extract.generate.templates import PromptTemplate
+from beatrice.extract.readings.batch import (
+    Beginning,
+    batches_of,
+    begin,
+    check_window,
+    final_states,
+)
 from beatrice.extract.records import Answer, Example, Passage
+from beatrice.extract.signals.batch import budget_for, pad_batch
+from beatrice.extract.signals.probability import head_of, token_probabilities
 
 _OPTION = " A"
 
@@ -132,3 +149,132 @@ def swapped_prompt(
         if model.max_length is None or n_tokens <= model.max_length:
             return prompt.ids
     return None
+
+
+Ids = tuple[int, ...]
+
+
+def middle_entry(n_layers: int) -> int:
+    """Return the middle of the `n_layers + 1` states, as EigenScore's code does.
+
+    0 is the embedding: 16 of 32 layers, 20 of 40 (alibaba/eigenscore at ea8062a).
+    """
+    return (n_layers + 1) // 2
+
+
+def _end_states(
+    backbone: Backbone,
+    sequences: Sequence[Ids],
+    entry: int,
+    tokens_per_batch: int,
+    behind: Beginning | None = None,
+) -> torch.Tensor:
+    """Return the states at the last tokens, `[n_sequences, d_model]` on the host.
+
+    Args:
+      backbone: that reads.
+      sequences: ids, none empty.
+      entry: of Transformers' `hidden_states`; the last is final-normed.
+      tokens_per_batch: as in `extract.readings.reader.read`.
+      behind: of all sequences, which was run before.
+    """
+    begun = begin(backbone.layout, sequences, behind)
+    n_begun = 0 if begun is None else begun.n_tokens
+    found = torch.empty((len(sequences), backbone.d_model), dtype=backbone.dtype)
+    for places in batches_of([len(ids) for ids in sequences], tokens_per_batch):
+        check_window(backbone, len(sequences[places[0]]))
+        rows = [np.array(sequences[i]) for i in places]
+        ids = pad_batch(rows, backbone.device)
+        ends = torch.tensor([len(row) - 1 for row in rows], device=ids.device)
+        every = torch.arange(len(rows), device=ids.device)
+        seen: list[torch.Tensor] = []
+
+        def on_layer(layer_pass: LayerPass) -> None:
+            if layer_pass.index + 1 == entry:
+                seen.append(layer_pass.h_out[every, ends - n_begun])  # noqa: B023
+
+        with watch_layers(backbone.layout, on_layer):
+            final = final_states(backbone.layout, ids, begun)
+        if entry == backbone.n_layers:
+            seen = [final[every, ends]]
+        found[places] = seen[0].cpu()
+    return found
+
+
+def truth_probabilities(
+    backbone: Backbone,
+    answers: Sequence[Answer],
+    prompts: Sequence[Ids | None],
+    tokens_per_batch: int,
+) -> list[np.ndarray]:
+    """Return P(True) of every answer, a scalar in [0, 1].
+
+    Args:
+      backbone: that gave the answers.
+      answers: whose prompts these are.
+      prompts: ids that end with the token of the option "A"; its probability behind
+        the others is read, not renormalised against "B", as the code of semantic
+        uncertainty does (jlko/semantic_uncertainty at a8d9aa8).
+      tokens_per_batch: as in `extract.readings.reader.read`.
+    """
+    found = [np.array(np.nan, np.float32) for _ in answers]
+    asked = [(i, ids) for i, ids in enumerate(prompts) if ids is not None]
+    sequences = [ids[:-1] for _, ids in asked]
+    if not asked:
+        return found
+    states = _end_states(backbone, sequences, backbone.n_layers, tokens_per_batch)
+    budget = budget_for(backbone.device)
+    # All at once: what multiplies a state converts the head's weights to do so.
+    scalars = token_probabilities(
+        states.to(backbone.device),
+        torch.tensor([ids[-1] for _, ids in asked], device=backbone.device),
+        head_of(backbone.model),
+        n_tokens_per_chunk=budget.n_tokens_per_chunk,
+        n_words_per_block=budget.n_words_per_block,
+    )
+    for (place, _), told in zip(asked, scalars[:, 0].cpu().numpy(), strict=True):
+        found[place] = np.array(told)
+    return found
+
+
+def sample_states(
+    backbone: Backbone,
+    answers: Sequence[Answer],
+    drawn: Sequence[Sequence[Ids | None]],
+    tokens_per_batch: int,
+) -> list[np.ndarray]:
+    """Return the middle state at the last token of every drawn answer.
+
+    The last token that is not the stop token: the official code looks for the last id
+    above 2, which is the same for its models, and of an answer of one token reads the
+    first token of the prompt. Equal draws are read once.
+
+    Args:
+      backbone: that drew them.
+      answers: to whose prompts they were drawn.
+      drawn: token ids without the stop token, or None where they are not known.
+      tokens_per_batch: as in `extract.readings.reader.read`.
+
+    Returns:
+      Per answer `[n_samples, d_model]`; a row of NaN for a draw without tokens.
+    """
+    entry = middle_entry(backbone.n_layers)
+    shapes = [(len(draws), backbone.d_model) for draws in drawn]
+    found = [np.full(shape, np.nan, np.float32) for shape in shapes]
+    prompts = [answer.prompt_ids for answer in answers]
+    common = begin(backbone.layout, prompts)
+    for own, prompt, draws in zip(found, prompts, drawn, strict=True):
+        # A question at a time: its prompt is run once for all its draws.
+        places = {ids: i for i, ids in enumerate(dict.fromkeys(filter(None, draws)))}
+        sequences = [(*prompt, *ids) for ids in places]
+        states = _end_states(backbone, sequences, entry, tokens_per_batch, common)
+        for draw, ids in enumerate(draws):
+            if ids:
+                own[draw] = states[places[ids]].float().numpy()
+    return found
+
+
+SECOND_PASSES: dict[str, Callable[..., list[np.ndarray]]] = {
+    "p_true": truth_probabilities,
+    "sample_states": sample_states,
+}

@@ -1,4 +1,9 @@
-"""What rival detectors read beyond the four families, in a pass of its own.
+"""What the feed-forward part of each layer writes at the end of an answer.
+
+Read by "LLMs Know More Than They Show" (Orgad et al., ICLR 2025); official code:
+technion-cs-nlp/LLMsKnow at bee3ec5, where `probe_at="mlp"` hooks each block's MLP.
+
+What rival detectors read beyond the four families, in a pass of its own.
 
 The exact ids of prompt and answer are read once more, a batch at a time; each group of
 readings (`Part`) reduces what it sees at once. What is not asked for is not computed:
@@ -13,26 +18,58 @@ import torch
 
 from beatrice.extract.backbone.layout import LayerPass, watch_layers
 from beatrice.extract.backbone.loading import Backbone
-from beatrice.extract.readings.beginning import begin, final_states
-from beatrice.extract.readings.branches import ExactAnswerStates
-from beatrice.extract.readings.gnosis import AttentionStatistics, StateTrace
-from beatrice.extract.readings.llm_check import DiagonalScores, Entropies, HiddenScores
-from beatrice.extract.readings.lookback import Lookback
-from beatrice.extract.readings.lumina import Discrepancies, ProcessingRates
-from beatrice.extract.readings.part import (
+from beatrice.extract.readings.batch import (
     Batch,
     Part,
     batches_of,
+    begin,
     check_window,
     cue_length,
+    final_states,
 )
-from beatrice.extract.readings.redeep import ContextScores, KnowledgeScores
-from beatrice.extract.readings.second_passes import SECOND_PASSES
+from beatrice.extract.readings.context import (
+    ContextScores,
+    Discrepancies,
+    KnowledgeScores,
+    Lookback,
+    ProcessingRates,
+)
+from beatrice.extract.readings.gnosis import AttentionStatistics, StateTrace
+from beatrice.extract.readings.llm_check import DiagonalScores, Entropies, HiddenScores
+from beatrice.extract.readings.prompts import SECOND_PASSES
 from beatrice.extract.records import Answer
-from beatrice.extract.signals.attention import run_reading
+from beatrice.extract.signals.attention import AttentionReading, run_reading
 from beatrice.extract.signals.batch import budget_for
-from beatrice.extract.signals.reductions import AttentionReading
 from beatrice.extract.signals.span_sums import AttentionCall, AttentionMap, row_chunks
+
+
+class ExactAnswerStates(Part):
+    """Feed-forward contributions at the last answer token, `[n_layers, d_model]`.
+
+    A short answer is its own exact answer, so that no model has to find it in the
+    text. What the layer adds to the stream is read, behind the norm of a sandwich
+    block (Gemma 3); in the paper's models that is the MLP's output.
+    """
+
+    names = ("mlp_exact_answer",)
+
+    def __init__(self, batch: Batch, wanted: frozenset[str]) -> None:
+        """Begin a batch."""
+        super().__init__(batch, wanted)
+        self._rows = batch.rows([(n - 1, n) for n in batch.lengths])
+        self._layers: list[torch.Tensor] = []
+
+    def on_layer(self, layer_pass: LayerPass) -> None:
+        """Keep the last token's contribution."""
+        self._layers.append(self._rows.of(layer_pass.ffn).float())
+
+    def finish(self, final: torch.Tensor) -> dict[str, list[torch.Tensor]]:
+        """Return them; NaN for an answer without tokens."""
+        every = torch.stack(self._layers, dim=1)
+        is_empty = [not answer.token_ids for answer in self.batch.answers]
+        every[torch.tensor(is_empty, device=every.device)] = torch.nan
+        return {"mlp_exact_answer": list(every)}
+
 
 PARTS: tuple[type[Part], ...] = (
     HiddenScores,

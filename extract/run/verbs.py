@@ -35,7 +35,7 @@ class RunPath(click.Path):
             self.fail(
                 f"a run directory is a folder on this machine, found {str(value)!r}; "
                 "give a local or mounted path (only a feature store can lie at a URL, "
-                "through beatrice.extract.signals.extraction.extract)",
+                "through beatrice.extract.signals.extract.extract)",
                 param,
                 ctx,
             )

@@ -1,8 +1,7 @@
 """One batch on its way: chunk sizes, copies from the device, and padding cut off."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -11,7 +10,6 @@ import torch
 _SHARE = 64
 _BYTES_PER_WEIGHT = 2 * 4
 _LEAST = 2**20
-FamilyName = Literal["hidden", "prob", "resid", "attn"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -130,29 +128,6 @@ def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Signals:
-    """The four families of one example; a row for every token from one on.
-
-    Attributes:
-      first_token: which token has the first row, see `extract.signals.plan.first_read`.
-      hidden: `[n_rows, n_layers_kept, d_model]` float32, un-normed residual states;
-        rows of the answer span alone where the reader keeps no others.
-      prob: `[n_rows, 5]` float32: p(v), -log p(v) and entropy in nats, top p,
-        margin.
-      resid: `[n_rows, 4 * n_layers]` float32: per layer attention norm, attention
-        push, feed-forward norm, feed-forward push.
-      attn: `[n_rows, 2, 2, n_attention_layers, n_heads]` float32: per partner span
-        (the other two, ordered) entropy in nats and mass.
-    """
-
-    first_token: int
-    hidden: np.ndarray
-    prob: np.ndarray
-    resid: np.ndarray
-    attn: np.ndarray
-
-
 def pad_batch(rows: list[np.ndarray], device: torch.device) -> torch.Tensor:
     """Stack to `[n_examples, n_tokens]`, repeating each last id to the right."""
     n_tokens = max(len(row) for row in rows)
@@ -186,60 +161,3 @@ class Rows:
         """Return where each example's rows are."""
         starts = [0, *self.stops[:-1]]
         return [slice(*edges) for edges in zip(starts, self.stops, strict=True)]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PendingSignals:
-    """A batch that the device may still be working on.
-
-    Attributes:
-      hidden: `[n_entries, n_hidden_rows, d_model]`, the examples end to end.
-      scalars: prob, resid and attn, each `[n_rows, …]` float32, likewise.
-      hidden_rows: where each example's rows of `hidden` are.
-      rows: where its rows of the others are.
-      firsts: the token of each example that has its first row.
-      copies: to be waited for before anything is read.
-    """
-
-    hidden: torch.Tensor
-    scalars: dict[FamilyName, torch.Tensor]
-    hidden_rows: list[slice]
-    rows: list[slice]
-    firsts: list[int]
-    copies: HostCopies
-
-    def result(self) -> Iterator[Signals]:
-        """Wait for the device; yield the examples in order, without padding.
-
-        Arrays are views of the batch where no type has to be changed. One example at
-        a time: a whole batch's hidden states in float32 can be twice what was copied.
-        """
-        self.copies.wait()
-        scalars = {name: values.numpy() for name, values in self.scalars.items()}
-        places = zip(self.firsts, self.hidden_rows, self.rows, strict=True)
-        for first, own, rows in places:
-            yield Signals(
-                first_token=first,
-                hidden=self.hidden[:, own].float().transpose(0, 1).numpy(),
-                **{name: values[rows] for name, values in scalars.items()},
-            )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PendingParts:
-    """A batch that is read in several parts.
-
-    Attributes:
-      parts: each a batch of its own.
-      places: which examples of the whole batch are in each part.
-    """
-
-    parts: list[PendingSignals]
-    places: list[list[int]]
-
-    def result(self) -> Iterator[Signals]:
-        """Yield the examples in the order of the whole batch."""
-        signals: dict[int, Signals] = {}
-        for part, places in zip(self.parts, self.places, strict=True):
-            signals |= zip(places, part.result(), strict=True)
-        yield from (signals[place] for place in sorted(signals))

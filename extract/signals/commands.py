@@ -21,7 +21,7 @@ def _layers(
     context: click.Context, option: click.Parameter, text: str | None
 ) -> tuple[int, ...] | str | None:
     """Read a list of layers; `all` stays a word, since None means not given."""
-    from beatrice.extract.store.config import parse_layers
+    from beatrice.extract.store.families import parse_layers
 
     if text is None:
         return None
@@ -113,7 +113,11 @@ def extract(run_dir: Path, shard: str | None, dry_run: bool, **options: Any) -> 
     from beatrice.extract.backbone.names import BackboneConfig
     from beatrice.extract.generate.options import check_backbone
     from beatrice.extract.run.directory import RunDir
-    from beatrice.extract.signals.stage import EXTRACT, extract_stage_kept, settle_kept
+    from beatrice.extract.signals.extract import (
+        EXTRACT,
+        extract_stage_kept,
+        settle_kept,
+    )
 
     given, share = take_kept(options), share_of(shard, dry_run)
     if given.get("hidden_layers") is not None:

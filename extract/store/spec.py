@@ -1,6 +1,6 @@
 """What fixes a feature store: families, examples, ranges, and the index on disk.
 
-The glossary of axes and the meaning of a range are in `extract/store/read.py`. Nothing
+The glossary of axes and the meaning of a range are in `extract/store/store.py`. Nothing
 here opens a file.
 """
 

@@ -116,7 +116,7 @@ def new_world(options: dict[str, Any]) -> NewRun:
     from beatrice.extract.backbone.names import EMBEDDED, BackboneConfig
     from beatrice.extract.generate.options import check_backbone
     from beatrice.extract.generate.requests import ANSWER_PRESETS
-    from beatrice.extract.signals.stage import EXTRACT_PRESETS
+    from beatrice.extract.signals.extract import EXTRACT_PRESETS
 
     preset, kept = options.pop("preset"), take_kept(options)
     backbone = BackboneConfig(model=options.pop("model"))

@@ -324,7 +324,7 @@ def assemble(
       families: by name `[n_rows, ...]`, in the order of `FamilyDims`; one layer of
         those that are stored by layer.
       starts: as in `pad_span`.
-      spans: `[n_examples, 3, 2]`, see the glossary in `extract/store/read.py`.
+      spans: `[n_examples, 3, 2]`, see the glossary in `extract/store/store.py`.
       read: the spans that are read, places among `SPAN_NAMES`.
       n_tokens: padded length per span; None takes the longest of each.
     """

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 
 from beatrice.extract.store.families import Dtype, Family, decode, scale_name
-from beatrice.extract.store.read import FeatureStore, Ragged, read_family
+from beatrice.extract.store.store import FeatureStore, Ragged, read_family
 from beatrice.jaxprobe.features.families import (
     ANSWER,
     FamilyTokens,

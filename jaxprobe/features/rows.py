@@ -15,7 +15,7 @@ import numpy as np
 from beatrice.extract.records import IN_DOMAIN, Example, Label, Record, Setting, Share
 from beatrice.extract.run.files import read_json
 from beatrice.extract.store.families import Dtype
-from beatrice.extract.store.read import FeatureStore
+from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.features.families import (
     FamilyTokens,
     Standardizer,

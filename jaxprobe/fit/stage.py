@@ -33,7 +33,7 @@ from beatrice.extract.run.files import sha256_file
 from beatrice.extract.run.memory import return_freed_memory
 from beatrice.extract.run.share import Share, own_gpu
 from beatrice.extract.run.stages import Stage, side_by_side
-from beatrice.extract.store.read import open_store
+from beatrice.extract.store.store import open_store
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import GRID_PRESETS, GridConfig, set_compiler

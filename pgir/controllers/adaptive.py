@@ -34,7 +34,7 @@ from typing import Any, Literal
 import numpy as np
 
 from beatrice.extract.records import Example, Setting
-from beatrice.extract.store.read import FeatureStore, read_family
+from beatrice.extract.store.store import FeatureStore, read_family
 from beatrice.jaxprobe.calibration import fit_calibrator
 from beatrice.pgir.controllers.loop import Judge, fresh_passages
 from beatrice.pgir.controllers.plans import (

@@ -25,9 +25,8 @@ from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.generate.generator import decode_ids
 from beatrice.extract.generate.requests import GenerationConfig, plan_batches
 from beatrice.extract.records import Example
-from beatrice.extract.signals.attention import run_reading
+from beatrice.extract.signals.attention import AttentionReading, run_reading
 from beatrice.extract.signals.batch import budget_for, pad_batch
-from beatrice.extract.signals.reductions import AttentionReading
 from beatrice.extract.signals.span_sums import AttentionCall, AttentionMap
 from beatrice.pgir.controllers.plans import (
     Attended,

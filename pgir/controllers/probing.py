@@ -22,8 +22,8 @@ import torch
 from beatrice.extract.generate.requests import plan_batches
 from beatrice.extract.label.labels import contains_gold
 from beatrice.extract.records import Example
-from beatrice.extract.signals.plan import sequence_of
 from beatrice.extract.signals.reader import SignalReader
+from beatrice.extract.signals.sequence import sequence_of
 from beatrice.pgir.controllers.plans import Call, Cost, Plan, Reply, SearchConfig
 from beatrice.pgir.controllers.session import Session, rival
 from beatrice.pgir.controllers.waves import Answering, Journal

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 from beatrice.extract.backbone.layout import LayerPass, watch_layers
-from beatrice.extract.generate.backends.local import stop_ids
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
+from beatrice.extract.generate.local import stop_ids
 from beatrice.extract.generate.requests import GenerationConfig, plan_batches
 from beatrice.extract.records import Example
 from beatrice.extract.signals.batch import pad_batch

@@ -18,7 +18,7 @@ import numpy as np
 from beatrice.extract.label.labels import exact_match
 from beatrice.extract.records import Example, Setting
 from beatrice.extract.run.console import Update
-from beatrice.extract.store.read import FeatureStore
+from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.features.rows import Rows
 from beatrice.pgir.controllers.loop import (
     ControllerConfig,

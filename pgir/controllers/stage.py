@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from beatrice.extract.backbone.loading import open_backbone
 from beatrice.extract.backbone.names import BackboneConfig
-from beatrice.extract.generate.stage import answer_config
+from beatrice.extract.generate.answers import answer_config
 from beatrice.extract.label.labels import exact_match
 from beatrice.extract.plugs import load_plug
 from beatrice.extract.records import SETTINGS, Example

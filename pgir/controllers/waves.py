@@ -21,14 +21,17 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from beatrice.extract.generate.backends.local import TransformersGenerator
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
-from beatrice.extract.generate.prompts import build_prompt, escape_control_tokens
+from beatrice.extract.generate.local import TransformersGenerator
+from beatrice.extract.generate.prompts import (
+    PromptTemplate,
+    build_prompt,
+    escape_control_tokens,
+)
 from beatrice.extract.generate.requests import Request
-from beatrice.extract.generate.templates import PromptTemplate
 from beatrice.extract.records import Answer, Passage, Setting
 from beatrice.extract.run.files import JsonLines, sha256_json
-from beatrice.extract.signals.batch import Signals
+from beatrice.extract.signals.reader import Signals
 from beatrice.pgir.border import refuse
 from beatrice.pgir.bridge import ROWS, ProbedBackbone, Reading
 from beatrice.pgir.controllers.plans import (

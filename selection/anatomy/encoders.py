@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from beatrice.extract.records import Setting
-from beatrice.extract.store.read import FeatureStore
+from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.config import GridConfig
 from beatrice.jaxprobe.features.families import (
     SPAN_NAMES,

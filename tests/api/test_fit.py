@@ -10,7 +10,7 @@ import pytest
 import beatrice
 from beatrice.extract.run.contents import read_examples, read_labels
 from beatrice.extract.run.directory import RunDir
-from beatrice.extract.store.read import open_kvstore
+from beatrice.extract.store.store import open_kvstore
 from beatrice.jaxprobe.detector import Detector
 from beatrice.jaxprobe.metrics import auroc
 

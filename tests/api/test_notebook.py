@@ -10,7 +10,7 @@ import torch
 import beatrice
 from beatrice.extract.run.contents import read_answers, read_examples
 from beatrice.extract.run.directory import RunDir
-from beatrice.extract.store.read import open_store, read_family
+from beatrice.extract.store.store import open_store, read_family
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 NOTEBOOK = README.split("## From a notebook")[1].split("```python\n")[1].split("```")[0]

@@ -6,9 +6,9 @@ from transformers import PreTrainedTokenizerFast
 
 from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
-from beatrice.extract.generate.backends.local import TransformersGenerator
+from beatrice.extract.generate.local import TransformersGenerator
+from beatrice.extract.generate.prompts import PromptConfig
 from beatrice.extract.generate.requests import make_requests
-from beatrice.extract.generate.templates import PromptConfig
 from beatrice.extract.world.commands import WORLD_PRESETS
 from beatrice.extract.world.facts import make_world
 from beatrice.extract.world.questions import make_examples

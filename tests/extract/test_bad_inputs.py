@@ -12,11 +12,11 @@ import torch
 from beatrice.benchmarks.results.saved import read_control, read_reliability
 from beatrice.benchmarks.speed.tiny_models import tiny_model
 from beatrice.doctor import look_at_run
-from beatrice.extract.backbone.checkpoint import load_outline
 from beatrice.extract.backbone.loading import (
     Backbone,
     check_device,
     load_backbone,
+    load_outline,
     require_known_tokens,
 )
 from beatrice.extract.backbone.names import WEIGHTS, BackboneConfig
@@ -28,7 +28,7 @@ from beatrice.extract.run.console import in_one_sentence
 from beatrice.extract.run.contents import read_labels
 from beatrice.extract.run.directory import NewRun, RunDir
 from beatrice.extract.run.files import from_json
-from beatrice.extract.store.read import as_url
+from beatrice.extract.store.store import as_url
 from beatrice.extract.world.facts import WorldConfig, make_world
 from beatrice.extract.world.model import make_tokenizer
 from beatrice.jaxprobe.features.rows import read_sweep

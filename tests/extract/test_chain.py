@@ -117,8 +117,7 @@ def test_the_chain_asks_published_questions_in_the_papers_words(tmp_path, option
     assert all(len(label.verdicts) == 3 for label in labels)
     from beatrice.extract.backbone.loading import load_backbone
     from beatrice.extract.backbone.names import WEIGHTS
-    from beatrice.extract.generate.prompts import build_prompt
-    from beatrice.extract.generate.templates import PromptConfig
+    from beatrice.extract.generate.prompts import PromptConfig, build_prompt
 
     tokenizer = load_backbone(WEIGHTS).tokenizer
     words = PromptConfig(template="paper").prompt_template()

@@ -8,12 +8,12 @@ import msgspec
 
 from beatrice.benchmarks.speed.tiny_models import tiny_model
 from beatrice.doctor import look_at_hub, outline_shapes
-from beatrice.extract.backbone.checkpoint import load_outline
+from beatrice.extract.backbone.loading import load_outline
 from beatrice.extract.backbone.names import WEIGHTS, unreachable_hub
 from beatrice.extract.records import Answer, write_lines
 from beatrice.extract.run.directory import RunDir
-from beatrice.extract.signals.plan import ExtractConfig
-from beatrice.extract.store.config import as_size
+from beatrice.extract.signals.extract import ExtractConfig
+from beatrice.extract.store.families import as_size
 from tests.extract.backbone.test_backbone import save_tokenizer
 from tests.extract.small_run import beatrice, smoke
 

@@ -5,15 +5,15 @@ import dataclasses
 import numpy as np
 
 from beatrice.extract import engines
-from beatrice.extract.generate.stage import Engine, answer_with
+from beatrice.extract.generate.answers import Engine, answer_with
 from beatrice.extract.label.labels import label_by_match
 from beatrice.extract.records import write_lines
 from beatrice.extract.run.console import Progress
 from beatrice.extract.run.contents import read_answers
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.stages import run_stage
-from beatrice.extract.signals.stage import extract_stage
-from beatrice.extract.store.read import open_store, read_family
+from beatrice.extract.signals.extract import extract_stage
+from beatrice.extract.store.store import open_store, read_family
 from beatrice.jaxprobe.features.rows import rows_of
 from tests.extract.small_run import questions, smoke
 

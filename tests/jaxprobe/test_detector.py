@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from beatrice.extract.generate.templates import PromptConfig, Shot
+from beatrice.extract.generate.prompts import PromptConfig, Shot
 from beatrice.extract.store.families import Family
 from beatrice.extract.store.spec import StoreSpec
-from beatrice.extract.store.write import create_store, write_range
+from beatrice.extract.store.store import create_store, write_range
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.calibrate import score_store, selected_params
 from beatrice.jaxprobe.calibration import Calibrator

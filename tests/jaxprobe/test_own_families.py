@@ -9,7 +9,7 @@ import pytest
 from beatrice.extract.records import Example, Label
 from beatrice.extract.store.families import Family
 from beatrice.extract.store.spec import StoreSpec
-from beatrice.extract.store.write import create_store, write_range
+from beatrice.extract.store.store import create_store, write_range
 from beatrice.jaxprobe.calibrate import FusedHead, Grid, calibrated, score_store
 from beatrice.jaxprobe.config import (
     EncoderConfig,

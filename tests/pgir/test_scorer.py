@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from beatrice.extract.generate.templates import PromptConfig
-from beatrice.extract.signals.plan import sequence_of
+from beatrice.extract.generate.prompts import PromptConfig
+from beatrice.extract.signals.sequence import sequence_of
 from beatrice.jaxprobe.calibration import Calibrator
 from beatrice.jaxprobe.scope import Scope, Threshold
 from beatrice.pgir.bridge import ProbedBackbone

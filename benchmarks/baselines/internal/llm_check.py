@@ -19,7 +19,7 @@ from beatrice.benchmarks.baselines.internal.choice import (
     reading,
 )
 from beatrice.benchmarks.baselines.perplexity import SURPRISAL
-from beatrice.extract.store.read import read_family
+from beatrice.extract.store.store import read_family
 
 
 def answer_perplexity(evidence: Evidence) -> np.ndarray:

@@ -14,7 +14,7 @@ from sklearn.linear_model import LogisticRegression
 
 from beatrice.benchmarks.baselines.detector import Found
 from beatrice.benchmarks.baselines.linear import chosen_row
-from beatrice.extract.store.read import FeatureStore, read_family
+from beatrice.extract.store.store import FeatureStore, read_family
 from beatrice.jaxprobe.features.families import ANSWER
 from beatrice.jaxprobe.features.rows import Rows
 from beatrice.jaxprobe.metrics import auroc

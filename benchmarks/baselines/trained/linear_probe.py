@@ -5,7 +5,7 @@ import numpy as np
 from beatrice.benchmarks.baselines.detector import Detector, Evidence, Found
 from beatrice.benchmarks.baselines.linear import chosen_row, scores_of, standardise
 from beatrice.benchmarks.baselines.trained.layers import best_layer
-from beatrice.extract.store.read import FeatureStore
+from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.features.reading import mean_answer_states
 from beatrice.jaxprobe.features.rows import Rows
 

@@ -18,7 +18,7 @@ from beatrice.benchmarks.baselines.trained.layers import (
     scores_where_defined,
     states_at,
 )
-from beatrice.extract.store.read import FeatureStore
+from beatrice.extract.store.store import FeatureStore
 from beatrice.jaxprobe.features.reading import mean_answer_states
 from beatrice.jaxprobe.features.rows import Rows
 

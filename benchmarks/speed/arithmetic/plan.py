@@ -23,7 +23,7 @@ from beatrice.benchmarks.speed.grid import paper
 from beatrice.extract.records import SETTINGS, Setting
 from beatrice.extract.run.console import Progress, quiet
 from beatrice.extract.run.stages import bytes_in_words
-from beatrice.extract.store.config import StoreConfig
+from beatrice.extract.store.families import StoreConfig
 from beatrice.jaxprobe.config import GridConfig, StreamConfig, as_bytes
 from beatrice.jaxprobe.features.subsets import N_FAMILIES
 from beatrice.jaxprobe.fit.memory import (

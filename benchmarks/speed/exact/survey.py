@@ -32,8 +32,8 @@ from beatrice.benchmarks.speed.tiny_models import make_batch, make_sequence
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.backbone.twin import N_POSITIONS, narrow_twin
 from beatrice.extract.run.console import Progress, quiet, table_head, table_row
-from beatrice.extract.signals.plan import TokenSequence
 from beatrice.extract.signals.reader import SignalReader
+from beatrice.extract.signals.sequence import TokenSequence
 
 Outcome = Literal["exact", "refused", "wrong", "not built"]
 Lengths = Literal["short", "beyond", "long"]

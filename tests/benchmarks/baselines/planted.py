@@ -7,7 +7,7 @@ from beatrice.extract.generate.requests import PromptConfig
 from beatrice.extract.records import Answer, Example, Passage, Sample
 from beatrice.extract.store.families import Family
 from beatrice.extract.store.spec import StoreSpec
-from beatrice.extract.store.write import create_store, write_range
+from beatrice.extract.store.store import create_store, write_range
 from tests.benchmarks.rows import rows_of
 
 N, D, N_LAYERS, N_HEADS, N_SAMPLES, N_PROMPT, N_TOLD = 150, 6, 5, 3, 4, 3, 3

@@ -16,7 +16,7 @@ from beatrice.benchmarks.results.names import AT_EQUAL_LENGTH
 from beatrice.extract.run.rows import ResultTable
 from beatrice.extract.store.families import Family
 from beatrice.extract.store.spec import StoreSpec
-from beatrice.extract.store.write import create_store, write_range
+from beatrice.extract.store.store import create_store, write_range
 from beatrice.jaxprobe.evaluation import Scored, permute_by_question
 from beatrice.jaxprobe.metrics import BootstrapConfig
 from tests.benchmarks.rows import rows_of

@@ -16,7 +16,7 @@ from beatrice.extract.readings.reader import READINGS
 from beatrice.extract.records import Answer, Example
 from beatrice.extract.store.families import Family
 from beatrice.extract.store.spec import StoreSpec
-from beatrice.extract.store.write import create_store, write_range
+from beatrice.extract.store.store import create_store, write_range
 from tests.benchmarks.rows import SPLITS
 from tests.benchmarks.rows import rows_of as rows_with
 

@@ -32,7 +32,7 @@ from beatrice.benchmarks.baselines.trained.saplma import (
 )
 from beatrice.extract.store.families import Family
 from beatrice.extract.store.spec import StoreSpec
-from beatrice.extract.store.write import create_store, write_range
+from beatrice.extract.store.store import create_store, write_range
 from tests.benchmarks.rows import rows_of
 
 D, LAYERS, NUMBER = 8, (0, 2, 5), itertools.count()

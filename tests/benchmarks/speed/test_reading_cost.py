@@ -34,7 +34,7 @@ from beatrice.benchmarks.speed.reading import (
 from beatrice.benchmarks.speed.tiny_models import tiny_model
 from beatrice.extract.backbone.loading import Backbone, load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
-from beatrice.extract.signals.plan import ExtractConfig
+from beatrice.extract.signals.extract import ExtractConfig
 from beatrice.extract.signals.reader import SignalReader
 
 TINY = BatchConfig(

@@ -9,11 +9,11 @@ from tokenizers import Tokenizer, models
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
 
 from beatrice.benchmarks.speed.tiny_models import VOCAB_SIZE, tiny_model
-from beatrice.extract.backbone.checkpoint import (
+from beatrice.extract.backbone.loading import (
     check_quantization_support,
+    load_backbone,
     load_outline,
 )
-from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.signals.reader import SignalReader
 
 

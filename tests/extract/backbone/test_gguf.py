@@ -13,11 +13,15 @@ from click.testing import CliRunner
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from beatrice.cli import main
-from beatrice.extract.backbone.checkpoint import load_outline
-from beatrice.extract.backbone.gguf import config_of, read_header
-from beatrice.extract.backbone.gguf_weights import Weights
-from beatrice.extract.backbone.loading import load_backbone
-from beatrice.extract.backbone.unpacking import _unpack, cache_folder, unpacked
+from beatrice.extract.backbone.gguf import (
+    Weights,
+    _unpack,
+    cache_folder,
+    config_of,
+    read_header,
+    unpacked,
+)
+from beatrice.extract.backbone.loading import load_backbone, load_outline
 from tests.extract.backbone.gguf_files import TEMPLATE, tiny, write_gguf
 from tests.process import ROOT
 
@@ -259,7 +263,7 @@ def test_a_verb_refuses_a_damaged_file_with_an_exit_code(tmp_path):
 
 def test_two_processes_at_once_do_not_harm_each_other(tmp_path, cache):
     path = write_gguf(tmp_path / "m.gguf", tiny("llama"))
-    code = "from beatrice.extract.backbone.unpacking import unpacked; import sys; "
+    code = "from beatrice.extract.backbone.gguf import unpacked; import sys; "
     code += "print(unpacked(sys.argv[1]))"
     words = [sys.executable, "-c", code, str(path)]
     both = [

@@ -6,9 +6,9 @@ import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from beatrice.benchmarks.speed.tiny_models import FAMILIES, tiny_model
-from beatrice.extract.backbone.checkpoint import Outline, load_outline
-from beatrice.extract.backbone.loading import Backbone
-from beatrice.extract.backbone.twin import narrow_twin, require_readable
+from beatrice.extract.backbone.loading import Backbone, Outline, load_outline
+from beatrice.extract.backbone.twin import narrow_twin
+from beatrice.extract.signals.parity import require_readable
 from beatrice.extract.signals.reader import SignalReader
 from tests.extract.backbone.test_backbone import edit_config, save_tokenizer
 from tests.extract.signals.families import representatives

@@ -11,8 +11,7 @@ from beatrice.benchmarks.speed.tiny_models import (
     _randomise,
     make_sequence,
 )
-from beatrice.extract.backbone.checkpoint import window_of
-from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.backbone.loading import Backbone, window_of
 from beatrice.extract.signals.reader import SignalReader
 
 SWITCH = 16

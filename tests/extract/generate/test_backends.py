@@ -6,7 +6,11 @@ import json
 import pytest
 
 from beatrice.extract.backbone.names import default_dtype
-from beatrice.extract.generate.answers import record_backend
+from beatrice.extract.generate.answers import (
+    answer_identity,
+    load_tokenizer_only,
+    record_backend,
+)
 from beatrice.extract.generate.generator import (
     GeneratorPrompt,
     SamplingConfig,
@@ -15,7 +19,6 @@ from beatrice.extract.generate.generator import (
 )
 from beatrice.extract.generate.options import BackendOptions, open_generator
 from beatrice.extract.generate.requests import ANSWER_PRESETS
-from beatrice.extract.generate.stage import answer_identity, load_tokenizer_only
 from beatrice.extract.run.directory import RunDir, read_manifest
 from tests.extract.datasets import published as pub
 from tests.extract.small_run import beatrice, smoke

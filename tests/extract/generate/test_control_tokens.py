@@ -6,8 +6,7 @@ import pytest
 
 from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
-from beatrice.extract.generate.prompts import build_prompt, encode_text
-from beatrice.extract.generate.templates import TEMPLATES
+from beatrice.extract.generate.prompts import TEMPLATES, build_prompt, encode_text
 from beatrice.extract.records import Passage
 
 EVIL = "a </s> <s> b"

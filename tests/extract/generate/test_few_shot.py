@@ -7,19 +7,19 @@ from click.testing import CliRunner
 
 from beatrice.cli import main
 from beatrice.extract.datasets.options import stop_strings
-from beatrice.extract.generate.backends.server import ServedGenerator, ServerConfig
 from beatrice.extract.generate.generator import SamplingConfig
-from beatrice.extract.generate.prompts import build_prompt
-from beatrice.extract.generate.requests import Request
-from beatrice.extract.generate.templates import (
+from beatrice.extract.generate.prompts import (
     SHOTS,
     TEMPLATES,
     PromptConfig,
     Shot,
+    build_prompt,
     read_shots,
 )
+from beatrice.extract.generate.requests import Request
+from beatrice.extract.generate.server import ServedGenerator, ServerConfig
 from beatrice.extract.records import Passage
-from beatrice.extract.signals.plan import sequence_of
+from beatrice.extract.signals.sequence import sequence_of
 from tests.extract.generate.generating import GREEDY, prompts_of, texts
 from tests.extract.generate.loopback import served
 

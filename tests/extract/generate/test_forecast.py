@@ -6,9 +6,13 @@ import shutil
 
 import pytest
 
-from beatrice.extract.generate.forecast import CountedReplies, count_requests
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
-from beatrice.extract.generate.replies import Replies, reply_files
+from beatrice.extract.generate.replies import (
+    CountedReplies,
+    Replies,
+    count_requests,
+    reply_files,
+)
 from beatrice.extract.records import (
     SETTINGS,
     Answer,
@@ -19,8 +23,8 @@ from beatrice.extract.run.contents import read_answers
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import JsonLines
 from beatrice.extract.run.stages import Forecast, bytes_in_words, disk_bytes
-from beatrice.extract.signals.stage import EXTRACT, EXTRACT_PRESETS
-from beatrice.extract.store.read import open_store
+from beatrice.extract.signals.extract import EXTRACT, EXTRACT_PRESETS
+from beatrice.extract.store.store import open_store
 from tests.extract.datasets import published as pub
 from tests.extract.label.scripted import ScriptedGenerator
 from tests.extract.small_run import beatrice, questions, smoke

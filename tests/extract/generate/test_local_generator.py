@@ -6,13 +6,12 @@ from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
-from beatrice.extract.generate.backends.choosing import Choice
-from beatrice.extract.generate.backends.local import TransformersGenerator, generate
 from beatrice.extract.generate.generator import (
     GeneratorPrompt,
     SamplingConfig,
     reply_key,
 )
+from beatrice.extract.generate.local import Choice, TransformersGenerator, generate
 from beatrice.extract.generate.requests import GenerationConfig
 from tests.extract.generate.generating import GREEDY, prompts_of, texts
 

@@ -15,7 +15,7 @@ import pytest
 
 from beatrice.extract.backbone.loading import load_backbone
 from beatrice.extract.backbone.names import WEIGHTS
-from beatrice.extract.generate.backends.local import TransformersGenerator
+from beatrice.extract.generate.local import TransformersGenerator
 from beatrice.extract.records import SETTINGS, Answer, Sample, read_records, write_lines
 from beatrice.extract.run.contents import read_examples
 from beatrice.extract.run.directory import RunDir

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from beatrice.extract.generate.generator import Generated
-from beatrice.extract.generate.prompts import build_prompt
-from beatrice.extract.generate.templates import TEMPLATES
+from beatrice.extract.generate.prompts import TEMPLATES, build_prompt
 from beatrice.extract.label.rewrite import read_rewrite, rewrite_prompt, with_rewrites
 from beatrice.extract.records import Example, Passage
 from beatrice.extract.world.facts import WorldConfig, make_world

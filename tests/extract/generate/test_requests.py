@@ -2,9 +2,13 @@ import dataclasses
 
 import pytest
 
-from beatrice.extract.generate.prompts import build_prompt, render_message
+from beatrice.extract.generate.prompts import (
+    TEMPLATES,
+    PromptConfig,
+    build_prompt,
+    render_message,
+)
 from beatrice.extract.generate.requests import TokenizerOnly, make_requests
-from beatrice.extract.generate.templates import TEMPLATES, PromptConfig
 from beatrice.extract.records import Example, Passage
 from beatrice.extract.world.facts import WorldConfig, make_world
 from beatrice.extract.world.model import make_tokenizer

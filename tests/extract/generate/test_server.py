@@ -5,12 +5,6 @@ import time
 import pytest
 
 from beatrice.doctor import look_at_server
-from beatrice.extract.generate.backends.server import ServedGenerator, ServerConfig
-from beatrice.extract.generate.backends.spending import (
-    Account,
-    Prices,
-    SpendingCapReached,
-)
 from beatrice.extract.generate.generator import (
     GeneratorPrompt,
     SamplingConfig,
@@ -18,6 +12,13 @@ from beatrice.extract.generate.generator import (
 )
 from beatrice.extract.generate.prompts import TEMPLATE_FIELDS
 from beatrice.extract.generate.replies import Replies
+from beatrice.extract.generate.server import (
+    Account,
+    Prices,
+    ServedGenerator,
+    ServerConfig,
+    SpendingCapReached,
+)
 from tests.extract.generate.generating import GREEDY, prompts_of, texts
 from tests.extract.generate.loopback import served
 

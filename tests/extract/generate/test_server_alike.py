@@ -10,10 +10,10 @@ import urllib.request
 import pytest
 
 from beatrice.extract.backbone.names import WEIGHTS
-from beatrice.extract.generate.backends.server import ServedGenerator, ServerConfig
 from beatrice.extract.generate.generator import GeneratorPrompt
+from beatrice.extract.generate.prompts import PromptConfig
 from beatrice.extract.generate.requests import make_requests
-from beatrice.extract.generate.templates import PromptConfig
+from beatrice.extract.generate.server import ServedGenerator, ServerConfig
 from tests.extract.generate.generating import texts
 from tests.extract.generate.loopback import served
 from tests.extract.small_run import questions

@@ -8,10 +8,10 @@ import torch
 from transformers import DynamicCache
 
 from beatrice.benchmarks.speed.tiny_models import N_TEXT_IDS, tiny_model
-from beatrice.extract.backbone import sharing
 from beatrice.extract.backbone.loading import Backbone
-from beatrice.extract.generate.backends.local import TransformersGenerator
+from beatrice.extract.generate import local
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig
+from beatrice.extract.generate.local import TransformersGenerator
 from tests.extract.generate.generating import texts
 
 N_SHARED = 40
@@ -71,7 +71,7 @@ def test_texts_are_those_of_each_prompt_by_itself(name):
 def test_what_is_common_is_computed_once(name):
     backbone, prompts = backbone_of(name), prompts_with(N_SHARED)
     with torch.inference_mode():
-        cache = sharing.shared_states(backbone.layout, prompts, N_SHARED + 12)
+        cache = local.shared_states(backbone.layout, prompts, N_SHARED + 12)
     assert isinstance(cache, DynamicCache)
     assert cache.get_seq_length() == N_SHARED
     n_read = []
@@ -91,14 +91,14 @@ def test_little_in_common_short_windows_and_recurrent_states_share_nothing(
 ):
     backbone, prompts = backbone_of(name), prompts_with(n_shared)
     with torch.inference_mode():
-        assert sharing.shared_states(backbone.layout, prompts, n_shared + 12) is None
+        assert local.shared_states(backbone.layout, prompts, n_shared + 12) is None
 
 
 def test_the_last_token_of_the_shortest_prompt_is_its_own():
     prompts = prompts_with(N_SHARED)
-    assert sharing.n_shared([*prompts, prompts[0][:30]]) == 29
-    assert sharing.n_shared([prompts[0], prompts[0]]) == len(prompts[0]) - 1
-    assert sharing.n_shared([(1, 2, 3), (2, 2, 3)]) == 0
+    assert local.n_shared([*prompts, prompts[0][:30]]) == 29
+    assert local.n_shared([prompts[0], prompts[0]]) == len(prompts[0]) - 1
+    assert local.n_shared([(1, 2, 3), (2, 2, 3)]) == 0
 
 
 @pytest.mark.parametrize(

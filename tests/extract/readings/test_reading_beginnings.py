@@ -6,10 +6,9 @@ import torch
 
 from beatrice.benchmarks.speed.tiny_models import N_TEXT_IDS, tiny_model
 from beatrice.extract.backbone.loading import Backbone
-from beatrice.extract.readings.beginning import begin
-from beatrice.extract.readings.part import Batch
+from beatrice.extract.readings.batch import Batch, begin
+from beatrice.extract.readings.prompts import _end_states
 from beatrice.extract.readings.reader import PARTS, _read_batch, read
-from beatrice.extract.readings.second_passes import _end_states
 from beatrice.extract.records import Answer
 from beatrice.extract.signals.batch import ReadingBudget
 

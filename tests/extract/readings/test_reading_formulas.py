@@ -8,9 +8,9 @@ import torch
 
 from beatrice.benchmarks.speed.tiny_models import tiny_model
 from beatrice.extract.backbone.loading import Backbone
-from beatrice.extract.readings import llm_check, lumina, redeep
-from beatrice.extract.readings.lookback import lookback_ratio
-from beatrice.extract.readings.part import Batch
+from beatrice.extract.readings import context, llm_check
+from beatrice.extract.readings.batch import Batch
+from beatrice.extract.readings.context import lookback_ratio
 from beatrice.extract.records import Answer
 from beatrice.extract.signals.batch import ReadingBudget
 from beatrice.extract.signals.probability import Head
@@ -95,7 +95,7 @@ def test_a_large_vocabulary_in_chunks_gives_what_float64_gives_row_by_row():
     rows, found = [], torch.empty((n_rows // 2, 2))
     for part, log_probs in batch.log_probs(states, is_normed=True):
         rows += range(part.start, part.stop)
-        found[part.start // 2 : part.stop // 2] = redeep.divergences(
+        found[part.start // 2 : part.stop // 2] = context.divergences(
             log_probs[::2], log_probs[1::2]
         )
     assert rows == list(range(n_rows))
@@ -139,16 +139,16 @@ def test_more_tokens_than_features_far_apart_in_size_have_an_exact_hidden_score(
 
 def test_distributions_apart_diverge_by_log_two_and_equal_ones_by_nothing():
     one = torch.tensor([[0.0, -80.0]]).log_softmax(-1)
-    found = redeep.divergences(one, one.flip(-1))[0]
+    found = context.divergences(one, one.flip(-1))[0]
     assert float(found[0]) == pytest.approx(math.log(2), abs=1e-6)
     # Exchanged arguments have no bound: 80 nats times a half, less log 2.
     assert float(found[1]) == pytest.approx(40 - math.log(2), abs=1e-4)
-    assert redeep.divergences(one, one).abs().max() < 1e-6
+    assert context.divergences(one, one).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize(("n_prompt", "n"), [(5, 1), (19, 1), (20, 2), (1500, 150)])
 def test_a_tenth_of_the_prompt_is_attended_and_at_least_one_token(n_prompt, n):
-    assert redeep.n_attended(n_prompt) == n
+    assert context.n_attended(n_prompt) == n
 
 
 def test_the_discrepancy_is_that_of_the_double_sums_over_the_largest_words():
@@ -159,16 +159,16 @@ def test_the_discrepancy_is_that_of_the_double_sums_over_the_largest_words():
     def cut(values):
         return torch.where(values >= values.sort().values[-4], values, 0.0)
 
-    found = lumina.discrepancy(p.log()[None], q.log()[None], table, n_top=4)
+    found = context.discrepancy(p.log()[None], q.log()[None], table, n_top=4)
     # The embeddings are taken in float32.
     assert float(found) == pytest.approx(mmd(cut(p), cut(q), table), rel=1e-5)
-    same = lumina.discrepancy(p.log()[None], p.log()[None], table)
+    same = context.discrepancy(p.log()[None], p.log()[None], table)
     assert float(same) == pytest.approx(0.0, abs=1e-12)
 
 
 def test_layers_that_know_the_word_already_process_nothing():
     entropies, emphasis = torch.ones((1, 2)), torch.ones(1)
-    rate = lumina.processing_rate
+    rate = context.processing_rate
     assert float(rate(torch.tensor([[1.0, 2.0]]), entropies, emphasis)) == 0.0
     # (1 * 1 + 2 * 0.5) / (1 + 2), and half of it where the told word is half as likely.
     halfway = torch.tensor([[0.0, 0.5]])

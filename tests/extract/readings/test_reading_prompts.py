@@ -8,9 +8,8 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from beatrice.extract.generate.prompts import build_prompt
+from beatrice.extract.generate.prompts import TEMPLATES, build_prompt
 from beatrice.extract.generate.requests import TokenizerOnly
-from beatrice.extract.generate.templates import TEMPLATES
 from beatrice.extract.readings.prompts import (
     other_passages,
     swapped_prompt,

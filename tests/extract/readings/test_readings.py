@@ -6,9 +6,9 @@ import torch
 
 from beatrice.benchmarks.speed.tiny_models import N_TEXT_IDS, tiny_model
 from beatrice.extract.backbone.loading import Backbone
-from beatrice.extract.readings.part import Batch, cue_length
+from beatrice.extract.readings.batch import Batch, cue_length
+from beatrice.extract.readings.prompts import SECOND_PASSES, middle_entry
 from beatrice.extract.readings.reader import PARTS, READINGS, read
-from beatrice.extract.readings.second_passes import SECOND_PASSES, middle_entry
 from beatrice.extract.records import Answer
 from beatrice.extract.signals.batch import ReadingBudget, budget_for
 from tests.extract.readings.reading_loops import Eager, expected

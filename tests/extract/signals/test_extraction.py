@@ -12,11 +12,15 @@ import pytest
 
 from beatrice.extract.records import Answer
 from beatrice.extract.run.share import Share
-from beatrice.extract.signals.extraction import extract, run_plan
-from beatrice.extract.signals.plan import ExtractConfig, n_rows_of, plan_extraction
+from beatrice.extract.signals.extract import (
+    ExtractConfig,
+    extract,
+    n_rows_of,
+    plan_extraction,
+    run_plan,
+)
 from beatrice.extract.store.families import Family
-from beatrice.extract.store.read import done_ranges, open_store, read_family
-from beatrice.extract.store.write import verify
+from beatrice.extract.store.store import done_ranges, open_store, read_family, verify
 
 REPOSITORY = Path(__file__).parents[3]
 CONFIG = ExtractConfig(tokens_per_batch=96, rows_per_shard=64)

@@ -6,20 +6,18 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from beatrice.extract.signals.extraction import run_plan
-from beatrice.extract.signals.plan import ExtractConfig, plan_extraction
-from beatrice.extract.store.config import (
+from beatrice.extract.signals.extract import ExtractConfig, plan_extraction, run_plan
+from beatrice.extract.store.families import (
     StoreConfig,
     as_size,
+    as_written,
     model_shapes,
     parse_layers,
     stored_bytes,
     stored_families,
 )
-from beatrice.extract.store.families import as_written
-from beatrice.extract.store.read import done_ranges, open_store, read_family
 from beatrice.extract.store.spec import StoreSpec
-from beatrice.extract.store.write import verify
+from beatrice.extract.store.store import done_ranges, open_store, read_family, verify
 from tests.extract.signals.test_extraction import Begun, Reading, TokenIds
 
 QWEN_9B = model_shapes(d_model=4096, n_layers=32, n_attention_layers=8, n_heads=16)

@@ -8,8 +8,7 @@ from click.testing import CliRunner
 
 from beatrice.extract.run.directory import RunDir, read_manifest
 from beatrice.extract.signals.commands import kept_options, take_kept
-from beatrice.extract.signals.plan import ExtractConfig
-from beatrice.extract.signals.stage import extract_config, settle_kept
+from beatrice.extract.signals.extract import ExtractConfig, extract_config, settle_kept
 from beatrice.extract.store.families import SHORT_NAMES
 from tests.extract.small_run import beatrice, smoke
 

@@ -15,9 +15,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from beatrice.benchmarks.speed import oracle
 from beatrice.benchmarks.speed.oracle import TOLERANCE
 from beatrice.benchmarks.speed.tiny_models import FAMILIES, tiny_model
-from beatrice.extract.backbone import parity
 from beatrice.extract.backbone.loading import Backbone
-from beatrice.extract.signals import attention, probability, residual
+from beatrice.extract.signals import attention, parity, probability, residual
 from beatrice.extract.signals.reader import SignalReader
 from tests.extract.signals.families import representatives
 

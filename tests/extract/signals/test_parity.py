@@ -24,8 +24,7 @@ from beatrice.benchmarks.speed.tiny_models import (
     tiny_model,
 )
 from beatrice.doctor import outline_shapes
-from beatrice.extract.backbone.checkpoint import Outline
-from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.backbone.loading import Backbone, Outline
 from beatrice.extract.backbone.twin import narrow_twin
 from beatrice.extract.signals import attention
 from beatrice.extract.signals.reader import SignalReader

@@ -6,8 +6,9 @@ import torch
 from beatrice.benchmarks.speed.tiny_models import tiny_model
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.records import Answer
-from beatrice.extract.signals.plan import ExtractConfig, TokenSequence, sequence_of
+from beatrice.extract.signals.extract import ExtractConfig
 from beatrice.extract.signals.reader import SignalReader
+from beatrice.extract.signals.sequence import TokenSequence, sequence_of
 
 
 def make_answer(**changes):

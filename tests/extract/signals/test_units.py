@@ -12,17 +12,16 @@ import pytest
 from beatrice.benchmarks.speed.tiny_models import N_TEXT_IDS, tiny_model
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.run.share import Share, find_share
-from beatrice.extract.signals.extraction import run_plan
-from beatrice.extract.signals.plan import (
+from beatrice.extract.signals.extract import (
     ExtractConfig,
-    TokenSequence,
     plan_extraction,
+    run_plan,
     tokens_per_unit,
 )
 from beatrice.extract.signals.reader import SignalReader
-from beatrice.extract.store.config import model_shapes
-from beatrice.extract.store.families import Family
-from beatrice.extract.store.read import open_store
+from beatrice.extract.signals.sequence import TokenSequence
+from beatrice.extract.store.families import Family, model_shapes
+from beatrice.extract.store.store import open_store
 from tests.extract.signals.test_extraction import TokenIds, files_under
 
 REPOSITORY = Path(__file__).parents[3]

@@ -8,9 +8,9 @@ from beatrice.benchmarks.speed import oracle
 from beatrice.benchmarks.speed.tiny_models import make_sequence, tiny_model
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.signals.batch import ReadingBudget
-from beatrice.extract.signals.plan import first_read
 from beatrice.extract.signals.probability import Head
 from beatrice.extract.signals.reader import SignalReader
+from beatrice.extract.signals.sequence import first_read
 
 SMALL = ReadingBudget(
     n_attention_weights=1000, n_tokens_per_chunk=7, n_words_per_block=13

@@ -6,9 +6,16 @@ import numpy as np
 import pytest
 
 from beatrice.extract.store.families import Family
-from beatrice.extract.store.read import as_url, done_ranges, open_store, read_family
 from beatrice.extract.store.spec import StoreSpec
-from beatrice.extract.store.write import create_store, verify, write_range
+from beatrice.extract.store.store import (
+    as_url,
+    create_store,
+    done_ranges,
+    open_store,
+    read_family,
+    verify,
+    write_range,
+)
 
 FAMILIES = {
     "hidden": Family(shape=(3, 8), dtype="bfloat16", by_layer=True),

@@ -7,9 +7,8 @@ import pytest
 
 from beatrice.benchmarks.baselines.perplexity import perplexity_scores
 from beatrice.extract.store.families import Family, encode, scale_family
-from beatrice.extract.store.read import read_family
 from beatrice.extract.store.spec import StoreSpec
-from beatrice.extract.store.write import create_store, write_range
+from beatrice.extract.store.store import create_store, read_family, write_range
 from beatrice.jaxprobe.features.families import (
     split_families,
     standardizer_of,

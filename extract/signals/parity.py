@@ -24,19 +24,19 @@ import copy
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from beatrice.extract.backbone.checkpoint import layer_values
 from beatrice.extract.backbone.layout import LayerPass
-from beatrice.extract.backbone.loading import Backbone
-from beatrice.extract.signals import residual
-from beatrice.extract.signals.attention import attend_alone, run_decoder
+from beatrice.extract.backbone.loading import Backbone, Outline, layer_values
+from beatrice.extract.backbone.twin import narrow_twin
+from beatrice.extract.signals import probability, residual
+from beatrice.extract.signals.attention import SpanReading, attend_alone, run_decoder
 from beatrice.extract.signals.batch import budget_for
 from beatrice.extract.signals.probability import Head
-from beatrice.extract.signals.reductions import SpanReading
 
 # Relative. In bf16 sums in float32 differ from the stream's own rounding by 3e-3
 # (reference/backbones.md, 2.1); in float32 the largest seen was 1e-6.
@@ -395,3 +395,33 @@ def check_parity(backbone: Backbone, final_norm: residual.FinalNorm, head: Head)
     if backbone.dtype != torch.float32:
         _check_attention(backbone, ids, lengths)
     return together.attn.shape[-1]
+
+
+# Where a config spaces its attention layers by a period, a twin can have none.
+_REFUSAL = re.compile("(unknown residual layout|cannot read)(?!.*found no attention)")
+
+
+def require_readable(name: str, outline: Outline) -> None:
+    """Refuse a checkpoint whose signals could not be read, before it is loaded.
+
+    Where no twin can be made, the check of the loaded model decides.
+
+    Args:
+      name: of the checkpoint, as messages call it.
+      outline: its config.
+
+    Raises:
+      ValueError: its twin is refused, with the reason.
+    """
+    try:
+        model = narrow_twin(outline.config)
+    # Transformers raises whatever comes first for sizes that do not fit each other.
+    except Exception:
+        return
+    try:
+        twin = Backbone.from_model(model, revision="twin")
+        final_norm = residual.measure_final_norm(twin.layout)
+        check_parity(twin, final_norm, probability.head_of(model))
+    except ValueError as error:
+        if _REFUSAL.match(str(error)):
+            raise ValueError(f"backbone {name!r}: {error}") from error

@@ -1,1 +1,0 @@
-"""What writes texts: a model that is loaded here, or a server."""

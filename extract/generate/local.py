@@ -1,0 +1,572 @@
+"""States of prompts that are computed once: of what all begin with, and of equal ones.
+
+A layer may keep other states than keys and values (recurrent ones, an indexer's); these
+cannot be laid out for other rows, so that every row is computed from its beginning.
+
+How each token is chosen, what it is worth to the model, and when a row is done.
+
+The backend on this machine: Transformers, in batches of similar length.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from transformers import (
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from beatrice.extract.backbone.layout import Layout
+from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.generate.generator import (
+    Generated,
+    GeneratorPrompt,
+    SamplingConfig,
+    cut_at_stop,
+    decode_ids,
+    draw_seed,
+    find_stop,
+    stop_ids_of,
+    tokenizer_identity,
+)
+from beatrice.extract.generate.prompts import render_message
+from beatrice.extract.generate.requests import GenerationConfig, Request, plan_batches
+from beatrice.extract.records import Answer
+
+FEWEST_SHARED = 16  # a forward of its own for fewer costs about what it saves
+
+
+def n_shared(prompts: Sequence[Sequence[int]]) -> int:
+    """Return how many ids all prompts begin with; the last one of each is its own."""
+    first, last = min(prompts), max(prompts)  # no two differ earlier than these
+    pairs = enumerate(zip(first, last, strict=False))
+    n_equal = next((i for i, (a, b) in pairs if a != b), len(first))
+    return min(n_equal, min(map(len, prompts)) - 1)
+
+
+def has_plain_states(layout: Layout) -> bool:
+    """Say whether all layers keep keys and values alone, which rows can be taken of."""
+    return _empty_cache(layout) is not None
+
+
+def _empty_cache(layout: Layout) -> DynamicCache | None:
+    """Return a cache, or None where a layer keeps other states than keys and values."""
+    cache = DynamicCache(config=layout.decoder.config.get_text_config(decoder=True))
+    # A dummy stands for a layer that keeps nothing: it reads another layer's keys.
+    kinds = {type(layer) for layer in cache.layers} - {DummyLayer}
+    is_plain = bool(kinds) and kinds <= {DynamicLayer, DynamicSlidingWindowLayer}
+    return cache if is_plain else None
+
+
+def filled_layers(cache: DynamicCache) -> list[DynamicLayer]:
+    """Return the layers of a cache that hold keys and values."""
+    return [layer for layer in cache.layers if layer.keys is not None]
+
+
+def begun_cache(
+    layout: Layout,
+    n_tokens: int,
+    run: Callable[[DynamicCache], object],
+    cache: DynamicCache | None = None,
+) -> DynamicCache | None:
+    """Return the keys and values of a beginning that others may go on from.
+
+    Args:
+      layout: of the model that computes them.
+      n_tokens: of the beginning.
+      run: puts it through the decoder with the cache that it is given.
+      cache: of what was run of it before, to be added to; None begins with nothing.
+
+    Returns:
+      None where a layer keeps other states than keys and values (recurrent ones, an
+      indexer's), or where a sliding window is shorter than the beginning.
+    """
+    cache = _empty_cache(layout) if cache is None else cache
+    if cache is None:
+        return None
+    run(cache)
+    filled = filled_layers(cache)
+    is_whole = all(layer.keys.shape[-2] == n_tokens for layer in filled)
+    return cache if filled and is_whole else None
+
+
+def shared_states(
+    layout: Layout, prompts: Sequence[Sequence[int]], width: int
+) -> DynamicCache | None:
+    """Return the keys and values of what all prompts begin with, computed once.
+
+    Every row's lie as they would if the row were computed by itself behind its padding
+    on the left; of a row that is shorter than `width` tokens the last ones are left
+    out, and are computed with the rest of it.
+
+    Returns:
+      None where too little is common to be worth it, and as `begun_cache`: then every
+      row is computed from its beginning.
+    """
+    n = n_shared(prompts)
+    if len(prompts) < 2 or n < FEWEST_SHARED:
+        return None
+    ids = torch.tensor([list(prompts[0][:n])], device=layout.head.weight.device)
+
+    def run(cache: DynamicCache) -> None:
+        layout.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
+
+    if (cache := begun_cache(layout, n, run)) is None:
+        return None
+    n_padding = torch.tensor([[width - len(own)] for own in prompts])
+    places = (torch.arange(n) - n_padding).clamp_min(0).to(ids.device)
+    for layer in filled_layers(cache):
+        layer.keys = layer.keys[0][:, places].transpose(0, 1).contiguous()
+        layer.values = layer.values[0][:, places].transpose(0, 1).contiguous()
+    return cache
+
+
+def begun_states(
+    layout: Layout,
+    prompts: Sequence[Sequence[int]],
+    ids: torch.Tensor,
+    mask: torch.Tensor,
+    generate: Callable[..., Any],
+) -> DynamicCache | None:
+    """Return what generation may go on from, each row's states behind its padding.
+
+    Where prompts are equal (draws of one question) that is all but their last token,
+    computed once; else as `shared_states`.
+
+    Args:
+      layout: of the model that generates.
+      prompts: ids, none empty.
+      ids: `[n_prompts, width]`, the prompts padded on the left.
+      mask: likewise, 0 where there is padding.
+      generate: of the model, given ids, mask and options, returning its states too; it
+        knows what positions and masks its architecture needs.
+    """
+    width, own = ids.shape[1], {tuple(p): row for row, p in enumerate(prompts)}
+    begun = _empty_cache(layout)
+    if len(own) == len(prompts) or min(map(len, own)) < 2 or begun is None:
+        return shared_states(layout, prompts, width)
+    shared = shared_states(layout, [prompt[:-1] for prompt in own], width - 1)
+    found = generate(
+        ids[list(own.values()), :-1],
+        mask[list(own.values()), :-1],
+        past_key_values=begun if shared is None else shared,
+        max_new_tokens=1,
+    )
+    places = {prompt: place for place, prompt in enumerate(own)}
+    rows = torch.tensor([places[tuple(prompt)] for prompt in prompts])
+    found.past_key_values.batch_select_indices(rows.to(ids.device))
+    return found.past_key_values
+
+
+def _likeliest(scores: torch.Tensor, n_most: int | None) -> torch.Tensor:
+    """Return the places of each row's `n_most` largest, and of all equal to the last.
+
+    What is drawn is one of them; to sort a vocabulary for its top p takes 20 times as
+    long as a whole row's other sums.
+    """
+    n_words = scores.shape[-1]
+    if n_most is None or n_most >= n_words:
+        return torch.arange(n_words, device=scores.device).expand(len(scores), -1)
+    top = scores.topk(min(2 * n_most, n_words), dim=-1)
+    last = top.values[:, n_most - 1, None]
+    if (top.values[:, -1:] == last).any():
+        top = scores.topk(int((scores >= last).sum(-1).max()), dim=-1)
+    return top.indices
+
+
+class Choice(LogitsProcessor):
+    """Chooses each token, greedily or by a draw, and notes its log-probability.
+
+    With Gumbel noise the largest logit is a draw from the softmax. Every row has a
+    generator of its own, so that a draw does not depend on its batch.
+
+    The log-probabilities are kept, not the logits: `output_logits` would keep tens of
+    gigabytes for a batch of rewrites and a vocabulary of 150 000.
+
+    Args:
+      config: how tokens are drawn; a greedy one changes no logits.
+      seeds: one per row; not read by a greedy one.
+      device: of the logits.
+      stops: ids that end a row; it is padded with them, and drawn no more.
+    """
+
+    def __init__(
+        self,
+        config: SamplingConfig,
+        seeds: Sequence[int],
+        device: torch.device,
+        stops: Sequence[int],
+    ) -> None:
+        """Begin with all rows."""
+        self._stops = torch.tensor(list(stops), device=device)
+        self._found: list[torch.Tensor] = []
+        self._generators: list[torch.Generator] = []
+        self._warpers, self._n_most = LogitsProcessorList(), config.top_k
+        if config.is_greedy:
+            return
+        self._generators = [torch.Generator(device).manual_seed(s) for s in seeds]
+        self._warpers.append(TemperatureLogitsWarper(float(config.temperature)))
+        if config.top_k is not None:
+            self._warpers.append(TopKLogitsWarper(config.top_k))
+        if config.top_p < 1:
+            self._warpers.append(TopPLogitsWarper(config.top_p))
+
+    def __call__(
+        self, input_ids: torch.LongTensor, scores: torch.FloatTensor
+    ) -> torch.FloatTensor:
+        """Return `[n_rows, n_vocabulary]` logits; the largest of a row is taken."""
+        if not self._generators:
+            log_probs = scores.to(torch.float32).log_softmax(-1)
+            # The largest itself: to find its place costs ten times as much on a CPU.
+            self._found.append(log_probs.amax(-1, keepdim=True))
+            return scores
+        is_live = torch.ones_like(input_ids[:, -1], dtype=torch.bool)
+        if self._found:  # before, a prompt's last token stands there
+            is_live = ~torch.isin(input_ids[:, -1], self._stops)
+        live = is_live.nonzero()[:, 0]
+        own = scores[live]
+        words = _likeliest(own, self._n_most)
+        kept = self._warpers(input_ids, own.gather(-1, words))
+        rows = [
+            torch.rand(
+                scores.shape[1], generator=self._generators[row], device=own.device
+            )
+            for row in live.tolist()
+        ]
+        tiny = torch.finfo(torch.float32).tiny
+        noise = torch.stack(rows).gather(-1, words).clamp_min(tiny)
+        best = (kept - torch.log(-torch.log(noise))).argmax(-1, keepdim=True)
+        chosen = words.gather(-1, best)
+        told = own.gather(-1, chosen) - own.float().logsumexp(-1, keepdim=True)
+        log_probs = torch.zeros((len(scores), 1), device=own.device)
+        self._found.append(log_probs.index_copy_(0, live, told))
+        drawn = torch.full_like(scores, -torch.inf)
+        drawn[live, chosen[:, 0]] = 0.0
+        return drawn
+
+    def taken(self) -> list[list[float]]:
+        """Return `[n_rows, n_new_tokens]` in nats, of the model itself; forget them."""
+        found = torch.cat(self._found, dim=1).tolist()
+        self._found.clear()
+        return found
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Go on with some of the rows."""
+        if self._generators:
+            self._generators = [self._generators[row] for row in rows]
+
+
+class Done(StoppingCriteria):
+    """Ends a batch when half of its rows are done, so that the others go on alone.
+
+    A row is done at a stop token, at its longest, or when its text holds a stop string;
+    texts are decoded, since one string is many tokens: a line feed ends hundreds.
+
+    Attributes:
+      rows: `[n_rows]`, whether each is done.
+
+    Args:
+      tokenizer: that decodes.
+      edges: tokens of the prompts with their padding, and with the longest text.
+      stop: strings.
+      stops: ids.
+      are_parted: whether the others can go on alone; else the batch ends with its last.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        edges: tuple[int, int],
+        stop: Sequence[str],
+        stops: Sequence[int],
+        *,
+        are_parted: bool,
+    ) -> None:
+        """Begin with no row done."""
+        self._tokenizer, self._edges, self._stop = tokenizer, edges, stop
+        self._stops, self._are_parted = list(stops), are_parted
+        self.rows = torch.zeros(0, dtype=torch.bool)
+
+    def __call__(
+        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **_: Any
+    ) -> torch.BoolTensor:
+        """Return `[n_rows]`, all true where the batch is to end."""
+        start, stop = self._edges
+        stops = torch.tensor(self._stops, device=input_ids.device)
+        found = torch.isin(input_ids[:, -1], stops) | (input_ids.shape[1] >= stop)
+        if self._stop:
+            texts = (
+                decode_ids(self._tokenizer, row)
+                for row in input_ids[:, start:].tolist()
+            )
+            ended = [find_stop(text, self._stop) is not None for text in texts]
+            found |= torch.tensor(ended, device=input_ids.device)
+        self.rows = found
+        is_over = self._are_parted and 2 * int(found.sum()) >= len(found)
+        return found | is_over
+
+
+def stop_ids(backbone: Backbone) -> tuple[int, ...]:
+    """Return the tokens that end a text.
+
+    Raises:
+      ValueError: the model names no such token.
+    """
+    stop = backbone.model.generation_config.eos_token_id
+    if stop is None:
+        stop = backbone.model.config.get_text_config().eos_token_id
+    return stop_ids_of(stop, backbone.name)
+
+
+@contextlib.contextmanager
+def _contiguous_states(backbone: Backbone) -> Iterator[None]:
+    """Give the output matrix its states in one piece.
+
+    Of a prompt only the last states are multiplied, which is a view with holes. Torch
+    multiplies such a view in bfloat16 on a CPU by a copy of the matrix for every row:
+    58 GB for 172 rows and 262,144 words.
+    """
+    head = backbone.model.get_output_embeddings()
+    hook = head.register_forward_pre_hook(lambda _, given: (given[0].contiguous(),))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformersGenerator:
+    """Generates with a backbone that is loaded here.
+
+    Attributes:
+      backbone: has a tokenizer.
+      tokens_per_batch: prompt and new tokens, padding included.
+    """
+
+    backbone: Backbone
+    tokens_per_batch: int = 16_384
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return what changes a text."""
+        return {
+            "backend": "transformers",
+            "revision": self.backbone.revision,
+            **tokenizer_identity(self.backbone.tokenizer),
+            "enable_thinking": False,
+            "stop_ids": list(stop_ids(self.backbone)),
+            "dtype": str(self.backbone.dtype).removeprefix("torch."),
+        }
+
+    @property
+    def max_length(self) -> int | None:
+        """Return the backbone's window in tokens."""
+        return self.backbone.max_length
+
+    def count_tokens(self, prompt: GeneratorPrompt) -> int:
+        """Return how many tokens the model reads."""
+        return len(self.prompt_ids(prompt))
+
+    def prompt_ids(self, prompt: GeneratorPrompt) -> tuple[int, ...]:
+        """Return the ids the model reads.
+
+        A model without a chat template reads a message as it stands.
+        """
+        if prompt.ids is not None:
+            return prompt.ids
+        tokenizer = self.backbone.tokenizer
+        if not prompt.is_chat or tokenizer.chat_template is None:
+            return tuple(tokenizer(prompt.text)["input_ids"])
+        rendered = render_message(tokenizer, prompt.text)
+        # The template writes its own special tokens.
+        return tuple(tokenizer(rendered.text, add_special_tokens=False)["input_ids"])
+
+    def stream(
+        self,
+        prompts: Sequence[GeneratorPrompt],
+        config: SamplingConfig,
+        done: Collection[int] = (),
+    ) -> Iterator[tuple[int, Generated]]:
+        """Yield (index, text); see `batches`."""
+        return itertools.chain.from_iterable(self.batches(prompts, config, done))
+
+    def plan(
+        self, prompts: Sequence[GeneratorPrompt], config: SamplingConfig
+    ) -> list[tuple[int, ...]]:
+        """Return the batches of prompts, as indices; see `plan_batches`."""
+        lengths = [self.count_tokens(prompt) for prompt in prompts]
+        return plan_batches(lengths, self._batching(config))
+
+    def _batching(self, config: SamplingConfig) -> GenerationConfig:
+        return GenerationConfig(
+            max_new_tokens=config.max_new_tokens,
+            tokens_per_batch=self.tokens_per_batch,
+        )
+
+    def batches(
+        self,
+        prompts: Sequence[GeneratorPrompt],
+        config: SamplingConfig,
+        done: Collection[int] = (),
+    ) -> Iterator[list[tuple[int, Generated]]]:
+        """Yield the (index, text) of each batch; one is skipped if all of it is done.
+
+        Raises:
+          ValueError: a prompt and its text do not fit the model's window, or the
+            model's logits are not finite.
+        """
+        ids = [self.prompt_ids(prompt) for prompt in prompts]
+        lengths, n_new = [len(tokens) for tokens in ids], config.max_new_tokens
+        window = self.max_length
+        if window is not None and any(n + n_new > window for n in lengths):
+            raise ValueError(
+                f"the longest prompt has {max(lengths)} tokens and its reply may have "
+                f"{n_new}, but {self.backbone.name} has a window of {window}; use a "
+                "model with a longer one, nothing is cut"
+            )
+        for batch in plan_batches(lengths, self._batching(config)):
+            if all(i in done for i in batch):
+                continue
+            seeds = [draw_seed(prompts[i], config) for i in batch]
+            stops = stop_ids(self.backbone)
+            choice = Choice(config, seeds, self.backbone.device, stops)
+            written = self._continue([ids[i] for i in batch], config, choice)
+            yield [
+                (i, self._text(len(ids[i]), tokens, log_probs, config.stop))
+                for i, (tokens, log_probs) in zip(batch, written, strict=True)
+            ]
+
+    @torch.inference_mode()
+    def _continue(
+        self, prompts: Sequence[Sequence[int]], config: SamplingConfig, choice: Choice
+    ) -> list[tuple[list[int], list[float]]]:
+        """Return of every prompt the ids that are chosen, and their log-probabilities.
+
+        When half of the rows are done the others go on without them, so that a long
+        answer does not keep short ones in the batch.
+        """
+        width, stops = max(map(len, prompts)), stop_ids(self.backbone)
+        # Padded on the left, since generation appends to the right.
+        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+        ids, mask = ids.to(self.backbone.device), mask.to(self.backbone.device)
+
+        def run(ids: torch.Tensor, mask: torch.Tensor, **options: Any) -> Any:
+            return self.backbone.model.generate(
+                input_ids=ids,
+                attention_mask=mask,
+                do_sample=False,  # draws are made by the processor
+                num_beams=1,
+                repetition_penalty=1.0,  # some checkpoints have another default
+                eos_token_id=list(stops),
+                pad_token_id=stops[0],
+                return_dict_in_generate=True,
+                **options,
+            )
+
+        found: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
+        rows, edges = list(range(len(prompts))), (width, width + config.max_new_tokens)
+        layout, tokenizer = self.backbone.layout, self.backbone.tokenizer
+        are_parted = has_plain_states(layout)
+        with _contiguous_states(self.backbone):
+            cache = begun_states(layout, prompts, ids, mask, run)
+            while rows:
+                n_read = ids.shape[1]
+                done = Done(tokenizer, edges, config.stop, stops, are_parted=are_parted)
+                made = run(
+                    ids,
+                    mask,
+                    past_key_values=cache,
+                    max_new_tokens=edges[1] - n_read,
+                    logits_processor=LogitsProcessorList([choice]),
+                    stopping_criteria=StoppingCriteriaList([done]),
+                )
+                new = made.sequences[:, n_read:]
+                for row, *written in zip(rows, new, choice.taken(), strict=True):
+                    found[row][0].extend(written[0].tolist())
+                    found[row][1].extend(written[1])
+                left = (~done.rows).nonzero()[:, 0]
+                if len(left):
+                    cache, ids = made.past_key_values, made.sequences[left]
+                    cache.batch_select_indices(left)
+                    mask = torch.cat([mask[left], torch.ones_like(new[left])], dim=1)
+                    choice.keep(left.tolist())
+                rows = [rows[place] for place in left.tolist()]
+        return found
+
+    def _text(
+        self,
+        n_prompt: int,
+        tokens: list[int],
+        log_probs: list[float],
+        stop: Sequence[str],
+    ) -> Generated:
+        """Return what was written before it stopped, and the padding behind that."""
+        stops = stop_ids(self.backbone)
+        end = next((i for i, token in enumerate(tokens) if token in stops), None)
+        kept = tokens[:end]
+        n_new = len(kept) + (end is not None)
+        if any(map(math.isnan, log_probs[:n_new])):
+            raise ValueError(
+                f"{self.backbone.name} gives logits that are not finite, in "
+                f"{self.identity['dtype']}: its weights are damaged, or too large for "
+                "this type; check them, or load them as float32"
+            )
+        whole = Generated(
+            text=self.backbone.tokenizer.decode(kept, skip_special_tokens=True).strip(),
+            token_ids=tuple(kept),
+            stop_id=None if end is None else tokens[end],
+            log_probs=tuple(log_probs[:n_new]),
+            finish="length" if end is None else "stop",
+            n_prompt_tokens=n_prompt,
+            n_new_tokens=n_new,
+        )
+        found = cut_at_stop(whole, stop, self.backbone.tokenizer)
+        if found is whole:
+            return whole
+        # What stands behind the stop token is padding, or was written for other rows.
+        n_new = len(found.token_ids or ()) + 1
+        return msgspec.structs.replace(found, n_new_tokens=n_new)
+
+
+def generate(
+    backbone: Backbone, requests: Sequence[Request], config: GenerationConfig
+) -> list[Answer]:
+    """Answer requests greedily, in batches; returns the answers in their order.
+
+    Raises:
+      ValueError: a prompt and its answer do not fit the model's window; nothing is
+        ever cut.
+    """
+    window, n_new = backbone.max_length, config.max_new_tokens
+    for request in requests:
+        if window is not None and len(request.prompt.ids) + n_new > window:
+            raise ValueError(
+                f"question {request.example_id!r} needs {len(request.prompt.ids)} "
+                f"prompt and {n_new} answer tokens, but {backbone.name} has a window "
+                f"of {window}; give fewer or shorter passages"
+            )
+    generator = TransformersGenerator(
+        backbone=backbone, tokens_per_batch=config.tokens_per_batch
+    )
+    prompts = [GeneratorPrompt(text="", ids=r.prompt.ids) for r in requests]
+    sampling = SamplingConfig(max_new_tokens=n_new, stop=config.stop)
+    found = dict(generator.stream(prompts, sampling))
+    return [request.answer(found[i]) for i, request in enumerate(requests)]

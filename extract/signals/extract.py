@@ -1,0 +1,692 @@
+"""What an extraction reads together and where it goes, fixed from the answers alone.
+
+Rank, world size and what was done before only choose which units are done here, so
+the bytes of a store depend on neither. Nothing here loads Torch.
+
+From answers to a feature store, unit by unit.
+
+A unit is read in batches of similar lengths and written range by range, each with a
+commit record of its own. Of a unit that was interrupted only the batches that its
+missing ranges need are read again; they are the plan's, so that what comes out does
+not depend on what was there.
+
+The stage that reads the four signal families of every answer into its store.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from beatrice.extract.backbone.names import BackboneConfig
+from beatrice.extract.label.labels import check_both_classes
+from beatrice.extract.records import Answer, AnswerSpan
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.contents import (
+    check_answered,
+    question_files,
+    read_answers,
+    read_examples,
+    read_labels,
+    settings_of,
+    store_files,
+)
+from beatrice.extract.run.directory import Preset, RunDir
+from beatrice.extract.run.share import Share
+from beatrice.extract.run.stages import Forecast, Stage
+from beatrice.extract.signals.sequence import TokenSequence, first_read, sequence_of
+from beatrice.extract.store.families import (
+    Family,
+    Spans,
+    StoreConfig,
+    encode,
+    scale_name,
+    stored_bytes,
+    stored_families,
+)
+from beatrice.extract.store.spec import StoreSpec
+from beatrice.extract.store.store import (
+    FeatureStore,
+    create_store,
+    done_ranges,
+    write_range,
+)
+
+_BATCHES_PER_UNIT = 16
+_WANTED_UNITS = 16
+_UNIT_BYTES = 8 << 30
+_SHARD_BYTES = 128 << 20
+_FEWEST_ROWS = 256
+_WANTED_RANGES = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExtractConfig(StoreConfig):
+    """How answers are read, and what is kept of them.
+
+    Attributes:
+      answer_span: see `sequence_of`.
+      tokens_per_batch: most tokens of a batch, padding included; a longer sequence
+        is a batch of its own.
+      rows_per_shard: tokens per file, a power of two; None chooses by `n_rows_of`.
+    """
+
+    answer_span: AnswerSpan = "emitting"
+    tokens_per_batch: int = 16384
+    rows_per_shard: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields; the store checks `rows_per_shard`."""
+        super().__post_init__()
+        if self.tokens_per_batch < 1:
+            raise ValueError(
+                f"tokens_per_batch must be at least 1, found {self.tokens_per_batch}"
+            )
+        if self.answer_span not in ("emitting", "literal"):
+            raise ValueError(
+                f"answer_span is emitting or literal, not {self.answer_span!r}"
+            )
+
+
+class Reader(Protocol):
+    """What reads signals, see `extract.signals.reader.SignalReader`.
+
+    Attributes:
+      hidden_layers: entries of the resid axis that are read (0: the embedding).
+      hidden_spans: tokens whose hidden states are read; the others are read of all.
+    """
+
+    hidden_layers: tuple[int, ...]
+    hidden_spans: Spans
+
+    @property
+    def fingerprint(self) -> Mapping[str, Any]:
+        """Return what the values depend on beside the answers: model, dtype (JSON)."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Return the shape of one token's reading, per family."""
+
+    def start(self, sequences: list[Any]) -> Any:
+        """Begin to read a batch.
+
+        Its `result()` gives an object per sequence, `[n_rows, …]` by family: rows of
+        the last `n_rows` tokens, those before `first_read` may be missing.
+        """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unit:
+    """What one worker reads in one go: some ranges and their batches.
+
+    Attributes:
+      ranges: consecutive; each is committed by itself.
+      batches: of example indices; every example of the ranges once.
+    """
+
+    ranges: range
+    batches: tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class ExtractionPlan:
+    """What is read together and where it goes.
+
+    Attributes:
+      spec: the store.
+      units: in the order of their ranges; every range is in one. A worker does
+        `share.mine(units)`.
+    """
+
+    spec: StoreSpec
+    units: tuple[Unit, ...]
+
+
+def _bytes_per_token(
+    families: Mapping[str, Family], n_tokens: int, n_answer: int | None
+) -> list[int]:
+    """Return each family's bytes per token, whether or not that token has a row."""
+    n_kept = {"all": n_tokens, "answer": n_tokens if n_answer is None else n_answer}
+    return [f.row_bytes * n_kept[f.spans] // n_tokens for f in families.values()]
+
+
+def n_rows_of(
+    lengths: np.ndarray, families: Mapping[str, Family], n_answer: int | None = None
+) -> int:
+    """Choose the rows of a shard: a power of two, from the answers alone.
+
+    As many as fit in 128 MiB of the widest family, but few enough for 64 ranges, so
+    that workers share the load and an interruption costs little; at least 256.
+
+    Args:
+      lengths: `[n_examples]` tokens that are read.
+      families: what is stored.
+      n_answer: tokens of all answer spans; None counts a family of the answer span
+        as if it kept every token.
+    """
+    n_tokens = int(lengths.sum())
+    widest = max(_bytes_per_token(families, n_tokens, n_answer))
+    most = max(1, min(_SHARD_BYTES // max(1, widest), n_tokens // _WANTED_RANGES))
+    return max(_FEWEST_ROWS, 1 << (most.bit_length() - 1))
+
+
+def tokens_per_unit(
+    lengths: np.ndarray,
+    families: Mapping[str, Family],
+    tokens_per_batch: int,
+    n_answer: int | None = None,
+) -> int:
+    """Choose the tokens of a unit, from the answers alone.
+
+    Sixteen batches' worth: sorted by length, they waste a few percent on padding. But
+    few enough for 16 units (of at least one batch), so that workers share the load
+    and an interruption costs little; and at most 8 GiB as they are stored, which
+    wait in the host's memory, see `run_plan`.
+
+    Args:
+      lengths: `[n_examples]` tokens that are read.
+      families: what is stored.
+      tokens_per_batch: the budget of a batch.
+      n_answer: as in `n_rows_of`.
+    """
+    n_tokens = int(lengths.sum())
+    shared = max(tokens_per_batch, n_tokens // _WANTED_UNITS)
+    stored = sum(_bytes_per_token(families, n_tokens, n_answer))
+    return min(
+        _BATCHES_PER_UNIT * tokens_per_batch, shared, _UNIT_BYTES // max(1, stored)
+    )
+
+
+def _unit_edges(spec: StoreSpec, n_tokens: int) -> list[int]:
+    """Join consecutive ranges up to so many tokens; at least one range each."""
+    rows = np.diff(spec.offsets[spec.range_examples]).tolist()
+    edges, used = [0], 0
+    for range_id, n_rows in enumerate(rows):
+        if range_id > edges[-1] and used + n_rows > n_tokens:
+            edges.append(range_id)
+            used = 0
+        used += n_rows
+    return [*edges, spec.n_ranges]
+
+
+def _batches(
+    lengths: np.ndarray, examples: range, tokens_per_batch: int
+) -> tuple[tuple[int, ...], ...]:
+    """Group one unit's examples by length, padding included in the budget."""
+    order = sorted(examples, key=lambda example: (-lengths[example], example))
+    batches: list[list[int]] = []
+    for example in order:
+        # The first of a batch is its longest, so it sets the padded width.
+        is_full = not batches or (
+            (len(batches[-1]) + 1) * lengths[batches[-1][0]] > tokens_per_batch
+        )
+        if is_full:
+            batches.append([])
+        batches[-1].append(example)
+    return tuple(map(tuple, batches))
+
+
+def _hash_sequences(sequences: Sequence[TokenSequence]) -> str:
+    """Hash what the model reads, so that a store never mixes two sets of answers."""
+    digest = hashlib.sha256()
+    for item in sequences:
+        for part in (item.ids, item.targets, item.spans):
+            digest.update(np.ascontiguousarray(part, dtype="<i8").data)
+    return digest.hexdigest()
+
+
+def _check_reader(reader: Reader, config: ExtractConfig) -> None:
+    """Raise if the reader does not read what the config keeps."""
+    wanted = config.hidden_layers
+    if wanted is not None and tuple(wanted) != tuple(reader.hidden_layers):
+        raise ValueError(
+            f"the reader keeps layers {list(reader.hidden_layers)}, the config wants "
+            f"{list(wanted)}; build the reader with the config's hidden_layers"
+        )
+    if reader.hidden_spans not in ("all", config.hidden_spans):
+        raise ValueError(
+            f"the reader keeps hidden states of the {reader.hidden_spans} span, the "
+            f"config wants {config.hidden_spans}; build the reader with the config's "
+            "hidden_spans"
+        )
+
+
+def plan_extraction(
+    sequences: Sequence[TokenSequence],
+    keys: Sequence[tuple[str, ...]],
+    reader: Reader,
+    config: ExtractConfig,
+    fingerprint: Mapping[str, Any],
+) -> ExtractionPlan:
+    """Fix the store, its ranges and the batches.
+
+    Args:
+      sequences: one per answer.
+      keys: one per answer, unique.
+      reader: says what it reads; nothing is read here.
+      config: how the answers are read.
+      fingerprint: what the values depend on beside the answers and `config`.
+    """
+    _check_reader(reader, config)
+    lengths = np.array([len(item.ids) for item in sequences], dtype=np.int64)
+    spans = np.stack([item.spans for item in sequences]).astype(np.int64)
+    firsts = np.array([first_read(start) for start in spans[:, 0, 0]], dtype=np.int64)
+    n_answer = int((spans[:, 2, 1] - spans[:, 2, 0]).sum())
+    families = stored_families(reader.shapes, config)
+    spec = StoreSpec(
+        families=families,
+        keys=tuple(keys),
+        lengths=lengths,
+        spans=spans,
+        firsts=firsts,
+        rows_per_shard=config.rows_per_shard
+        or n_rows_of(lengths - firsts, families, n_answer),
+        hidden_layers=tuple(reader.hidden_layers),
+        fingerprint={
+            **fingerprint,
+            "answer_span": config.answer_span,
+            "tokens_per_batch": config.tokens_per_batch,
+            "sequences_sha256": _hash_sequences(sequences),
+        },
+    )
+    n_tokens = tokens_per_unit(
+        lengths - firsts, families, config.tokens_per_batch, n_answer
+    )
+    edges = _unit_edges(spec, n_tokens)
+    if len(edges) <= spec.n_ranges:
+        # Which examples share a batch moves values by rounding. Where every unit is
+        # one range the batches are those of stores from before there were units.
+        facts = {**spec.fingerprint, "tokens_per_unit": n_tokens}
+        spec = dataclasses.replace(spec, fingerprint=facts)
+    units = []
+    for first, last in zip(edges[:-1], edges[1:], strict=True):
+        examples = range(*spec.range_examples[[first, last]].tolist())
+        batches = _batches(lengths, examples, config.tokens_per_batch)
+        units.append(Unit(ranges=range(first, last), batches=batches))
+    return ExtractionPlan(spec=spec, units=tuple(units))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExtractionReport:
+    """What one call of `extract` did.
+
+    Attributes:
+      n_written: ranges written by this worker now.
+      n_skipped: ranges of this worker that were there before.
+      n_missing: ranges of any worker that are not there yet.
+      n_tokens: tokens of the ranges written now.
+      seconds: wall time.
+    """
+
+    n_written: int
+    n_skipped: int
+    n_missing: int
+    n_tokens: int
+    seconds: float
+
+
+class _RangeRows:
+    """One family of one range, as it is stored, filled answer by answer."""
+
+    def __init__(self, spec: StoreSpec, name: str, range_id: int) -> None:
+        """Make room for the family, and for its scales if it is int8."""
+        self._spec, self._name, self._range_id = spec, name, range_id
+        self._start, stop = spec.range_rows(range_id, name)
+        names = [name, scale_name(name)]
+        self.arrays = {
+            part: np.empty(
+                (stop - self._start, *spec.families[part].shape),
+                spec.families[part].numpy_dtype,
+            )
+            for part in names[: 1 + (spec.families[name].dtype == "int8")]
+        }
+        self._n_invalid = self._n_overflowed = 0
+        self._bad_keys: list[tuple[str, ...]] = []
+
+    def put(self, example: int, reading: np.ndarray) -> None:
+        """Keep of an answer's reading what the family keeps.
+
+        Args:
+          example: which answer.
+          reading: of the last tokens `[n_rows, …]`, or of those that are kept alone.
+        """
+        offsets = self._spec.family_offsets(self._name)[example : example + 2]
+        first, last = (offsets - self._start).tolist()
+        if len(reading) > last - first:
+            token = int(self._spec.first_tokens(self._name)[example])
+            row = token - (int(self._spec.lengths[example]) - len(reading))
+            reading = reading[row : row + last - first]
+        # Written where they stay: what lies between is a pass over cold memory.
+        out = self.arrays[self._name][first:last]
+        encoded = encode(reading, self._spec.families[self._name].dtype, out)
+        if encoded.scales is not None:
+            self.arrays[scale_name(self._name)][first:last] = encoded.scales
+        self._n_invalid += encoded.n_invalid
+        self._n_overflowed += encoded.n_overflowed
+        if encoded.n_invalid or encoded.n_overflowed:
+            self._bad_keys.append(self._spec.keys[example])
+
+    def check(self) -> None:
+        """Raise if there are values that the stored type cannot hold."""
+        if not self._bad_keys:
+            return
+        raise ValueError(
+            f"family {self._name!r} of answer {self._bad_keys[0]} (and "
+            f"{len(self._bad_keys) - 1} more in range {self._range_id}) has values "
+            f"that {self._spec.families[self._name].dtype} cannot hold or that are not "
+            f"numbers: {self._n_overflowed} overflow, {self._n_invalid} were NaN or "
+            "infinite when read; nothing of this range is stored; use a wider "
+            "dtype (bf16, fp32), or leave these answers out"
+        )
+
+
+def read_batches(
+    reader: Reader,
+    sequences: Sequence[TokenSequence],
+    batches: Sequence[Sequence[int]],
+) -> Iterator[tuple[int, Any]]:
+    """Read batch after batch; yields each example and what was read of it.
+
+    The next batch is begun before one is taken from the device, where the copies of
+    one and the work of the other overlap; meanwhile the caller stores what it got.
+    """
+    before: tuple[Sequence[int], Any] | None = None
+    for batch in batches:
+        begun = reader.start([sequences[example] for example in batch])
+        if before is not None:
+            yield from zip(before[0], before[1].result(), strict=True)
+        before = (batch, begun)
+    if before is not None:
+        yield from zip(before[0], before[1].result(), strict=True)
+
+
+def _read_unit(
+    reader: Reader,
+    sequences: Sequence[TokenSequence],
+    plan: ExtractionPlan,
+    unit: Unit,
+    missing: Sequence[int],
+    tick: Callable[[], None],
+) -> dict[int, dict[str, np.ndarray]]:
+    """Read the missing ranges of one unit; `tick` is called for each of their answers.
+
+    Returns:
+      For each missing range `[n_rows, …]` per family, in the stored type.
+    """
+    spec = plan.spec
+    rows = {
+        range_id: {name: _RangeRows(spec, name, range_id) for name in reader.shapes}
+        for range_id in missing
+    }
+    first, last = spec.range_examples[[unit.ranges.start, unit.ranges.stop]].tolist()
+    lookup = np.searchsorted(spec.range_examples, np.arange(first, last), "right") - 1
+    range_of = dict(zip(range(first, last), lookup.tolist(), strict=True))
+    needed = [b for b in unit.batches if any(range_of[i] in rows for i in b)]
+    for example, reading in read_batches(reader, sequences, needed):
+        if range_of[example] not in rows:
+            continue
+        for name, kept in rows[range_of[example]].items():
+            kept.put(example, getattr(reading, name))
+        tick()
+    found: dict[int, dict[str, np.ndarray]] = {}
+    for range_id, families in rows.items():
+        found[range_id] = {}
+        for kept in families.values():
+            kept.check()
+            found[range_id] |= kept.arrays
+    return found
+
+
+def _write_unit(store: FeatureStore, rows: dict[int, dict[str, np.ndarray]]) -> None:
+    """Write ranges in order, letting go of each as soon as it is written."""
+    for range_id in sorted(rows):
+        write_range(store, range_id, rows.pop(range_id))
+
+
+def _write_units(
+    read: Callable[[Unit, Sequence[int]], dict[int, dict[str, np.ndarray]]],
+    store: FeatureStore,
+    todo: Sequence[tuple[Unit, Sequence[int]]],
+) -> None:
+    """Write each unit while the next one is read; at most two are in memory."""
+    pending: concurrent.futures.Future[None] | None = None
+    with concurrent.futures.ThreadPoolExecutor(max_workers=1) as pool:
+        for unit, missing in todo:
+            rows = read(unit, missing)
+            if pending is not None:
+                pending.result()
+            pending = pool.submit(_write_unit, store, rows)
+            del rows  # the writer's alone, which lets go of it range by range
+        if pending is not None:
+            pending.result()
+
+
+def run_plan(
+    reader: Reader,
+    sequences: Sequence[TokenSequence],
+    plan: ExtractionPlan,
+    url: str | Path,
+    *,
+    share: Share = Share(),
+    progress: Callable[[int, int], None] | None = None,
+) -> ExtractionReport:
+    """Do, or continue, one share of a plan; see `extract`.
+
+    In host memory are at most the rows of two units as they are stored, one being
+    read and one being written (`tokens_per_unit`: at most 8 GiB each, or one range
+    where that is larger), and the readings of two batches.
+    """
+    began = time.perf_counter()
+    mine = share.mine(plan.units)
+    store = create_store(url, plan.spec)
+    done = done_ranges(store)
+    every = [(unit, [r for r in unit.ranges if r not in done]) for unit in mine]
+    todo = [(unit, missing) for unit, missing in every if missing]
+    written = [range_id for _, missing in todo for range_id in missing]
+    n_answers = int(np.diff(plan.spec.range_examples)[written].sum())
+    n_read = itertools.count(1)
+
+    def tick() -> None:
+        if progress is not None:
+            progress(next(n_read), n_answers)
+
+    def read(unit: Unit, missing: Sequence[int]) -> dict[int, dict[str, np.ndarray]]:
+        return _read_unit(reader, sequences, plan, unit, missing, tick)
+
+    _write_units(read, store, todo)
+    edges = [plan.spec.range_rows(range_id) for range_id in written]
+    return ExtractionReport(
+        n_written=len(written),
+        n_skipped=sum(len(unit.ranges) for unit in mine) - len(written),
+        n_missing=plan.spec.n_ranges - len(done_ranges(store)),
+        n_tokens=sum(stop - start for start, stop in edges),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def extract(
+    reader: Reader,
+    answers: Sequence[Answer],
+    url: str | Path,
+    config: ExtractConfig,
+    *,
+    about: Mapping[str, Any] | None = None,
+    share: Share = Share(),
+    progress: Callable[[int, int], None] | None = None,
+) -> ExtractionReport:
+    """Read the answers' signals into the store at `url`, or continue doing so.
+
+    Every worker creates the same store, so that none waits for another. Ranges that
+    are committed are skipped.
+
+    Args:
+      reader: a backbone's signal reader, or another engine's.
+      answers: in the order the store keeps them.
+      url: kvstore URL or path of the store.
+      config: how the answers are read.
+      about: what else the store says of them, such as how questions were put; JSON
+        values, which become part of its fingerprint.
+      share: of the units that this process does.
+      progress: called with (answers read now, answers to read now).
+
+    Raises:
+      ValueError: the store at `url` is another one, or cannot be written there.
+    """
+    sequences = [sequence_of(a, answer_span=config.answer_span) for a in answers]
+    keys = [answer.key for answer in answers]
+    fingerprint = {**reader.fingerprint, **(about or {})}
+    plan = plan_extraction(sequences, keys, reader, config, fingerprint)
+    return run_plan(
+        reader,
+        sequences,
+        plan,
+        url,
+        share=share,
+        progress=progress,
+    )
+
+
+_SMALL = ExtractConfig(tokens_per_batch=4096, rows_per_shard=4096)
+EXTRACT_PRESETS: dict[Preset, ExtractConfig] = {
+    "demo": _SMALL,
+    "few": _SMALL,
+    "smoke": _SMALL,
+    "paper": ExtractConfig(),
+}
+
+
+def extract_config(run: RunDir) -> ExtractConfig:
+    """Return what of a run's answers is read and kept."""
+    return run.settle("extract", EXTRACT_PRESETS)
+
+
+def settle_kept(run: RunDir, given: Mapping[str, Any]) -> ExtractConfig:
+    """Let a run keep what is asked, as long as nothing of it is extracted.
+
+    What is kept changes no answer and no label, so it may be chosen when the signals
+    are read, and is recorded then; every later verb finds it in the manifest.
+
+    Args:
+      run: an existing run.
+      given: fields of `ExtractConfig`; the others stay as the run has them.
+
+    Raises:
+      ValueError: other features are there already.
+    """
+    config = extract_config(run)
+    asked = dataclasses.replace(config, **given)
+    folders = [run.features(setting) for setting in settings_of(run)]
+    if asked != config and any((f / "index.json").exists() for f in folders):
+        raise ValueError(
+            f"{run.path} has features already: {config.in_words()}; you asked for "
+            f"{asked.in_words()}; repeat that choice, or delete {folders[0].parent} to "
+            "extract again"
+        )
+    return run.settle("extract", EXTRACT_PRESETS, lambda _: asked, is_replaceable=True)
+
+
+def open_local_reader(run: RunDir, config: ExtractConfig) -> Reader:
+    """Load a run's backbone, which gave its answers, to read on this machine.
+
+    Raises:
+      ValueError: other weights gave the answers, see `require_answering_model`.
+    """
+    from beatrice.extract.backbone.loading import (
+        open_backbone,
+        require_answering_model,
+        require_known_tokens,
+    )
+    from beatrice.extract.signals.reader import SignalReader
+
+    backbone = open_backbone(run.section("backbone", BackboneConfig))
+    require_answering_model(run.answers, backbone)
+    require_known_tokens(read_answers(run), backbone)
+    return SignalReader.for_config(backbone, config)
+
+
+def _extract(
+    open_reader: Callable[[RunDir, ExtractConfig], Reader],
+    run: RunDir,
+    config: ExtractConfig,
+    update: Update,
+    progress: Progress,
+) -> int:
+    """Read a share of the run's answers; returns how many ranges are not there yet."""
+    check_answered(run)
+    if run.labels.exists():  # hours of signals that no detector could be trained on
+        check_both_classes(read_examples(run), [*read_labels(run).values()])
+    answers = {setting: read_answers(run, setting) for setting in settings_of(run)}
+    if empty := [setting for setting, rows in answers.items() if not rows]:
+        raise ValueError(
+            f"{run.answers} has no answer {empty[0]}: no passage of any question fits "
+            "the model's window; give shorter passages, or make the run with "
+            "--settings closed-book"
+        )
+    reader = open_reader(run, config)
+    return sum(
+        extract(
+            reader,
+            rows,
+            run.features(setting),
+            config,
+            share=run.share,
+            progress=update,
+        ).n_missing
+        for setting, rows in answers.items()
+    )
+
+
+def _forecast(run: RunDir, config: ExtractConfig) -> Forecast:
+    """Return what extraction needs; the store's size is exact before compression."""
+    from beatrice.extract.backbone.loading import open_backbone
+    from beatrice.extract.signals.reader import SignalReader
+    from beatrice.extract.signals.sequence import first_read, sequence_of
+
+    backbone = open_backbone(run.section("backbone", BackboneConfig))
+    reader = SignalReader.for_config(backbone, config)
+    sequences = [
+        sequence_of(answer, answer_span=config.answer_span)
+        for answer in read_answers(run)
+    ]
+    n_tokens = sum(len(sequence.ids) for sequence in sequences)
+    n_read = n_tokens - sum(first_read(s.spans[0, 0]) for s in sequences)
+    n_answer = int(sum(s.spans[2, 1] - s.spans[2, 0] for s in sequences))
+    every_layer = (backbone.n_layers + 1, backbone.d_model)
+    shapes = {**reader.shapes, "hidden": every_layer}
+    stored = stored_bytes(shapes, config, n_tokens=n_read, n_answer=n_answer)
+    return Forecast(
+        stage="extract",
+        n_rows=n_read,
+        n_prompt_tokens=n_tokens,
+        disk_bytes=sum(stored.values()),
+        basis=f"rows are tokens read of {len(sequences)} answers",
+    )
+
+
+def extract_stage(open_reader: Callable[[RunDir, ExtractConfig], Reader]) -> Stage:
+    """Return the stage that reads by what `open_reader` opens when it is needed."""
+    return Stage(
+        name="extract",
+        inputs=lambda run: [*question_files(run), run.answers],
+        outputs=store_files,
+        work=partial(_extract, open_reader),
+        parts="ranges",
+        presets=EXTRACT_PRESETS,
+        forecast=_forecast,
+    )
+
+
+def extract_stage_kept() -> Stage:
+    """Return the stage for a share: the model that did it joins all shares."""
+    return extract_stage(functools.cache(open_local_reader))
+
+
+EXTRACT = extract_stage(open_local_reader)

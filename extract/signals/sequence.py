@@ -1,0 +1,90 @@
+"""An answer as the model reads it again: ids, targets and spans.
+
+Nothing here loads Torch.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from beatrice.extract.records import Answer, AnswerSpan
+
+_FEWEST_SPARED = 48  # Llama 3's chat header has 30 tokens
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenSequence:
+    """One teacher-forced example.
+
+    Attributes:
+      ids: `[n_tokens]` int64, prompt and answer; the stop token is not fed.
+      targets: `[n_tokens]` int64, the next token at each position. The last is the
+        stop token; of an answer that was cut it is unknown, any id stands there, and
+        the position lies outside the answer span.
+      spans: `[3, 2]` int64, absolute and half-open, in the order context, question,
+        answer; an empty span has start == stop.
+    """
+
+    ids: np.ndarray
+    targets: np.ndarray
+    spans: np.ndarray
+
+    def __post_init__(self) -> None:
+        """Check the lengths and the order of the spans."""
+        n_tokens = len(self.ids)
+        if n_tokens == 0 or self.ids.shape != self.targets.shape:
+            raise ValueError(
+                "a sequence needs ids and targets of one equal length above zero, "
+                f"found {self.ids.shape} and {self.targets.shape}"
+            )
+        edges = self.spans.reshape(-1)
+        if edges[0] < 0 or edges[-1] > n_tokens or (np.diff(edges) < 0).any():
+            raise ValueError(
+                "spans must be half-open and ordered context, question, answer within "
+                f"{n_tokens} tokens, found {self.spans.tolist()}"
+            )
+
+
+def sequence_of(
+    answer: Answer, *, answer_span: AnswerSpan = "emitting"
+) -> TokenSequence:
+    """Return an answer as the model reads it again, with its spans.
+
+    The answer span is, "emitting", the positions that emitted the answer: from the
+    last prompt token to the last answer token, which emitted the stop token;
+    "literal", the answer tokens alone. The question span runs from the end of the
+    context to where the answer span starts, so that the spans part the input (section
+    3.2: "partitioned"). If the answer was cut at the length limit its last token
+    emitted nothing we know, and is outside in both.
+
+    Raises:
+      ValueError: no prompt, or a context that reaches its last token.
+    """
+    n_prompt, n_answer = len(answer.prompt_ids), len(answer.token_ids)
+    context, is_cut = answer.context_span, answer.stop_id is None
+    if not 0 <= context[0] <= context[1] <= n_prompt - 1:
+        raise ValueError(
+            f"answer {answer.key}: expected a context span before the last of "
+            f"{n_prompt} prompt tokens, found {list(context)}"
+        )
+    ids = np.array(answer.prompt_ids + answer.token_ids, dtype=np.int64)
+    start = {"emitting": n_prompt - 1, "literal": n_prompt}[answer_span]
+    stop = max(start, n_prompt + n_answer - int(is_cut))
+    return TokenSequence(
+        ids=ids,
+        targets=np.append(ids[1:], ids[-1] if is_cut else answer.stop_id),
+        spans=np.array([context, (context[1], start), (start, stop)]),
+    )
+
+
+def first_read(context_start: int) -> int:
+    """Return the first token whose signals are read.
+
+    Tokens before the context belong to no span, and nothing is computed from their
+    signals. Worked examples are many such tokens; a chat's header is few, and is read,
+    so that stores of prompts without examples are those from before there were any.
+
+    Args:
+      context_start: where the context span starts, also if it is empty.
+    """
+    return int(context_start) if context_start >= _FEWEST_SPARED else 0
