@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from beatrice.benchmarks.chain import CHAIN
+from beatrice.benchmarks.chain import CHAIN, what_to_do
+from beatrice.extract.run.directory import NotWritten
 from beatrice.extract.run.share import find_share
 from beatrice.extract.run.verbs import alone
 
@@ -83,7 +84,8 @@ class _Verbs(click.Group):
         except (ValueError, OSError, MemoryError) as error:
             from beatrice.extract.run.console import in_one_sentence
 
-            raise click.ClickException(in_one_sentence(error)) from error
+            do = f"; {what_to_do(error)}" if isinstance(error, NotWritten) else ""
+            raise click.ClickException(in_one_sentence(error) + do) from error
         except KeyboardInterrupt:
             click.echo("Stopped; the same line again continues.", err=True)
             raise click.exceptions.Exit(130) from None

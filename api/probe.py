@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import numpy as np
 
+from beatrice.benchmarks.chain import what_to_do
 from beatrice.extract.generate.prompts import PromptConfig
 from beatrice.extract.records import SETTINGS, Label, Setting
 from beatrice.extract.run.console import Progress
-from beatrice.extract.run.directory import RunDir, read_manifest
+from beatrice.extract.run.directory import NotWritten, RunDir, read_manifest
 from beatrice.extract.run.files import read_sealed, seal, write_json_atomic
 from beatrice.jaxprobe.calibrate import FusedHead, Grid, calibrated, score_store
 from beatrice.jaxprobe.calibration import brier, ece
@@ -695,7 +696,10 @@ def load(
         )
     read_manifest(folder)  # refuses what is no run
     run = RunDir(folder)
-    detector = Detector.load(run.finished_detector())
+    try:
+        detector = Detector.load(run.require(run.detector))
+    except NotWritten as error:
+        raise ValueError(f"{error}; {what_to_do(error)}") from None
     set_compiler(run.preset)
 
     def open_scorer() -> "Scorer":

@@ -1,4 +1,6 @@
-"""The way of the data, stage by stage, for what does all of it: `demo` and `real`."""
+"""The way of the data, stage by stage, and which verb writes a file that is missing."""
+
+from beatrice.extract.run.directory import NotWritten, RunDir
 
 # What `demo` does, in order: where each stage stands. Real questions take the place of
 # the world's in `real`.
@@ -16,3 +18,42 @@ CHAIN = (
     "beatrice.pgir.controllers.stage:CONTROL",
     "beatrice.benchmarks.results.stage:REPORT",
 )
+
+# Which verb writes what lies at a path of a run, by the path's first name.
+_WRITERS = {
+    "examples": "data",
+    "passages": "data",
+    "rewrites": "rewrite",
+    "answers": "answer",
+    "labels": "label",
+    "samples": "sample",
+    "features": "extract",
+    "sweep": "sweep",
+    "encoders": "train",
+    "selection": "select",
+    "detector": "calibrate",
+    "reliability": "evaluate",
+    "shown": "evaluate",
+    "rows": "evaluate",
+    "control": "control",
+}
+_IN_ORDER = "data answer label extract sweep train select calibrate evaluate".split()
+
+
+def what_to_do(missing: NotWritten) -> str:
+    """Return which verbs a run still needs, where one of its files is missing."""
+    verb = _WRITERS.get(missing.name.split("/")[0].split(".")[0])
+    if verb is None:
+        return "do the stage that writes it"
+    if verb not in _IN_ORDER:
+        return f"run `beatrice {verb}` first"
+    run, verbs = RunDir(missing.run), _IN_ORDER[: _IN_ORDER.index(verb)]
+    has_questions = run.examples.exists()
+    left = [
+        name
+        for name in verbs
+        if not (has_questions if name == "data" else run.stage_record(name))
+    ]
+    first, *others = *left, verb
+    then = f", then {', '.join(others)}" if others else ""
+    return f"run `beatrice {first} {missing.run}` first{then}"

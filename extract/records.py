@@ -10,7 +10,7 @@ import json
 import re
 import string
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -196,6 +196,63 @@ class Label(Record, frozen=True, kw_only=True):
     def key(self) -> tuple[str, str, str]:
         """Return what identifies this row: example, setting, variant."""
         return (self.example_id, self.setting, self.variant)
+
+
+class Rewrite(Record, frozen=True, kw_only=True):
+    """The rewritten context of one question."""
+
+    example_id: str
+    source_sha: str  # SHA-256 of question and passages it was made from
+    text: str | None  # None if it failed
+    reason: str | None = None  # why it failed
+    added_numbers: tuple[str, ...] = ()  # the last three: see `label.rewrite`
+    added_entities: tuple[str, ...] = ()
+    from_question: tuple[str, ...] = ()
+
+    @property
+    def is_flagged(self) -> bool:
+        """Return whether it says something that its source does not."""
+        return bool(self.added_numbers or self.added_entities)
+
+
+def needs_rewrite(example: Example) -> bool:
+    """Tell whether an example gets a rewritten context: in-domain sets only (paper)."""
+    return bool(example.passages) and not example.rewritten and example.split != "ood"
+
+
+def source_sha(example: Example) -> str:
+    """Return the SHA-256 of what a rewrite is made from."""
+    content = [example.question, [[p.title, p.text] for p in example.passages]]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def with_rewrites(
+    examples: Sequence[Example], rewrites: Mapping[str, Rewrite]
+) -> list[Example]:
+    """Return the examples with their rewritten contexts.
+
+    Raises:
+      ValueError: a rewrite was made from another question or other passages.
+    """
+    return [_with_rewrite(example, rewrites.get(example.id)) for example in examples]
+
+
+def _with_rewrite(example: Example, rewrite: Rewrite | None) -> Example:
+    if rewrite is None or not needs_rewrite(example):
+        return example
+    if rewrite.source_sha != source_sha(example):
+        raise ValueError(
+            f"the rewritten context of {example.id!r} was made from another question "
+            "or other passages; run `beatrice rewrite` again"
+        )
+    if rewrite.text is None:
+        return example
+    passage = Passage(
+        title="",  # the rewriter was shown the titles that the model is shown
+        text=rewrite.text,
+        is_supporting=any(p.is_supporting for p in example.passages),
+    )
+    return msgspec.structs.replace(example, rewritten=(passage,))
 
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")

@@ -492,7 +492,8 @@ def score(
     from beatrice.extract.run.directory import RunDir, read_manifest
 
     read_manifest(run_dir)  # what is no run, or not finished, is refused at once
-    RunDir(run_dir).finished_detector()
+    run = RunDir(run_dir)
+    run.require(run.detector)
     if answers is not None:
         _score_file(RunDir(run_dir), model, answers, out, html, batch_size)
         return
@@ -565,7 +566,7 @@ def _score_file(
         score_rows(
             lambda rows: scorer.score_many(rows, batch_size),
             read_rows(answers),
-            sha256_file(run.finished_detector() / CHECKSUMS),
+            sha256_file(run.require(run.detector) / CHECKSUMS),
             lines,
             lines.append if lines else lambda some: click.echo("\n".join(some)),
             each,

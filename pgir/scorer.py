@@ -142,7 +142,7 @@ class Scorer:
         path = as_path(path, "path")
         read_manifest(path)  # refuses what is no run
         run = RunDir(path)
-        folder = run.finished_detector()
+        folder = run.require(run.detector)
         set_compiler(run.preset)
         detector = Detector.load(folder)
         generation = run.settle("answer", ANSWER_PRESETS, is_recorded=False).generation

@@ -22,7 +22,7 @@ from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import row_files, settings_of
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import read_json, write_json_atomic
-from beatrice.extract.run.rows import ON_REQUEST, ResultRow, publish, rows_file
+from beatrice.extract.run.rows import ResultRow, publish, rows_file
 from beatrice.extract.run.stages import Stage, side_by_side
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.config import (
@@ -232,7 +232,7 @@ class Ablation:
         subsets = self.subsets[setting]
         if variant not in span_variants(setting) or not subsets:
             return outputs
-        retrained = load_part(self.cache, f"{setting}.{variant}", "ablate")
+        retrained = load_part(self.cache, f"{setting}.{variant}", ABLATE.verb)
         return replaced(outputs, MemberOutputs(**retrained), subsets)
 
     def _pool(self, setting: Setting, variant: str = "") -> Pool:
@@ -290,7 +290,7 @@ class Ablation:
 def load_variants(cache: Cache, setting: Setting) -> dict[str, dict[str, np.ndarray]]:
     """Return the encoders and scores of every variant of a setting, see `_arrays`."""
     return {
-        variant: load_part(cache, f"{setting}.{variant}.scores", "ablate")
+        variant: load_part(cache, f"{setting}.{variant}.scores", ABLATE.verb)
         for variant in variants(setting)
     }
 
@@ -362,13 +362,14 @@ def _ablate(
 
 def ablation_summary(run: RunDir) -> dict[str, dict[str, list[str]]]:
     """Return which encoders every variant reads, by setting and name."""
-    again = f"run `{ON_REQUEST['ablate']}` again"
+    again = "run `beatrice evaluate RUN_DIR --ablations` again"
     kind = dict[str, dict[str, list[str]]]
     return read_json(_folder(run) / "summary.json", kind, again)
 
 
 ABLATE = Stage(
     name="ablate",
+    verb="evaluate --ablations",
     inputs=_inputs,
     outputs=lambda run: [_folder(run), rows_file(run, "ablate")],
     work=_ablate,

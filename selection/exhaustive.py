@@ -376,13 +376,13 @@ def read_ranking(run: RunDir, setting: Setting) -> Ranking:
     Raises:
       ValueError: it was not made, or is damaged.
     """
-    saved = load_part(_rankings(run), setting, "exhaustive")
+    saved = load_part(_rankings(run), setting, EXHAUSTIVE.verb)
     return Ranking(saved["sets"], saved["aurocs"])
 
 
 def ranking_summary(run: RunDir, setting: Setting) -> dict[str, Any]:
     """Return what the report shows of a setting's ranking, as JSON values."""
-    saved = load_part(_rankings(run), setting, "exhaustive")
+    saved = load_part(_rankings(run), setting, EXHAUSTIVE.verb)
     ranking = Ranking(saved["sets"], saved["aurocs"])
     greedy = tuple(saved["greedy"].tolist())
     names = traits(setting, int(ranking.sets.max()) + 1)
@@ -399,6 +399,7 @@ def ranking_summary(run: RunDir, setting: Setting) -> dict[str, Any]:
 
 EXHAUSTIVE = Stage(
     name="exhaustive",
+    verb="select --exhaustive",
     inputs=lambda run: [*row_files(run), run.selection, *encoder_folders(run)],
     outputs=lambda run: [_folder(run), rows_file(run, "exhaustive")],
     work=_enumerate,

@@ -20,7 +20,7 @@ from beatrice.extract.records import IN_DOMAIN, Setting
 from beatrice.extract.run.console import Progress, Update
 from beatrice.extract.run.contents import row_files, settings_of
 from beatrice.extract.run.directory import RunDir
-from beatrice.extract.run.rows import ON_REQUEST, ResultRow, publish, rows_file
+from beatrice.extract.run.rows import ResultRow, publish, rows_file
 from beatrice.extract.run.stages import Stage, side_by_side
 from beatrice.jaxprobe import checkpoint
 from beatrice.jaxprobe.checkpoint import Cache
@@ -43,7 +43,7 @@ EXPERIMENT = "optimism"
 N_SPLITS = 20  # of validation and test questions
 
 
-def load_part(cache: Cache, name: str, stage: str) -> dict[str, np.ndarray]:
+def load_part(cache: Cache, name: str, verb: str) -> dict[str, np.ndarray]:
     """Read the arrays of a part that a stage on request has saved.
 
     Raises:
@@ -52,7 +52,7 @@ def load_part(cache: Cache, name: str, stage: str) -> dict[str, np.ndarray]:
     arrays = cache.load(name)
     if arrays is None:
         raise ValueError(
-            f"{cache.path(name)} is missing or damaged; run `{ON_REQUEST[stage]}` again"
+            f"{cache.path(name)} is missing or damaged; run `beatrice {verb}` again"
         )
     return arrays
 
@@ -257,6 +257,7 @@ def _measure(
 
 OPTIMISM = Stage(
     name=EXPERIMENT,
+    verb="select --optimism",
     inputs=_optimism_inputs,
     outputs=lambda run: [_optimism_folder(run), rows_file(run, EXPERIMENT)],
     work=_measure,

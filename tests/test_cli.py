@@ -162,7 +162,9 @@ def test_a_directory_that_is_no_run_is_refused_and_left_alone(tmp_path):
 
 
 def test_a_stage_without_its_inputs_says_so(small_run):
-    assert_one_sentence(called("label", small_run), "missing", "run `beatrice answer`")
+    assert_one_sentence(
+        called("label", small_run), "answers is missing", "run `beatrice answer "
+    )
 
 
 def test_a_verb_on_no_run_says_so(tmp_path):
@@ -194,7 +196,8 @@ def test_who_presses_ctrl_c_gets_the_code_of_what_was_interrupted(tmp_path):
 
 def test_scoring_with_an_unfinished_run_says_so(small_run):
     done = called("score", small_run, "--question", "q?", "--answer", "a")
-    assert_one_sentence(done, "no detector yet")
+    left = "answer, label, extract, sweep, train, select, calibrate".split(", ")
+    assert_one_sentence(done, "detector is missing", *left)
 
 
 def test_the_same_line_again_does_nothing_again(small_run):

@@ -47,9 +47,9 @@ from beatrice.extract.run.files import write_text_atomic
 from beatrice.extract.run.rows import (
     ResultRow,
     ResultTable,
-    asked_for,
     gather,
     label_rule,
+    published,
     read_result_rows,
     rows_file,
 )
@@ -103,7 +103,7 @@ def report_data(run: RunDir) -> ReportData:
     """Collect what the report shows from the run's files."""
     settings, has_control = settings_of(run), run.stage_record("control") is not None
     control = read_control(run.control / "control.json") if has_control else {}
-    on_request = asked_for(run)
+    on_request = published(run)
     ranked = settings if "exhaustive" in on_request else ()
     records = {n: run.stage_record(n) for n in (*IN_ORDER, "report", *on_request)}
     return ReportData(
@@ -177,9 +177,9 @@ def _inputs(run: RunDir) -> list[Path]:
         run.path / "shown.json",
         rows_file(run, "evaluate"),
         *((run.control, rows_file(run, "control")) if has_control else ()),
-        *(rows_file(run, name) for name in asked_for(run)),
-        *([judged_file(run)] if "baselines" in asked_for(run) else []),
-        *([run.path / STUDIES] if "anatomy" in asked_for(run) else []),
+        *(rows_file(run, name) for name in published(run)),
+        *([judged_file(run)] if "baselines" in published(run) else []),
+        *([run.path / STUDIES] if "anatomy" in published(run) else []),
     ]
 
 
@@ -259,7 +259,7 @@ def summary(path: Path) -> dict[str, Any]:
         f"{setting}: {' '.join(selection_summary(run, setting)['selected'])}"
         for setting in settings_of(run)
     ]
-    judged = read_judged(judged_file(run)) if "baselines" in asked_for(run) else ()
+    judged = read_judged(judged_file(run)) if "baselines" in published(run) else ()
     parts = [
         as_text(detection_table(rows, titles=costs.titles_of(judged))),
         "Gain of the selected encoders in AUROC\n" + as_text(paired_table(rows)),

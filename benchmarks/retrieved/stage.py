@@ -169,7 +169,7 @@ def transfer_run(run: RunDir, config: TransferConfig, progress: Progress) -> Non
         others gave is published, and the same call again asks for the rest.
     """
     require_both_settings(run, NAME)
-    run.finished_detector()
+    run.require(run.detector)
     asked = asked_questions(read_examples(run), config)
     retrieval = retrieval_of(run, progress.note)
     model, _ = load_tokenizer_only(run)

@@ -6,14 +6,10 @@ counted, never dropped.
 """
 
 import dataclasses
-import hashlib
-import json
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
-
-import msgspec
 
 from beatrice.extract.generate.generator import (
     Generated,
@@ -24,7 +20,7 @@ from beatrice.extract.generate.generator import (
 from beatrice.extract.generate.prompts import TEMPLATES, TemplateName
 from beatrice.extract.generate.replies import Texts
 from beatrice.extract.label.judges import delimit, marker_for
-from beatrice.extract.records import Example, Passage, Record
+from beatrice.extract.records import Example, Rewrite, needs_rewrite, source_sha
 from beatrice.extract.run.console import Update
 
 _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
@@ -163,34 +159,6 @@ def find_additions(rewrite: str, source: str, question: str = "") -> Additions:
 OVERLONG = "the context does not fit the rewriter's window"
 
 
-class Rewrite(Record, frozen=True, kw_only=True):
-    """The rewritten context of one question."""
-
-    example_id: str
-    source_sha: str  # SHA-256 of question and passages it was made from
-    text: str | None  # None if it failed
-    reason: str | None = None  # why it failed
-    added_numbers: tuple[str, ...] = ()  # the last three: see `Additions`
-    added_entities: tuple[str, ...] = ()
-    from_question: tuple[str, ...] = ()
-
-    @property
-    def is_flagged(self) -> bool:
-        """Return whether it says something that its source does not."""
-        return bool(self.added_numbers or self.added_entities)
-
-
-def needs_rewrite(example: Example) -> bool:
-    """Tell whether an example gets a rewritten context: in-domain sets only (paper)."""
-    return bool(example.passages) and not example.rewritten and example.split != "ood"
-
-
-def source_sha(example: Example) -> str:
-    """Return the SHA-256 of what a rewrite is made from."""
-    content = [example.question, [[p.title, p.text] for p in example.passages]]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
 def count_rewrites(rewrites: Sequence[Rewrite]) -> dict[str, int]:
     """Return how many there are, failed, and added what."""
     return {
@@ -205,35 +173,6 @@ def count_rewrites(rewrites: Sequence[Rewrite]) -> dict[str, int]:
             for r in rewrites
         ),
     }
-
-
-def with_rewrites(
-    examples: Sequence[Example], rewrites: Mapping[str, Rewrite]
-) -> list[Example]:
-    """Return the examples with their rewritten contexts.
-
-    Raises:
-      ValueError: a rewrite was made from another question or other passages.
-    """
-    return [_with_rewrite(example, rewrites.get(example.id)) for example in examples]
-
-
-def _with_rewrite(example: Example, rewrite: Rewrite | None) -> Example:
-    if rewrite is None or not needs_rewrite(example):
-        return example
-    if rewrite.source_sha != source_sha(example):
-        raise ValueError(
-            f"the rewritten context of {example.id!r} was made from another question "
-            "or other passages; run `beatrice rewrite` again"
-        )
-    if rewrite.text is None:
-        return example
-    passage = Passage(
-        title="",  # the rewriter was shown the titles that the model is shown
-        text=rewrite.text,
-        is_supporting=any(p.is_supporting for p in example.passages),
-    )
-    return msgspec.structs.replace(example, rewritten=(passage,))
 
 
 _OPENING = (

@@ -84,8 +84,6 @@ def _settle_match(run: RunDir, match: Match) -> None:
     config = LabelConfig(match=match)
     if run.settle("label", LABEL_PRESETS, is_recorded=False) != config:
         refuse_stale(run, "label", ())
-        # Before the section: a process killed in between labels by the old rule again.
-        run.reopen_stage("label")
     run.settle("label", LABEL_PRESETS, lambda _: config, is_replaceable=True)
 
 
@@ -357,4 +355,5 @@ LABEL = Stage(
     outputs=lambda run: [run.labels],
     work=_label,
     presets=LABEL_PRESETS,
+    identity=lambda config: {"rule": RULES[config.match]},
 )

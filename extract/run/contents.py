@@ -3,15 +3,16 @@
 import collections
 from pathlib import Path
 
-from beatrice.extract.label.rewrite import Rewrite, with_rewrites
 from beatrice.extract.records import (
     SETTINGS,
     Answer,
     Example,
     Label,
+    Rewrite,
     Setting,
     read_records,
     text_key,
+    with_rewrites,
 )
 from beatrice.extract.run.directory import MAKE_A_RUN, RunDir, read_manifest
 

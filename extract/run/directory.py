@@ -35,32 +35,6 @@ from beatrice.extract.run.files import (
 )
 from beatrice.extract.run.share import Share
 
-# The first part of the path, without its ending, or the name of a stage's rows.
-_WRITERS = {
-    "examples": "world` or `beatrice data",
-    "passages": "world` or `beatrice data",
-    "rewrites": "rewrite",
-    "answers": "answer",
-    "labels": "label",
-    "samples": "sample",
-    "features": "extract",
-    "sweep": "sweep",
-    "encoders": "train",
-    "selection": "select",
-    "detector": "calibrate",
-    "reliability": "evaluate",
-    "shown": "evaluate",
-    "readings": "baselines",
-    "baselines": "baselines",
-    "control": "control",
-    "retrieved": "transfer",
-    "results": "report",
-    "exhaustive": "select --exhaustive",
-    "ablate": "evaluate --ablations",
-    "anatomy": "anatomy",
-}
-
-
 MAKE_A_RUN = (
     "questions of your own become a run with `beatrice data NEW_RUN --train NAME=FILE`"
 )
@@ -75,15 +49,18 @@ FOR_PEOPLE = {
 }
 
 
-def who_writes(path: str, when: str = "first, which writes it") -> str:
-    """Say what to do about a missing file, by its path in the run directory."""
-    parts = path.split("/")
-    # Rows of a stage lie in `rows/`, named by it.
-    name = (parts[1] if parts[0] == "rows" and parts[1:] else parts[0]).split(".")[0]
-    verb = _WRITERS.get(name, name if parts[0] == "rows" else None)
-    if verb is None:
-        return f"run the stage that writes it {when.split(',')[0]}"
-    return f"run `beatrice {verb}` {when}"
+class NotWritten(ValueError):
+    """A file or folder that a stage reads is missing.
+
+    Attributes:
+      run: the run directory.
+      name: path of what is missing, in the run directory.
+    """
+
+    def __init__(self, run: Path, name: str) -> None:
+        """Name what is missing; which verb writes it, the command line knows."""
+        self.run, self.name = run, name
+        super().__init__(f"{run / name} is missing")
 
 
 def utc_now() -> str:
@@ -457,6 +434,7 @@ class StageRecord(Record, frozen=True, kw_only=True):
         a path in the run directory is hashed again when the stage is asked about.
       outputs: SHA-256 of the files and folders it wrote, by path in the run
         directory.
+      verb: what of the command line does it, such as "select --exhaustive".
       seconds: wall time.
       finished: UTC; empty while the stage is done again.
       versions: of Python and packages, as they were then.
@@ -465,6 +443,7 @@ class StageRecord(Record, frozen=True, kw_only=True):
     stage: str
     inputs: dict[str, str]
     outputs: dict[str, str]
+    verb: str
     seconds: float
     finished: str
     versions: dict[str, str]
@@ -539,21 +518,15 @@ class RunDir:
         """Trained combination encoders of one setting."""
         return self.path / "encoders" / _known(setting)
 
-    def finished_detector(self) -> Path:
-        """Return where the detector lies.
+    def require(self, path: Path) -> Path:
+        """Return a path of this run that is there.
 
         Raises:
-          ValueError: the run has none yet.
+          NotWritten: it is missing.
         """
-        if not self.detector.is_dir():
-            verbs = "answer label extract sweep train select calibrate".split()
-            left = [verb for verb in verbs if self.stage_record(verb) is None]
-            then = f", then {', '.join(left[1:])}" if left[1:] else ""
-            raise ValueError(
-                f"{self.path} has no detector yet; go on with `beatrice "
-                f"{(left or verbs[-1:])[0]} {self.path}`{then}"
-            )
-        return self.detector
+        if not path.exists():
+            raise NotWritten(self.path, self._relative(path))
+        return path
 
     @classmethod
     def open(
@@ -632,6 +605,7 @@ class RunDir:
         inputs: Mapping[str, str],
         seconds: float,
         outputs: Iterable[Path | str] = (),
+        verb: str = "",
     ) -> StageRecord:
         """Record that a stage is finished; call it after its last file is written.
 
@@ -640,6 +614,7 @@ class RunDir:
           inputs: identity of everything the stage read, see `StageRecord`.
           seconds: wall time.
           outputs: files and folders it wrote, inside the run directory.
+          verb: of the command line; by default its name.
         """
         found = {
             self._relative(path): sha256_tree(self.path / path) for path in outputs
@@ -654,6 +629,7 @@ class RunDir:
             stage=name,
             inputs=dict(inputs),
             outputs={path: str(sha) for path, sha in found.items()},
+            verb=verb or name,
             seconds=round(seconds, 3),
             finished=utc_now(),
             versions=package_versions(),
@@ -749,7 +725,7 @@ class RunDir:
         hashes = {self._relative(path): sha256_tree(self.path / path) for path in paths}
         for path, sha in hashes.items():
             if sha is None:
-                raise ValueError(f"{self.path / path} is missing; {who_writes(path)}")
+                raise NotWritten(self.path, path)
         found = {path: str(sha) for path, sha in hashes.items()}
         self._refuse_altered(found)
         return found
@@ -762,18 +738,18 @@ class RunDir:
             written = record.outputs if record else {}
             unknown -= written.keys()
             for path in sorted(found.keys() & written.keys()):
-                if found[path] != written[path]:
+                if record and found[path] != written[path]:
                     raise ValueError(
                         f"{self.path / path} has changed since stage {name} wrote it; "
-                        f"restore it, or {who_writes(path, 'again')}"
+                        f"restore it, or run `beatrice {record.verb}` again"
                     )
         damaged = [name for name, record in records.items() if record is None]
         if damaged and unknown:
             path = min(unknown)
             raise ValueError(
                 f"{self._stage_file(damaged[0])} is damaged, and nothing else tells "
-                f"whether {path} is as it was written; restore the record, or "
-                f"{who_writes(path, 'again')}"
+                f"whether {path} is as it was written; restore the record, or do that "
+                "stage again"
             )
 
     def _rehash(

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from beatrice.extract.label.labels import LABEL_PRESETS, RULES
 from beatrice.extract.records import Record, read_records
 from beatrice.extract.run.console import Progress
 from beatrice.extract.run.directory import RunDir
@@ -188,41 +187,33 @@ def _in_words(fields: dict[str, Any]) -> str:
     return ", ".join(f"{name}={wanted!r}" for name, wanted in fields.items())
 
 
-ALWAYS = ("evaluate", "control")
-# Stages that a run has only where they were asked for, and what asks for them.
-ON_REQUEST = {
-    "exhaustive": "beatrice select RUN_DIR --exhaustive",
-    "ablate": "beatrice evaluate RUN_DIR --ablations",
-    "optimism": "beatrice select RUN_DIR --optimism",
-    "baselines": "beatrice baselines RUN_DIR",
-    "transfer": "beatrice transfer RUN_DIR",
-    "anatomy": "beatrice anatomy RUN_DIR",
-}
-
-
 def rows_file(run: RunDir, stage: str) -> Path:
     """Return where the rows of one stage lie."""
     return run.path / "rows" / f"{stage}.jsonl"
 
 
-def asked_for(run: RunDir) -> list[str]:
-    """Return the stages on request that are done and up to date."""
-    return [name for name in ON_REQUEST if run.stage_done(name)]
+def _stages_with_rows(run: RunDir) -> list[str]:
+    """Return their names, `evaluate` before those that add to its sets."""
+    files = (run.path / "rows").glob("*.jsonl")
+    return sorted((file.stem for file in files), reverse=True)
+
+
+def published(run: RunDir) -> list[str]:
+    """Return the stages whose rows are up to date."""
+    return [name for name in _stages_with_rows(run) if run.stage_done(name)]
 
 
 def label_rule(run: RunDir) -> str:
-    """Say in words by which rule the run's answers are labelled."""
+    """Return in words by which rule the run's answers are labelled."""
     record = run.stage_record("label")
-    if record is not None and "rule" in record.inputs:
-        return record.inputs["rule"]
-    return RULES[run.settle("label", LABEL_PRESETS, is_recorded=False).match]
+    return record.inputs.get("rule", "unknown") if record else "unknown"
 
 
 def publish(run: RunDir, stage: str, rows: list[ResultRow], progress: Progress) -> None:
     """Write a stage's rows and, from all stages, results.jsonl.
 
-    Every row gets the rule of the run's labels. Rows that were asked for and are out of
-    date are left out, and a line says so.
+    Every row gets the rule of the run's labels. Rows that are out of date are left out,
+    and a line names their stage.
     """
     rule = label_rule(run)
     rows = [msgspec.structs.replace(row, label_rule=rule) for row in rows]
@@ -231,30 +222,29 @@ def publish(run: RunDir, stage: str, rows: list[ResultRow], progress: Progress) 
 
 
 def gather(run: RunDir, progress: Progress, stage: str | None = None) -> None:
-    """Write results.jsonl from the rows of all stages.
+    """Write results.jsonl from the rows of all stages, the last of their names first.
 
     Args:
       run: of the stages.
-      progress: told of rows that are out of date.
+      progress: shows which rows are out of date.
       stage: the one that is writing its rows and has no record of them yet.
 
     Raises:
       ValueError: the rows of another stage have changed since it wrote them.
     """
-    current = {*ALWAYS, stage, *asked_for(run)}
-    parts = []
-    for name in (*ALWAYS, *ON_REQUEST):
-        path = rows_file(run, name)
-        if path.exists() and name != stage and name in run.stage_records():
-            run.hash_inputs(path)  # refuses what has changed, or has no sound record
-        if path.exists() and name in current:
-            parts.append(path.read_text(encoding="utf-8"))
-        elif path.exists() and run.stage_record(name) is not None:
+    texts = []
+    for name in _stages_with_rows(run):
+        path, record = rows_file(run, name), run.stage_record(name)
+        if name != stage and name in run.stage_records():
+            run.hash_inputs(path)  # raises where the rows or their record have changed
+        if name == stage or run.stage_done(name):
+            texts.append(path.read_text(encoding="utf-8"))
+        elif record is not None:
             progress.note(
                 f"{name}: its rows are out of date and left out; run "
-                f"`{ON_REQUEST[name]}` again"
+                f"`beatrice {record.verb}` again"
             )
-    write_text_atomic(run.results, "".join(parts))
+    write_text_atomic(run.results, "".join(texts))
 
 
 _MEASURED = ("value", "ci_low", "ci_high", "n", "n_failed", "reason", "p_value")
@@ -268,7 +258,7 @@ def read_result_rows(run: RunDir) -> list[ResultRow]:
     """
     found = list(read_rows(run.results))
     if not found:
-        raise ValueError(f"{run.results} holds no row; run `beatrice evaluate` again")
+        raise ValueError(f"{run.results} holds no row; evaluate the run first")
     lines: dict[tuple[Any, ...], int] = {}
     for number, row in enumerate(found, start=1):
         fields = msgspec.structs.asdict(row).items()

@@ -25,7 +25,6 @@ from beatrice.extract.run.directory import (
     NewRun,
     Preset,
     RunDir,
-    who_writes,
 )
 from beatrice.extract.run.share import Share
 
@@ -87,7 +86,8 @@ class Stage:
     """One verb of the command line.
 
     Attributes:
-      name: as on the command line.
+      name: of its record.
+      verb: what of the command line does it; by default its name.
       inputs: files and folders of the run it reads.
       outputs: files and folders of the run it writes.
       work: does it, with its settings (None where it has none); called only if
@@ -98,6 +98,7 @@ class Stage:
         does all.
       presets: its settings for every preset; empty where it has none.
       section: name of its settings in the manifest; the stage's own by default.
+      identity: what its record names beside its inputs, given its settings.
       is_open: whether its settings may be others than those recorded, while none of its
         outputs is there.
       forecast: says what is left to do, with the same settings; None where a verb has
@@ -109,6 +110,8 @@ class Stage:
     outputs: Callable[[RunDir], list[Path]]
     work: Callable[[RunDir, Any, Update, Progress], int | None]
     parts: str = ""
+    verb: str = ""
+    identity: Callable[[Any], Mapping[str, str]] = lambda settings: {}
     presets: Mapping[Preset, Any] = dataclasses.field(default_factory=dict)
     section: str | None = None
     is_open: bool = False
@@ -189,6 +192,7 @@ def once(
     outputs: list[Path],
     progress: Progress,
     work: Callable[[Update], int | None],
+    verb: str = "",
 ) -> int | None:
     """Do a stage, or this process's share of it, unless it is done with these inputs.
 
@@ -201,6 +205,7 @@ def once(
       outputs: what it writes.
       progress: shows it.
       work: does it, see `Stage.work`.
+      verb: of the command line; by default the stage's name.
 
     Returns:
       How many parts of other processes are missing; None if the stage was done before.
@@ -217,7 +222,7 @@ def once(
     with progress.stage(_name_of(name, run.share)) as update:
         n_missing = work(update) or 0
     if run.share.is_whole:
-        run.mark_stage(name, inputs, time.monotonic() - began, outputs)
+        run.mark_stage(name, inputs, time.monotonic() - began, outputs, verb)
     return n_missing
 
 
@@ -314,9 +319,11 @@ def refuse_stale(run: RunDir, name: str, inputs: Iterable[str]) -> None:
             f"read nor replaced: put it back, or {FOR_PEOPLE[edited]}"
         )
     if source:
+        record = run.stage_record(stage)
+        verb = record.verb if record else stage
         raise ValueError(
             f"{name} reads {run.path / path}, which is out of date "
-            f"({run.stage_gap(stage)}); {who_writes(path)}"
+            f"({run.stage_gap(stage)}); run `beatrice {verb}` first"
         )
 
 
@@ -346,7 +353,9 @@ def run_stage(
     def work(update: Update) -> int | None:
         return stage.work(run, settings, update, progress)
 
-    return once(run, stage.name, inputs, stage.outputs(run), progress, work)
+    inputs |= stage.identity(settings)
+    outputs = stage.outputs(run)
+    return once(run, stage.name, inputs, outputs, progress, work, stage.verb)
 
 
 def do(
@@ -391,7 +400,8 @@ def forecast_stage(run_dir: Path, stage: Stage, change: Change | None = None) ->
     with RunDir.open(run_dir) as run:
         before = stage.settle(run, is_recorded=False)
         settings = stage.settle(run, change, is_recorded=False)
-        is_done = run.stage_done(stage.name, run.hash_inputs(*stage.inputs(run)))
+        inputs = run.hash_inputs(*stage.inputs(run)) | stage.identity(settings)
+        is_done = run.stage_done(stage.name, inputs)
         if is_done and settings == before:
             return f"{stage.name}: already done, nothing is left to forecast"
         return stage.forecast(run, settings).as_text()

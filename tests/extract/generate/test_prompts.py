@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from beatrice.extract.generate.generator import Generated
 from beatrice.extract.generate.prompts import TEMPLATES, build_prompt
-from beatrice.extract.label.rewrite import read_rewrite, rewrite_prompt, with_rewrites
-from beatrice.extract.records import Example, Passage
+from beatrice.extract.label.rewrite import read_rewrite, rewrite_prompt
+from beatrice.extract.records import Example, Passage, with_rewrites
 from beatrice.extract.world.facts import WorldConfig, make_world
 from beatrice.extract.world.model import make_tokenizer
 

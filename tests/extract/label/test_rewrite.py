@@ -10,9 +10,8 @@ from beatrice.extract.label.rewrite import (
     read_rewrite,
     rewrite_contexts,
     rewrite_prompt,
-    with_rewrites,
 )
-from beatrice.extract.records import Example, Passage
+from beatrice.extract.records import Example, Passage, with_rewrites
 from tests.extract.label.scripted import ScriptedGenerator, fields_of, generated
 from tests.extract.label.strings import INJECTIONS
 

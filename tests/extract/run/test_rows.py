@@ -9,6 +9,7 @@ from beatrice.extract.run.rows import (
     ResultRow,
     ResultTable,
     publish,
+    published,
     read_result_rows,
     read_rows,
     rows_file,
@@ -157,7 +158,7 @@ def test_two_rows_for_one_number_are_refused(tmp_path):
 def test_a_file_without_rows_is_refused(tmp_path):
     run = RunDir(tmp_path)
     run.results.write_text("")
-    with pytest.raises(ValueError, match="holds no row; run `beatrice evaluate`"):
+    with pytest.raises(ValueError, match="holds no row"):
         read_result_rows(run)
 
 
@@ -176,18 +177,21 @@ class Notes(list):
     note = list.append
 
 
-def test_rows_asked_for_are_published_until_they_are_out_of_date(tmp_path):
+def test_rows_are_published_until_they_are_out_of_date(tmp_path):
     with RunDir.open(tmp_path / "run", NewRun()) as run:
+        run.mark_stage("label", {"rule": "exact match"}, 1.0)
         run.labels.write_text("one")
         notes = Notes()
         ours = row(label_rule="exact match")
         asked = row(detector="without_hidden", label_rule="exact match")
         publish(run, "evaluate", [ours], notes)
+        run.mark_stage("evaluate", {}, 1.0, [rows_file(run, "evaluate")])
         publish(run, "ablate", [asked], notes)
-        inputs = run.hash_inputs(run.labels)
-        run.mark_stage("ablate", inputs, 1.0, [rows_file(run, "ablate")])
+        inputs, outputs = run.hash_inputs(run.labels), [rows_file(run, "ablate")]
+        run.mark_stage("ablate", inputs, 1.0, outputs, "evaluate --ablations")
         publish(run, "evaluate", [ours], notes)
         assert read_result_rows(run) == [ours, asked] and not notes
+        assert published(run) == ["evaluate", "ablate"]
         run.labels.write_text("two")
         publish(run, "evaluate", [ours], notes)
         assert read_result_rows(run) == [ours]
@@ -198,10 +202,8 @@ def test_rows_asked_for_are_published_until_they_are_out_of_date(tmp_path):
 
 def test_every_published_row_says_by_which_rule_its_answers_were_labelled(tmp_path):
     with RunDir.open(tmp_path / "run", NewRun()) as run:
-        publish(run, "evaluate", [row(), row(seed="0")], Notes())
-        assert [r.label_rule for r in read_result_rows(run)] == ["exact match"] * 2
         run.labels.write_text("judged")
         judged = {"judge": "sha", "rule": "judges: big, majority"}
         run.mark_stage("label", judged, 1.0, [run.labels])
-        publish(run, "evaluate", [row()], Notes())
-        assert [r.label_rule for r in read_result_rows(run)] == [judged["rule"]]
+        publish(run, "evaluate", [row(), row(seed="0")], Notes())
+        assert [r.label_rule for r in read_result_rows(run)] == [judged["rule"]] * 2

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from beatrice.extract.records import Record, to_json
-from beatrice.extract.run.directory import InUse, NewRun, RunDir
+from beatrice.extract.run.directory import InUse, NewRun, NotWritten, RunDir
 from beatrice.extract.run.files import (
     Journal,
     JournalFiles,
@@ -198,20 +198,10 @@ def test_a_stage_cannot_be_marked_before_its_files_exist(tmp_path):
         RunDir(tmp_path).mark_stage("sweep", {}, 0.1, outputs=["sweep.json"])
 
 
-@pytest.mark.parametrize(
-    ("path", "verb"),
-    [
-        ("labels.jsonl", "label"),
-        ("answers", "answer"),
-        ("examples.jsonl", "world` or `beatrice data"),
-        ("features/closed_book/index.json", "extract"),
-        ("rows/ablate.jsonl", "evaluate --ablations"),
-        ("rows/evaluate.jsonl", "evaluate"),
-    ],
-)
-def test_a_missing_input_names_the_verb_that_writes_it(tmp_path, path, verb):
-    with pytest.raises(ValueError, match=f"{path} is missing; run `beatrice {verb}`"):
-        RunDir(tmp_path).hash_inputs(path)
+def test_a_missing_input_is_named(tmp_path):
+    with pytest.raises(NotWritten) as caught:
+        RunDir(tmp_path).hash_inputs("labels.jsonl")
+    assert (caught.value.run, caught.value.name) == (tmp_path, "labels.jsonl")
 
 
 def test_an_unknown_setting_has_no_path(tmp_path):
