@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from beatrice.benchmarks.chain import CHAIN, what_to_do
+from beatrice.benchmarks.recipes import CHAIN, what_to_do
 from beatrice.extract.run.directory import NotWritten
 from beatrice.extract.run.share import find_share
 from beatrice.extract.run.verbs import alone
@@ -26,7 +26,7 @@ __all__ = ["main"]
 # The module in which a verb lives, in the order of the data, which is that of the help.
 VERBS = {
     "demo": "beatrice.cli",
-    "real": "beatrice.benchmarks.real.commands",
+    "real": "beatrice.benchmarks.recipes.commands",
     "data": "beatrice.extract.datasets.commands",
     "world": "beatrice.extract.world.commands",
     "rewrite": "beatrice.extract.label.commands",
@@ -44,14 +44,14 @@ VERBS = {
     "anatomy": "beatrice.selection.commands",
     "corpus": "beatrice.pgir.commands",
     "retrieve": "beatrice.pgir.commands",
-    "transfer": "beatrice.benchmarks.retrieved.commands",
+    "transfer": "beatrice.benchmarks.recipes.commands",
     "control": "beatrice.pgir.commands",
     "report": "beatrice.benchmarks.commands",
     "compare": "beatrice.benchmarks.commands",
     "score": "beatrice.pgir.commands",
-    "fetch": "beatrice.benchmarks.real.commands",
+    "fetch": "beatrice.benchmarks.recipes.commands",
     "doctor": "beatrice.doctor",
-    "bench": "beatrice.benchmarks.speed.commands",
+    "bench": "beatrice.benchmarks.bench.commands",
 }
 # What several processes may share; each other verb is the work of one.
 SHARED = ("rewrite", "answer", "label", "sample", "extract", "train")

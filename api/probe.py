@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 import numpy as np
 
-from beatrice.benchmarks.chain import what_to_do
+from beatrice.benchmarks.recipes import what_to_do
 from beatrice.extract.generate.prompts import PromptConfig
 from beatrice.extract.records import SETTINGS, Label, Setting
 from beatrice.extract.run.console import Progress

@@ -14,7 +14,7 @@ from beatrice.extract.run.verbs import (
 )
 
 if TYPE_CHECKING:
-    from beatrice.benchmarks.baselines.stage import BaselinesConfig
+    from beatrice.benchmarks.baselines.judge import BaselinesConfig
 
 
 @click.command()
@@ -92,14 +92,14 @@ def baselines(
     Example: beatrice baselines runs/demo --only saplma_last --only p_true
     """
     if is_list:
-        from beatrice.benchmarks.baselines.catalogue import catalogue, listed
+        from beatrice.benchmarks.baselines.detector import catalogue, listed
 
         click.echo(listed(catalogue().values()))
         return
     if run_dir is None:
         raise click.UsageError("missing argument 'RUN_DIR'; or give --list")
     if check is not None:
-        from beatrice.benchmarks.baselines.stage import BaselinesConfig, run_faults
+        from beatrice.benchmarks.baselines.judge import BaselinesConfig, run_faults
 
         with RunDir.open(run_dir) as run:
             faults = run_faults(run, check, BaselinesConfig(nli=nli, encoder=encoder))
@@ -107,7 +107,7 @@ def baselines(
         if faults:
             raise click.exceptions.Exit(1)
         return
-    from beatrice.benchmarks.baselines.stage import BASELINES, chosen_detectors
+    from beatrice.benchmarks.baselines.judge import BASELINES, chosen_detectors
     from beatrice.extract.run.stages import do
 
     def change(config: "BaselinesConfig") -> "BaselinesConfig":

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from beatrice.benchmarks.baselines.stage import BASELINES_PRESETS
+from beatrice.benchmarks.baselines.judge import BASELINES_PRESETS
 from beatrice.cli import CHAIN, VERBS
 from beatrice.extract.backbone.names import BackboneConfig
 from beatrice.extract.generate.requests import ANSWER_PRESETS

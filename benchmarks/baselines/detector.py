@@ -5,6 +5,10 @@ from `Evidence` to scores of every row of a setting.
 """
 
 import dataclasses
+import functools
+import importlib
+import inspect
+import pkgutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,13 +17,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 
+from beatrice.extract.plugs import load_plug
 from beatrice.extract.records import SETTINGS, Answer, Example, Sample, Setting
+from beatrice.extract.run.files import sha256_file
 from beatrice.extract.run.rows import ResultRow
 
-if TYPE_CHECKING:  # the report reads costs alone, and loads no JAX
+if TYPE_CHECKING:
     from beatrice.extract.generate.prompts import PromptTemplate
     from beatrice.extract.store.store import FeatureStore
     from beatrice.jaxprobe.features.rows import Rows
+
 
 # Beyond the pass that gave the answer and its four families:
 #   samples        answers drawn to the same prompt (`beatrice sample`)
@@ -131,7 +138,7 @@ class Evidence:
                 "the texts are not known; give questions, answers and the template by "
                 "which passages were shown"
             )
-        from beatrice.benchmarks.baselines.text import texts_of
+        from beatrice.benchmarks.baselines.plain import texts_of
 
         return texts_of(self.rows, self.examples, self.answers, self.template)
 
@@ -218,3 +225,91 @@ def is_taken(name: str) -> bool:
 def is_rival(name: str) -> bool:
     """Whether a detector is another's and not made of the selected set's encoders."""
     return name not in OURS and not name.startswith("encoder:")
+
+
+GROUP = "beatrice.baselines"  # of entry points
+# The order of the paper's tables; a file that is not named here comes behind.
+_ORDER = "entropy selfcheck probes sep gnosis llm_check context text_models".split()
+
+
+@functools.cache
+def catalogue() -> dict[str, Detector]:
+    """Return the detectors by name; loads JAX and scikit-learn, and not Torch."""
+    folder = Path(__file__).parent / "detectors"
+    places = {name: place for place, name in enumerate(_ORDER)}
+    names = sorted(
+        (info.name for info in pkgutil.iter_modules([str(folder)])),
+        key=lambda name: (places.get(name, len(places)), name),
+    )
+    modules = [importlib.import_module(f"{__package__}.detectors.{n}") for n in names]
+    return {one.name: one for x in modules for one in getattr(x, "DETECTORS", ())}
+
+
+def is_plug(spec: str) -> bool:
+    """Tell whether a detector is somebody's own, and not in the catalogue."""
+    return spec not in catalogue()
+
+
+def find_detector(spec: str) -> Detector:
+    """Return the detector of a name in the catalogue, of `module:NAME`, or of a plug.
+
+    Args:
+      spec: the name of an entry point of "beatrice.baselines" too.
+
+    Raises:
+      ValueError: there is no such detector, or it has the name of another.
+    """
+    known = catalogue()
+    if spec in known:
+        return known[spec]
+    if ":" not in spec:
+        try:
+            detector = load_plug(spec, GROUP)
+        except ValueError as error:
+            raise ValueError(
+                f"no detector {spec!r}; there are {', '.join(known)}; and {error}"
+            ) from None
+    else:
+        detector = load_plug(spec, GROUP)
+    if not isinstance(detector, Detector):
+        raise ValueError(
+            f"{spec} is {type(detector).__name__}, expected a Detector "
+            "(benchmarks/baselines/detector.py)"
+        )
+    is_known = known.get(detector.name) is detector
+    if not is_known and (detector.name in known or is_taken(detector.name)):
+        raise ValueError(
+            f"{spec}: the name {detector.name!r} is that of another row of the tables; "
+            "give yours another"
+        )
+    return detector
+
+
+def code_of(detector: Detector) -> str:
+    """Return the SHA-256 of the file that a detector's function is written in.
+
+    Scores of a detector in the catalogue stay until its `variant` says otherwise;
+    somebody's own is scored anew whenever that file changes.
+    """
+    score = inspect.unwrap(detector.score)
+    while isinstance(score, functools.partial):
+        score = score.func
+    try:
+        return sha256_file(Path(inspect.getfile(score)))
+    except TypeError:  # an object that is called
+        return sha256_file(Path(inspect.getfile(type(score))))
+
+
+def listed(detectors: Iterable[Detector]) -> str:
+    """Return a line for each detector: name, title, what it needs, where it is from."""
+    cells = [(one.name, one.title, _needs(one), one.source) for one in detectors]
+    widths = [2 + max(map(len, column)) for column in zip(*cells, strict=True)]
+    pad = [[f"{x:<{w}}" for x, w in zip(own, widths, strict=True)] for own in cells]
+    return "\n".join("".join(own).rstrip() for own in pad)
+
+
+def _needs(detector: Detector) -> str:
+    found: Sequence[str] = [*sorted(detector.needs)]
+    return (
+        ", ".join([*found, *(["a pass"] if detector.reads else [])]) or "nothing more"
+    )

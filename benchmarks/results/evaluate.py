@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 
 from beatrice.benchmarks.baselines.detector import Evidence
-from beatrice.benchmarks.baselines.length import (
+from beatrice.benchmarks.baselines.judge import run_evidence
+from beatrice.benchmarks.baselines.plain import (
+    layer_scores,
     length_features,
     length_scores,
     majority_scores,
+    perplexity_scores,
+    probe_scores,
     rows_at_equal_length,
+    text_scores,
 )
-from beatrice.benchmarks.baselines.perplexity import perplexity_scores
-from beatrice.benchmarks.baselines.probe import layer_scores, probe_scores
-from beatrice.benchmarks.baselines.stage import run_evidence
-from beatrice.benchmarks.baselines.text import text_scores
 from beatrice.benchmarks.results.annotated import annotated_rows, read_verdicts
 from beatrice.benchmarks.results.names import (
     AT_EQUAL_LENGTH,

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from beatrice.benchmarks.baselines.detector import Judged
-from beatrice.benchmarks.baselines.stage import judged_file, read_judged
+from beatrice.benchmarks.baselines.judge import judged_file, read_judged
 from beatrice.benchmarks.panorama import costs, layout, significance
 from beatrice.benchmarks.paper.ledger import Experiment
 from beatrice.benchmarks.results.compare import Side

@@ -9,8 +9,8 @@ import pytest
 import tensorstore
 import torch
 
+from beatrice.benchmarks.bench.tiny_models import tiny_model
 from beatrice.benchmarks.results.saved import read_control, read_reliability
-from beatrice.benchmarks.speed.tiny_models import tiny_model
 from beatrice.doctor import look_at_run
 from beatrice.extract.backbone.loading import (
     Backbone,

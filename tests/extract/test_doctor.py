@@ -6,7 +6,7 @@ import socket
 
 import msgspec
 
-from beatrice.benchmarks.speed.tiny_models import tiny_model
+from beatrice.benchmarks.bench.tiny_models import tiny_model
 from beatrice.doctor import look_at_hub, outline_shapes
 from beatrice.extract.backbone.loading import load_outline
 from beatrice.extract.backbone.names import WEIGHTS, unreachable_hub

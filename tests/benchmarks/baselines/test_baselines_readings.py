@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from beatrice.benchmarks.baselines import readings
-from beatrice.benchmarks.baselines.catalogue import catalogue
+from beatrice.benchmarks.baselines.detector import catalogue
 from beatrice.benchmarks.baselines.readings import (
     Reading,
     cached_readings,

@@ -6,23 +6,25 @@ import shutil
 import numpy as np
 import pytest
 
-from beatrice.benchmarks.baselines import stage
-from beatrice.benchmarks.baselines.catalogue import catalogue, find_detector
-from beatrice.benchmarks.baselines.detector import Detector, Found
+from beatrice.benchmarks.baselines import judge
+from beatrice.benchmarks.baselines.detector import (
+    Detector,
+    Found,
+    catalogue,
+    find_detector,
+)
 from beatrice.benchmarks.baselines.judge import (
+    BaselinesConfig,
     Metered,
     ScoreCache,
     Scores,
-    cost_of,
-    score,
-)
-from beatrice.benchmarks.baselines.readings import Kept
-from beatrice.benchmarks.baselines.stage import (
-    BaselinesConfig,
     chosen_detectors,
+    cost_of,
     models_beside,
+    score,
     unmet,
 )
+from beatrice.benchmarks.baselines.readings import Kept
 from beatrice.extract.run.contents import samples_file
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import write_json_atomic
@@ -227,7 +229,7 @@ def stamps(run):
 def judged(run):
     return {
         (x["name"], x["setting"]): x
-        for x in json.loads(stage.judged_file(run).read_text())
+        for x in json.loads(judge.judged_file(run).read_text())
     }
 
 

@@ -8,9 +8,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from beatrice.benchmarks.baselines.catalogue import catalogue
 from beatrice.benchmarks.baselines.check import faults_of
-from beatrice.benchmarks.baselines.detector import Found
+from beatrice.benchmarks.baselines.detector import Found, catalogue
 from beatrice.jaxprobe.metrics import auroc
 from tests.benchmarks.baselines import planted
 

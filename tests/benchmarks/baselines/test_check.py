@@ -6,9 +6,14 @@ import itertools
 import numpy as np
 import pytest
 
-from beatrice.benchmarks.baselines.catalogue import catalogue, find_detector
 from beatrice.benchmarks.baselines.check import faults_of
-from beatrice.benchmarks.baselines.detector import Detector, Evidence, Found
+from beatrice.benchmarks.baselines.detector import (
+    Detector,
+    Evidence,
+    Found,
+    catalogue,
+    find_detector,
+)
 from beatrice.benchmarks.results.names import CONTROLS, DETECTORS
 from tests.benchmarks.rows import rows_of
 
@@ -81,10 +86,10 @@ def test_a_score_of_chance_is_not_blamed_for_its_sign():
 
 def test_a_detector_is_found_by_its_place_or_the_place_is_named():
     assert find_detector("p_true").name == "p_true"
-    place = "beatrice.benchmarks.baselines.internal.p_true:P_TRUE"
+    place = "beatrice.benchmarks.baselines.detectors.context:P_TRUE"
     assert find_detector(place).name == "p_true"
     with pytest.raises(ValueError, match="expected a Detector"):
-        find_detector("beatrice.benchmarks.baselines.internal.p_true:reading")
+        find_detector("beatrice.benchmarks.baselines.detectors.context:reading")
     with pytest.raises(ValueError, match="no module 'no_such_module'"):
         find_detector("no_such_module:X")
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from beatrice.benchmarks.baselines.sampled.clustering import (
+from beatrice.benchmarks.baselines.detectors.clustering import (
     by_entailment,
     by_words,
     clusters_of,

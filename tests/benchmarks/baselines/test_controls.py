@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from beatrice.benchmarks.baselines.length import (
+from beatrice.benchmarks.baselines.plain import (
     length_scores,
     majority_scores,
+    pooled_signals,
+    probe_scores,
     rows_at_equal_length,
+    standardise,
 )
-from beatrice.benchmarks.baselines.linear import standardise
-from beatrice.benchmarks.baselines.probe import pooled_signals, probe_scores
 from beatrice.benchmarks.results.annotated import annotated_rows
 from beatrice.benchmarks.results.names import AT_EQUAL_LENGTH
 from beatrice.extract.run.rows import ResultTable

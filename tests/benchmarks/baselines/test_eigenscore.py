@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from beatrice.benchmarks.baselines.sampled.eigenscore import (
+from beatrice.benchmarks.baselines.detectors.selfcheck import (
     DETECTORS,
     SAMPLE_STATES,
     official_eigenscore,

@@ -12,8 +12,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from beatrice.benchmarks.baselines.detectors import entropy
 from beatrice.benchmarks.baselines.entailment import columns_of, load_entailment
-from beatrice.benchmarks.baselines.sampled import entropy
 from tests.benchmarks.baselines.drawn import evidence, named, scores
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghij", "Q0", "?"]

@@ -5,8 +5,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from beatrice.benchmarks.baselines.trained.layers import last_steps, states_at
-from beatrice.benchmarks.baselines.trained.sep import (
+from beatrice.benchmarks.baselines.detectors.choice import last_steps, states_at
+from beatrice.benchmarks.baselines.detectors.sep import (
     before_generation,
     best_range,
     entropy_probe,

@@ -9,15 +9,13 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 from beatrice.benchmarks.baselines.detector import Evidence
-from beatrice.benchmarks.baselines.trained.gnosis import (
+from beatrice.benchmarks.baselines.detectors.gnosis import (
     GNOSIS,
+    GnosisConfig,
+    GnosisHead,
     Inputs,
     fit_heads,
     gnosis,
-)
-from beatrice.benchmarks.baselines.trained.gnosis_network import (
-    GnosisConfig,
-    GnosisHead,
 )
 from tests.benchmarks.rows import rows_of
 

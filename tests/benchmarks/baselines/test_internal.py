@@ -5,8 +5,9 @@ import pytest
 from sklearn.metrics import roc_auc_score
 
 from beatrice.benchmarks.baselines.detector import Evidence
-from beatrice.benchmarks.baselines.internal import llm_check, lumina, p_true, redeep
-from beatrice.benchmarks.baselines.internal.choice import (
+from beatrice.benchmarks.baselines.detectors import context as context_baselines
+from beatrice.benchmarks.baselines.detectors import llm_check
+from beatrice.benchmarks.baselines.detectors.choice import (
     column_aurocs,
     defined_rows,
     oriented,
@@ -22,8 +23,11 @@ from tests.benchmarks.rows import rows_of as rows_with
 
 N = 300
 N_LAYERS, N_HEADS = 4, 3
-MODULES = (llm_check, redeep, lumina, p_true)
-DETECTORS = {one.name: one for module in MODULES for one in module.DETECTORS}
+DETECTORS = {
+    one.name: one
+    for one in (*llm_check.DETECTORS, *context_baselines.DETECTORS)
+    if one.name != "lookback_lens"
+}
 READERS = [name for name, one in DETECTORS.items() if one.reads]
 RNG = np.random.default_rng(5)
 LABELS = RNG.random(N) < 0.5
@@ -223,8 +227,8 @@ def test_redeeps_choice_is_the_best_of_every_combination_on_validation(evidence)
     rows = given.rows
     heads = given.readings["redeep_ecs"].reshape(N, -1).astype(float)
     layers = -given.readings["redeep_pks_swapped"].astype(float)
-    context = redeep.ranked_sums(heads, rows, 32)
-    knowledge = redeep.ranked_sums(layers, rows, N_LAYERS)
+    context = context_baselines.ranked_sums(heads, rows, 32)
+    knowledge = context_baselines.ranked_sums(layers, rows, N_LAYERS)
     valid = rows.where("validation")
     best = max(
         roc_auc_score(
@@ -232,7 +236,7 @@ def test_redeeps_choice_is_the_best_of_every_combination_on_validation(evidence)
         )
         for n in range(context.shape[1])
         for k in range(N_LAYERS)
-        for alpha in redeep.ALPHAS
+        for alpha in context_baselines.ALPHAS
     )
     found = DETECTORS["redeep"].score(given).scores[0]
     own = roc_auc_score(rows.labels[valid], found[valid])
@@ -242,7 +246,7 @@ def test_redeeps_choice_is_the_best_of_every_combination_on_validation(evidence)
 def test_sums_of_heads_grow_with_the_best_first_and_fill_training_rows(evidence):
     rows = rows_of()
     heads = planted()["redeep_ecs"].reshape(N, -1).astype(float)
-    sums = redeep.ranked_sums(heads, rows, 5)
+    sums = context_baselines.ranked_sums(heads, rows, 5)
     assert sums.shape == (N, 5)
     train = rows.where("train")
     assert sums[train].min() == 0.0 and sums[train].max() == pytest.approx(1.0)
@@ -255,7 +259,7 @@ def test_a_head_that_lacks_a_value_is_left_out():
     rows = rows_of()
     heads = planted(strength=9.0)["redeep_ecs"].reshape(N, -1).astype(float)
     heads[rows.where("train")[0], 2] = np.nan
-    sums = redeep.ranked_sums(heads, rows, 32)
+    sums = context_baselines.ranked_sums(heads, rows, 32)
     assert sums.shape == (N, heads.shape[1] - 1) and np.isfinite(sums).all()
 
 

@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from beatrice.benchmarks.baselines.detector import Evidence
-from beatrice.benchmarks.baselines.trained.ladder import (
+from beatrice.benchmarks.baselines.detectors.text_models import (
     TEXT_ENCODER,
     TFIDF_MLP,
     TFIDF_SVM,

@@ -8,12 +8,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from beatrice.benchmarks.baselines.catalogue import catalogue, find_detector
-from beatrice.benchmarks.baselines.detector import Detector, Found
-from beatrice.benchmarks.baselines.judge import judge
-from beatrice.benchmarks.baselines.stage import (
+from beatrice.benchmarks.baselines.detector import (
+    Detector,
+    Found,
+    catalogue,
+    find_detector,
+)
+from beatrice.benchmarks.baselines.judge import (
     BaselinesConfig,
     chosen_detectors,
+    judge,
     read_judged,
 )
 from beatrice.extract.run.directory import RunDir

@@ -15,16 +15,17 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 
-from beatrice.benchmarks.baselines.sampled.clustering import paper_clusters
-from beatrice.benchmarks.baselines.sampled.eigenscore import (
-    official_eigenscore,
-    paper_eigenscore,
-)
-from beatrice.benchmarks.baselines.sampled.entropy import (
+from beatrice.benchmarks.baselines.detectors.clustering import paper_clusters
+from beatrice.benchmarks.baselines.detectors.entropy import (
     discrete_entropy,
     weighted_entropy,
 )
-from beatrice.benchmarks.baselines.sampled.selfcheck import sentences_of, unigram_max
+from beatrice.benchmarks.baselines.detectors.selfcheck import (
+    official_eigenscore,
+    paper_eigenscore,
+    sentences_of,
+    unigram_max,
+)
 from tests.benchmarks.baselines.test_selfcheck import PASSAGE, SAMPLES
 
 EXACT = 1e-12

@@ -15,15 +15,13 @@ import types
 import numpy as np
 import pytest
 
-from beatrice.benchmarks.baselines.sampled.eigenscore import (
-    official_eigenscore,
-    paper_eigenscore,
-)
-from beatrice.benchmarks.baselines.sampled.entropy import (
+from beatrice.benchmarks.baselines.detectors.entropy import (
     discrete_entropy,
     weighted_entropy,
 )
-from beatrice.benchmarks.baselines.sampled.selfcheck import (
+from beatrice.benchmarks.baselines.detectors.selfcheck import (
+    official_eigenscore,
+    paper_eigenscore,
     sentences_of,
     tokens_of,
     unigram_max,

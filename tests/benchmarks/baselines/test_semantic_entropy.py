@@ -6,17 +6,15 @@ import numpy as np
 import pytest
 from scipy.special import digamma
 
-from beatrice.benchmarks.baselines.sampled import bayesian, entropy
-from beatrice.benchmarks.baselines.sampled.bayesian import (
+from beatrice.benchmarks.baselines.detectors import entropy
+from beatrice.benchmarks.baselines.detectors.entropy import (
     BayesConfig,
     bayesian_entropies,
+    discrete_entropy,
     lower_bounds,
+    mean_log_prob,
     prior_of,
     tail_of,
-)
-from beatrice.benchmarks.baselines.sampled.entropy import (
-    discrete_entropy,
-    mean_log_prob,
     weighted_entropy,
 )
 from tests.benchmarks.baselines.drawn import (
@@ -26,7 +24,7 @@ from tests.benchmarks.baselines.drawn import (
     scores,
 )
 
-DETECTORS = (*entropy.DETECTORS, *bayesian.DETECTORS)
+DETECTORS = entropy.DETECTORS
 
 
 def ids(*counts):

@@ -3,9 +3,8 @@ import pytest
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
-from beatrice.benchmarks.baselines import text
-from beatrice.benchmarks.baselines.perplexity import perplexity_score
-from beatrice.benchmarks.baselines.text import joined_text
+from beatrice.benchmarks.baselines import plain
+from beatrice.benchmarks.baselines.plain import joined_text, perplexity_score
 from beatrice.jaxprobe.regression import INVERSE_PENALTIES
 
 
@@ -25,14 +24,14 @@ def planted(n, seed):
 
 def fit_tfidf(texts, labels):
     """Fitted and validated on the same, since the penalty does not matter here."""
-    return text.fit_tfidf(texts, labels, texts, labels)
+    return plain.fit_tfidf(texts, labels, texts, labels)
 
 
 def test_validation_chooses_the_penalty():
     train, valid = planted(200, seed=0), planted(200, seed=1)
     noisy, chosen = np.random.default_rng(0).random(200) < 0.35, set()
     for labels in (train[1], train[1] ^ noisy):
-        found = text.fit_tfidf(train[0], labels, *valid)
+        found = plain.fit_tfidf(train[0], labels, *valid)
         aurocs = {}
         for penalty in INVERSE_PENALTIES:
             matrix = found.vectorizer.transform(train[0])

@@ -12,17 +12,11 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
 from beatrice.benchmarks.baselines.detector import Evidence
-from beatrice.benchmarks.baselines.trained import (
-    linear_probe,
-    llms_know,
-    lookback_lens,
-    saplma,
-    sep,
-)
-from beatrice.benchmarks.baselines.trained.layers import last_steps, states_at
-from beatrice.benchmarks.baselines.trained.llms_know import LLMS_KNOW
-from beatrice.benchmarks.baselines.trained.lookback_lens import LOOKBACK_LENS
-from beatrice.benchmarks.baselines.trained.saplma import (
+from beatrice.benchmarks.baselines.detectors import probes, sep
+from beatrice.benchmarks.baselines.detectors.choice import last_steps, states_at
+from beatrice.benchmarks.baselines.detectors.context import LOOKBACK_LENS
+from beatrice.benchmarks.baselines.detectors.probes import (
+    LLMS_KNOW,
     SAPLMA_LAST,
     SAPLMA_MEAN,
     SaplmaConfig,
@@ -149,8 +143,8 @@ def test_what_is_not_a_training_or_validation_row_changes_no_choice():
     store = stored(planted(labels, step=-1))
     turned = np.where(np.arange(300) < 200, labels, ~labels)
     for detector in (
-        partial(saplma.saplma, states_of=last_states, name="saplma_last"),
-        linear_probe.linear_probe,
+        partial(probes.saplma, states_of=last_states, name="saplma_last"),
+        probes.linear_probe,
     ):
         first, second = (detector(store, rows_of(x)) for x in (labels, turned))
         np.testing.assert_array_equal(first.scores, second.scores)
@@ -164,7 +158,7 @@ def test_the_layer_is_chosen_on_validation_not_on_training_rows():
     is_valid = np.arange(600) >= 200
     for own, label, held in zip(answers, labels, is_valid, strict=True):
         own[:, 2, 1] += 9 * label * (not held)  # perfect in training, absent after it
-    found = linear_probe.linear_probe(stored(answers), rows_of(labels))
+    found = probes.linear_probe(stored(answers), rows_of(labels))
     assert chosen(found)["layer"] == LAYERS[1]
 
 
@@ -220,7 +214,7 @@ def test_a_seed_of_several_is_fitted_as_it_is_alone():
 def test_a_linear_probe_finds_the_layer_and_says_it():
     labels = some_labels(600)
     store = stored(planted(labels, slice(None)))
-    found = linear_probe.linear_probe(store, rows_of(labels))
+    found = probes.linear_probe(store, rows_of(labels))
     assert chosen(found)["layer"] == 2 and "inverse_penalty" in chosen(found)
     assert measured(found, rows_of(labels)) > 0.9
 
@@ -229,7 +223,7 @@ def test_one_class_alone_is_refused():
     store = stored(noise(np.ones(60)))
     for labels in (np.ones(60), np.arange(60) < 20, np.arange(60) % 20 < 40):
         with pytest.raises(ValueError, match="one class only"):
-            linear_probe.linear_probe(store, rows_of(labels))
+            probes.linear_probe(store, rows_of(labels))
 
 
 def test_llms_know_is_the_default_regression_on_the_block_of_validation():
@@ -267,8 +261,7 @@ def test_lookback_lens_is_one_regression_on_the_ratios_of_all_heads():
 
 
 def test_every_trained_detector_says_what_it_is():
-    modules = linear_probe, llms_know, lookback_lens, saplma, sep
-    detectors = [one for module in modules for one in module.DETECTORS]
+    detectors = [*probes.DETECTORS, *sep.DETECTORS, LOOKBACK_LENS]
     assert len({one.name for one in detectors}) == len(detectors) == 11
     assert all(one.is_trained and one.source and one.variant for one in detectors)
     for one in detectors:

@@ -5,7 +5,7 @@ import re
 import msgspec
 import pytest
 
-from beatrice.benchmarks.baselines.stage import read_judged
+from beatrice.benchmarks.baselines.judge import read_judged
 from beatrice.benchmarks.panorama.costs import (
     HEADS,
     as_markdown,

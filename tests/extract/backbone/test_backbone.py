@@ -5,7 +5,7 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from beatrice.benchmarks.speed.tiny_models import VOCAB_SIZE, tiny_model
+from beatrice.benchmarks.bench.tiny_models import VOCAB_SIZE, tiny_model
 from beatrice.extract.backbone.loading import Backbone, load_backbone
 
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedTokenizerFast
 
-from beatrice.benchmarks.speed.tiny_models import VOCAB_SIZE, tiny_model
+from beatrice.benchmarks.bench.tiny_models import VOCAB_SIZE, tiny_model
 from beatrice.extract.backbone.loading import (
     check_quantization_support,
     load_backbone,

@@ -11,7 +11,7 @@ from transformers import (
 )
 from transformers.masking_utils import sdpa_mask
 
-from beatrice.benchmarks.speed.tiny_models import _SIZE, _randomise, tiny_model
+from beatrice.benchmarks.bench.tiny_models import _SIZE, _randomise, tiny_model
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.signals.reader import SignalReader
 

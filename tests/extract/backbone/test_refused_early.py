@@ -5,7 +5,7 @@ import shutil
 import pytest
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from beatrice.benchmarks.speed.tiny_models import FAMILIES, tiny_model
+from beatrice.benchmarks.bench.tiny_models import FAMILIES, tiny_model
 from beatrice.extract.backbone.loading import Backbone, Outline, load_outline
 from beatrice.extract.backbone.twin import narrow_twin
 from beatrice.extract.signals.parity import require_readable

@@ -5,8 +5,8 @@ import pytest
 import torch
 from transformers import Phi3Config, Phi3ForCausalLM
 
-from beatrice.benchmarks.speed import oracle
-from beatrice.benchmarks.speed.tiny_models import (
+from beatrice.benchmarks.bench import oracle
+from beatrice.benchmarks.bench.tiny_models import (
     _NO_HEAD_DIM,
     _randomise,
     make_sequence,

@@ -1,6 +1,6 @@
 import json
 
-from beatrice.benchmarks.speed.commands import measure_fresh
+from beatrice.benchmarks.bench.commands import measure_fresh
 from beatrice.extract.run.memory import peak_bytes
 
 RECORD = {

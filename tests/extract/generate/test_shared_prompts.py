@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from beatrice.benchmarks.speed.tiny_models import N_TEXT_IDS, tiny_model
+from beatrice.benchmarks.bench.tiny_models import N_TEXT_IDS, tiny_model
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.generate import local
 from beatrice.extract.generate.generator import GeneratorPrompt, SamplingConfig

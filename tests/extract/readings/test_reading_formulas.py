@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from beatrice.benchmarks.speed.tiny_models import tiny_model
+from beatrice.benchmarks.bench.tiny_models import tiny_model
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.readings import context, llm_check
 from beatrice.extract.readings.batch import Batch

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from beatrice.benchmarks.speed.tiny_models import N_TEXT_IDS, tiny_model
+from beatrice.benchmarks.bench.tiny_models import N_TEXT_IDS, tiny_model
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.readings.batch import Batch, cue_length
 from beatrice.extract.readings.prompts import SECOND_PASSES, middle_entry

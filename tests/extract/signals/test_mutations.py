@@ -12,9 +12,9 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from beatrice.benchmarks.speed import oracle
-from beatrice.benchmarks.speed.oracle import TOLERANCE
-from beatrice.benchmarks.speed.tiny_models import FAMILIES, tiny_model
+from beatrice.benchmarks.bench import oracle
+from beatrice.benchmarks.bench.oracle import TOLERANCE
+from beatrice.benchmarks.bench.tiny_models import FAMILIES, tiny_model
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.signals import attention, parity, probability, residual
 from beatrice.extract.signals.reader import SignalReader

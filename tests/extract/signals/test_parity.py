@@ -16,8 +16,8 @@ from transformers import (
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from beatrice.benchmarks.speed import oracle
-from beatrice.benchmarks.speed.tiny_models import (
+from beatrice.benchmarks.bench import oracle
+from beatrice.benchmarks.bench.tiny_models import (
     VOCAB_SIZE,
     make_batch,
     make_sequence,

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 import torch
 
-from beatrice.benchmarks.speed.tiny_models import tiny_model
+from beatrice.benchmarks.bench.tiny_models import tiny_model
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.records import Answer
 from beatrice.extract.signals.extract import ExtractConfig

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from beatrice.benchmarks.speed import oracle
-from beatrice.benchmarks.speed.oracle import TOLERANCE
-from beatrice.benchmarks.speed.tiny_models import (
+from beatrice.benchmarks.bench import oracle
+from beatrice.benchmarks.bench.oracle import TOLERANCE
+from beatrice.benchmarks.bench.tiny_models import (
     FAMILIES,
     VOCAB_SIZE,
     WINDOW,

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from beatrice.benchmarks.speed.exact.untouched import exact_map
-from beatrice.benchmarks.speed.oracle import attention_reading
+from beatrice.benchmarks.bench.oracle import attention_reading, exact_map
 from beatrice.extract.signals.probability import Head, token_probabilities
 from beatrice.extract.signals.span_sums import (
     AttentionCall,

@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from beatrice.benchmarks.speed import oracle
-from beatrice.benchmarks.speed.tiny_models import make_batch
+from beatrice.benchmarks.bench import oracle
+from beatrice.benchmarks.bench.tiny_models import make_batch
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.backbone.twin import narrow_twin
 from beatrice.extract.signals.reader import SignalReader

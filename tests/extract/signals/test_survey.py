@@ -5,12 +5,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from beatrice.benchmarks.speed.commands import RowPrinter
-from beatrice.benchmarks.speed.exact.survey import (
+from beatrice.benchmarks.bench.commands import RowPrinter
+from beatrice.benchmarks.bench.oracle import (
     SIGNALS,
-    TOLERANCE,
+    SURVEY_TOLERANCE,
     relative_errors,
-    require,
+    require_types,
     summary,
     survey_one,
     survey_types,
@@ -44,7 +44,7 @@ REFUSED = {
 def test_a_type_that_is_read_is_exact_within_windows_and_beyond(name, lengths):
     row = survey_one(name, lengths)
     assert row.outcome == "exact", row.reason
-    assert max(row.errors.values()) < TOLERANCE
+    assert max(row.errors.values()) < SURVEY_TOLERANCE
 
 
 @pytest.mark.parametrize(("name", "reason"), REFUSED.items())
@@ -66,7 +66,7 @@ def test_one_number_that_is_off_is_an_error(family, change):
     assert max(relative_errors(found, expected).values()) == 0
     found[0][family][3, 1] += change
     errors = relative_errors(found, expected)
-    assert [name for name in SIGNALS if not errors[name] < TOLERANCE] == [family]
+    assert [name for name in SIGNALS if not errors[name] < SURVEY_TOLERANCE] == [family]
     assert max(relative_errors(found, expected, n_spared=1).values()) == 0
     found[0][family] = found[0][family][:, :2]
     assert relative_errors(found, expected)[family] == np.inf
@@ -74,14 +74,14 @@ def test_one_number_that_is_off_is_an_error(family, change):
 
 def test_a_wrong_type_fails_the_survey_and_is_named(capsys):
     rows = survey_types(["doge"], RowPrinter(as_json=True))
-    require(rows)
+    require_types(rows)
     wrong = dataclasses.replace(rows[0], outcome="wrong", reason="KeyError: 'x'")
     with pytest.raises(ValueError, match=r"found wrong: doge \(short\)"):
-        require([*rows, wrong])
+        require_types([*rows, wrong])
     assert "* wrong: KeyError: 'x' (1): doge" in list(summary([*rows, wrong]))
     assert capsys.readouterr().out.count('"outcome": "refused"') == len(rows)
 
 
 @pytest.mark.slow
 def test_every_type_is_exact_or_refused():
-    require(survey_types([], RowPrinter(as_json=True)))
+    require_types(survey_types([], RowPrinter(as_json=True)))

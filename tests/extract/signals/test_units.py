@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from beatrice.benchmarks.speed.tiny_models import N_TEXT_IDS, tiny_model
+from beatrice.benchmarks.bench.tiny_models import N_TEXT_IDS, tiny_model
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.run.share import Share, find_share
 from beatrice.extract.signals.extract import (

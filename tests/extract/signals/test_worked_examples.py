@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from beatrice.benchmarks.speed import oracle
-from beatrice.benchmarks.speed.tiny_models import make_sequence, tiny_model
+from beatrice.benchmarks.bench import oracle
+from beatrice.benchmarks.bench.tiny_models import make_sequence, tiny_model
 from beatrice.extract.backbone.loading import Backbone
 from beatrice.extract.signals.batch import ReadingBudget
 from beatrice.extract.signals.probability import Head

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from beatrice.benchmarks.baselines.perplexity import perplexity_scores
+from beatrice.benchmarks.baselines.plain import perplexity_scores
 from beatrice.extract.store.families import Family, encode, scale_family
 from beatrice.extract.store.spec import StoreSpec
 from beatrice.extract.store.store import create_store, read_family, write_range

@@ -1,0 +1,1 @@
+"""Published detectors: a file that ends in `DETECTORS` is in the catalogue."""

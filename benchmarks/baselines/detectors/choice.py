@@ -1,0 +1,256 @@
+"""How layers, heads and signs are chosen: by AUROC on rows that are not tested."""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+from scipy.stats import rankdata
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression
+
+from beatrice.benchmarks.baselines.detector import Evidence, Found
+from beatrice.benchmarks.baselines.plain import chosen_row
+from beatrice.extract.run.rows import ResultRow
+from beatrice.extract.store.store import FeatureStore, read_family
+from beatrice.jaxprobe.features.families import ANSWER
+from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.metrics import auroc
+from beatrice.jaxprobe.regression import both_classes
+
+
+def reading(evidence: Evidence, name: str, n_axes: int) -> np.ndarray:
+    """Return a reading of every row, `[n_rows, …]` with so many axes, float64.
+
+    Raises:
+      ValueError: it was not read, or not for these rows.
+    """
+    values, n_rows = evidence.readings.get(name), len(evidence.rows.ids)
+    if values is None or values.ndim != n_axes or len(values) != n_rows:
+        found = "missing" if values is None else f"of shape {list(values.shape)}"
+        raise ValueError(
+            f"the reading {name!r} is {found}, expected {n_axes} axes, the first of "
+            f"{n_rows} rows; read it with `extract.readings.reader.read`"
+        )
+    return np.asarray(values, dtype=np.float64)
+
+
+def column_aurocs(values: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """Return the AUROC of every column at once, ties half.
+
+    Args:
+      values: `[n_rows, n_columns]`, higher = more likely correct.
+      labels: `[n_rows]` bool, of both classes.
+
+    Returns:
+      `[n_columns]`; NaN where a column holds what is not finite.
+    """
+    is_finite = np.isfinite(values).all(axis=0)
+    ranks = rankdata(np.where(is_finite, values, 0.0), axis=0)
+    n_right, n_wrong = int(labels.sum()), int((~labels).sum())
+    below = ranks[labels].sum(axis=0) - n_right * (n_right + 1) / 2
+    return np.where(is_finite, below / (n_right * n_wrong), np.nan)
+
+
+def defined_rows(values: np.ndarray, rows: Rows, split: str) -> np.ndarray:
+    """Return the labelled rows of a split that have any finite value.
+
+    Args:
+      values: `[n_rows, n_columns]`.
+      rows: what the rows are.
+      split: which.
+
+    Raises:
+      ValueError: they hold one class only.
+    """
+    found = rows.where(split)
+    found = found[np.isfinite(values[found]).any(axis=1)]
+    n_right = int(rows.labels[found].sum())
+    if not 0 < n_right < len(found):
+        raise ValueError(
+            f"{rows.setting}: {n_right} of the {len(found)} labelled {split} answers "
+            "that were read are correct, and one class alone chooses nothing; take "
+            "more questions"
+        )
+    return found
+
+
+class Oriented(NamedTuple):
+    """A column and its sign.
+
+    Attributes:
+      scores: `[n_rows]`, higher = more likely correct on the rows that chose.
+      column: which was chosen; the first of equals.
+      sign: 1 or -1.
+    """
+
+    scores: np.ndarray
+    column: int
+    sign: int
+
+
+def oriented(values: np.ndarray, rows: Rows) -> Oriented:
+    """Choose the column and the sign that are best on validation.
+
+    Args:
+      values: `[n_rows, n_columns]`; NaN where a row was not read. A column that lacks
+        a value where another has one is not chosen.
+      rows: what the rows are.
+
+    Raises:
+      ValueError: the validation rows hold one class only.
+    """
+    valid = defined_rows(values, rows, "validation")
+    aurocs = column_aurocs(values[valid], rows.labels[valid])
+    if np.isnan(aurocs).all():
+        raise ValueError(
+            f"{rows.setting}: every reading lacks a value in some validation row that "
+            "another has, so none can be chosen"
+        )
+    column = int(np.nanargmax(np.abs(aurocs - 0.5)))
+    sign = 1 if aurocs[column] >= 0.5 else -1
+    return Oriented(sign * values[:, column], column, sign)
+
+
+def chosen_rows(
+    rows: Rows, detector: str, values: Mapping[str, float]
+) -> tuple[ResultRow, ...]:
+    """Return the rows that say what validation chose for a detector, by metric."""
+    return tuple(chosen_row(rows, detector, *one) for one in values.items())
+
+
+# Of training states `[n_train, width]`, their labels, and the states to be scored
+# `[n, width]`: `[n_seeds, n]` scores.
+Fit = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+
+
+def last_steps(store: FeatureStore) -> np.ndarray:
+    """Return the last step of every answer, `[n_rows]`: how many tokens it has.
+
+    An answer that was cut at the length limit counts one less: its last token emitted
+    nothing that is known, and is not in the store.
+    """
+    spans = store.spec.spans[:, ANSWER]
+    return spans[:, 1] - spans[:, 0] - 1 + _first_step(store)
+
+
+def _first_step(store: FeatureStore) -> int:
+    """The step of the answer span's first row; 1 where it is the literal answer."""
+    return int(store.spec.fingerprint.get("answer_span") == "literal")
+
+
+def states_at(
+    store: FeatureStore, steps: np.ndarray, layer: int, n_chunk: int = 1024
+) -> np.ndarray:
+    """Return one hidden state of every row.
+
+    Args:
+      store: an extracted setting.
+      steps: `[n_rows]` int.
+      layer: of the residual stream (0 is the embedding).
+      n_chunk: examples whose answers are in memory together.
+
+    Returns:
+      `[n_rows, d_model]` float32; NaN where the answer span has no such step.
+    """
+    rows = steps - _first_step(store)
+    d_model = store.spec.families["hidden"].shape[1]
+    states = np.full((len(rows), d_model), np.nan, np.float32)
+    for start in range(0, len(rows), n_chunk):
+        chunk = np.arange(start, min(start + n_chunk, len(rows)))
+        ragged = read_family(store, "hidden", chunk, layer=layer, span=ANSWER)
+        own = rows[chunk]
+        has_step = (own >= 0) & (own < ragged.lengths)
+        states[chunk[has_step]] = ragged.values[(ragged.starts + own)[has_step]]
+    return states
+
+
+def scores_where_defined(
+    features: np.ndarray, labels: np.ndarray, train: np.ndarray, fit: Fit
+) -> np.ndarray:
+    """Fit on the training rows that have features, and score all that have.
+
+    Args:
+      features: `[n_rows, width]`; NaN where a row has none.
+      labels: `[n_rows]` bool.
+      train: `[n_train]` indices.
+      fit: of what is fitted.
+
+    Returns:
+      `[n_seeds, n_rows]` float64; NaN where a row has no features.
+
+    Raises:
+      ValueError: the training rows hold one class only.
+    """
+    is_defined = np.isfinite(features).all(axis=1)
+    train = train[is_defined[train]]
+    own_labels = both_classes(labels[train], len(train), "training")
+    own = fit(features[train], own_labels, features[is_defined])
+    scores = np.full((len(own), len(features)), np.nan)
+    scores[:, is_defined] = own
+    return scores
+
+
+def logistic_log_odds(
+    train: np.ndarray, labels: np.ndarray, states: np.ndarray, max_iter: int = 100
+) -> np.ndarray:
+    """Fit scikit-learn's default logistic regression, as official code does.
+
+    On states that are not scaled the 100 default iterations rarely converge; where they
+    end is the published detector, so the warning is not shown.
+
+    Args:
+      train: `[n_train, width]`.
+      labels: `[n_train]` bool.
+      states: `[n, width]`.
+      max_iter: of the optimiser.
+
+    Returns:
+      `[1, n]` log-odds of True, which rank as the probabilities do but never saturate.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        regression = LogisticRegression(max_iter=max_iter).fit(train, labels)
+    return regression.decision_function(states)[None]
+
+
+def validation_auroc(scores: np.ndarray, rows: Rows) -> float:
+    """Return the AUROC on the validation rows that have a score, mean over seeds.
+
+    Args:
+      scores: `[n_seeds, n_rows]`; NaN for the same rows with every seed.
+      rows: what the rows are.
+
+    Raises:
+      ValueError: these rows hold one class only.
+    """
+    valid = rows.where("validation")
+    valid = valid[np.isfinite(scores[0, valid])]
+    labels = both_classes(rows.labels[valid], len(valid), "validation")
+    return float(np.mean([auroc(own[valid], labels).value for own in scores]))
+
+
+def best_layer(
+    fit_at: Callable[[int], Found], layers: Iterable[int], rows: Rows, name: str
+) -> Found:
+    """Return what a detector says from the layer that is best on validation.
+
+    Of equals, the first layer.
+
+    Args:
+      fit_at: what it says from a layer.
+      layers: to choose from, at least one.
+      rows: what the rows are.
+      name: of the detector.
+    """
+    best: tuple[float, int, Found] | None = None
+    for layer in layers:
+        found = fit_at(layer)
+        value = validation_auroc(found.scores, rows)
+        if best is None or value > best[0]:
+            best = value, layer, found
+    if best is None:
+        raise ValueError(f"{name}: expected at least one layer to choose from")
+    _, layer, found = best
+    row = chosen_row(rows, name, "layer", layer)
+    return Found(found.scores, (row, *found.chosen))

@@ -1,0 +1,425 @@
+"""The network of Gnosis: two streams, one of maps and one of states, and a gate.
+
+The parts, and how they are joined, are those of Amirhosein-gh98/Gnosis f8ff11d
+(models/qwen3: `AttnFeatureExtractorLite_D3` on statistics, `HiddenFeatureExtractorLite`
+and `CorrectnessHeadLite`); of the paper (arXiv 2512.20578) the abstract alone could be
+read.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+
+from beatrice.benchmarks.baselines.detector import Detector, Evidence, Found
+from beatrice.benchmarks.baselines.plain import chosen_row
+from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.metrics import auroc
+from beatrice.jaxprobe.regression import both_classes
+
+_N_GROUPS = 8
+_N_HEADS = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GnosisConfig:
+    """How the head is built and fitted; in brackets what the official code has.
+
+    Attributes:
+      width: of a token, and of each stream's vector [192, and 256].
+      head_widths: of what joins the streams [384, 128].
+      n_grid: convolutions over layers and heads [6].
+      n_map_seeds: learned queries that pool the heads [8].
+      n_state_seeds: those that pool the steps [3].
+      n_self: attention of the steps to each other, how often [3].
+      dropout: everywhere [0.1].
+      n_seeds: heads that are fitted [1].
+      n_epochs: most passes over the training rows [2].
+      patience: epochs without a better validation AUROC, after which a seed ends.
+      batch_size: of a step [36].
+      learning_rate: of Adam, after a tenth of all steps; it falls along a cosine to a
+        tenth [1e-4, the same shape].
+      root_seed: of all randomness [42].
+    """
+
+    width: int = 32
+    head_widths: tuple[int, ...] = (64, 32)
+    n_grid: int = 2
+    n_map_seeds: int = 4
+    n_state_seeds: int = 3
+    n_self: int = 1
+    dropout: float = 0.1
+    n_seeds: int = 3
+    n_epochs: int = 20
+    patience: int = 5
+    batch_size: int = 32
+    learning_rate: float = 1e-3
+    root_seed: int = 0
+
+
+class _Attend(nn.Module):
+    """Attention to some tokens, then a feed-forward part; norms behind both."""
+
+    dropout: float
+
+    @nn.compact
+    def __call__(
+        self, queries: jax.Array, tokens: jax.Array, is_training: bool
+    ) -> jax.Array:
+        width, drop = tokens.shape[-1], nn.Dropout(self.dropout)
+        attention = nn.MultiHeadDotProductAttention(
+            num_heads=_N_HEADS, dropout_rate=self.dropout
+        )
+        found = attention(queries, tokens, deterministic=not is_training)
+        found = nn.LayerNorm()(queries + found)
+        inner = nn.gelu(nn.Dense(4 * width)(found))
+        inner = nn.Dense(width)(drop(inner, deterministic=not is_training))
+        return nn.LayerNorm()(found + inner)
+
+
+class _Pool(nn.Module):
+    """Learned queries attend to tokens; a small network makes one vector of them."""
+
+    n_seeds: int
+    dropout: float
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array, is_training: bool) -> jax.Array:
+        n, _, width = tokens.shape
+        scale = nn.initializers.normal(width**-0.5)
+        seeds = self.param("seeds", scale, (self.n_seeds, width))
+        queries = jnp.broadcast_to(seeds, (n, *seeds.shape))
+        pooled = _Attend(self.dropout)(queries, tokens, is_training)
+        inner = nn.gelu(nn.Dense(2 * width)(pooled.reshape(n, -1)))
+        inner = nn.Dropout(self.dropout)(inner, deterministic=not is_training)
+        return nn.Dense(width)(inner)
+
+
+def _shifted(values: jax.Array, axis: int, by: int) -> jax.Array:
+    """Move entries along an axis; what comes in is 0."""
+    size = values.shape[axis]
+    padding = [(0, 0)] * values.ndim
+    padding[axis] = (max(by, 0), max(-by, 0))
+    start = max(-by, 0)
+    return jax.lax.slice_in_dim(
+        jnp.pad(values, padding), start, start + size, axis=axis
+    )
+
+
+class _Neighbours(nn.Module):
+    """A convolution of 3 along an axis, each channel for itself, without a bias."""
+
+    axis: int
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        width = tokens.shape[-1]
+        init = nn.initializers.normal(3**-0.5)
+        kernel = self.param("kernel", init, (3, *[1] * (tokens.ndim - 1), width))
+        # Sums of shifted arrays: under vmap over seeds a convolution would be grouped.
+        return sum(_shifted(tokens, self.axis, 1 - i) * kernel[i] for i in range(3))
+
+
+class _Dilated(nn.Module):
+    """A convolution of 5 spread-out steps, in groups of channels; norm and GELU."""
+
+    spread: int
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        n, n_steps, width = tokens.shape
+        size = width // _N_GROUPS
+        parts = tokens.reshape(n, n_steps, _N_GROUPS, size)
+        taps = [_shifted(parts, 1, self.spread * (2 - i)) for i in range(5)]
+        init = nn.initializers.normal((5 * size) ** -0.5)
+        kernel = self.param("kernel", init, (5, _N_GROUPS, size, size))
+        found = jnp.einsum("kntgi,kgij->ntgj", jnp.stack(taps), kernel)
+        found = found.reshape(tokens.shape)
+        bias = self.param("bias", nn.initializers.zeros, (1, 1, width))
+        return nn.gelu(nn.GroupNorm(_N_GROUPS)(found + bias))
+
+
+class _MapEncoder(nn.Module):
+    """One vector of what the maps of all heads are like."""
+
+    config: GnosisConfig
+
+    @nn.compact
+    def __call__(self, maps: jax.Array, is_training: bool) -> jax.Array:
+        n, n_layers, n_heads, _ = maps.shape
+        width, near_zero = self.config.width, nn.initializers.normal(0.02)
+        tokens = nn.Dense(width)(maps)
+        tokens += self.param("layers", near_zero, (1, n_layers, 1, width))
+        tokens += self.param("heads", near_zero, (1, 1, n_heads, width))
+        grid = tokens
+        for _ in range(self.config.n_grid):
+            for axis in (2, 1):
+                grid = nn.gelu(_Neighbours(axis)(grid))
+            grid = nn.GroupNorm(_N_GROUPS)(nn.Dense(width, use_bias=False)(grid))
+        tokens = (tokens + grid).reshape(n, n_layers * n_heads, width)
+        pool = _Pool(self.config.n_map_seeds, self.config.dropout)
+        return pool(tokens, is_training)
+
+
+class _StateEncoder(nn.Module):
+    """One vector of how the states go through the answer."""
+
+    config: GnosisConfig
+
+    @nn.compact
+    def __call__(self, states: jax.Array, is_training: bool) -> jax.Array:
+        config = self.config
+        tokens = nn.Dense(config.width)(states)
+        gates = self.param("gates", lambda _: jnp.array([0.5, 0.3, 0.2]))
+        spreads = [_Dilated(2**i)(tokens) for i in range(3)]
+        mixed = sum(g * x for g, x in zip(nn.softmax(gates), spreads, strict=True))
+        open_ = nn.gelu(nn.Dense(max(8, config.width // 8))(mixed))
+        added = mixed * nn.sigmoid(nn.Dense(config.width)(open_)) + tokens
+        tokens = nn.Dropout(config.dropout)(added, deterministic=not is_training)
+        init = nn.initializers.normal(config.width**-0.5)
+        tokens += self.param("steps", init, (1, *tokens.shape[1:]))
+        for _ in range(config.n_self):
+            tokens = _Attend(config.dropout)(tokens, tokens, is_training)
+        return _Pool(config.n_state_seeds, config.dropout)(tokens, is_training)
+
+
+class GnosisHead(nn.Module):
+    """Both streams, each weighted by a gate, and the log-odds of a right answer."""
+
+    config: GnosisConfig
+
+    @nn.compact
+    def __call__(
+        self, maps: jax.Array, states: jax.Array, is_training: bool = False
+    ) -> jax.Array:
+        """Return `[n]` logits.
+
+        Args:
+          maps: `[n, n_layers, n_heads, n_statistics]`.
+          states: `[n, n_steps, d_model]`.
+          is_training: whether to drop out.
+        """
+        streams = [
+            _MapEncoder(self.config)(maps, is_training),
+            _StateEncoder(self.config)(states, is_training),
+        ]
+        gates = [nn.Dense(1)(nn.LayerNorm()(stream)) for stream in streams]
+        weights = nn.softmax(jnp.concatenate(gates, axis=-1))
+        joined = jnp.concatenate(
+            [x * weights[:, i : i + 1] for i, x in enumerate(streams)], axis=-1
+        )
+        joined = nn.LayerNorm()(joined)
+        for width in self.config.head_widths:
+            joined = nn.gelu(nn.Dense(width)(joined))
+            drop = nn.Dropout(self.config.dropout)
+            joined = drop(joined, deterministic=not is_training)
+        return nn.Dense(1)(joined)[:, 0]
+
+
+# Rows that are scored together: an answer has a token for every head of the backbone.
+_N_SCORED = 64
+
+
+class Inputs(NamedTuple):
+    """What the head reads of `n` answers: maps, standardised, and states."""
+
+    maps: np.ndarray
+    states: np.ndarray
+
+    def at(self, rows: np.ndarray) -> "Inputs":
+        """Return some answers."""
+        return Inputs(self.maps[rows], self.states[rows])
+
+
+def _adam(config: GnosisConfig, n_steps: int) -> optax.GradientTransformation:
+    peak = config.learning_rate
+    return optax.adam(
+        optax.warmup_cosine_decay_schedule(
+            0.0, peak, max(1, n_steps // 10), n_steps, peak / 10
+        )
+    )
+
+
+def _n_batches(n: int, config: GnosisConfig) -> int:
+    return -(-n // config.batch_size)
+
+
+@partial(jax.jit, static_argnames="config")
+def _start(inputs: Inputs, *, config: GnosisConfig) -> tuple[jax.Array, Any]:
+    """Return keys, weights and moments of all seeds."""
+    root = jax.random.key(config.root_seed)
+    keys = jax.vmap(partial(jax.random.fold_in, root))(jnp.arange(config.n_seeds))
+    first = jax.tree.map(lambda x: x[:1], inputs)
+    n_steps = config.n_epochs * _n_batches(len(inputs.maps), config)
+
+    def one(key: jax.Array) -> tuple[Any, Any]:
+        params = GnosisHead(config).init(key, *first)
+        return params, _adam(config, n_steps).init(params)
+
+    return keys, jax.vmap(one)(keys)
+
+
+@partial(jax.jit, static_argnames="config")
+def _epoch(
+    keys: jax.Array,
+    fits: Any,
+    number: jax.Array,
+    inputs: Inputs,
+    labels: jax.Array,
+    *,
+    config: GnosisConfig,
+) -> Any:
+    """Return weights and moments of all seeds after one more epoch."""
+    n, n_batches = len(labels), _n_batches(len(labels), config)
+    adam = _adam(config, config.n_epochs * n_batches)
+
+    def loss(params: Any, batch: jax.Array, key: jax.Array) -> jax.Array:
+        own, counts = jnp.minimum(batch, n - 1), batch < n
+        read = jax.tree.map(lambda x: x[own], inputs)
+        logits = GnosisHead(config).apply(params, *read, True, rngs={"dropout": key})
+        losses = optax.sigmoid_binary_cross_entropy(logits, labels[own])
+        return losses.mean(where=counts)
+
+    def step(carry: Any, given: Any) -> tuple[Any, None]:
+        params, moments = carry
+        grads = jax.grad(loss)(params, *given)
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes float and int32
+            updates, moments = adam.update(grads, moments)
+        return (optax.apply_updates(params, updates), moments), None
+
+    def one(key: jax.Array, fit: Any) -> Any:
+        order_key, drop_key = jax.random.split(jax.random.fold_in(key, number))
+        # The last batch of an epoch is short; place n stands for nobody.
+        padding = (0, n_batches * config.batch_size - n)
+        order = jax.random.permutation(order_key, n)
+        batches = jnp.pad(order, padding, constant_values=n).reshape(n_batches, -1)
+        given = batches, jax.random.split(drop_key, n_batches)
+        return jax.lax.scan(step, fit, given)[0]
+
+    return jax.vmap(one)(keys, fits)
+
+
+@partial(jax.jit, static_argnames="config")
+def _logits(params: Any, inputs: Inputs, *, config: GnosisConfig) -> jax.Array:
+    """Return `[n_seeds, n]` logits."""
+
+    def one(own: Any) -> jax.Array:
+        def of_row(row: Inputs) -> jax.Array:
+            return GnosisHead(config).apply(own, row.maps[None], row.states[None])[0]
+
+        return jax.lax.map(of_row, inputs, batch_size=_N_SCORED)
+
+    return jax.vmap(one)(params)
+
+
+class Fitted(NamedTuple):
+    """Heads of all seeds, and the epoch (from 1) whose weights each kept."""
+
+    params: Any
+    epochs: np.ndarray
+
+
+def fit_heads(
+    train: Inputs,
+    labels: np.ndarray,
+    valid: Inputs,
+    valid_labels: np.ndarray,
+    config: GnosisConfig,
+) -> Fitted:
+    """Fit heads; each keeps the weights of its best epoch on the validation rows.
+
+    Args:
+      train: of the training rows.
+      labels: `[n_train]` bool, True where the answer is correct.
+      valid: of the validation rows.
+      valid_labels: of the same.
+      config: of the fit.
+    """
+    targets = np.asarray(labels, np.float32)
+    keys, fits = _start(train, config=config)
+    best, most = fits[0], np.full(config.n_seeds, -np.inf)
+    epochs = np.zeros(config.n_seeds, int)
+    for number in range(1, config.n_epochs + 1):
+        fits = _epoch(keys, fits, jnp.int32(number), train, targets, config=config)
+        logits = np.asarray(_logits(fits[0], valid, config=config), np.float64)
+        values = np.array([auroc(own, valid_labels).value for own in logits])
+        is_better = (values > most) & (number - epochs <= config.patience)
+        most = np.where(is_better, values, most)
+        epochs = np.where(is_better, number, epochs)
+        best = jax.tree.map(partial(_chosen, is_better), fits[0], best)
+        if (number - epochs >= config.patience).all():
+            break
+    return Fitted(best, epochs)
+
+
+def _chosen(is_first: np.ndarray, first: jax.Array, second: jax.Array) -> jax.Array:
+    """Return each seed's leaf of one or the other."""
+    return jnp.where(is_first.reshape(-1, *[1] * (first.ndim - 1)), first, second)
+
+
+def gnosis(
+    maps: np.ndarray,
+    states: np.ndarray,
+    rows: Rows,
+    config: GnosisConfig | None = None,
+) -> Found:
+    """Return log-odds of a right answer.
+
+    Args:
+      maps: `[n_rows, n_layers, n_heads, n_statistics]` of the heads' attention; each is
+        standardised by the training rows, where the official code projects it as it
+        is: one of them grows with the map, others are shares.
+      states: `[n_rows, n_steps, d_model]`; NaN in either where a row was not read.
+      rows: what the rows are.
+      config: of the fit.
+
+    Returns:
+      `[n_seeds, n_rows]` scores, NaN where a row was not read; the mean epoch that
+      validation chose.
+
+    Raises:
+      ValueError: training or validation rows hold one class only.
+    """
+    config = config or GnosisConfig()
+    is_read = np.isfinite(maps).all((1, 2, 3)) & np.isfinite(states).all((1, 2))
+    train, valid = (
+        np.array([i for i in rows.where(split) if is_read[i]], int)
+        for split in ("train", "validation")
+    )
+    labels = both_classes(rows.labels[train], len(train), "training")
+    valid_labels = both_classes(rows.labels[valid], len(valid), "validation")
+    mean, spread = maps[train].mean(0), maps[train].std(0)
+    # What is the same in all training rows is rounding elsewhere, and stays small.
+    scaled = (maps - mean) / np.where(spread > 1e-6, spread, 1.0)
+    inputs = Inputs(scaled.astype(np.float32), np.asarray(states, np.float32))
+    fitted = fit_heads(inputs.at(train), labels, inputs.at(valid), valid_labels, config)
+    scores = np.full((config.n_seeds, len(maps)), np.nan)
+    scores[:, is_read] = _logits(fitted.params, inputs.at(is_read), config=config)
+    epoch = chosen_row(rows, "gnosis", "epoch", float(fitted.epochs.mean()))
+    return Found(scores, (epoch,))
+
+
+def _score(evidence: Evidence) -> Found:
+    read = evidence.readings
+    return gnosis(read["gnosis_maps"], read["gnosis_states"], evidence.rows)
+
+
+GNOSIS = Detector(
+    name="gnosis",
+    title="Gnosis",
+    source="Ghasemabadi and Niu (2025), arXiv 2512.20578, abstract; "
+    "Amirhosein-gh98/Gnosis f8ff11d, models/qwen3",
+    score=_score,
+    reads=("gnosis_maps", "gnosis_states"),
+    is_trained=True,
+    variant="Statistics of the maps (of 32 cells a side, not 256) without the "
+    "convolutions over them, standardised; 8 steps of the answer's states, not 192 of "
+    "the whole sequence. Width 32 instead of 192 and stopped by validation, for some "
+    "thousand answers.",
+)
+DETECTORS = (GNOSIS,)

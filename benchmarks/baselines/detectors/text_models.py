@@ -1,0 +1,287 @@
+"""The upper rungs of text alone: linear SVM, MLP, and a fine-tuned sentence encoder.
+
+The lower ones, the commoner class and logistic regression, are in `../plain.py`. All
+read the same text and are chosen on the same validation rows; the paper (appendix "How
+Far Surface Text Alone Goes") names the classifiers and none of their settings, so those
+here are ours.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.sparse import csr_matrix
+from sklearn.neural_network import MLPClassifier
+from sklearn.svm import LinearSVC
+
+from beatrice.benchmarks.baselines.detector import Detector, Evidence, Found
+from beatrice.benchmarks.baselines.plain import chosen_row, word_pairs
+from beatrice.jaxprobe.features.rows import Rows
+from beatrice.jaxprobe.metrics import auroc
+from beatrice.jaxprobe.regression import both_classes, fit_linear
+
+
+def _tfidf(texts: Sequence[str], rows: Rows) -> csr_matrix:
+    """TF-IDF of all texts `[n_rows, n_words]`, with the words of the training texts."""
+    vectorizer = word_pairs().fit([texts[i] for i in rows.where("train")])
+    return vectorizer.transform(texts)
+
+
+def svm_scores(texts: Sequence[str], rows: Rows) -> Found:
+    """Return the margins of a linear SVM on TF-IDF, `[1, n_rows]`.
+
+    Args:
+      texts: of every row.
+      rows: what the rows are; validation AUROC chooses the penalty.
+
+    Raises:
+      ValueError: training or validation rows hold one class only.
+    """
+    matrix = _tfidf(texts, rows)
+    train, valid = rows.where("train"), rows.where("validation")
+    labels = rows.labels[train], rows.labels[valid]
+    svm, _ = fit_linear(matrix[train], labels[0], matrix[valid], labels[1], _svm)
+    chosen = chosen_row(rows, "tfidf_svm", "inverse_penalty", svm.C)
+    return Found(svm.decision_function(matrix)[None], (chosen,))
+
+
+def _svm(inverse_penalty: float) -> LinearSVC:
+    return LinearSVC(C=inverse_penalty, max_iter=10_000, random_state=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MlpConfig:
+    """How the MLP is fitted; validation chooses penalty and epoch."""
+
+    width: int = 32
+    penalties: tuple[float, ...] = (10.0, 1.0, 0.1)
+    learning_rate: float = 1e-3
+    max_epochs: int = 20
+    patience: int = 3  # epochs without a better one
+    n_seeds: int = 3
+
+
+def mlp_scores(
+    texts: Sequence[str], rows: Rows, config: MlpConfig | None = None
+) -> Found:
+    """Return P(answer is correct) of an MLP on TF-IDF, `[n_seeds, n_rows]`.
+
+    The first seed's validation AUROC chooses the penalty, of equals the strongest;
+    every seed's own chooses its epoch.
+
+    Args:
+      texts: of every row.
+      rows: what the rows are.
+      config: of the fit.
+
+    Raises:
+      ValueError: training or validation rows hold one class only.
+    """
+    config = config or MlpConfig()
+    train = rows.where("train")
+    # Half the time of float64: Adam moves the weights of every word of a text.
+    matrix = _tfidf(texts, rows).astype(np.float32)
+    labels = both_classes(rows.labels[train], len(train), "training")
+
+    def fitted(penalty: float, seed: int) -> tuple[float, np.ndarray, int]:
+        network = MLPClassifier(
+            (config.width,),
+            alpha=penalty,
+            learning_rate_init=config.learning_rate,
+            random_state=seed,
+        )
+
+        def epochs() -> Iterator[np.ndarray]:
+            for _ in range(config.max_epochs):
+                network.partial_fit(matrix[train], labels, classes=[False, True])
+                yield network.predict_proba(matrix)[:, 1]
+
+        return best_epoch(epochs(), rows, config.patience)
+
+    first = {penalty: fitted(penalty, 0) for penalty in config.penalties}
+    penalty = max(first, key=lambda one: first[one][0])
+    seeds = [first[penalty], *(fitted(penalty, i) for i in range(1, config.n_seeds))]
+    chosen = chosen_row(rows, "tfidf_mlp", "penalty", penalty)
+    return Found(np.stack([scores for _, scores, _ in seeds]), (chosen,))
+
+
+def best_epoch(
+    epochs: Iterator[np.ndarray], rows: Rows, patience: int
+) -> tuple[float, np.ndarray, int]:
+    """Return the validation AUROC, scores and number of the best epoch.
+
+    Args:
+      epochs: yields the scores `[n_rows]` after each; of validation rows is enough to
+        compare them. It is asked for no more after `patience` without a better one.
+      rows: what the rows are.
+      patience: epochs to wait.
+
+    Raises:
+      ValueError: the validation rows hold one class only.
+    """
+    valid = rows.where("validation")
+    labels = both_classes(rows.labels[valid], len(valid), "validation")
+    best, scores_then, when = -1.0, np.zeros(0), 0
+    for number, scores in enumerate(epochs, start=1):
+        value = auroc(scores[valid], labels).value
+        if value > best:
+            best, scores_then, when = value, scores, number
+        elif number >= when + patience:
+            break
+    return best, scores_then, when
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FineTuneConfig:
+    """How a sentence encoder is fine-tuned: the usual recipe for a classifier."""
+
+    n_epochs: int = 3
+    batch_size: int = 32
+    learning_rate: float = 2e-5
+    weight_decay: float = 0.01
+    warmup: float = 0.1  # share of the steps; then the rate falls to 0 in a line
+    n_tokens: int = 256  # of a text; what is cut is the end of the passages
+    n_seeds: int = 1
+
+
+def encoder_scores(
+    texts: Sequence[str], rows: Rows, path: Path, config: FineTuneConfig | None = None
+) -> Found:
+    """Return log-odds of a fine-tuned sentence encoder, `[n_seeds, n_rows]`.
+
+    All weights and a linear head on the mean of the token states are trained, and
+    validation AUROC chooses the epoch.
+
+    Args:
+      texts: of every row.
+      rows: what the rows are.
+      path: a folder with a Transformers encoder in safetensors, and its tokenizer.
+      config: of the fit.
+
+    Raises:
+      ValueError: there is no such encoder, or training or validation rows hold one
+        class only.
+    """
+    config = config or FineTuneConfig()
+    if not any(path.glob("*.safetensors")):
+        raise ValueError(
+            f"{path} holds no *.safetensors; expected the folder of a Transformers "
+            "encoder such as E5 or MiniLM, saved with save_pretrained"
+        )
+    best = [_fine_tuned(texts, rows, path, config, x) for x in range(config.n_seeds)]
+    chosen = tuple(
+        chosen_row(rows, "text_encoder", f"epoch_of_seed_{seed}", number)
+        for seed, (_, _, number) in enumerate(best)
+    )
+    return Found(np.stack([scores for _, scores, _ in best]), chosen)
+
+
+def _fine_tuned(
+    texts: Sequence[str], rows: Rows, path: Path, config: FineTuneConfig, seed: int
+) -> tuple[float, np.ndarray, int]:
+    """Fine-tune with one seed; see `best_epoch` for what comes back."""
+    import torch
+    from transformers import (
+        AutoModel,
+        AutoTokenizer,
+        get_linear_schedule_with_warmup,
+    )
+
+    train = rows.where("train")
+    labels = both_classes(rows.labels[train], len(train), "training")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    size = config.batch_size
+
+    def logits(model: Any, own: np.ndarray) -> torch.Tensor:
+        tokens = tokenizer(
+            [texts[i] for i in own],
+            truncation=True,
+            max_length=config.n_tokens,
+            padding=True,
+            return_tensors="pt",
+        ).to(device)
+        states = model["encoder"](**tokens).last_hidden_state
+        mask = tokens["attention_mask"][..., None]
+        return model["head"]((states * mask).sum(1) / mask.sum(1))[:, 0]
+
+    def epochs() -> Iterator[np.ndarray]:
+        encoder = AutoModel.from_pretrained(
+            path, local_files_only=True, use_safetensors=True, dtype=torch.float32
+        )
+        head = torch.nn.Linear(encoder.config.hidden_size, 1)
+        model = torch.nn.ModuleDict({"encoder": encoder, "head": head}).to(device)
+        adamw = torch.optim.AdamW(
+            model.parameters(), config.learning_rate, weight_decay=config.weight_decay
+        )
+        n_steps = config.n_epochs * -(-len(train) // size)
+        rate = get_linear_schedule_with_warmup(
+            adamw, round(config.warmup * n_steps), n_steps
+        )
+        targets = torch.tensor(labels, dtype=torch.float32, device=device)
+        for _ in range(config.n_epochs):
+            model.train()
+            for batch in torch.randperm(len(train)).split(size):
+                losses = torch.nn.functional.binary_cross_entropy_with_logits(
+                    logits(model, train[batch.numpy()]), targets[batch.to(device)]
+                )
+                adamw.zero_grad()
+                losses.backward()
+                adamw.step()
+                rate.step()
+            model.eval()
+            with torch.no_grad():
+                every = np.arange(len(texts))
+                parts = [logits(model, every[i : i + size]) for i in every[::size]]
+            yield torch.cat(parts).double().cpu().numpy()
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return best_epoch(epochs(), rows, config.n_epochs)
+
+
+def _scored(evidence: Evidence, *, by: Callable[[Sequence[str], Rows], Found]) -> Found:
+    return by(evidence.texts, evidence.rows)
+
+
+def _rung(
+    name: str, title: str, by: Callable[[Sequence[str], Rows], Found], variant: str = ""
+) -> Detector:
+    return Detector(
+        name=name,
+        title=title,
+        source="Paper, appendix 'How Far Surface Text Alone Goes', without settings",
+        score=partial(_scored, by=by),
+        is_trained=True,
+        variant=variant,
+    )
+
+
+def fine_tuned(evidence: Evidence, config: FineTuneConfig | None = None) -> Found:
+    """Return what a fine-tuned encoder says of the texts of a run.
+
+    Raises:
+      ValueError: no encoder is given, or see `encoder_scores`.
+    """
+    if evidence.encoder is None:
+        raise ValueError("a text encoder is needed: --encoder DIRECTORY")
+    return _scored(
+        evidence, by=partial(encoder_scores, path=evidence.encoder, config=config)
+    )
+
+
+TFIDF_SVM = _rung("tfidf_svm", "TF-IDF, linear SVM", svm_scores)
+TFIDF_MLP = _rung("tfidf_mlp", "TF-IDF, MLP", mlp_scores)
+TEXT_ENCODER = Detector(
+    name="text_encoder",
+    title="Fine-tuned text encoder",
+    source=TFIDF_SVM.source,
+    score=fine_tuned,
+    needs=frozenset({"encoder"}),
+    is_trained=True,
+    variant="the encoder given by path; the paper fine-tunes e5-base",
+)
+DETECTORS = (TFIDF_SVM, TFIDF_MLP, TEXT_ENCODER)

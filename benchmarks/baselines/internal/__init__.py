@@ -1,1 +1,0 @@
-"""Published detectors that orient or choose from what one pass more has read."""

@@ -1,1 +1,0 @@
-"""Published detectors that learn from labelled answers, one a file."""

@@ -1,0 +1,175 @@
+"""`beatrice bench`: what is promised in numbers, measured again by one command.
+
+A benchmark stands in one module, measurement and command together, which is imported
+when it is asked for. Here are the group, and what the benchmarks share: how rows are
+printed, and a process of one's own to measure in.
+"""
+
+import dataclasses
+import functools
+import importlib
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import Any
+
+import click
+
+from beatrice.extract.run.console import table_head, table_row
+from beatrice.extract.run.memory import held_bytes, peak_bytes
+
+# Subcommand -> what its help begins with; the module has its name, or is named below.
+BENCHES = {
+    "oracle": "Compare every architecture with a brute-force oracle.",
+    "survey": "Read every model type of Transformers, or say why not.",
+    "extract": "Time a full reading beside the bare forward with logits.",
+    "train": "Time the training grid beside PyTorch.",
+    "select": "Train the heads of one search round beside PyTorch.",
+    "plan": "Plan the paper's training for a device that is not here.",
+}
+# Subcommands whose module has another name.
+_ELSEWHERE = {
+    "survey": "oracle",
+}
+AS_JSON = click.option(
+    "--json", "as_json", is_flag=True, help="Print rows as JSON lines."
+)
+MIB = 2**20
+
+
+class _Benches(click.Group):
+    """Loads a benchmark, and with it Torch or JAX, when it is named."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the benchmarks in the order of the table."""
+        return list(BENCHES)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """Import one benchmark's command."""
+        if name not in BENCHES:
+            return None
+        module = _ELSEWHERE.get(name, name)
+        return getattr(
+            importlib.import_module(f"beatrice.benchmarks.bench.{module}"), name
+        )
+
+    def format_commands(
+        self, ctx: click.Context, formatter: click.HelpFormatter
+    ) -> None:
+        """List the benchmarks without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(BENCHES.items()))
+
+
+@click.group(cls=_Benches)
+def bench() -> None:
+    """Measure what the README claims: exactness, speed and memory.
+
+    Example: beatrice bench oracle
+    """
+
+
+class RowPrinter:
+    """Prints rows under headings, or as JSON lines, as they are measured.
+
+    At once: a run that is stopped has shown what it measured.
+    """
+
+    def __init__(self, as_json: bool) -> None:
+        """Print for a person, or for a program."""
+        self._as_json = as_json
+        self._is_first = True
+
+    def head(self, names: Sequence[str]) -> None:
+        """Begin a table."""
+        if not self._is_first:
+            self.text("")
+        self._is_first = False
+        self.text(table_head(names))
+
+    def row(self, found: Any) -> None:
+        """Print one measurement: a dataclass whose `cells()` are its row."""
+        as_json = json.dumps(dataclasses.asdict(found)) if self._as_json else None
+        click.echo(as_json or table_row(found.cells()))
+
+    def not_measured(self, first: list[str], head: Sequence[str]) -> None:
+        """Say what this machine could not measure."""
+        self.text(table_row([*first, *["not measured"] * (len(head) - len(first))]))
+
+    def text(self, text: str) -> None:
+        """Print what is for people alone."""
+        if not self._as_json:
+            click.echo(text)
+
+
+def fresh_process(environment: Mapping[str, str] | None = None) -> ProcessPoolExecutor:
+    """Return a process of its own, which has loaded no library yet.
+
+    Args:
+      environment: variables that are set before it loads any.
+    """
+    return ProcessPoolExecutor(
+        max_workers=1,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_set_environment,
+        initargs=(dict(environment or {}),),
+    )
+
+
+def _set_environment(variables: Mapping[str, str]) -> None:
+    os.environ.update(variables)
+
+
+def measure_fresh(what: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what a function of a module returns in a process of its own.
+
+    Raises:
+      ValueError: it has failed there; says at what, and why.
+    """
+    with fresh_process() as process:
+        try:
+            return process.submit(function, *arguments).result()
+        except Exception as error:
+            raise ValueError(
+                f"the process that measures {what} has failed: {error}"
+            ) from error
+
+
+class Remote:
+    """An object in a process of its own, which alone loads the object's libraries."""
+
+    def __init__(self, environment: Mapping[str, str], make: Callable, *given: Any):
+        """Start the process; `make(*given)` is called there before the first call."""
+        self._process = fresh_process(environment)
+        self._process.submit(_keep, functools.partial(make, *given))
+
+    def call(self, name: str, *arguments: Any) -> Future:
+        """Call a method of the object."""
+        return self._process.submit(_call, name, *arguments)
+
+    def peak(self) -> Future:
+        """Return the process's peak above what it held when the object was made."""
+        return self._process.submit(_peak_above_made)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.shutdown(cancel_futures=True)
+
+
+_own: dict[str, Any] = {}  # what `Remote` keeps in its process
+
+
+def _keep(make: Callable[[], Any]) -> None:
+    _own["make"] = make
+
+
+def _call(name: str, *arguments: Any) -> Any:
+    if "made" not in _own:
+        _own.update(made=_own["make"](), held=held_bytes())
+    return getattr(_own["made"], name)(*arguments)
+
+
+def _peak_above_made() -> int:
+    return peak_bytes() - _own["held"]

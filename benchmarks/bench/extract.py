@@ -1,0 +1,747 @@
+"""What a full reading costs beside the bare forward, and what the store adds to it.
+
+The model is random and Llama-shaped. Bare forward and reading take turns on the same
+batch in one process, so that a busy machine slows both; the ratio is the median over
+pairs of neighbours. Peak memory is taken in a process of its own per figure, above
+what the loaded model and the libraries hold.
+
+Then the extraction loop, which reads every batch of a plan and drops what it read,
+takes turns with `extract`'s own work on that plan: the same batches, rounded to the
+stored type, and written with their checksums and commit records.
+"""
+
+import dataclasses
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+import numpy as np
+import torch
+from transformers import (
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
+
+from beatrice.benchmarks.bench.commands import AS_JSON, MIB, RowPrinter, measure_fresh
+from beatrice.extract.backbone.loading import Backbone, load_backbone
+from beatrice.extract.backbone.names import EMBEDDED, ModelDtype, model_path
+from beatrice.extract.generate.local import generate
+from beatrice.extract.generate.prompts import SHOTS, TEMPLATES, build_prompt
+from beatrice.extract.generate.requests import GenerationConfig, Request
+from beatrice.extract.run.console import Progress, quiet
+from beatrice.extract.run.memory import (
+    begin_peak,
+    held_bytes,
+    keep_freed_memory,
+    peak_bytes,
+)
+from beatrice.extract.signals.extract import (
+    ExtractConfig,
+    plan_extraction,
+    read_batches,
+    run_plan,
+)
+from beatrice.extract.signals.reader import SignalReader
+from beatrice.extract.signals.sequence import TokenSequence, sequence_of
+
+N_THREADS = 2  # of Torch on the CPU
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BatchConfig:
+    """One batch and the model that reads it.
+
+    Attributes:
+      n_tokens: length of every sequence.
+      n_examples: sequences of the batch.
+      n_read: question and answer tokens, at the end; the context is before them.
+      vocab_size: words.
+      d_model: width.
+      n_layers: decoder layers.
+      device: a Torch device.
+      dtype: of weights and stream.
+    """
+
+    n_tokens: int = 512
+    n_examples: int = 4
+    n_read: int = 192
+    vocab_size: int = 32000
+    d_model: int = 512
+    n_layers: int = 8
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+# The two lengths hold equally many tokens; a third of each is question and answer.
+LENGTHS = (
+    {"n_tokens": 512, "n_examples": 4, "n_read": 192},
+    {"n_tokens": 2048, "n_examples": 1, "n_read": 576},
+)
+VOCABULARIES = (32000, 248320)
+
+
+def batch_configs(*, has_gpu: bool) -> list[BatchConfig]:
+    """Return what is measured: both lengths, each vocabulary, each device."""
+    devices = [("cpu", "float32")] + [("cuda", "bfloat16")] * has_gpu
+    return [
+        BatchConfig(**length, vocab_size=n_words, device=device, dtype=dtype)
+        for device, dtype in devices
+        for n_words in VOCABULARIES
+        for length in LENGTHS
+    ]
+
+
+def make_model(config: BatchConfig) -> LlamaForCausalLM:
+    """Return the random model."""
+    torch.manual_seed(0)
+    with torch.device(config.device):
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=config.vocab_size,
+                hidden_size=config.d_model,
+                intermediate_size=config.d_model * 11 // 4,
+                num_hidden_layers=config.n_layers,
+                num_attention_heads=config.d_model // 64,
+                num_key_value_heads=config.d_model // 64,
+                max_position_embeddings=max(length["n_tokens"] for length in LENGTHS),
+            )
+        )
+    return model.to(getattr(torch, config.dtype)).eval().requires_grad_(False)
+
+
+def random_sequence(
+    rng: np.random.Generator, n_words: int, starts: tuple[int, int, int], n_tokens: int
+) -> TokenSequence:
+    """Return random text whose context, question and answer start at `starts`."""
+    ids = rng.integers(3, n_words, n_tokens + 1)
+    edges = np.array([*starts, n_tokens])
+    spans = np.stack([edges[:-1], edges[1:]], axis=1)
+    return TokenSequence(ids=ids[:-1], targets=ids[1:], spans=spans)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Times:
+    """Seconds of the forward with logits and of the full reading, and their ratio.
+
+    Medians over alternating runs; of the ratio, over pairs of neighbours.
+    """
+
+    bare: float
+    read: float
+    ratio: float
+
+
+class Bench:
+    """One model and one batch, ready to run."""
+
+    def __init__(self, config: BatchConfig, reader: SignalReader | None = None) -> None:
+        """Build batch, and model and reader; the reader keeps every hidden layer."""
+        if config.device == "cpu":
+            keep_freed_memory()  # for both runs, as `load_backbone` does
+        if reader is None:
+            backbone = Backbone.from_model(make_model(config), revision="random")
+            reader = SignalReader(backbone)
+        self.config = config
+        self.reader = reader
+        self.model = reader.backbone.model
+        n, rng = config.n_tokens, np.random.default_rng(0)
+        starts = (8, n - config.n_read, n - config.n_read // 3)
+        self.sequences = [
+            random_sequence(rng, config.vocab_size, starts, n)
+            for _ in range(config.n_examples)
+        ]
+        ids = np.stack([sequence.ids for sequence in self.sequences])
+        self.ids = torch.from_numpy(ids).to(config.device)
+
+    @torch.no_grad()
+    def bare(self) -> None:
+        """Run the language model with its logits."""
+        self.model(input_ids=self.ids, use_cache=False).logits  # noqa: B018
+        self._wait()
+
+    def read(self) -> None:
+        """Read all four families."""
+        self.reader.read(self.sequences)
+        self._wait()
+
+    def _wait(self) -> None:
+        if self.config.device != "cpu":
+            torch.cuda.synchronize()
+
+    def time(self, n_pairs: int) -> Times:
+        """Let both take turns, after one unmeasured run each."""
+        pairs = alternate([self.bare, self.read], n_pairs)
+        bare, read = (statistics.median(side) for side in zip(*pairs, strict=True))
+        ratio = statistics.median(read / bare for bare, read in pairs)
+        return Times(bare=bare, read=read, ratio=ratio)
+
+
+def alternate(runs: list[Callable[[], None]], n_rounds: int) -> list[tuple[float, ...]]:
+    """Run each in turn; return seconds per round, after one unmeasured round."""
+    rounds = []
+    for _ in range(n_rounds + 1):
+        times = []
+        for run in runs:
+            began = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - began)
+        rounds.append(tuple(times))
+    return rounds[1:]
+
+
+HEAD = (
+    "device, dtype, tokens, vocabulary, bare s, reading s, time ratio, bare MiB, "
+    "reading MiB, memory ratio"
+).split(", ")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadingCost:
+    """One row: seconds and peak MiB above the model, of bare forward and reading."""
+
+    config: BatchConfig
+    times: Times
+    bare_mib: float
+    read_mib: float
+
+    def cells(self) -> list[str]:
+        """Return the cells of the row in the order of `HEAD`."""
+        config, times = self.config, self.times
+        return [
+            config.device,
+            config.dtype,
+            f"{config.n_examples} x {config.n_tokens}",
+            str(config.vocab_size),
+            f"{times.bare:.2f}",
+            f"{times.read:.2f}",
+            f"{times.ratio:.2f}",
+            f"{self.bare_mib:.0f}",
+            f"{self.read_mib:.0f}",
+            f"{self.read_mib / self.bare_mib:.2f}",
+        ]
+
+
+def measure_reading(config: BatchConfig, n_pairs: int) -> ReadingCost:
+    """Measure times here and both peaks in processes of their own."""
+    times = Bench(config).time(n_pairs)
+    bare, read = (
+        measure_fresh(f"the memory of {mode}", measure_peak, config, mode)
+        for mode in ("bare", "read")
+    )
+    return ReadingCost(config=config, times=times, bare_mib=bare, read_mib=read)
+
+
+def measure_peak(config: BatchConfig, mode: Literal["bare", "read"]) -> float:
+    """Return the peak memory of a run above the model, in MiB; for a fresh process."""
+    torch.set_num_threads(N_THREADS)
+    bench = Bench(config)
+    # The libraries' own buffers are allocated by a run on a short batch.
+    short = dataclasses.replace(config, n_tokens=32, n_examples=1, n_read=12)
+    getattr(Bench(short, bench.reader), mode)()
+    return peak_above(getattr(bench, mode), config.device)
+
+
+def peak_above(run: Callable[[], object], device: str) -> float:
+    """Return the peak of one run above what is held before it, in MiB.
+
+    On a GPU of the allocator. Else of the process, which should be a fresh one: memory
+    that was freed before and stayed with the process is used again unseen.
+    """
+    if device != "cpu":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        run()
+        return (torch.cuda.max_memory_allocated() - held) / MIB
+    begin_peak()
+    held = held_bytes()
+    run()
+    return (peak_bytes() - held) / MIB
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """What is extracted: sequences of `shortest` to `longest` tokens, equally likely.
+
+    The last `n_answer` tokens of each are its answer.
+    """
+
+    n_examples: int
+    shortest: int
+    longest: int
+    n_answer: int
+    extract: ExtractConfig
+
+
+# As the demo's questions with a passage are, and as the demo reads them; so many that
+# the last unit's writing, which nothing is read beside, is a small part.
+DEMO_LIKE = LoopConfig(
+    n_examples=1600,
+    shortest=33,
+    longest=49,
+    n_answer=4,
+    extract=ExtractConfig(tokens_per_batch=4096, rows_per_shard=4096),
+)
+# As long as the shorter batches above, for the same model.
+LLAMA_LIKE = LoopConfig(
+    n_examples=24,
+    shortest=448,
+    longest=512,
+    n_answer=64,
+    extract=ExtractConfig(tokens_per_batch=2048, rows_per_shard=4096),
+)
+
+LOOP_HEAD = (
+    "model, device, dtype, tokens, reading tokens/s, with the store tokens/s, "
+    "end to end / reading"
+).split(", ")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoopCost:
+    """One row: tokens per second of reading alone (`loop`) and end to end (`whole`).
+
+    Medians over rounds; `share` is `whole` over `loop`, median over neighbouring runs.
+    """
+
+    model: str
+    device: str
+    dtype: str
+    n_tokens: int
+    n_batches: int
+    loop: float
+    whole: float
+    share: float
+
+    def cells(self) -> list[str]:
+        """Return the cells of the row in the order of `LOOP_HEAD`."""
+        return [
+            self.model,
+            self.device,
+            self.dtype,
+            f"{self.n_tokens} in {self.n_batches} batches",
+            f"{self.loop:.0f}",
+            f"{self.whole:.0f}",
+            f"{self.share:.2f}",
+        ]
+
+
+class Loop:
+    """A reader and a plan, ready to run with and without the store."""
+
+    def __init__(self, reader: SignalReader, config: LoopConfig) -> None:
+        """Build sequences and plan; the reader reads what `config.extract` keeps."""
+        self.reader = reader
+        n_words = reader.backbone.model.get_input_embeddings().num_embeddings
+        rng = np.random.default_rng(0)
+        self.sequences = []
+        for n in rng.integers(config.shortest, config.longest + 1, config.n_examples):
+            answer = int(n) - config.n_answer
+            starts = (2, answer - (answer - 2) // 3, answer)
+            self.sequences.append(random_sequence(rng, n_words, starts, int(n)))
+        keys = [(str(i),) for i in range(config.n_examples)]
+        self.plan = plan_extraction(self.sequences, keys, reader, config.extract, {})
+        self.batches = [batch for unit in self.plan.units for batch in unit.batches]
+
+    def read(self) -> None:
+        """Read every batch and keep nothing."""
+        for _ in read_batches(self.reader, self.sequences, self.batches):
+            pass
+
+    def extract(self) -> None:
+        """Do the plan, into a store that is deleted again."""
+        with tempfile.TemporaryDirectory() as folder:
+            run_plan(self.reader, self.sequences, self.plan, Path(folder))
+
+    def measure(self, name: str, n_rounds: int) -> LoopCost:
+        """Let both take turns, after one unmeasured run each."""
+        rounds = alternate([self.read, self.extract], n_rounds)
+        n_tokens = int(self.plan.spec.lengths.sum())
+        backbone = self.reader.backbone
+        return LoopCost(
+            model=name,
+            device=str(backbone.device),
+            dtype=str(backbone.dtype).removeprefix("torch."),
+            n_tokens=n_tokens,
+            n_batches=len(self.batches),
+            loop=n_tokens / statistics.median(loop for loop, _ in rounds),
+            whole=n_tokens / statistics.median(whole for _, whole in rounds),
+            share=statistics.median(loop / whole for loop, whole in rounds),
+        )
+
+
+def measure_loops(n_rounds: int, *, is_small: bool = False) -> Iterator[LoopCost]:
+    """Measure on the CPU: the embedded model, and the one of `make_model`.
+
+    Args:
+      n_rounds: of each.
+      is_small: a few examples of each, to see that it works.
+    """
+    embedded = load_backbone(model_path(EMBEDDED))
+    llama = Backbone.from_model(make_model(BatchConfig()), revision="random")
+    for name, backbone, config in (
+        (EMBEDDED, embedded, DEMO_LIKE),
+        ("llama, d=512", llama, LLAMA_LIKE),
+    ):
+        work = dataclasses.replace(config, n_examples=4) if is_small else config
+        reader = SignalReader.for_config(backbone, work.extract)
+        yield Loop(reader, work).measure(name, n_rounds)
+
+
+_N_KERNELS = 12
+_QWEN = {
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,  # the class's default is 1e4
+        "partial_rotary_factor": 0.25,
+    },
+}
+_GEMMA = {
+    "vocab_size": 262144,
+    "vocab_size_per_layer_input": 262144,
+    "hidden_size": 2560,
+    "hidden_size_per_layer_input": 256,
+    "intermediate_size": 10240,
+    "num_hidden_layers": 42,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "num_kv_shared_layers": 18,
+    "sliding_window": 512,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+}
+# Name -> class, class of its configuration, and sizes.
+FULL_MODELS: Mapping[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
+    "Qwen3.5-9B": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, _QWEN),
+    "Gemma 4 E4B": (Gemma4ForCausalLM, Gemma4TextConfig, _GEMMA),
+}
+
+
+def full_model(name: str, device: str) -> PreTrainedModel:
+    """Return a model of `FULL_MODELS` in bfloat16 with random weights, made there."""
+    model_class, config_class, sizes = FULL_MODELS[name]
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = model_class._from_config(config_class(**sizes), dtype=torch.bfloat16)
+    return model.eval().requires_grad_(False)
+
+
+def flops_per_token(model: PreTrainedModel) -> float:
+    """Return the floating-point operations of one token's forward with its logits.
+
+    Two per weight of every linear module, the head among them; lookups, norms,
+    attention's own products and recurrent scans, together a few percent at 400
+    tokens, are left out, so that a share of the peak is rather told too low.
+    """
+    linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    return 2.0 * sum(linear.weight.numel() for linear in linears)
+
+
+def gemm_peak(width: int = 8192) -> float:
+    """Return the GPU's best FLOP/s of a square bf16 matrix product, of ten."""
+    shape = {"device": "cuda", "dtype": torch.bfloat16}
+    left, right = (torch.randn(width, width, **shape) for _ in range(2))
+    best = float("inf")
+    for _ in range(11):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        left @ right
+        end.record()
+        end.synchronize()
+        best = min(best, start.elapsed_time(end) / 1e3)
+    return 2.0 * width**3 / best
+
+
+GPU_HEAD = (
+    "model, tokens, bare s, reading s, time ratio, TFLOP/s, GEMM peak TFLOP/s, "
+    "share of the peak"
+).split(", ")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GpuCost:
+    """One model: a row of each table, and its profile.
+
+    Attributes:
+      model: its name.
+      batch: examples and tokens of each.
+      times: of the bare forward and the reading.
+      flops: operations per second of the reading, see `flops_per_token`.
+      peak: the same of a large bf16 matrix product.
+      loop: with and without the store.
+      profile: the kernels that take longest, as the profiler prints them.
+    """
+
+    model: str
+    batch: tuple[int, int]
+    times: Times
+    flops: float
+    peak: float
+    loop: LoopCost
+    profile: str
+
+    def cells(self) -> list[str]:
+        """Return the cells of the row in the order of `GPU_HEAD`."""
+        return [
+            self.model,
+            f"{self.batch[0]} x {self.batch[1]}",
+            f"{self.times.bare:.3f}",
+            f"{self.times.read:.3f}",
+            f"{self.times.ratio:.2f}",
+            f"{self.flops / 1e12:.0f}",
+            f"{self.peak / 1e12:.0f}",
+            f"{self.flops / self.peak:.0%}",
+        ]
+
+
+def profile_of(run: Callable[[], None]) -> str:
+    """Return a table of the kernels that one run spends most time in."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    order = "self_cpu_time_total"
+    if torch.cuda.is_available():
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+        order = "self_cuda_time_total"
+    with torch.profiler.profile(activities=kinds) as profile:
+        run()
+    averages = profile.key_averages()
+    return averages.table(sort_by=order, row_limit=_N_KERNELS, max_name_column_width=60)
+
+
+def measure_gpu(
+    name: str,
+    model: PreTrainedModel,
+    n_pairs: int,
+    peak: float,
+    *,
+    n_examples: int = 40,
+    n_tokens: int = 400,
+    n_batches: int = 24,
+) -> GpuCost:
+    """Measure a model where it lies; one middle layer is kept.
+
+    Args:
+      name: of the model.
+      model: on a GPU; on a CPU only a small one makes sense.
+      n_pairs: runs of each.
+      peak: FLOP/s that the reading's are held against.
+      n_examples: of the batch.
+      n_tokens: of each example; 60 of 400 are the answer, 100 the question.
+      n_batches: such batches are extracted with and without the store.
+    """
+    backbone = Backbone.from_model(model, revision="random")
+    layers = (backbone.n_layers // 2,)
+    reader = SignalReader(backbone, layers)
+    shape = BatchConfig(
+        n_tokens=n_tokens,
+        n_examples=n_examples,
+        n_read=n_tokens * 2 // 5,
+        vocab_size=backbone.layout.head.out_features,
+        device=backbone.device.type,
+        dtype="bfloat16",
+    )
+    bench = Bench(shape, reader)
+    times = bench.time(n_pairs)
+    budget = n_examples * n_tokens
+    work = LoopConfig(
+        n_examples=n_batches * n_examples,
+        shortest=n_tokens * 7 // 8,
+        longest=n_tokens * 9 // 8,
+        n_answer=max(1, n_tokens * 3 // 20),
+        extract=ExtractConfig(tokens_per_batch=budget, hidden_layers=layers),
+    )
+    return GpuCost(
+        model=name,
+        batch=(n_examples, n_tokens),
+        times=times,
+        flops=flops_per_token(backbone.model) * budget / times.read,
+        peak=peak,
+        loop=Loop(reader, work).measure(name, max(1, n_pairs // 2)),
+        profile=profile_of(bench.read),
+    )
+
+
+EXAMPLES_HEAD = (
+    "model, dtype, tokens, of them read, bare tokens/s, answer tokens/s, "
+    "answer / bare, extract tokens/s, extract / bare"
+).split(", ")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExamplesCost:
+    """One row: tokens per second with worked examples in every prompt.
+
+    Attributes:
+      model: its name.
+      dtype: of weights and stream.
+      n_tokens: of prompts and answers.
+      n_read: of them, those that signals are read of.
+      bare: tokens per second of a forward with all logits; median over rounds.
+      answer: the same of greedy generation.
+      extract: the same of reading all four families.
+    """
+
+    model: str
+    dtype: str
+    n_tokens: int
+    n_read: int
+    bare: float
+    answer: float
+    extract: float
+
+    def cells(self) -> list[str]:
+        """Return the cells of the row in the order of `EXAMPLES_HEAD`."""
+        counts = [str(self.n_tokens), str(self.n_read), f"{self.bare:.0f}"]
+        rates = [
+            cell
+            for rate in (self.answer, self.extract)
+            for cell in (f"{rate:.0f}", f"{rate / self.bare:.2f}")
+        ]
+        return [self.model, self.dtype, *counts, *rates]
+
+
+def measure_with_examples(
+    backbone: Backbone, n_rounds: int, n_questions: int = 24
+) -> ExamplesCost:
+    """Let bare forward, answering and reading take turns on one batch.
+
+    Args:
+      backbone: with its tokenizer.
+      n_rounds: of each, after one unmeasured.
+      n_questions: prompts of the batch, closed-book; at most 16 new tokens each.
+    """
+    template = dataclasses.replace(TEMPLATES["few-shot"], shots=SHOTS)
+    requests = [
+        Request(
+            example_id=str(code),
+            setting="closed_book",
+            variant="original",
+            prompt=build_prompt(
+                backbone.tokenizer,
+                template,
+                f"Which country has the international calling code +{code}?",
+                (),
+            ),
+        )
+        for code in range(30, 30 + n_questions)
+    ]
+    config = GenerationConfig(stop=("\n",))
+    reader = SignalReader(backbone)
+    answers = generate(backbone, requests, config)
+    sequences = [sequence_of(answer) for answer in answers]
+    n_tokens = sum(len(sequence.ids) for sequence in sequences)
+    longest = max(sequences, key=lambda sequence: len(sequence.ids)).ids
+    ids = torch.from_numpy(longest).repeat(n_questions, 1).to(backbone.device)
+
+    @torch.inference_mode()
+    def bare() -> None:
+        backbone.model(input_ids=ids, use_cache=False)
+
+    runs = [
+        bare,
+        lambda: generate(backbone, requests, config),
+        lambda: reader.read(sequences),
+    ]
+    seconds = [
+        statistics.median(side) for side in zip(*alternate(runs, n_rounds), strict=True)
+    ]
+    return ExamplesCost(
+        model=backbone.name,
+        dtype=str(backbone.dtype).removeprefix("torch."),
+        n_tokens=n_tokens,
+        n_read=sum(len(signals.prob) for signals in reader.read(sequences)),
+        bare=ids.numel() / seconds[0],
+        answer=n_tokens / seconds[1],
+        extract=n_tokens / seconds[2],
+    )
+
+
+@click.command()
+@click.option(
+    "--model",
+    help="Measure this model alone, on prompts with worked examples.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16"]),
+    default="float32",
+    show_default=True,
+    help="Type of that model.",
+)
+@click.option(
+    "--pairs",
+    type=click.IntRange(min=1),
+    default=5,
+    help="Runs of each per row.",
+)
+@AS_JSON
+def extract(model: str | None, dtype: ModelDtype, pairs: int, as_json: bool) -> None:
+    """Time a full reading beside the bare forward with logits; print the tables.
+
+    Llama-shaped, d=512, 8 layers, fp32 readings, every hidden layer kept. Both take
+    turns on the same batch; peak memory is above the loaded model. Then extraction
+    into a store beside its own reading, on the same batches; and on a GPU both, and a
+    profile, for Qwen3.5-9B and Gemma 4 E4B at full size with random weights.
+
+    With --model: tokens per second of `answer` and `extract` on prompts with worked
+    examples beside the bare forward, for that model.
+
+    Example: beatrice bench extract --pairs 7
+    """
+    quiet()
+    torch.set_num_threads(N_THREADS)
+    if model is not None:
+        printer = RowPrinter(as_json)
+        printer.head(EXAMPLES_HEAD)
+        backbone = load_backbone(model_path(model), dtype=dtype)
+        printer.row(measure_with_examples(backbone, pairs))
+        return
+    has_gpu = torch.cuda.is_available()
+    configs = batch_configs(has_gpu=has_gpu)
+    printer = RowPrinter(as_json)
+    printer.head(HEAD)
+    with Progress().stage("extract") as update:
+        for done, config in enumerate(configs, start=1):
+            printer.row(measure_reading(config, pairs))
+            update(done, len(configs) + 2)
+        if not has_gpu:
+            printer.not_measured(["GPU", "bfloat16"], HEAD)
+        printer.head(LOOP_HEAD)
+        for done, cost in enumerate(measure_loops(pairs), start=len(configs) + 1):
+            printer.row(cost)
+            update(done, len(configs) + 2)
+    peak = gemm_peak() if has_gpu else 0.0
+    models = FULL_MODELS if has_gpu else ()
+    found = [measure_gpu(x, full_model(x, "cuda"), pairs, peak) for x in models]
+    for cost in found:
+        printer.row(cost.loop)
+    printer.head(GPU_HEAD)
+    for cost in found:
+        printer.row(cost)
+    for name in () if has_gpu else FULL_MODELS:
+        printer.not_measured([name], GPU_HEAD)
+    for cost in found:
+        printer.text(f"{cost.model}\n{cost.profile}")

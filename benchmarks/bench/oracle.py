@@ -1,0 +1,745 @@
+"""What a model does in one forward, caught by other taps than the reader's.
+
+Attention maps come from Transformers' eager path, or from the queries and keys of the
+fused one; states are what layers are handed. What a layer adds is caught where it is
+added: every addition that PyTorch executes is seen, and those to the residual stream
+count, whatever the modules are called.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import math
+import re
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence as Items
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import click
+import numpy as np
+import torch
+import transformers
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, HyperCLOVAXConfig, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
+
+from beatrice.benchmarks.bench.commands import AS_JSON, RowPrinter
+from beatrice.benchmarks.bench.tiny_models import (
+    architectures,
+    make_batch,
+    make_sequence,
+)
+from beatrice.extract.backbone.loading import Backbone
+from beatrice.extract.backbone.twin import N_POSITIONS, narrow_twin
+from beatrice.extract.run.console import Progress, quiet, table_head, table_row
+from beatrice.extract.signals.batch import ReadingBudget
+from beatrice.extract.signals.reader import SignalReader
+from beatrice.extract.signals.sequence import TokenSequence
+
+FUSED = "oracle_fused"
+_LISTS = ("h", "blocks", "layers")
+_maps: list[np.ndarray] = []  # of the fused run under way
+_NORMS = "norm final_layer_norm ln_f final_layernorm embedding_norm norm_f".split()
+_ADDITIONS = (torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one forward of the model left behind.
+
+    Attributes:
+      logits: `[n_tokens, vocab_size]` float64.
+      states: `n_layers + 1` tensors `[n_tokens, d_model]`, un-normed.
+      contributions: per layer attention's and feed-forward's, float64.
+      maps: `[n_heads, n_tokens, n_tokens]` float64 per attention layer.
+    """
+
+    logits: np.ndarray
+    states: list[torch.Tensor]
+    contributions: list[tuple[torch.Tensor, torch.Tensor]]
+    maps: list[np.ndarray]
+
+
+class _Additions(TorchDispatchMode):
+    """Notes every addition of two tensors of the stream's size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers: list[torch.Tensor] = []
+        self.seen: list[list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]] = []
+        self.n_run, self.made_at = 0, {}
+
+    def begin_layer(self, module: Any, inputs: tuple[Any, ...], kwargs: Any) -> None:
+        """Note the stream as a layer is handed it; a forward pre-hook."""
+        self.layers.append(inputs[0] if inputs else kwargs["hidden_states"])
+        self.seen.append([])
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        pair = args[:2] if func in _ADDITIONS and self.layers else ()
+        pair = [arg for arg in pair if isinstance(arg, torch.Tensor)]
+        # Attention's comes first: where both are added at once, it was made first.
+        pair.sort(key=lambda arg: self.made_at.get(arg.data_ptr(), 0))
+        if func is _ADDITIONS[1]:  # writes over what it adds to
+            pair = [arg.clone() if arg is args[0] else arg for arg in pair]
+        out = func(*args, **(kwargs or {}))
+        self.n_run += 1
+        if isinstance(out, torch.Tensor):
+            self.made_at[out.data_ptr()] = self.n_run
+            if len(pair) == 2 and out.numel() == self.layers[0].numel():
+                self.seen[-1].append((*pair, out))
+        return out
+
+    def added(self, index: int) -> list[torch.Tensor]:
+        """Return what one layer added to its stream, in order."""
+        stream, parts, made_of = self.layers[index], [], {}
+        for left, right, out in self.seen[index]:
+            made_of[out.data_ptr()] = [left, right]
+            if stream.data_ptr() in (left.data_ptr(), right.data_ptr()):
+                is_left = left.data_ptr() == stream.data_ptr()
+                parts.append(right if is_left else left)
+                stream = out
+        if len(parts) == 1:  # a parallel block adds both at once
+            parts = made_of[parts[0].data_ptr()]
+        return [part.reshape(self.layers[index].shape)[0].double() for part in parts]
+
+
+def exact_map(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return attention weights `[n_heads, n_tokens, n_tokens]` in float64.
+
+    With sinks `[n_heads]` every row has one more column, whose weight is left out.
+    """
+    keys = key[0].double().repeat_interleave(query.shape[1] // key.shape[1], dim=0)
+    logits = query[0].double() @ keys.mT * scaling
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    causal = torch.ones(logits.shape[-2:], dtype=torch.bool).tril()
+    if mask is not None and mask.dtype != torch.bool:
+        logits, mask = logits + mask[0].double(), mask > -1e4
+    visible = causal if mask is None else mask[0]
+    logits = logits.masked_fill(~visible, -torch.inf)
+    if sinks is None:
+        return logits.softmax(-1)
+    column = sinks.double()[:, None, None].expand(*logits.shape[:-1], 1)
+    return torch.cat([logits, column], dim=-1).softmax(-1)[..., :-1]
+
+
+def _fused(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend by the fused kernel, and note the map that follows from q and k."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    found = exact_map(query, key, attention_mask, scale, softcap, s_aux)
+    _maps.append(found.numpy())
+    if softcap is None and s_aux is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+    # No fused kernel has a softcap (Gemma 2) or sinks (gpt-oss): models that have one
+    # attend eagerly under every name.
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    causal = torch.ones(found.shape[-2:], dtype=torch.bool).tril()
+    visible = causal if attention_mask is None else attention_mask
+    added = torch.zeros(visible.shape).masked_fill(
+        ~visible, torch.finfo(query.dtype).min
+    )
+    options = {**kwargs, "scaling": scale, "softcap": softcap, "s_aux": s_aux}
+    return eager(module, query, key, value, added.to(query.dtype), **options)
+
+
+class _Calls(TorchFunctionMode):
+    """Notes the maps of a decoder that calls Torch's attention by itself (Falcon)."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        options = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            query, key, _ = args
+            scale = options.get("scale") or query.shape[-1] ** -0.5
+            found = exact_map(query, key, options["attn_mask"], scale, None)
+            _maps.append(found.numpy())
+        return func(*args, **options)
+
+
+AttentionInterface.register(FUSED, _fused)
+AttentionMaskInterface.register(FUSED, sdpa_mask)
+
+
+def copy_with_attention(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """Return a copy that attends by "eager" or by the fused kernel (`FUSED`).
+
+    Decoders that ask for no attention function (Falcon, GPT-J, BLOOM) attend in their
+    own way under either name.
+    """
+    twin = copy.deepcopy(model)
+    decoder_of(twin).set_attn_implementation(name)
+    return twin
+
+
+def decoder_of(model: PreTrainedModel) -> Any:
+    """Return the decoder; Llama 4 gives the language model in its place."""
+    body = model.get_decoder()
+    return getattr(body, "model", body)
+
+
+def layers_and_norm(model: PreTrainedModel) -> tuple[Any, torch.nn.Module]:
+    """Return the decoder's layers and its final norm."""
+    body = decoder_of(model)
+    norm = next(getattr(body, name) for name in _NORMS if hasattr(body, name))
+    return next(getattr(body, n) for n in _LISTS if hasattr(body, n)), norm
+
+
+def logit_scale(model: PreTrainedModel) -> float:
+    """Return what the model multiplies its logits by."""
+    config = model.config.get_text_config()
+    factor = getattr(config, "logits_scaling", None) or 1.0
+    if not isinstance(config, HyperCLOVAXConfig):
+        factor = 1.0 / factor
+    return factor * (getattr(config, "logit_scale", None) or 1.0)
+
+
+def _exact_logits(model: PreTrainedModel, final: torch.Tensor) -> torch.Tensor:
+    """Return the logits of normed states without the rounding of the model's dtype."""
+    head = model.get_output_embeddings()
+    logits = final.double() @ head.weight.double().T
+    if head.bias is not None:
+        logits = logits + head.bias.double()
+    logits = logits * logit_scale(model)
+    cap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+@torch.no_grad()
+def run_model(model: PreTrainedModel, ids: np.ndarray) -> Run:
+    """Run a copy made by `copy_with_attention` on one example.
+
+    In float32 the logits are the model's own. Half-precision models round theirs,
+    which no reading does, so there they are computed from the normed states.
+    """
+    layers, norm = layers_and_norm(model)
+    is_eager = decoder_of(model).config._attn_implementation == "eager"
+    additions, ends = _Additions(), []
+    handles = [
+        layer.register_forward_pre_hook(additions.begin_layer, with_kwargs=True)
+        for layer in layers
+    ]
+    handles.append(norm.register_forward_hook(lambda m, a, o: ends.extend([a[0], o])))
+    _maps.clear()
+    asks = decoder_of(model)._can_set_attn_implementation()
+    with additions, contextlib.nullcontext() if asks else _Calls():
+        output = model(
+            input_ids=torch.from_numpy(ids)[None],
+            output_attentions=is_eager,
+            use_cache=False,
+        )
+    for handle in handles:
+        handle.remove()
+    added = [additions.added(index) for index in range(len(layers))]
+    logits = output.logits
+    if logits.dtype != torch.float32:
+        logits = _exact_logits(model, ends[-1])
+    maps = [item[0].double().numpy() for item in output.attentions or ()] or [*_maps]
+    return Run(
+        logits=logits[0].double().numpy(),
+        # The norm's last call: some norm their embedding by the same module.
+        states=[state[0] for state in (*additions.layers, ends[-2])],
+        contributions=[(att, sum(ffn)) for att, *ffn in added],
+        maps=maps,
+    )
+
+
+Readings = dict[str, np.ndarray]  # by family of signals
+SIGNALS = ("hidden", "prob", "resid", "attn")
+
+# float32 states of size 30 carry rounding of 4e-6; the worst seen is 6e-5 (Gemma 4,
+# whose six layers rescale the stream).
+TOLERANCE = 1e-4
+ZERO_MASS = 1e-30  # below it float32 weights have no digits, and count as none
+_HEAD = ["architecture", *(f"{d} {name}" for d in ("fp32", "bf16") for name in SIGNALS)]
+
+
+def prob_scalars(logits: Items[float], target: int) -> list[float]:
+    """Return the five scalars of one next-token distribution."""
+    peak = max(logits)
+    exponentials = [math.exp(value - peak) for value in logits]
+    total = sum(exponentials)
+    p = [value / total for value in exponentials]
+    first, second = sorted(p, reverse=True)[:2]
+    entropy = -sum(value * math.log(value) for value in p if value > 0)
+    return [p[target], -math.log(p[target]), entropy, first, first - second]
+
+
+def entropy_and_mass(weights: Items[float]) -> tuple[float, float]:
+    """Return the entropy in nats of weights made to sum to one, and their sum."""
+    mass = sum(weights)
+    if mass < ZERO_MASS:
+        return 0.0, 0.0
+    shares = [weight / mass for weight in weights if weight > 0]
+    return -sum(share * math.log(share) for share in shares), mass
+
+
+def attention_reading(
+    attention_map: np.ndarray, spans: Items[tuple[int, int]], position: int
+) -> list[tuple[float, float]]:
+    """Return `[2 partners][entropy, mass]` of one token in one head."""
+    own = [i for i, (a, b) in enumerate(spans) if a <= position < b]
+    if not own:
+        return [(0.0, 0.0), (0.0, 0.0)]
+    readings = []
+    for partner in [i for i in range(3) if i != own[0]]:
+        tokens = range(*spans[partner])
+        is_before = partner < own[0]  # it is attended to, else it attends
+        seen = attention_map[position] if is_before else attention_map[:, position]
+        readings.append(entropy_and_mass([seen[token] for token in tokens]))
+    return readings
+
+
+@torch.no_grad()
+def resid_scalars(model: PreTrainedModel, run: Run, targets: np.ndarray) -> np.ndarray:
+    """Return `[n_tokens, 4 * n_layers]`: norms, and pushes through the norm itself."""
+    norm = copy.deepcopy(layers_and_norm(model)[1]).float()
+    words = model.get_output_embeddings().weight.double()[torch.from_numpy(targets)]
+    words = words * logit_scale(model)
+
+    def lens(state: torch.Tensor) -> torch.Tensor:
+        return (norm(state.float()).double() * words).sum(-1)
+
+    columns = []
+    for state, (att, ffn) in zip(run.states[:-1], run.contributions, strict=True):
+        before = state.double()
+        middle, after = before + att, before + att + ffn
+        columns += [
+            att.norm(dim=-1),
+            lens(middle) - lens(before),
+            ffn.norm(dim=-1),
+            lens(after) - lens(middle),
+        ]
+    return torch.stack(columns, dim=-1).numpy()
+
+
+def _attn_readings(maps: list[np.ndarray], spans: Items[tuple[int, int]]) -> np.ndarray:
+    """Return `[n_tokens, 2, 2, n_attention_layers, n_heads]`."""
+    n_heads, n_tokens, _ = maps[0].shape
+    attn = np.zeros((n_tokens, 2, 2, len(maps), n_heads))
+    for t, layer, head in np.ndindex(n_tokens, len(maps), n_heads):
+        attn[t, :, :, layer, head] = attention_reading(maps[layer][head], spans, t)
+    return attn
+
+
+def oracle_signals(
+    model: PreTrainedModel, sequence: TokenSequence
+) -> dict[str, np.ndarray]:
+    """Return the four families of one sequence in float64.
+
+    Args:
+      model: a copy made by `copy_with_attention`.
+      sequence: one teacher-forced example.
+    """
+    run = run_model(model, sequence.ids)
+    rows = zip(run.logits, sequence.targets, strict=True)
+    return {
+        "hidden": torch.stack(run.states, dim=1).double().numpy(),
+        "prob": np.array([prob_scalars(row, target) for row, target in rows]),
+        "resid": resid_scalars(model, run, sequence.targets),
+        "attn": _attn_readings(run.maps, sequence.spans.tolist()),
+    }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Exactness:
+    """Largest absolute errors of one architecture, by family of signals.
+
+    Attributes:
+      name: the architecture.
+      float32: reader against oracle.
+      bfloat16: reader against oracle.
+      gap: oracle on eager against oracle on fused attention, in bfloat16.
+    """
+
+    name: str
+    float32: dict[str, float]
+    bfloat16: dict[str, float]
+    gap: dict[str, float]
+
+    def cells(self) -> list[str]:
+        """Return the cells of the row in the order of the heading."""
+        half = [f"{self.bfloat16[n]:.1e} ({self.gap[n]:.1e})" for n in SIGNALS]
+        return [self.name, *(f"{self.float32[n]:.1e}" for n in SIGNALS), *half]
+
+
+def reader_signals(model: PreTrainedModel, *, together: bool) -> list[Readings]:
+    """Read the examples with the reader, in one padded batch or each alone."""
+    small = ReadingBudget(  # so that every seam between chunks is crossed
+        n_attention_weights=1000, n_tokens_per_chunk=7, n_words_per_block=13
+    )
+    reader, batch = SignalReader(Backbone.from_model(model), budget=small), make_batch()
+    groups = [batch] if together else [[sequence] for sequence in batch]
+    found = [item for group in groups for item in reader.read(group)]
+    return [{name: getattr(item, name) for name in SIGNALS} for item in found]
+
+
+def oracle_batch(model: PreTrainedModel, attention: str) -> list[Readings]:
+    """Read the batch with the oracle, one example at a time, "eager" or `FUSED`."""
+    twin = copy_with_attention(model, attention)
+    return [oracle_signals(twin, sequence) for sequence in make_batch()]
+
+
+def largest_errors(found: list[Readings], expected: list[Readings]) -> dict[str, float]:
+    """Return the largest absolute error per family of signals; NaN counts as worst."""
+    errors = {}
+    for name in SIGNALS:
+        pairs = zip(found, expected, strict=True)
+        gap = np.max([np.abs(left[name] - right[name]).max() for left, right in pairs])
+        errors[name] = float(np.nan_to_num(gap, nan=np.inf))
+    return errors
+
+
+def measure(name: str, build: Callable[[], PreTrainedModel]) -> Exactness:
+    """Measure one architecture in both precisions."""
+    single, half = build(), build().to(torch.bfloat16)
+    read = reader_signals(single, together=True)
+    fused = oracle_batch(half, FUSED)
+    return Exactness(
+        name=name,
+        float32=largest_errors(read, oracle_batch(single, "eager")),
+        # Alone: the model's products round differently in batches of other shapes.
+        bfloat16=largest_errors(reader_signals(half, together=False), fused),
+        gap=largest_errors(oracle_batch(half, "eager"), fused),
+    )
+
+
+def require(rows: list[Exactness]) -> None:
+    """Check every row.
+
+    Raises:
+      ValueError: an error is too large; names the first architecture and family.
+    """
+    for row in rows:
+        of_itself = ", the distance between the model's eager and fused attention"
+        for name, dtype, found, limit, why in [
+            *((n, "float32", row.float32[n], TOLERANCE, "") for n in SIGNALS),
+            *((n, "bfloat16", row.bfloat16[n], row.gap[n], of_itself) for n in SIGNALS),
+        ]:
+            if not found <= max(limit, TOLERANCE):  # so that NaN fails
+                raise ValueError(
+                    f"{row.name}: {dtype} {name} is {found:.1e} from the oracle, "
+                    f"expected at most {limit:.1e}{why}"
+                )
+
+
+@click.command()
+@AS_JSON
+def oracle(as_json: bool) -> None:
+    """Compare every architecture with a brute-force oracle; print the table.
+
+    Largest absolute errors of tiny random models, fp32 and bf16; behind each bf16
+    error, in brackets, how far the model's own eager attention moves that reading.
+
+    Example: beatrice bench oracle
+    """
+    quiet()
+    rows, every, printer = [], list(architectures()), RowPrinter(as_json)
+    printer.head(_HEAD)
+    with Progress().stage("oracle") as update:
+        for done, (name, build) in enumerate(every, start=1):
+            rows.append(measure(name, build))
+            printer.row(rows[-1])
+            update(done, len(every))
+    require(rows)
+
+
+Outcome = Literal["exact", "refused", "wrong", "not built"]
+Lengths = Literal["short", "beyond", "long"]
+# Of the largest value of a family: rounding in float32 is some 1e-6 of it.
+SURVEY_TOLERANCE = 1e-5
+WINDOW = 8
+_WINDOWS = re.compile(
+    r"sliding_window(_size)?|attention_chunk_size|window_size|index_topk"
+)
+_POSITIONS = re.compile("max_position_embeddings|n_positions|n_ctx|max_seq_len")
+_N_LONG = 2300
+_OURS = Path(__file__).parents[3] / "extract"
+# What a twin needs beyond its small sizes: constraints between entries of a config.
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64}
+_SLIDING = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+_SLIDING |= {"q_lora_rank": 16, "kv_lora_rank": 16}
+_SLIDING |= {"qk_nope_head_dim": 8, "v_head_dim": 8}
+_DOTS = {f"swa_{name}": size for name, size in _SLIDING.items()}
+_EXPERTS = {"n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2}
+_ONE_HEAD_SIZE = {"head_dim": 8}
+_TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+_TOWER |= {"num_attention_heads": 2}
+_ENTRIES: dict[str, dict[str, Any]] = {
+    "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": dict.fromkeys(
+            ("sliding_attention", "full_attention"),
+            {"rope_type": "default", "rope_theta": 1e4},
+        ),
+    },
+    # Eight heads of an indexer: fewer, and its ReLU leaves ties among the scores.
+    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa"), {"index_n_heads": 8}),
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "dots1": _EXPERTS,
+    "dots3_note": {"num_key_value_heads": 4, **_DOTS},
+    "dots3_note_text": {"num_key_value_heads": 4, **_DOTS},
+    "falcon_h1": _MAMBA,
+    "git": {"vision_config": {**_TOWER, "image_size": 16, "patch_size": 8}},
+    "granitemoehybrid": {**_MAMBA, "layer_types": ["mamba", "attention"] * 2},
+    "hunyuan_v1_dense": _ONE_HEAD_SIZE,
+    "hunyuan_v1_moe": _ONE_HEAD_SIZE,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longcat_flash": {
+        "expert_ffn_hidden_size": 32,
+        "zero_expert_num": 2,
+        "qk_head_dim": 16,
+    },
+    "mamba2": {"head_dim": 16, "n_groups": 1},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "index_n_heads": 2,
+        "num_key_value_heads": 2,
+    },
+    "ministral": _ONE_HEAD_SIZE,
+    "reformer": {"is_decoder": True, "axial_pos_embds": False},
+    "xmod": {"default_language": "en_XX"},
+    "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Surveyed:
+    """What became of one type of model.
+
+    Attributes:
+      name: the model type.
+      lengths: "short" texts of up to 26 tokens, the same with windows of eight tokens
+        that they go "beyond", or one "long" text of 2,300, less its two worst tokens.
+      outcome: exact if every error is below the tolerance.
+      errors: per family of signals, of the family's largest value.
+      reason: why it was refused, wrong or not built, else "".
+      seconds: wall time.
+    """
+
+    name: str
+    lengths: Lengths
+    outcome: Outcome
+    errors: dict[str, float]
+    reason: str
+    seconds: float
+
+    def cells(self) -> list[str]:
+        """Return the cells of the row in the order of the heading."""
+        errors = [f"{self.errors[n]:.0e}" if self.errors else "" for n in SIGNALS]
+        return [self.name, self.lengths, self.outcome, *errors, self.reason]
+
+
+def relative_errors(
+    found: list[Readings], expected: list[Readings], n_spared: int = 0
+) -> dict[str, float]:
+    """Return per family the largest error over the family's largest value.
+
+    Args:
+      found: what was read of each text, `[n_tokens, …]` per family.
+      expected: what should have been.
+      n_spared: so many tokens of all may be further off.
+    """
+    errors = {}
+    for name in SIGNALS:
+        pairs = [(a[name], b[name]) for a, b in zip(found, expected, strict=True)]
+        errors[name] = math.inf
+        if all(left.shape == right.shape for left, right in pairs):
+            gaps = [np.abs(a - b).reshape(len(a), -1).max(1) for a, b in pairs]
+            gap = np.sort(np.nan_to_num(np.concatenate(gaps), nan=np.inf))
+            scale = max(float(np.abs(right).max()) for _, right in pairs)
+            errors[name] = float(gap[len(gap) - 1 - n_spared]) / (scale or 1.0)
+    return errors
+
+
+def _batch(lengths: Lengths) -> list[TokenSequence]:
+    if lengths == "long":
+        return [make_sequence(5, _N_LONG, [1, 2270], [2270, 2290], [2290, _N_LONG])]
+    return make_batch()
+
+
+def twin_of(name: str, lengths: Lengths = "short") -> Any:
+    """Build the twin of a type; raises what Transformers raises if it cannot."""
+    config = CONFIG_MAPPING[name]().get_text_config()
+    entries, changes = config.to_dict(), dict(_ENTRIES.get(name, {}))
+    if lengths == "beyond":
+        held = [k for k, value in entries.items() if _WINDOWS.fullmatch(k) and value]
+        changes |= dict.fromkeys(held, WINDOW)
+    elif lengths == "long":
+        known = [k for k in entries if _POSITIONS.fullmatch(k)]
+        changes |= dict.fromkeys(known, N_POSITIONS)
+    kind = None
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        kind = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
+    return narrow_twin(config, kind=kind, **changes)
+
+
+def _is_sentence(error: Exception) -> bool:
+    """Return whether an error is a sentence of ours, not a library's."""
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    return isinstance(error, ValueError) and Path(last).is_relative_to(_OURS)
+
+
+def _expected(model: Any, batch: list[TokenSequence]) -> list[Readings]:
+    """Return the oracle's readings, by the model's own eager attention."""
+    eager = copy_with_attention(model, "eager")
+    expected = [oracle_signals(eager, one) for one in batch]
+    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
+        # Granite returns its weights before the sink has taken its share.
+        fused = copy_with_attention(model, FUSED)
+        for item, one in zip(expected, batch, strict=True):
+            item["attn"] = oracle_signals(fused, one)["attn"]
+    return expected
+
+
+def survey_one(name: str, lengths: Lengths = "short") -> Surveyed:
+    """Build one type, read it, and compare."""
+    began, errors = time.monotonic(), {}
+    outcome: Outcome = "not built"
+    try:
+        model = twin_of(name, lengths)
+        outcome, batch = "wrong", _batch(lengths)
+        read = SignalReader(Backbone.from_model(model)).read(batch)
+        found = [{key: getattr(item, key) for key in SIGNALS} for item in read]
+        # A token on the edge between two experts, or between the last key that a
+        # sparse layer chooses and the next, may go either way by rounding; a wrong
+        # mask moves hundreds.
+        n_spared = 2 if lengths == "long" else 0
+        errors = relative_errors(found, _expected(model, batch), n_spared)
+        if max(errors.values()) < SURVEY_TOLERANCE:
+            outcome = "exact"
+        reason = "" if outcome == "exact" else "the errors are too large"
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        if outcome == "wrong" and _is_sentence(error):
+            outcome = "refused"
+        else:
+            reason = f"{type(error).__name__}: {reason[:200]}"
+    seconds = time.monotonic() - began
+    return Surveyed(
+        name=name,
+        lengths=lengths,
+        outcome=outcome,
+        errors=errors,
+        reason=reason,
+        seconds=seconds,
+    )
+
+
+def survey_types(names: Sequence[str], printer: RowPrinter) -> list[Surveyed]:
+    """Survey types at all lengths, and print each row as it is there.
+
+    Args:
+      names: model types; none is all of Transformers' causal language models.
+      printer: of the rows.
+    """
+    names, rows = names or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), []
+    printer.head(["type", "lengths", "outcome", *SIGNALS, "reason"])
+    with Progress().stage("survey") as update:
+        for done, name in enumerate(names, start=1):
+            for lengths in get_args(Lengths):
+                rows.append(survey_one(name, lengths))
+                printer.row(rows[-1])
+                # What is refused for its layout is so at any length.
+                if lengths == "beyond" and rows[-1].outcome != "exact":
+                    break
+            update(done, len(names))
+    return rows
+
+
+def _kind_of(reason: str) -> str:
+    """Return a reason without the names and numbers of one type."""
+    start = re.split(r", found|; use|, its parts", reason)[0]
+    return re.sub(r"\b[A-Z]\w*[A-Z]\w*\b|\b\d[\w.-]*|\[[\d, ]+\]", "…", start)
+
+
+def summary(rows: Sequence[Surveyed]) -> Iterator[str]:
+    """Yield Markdown lines: counts by lengths, then types by what became of them."""
+    yield ""
+    yield table_head(["lengths", *get_args(Outcome), "seconds"])
+    for lengths in get_args(Lengths):
+        there = [row for row in rows if row.lengths == lengths]
+        counts = Counter(row.outcome for row in there)
+        cells = [str(counts[outcome]) for outcome in get_args(Outcome)]
+        yield table_row([lengths, *cells, f"{sum(row.seconds for row in there):.0f}"])
+    kinds: dict[str, list[str]] = {}
+    for row in rows:
+        if row.lengths == "short" or row.outcome == "wrong":
+            why = _kind_of(row.reason) if row.outcome == "refused" else row.reason
+            kind = ": ".join(filter(None, (row.outcome, why)))
+            kinds.setdefault(kind, []).append(row.name)
+    for kind, names in sorted(kinds.items()):
+        yield f"* {kind} ({len(names)}): {', '.join(dict.fromkeys(names))}"
+
+
+def require_types(rows: Sequence[Surveyed]) -> None:
+    """Check that every type is exact or refused.
+
+    Raises:
+      ValueError: types are read wrong, or end in a traceback; names them.
+    """
+    wrong = [f"{row.name} ({row.lengths})" for row in rows if row.outcome == "wrong"]
+    if wrong:
+        raise ValueError(
+            "expected every type read exactly or refused in a sentence, found wrong: "
+            + ", ".join(wrong)
+        )
+
+
+@click.command()
+@click.argument("types", nargs=-1)
+@AS_JSON
+def survey(types: tuple[str, ...], as_json: bool) -> None:
+    """Read every causal language model of Transformers, or refuse it in a sentence.
+
+    Narrow random twins of all of them, or of model TYPES (llama gpt2), are held against
+    a brute-force oracle: a row each for short texts, for texts beyond small windows and
+    for one of 2,300 tokens, then the counts, and why types are refused.
+
+    Example: beatrice bench survey llama gpt_oss
+    """
+    quiet()
+    printer = RowPrinter(as_json)
+    rows = survey_types(types, printer)
+    for line in summary(rows):
+        printer.text(line)
+    require_types(rows)

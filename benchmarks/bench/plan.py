@@ -1,0 +1,530 @@
+"""Read a lowered module: its products, transposes, gathers and calls of libraries.
+
+The text of StableHLO, in which a function of jitted code stands once and is called from
+several places. Bodies of loops count once: one microbatch of one batch.
+"""
+
+import dataclasses
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from typing import Literal
+
+import click
+import numpy as np
+
+from beatrice.benchmarks.bench.commands import AS_JSON, RowPrinter
+from beatrice.benchmarks.bench.grid import paper
+from beatrice.extract.records import SETTINGS, Setting
+from beatrice.extract.run.console import Progress, quiet
+from beatrice.extract.run.stages import bytes_in_words
+from beatrice.extract.store.families import StoreConfig
+from beatrice.jaxprobe.config import GridConfig, StreamConfig, as_bytes
+from beatrice.jaxprobe.features.subsets import N_FAMILIES
+from beatrice.jaxprobe.fit.memory import (
+    Plan,
+    Sizes,
+    choose,
+    compiled_step,
+    traced_steps,
+)
+from beatrice.jaxprobe.fit.work import Workload, step_flops
+from beatrice.jaxprobe.kernels.masked import N_TAPS
+
+_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "f64": 8, "i1": 1, "i8": 1, "i32": 4,
+          "ui16": 2, "ui32": 4, "i64": 8, "ui64": 8}  # fmt: skip
+_FUNCTION = re.compile(r"func\.func (?:public |private )?@([\w.]+)")
+_CALL = re.compile(r"\bcall @([\w.]+)\(")
+_TENSOR = re.compile(r"tensor<((?:\d+x)*)(\w+)>")
+_PRODUCT = re.compile(r"contracting_dims = \[([\d, ]*)\] x")
+_LIBRARY = re.compile(r"custom_call @(\w+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """Shape and type of an array."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes."""
+        return self.size * _BYTES[self.dtype]
+
+    def text(self) -> str:
+        """Return the shape as in `15x64x4096`."""
+        return "x".join(map(str, self.shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A `dot_general`; `depth` elements are summed for each of the result."""
+
+    left: Tensor
+    right: Tensor
+    result: Tensor
+    depth: int
+
+    @property
+    def n_flops(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.result.size * self.depth
+
+    @property
+    def n_bytes(self) -> int:
+        """Read and written, each array once."""
+        return self.left.n_bytes + self.right.n_bytes + self.result.n_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """What stands in a module.
+
+    Attributes:
+      products: how often each is done.
+      transposes: results of those that something else than a product reads; a product
+        reads its operands in either order.
+      gathers: what is read from, and the result.
+      libraries: how often each is called.
+    """
+
+    products: Counter[Product]
+    transposes: Counter[Tensor]
+    gathers: Counter[tuple[Tensor, Tensor]]
+    libraries: Counter[str]
+
+
+def _functions(text: str) -> dict[str, list[str]]:
+    """Lines of every function."""
+    found: dict[str, list[str]] = defaultdict(list)
+    name = ""
+    for line in text.splitlines():
+        if match := _FUNCTION.search(line):
+            name = match[1]
+        found[name].append(line)
+    return found
+
+
+def _times(functions: dict[str, list[str]]) -> Counter[str]:
+    """How often every function is called, from `main`."""
+    calls = {
+        name: Counter(match[1] for line in lines for match in _CALL.finditer(line))
+        for name, lines in functions.items()
+    }
+    times: Counter[str] = Counter()
+
+    def visit(name: str, n: int) -> None:
+        times[name] += n
+        for other, count in calls.get(name, {}).items():
+            visit(other, n * count)
+
+    visit("main", 1)
+    return times
+
+
+def _tensors(line: str) -> list[Tensor]:
+    """Operands and results of an operation, from its signature."""
+    signature = line[line.rindex(" : ") :]
+    return [
+        Tensor(tuple(int(n) for n in shape.split("x") if n), dtype)
+        for shape, dtype in _TENSOR.findall(signature)
+    ]
+
+
+def _is_read_by_products_alone(line: str, body: str) -> bool:
+    """Tell whether only products read a result, directly."""
+    name = line.split("=")[0].strip()
+    readers = [
+        other
+        for other in re.findall(rf"^.*{re.escape(name)}\b.*$", body, re.MULTILINE)
+        if other.strip() != line.strip()
+    ]
+    return bool(readers) and all("stablehlo.dot_general" in one for one in readers)
+
+
+def read_module(text: str) -> Module:
+    """Read a module's text, as `Lowered.as_text` gives it."""
+    functions = _functions(text)
+    found = Module(Counter(), Counter(), Counter(), Counter())
+    for name, n in _times(functions).items():
+        lines = functions.get(name, [])
+        body = "\n".join(lines)
+        for line in _operations(lines):
+            if "stablehlo.dot_general" in line:
+                left, right, result = _tensors(line)
+                axes = _PRODUCT.search(line)[1].split(",")
+                depth = math.prod(left.shape[int(axis)] for axis in axes if axis)
+                found.products[Product(left, right, result, depth)] += n
+            elif "stablehlo.transpose" in line:
+                if not _is_read_by_products_alone(line, body):
+                    found.transposes[_tensors(line)[-1]] += n
+            elif 'stablehlo.gather"' in line:
+                source, _, result = _tensors(line)
+                found.gathers[source, result] += n
+            elif match := _LIBRARY.search(line):
+                found.libraries[match[1]] += n
+    return found
+
+
+def _operations(lines: list[str]) -> Iterator[str]:
+    return (line for line in lines if "stablehlo." in line and " : " in line)
+
+
+Name = Literal["h100", "h200"]
+# Rows of training and validation: 30,000 and 3,000 questions (the paper, section 3),
+# with context in two wordings.
+N_ROWS: dict[Setting, tuple[int, int]] = {
+    "closed_book": (30_000, 3_000),
+    "with_context": (60_000, 6_000),
+}
+# Question and answer; with context the passages before them.
+WIDTHS: dict[Setting, tuple[int, ...]] = {
+    "closed_book": (40, 16),
+    "with_context": (300, 40, 16),
+}
+STREAMED: tuple[Setting, ...] = ("with_context",)  # its rows take 236 GiB
+PLANNED = (
+    "setting, members, rows, rows and weights, temporaries, other rows, all, limit"
+).split(", ")
+WORK = (
+    "setting, GFLOP a batch in products, of members' own families, XLA counts, "
+    "roofline time of a batch, of 60 epochs, products at peak, bound by memory"
+).split(", ")
+OPERATIONS = (
+    "setting, product, times, of what, GFLOP, MB, FLOP/byte, bound by, ms"
+).split(", ")
+_SHOWN = 8  # kinds of products, those that take longest
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Device:
+    """Published peaks of a device.
+
+    Attributes:
+      memory: bytes.
+      flops: dense peak by the operands' type; XLA multiplies float32 as TF32.
+      bandwidth: bytes a second.
+    """
+
+    memory: int
+    flops: dict[str, float]
+    bandwidth: float
+
+
+# NVIDIA's data sheets "H100 Tensor Core GPU" (SXM) and "H200 Tensor Core GPU": 989 and
+# 1,979 TFLOP/s of TF32 and bfloat16 with sparsity, half of it dense; 3.35 and 4.8 TB/s.
+_HOPPER = {"f32": 494.7e12, "bf16": 989.4e12}
+DEVICES: dict[Name, Device] = {
+    "h100": Device(memory=80 << 30, flops=_HOPPER, bandwidth=3.35e12),
+    "h200": Device(memory=141 << 30, flops=_HOPPER, bandwidth=4.8e12),
+}
+
+
+def paper_config(setting: Setting, is_mixed: bool = False) -> GridConfig:
+    """Return how the paper's encoders are trained."""
+    config = GridConfig(stream=StreamConfig() if setting in STREAMED else None)
+    return config.mixed() if is_mixed else config
+
+
+def paper_sizes(setting: Setting, is_mixed: bool = False) -> Sizes:
+    """Return the sizes of the paper's run on a Qwen3.5-9B, every row the longest.
+
+    The store is of the default types, in which an accelerator holds it.
+    """
+    n_train, n_valid = N_ROWS[setting]
+    lengths = np.tile(WIDTHS[setting], (n_train + n_valid, 1))
+    where = np.split(np.arange(len(lengths)), [n_train])
+    config = paper_config(setting, is_mixed)
+    kept = StoreConfig()
+    held_as = (kept.dtype, *[kept.scalars] * (N_FAMILIES - 1))
+    return Sizes.of(config, paper(1).dims, lengths, where, held_as)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A setting's plan, in bytes."""
+
+    setting: Setting
+    plan: Plan
+
+    def cells(self) -> list[str]:
+        """Return the cells of the row in the order of `PLANNED`."""
+        plan, needed = self.plan, self.plan.needed
+        sizes = (
+            needed.arguments + needed.outputs,
+            needed.temporaries,
+            plan.resident,
+            needed.total + plan.resident,
+            plan.limit,
+        )
+        counts = str(plan.n_subsets * plan.n_seeds), str(plan.n_rows)
+        return [self.setting, *counts, *map(bytes_in_words, sizes)]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operation:
+    """Products of one shape in a microbatch of the planned block.
+
+    Attributes:
+      role: what is multiplied.
+      shapes: of the operands and the result.
+      n: how many.
+      n_flops: of all of them.
+      n_bytes: likewise, each array read or written once.
+      seconds: likewise, at the peak that binds.
+      is_memory_bound: whether that is memory's.
+    """
+
+    setting: Setting
+    role: str
+    shapes: str
+    n: int
+    n_flops: int
+    n_bytes: int
+    seconds: float
+    is_memory_bound: bool
+
+    def cells(self) -> list[str]:
+        """Return the cells of the row in the order of `OPERATIONS`."""
+        return [
+            self.setting,
+            self.role,
+            str(self.n),
+            self.shapes,
+            f"{self.n_flops / 1e9:.1f}",
+            f"{self.n_bytes / 1e6:,.0f}",
+            f"{self.n_flops / self.n_bytes:.0f}",
+            "memory" if self.is_memory_bound else "products",
+            f"{1e3 * self.seconds:.2f}",
+        ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """The work of a batch of the planned block.
+
+    Attributes:
+      n_flops: in products.
+      own_flops: in products of the families that members read, by `step_flops`.
+      xla_flops: of all operations, by `cost_analysis` of what was compiled.
+      product_seconds: of the products, each at the peak that binds it.
+      other_seconds: of the other bytes that the compiled module moves, at memory's.
+      memory_share: of the products' time, in those that memory binds.
+      n_batches: in all epochs.
+    """
+
+    setting: Setting
+    n_flops: int
+    own_flops: int
+    xla_flops: float
+    product_seconds: float
+    other_seconds: float
+    memory_share: float
+    n_batches: int
+
+    @property
+    def seconds(self) -> float:
+        """The time of a batch by roofline."""
+        return self.product_seconds + self.other_seconds
+
+    def cells(self) -> list[str]:
+        """Return the cells of the row in the order of `WORK`."""
+        return [
+            self.setting,
+            f"{self.n_flops / 1e9:,.0f}",
+            f"{self.own_flops / self.n_flops:.0%}",
+            f"{self.xla_flops / 1e9:,.0f}",
+            f"{1e3 * self.seconds:,.0f} ms",
+            f"{self.n_batches * self.seconds / 60:.0f} min",
+            f"{self.product_seconds / self.seconds:.0%}",
+            f"{self.memory_share:.0%} of products",
+        ]
+
+
+def planned(
+    setting: Setting, memory: int, is_mixed: bool = False
+) -> tuple[Sizes, Planned]:
+    """Plan a setting of the paper's run.
+
+    Args:
+      setting: of the paper's run.
+      memory: bytes of the device.
+      is_mixed: with products of bfloat16.
+    """
+    sizes = paper_sizes(setting, is_mixed)
+    return sizes, Planned(setting=setting, plan=choose(sizes, memory))
+
+
+def cuda_module(sizes: Sizes, plan: Plan) -> Module:
+    """Lower the planned training step for CUDA, and read it."""
+    step = traced_steps(sizes, plan.n_subsets, plan.n_seeds, plan.n_rows)[0]
+    return read_module(step.lower(lowering_platforms=("cuda",)).as_text())
+
+
+def role_of(product: Product, sizes: Sizes) -> str:
+    """Say what a product is part of, by its widths."""
+    config = sizes.encoder
+    shapes = {*product.left.shape, *product.right.shape, *product.result.shape}
+    if sizes.dims.sizes[0] in shapes and product.n_flops > 1e9 * config.projection / 64:
+        return "hidden states"
+    if N_TAPS * config.hidden in shapes:
+        return "convolution"
+    if N_FAMILIES * config.projection in shapes:
+        return "entry"
+    if product.depth <= config.hidden and config.n_groups in shapes:
+        return "group statistics"
+    return "other"
+
+
+def operations(
+    setting: Setting, sizes: Sizes, module: Module, device: Device
+) -> list[Operation]:
+    """Return the products of a microbatch, those that take longest first."""
+    found = []
+    for product, n in module.products.items():
+        arithmetic = product.n_flops / device.flops[product.left.dtype]
+        moving = product.n_bytes / device.bandwidth
+        texts = [x.text() for x in (product.left, product.right, product.result)]
+        found.append(
+            Operation(
+                setting=setting,
+                role=role_of(product, sizes),
+                shapes="{} · {} → {}".format(*texts),
+                n=n,
+                n_flops=n * product.n_flops,
+                n_bytes=n * product.n_bytes,
+                seconds=n * max(arithmetic, moving),
+                is_memory_bound=moving > arithmetic,
+            )
+        )
+    return sorted(found, key=lambda one: -one.seconds)
+
+
+def work_of(
+    setting: Setting, sizes: Sizes, plan: Plan, found: list[Operation], device: Device
+) -> Work:
+    """Sum up a batch: its microbatches of the planned block, and all other blocks."""
+    work = Workload(
+        encoder=sizes.encoder,
+        dims=sizes.dims,
+        spans=tuple((1, width) for width in sizes.widths),
+        batch_size=sizes.train.batch_size,
+        n_steps=1,
+        n_seeds=sizes.train.n_seeds,
+    )
+    n_members = plan.n_subsets * plan.n_seeds
+    times = sizes.train.batch_size // plan.n_rows * len(work.members) / n_members
+    _, cost = compiled_step(sizes, plan.n_subsets, plan.n_seeds, plan.n_rows)
+    products = sum(one.seconds for one in found)
+    bound = sum(one.seconds for one in found if one.is_memory_bound)
+    others = cost["bytes accessed"] - sum(one.n_bytes for one in found)
+    n_epoch = math.ceil(N_ROWS[setting][0] / sizes.train.batch_size)
+    return Work(
+        setting=setting,
+        n_flops=round(times * sum(one.n_flops for one in found)),
+        own_flops=sum(step_flops(work, member) for member in work.members),
+        xla_flops=times * cost["flops"],
+        product_seconds=times * products,
+        other_seconds=times * max(others, 0.0) / device.bandwidth,
+        memory_share=bound / products,
+        n_batches=n_epoch * sizes.train.max_epochs,
+    )
+
+
+def moved_activations(module: Module, sizes: Sizes, n_rows: int) -> int:
+    """Count transposes of members' activations that no product takes as they are."""
+    positions = {n_rows * n for n in (*sizes.widths, sum(sizes.widths))}
+    config = sizes.encoder
+    channels = {config.hidden, N_TAPS * config.hidden, N_FAMILIES * config.projection}
+    return sum(
+        n
+        for x, n in module.transposes.items()
+        if not positions.isdisjoint(x.shape)
+        and not channels.isdisjoint(x.shape)
+        # Two axes: the signals of a small family, which all members of a seed share.
+        and len(x.shape) > 2
+    )
+
+
+def gathers_of_states(module: Module, sizes: Sizes) -> Counter[tuple[int, ...]]:
+    """Count the gathers of hidden states, by the shape of what is gathered."""
+    width = sizes.dims.sizes[0]
+    found: Counter[tuple[int, ...]] = Counter()
+    for (source, result), n in module.gathers.items():
+        if source.shape[-1:] == (width,):
+            found[result.shape] += n
+    return found
+
+
+def in_words(
+    setting: Setting, sizes: Sizes, plan: Plan, module: Module
+) -> Iterator[str]:
+    """Say what else stands in the module that is lowered for CUDA."""
+    types = Counter(
+        f"{p.left.dtype} · {p.right.dtype} → {p.result.dtype}"
+        for p in module.products.elements()
+    )
+    told = ", ".join(f"{n} of {name}" for name, n in types.most_common())
+    gathered = ", ".join(
+        f"{n} of {'x'.join(map(str, shape))}"
+        for shape, n in gathers_of_states(module, sizes).items()
+    )
+    calls = ", ".join(f"{n} of {name}" for name, n in module.libraries.items())
+    n_moved = moved_activations(module, sizes, plan.n_rows)
+    yield (
+        f"{setting}, a microbatch as lowered for CUDA: products {told}; gathers of "
+        f"hidden states {gathered}; transposes of activations that no product takes as "
+        f"they are {n_moved}; calls of libraries {calls or 'none'}."
+    )
+
+
+@click.command()
+@click.option(
+    "--device",
+    type=click.Choice(list(DEVICES)),
+    default="h100",
+    help="Whose published peaks.",
+)
+@click.option(
+    "--device-memory", metavar="BYTES", help="Instead of the device's, such as 40GiB."
+)
+@click.option("--mixed", "is_mixed", is_flag=True, help="Products of bfloat16.")
+@AS_JSON
+def plan(
+    device: Name, device_memory: str | None, is_mixed: bool, as_json: bool
+) -> None:
+    """Plan the paper's training for a device that is not here. Arithmetic alone.
+
+    Example: beatrice bench plan --device h100
+    """
+    quiet()
+    on = DEVICES[device]
+    memory = as_bytes(device_memory) if device_memory else on.memory
+    printer, progress = RowPrinter(as_json), Progress()
+    rows, notes = [], []
+    for setting in SETTINGS:
+        progress.note(f"{setting}: compiling blocks")
+        sizes, row = planned(setting, memory, is_mixed)
+        module = cuda_module(sizes, row.plan)
+        found = operations(setting, sizes, module, on)
+        rows.append((row, found, work_of(setting, sizes, row.plan, found, on)))
+        notes.extend(in_words(setting, sizes, row.plan, module))
+    printer.text(f"Arithmetic for one {device.upper()}, not measured.\n")
+    printer.head(PLANNED)
+    for row, _, _ in rows:
+        printer.row(row)
+    printer.head(WORK)
+    for _, _, work in rows:
+        printer.row(work)
+    printer.head(OPERATIONS)
+    for _, found, _ in rows:
+        for one in found[:_SHOWN]:
+            printer.row(one)
+    printer.text("\n" + "\n".join(notes))

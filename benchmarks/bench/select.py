@@ -1,0 +1,344 @@
+"""`beatrice bench select`: fusion heads a second, one search round beside PyTorch.
+
+Outputs are made up, of the sizes of a run. Both sides train the same sets under the
+same protocol in one process, in turns, so that a busy machine slows both. Before
+anything is timed, PyTorch must give the logits of heads that JAX has trained.
+
+PyTorch trains one head after another: the function, protocol and stopping rule of
+`model.fusion` and `fit.loop`, at a set's own width, without empty slots.
+"""
+
+import dataclasses
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import click
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from sklearn.metrics import roc_auc_score
+from torch.nn.functional import binary_cross_entropy_with_logits, one_hot
+
+from beatrice.benchmarks.bench.commands import AS_JSON, RowPrinter
+from beatrice.jaxprobe.config import FusionConfig, TrainConfig, set_compiler
+from beatrice.jaxprobe.model import fusion
+from beatrice.jaxprobe.model.fusion import PoolOutputs, head_inputs
+from beatrice.selection.greedy import Heads, fit_sets
+
+TOLERANCE = 1e-4  # of logits, fp32, sums in another order
+EPSILON = 1e-6  # Flax's LayerNorm
+HEAD = ("widths", "heads/s", "PyTorch loop, heads/s", "ratio", "AUROC, both")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SelectConfig:
+    """Sizes of the benchmark; defaults are the microworld's."""
+
+    n_pool: int = 30
+    n_seeds: int = 3
+    n_train: int = 6000
+    n_valid: int = 1200
+    d_pooled: int = 32
+    hidden: int = 16
+    n_members: int = 3
+    n_epochs: int = 8
+    n_torch: int = 24  # heads the loop trains per turn; its rate does not need more
+    n_turns: int = 3
+
+    @property
+    def protocol(self) -> TrainConfig:
+        """Every epoch is run."""
+        return TrainConfig(
+            learning_rate=3e-3,
+            max_epochs=self.n_epochs,
+            patience=self.n_epochs,
+            n_microbatches=1,
+        )
+
+
+WIDTHS = {
+    "microworld": SelectConfig(),
+    "paper": SelectConfig(
+        d_pooled=256, hidden=128, n_pool=15, n_torch=6, n_epochs=4, n_turns=2
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SelectCost:
+    """The row of the table; rates and their ratio are medians over turns.
+
+    AUROC is the mean over heads on validation rows, and `largest_difference` that of
+    logits from the same weights.
+    """
+
+    widths: str
+    heads_per_second: float
+    torch_heads_per_second: float
+    ratio: float
+    torch_threads: int
+    auroc: float
+    torch_auroc: float
+    largest_difference: float
+
+    def cells(self) -> list[str]:
+        """Return the cells of the row in the order of `HEAD`."""
+        return [
+            self.widths,
+            f"{self.heads_per_second:.1f}",
+            f"{self.torch_heads_per_second:.2f} ({self.torch_threads} threads)",
+            f"{self.ratio:.1f}",
+            f"{self.auroc:.4f} / {self.torch_auroc:.4f}",
+        ]
+
+
+def rows_of_set(outputs: np.ndarray) -> torch.Tensor:
+    """Return a set's member outputs as rows, and how far each two are apart.
+
+    Args:
+      outputs: `[n_members, d_output, n_examples]`, see `head_inputs`.
+
+    Returns:
+      `[n_examples, n_members * d_output + n_pairs]`.
+    """
+    slots = torch.from_numpy(np.ascontiguousarray(outputs.swapaxes(1, 2)))
+    scores = slots[..., -1]
+    pairs = itertools.combinations(range(len(scores)), 2)
+    differences = [(scores[a] - scores[b]).abs()[:, None] for a, b in pairs]
+    return torch.cat([*slots, *differences], dim=1).contiguous()
+
+
+class TorchHead(torch.nn.Module):
+    """A head of rows `[n_examples, d_row]`: the mean logit, and a correction of zero.
+
+    Args:
+      d_row: see `rows_of_set`.
+      n_members: encoders in a row; a score of zero is that of a hidden one.
+      hidden: width.
+    """
+
+    @torch.no_grad()
+    def __init__(self, d_row: int, n_members: int, hidden: int) -> None:
+        """Draw the first layer's weights; the last one's are zero."""
+        super().__init__()
+        n_pairs = n_members * (n_members - 1) // 2
+        width = (d_row - n_pairs) // n_members
+        self.scores = slice(width - 1, d_row - n_pairs, width)
+        first, last = torch.nn.Linear(d_row, hidden), torch.nn.Linear(hidden, 1)
+        first.weight.normal_(0.0, d_row**-0.5)
+        first.weight[:, d_row - n_pairs :] = 0.0
+        for zero in (first.bias, last.weight, last.bias):
+            zero.zero_()
+        norm = torch.nn.LayerNorm(hidden, eps=EPSILON)
+        self.mlp = torch.nn.Sequential(first, norm, torch.nn.GELU("tanh"), last)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return logits `[n_examples]`."""
+        scores = rows[:, self.scores]
+        seen = (scores > 0).float()
+        logits = torch.logit(scores, eps=1e-6) * seen
+        mean = logits.sum(dim=1) / seen.sum(dim=1).clamp_min(1.0)
+        return mean + self.mlp(rows)[:, 0]
+
+
+def _hidden_rows(rows: torch.Tensor, n_members: int, rate: float) -> torch.Tensor:
+    """Hide whole encoders at random, never all of them."""
+    n_pairs = n_members * (n_members - 1) // 2
+    draws = torch.rand(rows.shape[0], n_members)
+    last = one_hot(draws.argmax(dim=1), n_members).bool()
+    keep = draws >= rate
+    keep = torch.where(keep.any(dim=1, keepdim=True), keep, last).float()
+    width = (rows.shape[1] - n_pairs) // n_members
+    pairs = itertools.combinations(range(n_members), 2)
+    both = [(keep[:, a] * keep[:, b])[:, None] for a, b in pairs]
+    return rows * torch.cat([keep.repeat_interleave(width, dim=1), *both], dim=1)
+
+
+def fit_head(
+    train: tuple[torch.Tensor, torch.Tensor],
+    valid: tuple[torch.Tensor, np.ndarray],
+    n_members: int,
+    shape: FusionConfig,
+    config: TrainConfig,
+) -> float:
+    """Train one head, see `jaxprobe.fit.loop.fit`; return its best validation AUROC."""
+    rows, labels = train
+    head = TorchHead(rows.shape[1], n_members, shape.hidden)
+    optimizer = torch.optim.AdamW(
+        head.parameters(),
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+    best, epochs_since_best = -1.0, 0
+    for _ in range(config.max_epochs):
+        for where in torch.randperm(len(rows)).split(config.batch_size):
+            batch = _hidden_rows(rows[where], n_members, shape.encoder_dropout)
+            loss = binary_cross_entropy_with_logits(head(batch), labels[where])
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+        with torch.no_grad():
+            logits = head(valid[0]).numpy()
+        auroc = float(roc_auc_score(valid[1], logits))
+        epochs_since_best = 0 if auroc > best else epochs_since_best + 1
+        best = max(best, auroc)
+        if epochs_since_best >= config.patience:
+            break
+        if epochs_since_best and epochs_since_best % config.lr_patience == 0:
+            optimizer.param_groups[0]["lr"] *= 0.5
+    return best
+
+
+def made_up_outputs(config: SelectConfig, n_examples: int, seed: int) -> PoolOutputs:
+    """Return outputs in which every encoder knows something of the answer."""
+    rng = np.random.default_rng(seed)
+    labels = rng.random(n_examples) < 0.5
+    shape = (config.n_seeds, config.n_pool, n_examples)
+    skill = np.random.default_rng(0).uniform(0, 1, (*shape[:2], 1))
+    logits = rng.standard_normal(shape) + skill * (2 * labels - 1)
+    pooled = rng.standard_normal((*shape, config.d_pooled))
+    pooled[..., 0] += logits
+    return PoolOutputs(
+        head_inputs(jnp.asarray(pooled, jnp.float32), jnp.asarray(logits, jnp.float32)),
+        jnp.asarray(labels, jnp.float32),
+        jnp.ones(n_examples, jnp.float32),
+    )
+
+
+def _rows(outputs: PoolOutputs, members: tuple[int, ...], seed: int) -> torch.Tensor:
+    return rows_of_set(np.asarray(outputs.outputs[seed])[np.asarray(members)])
+
+
+def _as_torch(params: Any, n_members: int, n_slots: int) -> TorchHead:
+    """Return a trained head without the weights of its empty slots."""
+    tree = params["params"]
+    d_output = tree["kernel"].shape[0] // n_slots
+    _, second = np.triu_indices(n_slots, 1)
+    kernel = np.concatenate(
+        [tree["kernel"][: n_members * d_output], tree["gaps"][second < n_members]]
+    )
+    arrays = {
+        "0.weight": kernel.T,
+        "0.bias": tree["bias"],
+        "1.weight": tree["norm"]["scale"],
+        "1.bias": tree["norm"]["bias"],
+        "3.weight": tree["out_kernel"][None],
+        "3.bias": tree["out_bias"][None],
+    }
+    head = TorchHead(len(kernel), n_members, len(tree["bias"]))
+    head.mlp.load_state_dict({name: torch.tensor(x) for name, x in arrays.items()})
+    return head
+
+
+def largest_difference(
+    heads: Heads, sets: list[tuple[int, ...]], outputs: PoolOutputs, shape: FusionConfig
+) -> float:
+    """Return the largest difference of validation logits between JAX and PyTorch."""
+    gaps = []
+    head = fusion.FusionHead(shape)
+    for i, members in enumerate(sets[:3]):
+        params = jax.tree.map(lambda x, i=i: x[i, 0], heads.params)
+        slots, mask = fusion.slots_of(members, shape.n_slots)
+        ours = fusion.apply_head(params, slots, mask, outputs, np.int32(0), head=head)
+        twin = _as_torch(params, len(members), shape.n_slots)
+        with torch.no_grad():
+            theirs = twin(_rows(outputs, members, 0)).numpy()
+        gaps.append(np.abs(np.asarray(ours) - theirs).max())
+    return float(np.max(gaps))  # NaN if one is
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def _best_threads(loop: Callable[[], None]) -> int:
+    """Return the number of threads with which the loop is fastest."""
+    seconds = {}
+    for n_threads in (1, 2):
+        torch.set_num_threads(n_threads)
+        seconds[n_threads] = _seconds(loop)
+    return min(seconds, key=seconds.__getitem__)
+
+
+def measure(widths: str, config: SelectConfig) -> SelectCost:
+    """Time one round of the search and the loop over some of its heads, in turns.
+
+    Args:
+      widths: their name, for the row.
+      config: the sizes.
+
+    Raises:
+      ValueError: the two sides do not compute the same head.
+    """
+    train = made_up_outputs(config, config.n_train, 1)
+    valid = made_up_outputs(config, config.n_valid, 2)
+    shape, protocol = FusionConfig(hidden=config.hidden), config.protocol
+    first = tuple(range(config.n_members - 1))
+    sets = [(*first, c) for c in range(len(first), config.n_pool)]
+    fixed = {"config": shape, "train_config": protocol, "n_calls": config.n_pool}
+
+    def search() -> Heads:
+        return fit_sets(sets, train, valid, **fixed)
+
+    heads = search()  # compiles
+    difference = largest_difference(heads, sets, valid, shape)
+    if not difference <= TOLERANCE:  # so that NaN fails
+        raise ValueError(
+            f"PyTorch's head differs from JAX's by {difference:.2g} with the same "
+            f"weights, more than {TOLERANCE:g}: the timing would compare two things"
+        )
+    labels = torch.from_numpy(np.array(train.labels))
+    truth = np.asarray(valid.labels)
+    aurocs: list[float] = []
+
+    def loop() -> None:
+        for members in sets[: config.n_torch]:
+            ours, theirs = (_rows(outputs, members, 0) for outputs in (train, valid))
+            pairs = (ours, labels), (theirs, truth)
+            aurocs.append(fit_head(*pairs, len(members), shape, protocol))
+
+    n_threads = _best_threads(loop)
+    torch.set_num_threads(n_threads)
+    n_search, n_loop = len(sets) * config.n_seeds, min(config.n_torch, len(sets))
+    turns = [
+        (n_search / _seconds(search), n_loop / _seconds(loop))
+        for _ in range(config.n_turns)
+    ]
+    return SelectCost(
+        widths=widths,
+        heads_per_second=statistics.median(a for a, _ in turns),
+        torch_heads_per_second=statistics.median(b for _, b in turns),
+        ratio=statistics.median(a / b for a, b in turns),
+        torch_threads=n_threads,
+        auroc=float(heads.info.best_auroc[: config.n_torch, 0].mean()),
+        torch_auroc=float(np.mean(aurocs)),
+        largest_difference=difference,
+    )
+
+
+@click.command()
+@click.option(
+    "--widths",
+    type=click.Choice(list(WIDTHS)),
+    default="microworld",
+    help="Of encoders and heads.",
+)
+@AS_JSON
+def select(widths: str, as_json: bool) -> None:
+    """Train the heads of one search round, beside a PyTorch loop over the same heads.
+
+    Both sides must give the same logits from the same weights before they are timed.
+
+    Example: beatrice bench select --widths paper
+    """
+    set_compiler("demo")  # as a run does
+    printer = RowPrinter(as_json)
+    printer.head(HEAD)
+    printer.row(measure(widths, WIDTHS[widths]))

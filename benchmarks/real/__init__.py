@@ -1,1 +1,0 @@
-"""A released model on published questions, from one command to the report."""

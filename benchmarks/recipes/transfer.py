@@ -1,0 +1,573 @@
+"""Which questions are asked again with retrieved passages."""
+
+import collections
+import dataclasses
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+
+from beatrice.benchmarks.baselines.detector import Evidence
+from beatrice.benchmarks.baselines.judge import run_evidence
+from beatrice.benchmarks.baselines.plain import (
+    length_features,
+    perplexity_scores,
+    pooled_signals,
+    scores_of,
+    standardise,
+    text_scores,
+)
+from beatrice.benchmarks.results.names import RIVALS
+from beatrice.extract.backbone.names import BackboneConfig
+from beatrice.extract.datasets.loading import Loaded, open_dataset
+from beatrice.extract.generate.answers import ANSWER, answer_config, load_tokenizer_only
+from beatrice.extract.generate.prompts import PromptTemplate
+from beatrice.extract.label.labels import LABEL_PRESETS
+from beatrice.extract.label.stage import LABEL
+from beatrice.extract.records import (
+    IN_DOMAIN,
+    SETTINGS,
+    Answer,
+    Example,
+    Passage,
+    Setting,
+    read_records,
+    text_key,
+    to_json,
+)
+from beatrice.extract.run.console import Progress, Update
+from beatrice.extract.run.contents import (
+    answers_file,
+    read_examples,
+    require_both_settings,
+    row_files,
+)
+from beatrice.extract.run.directory import NewRun, Preset, RunDir
+from beatrice.extract.run.files import write_json_atomic, write_text_atomic
+from beatrice.extract.run.rows import ResultRow, publish, rows_file
+from beatrice.extract.run.stages import Stage, run_stage
+from beatrice.extract.signals.extract import EXTRACT, extract_config
+from beatrice.jaxprobe import checkpoint
+from beatrice.jaxprobe.config import GridConfig, set_compiler
+from beatrice.jaxprobe.detector import Detector
+from beatrice.jaxprobe.evaluation import Scored, detection_rows
+from beatrice.jaxprobe.features.families import (
+    Features,
+    Standardizer,
+    split_families,
+    width_groups,
+    widths_of,
+)
+from beatrice.jaxprobe.features.reading import (
+    family_dims,
+    longest_spans,
+    read_features,
+    stored_lengths,
+)
+from beatrice.jaxprobe.features.rows import Rows, partners, rows_at_once
+from beatrice.jaxprobe.features.subsets import (
+    FAMILIES,
+    LETTERS,
+    SUBSET_NAMES,
+    SUBSETS,
+    FamilyDims,
+)
+from beatrice.jaxprobe.fit.grid import grid_members, member_logits
+from beatrice.jaxprobe.fit.stage import EVERY_FAMILY
+from beatrice.jaxprobe.metrics import BootstrapConfig
+from beatrice.jaxprobe.model.encoder import Encoder
+from beatrice.jaxprobe.stage import (
+    chosen_layer,
+    encoder_folders,
+    grid_config,
+    run_bootstrap,
+)
+from beatrice.pgir.controllers.stage import retrieval_config, retrieval_of
+from beatrice.pgir.controllers.waves import showable
+from beatrice.pgir.corpus import has_answer
+from beatrice.pgir.retrievers import Retrieval, RetrievalFailed
+
+Failed = dict[str, str]  # why a question got no passages, by its id
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransferConfig:
+    """The run's section `transfer`.
+
+    Attributes:
+      limit: questions of each set, the first in its order; None takes all.
+      n_passages: retrieved for each.
+      questions: sets that the run does not have, as (name, file); held out.
+    """
+
+    limit: int | None = 500
+    n_passages: int = 3
+    questions: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check that counts are positive."""
+        for name in ("limit", "n_passages"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}: expected at least 1, found {value}")
+
+
+TRANSFER_PRESETS: dict[Preset, TransferConfig] = {
+    "demo": TransferConfig(),
+    "few": TransferConfig(),
+    "smoke": TransferConfig(limit=20),
+    "paper": TransferConfig(),
+}
+
+
+def asked_questions(
+    examples: Sequence[Example], config: TransferConfig
+) -> list[Example]:
+    """Return the questions that are asked again, without passages.
+
+    The test and held-out ones of a run's questions, and the first of other files whose
+    text is not among the run's own.
+
+    Raises:
+      ValueError: a file holds no questions, or nothing is left to ask.
+    """
+    known = {text_key(example.question) for example in examples}
+    pools: dict[tuple[str, str], list[Example]] = {}
+    for example in examples:
+        if example.split in ("test", "ood"):
+            pools.setdefault((example.dataset, example.split), []).append(example)
+    for name, file in config.questions:
+        own = pools.setdefault((name, "ood"), [])
+        for found in open_dataset(Path(file), dataset=name).read():
+            if not isinstance(found, Loaded):
+                continue
+            key = text_key(found.question.question)
+            if key not in known:
+                known.add(key)
+                own.append(found.question.as_example("ood", ()))
+    asked = [one for pool in pools.values() for one in pool[: config.limit]]
+    if not asked:
+        raise ValueError("there are neither test nor held-out questions to ask again")
+    return [msgspec.structs.replace(e, passages=(), rewritten=()) for e in asked]
+
+
+def with_passages(
+    asked: Sequence[Example],
+    found: Retrieval,
+    n_passages: int,
+    prompts: tuple[Any, PromptTemplate] | None = None,
+) -> tuple[list[Example], Failed]:
+    """Return the questions with retrieved passages, and those that got none.
+
+    Args:
+      asked: without passages.
+      found: ranks passages.
+      n_passages: of each question.
+      prompts: tokenizer and template; passages that hold control tokens of the model,
+        which no prompt can, are escaped. None takes all as they are.
+    """
+    queries = [example.question for example in asked]
+    try:
+        rows = enumerate(found.retriever.search(queries, n_passages))
+        ranked, reasons = dict(rows), {}
+    except RetrievalFailed as error:
+        ranked, reasons = error.rankings, error.reasons
+
+    examples = []
+    for i, example in enumerate(asked):
+        if i in ranked:
+            every = (found.passages[int(place)] for place in ranked[i])
+            passages = [Passage(title=p.title, text=p.text) for p in every]
+            if prompts is not None:
+                passages = showable(*prompts, example.question, passages)
+            example = msgspec.structs.replace(example, passages=tuple(passages))
+            examples.append(example)
+    return examples, {asked[i].id: why for i, why in reasons.items()}
+
+
+EXPERIMENT = "real_retrieval"
+_ROWS_OF_A_KIND = 64  # of the longest rows, which are read by themselves
+ALL_SETS = "all_sets"  # the questions of all sets together, the paper's column "All"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Scenario:
+    """Detectors and, in one setting, the answers they are put to.
+
+    Attributes:
+      own: of the answers on which the detectors were trained, from gold passages.
+      new: of those they are put to, from retrieved ones.
+      closed_book: the closed-book pass of the new questions; None where the setting is
+        closed-book itself.
+    """
+
+    own: Evidence
+    new: Evidence
+    closed_book: Evidence | None = None
+
+    @property
+    def setting(self) -> Setting:
+        """Of the answers."""
+        return self.own.rows.setting
+
+    def joined(self) -> Rows:
+        """Return the rows of both, the run's own first; only those are trained on."""
+        own, new = self.own.rows, self.new.rows
+        fields = {
+            field.name: np.concatenate(
+                [getattr(own, field.name), getattr(new, field.name)]
+            )
+            for field in dataclasses.fields(Rows)
+            if field.name != "setting"
+        }
+        unseen = np.full(len(new.ids), "ood")
+        fields["splits"] = np.concatenate([own.splits, unseen])
+        return Rows(setting=self.setting, **fields)
+
+    def parts(self, dims: FamilyDims) -> Iterator[tuple[np.ndarray, Features]]:
+        """Yield the new rows in parts that memory holds, with their features.
+
+        Rows of similar length lie together; the last rows of a part fill it up, so that
+        one executable serves all parts of a group.
+        """
+        store, layer = self.new.store, self.own.layer
+        lengths = stored_lengths(store)
+        for group in width_groups(lengths, _ROWS_OF_A_KIND):
+            widths = widths_of(lengths[group])
+            n_at_once = min(len(group), rows_at_once(widths, dims))
+            for start in range(0, len(group), n_at_once):
+                part = group[start : start + n_at_once]
+                full = np.pad(part, (0, n_at_once - len(part)), mode="edge")
+                yield part, read_features(store, layer, full, widths)
+
+    def scored(
+        self, dims: FamilyDims, score: Callable[[np.ndarray, Features], np.ndarray]
+    ) -> np.ndarray:
+        """Return `score(part, features)`, `[..., n]`, of all parts: `[..., n_rows]`."""
+        places, made = [], []
+        for part, features in self.parts(dims):
+            places.append(part)
+            made.append(np.asarray(score(part, features))[..., : len(part)])
+        return np.concatenate(made, axis=-1)[..., np.argsort(np.concatenate(places))]
+
+
+def encoder_scores(
+    scene: Scenario,
+    tree: Mapping[str, Any],
+    config: GridConfig,
+) -> dict[str, np.ndarray]:
+    """Return the logits of every encoder on the new rows, `[n_seeds, n_rows]`.
+
+    Args:
+      scene: of the setting.
+      tree: the setting's checkpoint.
+      config: by which the encoders were trained.
+    """
+    dims = family_dims(scene.own.store)
+    standardizer = Standardizer(**tree["standardizer"])
+    members = grid_members(config.train.n_seeds, dims.n_subsets)
+    every = [
+        (jax.tree.map(lambda x, i=i: x[i], tree["params"]), SUBSETS[member.subset])
+        for i, member in enumerate(members)
+    ]
+
+    split = jax.jit(lambda features: split_families(features, dims, standardizer))
+    encoder = Encoder(config.encoder, dims)
+
+    def logits(_: np.ndarray, features: Features) -> np.ndarray:
+        return member_logits(every, split(features), encoder=encoder)
+
+    said = scene.scored(dims, logits).astype(np.float64)
+    own = {
+        name: said[[i for i, m in enumerate(members) if m.subset == subset]]
+        for subset, name in enumerate(SUBSET_NAMES)
+    }
+    found = {f"encoder:{name}": logits for name, logits in own.items()}
+    singles = {"hidden_only": 0, "early_fusion": EVERY_FAMILY}
+    return found | {name: own[SUBSET_NAMES[at]] for name, at in singles.items()}
+
+
+def selected_scores(scene: Scenario, detector: Detector) -> dict[str, np.ndarray]:
+    """Return the raw scores of the selected heads on the new rows, `[1, n_rows]`."""
+    if scene.closed_book is None:
+
+        def closed_book(_: np.ndarray, features: Features) -> np.ndarray:
+            return detector.score_closed_book(features).raw
+
+        dims = detector.banks["closed_book"].dims
+        return {"champion": scene.scored(dims, closed_book)[None]}
+    bank = detector.banks.get("with_context") or detector.banks["closed_book"]
+    closed_store = scene.closed_book.store
+    partner = partners(scene.new.rows.ids, scene.closed_book.rows.ids)
+    read = partial(
+        read_features,
+        closed_store,
+        scene.own.layer,
+        n_tokens=longest_spans(closed_store),
+    )
+
+    def both(part: np.ndarray, features: Features) -> np.ndarray:
+        n_more = len(features.tokens[0]) - len(part)
+        where = np.pad(partner[part], (0, n_more), mode="edge")
+        closed: Features = read(examples=where)
+        return detector.score_with_context(features, closed).raw
+
+    def alone(_: np.ndarray, features: Features) -> np.ndarray:
+        return detector.score_single_pass(features).raw
+
+    found = {"champion": scene.scored(bank.dims, both)[None]}
+    if "single_pass" in detector.heads:
+        found["without_closed_book"] = scene.scored(bank.dims, alone)[None]
+    return found
+
+
+def rival_scores(scene: Scenario) -> dict[str, np.ndarray]:
+    """Return the scores of probes, length, text and perplexity on the new rows.
+
+    They are fitted as in `evaluate`, on the run's own training and validation rows.
+    """
+    own, new = scene.own, scene.new
+    rows, n_own = scene.joined(), len(own.rows.ids)
+    train = rows.where("train")
+    families = {}
+    for family, letter in zip(FAMILIES, LETTERS, strict=True):
+        layer = own.layer if family == "hidden" else None
+        families[letter] = np.concatenate(
+            [
+                pooled_signals(store, scene.setting, family, layer)
+                for store in (own.store, new.store)
+            ]
+        )
+        standardise(families[letter], train)
+    found = {}
+    for letters in (*LETTERS, LETTERS):
+        features = np.concatenate([families[x] for x in letters], axis=1)
+        found[f"probe:{letters}"] = scores_of(features, rows)[0][:, n_own:]
+    length = length_features([*own.answers, *new.answers])
+    standardise(length, train)
+    found["answer_length"] = scores_of(length, rows)[0][:, n_own:]
+    found["tfidf"], _ = text_scores(own.texts, own.rows, new.texts)
+    found["perplexity"] = perplexity_scores(new.store)
+    return found
+
+
+def _answer_rows(examples: Sequence[Example], rows: Rows) -> list[ResultRow]:
+    """Return how often answers are right, and how often a passage holds a gold."""
+    held = {
+        e.id: has_answer(np.arange(len(e.passages)), e.passages, e.golds, (99,))[99]
+        for e in examples
+    }
+    made = []
+    for dataset, split in rows.evaluated_sets():
+        where = rows.where(split, dataset)
+        values = {"em": rows.labels[where]}
+        if rows.setting == "with_context":
+            values["answer_found"] = np.array([held[i] for i in rows.ids[where]])
+        made += [
+            ResultRow(
+                experiment=EXPERIMENT,
+                detector="backbone",
+                metric=metric,
+                value=float(own.mean()) if len(own) else None,
+                reason=None if len(own) else "no labelled answer",
+                **rows.fields_of(dataset, split),
+            )
+            for metric, own in values.items()
+        ]
+    return made
+
+
+def _counted(
+    made: list[ResultRow], rows: Rows, asked: Sequence[Example]
+) -> list[ResultRow]:
+    """Add to each row's failures the questions that have no answer to be scored."""
+    there = set(rows.ids)
+    missing = [example for example in asked if example.id not in there]
+    n_missing = {
+        ALL_SETS: len(missing),
+        **collections.Counter((e.dataset, e.split) for e in missing),
+        **collections.Counter((IN_DOMAIN, e.split) for e in missing),
+    }
+    return [
+        msgspec.structs.replace(
+            row,
+            n_failed=row.n_failed
+            + n_missing.get(
+                ALL_SETS if row.dataset == ALL_SETS else (row.dataset, row.split), 0
+            ),
+        )
+        for row in made
+    ]
+
+
+def scene_rows(
+    scene: Scenario,
+    scores: Mapping[str, np.ndarray],
+    asked: Sequence[Example],
+    intervals: BootstrapConfig,
+) -> list[ResultRow]:
+    """Return the rows of a setting, of each set and of all sets together.
+
+    Args:
+      scene: of the setting.
+      scores: by detector, `[n_seeds, n_rows]` of the new rows.
+      asked: all questions; those without an answer are counted as failed.
+      intervals: of the rows.
+    """
+    rows = scene.new.rows
+    detectors = [Scored(name=name, scores=own) for name, own in scores.items()]
+    pairs = {f"{EXPERIMENT}_paired": [("champion", rival) for rival in RIVALS]}
+    everything = np.full(len(rows.ids), ALL_SETS)
+    unseen = np.full(len(rows.ids), "ood")
+    together = dataclasses.replace(rows, datasets=everything, splits=unseen)
+    made = []
+    for some in (rows, together):
+        own = detection_rows(detectors, some, intervals, EXPERIMENT, pairs)
+        own += _answer_rows(scene.new.questions, some)
+        made += _counted(own, some, asked)
+    return made
+
+
+NAME = "transfer"
+
+
+def _inner(run: RunDir) -> RunDir:
+    """Return the run inside a run; it may not be there."""
+    return RunDir(run.path / "retrieved")
+
+
+def _counts_file(run: RunDir) -> Path:
+    """Return where it is written how many questions were asked, and got no passages."""
+    return _inner(run).path / "asked.json"
+
+
+def open_inner(run: RunDir) -> RunDir:
+    """Open the run inside a run, of the same model, prompts and labels.
+
+    One layer of hidden states is kept: the one that the detectors read. Passages that
+    do not fit are left out from the last on, since nobody chose them for their length.
+    """
+    answer, extract = answer_config(run), extract_config(run)
+    prompt = dataclasses.replace(answer.prompt, overlong="drop-passages")
+    sections: Mapping[str, object] = {
+        "backbone": run.section("backbone", BackboneConfig),
+        "answer": dataclasses.replace(answer, settings=SETTINGS, prompt=prompt),
+        "extract": dataclasses.replace(extract, hidden_layers=(chosen_layer(run),)),
+    }
+    new = NewRun(preset=run.preset, seed=run.seed, sections=sections)
+    return RunDir.open(_inner(run).path, new)
+
+
+def write_questions(
+    inner: RunDir, run: RunDir, examples: Sequence[Example], note: Callable[[str], None]
+) -> None:
+    """Put questions into an inner run; what other passages were shown is done again.
+
+    Closed-book answers that the run has to the same questions are taken over.
+    """
+    content = "".join(f"{to_json(example)}\n" for example in examples)
+    if inner.examples.exists() and inner.examples.read_text("utf-8") == content:
+        return
+    if inner.examples.exists():
+        note("retrieved: other passages or questions than before")
+        shutil.rmtree(inner.path / "features", ignore_errors=True)
+        for stage in ("answer", "label", "extract"):
+            inner.reopen_stage(stage)
+    elif answers_file(run).exists():
+        ids = {example.id for example in examples}
+        lines = [
+            f"{to_json(answer)}\n"
+            for answer in read_records(answers_file(run), Answer)
+            if answer.setting == "closed_book" and answer.example_id in ids
+        ]
+        answers_file(inner).parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(answers_file(inner), "".join(lines))
+    write_text_atomic(inner.examples, content)
+
+
+def run_scene(run: RunDir, inner: RunDir, setting: Setting) -> Scenario:
+    """Return a run's own answers in a setting, and those of an inner run."""
+    evidence = partial(run_evidence, inner, layer=chosen_layer(run))
+    closed_book = None if setting == "closed_book" else evidence("closed_book")
+    return Scenario(
+        own=run_evidence(run, setting),
+        new=evidence(setting),
+        closed_book=closed_book,
+    )
+
+
+def _transfer(
+    run: RunDir, config: TransferConfig, update: Update, progress: Progress
+) -> None:
+    set_compiler(run.preset)
+    detector, intervals = Detector.load(run.detector), run_bootstrap(run)
+    asked, made = asked_questions(read_examples(run), config), []
+    for n_done, setting in enumerate(SETTINGS, start=1):
+        scene = run_scene(run, _inner(run), setting)
+        encoders, _ = checkpoint.restore(run.encoders(setting))
+        scores = selected_scores(scene, detector)
+        scores |= encoder_scores(scene, encoders, grid_config(run))
+        scores |= rival_scores(scene)
+        made += scene_rows(scene, scores, asked, intervals)
+        update(n_done, len(SETTINGS))
+    publish(run, NAME, made, progress)
+
+
+TRANSFER = Stage(
+    name=NAME,
+    inputs=lambda run: [
+        *row_files(run),
+        *row_files(_inner(run)),
+        run.detector,
+        run.sweep,
+        *encoder_folders(run),
+        _counts_file(run),
+    ],
+    outputs=lambda run: [rows_file(run, NAME)],
+    work=_transfer,
+    presets=TRANSFER_PRESETS,
+)
+
+
+def transfer_run(run: RunDir, config: TransferConfig, progress: Progress) -> None:
+    """Do everything that is not done, in a run that is held by the caller.
+
+    Raises:
+      ValueError: the run has no detector, or questions got no passages; what the
+        others gave is published, and the same call again asks for the rest.
+    """
+    require_both_settings(run, NAME)
+    run.require(run.detector)
+    asked = asked_questions(read_examples(run), config)
+    retrieval = retrieval_of(run, progress.note)
+    model, _ = load_tokenizer_only(run)
+    prompts = model.tokenizer, answer_config(run).prompt.prompt_template()
+    examples, failed = with_passages(asked, retrieval, config.n_passages, prompts)
+    progress.note(
+        f"transfer: {len(examples)} of {len(asked)} questions have passages, by "
+        f"{retrieval_config(run).retriever} over {len(retrieval.passages):,}"
+    )
+    if not examples:
+        raise ValueError(f"no question got passages: {next(iter(failed.values()))}")
+    del retrieval  # an index and its encoder; the backbone comes next
+    match = run.settle("label", LABEL_PRESETS, is_recorded=False)
+    with open_inner(run) as inner:
+        write_questions(inner, run, examples, progress.note)
+        run_stage(ANSWER, inner, progress)
+        if not inner.stage_done("label"):  # judges may have labelled
+            run_stage(LABEL, inner, progress, lambda _: match)
+        run_stage(EXTRACT, inner, progress)
+        counts = {"n_asked": len(asked), "n_failed": len(failed)}
+        write_json_atomic(_counts_file(run), counts)
+        run_stage(TRANSFER, run, progress)
+    if failed:
+        raise ValueError(
+            f"{len(failed)} of {len(asked)} questions got no passages and are counted "
+            f"as failed, the first since {next(iter(failed.values()))}; the same line "
+            "again asks for them"
+        )

@@ -1,1 +1,0 @@
-"""Detectors trained on gold contexts, on answers from retrieved ones."""

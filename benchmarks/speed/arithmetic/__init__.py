@@ -1,1 +1,0 @@
-"""What devices that are not here would take: computed, not measured."""

@@ -1,1 +1,0 @@
-"""What the readings of every architecture are held against."""

@@ -1,0 +1,129 @@
+"""The paper's training on devices that are not here: plans, and the lowered module."""
+
+import dataclasses
+import functools
+
+import pytest
+
+from beatrice.benchmarks.bench.plan import (
+    DEVICES,
+    WIDTHS,
+    Product,
+    Tensor,
+    cuda_module,
+    gathers_of_states,
+    moved_activations,
+    operations,
+    paper_sizes,
+    planned,
+    read_module,
+    work_of,
+)
+from beatrice.jaxprobe.fit.memory import Plan, choose, compiled_step
+from beatrice.jaxprobe.fit.work import Workload, step_flops
+
+GIB = 1 << 30
+
+
+plan_of = functools.cache(planned)  # each traces and compiles a step of the paper's
+
+
+@pytest.mark.parametrize(
+    ("setting", "memory", "n_rows"),
+    [
+        ("closed_book", 80, 512),
+        pytest.param("closed_book", 141, 512, marks=pytest.mark.slow),
+        pytest.param("with_context", 80, 128, marks=pytest.mark.slow),
+        pytest.param("with_context", 141, 256, marks=pytest.mark.slow),
+    ],
+)
+def test_the_papers_training_fits_as_compiled_with_a_share_kept_free(
+    setting, memory, n_rows
+):
+    sizes, row = plan_of(setting, memory * GIB)
+    plan = row.plan
+    assert plan.resident + plan.needed.total <= plan.limit == int(0.85 * memory * GIB)
+    assert (plan.n_subsets, plan.n_seeds, plan.n_rows) == (15, 3, n_rows)
+    if n_rows < sizes.train.batch_size:  # twice as many do not fit
+        needed, _ = compiled_step(sizes, 15, 3, 2 * n_rows)
+        assert plan.resident + needed.total > plan.limit
+
+
+def test_in_memory_the_rows_with_context_fit_no_device():
+    whole = dataclasses.replace(paper_sizes("with_context"), n_train=60_000)
+    with pytest.raises(ValueError, match="--streamed"):
+        choose(whole, 141 * GIB)
+
+
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_the_module_for_cuda_shares_states_and_multiplies_as_asked(is_mixed):
+    sizes = paper_sizes("closed_book", is_mixed)
+    encoder = dataclasses.replace(sizes.encoder, n_blocks=1)
+    sizes = dataclasses.replace(sizes, encoder=encoder)
+    plan = Plan(n_subsets=15, n_seeds=1, n_rows=64)
+    module = cuda_module(sizes, plan)
+    n_positions = 64 * sum(WIDTHS["closed_book"])
+    # Once forwards and once backwards, for all fifteen members, and a microbatch's.
+    assert gathers_of_states(module, sizes) == {(n_positions, 4096): 2}
+    # The gradient of each span's entry, which XLA folds into its product.
+    assert moved_activations(module, sizes, 64) <= len(sizes.widths)
+    large = [p for p in module.products if p.n_flops > 1e9]
+    assert {p.result.dtype for p in large} == {"f32"}
+    assert {p.left.dtype for p in large} == {"bf16" if is_mixed else "f32"}
+    assert {p.right.dtype for p in large} == {"bf16" if is_mixed else "f32"}
+    # One of each family that is wider than its projection, and again backwards.
+    assert module.libraries["cusolver_potrf_ffi"] <= 2 * 3
+
+
+def test_products_of_the_module_are_those_that_our_count_knows():
+    sizes = paper_sizes("closed_book")
+    encoder = dataclasses.replace(sizes.encoder, n_blocks=1, input_noise=0.0)
+    sizes = dataclasses.replace(sizes, encoder=encoder)
+    plan = Plan(n_subsets=15, n_seeds=1, n_rows=64)
+    products = cuda_module(sizes, plan).products
+    found = sum(n * product.n_flops for product, n in products.items())
+    work = Workload(
+        encoder=encoder,
+        dims=sizes.dims,
+        spans=tuple((1, width) for width in sizes.widths),
+        batch_size=64,
+        n_steps=1,
+    )
+    # Side by side every member multiplies every family. Statistics of the groups are
+    # small products that the count leaves out.
+    assert found == pytest.approx(15 * step_flops(work, (14, 0)), rel=0.02)
+
+
+def test_functions_that_are_called_twice_count_twice():
+    text = """
+  func.func public @main(%arg0: tensor<2x3xf32>, %arg1: tensor<3x4xf32>) {
+    %0 = call @f(%arg0, %arg1) : (tensor<2x3xf32>, tensor<3x4xf32>) -> tensor<2x4xf32>
+    %1 = call @f(%arg0, %arg1) : (tensor<2x3xf32>, tensor<3x4xf32>) -> tensor<2x4xf32>
+  }
+  func.func private @f(%arg0: tensor<2x3xf32>, %arg1: tensor<3x4xf32>) {
+    %0 = stablehlo.transpose %arg0, dims = [1, 0] : (tensor<2x3xf32>) -> tensor<3x2xf32>
+    %1 = stablehlo.transpose %0, dims = [1, 0] : (tensor<3x2xf32>) -> tensor<2x3xf32>
+    %2 = stablehlo.dot_general %1, %arg1, contracting_dims = [1] x [0] : """
+    text += "(tensor<2x3xf32>, tensor<3x4xf32>) -> tensor<2x4xf32>\n  }\n"
+    found = read_module(text)
+    left, right, result = (Tensor(s, "f32") for s in ((2, 3), (3, 4), (2, 4)))
+    assert found.products == {Product(left, right, result, 3): 2}
+    assert next(iter(found.products)).n_flops == 2 * 2 * 4 * 3
+    # The second one is read by a product alone, which takes it in either order.
+    assert found.transposes == {Tensor((3, 2), "f32"): 2}
+
+
+@pytest.mark.parametrize(
+    "setting", ["closed_book", pytest.param("with_context", marks=pytest.mark.slow)]
+)
+def test_time_by_roofline_is_that_of_the_peak_that_binds(setting):
+    sizes, row = plan_of(setting, 80 * GIB)
+    module, device = cuda_module(sizes, row.plan), DEVICES["h100"]
+    found = operations(setting, sizes, module, device)
+    for one in found:
+        products, memory = one.n_flops / 494.7e12, one.n_bytes / 3.35e12
+        assert one.seconds == pytest.approx(max(products, memory))
+        assert one.is_memory_bound == (memory > products)
+    work = work_of(setting, sizes, row.plan, found, device)
+    assert work.own_flops < work.n_flops < work.xla_flops < 1.1 * work.n_flops
+    assert work.seconds > work.n_flops / 494.7e12

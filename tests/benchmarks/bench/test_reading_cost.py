@@ -1,0 +1,182 @@
+"""What reading costs, what the store adds, and the models of full size."""
+
+import dataclasses
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from beatrice.benchmarks.bench.commands import measure_fresh
+from beatrice.benchmarks.bench.extract import (
+    EXAMPLES_HEAD,
+    GPU_HEAD,
+    HEAD,
+    LOOP_HEAD,
+    BatchConfig,
+    Bench,
+    Loop,
+    LoopConfig,
+    ReadingCost,
+    Times,
+    alternate,
+    batch_configs,
+    extract,
+    flops_per_token,
+    full_model,
+    measure_gpu,
+    measure_loops,
+    measure_peak,
+    measure_with_examples,
+    peak_above,
+)
+from beatrice.benchmarks.bench.tiny_models import tiny_model
+from beatrice.extract.backbone.loading import Backbone, load_backbone
+from beatrice.extract.backbone.names import WEIGHTS
+from beatrice.extract.signals.extract import ExtractConfig
+from beatrice.extract.signals.reader import SignalReader
+
+TINY = BatchConfig(
+    n_tokens=24, n_examples=2, n_read=12, vocab_size=97, d_model=64, n_layers=2
+)
+SMALL = LoopConfig(
+    n_examples=30,
+    shortest=12,
+    longest=24,
+    n_answer=3,
+    extract=ExtractConfig(tokens_per_batch=96, rows_per_shard=64),
+)
+N_MIB = 192
+
+
+def test_runs_take_turns_after_one_unmeasured_round():
+    order = []
+    rounds = alternate([lambda: order.append("a"), lambda: order.append("b")], 3)
+    assert order == ["a", "b"] * 4
+    assert len(rounds) == 3 and all(len(times) == 2 for times in rounds)
+
+
+def peak_of_ones():
+    return peak_above(lambda: torch.ones(N_MIB * 2**18).sum(), "cpu")
+
+
+def test_the_peak_sees_what_a_run_held_and_gave_back():
+    # In a fresh process, as it is measured: other tests' models have left this one
+    # freed memory that it keeps, and what is held there again raises no peak.
+    found = measure_fresh("the memory of ones", peak_of_ones)
+    assert 0.95 * N_MIB < found < 1.1 * N_MIB
+
+
+def test_reading_and_bare_forward_are_of_the_same_batch():
+    bench = Bench(TINY)
+    assert bench.ids.shape == (2, 24)
+    for sequence, ids in zip(bench.sequences, bench.ids, strict=True):
+        assert sequence.ids.tolist() == ids.tolist()
+        assert sequence.spans.tolist() == [[8, 12], [12, 20], [20, 24]]
+    assert bench.time(2).ratio > 0
+
+
+def test_a_peak_is_measured_in_a_process_of_its_own():
+    wide = dataclasses.replace(TINY, vocab_size=50000, n_tokens=512)
+    # The bare forward holds all logits: 2 x 512 x 50000 floats.
+    assert measure_fresh("memory", measure_peak, wide, "bare") > 180
+
+
+def test_a_process_that_fails_says_why():
+    broken = dataclasses.replace(TINY, device="nowhere")
+    with pytest.raises(ValueError, match="memory has failed.*nowhere"):
+        measure_fresh("memory", measure_peak, broken, "read")
+
+
+def test_without_a_gpu_no_gpu_row_is_planned():
+    without = batch_configs(has_gpu=False)
+    assert {config.device for config in without} == {"cpu"}
+    with_gpu = batch_configs(has_gpu=True)
+    assert {(c.device, c.dtype) for c in with_gpu} == {
+        ("cpu", "float32"),
+        ("cuda", "bfloat16"),
+    }
+
+
+def test_a_row_shows_ratios_of_reading_to_bare():
+    times = Times(bare=2.0, read=2.2, ratio=1.1)
+    cost = ReadingCost(config=TINY, times=times, bare_mib=100.0, read_mib=50.0)
+    assert len(cost.cells()) == len(HEAD)
+    assert cost.cells()[-4:] == ["1.10", "100", "50", "0.50"]
+
+
+@pytest.fixture(scope="module")
+def backbone():
+    return Backbone.from_model(tiny_model("llama"), revision="tiny")
+
+
+def test_reading_and_extracting_are_of_the_same_batches(backbone):
+    seen = []
+
+    class Watched(SignalReader):
+        def start(self, sequences):
+            seen.append([id(item) for item in sequences])
+            return super().start(sequences)
+
+    loop = Loop(Watched.for_config(backbone, SMALL.extract), SMALL)
+    loop.read()
+    alone, seen[:] = list(seen), []
+    loop.extract()
+    assert seen == alone and len(seen) == len(loop.batches) > 1
+
+
+def test_a_row_gives_both_rates_of_all_tokens(backbone):
+    loop = Loop(SignalReader.for_config(backbone, SMALL.extract), SMALL)
+    row = loop.measure("tiny", 2)
+    assert row.n_tokens == loop.plan.spec.lengths.sum()
+    assert row.whole > 0 and row.loop > 0
+    assert len(row.cells()) == len(LOOP_HEAD)
+
+
+def test_a_small_and_a_large_model_are_measured_with_the_store():
+    small, large = measure_loops(1, is_small=True)
+    assert small.model == "embedded" and small.n_tokens < large.n_tokens
+    assert min(small.loop, small.whole, large.loop, large.whole) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "n_parameters", "gflop"),
+    [
+        ("Qwen3.5-9B", 8.954e9, 13.84 + 2.03),
+        ("Gemma 4 E4B", 7.463e9, 7.95 + 1.34),
+    ],
+)
+def test_the_full_models_have_the_parameters_of_the_released_ones(
+    name, n_parameters, gflop
+):
+    model = full_model(name, "meta")
+    counted = sum(p.numel() for p in model.parameters())
+    assert counted == pytest.approx(n_parameters, rel=1e-3)
+    assert flops_per_token(model) / 1e9 == pytest.approx(gflop, rel=0.01)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "gemma4"])
+def test_small_models_of_their_kind_are_measured(family):
+    cost = measure_gpu(
+        family,
+        tiny_model(family).to(torch.bfloat16),
+        1,
+        1e12,
+        n_examples=2,
+        n_tokens=24,
+        n_batches=2,
+    )
+    assert cost.flops > 0 and cost.times.ratio > 0 and cost.loop.share > 0
+    assert len(cost.cells()) == len(GPU_HEAD)
+    assert "aten::" in cost.profile
+
+
+def test_answering_and_reading_with_worked_examples_are_measured_on_the_same_tokens():
+    row = measure_with_examples(load_backbone(WEIGHTS), 1, n_questions=3)
+    assert min(row.bare, row.answer, row.extract) > 0
+    assert 0 < row.n_read <= row.n_tokens
+    assert len(row.cells()) == len(EXAMPLES_HEAD)
+
+
+def test_no_runs_are_refused():
+    found = CliRunner().invoke(extract, ["--pairs", "0"])
+    assert found.exit_code == 2 and "x>=1" in found.output

