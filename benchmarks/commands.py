@@ -99,10 +99,12 @@ def baselines(
     if run_dir is None:
         raise click.UsageError("missing argument 'RUN_DIR'; or give --list")
     if check is not None:
-        from beatrice.benchmarks.baselines.judge import BaselinesConfig, run_faults
+        from beatrice.benchmarks.baselines.judge import BaselinesConfig, run_violations
 
         with RunDir.open(run_dir) as run:
-            faults = run_faults(run, check, BaselinesConfig(nli=nli, encoder=encoder))
+            faults = run_violations(
+                run, check, BaselinesConfig(nli=nli, encoder=encoder)
+            )
         click.echo("\n".join(faults) or f"{check}: nothing wrong was found")
         if faults:
             raise click.exceptions.Exit(1)

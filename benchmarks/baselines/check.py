@@ -5,18 +5,18 @@ import math
 
 import numpy as np
 
-from beatrice.benchmarks.baselines.detector import Detector, Evidence
+from beatrice.benchmarks.baselines.detector import Baseline, DetectorInput
 from beatrice.jaxprobe.evaluation import Scored
 from beatrice.jaxprobe.metrics import auroc
 
 _SPREADS = 3  # of AUROC under chance, below which a score points the wrong way
 
 
-def faults_of(detector: Detector, evidence: Evidence) -> list[str]:
-    """Return what a detector does wrong on some evidence, a sentence each."""
-    rows = evidence.rows
+def violations(detector: Baseline, inputs: DetectorInput) -> list[str]:
+    """Return what a detector does wrong on some inputs, a sentence each."""
+    rows = inputs.rows
     n_rows = len(rows.ids)
-    scores = np.asarray(detector.score(evidence).scores)
+    scores = np.asarray(detector.score(inputs).scores)
     if (
         scores.ndim != 2
         or scores.shape[1] != n_rows
@@ -27,14 +27,14 @@ def faults_of(detector: Detector, evidence: Evidence) -> list[str]:
             f"[n_seeds, {n_rows}]"
         ]
     faults = []
-    again = np.asarray(detector.score(evidence).scores)
+    again = np.asarray(detector.score(inputs).scores)
     if not np.array_equal(scores, again, equal_nan=True):
-        faults.append("the same evidence gives other scores the second time")
+        faults.append("the same inputs gives other scores the second time")
     is_tested = np.isin(rows.splits, ("test", "ood"))
     turned = dataclasses.replace(
         rows, labels=np.where(is_tested, ~rows.labels, rows.labels)
     )
-    other = detector.score(dataclasses.replace(evidence, rows=turned)).scores
+    other = detector.score(dataclasses.replace(inputs, rows=turned)).scores
     if not np.array_equal(scores, other, equal_nan=True):
         faults.append("the labels of test questions change the scores: it reads them")
     if np.isinf(scores).any():
@@ -53,21 +53,21 @@ def faults_of(detector: Detector, evidence: Evidence) -> list[str]:
             f"AUROC on validation is {mean:.3f}: higher should be likelier correct; "
             "is the sign turned?"
         )
-    faults += _faults_of_readings(detector, evidence, scores)
-    return faults + _faults_of_samples(detector, evidence, scores)
+    faults += _faults_of_readings(detector, inputs, scores)
+    return faults + _faults_of_samples(detector, inputs, scores)
 
 
 def _faults_of_readings(
-    detector: Detector, evidence: Evidence, scores: np.ndarray
+    detector: Baseline, inputs: DetectorInput, scores: np.ndarray
 ) -> list[str]:
     """Return what happens to scores where every second test answer is not read."""
     if not detector.reads:
         return []
-    gone = np.flatnonzero(np.isin(evidence.rows.splits, ("test", "ood")))[::2]
-    readings = {name: values.copy() for name, values in evidence.readings.items()}
+    gone = np.flatnonzero(np.isin(inputs.rows.splits, ("test", "ood")))[::2]
+    readings = {name: values.copy() for name, values in inputs.readings.items()}
     for values in readings.values():
         values[gone] = np.nan
-    less = dataclasses.replace(evidence, readings=readings)
+    less = dataclasses.replace(inputs, readings=readings)
     found = np.asarray(detector.score(less).scores)
     faults = []
     if np.isfinite(found[:, gone]).any():
@@ -84,16 +84,16 @@ def _same(scores: np.ndarray, others: np.ndarray) -> bool:
 
 
 def _faults_of_samples(
-    detector: Detector, evidence: Evidence, scores: np.ndarray
+    detector: Baseline, inputs: DetectorInput, scores: np.ndarray
 ) -> list[str]:
     """Return what happens to scores where every second test question has no draws."""
     if "samples" not in detector.needs:
         return []
-    gone = np.flatnonzero(np.isin(evidence.rows.splits, ("test", "ood")))[::2]
-    drawn = list(evidence.samples)
+    gone = np.flatnonzero(np.isin(inputs.rows.splits, ("test", "ood")))[::2]
+    drawn = list(inputs.samples)
     for i in gone:
         drawn[i] = ()
-    less = dataclasses.replace(evidence, samples=drawn)
+    less = dataclasses.replace(inputs, samples=drawn)
     found = np.asarray(detector.score(less).scores)
     rest = np.delete(np.arange(scores.shape[1]), gone)
     if _same(scores[:, rest], found[:, rest]):

@@ -1,7 +1,7 @@
 """What a rival detector is, what it may read, what it gives back, and what it costs.
 
 A detector is a value: a name, what it needs, where it was published, and a function
-from `Evidence` to scores of every row of a setting.
+from `DetectorInput` to scores of every row of a setting.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 #   second_prompt  a question about the answer is put to the backbone
 #   swapped        the answer is read behind another question's passages
 #   encoder        a text encoder, which is fine-tuned
-Need = Literal["samples", "entailment", "second_prompt", "swapped", "encoder"]
+Requirement = Literal["samples", "entailment", "second_prompt", "swapped", "encoder"]
 # P(entailment), P(neutral), P(contradiction) of pairs of texts, `[n_pairs, 3]`.
 Relations = Callable[[Sequence[tuple[str, str]]], np.ndarray]
 # Built from the same encoders as the selected set: no rivals of it.
@@ -54,7 +54,7 @@ _KINDS = ("champion", "encoder", "probe", "layer", "labels")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Evidence:
+class DetectorInput:
     """What a detector may read of one setting.
 
     Attributes:
@@ -92,8 +92,8 @@ class Evidence:
         answers: Iterable[Answer] = (),
         samples: Iterable[Sample] = (),
         **fields: Any,
-    ) -> "Evidence":
-        """Return the evidence of rows, whose answers and draws come in any order.
+    ) -> "DetectorInput":
+        """Return the inputs of rows, whose answers and draws come in any order.
 
         Raises:
           ValueError: answers are given, and a row has none.
@@ -143,7 +143,7 @@ class Evidence:
         return texts_of(self.rows, self.examples, self.answers, self.template)
 
 
-class Found(NamedTuple):
+class DetectorOutput(NamedTuple):
     """What a detector says.
 
     Attributes:
@@ -157,7 +157,7 @@ class Found(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Detector:
+class Baseline:
     """A detector, published or plain.
 
     Attributes:
@@ -176,19 +176,21 @@ class Detector:
     name: str
     title: str
     source: str
-    score: Callable[[Evidence], Found]
-    needs: frozenset[Need] = frozenset()
+    score: Callable[[DetectorInput], DetectorOutput]
+    needs: frozenset[Requirement] = frozenset()
     reads: tuple[str, ...] = ()
     is_trained: bool = False
     variant: str = ""
     settings: tuple[Setting, ...] = SETTINGS
 
 
-class Judged(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class DetectorCost(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
     """What a detector is, and what it costs a question.
 
     Attributes:
-      needs: beyond the pass that gave the answer, see `Need`.
+      needs: beyond the pass that gave the answer, see `Requirement`.
       seconds: of scoring, its share of the readings, and of drawing its samples;
         fitting included, which is paid once, over all answers of the setting. None
         where its samples were drawn before drawing was timed.
@@ -233,7 +235,7 @@ _ORDER = "entropy selfcheck probes sep gnosis llm_check context text_models".spl
 
 
 @functools.cache
-def catalogue() -> dict[str, Detector]:
+def catalogue() -> dict[str, Baseline]:
     """Return the detectors by name; loads JAX and scikit-learn, and not Torch."""
     folder = Path(__file__).parent / "detectors"
     places = {name: place for place, name in enumerate(_ORDER)}
@@ -250,7 +252,7 @@ def is_plug(spec: str) -> bool:
     return spec not in catalogue()
 
 
-def find_detector(spec: str) -> Detector:
+def find_detector(spec: str) -> Baseline:
     """Return the detector of a name in the catalogue, of `module:NAME`, or of a plug.
 
     Args:
@@ -271,9 +273,9 @@ def find_detector(spec: str) -> Detector:
             ) from None
     else:
         detector = load_plug(spec, GROUP)
-    if not isinstance(detector, Detector):
+    if not isinstance(detector, Baseline):
         raise ValueError(
-            f"{spec} is {type(detector).__name__}, expected a Detector "
+            f"{spec} is {type(detector).__name__}, expected a Baseline "
             "(benchmarks/baselines/detector.py)"
         )
     is_known = known.get(detector.name) is detector
@@ -285,7 +287,7 @@ def find_detector(spec: str) -> Detector:
     return detector
 
 
-def code_of(detector: Detector) -> str:
+def code_of(detector: Baseline) -> str:
     """Return the SHA-256 of the file that a detector's function is written in.
 
     Scores of a detector in the catalogue stay until its `variant` says otherwise;
@@ -300,7 +302,7 @@ def code_of(detector: Detector) -> str:
         return sha256_file(Path(inspect.getfile(type(score))))
 
 
-def listed(detectors: Iterable[Detector]) -> str:
+def listed(detectors: Iterable[Baseline]) -> str:
     """Return a line for each detector: name, title, what it needs, where it is from."""
     cells = [(one.name, one.title, _needs(one), one.source) for one in detectors]
     widths = [2 + max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -308,7 +310,7 @@ def listed(detectors: Iterable[Detector]) -> str:
     return "\n".join("".join(own).rstrip() for own in pad)
 
 
-def _needs(detector: Detector) -> str:
+def _needs(detector: Baseline) -> str:
     found: Sequence[str] = [*sorted(detector.needs)]
     return (
         ", ".join([*found, *(["a pass"] if detector.reads else [])]) or "nothing more"

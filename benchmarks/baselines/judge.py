@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from beatrice.benchmarks.baselines.check import faults_of
+from beatrice.benchmarks.baselines.check import violations
 from beatrice.benchmarks.baselines.detector import (
-    Detector,
-    Evidence,
-    Found,
-    Judged,
-    Need,
+    Baseline,
+    DetectorCost,
+    DetectorInput,
+    DetectorOutput,
     Relations,
+    Requirement,
     catalogue,
     code_of,
     find_detector,
@@ -31,7 +31,7 @@ from beatrice.benchmarks.baselines.detector import (
 )
 from beatrice.benchmarks.baselines.readings import (
     NOTHING_READ,
-    Kept,
+    CachedReadings,
     Reading,
     cached_readings,
     parts_of,
@@ -95,7 +95,7 @@ class Scores(NamedTuple):
       reason: why there is no score, or empty.
     """
 
-    found: Found
+    found: DetectorOutput
     seconds: float
     peak_bytes: int = 0
     reason: str = ""
@@ -125,7 +125,7 @@ class ScoreCache:
     setting: str
     identities: Mapping[str, str]
 
-    def _cache(self, detector: Detector) -> Cache:
+    def _cache(self, detector: Baseline) -> Cache:
         needs = sorted(detector.needs & set(self.identities))
         readings = reading_keys(self.setting, self.identities, detector.reads)
         code = [code_of(detector)] if is_plug(detector.name) else []
@@ -139,7 +139,7 @@ class ScoreCache:
         extra = [self.identities[need] for need in needs]
         return Cache(self.folder, " ".join((*key, *extra, *readings.values())))
 
-    def load(self, detector: Detector) -> Scores | None:
+    def load(self, detector: Baseline) -> Scores | None:
         """Return what a detector said before, if of the same things."""
         held = self._cache(detector).load(_file(detector))
         if held is None:
@@ -148,9 +148,9 @@ class ScoreCache:
         chosen = tuple(msgspec.json.decode(line, type=ResultRow) for line in lines)
         reason = held["reason"].tobytes().decode()
         cost = held["seconds"].item(), held["peak_bytes"].item()
-        return Scores(Found(held["scores"], chosen), *cost, reason)
+        return Scores(DetectorOutput(held["scores"], chosen), *cost, reason)
 
-    def save(self, detector: Detector, scores: Scores) -> None:
+    def save(self, detector: Baseline, scores: Scores) -> None:
         """Write what a detector said and what that took, under one checksum."""
         arrays = {
             "scores": scores.found.scores,
@@ -162,7 +162,7 @@ class ScoreCache:
         self._cache(detector).save(_file(detector), arrays)
 
 
-def _file(detector: Detector) -> str:
+def _file(detector: Baseline) -> str:
     return detector.name.replace(":", "-")
 
 
@@ -170,7 +170,7 @@ def _as_bytes(text: str) -> np.ndarray:
     return np.frombuffer(text.encode(), np.uint8)
 
 
-class Metered:
+class MeteredRelations:
     """An NLI model whose time is charged to all that ask for a pair.
 
     It reads a pair once; the detector that asks first would pay for all others.
@@ -194,46 +194,51 @@ class Metered:
         return relations
 
 
-def score(detector: Detector, evidence: Evidence, read: Kept = NOTHING_READ) -> Scores:
+def score(
+    detector: Baseline, inputs: DetectorInput, read: CachedReadings = NOTHING_READ
+) -> Scores:
     """Return a detector's scores, and why there are none where it refuses.
 
     Args:
       detector: whose.
-      evidence: with the readings that it wants.
+      inputs: with the readings that it wants.
       read: what these readings cost.
     """
-    relations = evidence.relations
-    owed = relations.owed if isinstance(relations, Metered) else 0.0
+    relations = inputs.relations
+    owed = relations.owed if isinstance(relations, MeteredRelations) else 0.0
     begin_peak()
     began, reason, names = time.monotonic(), "", set(detector.reads)
     try:
-        found = detector.score(evidence)
+        found = detector.score(inputs)
     except ValueError as error:  # such as a split of one class
         reason = str(error)
-        found = Found(np.full((1, len(evidence.rows.ids)), np.nan))
-    found = Found(np.asarray(found.scores, np.float64), tuple(found.chosen))
+        found = DetectorOutput(np.full((1, len(inputs.rows.ids)), np.nan))
+    found = DetectorOutput(np.asarray(found.scores, np.float64), tuple(found.chosen))
     seconds = time.monotonic() - began
     seconds += sum(read.seconds.get(name, 0.0) for name in names)
-    if isinstance(relations, Metered):
+    if isinstance(relations, MeteredRelations):
         seconds += relations.owed - owed
     peaks = (peak_bytes(), *(read.peak_bytes.get(name, 0) for name in names))
     return Scores(found, seconds, max(peaks), reason)
 
 
 def cost_of(
-    detector: Detector, evidence: Evidence, scores: Scores, draw_seconds: float | None
-) -> Judged:
+    detector: Baseline,
+    inputs: DetectorInput,
+    scores: Scores,
+    draw_seconds: float | None,
+) -> DetectorCost:
     """Return what a detector is and cost.
 
     Args:
       detector: which.
-      evidence: of the setting.
+      inputs: of the setting.
       scores: what it said.
       draw_seconds: of a drawn answer; None where that was not timed.
     """
-    n_rows, reads = len(evidence.rows.ids), set(detector.reads)
+    n_rows, reads = len(inputs.rows.ids), set(detector.reads)
     drawn = (
-        [row for row in evidence.samples if row] if "samples" in detector.needs else []
+        [row for row in inputs.samples if row] if "samples" in detector.needs else []
     )
     n_samples = max(map(len, drawn), default=0)
     n_new = [sum(len(s.token_ids or ()) for s in row) for row in drawn]
@@ -242,10 +247,10 @@ def cost_of(
     # Everything of the answer behind its own prompt is read in one pass.
     is_read = bool(reads - {"p_true", "sample_states"})
     n_others = ("p_true" in reads) + ("lumina_mmd" in reads)
-    return Judged(
+    return DetectorCost(
         name=detector.name,
         title=detector.title,
-        setting=evidence.rows.setting,
+        setting=inputs.rows.setting,
         source=detector.source,
         variant=detector.variant,
         needs=tuple(sorted(detector.needs)),
@@ -262,7 +267,7 @@ def cost_of(
 def judge(
     signals: FeatureStore,
     labels: Rows | Iterable[Label] | Sequence[bool] | np.ndarray,
-    detectors: Iterable[Detector],
+    detectors: Iterable[Baseline],
     *,
     splits: Sequence[str] | None = None,
     layer: int | None = None,
@@ -304,7 +309,7 @@ def judge(
     rows = _rows_of_labels(signals, labels, questions, splits)
     kept = signals.spec.hidden_layers
     middle = kept[len(kept) // 2] if kept else 0
-    evidence = Evidence.of(
+    inputs = DetectorInput.of(
         signals,
         rows,
         layer=middle if layer is None else layer,
@@ -317,7 +322,7 @@ def judge(
     )
     scores: dict[str, Scores] = {}
     for detector in detectors:
-        scores[detector.name] = score(detector, evidence)
+        scores[detector.name] = score(detector, inputs)
         on_score(detector.name)
     scored = [own.scored(name) for name, own in scores.items()]
     chosen = [row for own in scores.values() for row in own.found.chosen]
@@ -384,7 +389,7 @@ class BaselinesConfig:
     encoder: str | None = None
 
     @property
-    def models(self) -> dict[Need, str | None]:
+    def models(self) -> dict[Requirement, str | None]:
         """Directories of models by what they are needed for, None where not given."""
         return {"entailment": self.nli, "encoder": self.encoder}
 
@@ -397,7 +402,7 @@ BASELINES_PRESETS: dict[Preset, BaselinesConfig] = {
 }
 
 
-def unmet(detector: Detector, run: RunDir, config: BaselinesConfig) -> str | None:
+def unmet(detector: Baseline, run: RunDir, config: BaselinesConfig) -> str | None:
     """Say what a detector lacks in a run, or None."""
     if "samples" in detector.needs and not samples_file(run).exists():
         return f"needs drawn answers: `beatrice sample {run.path}`"
@@ -408,7 +413,7 @@ def unmet(detector: Detector, run: RunDir, config: BaselinesConfig) -> str | Non
     return None
 
 
-def chosen_detectors(config: BaselinesConfig) -> list[Detector]:
+def chosen_detectors(config: BaselinesConfig) -> list[Baseline]:
     """Return the detectors asked for, in the catalogue's order, somebody's own last.
 
     Raises:
@@ -424,7 +429,7 @@ def chosen_detectors(config: BaselinesConfig) -> list[Detector]:
     return _distinct([*(x for name, x in known.items() if name in names), *own])
 
 
-def _distinct(detectors: Sequence[Detector]) -> list[Detector]:
+def _distinct(detectors: Sequence[Baseline]) -> list[Baseline]:
     by_name = {detector.name: detector for detector in detectors}
     for detector in detectors:
         if by_name[detector.name] is not detector:
@@ -441,7 +446,7 @@ def _plugs_file(run: RunDir) -> Path:
 
 def _known_detectors(
     run: RunDir, config: BaselinesConfig, progress: Progress
-) -> list[Detector]:
+) -> list[Baseline]:
     """Return the catalogue and somebody's own, now asked for or by an earlier start."""
     path = _plugs_file(run)
     before = read_json(path, list[str], "delete it") if path.exists() else []
@@ -459,14 +464,14 @@ def _known_detectors(
     return _distinct(known)
 
 
-def run_evidence(
+def run_inputs(
     run: RunDir,
     setting: Setting,
     config: BaselinesConfig | None = None,
     relations: Relations | None = None,
     *,
     layer: int | None = None,
-) -> Evidence:
+) -> DetectorInput:
     """Return what detectors may read of a setting of a run, without readings.
 
     Args:
@@ -479,7 +484,7 @@ def run_evidence(
     store, rows = open_rows(run, setting)
     drawn = samples_file(run)
     encoder = config and config.encoder
-    return Evidence.of(
+    return DetectorInput.of(
         store,
         rows,
         layer=chosen_layer(run) if layer is None else layer,
@@ -492,7 +497,9 @@ def run_evidence(
     )
 
 
-def run_identities(run: RunDir, given: Mapping[Need, str | None]) -> dict[str, str]:
+def run_identities(
+    run: RunDir, given: Mapping[Requirement, str | None]
+) -> dict[str, str]:
     """Return the identities of what detectors read, see `ScoreCache.identities`."""
     common = [*row_files(run), run.answers, run.sweep]
     texts = [answers_file(run), *question_files(run)]
@@ -503,7 +510,9 @@ def run_identities(run: RunDir, given: Mapping[Need, str | None]) -> dict[str, s
     }
 
 
-def models_beside(path: Path, given: Mapping[Need, str | None]) -> dict[str, str]:
+def models_beside(
+    path: Path, given: Mapping[Requirement, str | None]
+) -> dict[str, str]:
     """Return by need the identity of the model that is asked beside the backbone.
 
     Where none is given now that is the last one that was, so that what it said stays.
@@ -522,18 +531,18 @@ def models_file(run: RunDir) -> Path:
     return run.path / "baselines" / "models.json"
 
 
-def judged_file(run: RunDir) -> Path:
+def costs_file(run: RunDir) -> Path:
     """Return where what the detectors are and cost is written, for the report."""
     return run.path / "baselines" / "detectors.json"
 
 
-def read_judged(path: Path) -> list[Judged]:
+def read_costs(path: Path) -> list[DetectorCost]:
     """Return what the rivals of a run are and cost.
 
     Raises:
       ValueError: it is missing, or not as it was written.
     """
-    return read_json(path, list[Judged], "run `beatrice baselines` again")
+    return read_json(path, list[DetectorCost], "run `beatrice baselines` again")
 
 
 def _open_backbone(run: RunDir) -> "Backbone":
@@ -547,21 +556,21 @@ def _open_backbone(run: RunDir) -> "Backbone":
 
 def _read(
     run: RunDir,
-    evidence: Evidence,
-    detectors: Sequence[Detector],
+    inputs: DetectorInput,
+    detectors: Sequence[Baseline],
     identities: Mapping[str, str],
     tick: Callable[[], None] = lambda: None,
-) -> Kept:
+) -> CachedReadings:
     """Read what some detectors want of a setting."""
-    wanted = rows_read(evidence.rows, detectors)
+    wanted = rows_read(inputs.rows, detectors)
     if not wanted:
         return NOTHING_READ
-    setting = evidence.rows.setting
+    setting = inputs.rows.setting
     folder = run.path / "readings" / setting
     keys = reading_keys(setting, identities, wanted)
     caches = {name: Cache(folder / name, key) for name, key in keys.items()}
-    reading = Reading(evidence, partial(_open_backbone, run))
-    return cached_readings(reading, wanted, len(evidence.rows.ids), caches, tick)
+    reading = Reading(inputs, partial(_open_backbone, run))
+    return cached_readings(reading, wanted, len(inputs.rows.ids), caches, tick)
 
 
 def _draw_seconds(run: RunDir, setting: Setting) -> float | None:
@@ -575,44 +584,44 @@ def _draw_seconds(run: RunDir, setting: Setting) -> float | None:
 
 def _scores(
     run: RunDir,
-    evidence: Evidence,
-    known: Sequence[Detector],
+    inputs: DetectorInput,
+    known: Sequence[Baseline],
     names: Sequence[str],
     identities: Mapping[str, str],
     update: Update,
-) -> dict[Detector, Scores]:
+) -> dict[Baseline, Scores]:
     """Return scores by detector, those of earlier starts among them."""
-    setting = evidence.rows.setting
+    setting = inputs.rows.setting
     cache = ScoreCache(
         folder=run.path / "baselines" / setting, setting=setting, identities=identities
     )
     held = {x: cache.load(x) for x in known if setting in x.settings}
     new = [x for x, scores in held.items() if x.name in names and scores is None]
-    n_parts = len(parts_of(len(evidence.rows.ids))) * any(x.reads for x in new)
+    n_parts = len(parts_of(len(inputs.rows.ids))) * any(x.reads for x in new)
     ticks, total = itertools.count(1), len(new) + n_parts
 
     def tick() -> None:
         update(next(ticks), total)
 
-    read = _read(run, evidence, new, identities, tick)
-    evidence = dataclasses.replace(evidence, readings=read.values)
+    read = _read(run, inputs, new, identities, tick)
+    inputs = dataclasses.replace(inputs, readings=read.values)
     for detector in new:
-        held[detector] = scores = score(detector, evidence, read)
+        held[detector] = scores = score(detector, inputs, read)
         cache.save(detector, scores)
         tick()
     return {detector: scores for detector, scores in held.items() if scores is not None}
 
 
 def _rows(
-    run: RunDir, evidence: Evidence, scores: Mapping[Detector, Scores]
+    run: RunDir, inputs: DetectorInput, scores: Mapping[Baseline, Scores]
 ) -> list[ResultRow]:
     """Return the rows of detectors on a setting, and of the selected set's lead."""
-    heads, _ = run_selection(run, evidence.rows.setting)
+    heads, _ = run_selection(run, inputs.rows.setting)
     ours = Scored(name=OURS, scores=heads[OURS]["scores"])
     rivals = [own.scored(detector.name) for detector, own in scores.items()]
     pairs = {"paired": [(OURS, one.name) for one in rivals if is_rival(one.name)]}
     intervals = run_bootstrap(run)
-    made = detection_rows([ours, *rivals], evidence.rows, intervals, pairs=pairs)
+    made = detection_rows([ours, *rivals], inputs.rows, intervals, pairs=pairs)
     chosen = [row for own in scores.values() for row in own.found.chosen]
     # The selected set's own rows are those of `evaluate`.
     new = [r for r in made if r.experiment != "detection" or r.detector != OURS]
@@ -635,25 +644,25 @@ def _baselines(
     ):
         from beatrice.benchmarks.baselines.entailment import load_entailment
 
-        relations = Metered(load_entailment(Path(config.nli), progress=update))
+        relations = MeteredRelations(load_entailment(Path(config.nli), progress=update))
     if models := models_beside(models_file(run), config.models):
         write_json_atomic(models_file(run), models)
     identities = run_identities(run, config.models)
     made, judged = [], []
     for setting in settings_of(run):
-        evidence = run_evidence(run, setting, config, relations)
-        scores = _scores(run, evidence, known, names, identities, update)
+        inputs = run_inputs(run, setting, config, relations)
+        scores = _scores(run, inputs, known, names, identities, update)
         for detector, own in scores.items():
             if own.reason:
                 progress.note(f"baselines: {setting}: {detector.name}: {own.reason}")
-        made += _rows(run, evidence, scores)
+        made += _rows(run, inputs, scores)
         per_draw = _draw_seconds(run, setting)
-        judged += [cost_of(x, evidence, own, per_draw) for x, own in scores.items()]
-    write_json_atomic(judged_file(run), msgspec.to_builtins(judged))
+        judged += [cost_of(x, inputs, own, per_draw) for x, own in scores.items()]
+    write_json_atomic(costs_file(run), msgspec.to_builtins(judged))
     publish(run, "baselines", made, progress)
 
 
-def run_faults(run: RunDir, spec: str, config: BaselinesConfig) -> list[str]:
+def run_violations(run: RunDir, spec: str, config: BaselinesConfig) -> list[str]:
     """Return what a detector does wrong on a run's answers, a sentence each.
 
     Args:
@@ -676,10 +685,10 @@ def run_faults(run: RunDir, spec: str, config: BaselinesConfig) -> list[str]:
     faults = []
     for setting in settings_of(run):
         if setting in detector.settings:
-            evidence = run_evidence(run, setting, config, relations)
-            read = _read(run, evidence, [detector], identities)
-            evidence = dataclasses.replace(evidence, readings=read.values)
-            faults += [f"{setting}: {x}" for x in faults_of(detector, evidence)]
+            inputs = run_inputs(run, setting, config, relations)
+            read = _read(run, inputs, [detector], identities)
+            inputs = dataclasses.replace(inputs, readings=read.values)
+            faults += [f"{setting}: {x}" for x in violations(detector, inputs)]
     return faults
 
 
@@ -692,7 +701,7 @@ BASELINES = Stage(
         run.selection,
         *([run.samples] if run.samples.exists() else []),
     ],
-    outputs=lambda run: [rows_file(run, "baselines"), judged_file(run)],
+    outputs=lambda run: [rows_file(run, "baselines"), costs_file(run)],
     work=_baselines,
     presets=BASELINES_PRESETS,
 )

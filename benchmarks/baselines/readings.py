@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from beatrice.benchmarks.baselines.detector import Detector, Evidence
+from beatrice.benchmarks.baselines.detector import Baseline, DetectorInput
 from beatrice.extract.run.memory import begin_peak, peak_bytes
 from beatrice.jaxprobe.checkpoint import Cache
 from beatrice.jaxprobe.features.rows import Rows
@@ -26,7 +26,7 @@ _Arrays = dict[str, np.ndarray]
 Wanted = Mapping[str, np.ndarray]  # by name of a reading, `[n]` places of rows
 
 
-class Kept(NamedTuple):
+class CachedReadings(NamedTuple):
     """Readings of all rows, and what they cost.
 
     Attributes:
@@ -42,7 +42,7 @@ class Kept(NamedTuple):
     peak_bytes: dict[str, int]
 
 
-NOTHING_READ = Kept({}, {}, {})
+NOTHING_READ = CachedReadings({}, {}, {})
 
 
 def reading_keys(
@@ -70,10 +70,10 @@ class Reading:
     """Reads answers; the model is loaded when the first one is read."""
 
     def __init__(
-        self, evidence: Evidence, open_backbone: "Callable[[], Backbone]"
+        self, inputs: DetectorInput, open_backbone: "Callable[[], Backbone]"
     ) -> None:
         """Say whose answers are read, and by which model."""
-        self._evidence = evidence
+        self._evidence = inputs
         self._open_backbone = open_backbone
 
     @cached_property
@@ -114,23 +114,23 @@ class Reading:
     def _swapped(self, i: int) -> tuple[int, ...] | None:
         from beatrice.extract.readings.prompts import swapped_prompt
 
-        evidence = self._evidence
-        if evidence.template is None:
+        inputs = self._evidence
+        if inputs.template is None:
             raise ValueError("how passages were shown is not known: give a template")
         return swapped_prompt(
             self._backbone,
-            evidence.template,
-            evidence.examples[i],
-            evidence.answers[i],
-            evidence.questions,
+            inputs.template,
+            inputs.examples[i],
+            inputs.answers[i],
+            inputs.questions,
         )
 
     def _truth_prompt(self, i: int) -> tuple[int, ...] | None:
         from beatrice.extract.readings.prompts import truth_prompt
 
-        evidence = self._evidence
-        ideas = [sample.text for sample in evidence.samples[i]]
-        question, answer = evidence.examples[i].question, evidence.answers[i].text
+        inputs = self._evidence
+        ideas = [sample.text for sample in inputs.samples[i]]
+        question, answer = inputs.examples[i].question, inputs.answers[i].text
         return truth_prompt(self._backbone, question, answer, ideas)
 
 
@@ -143,7 +143,7 @@ def _stack(values: Sequence[np.ndarray]) -> np.ndarray:
     return found
 
 
-def rows_read(rows: Rows, detectors: Iterable[Detector]) -> Wanted:
+def rows_read(rows: Rows, detectors: Iterable[Baseline]) -> Wanted:
     """Return by name the rows whose reading some detector asks for, `[n]` places.
 
     Training answers are read for those that learn from them alone.
@@ -161,7 +161,7 @@ def cached_readings(
     n_rows: int,
     caches: Mapping[str, Cache],
     tick: Callable[[], None] = lambda: None,
-) -> Kept:
+) -> CachedReadings:
     """Return readings of rows, read now or by an earlier, interrupted start.
 
     Args:
@@ -189,7 +189,7 @@ def cached_readings(
     for name, own in every.items():
         seconds[name] *= n_rows / max(1, len(own))
     values = {name: _laid_out(own, n_rows) for name, own in every.items()}
-    return Kept(values, seconds, peaks)
+    return CachedReadings(values, seconds, peaks)
 
 
 def read_before(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from beatrice.benchmarks.baselines.detector import Judged
+from beatrice.benchmarks.baselines.detector import DetectorCost
 from beatrice.benchmarks.results.names import SETTING_LABELS
 from beatrice.benchmarks.results.tables import number
 from beatrice.extract.records import IN_DOMAIN
@@ -29,14 +29,14 @@ NEEDS = {
 }
 
 
-def titles_of(judged: Iterable[Judged]) -> dict[str, str]:
+def titles_of(judged: Iterable[DetectorCost]) -> dict[str, str]:
     """Return the printed names of detectors by those in the rows."""
     return {one.name: one.title for one in judged}
 
 
 def measured(
-    judged: Sequence[Judged], rows: Sequence[ResultRow]
-) -> list[tuple[Judged, float | None]]:
+    judged: Sequence[DetectorCost], rows: Sequence[ResultRow]
+) -> list[tuple[DetectorCost, float | None]]:
     """Return each detector with its AUROC on the pooled in-domain test questions.
 
     The better ones of a setting come first; those without an AUROC (None) last.
@@ -44,7 +44,7 @@ def measured(
     table = ResultTable(rows)
     where = {"experiment": "detection", "dataset": IN_DOMAIN, "split": "test"}
 
-    def auroc(one: Judged) -> float | None:
+    def auroc(one: DetectorCost) -> float | None:
         own = {"detector": one.name, "setting": one.setting, "seed": "mean"}
         row = table.find(metric="auroc", **where, **own)
         return row and row.value
@@ -53,12 +53,12 @@ def measured(
     return sorted(found, key=lambda pair: 1.0 if pair[1] is None else -pair[1])
 
 
-def _needs(one: Judged) -> str:
+def _needs(one: DetectorCost) -> str:
     needs = [*one.needs, *(["labels"] if one.is_trained else [])]
     return ", ".join(NEEDS.get(need, need) for need in needs) or "nothing"
 
 
-def _cells(one: Judged, auroc: float | None) -> tuple[str, ...]:
+def _cells(one: DetectorCost, auroc: float | None) -> tuple[str, ...]:
     """Spell a detector, a text for each of `HEADS`."""
     return (
         one.title,
@@ -73,7 +73,7 @@ def _cells(one: Judged, auroc: float | None) -> tuple[str, ...]:
 
 
 def cost_tables(
-    judged: Sequence[Judged], rows: Sequence[ResultRow]
+    judged: Sequence[DetectorCost], rows: Sequence[ResultRow]
 ) -> Mapping[str, list[tuple[str, ...]]]:
     """Return the cells of every detector, by setting in words."""
     found: dict[str, list[tuple[str, ...]]] = {}
@@ -82,7 +82,7 @@ def cost_tables(
     return dict(sorted(found.items()))
 
 
-def as_markdown(judged: Sequence[Judged], rows: Sequence[ResultRow]) -> str:
+def as_markdown(judged: Sequence[DetectorCost], rows: Sequence[ResultRow]) -> str:
     """Spell the tables as Markdown; empty where no rival was judged."""
     parts = []
     for heading, lines in cost_tables(judged, rows).items():

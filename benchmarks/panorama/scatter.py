@@ -5,7 +5,7 @@ from typing import Literal
 
 from matplotlib.figure import Figure
 
-from beatrice.benchmarks.baselines.detector import Judged
+from beatrice.benchmarks.baselines.detector import DetectorCost
 from beatrice.benchmarks.panorama.costs import measured
 from beatrice.benchmarks.results.figures import MUTED, SOFT, STRONG, styled
 from beatrice.benchmarks.results.names import SETTING_LABELS
@@ -22,7 +22,7 @@ MARKERS: dict[Kind, tuple[str, str]] = {
 _N_NAMED = 5
 
 
-def kind_of(one: Judged) -> Kind:
+def kind_of(one: DetectorCost) -> Kind:
     """Return how a detector is drawn; one that samples and is trained samples."""
     if "samples" in one.needs:
         return "sampled"
@@ -76,7 +76,7 @@ def cost_figure(
     return figure
 
 
-_COSTS: tuple[tuple[str, str, bool, Callable[[Judged], float | None]], ...] = (
+_COSTS: tuple[tuple[str, str, bool, Callable[[DetectorCost], float | None]], ...] = (
     ("seconds", "seconds a question", True, lambda one: one.seconds),
     ("forwards", "forwards more", False, lambda one: one.n_forwards),
     ("tokens", "tokens generated more", False, lambda one: one.n_new_tokens),
@@ -91,7 +91,9 @@ _TIMED = (
 )
 
 
-def cost_pictures(judged: Sequence[Judged], rows: Sequence[ResultRow]) -> list[Picture]:
+def cost_pictures(
+    judged: Sequence[DetectorCost], rows: Sequence[ResultRow]
+) -> list[Picture]:
     """Return AUROC against seconds, forwards and tokens, setting by setting.
 
     A cost that is the same for all detectors of a setting has no figure.

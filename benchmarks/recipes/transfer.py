@@ -12,8 +12,8 @@ import jax
 import msgspec
 import numpy as np
 
-from beatrice.benchmarks.baselines.detector import Evidence
-from beatrice.benchmarks.baselines.judge import run_evidence
+from beatrice.benchmarks.baselines.detector import DetectorInput
+from beatrice.benchmarks.baselines.judge import run_inputs
 from beatrice.benchmarks.baselines.plain import (
     length_features,
     perplexity_scores,
@@ -206,9 +206,9 @@ class Scenario:
         closed-book itself.
     """
 
-    own: Evidence
-    new: Evidence
-    closed_book: Evidence | None = None
+    own: DetectorInput
+    new: DetectorInput
+    closed_book: DetectorInput | None = None
 
     @property
     def setting(self) -> Setting:
@@ -492,10 +492,10 @@ def write_questions(
 
 def run_scene(run: RunDir, inner: RunDir, setting: Setting) -> Scenario:
     """Return a run's own answers in a setting, and those of an inner run."""
-    evidence = partial(run_evidence, inner, layer=chosen_layer(run))
+    evidence = partial(run_inputs, inner, layer=chosen_layer(run))
     closed_book = None if setting == "closed_book" else evidence("closed_book")
     return Scenario(
-        own=run_evidence(run, setting),
+        own=run_inputs(run, setting),
         new=evidence(setting),
         closed_book=closed_book,
     )

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from beatrice.benchmarks.baselines.detector import Evidence
-from beatrice.benchmarks.baselines.judge import run_evidence
+from beatrice.benchmarks.baselines.detector import DetectorInput
+from beatrice.benchmarks.baselines.judge import run_inputs
 from beatrice.benchmarks.baselines.plain import (
     layer_scores,
     length_features,
@@ -71,7 +71,7 @@ PAIRS = {
 
 
 def detectors_of(
-    evidence: Evidence,
+    evidence: DetectorInput,
     encoders: Mapping[str, Any],
     heads: Mapping[str, np.ndarray],
     n_seeds: int,
@@ -265,7 +265,7 @@ def run_heads(run: RunDir, setting: Setting) -> dict[str, np.ndarray]:
 
 
 def run_detectors(
-    run: RunDir, evidence: Evidence
+    run: RunDir, evidence: DetectorInput
 ) -> tuple[list[Scored], list[ResultRow]]:
     """Return `detectors_of` a setting of a run."""
     setting = evidence.rows.setting
@@ -306,7 +306,7 @@ def _evaluate(run: RunDir, config: None, update: Update, progress: Progress) -> 
     made, curves, shown = [], {}, []
     settings = settings_of(run)
     for n_done, setting in enumerate(settings, start=1):
-        evidence = run_evidence(run, setting)
+        evidence = run_inputs(run, setting)
         rows = evidence.rows
         detectors, chosen = run_detectors(run, evidence)
         made += chosen

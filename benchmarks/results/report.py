@@ -8,7 +8,7 @@ from typing import Any
 import jinja2
 
 from beatrice.benchmarks.anatomy.parts import anatomy_parts
-from beatrice.benchmarks.baselines.detector import Judged
+from beatrice.benchmarks.baselines.detector import DetectorCost
 from beatrice.benchmarks.panorama.costs import HEADS as COST_HEADS
 from beatrice.benchmarks.panorama.costs import cost_tables, titles_of
 from beatrice.benchmarks.panorama.layout import panoramas
@@ -117,7 +117,7 @@ class ReportData:
         default_factory=dict
     )
     studies: Sequence[Mapping[str, Any]] = ()
-    judged: Sequence[Judged] = ()
+    judged: Sequence[DetectorCost] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

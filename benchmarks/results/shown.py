@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from beatrice.benchmarks.baselines.detector import Evidence
+from beatrice.benchmarks.baselines.detector import DetectorInput
 from beatrice.benchmarks.results.saved import N_SHOWN
 from beatrice.extract.records import Answer, Example
 from beatrice.extract.store.store import Ragged, read_family
@@ -72,7 +72,7 @@ Spell = Callable[[Answer, np.ndarray, int], list[dict[str, Any]]]
 
 
 def shown_sets(
-    evidence: Evidence,
+    evidence: DetectorInput,
     p_correct: np.ndarray,
     threshold: Threshold | None,
     spell: Spell | None,

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from beatrice.benchmarks.baselines.detector import Judged
-from beatrice.benchmarks.baselines.judge import judged_file, read_judged
+from beatrice.benchmarks.baselines.detector import DetectorCost
+from beatrice.benchmarks.baselines.judge import costs_file, read_costs
 from beatrice.benchmarks.panorama import costs, layout, significance
 from beatrice.benchmarks.paper.ledger import Experiment
 from beatrice.benchmarks.results.compare import Side
@@ -121,7 +121,7 @@ def report_data(run: RunDir) -> ReportData:
         ranking={setting: ranking_summary(run, setting) for setting in ranked},
         ablations=ablation_summary(run) if "ablate" in on_request else {},
         studies=read_studies(run.path / STUDIES) if "anatomy" in on_request else (),
-        judged=read_judged(judged_file(run)) if "baselines" in on_request else (),
+        judged=read_costs(costs_file(run)) if "baselines" in on_request else (),
     )
 
 
@@ -136,7 +136,7 @@ def panorama_files(run: RunDir) -> list[Path]:
 
 
 def _write_panorama(
-    run: RunDir, rows: Sequence[ResultRow], judged: Sequence[Judged]
+    run: RunDir, rows: Sequence[ResultRow], judged: Sequence[DetectorCost]
 ) -> None:
     """Write the paper's tables of detectors, and which leads are sure."""
     titles = costs.titles_of(judged)
@@ -178,7 +178,7 @@ def _inputs(run: RunDir) -> list[Path]:
         rows_file(run, "evaluate"),
         *((run.control, rows_file(run, "control")) if has_control else ()),
         *(rows_file(run, name) for name in published(run)),
-        *([judged_file(run)] if "baselines" in published(run) else []),
+        *([costs_file(run)] if "baselines" in published(run) else []),
         *([run.path / STUDIES] if "anatomy" in published(run) else []),
     ]
 
@@ -259,7 +259,7 @@ def summary(path: Path) -> dict[str, Any]:
         f"{setting}: {' '.join(selection_summary(run, setting)['selected'])}"
         for setting in settings_of(run)
     ]
-    judged = read_judged(judged_file(run)) if "baselines" in published(run) else ()
+    judged = read_costs(costs_file(run)) if "baselines" in published(run) else ()
     parts = [
         as_text(detection_table(rows, titles=costs.titles_of(judged))),
         "Gain of the selected encoders in AUROC\n" + as_text(paired_table(rows)),

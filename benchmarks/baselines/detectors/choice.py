@@ -9,7 +9,7 @@ from scipy.stats import rankdata
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
 
-from beatrice.benchmarks.baselines.detector import Evidence, Found
+from beatrice.benchmarks.baselines.detector import DetectorInput, DetectorOutput
 from beatrice.benchmarks.baselines.plain import chosen_row
 from beatrice.extract.run.rows import ResultRow
 from beatrice.extract.store.store import FeatureStore, read_family
@@ -19,13 +19,13 @@ from beatrice.jaxprobe.metrics import auroc
 from beatrice.jaxprobe.regression import both_classes
 
 
-def reading(evidence: Evidence, name: str, n_axes: int) -> np.ndarray:
+def reading(inputs: DetectorInput, name: str, n_axes: int) -> np.ndarray:
     """Return a reading of every row, `[n_rows, …]` with so many axes, float64.
 
     Raises:
       ValueError: it was not read, or not for these rows.
     """
-    values, n_rows = evidence.readings.get(name), len(evidence.rows.ids)
+    values, n_rows = inputs.readings.get(name), len(inputs.rows.ids)
     if values is None or values.ndim != n_axes or len(values) != n_rows:
         found = "missing" if values is None else f"of shape {list(values.shape)}"
         raise ValueError(
@@ -231,8 +231,11 @@ def validation_auroc(scores: np.ndarray, rows: Rows) -> float:
 
 
 def best_layer(
-    fit_at: Callable[[int], Found], layers: Iterable[int], rows: Rows, name: str
-) -> Found:
+    fit_at: Callable[[int], DetectorOutput],
+    layers: Iterable[int],
+    rows: Rows,
+    name: str,
+) -> DetectorOutput:
     """Return what a detector says from the layer that is best on validation.
 
     Of equals, the first layer.
@@ -243,7 +246,7 @@ def best_layer(
       rows: what the rows are.
       name: of the detector.
     """
-    best: tuple[float, int, Found] | None = None
+    best: tuple[float, int, DetectorOutput] | None = None
     for layer in layers:
         found = fit_at(layer)
         value = validation_auroc(found.scores, rows)
@@ -253,4 +256,4 @@ def best_layer(
         raise ValueError(f"{name}: expected at least one layer to choose from")
     _, layer, found = best
     row = chosen_row(rows, name, "layer", layer)
-    return Found(found.scores, (row, *found.chosen))
+    return DetectorOutput(found.scores, (row, *found.chosen))

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from beatrice.benchmarks.baselines.detector import Evidence
+from beatrice.benchmarks.baselines.detector import DetectorInput
 from beatrice.extract.records import normalise
 
 # Which samples of each row mean the same: `[n_samples, n_samples]` bool, symmetric.
-Equivalences = Callable[[Evidence], list[np.ndarray]]
+Equivalences = Callable[[DetectorInput], list[np.ndarray]]
 # Clusters of one row, from its texts and their equivalences: `[n_samples]` ids from 0.
 Clustering = Callable[[Sequence[str], np.ndarray], np.ndarray]
 
@@ -25,7 +25,7 @@ BY_WORDS = (
 )
 
 
-def by_entailment(evidence: Evidence) -> list[np.ndarray]:
+def by_entailment(inputs: DetectorInput) -> list[np.ndarray]:
     """Return which samples of each row entail each other, by the NLI model.
 
     Entailment must be the likeliest of the three relations in both directions
@@ -35,10 +35,10 @@ def by_entailment(evidence: Evidence) -> list[np.ndarray]:
     Raises:
       ValueError: there is no NLI model.
     """
-    relations = relations_of(evidence)
+    relations = relations_of(inputs)
     texts = [
         [f"{example.question} {sample.text}" for sample in samples]
-        for example, samples in zip(evidence.examples, evidence.samples, strict=True)
+        for example, samples in zip(inputs.examples, inputs.samples, strict=True)
     ]
     pairs = list(
         dict.fromkeys(p for row in texts for p in itertools.permutations(row, 2))
@@ -55,26 +55,26 @@ def by_entailment(evidence: Evidence) -> list[np.ndarray]:
     return list(map(matrix, texts))
 
 
-def relations_of(evidence: Evidence) -> Callable[..., np.ndarray]:
-    """Return the NLI model of the evidence, or refuse to go on without.
+def relations_of(inputs: DetectorInput) -> Callable[..., np.ndarray]:
+    """Return the NLI model of the inputs, or refuse to go on without.
 
     Raises:
       ValueError: there is none.
     """
-    if evidence.relations is None:
+    if inputs.relations is None:
         raise ValueError(
             "expected an NLI model, found none; give the path of one, or take the "
             "detectors that compare words"
         )
-    return evidence.relations
+    return inputs.relations
 
 
-def by_words(evidence: Evidence) -> list[np.ndarray]:
+def by_words(inputs: DetectorInput) -> list[np.ndarray]:
     """Return which samples of each row have the same words; see `BY_WORDS`.
 
     Inclusion in both directions stands for entailment in both.
     """
-    words = [[words_of(sample.text) for sample in row] for row in evidence.samples]
+    words = [[words_of(sample.text) for sample in row] for row in inputs.samples]
     return [
         np.array([[a == b for b in row] for a in row], bool).reshape(len(row), len(row))
         for row in words
@@ -142,10 +142,10 @@ def _opened_in_turn(equivalent: np.ndarray, *, leaves: bool) -> np.ndarray:
 
 
 def clusters_of(
-    evidence: Evidence, equivalences: Equivalences, clustering: Clustering
+    inputs: DetectorInput, equivalences: Equivalences, clustering: Clustering
 ) -> list[np.ndarray]:
     """Return the clusters of every row's samples; empty where none was drawn."""
     return [
         clustering([sample.text for sample in row], matrix)
-        for row, matrix in zip(evidence.samples, equivalences(evidence), strict=True)
+        for row, matrix in zip(inputs.samples, equivalences(inputs), strict=True)
     ]

@@ -5,7 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from beatrice.benchmarks.baselines.detector import Detector, Evidence, Found
+from beatrice.benchmarks.baselines.detector import (
+    Baseline,
+    DetectorInput,
+    DetectorOutput,
+)
 from beatrice.benchmarks.baselines.detectors.choice import (
     chosen_rows,
     column_aurocs,
@@ -17,7 +21,7 @@ from beatrice.benchmarks.baselines.detectors.choice import (
 from beatrice.jaxprobe.features.rows import Rows
 
 
-def p_true(evidence: Evidence) -> Found:
+def p_true(inputs: DetectorInput) -> DetectorOutput:
     """Return the probability of the option "A) True".
 
     NaN where the question cannot be put: the tokenizer has no single token for the
@@ -26,10 +30,10 @@ def p_true(evidence: Evidence) -> Found:
     Raises:
       ValueError: it was not read.
     """
-    return Found(reading(evidence, "p_true", 1)[None])
+    return DetectorOutput(reading(inputs, "p_true", 1)[None])
 
 
-P_TRUE = Detector(
+P_TRUE = Baseline(
     name="p_true",
     title="P(True)",
     source="Kadavath et al. (2022), section 3; jlko/semantic_uncertainty a8d9aa8, "
@@ -43,7 +47,7 @@ P_TRUE = Detector(
 _ONE = (P_TRUE,)
 
 
-def lookback_lens(ratios: np.ndarray, rows: Rows) -> Found:
+def lookback_lens(ratios: np.ndarray, rows: Rows) -> DetectorOutput:
     """Return log-odds of a right answer from the lookback ratios of all heads.
 
     Args:
@@ -59,14 +63,16 @@ def lookback_lens(ratios: np.ndarray, rows: Rows) -> Found:
     """
     features = ratios.reshape(len(ratios), -1)  # layer by layer, as in the code
     fit = partial(logistic_log_odds, max_iter=1000)
-    return Found(scores_where_defined(features, rows.labels, rows.where("train"), fit))
+    return DetectorOutput(
+        scores_where_defined(features, rows.labels, rows.where("train"), fit)
+    )
 
 
-def _score(evidence: Evidence) -> Found:
-    return lookback_lens(evidence.readings["lookback"], evidence.rows)
+def _score(inputs: DetectorInput) -> DetectorOutput:
+    return lookback_lens(inputs.readings["lookback"], inputs.rows)
 
 
-LOOKBACK_LENS = Detector(
+LOOKBACK_LENS = Baseline(
     name="lookback_lens",
     title="Lookback-Lens",
     source="Chuang et al. (EMNLP 2024), section 2; voidism/Lookback-Lens f2846ef, "
@@ -159,12 +165,12 @@ def choose_both(context: np.ndarray, knowledge: np.ndarray, rows: Rows) -> _Choi
 
 
 def redeep(
-    evidence: Evidence, *, context: bool, knowledge: str | None, detector: str
-) -> Found:
+    inputs: DetectorInput, *, context: bool, knowledge: str | None, detector: str
+) -> DetectorOutput:
     """Return ReDeEP's score, or one of its two halves alone.
 
     Args:
-      evidence: with the readings.
+      inputs: with the readings.
       context: whether the external context counts.
       knowledge: the reading of parametric knowledge that counts, or None.
       detector: its name in the rows.
@@ -172,21 +178,21 @@ def redeep(
     Raises:
       ValueError: they were not read, or a split holds one class only.
     """
-    rows, found = evidence.rows, None
+    rows, found = inputs.rows, None
     sums_of_heads = sums_of_layers = np.empty(0)
     if context:
-        heads = reading(evidence, "redeep_ecs", 3).reshape(len(rows.ids), -1)
+        heads = reading(inputs, "redeep_ecs", 3).reshape(len(rows.ids), -1)
         sums_of_heads = ranked_sums(heads, rows, MOST_HEADS)
         found = choose_sum(sums_of_heads, rows, "n_heads")
     if knowledge is not None:
-        layers = -reading(evidence, knowledge, 2)
+        layers = -reading(inputs, knowledge, 2)
         sums_of_layers = ranked_sums(layers, rows, layers.shape[1])
         found = choose_sum(sums_of_layers, rows, "n_layers")
     if context and knowledge is not None:
         found = choose_both(sums_of_heads, sums_of_layers, rows)
     if found is None:
         raise ValueError("ReDeEP reads external context, parametric knowledge, or both")
-    return Found(found.scores[None], chosen_rows(rows, detector, found.chosen))
+    return DetectorOutput(found.scores[None], chosen_rows(rows, detector, found.chosen))
 
 
 _REDEEP = (
@@ -201,7 +207,7 @@ _JSD = (
     "; the Jensen-Shannon divergence as in the paper, where the code exchanges its "
     "arguments"
 )
-# Detector: title, whether it reads heads, the reading of layers.
+# Baseline: title, whether it reads heads, the reading of layers.
 _REDEEP_KINDS = {
     "redeep": ("ReDeEP", True, "redeep_pks_swapped"),
     "redeep:paper": ("ReDeEP (paper's divergence)", True, "redeep_pks"),
@@ -210,7 +216,7 @@ _REDEEP_KINDS = {
     "redeep_pks:paper": ("ReDeEP-PKS (paper's divergence)", False, "redeep_pks"),
 }
 _THREE = tuple(
-    Detector(
+    Baseline(
         name=name,
         title=title,
         source=_REDEEP,
@@ -227,11 +233,13 @@ _THREE = tuple(
 _LAMBDA = 0.5  # of the paper, for every model; the two are not scaled
 
 
-def lumina(evidence: Evidence, *, rate: str | None, discrepancy: bool) -> Found:
+def lumina(
+    inputs: DetectorInput, *, rate: str | None, discrepancy: bool
+) -> DetectorOutput:
     """Return LUMINA's score, or one of its two halves alone.
 
     Args:
-      evidence: with the readings.
+      inputs: with the readings.
       rate: the reading of the processing rate that counts, or None; a high one means
         that the answer comes from the model's own knowledge.
       discrepancy: whether the discrepancy counts; a high one means that the passages
@@ -242,10 +250,10 @@ def lumina(evidence: Evidence, *, rate: str | None, discrepancy: bool) -> Found:
     """
     terms = []
     if rate is not None:
-        terms.append(-_LAMBDA * reading(evidence, rate, 1))
+        terms.append(-_LAMBDA * reading(inputs, rate, 1))
     if discrepancy:
-        terms.append((1 - _LAMBDA) * reading(evidence, "lumina_mmd", 1))
-    return Found(sum(terms)[None])
+        terms.append((1 - _LAMBDA) * reading(inputs, "lumina_mmd", 1))
+    return DetectorOutput(sum(terms)[None])
 
 
 _LUMINA = "Yeh et al. (2026), arXiv 2509.21875; deeplearning-wisc/LUMINA c43ff41"
@@ -254,7 +262,7 @@ _SWAP = (
     "with the own ones and whose passages hold no gold answer: the rule is unpublished"
 )
 _INNER = "the last layer is left out, as in the paper; the code norms its state twice"
-# Detector: title, the reading of the rate, whether it reads the discrepancy, variant.
+# Baseline: title, the reading of the rate, whether it reads the discrepancy, variant.
 _LUMINA_KINDS = {
     "lumina": ("LUMINA", "lumina_ipr", True, _SWAP),
     "lumina:paper": (
@@ -273,7 +281,7 @@ _LUMINA_KINDS = {
     ),
 }
 _FOUR = tuple(
-    Detector(
+    Baseline(
         name=name,
         title=title,
         source=_LUMINA,

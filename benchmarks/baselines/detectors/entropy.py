@@ -11,7 +11,11 @@ from functools import cache, partial
 import numpy as np
 from scipy.special import entr, softmax
 
-from beatrice.benchmarks.baselines.detector import Detector, Evidence, Found
+from beatrice.benchmarks.baselines.detector import (
+    Baseline,
+    DetectorInput,
+    DetectorOutput,
+)
 from beatrice.benchmarks.baselines.detectors.clustering import (
     BY_WORDS,
     Clustering,
@@ -78,24 +82,24 @@ def _discrete(samples: Sequence[Sample], clusters: np.ndarray) -> float:
 
 
 def entropy_scores(
-    evidence: Evidence,
+    inputs: DetectorInput,
     entropy: Callable[[Sequence[Sample], np.ndarray], float],
     equivalences: Equivalences,
     clustering: Clustering,
-) -> Found:
+) -> DetectorOutput:
     """Return minus the entropy of every row; NaN where nothing was drawn."""
-    clusters = clusters_of(evidence, equivalences, clustering)
-    rows = zip(evidence.samples, clusters, strict=True)
+    clusters = clusters_of(inputs, equivalences, clustering)
+    rows = zip(inputs.samples, clusters, strict=True)
     values = [-entropy(row, ids) if row else math.nan for row, ids in rows]
-    return Found(np.array([values]))
+    return DetectorOutput(np.array([values]))
 
 
-def discrete_entropies(evidence: Evidence, equivalences: Equivalences) -> np.ndarray:
+def discrete_entropies(inputs: DetectorInput, equivalences: Equivalences) -> np.ndarray:
     """Return the entropy by counts of every row, `[n_rows]` nats; NaN without samples.
 
     Semantic entropy probes learn it.
     """
-    found = entropy_scores(evidence, _discrete, equivalences, official_clusters)
+    found = entropy_scores(inputs, _discrete, equivalences, official_clusters)
     return -found.scores[0]
 
 
@@ -116,14 +120,14 @@ def _detectors(
     function: str,
     entropy: Callable[[Sequence[Sample], np.ndarray], float],
     differs: str = "",
-) -> tuple[Detector, ...]:
+) -> tuple[Baseline, ...]:
     """Return a detector as published, with the paper's clusters, and without NLI."""
 
     def one(
         ending: str, note: str, equivalences: Equivalences, clustering: Clustering
-    ) -> Detector:
+    ) -> Baseline:
         kind = {} if equivalences is by_words else {"entailment"}
-        return Detector(
+        return Baseline(
             name=name + (ending and f":{ending}"),
             title=title + (ending and f" ({ending.replace('_', ' ')})"),
             source=_SOURCE + function,
@@ -308,15 +312,15 @@ def _draws(n_meanings: int, config: BayesConfig) -> np.ndarray:
 
 
 def bayesian_scores(
-    evidence: Evidence,
+    inputs: DetectorInput,
     equivalences: Equivalences,
     name: str,
     config: BayesConfig = _NOTEBOOK,
-) -> Found:
+) -> DetectorOutput:
     """Return minus the expected entropy of every row; NaN where nothing was drawn.
 
     Args:
-      evidence: of the rows.
+      inputs: of the rows.
       equivalences: tells which answers mean the same.
       name: of the detector, for the row that says on how many rows of which split the
         prior was counted: the first of training, or of validation where nothing was
@@ -326,8 +330,8 @@ def bayesian_scores(
     Raises:
       ValueError: nothing was drawn for any row of either.
     """
-    rows, samples = evidence.rows, evidence.samples
-    clusters = clusters_of(evidence, equivalences, distinct_clusters)
+    rows, samples = inputs.rows, inputs.samples
+    clusters = clusters_of(inputs, equivalences, distinct_clusters)
     drawn = {
         split: [i for i in rows.where(split) if samples[i]][: config.n_prior_rows]
         for split in ("train", "validation")
@@ -347,7 +351,7 @@ def bayesian_scores(
         value=len(n_meanings),
         **rows.fields_of(IN_DOMAIN, split),
     )
-    return Found(scores, (chosen,))
+    return DetectorOutput(scores, (chosen,))
 
 
 _PRIOR = (
@@ -356,11 +360,11 @@ _PRIOR = (
 )
 
 
-def _detector(ending: str, note: str, equivalences: Equivalences) -> Detector:
+def _detector(ending: str, note: str, equivalences: Equivalences) -> Baseline:
     """Return the detector with one way to tell which answers mean the same."""
     kind = {} if equivalences is by_words else {"entailment"}
     name = "semantic_entropy_bayesian" + (ending and f":{ending}")
-    return Detector(
+    return Baseline(
         name=name,
         title="Semantic entropy, Bayesian" + (ending and f" ({ending})"),
         source=(

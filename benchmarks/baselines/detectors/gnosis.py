@@ -16,7 +16,11 @@ import numpy as np
 import optax
 from flax import linen as nn
 
-from beatrice.benchmarks.baselines.detector import Detector, Evidence, Found
+from beatrice.benchmarks.baselines.detector import (
+    Baseline,
+    DetectorInput,
+    DetectorOutput,
+)
 from beatrice.benchmarks.baselines.plain import chosen_row
 from beatrice.jaxprobe.features.rows import Rows
 from beatrice.jaxprobe.metrics import auroc
@@ -367,7 +371,7 @@ def gnosis(
     states: np.ndarray,
     rows: Rows,
     config: GnosisConfig | None = None,
-) -> Found:
+) -> DetectorOutput:
     """Return log-odds of a right answer.
 
     Args:
@@ -401,15 +405,15 @@ def gnosis(
     scores = np.full((config.n_seeds, len(maps)), np.nan)
     scores[:, is_read] = _logits(fitted.params, inputs.at(is_read), config=config)
     epoch = chosen_row(rows, "gnosis", "epoch", float(fitted.epochs.mean()))
-    return Found(scores, (epoch,))
+    return DetectorOutput(scores, (epoch,))
 
 
-def _score(evidence: Evidence) -> Found:
-    read = evidence.readings
-    return gnosis(read["gnosis_maps"], read["gnosis_states"], evidence.rows)
+def _score(inputs: DetectorInput) -> DetectorOutput:
+    read = inputs.readings
+    return gnosis(read["gnosis_maps"], read["gnosis_states"], inputs.rows)
 
 
-GNOSIS = Detector(
+GNOSIS = Baseline(
     name="gnosis",
     title="Gnosis",
     source="Ghasemabadi and Niu (2025), arXiv 2512.20578, abstract; "

@@ -11,7 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from beatrice.benchmarks.baselines.detector import Detector, Evidence, Found
+from beatrice.benchmarks.baselines.detector import (
+    Baseline,
+    DetectorInput,
+    DetectorOutput,
+)
 from beatrice.benchmarks.baselines.detectors.choice import (
     chosen_rows,
     defined_rows,
@@ -22,14 +26,14 @@ from beatrice.benchmarks.baselines.plain import SURPRISAL
 from beatrice.extract.store.store import read_family
 
 
-def answer_perplexity(evidence: Evidence) -> np.ndarray:
+def answer_perplexity(inputs: DetectorInput) -> np.ndarray:
     """Return the perplexity of the answer tokens, `[n_rows, 1]`, from the store.
 
     Without the stop token, as in the official code; NaN for an answer without tokens.
     """
-    ragged = read_family(evidence.store, "prob")
-    found = np.full((len(evidence.answers), 1), np.nan)
-    for i, answer in enumerate(evidence.answers):
+    ragged = read_family(inputs.store, "prob")
+    found = np.full((len(inputs.answers), 1), np.nan)
+    for i, answer in enumerate(inputs.answers):
         if answer.token_ids:
             start = len(answer.prompt_ids) - 1 - int(ragged.first_tokens[i])
             rows = ragged.example(i)[start : start + len(answer.token_ids)]
@@ -49,69 +53,69 @@ class _Candidates(NamedTuple):
     first_layer: int | None = None
 
 
-def _candidates(evidence: Evidence, name: str) -> _Candidates:
+def _candidates(inputs: DetectorInput, name: str) -> _Candidates:
     """Return the candidates of one score, by the name of its reading."""
     if name == "perplexity":
-        return _Candidates(answer_perplexity(evidence))
+        return _Candidates(answer_perplexity(inputs))
     if name.startswith("llmcheck_hidden"):
-        return _Candidates(reading(evidence, name, 2), 1)
+        return _Candidates(reading(inputs, name, 2), 1)
     if name.startswith("llmcheck_attention"):
         # The official loop over layers begins at its second and never scores the first.
-        values = reading(evidence, name, 2)
+        values = reading(inputs, name, 2)
         return (
             _Candidates(values[:, 1:], 2)
             if values.shape[1] > 1
             else _Candidates(values, 1)
         )
-    return _Candidates(reading(evidence, name, 1)[:, None])
+    return _Candidates(reading(inputs, name, 1)[:, None])
 
 
-def _oriented(evidence: Evidence, name: str) -> tuple[np.ndarray, dict[str, float]]:
+def _oriented(inputs: DetectorInput, name: str) -> tuple[np.ndarray, dict[str, float]]:
     """Return a score's `[n_rows]` values, and its sign and layer."""
-    values, first_layer = _candidates(evidence, name)
-    scores, column, sign = oriented(values, evidence.rows)
+    values, first_layer = _candidates(inputs, name)
+    scores, column, sign = oriented(values, inputs.rows)
     layer = {} if first_layer is None else {"layer": first_layer + column}
     return scores, {"sign": sign, **layer}
 
 
-def single_score(evidence: Evidence, *, name: str, detector: str) -> Found:
+def single_score(inputs: DetectorInput, *, name: str, detector: str) -> DetectorOutput:
     """Return one score, from the layer and with the sign that validation chooses.
 
     Args:
-      evidence: with the reading.
+      inputs: with the reading.
       name: of the reading, or "perplexity".
       detector: its name in the rows.
 
     Raises:
       ValueError: it was not read, or the validation rows hold one class only.
     """
-    scores, chosen = _oriented(evidence, name)
-    return Found(scores[None], chosen_rows(evidence.rows, detector, chosen))
+    scores, chosen = _oriented(inputs, name)
+    return DetectorOutput(scores[None], chosen_rows(inputs.rows, detector, chosen))
 
 
 def combined_score(
-    evidence: Evidence, *, names: Mapping[str, str], detector: str
-) -> Found:
+    inputs: DetectorInput, *, names: Mapping[str, str], detector: str
+) -> DetectorOutput:
     """Return the mean of the oriented scores, each standardised on validation rows.
 
     A row that lacks one of them has NaN.
 
     Args:
-      evidence: with every reading.
+      inputs: with every reading.
       names: of the readings, by what their choices are reported as.
       detector: its name in the rows.
 
     Raises:
       ValueError: as `single_score`.
     """
-    rows = evidence.rows
+    rows = inputs.rows
     total, chosen = np.zeros(len(rows.ids)), {}
     for short, name in names.items():
-        scores, own_choice = _oriented(evidence, name)
+        scores, own_choice = _oriented(inputs, name)
         own = scores[defined_rows(scores[:, None], rows, "validation")]
         total += (scores - own.mean()) / (own.std() or 1.0)
         chosen |= {f"{short}_{metric}": value for metric, value in own_choice.items()}
-    return Found(total[None] / len(names), chosen_rows(rows, detector, chosen))
+    return DetectorOutput(total[None] / len(names), chosen_rows(rows, detector, chosen))
 
 
 _SOURCE = (
@@ -126,7 +130,7 @@ _ALIGNED = (
     "; of the distributions that predict the answer's tokens, where the code takes "
     "those one token later"
 )
-# Detector: title, what it reads, what differs.
+# Baseline: title, what it reads, what differs.
 _SINGLE = {
     "llmcheck_hidden": ("hidden", "llmcheck_hidden_all", ""),
     "llmcheck_hidden:answer": (
@@ -163,10 +167,10 @@ _COMBINED = {
 }
 
 
-def _single(name: str, title: str, read: str, differs: str) -> Detector:
+def _single(name: str, title: str, read: str, differs: str) -> Baseline:
     """Return the detector of one score."""
     has_layers = read.startswith(("llmcheck_hidden", "llmcheck_attention"))
-    return Detector(
+    return Baseline(
         name=name,
         title=f"LLM-Check ({title})",
         source=_SOURCE,
@@ -176,7 +180,7 @@ def _single(name: str, title: str, read: str, differs: str) -> Detector:
     )
 
 
-LLM_CHECK_COMBINED = Detector(
+LLM_CHECK_COMBINED = Baseline(
     name="llmcheck_combined",
     title="LLM-Check (combined)",
     source=_SOURCE,

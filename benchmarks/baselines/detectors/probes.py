@@ -11,7 +11,11 @@ import numpy as np
 import optax
 from flax import linen as nn
 
-from beatrice.benchmarks.baselines.detector import Detector, Evidence, Found
+from beatrice.benchmarks.baselines.detector import (
+    Baseline,
+    DetectorInput,
+    DetectorOutput,
+)
 from beatrice.benchmarks.baselines.detectors.choice import (
     best_layer,
     last_steps,
@@ -148,7 +152,7 @@ def saplma(
     states_of: Callable[[FeatureStore, int], np.ndarray],
     name: str,
     config: SaplmaConfig | None = None,
-) -> Found:
+) -> DetectorOutput:
     """Return the networks' log-odds from the layer that validation chooses.
 
     Args:
@@ -166,26 +170,26 @@ def saplma(
     """
     fit = partial(saplma_logits, config=config)
 
-    def fit_at(layer: int) -> Found:
+    def fit_at(layer: int) -> DetectorOutput:
         states, train = states_of(store, layer), rows.where("train")
-        return Found(scores_where_defined(states, rows.labels, train, fit))
+        return DetectorOutput(scores_where_defined(states, rows.labels, train, fit))
 
     return best_layer(fit_at, store.spec.hidden_layers, rows, name)
 
 
-def _mean(evidence: Evidence) -> Found:
-    return saplma(evidence.store, evidence.rows, mean_states, "saplma_mean")
+def _mean(inputs: DetectorInput) -> DetectorOutput:
+    return saplma(inputs.store, inputs.rows, mean_states, "saplma_mean")
 
 
-def _last(evidence: Evidence) -> Found:
-    return saplma(evidence.store, evidence.rows, last_states, "saplma_last")
+def _last(inputs: DetectorInput) -> DetectorOutput:
+    return saplma(inputs.store, inputs.rows, last_states, "saplma_last")
 
 
 SOURCE = (
     "Azaria and Mitchell (Findings of EMNLP 2023), arXiv 2304.13734; no official code, "
     "what the paper leaves open after balevinstein/Probes a4dd8d3"
 )
-SAPLMA_MEAN = Detector(
+SAPLMA_MEAN = Baseline(
     name="saplma_mean",
     title="SAPLMA (mean)",
     source=SOURCE,
@@ -194,7 +198,7 @@ SAPLMA_MEAN = Detector(
     variant="The mean state of the answer span; the published one reads the last token "
     "alone. The layer is chosen by validation.",
 )
-SAPLMA_LAST = Detector(
+SAPLMA_LAST = Baseline(
     name="saplma_last",
     title="SAPLMA (last)",
     source=SOURCE,
@@ -206,7 +210,7 @@ SAPLMA_LAST = Detector(
 _ONE = (SAPLMA_MEAN, SAPLMA_LAST)
 
 
-def linear_probe(store: FeatureStore, rows: Rows) -> Found:
+def linear_probe(store: FeatureStore, rows: Rows) -> DetectorOutput:
     """Return log-odds from the layer and the penalty that validation chooses.
 
     Args:
@@ -220,21 +224,21 @@ def linear_probe(store: FeatureStore, rows: Rows) -> Found:
       ValueError: training or validation rows hold one class only.
     """
 
-    def fit_at(layer: int) -> Found:
+    def fit_at(layer: int) -> DetectorOutput:
         states = mean_answer_states(store, np.arange(len(rows.ids)), layer)
         standardise(states, rows.where("train"))
         scores, penalty = scores_of(states, rows)
         chosen = chosen_row(rows, "linear_probe", "inverse_penalty", penalty)
-        return Found(scores, (chosen,))
+        return DetectorOutput(scores, (chosen,))
 
     return best_layer(fit_at, store.spec.hidden_layers, rows, "linear_probe")
 
 
-def _score_linear(evidence: Evidence) -> Found:
-    return linear_probe(evidence.store, evidence.rows)
+def _score_linear(inputs: DetectorInput) -> DetectorOutput:
+    return linear_probe(inputs.store, inputs.rows)
 
 
-LINEAR_PROBE = Detector(
+LINEAR_PROBE = Baseline(
     name="linear_probe",
     title="Linear probe",
     source="Alain and Bengio (2017), arXiv 1610.01644; not among the paper's detectors",
@@ -245,7 +249,7 @@ LINEAR_PROBE = Detector(
 _TWO = (LINEAR_PROBE,)
 
 
-def llms_know(outputs: np.ndarray, rows: Rows) -> Found:
+def llms_know(outputs: np.ndarray, rows: Rows) -> DetectorOutput:
     """Return log-odds of a right answer from the block that validation chooses.
 
     Args:
@@ -261,18 +265,20 @@ def llms_know(outputs: np.ndarray, rows: Rows) -> Found:
       ValueError: training or validation rows hold one class only.
     """
 
-    def fit_at(layer: int) -> Found:
+    def fit_at(layer: int) -> DetectorOutput:
         own, train = outputs[:, layer - 1], rows.where("train")
-        return Found(scores_where_defined(own, rows.labels, train, logistic_log_odds))
+        return DetectorOutput(
+            scores_where_defined(own, rows.labels, train, logistic_log_odds)
+        )
 
     return best_layer(fit_at, range(1, outputs.shape[1] + 1), rows, "llms_know")
 
 
-def _score_llms_know(evidence: Evidence) -> Found:
-    return llms_know(evidence.readings["mlp_exact_answer"], evidence.rows)
+def _score_llms_know(inputs: DetectorInput) -> DetectorOutput:
+    return llms_know(inputs.readings["mlp_exact_answer"], inputs.rows)
 
 
-LLMS_KNOW = Detector(
+LLMS_KNOW = Baseline(
     name="llms_know",
     title="LLMsKnow",
     source="Orgad et al. (ICLR 2025), section 3; technion-cs-nlp/LLMsKnow bee3ec5, "

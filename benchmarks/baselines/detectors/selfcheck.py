@@ -14,7 +14,11 @@ from functools import partial
 
 import numpy as np
 
-from beatrice.benchmarks.baselines.detector import Detector, Evidence, Found
+from beatrice.benchmarks.baselines.detector import (
+    Baseline,
+    DetectorInput,
+    DetectorOutput,
+)
 from beatrice.benchmarks.baselines.detectors.clustering import relations_of
 
 # After a mark that ends a sentence, which may be followed by a quote or bracket; not
@@ -70,22 +74,24 @@ def unigram_max(sentences: Sequence[str], samples: Sequence[str]) -> float:
     return math.log(counts.total()) - math.fsum(map(math.log, rarest)) / len(rarest)
 
 
-def unigram_scores(evidence: Evidence) -> Found:
+def unigram_scores(inputs: DetectorInput) -> DetectorOutput:
     """Return minus the surprisal of every row.
 
     NaN where nothing was drawn or the answer is empty.
     """
-    rows = zip(evidence.answers, evidence.samples, strict=True)
+    rows = zip(inputs.answers, inputs.samples, strict=True)
     values = [
         -unigram_max(sentences_of(answer.text), [sample.text for sample in samples])
         if samples
         else math.nan
         for answer, samples in rows
     ]
-    return Found(np.array([values]))
+    return DetectorOutput(np.array([values]))
 
 
-def contradiction_scores(evidence: Evidence, *, sentence_first: bool) -> Found:
+def contradiction_scores(
+    inputs: DetectorInput, *, sentence_first: bool
+) -> DetectorOutput:
     """Return minus the mean probability that samples contradict the answer.
 
     The probability is that of contradiction against entailment, neutral left out (eq. 9
@@ -93,7 +99,7 @@ def contradiction_scores(evidence: Evidence, *, sentence_first: bool) -> Found:
     read.
 
     Args:
-      evidence: with an NLI model.
+      inputs: with an NLI model.
       sentence_first: a sentence is the premise, as in the official code; in the paper
         the sample is.
 
@@ -103,14 +109,14 @@ def contradiction_scores(evidence: Evidence, *, sentence_first: bool) -> Found:
     Raises:
       ValueError: there is no NLI model.
     """
-    relations = relations_of(evidence)
+    relations = relations_of(inputs)
     rows = [
         [
             (sentence, sample.text) if sentence_first else (sample.text, sentence)
             for sentence in sentences_of(answer.text)
             for sample in samples
         ]
-        for answer, samples in zip(evidence.answers, evidence.samples, strict=True)
+        for answer, samples in zip(inputs.answers, inputs.samples, strict=True)
     ]
     pairs = list(dict.fromkeys(itertools.chain.from_iterable(rows)))
     p_contradicted = {}
@@ -124,7 +130,7 @@ def contradiction_scores(evidence: Evidence, *, sentence_first: bool) -> Found:
         -math.fsum(map(p_contradicted.get, row)) / len(row) if row else math.nan
         for row in rows
     ]
-    return Found(np.array([values]))
+    return DetectorOutput(np.array([values]))
 
 
 _SELFCHECK = (
@@ -132,7 +138,7 @@ _SELFCHECK = (
 )
 
 _ONE = (
-    Detector(
+    Baseline(
         name="selfcheck_nli",
         title="SelfCheckGPT-NLI",
         source=_SELFCHECK.format(4, "SelfCheckNLI"),
@@ -140,7 +146,7 @@ _ONE = (
         needs=frozenset({"samples", "entailment"}),
         variant="as many samples as the run has, not 20; a pattern splits sentences",
     ),
-    Detector(
+    Baseline(
         name="selfcheck_nli:paper",
         title="SelfCheckGPT-NLI (sample first)",
         source=_SELFCHECK.format(4, "SelfCheckNLI"),
@@ -149,7 +155,7 @@ _ONE = (
         variant="the sample is the premise and the sentence the hypothesis, as in the "
         "paper; otherwise as the other",
     ),
-    Detector(
+    Baseline(
         name="selfcheck_ngram",
         title="SelfCheckGPT-ngram",
         source=_SELFCHECK.format(3, "SelfCheckNgram, n=1, max"),
@@ -194,7 +200,7 @@ def _mean_log_eigenvalue(gram: np.ndarray, ridge: float) -> float:
     return float(np.linalg.slogdet(gram + ridge * np.eye(len(gram)))[1] / len(gram))
 
 
-def eigen_scores(evidence: Evidence, *, is_official: bool) -> Found:
+def eigen_scores(inputs: DetectorInput, *, is_official: bool) -> DetectorOutput:
     """Return minus the score of every row.
 
     Answers whose state was not read (NaN) are left out; where fewer than two are left,
@@ -203,8 +209,8 @@ def eigen_scores(evidence: Evidence, *, is_official: bool) -> Found:
     Raises:
       ValueError: the states were not read, or not for these rows.
     """
-    states = evidence.readings.get(SAMPLE_STATES)
-    n_rows = len(evidence.rows.ids)
+    states = inputs.readings.get(SAMPLE_STATES)
+    n_rows = len(inputs.rows.ids)
     if states is None or states.ndim != 3 or len(states) != n_rows:
         found = "missing" if states is None else list(states.shape)
         raise ValueError(
@@ -216,13 +222,13 @@ def eigen_scores(evidence: Evidence, *, is_official: bool) -> Found:
     for row in states:
         own = row[~np.isnan(row).any(axis=1)].astype(np.float64)
         values.append(-measure(own) if len(own) > 1 else math.nan)
-    return Found(np.array([values]))
+    return DetectorOutput(np.array([values]))
 
 
 _INSIDE = "Chen et al., ICLR 2024 (INSIDE), section 3.1; alibaba/eigenscore ea8062a"
 
 _TWO = (
-    Detector(
+    Baseline(
         name="eigenscore",
         title="EigenScore",
         source=_INSIDE,
@@ -232,7 +238,7 @@ _TWO = (
         variant="answers are drawn at the pool's temperature, not 0.5; the last token "
         "before the stop is read whatever its id",
     ),
-    Detector(
+    Baseline(
         name="eigenscore:paper",
         title="EigenScore (paper's formula)",
         source=_INSIDE,

@@ -5,7 +5,11 @@ from functools import partial
 
 import numpy as np
 
-from beatrice.benchmarks.baselines.detector import Detector, Evidence, Found
+from beatrice.benchmarks.baselines.detector import (
+    Baseline,
+    DetectorInput,
+    DetectorOutput,
+)
 from beatrice.benchmarks.baselines.detectors.choice import (
     last_steps,
     logistic_log_odds,
@@ -65,7 +69,7 @@ def entropy_probe(
     entropies: np.ndarray,
     rows: Rows,
     name: str,
-) -> Found:
+) -> DetectorOutput:
     """Return log-odds of low semantic entropy, from neighbouring layers side by side.
 
     The threshold is of the training rows of all sets together. A probe of each layer
@@ -106,7 +110,7 @@ def entropy_probe(
     picked = {"threshold": threshold}
     picked |= {"first_layer": layers[start], "last_layer": layers[stop - 1]}
     chosen = tuple(chosen_row(rows, name, metric, x) for metric, x in picked.items())
-    return Found(scores_of(*layers[start:stop]), chosen)
+    return DetectorOutput(scores_of(*layers[start:stop]), chosen)
 
 
 def before_generation(last: np.ndarray) -> np.ndarray:
@@ -133,29 +137,29 @@ def official_second_last(last: np.ndarray) -> np.ndarray:
 
 
 def _score(
-    evidence: Evidence,
+    inputs: DetectorInput,
     *,
     name: str,
     step_of: Callable[[np.ndarray], np.ndarray],
     equivalences: Equivalences,
-) -> Found:
+) -> DetectorOutput:
     """Probe the states at a step of every answer."""
-    store = evidence.store
+    store = inputs.store
     states_of = partial(states_at, store, step_of(last_steps(store)))
-    entropies = discrete_entropies(evidence, equivalences)
+    entropies = discrete_entropies(inputs, equivalences)
     layers = store.spec.hidden_layers
-    return entropy_probe(states_of, layers, entropies, evidence.rows, name)
+    return entropy_probe(states_of, layers, entropies, inputs.rows, name)
 
 
 def _detectors(
     name: str, title: str, step_of: Callable[[np.ndarray], np.ndarray], token: str
-) -> tuple[Detector, Detector]:
+) -> tuple[Baseline, Baseline]:
     """Return the probes of one token position: with an NLI model, and by words."""
 
-    def one(ending: str, note: str, equivalences: Equivalences) -> Detector:
+    def one(ending: str, note: str, equivalences: Equivalences) -> Baseline:
         own = name + (ending and f":{ending}")
         kind = {} if equivalences is by_words else {"entailment"}
-        return Detector(
+        return Baseline(
             name=own,
             title=title + (ending and f" ({ending})"),
             source="Kossen et al. (2024), arXiv 2406.15927, section 4; "

@@ -17,7 +17,11 @@ from scipy.sparse import csr_matrix
 from sklearn.neural_network import MLPClassifier
 from sklearn.svm import LinearSVC
 
-from beatrice.benchmarks.baselines.detector import Detector, Evidence, Found
+from beatrice.benchmarks.baselines.detector import (
+    Baseline,
+    DetectorInput,
+    DetectorOutput,
+)
 from beatrice.benchmarks.baselines.plain import chosen_row, word_pairs
 from beatrice.jaxprobe.features.rows import Rows
 from beatrice.jaxprobe.metrics import auroc
@@ -30,7 +34,7 @@ def _tfidf(texts: Sequence[str], rows: Rows) -> csr_matrix:
     return vectorizer.transform(texts)
 
 
-def svm_scores(texts: Sequence[str], rows: Rows) -> Found:
+def svm_scores(texts: Sequence[str], rows: Rows) -> DetectorOutput:
     """Return the margins of a linear SVM on TF-IDF, `[1, n_rows]`.
 
     Args:
@@ -45,7 +49,7 @@ def svm_scores(texts: Sequence[str], rows: Rows) -> Found:
     labels = rows.labels[train], rows.labels[valid]
     svm, _ = fit_linear(matrix[train], labels[0], matrix[valid], labels[1], _svm)
     chosen = chosen_row(rows, "tfidf_svm", "inverse_penalty", svm.C)
-    return Found(svm.decision_function(matrix)[None], (chosen,))
+    return DetectorOutput(svm.decision_function(matrix)[None], (chosen,))
 
 
 def _svm(inverse_penalty: float) -> LinearSVC:
@@ -66,7 +70,7 @@ class MlpConfig:
 
 def mlp_scores(
     texts: Sequence[str], rows: Rows, config: MlpConfig | None = None
-) -> Found:
+) -> DetectorOutput:
     """Return P(answer is correct) of an MLP on TF-IDF, `[n_seeds, n_rows]`.
 
     The first seed's validation AUROC chooses the penalty, of equals the strongest;
@@ -105,7 +109,7 @@ def mlp_scores(
     penalty = max(first, key=lambda one: first[one][0])
     seeds = [first[penalty], *(fitted(penalty, i) for i in range(1, config.n_seeds))]
     chosen = chosen_row(rows, "tfidf_mlp", "penalty", penalty)
-    return Found(np.stack([scores for _, scores, _ in seeds]), (chosen,))
+    return DetectorOutput(np.stack([scores for _, scores, _ in seeds]), (chosen,))
 
 
 def best_epoch(
@@ -149,7 +153,7 @@ class FineTuneConfig:
 
 def encoder_scores(
     texts: Sequence[str], rows: Rows, path: Path, config: FineTuneConfig | None = None
-) -> Found:
+) -> DetectorOutput:
     """Return log-odds of a fine-tuned sentence encoder, `[n_seeds, n_rows]`.
 
     All weights and a linear head on the mean of the token states are trained, and
@@ -176,7 +180,7 @@ def encoder_scores(
         chosen_row(rows, "text_encoder", f"epoch_of_seed_{seed}", number)
         for seed, (_, _, number) in enumerate(best)
     )
-    return Found(np.stack([scores for _, scores, _ in best]), chosen)
+    return DetectorOutput(np.stack([scores for _, scores, _ in best]), chosen)
 
 
 def _fine_tuned(
@@ -243,14 +247,19 @@ def _fine_tuned(
         return best_epoch(epochs(), rows, config.n_epochs)
 
 
-def _scored(evidence: Evidence, *, by: Callable[[Sequence[str], Rows], Found]) -> Found:
-    return by(evidence.texts, evidence.rows)
+def _scored(
+    inputs: DetectorInput, *, by: Callable[[Sequence[str], Rows], DetectorOutput]
+) -> DetectorOutput:
+    return by(inputs.texts, inputs.rows)
 
 
 def _rung(
-    name: str, title: str, by: Callable[[Sequence[str], Rows], Found], variant: str = ""
-) -> Detector:
-    return Detector(
+    name: str,
+    title: str,
+    by: Callable[[Sequence[str], Rows], DetectorOutput],
+    variant: str = "",
+) -> Baseline:
+    return Baseline(
         name=name,
         title=title,
         source="Paper, appendix 'How Far Surface Text Alone Goes', without settings",
@@ -260,22 +269,24 @@ def _rung(
     )
 
 
-def fine_tuned(evidence: Evidence, config: FineTuneConfig | None = None) -> Found:
+def fine_tuned(
+    inputs: DetectorInput, config: FineTuneConfig | None = None
+) -> DetectorOutput:
     """Return what a fine-tuned encoder says of the texts of a run.
 
     Raises:
       ValueError: no encoder is given, or see `encoder_scores`.
     """
-    if evidence.encoder is None:
+    if inputs.encoder is None:
         raise ValueError("a text encoder is needed: --encoder DIRECTORY")
     return _scored(
-        evidence, by=partial(encoder_scores, path=evidence.encoder, config=config)
+        inputs, by=partial(encoder_scores, path=inputs.encoder, config=config)
     )
 
 
 TFIDF_SVM = _rung("tfidf_svm", "TF-IDF, linear SVM", svm_scores)
 TFIDF_MLP = _rung("tfidf_mlp", "TF-IDF, MLP", mlp_scores)
-TEXT_ENCODER = Detector(
+TEXT_ENCODER = Baseline(
     name="text_encoder",
     title="Fine-tuned text encoder",
     source=TFIDF_SVM.source,

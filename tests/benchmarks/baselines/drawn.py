@@ -1,8 +1,8 @@
-"""Small evidence with drawn answers, of a few records."""
+"""Small inputs with drawn answers, of a few records."""
 
 import numpy as np
 
-from beatrice.benchmarks.baselines.detector import Evidence
+from beatrice.benchmarks.baselines.detector import DetectorInput
 from beatrice.extract.records import Answer, Example, Sample
 from tests.benchmarks.rows import rows_of
 
@@ -22,8 +22,8 @@ def sample(text, log_probs=(-1.0, -0.5), token_ids=(7,), number=0, row=0):
     )
 
 
-def evidence(drawn, answers=None, labels=None, splits=None, **fields):
-    """Return evidence of as many rows as `drawn`, whose items are texts or samples."""
+def inputs(drawn, answers=None, labels=None, splits=None, **fields):
+    """Return inputs of as many rows as `drawn`, whose items are texts or samples."""
     n = len(drawn)
     splits = ["train", *["test"] * (n - 1)] if splits is None else splits
     examples = [
@@ -54,7 +54,7 @@ def evidence(drawn, answers=None, labels=None, splits=None, **fields):
     ]
     labels = np.ones(n, bool) if labels is None else labels
     rows = rows_of(labels, splits=splits)
-    return Evidence.of(
+    return DetectorInput.of(
         None, rows, questions=examples, answers=written, samples=samples, **fields
     )
 

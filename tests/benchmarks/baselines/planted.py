@@ -1,8 +1,8 @@
-"""Small evidence in which every detector of the catalogue finds what was planted."""
+"""Small inputs in which every detector of the catalogue finds what was planted."""
 
 import numpy as np
 
-from beatrice.benchmarks.baselines.detector import Evidence
+from beatrice.benchmarks.baselines.detector import DetectorInput
 from beatrice.extract.generate.requests import PromptConfig
 from beatrice.extract.records import Answer, Example, Passage, Sample
 from beatrice.extract.store.families import Family
@@ -97,8 +97,8 @@ def samples_of(i, is_right, rng):
     ]
 
 
-def evidence(seed=0):
-    """Return evidence with context, of 150 rows, a third each of three splits."""
+def inputs(seed=0):
+    """Return inputs with context, of 150 rows, a third each of three splits."""
     rng = np.random.default_rng(seed)
     labels = rng.random(N) < 0.5
     splits = np.array(["train", "validation", "test"])[np.arange(N) % 3]
@@ -134,7 +134,7 @@ def evidence(seed=0):
         same = np.array([a.split()[-2:] == b.split()[-2:] for a, b in pairs])
         return np.where(same[:, None], (0.9, 0.08, 0.02), (0.02, 0.08, 0.9))
 
-    return Evidence.of(
+    return DetectorInput.of(
         store_of(labels, rng, f"planted-{seed}"),
         rows,
         layer=LAYER,

@@ -14,7 +14,7 @@ from beatrice.benchmarks.baselines.readings import (
     rows_read,
 )
 from beatrice.jaxprobe.checkpoint import Cache
-from tests.benchmarks.baselines.drawn import evidence
+from tests.benchmarks.baselines.drawn import inputs
 
 NAMES = ("llmcheck_hidden", "p_true")
 IDENTITIES = {"answers": "1", "samples": "2"}
@@ -50,7 +50,7 @@ def test_parts_hold_every_row_once():
 
 
 def test_what_an_earlier_start_read_is_not_read_again(tmp_path):
-    given = evidence([["a"]] * 300)
+    given = inputs([["a"]] * 300)
     caches = {name: Cache(tmp_path / name, "key") for name in NAMES}
     states = np.random.default_rng(0).normal(size=(300, 3)).astype(np.float32)
     scalars = np.arange(300, dtype=np.float32)
@@ -73,7 +73,7 @@ def test_what_an_earlier_start_read_is_not_read_again(tmp_path):
 
 
 def test_training_answers_are_read_for_those_that_learn_from_them_alone(tmp_path):
-    given = evidence([["a"]] * 12, splits=["train", "validation", "test"] * 4)
+    given = inputs([["a"]] * 12, splits=["train", "validation", "test"] * 4)
     known = catalogue()
     untrained, trained = known["llmcheck_hidden"], known["lookback_lens"]
     wanted = rows_read(given.rows, [untrained, trained])

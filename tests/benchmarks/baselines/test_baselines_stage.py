@@ -8,14 +8,14 @@ import pytest
 
 from beatrice.benchmarks.baselines import judge
 from beatrice.benchmarks.baselines.detector import (
-    Detector,
-    Found,
+    Baseline,
+    DetectorOutput,
     catalogue,
     find_detector,
 )
 from beatrice.benchmarks.baselines.judge import (
     BaselinesConfig,
-    Metered,
+    MeteredRelations,
     ScoreCache,
     Scores,
     chosen_detectors,
@@ -24,40 +24,40 @@ from beatrice.benchmarks.baselines.judge import (
     score,
     unmet,
 )
-from beatrice.benchmarks.baselines.readings import Kept
+from beatrice.benchmarks.baselines.readings import CachedReadings
 from beatrice.extract.run.contents import samples_file
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import write_json_atomic
 from beatrice.extract.run.rows import ResultRow, read_result_rows, read_rows, rows_file
 from beatrice.jaxprobe.evaluation import Scored, detection_rows
 from beatrice.jaxprobe.metrics import BootstrapConfig
-from tests.benchmarks.baselines.drawn import evidence
+from tests.benchmarks.baselines.drawn import inputs
 from tests.extract.small_run import beatrice
 from tests.process import call
 
 OWN = """
 import numpy as np
-from beatrice.benchmarks.baselines.detector import Detector, Found
+from beatrice.benchmarks.baselines.detector import Baseline, DetectorOutput
 
-def hedges(evidence):
-    return Found(np.zeros((1, len(evidence.rows.ids))))
+def hedges(inputs):
+    return DetectorOutput(np.zeros((1, len(inputs.rows.ids))))
 
-HEDGES = Detector(name="hedges", title="Hedges", source="own", score=hedges)
+HEDGES = Baseline(name="hedges", title="Hedges", source="own", score=hedges)
 """
 
 
 def one(score, **fields):
     named = {"name": "own", "title": "Own", "source": "here"}
-    return Detector(**named | fields, score=score)
+    return Baseline(**named | fields, score=score)
 
 
 def test_a_detector_that_cannot_learn_has_its_reason_in_its_rows():
-    given = evidence([["a"]] * 6, labels=[0, 1, 0, 1, 0, 1])
+    given = inputs([["a"]] * 6, labels=[0, 1, 0, 1, 0, 1])
 
     def refuse(_):
         raise ValueError("one class alone teaches nothing")
 
-    read = Kept({}, {"x": 3.0}, {"x": 2**60})
+    read = CachedReadings({}, {"x": 3.0}, {"x": 2**60})
     scores = score(one(refuse, reads=("x",)), given, read)
     assert np.isnan(scores.found.scores).all() and scores.seconds >= 3
     assert scores.peak_bytes == 2**60
@@ -76,8 +76,8 @@ def test_a_detector_that_cannot_learn_has_its_reason_in_its_rows():
 
 
 def test_a_question_costs_what_its_draws_took_and_nobody_guesses():
-    given = evidence([["a", "b"], ["a", "c"]])
-    scores = Scores(Found(np.zeros((1, 2))), seconds=3.0, peak_bytes=1)
+    given = inputs([["a", "b"], ["a", "c"]])
+    scores = Scores(DetectorOutput(np.zeros((1, 2))), seconds=3.0, peak_bytes=1)
     drawn = one(None, needs=frozenset({"samples"}))
     assert cost_of(one(None), given, scores, None).seconds == 1.5
     assert cost_of(drawn, given, scores, None).seconds is None  # was not timed
@@ -104,7 +104,7 @@ def cache_of(folder, **changes):
 
 @pytest.mark.parametrize("needs", [(), ("samples", "entailment")])
 def test_scores_are_cached_until_what_they_depend_on_changes(tmp_path, needs):
-    found = Found(np.array([[0.1, np.nan, 0.3]]), (CHOSEN,))
+    found = DetectorOutput(np.array([[0.1, np.nan, 0.3]]), (CHOSEN,))
     detector = one(None, name="p_true", needs=frozenset(needs))
     cache_of(tmp_path).save(detector, Scores(found, 1.5, 7, "why"))
     held = cache_of(tmp_path).load(detector)
@@ -120,14 +120,14 @@ def test_scores_from_readings_are_made_again_when_the_readings_are(tmp_path):
     known = catalogue()
     shown, blind = known["p_true"], known["lookback_lens"]
     for detector, is_gone in ((shown, True), (blind, False)):
-        cache_of(tmp_path).save(detector, Scores(Found(np.zeros((1, 3))), 1.0))
+        cache_of(tmp_path).save(detector, Scores(DetectorOutput(np.zeros((1, 3))), 1.0))
         other = cache_of(tmp_path, samples="9")
         assert (other.load(detector) is None) == is_gone
 
 
 def test_a_number_that_was_changed_in_the_cache_never_reaches_the_rows(tmp_path):
     detector = catalogue()["p_true"]
-    scores = Scores(Found(np.zeros((1, 3)), (CHOSEN,)), 1.0)
+    scores = Scores(DetectorOutput(np.zeros((1, 3)), (CHOSEN,)), 1.0)
     cache_of(tmp_path).save(detector, scores)
     (file,) = (path for path in tmp_path.iterdir())
     content = file.read_bytes()
@@ -144,7 +144,7 @@ def test_a_detector_of_ones_own_is_scored_anew_when_its_file_changes(
     file = tmp_path / "hedges_of_mine.py"
     file.write_text(OWN)
     detector = find_detector("hedges_of_mine:HEDGES")
-    cache_of(tmp_path).save(detector, Scores(Found(np.zeros((1, 3))), 1.0))
+    cache_of(tmp_path).save(detector, Scores(DetectorOutput(np.zeros((1, 3))), 1.0))
     assert cache_of(tmp_path).load(detector) is not None
     file.write_text(OWN + "# another line\n")
     assert cache_of(tmp_path).load(detector) is None
@@ -174,7 +174,7 @@ def test_a_pair_of_texts_is_read_once_and_charged_to_all_that_ask():
         asked.extend(pairs)
         return np.zeros((len(pairs), 3))
 
-    metered = Metered(relations)
+    metered = MeteredRelations(relations)
     metered([("a", "b")])
     assert metered.owed == 0.0
     metered([("a", "b"), ("b", "c")])
@@ -229,7 +229,7 @@ def stamps(run):
 def judged(run):
     return {
         (x["name"], x["setting"]): x
-        for x in json.loads(judge.judged_file(run).read_text())
+        for x in json.loads(judge.costs_file(run).read_text())
     }
 
 

@@ -8,8 +8,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from beatrice.benchmarks.baselines.check import faults_of
-from beatrice.benchmarks.baselines.detector import Found, catalogue
+from beatrice.benchmarks.baselines.check import violations
+from beatrice.benchmarks.baselines.detector import DetectorOutput, catalogue
 from beatrice.jaxprobe.metrics import auroc
 from tests.benchmarks.baselines import planted
 
@@ -33,13 +33,13 @@ SAMPLED = [
 
 @pytest.fixture(scope="module")
 def given():
-    return planted.evidence()
+    return planted.inputs()
 
 
 def broken(name, score):
-    """The detector with another score, `score(its own, evidence)`."""
+    """The detector with another score, `score(its own, inputs)`."""
     own = KNOWN[name]
-    return dataclasses.replace(own, score=lambda evidence: score(own.score, evidence))
+    return dataclasses.replace(own, score=lambda inputs: score(own.score, inputs))
 
 
 def measured(found, rows):
@@ -52,7 +52,7 @@ def measured(found, rows):
 def test_a_detector_of_the_catalogue_has_no_fault_and_finds_what_is_planted(
     given, name
 ):
-    assert faults_of(KNOWN[name], given) == []
+    assert violations(KNOWN[name], given) == []
     assert measured(KNOWN[name].score(given), given.rows) > 0.7
 
 
@@ -85,36 +85,36 @@ def test_an_answer_of_which_nothing_is_known_is_undefined_and_the_others_are_not
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sign_that_is_turned_is_caught(given, name):
-    turned = broken(name, lambda own, e: Found(-own(e).scores))
-    assert any("is the sign turned?" in fault for fault in faults_of(turned, given))
+    turned = broken(name, lambda own, e: DetectorOutput(-own(e).scores))
+    assert any("is the sign turned?" in fault for fault in violations(turned, given))
 
 
 @pytest.mark.parametrize("name", sorted(LEARNS - {"gnosis"}))
 def test_learning_from_the_test_answers_is_caught(given, name):
-    def exchanged(own, evidence):
+    def exchanged(own, inputs):
         names = {"train": "test", "test": "train", "validation": "validation"}
-        splits = np.array([names[split] for split in evidence.rows.splits])
-        rows = dataclasses.replace(evidence.rows, splits=splits)
-        return own(dataclasses.replace(evidence, rows=rows))
+        splits = np.array([names[split] for split in inputs.rows.splits])
+        rows = dataclasses.replace(inputs.rows, splits=splits)
+        return own(dataclasses.replace(inputs, rows=rows))
 
     # By their labels, or by what was read or drawn of them.
-    assert faults_of(broken(name, exchanged), given) != []
+    assert violations(broken(name, exchanged), given) != []
 
 
 @pytest.mark.parametrize("name", SAMPLED)
 def test_samples_of_the_next_question_are_caught(given, name):
-    def shifted(own, evidence):
-        drawn = evidence.samples
-        return own(dataclasses.replace(evidence, samples=[*drawn[1:], drawn[0]]))
+    def shifted(own, inputs):
+        drawn = inputs.samples
+        return own(dataclasses.replace(inputs, samples=[*drawn[1:], drawn[0]]))
 
-    faults = faults_of(broken(name, shifted), given)
+    faults = violations(broken(name, shifted), given)
     assert any("drawn to other test questions" in fault for fault in faults)
 
 
 @pytest.mark.parametrize("name", LAYERED)
 def test_a_layer_that_is_off_by_one_is_caught_by_the_one_that_is_chosen(given, name):
-    def layer_of(evidence):
-        found = KNOWN[name].score(evidence)
+    def layer_of(inputs):
+        found = KNOWN[name].score(inputs)
         return next(row.value for row in found.chosen if row.metric == "layer")
 
     spec = given.store.spec

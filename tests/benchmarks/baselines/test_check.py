@@ -6,11 +6,11 @@ import itertools
 import numpy as np
 import pytest
 
-from beatrice.benchmarks.baselines.check import faults_of
+from beatrice.benchmarks.baselines.check import violations
 from beatrice.benchmarks.baselines.detector import (
-    Detector,
-    Evidence,
-    Found,
+    Baseline,
+    DetectorInput,
+    DetectorOutput,
     catalogue,
     find_detector,
 )
@@ -23,15 +23,17 @@ SIGNAL = 2 * LABELS + np.random.default_rng(1).normal(size=N)
 SPLITS = np.array(["train", "validation", "test"])[np.arange(N) % 3]
 
 
-def evidence():
+def inputs():
     rows = rows_of(LABELS, splits=SPLITS)
     readings = {"signal": SIGNAL.astype(np.float32)}
-    return Evidence(store=None, rows=rows, layer=0, readings=readings)
+    return DetectorInput(store=None, rows=rows, layer=0, readings=readings)
 
 
 def own(score, **fields):
     found = dict(name="own", title="Own", source="here", reads=("signal",))
-    return Detector(**found | fields, score=lambda e: Found(np.asarray(score(e))))
+    return Baseline(
+        **found | fields, score=lambda e: DetectorOutput(np.asarray(score(e)))
+    )
 
 
 def signal(given):
@@ -39,7 +41,7 @@ def signal(given):
 
 
 def test_a_sound_detector_has_no_fault():
-    assert faults_of(own(lambda e: signal(e)[None]), evidence()) == []
+    assert violations(own(lambda e: signal(e)[None]), inputs()) == []
 
 
 def learned(given, where):
@@ -74,21 +76,21 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_said(name):
     score, said = WRONG[name]
-    faults = faults_of(own(score), evidence())
+    faults = violations(own(score), inputs())
     assert any(said in fault for fault in faults), faults
 
 
 def test_a_score_of_chance_is_not_blamed_for_its_sign():
     noise = np.random.default_rng(3).normal(size=(1, N))
     detector = dataclasses.replace(own(lambda e: noise), reads=())
-    assert faults_of(detector, evidence()) == []
+    assert violations(detector, inputs()) == []
 
 
 def test_a_detector_is_found_by_its_place_or_the_place_is_named():
     assert find_detector("p_true").name == "p_true"
     place = "beatrice.benchmarks.baselines.detectors.context:P_TRUE"
     assert find_detector(place).name == "p_true"
-    with pytest.raises(ValueError, match="expected a Detector"):
+    with pytest.raises(ValueError, match="expected a Baseline"):
         find_detector("beatrice.benchmarks.baselines.detectors.context:reading")
     with pytest.raises(ValueError, match="no module 'no_such_module'"):
         find_detector("no_such_module:X")

@@ -9,7 +9,7 @@ from beatrice.benchmarks.baselines.detectors.clustering import (
     official_clusters,
     paper_clusters,
 )
-from tests.benchmarks.baselines.drawn import by_last_word, evidence, relations_by
+from tests.benchmarks.baselines.drawn import by_last_word, inputs, relations_by
 
 
 def matrix(n, *pairs):
@@ -74,7 +74,7 @@ def test_no_texts_have_no_clusters():
     ],
 )
 def test_entailment_is_the_likeliest_relation_in_both_directions(forth, back, same):
-    one = evidence(
+    one = inputs(
         [["a", "b"]],
         relations=relations_by(lambda p, h: forth if p < h else back),
     )
@@ -88,19 +88,19 @@ def test_the_question_is_put_before_both_texts():
         asked.append((premise, hypothesis))
         return 1, 0, 0
 
-    by_entailment(evidence([["a", "b"], ["a"]], relations=relations_by(rule)))
+    by_entailment(inputs([["a", "b"], ["a"]], relations=relations_by(rule)))
     assert sorted(asked) == [("Q0? a", "Q0? b"), ("Q0? b", "Q0? a")]
 
 
 def test_equal_texts_are_asked_of_the_model_too():
     never = relations_by(lambda p, h: (0, 1, 0))
-    one = evidence([["a", "a"]], relations=never)
+    one = inputs([["a", "a"]], relations=never)
     assert by_entailment(one)[0].tolist() == [[True, False], [False, True]]
 
 
 def test_without_an_nli_model_entailment_is_refused():
     with pytest.raises(ValueError, match="expected an NLI model, found none"):
-        by_entailment(evidence([["a"]]))
+        by_entailment(inputs([["a"]]))
 
 
 @pytest.mark.parametrize(
@@ -117,13 +117,13 @@ def test_without_an_nli_model_entailment_is_refused():
     ],
 )
 def test_words_are_included_in_both_directions(first, second, same):
-    one = evidence([[first, second]])
+    one = inputs([[first, second]])
     assert by_words(one)[0].tolist() == [[True, same], [same, True]]
 
 
 def test_rows_are_clustered_each_by_its_own_samples():
     drawn = [["a x", "b x", "a y"], [], ["a x"]]
-    one = evidence(drawn, relations=relations_by(by_last_word))
+    one = inputs(drawn, relations=relations_by(by_last_word))
     for equivalences, expected in (
         (by_entailment, [[0, 0, 1], [], [0]]),
         (by_words, [[0, 1, 2], [], [0]]),

@@ -9,16 +9,16 @@ from beatrice.benchmarks.baselines.detectors.selfcheck import (
     official_eigenscore,
     paper_eigenscore,
 )
-from tests.benchmarks.baselines.drawn import evidence, named, scores
+from tests.benchmarks.baselines.drawn import inputs, named, scores
 
 OFFICIAL = named(DETECTORS, "eigenscore")
 
 
 def with_states(states, labels=None):
-    """Evidence with these states, `[n_rows, n_samples, d_model]`."""
+    """DetectorInput with these states, `[n_rows, n_samples, d_model]`."""
     drawn = [["a"] * states.shape[1]] * len(states)
     readings = {SAMPLE_STATES: states.astype(np.float32)}
-    return evidence(drawn, labels=labels, readings=readings)
+    return inputs(drawn, labels=labels, readings=readings)
 
 
 def test_the_official_score_of_the_reference():
@@ -71,6 +71,6 @@ def test_states_of_half_precision_do_not_overflow():
     [({}, "missing"), ({SAMPLE_STATES: np.zeros((3, 2, 4))}, r"\[3, 2, 4\]")],
 )
 def test_states_of_other_rows_or_none_are_refused(readings, found):
-    one = evidence([["a"], ["b"]], readings=readings)
+    one = inputs([["a"], ["b"]], readings=readings)
     with pytest.raises(ValueError, match=f"'sample_states' is {found}, expected"):
         OFFICIAL.score(one)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from beatrice.benchmarks.baselines.detector import Evidence
+from beatrice.benchmarks.baselines.detector import DetectorInput
 from beatrice.benchmarks.baselines.detectors.gnosis import (
     GNOSIS,
     GnosisConfig,
@@ -58,13 +58,13 @@ def test_an_answer_that_was_not_read_has_no_score_and_teaches_nothing():
     maps, states = planted(labels, "states")
     readings = {"gnosis_maps": maps, "gnosis_states": states}
     maps[3, 0, 0, 0] = states[4] = maps[N - 1] = np.nan
-    evidence = Evidence(
+    inputs = DetectorInput(
         store=None,
         rows=rows_of(labels),
         layer=0,
         readings=readings,
     )
-    scores = GNOSIS.score(evidence).scores
+    scores = GNOSIS.score(inputs).scores
     assert scores.shape == (3, N) and scores.dtype == np.float64
     for own in scores:
         assert np.flatnonzero(np.isnan(own)).tolist() == [3, 4, N - 1]

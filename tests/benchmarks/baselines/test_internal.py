@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
-from beatrice.benchmarks.baselines.detector import Evidence
+from beatrice.benchmarks.baselines.detector import DetectorInput
 from beatrice.benchmarks.baselines.detectors import context as context_baselines
 from beatrice.benchmarks.baselines.detectors import llm_check
 from beatrice.benchmarks.baselines.detectors.choice import (
@@ -122,36 +122,34 @@ def surprisals_and_answers(labels, folder, strength=2.0):
 
 
 @pytest.fixture(scope="module")
-def evidence(tmp_path_factory):
+def inputs(tmp_path_factory):
     texts, store, *_ = surprisals_and_answers(LABELS, tmp_path_factory.mktemp("run"))
 
     def made(labels=LABELS, readings=None):
         readings = planted() if readings is None else readings
         rows = rows_of(labels)
-        return Evidence.of(store, rows, readings=readings, **texts)
+        return DetectorInput.of(store, rows, readings=readings, **texts)
 
     return made
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_detector_reads_what_it_says_and_nothing_else(evidence, name):
+def test_a_detector_reads_what_it_says_and_nothing_else(inputs, name):
     every = planted()
     own = {key: every[key] for key in DETECTORS[name].reads}
     assert set(own) <= set(READINGS)
-    DETECTORS[name].score(evidence(readings=own))
+    DETECTORS[name].score(inputs(readings=own))
     for missing in own:
         rest = {key: values for key, values in own.items() if key != missing}
         with pytest.raises(ValueError, match=f"{missing!r} is missing"):
-            DETECTORS[name].score(evidence(readings=rest))
+            DETECTORS[name].score(inputs(readings=rest))
 
 
-def test_untrained_detectors_do_not_look_at_training_labels(evidence):
+def test_untrained_detectors_do_not_look_at_training_labels(inputs):
     other = LABELS.copy()
     other[0::3] = ~other[0::3]
     for name, detector in DETECTORS.items():
-        pair = [
-            detector.score(evidence(labels=each)).scores for each in (LABELS, other)
-        ]
+        pair = [detector.score(inputs(labels=each)).scores for each in (LABELS, other)]
         is_same = bool(np.array_equal(*pair, equal_nan=True))
         assert is_same != detector.is_trained, name
 
@@ -160,30 +158,30 @@ def chosen(found):
     return {row.metric: row.value for row in found.chosen}
 
 
-def test_the_planted_layer_and_sign_are_chosen_and_reported(evidence):
-    found = DETECTORS["llmcheck_hidden"].score(evidence())
+def test_the_planted_layer_and_sign_are_chosen_and_reported(inputs):
+    found = DETECTORS["llmcheck_hidden"].score(inputs())
     assert chosen(found) == {"sign": -1, "layer": 3}
-    found = DETECTORS["llmcheck_attention"].score(evidence())
+    found = DETECTORS["llmcheck_attention"].score(inputs())
     assert chosen(found) == {"sign": 1, "layer": 3}
-    assert chosen(DETECTORS["llmcheck_perplexity"].score(evidence())) == {"sign": -1}
-    combined = chosen(DETECTORS["llmcheck_combined"].score(evidence()))
+    assert chosen(DETECTORS["llmcheck_perplexity"].score(inputs())) == {"sign": -1}
+    combined = chosen(DETECTORS["llmcheck_combined"].score(inputs()))
     assert combined["hidden_layer"] == combined["attention_layer"] == 3
     assert len(combined) == 7
     for row in found.chosen:
         assert row.experiment == "chosen" and row.split == "validation"
 
 
-def test_the_first_attention_layer_is_never_chosen(evidence):
+def test_the_first_attention_layer_is_never_chosen(inputs):
     readings = planted(column=0, strength=9.0)
-    found = DETECTORS["llmcheck_attention"].score(evidence(readings=readings))
+    found = DETECTORS["llmcheck_attention"].score(inputs(readings=readings))
     assert chosen(found)["layer"] > 1
-    found = DETECTORS["llmcheck_hidden"].score(evidence(readings=readings))
+    found = DETECTORS["llmcheck_hidden"].score(inputs(readings=readings))
     assert chosen(found)["layer"] == 1
 
 
 def test_perplexity_is_that_of_the_answers_tokens_without_the_stop(tmp_path):
     texts, store, prob, starts = surprisals_and_answers(LABELS, tmp_path)
-    given = Evidence.of(store, rows_of(), **texts)
+    given = DetectorInput.of(store, rows_of(), **texts)
     found = llm_check.answer_perplexity(given)[:, 0]
     for i, start in enumerate(starts):
         own = prob[start + 3 : start + 3 + len(given.answers[i].token_ids), 1]
@@ -191,8 +189,8 @@ def test_perplexity_is_that_of_the_answers_tokens_without_the_stop(tmp_path):
         np.testing.assert_allclose(found[i], expected, rtol=1e-6)
 
 
-def test_the_combination_is_the_mean_of_oriented_scores_in_validation_units(evidence):
-    given = evidence()
+def test_the_combination_is_the_mean_of_oriented_scores_in_validation_units(inputs):
+    given = inputs()
     valid = given.rows.where("validation")
     parts = []
     for name in ("hidden", "attention", "perplexity", "window", "entropy"):
@@ -203,9 +201,9 @@ def test_the_combination_is_the_mean_of_oriented_scores_in_validation_units(evid
     np.testing.assert_allclose(found, np.mean(parts, axis=0), rtol=1e-9)
 
 
-def test_redeep_finds_the_planted_head_and_layer(evidence):
+def test_redeep_finds_the_planted_head_and_layer(inputs):
     readings = planted(strength=6.0)
-    given = evidence(readings=readings)
+    given = inputs(readings=readings)
     assert chosen(DETECTORS["redeep_ecs"].score(given)) == {"n_heads": 1}
     assert chosen(DETECTORS["redeep_pks"].score(given)) == {"n_layers": 1}
     found = DETECTORS["redeep"].score(given)
@@ -222,8 +220,8 @@ def test_redeep_finds_the_planted_head_and_layer(evidence):
     np.testing.assert_allclose(found.scores[0], expected, rtol=1e-6)
 
 
-def test_redeeps_choice_is_the_best_of_every_combination_on_validation(evidence):
-    given = evidence(readings=planted(strength=0.7))
+def test_redeeps_choice_is_the_best_of_every_combination_on_validation(inputs):
+    given = inputs(readings=planted(strength=0.7))
     rows = given.rows
     heads = given.readings["redeep_ecs"].reshape(N, -1).astype(float)
     layers = -given.readings["redeep_pks_swapped"].astype(float)
@@ -243,7 +241,7 @@ def test_redeeps_choice_is_the_best_of_every_combination_on_validation(evidence)
     assert own == pytest.approx(best, abs=1e-12)
 
 
-def test_sums_of_heads_grow_with_the_best_first_and_fill_training_rows(evidence):
+def test_sums_of_heads_grow_with_the_best_first_and_fill_training_rows(inputs):
     rows = rows_of()
     heads = planted()["redeep_ecs"].reshape(N, -1).astype(float)
     sums = context_baselines.ranked_sums(heads, rows, 5)
@@ -263,8 +261,8 @@ def test_a_head_that_lacks_a_value_is_left_out():
     assert sums.shape == (N, heads.shape[1] - 1) and np.isfinite(sums).all()
 
 
-def test_lumina_is_half_of_what_passages_change_less_half_of_the_rate(evidence):
-    given = evidence()
+def test_lumina_is_half_of_what_passages_change_less_half_of_the_rate(inputs):
+    given = inputs()
     rate, change = given.readings["lumina_ipr"], given.readings["lumina_mmd"]
     found = DETECTORS["lumina"].score(given).scores[0]
     np.testing.assert_allclose(found, 0.5 * change - 0.5 * rate, rtol=1e-5, atol=1e-6)
@@ -294,7 +292,7 @@ def test_one_class_and_a_wrong_shape_are_refused():
     rows = rows_of(np.ones(N, bool))
     with pytest.raises(ValueError, match="one class alone"):
         defined_rows(np.ones((N, 1)), rows, "validation")
-    given = Evidence(store=None, rows=rows, layer=0)
+    given = DetectorInput(store=None, rows=rows, layer=0)
     with pytest.raises(ValueError, match="'p_true' is missing"):
         reading(given, "p_true", 1)
 

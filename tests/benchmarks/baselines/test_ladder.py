@@ -14,7 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-from beatrice.benchmarks.baselines.detector import Evidence
+from beatrice.benchmarks.baselines.detector import DetectorInput
 from beatrice.benchmarks.baselines.detectors.text_models import (
     TEXT_ENCODER,
     TFIDF_MLP,
@@ -231,7 +231,7 @@ def test_the_rungs_read_question_answer_and_passages_of_a_run(
         own = Example(**name, question=question, golds=("x",), passages=(page,))
         examples.append(own)
         answers.append(Answer(example_id=f"q{i}", text=told, **empty))
-    own = Evidence.of(
+    own = DetectorInput.of(
         None,
         rows,
         questions=examples,

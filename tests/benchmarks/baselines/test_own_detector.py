@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from beatrice.benchmarks.baselines.detector import (
-    Detector,
-    Found,
+    Baseline,
+    DetectorOutput,
     catalogue,
     find_detector,
 )
@@ -18,7 +18,7 @@ from beatrice.benchmarks.baselines.judge import (
     BaselinesConfig,
     chosen_detectors,
     judge,
-    read_judged,
+    read_costs,
 )
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.rows import read_result_rows
@@ -56,7 +56,7 @@ def test_the_readmes_detector_runs_into_the_same_tables(here, smoke_run):
     assert {row.experiment for row in own} == {"detection", "paired"}
     assert {row.setting for row in own} == {"closed_book", "with_context"}
     assert [row for row in rows if row not in own] == before
-    judged = read_judged(run / "baselines" / "detectors.json")
+    judged = read_costs(run / "baselines" / "detectors.json")
     assert [x.title for x in judged].count("Hedging") == 2
     # Asked for another, the run still knows it.
     beatrice("baselines", run, "--only", "saplma_last")
@@ -94,11 +94,11 @@ def test_the_name_of_another_row_is_refused(here, name):
         find_detector("hedges:HEDGING")
 
 
-def oracle(evidence):
-    return Found(evidence.rows.labels[None].astype(float))
+def oracle(inputs):
+    return DetectorOutput(inputs.rows.labels[None].astype(float))
 
 
-ORACLE = Detector(name="oracle", title="Oracle", source="here", score=oracle)
+ORACLE = Baseline(name="oracle", title="Oracle", source="here", score=oracle)
 
 
 def refuse(_):
@@ -106,7 +106,7 @@ def refuse(_):
 
 
 def test_detectors_are_judged_without_a_run():
-    given = planted.evidence()
+    given = planted.inputs()
     names = []
     table = judge(
         given.store,
@@ -125,21 +125,21 @@ def test_detectors_are_judged_without_a_run():
 
 
 def test_what_refuses_has_rows_with_its_reason():
-    given = planted.evidence()
-    mute = Detector(name="mute", title="Mute", source="here", score=refuse)
+    given = planted.inputs()
+    mute = Baseline(name="mute", title="Mute", source="here", score=refuse)
     table = judge(given.store, given.rows, [mute], intervals=FEW)
     assert table.value.isna().all() and set(table.reason) == {"it has no idea"}
 
 
 def test_labels_that_do_not_fit_are_refused():
-    given = planted.evidence()
+    given = planted.inputs()
     told = "a label and a split for each of 150 answers, found 3 labels and none splits"
     with pytest.raises(ValueError, match=told):
         judge(given.store, [True, False, True], [ORACLE])
 
 
 def test_an_unlabelled_answer_is_counted_as_failed():
-    given = planted.evidence()
+    given = planted.inputs()
     labels = given.rows.labels.tolist()
     test = np.flatnonzero(given.rows.splits == "test")
     labels[test[0]] = None

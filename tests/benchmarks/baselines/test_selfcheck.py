@@ -11,7 +11,7 @@ from beatrice.benchmarks.baselines.detectors.selfcheck import (
 )
 from tests.benchmarks.baselines.drawn import (
     by_last_word,
-    evidence,
+    inputs,
     named,
     relations_by,
     scores,
@@ -100,7 +100,7 @@ def test_the_sentence_comes_first_and_in_the_papers_order_the_sample():
         asked.append((premise, hypothesis))
         return 0.5, 0.0, 0.5
 
-    drawn = evidence([["x"]], ["A b. C d."], relations=relations_by(rule))
+    drawn = inputs([["x"]], ["A b. C d."], relations=relations_by(rule))
     NLI.score(drawn)
     assert asked == [("A b.", "x"), ("C d.", "x")]
     PAPER.score(drawn)
@@ -109,7 +109,7 @@ def test_the_sentence_comes_first_and_in_the_papers_order_the_sample():
 
 def test_a_score_is_minus_the_mean_contradiction_without_neutral():
     chances = {"x": (0.1, 0.8, 0.1), "y": (0.3, 0.6, 0.1), "z": (0.0, 0.5, 0.5)}
-    drawn = evidence(
+    drawn = inputs(
         [["x", "y", "z", "x"]],
         relations=relations_by(lambda p, h: chances[h]),
     )
@@ -118,7 +118,7 @@ def test_a_score_is_minus_the_mean_contradiction_without_neutral():
 
 
 def test_sentences_count_alike():
-    drawn = evidence(
+    drawn = inputs(
         [["we know x", "so x"]],
         ["Surely x. Perhaps y. Or z."],
         relations=relations_by(lambda p, h: by_last_word(p.rstrip("."), h.rstrip("."))),
@@ -129,7 +129,7 @@ def test_sentences_count_alike():
 
 @pytest.mark.parametrize("detector", DETECTORS[:3], ids=lambda one: one.name)
 def test_an_empty_answer_and_no_samples_are_undefined(detector):
-    drawn = evidence(
+    drawn = inputs(
         [["a", "b"], ["a"], [], ["", "a"]],
         ["a", " ", "a", "a"],
         relations=relations_by(by_last_word),
@@ -138,10 +138,10 @@ def test_an_empty_answer_and_no_samples_are_undefined(detector):
 
 
 def test_a_pair_that_is_surely_neutral_is_undefined():
-    drawn = evidence([["a"]], relations=relations_by(lambda p, h: (0, 1, 0)))
+    drawn = inputs([["a"]], relations=relations_by(lambda p, h: (0, 1, 0)))
     assert np.isnan(scores(NLI, drawn)).all()
 
 
 def test_without_an_nli_model_the_contradiction_is_refused():
     with pytest.raises(ValueError, match="expected an NLI model, found none"):
-        NLI.score(evidence([["a"]]))
+        NLI.score(inputs([["a"]]))

@@ -18,7 +18,7 @@ from beatrice.benchmarks.baselines.detectors.entropy import (
     weighted_entropy,
 )
 from tests.benchmarks.baselines.drawn import (
-    evidence,
+    inputs,
     named,
     sample,
     scores,
@@ -83,7 +83,7 @@ def test_a_mean_log_probability_is_of_the_answer_without_its_stop(
 @pytest.mark.parametrize("log_probs", [None, ()])
 def test_without_log_probabilities_only_counts_are_defined(log_probs):
     bare = sample("a", log_probs)
-    one = evidence([["a", "b"], ["a", bare]])
+    one = inputs([["a", "b"], ["a", bare]])
     for name, is_defined in (
         ("semantic_entropy:words", False),
         ("semantic_entropy_discrete:words", True),
@@ -94,7 +94,7 @@ def test_without_log_probabilities_only_counts_are_defined(log_probs):
 
 
 def test_a_detector_needs_an_nli_model_or_says_that_it_compares_words():
-    bare = evidence([["a", "b"]])
+    bare = inputs([["a", "b"]])
     for detector in DETECTORS:
         assert ("entailment" in detector.needs) != ("no NLI model" in detector.variant)
         if "entailment" in detector.needs:
@@ -169,7 +169,7 @@ def test_only_the_training_rows_change_the_prior():
     detector = named(DETECTORS, "semantic_entropy_bayesian:words")
     alike = [["a", "a"], ["a"]]
     one, two, three = (
-        evidence(drawn, splits=splits)
+        inputs(drawn, splits=splits)
         for name, drawn, splits in (
             ("one", [*alike, ["a", "a"]], ["train", "test", "test"]),
             ("two", [*alike, ["a", "b"]], ["train", "test", "test"]),
@@ -185,18 +185,18 @@ def test_without_drawn_training_answers_the_prior_is_that_of_validation():
     detector = named(DETECTORS, "semantic_entropy_bayesian:words")
     splits = ["train", "validation", "test", "validation"]
     drawn = [[], ["a", "b"], ["a"], ["a"]]
-    found = detector.score(evidence(drawn, splits=splits))
+    found = detector.score(inputs(drawn, splits=splits))
     (row,) = found.chosen
     assert (row.split, row.metric, row.value) == ("validation", "n_prior_rows", 2)
     alike = [[], ["a", "a"], ["a"], ["a"]]
-    sure = detector.score(evidence(alike, splits=splits))
+    sure = detector.score(inputs(alike, splits=splits))
     assert found.scores[0, 2] < -0.05 < sure.scores[0, 2] == 0
 
 
 def test_drawn_test_answers_alone_give_no_prior():
     detector = named(DETECTORS, "semantic_entropy_bayesian:words")
     with pytest.raises(ValueError, match="beatrice sample --split train"):
-        detector.score(evidence([[], ["a"]]))
+        detector.score(inputs([[], ["a"]]))
 
 
 def test_a_bound_counts_each_text_once_and_the_stop_token_too():
@@ -221,7 +221,7 @@ def test_bounds_leave_a_hundredth_for_what_was_not_seen():
 
 
 def test_every_seed_is_an_estimate_of_its_own():
-    one = evidence([["a", "b"], ["a"]])
+    one = inputs([["a", "b"], ["a"]])
     found = named(DETECTORS, "semantic_entropy_bayesian:words").score(one).scores
     assert found.shape == (5, 2)
     assert len(set(found[:, 1])) == 5 and np.ptp(found[:, 1]) < 0.1

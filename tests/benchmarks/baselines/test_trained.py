@@ -11,7 +11,7 @@ from scipy.special import logit
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
-from beatrice.benchmarks.baselines.detector import Evidence
+from beatrice.benchmarks.baselines.detector import DetectorInput
 from beatrice.benchmarks.baselines.detectors import probes, sep
 from beatrice.benchmarks.baselines.detectors.choice import last_steps, states_at
 from beatrice.benchmarks.baselines.detectors.context import LOOKBACK_LENS
@@ -87,8 +87,8 @@ def measured(found, rows, labels=None):
     return roc_auc_score(labels[test], found.scores[0, test])
 
 
-def evidence(rows, store=None, **readings):
-    return Evidence(store=store, rows=rows, layer=2, readings=readings)
+def inputs(rows, store=None, **readings):
+    return DetectorInput(store=store, rows=rows, layer=2, readings=readings)
 
 
 def chosen(found):
@@ -114,18 +114,18 @@ def test_a_step_is_counted_from_the_token_before_the_answer(answer_span):
 def test_saplma_reads_the_last_token_of_the_layer_where_it_was_planted():
     labels = some_labels(900)
     rows, store = rows_of(labels), stored(planted(labels, step=-1))
-    found = SAPLMA_LAST.score(evidence(rows, store))
+    found = SAPLMA_LAST.score(inputs(rows, store))
     assert found.scores.shape == (3, 900) and chosen(found) == {"layer": 2}
     assert measured(found, rows) > 0.9
     elsewhere = rows_of(labels), stored(planted(labels, step=0))
-    found = SAPLMA_LAST.score(evidence(*elsewhere))
+    found = SAPLMA_LAST.score(inputs(*elsewhere))
     assert abs(measured(found, rows) - 0.5) < 0.12  # of 300 answers, s.d. 0.033
 
 
 def test_saplma_of_the_mean_reads_every_step():
     labels = some_labels(900)
     rows, store = rows_of(labels), stored(planted(labels, slice(None), size=2.0))
-    found = SAPLMA_MEAN.score(evidence(rows, store))
+    found = SAPLMA_MEAN.score(inputs(rows, store))
     assert chosen(found) == {"layer": 2} and measured(found, rows) > 0.9
     assert np.isfinite(found.scores).all()
 
@@ -133,7 +133,7 @@ def test_saplma_of_the_mean_reads_every_step():
 def test_an_answer_without_a_token_has_no_last_one_and_teaches_nothing():
     labels = some_labels(300)
     rows, store = rows_of(labels), stored(planted(labels, step=-1))
-    found = SAPLMA_LAST.score(evidence(rows, store))
+    found = SAPLMA_LAST.score(inputs(rows, store))
     np.testing.assert_array_equal(np.isnan(found.scores).sum(axis=1), [1, 1, 1])
     assert np.isnan(found.scores[:, 3]).all()
 
@@ -232,7 +232,7 @@ def test_llms_know_is_the_default_regression_on_the_block_of_validation():
     outputs[:, 2, 0] += 3 * labels
     outputs[5] = np.nan
     rows = rows_of(labels)
-    found = LLMS_KNOW.score(evidence(rows, mlp_exact_answer=outputs))
+    found = LLMS_KNOW.score(inputs(rows, mlp_exact_answer=outputs))
     assert chosen(found) == {"layer": 3} and measured(found, rows) > 0.9
     train = np.delete(rows.where("train"), 5)
     official = LogisticRegression().fit(outputs[train, 2], labels[train])
@@ -248,7 +248,7 @@ def test_lookback_lens_is_one_regression_on_the_ratios_of_all_heads():
     ratios[:, 1, 1] = (ratios[:, 1, 1] + labels) / 2
     ratios[5, 0, 0] = np.nan
     rows = rows_of(labels, "with_context")
-    (scores,) = LOOKBACK_LENS.score(evidence(rows, lookback=ratios)).scores
+    (scores,) = LOOKBACK_LENS.score(inputs(rows, lookback=ratios)).scores
     assert np.flatnonzero(np.isnan(scores)).tolist() == [5]
     train = np.delete(rows.where("train"), 5)
     flat = ratios.reshape(600, 6)

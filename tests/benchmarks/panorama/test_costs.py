@@ -5,7 +5,7 @@ import re
 import msgspec
 import pytest
 
-from beatrice.benchmarks.baselines.judge import read_judged
+from beatrice.benchmarks.baselines.judge import read_costs
 from beatrice.benchmarks.panorama.costs import (
     HEADS,
     as_markdown,
@@ -22,10 +22,10 @@ from tests.benchmarks.results.sample import judged, sample_report, sample_rows
 def test_the_record_is_read_as_it_was_written_and_refused_otherwise(tmp_path):
     path = tmp_path / "detectors.json"
     write_json_atomic(path, msgspec.to_builtins(judged()))
-    assert read_judged(path) == judged()
+    assert read_costs(path) == judged()
     path.write_text('[{"name": "x"}]')
     with pytest.raises(ValueError, match="beatrice baselines"):
-        read_judged(path)
+        read_costs(path)
 
 
 def test_the_better_ones_come_first_and_the_unmeasured_last():

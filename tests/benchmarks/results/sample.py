@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from beatrice.benchmarks.baselines.detector import Judged
+from beatrice.benchmarks.baselines.detector import DetectorCost
 from beatrice.benchmarks.results.report import ReportData
 from beatrice.extract.records import IN_DOMAIN
 from beatrice.extract.run.rows import ResultRow
@@ -76,7 +76,7 @@ def sample_rows():
 
 def judged():
     """Costs of three rivals that have rows."""
-    return msgspec.convert(PARTS["judged"], list[Judged])
+    return msgspec.convert(PARTS["judged"], list[DetectorCost])
 
 
 def sample_report(**changes):
