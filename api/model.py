@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from beatrice.extract.records import Answer, Example, Passage, Setting
-from beatrice.pgir.border import as_passages, refuse
+from beatrice.pgir.arguments import argument_error, as_passages
 
 if TYPE_CHECKING:
     from beatrice.extract.backbone.loading import Backbone
@@ -275,7 +275,7 @@ def as_examples(
 def _as_list(values: Any, name: str, expected: str) -> list[Any]:
     """Return a list; a text alone would be read letter by letter."""
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
-        refuse(name, expected, values)
+        raise argument_error(name, expected, values)
     return list(values)
 
 
@@ -286,7 +286,9 @@ def _as_example(
     if isinstance(question, Example):
         fields = {"id": question.id, "question": question.question}
     elif not isinstance(question, str) or not question.strip():
-        refuse(f"questions[{number}]", "a text that says something", question)
+        raise argument_error(
+            f"questions[{number}]", "a text that says something", question
+        )
     return Example(
         **fields, dataset="asked", split=_NO_SPLIT, golds=("-",), passages=passages
     )
@@ -296,7 +298,9 @@ def _of_one_setting(answers: Iterable[Answer]) -> list[Answer]:
     checked = _as_list(answers, "answers", "a list of Answers")
     for number, answer in enumerate(checked):
         if not isinstance(answer, Answer):
-            refuse(f"answers[{number}]", "an Answer of LanguageModel.answer", answer)
+            raise argument_error(
+                f"answers[{number}]", "an Answer of LanguageModel.answer", answer
+            )
     settings = {answer.setting for answer in checked}
     if len(settings) != 1:
         raise ValueError(

@@ -44,7 +44,7 @@ from beatrice.jaxprobe.metrics import (
 )
 from beatrice.jaxprobe.model.encoder import MemberOutputs
 from beatrice.jaxprobe.pool import branch_setting, pool_of
-from beatrice.pgir.border import as_path, as_probability, refuse
+from beatrice.pgir.arguments import argument_error, as_path, as_probability
 from beatrice.selection.greedy import HeadTrainer, select_heads
 from beatrice.selection.sweep import SWEEP_PRESETS, SweepSection, choose_layer
 from beatrice.signals import Signals
@@ -135,7 +135,7 @@ def fit(
     passes = _by_setting(signals)
     as_probability(precision, "precision")
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        refuse("seed", "a whole number from 0 on", seed)
+        raise argument_error("seed", "a whole number from 0 on", seed)
     set_compiler("smoke" if config == "smoke" else "demo")
     if not isinstance(config, FitConfig):
         config = FitConfig.preset(config)
@@ -212,12 +212,12 @@ def _by_setting(signals: Passes) -> dict[Setting, Signals]:
     if isinstance(signals, Signals):
         passes = {signals.setting: signals}
     if not isinstance(passes, Mapping) or not passes:
-        refuse(
+        raise argument_error(
             "signals", f"Signals, or a mapping from {' and '.join(SETTINGS)}", signals
         )
     for setting, part in passes.items():
         if not isinstance(part, Signals):
-            refuse(f"signals[{setting!r}]", "Signals", part)
+            raise argument_error(f"signals[{setting!r}]", "Signals", part)
         if part.setting != setting:
             raise ValueError(
                 f"signals[{setting!r}]: these are of {part.setting} answers; give them "
@@ -246,7 +246,9 @@ def _as_labels(labels: Any, signals: Signals) -> tuple[np.ndarray, np.ndarray]:
       signals: of the same answers.
     """
     if isinstance(labels, str | bytes | Mapping) or not isinstance(labels, Iterable):
-        refuse("labels", "a list with True, False or None for each answer", labels)
+        raise argument_error(
+            "labels", "a list with True, False or None for each answer", labels
+        )
     given = list(labels)
     if given and all(isinstance(label, Label) for label in given):
         verdicts = {label.key: label.label for label in given}
@@ -261,7 +263,7 @@ def _as_labels(labels: Any, signals: Signals) -> tuple[np.ndarray, np.ndarray]:
     for number, label in enumerate(given):
         is_unknown = label is None or label != label  # NaN, as a table says it
         if not is_unknown and label not in (0, 1):
-            refuse(f"labels[{number}]", "True, False or None", label)
+            raise argument_error(f"labels[{number}]", "True, False or None", label)
     is_labelled = np.array([x is not None and x == x for x in given])
     return np.array([x is not None and x == 1 for x in given]), is_labelled
 

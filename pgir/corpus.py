@@ -37,7 +37,7 @@ from beatrice.extract.run.files import (
     write_json_atomic,
     write_stream_atomic,
 )
-from beatrice.pgir.border import from_document
+from beatrice.pgir.arguments import from_document
 
 # A passage is what a prompt can hold. TriviaQA's evidence is whole pages, of which
 # nothing says which paragraph holds the answer.

@@ -21,14 +21,14 @@ import msgspec
 from beatrice.extract.records import Passage
 from beatrice.extract.run.directory import RunDir
 from beatrice.extract.run.files import read_json
-from beatrice.pgir.border import (
+from beatrice.pgir.arguments import (
+    argument_error,
     as_count,
     as_passages,
     as_path,
     as_probability,
     as_text,
     as_texts,
-    refuse,
 )
 from beatrice.pgir.controllers.loop import (
     ControllerConfig,
@@ -119,7 +119,9 @@ class Gate:
     def __init__(self, scorer: Scorer, threshold: float) -> None:
         """Take the detector and its threshold."""
         if not all(hasattr(scorer, name) for name in ("answer", "score", "score_many")):
-            refuse("scorer", "a Scorer, such as `beatrice.load(run)`", scorer)
+            raise argument_error(
+                "scorer", "a Scorer, such as `beatrice.load(run)`", scorer
+            )
         self.scorer = scorer
         self.threshold = as_probability(threshold, "threshold")
         self._lock = threading.Lock()
@@ -190,7 +192,7 @@ class Gate:
             closed-book one.
         """
         if not isinstance(draft, Draft):
-            refuse("draft", "a Draft, which `draft` makes", draft)
+            raise argument_error("draft", "a Draft, which `draft` makes", draft)
         context = as_passages(passages, "passages")
         score = self.scorer.score(draft.question, grounded, context)
         ours, theirs = draft.p_correct, score.p_correct
@@ -226,12 +228,16 @@ class FlashRagJudger:
     def __init__(self, config: Mapping[str, Any], gate: Gate | None = None) -> None:
         """Open the gate."""
         if not hasattr(config, "__getitem__") or isinstance(config, (str, Sequence)):
-            refuse("config", "a mapping, such as FlashRAG's Config", config)
+            raise argument_error(
+                "config", "a mapping, such as FlashRAG's Config", config
+            )
         self.name = config["judger_name"] if "judger_name" in config else "beatrice"
         if gate is None:
             settings = config["judger_config"] if "judger_config" in config else {}
             if not isinstance(settings, Mapping) or "run" not in settings:
-                refuse("judger_config", "a mapping that names a 'run'", settings)
+                raise argument_error(
+                    "judger_config", "a mapping that names a 'run'", settings
+                )
             gate = Gate.load(settings["run"], threshold=settings.get("threshold"))
         self.gate = gate
 
@@ -376,7 +382,7 @@ def run_pgir(
       ValueError: an argument is of another type, or the retriever or judge fails.
     """
     if not isinstance(scorer, Scorer):
-        refuse("scorer", "a Scorer, such as `beatrice.load(run)`", scorer)
+        raise argument_error("scorer", "a Scorer, such as `beatrice.load(run)`", scorer)
     texts = as_texts(questions, "questions")
     policy = Policy(
         threshold=as_probability(threshold, "threshold"),

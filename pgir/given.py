@@ -19,13 +19,13 @@ from beatrice.extract.generate.prompts import (
 )
 from beatrice.extract.records import Answer, AnswerSpan, Passage, Setting
 from beatrice.extract.signals.sequence import TokenSequence, sequence_of
-from beatrice.pgir.border import (
+from beatrice.pgir.arguments import (
+    argument_error,
     as_ids,
     as_messages,
     as_passages,
     as_range,
     as_text,
-    refuse,
 )
 
 Range = tuple[int, int]
@@ -92,7 +92,7 @@ class AnswerToScore:
         needed = ["answer"] if self.answer_ids is None else []
         for name in [*needed, *([] if prompts else ["question"])]:
             if getattr(self, name) is None:
-                refuse(name, "a text (str)", None)
+                raise argument_error(name, "a text (str)", None)
 
     @property
     def uses_template(self) -> bool:
@@ -131,7 +131,7 @@ def as_answer(row: Any) -> AnswerToScore:
         return AnswerToScore(**row)
     if isinstance(row, (tuple, list)) and 2 <= len(row) <= 3:
         return AnswerToScore(**dict(zip(ARGUMENTS, row, strict=False)))
-    return refuse(
+    raise argument_error(
         "the row",
         "a mapping with 'question' and 'answer' (and perhaps 'context'), or a tuple in "
         "this order",

@@ -37,7 +37,7 @@ from beatrice.extract.plugs import load_plug
 from beatrice.extract.records import Passage, read_records
 from beatrice.extract.run.directory import Preset
 from beatrice.extract.run.files import Journal, JournalFiles, sha256_file, sha256_json
-from beatrice.pgir.border import as_passages, from_document
+from beatrice.pgir.arguments import as_passages, from_document
 from beatrice.pgir.corpus import Corpus, as_document
 from beatrice.pgir.index import DenseRetriever, Form, TextEncoder, encoder_config
 

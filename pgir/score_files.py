@@ -27,7 +27,7 @@ from beatrice.extract.datasets.rows import RecordStream, recognise
 from beatrice.extract.records import Answer, Passage
 from beatrice.extract.run.files import JsonLines, sha256_json
 from beatrice.extract.signals.sequence import sequence_of
-from beatrice.pgir.border import as_passages, as_text
+from beatrice.pgir.arguments import as_passages, as_text
 from beatrice.pgir.given import ARGUMENTS, AnswerToScore
 
 if TYPE_CHECKING:

@@ -28,13 +28,13 @@ from beatrice.jaxprobe.config import set_compiler
 from beatrice.jaxprobe.detector import Detector, HeadName, Scores
 from beatrice.jaxprobe.features.families import SPAN_NAMES, SPANS, Features
 from beatrice.jaxprobe.scope import Threshold, count_scripts, share_outside
-from beatrice.pgir.border import (
+from beatrice.pgir.arguments import (
+    argument_error,
     as_count,
     as_messages,
     as_path,
     as_rows,
     as_texts,
-    refuse,
 )
 from beatrice.pgir.bridge import ProbedBackbone
 from beatrice.pgir.given import AnswerToScore, ScoringInput, as_answer, prepare
@@ -169,7 +169,7 @@ class Scorer:
     def threshold(self, setting: Setting) -> Threshold | None:
         """Return at which P answers of a setting are trusted, and how often rightly."""
         if setting not in SETTINGS:
-            refuse("setting", f"one of {', '.join(SETTINGS)}", setting)
+            raise argument_error("setting", f"one of {', '.join(SETTINGS)}", setting)
         head = self.probed.detector.heads.get(_HEADS[setting])
         return head.threshold if head else None
 
@@ -361,7 +361,7 @@ def _loaded(model: Any) -> Backbone:
     """Return the backbone that an object is or has."""
     backbone = getattr(model, "backbone", model)
     if not isinstance(backbone, Backbone):
-        refuse(
+        raise argument_error(
             "model",
             "a path or Hub id, a Backbone (`Backbone.from_model(model, tokenizer)` "
             "makes one of a Transformers model), or an object that has one as its "
@@ -375,7 +375,9 @@ def _device(device: Any, config: BackboneConfig) -> str:
     """Return where a run's model computes here: as asked, else as in the run."""
     if device is not None:
         if not isinstance(device, (str, torch.device)):
-            refuse("device", "a Torch device, such as 'cpu' or 'cuda:0'", device)
+            raise argument_error(
+                "device", "a Torch device, such as 'cpu' or 'cuda:0'", device
+            )
         return own_device(str(device), torch.cuda.device_count())
     if config.device == "cuda" and not torch.cuda.is_available():
         return "cpu"

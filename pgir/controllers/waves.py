@@ -32,7 +32,7 @@ from beatrice.extract.generate.requests import Request
 from beatrice.extract.records import Answer, Passage, Setting
 from beatrice.extract.run.files import JsonLines, sha256_json
 from beatrice.extract.signals.reader import Signals
-from beatrice.pgir.border import refuse
+from beatrice.pgir.arguments import argument_error
 from beatrice.pgir.bridge import ROWS, ProbedBackbone, Reading
 from beatrice.pgir.controllers.plans import (
     VALUES,
@@ -524,7 +524,9 @@ class Judging:
     def add(self, name: str, judge: DraftJudge) -> int:
         """Add a judge; return its number, which depends on its name alone."""
         if not callable(judge):
-            refuse(name, "a callable of question, answer and passages", judge)
+            raise argument_error(
+                name, "a callable of question, answer and passages", judge
+            )
         number = int(sha256_json(name)[:12], 16)
         self.judges[number] = judge
         return number
@@ -551,7 +553,7 @@ class Judging:
             ) from error
         is_number = isinstance(p_correct, numbers.Real)
         if not is_number or not 0 <= p_correct <= 1:
-            refuse("the judge", "a probability in [0, 1]", p_correct)
+            raise argument_error("the judge", "a probability in [0, 1]", p_correct)
         return Scored(float(p_correct), float(p_correct))
 
     def cost(self, call: Call, value: Scored) -> Cost:

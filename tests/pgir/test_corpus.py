@@ -5,7 +5,7 @@ import json
 import pytest
 
 from beatrice.extract.records import Passage
-from beatrice.pgir.border import from_document
+from beatrice.pgir.arguments import from_document
 from beatrice.pgir.corpus import (
     MOST_WORDS,
     Corpus,

@@ -1,4 +1,4 @@
-"""What a user hands in, as checked values: the one place that accepts or refuses it.
+"""What a user hands in, as checked values: the one place that accepts or rejects it.
 
 The public names (`Scorer`, `Gate`, the adapters) and files pass what they were given
 through these functions; what lies behind them holds texts, passages and numbers. Each
@@ -6,11 +6,12 @@ raises a ValueError of one sentence that names the argument, what was expected a
 came.
 """
 
+import math
 import numbers
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from beatrice.extract.records import Passage
 
@@ -18,33 +19,31 @@ _PASSAGE = (
     "a text (str), a mapping with a text under 'text' or 'contents', or a document "
     "with 'page_content'"
 )
-# How tables give their rows: polars; pyarrow; pandas.
+# The methods by which tables return their rows: polars; pyarrow; pandas.
 _TABLES = (("to_dicts", ()), ("to_pylist", ()), ("to_dict", ("records",)))
 
 
-def refuse(name: str, expected: str, value: Any) -> NoReturn:
-    """Raise the error of an argument that is not what was expected."""
+def argument_error(name: str, expected: str, value: Any) -> ValueError:
+    """Return the error of an argument that is not what was expected."""
     shown = type(value).__name__
-    if isinstance(value, numbers.Number) or (
-        isinstance(value, str) and len(value) <= 40
-    ):
+    is_short = isinstance(value, str) and len(value) <= 40
+    if is_short or isinstance(value, numbers.Number):
         shown = f"{value!r} ({shown})"
-    raise ValueError(f"{name}: expected {expected}, found {shown}")
+    return ValueError(f"{name}: expected {expected}, found {shown}")
 
 
 def as_text(value: Any, name: str) -> str:
     """Return a text; it may be empty, which only its reader can judge."""
     if not isinstance(value, str):
-        refuse(name, "a text (str)", value)
+        raise argument_error(name, "a text (str)", value)
     return str(value)
 
 
 def as_texts(values: Any, name: str) -> list[str]:
-    """Return a list of texts; one text alone would be read letter by letter."""
-    if isinstance(values, str):
-        refuse(name, "a list of texts, such as [text]", values)
-    if not _is_list(values):
-        refuse(name, "a list of texts, such as one column of a table", values)
+    """Return a list of texts; a single text would be read letter by letter."""
+    if not _is_several(values):
+        expected = "a list of texts, such as [text] or one column of a table"
+        raise argument_error(name, expected, values)
     return [as_text(value, f"{name}[{i}]") for i, value in enumerate(values)]
 
 
@@ -52,22 +51,23 @@ def as_count(value: Any, name: str) -> int:
     """Return a whole number from 1 on."""
     is_whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not is_whole or value < 1:
-        refuse(name, "a whole number from 1 on", value)
+        raise argument_error(name, "a whole number from 1 on", value)
     return int(value)
 
 
 def as_probability(value: Any, name: str) -> float:
     """Return a probability in (0, 1]."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= 1:
-        refuse(name, "a probability above 0 and at most 1", value)
-    return float(value)
+    probability = float(value) if is_number else math.nan
+    if not 0 < probability <= 1:
+        raise argument_error(name, "a probability above 0 and at most 1", value)
+    return probability
 
 
 def as_path(value: Any, name: str) -> Path:
     """Return a path."""
     if not isinstance(value, (str, os.PathLike)):
-        refuse(name, "a path (str or Path)", value)
+        raise argument_error(name, "a path (str or Path)", value)
     return Path(value)
 
 
@@ -78,7 +78,7 @@ def as_ids(value: Any, name: str) -> tuple[int, ...]:
         isinstance(n, numbers.Integral) and not isinstance(n, bool) for n in values
     )
     if not is_list:
-        refuse(name, "a list of whole numbers", value)
+        raise argument_error(name, "a list of whole numbers", value)
     return tuple(int(n) for n in values)
 
 
@@ -95,14 +95,14 @@ def as_range(value: Any, name: str) -> tuple[int, int]:
 def as_messages(value: Any, name: str) -> tuple[Mapping[str, str], ...]:
     """Return chat messages, at least one, each with texts `role` and `content`."""
     if not isinstance(value, (list, tuple)) or not value:
-        refuse(name, "a list of at least one message", value)
+        raise argument_error(name, "a list of at least one message", value)
     for i, message in enumerate(value):
         is_message = isinstance(message, Mapping) and all(
             isinstance(message.get(field), str) for field in ("role", "content")
         )
         if not is_message:
             expected = "a mapping with texts role and content"
-            refuse(f"{name}[{i}]", expected, message)
+            raise argument_error(f"{name}[{i}]", expected, message)
     return tuple(value)
 
 
@@ -140,18 +140,14 @@ def as_passage(value: Any, name: str) -> Passage:
         if isinstance(metadata, Mapping):
             title = metadata.get("title")
     if not isinstance(text, str):
-        refuse(name, _PASSAGE, value)
+        raise argument_error(name, _PASSAGE, value)
     if title is not None and not isinstance(title, str):
-        refuse(f"the title of {name}", "a text (str)", title)
+        raise argument_error(f"the title of {name}", "a text (str)", title)
     return Passage(title=title or "", text=text)
 
 
-def _is_passage(value: Any) -> bool:
-    return isinstance(value, (str, Mapping, Passage)) or hasattr(value, "page_content")
-
-
 def as_passages(value: Any, name: str) -> tuple[Passage, ...]:
-    """Return the passages of a context: None has none, one alone is a context of one.
+    """Return the passages of a context: none of None, one of a single passage.
 
     Args:
       value: None, what `as_passage` reads, or several of these.
@@ -159,13 +155,15 @@ def as_passages(value: Any, name: str) -> tuple[Passage, ...]:
     """
     if value is None:
         return ()
-    if _is_passage(value):
+    is_passage = isinstance(value, (str, Mapping, Passage))
+    if is_passage or hasattr(value, "page_content"):
         return (as_passage(value, name),)
     if _is_table(value):
         value = _table_rows(value)
-    if not _is_list(value):
-        refuse(name, f"{_PASSAGE}, a list of these, or None for closed-book", value)
-    return tuple(as_passage(one, f"{name}[{i}]") for i, one in enumerate(value))
+    if not _is_several(value):
+        expected = f"{_PASSAGE}, a list of these, or None for closed-book"
+        raise argument_error(name, expected, value)
+    return tuple(as_passage(item, f"{name}[{i}]") for i, item in enumerate(value))
 
 
 def as_rows(value: Any, name: str) -> list[Any]:
@@ -179,29 +177,29 @@ def as_rows(value: Any, name: str) -> list[Any]:
     """
     if _is_table(value):
         return _table_rows(value)
-    if not _is_list(value):
-        refuse(name, "a list of rows or a data frame", value)
+    if not _is_several(value):
+        raise argument_error(name, "a list of rows or a data frame", value)
     return list(value)
 
 
-def _is_list(value: Any) -> bool:
-    """Tell whether a value is several of something, and neither a text nor a table."""
-    is_one = isinstance(value, (str, bytes, Mapping)) or _is_table(value)
-    return isinstance(value, Iterable) and not is_one
+def _is_several(value: Any) -> bool:
+    """Return whether a value is an iterable, and neither a text nor a table."""
+    is_single = isinstance(value, (str, bytes, Mapping)) or _is_table(value)
+    return isinstance(value, Iterable) and not is_single
 
 
 def _is_table(value: Any) -> bool:
-    return hasattr(value, "columns") and any(hasattr(value, m) for m, _ in _TABLES)
+    methods = (method for method, _ in _TABLES)
+    return hasattr(value, "columns") and any(hasattr(value, m) for m in methods)
 
 
 def _table_rows(table: Any) -> list[dict[str, Any]]:
+    """Return the rows of a table, each without its missing cells."""
     method, arguments = next((m, a) for m, a in _TABLES if hasattr(table, m))
-    return [_without_missing(row) for row in getattr(table, method)(*arguments)]
-
-
-def _without_missing(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of a table without the cells that hold nothing."""
-    return {key: value for key, value in row.items() if not _is_missing(value)}
+    return [
+        {key: value for key, value in row.items() if not _is_missing(value)}
+        for row in getattr(table, method)(*arguments)
+    ]
 
 
 def _is_missing(value: Any) -> bool:

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from beatrice.extract.records import Passage
-from beatrice.pgir.border import as_passages, as_rows
+from beatrice.pgir.arguments import as_passages, as_rows
 from beatrice.pgir.gate import FlashRagJudger, Gate
 from beatrice.pgir.scorer import Scorer
 from tests.pgir.small_detector import PASSAGE, QUESTION
